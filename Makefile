@@ -1,0 +1,58 @@
+# Everything lives in .venv: nothing is installed outside it.
+#   make test PYTHON=python3.12                       another interpreter (3.11 or newer, for the pinned requirements)
+#   make setup PIP_ARGS="--extra-index-url <index>"   another package index, such as one with CPU builds of torch
+#   make test PYTEST_ARGS="-k convert"                some tests only
+
+PYTHON ?= python3
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test demo lint format clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1@\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F@ '{ printf "%-14s %s\n", $$1, $$2 }'
+
+setup: $(STAMP)  ## create .venv and install everything, pinned (again only when the requirements change)
+
+$(STAMP): requirements/torch.txt requirements/base.txt requirements/colossalai.txt pyproject.toml setup.py
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=..." if sys.version_info < (3, 11) else 0)'
+	@echo "[1/5] Virtual environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "[2/5] Installing torch (the largest download)"
+	@$(PIP_INSTALL) -r requirements/torch.txt
+	@echo "[3/5] Installing pinned requirements"
+	@$(PIP_INSTALL) -r requirements/base.txt
+	@echo "[4/5] Installing Colossal-AI"
+	@$(PIP_INSTALL) --no-deps -r requirements/colossalai.txt
+	@echo "[5/5] Installing zeroresize, editable"
+	@$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
+	@touch $(STAMP)
+	@echo "Ready: $(VENV)"
+
+test: setup  ## run the tests
+	@echo "Running the tests"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+demo: setup  ## train a small ViT with one slow rank, with and without balancing
+	@$(BIN)/python -m vit_examples.demo
+
+lint: setup  ## ruff, ruff format, mypy and the import rules
+	@echo "Linting"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+format: setup  ## let ruff repair and format the code
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+clean:  ## remove .venv, caches and build outputs (not runs/)
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
