@@ -1,0 +1,65 @@
+"""Fixtures of all tests: real ranks, Colossal-AI, and what is skipped where."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: a thread pool in the parent does not survive a fork
+
+import importlib.util
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import processes
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+COLOSSALAI_IS_REQUIRED = os.environ.get("ZERORESIZE_REQUIRE_COLOSSALAI") == "1"
+
+
+def pytest_configure() -> None:
+    if COLOSSALAI_IS_REQUIRED and importlib.util.find_spec("colossalai") is None:
+        raise pytest.UsageError("ZERORESIZE_REQUIRE_COLOSSALAI=1, but Colossal-AI is not installed (make setup)")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    skip_gpu = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "colossalai_module" in getattr(item, "fixturenames", ()):
+            item.add_marker("colossalai")
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(skip_gpu)
+
+
+@pytest.fixture
+def run_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
+    """``run_ranks(fn, num_ranks, *args, timeout_s=60)`` returns ``fn(rank, group, *args)`` of every rank, by rank."""
+
+    def run(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:
+        __tracebackhide__ = True
+        scratch = Path(tempfile.mkdtemp(prefix="ranks_", dir=tmp_path))
+        return processes.run_ranks(fn, num_ranks, *args, timeout_s=timeout_s, scratch=scratch)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def colossalai_module() -> ModuleType:
+    """Colossal-AI, imported once in the parent (10 s), from which the ranks inherit it."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import colossalai
+            import colossalai.booster.plugin
+            import colossalai.shardformer
+    except ImportError as error:
+        if COLOSSALAI_IS_REQUIRED:
+            pytest.fail(f"ZERORESIZE_REQUIRE_COLOSSALAI=1, but Colossal-AI cannot be imported: {error!r}")
+        pytest.skip(f"Colossal-AI cannot be imported: {error!r}")
+    return colossalai
