@@ -1,0 +1,122 @@
+"""convert(): make the parallel linear layers of a model balanceable, in place."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from types import ModuleType
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from zeroresize.collectives import group_size, require_group, same_ranks
+from zeroresize.config import BalanceConfig
+from zeroresize.functional import LastGradients
+from zeroresize.linear import BalancedLinear
+
+logger = logging.getLogger(__name__)
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+def convert(model: ModelT, *, process_group: ProcessGroup, config: BalanceConfig) -> ModelT:
+    """Swap the column- and row-parallel linear layers of ``model`` for balanced ones, in place.
+
+    Taken are this package's own layers and Colossal-AI's ``Linear1D_Col`` and ``Linear1D_Row`` (after
+    ``booster.boost`` or ``ShardFormer.optimize``). A swapped layer keeps the very same Parameter objects, and without a
+    plan its outputs and gradients are bitwise those of the layer it replaces. A layer that cannot be balanced (gathered
+    output, sequence parallelism inside the layer, another group, …) stays exactly as it was; one log line says why.
+
+    Args:
+        model: the model, or what Colossal-AI's Booster made of it.
+        process_group: the 1D tensor-parallel group. A group of one rank is a no-op with a log line.
+        config: how it will be balanced; pass the same to :class:`~zeroresize.Balancer`.
+
+    Returns:
+        ``model`` itself. Converting it again is a no-op with a log line.
+
+    Raises:
+        ValueError: if ``process_group`` is None or lacks this rank, ``config`` names a rank outside it, or the model
+            has no layer that can be balanced.
+    """
+    require_group(process_group)
+    config.validate_group_size(group_size(process_group))
+    if group_size(process_group) == 1:
+        logger.info("convert: the process group has one rank, so there is nothing to balance")
+        return model
+    if balanced_layers(model):
+        logger.info("convert: the model is converted already, nothing was changed")
+        return model
+
+    left_alone = _swap_layers(model, process_group)
+    layers = balanced_layers(model)
+    if not layers:
+        raise ValueError(_nothing_to_convert(left_alone))
+    for layer in layers.values():
+        layer.last = LastGradients() if config.imputation == "same" else None
+    logger.info("convert: %d layers can be balanced, %d were left alone", len(layers), len(left_alone))
+    return model
+
+
+def balanced_layers(model: nn.Module) -> dict[str, BalancedLinear]:
+    """The converted layers of ``model`` by name, in the order of the model."""
+    return {
+        name: module
+        for name, module in _unwrap(model).named_modules()
+        if isinstance(module, BalancedLinear) and module.is_converted
+    }
+
+
+def _swap_layers(model: nn.Module, process_group: ProcessGroup) -> dict[str, str]:
+    """Swap what can be swapped and mark it as converted; returns the reasons for the others by layer name."""
+    left_alone: dict[str, str] = {}
+    for name, module in _unwrap(model).named_modules():
+        host = _host_of(module)
+        if host is None and not isinstance(module, BalancedLinear):
+            continue
+        reason = _why_left_alone(module, process_group) or (host.why_left_alone(module) if host else None)
+        if reason is not None:
+            left_alone[name] = reason
+            logger.info("convert: layer %s is left alone: %s", name, reason)
+            continue
+        layer = host.swap_layer(module) if host else module
+        layer.is_converted = True
+    return left_alone
+
+
+def _host_of(module: nn.Module) -> ModuleType | None:
+    """The integration that knows this kind of parallel linear layer, if it is not this package's own.
+
+    Colossal-AI is asked only if the caller uses it at all: importing it takes ten seconds.
+    """
+    if "colossalai" not in sys.modules:
+        return None
+    from zeroresize.integrations import colossalai
+
+    return colossalai if colossalai.is_parallel_linear(module) else None
+
+
+def _why_left_alone(module: Any, process_group: ProcessGroup) -> str | None:
+    if getattr(module, "gather_output", False):
+        return "gather_output=True"
+    if not same_ranks(module.process_group, process_group):
+        return "it belongs to another process group"
+    if module.weight.shape[1] < 2:
+        return "it has fewer than two input features"
+    return None
+
+
+def _unwrap(model: nn.Module) -> nn.Module:
+    """The module inside Booster's (and DDP's) wrappers, so that layer names do not depend on them."""
+    unwrap = getattr(model, "unwrap", None)
+    return unwrap() if callable(unwrap) else model
+
+
+def _nothing_to_convert(left_alone: dict[str, str]) -> str:
+    found = "; ".join(f"{name}: {reason}" for name, reason in left_alone.items()) or "none"
+    return (
+        "convert: the model has no layer that can be balanced. Wanted are Colossal-AI's Linear1D_Col / Linear1D_Row "
+        "(convert after booster.boost or ShardFormer.optimize) or zeroresize.ColumnParallelLinear / RowParallelLinear "
+        f"(made by from_linear). Parallel layers found but left alone: {found}"
+    )

@@ -1,0 +1,124 @@
+"""Column- and row-parallel linear products as autograd Functions: whole, or resized by a plan.
+
+``T`` tokens, ``K`` input and ``N`` output features on this rank, ``P`` of the K columns kept. Between forward and
+backward nothing is held but ``x`` and ``w`` by reference and the plan's indices (its lineage): no pruned copies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from zeroresize import kernels
+from zeroresize.collectives import all_reduce, start_all_reduce
+from zeroresize.plan import LayerPlan
+from zeroresize.probe import Probes
+
+
+@dataclass
+class LastGradients:
+    """One layer's gradients of its previous backward, kept only for ``imputation="same"``."""
+
+    dx_TK: Tensor | None = None
+    dw_NK: Tensor | None = None
+
+
+def column_parallel_products(
+    x: Tensor,
+    w_NK: Tensor,
+    bias_N: Tensor | None,
+    plan: LayerPlan | None,
+    process_group: ProcessGroup,
+    probes: Probes,
+    last: LastGradients | None = None,
+) -> Tensor:
+    """y [..., N] of x [..., K], with the all-reduce of dx over ``process_group`` in backward."""
+    return _ColumnParallelProducts.apply(x, w_NK, bias_N, plan, process_group, probes, last)
+
+
+def row_parallel_products(
+    x: Tensor,
+    w_NK: Tensor,
+    plan: LayerPlan | None,
+    process_group: ProcessGroup,
+    probes: Probes,
+    last: LastGradients | None = None,
+) -> Tensor:
+    """y [..., N], the sum over ``process_group`` of the products of each rank's slice x [..., K]."""
+    return _RowParallelProducts.apply(x, w_NK, plan, process_group, probes, last)
+
+
+class _ColumnParallelProducts(torch.autograd.Function):
+    """y = x[:, keep] w[:, keep]ᵀ + b; dx = Σ_r impute(dy w[:, keep]); dw = impute(dyᵀ x[:, keep]); db = Σ_t dy.
+
+    The all-reduce of dx runs while dw and db are computed.
+    """
+
+    @staticmethod
+    def forward(ctx, x, w_NK, bias_N, plan, process_group, probes, last):
+        ctx.save_for_backward(x, w_NK)
+        ctx.plan, ctx.process_group, ctx.probes, ctx.last = plan, process_group, probes, last
+        ctx.has_bias = bias_N is not None
+        return _whole_or_resized_forward(x, w_NK, bias_N, plan, probes)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w_NK = ctx.saved_tensors
+        dx = dw_NK = db_N = work = None
+        dy_TN = dy.reshape(-1, dy.shape[-1])
+        if ctx.needs_input_grad[0]:
+            dx = _dgrad(dy_TN, w_NK, x.shape, ctx)
+            work = start_all_reduce(dx, ctx.process_group)
+        if ctx.needs_input_grad[1]:
+            dw_NK = _wgrad(dy_TN, x, ctx)
+        if ctx.has_bias and ctx.needs_input_grad[2]:
+            db_N = dy_TN.sum(dim=0)
+        if work is not None:
+            work.wait()
+        return dx, dw_NK, db_N, None, None, None, None
+
+
+class _RowParallelProducts(torch.autograd.Function):
+    """y = Σ_r x[:, keep] w[:, keep]ᵀ; dx = impute(dy w[:, keep]); dw = impute(dyᵀ x[:, keep])."""
+
+    @staticmethod
+    def forward(ctx, x, w_NK, plan, process_group, probes, last):
+        ctx.save_for_backward(x, w_NK)
+        ctx.plan, ctx.probes, ctx.last = plan, probes, last
+        y = _whole_or_resized_forward(x, w_NK, None, plan, probes)
+        all_reduce(y, process_group)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w_NK = ctx.saved_tensors
+        dy_TN = dy.reshape(-1, dy.shape[-1])
+        dx = _dgrad(dy_TN, w_NK, x.shape, ctx) if ctx.needs_input_grad[0] else None
+        dw_NK = _wgrad(dy_TN, x, ctx) if ctx.needs_input_grad[1] else None
+        return dx, dw_NK, None, None, None, None
+
+
+def _whole_or_resized_forward(x, w_NK, bias_N, plan, probes):
+    if plan is None:
+        return probes.product(kernels.forward, x, w_NK, bias_N, None)
+    y_TN = probes.product(kernels.forward, x.reshape(-1, x.shape[-1]), w_NK, bias_N, plan)
+    return y_TN.view(*x.shape[:-1], w_NK.shape[0])
+
+
+def _dgrad(dy_TN, w_NK, x_shape, ctx):
+    last_dx_TK = ctx.last.dx_TK if ctx.last is not None else None
+    dx_TK = ctx.probes.product(kernels.dgrad, dy_TN, w_NK, ctx.plan, last_dx_TK)
+    if ctx.last is not None:
+        ctx.last.dx_TK = dx_TK.clone()  # before the all-reduce: what this rank itself computed
+    return dx_TK.view(x_shape)
+
+
+def _wgrad(dy_TN, x, ctx):
+    last_dw_NK = ctx.last.dw_NK if ctx.last is not None else None
+    dw_NK = ctx.probes.product(kernels.wgrad, dy_TN, x.reshape(-1, x.shape[-1]), ctx.plan, last_dw_NK)
+    if ctx.last is not None:
+        ctx.last.dw_NK = dw_NK.clone()  # the optimizer or clipping may change the gradient in place
+    return dw_NK

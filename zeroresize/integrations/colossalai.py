@@ -1,0 +1,120 @@
+"""Colossal-AI 0.5: its 1D tensor-parallel linear layers, balanced in place, and what it needs to run on a CPU.
+
+A layer is swapped by changing its class to a subclass that computes the same products through a plan. So it keeps its
+very Parameter objects (Booster keys its maps by their ``id``), their ``dist_layout``, its hooks and its names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from colossalai.accelerator import get_accelerator, set_accelerator
+from colossalai.accelerator.cpu_accelerator import CpuAccelerator
+from colossalai.shardformer.layer import Linear1D_Col, Linear1D_Row
+from colossalai.shardformer.layer._operation import split_forward_gather_backward
+from torch import Tensor, nn
+
+from zeroresize.linear import BalancedLinear
+
+#: Sequence-parallel modes that gather or reduce-scatter the sequence inside the linear layer itself.
+_SEQUENCE_INSIDE_LINEAR = ("ring", "split_gather")
+
+
+class BalancedLinear1D_Col(BalancedLinear, Linear1D_Col):
+    """``Linear1D_Col`` (QKV, FC1) whose three products follow ``self.plan``."""
+
+    @staticmethod
+    def from_native_module(module: nn.Linear, process_group: Any, **kwargs: Any) -> nn.Module:
+        return swap_layer(Linear1D_Col.from_native_module(module, process_group, **kwargs))
+
+    def forward(self, input_: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        output = self.column_products(input_, None if self.skip_bias_add else self.bias)
+        return (output, self.bias) if self.skip_bias_add else output
+
+
+class BalancedLinear1D_Row(BalancedLinear, Linear1D_Row):
+    """``Linear1D_Row`` (attention output, FC2) whose three products follow ``self.plan``."""
+
+    @staticmethod
+    def from_native_module(module: nn.Linear, process_group: Any, **kwargs: Any) -> nn.Module:
+        return swap_layer(Linear1D_Row.from_native_module(module, process_group, **kwargs))
+
+    def forward(self, input_: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+        if not self.parallel_input:
+            input_ = split_forward_gather_backward(input_, dim=-1, process_group=self.process_group)
+        output = self.row_products(input_)
+        if self.skip_bias_add:
+            return output, self.bias
+        return output if self.bias is None else output + self.bias.to(output.dtype)
+
+
+_BALANCED_CLASSES: dict[type, type] = {Linear1D_Col: BalancedLinear1D_Col, Linear1D_Row: BalancedLinear1D_Row}
+
+
+def is_parallel_linear(module: nn.Module) -> bool:
+    """Whether ``module`` is one of Colossal-AI's 1D tensor-parallel linear layers, swapped or not."""
+    return isinstance(module, Linear1D_Col | Linear1D_Row)
+
+
+def why_left_alone(module: nn.Module) -> str | None:
+    """The reason why a layer of Colossal-AI's must stay as it is, or None if it can be balanced."""
+    if type(module) not in _BALANCED_CLASSES and type(module) not in _BALANCED_CLASSES.values():
+        return f"{type(module).__name__} is a subclass with a forward of its own"
+    if getattr(module, "gather_output", False):
+        return "gather_output=True"
+    if module.seq_parallel_mode in _SEQUENCE_INSIDE_LINEAR:
+        return f"seq_parallel_mode={module.seq_parallel_mode!r} communicates inside the layer"
+    if module.fp8_communication:
+        return "fp8_communication=True"
+    if module.use_zbv:
+        return "use_zbv=True defers dw to the pipeline schedule"
+    if getattr(module, "stream_chunk_num", 1) > 1:
+        return "stream_chunk_num > 1 is for inference only"
+    return None
+
+
+def swap_layer(module: Any) -> Any:
+    """Balance one layer in place; a module that cannot be balanced is returned as it is."""
+    balanced_class = _BALANCED_CLASSES.get(type(module))
+    if balanced_class is not None and why_left_alone(module) is None:
+        module.__class__ = balanced_class
+        module.prepare_balancing()
+    return module
+
+
+def balanced_policy(policy_class: type) -> type:
+    """A subclass of a ShardFormer policy that builds balanced layers from the start.
+
+    Use as ``HybridParallelPlugin(..., custom_policy=balanced_policy(ViTForImageClassificationPolicy)())`` or
+    ``ShardFormer(...).optimize(model, balanced_policy(...)())``, then call ``zeroresize.convert`` as usual.
+    """
+
+    class BalancedPolicy(policy_class):
+        def module_policy(self) -> dict[Any, Any]:
+            descriptions = super().module_policy()
+            for description in descriptions.values():
+                for replacement in description.sub_module_replacement or ():
+                    replacement.target_module = _BALANCED_CLASSES.get(
+                        replacement.target_module, replacement.target_module
+                    )
+            return descriptions
+
+    BalancedPolicy.__name__ = BalancedPolicy.__qualname__ = f"Balanced{policy_class.__name__}"
+    return BalancedPolicy
+
+
+class _CompleteCpuAccelerator(CpuAccelerator):
+    """Colossal-AI's CPU accelerator with the two calls that ShardFormer needs and it lacks."""
+
+    def get_rng_state(self, device: Any = None) -> Tensor:
+        return torch.get_rng_state()
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+
+def prepare_accelerator() -> None:
+    """Let Colossal-AI run on a CPU; does nothing where it found a GPU. Call before ``colossalai.launch``."""
+    if get_accelerator().name == "cpu":
+        set_accelerator(_CompleteCpuAccelerator())

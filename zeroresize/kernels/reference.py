@@ -1,0 +1,50 @@
+"""The three products of a linear layer on the columns that a plan keeps, in plain torch: CPU path and oracle.
+
+``T`` tokens, ``N`` output features, ``K`` input features, ``P`` of them kept (all on this rank). Source: section III-A
+of the paper. Every function multiplies through ``gemm`` so that probes see the multiplication apart from the gathers.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zeroresize.plan import LayerPlan
+from zeroresize.probe import Gemm
+
+
+def forward(x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None, plan: LayerPlan | None, gemm: Gemm) -> Tensor:
+    """y_TN = x[:, keep] · w[:, keep]ᵀ + bias; ``x`` may have any leading dimensions when there is no plan."""
+    if plan is None:
+        return gemm(F.linear, x_TK, w_NK, bias_N)
+    x_TP = x_TK.index_select(1, plan.keep_P)
+    w_NP = w_NK.index_select(1, plan.keep_P)
+    return gemm(F.linear, x_TP, w_NP, bias_N)
+
+
+def dgrad(dy_TN: Tensor, w_NK: Tensor, plan: LayerPlan | None, last_dx_TK: Tensor | None, gemm: Gemm) -> Tensor:
+    """dx_TK: dx[:, keep] = dy · w[:, keep], the other columns imputed (from ``last_dx_TK`` if that is "same")."""
+    if plan is None:
+        return gemm(torch.matmul, dy_TN, w_NK)
+    dx_TP = gemm(torch.matmul, dy_TN, w_NK.index_select(1, plan.keep_P))
+    return _impute(dx_TP, plan, last_dx_TK)
+
+
+def wgrad(dy_TN: Tensor, x_TK: Tensor, plan: LayerPlan | None, last_dw_NK: Tensor | None, gemm: Gemm) -> Tensor:
+    """dw_NK: dw[:, keep] = dyᵀ · x[:, keep], the other columns imputed (from ``last_dw_NK`` if that is "same")."""
+    if plan is None:
+        return gemm(torch.matmul, dy_TN.t(), x_TK)
+    dw_NP = gemm(torch.matmul, dy_TN.t(), x_TK.index_select(1, plan.keep_P))
+    return _impute(dw_NP, plan, last_dw_NK)
+
+
+def _impute(computed: Tensor, plan: LayerPlan, last: Tensor | None) -> Tensor:
+    """The full [rows, K] gradient from its computed [rows, P] columns."""
+    full = computed.new_zeros(computed.shape[0], plan.num_columns)
+    full.index_copy_(1, plan.keep_P, computed)
+    if plan.imputation == "average":
+        full.index_copy_(1, plan.pruned, computed.mean(dim=1, keepdim=True).expand(-1, plan.pruned.numel()))
+    elif plan.imputation == "same" and last is not None and last.shape == full.shape:
+        full.index_copy_(1, plan.pruned, last.index_select(1, plan.pruned))
+    return full

@@ -1,0 +1,123 @@
+"""From the table of all ranks' numbers to a plan, update after update."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from zeroresize.config import PRUNING_MODES, BalanceConfig
+from zeroresize.plan import RankPlan, WorkloadPlan
+from zeroresize.policy.ratio import RankTimes, find_stragglers, pruning_ratios, reference_time
+from zeroresize.policy.smoothing import smoothed
+
+
+@dataclass
+class _RankState:
+    rest_s: float = math.nan
+    gemm_s: float = math.nan
+    is_straggler: bool = False
+    ratio: float = 0.0
+
+
+@dataclass
+class Controller:
+    """Keeps the smoothed times of a group and decides its plans; equal inputs give equal plans on every rank.
+
+    Attributes:
+        config: how to balance.
+        num_ranks: size of the group.
+    """
+
+    config: BalanceConfig
+    num_ranks: int
+    _ranks: list[_RankState] = field(init=False)
+    _num_updates: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.config.validate_group_size(self.num_ranks)
+        self._ranks = [_RankState() for _ in range(self.num_ranks)]
+
+    def initial_plan(self) -> WorkloadPlan:
+        """The plan in force from the first iteration: a ratio forced on named ranks, else full work."""
+        ratios = [self._forced_from_start(rank) for rank in range(self.num_ranks)]
+        for state, ratio in zip(self._ranks, ratios, strict=True):
+            state.ratio = ratio
+        return WorkloadPlan(update=0, ranks=tuple(RankPlan(ratio) for ratio in ratios))
+
+    def update(self, samples: Sequence[RankTimes]) -> WorkloadPlan:
+        """Take one sample of full-work times a rank (NaN where nothing was measured) and decide."""
+        if len(samples) != self.num_ranks:
+            raise ValueError(f"expected {self.num_ranks} ranks' times, found {len(samples)}")
+        self._num_updates += 1
+        for state, sample in zip(self._ranks, samples, strict=True):
+            state.rest_s = smoothed(state.rest_s, sample.rest_s, self.config.ewma)
+            state.gemm_s = smoothed(state.gemm_s, sample.gemm_s, self.config.ewma)
+        if any(math.isnan(state.rest_s + state.gemm_s) for state in self._ranks):
+            return self.current_plan()
+
+        times = [
+            dataclasses.replace(sample, rest_s=state.rest_s, gemm_s=state.gemm_s)
+            for state, sample in zip(self._ranks, samples, strict=True)
+        ]
+        busy_s = [rank.busy_s for rank in times]
+        reference_s = reference_time(busy_s, self.config.target)
+        are_stragglers = find_stragglers(
+            busy_s, reference_s, self.config.tolerance, [state.is_straggler for state in self._ranks]
+        )
+        wanted = self._wanted_ratios(times, are_stragglers, reference_s)
+        for state, is_straggler, ratio in zip(self._ranks, are_stragglers, wanted, strict=True):
+            state.is_straggler = is_straggler
+            state.ratio = self._outside_dead_band(state.ratio, ratio)
+        ratios = [state.ratio for state in self._ranks]
+        return self._plan(ratios, max(rank.busy_at(ratio) for rank, ratio in zip(times, ratios, strict=True)))
+
+    def current_plan(self) -> WorkloadPlan:
+        """The plan of the last update, or of a loaded state."""
+        return self._plan([state.ratio for state in self._ranks], math.nan)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values: the same on every rank."""
+        return {"num_updates": self._num_updates, "ranks": [vars(state).copy() for state in self._ranks]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state``.
+
+        Raises:
+            ValueError: if it was saved in a group of another size.
+        """
+        if len(state["ranks"]) != self.num_ranks:
+            raise ValueError(
+                f"the balancer's state is of {len(state['ranks'])} ranks, this process group has {self.num_ranks}"
+            )
+        self._num_updates = state["num_updates"]
+        self._ranks = [_RankState(**values) for values in state["ranks"]]
+
+    def _forced_from_start(self, rank: int) -> float:
+        forced, ranks = self.config.forced_ratio, self.config.ranks
+        if forced is None or self.config.mode not in PRUNING_MODES or ranks == "stragglers":
+            return 0.0
+        return forced if ranks == "all" or rank in ranks else 0.0
+
+    def _wanted_ratios(
+        self, times: Sequence[RankTimes], are_stragglers: Sequence[bool], reference_s: float
+    ) -> list[float]:
+        if self.config.mode not in PRUNING_MODES:
+            return [0.0] * self.num_ranks
+        forced = self.config.forced_ratio
+        if forced is None:
+            return pruning_ratios(times, are_stragglers, reference_s)
+        if self.config.ranks == "stragglers":
+            return [forced if is_straggler else 0.0 for is_straggler in are_stragglers]
+        return [self._forced_from_start(rank) for rank in range(self.num_ranks)]
+
+    def _outside_dead_band(self, current: float, wanted: float) -> float:
+        """A small change is not worth a new plan; letting go altogether and starting always are."""
+        is_small = abs(wanted - current) < self.config.dead_band
+        return current if is_small and wanted > 0.0 and current > 0.0 else wanted
+
+    def _plan(self, ratios: Sequence[float], predicted_step_s: float) -> WorkloadPlan:
+        ranks = tuple(RankPlan(ratio, state.is_straggler) for ratio, state in zip(ratios, self._ranks, strict=True))
+        return WorkloadPlan(update=self._num_updates, ranks=ranks, predicted_step_s=predicted_step_s)

@@ -1,0 +1,59 @@
+"""What resized products cost, measured and not assumed linear in FLOPs (Decided 2; Ω of section IV-B).
+
+Resizing shrinks the matrix multiplications, less than in proportion, and adds work of its own: gathering columns,
+zero-filling gradients. The two are kept apart, because a slow device may slow one more than the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ResizingCost:
+    """One rank's cost of pruning, linear between measured points.
+
+    Attributes:
+        ratios: pruning ratios γ, ascending, the first 0.
+        gemm_share: time of the matrix multiplications at γ, as a share of theirs at γ = 0; the first 1.
+        overhead_s: Ω(γ), seconds an iteration that gathers and fills take at γ; the first 0.
+    """
+
+    ratios: tuple[float, ...]
+    gemm_share: tuple[float, ...]
+    overhead_s: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not len(self.ratios) == len(self.gemm_share) == len(self.overhead_s) >= 2:
+            raise ValueError(f"a cost needs as many points of each kind, two or more: {self}")
+        if self.ratios[0] != 0.0 or any(a >= b for a, b in itertools.pairwise(self.ratios)):
+            raise ValueError(f"the ratios of a cost ascend from 0: {self.ratios}")
+        if min(self.gemm_share) <= 0 or min(self.overhead_s) < 0:
+            raise ValueError(f"gemm shares must be positive and overheads not negative: {self}")
+
+    @classmethod
+    def linear(cls, max_ratio: float) -> ResizingCost:
+        """The cost that the paper's Eq. (1) assumes up to ``max_ratio`` < 1: proportional to FLOPs, no overhead."""
+        return cls((0.0, max_ratio), (1.0, 1.0 - max_ratio), (0.0, 0.0))
+
+    @property
+    def max_ratio(self) -> float:
+        """The largest γ that was measured."""
+        return self.ratios[-1]
+
+    def gemm_share_at(self, ratio: float) -> float:
+        """Share of the full multiplication time at γ; beyond the last point its value."""
+        return _interpolated(ratio, self.ratios, self.gemm_share)
+
+    def overhead_at(self, ratio: float) -> float:
+        """Ω(γ) in seconds an iteration; beyond the last point its value."""
+        return _interpolated(ratio, self.ratios, self.overhead_s)
+
+
+def _interpolated(x: float, points: Sequence[float], values: Sequence[float]) -> float:
+    for (x_low, x_high), (low, high) in zip(itertools.pairwise(points), itertools.pairwise(values), strict=True):
+        if x <= x_high:
+            return low + (high - low) * max(x - x_low, 0.0) / (x_high - x_low)
+    return values[-1]

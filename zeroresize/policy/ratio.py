@@ -1,0 +1,114 @@
+"""How much a straggler prunes: Eq. (1) of the paper on full-work numbers and measured costs.
+
+``T`` is a rank's busy time of an iteration, ``M`` the part of it spent multiplying matrices in the balanced layers,
+both in seconds and as they would be with the full work.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zeroresize.policy.cost_model import ResizingCost
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """One rank's full-work times and what pruning costs there.
+
+    Attributes:
+        rest_s: T − M, busy seconds that pruning does not touch.
+        gemm_s: M, seconds.
+        overhead_scale: how many times as long as in the pre-test gathers and fills take now.
+        cost: of pruning on this rank.
+    """
+
+    rest_s: float
+    gemm_s: float
+    overhead_scale: float
+    cost: ResizingCost
+
+    @property
+    def busy_s(self) -> float:
+        """T, seconds."""
+        return self.rest_s + self.gemm_s
+
+    def busy_at(self, ratio: float) -> float:
+        """Busy seconds when a share ``ratio`` of the columns is pruned."""
+        shrunk_s = self.gemm_s * self.cost.gemm_share_at(ratio)
+        return self.rest_s + shrunk_s + self.overhead_scale * self.cost.overhead_at(ratio)
+
+    @property
+    def least_busy_s(self) -> float:
+        """Busy seconds at the cheapest pruning ratio."""
+        return min(self.busy_at(ratio) for ratio in self.cost.ratios)
+
+    def ratio_to_reach(self, target_s: float) -> float:
+        """The smallest γ with busy time ``target_s`` at most; where none gets there, the smallest of the cheapest."""
+        points = [(ratio, self.busy_at(ratio)) for ratio in self.cost.ratios]
+        if points[0][1] <= target_s:
+            return 0.0
+        for (low, busy_low), (high, busy_high) in itertools.pairwise(points):
+            if busy_high <= target_s:
+                return low + (high - low) * (busy_low - target_s) / (busy_low - busy_high)
+        return min(points, key=lambda point: point[1])[0]
+
+
+def full_work(
+    busy_s: float, gemm_s: float, overhead_s: float, ratio: float, cost: ResizingCost, last_scale: float
+) -> RankTimes:
+    """Times measured while a share ``ratio`` of the columns was pruned, rescaled to the full work (Decided 2).
+
+    Fed back as measured, they would oscillate: once a straggler prunes, it no longer looks like one.
+
+    Args:
+        busy_s, gemm_s, overhead_s: measured seconds an iteration: in all, multiplying, gathering and filling.
+        ratio: γ in force in that iteration.
+        cost: of pruning on this rank.
+        last_scale: the overhead's scale as last known, kept where nothing was gathered.
+    """
+    expected_overhead_s = cost.overhead_at(ratio)
+    return RankTimes(
+        rest_s=max(busy_s - gemm_s - overhead_s, 0.0),
+        gemm_s=gemm_s / cost.gemm_share_at(ratio),
+        overhead_scale=overhead_s / expected_overhead_s if expected_overhead_s > 0 else last_scale,
+        cost=cost,
+    )
+
+
+def reference_time(busy_s: Sequence[float], target: str) -> float:
+    """The time that Eq. (1) compares with: the mean over the ranks, or their minimum.
+
+    With more than ten ranks ``"min"`` is the lowest tenth, or noise would make stragglers of everyone.
+    """
+    if target == "mean":
+        return sum(busy_s) / len(busy_s)
+    return sorted(busy_s)[(len(busy_s) - 1) // 10]
+
+
+def find_stragglers(
+    busy_s: Sequence[float], reference_s: float, tolerance: float, were_stragglers: Sequence[bool]
+) -> tuple[bool, ...]:
+    """Who exceeds the reference by more than ``tolerance``; who was one already is let go at half of it."""
+    return tuple(
+        time > reference_s * (1.0 + (tolerance / 2 if was else tolerance))
+        for time, was in zip(busy_s, were_stragglers, strict=True)
+    )
+
+
+def pruning_ratios(times: Sequence[RankTimes], are_stragglers: Sequence[bool], reference_s: float) -> list[float]:
+    """γ of every rank, 0 for those that are no stragglers: the least that brings a rank to the target time.
+
+    With cost proportional to FLOPs this is Eq. (1), γ = (T − reference) / M. The target is the reference time, but
+    never below what the slowest rank can reach: pruning past that would drop work without shortening the step.
+    """
+    unavoidable_s = max(
+        rank.least_busy_s if is_straggler else rank.busy_s
+        for rank, is_straggler in zip(times, are_stragglers, strict=True)
+    )
+    target_s = max(reference_s, unavoidable_s)
+    return [
+        rank.ratio_to_reach(target_s) if is_straggler else 0.0
+        for rank, is_straggler in zip(times, are_stragglers, strict=True)
+    ]

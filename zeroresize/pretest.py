@@ -1,0 +1,154 @@
+"""The pre-test: what pruning costs on this rank, on the shapes that training really uses (Decided 2)."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroresize import kernels
+from zeroresize.linear import BalancedLinear
+from zeroresize.plan import LayerPlan
+from zeroresize.policy.cost_model import ResizingCost
+from zeroresize.probe import Probe
+
+NUM_POINTS = 6
+_REPEATS = 3
+
+
+@dataclass(frozen=True)
+class _Shape:
+    num_tokens: int
+    num_columns: int
+    num_outputs: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+def measure_resizing_cost(layers: Iterable[BalancedLinear], max_ratio: float, budget_s: float = 1.0) -> ResizingCost:
+    """What pruning costs this rank at ``NUM_POINTS`` ratios from 0 to ``max_ratio``, over all layers together.
+
+    Every distinct shape is measured once and counted as often as layers have it. The products run through the layers'
+    probes, so injected slowness counts as it does in training. Tokens are halved until the test fits ``budget_s``.
+
+    Args:
+        layers: balanced layers that have seen a training forward (``num_tokens`` > 0).
+        max_ratio: the largest ratio of interest, below 1.
+        budget_s: seconds it may take, roughly.
+    """
+    examples: dict[_Shape, BalancedLinear] = {}
+    counts: Counter[_Shape] = Counter()
+    for layer in layers:
+        if layer.num_tokens == 0:
+            continue
+        weight = layer.weight
+        shape = _Shape(layer.num_tokens, weight.shape[1], weight.shape[0], weight.dtype, weight.device)
+        examples.setdefault(shape, layer)
+        counts[shape] += 1
+    if not counts:
+        return ResizingCost.linear(max_ratio)
+
+    ratios = [max_ratio * i / (NUM_POINTS - 1) for i in range(NUM_POINTS)]
+    gemm_s, overhead_s = [0.0] * NUM_POINTS, [0.0] * NUM_POINTS
+    for shape, count in counts.items():
+        measured = _measure_shape(examples[shape], shape, ratios, budget_s / len(counts))
+        for point, (gemm, overhead) in enumerate(measured):
+            gemm_s[point] += count * gemm
+            overhead_s[point] += count * overhead
+    return ResizingCost(
+        ratios=tuple(ratios),
+        gemm_share=tuple(max(seconds / gemm_s[0], 1e-6) for seconds in gemm_s),
+        overhead_s=(0.0, *overhead_s[1:]),
+    )
+
+
+def _measure_shape(
+    layer: BalancedLinear, shape: _Shape, ratios: list[float], budget_s: float
+) -> list[tuple[float, float]]:
+    """(gemm, overhead) seconds of the three products at every ratio for all the layer's tokens.
+
+    The best of three rounds, with the ratios interleaved so that drift hits all alike.
+    """
+    num_tokens = shape.num_tokens
+    x_TK, dy_TN, w_NK = _operands(shape, num_tokens)
+    _time_products(layer, x_TK, dy_TN, w_NK, None)  # first calls set up threads and libraries
+    full_s = sum(_time_products(layer, x_TK, dy_TN, w_NK, None))
+    while full_s * len(ratios) * _REPEATS > 2 * budget_s and num_tokens > 64:
+        num_tokens //= 2
+        full_s /= 2
+    x_TK, dy_TN = x_TK[:num_tokens], dy_TN[:num_tokens]
+    plans = [_spread_plan(ratio, shape) for ratio in ratios]
+    rounds = [[_time_products(layer, x_TK, dy_TN, w_NK, plan) for plan in plans] for _ in range(_REPEATS)]
+    scale = shape.num_tokens / num_tokens
+    return [
+        (scale * min(gemm for gemm, _ in point), scale * min(overhead for _, overhead in point))
+        for point in zip(*rounds, strict=True)
+    ]
+
+
+def _operands(shape: _Shape, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)  # a generator of its own: training's random numbers stay as they are
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator).to(shape.device, shape.dtype)
+
+    return (
+        random(num_tokens, shape.num_columns),
+        random(num_tokens, shape.num_outputs),
+        random(shape.num_outputs, shape.num_columns),
+    )
+
+
+def _spread_plan(ratio: float, shape: _Shape) -> LayerPlan | None:
+    """Prunes round(γK) columns in a scattered order, as a selector would."""
+    num_pruned = min(round(ratio * shape.num_columns), shape.num_columns - 1)
+    if num_pruned == 0:
+        return None
+    order = torch.randperm(shape.num_columns, generator=torch.Generator().manual_seed(0))
+    return LayerPlan.from_pruned(order[:num_pruned], shape.num_columns, shape.device)
+
+
+def _time_products(
+    layer: BalancedLinear, x_TK: Tensor, dy_TN: Tensor, w_NK: Tensor, plan: LayerPlan | None
+) -> tuple[float, float]:
+    """(gemm, overhead) seconds of the three products under ``plan``."""
+    stopwatch = _Stopwatch(x_TK.device)
+    layer.probes.add_outermost(stopwatch)
+    try:
+        layer.probes.product(kernels.forward, x_TK, w_NK, None, plan)
+        layer.probes.product(kernels.dgrad, dy_TN, w_NK, plan, None)
+        layer.probes.product(kernels.wgrad, dy_TN, x_TK, plan, None)
+    finally:
+        layer.probes.remove(stopwatch)
+    return stopwatch.gemm_s, max(stopwatch.products_s - stopwatch.gemm_s, 0.0)
+
+
+class _Stopwatch(Probe):
+    """Times products and multiplications with the device at rest: only here, never inside an iteration."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._begun: list[float] = []
+        self.products_s = self.gemm_s = 0.0
+
+    def product_begins(self) -> None:
+        self._begun.append(self._now())
+
+    def product_ends(self) -> None:
+        self.products_s += self._now() - self._begun.pop()
+
+    def gemm_begins(self, operands: tuple[Any, ...]) -> None:
+        self._begun.append(self._now())
+
+    def gemm_ends(self, operands: tuple[Any, ...]) -> None:
+        self.gemm_s += self._now() - self._begun.pop()
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()

@@ -1,0 +1,190 @@
+"""Busy time and product time of an iteration, on the host's clock or by device events.
+
+On a GPU the times come from events that are read one iteration late, when the device has long passed them, so nothing
+is ever synchronised.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from zeroresize import waits
+from zeroresize.probe import Probe
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """One iteration of this rank, in seconds.
+
+    Attributes:
+        busy_s: the time between two ends of a step, without waits in collectives.
+        gemm_s: the part of it spent multiplying matrices in the balanced layers.
+        overhead_s: the part of it spent in their products outside the multiplication: gathers and fills.
+        plan_key: what the caller named the plan that was in force.
+    """
+
+    busy_s: float
+    gemm_s: float
+    overhead_s: float
+    plan_key: Any = None
+
+
+class Clock(Protocol):
+    """Takes marks now and turns two of them into seconds later."""
+
+    def mark(self) -> Any: ...
+
+    def seconds(self, begin: Any, end: Any) -> float: ...
+
+    def has_passed(self, mark: Any) -> bool: ...
+
+
+class HostClock:
+    """``time.perf_counter``: wall time, so that sleeping and being preempted count."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, begin: float, end: float) -> float:
+        return end - begin
+
+    def has_passed(self, mark: float) -> bool:
+        return True
+
+
+class DeviceClock:
+    """CUDA events on the current stream; events are used again once they have been read."""
+
+    def __init__(self) -> None:
+        self._free: list[torch.cuda.Event] = []
+
+    def mark(self) -> torch.cuda.Event:
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return begin.elapsed_time(end) / 1e3
+
+    def has_passed(self, mark: torch.cuda.Event) -> bool:
+        return mark.query()
+
+    def recycle(self, marks: list[torch.cuda.Event]) -> None:
+        self._free.extend(marks)
+
+
+def clock_for(device: torch.device) -> Clock:
+    """Device events for a GPU, else the host's clock."""
+    return DeviceClock() if device.type == "cuda" else HostClock()
+
+
+@dataclass
+class _Step:
+    begin: Any
+    plan_key: Any = None
+    end: Any = None
+    products: list[tuple[Any, Any]] = field(default_factory=list)
+    gemms: list[tuple[Any, Any]] = field(default_factory=list)
+    waits: list[tuple[Any, Any]] = field(default_factory=list)
+
+
+class StepTimer(Probe):
+    """Sums the products of the layers it probes and the waits of this process, iteration by iteration."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._unread: deque[_Step] = deque()
+        self._step: _Step | None = None
+        self._begun: dict[str, Any] = {}
+        self._num_marks = self._last_num_marks = 0
+        self._mark_s = self._measure_mark_s()
+        waits.listen(self)
+
+    def begin_step(self, plan_key: Any = None) -> None:
+        """An iteration begins; whatever was measured since the last ``end_step`` is dropped."""
+        self._step = _Step(begin=self._clock.mark(), plan_key=plan_key)
+        self._num_marks = 1
+
+    def end_step(self) -> StepTimes | None:
+        """The iteration is over: the times of the newest one that can be read without waiting, if there is one.
+
+        On the host's clock that is this iteration, on a device the one before.
+        """
+        if self._step is not None:
+            self._step.end = self._clock.mark()
+            self._num_marks += 1
+            self._unread.append(self._step)
+            self._step = None
+            self._last_num_marks = self._num_marks
+        newest = None
+        while self._unread and self._clock.has_passed(self._unread[0].end):
+            newest = self._read(self._unread.popleft())
+        return newest
+
+    @property
+    def overhead_s(self) -> float:
+        """What measuring cost in the last finished iteration: its marks times the cost of one, in seconds."""
+        return self._last_num_marks * self._mark_s
+
+    def close(self) -> None:
+        """Stop listening to waits."""
+        waits.stop_listening(self)
+
+    def product_begins(self) -> None:
+        self._begin("products")
+
+    def product_ends(self) -> None:
+        self._end("products")
+
+    def gemm_begins(self, operands: tuple[Any, ...]) -> None:
+        self._begin("gemms")
+
+    def gemm_ends(self, operands: tuple[Any, ...]) -> None:
+        self._end("gemms")
+
+    def wait_begins(self) -> None:
+        self._begin("waits")
+
+    def wait_ends(self) -> None:
+        self._end("waits")
+
+    def _begin(self, kind: str) -> None:
+        if self._step is not None:
+            self._begun[kind] = self._clock.mark()
+
+    def _end(self, kind: str) -> None:
+        begin = self._begun.pop(kind, None)
+        if self._step is not None and begin is not None:
+            getattr(self._step, kind).append((begin, self._clock.mark()))
+            self._num_marks += 2
+
+    def _measure_mark_s(self, num_pairs: int = 500) -> float:
+        """Seconds that one mark costs the host, bookkeeping included."""
+        self.begin_step()
+        began = time.perf_counter()
+        for _ in range(num_pairs):
+            self.product_begins()
+            self.product_ends()
+        elapsed_s = time.perf_counter() - began
+        self._step = None
+        return elapsed_s / (2 * num_pairs)
+
+    def _read(self, step: _Step) -> StepTimes:
+        wall_s = self._clock.seconds(step.begin, step.end)
+        products_s, gemm_s, waits_s = (
+            sum(self._clock.seconds(*pair) for pair in pairs) for pairs in (step.products, step.gemms, step.waits)
+        )
+        if isinstance(self._clock, DeviceClock):
+            pairs = [(step.begin, step.end), *step.products, *step.gemms, *step.waits]
+            self._clock.recycle([mark for pair in pairs for mark in pair])
+        return StepTimes(
+            busy_s=max(wall_s - waits_s, products_s),
+            gemm_s=gemm_s,
+            overhead_s=max(products_s - gemm_s, 0.0),
+            plan_key=step.plan_key,
+        )
