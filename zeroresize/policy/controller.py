@@ -11,7 +11,7 @@ from typing import Any
 from zeroresize.config import PRUNING_MODES, BalanceConfig
 from zeroresize.plan import RankPlan, WorkloadPlan
 from zeroresize.policy.ratio import RankTimes, find_stragglers, pruning_ratios, reference_time
-from zeroresize.policy.smoothing import smoothed
+from zeroresize.policy.smoothing import smoothed, steadied
 
 
 @dataclass
@@ -20,6 +20,7 @@ class _RankState:
     gemm_s: float = math.nan
     is_straggler: bool = False
     ratio: float = 0.0
+    wanted: float = 0.0
 
 
 @dataclass
@@ -70,7 +71,8 @@ class Controller:
         wanted = self._wanted_ratios(times, are_stragglers, reference_s)
         for state, is_straggler, ratio in zip(self._ranks, are_stragglers, wanted, strict=True):
             state.is_straggler = is_straggler
-            state.ratio = self._outside_dead_band(state.ratio, ratio)
+            state.ratio = steadied(state.ratio, ratio, state.wanted, self.config.dead_band)
+            state.wanted = ratio
         ratios = [state.ratio for state in self._ranks]
         return self._plan(ratios, max(rank.busy_at(ratio) for rank, ratio in zip(times, ratios, strict=True)))
 
@@ -112,11 +114,6 @@ class Controller:
         if self.config.ranks == "stragglers":
             return [forced if is_straggler else 0.0 for is_straggler in are_stragglers]
         return [self._forced_from_start(rank) for rank in range(self.num_ranks)]
-
-    def _outside_dead_band(self, current: float, wanted: float) -> float:
-        """A small change is not worth a new plan; letting go altogether and starting always are."""
-        is_small = abs(wanted - current) < self.config.dead_band
-        return current if is_small and wanted > 0.0 and current > 0.0 else wanted
 
     def _plan(self, ratios: Sequence[float], predicted_step_s: float) -> WorkloadPlan:
         ranks = tuple(RankPlan(ratio, state.is_straggler) for ratio, state in zip(ratios, self._ranks, strict=True))

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 from zeroresize.policy.cost_model import ResizingCost
 
+#: A step that gets shorter by less than this share is not worth what is pruned for it.
+_WORTHWHILE = 0.01
+
 
 @dataclass(frozen=True)
 class RankTimes:
@@ -51,7 +54,7 @@ class RankTimes:
             return 0.0
         for (low, busy_low), (high, busy_high) in itertools.pairwise(points):
             if busy_high <= target_s:
-                return low + (high - low) * (busy_low - target_s) / (busy_low - busy_high)
+                return min(low + (high - low) * (busy_low - target_s) / (busy_low - busy_high), high)
         return min(points, key=lambda point: point[1])[0]
 
 
@@ -101,14 +104,11 @@ def pruning_ratios(times: Sequence[RankTimes], are_stragglers: Sequence[bool], r
     """γ of every rank, 0 for those that are no stragglers: the least that brings a rank to the target time.
 
     With cost proportional to FLOPs this is Eq. (1), γ = (T − reference) / M. The target is the reference time, but
-    never below what the slowest rank can reach: pruning past that would drop work without shortening the step.
+    never below what the slowest rank can reach: pruning past that would drop work without shortening the step. Nor is
+    the last hundredth of the step pursued: a rank that is slow outside its products would prune all it can for nothing.
     """
-    unavoidable_s = max(
-        rank.least_busy_s if is_straggler else rank.busy_s
-        for rank, is_straggler in zip(times, are_stragglers, strict=True)
-    )
-    target_s = max(reference_s, unavoidable_s)
-    return [
-        rank.ratio_to_reach(target_s) if is_straggler else 0.0
-        for rank, is_straggler in zip(times, are_stragglers, strict=True)
-    ]
+    pairs = list(zip(times, are_stragglers, strict=True))
+    normal_s = max((rank.busy_s for rank, is_straggler in pairs if not is_straggler), default=0.0)
+    least_s = max((rank.least_busy_s for rank, is_straggler in pairs if is_straggler), default=0.0)
+    target_s = max(reference_s, normal_s, least_s * (1.0 + _WORTHWHILE))
+    return [rank.ratio_to_reach(target_s) if is_straggler else 0.0 for rank, is_straggler in pairs]

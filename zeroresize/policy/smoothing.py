@@ -21,3 +21,21 @@ def smoothed(average: float, sample: float, weight: float) -> float:
     if math.isnan(average) or abs(sample - average) > JUMP * abs(average):
         return sample
     return weight * sample + (1.0 - weight) * average
+
+
+#: A change of γ as large as this is carried out at once; a smaller one has to be wanted twice.
+LARGE_CHANGE = 0.1
+
+
+def steadied(current: float, wanted: float, wanted_before: float, dead_band: float) -> float:
+    """The ratio γ to use, so that noise does not make it wander.
+
+    Starting, letting go and large changes happen at once. Smaller ones happen when two updates in a row want them in
+    the same direction, and then go as far as both do; within ``dead_band`` nothing changes.
+    """
+    change, change_before = wanted - current, wanted_before - current
+    if current == 0.0 or wanted == 0.0 or abs(change) >= LARGE_CHANGE:
+        return wanted
+    if min(abs(change), abs(change_before)) < dead_band or change * change_before < 0:
+        return current
+    return current + min(change, change_before, key=abs)

@@ -1,0 +1,231 @@
+"""Decisions on plain numbers: what must hold for any times a group may measure."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeroresize.config import BalanceConfig
+from zeroresize.policy.controller import Controller
+from zeroresize.policy.cost_model import ResizingCost
+from zeroresize.policy.ratio import RankTimes, find_stragglers, full_work, pruning_ratios, reference_time
+from zeroresize.policy.selection import num_pruned_columns, random_order
+from zeroresize.policy.smoothing import smoothed, steadied
+
+LINEAR = ResizingCost.linear(0.9)
+#: Half the columns take .6 of the time, gathering takes up to 20 ms.
+REALISTIC = ResizingCost((0.0, 0.3, 0.6, 0.9), (1.0, 0.75, 0.5, 0.15), (0.0, 0.015, 0.02, 0.01))
+
+seconds = st.floats(0.01, 10.0)
+ranks_times = st.lists(
+    st.builds(RankTimes, seconds, seconds, st.just(1.0), st.sampled_from([LINEAR, REALISTIC])), min_size=2, max_size=9
+)
+
+
+def rank(rest_s, gemm_s, cost=LINEAR, overhead_scale=1.0):
+    return RankTimes(rest_s, gemm_s, overhead_scale, cost)
+
+
+def test_ratio_is_equation_1_where_cost_is_linear():
+    times = [rank(0.2, 0.8), rank(0.2, 1.6)]  # T = 1.0 and 1.8
+    ratios = pruning_ratios(times, [False, True], reference_s=1.0)
+    assert ratios == [0.0, pytest.approx((1.8 - 1.0) / 1.6)]
+
+
+@given(ranks_times, st.sampled_from(["mean", "min"]))
+def test_ratios_are_the_least_that_bring_the_step_to_what_can_be_reached(times, target):
+    reference_s = reference_time([t.busy_s for t in times], target)
+    stragglers = find_stragglers([t.busy_s for t in times], reference_s, 0.1, [False] * len(times))
+    ratios = pruning_ratios(times, stragglers, reference_s)
+    floors_s = [1.01 * t.least_busy_s if slow else t.busy_s for t, slow in zip(times, stragglers, strict=True)]
+    target_s = max(reference_s, *floors_s)
+    for t, ratio, slow in zip(times, ratios, stragglers, strict=True):
+        assert 0.0 <= ratio <= 0.9
+        assert slow or ratio == 0.0
+        assert t.busy_at(ratio) <= target_s * (1 + 1e-9)
+        if ratio > 0.01:
+            assert all(t.busy_at(less) > target_s * (1 - 1e-9) for less in np.linspace(0, ratio - 0.01, 20))
+
+
+def test_a_rank_that_is_slow_outside_its_products_prunes_nothing():
+    assert pruning_ratios([rank(1.0, 1.0), rank(4.0, 0.01)], [False, True], reference_s=2.0) == [0.0, 0.0]
+
+
+def test_a_straggler_does_not_prune_below_what_the_slowest_can_reach():
+    hopeless, mild = rank(2.0, 1.0), rank(0.5, 1.0)
+    ratios = pruning_ratios([rank(0.5, 0.5), hopeless, mild], [False, True, True], reference_s=1.0)
+    assert hopeless.busy_at(ratios[1]) == pytest.approx(1.01 * hopeless.least_busy_s)
+    assert ratios[2] == 0.0, "the hopeless rank needs 2.1 s whatever the mild one (1.5 s) drops"
+
+
+def test_a_useless_ratio_is_not_chosen():
+    cost = ResizingCost((0.0, 0.5, 0.9), (1.0, 0.9, 0.9), (0.0, 0.0, 0.05))
+    assert rank(0.0, 1.0, cost).ratio_to_reach(0.5) == 0.5
+
+
+@given(seconds, seconds, st.floats(0.0, 0.9))
+def test_full_work_undoes_the_plan_that_was_in_force(rest_s, gemm_s, ratio):
+    truth = rank(rest_s, gemm_s, REALISTIC, overhead_scale=1.7)
+    measured_gemm_s = gemm_s * REALISTIC.gemm_share_at(ratio)
+    measured_overhead_s = 1.7 * REALISTIC.overhead_at(ratio)
+    seen = full_work(truth.busy_at(ratio), measured_gemm_s, measured_overhead_s, ratio, REALISTIC, last_scale=1.7)
+    assert seen.busy_s == pytest.approx(truth.busy_s)
+    assert seen.gemm_s == pytest.approx(gemm_s)
+    assert seen.overhead_scale == pytest.approx(1.7)
+
+
+def test_reference_time_of_many_ranks_is_a_low_quantile():
+    assert reference_time([3.0, 1.0, 2.0], "min") == 1.0
+    assert reference_time([3.0, 1.0, 2.0], "mean") == 2.0
+    assert reference_time([float(t) for t in range(1, 102)], "min") == 11.0
+
+
+def test_who_was_a_straggler_is_let_go_at_half_the_tolerance():
+    assert find_stragglers([1.0, 1.08], 1.0, 0.1, [False, False]) == (False, False)
+    assert find_stragglers([1.0, 1.08], 1.0, 0.1, [False, True]) == (False, True)
+    assert find_stragglers([1.0, 1.04], 1.0, 0.1, [False, True]) == (False, False)
+
+
+@given(st.integers(1, 200), st.integers(1, 40), st.floats(0, 1, exclude_max=True))
+def test_pruned_columns_are_whole_blocks_and_leave_some(num_columns, block, ratio):
+    pruned = num_pruned_columns(ratio, num_columns, block)
+    assert 0 <= pruned < num_columns
+    assert pruned % block == 0
+    if num_columns % block == 0 and num_columns > block:
+        assert abs(pruned - ratio * num_columns) <= block / 2 or pruned == num_columns - block
+
+
+@given(st.integers(1, 100), st.integers(1, 20), st.integers(0, 5), st.integers(0, 5))
+def test_random_order_is_a_permutation_of_whole_blocks(num_columns, block, epoch, rank_number):
+    order = random_order(num_columns, block=block, seed=1, epoch=epoch, rank=rank_number, layer=0)
+    assert sorted(order) == list(range(num_columns))
+    blocks = [column // block for column in order]
+    assert len(set(blocks)) == len(list(itertools.groupby(blocks)))
+    again = random_order(num_columns, block=block, seed=1, epoch=epoch, rank=rank_number, layer=0)
+    assert np.array_equal(order, again)
+
+
+def test_orders_differ_by_epoch_rank_layer_and_seed():
+    base = dict(block=1, seed=0, epoch=0, rank=0, layer=0)
+    orders = [random_order(64, **base)] + [
+        random_order(64, **{**base, k: 1}) for k in ("seed", "epoch", "rank", "layer")
+    ]
+    assert len({tuple(order) for order in orders}) == len(orders)
+
+
+def test_smoothing_keeps_missing_averages_noise_and_follows_jumps():
+    assert math.isnan(smoothed(math.nan, math.nan, 0.7))
+    assert smoothed(1.0, math.nan, 0.7) == 1.0
+    assert smoothed(math.nan, 2.0, 0.7) == 2.0
+    assert smoothed(1.0, 1.1, 0.7) == pytest.approx(1.07)
+    assert smoothed(1.0, 4.0, 0.7) == 4.0
+
+
+def test_small_changes_of_the_ratio_must_be_wanted_twice():
+    assert steadied(0.5, 0.55, 0.50, 0.02) == 0.5
+    assert steadied(0.5, 0.55, 0.53, 0.02) == pytest.approx(0.53)
+    assert steadied(0.5, 0.55, 0.45, 0.02) == 0.5
+    assert steadied(0.5, 0.7, 0.5, 0.02) == 0.7
+    assert steadied(0.5, 0.0, 0.5, 0.02) == 0.0
+    assert steadied(0.0, 0.01, 0.0, 0.02) == 0.01
+
+
+class SimulatedRank:
+    """A rank whose products take χ times their time; tells what it would measure under a ratio."""
+
+    def __init__(self, rest_s=0.3, gemm_s=0.7, cost=REALISTIC, noise=None):
+        self.rest_s, self.gemm_s, self.cost, self.chi = rest_s, gemm_s, cost, 1.0
+        self._noise = noise or (lambda: 1.0)
+
+    def measure(self, ratio):
+        truth = rank(self.rest_s * self._noise(), self.gemm_s * self.chi * self._noise(), self.cost)
+        gemm_s = truth.gemm_s * self.cost.gemm_share_at(ratio)
+        return full_work(truth.busy_at(ratio), gemm_s, self.cost.overhead_at(ratio), ratio, self.cost, 1.0)
+
+
+def run_closed_loop(config, ranks, chi_at_update, num_updates):
+    """γ of every rank after every update; what is measured in an interval is decided on one update later."""
+    controller = Controller(config, len(ranks))
+    plan, posted, trace = controller.initial_plan(), None, []
+    for update in range(num_updates):
+        for rank_number, simulated in enumerate(ranks):
+            simulated.chi = chi_at_update(update).get(rank_number, 1.0)
+        measured = [r.measure(p.ratio) for r, p in zip(ranks, plan.ranks, strict=True)]
+        if posted is not None:
+            plan = controller.update(posted)
+        posted = measured
+        trace.append([p.ratio for p in plan.ranks])
+    return np.array(trace)
+
+
+@pytest.mark.parametrize("chi", [2.0, 4.0, 8.0])
+@pytest.mark.parametrize("noise", [0.0, 0.03])
+def test_ratio_settles_in_three_updates_stays_and_lets_go_in_three(chi, noise):
+    generator = np.random.default_rng(0)
+    jitter = lambda: 1.0 + noise * generator.standard_normal()  # noqa: E731
+    ranks = [SimulatedRank(noise=jitter) for _ in range(4)]
+    trace = run_closed_loop(
+        BalanceConfig(mode="zero-rd"), ranks, lambda update: {2: chi} if 5 <= update < 30 else {}, 40
+    )[:, 2]
+    steady = trace[8:30]
+    assert steady.mean() > 0.3
+    assert np.abs(steady - steady.mean()).max() <= 0.05
+    assert (trace[33:] == 0.0).all()
+    assert (trace[:5] == 0.0).all()
+
+
+def test_mean_target_asks_less_of_a_straggler_than_min():
+    settled = {}
+    for target in ("mean", "min"):
+        ranks = [SimulatedRank(cost=LINEAR) for _ in range(4)]
+        trace = run_closed_loop(BalanceConfig(mode="zero-rd", target=target), ranks, lambda _: {0: 2.0}, 6)
+        settled[target] = trace[-1, 0]
+    mean_busy = (3 * 1.0 + 1.7) / 4
+    assert settled["mean"] == pytest.approx((1.7 - mean_busy) / 1.4)
+    assert settled["min"] == pytest.approx((1.7 - 1.0) / 1.4)
+
+
+def test_every_rank_slow_at_once_is_nobody_slow():
+    ranks = [SimulatedRank() for _ in range(4)]
+    trace = run_closed_loop(BalanceConfig(mode="zero-rd"), ranks, lambda _: dict.fromkeys(range(4), 6.0), 6)
+    assert (trace == 0.0).all()
+
+
+def test_off_measures_but_never_prunes():
+    controller = Controller(BalanceConfig(mode="off"), 2)
+    plan = controller.update([rank(0.3, 0.7), rank(0.3, 5.6)])
+    assert [p.ratio for p in plan.ranks] == [0.0, 0.0]
+    assert [p.is_straggler for p in plan.ranks] == [False, True]
+
+
+def test_forced_ratio_on_named_ranks_holds_from_the_start_and_whatever_is_measured():
+    controller = Controller(BalanceConfig(mode="zero-rd", ratio=0.5, ranks=[1]), 3)
+    assert [p.ratio for p in controller.initial_plan().ranks] == [0.0, 0.5, 0.0]
+    plan = controller.update([rank(0.3, 5.6), rank(0.3, 0.7), rank(0.3, 0.7)])
+    assert [p.ratio for p in plan.ranks] == [0.0, 0.5, 0.0]
+
+
+def test_forced_ratio_on_stragglers_waits_for_one_to_be_found():
+    controller = Controller(BalanceConfig(mode="zero-rd", ratio=0.5), 2)
+    assert [p.ratio for p in controller.initial_plan().ranks] == [0.0, 0.0]
+    assert [p.ratio for p in controller.update([rank(0.3, 0.7), rank(0.3, 2.8)]).ranks] == [0.0, 0.5]
+
+
+def test_a_rank_that_measured_nothing_yet_changes_nothing():
+    controller = Controller(BalanceConfig(mode="zero-rd"), 2)
+    plan = controller.update([rank(0.3, 0.7), rank(math.nan, math.nan)])
+    assert [p.ratio for p in plan.ranks] == [0.0, 0.0]
+
+
+def test_controller_goes_on_from_its_state():
+    samples = [rank(0.3, 0.7), rank(0.3, 2.8)]
+    one, other = (Controller(BalanceConfig(mode="zero-rd"), 2) for _ in range(2))
+    one.update(samples)
+    other.load_state_dict(one.state_dict())
+    assert other.current_plan().ranks == one.current_plan().ranks
+    assert other.update(samples) == one.update(samples)
+    with pytest.raises(ValueError, match="of 2 ranks, this process group has 3"):
+        Controller(BalanceConfig(), 3).load_state_dict(one.state_dict())
