@@ -136,6 +136,7 @@ class Balancer:
 
         ``ratio`` (γ wanted), ``pruned_share``, ``lent_share`` and ``borrowed_share`` (of this rank's product FLOPs),
         ``busy_s`` and ``products_s`` (seconds an iteration, at full work; NaN before the first update),
+        ``least_busy_s`` (the same at the cheapest pruning ratio, by the measured cost: the floor of ZERO),
         ``is_straggler`` (0 or 1), ``overhead_s`` (seconds balancing cost in the last step).
         """
         return {
@@ -145,6 +146,7 @@ class Balancer:
             "balance/borrowed_share": 0.0,
             "balance/busy_s": self._times.busy_s if self._times else math.nan,
             "balance/products_s": self._times.gemm_s if self._times else math.nan,
+            "balance/least_busy_s": self._times.least_busy_s if self._times else math.nan,
             "balance/is_straggler": float(self.plan.ranks[self._rank].is_straggler),
             "balance/overhead_s": self._step_overhead_s + self._timer.overhead_s,
         }

@@ -53,8 +53,12 @@ class Probes:
         return result
 
     def gemm(self, multiply: Callable[..., Tensor], *operands: Any) -> Tensor:
-        """Carry out ``multiply(*operands)``."""
-        for probe in self._probes:
+        """Carry out ``multiply(*operands)``.
+
+        Inner probes act first, before and after: what one adds before is not part of the multiplication that the outer
+        ones see, what it adds after is.
+        """
+        for probe in reversed(self._probes):
             probe.gemm_begins(operands)
         result = multiply(*operands)
         for probe in reversed(self._probes):

@@ -1,0 +1,131 @@
+"""Busy time and product time: what counts, what does not, and when it can be read."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zeroresize import waits
+from zeroresize.timing import HostClock, StepTimer
+
+
+class FakeClock:
+    """Time that stands still but for ``advance``; marks pass when the test says so, as device events do."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.passed = float("inf")
+
+    def advance(self, seconds):
+        self.now += seconds
+
+    def mark(self):
+        return self.now
+
+    def seconds(self, begin, end):
+        return end - begin
+
+    def has_passed(self, mark):
+        return mark <= self.passed
+
+
+@pytest.fixture
+def clock():
+    return FakeClock()
+
+
+@pytest.fixture
+def timer(clock):
+    timer = StepTimer(clock)
+    yield timer
+    timer.close()
+
+
+def one_step(clock, timer, plan_key="plan"):
+    """1 s of other work, a product of 2 s of which 1.5 s are multiplication, a wait of 4 s."""
+    timer.begin_step(plan_key)
+    clock.advance(1.0)
+    timer.product_begins()
+    clock.advance(0.5)
+    timer.gemm_begins(())
+    clock.advance(1.5)
+    timer.gemm_ends(())
+    timer.product_ends()
+    timer.wait_begins()
+    clock.advance(4.0)
+    timer.wait_ends()
+
+
+def test_busy_time_leaves_out_waits_and_splits_products(clock, timer):
+    one_step(clock, timer)
+    times = timer.end_step()
+    assert (times.busy_s, times.gemm_s, times.overhead_s, times.plan_key) == (3.0, 1.5, 0.5, "plan")
+
+
+def test_nothing_is_counted_outside_a_step(clock, timer):
+    one_step(clock, timer)
+    timer.end_step()
+    clock.advance(100.0)
+    timer.product_begins()
+    clock.advance(100.0)
+    timer.product_ends()
+    one_step(clock, timer)
+    assert timer.end_step().busy_s == 3.0
+
+
+def test_step_that_the_device_has_not_passed_is_read_at_the_next_end(clock, timer):
+    clock.passed = 0.0
+    one_step(clock, timer, "first")
+    assert timer.end_step() is None
+    clock.passed = clock.now
+    one_step(clock, timer, "second")
+    assert timer.end_step().plan_key == "first"
+
+
+def test_closed_timer_no_longer_hears_waits(clock, timer):
+    timer.close()
+    timer.begin_step()
+    assert timer not in waits._listeners
+
+
+def test_measuring_has_a_price_in_proportion_to_what_was_measured(clock, timer):
+    timer.begin_step()
+    timer.end_step()
+    empty = timer.overhead_s
+    one_step(clock, timer)
+    timer.end_step()
+    assert timer.overhead_s == pytest.approx(4 * empty)  # 8 marks against 2
+
+
+def collectives_of_torch(group):
+    x = torch.ones(4)
+    return {
+        "all_reduce": lambda: dist.all_reduce(x, group=group),
+        "async all_reduce": lambda: dist.all_reduce(x, group=group, async_op=True).wait(),
+        "all_gather": lambda: dist.all_gather([torch.empty(4) for _ in range(2)], x, group=group),
+        "broadcast": lambda: dist.broadcast(x, src=0, group=group),
+        "barrier": lambda: dist.barrier(group=group),
+    }
+
+
+def test_waiting_for_a_late_rank_is_not_busy_time_whoever_calls_the_collective(run_ranks):
+    """The late rank sleeps before each collective; the other's busy time does not see it, nor does it lose its own."""
+
+    def measure(rank, group):
+        timer = StepTimer(HostClock())
+        busy = {}
+        for name, collective in collectives_of_torch(group).items():
+            dist.barrier(group=group)
+            timer.begin_step()
+            time.sleep(0.3 if rank == 1 else 0.05)
+            collective()
+            busy[name] = timer.end_step().busy_s
+        return busy
+
+    early, late = run_ranks(measure, 2)
+    for name in early:
+        if name != "broadcast":  # its source waits for nobody
+            assert early[name] < 0.2, name
+        assert early[name] >= 0.05
+        assert 0.3 <= late[name] < 0.5, name
