@@ -27,6 +27,10 @@ import torch._dynamo  # optimizers need it: imported here once instead of in eve
 import torch.distributed as dist
 
 
+#: Seconds that the other ranks have to report a failure of their own once one has failed.
+GRACE_S = 0.5
+
+
 class RankFailure(AssertionError):
     """A rank raised, died or did not end in time; the text holds that rank's own traceback."""
 
@@ -37,7 +41,7 @@ def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: flo
     ``group`` is the default group of all ranks (gloo). Results are pickled; ``scratch`` is an empty folder.
 
     Raises:
-        RankFailure: as soon as one rank raises or dies, or when one still runs after ``timeout_s`` seconds. The other
+        RankFailure: soon after one rank raises or dies, or when one still runs after ``timeout_s`` seconds. The other
             ranks are killed, with all processes that they started.
     """
     __tracebackhide__ = True
@@ -88,8 +92,10 @@ def _collect(processes: list[ForkProcess], pipes: list[Connection], timeout_s: f
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
     running = {pipe: rank for rank, pipe in enumerate(pipes)}
-    while running and not failures:
+    while running:
         ready = wait(list(running), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready and failures:
+            break
         if not ready:
             raise RankFailure(_timeout_text(processes, sorted(running.values()), timeout_s, scratch))
         for pipe in ready:
@@ -100,6 +106,8 @@ def _collect(processes: list[ForkProcess], pipes: list[Connection], timeout_s: f
                 processes[rank].join()
                 succeeded, value = False, f"the process died with exit code {processes[rank].exitcode}"
             (results if succeeded else failures)[rank] = value
+            if not succeeded:  # it may have lost its connection to the one that failed first: hear that one too
+                deadline = min(deadline, time.monotonic() + GRACE_S)
     if failures:
         raise RankFailure("\n".join(f"rank {r} of {len(pipes)} failed:\n{text}" for r, text in failures.items()))
     return [results[rank] for rank in range(len(pipes))]
