@@ -1,0 +1,253 @@
+"""Run any torchrun training script with some of its ranks made slow; nothing in the script changes.
+
+    torchrun --nproc-per-node 2 scripts/inject_straggler.py --config inject.yaml train.py --its --args
+    torchrun --nproc-per-node 2 scripts/inject_straggler.py --config inject.yaml -m package.train --its --args
+
+What is slow is said in YAML: see inject_straggler.example.yaml beside this file. The products of any model are slowed,
+Colossal-AI's and plain ones, forward and backward. Code inside torch.compile is not seen with
+``kind: sleep``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import runpy
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from zeroresize.injection import Contention, SlowOps, round_robin
+from zeroresize.injection.schedule import KINDS, SCOPES, checked_chi, checked_choice
+
+SCHEDULES = ("static", "round_robin")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InjectionConfig:
+    """The keys of the YAML file.
+
+    Attributes:
+        chi: {rank: χ}, or one χ for ``schedule="round_robin"``.
+        schedule: ``"static"``, or ``"round_robin"`` for a new straggler each epoch.
+        kind, scope: as of :class:`zeroresize.StragglerInjector`.
+        iters_per_epoch: optimizer steps in an epoch.
+        tp_size: ranks are counted within blocks of so many consecutive global ranks; default: one block.
+    """
+
+    chi: Any
+    schedule: str = "static"
+    kind: str = "sleep"
+    scope: str = "gemm"
+    iters_per_epoch: int | None = None
+    tp_size: int | None = None
+
+    @classmethod
+    def from_yaml(cls, path: Path) -> InjectionConfig:
+        """Read and check a file.
+
+        Raises:
+            ValueError: naming the file, the key, its value and what is allowed.
+            OSError: if the file cannot be read.
+        """
+        try:
+            values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except yaml.YAMLError as error:
+            raise ValueError(f"{path}: not YAML: {error}") from error
+        known = [field.name for field in dataclasses.fields(cls)]
+        if not isinstance(values, Mapping) or "chi" not in values:
+            raise ValueError(f"{path}: expected a mapping with at least the key chi; allowed are {known}")
+        unknown = sorted(str(key) for key in values if key not in known)
+        if unknown:
+            raise ValueError(f"{path}: unknown keys {unknown}: allowed are {known}")
+        config = cls(**values)
+        try:
+            config._check()
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+        return config
+
+    def _check(self) -> None:
+        checked_choice("schedule", self.schedule, SCHEDULES)
+        checked_choice("kind", self.kind, KINDS)
+        checked_choice("scope", self.scope, SCOPES)
+        for key in ("iters_per_epoch", "tp_size"):
+            value = getattr(self, key)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(f"{key}={value!r} is not allowed: a whole number of at least 1 is needed")
+        if self.schedule == "round_robin":
+            if isinstance(self.chi, Mapping):
+                raise ValueError(f"chi={self.chi!r} is not allowed with schedule: round_robin: one number is needed")
+            if self.iters_per_epoch is None:
+                raise ValueError("schedule: round_robin needs iters_per_epoch, the optimizer steps in an epoch")
+
+    def chi_in(self, epoch: int, num_ranks: int) -> dict[int, float]:
+        """{rank in its block: χ ≥ 1} of an epoch.
+
+        Raises:
+            ValueError: for a rank or χ that is not allowed.
+        """
+        chi = round_robin(self.chi)(epoch, num_ranks) if self.schedule == "round_robin" else self.chi
+        return checked_chi(chi, num_ranks, self.kind)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands: its global rank, and its rank in a block of ``num_ranks``."""
+
+    global_rank: int
+    rank: int
+    num_ranks: int
+
+    @classmethod
+    def from_environment(cls, tp_size: int | None) -> Place:
+        """What torchrun says in RANK and WORLD_SIZE.
+
+        Raises:
+            ValueError: if the ranks do not divide into blocks of ``tp_size``.
+        """
+        rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        num_ranks = tp_size or world_size
+        if world_size % num_ranks:
+            raise ValueError(f"tp_size={tp_size} is not allowed: it must divide the {world_size} ranks")
+        return cls(rank, rank % num_ranks, num_ranks)
+
+
+class EpochCounter:
+    """Counts the steps of the first optimizer that steps (wrappers and further optimizers do not count again)."""
+
+    def __init__(self, iters_per_epoch: int, on_epoch: Any) -> None:
+        self._iters_per_epoch, self._on_epoch = iters_per_epoch, on_epoch
+        self._num_steps = 0
+        self._optimizer: Any = lambda: None
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._optimizer() is None:
+            self._optimizer = weakref.ref(optimizer)
+        if self._optimizer() is optimizer:
+            self._num_steps += 1
+            if self._num_steps % self._iters_per_epoch == 0:
+                self._on_epoch(self._num_steps // self._iters_per_epoch)
+
+
+class Injection:
+    """A context manager in which this process is as slow as the configuration says."""
+
+    def __init__(self, config: InjectionConfig, place: Place) -> None:
+        self._config, self._place = config, place
+        self._slowness: SlowOps | Contention
+        if config.kind == "contend":
+            self._slowness = Contention(core_index=place.global_rank, device=_device_of_this_rank())
+        else:
+            self._slowness = SlowOps(scope=config.scope)
+        self._hook: Any = None
+
+    def __enter__(self) -> Injection:
+        self._slowness.__enter__()
+        self._set_epoch(0)
+        if self._config.iters_per_epoch is not None:
+            self._hook = register_optimizer_step_post_hook(EpochCounter(self._config.iters_per_epoch, self._set_epoch))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+        self._slowness.__exit__(*error)
+
+    def _set_epoch(self, epoch: int) -> None:
+        self._slowness.chi = self._config.chi_in(epoch, self._place.num_ranks).get(self._place.rank, 1.0)
+
+    def summary(self) -> str:
+        if self._config.kind == "contend":
+            return "the competitors have ended"
+        what = "products" if self._config.scope == "gemm" else "ops"
+        return f"{self._slowness.num_products} {what} slowed, {self._slowness.seconds_added:.3f} s added"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--config", type=Path, required=True, help="YAML file that says who is slow")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be slowed, and stop")
+    parser.add_argument("-m", action="store_true", dest="is_module", help="TARGET is a module, as in python -m")
+    parser.add_argument("target", help="the training script")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+    options = parser.parse_args(arguments)
+    try:
+        config = InjectionConfig.from_yaml(options.config)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    try:
+        place = Place.from_environment(config.tp_size)
+        stragglers = _stragglers(config, place.num_ranks)
+    except ValueError as error:
+        hint = "" if "WORLD_SIZE" in os.environ else " (run it under torchrun: there is one rank otherwise)"
+        parser.error(f"{options.config}: {error}{hint}")
+
+    speaks = place.global_rank == 0 or place.rank in stragglers
+    if speaks:
+        _say(place, _description(config, place, stragglers))
+    if options.dry_run:
+        return
+    injection = Injection(config, place)
+    try:
+        with injection:
+            _run(options.target, options.args, options.is_module)
+    finally:
+        if speaks:
+            _say(place, injection.summary())
+
+
+def _run(target: str, args: list[str], is_module: bool) -> None:
+    """What ``python TARGET ARGS`` or ``python -m TARGET ARGS`` does, in this process."""
+    sys.argv = [target, *args]
+    sys.path[0] = os.getcwd() if is_module else str(Path(target).resolve().parent)
+    if is_module:
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(target, run_name="__main__")
+
+
+def _stragglers(config: InjectionConfig, num_ranks: int) -> set[int]:
+    """The ranks that are slow in some epoch."""
+    epochs = range(num_ranks if config.schedule == "round_robin" else 1)
+    return {rank for epoch in epochs for rank, chi in config.chi_in(epoch, num_ranks).items() if chi > 1.0}
+
+
+def _description(config: InjectionConfig, place: Place, stragglers: set[int]) -> str:
+    blocks = "" if config.tp_size is None else f" in each block of {place.num_ranks}"
+    if config.schedule == "round_robin":
+        who = f"one of the {place.num_ranks} ranks{blocks} in turn has χ = {config.chi:g}, "
+        who += f"the next every {config.iters_per_epoch} optimizer steps"
+    else:
+        chi = config.chi_in(0, place.num_ranks)
+        who = (
+            ", ".join(f"rank {rank}{blocks} has χ = {chi[rank]:g}" for rank in sorted(stragglers)) or "no rank is slow"
+        )
+    how = f"kind sleep, scope {config.scope}" if config.kind == "sleep" else "kind contend, all that the rank computes"
+    return f"{who} ({how})"
+
+
+def _device_of_this_rank() -> torch.device:
+    return (
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
+
+
+def _say(place: Place, text: str) -> None:
+    print(f"[inject_straggler rank {place.global_rank}] {text}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

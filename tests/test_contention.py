@@ -1,0 +1,221 @@
+"""Real contention: competitors take their share of a core and never outlive what started them."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from zeroresize.injection import Contention, StragglerInjector, contention
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system cannot pin processes")
+
+COMPETITOR = Path(contention.__file__).with_name("competitor.py")
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def all_end(pids, limit_s=5.0):
+    deadline = time.monotonic() + limit_s
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(map(is_running, pids))
+
+
+def cpu_seconds(pid):
+    user, system = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def keep_busy(cpu_s):
+    """Wall seconds that it takes to compute for ``cpu_s`` seconds."""
+    begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
+    while time.process_time() - begin_cpu_s < cpu_s:
+        sum(range(10_000))
+    return time.perf_counter() - begin_s
+
+
+@pytest.fixture(autouse=True)
+def cores_are_given_back():
+    before = os.sched_getaffinity(0)
+    yield
+    assert os.sched_getaffinity(0) == before
+
+
+@pytest.mark.parametrize("chi", [2.0, 3.0])
+def test_a_pinned_loop_takes_chi_times_as_long(chi):
+    own_s = 0.5
+    with Contention(core_index=0) as rank:
+        rank.chi = chi
+        before = [cpu_seconds(pid) for pid in rank.pids]
+        wall_s = keep_busy(own_s)
+        shares = [cpu_seconds(pid) - cpu_s for pid, cpu_s in zip(rank.pids, before, strict=True)]
+    # Whoever else is at work on this machine makes all slower, but keeps the shares alike.
+    assert shares == [pytest.approx(own_s, rel=0.3)] * round(chi - 1)
+    assert wall_s > 0.85 * chi * own_s
+
+
+def test_all_threads_are_pinned_and_get_their_cores_back():
+    stop, thread_ids = threading.Event(), []
+
+    def wait():
+        thread_ids.append(threading.get_native_id())
+        stop.wait()
+
+    def cores():
+        return [os.sched_getaffinity(thread) for thread in (os.getpid(), *thread_ids)]
+
+    threads = [threading.Thread(target=wait) for _ in range(2)]
+    threads[0].start()
+    torch.set_num_threads(2)
+    allowed = sorted(os.sched_getaffinity(0))
+    try:
+        with Contention(core_index=len(allowed) + 1) as rank:
+            core = allowed[1 % len(allowed)]
+            threads[1].start()
+            while len(thread_ids) < 2:
+                time.sleep(0.01)
+            rank.chi = 2.0
+            assert cores() == [{core}] * 3
+            assert os.sched_getaffinity(rank.pids[0]) == {core}
+            assert torch.get_num_threads() == 1
+        assert cores() == [set(allowed)] * 3
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+        stop.set()
+
+
+def test_changes_and_exit_leave_no_competitor():
+    seen = []
+    with pytest.raises(KeyError), Contention(core_index=0) as rank:
+        for chi in (3.0, 2.0, 1.0, 3.0):
+            rank.chi = chi
+            assert rank.chi == chi and len(rank.pids) == chi - 1
+            assert all(map(is_running, rank.pids))
+            assert all_end(set(seen) - set(rank.pids), limit_s=0)
+            seen += rank.pids
+        raise KeyError
+    assert len(seen) == 5
+    assert all_end(seen, limit_s=0)
+
+
+def test_a_competitor_that_died_is_replaced(caplog):
+    with Contention(core_index=0) as rank:
+        rank.chi = 2.0
+        (first,) = rank.pids
+        os.kill(first, signal.SIGKILL)
+        assert all_end([first])
+        rank.chi = 2.0
+        assert rank.pids != [first] and is_running(*rank.pids)
+    assert "ended by itself" in caplog.text
+
+
+def started_in_a_child(pipe, how_to_end):
+    rank = Contention(core_index=0)
+    rank.__enter__()
+    rank.chi = 3.0
+    pipe.send(rank.pids)
+    how_to_end()
+
+
+@pytest.mark.parametrize("ending", ["kill -9", "sys.exit", "SIGTERM"])
+def test_competitors_die_with_their_parent(ending):
+    fork = multiprocessing.get_context("fork")
+    receiver, sender = fork.Pipe(duplex=False)
+    process = fork.Process(
+        target=started_in_a_child, args=(sender, (lambda: None) if ending == "sys.exit" else signal.pause)
+    )
+    process.start()
+    pids = receiver.recv()
+    assert ending == "sys.exit" or all(map(is_running, pids))
+    if ending != "sys.exit":
+        os.kill(process.pid, signal.SIGKILL if ending == "kill -9" else signal.SIGTERM)
+    process.join(10)
+    assert len(pids) == 2
+    assert all_end(pids)
+
+
+def test_competitor_without_its_parent_ends_at_once():
+    core = str(min(os.sched_getaffinity(0)))
+    ended = subprocess.run(
+        [sys.executable, COMPETITOR, "--parent", "1", "--core", core], capture_output=True, timeout=10
+    )
+    assert (ended.returncode, ended.stdout) == (0, b".")
+
+
+def test_competitor_that_cannot_start_is_an_error(monkeypatch, tmp_path):
+    broken = tmp_path / "broken.py"
+    broken.write_text("raise SystemExit(7)")
+    monkeypatch.setattr(contention, "_COMPETITOR", broken)
+    before = os.sched_getaffinity(0)
+    with pytest.raises(RuntimeError, match="did not start: it ended with code 7"), Contention(core_index=0) as rank:
+        rank.chi = 2.0
+    assert os.sched_getaffinity(0) == before
+
+
+def test_systems_that_cannot_pin_are_told_so(monkeypatch):
+    monkeypatch.delattr(os, "sched_setaffinity")
+    with pytest.raises(RuntimeError, match=r"kind='contend' needs to pin.*use kind='sleep'"), Contention(core_index=0):
+        pass
+
+
+def test_a_forked_child_leaves_its_parents_competitors_alone():
+    def close(rank):
+        rank.close()
+        os._exit(len(rank.pids))
+
+    with Contention(core_index=0) as rank:
+        rank.chi = 2.0
+        process = multiprocessing.get_context("fork").Process(target=close, args=(rank,))
+        process.start()
+        process.join(10)
+        assert process.exitcode == 1
+        assert all(map(is_running, rank.pids))
+
+
+def test_injector_contends_on_stragglers_and_pins_every_rank(run_ranks):
+    def contended(rank, group):
+        allowed = sorted(os.sched_getaffinity(0))
+        model = nn.Linear(4, 4)
+        with StragglerInjector(model, process_group=group, chi={1: 3}, kind="contend") as injector:
+            cores, own = os.sched_getaffinity(0), injector._slowness.pids
+            injector.set_chi({0: 2})
+            changed = injector._slowness.pids
+        assert cores == {allowed[rank % len(allowed)]}
+        assert sorted(os.sched_getaffinity(0)) == allowed
+        assert all_end([*own, *changed], limit_s=0)
+        return len(own), len(changed)
+
+    assert run_ranks(contended, 2) == [(0, 1), (2, 0)]
+
+
+@pytest.mark.gpu
+def test_competitors_slow_a_gpu():
+    matrix = torch.rand(4096, 4096, device="cuda", dtype=torch.float16)
+
+    def seconds():
+        torch.cuda.synchronize()
+        begin_s = time.perf_counter()
+        for _ in range(200):
+            matrix @ matrix
+        torch.cuda.synchronize()
+        return time.perf_counter() - begin_s
+
+    seconds()
+    with Contention(core_index=0, device="cuda") as rank:
+        plain_s = seconds()
+        rank.chi = 2.0
+        assert seconds() > 1.4 * plain_s

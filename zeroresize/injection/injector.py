@@ -1,0 +1,141 @@
+"""StragglerInjector: makes ranks of a tensor-parallel group slow, by sleeping or by real contention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from zeroresize.collectives import group_rank, group_size, require_group
+from zeroresize.injection.contention import Contention
+from zeroresize.injection.schedule import KINDS, SCOPES, Schedule, checked_chi, checked_choice
+from zeroresize.injection.slow_layers import SlowLayers
+from zeroresize.injection.slow_ops import SlowOps
+from zeroresize.linear import BalancedLinear
+
+
+class StragglerInjector:
+    """A context manager in which some ranks are slow.
+
+    A straggler with skewness χ takes χ times as long for every product that it really executes, in training and in
+    evaluation; the delay comes before the product's result can reach a collective. With ``kind="sleep"`` the rank
+    sleeps (or spins, on a GPU's stream) after each product of the model's :class:`~zeroresize.linear.BalancedLinear`
+    layers; a model without any has the products of all its linear layers slowed, by :class:`SlowOps`. Convert the model
+    first. With ``kind="contend"`` each rank keeps to one core, and χ − 1 processes compete with a straggler for its
+    core (or its GPU), whatever it computes.
+
+    Args:
+        model: the model, already converted and on its device.
+        process_group: the tensor-parallel group; None is an error.
+        chi: {rank within the group: χ}; ranks not named have χ = 1, and 0 means 1 (as in the paper's figures).
+        schedule: instead of ``chi``, a callable (epoch, num_ranks) → {rank: χ}, such as ``round_robin()``.
+        scope: with ``kind="sleep"``, ``"gemm"`` counts the matrix multiplications only (the paper's), ``"all"`` also
+            the gathers and fills around them, as on a truly slow device. A model without balanced layers has every op
+            slowed with ``"all"``.
+        kind: ``"sleep"`` or ``"contend"``; the latter takes whole χ only.
+
+    Raises:
+        ValueError: naming the key, its value and what is allowed, for wrong arguments or a model without linear layers.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        process_group: ProcessGroup,
+        chi: Mapping[int, float] | None = None,
+        schedule: Schedule | None = None,
+        scope: str = "gemm",
+        kind: str = "sleep",
+    ) -> None:
+        require_group(process_group)
+        self._rank, self._num_ranks = group_rank(process_group), group_size(process_group)
+        self.scope = checked_choice("scope", scope, SCOPES)
+        self.kind = checked_choice("kind", kind, KINDS)
+        if (chi is None) == (schedule is None):
+            raise ValueError(f"chi={chi!r}, schedule={schedule!r}: exactly one of them is needed")
+        layers: list[BalancedLinear] = [module for module in model.modules() if isinstance(module, BalancedLinear)]
+        device = _device_of_linear_layers(model)
+        self._schedule = schedule
+        self._chi = checked_chi(schedule(0, self._num_ranks) if schedule else chi, self._num_ranks, kind)
+        self._is_active = False
+        self._slowness: SlowLayers | SlowOps | Contention
+        if kind == "contend":
+            self._slowness = Contention(core_index=dist.get_rank(), device=device)
+        elif layers:
+            self._slowness = SlowLayers(layers, self.scope)
+        else:
+            self._slowness = SlowOps(scope=self.scope)
+
+    @property
+    def chi(self) -> dict[int, float]:
+        """{rank: χ ≥ 1} in force; ranks not named have χ = 1."""
+        return dict(self._chi)
+
+    @property
+    def num_products(self) -> int:
+        """How many products of this rank were slowed (0 with ``kind="contend"``)."""
+        return self._slowness.num_products
+
+    @property
+    def seconds_added(self) -> float:
+        """By how much in all (0 with ``kind="contend"``)."""
+        return self._slowness.seconds_added
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the schedule say who is slow from now on; without a schedule nothing changes.
+
+        Raises:
+            ValueError: if the schedule gives a rank or χ that is not allowed.
+        """
+        if self._schedule is not None:
+            self.set_chi(self._schedule(epoch, self._num_ranks))
+
+    def set_chi(self, chi: Mapping[int, float]) -> None:
+        """Make exactly these ranks slow from now on. To be called on every rank alike.
+
+        Raises:
+            ValueError: for a rank or χ that is not allowed.
+        """
+        self._chi = checked_chi(chi, self._num_ranks, self.kind)
+        if self._is_active:
+            self._slowness.chi = self._own_chi
+
+    def __enter__(self) -> StragglerInjector:
+        if self._is_active:
+            raise RuntimeError("this StragglerInjector is active already")
+        self._slowness.__enter__()
+        try:
+            self._slowness.chi = self._own_chi
+        except BaseException:
+            self._slowness.__exit__(None, None, None)
+            raise
+        self._is_active = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._is_active = False
+        self._slowness.__exit__(kind, error, traceback)
+
+    @property
+    def _own_chi(self) -> float:
+        return self._chi.get(self._rank, 1.0)
+
+
+def _device_of_linear_layers(model: nn.Module) -> torch.device:
+    """Where the model's linear layers are: modules with a matrix that are not embeddings.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, torch.Tensor) and weight.dim() == 2 and "Embedding" not in type(module).__name__:
+            return weight.device
+    raise ValueError(f"model={type(model).__name__} has no linear layers, balanced or plain: nothing could be slowed")

@@ -1,0 +1,65 @@
+"""Who is slow in which epoch: ``schedule(epoch, num_ranks)`` gives {rank within the group: χ}.
+
+The straggling skewness χ is how many times the normal time a straggler's products take; ranks that are not named, and
+χ = 0 (as in the paper's figures), mean 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Schedule = Callable[[int, int], Mapping[int, float]]
+
+SCOPES = ("gemm", "all")
+KINDS = ("sleep", "contend")
+
+
+def static(chi: Mapping[int, float]) -> Schedule:
+    """The same stragglers in every epoch, such as ``static({0: 8, 1: 6})``."""
+    stragglers = dict(chi)
+    return lambda epoch, num_ranks: stragglers
+
+
+def round_robin(chi: float = 2.0) -> Schedule:
+    """A new straggler each epoch: rank ``epoch % num_ranks`` is ``chi`` times slower (paper, Fig. 7 to 9)."""
+    return lambda epoch, num_ranks: {epoch % num_ranks: chi}
+
+
+def checked_chi(chi: Any, num_ranks: int, kind: str = "sleep") -> dict[int, float]:
+    """``chi`` as {rank: χ ≥ 1}, for a group of ``num_ranks`` ranks.
+
+    Raises:
+        ValueError: for a rank outside the group, or a χ that is neither 0 nor a finite number of at least 1 (a whole
+            number with ``kind="contend"``).
+    """
+    if not isinstance(chi, Mapping):
+        raise ValueError(f"chi={chi!r} is not allowed: expected a mapping of rank to χ such as {{0: 4.0}}")
+    ranks_allowed = f"allowed are 0 to {num_ranks - 1}, counted within the group"
+    for rank in chi:
+        if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < num_ranks:
+            raise ValueError(f"chi={dict(chi)!r}: rank {rank!r} is not one of the group's {num_ranks}: {ranks_allowed}")
+    return {rank: _checked_skewness(rank, value, kind) for rank, value in chi.items()}
+
+
+def checked_choice(key: str, value: Any, allowed: tuple[str, ...]) -> str:
+    """``value`` itself.
+
+    Raises:
+        ValueError: if it is not one of ``allowed``.
+    """
+    if value not in allowed:
+        raise ValueError(f"{key}={value!r} is not allowed: choose one of {list(allowed)}")
+    return str(value)
+
+
+def _checked_skewness(rank: int, value: Any, kind: str) -> float:
+    allowed = "a whole number" if kind == "contend" else "a finite number"
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_whole = is_number and float(value).is_integer()
+    if not is_number or not (value == 0 or value >= 1) or (kind == "contend" and not is_whole):
+        raise ValueError(
+            f"chi={{{rank!r}: {value!r}}} is not allowed with kind={kind!r}: χ is {allowed} of at least 1 (0 means 1)"
+        )
+    return float(value) if value else 1.0

@@ -1,0 +1,85 @@
+"""Slowing the products of balanced layers: attached to them as a probe."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+
+from zeroresize.injection.delay import Delay, Delays
+from zeroresize.linear import BalancedLinear
+from zeroresize.probe import Probe
+
+
+class SlowLayers:
+    """While active, delays the products of ``layers``; innermost, so that whatever measures them sees the slowness.
+
+    Args:
+        layers: the balanced layers.
+        scope: ``"gemm"`` delays by the matrix multiplication alone, ``"all"`` by the whole product with its gathers
+            and fills.
+        delays: how products are delayed.
+    """
+
+    def __init__(self, layers: Sequence[BalancedLinear], scope: str, delays: Delays | None = None) -> None:
+        self._delays = delays or Delays()
+        self._probes = [(layer, _SlowProduct(layer, self._delays, scope)) for layer in layers]
+
+    @property
+    def chi(self) -> float:
+        """χ ≥ 1 in force."""
+        return self._delays.chi
+
+    @chi.setter
+    def chi(self, chi: float) -> None:
+        self._delays.chi = chi
+
+    @property
+    def num_products(self) -> int:
+        return self._delays.num_products
+
+    @property
+    def seconds_added(self) -> float:
+        return self._delays.seconds_added
+
+    def __enter__(self) -> None:
+        for layer, probe in self._probes:
+            layer.probes.add_innermost(probe)
+
+    def __exit__(self, *_: Any) -> None:
+        for layer, probe in self._probes:
+            layer.probes.remove(probe)
+
+
+class _SlowProduct(Probe):
+    """One layer's delays. The device is looked up at each product: a model may be moved."""
+
+    def __init__(self, layer: BalancedLinear, delays: Delays, scope: str) -> None:
+        self._layer, self._delays = layer, delays
+        self._is_whole_product = scope == "all"
+        self._operands: Hashable = None
+
+    def product_begins(self) -> None:
+        if self._is_whole_product:
+            self._operands = None
+            self._delay.begins()
+
+    def product_ends(self) -> None:
+        if self._is_whole_product:
+            self._delay.ends((self._layer.weight.shape, self._operands))
+
+    def gemm_begins(self, operands: tuple[Any, ...]) -> None:
+        if not self._is_whole_product:
+            self._delay.begins()
+
+    def gemm_ends(self, operands: tuple[Any, ...]) -> None:
+        if self._delays.chi == 1.0:
+            return
+        self._operands = tuple((x.shape, x.dtype) for x in operands if isinstance(x, torch.Tensor))
+        if not self._is_whole_product:
+            self._delay.ends(self._operands)
+
+    @property
+    def _delay(self) -> Delay:
+        return self._delays.on(self._layer.weight.device)

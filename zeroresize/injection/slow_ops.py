@@ -1,0 +1,140 @@
+"""Slowing the products of any model, whoever wrote its layers, forward and backward: below autograd, op by op."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from zeroresize.injection.delay import Delays
+from zeroresize.injection.schedule import SCOPES, checked_choice
+
+_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_addmm_activation", "aten::linear", "aten::_scaled_mm"})
+_NO_WORK = ("c10d", "_c10d", "_dtensor", "symm_mem", "prim::", "profiler::")
+
+
+class SlowOps:
+    """While active, delays the linear products of this thread (and of its backward), or every op.
+
+    Only a rank with χ > 1 pays for watching its ops (some 4 µs each). Code inside ``torch.compile`` is not seen.
+
+    Args:
+        scope: ``"gemm"`` delays the matrix products of linear layers (not attention's, which multiply batch by batch);
+            ``"all"`` every op but collectives, the optimizer's included.
+        delays: how ops are delayed.
+
+    Raises:
+        ValueError: for an unknown scope.
+    """
+
+    def __init__(self, *, scope: str = "gemm", delays: Delays | None = None) -> None:
+        self._delays = delays or Delays()
+        self._mode = _SlowOpsMode(self._delays, checked_choice("scope", scope, SCOPES) == "all")
+        self._is_active = False
+        self._num_modes_below = 0
+
+    @property
+    def chi(self) -> float:
+        """χ ≥ 1 in force.
+
+        Raises:
+            RuntimeError: when an active ``SlowOps`` is set from 1 to more inside another ``TorchDispatchMode`` that
+                was entered after it.
+        """
+        return self._delays.chi
+
+    @chi.setter
+    def chi(self, chi: float) -> None:
+        self._delays.chi = chi
+        if self._is_active:
+            self._watch(chi > 1.0)
+
+    @property
+    def num_products(self) -> int:
+        """How many products (or ops) were slowed."""
+        return self._delays.num_products
+
+    @property
+    def seconds_added(self) -> float:
+        """By how much in all."""
+        return self._delays.seconds_added
+
+    def __enter__(self) -> SlowOps:
+        self._num_modes_below = len(_get_current_dispatch_mode_stack())
+        self._is_active = True
+        self._watch(self.chi > 1.0)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._is_active = False
+        self._watch(False)
+
+    def _watch(self, should_watch: bool) -> None:
+        """Put the mode on torch's stack or take it off, never out of turn with other modes."""
+        modes = _get_current_dispatch_mode_stack()
+        if should_watch and self._mode not in modes:
+            if len(modes) != self._num_modes_below:
+                raise RuntimeError("χ cannot rise above 1 inside another TorchDispatchMode: set it outside that")
+            self._mode.__enter__()
+        elif not should_watch and modes and modes[-1] is self._mode:
+            self._mode.__exit__(None, None, None)
+
+
+class _SlowOpsMode(TorchDispatchMode):
+    def __init__(self, delays: Delays, is_every_op: bool) -> None:
+        super().__init__()
+        self._delays = delays
+        self._is_every_op = is_every_op
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: tuple[type[Tensor], ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if any(cls.__torch_dispatch__ is not Tensor.__torch_dispatch__ for cls in types):
+            # A subclass such as DTensor: the ops that it is made of come by here in their turn.
+            return NotImplemented
+        if self._delays.chi == 1.0 or not self._is_slowed(func, args):
+            return func(*args, **(kwargs or {}))
+        delay = self._delays.on(_device_of(args, kwargs or {}))
+        delay.begins()
+        result = func(*args, **(kwargs or {}))
+        delay.ends(_key_of(func, args))
+        return result
+
+    def _is_slowed(self, func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
+        name = func._schema.name
+        if self._is_every_op:
+            return not name.startswith(_NO_WORK) and not getattr(func, "is_view", False)
+        if name in _PRODUCTS:
+            return True
+        if name == "aten::bmm":  # a linear layer's, where torch repeats the weight over the batch
+            return args[1].shape[0] > 1 and args[1].stride(0) == 0
+        return name == "aten::matmul" and args[1].dim() == 2
+
+
+def _tensors_in(args: tuple[Any, ...]) -> Iterator[Tensor]:
+    for arg in args:
+        if isinstance(arg, Tensor):
+            yield arg
+        elif isinstance(arg, list | tuple):
+            yield from _tensors_in(tuple(arg))
+
+
+def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    for tensor in _tensors_in(args):
+        if tensor.is_cuda:
+            return tensor.device
+    return torch.device(kwargs.get("device") or "cpu")
+
+
+def _key_of(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> Hashable:
+    return (func, tuple((tensor.shape, tensor.dtype) for tensor in _tensors_in(args)))
