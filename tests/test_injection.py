@@ -314,11 +314,12 @@ def test_delay_comes_after_each_product_and_before_its_collective(run_ranks):
         model = mlp(group)
         with SlowLayers([model[0], model[2]], scope, delays):
             train_step(model)
-        assert fake.sleeps == pytest.approx([1e-3 if scope == "gemm" else 3e-3] * 6)
+        assert fake.sleeps == pytest.approx([1e-3] * 6 if scope == "gemm" else [2e-3, 1e-3] * 6)
         return log
 
     def slowed(name, scope):
-        return ["gemm", "delay", name] if scope == "gemm" else ["gemm", name, "delay"]
+        multiplied = ["gemm", "delay", name]
+        return multiplied if scope == "gemm" else ["delay", *multiplied]  # what was gathered, before it is multiplied
 
     for scope in ("gemm", "all"):
         expected = [

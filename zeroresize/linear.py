@@ -246,7 +246,12 @@ def _cast_for_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[
     dtype = _autocast_dtype(x.device.type)
     if dtype is None:
         return x, weight, bias
-    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    return _cast(x, dtype), _cast(weight, dtype), None if bias is None else _cast(bias, dtype)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Autocast leaves float64 as it is."""
+    return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
 
 
 def _autocast_dtype(device_type: str) -> torch.dtype | None:

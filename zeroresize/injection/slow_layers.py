@@ -53,32 +53,41 @@ class SlowLayers:
 
 
 class _SlowProduct(Probe):
-    """One layer's delays. The device is looked up at each product: a model may be moved."""
+    """One layer's delays. The device is looked up at each product: a model may be moved.
+
+    With scope "all" a product has three parts, each delayed at its end: what is gathered before the multiplication, the
+    multiplication, and what is filled after it. So whoever measures the multiplication apart sees its own slowness only.
+    """
 
     def __init__(self, layer: BalancedLinear, delays: Delays, scope: str) -> None:
         self._layer, self._delays = layer, delays
         self._is_whole_product = scope == "all"
-        self._operands: Hashable = None
+        self._fill_key: Hashable = None
 
     def product_begins(self) -> None:
         if self._is_whole_product:
-            self._operands = None
+            self._delay.begins()
+
+    def gemm_begins(self, operands: tuple[Any, ...]) -> None:
+        if self._is_whole_product:
+            self._delay.ends(("gather", self._key(operands)))
+        self._delay.begins()
+
+    def gemm_ends(self, operands: tuple[Any, ...]) -> None:
+        self._delay.ends(self._key(operands))
+        if self._is_whole_product:
+            self._fill_key = ("fill", self._key(operands))
             self._delay.begins()
 
     def product_ends(self) -> None:
         if self._is_whole_product:
-            self._delay.ends((self._layer.weight.shape, self._operands))
+            self._delay.ends(self._fill_key)
 
-    def gemm_begins(self, operands: tuple[Any, ...]) -> None:
-        if not self._is_whole_product:
-            self._delay.begins()
-
-    def gemm_ends(self, operands: tuple[Any, ...]) -> None:
+    def _key(self, operands: tuple[Any, ...]) -> Hashable:
+        """Tells apart what may take different times; nothing where nothing is slowed."""
         if self._delays.chi == 1.0:
-            return
-        self._operands = tuple((x.shape, x.dtype) for x in operands if isinstance(x, torch.Tensor))
-        if not self._is_whole_product:
-            self._delay.ends(self._operands)
+            return None
+        return tuple((x.shape, x.dtype) for x in operands if isinstance(x, torch.Tensor))
 
     @property
     def _delay(self) -> Delay:
