@@ -56,7 +56,7 @@ class _SlowProduct(Probe):
     """One layer's delays. The device is looked up at each product: a model may be moved.
 
     With scope "all" a product has three parts, each delayed at its end: what is gathered before the multiplication, the
-    multiplication, and what is filled after it. So whoever measures the multiplication apart sees its own slowness only.
+    multiplication, and what is filled after it. So whoever measures the multiplication apart sees only its slowness.
     """
 
     def __init__(self, layer: BalancedLinear, delays: Delays, scope: str) -> None:
