@@ -1,0 +1,131 @@
+"""What the benchmarks share: a ViT on this process's ranks, steps timed side by side, intervals, a word on the machine.
+
+Ratios of things measured alternately in one run are what these machines can tell; absolute times move with their load.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from vit_examples.config import ModelConfig
+from vit_examples.model import build_vit, classification_loss
+from zeroresize.integrations.colossalai import prepare_accelerator
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from colossalai.booster import Booster
+    from colossalai.booster.plugin import HybridParallelPlugin
+
+
+@dataclass
+class Trainer:
+    """A ViT under Colossal-AI with its optimizer and one fixed batch.
+
+    Attributes:
+        after_step: called after every optimizer step, such as ``balancer.step``.
+    """
+
+    booster: Booster
+    model: nn.Module
+    optimizer: Any
+    images: Tensor
+    labels: Tensor
+    num_labels: int
+    after_step: Callable[[], None] = lambda: None
+
+    def step(self) -> float:
+        """One training step; returns the loss."""
+        loss = classification_loss(self.model(self.images).logits, self.labels, self.num_labels)
+        self.booster.backward(loss, self.optimizer)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.after_step()
+        return loss.item()
+
+    def timed_step(self) -> float:
+        """Wall seconds of one step that all ranks begin together."""
+        dist.barrier()
+        begin = time.perf_counter()
+        self.step()
+        return time.perf_counter() - begin
+
+
+class ColossalAIRanks:
+    """The ranks that torchrun started, as one tensor-parallel group under Colossal-AI; each rank keeps to a core."""
+
+    def __init__(self) -> None:
+        prepare_accelerator()
+        dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=30))
+        torch.set_num_threads(1)
+        cores = sorted(os.sched_getaffinity(0))
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
+        self.plugin = HybridParallelPlugin(tp_size=dist.get_world_size(), pp_size=1, precision="fp32")
+        self.group = self.plugin.tp_group
+        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+
+    def trainer(self, model: ModelConfig, *, batch_size: int, seed: int = 0, lr: float = 1e-4) -> Trainer:
+        """A boosted model; equal arguments give equal weights and batches."""
+        vit = build_vit(model, num_ranks=self.num_ranks, seed=seed)
+        optimizer = torch.optim.AdamW(vit.parameters(), lr=lr)
+        booster = Booster(plugin=self.plugin)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            boosted, boosted_optimizer, *_ = booster.boost(vit, optimizer)
+        generator = torch.Generator().manual_seed(seed)
+        size = (batch_size, model.num_channels, model.image_size, model.image_size)
+        images = torch.randn(size, generator=generator)
+        labels = torch.randint(model.num_labels, (batch_size,), generator=generator)
+        return Trainer(booster, boosted, boosted_optimizer, images, labels, model.num_labels)
+
+
+def bootstrap_interval(
+    ratios: Sequence[float], *, num_samples: int = 10_000, level: float = 0.95
+) -> tuple[float, float]:
+    """Percentile bootstrap interval of the median of paired ratios."""
+    values = np.asarray(ratios)
+    draws = np.random.default_rng(0).integers(len(values), size=(num_samples, len(values)))
+    medians = np.median(values[draws], axis=1)
+    low, high = np.quantile(medians, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def describe_ratio(name: str, ratios: Sequence[float]) -> str:
+    low, high = bootstrap_interval(ratios)
+    return (
+        f"{name}: median ratio {statistics.median(ratios):.4f}, 95 % interval [{low:.4f}, {high:.4f}], n={len(ratios)}"
+    )
+
+
+def machine() -> dict[str, str]:
+    """Where and when a figure was taken."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "processor": f"{platform.machine()}, {os.cpu_count()} cores",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def save(name: str, result: dict[str, Any]) -> None:
+    """Write a benchmark's result as JSON, for the tables of docs/benchmarks.md."""
+    folder = Path("runs/bench")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps({**machine(), **result}, indent=1), encoding="utf-8")
+    print(f"written to {path}")

@@ -1,0 +1,199 @@
+"""Runs a grid of trainings and tabulates them: python -m scripts.study scripts/grids/accuracy_zero_rd.yaml
+
+A grid is a YAML file: a configuration of vit_examples, seeds, and named cells, each with overrides of it. Every
+(cell, seed) is one run of ``vit_examples.train`` in a folder of its own. A finished run never runs again, so a study
+that was stopped goes on where it was; a killed study loses at most the run that was under way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from vit_examples.config_file import load_config
+
+ROOT = Path(__file__).resolve().parent.parent
+GRID_KEYS = ("config", "ranks", "seeds", "shared", "cells")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a study."""
+
+    name: str
+    seed: int
+    overrides: tuple[str, ...]
+    folder: Path
+
+    @property
+    def summary_file(self) -> Path:
+        return self.folder / "summary.json"
+
+    @property
+    def is_finished(self) -> bool:
+        return self.summary_file.is_file()
+
+    def summary(self) -> dict[str, Any]:
+        return json.loads(self.summary_file.read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class Study:
+    """A grid file, read and checked."""
+
+    name: str
+    config: str
+    ranks: int
+    cells: tuple[Cell, ...]
+
+
+def read_study(path: Path, output: Path) -> Study:
+    """Read a grid; every cell's configuration is checked before any runs.
+
+    Raises:
+        ValueError: naming the file and the key or cell that is wrong.
+    """
+    document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(document, Mapping) or not isinstance(document.get("cells"), Mapping):
+        raise ValueError(f"{path}: expected a mapping with keys of {list(GRID_KEYS)}, 'cells' being a mapping")
+    unknown = sorted(set(document) - set(GRID_KEYS))
+    if unknown:
+        raise ValueError(f"{path}: unknown keys {unknown}: allowed are {list(GRID_KEYS)}")
+    config, ranks = document["config"], document.get("ranks", 2)
+    cells = []
+    for seed in document.get("seeds", [0]):
+        for name, own in document["cells"].items():
+            folder = output / path.stem / slug(name) / f"seed{seed}"
+            values = {**document.get("shared", {}), **(own or {}), "training.seed": seed, "balance.seed": seed}
+            overrides = (*(f"{key}={json.dumps(value)}" for key, value in values.items()), f"output.folder={folder}")
+            try:
+                load_config(config, overrides).validate_group_size(ranks)
+            except ValueError as error:
+                raise ValueError(f"{path}, cell {name!r}: {error}") from error
+            cells.append(Cell(name, seed, overrides, folder))
+    return Study(path.stem, config, ranks, tuple(cells))
+
+
+def slug(name: str) -> str:
+    """A cell's name as a folder's."""
+    return re.sub(r"[^A-Za-z0-9.=-]+", "_", name.replace("/", "-"))
+
+
+def run_cell(study: Study, cell: Cell) -> None:
+    """Train one cell from its beginning; its output is in ``train.log``.
+
+    Raises:
+        RuntimeError: with the end of the log, if training fails.
+    """
+    shutil.rmtree(cell.folder, ignore_errors=True)
+    cell.folder.mkdir(parents=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(study.ranks)]
+    command += ["-m", "vit_examples.train", "--config", study.config]
+    for override in (*cell.overrides, "output.progress=false"):
+        command += ["--set", override]
+    log = cell.folder / "train.log"
+    with log.open("w", encoding="utf-8") as stream:
+        environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        code = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, cwd=ROOT, env=environment).returncode
+    if code:
+        tail = "\n".join(log.read_text(encoding="utf-8").splitlines()[-30:])
+        raise RuntimeError(f"cell {cell.name!r}, seed {cell.seed} failed with code {code}; end of {log}:\n{tail}")
+
+
+def run_study(study: Study, console: Console) -> None:
+    """Run what is not finished yet."""
+    to_run = [cell for cell in study.cells if not cell.is_finished]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=console) as progress:
+        task = progress.add_task(study.name, total=len(to_run))
+        for cell in to_run:
+            progress.update(task, description=f"{cell.name}, seed {cell.seed}")
+            run_cell(study, cell)
+            progress.advance(task)
+
+
+def finished_rows(study: Study) -> Iterator[dict[str, Any]]:
+    """One flat row a finished run, with its versions."""
+    for cell in study.cells:
+        if not cell.is_finished:
+            continue
+        summary = cell.summary()
+        plain = {key: value for key, value in summary.items() if not isinstance(value, Mapping)}
+        versions = {f"version_{name}": version for name, version in summary["versions"].items()}
+        yield {"cell": cell.name, "seed": cell.seed, **plain, **versions}
+
+
+def write_csv(study: Study, path: Path) -> None:
+    rows = list(finished_rows(study))
+    if not rows:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.DictWriter(stream, fieldnames=list(dict.fromkeys(key for row in rows for key in row)))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def accuracy_table(study: Study) -> Table:
+    """Test accuracy a cell: mean, standard deviation over the seeds, and the difference to the first cell's mean."""
+    table = Table(title=f"{study.name}: test accuracy, %", title_justify="left")
+    for heading in ("cell", "seeds", "mean", "spread (s.d.)", "against the first"):
+        table.add_column(heading, justify="left" if heading == "cell" else "right")
+    by_cell: dict[str, list[float]] = {}
+    for row in finished_rows(study):
+        by_cell.setdefault(row["cell"], []).append(100 * row["test_accuracy"])
+    first = None
+    for name, values in by_cell.items():
+        mean = statistics.mean(values)
+        first = mean if first is None else first
+        spread = f"{statistics.stdev(values):.1f}" if len(values) > 1 else "-"
+        table.add_row(name, str(len(values)), f"{mean:.1f}", spread, f"{mean - first:+.1f}")
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("grid", type=Path, help="a YAML file, such as those in scripts/grids")
+    parser.add_argument("--output", type=Path, default=Path("runs/studies"), help="where the runs go")
+    parser.add_argument("--csv", type=Path, help="where the table goes (default: beside the runs)")
+    parser.add_argument("--dry-run", action="store_true", help="check the grid, list the runs, train nothing")
+    parser.add_argument("--report", action="store_true", help="tabulate what is finished, train nothing")
+    arguments = parser.parse_args()
+    console = Console()
+    try:
+        study = read_study(arguments.grid, arguments.output.resolve())
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    csv_path = arguments.csv or arguments.output / f"{study.name}.csv"
+    if arguments.dry_run:
+        for cell in study.cells:
+            console.print(f"{'done' if cell.is_finished else 'to do'}  {cell.name}, seed {cell.seed}", highlight=False)
+        return
+    try:
+        if not arguments.report:
+            run_study(study, console)
+    except RuntimeError as error:
+        sys.exit(f"error: {error}")
+    finally:
+        write_csv(study, csv_path)
+    console.print(accuracy_table(study))
+
+
+if __name__ == "__main__":
+    main()
