@@ -124,8 +124,10 @@ class BalanceConfig:
         """
         import yaml
 
-        with open(path, encoding="utf-8") as stream:
-            document = yaml.safe_load(stream)
+        try:
+            document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except yaml.YAMLError as error:
+            raise ValueError(f"{path}: not YAML: {error}") from error
         if not isinstance(document, Mapping):
             raise ValueError(f"{path}: expected a mapping of balance keys, found {type(document).__name__}")
         section = document.get("balance", document)
@@ -152,7 +154,9 @@ def _one_of(key: str, value: Any, allowed: Sequence[str]) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return (isinstance(value, float) and math.isfinite(value)) or (
+        isinstance(value, int) and not isinstance(value, bool)
+    )
 
 
 def _in_range(

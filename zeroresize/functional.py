@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from zeroresize import kernels
@@ -65,6 +66,7 @@ class _ColumnParallelProducts(torch.autograd.Function):
         return _whole_or_resized_forward(x, w_NK, bias_N, plan, probes)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         x, w_NK = ctx.saved_tensors
         dx = dw_NK = db_N = work = None
@@ -93,6 +95,7 @@ class _RowParallelProducts(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         x, w_NK = ctx.saved_tensors
         dy_TN = dy.reshape(-1, dy.shape[-1])

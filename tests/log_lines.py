@@ -1,0 +1,24 @@
+"""The log lines of the package, caught inside a rank, where pytest's ``caplog`` does not reach."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def caught_log_lines() -> Iterator[list[str]]:
+    """A list that fills with what ``zeroresize`` logs from INFO on."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("zeroresize")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)

@@ -1,0 +1,415 @@
+"""Colossal-AI's layers, swapped in place: without a plan bit for bit what they were, with one what the formulas say.
+
+Where two models are compared they live side by side in the same ranks, with the same weights and data.
+"""
+
+import importlib
+import warnings
+from types import SimpleNamespace
+
+import formulas
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from log_lines import caught_log_lines
+from torch import nn
+from torch.nn.utils import parametrize
+from torch.testing import assert_close
+
+from zeroresize import BalanceConfig, convert
+from zeroresize.convert import balanced_layers
+from zeroresize.plan import LayerPlan
+
+OFF = BalanceConfig(mode="off")
+HIDDEN, DEPTH, LABELS = 32, 2, 6
+
+
+@pytest.fixture(autouse=True)
+def imported_in_the_parent(colossalai_module):
+    """What the ranks inherit, instead of importing it one by one."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for module in ("colossalai.shardformer.policies.vit", "transformers.models.vit.modeling_vit"):
+            importlib.import_module(module)
+
+
+class Host:
+    """Colossal-AI in a rank, made to run on a CPU."""
+
+    def __init__(self, group):
+        from colossalai.shardformer import layer
+
+        from zeroresize.integrations import colossalai as integration
+
+        warnings.simplefilter("ignore")
+        integration.prepare_accelerator()
+        self.group, self.integration = group, integration
+        self.Linear1D_Col, self.Linear1D_Row = layer.Linear1D_Col, layer.Linear1D_Row
+
+    def shard(self, model, balanced_from_the_start=False):
+        """By ShardFormer alone."""
+        from colossalai.shardformer import ShardConfig, ShardFormer
+
+        config = ShardConfig(tensor_parallel_process_group=self.group)
+        policy = self.balanced_vit_policy() if balanced_from_the_start else None
+        return ShardFormer(config).optimize(model, policy)[0]
+
+    def boost(self, model, balanced_from_the_start=False):
+        """By Booster; returns what is needed to train."""
+        from colossalai.booster import Booster
+        from colossalai.booster.plugin import HybridParallelPlugin
+
+        policy = self.balanced_vit_policy() if balanced_from_the_start else None
+        plugin = HybridParallelPlugin(tp_size=2, pp_size=1, precision="fp32", custom_policy=policy)
+        booster = Booster(plugin=plugin)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer, *_ = booster.boost(model, optimizer)
+        return SimpleNamespace(model=model, optimizer=optimizer, booster=booster, group=plugin.tp_group)
+
+    def balanced_vit_policy(self):
+        from colossalai.shardformer.policies.vit import ViTForImageClassificationPolicy
+
+        return self.integration.balanced_policy(ViTForImageClassificationPolicy)()
+
+
+def small_vit(**changes):
+    """The same on every rank and at every call."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    torch.manual_seed(0)
+    config = {
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": DEPTH,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "image_size": 8,
+        "patch_size": 4,
+        "num_labels": LABELS,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }
+    return ViTForImageClassification(ViTConfig(**{**config, **changes})).train()
+
+
+def batch(step=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(100 + step)
+    images = torch.randn(4, 3, 8, 8, generator=generator, dtype=dtype)
+    return images, torch.randint(LABELS, (4,), generator=generator)
+
+
+def train(host, steps):
+    """Losses of training steps with Booster, or without where there is none."""
+    losses = []
+    for step in steps:
+        images, labels = batch(step)
+        loss = F.cross_entropy(host.model(images).logits, labels)
+        host.booster.backward(loss, host.optimizer) if host.booster else loss.backward()
+        host.optimizer.step()
+        host.optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def unwrap(model):
+    """The model inside Booster's wrapper, if it has one."""
+    return model.unwrap() if hasattr(model, "unwrap") else model
+
+
+def weights(model):
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def assert_same(one, other):
+    """Bit for bit."""
+    assert list(one) == list(other)
+    for name in one:
+        assert torch.equal(one[name], other[name]), name
+
+
+def plan_keeping(keep, num_columns):
+    pruned = [column for column in range(num_columns) if column not in keep]
+    return LayerPlan.from_pruned(torch.tensor(pruned), num_columns)
+
+
+# ---- a layer --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("Linear1D_Col", {}),
+        ("Linear1D_Col", {"bias": False}),
+        ("Linear1D_Col", {"skip_bias_add": True}),
+        ("Linear1D_Row", {}),
+        ("Linear1D_Row", {"bias": False}),
+        ("Linear1D_Row", {"skip_bias_add": True}),
+        ("Linear1D_Row", {"parallel_input": False}),
+    ],
+    ids=str,
+)
+def test_a_swapped_layer_is_bitwise_colossalais(run_ranks, kind, options):
+    has_bias = options.get("bias", True)
+    others = {key: value for key, value in options.items() if key != "bias"}
+
+    def make(host):
+        torch.manual_seed(0)
+        layer_class = getattr(host, kind)
+        return layer_class.from_native_module(nn.Linear(12, 18, bias=has_bias), process_group=host.group, **others)
+
+    def results(layer, rank):
+        splits_x = kind == "Linear1D_Row" and options.get("parallel_input", True)
+        generator = torch.Generator().manual_seed(rank if splits_x else 5)
+        x = torch.randn(2, 3, 5, 6 if splits_x else 12, generator=generator).requires_grad_()
+        outputs = layer(x)
+        y, bias = outputs if isinstance(outputs, tuple) else (outputs, None)
+        y.backward(torch.randn(y.shape, generator=generator))
+        return {
+            "returns a tuple": isinstance(outputs, tuple),
+            "returns its bias": bias is not None and bias is layer.bias,
+            "tensors": [y, x.grad, *(parameter.grad for parameter in layer.parameters())],
+        }
+
+    def check(rank, group):
+        host = Host(group)
+        original, swapped = make(host), nn.Sequential(make(host))
+        convert(swapped, process_group=group, config=OFF)
+        assert type(swapped[0]).__name__ == f"Balanced{kind}"
+
+        expected, actual = results(original, rank), results(swapped[0], rank)
+        pairs = list(zip(expected.pop("tensors"), actual.pop("tensors"), strict=True))
+        assert actual == expected
+        assert expected["returns a tuple"] == expected["returns its bias"] == ("skip_bias_add" in options)
+        for one, other in pairs:
+            assert other is None if one is None else torch.equal(one, other)
+
+    run_ranks(check, 2)
+
+
+def test_layers_that_cannot_be_balanced_stay_exactly_as_they_were(run_ranks):
+    reasons = {
+        "gathered": "gather_output=True",
+        "sequence_split_col": "seq_parallel_mode='split_gather'",
+        "sequence_ring_col": "seq_parallel_mode='ring'",
+        "sequence_split_row": "seq_parallel_mode='split_gather'",
+        "sequence_ring_row": "seq_parallel_mode='ring'",
+        "fp8_col": "fp8_communication=True",
+        "fp8_row": "fp8_communication=True",
+        "zbv_col": "use_zbv=True",
+        "zbv_row": "use_zbv=True",
+        "chunked": "stream_chunk_num > 1",
+        "derived": "DerivedCol is a subclass with a forward of its own",
+        "elsewhere": "it belongs to another process group",
+    }
+
+    def check(rank, group):
+        host = Host(group)
+        alone = [dist.new_group([0]), dist.new_group([1])][rank]
+
+        def col(process_group=group, **options):
+            return host.Linear1D_Col.from_native_module(nn.Linear(8, 8), process_group=process_group, **options)
+
+        def row(**options):
+            return host.Linear1D_Row.from_native_module(nn.Linear(8, 8), process_group=group, **options)
+
+        class DerivedCol(host.Linear1D_Col):
+            """Somebody's own layer."""
+
+        derived = col()
+        derived.__class__ = DerivedCol
+        odd_layers = {
+            "gathered": col(gather_output=True),
+            "sequence_split_col": col(seq_parallel_mode="split_gather"),
+            "sequence_ring_col": col(seq_parallel_mode="ring"),
+            "sequence_split_row": row(seq_parallel_mode="split_gather"),
+            "sequence_ring_row": row(seq_parallel_mode="ring"),
+            "fp8_col": col(fp8_communication=True),
+            "fp8_row": row(fp8_communication=True),
+            "zbv_col": col(use_zbv=True),
+            "zbv_row": row(use_zbv=True),
+            "chunked": row(stream_chunk_num=2),
+            "derived": derived,
+            "elsewhere": col(process_group=alone),
+        }
+        assert odd_layers.keys() == reasons.keys()
+        model = nn.ModuleDict({"plain": col(), **odd_layers})
+        before = {name: (layer, type(layer), dict(vars(layer))) for name, layer in odd_layers.items()}
+
+        with caught_log_lines() as lines:
+            convert(model, process_group=group, config=OFF)
+
+        assert list(balanced_layers(model)) == ["plain"]
+        for name, (layer, layer_class, state) in before.items():
+            assert model[name] is layer and type(layer) is layer_class and vars(layer) == state
+            (line,) = [line for line in lines if f"layer {name} " in line]
+            assert reasons[name] in line
+
+    run_ranks(check, 2)
+
+
+def test_a_linear_with_fewer_features_than_ranks_stays_a_plain_one(run_ranks):
+    """Colossal-AI's own ``from_native_module`` leaves it whole."""
+
+    def check(rank, group):
+        integration = Host(group).integration
+        linear = nn.Linear(4, 1)
+        assert integration.BalancedLinear1D_Col.from_native_module(linear, group) is linear
+        linear = nn.Linear(1, 4)
+        assert integration.BalancedLinear1D_Row.from_native_module(linear, group) is linear
+
+    run_ranks(check, 2)
+
+
+def test_a_sharded_model_is_converted_once_and_a_single_rank_never(run_ranks):
+    def check(rank, group):
+        host = Host(group)
+        model = host.shard(small_vit())
+        convert(model, process_group=group, config=OFF)
+        classes = [type(module) for module in model.modules()]
+        with caught_log_lines() as lines:
+            convert(model, process_group=group, config=OFF)
+        assert [type(module) for module in model.modules()] == classes
+        assert len(lines) == 1 and "converted already" in lines[0]
+
+        alone = [dist.new_group([0]), dist.new_group([1])][rank]
+        host.group = alone
+        model = host.shard(small_vit())
+        with caught_log_lines() as lines:
+            convert(model, process_group=alone, config=OFF)
+        assert balanced_layers(model) == {}
+        assert len(lines) == 1 and "one rank" in lines[0]
+
+    run_ranks(check, 2)
+
+
+# ---- a ViT without a plan -------------------------------------------------------------------------------------------
+
+TAKEN = [
+    f"vit.encoder.layer.{depth}.{name}"
+    for depth in range(DEPTH)
+    for name in (
+        "attention.attention.query",
+        "attention.attention.key",
+        "attention.attention.value",
+        "attention.output.dense",
+        "intermediate.dense",
+        "output.dense",
+    )
+]
+
+
+@pytest.mark.parametrize("from_the_start", [False, True], ids=["swapped", "by policy"])
+@pytest.mark.parametrize("by", ["ShardFormer", "Booster"])
+def test_training_is_bitwise_colossalais(run_ranks, by, from_the_start):
+    """Five steps: the same losses and weights, the very Parameter objects, and a state_dict of the same contents."""
+
+    def start(host, from_the_start):
+        if by == "Booster":
+            return host.boost(small_vit(), from_the_start)
+        model = host.shard(small_vit(), from_the_start)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return SimpleNamespace(model=model, optimizer=optimizer, booster=None, group=host.group)
+
+    def check(rank, group):
+        host = Host(group)
+        original, converted = start(host, False), start(host, from_the_start)
+        layers = [unwrap(converted.model).get_submodule(name) for name in TAKEN]
+        assert {type(layer).__name__.startswith("Balanced") for layer in layers} == {from_the_start}
+        assert balanced_layers(converted.model) == {}  # taken in by convert alone
+        identities = {name: id(parameter) for name, parameter in converted.model.named_parameters()}
+
+        assert convert(converted.model, process_group=converted.group, config=OFF) is converted.model
+
+        assert list(balanced_layers(converted.model)) == TAKEN
+        assert {name: id(parameter) for name, parameter in converted.model.named_parameters()} == identities
+        assert train(original, range(5)) == train(converted, range(5))
+        assert_same(weights(original.model), weights(converted.model))
+        whole = unwrap(original.model).state_dict()  # a collective: gathers the shards
+        assert whole["vit.encoder.layer.0.intermediate.dense.weight"].shape == (64, HIDDEN)
+        assert_same(whole, unwrap(converted.model).state_dict())
+
+    run_ranks(check, 2, timeout_s=90)
+
+
+@pytest.mark.parametrize("is_sharded", [True, False], ids=["sharded", "unsharded"])
+@pytest.mark.parametrize("saves", ["converted", "original"])
+def test_booster_checkpoints_pass_between_converted_and_original_models(run_ranks, tmp_path, saves, is_sharded):
+    """Model and optimizer: what was loaded trains on, bit for bit, as what was saved."""
+
+    def check(rank, group):
+        host = Host(group)
+        models = {"converted": host.boost(small_vit()), "original": host.boost(small_vit(initializer_range=0.5))}
+        convert(models["converted"].model, process_group=models["converted"].group, config=OFF)
+        saver = models.pop(saves)
+        (loader,) = models.values()
+        train(saver, range(2))
+
+        saver.booster.save_model(saver.model, str(tmp_path / "model"), shard=is_sharded)
+        saver.booster.save_optimizer(saver.optimizer, str(tmp_path / "optimizer"), shard=is_sharded)
+        dist.barrier(group)
+        loader.booster.load_model(loader.model, str(tmp_path / "model"))
+        loader.booster.load_optimizer(loader.optimizer, str(tmp_path / "optimizer"))
+
+        assert_same(weights(saver.model), weights(loader.model))
+        assert train(saver, [2, 3]) == train(loader, [2, 3])
+        assert_same(weights(saver.model), weights(loader.model))
+
+    run_ranks(check, 2, timeout_s=90)
+
+
+# ---- a ViT with a plan ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("from_the_start", [False, True], ids=["swapped", "by policy"])
+def test_a_pruned_vit_equals_one_with_masked_weights(run_ranks, from_the_start):
+    """Rank 1 prunes, rank 0 does not. An unsharded ViT with w ⊙ mask in place of w is what the two compute together."""
+
+    def check(rank, group):
+        model = Host(group).shard(small_vit().double(), from_the_start)
+        convert(model, process_group=group, config=OFF)
+        whole = small_vit().double()
+        for position, (name, layer) in enumerate(balanced_layers(model).items()):
+            keep = range(position % 3, layer.num_columns, 3)
+            layer.plan = plan_keeping(keep, layer.num_columns) if rank == 1 else None
+            mask_weight_of_rank_1(whole.get_submodule(name), formulas.mask(keep, layer.num_columns), is_row(name))
+
+        images, labels = batch(dtype=torch.float64)
+        logits, masked_logits = model(images).logits, whole(images).logits
+        F.cross_entropy(logits, labels).backward()
+        F.cross_entropy(masked_logits, labels).backward()
+
+        assert_close(logits, masked_logits, rtol=1e-10, atol=1e-12)
+        masked = {name.replace("parametrizations.weight.original", "weight"): p for name, p in whole.named_parameters()}
+        for name, parameter in model.named_parameters():
+            assert_close(parameter.grad, part(masked.pop(name).grad, parameter, name, rank), rtol=1e-9, atol=1e-12)
+        assert not masked
+
+        model.eval()  # computes in full
+        assert_close(model(images).logits, small_vit().double()(images).logits, rtol=1e-10, atol=1e-12)
+
+    run_ranks(check, 2)
+
+
+def is_row(layer_name):
+    return layer_name.endswith("output.dense")
+
+
+def mask_weight_of_rank_1(linear, kept_K, is_row):
+    mask = torch.ones_like(linear.weight)
+    if is_row:
+        mask[:, mask.shape[1] // 2 :] = kept_K.double()
+    else:
+        mask[mask.shape[0] // 2 :] = kept_K.double()
+
+    class Masked(nn.Module):
+        def forward(self, weight):
+            return weight * mask
+
+    parametrize.register_parametrization(linear, "weight", Masked())
+
+
+def part(whole, own, name, rank):
+    """This rank's part: rows of a column-parallel layer's tensor, columns of a row-parallel one's."""
+    if whole.shape == own.shape:
+        return whole
+    return whole.chunk(2, dim=1 if is_row(name.removesuffix(".weight")) else 0)[rank]

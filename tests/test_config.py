@@ -1,0 +1,172 @@
+"""The configuration: a user's mistake is named before anything runs, and nothing is lost on the way to YAML."""
+
+import math
+import re
+from dataclasses import FrozenInstanceError
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeroresize import BalanceConfig
+
+WRONG_VALUES = [
+    ("mode", "zero", "['off', 'zero-rd'"),
+    ("mode", None, "['off', 'zero-rd'"),
+    ("mode", True, "['off', 'zero-rd'"),
+    ("target", "median", "['mean', 'min']"),
+    ("imputation", "zeros", "['zero', 'average', 'same']"),
+    ("ratio", 1, "0 <= ratio < 1"),
+    ("ratio", 1.5, "0 <= ratio < 1"),
+    ("ratio", -0.1, "0 <= ratio < 1"),
+    ("ratio", math.nan, "0 <= ratio < 1"),
+    ("ratio", math.inf, "0 <= ratio < 1"),
+    ("ratio", "x", "'auto' or a number"),
+    ("ratio", "0.5", "'auto' or a number"),
+    ("ratio", True, "'auto' or a number"),
+    ("ratio", None, "'auto' or a number"),
+    ("ranks", "some", "'stragglers', 'all', or a list"),
+    ("ranks", [], "'stragglers', 'all', or a list"),
+    ("ranks", 0, "'stragglers', 'all', or a list"),
+    ("ranks", {0}, "'stragglers', 'all', or a list"),
+    ("ranks", [0, -1], "'stragglers', 'all', or a list"),
+    ("ranks", [0, 1.0], "'stragglers', 'all', or a list"),
+    ("ranks", [True], "'stragglers', 'all', or a list"),
+    ("ranks", ["0"], "'stragglers', 'all', or a list"),
+    ("ranks", [1, 0, 1], "a list of different ranks"),
+    ("tolerance", -0.1, "[0, 10]"),
+    ("tolerance", "0.1", "[0, 10]"),
+    ("max_ratio", 0, "(0, 1)"),
+    ("max_ratio", 1.0, "(0, 1)"),
+    ("max_ratio", math.nan, "(0, 1)"),
+    ("ewma", 0.5, "[0.65, 1]"),
+    ("ewma", 1.1, "[0.65, 1]"),
+    ("ewma", True, "[0.65, 1]"),
+    ("dead_band", -0.01, "[0, 0.5]"),
+    ("dead_band", 0.6, "[0, 0.5]"),
+    ("update_every", 0, "whole number of at least 1"),
+    ("update_every", 2.0, "whole number of at least 1"),
+    ("update_every", True, "whole number of at least 1"),
+    ("block", 0, "whole number of at least 1"),
+    ("block", "16", "whole number of at least 1"),
+    ("iters_per_epoch", 0, "whole number of at least 1"),
+    ("seed", -1, "whole number of at least 0"),
+    ("seed", 1.5, "whole number of at least 0"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "allowed"), WRONG_VALUES)
+def test_a_wrong_value_is_named_with_its_key_and_what_is_allowed(key, value, allowed):
+    with pytest.raises(ValueError) as error:
+        BalanceConfig.from_dict({"ratio": 0.5, key: value})
+
+    text = str(error.value)
+    assert text.startswith(f"{key}=")
+    assert repr(value) in text or re.search(rf"\b{re.escape(str(value))}\b", text)
+    assert allowed in text
+
+
+def test_unknown_keys_are_named_with_those_that_exist():
+    with pytest.raises(ValueError, match=r"unknown balance keys \['1', 'rato'\]: allowed are \['mode', 'ratio', "):
+        BalanceConfig.from_dict({"rato": 0.5, 1: 2, "mode": "zero-rd"})
+
+
+@pytest.mark.parametrize("ranks", ["all", [0]])
+def test_ranks_need_a_forced_ratio(ranks):
+    with pytest.raises(ValueError, match=r"ranks=.* needs a forced ratio: set ratio to a number"):
+        BalanceConfig(ranks=ranks)
+
+
+def test_ranks_outside_the_group_are_named():
+    config = BalanceConfig(ratio=0.5, ranks=[0, 2, 5])
+    config.validate_group_size(6)
+    with pytest.raises(ValueError, match=r"ranks=\[0, 2, 5\] names \[2, 5\].* has 2 ranks: allowed are 0 to 1"):
+        config.validate_group_size(2)
+
+
+def test_only_a_forced_ratio_is_a_number():
+    assert BalanceConfig().forced_ratio is None
+    assert BalanceConfig(ratio=0).forced_ratio == 0.0
+    assert BalanceConfig(ratio=0.5).forced_ratio == 0.5
+
+
+def test_it_cannot_be_changed_but_replaced_and_is_checked_again():
+    config = BalanceConfig(seed=3)
+    with pytest.raises(FrozenInstanceError):
+        config.seed = 4
+
+    assert config.replace(ratio=0.25) == BalanceConfig(seed=3, ratio=0.25)
+    with pytest.raises(ValueError, match="ratio=2"):
+        config.replace(ratio=2)
+
+
+configs = st.just(BalanceConfig()) | st.builds(
+    BalanceConfig,
+    mode=st.sampled_from(["off", "zero-rd"]),
+    ratio=st.floats(0, 1, exclude_max=True),
+    ranks=st.sampled_from(["stragglers", "all"]) | st.lists(st.integers(0, 9), min_size=1, unique=True),
+    target=st.sampled_from(["mean", "min"]),
+    imputation=st.sampled_from(["zero", "average", "same"]),
+    tolerance=st.floats(0, 10),
+    max_ratio=st.floats(0, 1, exclude_min=True, exclude_max=True),
+    ewma=st.floats(0.65, 1),
+    dead_band=st.floats(0, 0.5),
+    update_every=st.integers(1),
+    block=st.integers(1),
+    iters_per_epoch=st.none() | st.integers(1),
+    seed=st.integers(0),
+)
+
+
+@given(configs)
+def test_any_configuration_survives_yaml(config):
+    values = yaml.safe_load(yaml.safe_dump(config.to_dict()))
+    assert BalanceConfig.from_dict(values) == config
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "mode: zero-rd\nratio: 0.5\nranks: [0, 2]\n",
+        "balance:\n  mode: zero-rd\n  ratio: 0.5\n  ranks: [0, 2]\nmodel: {depth: 2}\n",
+    ],
+    ids=["whole file", "balance section"],
+)
+def test_yaml_with_and_without_a_section_of_its_own(tmp_path, text):
+    (tmp_path / "balance.yaml").write_text(text)
+    config = BalanceConfig.from_yaml(tmp_path / "balance.yaml")
+    assert config == BalanceConfig(mode="zero-rd", ratio=0.5, ranks=(0, 2))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "expected a mapping of balance keys, found NoneType"),
+        ("- mode\n- ratio\n", "expected a mapping of balance keys, found list"),
+        ("zero-rd\n", "expected a mapping of balance keys, found str"),
+        ("balance:\n", "'balance' must be a mapping, found NoneType"),
+        ("balance: [mode]\n", "'balance' must be a mapping, found list"),
+        ("balance: {mode: off}\n", "mode=False: write mode: 'off' with quotes"),
+        ("ratio: .nan\n", "ratio=nan is not allowed"),
+        ("balance: {gamma: 0.5}\n", r"unknown balance keys \['gamma'\]"),
+        ("model: {depth: 2}\n", r"unknown balance keys \['model'\]"),
+    ],
+)
+def test_a_wrong_file_is_named(tmp_path, text, message):
+    path = tmp_path / "wrong.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"{re.escape(str(path))}: {message}"):
+        BalanceConfig.from_yaml(path)
+
+
+def test_broken_yaml_is_a_value_error_that_names_the_file(tmp_path):
+    path = tmp_path / "balance.yaml"
+    path.write_text("balance: {mode: [")
+    with pytest.raises(ValueError, match=r"balance\.yaml: not YAML"):
+        BalanceConfig.from_yaml(path)
+
+
+def test_a_number_beyond_floats_is_outside_like_any_other():
+    with pytest.raises(ValueError, match="ratio=1000"):
+        BalanceConfig(ratio=10**400)

@@ -1,0 +1,147 @@
+"""convert(): which layers it takes, which it leaves alone and says so, and what is a mistake."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from log_lines import caught_log_lines
+from torch import nn
+
+from zeroresize import BalanceConfig, ColumnParallelLinear, RowParallelLinear, convert
+from zeroresize.convert import balanced_layers
+
+CONFIG = BalanceConfig()
+
+
+def mlp(group):
+    return nn.Sequential(
+        ColumnParallelLinear(4, 8, process_group=group),
+        nn.GELU(),
+        RowParallelLinear(8, 4, process_group=group),
+    )
+
+
+def test_layers_are_taken_in_place_in_the_order_of_the_model(run_ranks):
+    def check(rank, group):
+        model = nn.ModuleDict({"late": nn.Identity(), "mlp": mlp(group), "head": nn.Linear(4, 2)})
+        before = {name: id(tensor) for name, tensor in model.named_parameters()}
+
+        assert convert(model, process_group=group, config=CONFIG) is model
+        assert list(balanced_layers(model)) == ["mlp.0", "mlp.2"]
+        assert {name: id(tensor) for name, tensor in model.named_parameters()} == before
+        assert balanced_layers(model)["mlp.0"] is model["mlp"][0]
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize(("imputation", "is_kept"), [("zero", False), ("average", False), ("same", True)])
+def test_gradients_of_the_previous_step_are_kept_only_where_imputation_needs_them(run_ranks, imputation, is_kept):
+    def check(rank, group):
+        model = convert(mlp(group), process_group=group, config=BalanceConfig(imputation=imputation))
+        model(torch.ones(3, 4).requires_grad_()).sum().backward()
+        for layer in balanced_layers(model).values():
+            assert (layer.last is not None) == is_kept
+            if is_kept:
+                assert torch.equal(layer.last.dw_NK, layer.weight.grad)
+                assert layer.last.dw_NK.data_ptr() != layer.weight.grad.data_ptr()  # clipping must not reach it
+                assert layer.last.dx_TK.shape == (3, layer.num_columns)
+
+    run_ranks(check, 2)
+
+
+def test_converting_twice_changes_nothing_and_says_so(run_ranks):
+    def check(rank, group):
+        model = convert(mlp(group), process_group=group, config=BalanceConfig(imputation="same"))
+        layers = balanced_layers(model)
+        last = layers["0"].last
+        with caught_log_lines() as lines:
+            assert convert(model, process_group=group, config=CONFIG) is model
+        assert balanced_layers(model) == layers and layers["0"].last is last
+        assert len(lines) == 1 and "converted already" in lines[0]
+
+    run_ranks(check, 2)
+
+
+def test_a_group_of_one_rank_changes_nothing_and_says_so(run_ranks):
+    def check(rank, group):
+        model = mlp(group)
+        with caught_log_lines() as lines:
+            assert convert(model, process_group=group, config=CONFIG) is model
+        assert balanced_layers(model) == {}
+        assert len(lines) == 1 and "one rank" in lines[0]
+
+    run_ranks(check, 1)
+
+
+def test_layers_that_cannot_be_balanced_are_left_alone_each_with_one_log_line(run_ranks):
+    def check(rank, group):
+        alone = [dist.new_group([0]), dist.new_group([1])][rank]
+        odd_layers = {
+            "gathered": ColumnParallelLinear(4, 4, process_group=group, gather_output=True),
+            "elsewhere": ColumnParallelLinear(4, 4, process_group=alone),
+            "narrow": RowParallelLinear(2, 4, process_group=group),
+        }
+        model = nn.ModuleDict({"mlp": mlp(group), **odd_layers})
+
+        with caught_log_lines() as lines:
+            convert(model, process_group=group, config=CONFIG)
+
+        assert list(balanced_layers(model)) == ["mlp.0", "mlp.2"]
+        for name, reason in {
+            "gathered": "gather_output=True",
+            "elsewhere": "another process group",
+            "narrow": "fewer than two input features",
+        }.items():
+            assert model[name] is odd_layers[name]
+            (line,) = [line for line in lines if name in line]
+            assert reason in line
+
+    run_ranks(check, 2)
+
+
+def test_a_group_of_the_same_ranks_is_the_same_group(run_ranks):
+    def check(rank, group):
+        same_ranks = dist.new_group([0, 1])
+        model = convert(mlp(group), process_group=same_ranks, config=CONFIG)
+        assert list(balanced_layers(model)) == ["0", "2"]
+
+    run_ranks(check, 2)
+
+
+# ---- mistakes -------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_with_nothing_to_convert_is_told_what_was_looked_for(run_ranks):
+    def check(rank, group):
+        wanted = r"no layer that can be balanced.*Linear1D_Col.*RowParallelLinear.*left alone: none"
+        with pytest.raises(ValueError, match=wanted):
+            convert(nn.Sequential(nn.Linear(4, 4)), process_group=group, config=CONFIG)
+
+        gathered = nn.Sequential(ColumnParallelLinear(4, 4, process_group=group, gather_output=True))
+        with pytest.raises(ValueError, match=r"found but left alone: 0: gather_output=True"):
+            convert(gathered, process_group=group, config=CONFIG)
+
+    run_ranks(check, 2)
+
+
+def test_a_missing_group_or_one_without_this_rank_is_an_error(run_ranks):
+    def check(rank, group):
+        model = mlp(group)
+        with pytest.raises(ValueError, match="process_group=None is not allowed"):
+            convert(model, process_group=None, config=CONFIG)
+        of_rank_0 = dist.new_group([0])
+        if rank == 1:
+            with pytest.raises(ValueError, match="not a member of process_group"):
+                convert(model, process_group=of_rank_0, config=CONFIG)
+        assert balanced_layers(model) == {}
+
+    run_ranks(check, 2)
+
+
+def test_ranks_outside_the_group_are_an_error_before_anything_is_changed(run_ranks):
+    def check(rank, group):
+        model = mlp(group)
+        with pytest.raises(ValueError, match=r"ranks=\[0, 2\] names \[2\]"):
+            convert(model, process_group=group, config=BalanceConfig(ratio=0.5, ranks=[0, 2]))
+        assert balanced_layers(model) == {}
+
+    run_ranks(check, 2)

@@ -1,0 +1,52 @@
+"""A layer's plan: kept and pruned columns are sorted, disjoint and all of them together."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeroresize.plan import LayerPlan
+
+
+@given(st.integers(1, 60).flatmap(lambda k: st.tuples(st.just(k), st.permutations(range(k)), st.integers(0, k - 1))))
+def test_kept_and_pruned_are_sorted_and_make_up_all_columns(drawn):
+    num_columns, order, num_pruned = drawn
+
+    plan = LayerPlan.from_pruned(torch.tensor(order[:num_pruned], dtype=torch.int64), num_columns)
+
+    assert plan.pruned.tolist() == sorted(order[:num_pruned])
+    assert plan.keep_P.tolist() == sorted(order[num_pruned:])
+    assert plan.keep_P.dtype == plan.pruned.dtype == torch.int64
+    assert plan.num_columns == num_columns
+    assert plan.pruned_share == num_pruned / num_columns
+
+
+def test_imputation_is_zero_unless_named():
+    pruned = torch.tensor([1])
+    assert LayerPlan.from_pruned(pruned, 3).imputation == "zero"
+    assert LayerPlan.from_pruned(pruned, 3, imputation="average").imputation == "average"
+
+
+def test_index_lists_lie_on_the_device_of_the_layer():
+    plan = LayerPlan.from_pruned(torch.tensor([1]), 3, device="meta")
+    assert plan.keep_P.device.type == plan.pruned.device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    ("pruned", "message"),
+    [
+        ([0, 4], r"pruned columns must lie in 0 to 3, found \[0, 4\]"),
+        ([-1], r"must lie in 0 to 3, found \[-1\]"),
+        ([2, 2], "different from each other"),
+        ([3, 0, 1, 2], "keep at least one of 4 columns"),
+    ],
+)
+def test_impossible_columns_are_errors(pruned, message):
+    with pytest.raises(ValueError, match=message):
+        LayerPlan.from_pruned(torch.tensor(pruned), 4)
+
+
+def test_a_plan_cannot_be_changed():
+    plan = LayerPlan.from_pruned(torch.tensor([1]), 3)
+    with pytest.raises(AttributeError):
+        plan.imputation = "average"
