@@ -1,0 +1,114 @@
+"""Configurations of training runs: files, overrides, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("yaml")
+
+from vit_examples.config import ModelConfig, RunConfig, StragglerConfig, TrainingConfig
+from vit_examples.config_file import (
+    argument_parser,
+    available_configs,
+    config_from_arguments,
+    config_from_dict,
+    config_to_dict,
+    load_config,
+)
+
+
+@pytest.mark.parametrize("name", available_configs())
+def test_every_shipped_configuration_is_sound_on_two_and_eight_ranks(name: str) -> None:
+    config = load_config(name)
+    assert config_from_dict(config_to_dict(config)) == config
+    assert config.model.num_tokens == 65  # the paper's
+    config.validate_group_size(2)
+    if name in ("vit_1b", "vit_3b"):
+        config.validate_group_size(8)
+
+
+def test_flags_and_overrides_change_the_file_in_that_order() -> None:
+    words = "--config demo --host torch --mode zero-rd --epochs 7 --seed 3 --set training.lr=3e-4 --set training.seed=5"
+    arguments = argument_parser().parse_args([*words.split(), "--set", "straggler.chi={1: 4}"])
+    config = config_from_arguments(arguments)
+    assert (config.host, config.balance.mode, config.training.epochs) == ("torch", "zero-rd", 7)
+    assert (config.training.lr, config.training.seed, config.balance.seed) == (3e-4, 5, 3)
+    assert config.straggler.chi == {1: 4}
+
+
+def test_yaml_is_read_as_people_mean_it(tmp_path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text("balance: {mode: off}\ntraining: {lr: 1e-3, weight_decay: 0}\nmodel: {mlp_size: null}\n")
+    config = load_config(path)
+    assert config.balance.mode == "off"
+    assert config.training.lr == 1e-3
+    assert config.model.mlp_size == 4 * config.model.hidden_size
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.learning_rate=1", r"unknown training keys \['learning_rate'\]: allowed are .*'lr'"),
+        ("trainig.lr=1", r"unknown run keys \['trainig'\]: allowed are .*'training'"),
+        ("training.lr=fast", "training.lr='fast'.*a number above 0"),
+        ("training.lr=-1", "training.lr=-1.*above 0"),
+        ("training.epochs=0", "training.epochs=0.*at least 1"),
+        ("training.epochs=1.5", "training.epochs=1.5.*whole number"),
+        ("training.accumulation=3", "training.batch_size=64 does not divide by training.accumulation=3"),
+        ("training.precision=fp8", "'fp32', 'bf16', 'fp16'"),
+        ("training=5", "training: expected a mapping"),
+        ("model.num_heads=7", "model.hidden_size=192 does not divide by model.num_heads=7"),
+        ("balance.mode=fast", "mode='fast'.*zero-rd"),
+        ("host=jax", r"host='jax'.*\['colossalai', 'torch'\]"),
+        ("straggler.kind=slow", "straggler.kind='slow'.*'sleep'"),
+        ("straggler.kind=sleep", "straggler.chi is empty"),
+        ("straggler.chi=4", "schedule 'static' needs a mapping"),
+        ("straggler.pin_ratio=1.0", "straggler.pin_ratio=1.0.*below 1"),
+        ("data.train_size=0", "data.train_size=0"),
+        ("data.augment=1", "data.augment=1.*true or false"),
+        ("training.lr", "expected section.key=value"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named_with_what_is_allowed(override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_config("demo", [override])
+
+
+def test_a_missing_file_is_named_with_those_that_exist() -> None:
+    with pytest.raises(ValueError, match=r"--config nowhere: no such file.*'vit_1b'"):
+        load_config("nowhere")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_ranks", "message"),
+    [
+        ([], 5, "model.num_heads=12 does not divide by the 5 tensor-parallel ranks"),
+        (["model.mlp_size=770"], 4, "model.mlp_size=770 does not divide by the 4"),
+        (["straggler.chi={2: 4.0}"], 2, "rank 2 is not one of the group's 2"),
+        (["straggler.chi={1: 0.5}"], 2, "straggler.chi={1: 0.5}"),
+        (["straggler.kind=contend", "straggler.chi={1: 2.5}"], 2, "whole number"),
+        (["balance.mode=zero-rd", "balance.ratio=0.5", "balance.ranks=[3]"], 2, r"names \[3\]"),
+    ],
+)
+def test_what_the_ranks_cannot_run_is_refused(overrides: list[str], num_ranks: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_config("demo", overrides).validate_group_size(num_ranks)
+
+
+def test_pinning_needs_a_mode_that_prunes() -> None:
+    with pytest.raises(ValueError, match=r"balance\.mode is 'off'"):
+        RunConfig(straggler=StragglerConfig(chi={1: 2.0}, pin_ratio=0.5))
+
+
+def test_labels_are_padded_to_a_multiple_of_the_ranks() -> None:
+    assert [ModelConfig(num_labels=10).padded_labels(ranks) for ranks in (1, 2, 4, 8)] == [10, 10, 12, 16]
+
+
+def test_schedules_name_the_slow_ranks_of_an_epoch() -> None:
+    assert StragglerConfig(chi={1: 4.0}).chi_of(3, 8) == {1: 4.0}
+    moving = StragglerConfig(schedule="round_robin", chi=2)
+    assert [moving.chi_of(epoch, 3) for epoch in range(4)] == [{0: 2.0}, {1: 2.0}, {2: 2.0}, {0: 2.0}]
+
+
+def test_defaults_are_sound() -> None:
+    assert RunConfig().training == TrainingConfig()

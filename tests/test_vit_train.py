@@ -1,0 +1,229 @@
+"""Training runs as users start them: torchrun, two ranks, each host; interrupted, resumed, and refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("pyarrow")
+
+from test_vit_data import write_parquet
+
+from vit_examples import demo
+from vit_examples.checkpoint import newest_checkpoint
+from vit_examples.train import main
+
+ROOT = Path(__file__).resolve().parent.parent
+HOSTS = ("torch", pytest.param("colossalai", marks=pytest.mark.colossalai))
+NUM_STEPS = 8  # two epochs of four
+
+#: Dies on rank 1 in the third step of the second epoch, as a bug in a user's code would.
+DYING_RUN = """
+import os
+from vit_examples import train
+
+backward, calls = train.backward, []
+
+def dying_backward(*arguments):
+    calls.append(1)
+    if len(calls) == 7 and os.environ["RANK"] == "1":
+        raise RuntimeError("rank 1 has had enough")
+    return backward(*arguments)
+
+train.backward = dying_backward
+train.main()
+"""
+
+
+def micro_arguments(pictures: Path, output: Path, *overrides: str) -> list[str]:
+    settings = [
+        "model={hidden_size: 32, depth: 1, num_heads: 2, num_labels: 10, image_size: 32, patch_size: 8}",
+        "training={epochs: 2, batch_size: 8, lr: 0.003, warmup_steps: 2, grad_clip: 0.5}",
+        "straggler={schedule: round_robin, chi: 2.0, pin_ratio: 0.5}",
+        "balance={mode: zero-rd, update_every: 2}",
+        f"output={{folder: '{output}', log_every: 1, save_every: 1}}",
+        *overrides,
+    ]
+    return ["--config=demo", f"--data={pictures}", *(f"--set={setting}" for setting in settings)]
+
+
+def torchrun(*program: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *program]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+
+def train(*arguments: str) -> None:
+    finished = torchrun("-m", "vit_examples.train", *arguments)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+
+
+def lines_of(output: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [line for line in map(json.loads, lines) if line["kind"] == kind]
+
+
+def losses_of(output: Path) -> list[float]:
+    steps = lines_of(output, "step")
+    assert [line["step"] for line in steps] == list(range(NUM_STEPS))
+    return [line["loss"] for line in steps]
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pictures")
+    write_parquet(folder / "train.parquet", 35)
+    write_parquet(folder / "test.parquet", 10)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished_runs(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Output folders of finished runs by host, filled by :func:`finished_run`."""
+    return {"": tmp_path_factory.mktemp("runs")}
+
+
+def finished_run(host: str, pictures: Path, finished_runs: dict[str, Path]) -> Path:
+    if host not in finished_runs:
+        output = finished_runs[""] / host
+        train(*micro_arguments(pictures, output, f"host={host}"))
+        finished_runs[host] = output
+    return finished_runs[host]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_run_leaves_its_numbers(host: str, pictures: Path, finished_runs: dict[str, Path]) -> None:
+    output = finished_run(host, pictures, finished_runs)
+    summary = json.loads((output / "summary.json").read_text())
+    assert summary["steps"] == NUM_STEPS
+    assert summary["ranks"] == 2
+    assert summary["step_ms"] > 0
+    assert 0 <= summary["test_accuracy"] <= 1
+    assert summary["versions"]["torch"]
+    assert list((output / "tensorboard").iterdir())
+    epochs = lines_of(output, "epoch")
+    assert [line["ratios"] for line in epochs] == [[[0.5, 0.0]] * 4, [[0.0, 0.5]] * 4]  # pinned in turn
+    assert not list(output.glob("checkpoints/*.tmp"))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_dying_rank_ends_the_job_and_the_resumed_run_equals_the_uninterrupted_one(
+    host: str, pictures: Path, finished_runs: dict[str, Path], tmp_path: Path
+) -> None:
+    arguments = micro_arguments(pictures, tmp_path / "run", f"host={host}")
+    script = tmp_path / "dying.py"
+    script.write_text(DYING_RUN)
+    died = torchrun(str(script), *arguments)
+    assert died.returncode != 0
+    assert "RuntimeError: rank 1 has had enough" in died.stderr
+    assert "dying_backward" in died.stderr  # the rank's own traceback
+    assert newest_checkpoint(tmp_path / "run" / "checkpoints").name == "epoch-0001"
+
+    train(*arguments, "--resume")
+    assert losses_of(tmp_path / "run") == losses_of(finished_run(host, pictures, finished_runs))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.colossalai
+def test_both_hosts_train_alike(pictures: Path, finished_runs: dict[str, Path]) -> None:
+    by_host = [losses_of(finished_run(host, pictures, finished_runs)) for host in ("torch", "colossalai")]
+    assert by_host[0] == pytest.approx(by_host[1], rel=1e-4)
+
+
+@pytest.mark.timeout(300)
+def test_accumulation_and_checkpointing_of_activations_change_nothing(
+    pictures: Path, finished_runs: dict[str, Path], tmp_path: Path
+) -> None:
+    changes = ("host=torch", "training.accumulation=2", "training.activation_checkpointing=true")
+    train(*micro_arguments(pictures, tmp_path / "run", *changes))
+    assert losses_of(tmp_path / "run") == pytest.approx(
+        losses_of(finished_run("torch", pictures, finished_runs)), rel=1e-4
+    )
+
+
+@pytest.fixture
+def as_rank_0_of_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment that torchrun makes, for mistakes found before the ranks meet."""
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What ``main`` says when it refuses ``arguments``."""
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("as_rank_0_of_2")
+def test_a_checkpoint_of_another_layout_is_refused(
+    pictures: Path, finished_runs: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = finished_run("torch", pictures, finished_runs)
+    arguments = micro_arguments(pictures, output, "host=torch")
+    assert "add --resume, or choose another --output" in refused(arguments, capsys)
+    said = refused([*arguments, "--resume", "--set=host=colossalai"], capsys)
+    assert "another layout (host differ)" in said
+    assert '"host": "torch"' in said
+    assert '"host": "colossalai"' in said
+    assert '"hidden_size": 64' in refused([*arguments, "--resume", "--set=model.hidden_size=64"], capsys)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert '"tp_size": 2' in refused([*arguments, "--resume"], capsys)
+
+
+@pytest.mark.usefixtures("as_rank_0_of_2")
+def test_missing_data_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(micro_arguments(tmp_path / "nowhere", tmp_path / "run"), capsys)
+    assert f"data.source='{tmp_path}/nowhere': no such folder" in said
+
+
+def test_without_torchrun_the_right_command_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(["--config=demo", f"--output={tmp_path}"], capsys)
+    assert "torchrun --nproc-per-node 2 -m vit_examples.train --config demo" in said
+
+
+def test_a_dry_run_counts_parameters_and_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--config=vit_1b", "--ranks=8", "--dry-run"])
+    printed = capsys.readouterr().out
+    assert "1,208,870,928" in printed
+    assert "the configuration is sound" in printed
+
+
+def test_a_dry_run_refuses_ranks_that_cannot_share_the_heads(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(["--config=vit_1b", "--ranks=3", "--dry-run"], capsys)
+    assert "model.num_heads=16 does not divide by the 3" in said
+
+
+@pytest.mark.timeout(300)
+def test_the_demo_compares_its_runs(
+    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "RUNS", demo.RUNS[:2])
+    micro = "model={hidden_size: 32, depth: 1, num_heads: 2, patch_size: 8}"
+    overrides = ("host=torch", f"data.source={pictures}", "training.batch_size=8", "training.epochs=1", micro)
+    assert demo.main([f"--output={tmp_path}", *(f"--set={override}" for override in overrides)]) == 0
+    printed = capsys.readouterr().out
+    assert "homogeneous" in printed
+    assert "Baseline" in printed
+    assert (tmp_path / "demo.png").stat().st_size > 10_000
+
+
+@pytest.mark.timeout(300)
+def test_the_demo_shows_why_a_run_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "RUNS", (demo.DemoRun("broken", ("model.num_heads=7",)),))
+    assert demo.main([f"--output={tmp_path}"]) == 1
+    assert "model.hidden_size=192 does not divide by model.num_heads=7" in capsys.readouterr().out

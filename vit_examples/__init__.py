@@ -1,0 +1,1 @@
+"""Training of vision transformers with balanced tensor parallelism: configurations, hosts, data and the loop."""

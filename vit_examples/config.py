@@ -1,0 +1,270 @@
+"""What one training run is: frozen dataclasses, each checked when it is built.
+
+``config_file.py`` reads them from YAML and the command line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from zeroresize.config import BalanceConfig
+from zeroresize.injection.schedule import KINDS, SCOPES, checked_chi
+
+HOSTS = ("colossalai", "torch")
+PRECISIONS = ("fp32", "bf16", "fp16")
+LR_SCHEDULES = ("constant", "cosine")
+STRAGGLER_KINDS = ("none", *KINDS)
+STRAGGLER_SCHEDULES = ("static", "round_robin")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shape of the vision transformer; 32×32 pictures in patches of 4 are the paper's 65 tokens.
+
+    Attributes:
+        mlp_size: hidden units of the feed-forward part; None is four times ``hidden_size``.
+        num_labels: classes of the data; hosts pad the classifier to a multiple of the ranks.
+        position_std: standard deviation of the first position embeddings. Hugging Face's 0.02 leaves a short run on a
+            plateau (60 steps on mnist5k: 30 % right, 80 % with 0.5).
+    """
+
+    hidden_size: int = 192
+    depth: int = 2
+    num_heads: int = 12
+    mlp_size: int | None = None
+    image_size: int = 32
+    patch_size: int = 4
+    num_channels: int = 3
+    num_labels: int = 10
+    position_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        for key in ("hidden_size", "depth", "num_heads", "image_size", "patch_size", "num_labels"):
+            _at_least(f"model.{key}", getattr(self, key), 1)
+        if self.num_channels != 3:
+            raise ValueError(f"model.num_channels={self.num_channels!r}: pictures are loaded with 3 channels")
+        _number("model.position_std", self.position_std, least=0.0)
+        if self.mlp_size is None:
+            object.__setattr__(self, "mlp_size", 4 * self.hidden_size)
+        _at_least("model.mlp_size", self.mlp_size, 1)
+        _divides("model.hidden_size", self.hidden_size, "model.num_heads", self.num_heads)
+        _divides("model.image_size", self.image_size, "model.patch_size", self.patch_size)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of one picture: its patches and the class token."""
+        return (self.image_size // self.patch_size) ** 2 + 1
+
+    def padded_labels(self, num_ranks: int) -> int:
+        """``num_labels`` rounded up to a multiple of ``num_ranks``."""
+        return -(-self.num_labels // num_ranks) * num_ranks
+
+    def validate_group_size(self, num_ranks: int) -> None:
+        """Raises ValueError where ``num_ranks`` ranks cannot share the model evenly."""
+        for key in ("num_heads", "hidden_size", "mlp_size"):
+            size = getattr(self, key)
+            if size % num_ranks:
+                raise ValueError(
+                    f"model.{key}={size} does not divide by the {num_ranks} tensor-parallel ranks: "
+                    f"choose a multiple of {num_ranks}, or another number of ranks"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where pictures come from.
+
+    Attributes:
+        source: ``mnist5k``, a folder of parquet files (an environment variable such as ``${ZERORESIZE_CIFAR10}`` is
+            expanded), or the name of a data set that ``datasets.load_dataset`` reads.
+        train_size, test_size: only the first so many pictures of each split; None is all.
+        augment: random crops and flips of the training pictures, fixed by seed, epoch and step.
+    """
+
+    source: str = "mnist5k"
+    train_size: int | None = None
+    test_size: int | None = None
+    augment: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.source, str) or not self.source:
+            raise ValueError(f"data.source={self.source!r}: 'mnist5k', a folder or a data set's name is needed")
+        _is_bool("data.augment", self.augment)
+        for key in ("train_size", "test_size"):
+            if getattr(self, key) is not None:
+                _at_least(f"data.{key}", getattr(self, key), 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """The loop.
+
+    Attributes:
+        epochs: passes over the training pictures.
+        max_steps_per_epoch: stop an epoch after so many optimizer steps; None is the whole epoch.
+        batch_size: pictures an optimizer step, shared by ``accumulation`` micro-batches.
+        lr: AdamW's learning rate after ``warmup_steps`` of linear warm-up (the paper: 3e-3).
+        lr_schedule: ``constant``, or ``cosine`` down to zero over all epochs.
+        grad_clip: largest norm of all gradients; 0 is off.
+        precision: ``fp32``, ``bf16``, or (on a GPU) ``fp16``.
+        activation_checkpointing: recompute activations in backward.
+    """
+
+    epochs: int = 1
+    max_steps_per_epoch: int | None = None
+    batch_size: int = 64
+    accumulation: int = 1
+    lr: float = 1e-3
+    lr_schedule: str = "constant"
+    warmup_steps: int = 0
+    weight_decay: float = 0.01
+    grad_clip: float = 0.0
+    precision: str = "fp32"
+    activation_checkpointing: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for key in ("epochs", "batch_size", "accumulation"):
+            _at_least(f"training.{key}", getattr(self, key), 1)
+        for key in ("warmup_steps", "seed"):
+            _at_least(f"training.{key}", getattr(self, key), 0)
+        if self.max_steps_per_epoch is not None:
+            _at_least("training.max_steps_per_epoch", self.max_steps_per_epoch, 1)
+        for key in ("weight_decay", "grad_clip"):
+            _number("training." + key, getattr(self, key), least=0.0)
+        _number("training.lr", self.lr, above=0.0)
+        _one_of("training.precision", self.precision, PRECISIONS)
+        _one_of("training.lr_schedule", self.lr_schedule, LR_SCHEDULES)
+        _is_bool("training.activation_checkpointing", self.activation_checkpointing)
+        _divides("training.batch_size", self.batch_size, "training.accumulation", self.accumulation)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StragglerConfig:
+    """Who is slow, in which epoch, and how.
+
+    Attributes:
+        kind: ``none``, ``sleep`` (after each product) or ``contend`` (a process that takes the core).
+        schedule: ``static``, or ``round_robin``: rank ``epoch mod ranks`` in each epoch.
+        chi: straggling skewness χ: with ``static`` a mapping of ranks, counted within the group, to χ; with
+            ``round_robin`` one number.
+        scope: what is slowed: the matrix multiplications (``gemm``) or all of a product (``all``).
+        pin_ratio: if set, each epoch this pruning ratio γ is pinned onto the ranks that the schedule names, and the
+            others are released: a study of accuracy then does not depend on measured times, nor needs ``kind``.
+    """
+
+    kind: str = "none"
+    schedule: str = "static"
+    chi: dict[int, float] | float = field(default_factory=dict)
+    scope: str = "gemm"
+    pin_ratio: float | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("straggler.kind", self.kind, STRAGGLER_KINDS)
+        _one_of("straggler.schedule", self.schedule, STRAGGLER_SCHEDULES)
+        _one_of("straggler.scope", self.scope, SCOPES)
+        if self.schedule == "static" and not isinstance(self.chi, dict):
+            raise ValueError(f"straggler.chi={self.chi!r}: schedule 'static' needs a mapping such as {{1: 4.0}}")
+        if self.schedule == "round_robin":
+            _number("straggler.chi (one number for schedule 'round_robin')", self.chi, least=0.0)
+        if self.pin_ratio is not None:
+            _number("straggler.pin_ratio", self.pin_ratio, least=0.0, below=1.0)
+        if (self.kind != "none" or self.pin_ratio is not None) and self.chi == {}:
+            raise ValueError("straggler.chi is empty: name the ranks, for example chi: {1: 4.0}")
+
+    def chi_of(self, epoch: int, num_ranks: int) -> dict[int, float]:
+        """χ of the ranks that are slow in ``epoch``."""
+        return dict(self.chi) if isinstance(self.chi, dict) else {epoch % num_ranks: float(self.chi)}
+
+    def validate_group_size(self, num_ranks: int) -> None:
+        """Raises ValueError for a rank outside a group of ``num_ranks``, or a χ that is not allowed."""
+        try:
+            checked_chi(self.chi_of(0, num_ranks), num_ranks, "sleep" if self.kind == "none" else self.kind)
+        except ValueError as error:
+            raise ValueError(f"straggler.{error}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputConfig:
+    """What a run leaves behind, under ``folder``.
+
+    Attributes:
+        log_every: steps between two lines of ``metrics.jsonl`` and TensorBoard; on a GPU also between synchronisations.
+        settle_steps: first steps (at most half of the run) that the median step time of ``summary.json`` leaves out.
+        save_every: epochs between two checkpoints; 0 is never.
+        keep: so many newest checkpoints are kept.
+        progress: show a progress bar and tables on rank 0.
+    """
+
+    folder: str = "runs/vit"
+    log_every: int = 10
+    settle_steps: int = 20
+    save_every: int = 0
+    keep: int = 2
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.folder, str) or not self.folder:
+            raise ValueError(f"output.folder={self.folder!r}: the name of a folder is needed")
+        _is_bool("output.progress", self.progress)
+        for key, least in (("log_every", 1), ("settle_steps", 0), ("save_every", 0), ("keep", 1)):
+            _at_least(f"output.{key}", getattr(self, key), least)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One run. ``timeout_s``: seconds after which a collective that does not end fails."""
+
+    host: str = "colossalai"
+    timeout_s: float = 600.0
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    straggler: StragglerConfig = field(default_factory=StragglerConfig)
+    balance: BalanceConfig = field(default_factory=lambda: BalanceConfig(mode="off"))
+    output: OutputConfig = field(default_factory=OutputConfig)
+
+    def __post_init__(self) -> None:
+        _one_of("host", self.host, HOSTS)
+        _number("timeout_s", self.timeout_s, above=0.0)
+        if self.straggler.pin_ratio is not None and self.balance.mode == "off":
+            raise ValueError("straggler.pin_ratio needs a balance.mode that prunes: balance.mode is 'off'")
+
+    def validate_group_size(self, num_ranks: int) -> None:
+        """Raises ValueError for what ``num_ranks`` tensor-parallel ranks cannot run."""
+        self.model.validate_group_size(num_ranks)
+        self.straggler.validate_group_size(num_ranks)
+        self.balance.validate_group_size(num_ranks)
+
+
+def _at_least(key: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{key}={value!r} is not allowed: a whole number of at least {least} is needed")
+
+
+def _number(
+    key: str, value: Any, *, least: float | None = None, above: float | None = None, below: float | None = None
+) -> None:
+    limits = [f"at least {least:g}"] if least is not None else []
+    limits += [f"above {above:g}"] if above is not None else []
+    limits += [f"below {below:g}"] if below is not None else []
+    fits = isinstance(value, int | float) and not isinstance(value, bool)
+    fits = fits and (least is None or value >= least) and (above is None or value > above)
+    if not (fits and (below is None or value < below)):
+        raise ValueError(f"{key}={value!r} is not allowed: a number {' and '.join(limits)} is needed")
+
+
+def _one_of(key: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{key}={value!r} is not allowed: choose one of {list(allowed)}")
+
+
+def _is_bool(key: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{key}={value!r} is not allowed: true or false is needed")
+
+
+def _divides(key: str, size: int, by_key: str, by: int) -> None:
+    if size % by:
+        raise ValueError(f"{key}={size} does not divide by {by_key}={by}")

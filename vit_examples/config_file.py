@@ -1,0 +1,154 @@
+"""A run's configuration from a YAML file and the command line.
+
+``--config`` names a file of ``configs/`` or a path; ``--set section.key=value`` and the common flags change it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vit_examples.config import HOSTS, DataConfig, ModelConfig, OutputConfig, RunConfig, StragglerConfig, TrainingConfig
+from zeroresize.config import BalanceConfig
+
+CONFIG_FOLDER = Path(__file__).parent / "configs"
+SECTIONS: dict[str, Any] = {
+    "model": ModelConfig,
+    "data": DataConfig,
+    "training": TrainingConfig,
+    "straggler": StragglerConfig,
+    "balance": BalanceConfig,
+    "output": OutputConfig,
+}
+#: Common flags and the key that each sets.
+FLAGS = {
+    "host": "host",
+    "mode": "balance.mode",
+    "epochs": "training.epochs",
+    "data": "data.source",
+    "output": "output.folder",
+    "seed": "training.seed",
+}
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which ``off`` is a string and ``1e-3`` a number, as people mean them."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [
+        (tag, regexp) for tag, regexp in resolvers if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")
+    ]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("^(true|false)$", re.I), list("tTfF"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?$"),
+    list("-+0123456789."),
+)
+
+
+def argument_parser() -> argparse.ArgumentParser:
+    """The command line of ``vit_examples.train``."""
+    parser = argparse.ArgumentParser(
+        prog="vit_examples.train", description="Train a vision transformer with balanced tensor parallelism."
+    )
+    parser.add_argument("--config", default="demo", help=f"a YAML file, or one of {available_configs()}")
+    parser.add_argument("--host", choices=HOSTS, help="what shards the model")
+    parser.add_argument("--mode", help="balance.mode: off, zero-rd, ...")
+    parser.add_argument("--epochs", help="training.epochs")
+    parser.add_argument("--data", help="data.source: mnist5k, a parquet folder or a data set's name")
+    parser.add_argument("--output", help="output.folder")
+    parser.add_argument("--seed", help="training.seed and balance.seed")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="such as training.lr=0.001")
+    parser.add_argument("--resume", action="store_true", help="continue from the newest complete checkpoint")
+    parser.add_argument("--dry-run", action="store_true", help="check, print memory per rank, train nothing")
+    parser.add_argument("--ranks", type=int, help="tensor-parallel ranks that --dry-run assumes")
+    return parser
+
+
+def config_from_arguments(arguments: argparse.Namespace) -> RunConfig:
+    """The configuration that parsed ``arguments`` ask for.
+
+    Raises:
+        ValueError: naming the key or file that is wrong, and what is allowed.
+    """
+    flags = [f"{key}={getattr(arguments, flag)}" for flag, key in FLAGS.items() if getattr(arguments, flag) is not None]
+    if arguments.seed is not None:
+        flags.append(f"balance.seed={arguments.seed}")
+    return load_config(arguments.config, [*flags, *arguments.set])
+
+
+def load_config(name: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a YAML file, or one of ``configs/`` by its bare name, and apply ``section.key=value`` overrides.
+
+    Raises:
+        ValueError: if there is no such file, or a key or value is wrong.
+    """
+    path = Path(name)
+    if not path.is_file():
+        path = CONFIG_FOLDER / f"{name}.yaml"
+    if not path.is_file():
+        raise ValueError(f"--config {name}: no such file; by bare name there are {available_configs()}")
+    try:
+        document = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: not YAML: {error}") from error
+    for override in overrides:
+        document = _with_override(document, override)
+    try:
+        return config_from_dict(document)
+    except ValueError as error:
+        raise ValueError(f"{path.name}: {error}") from error
+
+
+def config_from_dict(document: Any) -> RunConfig:
+    """Build from plain nested mappings; unknown keys are an error that lists those that exist."""
+    values = dict(_known_keys("run", document, RunConfig))
+    for name, section in SECTIONS.items():
+        if name in values:
+            values[name] = section(**_known_keys(name, values[name], section))
+    return RunConfig(**values)
+
+
+def config_to_dict(config: RunConfig) -> dict[str, Any]:
+    """Plain values that ``config_from_dict`` reads back."""
+    return {**dataclasses.asdict(config), "balance": config.balance.to_dict()}
+
+
+def available_configs() -> list[str]:
+    """Bare names of the files in ``configs/``."""
+    return sorted(path.stem for path in CONFIG_FOLDER.glob("*.yaml"))
+
+
+def _known_keys(name: str, values: Any, section: Any) -> Mapping[str, Any]:
+    known = [field.name for field in dataclasses.fields(section)]
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{name}: expected a mapping with keys of {known}, found {values!r}")
+    unknown = sorted(str(key) for key in values if key not in known)
+    if unknown:
+        raise ValueError(f"unknown {name} keys {unknown}: allowed are {known}")
+    return values
+
+
+def _with_override(document: Any, override: str) -> dict[str, Any]:
+    key, equals, text = override.partition("=")
+    section, dot, leaf = key.strip().partition(".")
+    if not equals or not section or (dot and not leaf):
+        raise ValueError(f"--set {override}: expected section.key=value, such as training.lr=0.001")
+    try:
+        value = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"--set {override}: the value is not YAML") from error
+    document = dict(document) if isinstance(document, Mapping) else {}
+    if not dot:
+        return {**document, section: value}
+    inner = document.get(section)
+    return {**document, section: {**(inner if isinstance(inner, Mapping) else {}), leaf: value}}

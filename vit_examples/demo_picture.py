@@ -1,0 +1,35 @@
+"""The demo's picture: step time over steps for every run, and γ of the straggler below it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+
+def save_picture(path: Path, results: dict[str, dict[str, Any]], *, straggler: int) -> None:
+    """Draw ``results`` (by run name: ``lines`` of metrics.jsonl) into ``path``; ``straggler`` is a rank."""
+    figure, (times, ratios) = pyplot.subplots(
+        2, 1, sharex=True, figsize=(8, 6), height_ratios=(2, 1), layout="constrained"
+    )
+    for name, result in results.items():
+        steps = [line for line in result["lines"] if line["kind"] == "step" and line["step_s"] is not None]
+        numbers = [line["step"] for line in steps]
+        (curve,) = times.plot(numbers, [1e3 * line["step_s"] for line in steps], label=name, linewidth=1.2)
+        gammas = [ranks[straggler] for line in result["lines"] if line["kind"] == "epoch" for ranks in line["ratios"]]
+        ratios.plot(numbers, gammas[: len(numbers)], color=curve.get_color(), drawstyle="steps-post")
+    times.set_ylabel("step time, ms")
+    times.set_ylim(bottom=0)
+    times.legend(loc="upper right")
+    times.set_title(f"One tensor-parallel step, rank {straggler} slowed (homogeneous: not slowed)")
+    ratios.set_ylabel(f"γ of rank {straggler}")
+    ratios.set_ylim(-0.02, 1)
+    ratios.set_xlabel("optimizer step")
+    for axes in (times, ratios):
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)

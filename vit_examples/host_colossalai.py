@@ -1,0 +1,84 @@
+"""Colossal-AI as the host: its Booster shards Hugging Face's ViT by ``HybridParallelPlugin``."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vit_examples.config import RunConfig
+from vit_examples.hosts import Host, limit_collectives
+from vit_examples.model import build_vit
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from colossalai.accelerator import get_accelerator
+    from colossalai.booster import Booster
+    from colossalai.booster.plugin import HybridParallelPlugin
+    from colossalai.utils import set_seed
+
+    from zeroresize.integrations.colossalai import prepare_accelerator
+
+
+class ColossalAIHost(Host):
+    """1D tensor parallelism by ShardFormer; clipping, mixed precision and loss scaling by the plugin.
+
+    With bf16 and fp16 Colossal-AI rebuilds the fp32 master weights from the rounded ones on loading, so a resumed run
+    follows the uninterrupted one exactly in fp32 only.
+    """
+
+    name = "colossalai"
+
+    def __init__(self, config: RunConfig) -> None:
+        training = config.training
+        self._join(config)
+        self._plugin = HybridParallelPlugin(
+            tp_size=dist.get_world_size(),
+            pp_size=1,
+            precision=training.precision,
+            max_norm=training.grad_clip,
+        )
+        self.tp_group = self._plugin.tp_group
+        limit_collectives(self.tp_group, config.timeout_s)
+        self.device = get_accelerator().get_current_device()
+        model = build_vit(config.model, num_ranks=dist.get_world_size(), seed=training.seed)
+        if training.activation_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        optimizer = torch.optim.AdamW(model.parameters(), lr=training.lr, weight_decay=training.weight_decay)
+        self._booster = Booster(plugin=self._plugin)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.model, self.optimizer, *_ = self._booster.boost(model, optimizer)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.model(images).logits
+
+    def backward(self, loss: Tensor) -> None:
+        self._booster.backward(loss, self.optimizer)
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def save(self, folder: Path) -> None:
+        self._booster.save_model(self.model, str(folder / "model"), shard=True)
+        self._booster.save_optimizer(self.optimizer, str(folder / "optimizer"), shard=True)
+
+    def load(self, folder: Path) -> None:
+        self._booster.load_model(self.model, str(folder / "model"))
+        self._booster.load_optimizer(self.optimizer, str(folder / "optimizer"))
+
+    @staticmethod
+    def _join(config: RunConfig) -> None:
+        """What ``colossalai.launch_from_torch`` does, with a timeout, for which it has no argument."""
+        prepare_accelerator()
+        accelerator = get_accelerator()
+        dist.init_process_group(backend=accelerator.communication_backend, timeout=timedelta(seconds=config.timeout_s))
+        if accelerator.support_set_device:
+            accelerator.set_device(int(os.environ["LOCAL_RANK"]))
+        set_seed(config.training.seed)

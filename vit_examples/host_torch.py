@@ -1,0 +1,132 @@
+"""Plain torch as the host: the same ViT, its linear layers replaced by this package's parallel ones."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+import zeroresize as zr
+from vit_examples.config import RunConfig
+from vit_examples.hosts import Host
+from vit_examples.model import build_vit, parallel_style
+
+
+class TorchHost(Host):
+    """1D tensor parallelism without a framework; mixed precision by autocast. The classifier stays replicated."""
+
+    name = "torch"
+
+    def __init__(self, config: RunConfig) -> None:
+        training = config.training
+        self.device = self._join(config)
+        self.tp_group = dist.group.WORLD
+        model = build_vit(config.model, num_ranks=self.num_ranks, seed=training.seed)
+        self.model = shard_vit(model, self.tp_group).to(self.device)
+        if training.activation_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=training.lr, weight_decay=training.weight_decay)
+        self._dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[training.precision]
+        # Sharded: a rank whose gradients overflow makes all ranks skip the step.
+        self._scaler = ShardedGradScaler(process_group=self.tp_group) if self._dtype is torch.float16 else None
+        self._grad_clip = training.grad_clip
+
+    def forward(self, images: Tensor) -> Tensor:
+        autocast: AbstractContextManager = nullcontext()
+        if self._dtype is not None:
+            autocast = torch.autocast(self.device.type, dtype=self._dtype)
+        with autocast:
+            return self.model(images).logits
+
+    def backward(self, loss: Tensor) -> None:
+        (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+
+    def step(self) -> None:
+        if self._scaler is not None:
+            self._scaler.unscale_(self.optimizer)
+        if self._grad_clip > 0:
+            clip_gradients(self.model, self._grad_clip, self.tp_group)
+        if self._scaler is not None:
+            self._scaler.step(self.optimizer)
+            self._scaler.update()
+        else:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def save(self, folder: Path) -> None:
+        dcp.save(self._state(), checkpoint_id=str(folder / "shards"))
+        if self._scaler is not None and self.rank == 0:
+            torch.save(self._scaler.state_dict(), folder / "scaler.pt")
+
+    def load(self, folder: Path) -> None:
+        for parameter in self.model.parameters():  # makes the optimizer's state, to be overwritten
+            parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        dcp.load(self._state(), checkpoint_id=str(folder / "shards"))
+        if self._scaler is not None:
+            self._scaler.load_state_dict(torch.load(folder / "scaler.pt", weights_only=True))
+
+    def _state(self) -> dict[str, Tensor]:
+        """Every tensor of this rank under a name of its own: plain tensors of one name would count as replicas."""
+        prefix = f"rank{self.rank}"
+        state = {f"{prefix}.model.{name}": tensor for name, tensor in self.model.state_dict().items()}
+        for name, parameter in self.model.named_parameters():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                state[f"{prefix}.optimizer.{name}.{key}"] = value
+        return state
+
+    @staticmethod
+    def _join(config: RunConfig) -> torch.device:
+        on_gpu = torch.cuda.is_available()
+        if on_gpu:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=config.timeout_s))
+        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def shard_vit(model: Any, process_group: ProcessGroup) -> Any:
+    """Split the attention and feed-forward layers of Hugging Face's ViT over the group, in place.
+
+    Raises:
+        ValueError: if its heads do not divide by the number of ranks.
+    """
+    num_ranks = dist.get_world_size(process_group)
+    if model.config.num_attention_heads % num_ranks:
+        raise ValueError(f"{model.config.num_attention_heads} attention heads do not divide by {num_ranks} ranks")
+    for name, module in list(model.named_modules()):
+        style = parallel_style(name)
+        if isinstance(module, nn.Linear) and style is not None:
+            parent, _, leaf = name.rpartition(".")
+            made_by = zr.ColumnParallelLinear if style == "column" else zr.RowParallelLinear
+            setattr(model.get_submodule(parent), leaf, made_by.from_linear(module, process_group=process_group))
+    for layer in model.vit.encoder.layer:
+        attention = layer.attention.attention
+        attention.num_attention_heads //= num_ranks
+        attention.all_head_size = attention.num_attention_heads * attention.attention_head_size
+    return model
+
+
+def clip_gradients(model: nn.Module, max_norm: float, process_group: ProcessGroup) -> None:
+    """Scale all gradients so that the norm of the whole model's is at most ``max_norm``; replicas count once."""
+    split, replicated = [], []
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            style = parallel_style(name)
+            is_split = style == "column" or (style == "row" and name.endswith(".weight"))
+            (split if is_split else replicated).append(parameter.grad)
+    squared = torch.stack([grad.float().square().sum() for grad in split]).sum()
+    dist.all_reduce(squared, group=process_group)
+    norm = (squared + torch.stack([grad.float().square().sum() for grad in replicated]).sum()).sqrt()
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for grad in (*split, *replicated):
+        grad.mul_(scale)

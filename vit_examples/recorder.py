@@ -1,0 +1,136 @@
+"""What a run writes on rank 0: ``metrics.jsonl``, TensorBoard events and ``summary.json`` in its output folder."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import platform
+import statistics
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor
+
+from vit_examples.config import RunConfig
+from vit_examples.config_file import config_to_dict
+
+_PACKAGES = ("torch", "colossalai", "transformers", "numpy")
+
+
+class StepClock:
+    """Seconds of every iteration, by wall clock. A GPU is synchronised once in ``every`` steps, which then share the
+    time evenly; a CPU needs no synchronisation."""
+
+    def __init__(self, device: torch.device, every: int) -> None:
+        self._is_gpu, self._every = device.type == "cuda", every
+        self._pending = 0
+        self.seconds: list[float] = []
+
+    def start(self) -> None:
+        """The next iteration begins now, for example after an evaluation."""
+        self._began, self._pending = time.perf_counter(), 0
+
+    def tick(self) -> None:
+        """An iteration is over."""
+        self._pending += 1
+        if self._is_gpu:
+            if self._pending < self._every:
+                return
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        self.seconds += [(now - self._began) / self._pending] * self._pending
+        self._began, self._pending = now, 0
+
+
+class Recorder:
+    """Writes a run's numbers; one line of JSON for each logged step (``kind`` step) and each epoch (``kind`` epoch).
+
+    Args:
+        from_epoch: lines of this epoch and later ones, left by an interrupted run, are dropped; 0 starts anew.
+        from_step: the optimizer step that goes with it.
+        total_steps: of the whole run; goes into ``config.json`` for those who watch.
+    """
+
+    def __init__(self, config: RunConfig, *, from_epoch: int, from_step: int, total_steps: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._config = config
+        self._folder = Path(config.output.folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._lines = self._open_lines(from_epoch)
+        self._board = SummaryWriter(str(self._folder / "tensorboard"), purge_step=from_step)
+        described = {**config_to_dict(config), "total_steps": total_steps}
+        (self._folder / "config.json").write_text(json.dumps(described, indent=1), encoding="utf-8")
+
+    def step(self, *, epoch: int, step: int, loss: Tensor, lr: float, step_s: float, balance: dict[str, float]) -> None:
+        """One logged step; ``step_s`` is NaN where no time was taken yet."""
+        numbers = {"loss": loss.item(), "lr": lr, "step_s": step_s, **balance}
+        self._write({"kind": "step", "epoch": epoch, "step": step, **numbers})
+        self._show(numbers, "train/", step)
+
+    def epoch(self, *, epoch: int, step: int, numbers: dict[str, float], ratios: list[list[float]]) -> None:
+        """One epoch; ``ratios`` holds for every logged step γ of each rank."""
+        self._write({"kind": "epoch", "epoch": epoch, "step": step, **numbers, "ratios": ratios})
+        self._show(numbers, "epoch/", step)
+
+    def close(self, summary: dict[str, Any]) -> None:
+        """Write ``summary.json`` with the versions and the configuration added."""
+        summary = {**summary, "versions": _versions(), "config": config_to_dict(self._config)}
+        (self._folder / "summary.json").write_text(json.dumps(_without_nan(summary), indent=1), encoding="utf-8")
+        self._lines.close()
+        self._board.close()
+
+    def _open_lines(self, from_epoch: int) -> TextIO:
+        path = self._folder / "metrics.jsonl"
+        kept = []
+        if from_epoch and path.exists():
+            kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _is_before(line, from_epoch)]
+        lines = path.open("w", encoding="utf-8")
+        lines.writelines(f"{line}\n" for line in kept)
+        return lines
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._lines.write(json.dumps(_without_nan(line)) + "\n")
+        self._lines.flush()
+
+    def _show(self, numbers: dict[str, float], prefix: str, step: int) -> None:
+        for name, value in numbers.items():
+            if not math.isnan(value):
+                self._board.add_scalar(name if "/" in name else prefix + name, value, step)
+
+
+def settled_median(seconds: list[float], settle_steps: int) -> float:
+    """Median without the first ``settle_steps``, at most half; NaN for nothing."""
+    settled = seconds[min(settle_steps, len(seconds) // 2) :]
+    return statistics.median(settled) if settled else math.nan
+
+
+def _is_before(line: str, epoch: int) -> bool:
+    try:
+        return json.loads(line)["epoch"] < epoch
+    except (json.JSONDecodeError, KeyError):  # cut off by a crash
+        return False
+
+
+def _without_nan(value: Any) -> Any:
+    """JSON has no NaN: null instead."""
+    if isinstance(value, dict):
+        return {str(key): _without_nan(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _versions() -> dict[str, str]:
+    from zeroresize import __version__
+
+    found = {"python": platform.python_version(), "zeroresize": __version__}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found

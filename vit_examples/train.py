@@ -1,0 +1,254 @@
+"""Trains a vision transformer with balanced tensor parallelism.
+
+    torchrun --nproc-per-node 2 -m vit_examples.train --config demo --mode zero-rd
+
+The loop is :func:`train_epoch`; what this package adds to an ordinary loop are ``zr.convert``, ``zr.Balancer`` and
+``balancer.step()``. ``--dry-run`` checks a configuration on any machine, without torchrun.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # started as a file: this folder's modules belong to the package beside it
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.elastic.multiprocessing.errors import record
+
+import zeroresize as zr
+from vit_examples.checkpoint import (
+    Progress,
+    layout_of,
+    load_checkpoint,
+    newest_checkpoint,
+    require_layout,
+    save_checkpoint,
+)
+from vit_examples.config import RunConfig
+from vit_examples.config_file import argument_parser, config_from_arguments
+from vit_examples.data import Split, load_splits, num_batches, test_batches, training_batches
+from vit_examples.display import Display
+from vit_examples.dry_run import dry_run
+from vit_examples.hosts import Host, build_host, require_torchrun
+from vit_examples.model import classification_loss, num_correct
+from vit_examples.recorder import Recorder, StepClock, settled_median
+from vit_examples.straggling import stragglers
+
+
+@dataclass
+class Run:
+    """Everything of one run on one rank; ``trace`` holds this rank's γ at each logged step of the epoch."""
+
+    config: RunConfig
+    host: Host
+    balancer: zr.Balancer
+    train: Split
+    test: Split
+    progress: Progress
+    clock: StepClock
+    recorder: Recorder | None = None
+    trace: list[float] = field(default_factory=list)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        training = self.config.training
+        whole = num_batches(self.train, training.batch_size)
+        return min(whole, training.max_steps_per_epoch or whole)
+
+    @property
+    def total_steps(self) -> int:
+        return self.config.training.epochs * self.steps_per_epoch
+
+
+def prepare(config: RunConfig, *, resume: bool) -> Run:
+    """Load the data, join the other ranks, shard and convert the model, and continue where asked to.
+
+    Raises:
+        ValueError: for anything a user can mend, naming it.
+    """
+    require_torchrun()
+    train, test = load_splits(config.data, config.model)
+    num_batches(train, config.training.batch_size)
+    checkpoint = checkpoint_to_resume(config, resume=resume)
+    host = build_host(config)
+    zr.convert(host.model, process_group=host.tp_group, config=config.balance)
+    balancer = zr.Balancer(host.model, host.optimizer, process_group=host.tp_group, config=config.balance)
+    progress = Progress() if checkpoint is None else load_checkpoint(checkpoint, host=host, balancer=balancer)
+    run = Run(config, host, balancer, train, test, progress, StepClock(host.device, config.output.log_every))
+    dist.barrier()  # all ranks have looked at the folder before rank 0 writes into it
+    if host.rank == 0:
+        run.recorder = Recorder(
+            config, from_epoch=progress.epochs, from_step=progress.steps, total_steps=run.total_steps
+        )
+    return run
+
+
+def checkpoint_to_resume(config: RunConfig, *, resume: bool) -> Path | None:
+    """The newest checkpoint of the output folder if asked for, checked against this run's layout."""
+    folder = checkpoint_folder(config)
+    newest = newest_checkpoint(folder)
+    if newest is None:
+        return None
+    if not resume:
+        raise ValueError(f"{folder} holds checkpoints of an earlier run: add --resume, or choose another --output")
+    require_layout(newest, layout_of(config, int(os.environ["WORLD_SIZE"])))
+    return newest
+
+
+def checkpoint_folder(config: RunConfig) -> Path:
+    return Path(config.output.folder) / "checkpoints"
+
+
+def train(run: Run) -> dict[str, Any]:
+    """All epochs that are left; returns (on every rank) the summary that rank 0 writes."""
+    config, host = run.config, run.host
+    title = f"{config.host}, {host.num_ranks} ranks, balance {config.balance.mode}"
+    shown = run.recorder is not None and config.output.progress
+    accuracy = math.nan
+    with (
+        stragglers(config.straggler, host, run.balancer) as slow,
+        Display(title, run.total_steps, done_steps=run.progress.steps, enabled=shown) as display,
+    ):
+        for epoch in range(run.progress.epochs, config.training.epochs):
+            slow.set_epoch(epoch)
+            loss = train_epoch(run, epoch, display)
+            run.balancer.epoch_end()
+            accuracy = evaluate(run)
+            report_epoch(run, epoch, loss, accuracy, display)
+            run.progress = Progress(epoch + 1, run.progress.steps + run.steps_per_epoch)
+            if config.output.save_every and (epoch + 1) % config.output.save_every == 0:
+                save_checkpoint(
+                    checkpoint_folder(config),
+                    run.progress,
+                    host=host,
+                    balancer=run.balancer,
+                    layout=layout_of(config, host.num_ranks),
+                    keep=config.output.keep,
+                )
+    step_s = settled_median(run.clock.seconds, config.output.settle_steps)
+    summary = {
+        "step_ms": 1e3 * step_s,
+        "images_per_s": config.training.batch_size / step_s,
+        "test_accuracy": accuracy,
+        "epochs": run.progress.epochs,
+        "steps": run.progress.steps,
+        "steps_timed": len(run.clock.seconds),
+        "ranks": host.num_ranks,
+        "device": host.device.type,
+    }
+    if run.recorder is not None:
+        run.recorder.close(summary)
+    return summary
+
+
+def train_epoch(run: Run, epoch: int, display: Display) -> float:
+    """Train on every batch of an epoch; returns the mean loss."""
+    training, host, log_every = run.config.training, run.host, run.config.output.log_every
+    losses: list[Tensor] = []
+    host.model.train()
+    batches = training_batches(
+        run.train, training.batch_size, seed=training.seed, epoch=epoch, augment=run.config.data.augment
+    )
+    run.trace = []
+    run.clock.start()
+    for number, (images, labels) in enumerate(islice(batches, run.steps_per_epoch)):
+        step = run.progress.steps + number
+        lr = learning_rate(run, step)
+        host.set_lr(lr)
+        losses.append(backward(run, images, labels))
+        if training.grad_clip > 0:
+            run.balancer.sync_gradients()
+        host.step()
+        run.balancer.step()
+        run.clock.tick()
+        display.step(epoch + 1)
+        if (step + 1) % log_every == 0:
+            balance = run.balancer.metrics()
+            run.trace.append(balance["balance/ratio"])
+            if run.recorder is not None:
+                step_s = run.clock.seconds[-1] if run.clock.seconds else math.nan
+                run.recorder.step(epoch=epoch, step=step, loss=losses[-1], lr=lr, step_s=step_s, balance=balance)
+    return torch.stack(losses).mean().item()
+
+
+def backward(run: Run, images: Tensor, labels: Tensor) -> Tensor:
+    """Forward and backward of one optimizer step, micro-batch by micro-batch; returns the mean loss, detached."""
+    accumulation, num_labels = run.config.training.accumulation, run.config.model.num_labels
+    total = torch.zeros((), device=run.host.device)
+    for micro_images, micro_labels in zip(images.chunk(accumulation), labels.chunk(accumulation), strict=True):
+        logits = run.host.forward(micro_images.to(run.host.device, non_blocking=True))
+        labels_here = micro_labels.to(run.host.device, non_blocking=True)
+        loss = classification_loss(logits, labels_here, num_labels) / accumulation
+        run.host.backward(loss)
+        total += loss.detach()
+    return total
+
+
+@torch.no_grad()
+def evaluate(run: Run) -> float:
+    """Share of the test pictures that are classified rightly, computed in full."""
+    run.host.model.eval()
+    correct = torch.zeros((), dtype=torch.int64, device=run.host.device)
+    for images, labels in test_batches(run.test, run.config.training.batch_size):
+        logits = run.host.forward(images.to(run.host.device))
+        correct += num_correct(logits, labels.to(run.host.device), run.config.model.num_labels)
+    return correct.item() / len(run.test)
+
+
+def report_epoch(run: Run, epoch: int, loss: float, accuracy: float, display: Display) -> None:
+    """Bring the ranks' ratios together and write and show the epoch; collective."""
+    own = (run.trace, run.balancer.metrics()["balance/is_straggler"] > 0)
+    gathered: list[Any] = [None] * run.host.num_ranks
+    dist.all_gather_object(gathered, own, group=run.host.tp_group)
+    if run.recorder is None:
+        return
+    ratios = [list(step) for step in zip(*(trace for trace, _ in gathered), strict=True)]
+    found = [rank for rank, (_, is_straggler) in enumerate(gathered) if is_straggler]
+    step_ms = 1e3 * statistics.median(run.clock.seconds[-run.steps_per_epoch :] or [math.nan])
+    last_step = run.progress.steps + run.steps_per_epoch - 1
+    numbers = {"loss": loss, "step_ms": step_ms, "test_accuracy": accuracy}
+    run.recorder.epoch(epoch=epoch, step=last_step, numbers=numbers, ratios=ratios)
+    display.epoch(epoch + 1, loss, step_ms, accuracy, ratios[-1] if ratios else [], found)
+
+
+def learning_rate(run: Run, step: int) -> float:
+    """Linear warm-up, then constant or half a cosine down to zero."""
+    training = run.config.training
+    if step < training.warmup_steps:
+        return training.lr * (step + 1) / training.warmup_steps
+    if training.lr_schedule == "constant":
+        return training.lr
+    done = (step - training.warmup_steps) / max(1, run.total_steps - training.warmup_steps)
+    return training.lr * 0.5 * (1 + math.cos(math.pi * done))
+
+
+@record
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line; a mistake of the user's ends it with one line and status 2."""
+    parsed = argument_parser().parse_args(arguments)
+    try:
+        config = config_from_arguments(parsed)
+        if parsed.dry_run:
+            dry_run(config, num_ranks=parsed.ranks or int(os.environ.get("WORLD_SIZE", "2")))
+            return
+        run = prepare(config, resume=parsed.resume)
+    except ValueError as error:
+        print(f"error (rank {os.environ.get('RANK', 0)}): {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from error
+    train(run)
+    run.host.close()
+
+
+if __name__ == "__main__":
+    main()
