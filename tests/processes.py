@@ -26,7 +26,6 @@ import torch
 import torch._dynamo  # optimizers need it: imported here once instead of in every rank, where it takes seconds
 import torch.distributed as dist
 
-
 #: Seconds that the other ranks have to report a failure of their own once one has failed.
 GRACE_S = 0.5
 
