@@ -42,6 +42,8 @@ class ClosedLoopBench:
             trainer.after_step = balancer.step
             self.balancers[mode] = balancer
         self.balancer = self.balancers["zero-rd"]
+        self.num_zero_steps = 0
+        self.zero.after_step = self._after_zero_step
         slowed = [self.plain] if kind == "contend" else [self.plain, self.zero]  # contention hits the whole process
         self.injectors = [
             zr.StragglerInjector(trainer.model, process_group=ranks.group, chi={STRAGGLER: 1.0}, kind=kind)
@@ -52,14 +54,24 @@ class ClosedLoopBench:
         for injector in self.injectors:
             injector.set_chi({STRAGGLER: chi})
 
-    def run_updates(self, num_updates: int) -> tuple[list[float], list[float]]:
-        """The closed loop alone: γ of the straggler after each update, and median seconds of a step in each."""
-        ratios, seconds = [], []
+    def set_chi_at_update(self, chi: float) -> None:
+        """Change the straggler's speed at the end of an update, so that updates can be counted from there."""
+        while self.num_zero_steps % self.config.update_every:
+            self.zero.step()
+        self.set_chi(chi)
+
+    def run_updates(self, num_updates: int) -> list[float]:
+        """The closed loop alone: γ of the straggler after each update."""
+        ratios = []
         for _ in range(num_updates):
-            steps = [self.zero.timed_step() for _ in range(self.config.update_every)]
+            for _ in range(self.config.update_every):
+                self.zero.step()
             ratios.append(self.balancer.plan.ranks[STRAGGLER].ratio)
-            seconds.append(statistics.median(steps))
-        return ratios, seconds
+        return ratios
+
+    def _after_zero_step(self) -> None:
+        self.balancer.step()
+        self.num_zero_steps += 1
 
     def window(self, trainer: Trainer, num_steps: int) -> list[float]:
         """Seconds of ``num_steps`` steps after one that is not counted."""
@@ -148,22 +160,23 @@ def main() -> None:
     for injector in bench.injectors:
         injector.__enter__()
     for chi in arguments.chi:
-        bench.set_chi(1.0)
-        before, _ = bench.run_updates(3)
-        bench.set_chi(chi)
-        appears, _ = bench.run_updates(6)
+        bench.set_chi_at_update(1.0)
+        before = bench.run_updates(2)
+        bench.set_chi_at_update(chi)
+        appears = bench.run_updates(5)
         medians = compare(bench, chi, arguments.ratios, arguments.rounds, arguments.steps)
-        steady, _ = bench.run_updates(4)
+        steady = bench.run_updates(3)
         floor_s = predicted_floor_s(bench)
-        bench.set_chi(1.0)
-        recovers, _ = bench.run_updates(5)
+        bench.set_chi_at_update(1.0)
+        recovers = bench.run_updates(4)
         if ranks.rank == 0:
             traces = {"before": before, "appears": appears, "steady": steady, "recovers": recovers}
             results.append(report(chi, medians, traces, floor_s))
     for injector in bench.injectors:
         injector.__exit__(None, None, None)
     if ranks.rank == 0:
-        name = f"zero_{arguments.kind}_h{arguments.hidden}_d{arguments.depth}_b{arguments.batch}"
+        chis = "-".join(f"{chi:g}" for chi in arguments.chi)
+        name = f"zero_{arguments.kind}_h{arguments.hidden}_d{arguments.depth}_b{arguments.batch}_chi{chis}"
         save(name, {"arguments": vars(arguments), "results": results})
     dist.destroy_process_group()
 

@@ -125,7 +125,7 @@ def _decoded(rows: Iterable[tuple[Any, int]], side: int, where: str) -> Arrays:
         if content is None and isinstance(cell, dict) and cell.get("path"):
             content = Path(cell["path"]).read_bytes()
         try:
-            picture = Image.open(io.BytesIO(content)).convert("RGB")
+            picture = Image.open(io.BytesIO(content or b"")).convert("RGB")
         except (OSError, TypeError) as error:
             raise ValueError(f"{where}: picture {number} is damaged, expected JPEG or PNG bytes: {error}") from error
         if picture.size != (side, side):

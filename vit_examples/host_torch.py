@@ -19,6 +19,7 @@ import zeroresize as zr
 from vit_examples.config import RunConfig
 from vit_examples.hosts import Host
 from vit_examples.model import build_vit, parallel_style
+from zeroresize.collectives import require_group
 
 
 class TorchHost(Host):
@@ -29,11 +30,11 @@ class TorchHost(Host):
     def __init__(self, config: RunConfig) -> None:
         training = config.training
         self.device = self._join(config)
-        self.tp_group = dist.group.WORLD
+        self.tp_group = require_group(dist.group.WORLD)
         model = build_vit(config.model, num_ranks=self.num_ranks, seed=training.seed)
-        self.model = shard_vit(model, self.tp_group).to(self.device)
         if training.activation_checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.model = shard_vit(model, self.tp_group).to(self.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=training.lr, weight_decay=training.weight_decay)
         self._dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[training.precision]
         # Sharded: a rank whose gradients overflow makes all ranks skip the step.
@@ -41,7 +42,7 @@ class TorchHost(Host):
         self._grad_clip = training.grad_clip
 
     def forward(self, images: Tensor) -> Tensor:
-        autocast: AbstractContextManager = nullcontext()
+        autocast: AbstractContextManager[Any] = nullcontext()
         if self._dtype is not None:
             autocast = torch.autocast(self.device.type, dtype=self._dtype)
         with autocast:
@@ -118,7 +119,8 @@ def shard_vit(model: Any, process_group: ProcessGroup) -> Any:
 
 def clip_gradients(model: nn.Module, max_norm: float, process_group: ProcessGroup) -> None:
     """Scale all gradients so that the norm of the whole model's is at most ``max_norm``; replicas count once."""
-    split, replicated = [], []
+    split: list[Tensor] = []
+    replicated: list[Tensor] = []
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             style = parallel_style(name)

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,8 +19,8 @@ COLUMN_PARALLEL = ("attention.query", "attention.key", "attention.value", "inter
 ROW_PARALLEL = ("attention.output.dense", "output.dense")
 
 
-def build_vit(model: ModelConfig, *, num_ranks: int, seed: int, device: str = "cpu") -> ViTForImageClassification:
-    """The whole model in fp32, with the same weights on every rank.
+def build_vit(model: ModelConfig, *, num_ranks: int, seed: int, device: str = "cpu") -> Any:
+    """The whole ``ViTForImageClassification`` in fp32, with the same weights on every rank.
 
     Args:
         num_ranks: the classifier's outputs are padded to a multiple of it; see :func:`classification_loss`.
@@ -40,7 +42,7 @@ def build_vit(model: ModelConfig, *, num_ranks: int, seed: int, device: str = "c
     )
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(seed)
-        vit = ViTForImageClassification(config)
+        vit: Any = ViTForImageClassification(config)
         torch.nn.init.normal_(vit.vit.embeddings.position_embeddings, std=model.position_std)
         return vit
 

@@ -90,6 +90,7 @@ class Recorder:
             kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _is_before(line, from_epoch)]
         lines = path.open("w", encoding="utf-8")
         lines.writelines(f"{line}\n" for line in kept)
+        lines.flush()
         return lines
 
     def _write(self, line: dict[str, Any]) -> None:

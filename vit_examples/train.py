@@ -246,7 +246,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ValueError as error:
         print(f"error (rank {os.environ.get('RANK', 0)}): {error}", file=sys.stderr, flush=True)
         raise SystemExit(2) from error
-    train(run)
+    if run.progress.epochs >= config.training.epochs:
+        if run.host.rank == 0:
+            print(f"nothing to do: the checkpoint has {run.progress.epochs} epochs, training.epochs asks for no more")
+    else:
+        train(run)
     run.host.close()
 
 
