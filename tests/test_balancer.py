@@ -1,37 +1,42 @@
 """The whole way from measured times to pruned products, on real ranks with a clock that counts multiplications."""
 
+import time
 import types
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from processes import RankFailure
 from torch import nn
 
 import zeroresize as zr
 from zeroresize import pretest, timing
+from zeroresize.collectives import NumbersGroup
 from zeroresize.probe import Probe
 
 FEATURES = 48
 
 
 class VirtualTime(Probe):
-    """A clock that only products move: χ × FLOPs a multiplication, and a little for what surrounds it."""
+    """A clock that only products move: χ × FLOPs a multiplication, and ``gather_s`` where columns are gathered."""
 
-    def __init__(self):
-        self.now, self.chi = 0.0, 1.0
+    def __init__(self, gather_s):
+        self.now, self.chi, self.gather_s = 0.0, 1.0, gather_s
+        self._is_resized = False
 
     def perf_counter(self):
         return self.now
 
     def gemm_ends(self, operands):
         one, other = operands[:2]
+        self._is_resized = {one.shape[-1], other.shape[-1]}.isdisjoint({FEATURES, 2 * FEATURES, 4 * FEATURES})
         outputs = other.shape[0] if one.shape[-1] == other.shape[-1] else other.shape[-1]
         self.now += self.chi * one.numel() * outputs * 1e-6
 
     def product_ends(self):
-        self.now += 0.001
+        self.now += self.gather_s if self._is_resized else 0.0
 
 
 class Pair(nn.Module):
@@ -51,9 +56,9 @@ class Pair(nn.Module):
 class Run:
     """A model in training whose time is virtual."""
 
-    def __init__(self, group, **config):
+    def __init__(self, group, gather_s=0.001, **config):
         self.config = zr.BalanceConfig(**{"mode": "zero-rd", "update_every": 3, **config})
-        self.time = VirtualTime()
+        self.time = VirtualTime(gather_s)
         for module in (timing, pretest):
             module.time = types.SimpleNamespace(perf_counter=self.time.perf_counter)
         self.model = zr.convert(Pair(group), process_group=group, config=self.config)
@@ -193,34 +198,152 @@ def test_pin_holds_against_measurements_until_released(run_ranks):
     assert run_ranks(train, 2) == [(0.5, 0.0), (0.0, 0.0)]
 
 
-def test_a_saved_balancer_goes_on_with_the_same_plans(run_ranks, tmp_path):
+@pytest.mark.parametrize("steps_before", [9, 8])  # at an update, and just before one
+def test_a_saved_balancer_goes_on_with_the_same_plans(run_ranks, tmp_path, steps_before):
+    """Also where gathering is dear: what pruning costs is measured again in the new process."""
+
     def train(rank, group):
         def slow_run():
-            run = Run(group)
+            run = Run(group, gather_s=0.02)
             run.time.chi = 4.0 if rank == 1 else 1.0
             return run
 
-        whole = slow_run()
-        expected = whole.updates(6)
         first = slow_run()
-        first.updates(3)
+        first.steps(steps_before)
+        saved = [p.ratio for p in first.balancer.plan.ranks]
         dcp.save({"balancer": first.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
+        first.steps(9)  # before another run takes the clock
         resumed = slow_run()
         dcp.load({"balancer": resumed.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
-        plan_at_once = [p.ratio for p in resumed.balancer.plan.ranks]
-        return expected, plan_at_once, resumed.updates(3)
+        at_once = [p.ratio for p in resumed.balancer.plan.ranks]
+        resumed.steps(9)
+        later = [[p.ratio for p in run.balancer.plan.ranks] for run in (first, resumed)]
+        return saved, at_once, *later
 
-    for expected, plan_at_once, resumed in run_ranks(train, 2):
-        assert plan_at_once == expected[2]
-        assert np.array(resumed) == pytest.approx(np.array(expected[3:]), abs=0.02)
+    for saved, at_once, uninterrupted, resumed in run_ranks(train, 2):
+        assert at_once == saved and saved[1] > 0.5
+        assert np.array(resumed) == pytest.approx(np.array(uninterrupted), abs=0.02)
+
+
+def test_pins_are_saved_and_a_mode_that_does_not_prune_ignores_them(run_ranks, tmp_path):
+    def train(rank, group):
+        run = Run(group)
+        run.balancer.pin(1, 0.25)
+        dcp.save({"balancer": run.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
+        ratios = []
+        for mode in ("zero-rd", "off"):
+            resumed = Run(group, mode=mode)
+            dcp.load({"balancer": resumed.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
+            ratios.append(resumed.balancer.metrics()["balance/ratio"])
+        return ratios
+
+    assert run_ranks(train, 2) == [[0.0, 0.0], [0.25, 0.0]]
+
+
+def test_two_tensor_parallel_groups_balance_and_save_apart(run_ranks, tmp_path):
+    """DP × TP: ranks 0, 1 and 2, 3; only rank 3 is slow. Rank 0 knows a group more than the others, as loggers do."""
+
+    def train(rank, group):
+        groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+        if rank == 0:
+            dist.new_group([0], use_local_synchronization=True)
+        own = groups[rank // 2]
+        run = Run(own)
+        run.time.chi = 4.0 if rank == 3 else 1.0
+        trace = run.updates(4)
+        dcp.save({"balancer": run.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
+        resumed = Run(own)
+        dcp.load({"balancer": resumed.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
+        return trace[-1], [p.ratio for p in resumed.balancer.plan.ranks]
+
+    for rank, (ratios, resumed) in enumerate(run_ranks(train, 4)):
+        assert resumed == ratios
+        assert (ratios[1] > 0.5) == (rank >= 2) and ratios[0] == 0.0
+
+
+def test_a_balancer_can_be_closed_and_made_anew_but_not_twice_at_once(run_ranks):
+    def train(rank, group):
+        run = Run(group)
+        run.updates(2)
+        make = lambda: zr.Balancer(run.model, run.optimizer, process_group=group, config=run.config)  # noqa: E731
+        with pytest.raises(ValueError, match=r"close\(\) that one first"):
+            make()
+        run.balancer.close()
+        if rank == 1:
+            time.sleep(0.5)  # nobody waits for the others between two balancers
+        run.balancer = make()
+        run.time.chi = 4.0 if rank == 1 else 1.0
+        return run.updates(3)[-1][1] > 0.5
+
+    assert run_ranks(train, 2, timeout_s=20) == [True, True]
+
+
+def test_ranks_that_do_not_agree_are_all_told_what_differs(run_ranks):
+    def build(rank, group):
+        with pytest.raises(ValueError, match="do not agree on update_every: rank 0: 3; rank 1: 4"):
+            Run(group, update_every=3 + rank)
+
+    run_ranks(build, 2, timeout_s=20)
+
+
+def test_a_rank_that_never_comes_is_named(run_ranks, monkeypatch):
+    monkeypatch.setattr(NumbersGroup, "MEETING_S", 0.5)
+
+    def build(rank, group):
+        if rank == 0:
+            with pytest.raises(RuntimeError, match=r"ranks \[1\] of the group did not come"):
+                Run(group)
+
+    run_ranks(build, 2, timeout_s=20)
+
+
+def test_another_group_than_the_layers_is_refused(run_ranks):
+    def build(rank, group):
+        pair = dist.new_group([0, 1])
+        if rank < 2:
+            config = zr.BalanceConfig()
+            model = zr.convert(Pair(pair), process_group=pair, config=config)
+            with pytest.raises(ValueError, match="layer up belongs to another process group"):
+                zr.Balancer(model, None, process_group=group, config=config)
+
+    run_ranks(build, 3)
+
+
+def test_steps_are_measured_under_the_plan_that_a_pin_put_in_force(run_ranks):
+    def full_work_products(rank, group):
+        run = Run(group, update_every=1)
+        run.steps(2)
+        seen = []
+        for ratio in (None, 0.75, 0.95, 0.0):
+            if ratio is not None:
+                run.balancer.pin(0, ratio)
+            run.steps(1)
+            seen.append(run.balancer.metrics()["balance/products_s"])
+        return seen
+
+    products_s = run_ranks(full_work_products, 2)[0]
+    assert products_s == pytest.approx([products_s[0]] * 4, rel=0.05)
+
+
+def test_one_rank_records_nothing(run_ranks):
+    def train(rank, group):
+        run = Run(group)
+        for _ in range(3):
+            dist.barrier()
+            run.steps(1)
+        return run.balancer._timer._step
+
+    assert run_ranks(train, 1) == [None]
 
 
 def test_state_of_other_layers_is_refused(run_ranks):
     def load(rank, group):
         run = Run(group)
-        state = run.balancer.state_dict()
+        ((key, state),) = run.balancer.state_dict().items()
         with pytest.raises(ValueError, match="another model"):
-            run.balancer.load_state_dict({**state, "layers": {"up": 7}})
+            run.balancer.load_state_dict({key: {**state, "layers": {"up": 7}}})
+        with pytest.raises(ValueError, match=r"no balancer state of 'group 0-1': there is \['group 2-3'\]"):
+            run.balancer.load_state_dict({"group 2-3": state})
 
     run_ranks(load, 2)
 

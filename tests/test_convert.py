@@ -6,7 +6,7 @@ import torch.distributed as dist
 from log_lines import caught_log_lines
 from torch import nn
 
-from zeroresize import BalanceConfig, ColumnParallelLinear, RowParallelLinear, convert
+from zeroresize import BalanceConfig, Balancer, ColumnParallelLinear, RowParallelLinear, convert
 from zeroresize.convert import balanced_layers
 
 CONFIG = BalanceConfig()
@@ -36,7 +36,9 @@ def test_layers_are_taken_in_place_in_the_order_of_the_model(run_ranks):
 @pytest.mark.parametrize(("imputation", "is_kept"), [("zero", False), ("average", False), ("same", True)])
 def test_gradients_of_the_previous_step_are_kept_only_where_imputation_needs_them(run_ranks, imputation, is_kept):
     def check(rank, group):
-        model = convert(mlp(group), process_group=group, config=BalanceConfig(imputation=imputation))
+        config = BalanceConfig(imputation=imputation)
+        model = convert(mlp(group), process_group=group, config=CONFIG)
+        Balancer(model, None, process_group=group, config=config)
         model(torch.ones(3, 4).requires_grad_()).sum().backward()
         for layer in balanced_layers(model).values():
             assert (layer.last is not None) == is_kept

@@ -272,3 +272,20 @@ def test_a_second_derivative_is_an_error_not_a_wrong_number(run_ranks):
             dx.sum().backward()
 
     run_ranks(differentiate_twice, 2)
+
+
+def test_an_overflow_is_not_remembered_for_columns_that_take_the_same_values(run_ranks):
+    def train(rank, group):
+        last, plan = LastGradients(), LayerPlan.from_pruned(torch.tensor([1, 3]), 4, imputation="same")
+        x, w = torch.randn(5, 4), torch.randn(3, 4, requires_grad=True)
+
+        def backward(plan, dy):
+            w.grad = None
+            column_parallel_products(x, w, None, plan, group, Probes(), last).backward(dy)
+            return w.grad.clone()
+
+        good = backward(None, torch.ones(5, 3))
+        backward(None, torch.full((5, 3), float("inf")))
+        return torch.equal(backward(plan, torch.zeros(5, 3))[:, [1, 3]], good[:, [1, 3]])
+
+    assert run_ranks(train, 2) == [True, True]

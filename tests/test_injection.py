@@ -230,7 +230,7 @@ def test_device_delay_does_nothing_without_slowness():
 
 
 def test_each_device_has_its_own_delay_with_the_same_chi():
-    delays = Delays(make_device_delay=lambda: DeviceDelay(FakeDevice()))
+    delays = Delays(make_device_delay=lambda _: DeviceDelay(FakeDevice()))
     delays.chi = 2.0
     first, second, host = (delays.on(torch.device(name)) for name in ("cuda:0", "cuda:1", "cpu"))
     assert first is delays.on(torch.device("cuda:0")) and first is not second

@@ -221,15 +221,17 @@ def test_from_linear_keeps_what_the_linear_is(run_ranks, kind, options):
     run_ranks(check, 2)
 
 
-def test_a_new_layer_is_drawn_like_a_linear_of_the_whole_size(run_ranks):
+def test_new_layers_of_all_ranks_make_up_the_linear_of_the_whole_size(run_ranks):
     def check(rank, group):
+        torch.manual_seed(0)
+        up, down = torch.nn.Linear(100, 400), torch.nn.Linear(400, 100, bias=False)
         torch.manual_seed(0)
         column = ColumnParallelLinear(100, 400, process_group=group)
         row = RowParallelLinear(400, 100, process_group=group)
-        for weight, bound in [(column.weight, 100**-0.5), (row.weight, 400**-0.5)]:
-            assert weight.abs().max() <= bound
-            assert weight.std().item() == pytest.approx(bound / 3**0.5, rel=0.02)
-        assert row.bias.eq(0).all()  # replicated, so it must be alike on every rank
+        assert torch.equal(column.weight, up.weight.chunk(2)[rank])
+        assert torch.equal(column.bias, up.bias.chunk(2)[rank])
+        assert torch.equal(row.weight, down.weight.chunk(2, dim=1)[rank])
+        assert row.bias.eq(0).all()  # replicated, so it must be alike on every rank, however the ranks are seeded
 
     run_ranks(check, 2)
 

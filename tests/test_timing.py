@@ -1,12 +1,13 @@
 """Busy time and product time: what counts, what does not, and when it can be read."""
 
+import threading
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from zeroresize import waits
+from zeroresize import timing, waits
 from zeroresize.timing import HostClock, StepTimer
 
 
@@ -16,6 +17,8 @@ class FakeClock:
     def __init__(self):
         self.now = 0.0
         self.passed = float("inf")
+        self.on_main_stream = True
+        self.recycled = []
 
     def advance(self, seconds):
         self.now += seconds
@@ -28,6 +31,15 @@ class FakeClock:
 
     def has_passed(self, mark):
         return mark <= self.passed
+
+    def enter_main_stream(self):
+        pass
+
+    def is_on_main_stream(self):
+        return self.on_main_stream
+
+    def recycle(self, marks):
+        self.recycled += marks
 
 
 @pytest.fixture
@@ -129,3 +141,55 @@ def test_waiting_for_a_late_rank_is_not_busy_time_whoever_calls_the_collective(r
             assert early[name] < 0.2, name
         assert early[name] >= 0.05
         assert 0.3 <= late[name] < 0.5, name
+
+
+def test_waits_of_other_threads_hold_up_nobody(run_ranks):
+    """A checkpoint saved in the background waits for its collectives while this thread computes."""
+
+    def measure(rank, group):
+        background = dist.new_group([0, 1])
+        timer = StepTimer(HostClock())
+        dist.barrier(group=group)
+        timer.begin_step()
+        thread = threading.Thread(target=dist.barrier, kwargs={"group": background})
+        if rank == 0:
+            thread.start()
+        time.sleep(0.4)
+        busy_s = timer.end_step().busy_s
+        if rank == 1:
+            thread.start()
+        thread.join()
+        return busy_s
+
+    assert min(run_ranks(measure, 2)) >= 0.4
+
+
+def test_what_happens_beside_the_main_stream_is_not_counted(clock, timer):
+    timer.begin_step()
+    clock.on_main_stream = False
+    timer.wait_begins()
+    clock.advance(5.0)
+    timer.wait_ends()
+    assert timer.end_step().busy_s == 5.0
+
+
+def test_marks_are_given_back_once_read_and_when_dropped(clock, timer):
+    clock.recycled.clear()
+    one_step(clock, timer)
+    timer.end_step()
+    assert len(clock.recycled) == 8
+    one_step(clock, timer)
+    timer.begin_step()
+    assert len(clock.recycled) == 15  # the end of a dropped step was never marked
+
+
+def test_a_step_that_never_ends_is_not_recorded_for_ever(clock, timer, monkeypatch):
+    monkeypatch.setattr(timing, "_MOST_MARKS", 100)
+    timer.begin_step()
+    for _ in range(200):
+        timer.product_begins()
+        timer.product_ends()
+    assert timer._step is None
+    assert timer.end_step() is None
+    one_step(clock, timer)
+    assert timer.end_step().busy_s == 3.0

@@ -6,7 +6,12 @@ start them here, because one is overlapped and the other works in place on the p
 
 from __future__ import annotations
 
-import contextlib
+import json
+import weakref
+from collections import Counter
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -35,9 +40,14 @@ def group_rank(process_group: ProcessGroup) -> int:
     return dist.get_rank(process_group)
 
 
+def group_ranks(process_group: ProcessGroup) -> list[int]:
+    """The group's ranks, counted over the whole world."""
+    return dist.get_process_group_ranks(process_group)
+
+
 def same_ranks(one: ProcessGroup, other: ProcessGroup) -> bool:
     """Whether two groups hold the same ranks in the same order."""
-    return one is other or dist.get_process_group_ranks(one) == dist.get_process_group_ranks(other)
+    return one is other or group_ranks(one) == group_ranks(other)
 
 
 def all_reduce(tensor: Tensor, process_group: ProcessGroup) -> None:
@@ -53,22 +63,60 @@ def start_all_reduce(tensor: Tensor, process_group: ProcessGroup) -> dist.Work |
     return dist.all_reduce(tensor, group=process_group, async_op=True)
 
 
-def start_all_gather(parts: list[Tensor], tensor: Tensor, process_group: ProcessGroup) -> dist.Work:
-    """Start filling ``parts`` with every rank's ``tensor``."""
-    return dist.all_gather(parts, tensor, group=process_group, async_op=True)
+class NumbersGroup:
+    """The ranks of a group once more, on CPU (gloo), for numbers: no device synchronisation, nothing in between the
+    host's collectives.
 
+    It meets through the default group's store under a name of its own. (``torch.distributed.new_group`` with local
+    synchronisation derives the name from how many groups a rank knows, so it hangs where ranks know different ones.)
+    Making it is collective over ``process_group`` only, which makes it safe under DP × TP.
 
-def exchange_group(process_group: ProcessGroup) -> ProcessGroup:
-    """A CPU (gloo) group of the same ranks, for numbers: no device synchronisation, no interleaving with the host's
-    collectives. Only the members of ``process_group`` take part in making it (safe under DP × TP)."""
-    ranks = dist.get_process_group_ranks(process_group)
-    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    Args:
+        process_group: whose ranks.
+        agreement: what must be the same on all of them, by name.
 
+    Raises:
+        ValueError: on every rank, if the ranks do not agree, naming what differs and where.
+        RuntimeError: if not all ranks come within ``MEETING_S`` seconds.
+    """
 
-def destroy_group(process_group: ProcessGroup) -> None:
-    """Take a group down; nothing happens if that was done already, with all groups for example."""
-    with contextlib.suppress(ValueError, AssertionError, RuntimeError):
-        dist.destroy_process_group(process_group)
+    MEETING_S = 300.0
+    _num_made: ClassVar[Counter[tuple[int, ...]]] = Counter()
+
+    def __init__(self, process_group: ProcessGroup, agreement: Mapping[str, str]) -> None:
+        ranks = tuple(group_ranks(process_group))
+        self.rank, self.size = group_rank(process_group), len(ranks)
+        name = f"zeroresize/{'-'.join(map(str, ranks))}/{self._num_made[ranks]}"
+        self._num_made[ranks] += 1
+        store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        self._require_agreement(self._meet(store, "agreement", json.dumps(dict(agreement))))
+        # A process that ends with gloo's threads alive can abort; dropping the group, also at exit, ends them.
+        self._gloo: list[Any] = [dist.ProcessGroupGloo(store, self.rank, self.size, dist.default_pg_timeout)]
+        self.close = weakref.finalize(self, self._gloo.clear)
+        self._meet(store, "connected", "")  # nobody may leave again while others are still connecting
+
+    def start_all_gather(self, parts: list[Tensor], tensor: Tensor) -> dist.Work:
+        """Start filling ``parts`` with every rank's ``tensor``."""
+        return self._gloo[0].allgather([parts], [tensor])
+
+    def _meet(self, store: dist.Store, where: str, message: str) -> list[str]:
+        """Leave a message and wait for those of all ranks."""
+        store.set(f"{where}/{self.rank}", message)
+        keys = [f"{where}/{rank}" for rank in range(self.size)]
+        try:
+            store.wait(keys, timedelta(seconds=self.MEETING_S))
+        except Exception as error:
+            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            raise RuntimeError(f"ranks {missing} of the group did not come within {self.MEETING_S:g} s") from error
+        return [store.get(key).decode() for key in keys]
+
+    def _require_agreement(self, messages: list[str]) -> None:
+        by_rank = [json.loads(message) for message in messages]
+        for what in by_rank[0]:
+            said = [values.get(what) for values in by_rank]
+            if len(set(said)) > 1:
+                detail = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(said))
+                raise ValueError(f"the ranks of the group do not agree on {what}: {detail}")
 
 
 def gather_from(x: Tensor, process_group: ProcessGroup) -> Tensor:

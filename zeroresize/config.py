@@ -25,7 +25,8 @@ class BalanceConfig:
     Attributes:
         mode: ``"off"`` computes everything but still measures (the paper's Baseline); ``"zero-rd"`` lets stragglers
             prune columns drawn at random (ZERO-Rd, section III-B).
-        ratio: ``"auto"`` solves Eq. (1) for every straggler; a number forces that pruning ratio γ, 0 < γ < 1.
+        ratio: ``"auto"`` solves Eq. (1) for every straggler; a number forces that pruning ratio γ,
+            0 ≤ γ < 1 (0 prunes nothing).
         ranks: whom a forced ratio applies to: ``"stragglers"`` (as measured), ``"all"``, or ranks counted within the
             group. With ``"all"`` or a list the ratio is in force from the first iteration.
         target: the reference time of Eq. (1): the ``"mean"`` over the ranks (paper) or their ``"min"``.
@@ -75,7 +76,7 @@ class BalanceConfig:
         object.__setattr__(self, "ranks", _checked_ranks(self.ranks))
         if self.ranks != "stragglers" and self.ratio == "auto":
             raise ValueError(
-                f"ranks={self.ranks!r} needs a forced ratio: set ratio to a number with 0 < ratio < 1, "
+                f"ranks={self.ranks!r} needs a forced ratio: set ratio to a number with 0 <= ratio < 1, "
                 "or leave ranks at 'stragglers'"
             )
 

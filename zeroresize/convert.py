@@ -9,13 +9,15 @@ from typing import Any, TypeVar
 
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
 
 from zeroresize.collectives import group_size, require_group, same_ranks
 from zeroresize.config import BalanceConfig
-from zeroresize.functional import LastGradients
 from zeroresize.linear import BalancedLinear
 
 logger = logging.getLogger(__name__)
+
+GATHERED = "gather_output=True"
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -53,8 +55,6 @@ def convert(model: ModelT, *, process_group: ProcessGroup, config: BalanceConfig
     layers = balanced_layers(model)
     if not layers:
         raise ValueError(_nothing_to_convert(left_alone))
-    for layer in layers.values():
-        layer.last = LastGradients() if config.imputation == "same" else None
     logger.info("convert: %d layers can be balanced, %d were left alone", len(layers), len(left_alone))
     return model
 
@@ -78,7 +78,9 @@ def _swap_layers(model: nn.Module, process_group: ProcessGroup) -> dict[str, str
         reason = _why_left_alone(module, process_group) or (host.why_left_alone(module) if host else None)
         if reason is not None:
             left_alone[name] = reason
-            logger.info("convert: layer %s is left alone: %s", name, reason)
+            # A gathered classifier is usual; anything else a user would want to know.
+            level = logging.INFO if reason == GATHERED else logging.WARNING
+            logger.log(level, "convert: layer %s is left alone: %s", name, reason)
             continue
         layer = host.swap_layer(module) if host else module
         layer.is_converted = True
@@ -99,7 +101,7 @@ def _host_of(module: nn.Module) -> ModuleType | None:
 
 def _why_left_alone(module: Any, process_group: ProcessGroup) -> str | None:
     if getattr(module, "gather_output", False):
-        return "gather_output=True"
+        return GATHERED
     if not same_ranks(module.process_group, process_group):
         return "it belongs to another process group"
     if module.weight.shape[1] < 2:
@@ -108,9 +110,10 @@ def _why_left_alone(module: Any, process_group: ProcessGroup) -> str | None:
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
-    """The module inside Booster's (and DDP's) wrappers, so that layer names do not depend on them."""
+    """The module inside Booster's or DDP's wrappers, so that layer names do not depend on them."""
     unwrap = getattr(model, "unwrap", None)
-    return unwrap() if callable(unwrap) else model
+    model = unwrap() if callable(unwrap) else model
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def _nothing_to_convert(left_alone: dict[str, str]) -> str:

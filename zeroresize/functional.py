@@ -21,7 +21,10 @@ from zeroresize.probe import Probes
 
 @dataclass
 class LastGradients:
-    """One layer's gradients of its previous backward, kept only for ``imputation="same"``."""
+    """One layer's gradients of its previous backward, kept only for ``imputation="same"``.
+
+    They are those of the scaled loss where a loss is scaled. A step whose gradients overflow is not remembered.
+    """
 
     dx_TK: Tensor | None = None
     dw_NK: Tensor | None = None
@@ -115,7 +118,7 @@ def _dgrad(dy_TN, w_NK, x_shape, ctx):
     last_dx_TK = ctx.last.dx_TK if ctx.last is not None else None
     dx_TK = ctx.probes.product(kernels.dgrad, dy_TN, w_NK, ctx.plan, last_dx_TK)
     if ctx.last is not None:
-        ctx.last.dx_TK = dx_TK.clone()  # before the all-reduce: what this rank itself computed
+        ctx.last.dx_TK = _remembered(dx_TK, last_dx_TK)  # before the all-reduce: what this rank itself computed
     return dx_TK.view(x_shape)
 
 
@@ -123,5 +126,16 @@ def _wgrad(dy_TN, x, ctx):
     last_dw_NK = ctx.last.dw_NK if ctx.last is not None else None
     dw_NK = ctx.probes.product(kernels.wgrad, dy_TN, x.reshape(-1, x.shape[-1]), ctx.plan, last_dw_NK)
     if ctx.last is not None:
-        ctx.last.dw_NK = dw_NK.clone()  # the optimizer or clipping may change the gradient in place
+        ctx.last.dw_NK = _remembered(dw_NK, last_dw_NK)
     return dw_NK
+
+
+def _remembered(computed, last):
+    """A copy of ``computed`` (the optimizer or clipping may change it in place), or ``last`` if it is not finite.
+
+    Decided on the device: an overflow copied into pruned columns would overflow every later step.
+    """
+    is_finite = torch.isfinite(computed).all()
+    if last is not None and last.shape == computed.shape:
+        return torch.where(is_finite, computed, last)
+    return torch.where(is_finite, computed, torch.zeros_like(computed))

@@ -18,7 +18,8 @@ class PlanInstaller:
 
     Attributes:
         ratio: γ in force, as wanted.
-        pruned_share: share of this rank's product FLOPs that the plan drops, after rounding to columns.
+        pruned_share: share of this rank's product FLOPs that the plan drops, after rounding to columns and blocks
+            (layers weighted by their matrices' sizes).
     """
 
     def __init__(
@@ -44,9 +45,9 @@ class PlanInstaller:
 
     @property
     def pruned_share(self) -> float:
-        work = {name: layer.weight.numel() * max(layer.num_tokens, 1) for name, layer in self._layers.items()}
-        pruned = sum(work[name] * layer.plan.pruned_share for name, layer in self._layers.items() if layer.plan)
-        return pruned / sum(work.values()) if work else 0.0
+        work = sum(layer.weight.numel() for layer in self._layers.values())
+        pruned = sum(layer.weight.numel() * layer.plan.pruned_share for layer in self._layers.values() if layer.plan)
+        return pruned / work if work else 0.0
 
     def _layer_plan(self, layer: BalancedLinear, position: int, ratio: float, epoch: int) -> LayerPlan | None:
         num_pruned = num_pruned_columns(ratio, layer.num_columns, self._config.block)
@@ -60,6 +61,5 @@ class PlanInstaller:
             rank=self._rank,
             layer=position,
         )
-        return LayerPlan.from_pruned(
-            torch.from_numpy(order[:num_pruned]), layer.num_columns, layer.weight.device, self._config.imputation
-        )
+        pruned = torch.tensor(order[:num_pruned].tolist(), dtype=torch.int64, device="cpu")
+        return LayerPlan.from_pruned(pruned, layer.num_columns, layer.weight.device, self._config.imputation)

@@ -12,8 +12,6 @@ layer                     weight          input            forward collective   
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -32,7 +30,8 @@ class BalancedLinear:
             (``training`` False) always computes in full.
         probes: what measures or slows the products.
         last: gradients of the previous backward, held only for ``imputation="same"``.
-        num_tokens: T of the last training forward, 0 before the first.
+        num_tokens: T, summed over all training forwards so far.
+        compute_dtype: of the last training forward's products.
         is_converted: whether ``zeroresize.convert`` has taken the layer in.
         process_group: the tensor-parallel group.
     """
@@ -41,6 +40,7 @@ class BalancedLinear:
     probes: Probes
     last: LastGradients | None
     num_tokens: int
+    compute_dtype: torch.dtype
     is_converted: bool
     process_group: ProcessGroup
     weight: Tensor
@@ -52,6 +52,7 @@ class BalancedLinear:
         self.probes = Probes()
         self.last = None
         self.num_tokens = 0
+        self.compute_dtype = self.weight.dtype
         self.is_converted = False
 
     @property
@@ -79,7 +80,8 @@ class BalancedLinear:
             )
         if not self.training:
             return None
-        self.num_tokens = x.numel() // self.num_columns
+        self.num_tokens += x.numel() // self.num_columns
+        self.compute_dtype = x.dtype
         return self.plan
 
 
@@ -123,8 +125,20 @@ class ColumnParallelLinear(BalancedLinear, nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise this rank's slice as ``torch.nn.Linear`` would the whole."""
-        _reset_like_linear(self.weight, self.bias, self.in_features)
+        """Draw the whole layer as ``torch.nn.Linear`` does and keep this rank's slice.
+
+        Seeded alike, the ranks together hold what one rank would.
+        """
+        if self.weight.device.type == "meta":
+            return
+        whole = nn.Linear(
+            self.in_features,
+            self.out_features,
+            bias=self.bias is not None,
+            device=self.weight.device,
+            dtype=self.weight.dtype,
+        )
+        self._take_slice_of(whole)
 
     @classmethod
     def from_linear(
@@ -143,11 +157,14 @@ class ColumnParallelLinear(BalancedLinear, nn.Module):
             gather_output=gather_output,
             device="meta",
         )
-        ranks, rank = group_size(process_group), group_rank(process_group)
-        layer.weight = _slice_of(linear.weight, 0, ranks, rank)
-        if linear.bias is not None:
-            layer.bias = _slice_of(linear.bias, 0, ranks, rank)
+        layer._take_slice_of(linear)
         return layer.train(linear.training)
+
+    def _take_slice_of(self, linear: nn.Linear) -> None:
+        ranks, rank = group_size(self.process_group), group_rank(self.process_group)
+        self.weight = _slice_of(linear.weight, 0, ranks, rank)
+        if linear.bias is not None:
+            self.bias = _slice_of(linear.bias, 0, ranks, rank)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.column_products(x, self.bias)
@@ -200,8 +217,16 @@ class RowParallelLinear(BalancedLinear, nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise this rank's slice as ``torch.nn.Linear`` would the whole; the bias is zero, alike everywhere."""
-        _reset_like_linear(self.weight, None, self.in_features)
+        """Draw the whole weight as ``torch.nn.Linear`` does and keep this rank's slice; the bias is zero.
+
+        Seeded alike, the ranks together hold what one rank would.
+        """
+        if self.weight.device.type == "meta":
+            return
+        device, dtype = self.weight.device, self.weight.dtype
+        whole = nn.Linear(self.in_features, self.out_features, bias=False, device=device, dtype=dtype)
+        ranks, rank = group_size(self.process_group), group_rank(self.process_group)
+        self.weight = _slice_of(whole.weight, 1, ranks, rank)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
@@ -272,12 +297,3 @@ def _divide(name: str, size: int, num_ranks: int) -> int:
 def _slice_of(parameter: Tensor, dim: int, num_ranks: int, rank: int) -> nn.Parameter:
     own = parameter.detach().chunk(num_ranks, dim=dim)[rank].clone(memory_format=torch.contiguous_format)
     return nn.Parameter(own, requires_grad=parameter.requires_grad)
-
-
-def _reset_like_linear(weight: Tensor, bias: Tensor | None, fan_in: int) -> None:
-    if weight.device.type == "meta":
-        return
-    bound = 1 / math.sqrt(fan_in) if fan_in else 0.0
-    nn.init.uniform_(weight, -bound, bound)
-    if bias is not None:
-        nn.init.uniform_(bias, -bound, bound)

@@ -70,14 +70,15 @@ class LayerPlan:
         """
         if pruned.numel() and (int(pruned.min()) < 0 or int(pruned.max()) >= num_columns):
             raise ValueError(f"pruned columns must lie in 0 to {num_columns - 1}, found {pruned.tolist()}")
-        is_kept = torch.ones(num_columns, dtype=torch.bool)
+        is_kept = torch.ones(num_columns, dtype=torch.bool, device="cpu")
         is_kept[pruned] = False
         keep_P = is_kept.nonzero().squeeze(1)
         if keep_P.numel() == 0:
             raise ValueError(f"a plan must keep at least one of {num_columns} columns")
         if keep_P.numel() + pruned.numel() != num_columns:
             raise ValueError("pruned columns must be different from each other")
-        return cls(keep_P.to(device), pruned.sort().values.to(device), imputation)
+        sorted_pruned = pruned.sort().values
+        return cls(keep_P.to(device, non_blocking=True), sorted_pruned.to(device, non_blocking=True), imputation)
 
     @property
     def num_columns(self) -> int:

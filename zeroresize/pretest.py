@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +14,14 @@ from torch import Tensor
 from zeroresize import kernels
 from zeroresize.linear import BalancedLinear
 from zeroresize.plan import LayerPlan
-from zeroresize.policy.cost_model import ResizingCost
+from zeroresize.policy.cost_model import NUM_POINTS, ResizingCost, spread_ratios
 from zeroresize.probe import Probe
 
-NUM_POINTS = 6
 _REPEATS = 3
+#: Tokens of the first trial, from which the rest of the budget is planned.
+_FIRST_TOKENS = 256
+#: What a product costs on average over the measured ratios, roughly, relative to the whole one.
+_MEAN_COST = 0.7
 
 
 @dataclass(frozen=True)
@@ -34,10 +37,10 @@ def measure_resizing_cost(layers: Iterable[BalancedLinear], max_ratio: float, bu
     """What pruning costs this rank at ``NUM_POINTS`` ratios from 0 to ``max_ratio``, over all layers together.
 
     Every distinct shape is measured once and counted as often as layers have it. The products run through the layers'
-    probes, so injected slowness counts as it does in training. Tokens are halved until the test fits ``budget_s``.
+    probes, so injected slowness counts as it does in training. Fewer tokens are used where all do not fit the budget.
 
     Args:
-        layers: balanced layers that have seen a training forward (``num_tokens`` > 0).
+        layers: balanced layers that have seen the training forwards of one iteration (``num_tokens`` > 0).
         max_ratio: the largest ratio of interest, below 1.
         budget_s: seconds it may take, roughly.
     """
@@ -47,13 +50,13 @@ def measure_resizing_cost(layers: Iterable[BalancedLinear], max_ratio: float, bu
         if layer.num_tokens == 0:
             continue
         weight = layer.weight
-        shape = _Shape(layer.num_tokens, weight.shape[1], weight.shape[0], weight.dtype, weight.device)
+        shape = _Shape(layer.num_tokens, weight.shape[1], weight.shape[0], layer.compute_dtype, weight.device)
         examples.setdefault(shape, layer)
         counts[shape] += 1
     if not counts:
         return ResizingCost.linear(max_ratio)
 
-    ratios = [max_ratio * i / (NUM_POINTS - 1) for i in range(NUM_POINTS)]
+    ratios = spread_ratios(max_ratio)
     gemm_s, overhead_s = [0.0] * NUM_POINTS, [0.0] * NUM_POINTS
     for shape, count in counts.items():
         measured = _measure_shape(examples[shape], shape, ratios, budget_s / len(counts))
@@ -61,27 +64,26 @@ def measure_resizing_cost(layers: Iterable[BalancedLinear], max_ratio: float, bu
             gemm_s[point] += count * gemm
             overhead_s[point] += count * overhead
     return ResizingCost(
-        ratios=tuple(ratios),
+        ratios=ratios,
         gemm_share=tuple(max(seconds / gemm_s[0], 1e-6) for seconds in gemm_s),
         overhead_s=(0.0, *overhead_s[1:]),
     )
 
 
 def _measure_shape(
-    layer: BalancedLinear, shape: _Shape, ratios: list[float], budget_s: float
+    layer: BalancedLinear, shape: _Shape, ratios: Sequence[float], budget_s: float
 ) -> list[tuple[float, float]]:
     """(gemm, overhead) seconds of the three products at every ratio for all the layer's tokens.
 
     The best of three rounds, with the ratios interleaved so that drift hits all alike.
     """
-    num_tokens = shape.num_tokens
+    num_tokens = min(shape.num_tokens, _FIRST_TOKENS)
+    operands = _operands(shape, num_tokens)
+    _time_products(layer, *operands, None)  # first calls set up threads and libraries
+    seconds_a_token = sum(_time_products(layer, *operands, None)) / num_tokens
+    affordable = budget_s / (seconds_a_token * len(ratios) * _REPEATS * _MEAN_COST)
+    num_tokens = min(shape.num_tokens, max(num_tokens // 2, int(affordable)))
     x_TK, dy_TN, w_NK = _operands(shape, num_tokens)
-    _time_products(layer, x_TK, dy_TN, w_NK, None)  # first calls set up threads and libraries
-    full_s = sum(_time_products(layer, x_TK, dy_TN, w_NK, None))
-    while full_s * len(ratios) * _REPEATS > 2 * budget_s and num_tokens > 64:
-        num_tokens //= 2
-        full_s /= 2
-    x_TK, dy_TN = x_TK[:num_tokens], dy_TN[:num_tokens]
     plans = [_spread_plan(ratio, shape) for ratio in ratios]
     rounds = [[_time_products(layer, x_TK, dy_TN, w_NK, plan) for plan in plans] for _ in range(_REPEATS)]
     scale = shape.num_tokens / num_tokens
@@ -92,10 +94,10 @@ def _measure_shape(
 
 
 def _operands(shape: _Shape, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)  # a generator of its own: training's random numbers stay as they are
+    generator = torch.Generator(shape.device).manual_seed(0)  # its own: training's random numbers stay as they are
 
     def random(*size: int) -> Tensor:
-        return torch.randn(*size, generator=generator).to(shape.device, shape.dtype)
+        return torch.randn(*size, generator=generator, device=shape.device).to(shape.dtype)
 
     return (
         random(num_tokens, shape.num_columns),
@@ -109,7 +111,7 @@ def _spread_plan(ratio: float, shape: _Shape) -> LayerPlan | None:
     num_pruned = min(round(ratio * shape.num_columns), shape.num_columns - 1)
     if num_pruned == 0:
         return None
-    order = torch.randperm(shape.num_columns, generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(shape.num_columns, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     return LayerPlan.from_pruned(order[:num_pruned], shape.num_columns, shape.device)
 
 

@@ -43,6 +43,10 @@ class Probes:
     def remove(self, probe: Probe) -> None:
         self._probes = tuple(other for other in self._probes if other is not probe)
 
+    def holds(self, kind: type[Probe]) -> bool:
+        """Whether a probe of this kind is attached."""
+        return any(isinstance(probe, kind) for probe in self._probes)
+
     def product(self, kernel: Callable[..., Tensor], *operands: Any) -> Tensor:
         """Carry out ``kernel(*operands, gemm)``, where ``gemm`` is how the kernel must multiply."""
         for probe in self._probes:

@@ -6,6 +6,7 @@ is ever synchronised.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -15,6 +16,9 @@ import torch
 
 from zeroresize import waits
 from zeroresize.probe import Probe
+
+#: More marks than any step has: evaluating for hours after the last step is not recorded for ever.
+_MOST_MARKS = 200_000
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,11 @@ class StepTimes:
     overhead_s: float
     plan_key: Any = None
 
+    @property
+    def rest_s(self) -> float:
+        """Busy seconds outside the balanced layers' products."""
+        return self.busy_s - self.gemm_s - self.overhead_s
+
 
 class Clock(Protocol):
     """Takes marks now and turns two of them into seconds later."""
@@ -42,6 +51,15 @@ class Clock(Protocol):
     def seconds(self, begin: Any, end: Any) -> float: ...
 
     def has_passed(self, mark: Any) -> bool: ...
+
+    def enter_main_stream(self) -> None:
+        """A step begins, on the stream that is current now."""
+
+    def is_on_main_stream(self) -> bool:
+        """Whether work that is started now holds up the work of the step."""
+
+    def recycle(self, marks: list[Any]) -> None:
+        """These marks have been read and are not needed again."""
 
 
 class HostClock:
@@ -56,16 +74,31 @@ class HostClock:
     def has_passed(self, mark: float) -> bool:
         return True
 
+    def enter_main_stream(self) -> None:
+        pass
+
+    def is_on_main_stream(self) -> bool:
+        return True
+
+    def recycle(self, marks: list[float]) -> None:
+        pass
+
 
 class DeviceClock:
-    """CUDA events on the current stream; events are used again once they have been read."""
+    """CUDA events on the current stream of ``device``; events are used again once they have been read.
 
-    def __init__(self) -> None:
+    Args:
+        device: a CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._main_stream = torch.cuda.current_stream(device)
         self._free: list[torch.cuda.Event] = []
 
     def mark(self) -> torch.cuda.Event:
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
@@ -74,13 +107,19 @@ class DeviceClock:
     def has_passed(self, mark: torch.cuda.Event) -> bool:
         return mark.query()
 
+    def enter_main_stream(self) -> None:
+        self._main_stream = torch.cuda.current_stream(self._device)
+
+    def is_on_main_stream(self) -> bool:
+        return torch.cuda.current_stream(self._device) == self._main_stream
+
     def recycle(self, marks: list[torch.cuda.Event]) -> None:
         self._free.extend(marks)
 
 
 def clock_for(device: torch.device) -> Clock:
     """Device events for a GPU, else the host's clock."""
-    return DeviceClock() if device.type == "cuda" else HostClock()
+    return DeviceClock(device) if device.type == "cuda" else HostClock()
 
 
 @dataclass
@@ -92,21 +131,34 @@ class _Step:
     gemms: list[tuple[Any, Any]] = field(default_factory=list)
     waits: list[tuple[Any, Any]] = field(default_factory=list)
 
+    @property
+    def marks(self) -> list[Any]:
+        pairs = [(self.begin, self.end), *self.products, *self.gemms, *self.waits]
+        return [mark for pair in pairs for mark in pair if mark is not None]
+
 
 class StepTimer(Probe):
-    """Sums the products of the layers it probes and the waits of this process, iteration by iteration."""
+    """Sums the products of the layers it probes and the waits of training, iteration by iteration.
+
+    Training is the thread that begins the steps, and autograd's threads. What other threads wait for (a checkpoint that
+    is saved in the background, batches that are fetched ahead) holds up nobody here.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._unread: deque[_Step] = deque()
         self._step: _Step | None = None
-        self._begun: dict[str, Any] = {}
+        self._thread = threading.get_ident()
+        self._begun = threading.local()
         self._num_marks = self._last_num_marks = 0
         self._mark_s = self._measure_mark_s()
         waits.listen(self)
 
     def begin_step(self, plan_key: Any = None) -> None:
         """An iteration begins; whatever was measured since the last ``end_step`` is dropped."""
+        self._drop_step()
+        self._thread = threading.get_ident()
+        self._clock.enter_main_stream()
         self._step = _Step(begin=self._clock.mark(), plan_key=plan_key)
         self._num_marks = 1
 
@@ -122,7 +174,7 @@ class StepTimer(Probe):
             self._step = None
             self._last_num_marks = self._num_marks
         newest = None
-        while self._unread and self._clock.has_passed(self._unread[0].end):
+        while self._unread and all(map(self._clock.has_passed, self._unread[0].marks)):
             newest = self._read(self._unread.popleft())
         return newest
 
@@ -132,8 +184,9 @@ class StepTimer(Probe):
         return self._last_num_marks * self._mark_s
 
     def close(self) -> None:
-        """Stop listening to waits."""
+        """Stop listening to waits, and record nothing more."""
         waits.stop_listening(self)
+        self._drop_step()
 
     def product_begins(self) -> None:
         self._begin("products")
@@ -154,14 +207,26 @@ class StepTimer(Probe):
         self._end("waits")
 
     def _begin(self, kind: str) -> None:
-        if self._step is not None:
-            self._begun[kind] = self._clock.mark()
+        if self._step is not None and self._is_training_thread() and self._clock.is_on_main_stream():
+            setattr(self._begun, kind, self._clock.mark())
 
     def _end(self, kind: str) -> None:
-        begin = self._begun.pop(kind, None)
-        if self._step is not None and begin is not None:
-            getattr(self._step, kind).append((begin, self._clock.mark()))
-            self._num_marks += 2
+        begin = getattr(self._begun, kind, None)
+        setattr(self._begun, kind, None)
+        if self._step is None or begin is None:
+            return
+        getattr(self._step, kind).append((begin, self._clock.mark()))
+        self._num_marks += 2
+        if self._num_marks > _MOST_MARKS:
+            self._drop_step()
+
+    def _is_training_thread(self) -> bool:
+        return threading.get_ident() == self._thread or torch._C._current_graph_task_id() != -1
+
+    def _drop_step(self) -> None:
+        if self._step is not None:
+            self._clock.recycle(self._step.marks)
+            self._step = None
 
     def _measure_mark_s(self, num_pairs: int = 500) -> float:
         """Seconds that one mark costs the host, bookkeeping included."""
@@ -179,9 +244,7 @@ class StepTimer(Probe):
         products_s, gemm_s, waits_s = (
             sum(self._clock.seconds(*pair) for pair in pairs) for pairs in (step.products, step.gemms, step.waits)
         )
-        if isinstance(self._clock, DeviceClock):
-            pairs = [(step.begin, step.end), *step.products, *step.gemms, *step.waits]
-            self._clock.recycle([mark for pair in pairs for mark in pair])
+        self._clock.recycle(step.marks)
         return StepTimes(
             busy_s=max(wall_s - waits_s, products_s),
             gemm_s=gemm_s,

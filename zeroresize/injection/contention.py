@@ -13,6 +13,7 @@ import os
 import select
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import TracebackType
 
@@ -48,6 +49,7 @@ class Contention:
         self._core_index = core_index
         self._device = torch.device(device)
         self._competitors: list[subprocess.Popen[bytes]] = []
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as competitors write to it
         self._cores: list[int] = []
         self._cores_of_threads: dict[int, set[int]] = {}
         self._num_torch_threads = 1
@@ -137,7 +139,7 @@ class Contention:
             [*command, "--parent", str(os.getpid())],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self._errors,
         )
 
     def _wait_until_at_work(self, competitor: subprocess.Popen[bytes]) -> None:
@@ -146,6 +148,8 @@ class Contention:
         ready, _, _ = select.select([competitor.stdout], [], [], limit_s)
         if not ready or not competitor.stdout.read(1):
             reason = f"it ended with code {competitor.wait()}" if ready else f"nothing heard for {limit_s:g} s"
+            self._errors.seek(0)
+            reason += "".join(f": {line}" for line in self._errors.read().decode().splitlines()[-1:])
             raise RuntimeError(f"a competitor for {self._device} did not start: {reason}")
 
     def _stop_competitors(self) -> None:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from zeroresize.injection.device_delay import DeviceDelay
+from zeroresize.injection.device_delay import CudaDevice, DeviceDelay
 
 #: Delays shorter than this are carried to the next product: sleeping takes some 60 to 100 µs however short it is.
 SHORTEST_SLEEP_S = 100e-6
@@ -86,7 +86,7 @@ class Delays:
     def __init__(
         self,
         host: HostDelay | None = None,
-        make_device_delay: Callable[[], Delay] = DeviceDelay,
+        make_device_delay: Callable[[torch.device], Delay] = lambda device: DeviceDelay(CudaDevice(device)),
     ) -> None:
         self._host = host or HostDelay()
         self._make_device_delay = make_device_delay
@@ -97,7 +97,7 @@ class Delays:
         if device.type != "cuda":
             return self._host
         if device not in self._devices:
-            self._devices[device] = self._make_device_delay()
+            self._devices[device] = self._make_device_delay(device)
             self._devices[device].chi = self.chi
         return self._devices[device]
 

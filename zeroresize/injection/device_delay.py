@@ -32,13 +32,14 @@ class SleepingDevice(Protocol):
 
 
 class CudaDevice(DeviceClock):
-    """The current CUDA device and stream."""
+    """A CUDA device's current stream."""
 
     def wait_for(self, mark: torch.cuda.Event) -> None:
         mark.synchronize()
 
     def spin(self, cycles: int) -> None:
-        torch.cuda._sleep(cycles)
+        with torch.cuda.device(self._device):
+            torch.cuda._sleep(cycles)
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,11 @@ class DeviceDelay:
     spinning kernel got wrong is added to, or taken off, a later delay once it is known.
 
     Args:
-        device: the device's clock and spinning kernel; default the current CUDA device.
+        device: the device's clock and spinning kernel.
     """
 
-    def __init__(self, device: SleepingDevice | None = None) -> None:
-        self._device: SleepingDevice = device or CudaDevice()
+    def __init__(self, device: SleepingDevice) -> None:
+        self._device = device
         self._chi = 1.0
         self._owed_s = 0.0
         self._cycles_per_s = 0.0

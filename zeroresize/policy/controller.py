@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from zeroresize.policy.smoothing import smoothed, steadied
 class _RankState:
     rest_s: float = math.nan
     gemm_s: float = math.nan
+    overhead_scale: float = math.nan
     is_straggler: bool = False
     ratio: float = 0.0
     wanted: float = 0.0
@@ -56,11 +56,12 @@ class Controller:
         for state, sample in zip(self._ranks, samples, strict=True):
             state.rest_s = smoothed(state.rest_s, sample.rest_s, self.config.ewma)
             state.gemm_s = smoothed(state.gemm_s, sample.gemm_s, self.config.ewma)
+            state.overhead_scale = smoothed(state.overhead_scale, sample.overhead_scale, self.config.ewma)
         if any(math.isnan(state.rest_s + state.gemm_s) for state in self._ranks):
             return self.current_plan()
 
         times = [
-            dataclasses.replace(sample, rest_s=state.rest_s, gemm_s=state.gemm_s)
+            RankTimes(state.rest_s, state.gemm_s, state.overhead_scale, sample.cost)
             for state, sample in zip(self._ranks, samples, strict=True)
         ]
         busy_s = [rank.busy_s for rank in times]
@@ -85,7 +86,7 @@ class Controller:
         return {"num_updates": self._num_updates, "ranks": [vars(state).copy() for state in self._ranks]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``.
+        """Go on from ``state``; ratios are not taken over by a mode that does not prune.
 
         Raises:
             ValueError: if it was saved in a group of another size.
@@ -96,6 +97,9 @@ class Controller:
             )
         self._num_updates = state["num_updates"]
         self._ranks = [_RankState(**values) for values in state["ranks"]]
+        if self.config.mode not in PRUNING_MODES:
+            for rank in self._ranks:
+                rank.ratio = rank.wanted = 0.0
 
     def _forced_from_start(self, rank: int) -> float:
         forced, ranks = self.config.forced_ratio, self.config.ranks
