@@ -12,6 +12,9 @@ from zeroresize.plan import RankPlan, WorkloadPlan
 from zeroresize.policy.ratio import RankTimes, find_stragglers, pruning_ratios, reference_time
 from zeroresize.policy.smoothing import smoothed, steadied
 
+#: How far below the fastest rank's time a straggler aims, as a share; with target "mean" (the paper's) not at all.
+HEADROOM = 0.05
+
 
 @dataclass
 class _RankState:
@@ -114,7 +117,8 @@ class Controller:
             return [0.0] * self.num_ranks
         forced = self.config.forced_ratio
         if forced is None:
-            return pruning_ratios(times, are_stragglers, reference_s)
+            headroom = HEADROOM if self.config.target == "min" else 0.0
+            return pruning_ratios(times, are_stragglers, reference_s, headroom)
         if self.config.ranks == "stragglers":
             return [forced if is_straggler else 0.0 for is_straggler in are_stragglers]
         return [self._forced_from_start(rank) for rank in range(self.num_ranks)]

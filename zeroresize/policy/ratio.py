@@ -100,15 +100,23 @@ def find_stragglers(
     )
 
 
-def pruning_ratios(times: Sequence[RankTimes], are_stragglers: Sequence[bool], reference_s: float) -> list[float]:
+def pruning_ratios(
+    times: Sequence[RankTimes], are_stragglers: Sequence[bool], reference_s: float, headroom: float = 0.0
+) -> list[float]:
     """γ of every rank, 0 for those that are no stragglers: the least that brings a rank to the target time.
 
     With cost proportional to FLOPs this is Eq. (1), γ = (T − reference) / M. The target is the reference time, but
     never below what the slowest rank can reach: pruning past that would drop work without shortening the step. Nor is
     the last hundredth of the step pursued: a rank that is slow outside its products would prune all it can for nothing.
+
+    Args:
+        times, are_stragglers: of every rank.
+        reference_s: what a straggler is compared with, seconds.
+        headroom: share by which a straggler aims below that. Ranks that take equally long on average still wait for
+            each other at every collective, now this one, now that one.
     """
     pairs = list(zip(times, are_stragglers, strict=True))
     normal_s = max((rank.busy_s for rank, is_straggler in pairs if not is_straggler), default=0.0)
     least_s = max((rank.least_busy_s for rank, is_straggler in pairs if is_straggler), default=0.0)
-    target_s = max(reference_s, normal_s, least_s * (1.0 + _WORTHWHILE))
+    target_s = max((1.0 - headroom) * max(reference_s, normal_s), least_s * (1.0 + _WORTHWHILE))
     return [rank.ratio_to_reach(target_s) if is_straggler else 0.0 for rank, is_straggler in pairs]
