@@ -130,6 +130,8 @@ def test_small_changes_of_the_ratio_must_be_wanted_twice():
     assert steadied(0.5, 0.55, 0.45, 0.02) == 0.5
     assert steadied(0.5, 0.7, 0.5, 0.02) == 0.7
     assert steadied(0.5, 0.0, 0.5, 0.02) == 0.0
+    assert steadied(0.5, 0.2, 0.5, 0.02) == 0.0, "let go, and measured at full work"
+    assert steadied(0.5, 0.3, 0.5, 0.02) == 0.3
     assert steadied(0.0, 0.01, 0.0, 0.02) == 0.01
 
 
@@ -229,15 +231,6 @@ def test_controller_goes_on_from_its_state():
     assert other.update(samples) == one.update(samples)
     with pytest.raises(ValueError, match="of 2 ranks, this process group has 3"):
         Controller(BalanceConfig(), 3).load_state_dict(one.state_dict())
-
-
-def test_cost_is_refined_towards_what_training_shows_and_ignores_changes_of_speed():
-    refined = REALISTIC  # where 0.9 of the columns pruned leave .15 of the time
-    for _ in range(8):
-        refined = refined.refined(0.0, 0.9, observed=0.25)
-    assert refined.gemm_share_at(0.9) == pytest.approx(0.25, rel=0.01)
-    assert REALISTIC.refined(0.9, 0.0, observed=1 / 0.25).gemm_share_at(0.9) > 0.15
-    assert REALISTIC.refined(0.0, 0.9, observed=4 * 0.15) is REALISTIC
 
 
 def test_beyond_what_was_measured_cost_follows_the_columns_left():

@@ -77,7 +77,6 @@ class Balancer:
         self._received: list[list[float]] | None = None
         self._cost = ResizingCost.linear(config.max_ratio)
         self._times: RankTimes | None = None
-        self._medians: StepTimes | None = None
         self._is_pretested = False
         self._timer = self._attach_timer()
         self._interval: list[StepTimes] = []
@@ -251,15 +250,12 @@ class Balancer:
             self._received = received
 
     def _learn_from_interval(self) -> None:
-        """This rank's full-work times from the medians of the interval that ends, and its cost from the last two."""
+        """This rank's full-work times from the medians of the interval that ends."""
         steps = [times for times in self._interval if times.plan_key == self._interval[-1].plan_key]
         self._interval = []
         if not steps:
             return
-        before, now = self._medians, _median(steps)
-        self._medians = now
-        if before is not None and _shows_cost(before, now):
-            self._cost = self._cost.refined(before.plan_key, now.plan_key, now.gemm_s / before.gemm_s)
+        now = _median(steps)
         self._times = full_work(
             busy_s=now.busy_s,
             gemm_s=now.gemm_s,
@@ -291,12 +287,6 @@ def _median(steps: list[StepTimes]) -> StepTimes:
         overhead_s=statistics.median(times.overhead_s for times in steps),
         plan_key=steps[-1].plan_key,
     )
-
-
-def _shows_cost(before: StepTimes, now: StepTimes) -> bool:
-    """Whether two intervals differ by their plan and, as far as the rest of the step tells, not in speed."""
-    is_new_plan = before.plan_key != now.plan_key and before.gemm_s > 0
-    return is_new_plan and abs(now.rest_s - before.rest_s) <= 0.1 * before.rest_s
 
 
 def _detach(timer: StepTimer, layers: list[BalancedLinear]) -> None:

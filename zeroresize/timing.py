@@ -37,11 +37,6 @@ class StepTimes:
     overhead_s: float
     plan_key: Any = None
 
-    @property
-    def rest_s(self) -> float:
-        """Busy seconds outside the balanced layers' products."""
-        return self.busy_s - self.gemm_s - self.overhead_s
-
 
 class Clock(Protocol):
     """Takes marks now and turns two of them into seconds later."""

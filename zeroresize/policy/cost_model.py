@@ -6,15 +6,12 @@ zero-filling gradients. The two are kept apart, because a slow device may slow o
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 #: Ratios at which a cost is measured.
 NUM_POINTS = 6
-#: How much of an error that training shows is corrected at once.
-_REFINEMENT = 0.5
 
 
 @dataclass(frozen=True)
@@ -59,22 +56,6 @@ class ResizingCost:
     def overhead_at(self, ratio: float) -> float:
         """Ω(γ) in seconds an iteration; beyond the last point its value."""
         return _interpolated(ratio, self.ratios, self.overhead_s)
-
-    def refined(self, ratio_before: float, ratio_now: float, observed: float) -> ResizingCost:
-        """The cost after multiplying took ``observed`` times as long at ``ratio_now`` as just before at another ratio.
-
-        The measured point nearest to the larger of the two ratios takes part of the correction. What differs by more
-        than a factor of two is taken for a change of speed, not of cost, and ignored.
-        """
-        error = observed * self.gemm_share_at(ratio_before) / self.gemm_share_at(ratio_now)
-        if not 0.5 <= error <= 2.0:
-            return self
-        larger = max(ratio_before, ratio_now)
-        nearest = min(range(1, len(self.ratios)), key=lambda point: abs(self.ratios[point] - larger))
-        correction = error**_REFINEMENT if ratio_now > ratio_before else error**-_REFINEMENT
-        shares = list(self.gemm_share)
-        shares[nearest] *= correction
-        return dataclasses.replace(self, gemm_share=tuple(shares))
 
 
 def spread_ratios(max_ratio: float) -> tuple[float, ...]:

@@ -31,8 +31,12 @@ def steadied(current: float, wanted: float, wanted_before: float, dead_band: flo
     """The ratio γ to use, so that noise does not make it wander.
 
     Starting, letting go and large changes happen at once. Smaller ones happen when two updates in a row want them in
-    the same direction, and then go as far as both do; within ``dead_band`` nothing changes.
+    the same direction, and then go as far as both do; within ``dead_band`` nothing changes. A rank that seems to need
+    less than half of what it prunes is let go altogether: what it still needs is then measured without the detour over
+    what pruning costs.
     """
+    if wanted < current / 2:
+        return 0.0
     change, change_before = wanted - current, wanted_before - current
     if current == 0.0 or wanted == 0.0 or abs(change) >= LARGE_CHANGE:
         return wanted
