@@ -1,8 +1,9 @@
 """Runs a grid of trainings and tabulates them: python -m scripts.study scripts/grids/accuracy_zero_rd.yaml
 
 A grid is a YAML file: a configuration of vit_examples, seeds, and named cells, each with overrides of it. Every
-(cell, seed) is one run of ``vit_examples.train`` in a folder of its own. A finished run never runs again, so a study
-that was stopped goes on where it was; a killed study loses at most the run that was under way.
+(cell, seed) is one run of ``vit_examples.train`` in a folder of its own, and one row of a CSV file. What has a finished
+folder or a row never runs again (delete both to repeat it), so a study that was stopped goes on where it was, also on
+another machine; a killed study loses at most the run that was under way.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,11 +47,17 @@ class Cell:
         return self.folder / "summary.json"
 
     @property
-    def is_finished(self) -> bool:
-        return self.summary_file.is_file()
+    def key(self) -> tuple[str, str]:
+        return self.name, str(self.seed)
 
-    def summary(self) -> dict[str, Any]:
-        return json.loads(self.summary_file.read_text(encoding="utf-8"))
+    def row(self) -> dict[str, Any] | None:
+        """One flat row with the versions it ran with, if the run is finished."""
+        if not self.summary_file.is_file():
+            return None
+        summary = json.loads(self.summary_file.read_text(encoding="utf-8"))
+        plain = {key: value for key, value in summary.items() if not isinstance(value, Mapping)}
+        versions = {f"version_{name}": version for name, version in summary["versions"].items()}
+        return {"cell": self.name, "seed": self.seed, **plain, **versions}
 
 
 @dataclass(frozen=True)
@@ -116,48 +123,49 @@ def run_cell(study: Study, cell: Cell) -> None:
         raise RuntimeError(f"cell {cell.name!r}, seed {cell.seed} failed with code {code}; end of {log}:\n{tail}")
 
 
-def run_study(study: Study, console: Console) -> None:
-    """Run what is not finished yet."""
-    to_run = [cell for cell in study.cells if not cell.is_finished]
+def run_study(study: Study, table: Path, console: Console) -> None:
+    """Run what is not finished yet, writing the table after every run."""
+    rows = known_rows(study, table)
+    to_run = [cell for cell in study.cells if cell.key not in rows]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=console) as progress:
         task = progress.add_task(study.name, total=len(to_run))
         for cell in to_run:
             progress.update(task, description=f"{cell.name}, seed {cell.seed}")
             run_cell(study, cell)
+            write_csv(known_rows(study, table), table)
             progress.advance(task)
 
 
-def finished_rows(study: Study) -> Iterator[dict[str, Any]]:
-    """One flat row a finished run, with its versions."""
-    for cell in study.cells:
-        if not cell.is_finished:
-            continue
-        summary = cell.summary()
-        plain = {key: value for key, value in summary.items() if not isinstance(value, Mapping)}
-        versions = {f"version_{name}": version for name, version in summary["versions"].items()}
-        yield {"cell": cell.name, "seed": cell.seed, **plain, **versions}
+def known_rows(study: Study, table: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """The rows of finished runs by (cell, seed), from their folders or else from ``table``."""
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    if table.is_file():
+        with table.open(newline="", encoding="utf-8") as stream:
+            rows = {(row["cell"], row["seed"]): row for row in csv.DictReader(stream)}
+    rows |= {cell.key: row for cell in study.cells if (row := cell.row()) is not None}
+    return {cell.key: rows[cell.key] for cell in study.cells if cell.key in rows}
 
 
-def write_csv(study: Study, path: Path) -> None:
-    rows = list(finished_rows(study))
-    if not rows:
-        return
+def write_csv(rows: Mapping[tuple[str, str], dict[str, Any]], path: Path) -> None:
+    """Write the table at once, so that a killed study never leaves half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as stream:
-        writer = csv.DictWriter(stream, fieldnames=list(dict.fromkeys(key for row in rows for key in row)))
+    unfinished = path.with_suffix(".tmp")
+    with unfinished.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.DictWriter(stream, fieldnames=list(dict.fromkeys(key for row in rows.values() for key in row)))
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows(rows.values())
+    unfinished.replace(path)
 
 
-def accuracy_table(study: Study) -> Table:
+def accuracy_table(study: Study, rows: Mapping[tuple[str, str], dict[str, Any]]) -> Table:
     """Test accuracy a cell: mean, standard deviation over the seeds, and the difference to the first cell's mean."""
     table = Table(title=f"{study.name}: test accuracy, %", title_justify="left")
     for heading in ("cell", "seeds", "mean", "spread (s.d.)", "against the first"):
         table.add_column(heading, justify="left" if heading == "cell" else "right")
     by_cell: dict[str, list[float]] = {}
-    for row in finished_rows(study):
-        by_cell.setdefault(row["cell"], []).append(100 * row["test_accuracy"])
+    for row in rows.values():
+        by_cell.setdefault(row["cell"], []).append(100 * float(row["test_accuracy"]))
     first = None
     for name, values in by_cell.items():
         mean = statistics.mean(values)
@@ -180,19 +188,21 @@ def main() -> None:
         study = read_study(arguments.grid, arguments.output.resolve())
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
-    csv_path = arguments.csv or arguments.output / f"{study.name}.csv"
+    table = arguments.csv or arguments.output / f"{study.name}.csv"
     if arguments.dry_run:
+        done = known_rows(study, table)
         for cell in study.cells:
-            console.print(f"{'done' if cell.is_finished else 'to do'}  {cell.name}, seed {cell.seed}", highlight=False)
+            console.print(f"{'done' if cell.key in done else 'to do'}  {cell.name}, seed {cell.seed}", highlight=False)
         return
     try:
         if not arguments.report:
-            run_study(study, console)
+            run_study(study, table, console)
     except RuntimeError as error:
         sys.exit(f"error: {error}")
-    finally:
-        write_csv(study, csv_path)
-    console.print(accuracy_table(study))
+    rows = known_rows(study, table)
+    if rows:
+        write_csv(rows, table)
+    console.print(accuracy_table(study, rows))
 
 
 if __name__ == "__main__":
