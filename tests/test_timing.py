@@ -193,3 +193,29 @@ def test_a_step_that_never_ends_is_not_recorded_for_ever(clock, timer, monkeypat
     assert timer.end_step() is None
     one_step(clock, timer)
     assert timer.end_step().busy_s == 3.0
+
+
+@pytest.mark.gpu
+def test_device_events_tell_products_and_waits_apart():
+    device = torch.device("cuda")
+    timer = StepTimer(timing.clock_for(device))
+    x = torch.randn(4096, 4096, device=device)
+    for _ in range(2):
+        timer.begin_step()
+        timer.product_begins()
+        timer.gemm_begins(())
+        y = x @ x
+        timer.gemm_ends(())
+        y.index_select(1, torch.arange(0, 4096, 2, device=device))
+        timer.product_ends()
+        timer.wait_begins()
+        torch.cuda._sleep(100_000_000)
+        timer.wait_ends()
+        times = timer.end_step()
+        torch.cuda.synchronize()
+    assert times is None or times.gemm_s > 0  # the newest step may not have been passed when it was asked for
+    timer.begin_step()
+    times = timer.end_step() or times
+    timer.close()
+    assert times.gemm_s > 0 and times.overhead_s > 0
+    assert times.busy_s < 0.05, "the wait of some 50 ms is left out"
