@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--update-every", type=int, default=5)
     arguments = parser.parse_args()
 
-    ranks = ColossalAIRanks()
+    ranks = ColossalAIRanks(pin=arguments.kind == "sleep")  # contention pins by itself
     shape = ModelConfig(hidden_size=arguments.hidden, depth=arguments.depth, num_heads=12)
     config = zr.BalanceConfig(mode="zero-rd", update_every=arguments.update_every)
     bench = ClosedLoopBench(ranks, shape, arguments.batch, arguments.kind, config)

@@ -66,14 +66,18 @@ class Trainer:
 
 
 class ColossalAIRanks:
-    """The ranks that torchrun started, as one tensor-parallel group under Colossal-AI; each rank keeps to a core."""
+    """The ranks that torchrun started, as one tensor-parallel group under Colossal-AI.
 
-    def __init__(self) -> None:
+    Args:
+        pin: keep each rank to a core of its own.
+    """
+
+    def __init__(self, *, pin: bool = True) -> None:
         prepare_accelerator()
         dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=30))
         torch.set_num_threads(1)
         cores = sorted(os.sched_getaffinity(0))
-        for thread in os.listdir("/proc/self/task"):
+        for thread in os.listdir("/proc/self/task") if pin else ():
             os.sched_setaffinity(int(thread), {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
         self.plugin = HybridParallelPlugin(tp_size=dist.get_world_size(), pp_size=1, precision="fp32")
         self.group = self.plugin.tp_group

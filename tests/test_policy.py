@@ -242,3 +242,13 @@ def test_a_missing_sample_of_a_known_rank_changes_nothing():
     before = controller.update([rank(0.3, 0.7), rank(0.3, 2.8)])
     missing = RankTimes(math.nan, math.nan, math.nan, LINEAR)
     assert controller.update([rank(0.3, 0.7), missing]).ranks == before.ranks
+
+
+def test_a_rank_just_let_go_is_judged_by_what_it_measures_at_full_work():
+    controller = Controller(BalanceConfig(mode="zero-rd"), 2)
+    normal, slow = rank(0.3, 0.7), rank(0.3, 5.6)
+    assert controller.update([normal, slow]).ranks[1].ratio > 0.5
+    seems_slow = RankTimes(0.3, 0.9, 1.0, LINEAR, measured_at=0.9)  # its cost was measured while it was slow
+    assert controller.update([normal, seems_slow]).ranks[1].ratio == 0.0
+    assert controller.update([normal, seems_slow]).ranks[1].ratio == 0.0
+    assert controller.update([normal, rank(0.3, 0.9)]).ranks[1].ratio > 0.0, "it really is"

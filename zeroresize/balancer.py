@@ -296,12 +296,15 @@ def _detach(timer: StepTimer, layers: list[BalancedLinear]) -> None:
 
 
 def _as_numbers(times: RankTimes | None, cost: ResizingCost) -> list[float]:
-    own = (math.nan,) * 3 if times is None else (times.rest_s, times.gemm_s, times.overhead_scale)
+    if times is None:
+        own = [math.nan, math.nan, math.nan, 0.0]
+    else:
+        own = [times.rest_s, times.gemm_s, times.overhead_scale, times.measured_at]
     return [*own, *cost.ratios, *cost.gemm_share, *cost.overhead_s]
 
 
 def _as_rank_times(numbers: list[float]) -> RankTimes:
-    rest_s, gemm_s, overhead_scale, *points = numbers
+    rest_s, gemm_s, overhead_scale, measured_at, *points = numbers
     third = len(points) // 3
     cost = ResizingCost(*(tuple(points[i * third : (i + 1) * third]) for i in range(3)))
-    return RankTimes(rest_s, gemm_s, overhead_scale, cost)
+    return RankTimes(rest_s, gemm_s, overhead_scale, cost, measured_at)

@@ -73,8 +73,10 @@ class Controller:
             busy_s, reference_s, self.config.tolerance, [state.is_straggler for state in self._ranks]
         )
         wanted = self._wanted_ratios(times, are_stragglers, reference_s)
-        for state, is_straggler, ratio in zip(self._ranks, are_stragglers, wanted, strict=True):
+        for state, sample, is_straggler, ratio in zip(self._ranks, samples, are_stragglers, wanted, strict=True):
             state.is_straggler = is_straggler
+            if state.ratio == 0.0 and sample.measured_at > 0.0 and self.config.forced_ratio is None:
+                continue  # just let go: what it needs now is told by the next sample, measured at full work
             state.ratio = steadied(state.ratio, ratio, state.wanted, self.config.dead_band)
             state.wanted = ratio
         ratios = [state.ratio for state in self._ranks]
