@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from pathlib import Path
 
 import numpy as np
@@ -147,3 +148,13 @@ def test_augmentation_shifts_and_mirrors_whole_pictures(split: Split) -> None:
         windows = padded.unfold(1, 32, 1).unfold(2, 32, 1).permute(1, 2, 0, 3, 4).reshape(-1, 3, 32, 32)
         matches = (windows == changed).flatten(1).all(1) | (windows.flip(-1) == changed).flatten(1).all(1)
         assert matches.sum() == 1
+
+
+@pytest.mark.skipif("ZERORESIZE_CIFAR10" not in os.environ, reason="ZERORESIZE_CIFAR10 names no CIFAR-10 folder")
+def test_cifar10_is_read_as_it_is() -> None:
+    source = DataConfig(source="${ZERORESIZE_CIFAR10}", train_size=500, test_size=200)
+    train, test = load_splits(source, ModelConfig())
+    assert (len(train), len(test)) == (500, 200)
+    assert train.images.shape[1:] == (3, 32, 32)
+    assert set(train.labels.tolist()) == set(range(10))
+    assert train.images.float().std() > 30  # of 0 to 255: pictures, not blanks
