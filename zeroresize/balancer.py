@@ -70,7 +70,7 @@ class Balancer:
         self._state_key = "group " + "-".join(map(str, group_ranks(process_group)))
         if self._num_ranks > 1:
             self._check_layers(process_group)
-        self.lineage = LineageTable({name: layer.num_columns for name, layer in self._layers.items()})
+        self.lineage = LineageTable(self._columns_of_layers())
         self._installer = PlanInstaller(self._layers, self.lineage, config, self._rank)
         self._controller = Controller(config, self._num_ranks)
         self._exchange = self._meet(process_group) if self._num_ranks > 1 else None
