@@ -1,0 +1,82 @@
+"""A balancer that is saved and loaded goes on as it was."""
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from virtual_training import Run
+
+
+@pytest.mark.parametrize("steps_before", [9, 8])  # at an update, and just before one
+def test_a_saved_balancer_goes_on_with_the_same_plans(run_ranks, tmp_path, steps_before):
+    """Also where gathering is dear: what pruning costs is measured again in the new process."""
+
+    def train(rank, group):
+        def slow_run():
+            run = Run(group, gather_s=0.02)
+            run.time.chi = 4.0 if rank == 1 else 1.0
+            return run
+
+        first = slow_run()
+        first.steps(steps_before)
+        saved = [p.ratio for p in first.balancer.plan.ranks]
+        dcp.save({"balancer": first.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
+        first.steps(9)  # before another run takes the clock
+        resumed = slow_run()
+        dcp.load({"balancer": resumed.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
+        at_once = [p.ratio for p in resumed.balancer.plan.ranks]
+        resumed.steps(9)
+        later = [[p.ratio for p in run.balancer.plan.ranks] for run in (first, resumed)]
+        return saved, at_once, *later
+
+    for saved, at_once, uninterrupted, resumed in run_ranks(train, 2):
+        assert at_once == saved and saved[1] > 0.5
+        assert np.array(resumed) == pytest.approx(np.array(uninterrupted), abs=0.02)
+
+
+def test_pins_are_saved_and_a_mode_that_does_not_prune_ignores_them(run_ranks, tmp_path):
+    def train(rank, group):
+        run = Run(group)
+        run.balancer.pin(1, 0.25)
+        dcp.save({"balancer": run.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
+        ratios = []
+        for mode in ("zero-rd", "off"):
+            resumed = Run(group, mode=mode)
+            dcp.load({"balancer": resumed.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
+            ratios.append(resumed.balancer.metrics()["balance/ratio"])
+        return ratios
+
+    assert run_ranks(train, 2) == [[0.0, 0.0], [0.25, 0.0]]
+
+
+def test_two_tensor_parallel_groups_balance_and_save_apart(run_ranks, tmp_path):
+    """DP × TP: ranks 0, 1 and 2, 3; only rank 3 is slow. Rank 0 knows a group more than the others, as loggers do."""
+
+    def train(rank, group):
+        groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+        if rank == 0:
+            dist.new_group([0], use_local_synchronization=True)
+        own = groups[rank // 2]
+        run = Run(own)
+        run.time.chi = 4.0 if rank == 3 else 1.0
+        trace = run.updates(4)
+        dcp.save({"balancer": run.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
+        resumed = Run(own)
+        dcp.load({"balancer": resumed.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
+        return trace[-1], [p.ratio for p in resumed.balancer.plan.ranks]
+
+    for rank, (ratios, resumed) in enumerate(run_ranks(train, 4)):
+        assert resumed == ratios
+        assert (ratios[1] > 0.5) == (rank >= 2) and ratios[0] == 0.0
+
+
+def test_state_of_other_layers_is_refused(run_ranks):
+    def load(rank, group):
+        run = Run(group)
+        ((key, state),) = run.balancer.state_dict().items()
+        with pytest.raises(ValueError, match="another model"):
+            run.balancer.load_state_dict({key: {**state, "layers": {"up": 7}}})
+        with pytest.raises(ValueError, match=r"no balancer state of 'group 0-1': there is \['group 2-3'\]"):
+            run.balancer.load_state_dict({"group 2-3": state})
+
+    run_ranks(load, 2)

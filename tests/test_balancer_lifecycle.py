@@ -1,0 +1,91 @@
+"""A balancer's beginning and end: which ranks and models it takes, and what is left when it closes or dies."""
+
+import time
+
+import pytest
+import torch.distributed as dist
+from processes import RankFailure
+from virtual_training import Pair, Run
+
+import zeroresize as zr
+from zeroresize.collectives import NumbersGroup
+
+
+def test_a_balancer_can_be_closed_and_made_anew_but_not_twice_at_once(run_ranks):
+    def train(rank, group):
+        run = Run(group)
+        run.updates(2)
+        make = lambda: zr.Balancer(run.model, run.optimizer, process_group=group, config=run.config)  # noqa: E731
+        with pytest.raises(ValueError, match=r"close\(\) that one first"):
+            make()
+        run.balancer.close()
+        if rank == 1:
+            time.sleep(0.5)  # nobody waits for the others between two balancers
+        run.balancer = make()
+        run.time.chi = 4.0 if rank == 1 else 1.0
+        return run.updates(3)[-1][1] > 0.5
+
+    assert run_ranks(train, 2, timeout_s=20) == [True, True]
+
+
+def test_ranks_that_do_not_agree_are_all_told_what_differs(run_ranks):
+    def build(rank, group):
+        with pytest.raises(ValueError, match="do not agree on update_every: rank 0: 3; rank 1: 4"):
+            Run(group, update_every=3 + rank)
+
+    run_ranks(build, 2, timeout_s=20)
+
+
+def test_a_rank_that_never_comes_is_named(run_ranks, monkeypatch):
+    monkeypatch.setattr(NumbersGroup, "MEETING_S", 0.5)
+
+    def build(rank, group):
+        if rank == 0:
+            with pytest.raises(RuntimeError, match=r"ranks \[1\] of the group did not come"):
+                Run(group)
+
+    run_ranks(build, 2, timeout_s=20)
+
+
+def test_another_group_than_the_layers_is_refused(run_ranks):
+    def build(rank, group):
+        pair = dist.new_group([0, 1])
+        if rank < 2:
+            config = zr.BalanceConfig()
+            model = zr.convert(Pair(pair), process_group=pair, config=config)
+            with pytest.raises(ValueError, match="layer up belongs to another process group"):
+                zr.Balancer(model, None, process_group=group, config=config)
+
+    run_ranks(build, 3)
+
+
+def test_a_model_that_was_not_converted_is_refused(run_ranks):
+    def build(rank, group):
+        model = Pair(group)
+        with pytest.raises(ValueError, match="no converted layers"):
+            zr.Balancer(model, None, process_group=group, config=zr.BalanceConfig())
+        with pytest.raises(ValueError, match="process_group=None"):
+            zr.Balancer(model, None, process_group=None, config=zr.BalanceConfig())
+
+    run_ranks(build, 2)
+
+
+def test_closed_balancer_leaves_layers_as_they_were(run_ranks):
+    def train(rank, group):
+        run = Run(group, ratio=0.5, ranks="all")
+        run.balancer.close()
+        return run.pruned(), run.model.up.plan
+
+    assert run_ranks(train, 2) == [({"up": None, "down": None}, None)] * 2
+
+
+def test_a_rank_that_dies_in_training_ends_the_others(run_ranks):
+    def train(rank, group):
+        run = Run(group)
+        run.updates(2)
+        if rank == 1:
+            raise KeyError("dies in the middle of an epoch")
+        run.updates(2)
+
+    with pytest.raises(RankFailure, match="dies in the middle of an epoch"):
+        run_ranks(train, 2, timeout_s=30)

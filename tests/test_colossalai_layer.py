@@ -1,0 +1,138 @@
+"""Colossal-AI's layers, swapped one by one: bit for bit what they were, and which stay as they are."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from colossalai_host import OFF, Host
+from log_lines import caught_log_lines
+from torch import nn
+
+from zeroresize import convert
+from zeroresize.convert import balanced_layers
+
+pytestmark = pytest.mark.usefixtures("colossalai_module")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("Linear1D_Col", {}),
+        ("Linear1D_Col", {"bias": False}),
+        ("Linear1D_Col", {"skip_bias_add": True}),
+        ("Linear1D_Row", {}),
+        ("Linear1D_Row", {"bias": False}),
+        ("Linear1D_Row", {"skip_bias_add": True}),
+        ("Linear1D_Row", {"parallel_input": False}),
+    ],
+    ids=str,
+)
+def test_a_swapped_layer_is_bitwise_colossalais(run_ranks, kind, options):
+    has_bias = options.get("bias", True)
+    others = {key: value for key, value in options.items() if key != "bias"}
+
+    def make(host):
+        torch.manual_seed(0)
+        layer_class = getattr(host, kind)
+        return layer_class.from_native_module(nn.Linear(12, 18, bias=has_bias), process_group=host.group, **others)
+
+    def results(layer, rank):
+        splits_x = kind == "Linear1D_Row" and options.get("parallel_input", True)
+        generator = torch.Generator().manual_seed(rank if splits_x else 5)
+        x = torch.randn(2, 3, 5, 6 if splits_x else 12, generator=generator).requires_grad_()
+        outputs = layer(x)
+        y, bias = outputs if isinstance(outputs, tuple) else (outputs, None)
+        y.backward(torch.randn(y.shape, generator=generator))
+        return {
+            "returns a tuple": isinstance(outputs, tuple),
+            "returns its bias": bias is not None and bias is layer.bias,
+            "tensors": [y, x.grad, *(parameter.grad for parameter in layer.parameters())],
+        }
+
+    def check(rank, group):
+        host = Host(group)
+        original, swapped = make(host), nn.Sequential(make(host))
+        convert(swapped, process_group=group, config=OFF)
+        assert type(swapped[0]).__name__ == f"Balanced{kind}"
+
+        expected, actual = results(original, rank), results(swapped[0], rank)
+        pairs = list(zip(expected.pop("tensors"), actual.pop("tensors"), strict=True))
+        assert actual == expected
+        assert expected["returns a tuple"] == expected["returns its bias"] == ("skip_bias_add" in options)
+        for one, other in pairs:
+            assert other is None if one is None else torch.equal(one, other)
+
+    run_ranks(check, 2)
+
+
+def test_layers_that_cannot_be_balanced_stay_exactly_as_they_were(run_ranks):
+    reasons = {
+        "gathered": "gather_output=True",
+        "sequence_split_col": "seq_parallel_mode='split_gather'",
+        "sequence_ring_col": "seq_parallel_mode='ring'",
+        "sequence_split_row": "seq_parallel_mode='split_gather'",
+        "sequence_ring_row": "seq_parallel_mode='ring'",
+        "fp8_col": "fp8_communication=True",
+        "fp8_row": "fp8_communication=True",
+        "zbv_col": "use_zbv=True",
+        "zbv_row": "use_zbv=True",
+        "chunked": "stream_chunk_num > 1",
+        "derived": "DerivedCol is a subclass with a forward of its own",
+        "elsewhere": "it belongs to another process group",
+    }
+
+    def check(rank, group):
+        host = Host(group)
+        alone = [dist.new_group([0]), dist.new_group([1])][rank]
+
+        def col(process_group=group, **options):
+            return host.Linear1D_Col.from_native_module(nn.Linear(8, 8), process_group=process_group, **options)
+
+        def row(**options):
+            return host.Linear1D_Row.from_native_module(nn.Linear(8, 8), process_group=group, **options)
+
+        class DerivedCol(host.Linear1D_Col):
+            """Somebody's own layer."""
+
+        derived = col()
+        derived.__class__ = DerivedCol
+        odd_layers = {
+            "gathered": col(gather_output=True),
+            "sequence_split_col": col(seq_parallel_mode="split_gather"),
+            "sequence_ring_col": col(seq_parallel_mode="ring"),
+            "sequence_split_row": row(seq_parallel_mode="split_gather"),
+            "sequence_ring_row": row(seq_parallel_mode="ring"),
+            "fp8_col": col(fp8_communication=True),
+            "fp8_row": row(fp8_communication=True),
+            "zbv_col": col(use_zbv=True),
+            "zbv_row": row(use_zbv=True),
+            "chunked": row(stream_chunk_num=2),
+            "derived": derived,
+            "elsewhere": col(process_group=alone),
+        }
+        assert odd_layers.keys() == reasons.keys()
+        model = nn.ModuleDict({"plain": col(), **odd_layers})
+        before = {name: (layer, type(layer), dict(vars(layer))) for name, layer in odd_layers.items()}
+
+        with caught_log_lines() as lines:
+            convert(model, process_group=group, config=OFF)
+
+        assert list(balanced_layers(model)) == ["plain"]
+        for name, (layer, layer_class, state) in before.items():
+            assert model[name] is layer and type(layer) is layer_class and vars(layer) == state
+            (line,) = [line for line in lines if f"layer {name} " in line]
+            assert reasons[name] in line
+
+    run_ranks(check, 2)
+
+
+def test_a_linear_with_fewer_features_than_ranks_stays_a_plain_one(run_ranks):
+    """Colossal-AI's own ``from_native_module`` leaves it whole."""
+
+    def check(rank, group):
+        integration = Host(group).integration
+        linear = nn.Linear(4, 1)
+        assert integration.BalancedLinear1D_Col.from_native_module(linear, group) is linear
+        linear = nn.Linear(1, 4)
+        assert integration.BalancedLinear1D_Row.from_native_module(linear, group) is linear
+
+    run_ranks(check, 2)

@@ -1,0 +1,150 @@
+"""How long a delay is, on a host that sleeps too long and on a device whose clock drifts."""
+
+import pytest
+import torch
+from fake_time import FakeTime
+
+from zeroresize.injection.delay import Delays, HostDelay
+from zeroresize.injection.device_delay import CudaDevice, DeviceDelay
+
+# ---- the host -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("product_s", [20e-6, 300e-6, 5e-3])
+@pytest.mark.parametrize("chi", [1.1, 2.0, 8.0])
+def test_delay_is_exact_on_average_though_sleeping_ends_late(product_s, chi):
+    fake = FakeTime(overshoot_s=80e-6)
+    delay = HostDelay(clock=fake.clock, sleep=fake.sleep)
+    delay.chi = chi
+    num_products = 1000
+    for _ in range(num_products):
+        delay.begins()
+        fake.now_s += product_s
+        delay.ends()
+    wanted_s = num_products * product_s * chi
+    assert fake.now_s == pytest.approx(wanted_s, abs=200e-6)
+    assert delay.seconds_added == pytest.approx(fake.now_s - num_products * product_s)
+    assert delay.num_products == num_products
+    assert min(fake.sleeps) >= 100e-6
+
+
+def test_delay_follows_each_long_product_at_once():
+    fake = FakeTime()
+    delay = HostDelay(clock=fake.clock, sleep=fake.sleep)
+    delay.chi = 3.0
+    for product_s in (1e-3, 4e-3):
+        delay.begins()
+        fake.now_s += product_s
+        delay.ends()
+    assert fake.sleeps == pytest.approx([2e-3, 8e-3])
+
+
+def test_without_slowness_nothing_sleeps_and_a_change_drops_the_debt():
+    fake = FakeTime(overshoot_s=50e-3)
+    delay = HostDelay(clock=fake.clock, sleep=fake.sleep)
+    for chi in (2.0, 1.0, 3.0):
+        delay.chi = chi
+        delay.begins()
+        fake.now_s += 1e-3
+        delay.ends()
+    assert fake.sleeps == pytest.approx([1e-3, 2e-3])
+
+
+# ---- a device -------------------------------------------------------------------------------------------------------
+
+
+class FakeDevice:
+    """A stream in virtual time: marks are positions on it, passed only ``lag`` marks later."""
+
+    def __init__(self, lag=12):
+        self.now_s, self.lag, self.marks, self.recycled, self.num_waits = 0.0, lag, [], 0, 0
+        self.seconds_per_cycle = 1e-9
+        self.launch_s = 3e-6
+
+    def run(self, seconds):
+        self.now_s += seconds
+
+    def mark(self):
+        self.marks.append((len(self.marks), self.now_s))
+        return self.marks[-1]
+
+    def seconds(self, begin, end):
+        return end[1] - begin[1]
+
+    def has_passed(self, mark):
+        return len(self.marks) - mark[0] > self.lag
+
+    def wait_for(self, mark):
+        self.num_waits += 1
+
+    def recycle(self, marks):
+        self.recycled += len(marks)
+
+    def spin(self, cycles):
+        self.now_s += cycles * self.seconds_per_cycle + self.launch_s
+
+
+def slowed_on(device, delay, products):
+    """Seconds of products and of everything on the stream."""
+    begin_s, products_s = device.now_s, 0.0
+    for key, seconds in products:
+        delay.begins()
+        device.run(seconds)
+        products_s += seconds
+        delay.ends(key)
+    return products_s, device.now_s - begin_s
+
+
+def test_device_delay_is_exact_though_clocks_drift_and_products_vary():
+    device = FakeDevice()
+    delay = DeviceDelay(device)
+    delay.chi = 4.0
+    slowed_on(device, delay, [("small", 5e-3), ("large", 9e-3)])  # first executions load kernels
+    num_waits = device.num_waits
+    device.seconds_per_cycle = 1.3e-9  # the clock falls after calibration
+    products = [("small", 50e-6 * (1 + 0.2 * (i % 3))) for i in range(500)] + [("large", 2e-3)] * 200
+    products_s, total_s = slowed_on(device, delay, products)
+    assert total_s / products_s == pytest.approx(4.0, rel=0.02)
+    assert device.num_waits == num_waits == 3  # calibration, and the first execution of either key
+    assert delay.num_products == 702
+    assert device.recycled > 2000
+
+
+def test_device_delay_does_nothing_without_slowness():
+    device = FakeDevice()
+    slowed_on(device, DeviceDelay(device), [("a", 1e-3)])
+    assert device.marks == [] and device.now_s == 1e-3
+
+
+def test_each_device_has_its_own_delay_with_the_same_chi():
+    delays = Delays(make_device_delay=lambda _: DeviceDelay(FakeDevice()))
+    delays.chi = 2.0
+    first, second, host = (delays.on(torch.device(name)) for name in ("cuda:0", "cuda:1", "cpu"))
+    assert first is delays.on(torch.device("cuda:0")) and first is not second
+    assert [first.chi, second.chi, host.chi] == [2.0] * 3
+    delays.chi = 5.0
+    assert [first.chi, second.chi, host.chi] == [5.0] * 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chi", [2.0, 8.0])
+def test_device_delay_on_a_gpu(chi):
+    matrix = torch.rand(2048, 2048, device="cuda")
+    delay = DeviceDelay(CudaDevice())
+
+    def device_s(num_products):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(num_products):
+            delay.begins()
+            matrix @ matrix
+            delay.ends("square")
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+    device_s(20)
+    plain_s = device_s(200)
+    delay.chi = chi
+    device_s(20)
+    assert device_s(200) / plain_s == pytest.approx(chi, rel=0.1)

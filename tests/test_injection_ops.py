@@ -1,0 +1,152 @@
+"""Injected slowness of any other model: which of torch's ops are slowed, and when they are watched."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from zeroresize.injection import SlowOps, StragglerInjector, round_robin
+
+
+def slowed_ops(run, scope="gemm"):
+    slow = SlowOps(scope=scope)
+    with slow:
+        slow.chi = 1.001
+        run()
+    return slow.num_products
+
+
+def test_plain_linear_is_slowed_forward_and_backward():
+    layer, x = nn.Linear(8, 4), torch.randn(2, 3, 8, requires_grad=True)
+    y = layer(x)
+    assert slowed_ops(lambda: layer(x)) == 1
+    assert slowed_ops(lambda: y.sum().backward()) == 2
+
+
+def test_every_way_torch_multiplies_by_a_weight_counts_and_attention_does_not():
+    x, weight = torch.randn(4, 5, 8), torch.randn(8, 8)
+    strided = torch.randn(5, 4, 8).transpose(0, 1)
+    heads = torch.randn(2, 4, 5, 8)
+    assert slowed_ops(lambda: strided.matmul(weight)) == 1  # which torch carries out as a batched product
+    assert slowed_ops(lambda: torch.bmm(x, x.transpose(1, 2))) == 0
+    assert slowed_ops(lambda: nn.functional.scaled_dot_product_attention(heads, heads, heads)) == 0
+    assert slowed_ops(lambda: heads @ heads.transpose(2, 3)) == 0
+    with torch.inference_mode():
+        assert slowed_ops(lambda: nn.functional.linear(x, weight)) == 1
+        assert slowed_ops(lambda: x @ weight) == 1
+        assert slowed_ops(lambda: x @ x.transpose(1, 2)) == 0
+
+
+def test_parameters_pass_and_of_subclasses_the_ops_inside_count():
+    weight = nn.Parameter(torch.ones(2, 2))
+    assert slowed_ops(lambda: weight.data @ weight.data) == 1
+    pair = TwoTensor(torch.ones(2, 2), torch.ones(2, 2))
+    assert slowed_ops(lambda: pair @ pair) == 2
+
+
+def test_scope_all_slows_every_op_but_views_and_collectives(run_ranks):
+    def count(rank, group):
+        x = torch.ones(4)
+        return [
+            slowed_ops(lambda: x.add(1).mul(2), scope="all"),
+            slowed_ops(lambda: x.view(2, 2), scope="all"),
+            slowed_ops(lambda: dist.all_reduce(x, group=group), scope="all"),
+            slowed_ops(lambda: dist.all_reduce(x, group=group, async_op=True).wait(), scope="all"),
+        ]
+
+    assert run_ranks(count, 2) == [[2, 0, 0, 0]] * 2
+
+
+def test_plain_linear_takes_chi_times_as_long(run_ranks):
+    def ratio(rank, group):
+        model, x = nn.Linear(1024, 1024), torch.randn(512, 1024)
+        with StragglerInjector(model, process_group=group, chi={0: 4.0}) as injector:
+            begin_s = time.perf_counter()
+            for _ in range(10):
+                model(x)
+            total_s = time.perf_counter() - begin_s
+        return total_s / (total_s - injector.seconds_added)
+
+    assert run_ranks(ratio, 1) == [pytest.approx(4.0, rel=0.15)]
+
+
+def test_rank_that_is_not_slow_does_not_watch_its_ops(run_ranks):
+    def num_modes(rank, group):
+        counts = []
+        with StragglerInjector(nn.Linear(2, 2), process_group=group, schedule=round_robin()) as injector:
+            for epoch in range(3):
+                injector.set_epoch(epoch)
+                counts.append(len(_get_current_dispatch_mode_stack()))
+        return [*counts, len(_get_current_dispatch_mode_stack())]
+
+    assert run_ranks(num_modes, 2) == [[1, 0, 1, 0], [0, 1, 0, 0]]
+
+
+def test_other_modes_keep_their_turn():
+    class Other(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2, 2)
+    slow = SlowOps()
+    with slow:
+        slow.chi = 2.0
+        with Other() as other:
+            slow.chi = 1.0  # stays on the stack below the other, doing nothing
+            x @ x
+            assert slow.num_products == 0
+            slow.chi = 2.0
+            x @ x
+            assert slow.num_products == 1
+            assert _get_current_dispatch_mode_stack()[-1] is other
+        slow.chi = 1.0
+        assert _get_current_dispatch_mode_stack() == []
+        with Other(), pytest.raises(RuntimeError, match="outside that"):
+            slow.chi = 2.0
+    assert _get_current_dispatch_mode_stack() == []
+
+
+def test_unknown_scope_of_slow_ops():
+    with pytest.raises(ValueError, match="scope='some'"):
+        SlowOps(scope="some")
+
+
+def test_colossalai_layer_is_slowed_before_its_all_reduce(run_ranks, colossalai_module):
+    def recorded(rank, group):
+        from colossalai.shardformer.layer import Linear1D_Col
+
+        from zeroresize.integrations.colossalai import prepare_accelerator
+
+        prepare_accelerator()
+        layer = Linear1D_Col.from_native_module(nn.Linear(8, 8), process_group=group)
+        x = torch.ones(4, 8, requires_grad=True)
+        log = []
+        all_reduce = dist.all_reduce
+        with StragglerInjector(layer, process_group=group, chi={0: 1.5, 1: 1.5}) as injector:
+
+            def logged(*operands, **options):
+                log.append(injector.num_products)
+                return all_reduce(*operands, **options)
+
+            dist.all_reduce = logged
+            layer(x).sum().backward()
+        return log, injector.num_products
+
+    assert run_ranks(recorded, 2) == [([2], 3)] * 2
+
+
+@pytest.mark.gpu
+def test_slow_ops_on_a_gpu_reach_backward():
+    layer = nn.Linear(2048, 2048, device="cuda")
+    x = torch.rand(2048, 2048, device="cuda", requires_grad=True)
+    slow = SlowOps()
+    with slow:
+        slow.chi = 2.0
+        layer(x).sum().backward()
+        torch.cuda.synchronize()
+    assert slow.num_products == 3
+    assert slow.seconds_added > 0

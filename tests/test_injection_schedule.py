@@ -1,0 +1,38 @@
+"""Who is slow, and how much: schedules, and what χ may be."""
+
+import pytest
+
+from zeroresize.injection import round_robin, static
+from zeroresize.injection.schedule import checked_chi
+
+
+def test_round_robin_makes_each_rank_slow_in_turn():
+    schedule = round_robin(chi=3.0)
+    assert [schedule(epoch, 3) for epoch in range(4)] == [{0: 3.0}, {1: 3.0}, {2: 3.0}, {0: 3.0}]
+    assert round_robin()(0, 2) == {0: 2.0}
+
+
+def test_static_keeps_the_stragglers_and_zero_means_one():
+    assert static({0: 8, 1: 6})(5, 2) == {0: 8, 1: 6}
+    assert checked_chi({0: 0, 1: 2.5}, 2) == {0: 1.0, 1: 2.5}
+
+
+@pytest.mark.parametrize(
+    ("chi", "kind", "message"),
+    [
+        ({2: 4.0}, "sleep", r"chi=\{2: 4.0\}: rank 2 .* allowed are 0 to 1"),
+        ({-1: 4.0}, "sleep", "rank -1"),
+        ({"0": 4.0}, "sleep", "rank '0'"),
+        ({0: 0.5}, "sleep", r"chi=\{0: 0.5\} is not allowed.*at least 1"),
+        ({0: -2.0}, "sleep", "at least 1"),
+        ({0: float("nan")}, "sleep", "finite"),
+        ({0: float("inf")}, "sleep", "finite"),
+        ({0: True}, "sleep", "finite"),
+        ({0: "4"}, "sleep", "finite"),
+        ({0: 2.5}, "contend", "whole number"),
+        (4.0, "sleep", "mapping of rank to χ"),
+    ],
+)
+def test_wrong_chi_is_named(chi, kind, message):
+    with pytest.raises(ValueError, match=message):
+        checked_chi(chi, 2, kind)

@@ -1,0 +1,71 @@
+"""New parallel layers: what they take over, how they start, and what is refused."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from parallel_layers import Comparison, each_layer, seeded_linear
+from torch import nn
+
+from zeroresize import ColumnParallelLinear, RowParallelLinear
+
+
+@each_layer
+def test_from_linear_keeps_what_the_linear_is(run_ranks, kind, options):
+    def check(rank, group):
+        linear = seeded_linear(dtype=torch.float64).eval()
+        linear.bias.requires_grad_(False)
+        layer = Comparison(kind, linear, group, **options).layer
+        assert layer.weight.dtype == layer.bias.dtype == torch.float64
+        assert layer.weight.requires_grad and not layer.bias.requires_grad
+        assert not layer.training
+        with torch.no_grad():
+            layer.weight.zero_()
+        assert linear.weight.abs().min() > 0  # the layer has a copy
+
+    run_ranks(check, 2)
+
+
+def test_new_layers_of_all_ranks_make_up_the_linear_of_the_whole_size(run_ranks):
+    def check(rank, group):
+        torch.manual_seed(0)
+        up, down = torch.nn.Linear(100, 400), torch.nn.Linear(400, 100, bias=False)
+        torch.manual_seed(0)
+        column = ColumnParallelLinear(100, 400, process_group=group)
+        row = RowParallelLinear(400, 100, process_group=group)
+        assert torch.equal(column.weight, up.weight.chunk(2)[rank])
+        assert torch.equal(column.bias, up.bias.chunk(2)[rank])
+        assert torch.equal(row.weight, down.weight.chunk(2, dim=1)[rank])
+        assert row.bias.eq(0).all()  # replicated, so it must be alike on every rank, however the ranks are seeded
+
+    run_ranks(check, 2)
+
+
+def test_features_that_do_not_divide_are_named(run_ranks):
+    def check(rank, group):
+        for make in (
+            lambda: ColumnParallelLinear(4, 5, process_group=group),
+            lambda: ColumnParallelLinear.from_linear(nn.Linear(4, 5), process_group=group),
+        ):
+            with pytest.raises(ValueError, match="out_features=5 does not divide by the 2 ranks"):
+                make()
+        for make in (
+            lambda: RowParallelLinear(5, 4, process_group=group),
+            lambda: RowParallelLinear.from_linear(nn.Linear(5, 4), process_group=group),
+        ):
+            with pytest.raises(ValueError, match="in_features=5 does not divide by the 2 ranks"):
+                make()
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("layer_class", [ColumnParallelLinear, RowParallelLinear])
+def test_a_layer_needs_a_group_that_this_rank_is_in(run_ranks, layer_class):
+    def check(rank, group):
+        with pytest.raises(ValueError, match="process_group=None is not allowed"):
+            layer_class(4, 4, process_group=None)
+        of_rank_0 = dist.new_group([0])
+        if rank == 1:
+            with pytest.raises(ValueError, match="not a member of process_group"):
+                layer_class(4, 4, process_group=of_rank_0)
+
+    run_ranks(check, 2)

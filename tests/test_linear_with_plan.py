@@ -1,0 +1,71 @@
+"""Parallel layers with plans against unsharded ones with masked weights."""
+
+import pytest
+import torch
+from parallel_layers import IN, TOLERANCES, PrunedPair, bf16_autocast, close, randn
+from torch.utils.checkpoint import checkpoint
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_a_pruned_pair_equals_one_with_masked_weights(run_ranks, dtype, num_ranks):
+    def check(rank, group):
+        pair = PrunedPair(group, dtype)
+        pair.assert_equals(pair.masked)
+
+    run_ranks(check, num_ranks)
+
+
+def test_a_pruned_pair_equals_one_with_masked_weights_under_autocast(run_ranks):
+    def check(rank, group):
+        pair = PrunedPair(group)
+        with bf16_autocast():
+            pair.assert_equals(pair.masked, precision=torch.bfloat16)
+
+    run_ranks(check, 2)
+
+
+def test_a_pair_without_plans_equals_the_whole_one(run_ranks):
+    def check(rank, group):
+        pair = PrunedPair(group, torch.float64)
+        pair.model[0].plan = pair.model[2].plan = None
+        pair.assert_equals(pair.whole)
+
+    run_ranks(check, 2)
+
+
+def test_evaluation_computes_in_full_and_training_prunes_again(run_ranks):
+    def check(rank, group):
+        pair = PrunedPair(group, torch.float64)
+        for _ in range(2):
+            pair.model.eval()
+            pair.assert_equals(pair.whole)
+            pair.model.train()
+            pair.assert_equals(pair.masked)
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("imputation", ["zero", "average"])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_activation_checkpointing_changes_no_gradient(run_ranks, use_reentrant, imputation):
+    def check(rank, group):
+        pair = PrunedPair(group, imputation=imputation)
+        plain = pair.gradients(pair.model, 4, 5)
+        checkpointed = pair.gradients(lambda x: checkpoint(pair.model, x, use_reentrant=use_reentrant), 4, 5)
+        assert all(torch.equal(one, other) for one, other in zip(plain, checkpointed, strict=True))
+
+    run_ranks(check, 2)
+
+
+def test_gradients_of_micro_batches_accumulate_under_a_plan(run_ranks):
+    def check(rank, group):
+        pair = PrunedPair(group, torch.float64)
+        separate = [pair.gradients(pair.model, 4, 5, seed=seed)[2:] for seed in (1, 2)]
+        for seed in (1, 2):
+            y = pair.model(randn(4, 5, IN, seed=seed, dtype=torch.float64))
+            y.backward(randn(*y.shape, seed=2, dtype=y.dtype))
+        for parameter, one, other in zip(pair.model.parameters(), *separate, strict=True):
+            close(parameter.grad, one + other)
+
+    run_ranks(check, 2)

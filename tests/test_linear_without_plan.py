@@ -1,0 +1,115 @@
+"""Parallel layers without a plan against the unsharded ``nn.Linear``."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from parallel_layers import IN, OUT, TOLERANCES, Comparison, bf16_autocast, each_layer, randn, seeded_linear
+
+from zeroresize import ColumnParallelLinear, RowParallelLinear
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@each_layer
+def test_layer_equals_linear(run_ranks, kind, options, num_ranks):
+    def check(rank, group):
+        for dtype in TOLERANCES:
+            for bias in (True, False):
+                for leading in [(7,), (4, 5), (2, 3, 5), ()]:
+                    both = Comparison(kind, seeded_linear(bias=bias, dtype=dtype), group, **options)
+                    both.forward(*leading)
+                    both.backward()
+                    both.assert_close()
+
+    run_ranks(check, num_ranks)
+
+
+@pytest.mark.parametrize("backward_inside", [True, False])
+@each_layer
+def test_layer_equals_linear_under_autocast(run_ranks, kind, options, backward_inside):
+    def check(rank, group):
+        for x_dtype in (torch.float32, torch.bfloat16):
+            both = Comparison(kind, seeded_linear(), group, **options)
+            with bf16_autocast():
+                both.forward(4, 5, dtype=x_dtype)
+            with bf16_autocast(enabled=backward_inside):
+                both.backward()
+            assert (both.own_y.dtype, both.own_x.grad.dtype) == (torch.bfloat16, x_dtype)
+            assert both.layer.weight.grad.dtype == both.layer.bias.grad.dtype == torch.float32
+            both.assert_close(precision=torch.bfloat16)
+
+    run_ranks(check, 2)
+
+
+@each_layer
+def test_autocast_leaves_float64_as_it_is(run_ranks, kind, options):
+    def check(rank, group):
+        both = Comparison(kind, seeded_linear(dtype=torch.float64), group, **options)
+        with bf16_autocast():
+            both.forward(4, 5)
+            both.backward()
+        both.assert_close()
+
+    run_ranks(check, 2)
+
+
+@each_layer
+def test_gradients_accumulate(run_ranks, kind, options):
+    def check(rank, group):
+        both = Comparison(kind, seeded_linear(), group, **options)
+        for micro_batch in range(3):
+            both.forward(4, 5, seed=micro_batch)
+            both.backward(seed=micro_batch + 10)
+        both.assert_close()
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("frozen", ["x", "weight", "bias", "weight and bias"])
+@each_layer
+def test_what_is_frozen_gets_no_gradient(run_ranks, kind, options, frozen):
+    def check(rank, group):
+        linear = seeded_linear()
+        linear.weight.requires_grad_("weight" not in frozen)
+        linear.bias.requires_grad_("bias" not in frozen)
+        both = Comparison(kind, linear, group, **options)
+        both.forward(4, 5, x_learns=frozen != "x")
+        both.backward()
+        both.assert_close()
+
+    run_ranks(check, 2)
+
+
+def test_without_a_plan_a_layer_is_its_products_and_one_all_reduce_bit_for_bit(run_ranks):
+    def check(rank, group):
+        x, dy = randn(4, 5, IN).requires_grad_(), randn(4, 5, OUT // 2, seed=2 + rank)
+        layer = ColumnParallelLinear.from_linear(seeded_linear(), process_group=group)
+        y = layer(x)
+        y.backward(dy)
+        dx = dy @ layer.weight
+        dist.all_reduce(dx, group=group)
+        assert torch.equal(y, F.linear(x, layer.weight, layer.bias))
+        assert torch.equal(x.grad, dx)
+        assert torch.equal(layer.weight.grad, dy.flatten(0, 1).T @ x.flatten(0, 1))
+        assert torch.equal(layer.bias.grad, dy.flatten(0, 1).sum(dim=0))
+
+        x, dy = randn(4, 5, IN // 2, seed=rank).requires_grad_(), randn(4, 5, OUT, seed=2)
+        layer = RowParallelLinear.from_linear(seeded_linear(), process_group=group)
+        y = layer(x)
+        y.backward(dy)
+        products = F.linear(x, layer.weight).detach()
+        dist.all_reduce(products, group=group)
+        assert torch.equal(y, products + layer.bias)
+        assert torch.equal(x.grad, dy @ layer.weight)
+        assert torch.equal(layer.weight.grad, dy.flatten(0, 1).T @ x.flatten(0, 1))
+
+    run_ranks(check, 2)
+
+
+def test_an_input_that_does_not_fit_is_named_with_the_weight(run_ranks):
+    def check(rank, group):
+        layer = ColumnParallelLinear.from_linear(seeded_linear(), process_group=group)
+        with pytest.raises(ValueError, match=r"input \(3, 6\) does not fit weight \(9, 12\).*must be 12"):
+            layer(randn(3, 6))
+
+    run_ranks(check, 2)

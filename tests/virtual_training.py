@@ -1,0 +1,81 @@
+"""Training on real ranks with a clock that counts multiplications."""
+
+import types
+
+import torch
+from torch import nn
+
+import zeroresize as zr
+from zeroresize import pretest, timing
+from zeroresize.probe import Probe
+
+FEATURES = 48
+
+
+class VirtualTime(Probe):
+    """A clock that only products move: χ × FLOPs a multiplication, and ``gather_s`` where columns are gathered."""
+
+    def __init__(self, gather_s):
+        self.now, self.chi, self.gather_s = 0.0, 1.0, gather_s
+        self._is_resized = False
+
+    def perf_counter(self):
+        return self.now
+
+    def gemm_ends(self, operands):
+        one, other = operands[:2]
+        self._is_resized = {one.shape[-1], other.shape[-1]}.isdisjoint({FEATURES, 2 * FEATURES, 4 * FEATURES})
+        outputs = other.shape[0] if one.shape[-1] == other.shape[-1] else other.shape[-1]
+        self.now += self.chi * one.numel() * outputs * 1e-6
+
+    def product_ends(self):
+        self.now += self.gather_s if self._is_resized else 0.0
+
+
+class Pair(nn.Module):
+    """Column-parallel, GELU, row-parallel: what a transformer's feed-forward part is."""
+
+    def __init__(self, group):
+        super().__init__()
+        torch.manual_seed(0)
+        up, down = nn.Linear(FEATURES, 4 * FEATURES), nn.Linear(4 * FEATURES, FEATURES)
+        self.up = zr.ColumnParallelLinear.from_linear(up, process_group=group)
+        self.down = zr.RowParallelLinear.from_linear(down, process_group=group)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+class Run:
+    """A model in training whose time is virtual."""
+
+    def __init__(self, group, gather_s=0.001, **config):
+        self.config = zr.BalanceConfig(**{"mode": "zero-rd", "update_every": 3, **config})
+        self.time = VirtualTime(gather_s)
+        for module in (timing, pretest):
+            module.time = types.SimpleNamespace(perf_counter=self.time.perf_counter)
+        self.model = zr.convert(Pair(group), process_group=group, config=self.config)
+        for layer in (self.model.up, self.model.down):
+            layer.probes.add_innermost(self.time)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.balancer = zr.Balancer(self.model, self.optimizer, process_group=group, config=self.config)
+        self.x = torch.randn(8, FEATURES, generator=torch.Generator().manual_seed(1))
+
+    def steps(self, number):
+        for _ in range(number):
+            self.time.now += 0.01  # what is not a product
+            self.model(self.x).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.balancer.step()
+
+    def updates(self, number):
+        """γ of every rank after each update."""
+        trace = []
+        for _ in range(number):
+            self.steps(self.config.update_every)
+            trace.append([rank.ratio for rank in self.balancer.plan.ranks])
+        return trace
+
+    def pruned(self):
+        return {name: self.balancer.lineage.pruned(name, "w") for name in ("up", "down")}
