@@ -14,8 +14,9 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch.distributed as dist
 
 import zeroresize as zr
@@ -90,8 +91,10 @@ class ClosedLoopBench:
             self.balancer.release()
 
 
-def compare(bench: ClosedLoopBench, chi: float, ratios: list[float], rounds: int, num_steps: int) -> dict[str, float]:
-    """Median seconds of a step in every setting, all taking turns."""
+def compare(
+    bench: ClosedLoopBench, chi: float, ratios: list[float], rounds: int, num_steps: int
+) -> dict[str, list[float]]:
+    """Seconds of the steps in every setting, all taking turns."""
     seconds: dict[str, list[float]] = defaultdict(list)
     for _ in range(rounds):
         settings: dict[str, Callable[[], list[float]]] = {
@@ -104,17 +107,31 @@ def compare(bench: ClosedLoopBench, chi: float, ratios: list[float], rounds: int
         bench.set_chi(chi)
         for name, run in settings.items():
             seconds[name] += run()
-    return {name: statistics.median(values) for name, values in seconds.items()}
+    return dict(seconds)
 
 
-def report(chi: float, medians: dict[str, float], trace: dict[str, list[float]], floor: float) -> dict[str, object]:
+def interval_of_ratio(ones: Sequence[float], others: Sequence[float], num_samples: int = 10_000) -> tuple[float, float]:
+    """95 % percentile bootstrap interval of median(ones) / median(others), two samples that are not paired."""
+    generator = np.random.default_rng(0)
+    above, below = (
+        np.median(generator.choice(values, (num_samples, len(values))), axis=1) for values in (ones, others)
+    )
+    low, high = np.quantile(above / below, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def report(
+    chi: float, seconds: dict[str, list[float]], trace: dict[str, list[float]], floor: float
+) -> dict[str, object]:
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
     homogeneous, closed = medians["homogeneous"], medians["closed loop"]
     fixed = {name: value for name, value in medians.items() if name.startswith("fixed")}
     best = min(fixed, key=fixed.__getitem__)
+    low, high = interval_of_ratio(seconds["closed loop"], seconds[best])
     print(f"\nχ={chi:g}: homogeneous {1e3 * homogeneous:.0f} ms; as ratios to it:")
     for name, value in medians.items():
-        print(f"  {name:12} {value / homogeneous:6.3f}")
-    print(f"  closed loop / best fixed ({best}): {closed / medians[best]:.3f}")
+        print(f"  {name:12} {value / homogeneous:6.3f}  (n={len(seconds[name])})")
+    print(f"  closed loop / best fixed ({best}): {closed / medians[best]:.3f} [{low:.3f}, {high:.3f}]")
     print(f"  closed loop / Baseline: {closed / medians['baseline']:.3f}")
     print(f"  floor by measured cost of pruning: {floor / homogeneous:.3f} of homogeneous")
     for name, values in trace.items():
@@ -124,7 +141,7 @@ def report(chi: float, medians: dict[str, float], trace: dict[str, list[float]],
         "homogeneous_ms": 1e3 * homogeneous,
         "to_homogeneous": {name: value / homogeneous for name, value in medians.items()},
         "best_fixed": best,
-        "closed_to_best_fixed": closed / medians[best],
+        "closed_to_best_fixed": [closed / medians[best], low, high],
         "closed_to_baseline": closed / medians["baseline"],
         "floor_to_homogeneous": floor / homogeneous,
         **{f"ratio_{name}": values for name, values in trace.items()},
@@ -147,9 +164,9 @@ def main() -> None:
     parser.add_argument("--kind", choices=("sleep", "contend"), default="sleep")
     parser.add_argument("--chi", type=float, nargs="+", default=[2.0, 4.0, 8.0])
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=4, help="in a window")
-    parser.add_argument("--update-every", type=int, default=5)
+    parser.add_argument("--update-every", type=int, default=10)
     arguments = parser.parse_args()
 
     ranks = ColossalAIRanks(pin=arguments.kind == "sleep")  # contention pins by itself
@@ -164,14 +181,14 @@ def main() -> None:
         before = bench.run_updates(2)
         bench.set_chi_at_update(chi)
         appears = bench.run_updates(5)
-        medians = compare(bench, chi, arguments.ratios, arguments.rounds, arguments.steps)
+        seconds = compare(bench, chi, arguments.ratios, arguments.rounds, arguments.steps)
         steady = bench.run_updates(3)
         floor_s = predicted_floor_s(bench)
         bench.set_chi_at_update(1.0)
         recovers = bench.run_updates(4)
         if ranks.rank == 0:
             traces = {"before": before, "appears": appears, "steady": steady, "recovers": recovers}
-            results.append(report(chi, medians, traces, floor_s))
+            results.append(report(chi, seconds, traces, floor_s))
     for injector in bench.injectors:
         injector.__exit__(None, None, None)
     if ranks.rank == 0:
