@@ -35,6 +35,16 @@ WRONG_VALUES = [
     ("ranks", [True], "'stragglers', 'all', or a list"),
     ("ranks", ["0"], "'stragglers', 'all', or a list"),
     ("ranks", [1, 0, 1], "a list of different ranks"),
+    ("priority", "delta", "['variation', 'activation', 'path_length']"),
+    ("snapshot", "disk", "['host', 'bf16']"),
+    ("pridiff_rule", "equal", "['budget', 'paper']"),
+    ("pruned_update", "frozen", "['optimizer', 'freeze']"),
+    ("ageing", -0.1, "[0, 1e+06]"),
+    ("ageing", math.inf, "[0, 1e+06]"),
+    ("alpha", 1.5, "[0, 1]"),
+    ("alpha", -0.1, "[0, 1]"),
+    ("theta_iter", -1e-3, "[0, 1e+06]"),
+    ("theta_iter", "0.001", "[0, 1e+06]"),
     ("tolerance", -0.1, "[0, 10]"),
     ("tolerance", "0.1", "[0, 10]"),
     ("max_ratio", 0, "(0, 1)"),
@@ -78,6 +88,18 @@ def test_ranks_need_a_forced_ratio(ranks):
         BalanceConfig(ranks=ranks)
 
 
+@pytest.mark.parametrize("imputation", ["average", "same"])
+def test_frozen_columns_take_no_imputed_gradient(imputation):
+    with pytest.raises(ValueError, match=f"pruned_update='freeze' with imputation='{imputation}' is not allowed"):
+        BalanceConfig(pruned_update="freeze", imputation=imputation)
+
+
+def test_no_layer_may_prune_more_than_max_ratio_when_each_has_its_own():
+    with pytest.raises(ValueError, match=r"ratio=0\.8 exceeds max_ratio=0\.7, .*lower ratio or raise max_ratio"):
+        BalanceConfig(mode="zero-pridiff", ratio=0.8, max_ratio=0.7)
+    assert BalanceConfig(mode="zero-pri", ratio=0.8, max_ratio=0.7).forced_ratio == 0.8
+
+
 def test_ranks_outside_the_group_are_named():
     config = BalanceConfig(ratio=0.5, ranks=[0, 2, 5])
     config.validate_group_size(6)
@@ -103,11 +125,17 @@ def test_it_cannot_be_changed_but_replaced_and_is_checked_again():
 
 configs = st.just(BalanceConfig()) | st.builds(
     BalanceConfig,
-    mode=st.sampled_from(["off", "zero-rd"]),
+    mode=st.sampled_from(["off", "zero-rd", "zero-pri"]),
     ratio=st.floats(0, 1, exclude_max=True),
     ranks=st.sampled_from(["stragglers", "all"]) | st.lists(st.integers(0, 9), min_size=1, unique=True),
     target=st.sampled_from(["mean", "min"]),
     imputation=st.sampled_from(["zero", "average", "same"]),
+    priority=st.sampled_from(["variation", "activation", "path_length"]),
+    snapshot=st.sampled_from(["host", "bf16"]),
+    ageing=st.floats(0, 1e6),
+    pridiff_rule=st.sampled_from(["budget", "paper"]),
+    alpha=st.floats(0, 1),
+    theta_iter=st.floats(0, 1e6),
     tolerance=st.floats(0, 10),
     max_ratio=st.floats(0, 1, exclude_min=True, exclude_max=True),
     ewma=st.floats(0.65, 1),
@@ -147,7 +175,7 @@ def test_yaml_with_and_without_a_section_of_its_own(tmp_path, text):
         ("zero-rd\n", "expected a mapping of balance keys, found str"),
         ("balance:\n", "'balance' must be a mapping, found NoneType"),
         ("balance: [mode]\n", "'balance' must be a mapping, found list"),
-        ("balance: {mode: off}\n", "mode=False: write mode: 'off' with quotes"),
+        ("balance: {mode: no}\n", "mode='no' is not allowed"),
         ("ratio: .nan\n", "ratio=nan is not allowed"),
         ("balance: {gamma: 0.5}\n", r"unknown balance keys \['gamma'\]"),
         ("model: {depth: 2}\n", r"unknown balance keys \['model'\]"),
@@ -158,6 +186,14 @@ def test_a_wrong_file_is_named(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(ValueError, match=f"{re.escape(str(path))}: {message}"):
         BalanceConfig.from_yaml(path)
+
+
+def test_values_are_read_as_people_mean_them(tmp_path):
+    path = tmp_path / "balance.yaml"
+    path.write_text("balance: {mode: off, tolerance: 2e-1}\n")
+    assert BalanceConfig.from_yaml(path) == BalanceConfig(mode="off", tolerance=0.2)
+    with pytest.raises(ValueError, match="write mode: 'off' with quotes"):
+        BalanceConfig.from_dict({"mode": False})
 
 
 def test_broken_yaml_is_a_value_error_that_names_the_file(tmp_path):

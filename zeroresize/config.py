@@ -9,13 +9,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-MODES = ("off", "zero-rd")
+import yaml
+
+from zeroresize.yaml_values import load_yaml
+
+MODES = ("off", "zero-rd", "zero-pri", "zero-pridiff")
 TARGETS = ("mean", "min")
 IMPUTATIONS = ("zero", "average", "same")
 RANK_CHOICES = ("stragglers", "all")
 
+PRIORITIES = ("variation", "activation", "path_length")
+SNAPSHOTS = ("host", "bf16")
+PRIDIFF_RULES = ("budget", "paper")
+PRUNED_UPDATES = ("optimizer", "freeze")
+
 #: Modes in which a straggler drops columns of its products (ZERO-resizing, paper section III).
-PRUNING_MODES = ("zero-rd",)
+PRUNING_MODES = ("zero-rd", "zero-pri", "zero-pridiff")
+#: Those of them that choose the columns by a statistic.
+PRIORITY_MODES = ("zero-pri", "zero-pridiff")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +34,9 @@ class BalanceConfig:
     """How a tensor-parallel group is balanced.
 
     Attributes:
-        mode: ``"off"`` computes everything but still measures (the paper's Baseline); ``"zero-rd"`` lets stragglers
-            prune columns drawn at random (ZERO-Rd, section III-B).
+        mode: ``"off"`` computes everything but still measures (the paper's Baseline). The others let stragglers prune
+            columns: ``"zero-rd"`` drawn at random, ``"zero-pri"`` by priority, ``"zero-pridiff"`` by priority and with
+            a ratio of its own for every layer (ZERO-Rd, -Pri, -PriDiff, sections III-B and III-C).
         ratio: ``"auto"`` solves Eq. (1) for every straggler; a number forces that pruning ratio γ,
             0 ≤ γ < 1 (0 prunes nothing).
         ranks: whom a forced ratio applies to: ``"stragglers"`` (as measured), ``"all"``, or ranks counted within the
@@ -37,6 +49,17 @@ class BalanceConfig:
         max_ratio: the largest pruning ratio γ_max an automatic decision may choose.
         ewma: weight of the newest sample when measurements are smoothed, 0.65 to 1.
         dead_band: a change of γ smaller than this is not carried out.
+        priority: what makes a column important: the ``"variation"`` of its weights over an epoch (paper's δ), its
+            ``"activation"`` norm times its weights' norm, or its weights' ``"path_length"`` over the epoch.
+        snapshot: where ``"variation"`` keeps its second copy of the weights: on the ``"host"``, or in ``"bf16"`` on
+            the device.
+        ageing: what each epoch of being pruned adds to a column's priority, in means of its layer; 0 is the paper,
+            where some columns may stay pruned for ever.
+        pridiff_rule: ``"budget"`` prunes γ of a rank's products over all layers together; ``"paper"`` prunes
+            max(share of columns that moved less than θ, α γ) of each layer.
+        alpha, theta_iter: α and θ of one iteration, for the paper's rule.
+        pruned_update: whether the ``"optimizer"`` steps pruned columns, with a gradient of zero but with momentum and
+            weight decay, or they ``"freeze"``; that needs ``imputation="zero"``.
         block: columns are pruned in blocks of so many neighbours; 1 is the paper.
         iters_per_epoch: if set, ``Balancer.step`` calls ``epoch_end`` itself every so many optimizer steps.
         seed: seed of the column orders.
@@ -55,6 +78,13 @@ class BalanceConfig:
     max_ratio: float = 0.9
     ewma: float = 0.7
     dead_band: float = 0.02
+    priority: str = "variation"
+    snapshot: str = "host"
+    ageing: float = 0.1
+    pridiff_rule: str = "budget"
+    alpha: float = 0.8
+    theta_iter: float = 1e-3
+    pruned_update: str = "optimizer"
     block: int = 1
     iters_per_epoch: int | None = None
     seed: int = 0
@@ -63,10 +93,17 @@ class BalanceConfig:
         _one_of("mode", self.mode, MODES)
         _one_of("target", self.target, TARGETS)
         _one_of("imputation", self.imputation, IMPUTATIONS)
+        _one_of("priority", self.priority, PRIORITIES)
+        _one_of("snapshot", self.snapshot, SNAPSHOTS)
+        _one_of("pridiff_rule", self.pridiff_rule, PRIDIFF_RULES)
+        _one_of("pruned_update", self.pruned_update, PRUNED_UPDATES)
         _in_range("tolerance", self.tolerance, 0.0, 10.0)
         _in_range("max_ratio", self.max_ratio, 0.0, 1.0, open_low=True, open_high=True)
         _in_range("ewma", self.ewma, 0.65, 1.0)
         _in_range("dead_band", self.dead_band, 0.0, 0.5)
+        _in_range("ageing", self.ageing, 0.0, 1e6)
+        _in_range("alpha", self.alpha, 0.0, 1.0)
+        _in_range("theta_iter", self.theta_iter, 0.0, 1e6)
         _at_least("update_every", self.update_every, 1)
         _at_least("block", self.block, 1)
         _at_least("seed", self.seed, 0)
@@ -78,6 +115,16 @@ class BalanceConfig:
             raise ValueError(
                 f"ranks={self.ranks!r} needs a forced ratio: set ratio to a number with 0 <= ratio < 1, "
                 "or leave ranks at 'stragglers'"
+            )
+        if self.mode == "zero-pridiff" and self.forced_ratio is not None and self.forced_ratio > self.max_ratio:
+            raise ValueError(
+                f"ratio={self.ratio} exceeds max_ratio={self.max_ratio}, which no layer may in mode 'zero-pridiff': "
+                "lower ratio or raise max_ratio"
+            )
+        if self.pruned_update == "freeze" and self.imputation != "zero":
+            raise ValueError(
+                f"pruned_update='freeze' with imputation={self.imputation!r} is not allowed: a frozen column takes no "
+                "gradient, so imputation must be 'zero'"
             )
 
     @property
@@ -123,10 +170,8 @@ class BalanceConfig:
         Raises:
             ValueError: if the file is no mapping or holds a wrong key or value.
         """
-        import yaml
-
         try:
-            document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            document = load_yaml(Path(path).read_text(encoding="utf-8"))
         except yaml.YAMLError as error:
             raise ValueError(f"{path}: not YAML: {error}") from error
         if not isinstance(document, Mapping):
@@ -148,7 +193,7 @@ class BalanceConfig:
 
 
 def _one_of(key: str, value: Any, allowed: Sequence[str]) -> None:
-    if value is False and "off" in allowed:  # YAML 1.1 reads a bare `off` as false
+    if value is False and "off" in allowed:  # other YAML loaders read a bare `off` as false
         raise ValueError(f"{key}=False: write {key}: 'off' with quotes; allowed are {list(allowed)}")
     if value not in allowed:
         raise ValueError(f"{key}={value!r} is not allowed: choose one of {list(allowed)}")

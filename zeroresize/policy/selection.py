@@ -25,8 +25,14 @@ def random_order(num_columns: int, *, block: int, seed: int, epoch: int, rank: i
     return columns[columns < num_columns]
 
 
-def num_pruned_columns(ratio: float, num_columns: int, block: int) -> int:
-    """round(γK), rounded half up to whole blocks, leaving at least one block; the same on every rank."""
+def pruned_of_order(order: NDArray[np.int64], ratio: float, block: int) -> NDArray[np.int64]:
+    """The first round(γK) columns of an order of all K, rounded half up to whole blocks, so that one block is left.
+
+    Fewer where the last block of the layer, which may be shorter, is among them.
+    """
+    num_columns = len(order)
     num_blocks = math.ceil(num_columns / block)
-    pruned_blocks = min(math.floor(ratio * num_columns / block + 0.5), num_blocks - 1)
-    return min(max(pruned_blocks, 0) * block, num_columns - 1)
+    num_pruned = max(min(math.floor(ratio * num_columns / block + 0.5), num_blocks - 1), 0)
+    is_first_of_block = order % block == 0
+    ends = np.append(np.flatnonzero(is_first_of_block), num_columns)
+    return order[: ends[num_pruned]]

@@ -1,0 +1,198 @@
+"""ZERO-Pri's order of columns and ZERO-PriDiff's ratios, on plain numbers."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zeroresize.config import BalanceConfig
+from zeroresize.policy.differentiated import budget_ratios, paper_ratios
+from zeroresize.policy.priority import ColumnPriority
+from zeroresize.policy.selection import pruned_of_order, random_order
+from zeroresize.policy.selector import ColumnSelector
+
+statistics = st.lists(st.floats(0.0, 1e3), min_size=4, max_size=40).map(np.array)
+ratios = st.floats(0.05, 0.9)
+blocks = st.integers(1, 3)
+
+
+def nothing_pruned(columns):
+    return np.zeros(columns, dtype=bool)
+
+
+def known(w_var):
+    priority = ColumnPriority(len(w_var))
+    priority.update(w_var, nothing_pruned(len(w_var)), incremental=True)
+    return priority
+
+
+def identity(columns):
+    return np.arange(columns)
+
+
+@given(statistics, ratios, st.randoms())
+def test_without_ageing_the_smallest_are_pruned(w_var, ratio, random):
+    tie_break = np.array(random.sample(range(len(w_var)), len(w_var)))
+    order = known(w_var).order(ageing=0.0, block=1, tie_break=tie_break)
+    pruned = pruned_of_order(order, ratio, 1)
+    kept = np.setdiff1d(order, pruned)
+    assert sorted(order) == list(range(len(w_var)))
+    assert not len(pruned) or w_var[pruned].max() <= w_var[kept].min()
+
+
+@given(statistics, st.integers(1, 7))
+def test_blocks_stay_together_and_are_ranked_by_their_means(w_var, block):
+    columns = len(w_var)
+    order = known(w_var).order(ageing=0.0, block=block, tie_break=identity(columns))
+    blocks = list(dict.fromkeys(order // block))
+    assert [i for b in blocks for i in range(b * block, min((b + 1) * block, columns))] == order.tolist()
+    means = [w_var[b * block : (b + 1) * block].mean() for b in blocks]
+    assert all(a <= b * (1 + 1e-12) for a, b in itertools.pairwise(means))
+
+
+def test_a_pruned_column_keeps_what_was_known_of_it():
+    priority = known(np.array([3.0, 1.0, 2.0]))
+    was_pruned = np.array([False, True, False])
+    priority.update(np.array([5.0, 0.0, 4.0]), was_pruned, incremental=True)
+    assert priority.w_var.tolist() == [5.0, 1.0, 4.0]
+    assert priority.age.tolist() == [0, 1, 0]
+    priority.update(np.array([5.0, 0.5, np.nan]), was_pruned, incremental=False)
+    assert priority.w_var.tolist() == [5.0, 0.5, 4.0], "a statistic that pruning does not touch is taken for all"
+    assert priority.age.tolist() == [0, 2, 0]
+
+
+def test_columns_of_which_nothing_is_known_are_computed_first():
+    priority = ColumnPriority(4)
+    priority.update(np.array([9.0, 1.0, 0.0, 0.0]), np.array([False, False, True, True]), incremental=True)
+    assert priority.order(ageing=0.1, block=1, tie_break=np.array([3, 2, 1, 0])).tolist() == [1, 0, 3, 2]
+
+
+def epochs_of(selector, delta, ratio, epochs):
+    """For how many epochs each column of the one layer was pruned, and for how many in a row at most, its statistic
+    being ``delta`` whenever it is computed."""
+    times, row, longest_row = (np.zeros(len(delta), dtype=int) for _ in range(3))
+    for _ in range(epochs):
+        selector.count_step(ratio)
+        is_pruned = np.zeros(len(delta), dtype=bool)
+        is_pruned[selector.pruned_columns(ratio)["layer"]] = True
+        times += is_pruned
+        row = np.where(is_pruned, row + 1, 0)
+        longest_row = np.maximum(longest_row, row)
+        selector.end_epoch({"layer": np.where(is_pruned, 0.0, delta)}, incremental=True)
+    return times, longest_row
+
+
+def selector_of(columns, **config):
+    config = BalanceConfig(**{"mode": "zero-pri", **config})
+    return ColumnSelector(config, 0, num_columns={"layer": columns}, costs={"layer": 1.0})
+
+
+@settings(deadline=None)
+@given(st.lists(st.just(0.0) | st.floats(1e-3, 1e3), min_size=4, max_size=12), ratios, st.floats(0.1, 1.0), blocks)
+def test_with_ageing_no_column_is_pruned_for_ever(delta, ratio, ageing, block):
+    """Constant γ, stationary δ. No δ exceeds K means, so an age of K / ageing outweighs every younger column; and each
+    column that is kept becomes young, so after K epochs more all others are younger. K more until all are known."""
+    columns = len(delta)
+    bound = int(columns * (2 + 1 / ageing)) + 1
+    _, longest_row = epochs_of(selector_of(columns, ageing=ageing, block=block), np.array(delta), ratio, 2 * bound)
+    assert longest_row.max() <= bound
+
+
+def test_without_ageing_some_columns_are_pruned_for_ever():
+    delta = np.random.default_rng(0).uniform(0.5, 1.5, size=64)
+    (_, paper), (_, ours) = (epochs_of(selector_of(64, ageing=ageing), delta, 0.5, 50) for ageing in (0.0, 0.1))
+    assert paper.max() >= 48, "what ageing is for"
+    assert ours.max() <= 20
+
+
+def test_ties_are_broken_alike_on_every_run_and_by_turns():
+    frozen = np.zeros(32)
+    (one, rows), (other, _) = (epochs_of(selector_of(32), frozen, 0.5, 9) for _ in range(2))
+    assert one.tolist() == other.tolist()
+    assert rows.max() <= 2
+
+
+def test_a_column_counts_as_pruned_if_it_was_in_most_iterations():
+    selector = selector_of(10, ageing=0.0)
+    selector.end_epoch({"layer": np.arange(10.0)}, incremental=True)
+    for ratio in (0.8, 0.3, 0.3, 0.3, 0.8):
+        selector.count_step(ratio)
+    selector.end_epoch({"layer": np.full(10, 50.0)}, incremental=True)
+    assert selector.state_dict()["w_var"]["layer"] == [0.0, 1.0, 2.0] + [50.0] * 7
+    assert selector.pruned_steps["layer"].tolist() == [5] * 3 + [2] * 5 + [0] * 2
+
+
+def test_random_orders_do_not_depend_on_statistics():
+    selector = selector_of(16, mode="zero-rd", seed=3)
+    for epoch in range(3):
+        expected = random_order(16, block=1, seed=3, epoch=epoch, rank=0, layer=0)
+        assert selector.pruned_columns(0.5)["layer"].tolist() == expected[:8].tolist()
+        selector.count_step(0.5)
+        selector.end_epoch({}, incremental=False)
+
+
+@pytest.mark.parametrize("mode", ["zero-pri", "zero-pridiff"])
+def test_a_restored_selector_decides_the_same(mode):
+    config = BalanceConfig(mode=mode)
+    columns = {"a": 12, "b": 20}
+
+    def fresh_selector():
+        return ColumnSelector(config, 1, num_columns=columns, costs={"a": 1.0, "b": 3.0})
+
+    def go_on(selector, epochs, generator):
+        for _ in range(epochs):
+            selector.count_step(0.4)
+            selector.end_epoch({name: generator.uniform(size=k) for name, k in columns.items()}, incremental=True)
+
+    first = fresh_selector()
+    go_on(first, 3, np.random.default_rng(0))
+    first.count_step(0.25)
+    restored = fresh_selector()
+    restored.load_state_dict(first.state_dict())
+    for selector in (first, restored):
+        go_on(selector, 2, np.random.default_rng(1))
+    for name in columns:
+        assert restored.pruned_columns(0.5)[name].tolist() == first.pruned_columns(0.5)[name].tolist()
+        assert restored.pruned_steps[name].tolist() == first.pruned_steps[name].tolist()
+
+
+layers = st.lists(st.tuples(statistics, st.floats(0.1, 10.0)), min_size=1, max_size=6)
+
+
+@given(layers, ratios)
+def test_the_budget_rule_prunes_what_was_asked_for(layers, ratio):
+    w_vars, costs = [w_var for w_var, _ in layers], [cost for _, cost in layers]
+    own = budget_ratios(w_vars, costs, ratio, max_ratio=0.9)
+    # Caps are whole columns, so small layers may not reach γ_max.
+    reachable = sum(cost * int(0.9 * len(w) + 1e-9) / len(w) for w, cost in layers)
+    wanted = min(ratio * sum(costs), reachable)
+    largest_column = max(cost / len(w) for w, cost in layers)
+    assert sum(r * cost for r, cost in zip(own, costs, strict=True)) == pytest.approx(wanted, abs=largest_column)
+    assert all(0.0 <= r <= 0.9 for r in own)
+
+
+@given(layers, ratios)
+def test_the_budget_rule_has_one_threshold_for_all_layers(layers, ratio):
+    w_vars, costs = [w_var for w_var, _ in layers], [cost for _, cost in layers]
+    own = budget_ratios(w_vars, costs, ratio, max_ratio=0.9)
+    counts = [round(r * len(w)) for r, w in zip(own, w_vars, strict=True)]
+    pruned = [np.sort(w)[:count] for w, count in zip(w_vars, counts, strict=True)]
+    tau = max((values.max() for values in pruned if len(values)), default=-np.inf)
+    for w, count in zip(w_vars, counts, strict=True):
+        if count < int(0.9 * len(w) + 1e-9):
+            assert np.sort(w)[count] >= tau
+
+
+def test_the_budget_rule_gives_equals_the_same_share():
+    unknown = [np.full(40, np.nan), np.full(80, np.nan), np.zeros(10) * np.nan]
+    assert budget_ratios(unknown, [1.0, 2.0, 5.0], 0.5, max_ratio=0.9) == pytest.approx([0.5] * 3, abs=0.1)
+
+
+def test_the_paper_rule_may_prune_more_than_asked_for_or_less():
+    still, moving = np.full(10, 1e-4), np.full(10, 1.0)
+    rule = {"theta": 1e-3, "alpha": 0.8, "max_ratio": 0.9}
+    assert paper_ratios([still, moving], 0.5, **rule) == pytest.approx([0.9, 0.4])
+    assert paper_ratios([moving, moving * np.nan], 0.5, **rule) == pytest.approx([0.4, 0.4])
+    assert paper_ratios([still, moving], 0.0, **rule) == [0.0, 0.0], "who is no straggler prunes nothing"

@@ -1,0 +1,58 @@
+"""ZERO-PriDiff: how many columns each layer prunes, more where weights move less (paper, section III-C).
+
+Two rules. The paper's counts columns below a fixed threshold θ and so may prune far more, or less, than was asked for.
+Ours finds the threshold at which all layers together prune just what was asked for (Decided 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+
+def paper_ratios(
+    w_vars: Sequence[Floats], ratio: float, *, theta: float, alpha: float, max_ratio: float
+) -> list[float]:
+    """γ_k = max(share of layer k's columns with w_var < θ, α γ), no more than γ_max.
+
+    Args:
+        w_vars: of each layer, [K_k]; NaN where nothing is known, which counts as moving.
+        ratio: γ, what the rank is to prune.
+        theta: θ = N_iter · θ_iter, in the units of a weight.
+        alpha: α, 0 to 1.
+        max_ratio: γ_max.
+    """
+    if ratio == 0.0:
+        return [0.0] * len(w_vars)
+    return [min(max_ratio, max(float(np.mean(w_var < theta)), alpha * ratio)) for w_var in w_vars]
+
+
+def budget_ratios(w_vars: Sequence[Floats], costs: Sequence[float], ratio: float, *, max_ratio: float) -> list[float]:
+    """γ_k = min(γ_max, share of layer k's columns with w_var < τ) with Σ cost_k γ_k = γ Σ cost_k, to one column.
+
+    τ is found by sorting all columns of all layers. Where w_var is equal, or unknown, every layer gives the same share.
+
+    Args:
+        w_vars: of each layer, [K_k]; NaN where nothing is known, which counts as moving most.
+        costs: of each layer's products, in any unit.
+        ratio: γ, what the rank is to prune, at most ``max_ratio``.
+        max_ratio: γ_max.
+    """
+    values, places, layers, column_costs = [], [], [], []
+    for layer, (w_var, cost) in enumerate(zip(w_vars, costs, strict=True)):
+        num_columns = len(w_var)
+        num_allowed = int(max_ratio * num_columns + 1e-9)
+        values.append(np.sort(np.where(np.isnan(w_var), np.inf, w_var))[:num_allowed])
+        places.append(np.arange(num_allowed) / num_columns)
+        layers.append(np.full(num_allowed, layer))
+        column_costs.append(np.full(num_allowed, cost / num_columns))
+    layer_of = np.concatenate(layers)
+    first = np.lexsort((layer_of, np.concatenate(places), np.concatenate(values)))
+    cost_of = np.concatenate(column_costs)[first]
+    num_taken = int(np.searchsorted(np.cumsum(cost_of) - cost_of / 2, ratio * sum(costs)))
+    counts = np.bincount(layer_of[first[:num_taken]], minlength=len(w_vars))
+    return [float(count) / len(w_var) for count, w_var in zip(counts, w_vars, strict=True)]

@@ -1,0 +1,145 @@
+"""What a ratio γ means on one rank: which columns of which layer it prunes. Changes at the ends of epochs only.
+
+Each layer has an order of its columns for the epoch; a ratio prunes the first of them, so a change of γ adds to or
+takes from the same set (Decided 20).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zeroresize.config import PRIORITY_MODES, BalanceConfig
+from zeroresize.policy.differentiated import budget_ratios, paper_ratios
+from zeroresize.policy.priority import ColumnPriority
+from zeroresize.policy.selection import pruned_of_order, random_order
+
+Columns = NDArray[np.int64]
+
+
+class ColumnSelector:
+    """Decides for one rank which columns a ratio prunes: ZERO-Rd, ZERO-Pri or ZERO-PriDiff, by ``config.mode``.
+
+    Args:
+        config: how to balance.
+        rank: this rank within the group, for the seed of random orders.
+        num_columns: K of every layer by name, in the order of the model.
+        costs: of every layer's products, in any unit.
+
+    Attributes:
+        epoch: number of epochs that have ended.
+        pruned_steps: [K] of every layer, in how many steps of the ended epochs each column was pruned.
+    """
+
+    def __init__(
+        self, config: BalanceConfig, rank: int, num_columns: Mapping[str, int], costs: Mapping[str, float]
+    ) -> None:
+        self._config, self._rank, self._costs = config, rank, dict(costs)
+        self._priorities = {name: ColumnPriority(columns) for name, columns in num_columns.items()}
+        self._steps_at_ratio: Counter[float] = Counter()
+        self._steps_of_last_epoch = 0
+        self.epoch = 0
+        self.pruned_steps = {name: np.zeros(columns, dtype=np.int64) for name, columns in num_columns.items()}
+        self._orders = self._orders_of_epoch()
+
+    def layer_ratios(self, ratio: float) -> dict[str, float]:
+        """γ_k of every layer for the rank's γ, before rounding to blocks: all γ but in ZERO-PriDiff."""
+        config = self._config
+        if config.mode != "zero-pridiff" or ratio == 0.0:
+            return dict.fromkeys(self._priorities, ratio)
+        w_vars = [priority.w_var for priority in self._priorities.values()]
+        if config.pridiff_rule == "paper":
+            theta = config.theta_iter * self._steps_of_last_epoch
+            ratios = paper_ratios(w_vars, ratio, theta=theta, alpha=config.alpha, max_ratio=config.max_ratio)
+        else:
+            ratios = budget_ratios(w_vars, list(self._costs.values()), ratio, max_ratio=config.max_ratio)
+        return dict(zip(self._priorities, ratios, strict=True))
+
+    def pruned_columns(self, ratio: float) -> dict[str, Columns]:
+        """The columns of every layer that the rank's γ prunes, least important first; empty where none."""
+        block = self._config.block
+        return {name: pruned_of_order(self._orders[name], own, block) for name, own in self.layer_ratios(ratio).items()}
+
+    def count_step(self, ratio: float) -> None:
+        """One iteration ran at ``ratio``."""
+        self._steps_at_ratio[ratio] += 1
+
+    @property
+    def steps_of_epoch(self) -> int:
+        """Iterations of the epoch so far."""
+        return sum(self._steps_at_ratio.values())
+
+    def end_epoch(self, fresh: Mapping[str, NDArray[np.float64]], *, incremental: bool) -> None:
+        """Learn from the epoch that ends and order the columns for the next.
+
+        Args:
+            fresh: the statistic of every layer's columns; empty where none is taken.
+            incremental: see :meth:`~zeroresize.policy.priority.ColumnPriority.update`.
+        """
+        pruned = self.pruned_columns(self._ratio_of_most_steps())
+        self._count_pruned_steps()
+        for name, values in fresh.items():
+            priority = self._priorities[name]
+            was_pruned = np.zeros(priority.num_columns, dtype=bool)
+            was_pruned[pruned[name]] = True
+            priority.update(values, was_pruned, incremental=incremental)
+        self._steps_of_last_epoch = self.steps_of_epoch or self._steps_of_last_epoch
+        self._steps_at_ratio.clear()
+        self.epoch += 1
+        self._orders = self._orders_of_epoch()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain lists and numbers; this rank's own, unlike the controller's."""
+        return {
+            "epoch": self.epoch,
+            "steps_at_ratio": list(self._steps_at_ratio.items()),
+            "steps_of_last_epoch": self._steps_of_last_epoch,
+            "pruned_steps": {name: steps.tolist() for name, steps in self.pruned_steps.items()},
+            "w_var": {name: priority.w_var.tolist() for name, priority in self._priorities.items()},
+            "age": {name: priority.age.tolist() for name, priority in self._priorities.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict` of the same layers."""
+        self.epoch = state["epoch"]
+        self._steps_at_ratio = Counter(dict(state["steps_at_ratio"]))
+        self._steps_of_last_epoch = state["steps_of_last_epoch"]
+        for name, priority in self._priorities.items():
+            self.pruned_steps[name] = np.asarray(state["pruned_steps"][name], dtype=np.int64)
+            priority.w_var = np.asarray(state["w_var"][name], dtype=np.float64)
+            priority.age = np.asarray(state["age"][name], dtype=np.int64)
+        self._orders = self._orders_of_epoch()
+
+    def _count_pruned_steps(self) -> None:
+        for ratio, steps in self._steps_at_ratio.items():
+            for name, columns in self.pruned_columns(ratio).items():
+                self.pruned_steps[name][columns] += steps
+
+    def _ratio_of_most_steps(self) -> float:
+        """The ratio whose columns were pruned in more than half of the epoch's iterations: their lower median.
+
+        Sets grow with γ, so a column was pruned in most iterations exactly if it is pruned at the median.
+        """
+        return statistics.median_low(self._steps_at_ratio.elements()) if self._steps_at_ratio else 0.0
+
+    def _orders_of_epoch(self) -> dict[str, Columns]:
+        config = self._config
+        orders = {}
+        for position, (name, priority) in enumerate(self._priorities.items()):
+            drawn = random_order(
+                priority.num_columns,
+                block=config.block,
+                seed=config.seed,
+                epoch=self.epoch,
+                rank=self._rank,
+                layer=position,
+            )
+            if config.mode in PRIORITY_MODES:
+                drawn = priority.order(ageing=config.ageing, block=config.block, tie_break=drawn)
+            orders[name] = drawn
+        return orders
