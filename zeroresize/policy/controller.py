@@ -10,7 +10,7 @@ from typing import Any
 from zeroresize.config import PRUNING_MODES, BalanceConfig
 from zeroresize.plan import RankPlan, WorkloadPlan
 from zeroresize.policy.ratio import RankTimes, find_stragglers, pruning_ratios, reference_time
-from zeroresize.policy.smoothing import smoothed, steadied
+from zeroresize.policy.smoothing import LARGE_START, smoothed, steadied
 
 #: How far below the fastest rank's time a straggler aims, as a share; with target "mean" (the paper's) not at all.
 HEADROOM = 0.05
@@ -24,6 +24,18 @@ class _RankState:
     is_straggler: bool = False
     ratio: float = 0.0
     wanted: float = 0.0
+    starts_anew: bool = False
+
+    def smooth(self, sample: RankTimes, weight: float) -> None:
+        """Take a sample into the averages, or as it is where what came before does not count."""
+        for name in ("rest_s", "gemm_s", "overhead_scale"):
+            average = math.nan if self.starts_anew else getattr(self, name)
+            setattr(self, name, smoothed(average, getattr(sample, name), weight))
+        self.starts_anew = False
+
+    def awaits_full_work(self, sample: RankTimes) -> bool:
+        """Whether the rank was just let go, so that ``sample`` was still measured under its old plan."""
+        return self.ratio == 0.0 and sample.measured_at > 0.0
 
 
 @dataclass
@@ -57,9 +69,10 @@ class Controller:
             raise ValueError(f"expected {self.num_ranks} ranks' times, found {len(samples)}")
         self._num_updates += 1
         for state, sample in zip(self._ranks, samples, strict=True):
-            state.rest_s = smoothed(state.rest_s, sample.rest_s, self.config.ewma)
-            state.gemm_s = smoothed(state.gemm_s, sample.gemm_s, self.config.ewma)
-            state.overhead_scale = smoothed(state.overhead_scale, sample.overhead_scale, self.config.ewma)
+            if state.awaits_full_work(sample) and self.config.forced_ratio is None:
+                state.starts_anew = True  # what pruning made of its times shall not blur what full work tells
+            else:
+                state.smooth(sample, self.config.ewma)
         if any(math.isnan(state.rest_s + state.gemm_s) for state in self._ranks):
             return self.current_plan()
 
@@ -73,12 +86,16 @@ class Controller:
             busy_s, reference_s, self.config.tolerance, [state.is_straggler for state in self._ranks]
         )
         wanted = self._wanted_ratios(times, are_stragglers, reference_s)
-        for state, sample, is_straggler, ratio in zip(self._ranks, samples, are_stragglers, wanted, strict=True):
+        is_unsure = any(state.starts_anew for state in self._ranks)
+        for state, is_straggler, ratio in zip(self._ranks, are_stragglers, wanted, strict=True):
             state.is_straggler = is_straggler
-            if state.ratio == 0.0 and sample.measured_at > 0.0 and self.config.forced_ratio is None:
-                continue  # just let go: what it needs now is told by the next sample, measured at full work
+            if state.starts_anew:
+                continue  # what it needs now is told by the next sample, measured at full work
+            if is_unsure and state.ratio == 0.0 and ratio < LARGE_START:
+                continue  # nobody starts for the sake of a rank whose speed is not known
+            was_pruning = state.ratio > 0.0
             state.ratio = steadied(state.ratio, ratio, state.wanted, self.config.dead_band)
-            state.wanted = ratio
+            state.wanted = 0.0 if was_pruning and state.ratio == 0.0 else ratio
         ratios = [state.ratio for state in self._ranks]
         return self._plan(ratios, max(rank.busy_at(ratio) for rank, ratio in zip(times, ratios, strict=True)))
 

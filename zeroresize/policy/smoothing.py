@@ -25,21 +25,27 @@ def smoothed(average: float, sample: float, weight: float) -> float:
 
 #: A change of γ as large as this is carried out at once; a smaller one has to be wanted twice.
 LARGE_CHANGE = 0.1
+#: A rank that prunes nothing starts at once with a γ as large as this; a smaller one has to be wanted twice.
+LARGE_START = 0.3
+#: A rank that seems to need less than this share of the γ it has is let go.
+LET_GO = 2 / 3
 
 
 def steadied(current: float, wanted: float, wanted_before: float, dead_band: float) -> float:
     """The ratio γ to use, so that noise does not make it wander.
 
-    Starting, letting go and large changes happen at once. Smaller ones happen when two updates in a row want them in
-    the same direction, and then go as far as both do; within ``dead_band`` nothing changes. A rank that seems to need
-    less than half of what it prunes is let go altogether: what it still needs is then measured without the detour over
-    what pruning costs.
+    Letting go, large starts and large changes happen at once. Smaller ones happen when two updates in a row want them
+    in the same direction, and then go as far as both do; within ``dead_band`` nothing changes. A rank that seems to
+    need much less than it prunes is let go altogether: what it still needs is then measured without the detour over
+    what pruning costs, which on a loaded machine can be off by a third.
     """
-    if wanted < current / 2:
+    if wanted < LET_GO * current:
         return 0.0
     change, change_before = wanted - current, wanted_before - current
-    if current == 0.0 or wanted == 0.0 or abs(change) >= LARGE_CHANGE:
+    if wanted == 0.0 or abs(change) >= (LARGE_CHANGE if current > 0.0 else LARGE_START):
         return wanted
+    if current == 0.0:
+        return min(wanted, wanted_before)
     if min(abs(change), abs(change_before)) < dead_band or change * change_before < 0:
         return current
     return current + min(change, change_before, key=abs)
