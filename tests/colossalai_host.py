@@ -31,13 +31,13 @@ class Host:
         policy = self.balanced_vit_policy() if balanced_from_the_start else None
         return ShardFormer(config).optimize(model, policy)[0]
 
-    def boost(self, model, balanced_from_the_start=False):
+    def boost(self, model, balanced_from_the_start=False, precision="fp32"):
         """By Booster; returns what is needed to train."""
         from colossalai.booster import Booster
         from colossalai.booster.plugin import HybridParallelPlugin
 
         policy = self.balanced_vit_policy() if balanced_from_the_start else None
-        plugin = HybridParallelPlugin(tp_size=2, pp_size=1, precision="fp32", custom_policy=policy)
+        plugin = HybridParallelPlugin(tp_size=2, pp_size=1, precision=precision, custom_policy=policy)
         booster = Booster(plugin=plugin)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         model, optimizer, *_ = booster.boost(model, optimizer)

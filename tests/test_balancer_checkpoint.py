@@ -73,10 +73,13 @@ def test_two_tensor_parallel_groups_balance_and_save_apart(run_ranks, tmp_path):
 def test_state_of_other_layers_is_refused(run_ranks):
     def load(rank, group):
         run = Run(group)
-        ((key, state),) = run.balancer.state_dict().items()
+        state = run.balancer.state_dict()
+        shared, own = "group 0-1", f"group 0-1 rank {rank}"
         with pytest.raises(ValueError, match="another model"):
-            run.balancer.load_state_dict({key: {**state, "layers": {"up": 7}}})
+            run.balancer.load_state_dict({**state, shared: {**state[shared], "layers": {"up": 7}}})
         with pytest.raises(ValueError, match=r"no balancer state of 'group 0-1': there is \['group 2-3'\]"):
-            run.balancer.load_state_dict({"group 2-3": state})
+            run.balancer.load_state_dict({"group 2-3": state[shared]})
+        with pytest.raises(ValueError, match=f"no balancer state of '{own}'"):
+            run.balancer.load_state_dict({shared: state[shared]})
 
     run_ranks(load, 2)

@@ -138,7 +138,7 @@ def test_one_rank_records_nothing(run_ranks):
         for _ in range(3):
             dist.barrier()
             run.steps(1)
-        return run.balancer._timer._step
+        return run.balancer._measurement._timer._step
 
     assert run_ranks(train, 1) == [None]
 
@@ -159,7 +159,7 @@ def test_metrics_are_flat_numbers_with_the_documented_names(run_ranks):
         return run.balancer.metrics()
 
     shares = ["ratio", "pruned_share", "lent_share", "borrowed_share", "is_straggler"]
-    names = [*shares, "busy_s", "products_s", "least_busy_s", "overhead_s"]
+    names = [*shares, "busy_s", "products_s", "least_busy_s", "overhead_s", "statistic_bytes"]
     for metrics in run_ranks(train, 2):
         assert sorted(metrics) == sorted(f"balance/{name}" for name in names)
         assert all(isinstance(value, float) for value in metrics.values())

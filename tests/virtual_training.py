@@ -49,7 +49,7 @@ class Pair(nn.Module):
 class Run:
     """A model in training whose time is virtual."""
 
-    def __init__(self, group, gather_s=0.001, **config):
+    def __init__(self, group, gather_s=0.001, on_update=None, **config):
         self.config = zr.BalanceConfig(**{"mode": "zero-rd", "update_every": 3, **config})
         self.time = VirtualTime(gather_s)
         for module in (timing, pretest):
@@ -58,16 +58,23 @@ class Run:
         for layer in (self.model.up, self.model.down):
             layer.probes.add_innermost(self.time)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
-        self.balancer = zr.Balancer(self.model, self.optimizer, process_group=group, config=self.config)
+        self.balancer = zr.Balancer(
+            self.model, self.optimizer, process_group=group, config=self.config, on_update=on_update
+        )
         self.x = torch.randn(8, FEATURES, generator=torch.Generator().manual_seed(1))
 
     def steps(self, number):
+        """Losses of so many training steps."""
+        losses = []
         for _ in range(number):
             self.time.now += 0.01  # what is not a product
-            self.model(self.x).square().mean().backward()
+            loss = self.model(self.x).square().mean()
+            loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.balancer.step()
+            losses.append(loss.item())
+        return losses
 
     def updates(self, number):
         """γ of every rank after each update."""

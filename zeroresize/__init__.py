@@ -5,6 +5,7 @@ from zeroresize.config import BalanceConfig
 from zeroresize.convert import convert
 from zeroresize.injection import StragglerInjector, round_robin, static
 from zeroresize.linear import ColumnParallelLinear, RowParallelLinear
+from zeroresize.telemetry import JsonLinesTelemetry, TensorBoardTelemetry, UpdateRecord
 
 __version__ = "0.1.0"
 
@@ -12,8 +13,11 @@ __all__ = [
     "BalanceConfig",
     "Balancer",
     "ColumnParallelLinear",
+    "JsonLinesTelemetry",
     "RowParallelLinear",
     "StragglerInjector",
+    "TensorBoardTelemetry",
+    "UpdateRecord",
     "convert",
     "round_robin",
     "static",

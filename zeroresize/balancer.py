@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
-import logging
+import hashlib
 import math
-import statistics
 import time
-import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from zeroresize.collectives import NumbersGroup, group_rank, group_ranks, group_size, require_group, same_ranks
-from zeroresize.config import PRUNING_MODES, BalanceConfig
+from zeroresize.collectives import (
+    NumbersGroup,
+    group_rank,
+    group_ranks,
+    group_size,
+    require_group,
+    same_ranks,
+    world_size,
+)
+from zeroresize.column_statistics import ColumnStatistic, build_statistic
+from zeroresize.config import PRIORITY_MODES, PRUNING_MODES, BalanceConfig
 from zeroresize.convert import balanced_layers
 from zeroresize.exchange import Exchange
+from zeroresize.freezing import ColumnFreezer
 from zeroresize.functional import LastGradients
 from zeroresize.installation import PlanInstaller
 from zeroresize.lineage import LineageTable
-from zeroresize.linear import BalancedLinear
+from zeroresize.measurement import Measurement
 from zeroresize.plan import WorkloadPlan
 from zeroresize.policy.controller import Controller
 from zeroresize.policy.cost_model import ResizingCost
-from zeroresize.policy.ratio import RankTimes, full_work
-from zeroresize.pretest import measure_resizing_cost
-from zeroresize.timing import StepTimer, StepTimes, clock_for
-
-logger = logging.getLogger(__name__)
+from zeroresize.policy.ratio import RankTimes
+from zeroresize.policy.selector import ColumnSelector
+from zeroresize.telemetry import UpdateRecord
+from zeroresize.timing import StepTimer
 
 
 class Balancer:
@@ -37,13 +45,14 @@ class Balancer:
 
     Call :meth:`step` once after every ``optimizer.step()``, on every rank. A plan changes only there, so never between
     a forward and its backward, within gradient accumulation, or before a recomputation. It is a
-    ``torch.distributed.checkpoint`` Stateful; its state is the same on every rank of the group.
+    ``torch.distributed.checkpoint`` Stateful.
 
     Args:
         model: what ``zeroresize.convert`` returned, on its device.
         optimizer: the optimizer that steps its parameters.
         process_group: the tensor-parallel group; making the balancer is collective over it.
         config: the configuration that ``convert`` was given.
+        on_update: called with an :class:`~zeroresize.telemetry.UpdateRecord` at every update, on every rank.
 
     Attributes:
         plan: the :class:`~zeroresize.plan.WorkloadPlan` in force.
@@ -61,9 +70,11 @@ class Balancer:
         *,
         process_group: ProcessGroup,
         config: BalanceConfig,
+        on_update: Callable[[UpdateRecord], None] | None = None,
     ) -> None:
         self.config = config
         self.optimizer = optimizer
+        self.on_update = on_update
         self._rank = group_rank(require_group(process_group))
         self._num_ranks = group_size(process_group)
         self._layers = balanced_layers(model)
@@ -71,43 +82,74 @@ class Balancer:
         if self._num_ranks > 1:
             self._check_layers(process_group)
         self.lineage = LineageTable(self._columns_of_layers())
-        self._installer = PlanInstaller(self._layers, self.lineage, config, self._rank)
         self._controller = Controller(config, self._num_ranks)
+        self._dry_runs = _controllers_of_other_modes(config, self._num_ranks)
+        self._selector = ColumnSelector(
+            config,
+            self._rank,
+            num_columns=self._columns_of_layers(),
+            costs={name: float(layer.weight.numel()) for name, layer in self._layers.items()},
+        )
+        self._freezer = self._build_freezer()  # first, so that the statistic sees weights that were put back
+        self._statistic = self._build_statistic()
+        self._installer = PlanInstaller(self._layers, self.lineage, self._selector, config.imputation)
         self._exchange = self._meet(process_group) if self._num_ranks > 1 else None
         self._received: list[list[float]] | None = None
-        self._cost = ResizingCost.linear(config.max_ratio)
-        self._times: RankTimes | None = None
+        self._measurement = Measurement(self._layers.values(), config.max_ratio)
         self._is_pretested = False
-        self._timer = self._attach_timer()
-        self._interval: list[StepTimes] = []
         self._num_steps = 0
-        self._epoch = 0
         self._pins: dict[int, float] = {}
-        self._step_overhead_s = 0.0
+        self._step_overhead_s = self._overhead_since_update_s = 0.0
         self._use(self._controller.initial_plan())
 
     def step(self) -> None:
-        """One optimizer step is done: record it and, every ``update_every`` steps, exchange and decide."""
+        """One optimizer step is done: record it and, every ``update_every`` steps, exchange and decide.
+
+        Raises:
+            RuntimeError: if the ranks of the group hold different plans, as after a ``pin`` on only some of them.
+        """
         if self._exchange is None:
             return
-        times = self._timer.end_step()
+        self._measurement.end_step()
         began = time.perf_counter()
-        if times is not None:
-            self._interval.append(times)
         self._num_steps += 1
+        self._selector.count_step(self._installer.ratio)
         if not self._is_pretested:
-            self._pretest()
+            self._measurement.pretest()
+            self._is_pretested = True
         if self._num_steps % self.config.update_every == 0:
             self._update(self._exchange)
         if self.config.iters_per_epoch and self._num_steps % self.config.iters_per_epoch == 0:
             self.epoch_end()
-        self._step_overhead_s = time.perf_counter() - began
+        self._step_overhead_s = time.perf_counter() - began + self._measurement.overhead_s
+        self._overhead_since_update_s += self._step_overhead_s
         self._begin_step()
 
     def epoch_end(self) -> None:
-        """An epoch is over: columns are drawn anew. Called by :meth:`step` where ``iters_per_epoch`` is set."""
-        self._epoch += 1
+        """An epoch is over: columns are chosen anew. Called by :meth:`step` where ``iters_per_epoch`` is set."""
+        if self._statistic is None or not self._selector.steps_of_epoch:
+            self._selector.end_epoch({}, incremental=False)
+        else:
+            self._selector.end_epoch(self._statistic.take(), incremental=self._statistic.incremental)
         self._install()
+
+    def pruned_steps(self) -> dict[str, NDArray[np.int64]]:
+        """In how many steps of the epochs that have ended this rank pruned each column: [K] for every layer."""
+        return {name: steps.copy() for name, steps in self._selector.pruned_steps.items()}
+
+    def what_if(self) -> dict[str, dict[str, float]]:
+        """In mode "off": what each mode would do now, by mode; empty in other modes.
+
+        ``ratio`` (this rank's γ) and ``predicted_step_s`` (busy time of the slowest rank, seconds; NaN before the first
+        decision).
+        """
+        return {
+            mode: {
+                "ratio": plan.ranks[self._rank].ratio,
+                "predicted_step_s": plan.predicted_step_s,
+            }
+            for mode, (_, plan) in self._dry_runs.items()
+        }
 
     def sync_gradients(self) -> None:
         """Bring lent gradients home; call before clipping. Returns at once: no mode that exists lends work."""
@@ -141,61 +183,112 @@ class Balancer:
         ``ratio`` (γ wanted), ``pruned_share``, ``lent_share`` and ``borrowed_share`` (of this rank's product FLOPs),
         ``busy_s`` and ``products_s`` (seconds an iteration, at full work; NaN before the first update),
         ``least_busy_s`` (the same at the cheapest pruning ratio, by the measured cost: the floor of ZERO),
-        ``is_straggler`` (0 or 1), ``overhead_s`` (seconds balancing cost in the last step).
+        ``is_straggler`` (0 or 1), ``overhead_s`` (seconds balancing cost in the last step), ``statistic_bytes`` (memory
+        that the priority's statistic holds), and in mode "off" ``would/<mode>/…`` of :meth:`what_if`.
         """
+        times = self._measurement.times
         return {
             "balance/ratio": self._installer.ratio,
             "balance/pruned_share": self._installer.pruned_share,
             "balance/lent_share": 0.0,
             "balance/borrowed_share": 0.0,
-            "balance/busy_s": self._times.busy_s if self._times else math.nan,
-            "balance/products_s": self._times.gemm_s if self._times else math.nan,
-            "balance/least_busy_s": self._times.least_busy_s if self._times else math.nan,
+            "balance/busy_s": times.busy_s if times else math.nan,
+            "balance/products_s": times.gemm_s if times else math.nan,
+            "balance/least_busy_s": times.least_busy_s if times else math.nan,
             "balance/is_straggler": float(self.plan.ranks[self._rank].is_straggler),
-            "balance/overhead_s": self._step_overhead_s + self._timer.overhead_s,
+            "balance/overhead_s": self._step_overhead_s,
+            "balance/statistic_bytes": float(self._statistic.bytes_held if self._statistic is not None else 0),
+            **{
+                f"balance/would/{mode}/{name}": value
+                for mode, values in self.what_if().items()
+                for name, value in values.items()
+            },
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What a run needs to go on, as plain values under a key that names the group's ranks."""
+        """What a run needs to go on, under two keys that name the group's ranks.
+
+        One part is the same on every rank of the group; the other, with this rank in its key, is its own and holds
+        tensors (for ``priority="variation"`` a copy of the layers' weights).
+        """
         self._collect()
         state = {
             "num_steps": self._num_steps,
-            "epoch": self._epoch,
             "controller": self._controller.state_dict(),
             "received": self._received,
             "pins": [self._pins.get(rank) for rank in range(self._num_ranks)],
             "layers": self._columns_of_layers(),
         }
-        return {self._state_key: state}
+        own = {
+            "selector": self._selector.state_dict(),
+            # A tuple is one entry of a checkpoint, which another kind of statistic finds too and leaves alone.
+            "statistic": (self._name_of_statistic, self._statistic.state_dict() if self._statistic is not None else {}),
+        }
+        return {self._state_key: state, self._own_state_key: own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a state; the plan that was in force when it was saved is in force again.
 
+        A statistic of another kind than this configuration's is not taken over: it starts anew.
+
         Raises:
             ValueError: if it was saved for other layers or another group of ranks.
         """
-        if self._state_key not in state_dict:
-            raise ValueError(f"no balancer state of {self._state_key!r}: there is {sorted(state_dict)}")
-        state = state_dict[self._state_key]
+        for key in (self._state_key, self._own_state_key):
+            if key not in state_dict:
+                raise ValueError(f"no balancer state of {key!r}: there is {sorted(state_dict)}")
+        state, own = state_dict[self._state_key], state_dict[self._own_state_key]
         layers = self._columns_of_layers()
         if state["layers"] != layers:
             differing = sorted(set(layers.items()) ^ set(state["layers"].items()))
             raise ValueError(f"the balancer's state is of another model: (layer, columns) differ: {differing[:6]}")
         self._controller.load_state_dict(state["controller"])
+        self._installer.clear()  # the same ratio and epoch may mean other columns
+        self._selector.load_state_dict(own["selector"])
+        name_of_statistic, seen = own["statistic"]
+        if self._statistic is not None:
+            if name_of_statistic == self._name_of_statistic:
+                self._statistic.load_state_dict(seen)
+            else:
+                self._statistic.take()  # what it saw until now was of other weights
         self._num_steps = state["num_steps"]
-        self._epoch = state["epoch"]
         self._received = state["received"]
         pins = enumerate(state["pins"]) if self.config.mode in PRUNING_MODES else ()
         self._pins = {rank: ratio for rank, ratio in pins if ratio is not None}
-        self._interval = []
+        self._measurement.forget()
         self._use(self._controller.current_plan())
 
     def close(self) -> None:
         """Stop measuring and exchanging; the layers compute in full from now on."""
         self._installer.clear()
-        self._detach()
-        if self._exchange is not None:
-            self._exchange.close()
+        self._measurement.close()
+        for attached in (self._statistic, self._freezer, self._exchange):
+            if attached is not None:
+                attached.close()
+
+    @property
+    def _own_state_key(self) -> str:
+        return f"{self._state_key} rank {self._rank}"
+
+    @property
+    def _name_of_statistic(self) -> str | None:
+        if self._statistic is None:
+            return None
+        return f"{self.config.priority} {self.config.snapshot}"
+
+    def _build_statistic(self) -> ColumnStatistic | None:
+        is_needed = self.config.mode in PRIORITY_MODES and self._layers
+        return build_statistic(self.config, self._layers, self.optimizer) if is_needed else None
+
+    def _build_freezer(self) -> ColumnFreezer | None:
+        if self.config.pruned_update != "freeze":
+            return None
+        if world_size() > self._num_ranks:
+            raise ValueError(
+                f"pruned_update='freeze' needs a tensor-parallel group of all {world_size()} ranks, this one has "
+                f"{self._num_ranks}: data-parallel replicas that freeze different columns would drift apart"
+            )
+        return ColumnFreezer(self._layers, self.optimizer)
 
     def _check_layers(self, process_group: ProcessGroup) -> None:
         if not self._layers:
@@ -213,56 +306,69 @@ class Balancer:
         agreement["converted layers"] = ", ".join(self._layers)
         return Exchange(NumbersGroup(process_group, agreement))
 
-    def _attach_timer(self) -> StepTimer:
-        layers = list(self._layers.values())
-        timer = StepTimer(clock_for(layers[0].weight.device if layers else torch.device("cpu")))
-        for layer in layers:
-            layer.probes.add_outermost(timer)
-        self._detach = weakref.finalize(self, _detach, timer, layers)
-        return timer
-
     def _columns_of_layers(self) -> dict[str, int]:
         return {name: layer.num_columns for name, layer in self._layers.items()}
 
     def _begin_step(self) -> None:
         """What is measured from now on is measured under the plan that is installed now."""
-        if self._exchange is not None:
-            self._timer.begin_step(self._installer.pruned_share)
-
-    def _pretest(self) -> None:
-        self._is_pretested = True
-        if self.config.mode in PRUNING_MODES:
-            self._cost = measure_resizing_cost(self._layers.values(), self.config.max_ratio)
-            logger.debug("cost of pruning on rank %d: %s", self._rank, self._cost)
+        if self._exchange is None:
+            return
+        if self._statistic is not None:
+            self._statistic.begin_step(self._num_steps)
+        self._measurement.begin_step(self._installer.pruned_share)
 
     def _update(self, exchange: Exchange) -> None:
         """Decide from what was exchanged at the last update, and send what was measured since."""
         self._collect()
         if self._received is not None:
-            self._use(self._controller.update([_as_rank_times(numbers) for numbers in self._received]))
+            self._decide(self._received)
             self._received = None
-        self._learn_from_interval()
-        exchange.post(_as_numbers(self._times, self._cost))
+        self._measurement.learn()
+        own = _as_numbers(self._measurement.times, self._measurement.cost)
+        exchange.post([self._plan_hash(), *own])
+        if self.on_update is not None:
+            self.on_update(self._record())
+        self._overhead_since_update_s = 0.0
+
+    def _decide(self, received: list[list[float]]) -> None:
+        hashes = [numbers[0] for numbers in received]
+        if len(set(hashes)) > 1:
+            differing = [rank for rank, value in enumerate(hashes) if value != hashes[0]]
+            raise RuntimeError(
+                f"ranks {differing} of the group hold another plan than rank 0: call pin, release and load_state_dict "
+                "alike on every rank"
+            )
+        samples = [_as_rank_times(numbers[1:]) for numbers in received]
+        for mode, (controller, _) in self._dry_runs.items():
+            self._dry_runs[mode] = (controller, controller.update(samples))
+        self._use(self._controller.update(samples))
 
     def _collect(self) -> None:
         received = self._exchange.collect() if self._exchange is not None else None
         if received is not None:
             self._received = received
 
-    def _learn_from_interval(self) -> None:
-        """This rank's full-work times from the medians of the interval that ends."""
-        steps = [times for times in self._interval if times.plan_key == self._interval[-1].plan_key]
-        self._interval = []
-        if not steps:
-            return
-        now = _median(steps)
-        self._times = full_work(
-            busy_s=now.busy_s,
-            gemm_s=now.gemm_s,
-            overhead_s=now.overhead_s,
-            ratio=now.plan_key,
-            cost=self._cost,
-            last_scale=self._times.overhead_scale if self._times is not None else 1.0,
+    def _plan_hash(self) -> float:
+        """48 bits of a hash of what all ranks must agree on, exact as a float64."""
+        agreed = repr(([rank.ratio for rank in self.plan.ranks], sorted(self._pins.items()), self._selector.epoch))
+        return float(int.from_bytes(hashlib.sha256(agreed.encode()).digest()[:6], "big"))
+
+    def _record(self) -> UpdateRecord:
+        times = self._measurement.times
+        return UpdateRecord(
+            update=self._num_steps // self.config.update_every,
+            step=self._num_steps,
+            epoch=self._selector.epoch,
+            rank=self._rank,
+            busy_s=times.busy_s if times else math.nan,
+            products_s=times.gemm_s if times else math.nan,
+            is_straggler=self.plan.ranks[self._rank].is_straggler,
+            ratio=self._installer.ratio,
+            pruned_share=self._installer.pruned_share,
+            layer_shares=self._installer.layer_shares,
+            predicted_step_s=self.plan.predicted_step_s,
+            balancing_s=self._overhead_since_update_s,
+            would=self.what_if(),
         )
 
     def _use(self, plan: WorkloadPlan) -> None:
@@ -270,8 +376,7 @@ class Balancer:
         self._install()
 
     def _install(self) -> None:
-        ratio = self._pins.get(self._rank, self.plan.ranks[self._rank].ratio)
-        self._installer.install(ratio, self._epoch)
+        self._installer.install(self._pins.get(self._rank, self.plan.ranks[self._rank].ratio))
         self._begin_step()
 
     def _require_rank(self, rank: int) -> None:
@@ -279,20 +384,13 @@ class Balancer:
             raise ValueError(f"rank={rank} is outside the process group: allowed are 0 to {self._num_ranks - 1}")
 
 
-def _median(steps: list[StepTimes]) -> StepTimes:
-    """A step's usual times: a median forgives a hiccup, an evaluation or a checkpoint within the interval."""
-    return StepTimes(
-        busy_s=statistics.median(times.busy_s for times in steps),
-        gemm_s=statistics.median(times.gemm_s for times in steps),
-        overhead_s=statistics.median(times.overhead_s for times in steps),
-        plan_key=steps[-1].plan_key,
-    )
-
-
-def _detach(timer: StepTimer, layers: list[BalancedLinear]) -> None:
-    timer.close()
-    for layer in layers:
-        layer.probes.remove(timer)
+def _controllers_of_other_modes(config: BalanceConfig, num_ranks: int) -> dict[str, tuple[Controller, WorkloadPlan]]:
+    """In mode "off" one controller a mode, with the plan that it would carry out."""
+    if config.mode != "off":
+        return {}
+    automatic = config.replace(ratio="auto", ranks="stragglers")
+    controllers = {mode: Controller(automatic.replace(mode=mode), num_ranks) for mode in PRUNING_MODES}
+    return {mode: (controller, controller.initial_plan()) for mode, controller in controllers.items()}
 
 
 def _as_numbers(times: RankTimes | None, cost: ResizingCost) -> list[float]:

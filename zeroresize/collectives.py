@@ -36,6 +36,11 @@ def group_size(process_group: ProcessGroup) -> int:
     return dist.get_world_size(process_group)
 
 
+def world_size() -> int:
+    """All ranks of the job, whatever group they are in."""
+    return dist.get_world_size()
+
+
 def group_rank(process_group: ProcessGroup) -> int:
     return dist.get_rank(process_group)
 

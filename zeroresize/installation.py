@@ -6,11 +6,10 @@ from collections.abc import Mapping
 
 import torch
 
-from zeroresize.config import BalanceConfig
 from zeroresize.lineage import LineageTable
 from zeroresize.linear import BalancedLinear
 from zeroresize.plan import LayerPlan
-from zeroresize.policy.selection import num_pruned_columns, random_order
+from zeroresize.policy.selector import ColumnSelector
 
 
 class PlanInstaller:
@@ -23,25 +22,26 @@ class PlanInstaller:
     """
 
     def __init__(
-        self, layers: Mapping[str, BalancedLinear], lineage: LineageTable, config: BalanceConfig, rank: int
+        self, layers: Mapping[str, BalancedLinear], lineage: LineageTable, selector: ColumnSelector, imputation: str
     ) -> None:
-        self._layers, self._lineage, self._config, self._rank = layers, lineage, config, rank
+        self._layers, self._lineage, self._selector, self._imputation = layers, lineage, selector, imputation
         self._installed: tuple[float, int] = (0.0, 0)
         self.ratio = 0.0
 
-    def install(self, ratio: float, epoch: int) -> None:
-        """Prune a share ``ratio`` of every layer's columns in the order of ``epoch``, from the next forward on."""
+    def install(self, ratio: float) -> None:
+        """Prune what the selector has ``ratio`` mean in its epoch, from the next forward on."""
         self.ratio = ratio
-        if (ratio, epoch) == self._installed:
+        if (ratio, self._selector.epoch) == self._installed:
             return
-        self._installed = (ratio, epoch)
-        for position, (name, layer) in enumerate(self._layers.items()):
-            layer.plan = self._layer_plan(layer, position, ratio, epoch)
+        self._installed = (ratio, self._selector.epoch)
+        for name, columns in self._selector.pruned_columns(ratio).items():
+            layer = self._layers[name]
+            layer.plan = self._layer_plan(layer, columns.tolist())
             self._lineage.record(name, layer.plan)
 
     def clear(self) -> None:
         """No plan in any layer."""
-        self.install(0.0, 0)
+        self.install(0.0)
 
     @property
     def pruned_share(self) -> float:
@@ -49,17 +49,13 @@ class PlanInstaller:
         pruned = sum(layer.weight.numel() * layer.plan.pruned_share for layer in self._layers.values() if layer.plan)
         return pruned / work if work else 0.0
 
-    def _layer_plan(self, layer: BalancedLinear, position: int, ratio: float, epoch: int) -> LayerPlan | None:
-        num_pruned = num_pruned_columns(ratio, layer.num_columns, self._config.block)
-        if num_pruned == 0:
+    @property
+    def layer_shares(self) -> dict[str, float]:
+        """Share of every layer's columns that is pruned."""
+        return {name: layer.plan.pruned_share if layer.plan else 0.0 for name, layer in self._layers.items()}
+
+    def _layer_plan(self, layer: BalancedLinear, columns: list[int]) -> LayerPlan | None:
+        if not columns:
             return None
-        order = random_order(
-            layer.num_columns,
-            block=self._config.block,
-            seed=self._config.seed,
-            epoch=epoch,
-            rank=self._rank,
-            layer=position,
-        )
-        pruned = torch.tensor(order[:num_pruned].tolist(), dtype=torch.int64, device="cpu")
-        return LayerPlan.from_pruned(pruned, layer.num_columns, layer.weight.device, self._config.imputation)
+        pruned = torch.tensor(columns, dtype=torch.int64, device="cpu")
+        return LayerPlan.from_pruned(pruned, layer.num_columns, layer.weight.device, self._imputation)

@@ -12,6 +12,8 @@ layer                     weight          input            forward collective   
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -32,6 +34,7 @@ class BalancedLinear:
         last: gradients of the previous backward, held only for ``imputation="same"``.
         num_tokens: T, summed over all training forwards so far.
         compute_dtype: of the last training forward's products.
+        watch_input: called with every training forward's local input x [..., K]; None for nobody.
         is_converted: whether ``zeroresize.convert`` has taken the layer in.
         process_group: the tensor-parallel group.
     """
@@ -41,6 +44,7 @@ class BalancedLinear:
     last: LastGradients | None
     num_tokens: int
     compute_dtype: torch.dtype
+    watch_input: Callable[[Tensor], None] | None
     is_converted: bool
     process_group: ProcessGroup
     weight: Tensor
@@ -53,6 +57,7 @@ class BalancedLinear:
         self.last = None
         self.num_tokens = 0
         self.compute_dtype = self.weight.dtype
+        self.watch_input = None
         self.is_converted = False
 
     @property
@@ -82,6 +87,8 @@ class BalancedLinear:
             return None
         self.num_tokens += x.numel() // self.num_columns
         self.compute_dtype = x.dtype
+        if self.watch_input is not None:
+            self.watch_input(x)
         return self.plan
 
 

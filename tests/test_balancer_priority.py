@@ -1,0 +1,204 @@
+"""Balancing by priority, on real ranks: which columns are pruned, and that a resumed run prunes the same."""
+
+import copy
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from virtual_training import FEATURES, Run
+
+from zeroresize.config import PRIORITIES, PRIORITY_MODES
+
+
+def weights(run):
+    return {name: getattr(run.model, name).weight.detach().double() for name in ("up", "down")}
+
+
+def run_of_one_full_epoch(group, **config):
+    """A run that pruned nothing in its first epoch, and each layer's δ_i = Σ_j |Δw_ji| / N over it."""
+    run = Run(group, iters_per_epoch=4, ageing=0.0, **config)
+    began = {name: weight.clone() for name, weight in weights(run).items()}
+    run.steps(4)
+    return run, {name: (weight - began[name]).abs().mean(dim=0) for name, weight in weights(run).items()}
+
+
+def prune(run, ratio):
+    """All ranks, from now on; a mask of pruned columns by layer."""
+    for rank in range(2):
+        run.balancer.pin(rank, ratio)
+    return {
+        name: torch.isin(torch.arange(getattr(run.model, name).num_columns), pruned)
+        for name, pruned in run.pruned().items()
+    }
+
+
+@pytest.mark.parametrize("mode", PRIORITY_MODES)
+def test_in_the_second_epoch_the_columns_that_moved_least_are_pruned(run_ranks, mode):
+    def check(rank, group):
+        run, delta = run_of_one_full_epoch(group, mode=mode)
+        is_pruned = prune(run, 0.5)
+        for name, moved in delta.items():
+            mask = is_pruned[name]
+            assert 0 < mask.sum() < len(mask)
+            assert moved[mask].max() < moved[~mask].min()
+            if mode == "zero-pri":
+                assert mask.sum() == len(mask) // 2
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("block", [1, 4])
+def test_differentiated_layers_together_prune_what_was_asked_for(run_ranks, block):
+    def check(rank, group):
+        run, delta = run_of_one_full_epoch(group, mode="zero-pridiff", block=block)
+        is_pruned = prune(run, 0.5)
+        record = run.balancer._record()
+        sizes = {name: weight.numel() for name, weight in weights(run).items()}
+        shares = {name: mask.double().mean().item() for name, mask in is_pruned.items()}
+        assert record.layer_shares == pytest.approx(shares)
+        assert shares["up"] != shares["down"]
+        of_all = sum(shares[name] * size for name, size in sizes.items()) / sum(sizes.values())
+        largest_block = max(block * weight.shape[0] for weight in weights(run).values()) / sum(sizes.values())
+        assert run.balancer.metrics()["balance/pruned_share"] == pytest.approx(of_all)
+        assert of_all == pytest.approx(0.5, abs=largest_block)
+        if block == 1:  # one threshold for all layers
+            pruned = max(moved[is_pruned[name]].max() for name, moved in delta.items())
+            kept = min(moved[~is_pruned[name]].min() for name, moved in delta.items())
+            assert pruned < kept
+
+    run_ranks(check, 2)
+
+
+def test_columns_that_were_pruned_in_the_first_epoch_are_computed_in_the_second(run_ranks):
+    """Nothing is known of them. So at γ = 1/2 the two halves take turns."""
+
+    def train(rank, group):
+        run = Run(group, mode="zero-pri", ratio=0.5, ranks="all", iters_per_epoch=3, ageing=0.0)
+        sets = []
+        for _ in range(2):
+            sets.append(set(run.pruned()["up"].tolist()))
+            run.steps(3)
+        return sets
+
+    for first, second in run_ranks(train, 2):
+        assert first.isdisjoint(second) and len(first) == len(second)
+
+
+def test_the_balancer_tells_in_how_many_steps_each_column_was_pruned(run_ranks):
+    def train(rank, group):
+        run = Run(group, mode="zero-pri", ratio=0.25, ranks=[1], iters_per_epoch=3)
+        counted = np.zeros(run.model.up.num_columns, dtype=int)
+        for _ in range(2):
+            columns = run.pruned()["up"]
+            counted[columns if columns is not None else []] += 3
+            run.steps(3)
+        return counted.tolist(), run.balancer.pruned_steps()["up"].tolist()
+
+    (nothing, none_told), (counted, told) = run_ranks(train, 2)
+    assert told == counted and sum(told) == 2 * 3 * 12
+    assert nothing == none_told and not any(none_told)
+
+
+@pytest.mark.parametrize("slow_rank", [0, 1])
+def test_a_pin_on_one_rank_alone_is_found_on_all_instead_of_hanging(run_ranks, slow_rank):
+    def train(rank, group):
+        run = Run(group)
+        run.updates(2)
+        if rank == slow_rank:
+            run.balancer.pin(1, 0.5)
+        with pytest.raises(RuntimeError, match=r"ranks \[1\] of the group hold another plan than rank 0"):
+            run.updates(2)
+        return run.balancer._num_steps
+
+    assert len(set(run_ranks(train, 2, timeout_s=30))) == 1
+
+
+# ---- saved and resumed ----------------------------------------------------------------------------------------------
+
+KINDS = [
+    *({"priority": priority} for priority in PRIORITIES),
+    {"priority": "variation", "snapshot": "bf16"},
+    {"priority": "path_length", "pruned_update": "freeze"},
+]
+
+
+@pytest.mark.parametrize("mode", PRIORITY_MODES)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind.values()))
+def test_a_run_resumed_within_an_epoch_goes_on_bit_for_bit(run_ranks, tmp_path, mode, kind):
+    """Saved between two updates of its third epoch with a straggler; then over the ends of two epochs."""
+
+    def train(rank, group):
+        def straggling_run():
+            run = Run(group, mode=mode, iters_per_epoch=8, **kind)
+            run.time.chi = 4.0 if rank == 1 else 1.0
+            return run
+
+        def go_on(run):
+            """Losses and pruned columns of every step, and at last all that is known of the columns."""
+            steps = []
+            for step in range(16):
+                run.x = torch.randn(8, FEATURES, generator=torch.Generator().manual_seed(100 + step))
+                losses = run.steps(1)
+                steps.append((losses, {name: None if p is None else p.tolist() for name, p in run.pruned().items()}))
+            return steps, repr(run.balancer.state_dict()[f"group 0-1 rank {rank}"]["selector"])
+
+        first = straggling_run()
+        first.steps(19)
+        dcp.save({"balancer": first.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
+        saved = copy.deepcopy((first.model.state_dict(), first.optimizer.state_dict()))
+        uninterrupted = go_on(first)  # before another run takes the clock
+
+        resumed = straggling_run()
+        resumed.model.load_state_dict(saved[0])
+        resumed.optimizer.load_state_dict(saved[1])
+        dcp.load({"balancer": resumed.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
+        return uninterrupted, go_on(resumed)
+
+    for rank, (uninterrupted, resumed) in enumerate(run_ranks(train, 2)):
+        assert resumed == uninterrupted
+        columns = [pruned["up"] for _, pruned in uninterrupted[0]]
+        assert (columns[0] is not None) == (rank == 1)
+        if rank == 1:
+            assert sum(one != other for one, other in pairwise(columns)) >= 2, "an epoch has its own columns"
+
+
+def test_loading_puts_the_saved_columns_in_force_though_epoch_and_ratio_are_the_same(run_ranks):
+    """Back to another run's state in a balancer that is at work."""
+
+    def train(rank, group):
+        def run_on(x):
+            run = Run(group, mode="zero-pri", iters_per_epoch=2)
+            run.x = x
+            run.steps(2)
+            run.balancer.pin(1, 0.5)
+            return run
+
+        one = run_on(torch.randn(8, FEATURES, generator=torch.Generator().manual_seed(2)))
+        other = run_on(torch.randn(8, FEATURES, generator=torch.Generator().manual_seed(3)))
+        saved, overwritten = ([p if p is None else p.tolist() for p in run.pruned().values()] for run in (one, other))
+        other.balancer.load_state_dict(one.balancer.state_dict())
+        return saved, overwritten, [p if p is None else p.tolist() for p in other.pruned().values()]
+
+    saved, overwritten, loaded = run_ranks(train, 2)[1]
+    assert loaded == saved != overwritten
+
+
+@pytest.mark.parametrize("before", [{"priority": "activation"}, {"mode": "zero-rd"}, {"snapshot": "bf16"}])
+def test_a_statistic_of_another_kind_starts_anew(run_ranks, tmp_path, before):
+    """The configuration changed between two runs: plans go on, and from the next epoch's end there is a statistic."""
+
+    def train(rank, group):
+        saved = Run(group, **{"mode": "zero-pri", **before})
+        saved.balancer.pin(1, 0.25)
+        saved.steps(2)
+        dcp.save({"balancer": saved.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
+        resumed = Run(group, mode="zero-pri", priority="variation")
+        dcp.load({"balancer": resumed.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
+        ratio = resumed.balancer.metrics()["balance/ratio"]
+        resumed.steps(2)
+        resumed.balancer.epoch_end()
+        return ratio
+
+    assert run_ranks(train, 2) == [0.0, 0.25]

@@ -1,0 +1,53 @@
+"""The simulator against what can be told by hand, and what it says of the controller."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zeroresize.config import BalanceConfig
+from zeroresize.policy.cost_model import ResizingCost
+from zeroresize.simulate import Cluster, settling, simulate
+
+LINEAR = ResizingCost.linear(0.9)
+
+
+def cluster(*chi, **changes):
+    return Cluster(**{"chi": lambda step: chi, "rest_s": 0.2, "gemm_s": 0.8, "cost": LINEAR, **changes})
+
+
+def test_a_step_takes_as_long_as_its_slowest_rank():
+    result = simulate(BalanceConfig(mode="off"), cluster(1.0, 3.0), 20)
+    assert result.step_s == pytest.approx([0.2 + 3.0 * 0.8] * 20)
+    assert result.pruned_share == 0.0
+
+
+def test_a_forced_ratio_costs_what_the_cost_says():
+    cost = ResizingCost((0.0, 0.5, 0.9), (1.0, 0.6, 0.2), (0.0, 0.1, 0.1))
+    forced = BalanceConfig(mode="zero-rd", ratio=0.5, ranks=(1,))
+    result = simulate(forced, cluster(1.0, 2.0, cost=cost), 10)
+    assert result.step_s == pytest.approx([0.2 + 2.0 * 0.8 * 0.6 + 0.1] * 10)
+    assert result.pruned_share == pytest.approx(0.25)
+
+
+@settings(deadline=None)
+@given(st.floats(2.0, 8.0), st.sampled_from([2, 4, 8]), st.sampled_from(["mean", "min"]))
+def test_a_straggler_reaches_its_target_by_the_third_update(chi, num_ranks, target):
+    chis = [1.0] * (num_ranks - 1) + [chi]
+    result = simulate(BalanceConfig(mode="zero-rd", target=target), cluster(*chis), 60)
+    fastest_s, slowest_s = 1.0, 0.2 + 0.8 * chi
+    reference_s = fastest_s if target == "min" else ((num_ranks - 1) * fastest_s + slowest_s) / num_ranks
+    floor_s = 0.2 + 0.8 * chi * 0.1
+    assert result.step_s[30:] == pytest.approx([max(fastest_s, reference_s, floor_s)] * 30, rel=0.02)
+
+
+def test_a_wrong_pre_test_does_not_make_the_ratio_swing():
+    truth = ResizingCost((0.0, 0.45, 0.9), (1.0, 0.65, 0.2), (0.0, 0.05, 0.05))
+    result = simulate(BalanceConfig(mode="zero-rd"), cluster(1.0, 4.0, cost=truth), 300, believed_cost=LINEAR)
+    ratios = [update[1] for update in result.ratios]
+    assert settling(ratios, 3, len(ratios))[1] <= 0.05
+
+
+@given(st.integers(0, 8), st.floats(0.2, 0.9))
+def test_settling_counts_updates_after_the_change(late, ratio):
+    trace = [0.0] * 5 + [0.0] * late + [ratio] * 20
+    assert settling(trace, 5, len(trace)) == (late + 1, pytest.approx(0.0))

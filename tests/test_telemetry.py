@@ -1,0 +1,186 @@
+"""What balancing tells: records in files that others can read, at any time and after any end."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+from virtual_training import Run
+
+from zeroresize.config import PRUNING_MODES
+from zeroresize.telemetry import JsonLinesTelemetry, TensorBoardTelemetry, UpdateRecord, read_records
+
+FIELDS = {field.name for field in dataclasses.fields(UpdateRecord)}
+
+
+def record(**changes):
+    values = {
+        "update": 2,
+        "step": 20,
+        "epoch": 1,
+        "rank": 3,
+        "busy_s": 0.25,
+        "products_s": 0.125,
+        "is_straggler": True,
+        "ratio": 0.5,
+        "pruned_share": 0.4375,
+        "layer_shares": {"up": 0.5, "down": 0.375},
+        "predicted_step_s": 0.2,
+        "balancing_s": 0.001,
+        "would": {"zero-rd": {"ratio": 0.5, "predicted_step_s": 0.2}},
+    }
+    return UpdateRecord(**{**values, **changes})
+
+
+def records_of_steps(*steps):
+    return [record(step=step, update=step // 10) for step in steps]
+
+
+def write(path, records, **arguments):
+    telemetry = JsonLinesTelemetry(path, **arguments)
+    for one in records:
+        telemetry(one)
+    telemetry.close()
+
+
+def steps_in(path):
+    return [one["step"] for one in read_records(path)]
+
+
+# ---- JSON lines -----------------------------------------------------------------------------------------------------
+
+
+def no_such_number(text):
+    raise AssertionError(f"{text} is not JSON")
+
+
+def test_an_update_is_a_line_of_json_with_every_field(tmp_path):
+    path = tmp_path / "folder" / "balance.jsonl"
+    write(path, [record(), record(update=3, step=30)])
+    lines = [json.loads(line, parse_constant=no_such_number) for line in path.read_text().splitlines()]
+    assert lines == [dataclasses.asdict(record()), dataclasses.asdict(record(update=3, step=30))]
+    assert read_records(path) == lines
+
+
+def test_what_was_not_measured_is_null_at_any_depth(tmp_path):
+    path = tmp_path / "balance.jsonl"
+    unknown = {"zero-rd": {"ratio": 0.0, "predicted_step_s": math.nan}}
+    write(path, [record(busy_s=math.nan, would=unknown)])
+    (line,) = [json.loads(line, parse_constant=no_such_number) for line in path.read_text().splitlines()]
+    assert set(line) == FIELDS
+    assert line["busy_s"] is None and line["would"] == {"zero-rd": {"ratio": 0.0, "predicted_step_s": None}}
+
+
+def test_records_can_be_read_while_the_file_is_open(tmp_path):
+    telemetry = JsonLinesTelemetry(tmp_path / "balance.jsonl")
+    assert read_records(tmp_path / "balance.jsonl") == []
+    for number, one in enumerate(records_of_steps(10, 20, 30)):
+        telemetry(one)
+        assert len(read_records(tmp_path / "balance.jsonl")) == number + 1
+
+
+def test_a_line_that_was_never_finished_is_left_out(tmp_path):
+    path = tmp_path / "balance.jsonl"
+    write(path, records_of_steps(10, 20, 30))
+    path.write_text(path.read_text()[:-7])
+    assert steps_in(path) == [10, 20]
+    write(path, records_of_steps(40), from_step=30)
+    assert steps_in(path) == [10, 20, 40]
+    assert read_records(tmp_path / "never written") == []
+
+
+@pytest.mark.parametrize(("from_step", "kept"), [(0, []), (10, [10]), (25, [10, 20]), (30, [10, 20, 30])])
+def test_a_resumed_run_drops_what_an_interrupted_one_wrote_of_later_steps(tmp_path, from_step, kept):
+    path = tmp_path / "balance.jsonl"
+    write(path, records_of_steps(10, 20, 30))
+    write(path, records_of_steps(40), from_step=from_step)
+    assert steps_in(path) == [*kept, 40]
+
+
+# ---- in training ----------------------------------------------------------------------------------------------------
+
+
+def test_records_in_training_agree_with_metrics_and_the_lineage_table(run_ranks, tmp_path):
+    def train(rank, group):
+        telemetry = JsonLinesTelemetry(tmp_path / f"rank{rank}.jsonl")
+        seen = []
+
+        def on_update(record):
+            telemetry(record)
+            columns = {name: getattr(run.model, name).num_columns for name in run.pruned()}
+            shares = {name: 0.0 if p is None else len(p) / columns[name] for name, p in run.pruned().items()}
+            seen.append((run.balancer.metrics(), shares))
+
+        run = Run(group, on_update=on_update, mode="zero-pridiff", iters_per_epoch=6)
+        run.time.chi = 4.0 if rank == 1 else 1.0
+        run.updates(5)
+        return seen
+
+    results = run_ranks(train, 2)
+    records = [read_records(tmp_path / f"rank{rank}.jsonl") for rank in range(2)]
+    for rank, (seen, told) in enumerate(zip(results, records, strict=True)):
+        assert [(one["update"], one["step"], one["rank"]) for one in told] == [(n, 3 * n, rank) for n in range(1, 6)]
+        for one, (metrics, shares) in zip(told, seen, strict=True):
+            assert set(one) == FIELDS and one["would"] == {}
+            for name in ("ratio", "pruned_share", "busy_s", "products_s", "is_straggler"):
+                assert one[name] == metrics[f"balance/{name}"]
+            assert one["layer_shares"] == shares
+        assert [one["epoch"] for one in told] == [0, 0, 1, 1, 2]
+    normal, straggler = (told[-1] for told in records)
+    assert normal["ratio"] == 0.0 and straggler["ratio"] > 0.5
+    assert straggler["layer_shares"]["up"] != straggler["layer_shares"]["down"]
+    assert straggler["predicted_step_s"] == normal["predicted_step_s"]
+
+
+def test_off_tells_what_every_mode_would_do_and_does_nothing(run_ranks, tmp_path):
+    def train(rank, group):
+        run = Run(group, on_update=JsonLinesTelemetry(tmp_path / f"rank{rank}.jsonl"), mode="off")
+        run.time.chi = 4.0 if rank == 1 else 1.0
+        run.updates(5)
+        return run.pruned(), run.balancer.metrics(), run.balancer.what_if()
+
+    for rank, (pruned, metrics, what_if) in enumerate(run_ranks(train, 2)):
+        told = read_records(tmp_path / f"rank{rank}.jsonl")
+        assert pruned == {"up": None, "down": None}
+        assert all(one["ratio"] == one["pruned_share"] == 0.0 for one in told)
+        assert all(set(one["layer_shares"].values()) == {0.0} for one in told)
+        last = told[-1]
+        assert last["would"] == what_if and list(what_if) == list(PRUNING_MODES)
+        for mode, would in what_if.items():
+            assert would["ratio"] > 0.5 if rank == 1 else would["ratio"] == 0.0
+            assert would["predicted_step_s"] < last["predicted_step_s"], "a gain over computing in full"
+            for name, value in would.items():
+                assert metrics[f"balance/would/{mode}/{name}"] == value
+
+
+# ---- TensorBoard ----------------------------------------------------------------------------------------------------
+
+
+def scalars_in(folder):
+    """{tag: {step: value}}."""
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = event_accumulator.EventAccumulator(str(folder)).Reload()
+    return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+
+
+def show(folder, records, **arguments):
+    board = TensorBoardTelemetry(folder, **arguments)
+    for one in records:
+        board(one)
+    board.close()
+
+
+def test_tensorboard_shows_numbers_and_layers_by_step(tmp_path):
+    pytest.importorskip("tensorboard")
+    show(tmp_path, [record(busy_s=math.nan), record(step=30, ratio=0.25)])
+    scalars = scalars_in(tmp_path)
+    assert scalars["balance/ratio"] == {20: 0.5, 30: 0.25}
+    assert scalars["balance/busy_s"] == {30: 0.25}, "no point where nothing was measured"
+    assert scalars["balance_layers/down"] == {20: 0.375, 30: 0.375}
+
+
+def test_tensorboard_hides_what_an_interrupted_run_showed_of_later_steps(tmp_path):
+    pytest.importorskip("tensorboard")
+    show(tmp_path, records_of_steps(10, 20, 30))
+    show(tmp_path, [record(step=40)], from_step=20)
+    assert list(scalars_in(tmp_path)["balance/ratio"]) == [10, 20, 40]

@@ -1,0 +1,245 @@
+"""What training tells of each column of a layer, epoch by epoch: the numbers behind ZERO-Pri's choice.
+
+``N`` output and ``K`` input features of a layer on this rank. A statistic is a [K] vector a layer, larger for columns
+that matter more.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from zeroresize.config import BalanceConfig
+from zeroresize.linear import BalancedLinear
+from zeroresize.optimizers import stepped_tensors, torch_optimizer
+
+Layers = Mapping[str, BalancedLinear]
+Fresh = dict[str, NDArray[np.float64]]
+
+
+class ColumnStatistic(ABC):
+    """One kind of statistic over all balanced layers of this rank.
+
+    Attributes:
+        incremental: whether pruning a column spoils its statistic, so that the last one taken while it was computed
+            must be kept.
+    """
+
+    incremental: bool = True
+
+    @abstractmethod
+    def take(self) -> Fresh:
+        """The statistic of the epoch that ends, [K] a layer, NaN where there is none; the next epoch begins."""
+
+    def begin_step(self, step: int) -> None:  # noqa: B027 - most statistics need not know
+        """Optimizer step number ``step`` (from 0) begins."""
+
+    @property
+    @abstractmethod
+    def bytes_held(self) -> int:
+        """Memory that it keeps from step to step."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Tensor]:
+        """What it has seen of the epoch so far, this rank's own."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from :meth:`state_dict`."""
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to take back
+        """Take back what it attached."""
+
+
+def build_statistic(config: BalanceConfig, layers: Layers, optimizer: Any) -> ColumnStatistic:
+    """The statistic that ``config.priority`` names.
+
+    Raises:
+        ValueError: if the optimizer does not fit it.
+    """
+    if config.priority == "activation":
+        return ActivationNorms(layers, sample_every=config.update_every)
+    if config.priority == "path_length":
+        return PathLength(layers, optimizer)
+    return WeightVariation(layers, storage=config.snapshot)
+
+
+class WeightVariation(ColumnStatistic):
+    """δ_i = Σ_j |w_ji(now) − w_ji(at the last epoch's end)| / N (paper, section III-B).
+
+    Args:
+        layers: balanced layers by name.
+        storage: ``"host"`` keeps the second copy of the weights on the host, as they are; ``"bf16"`` beside them with
+            two bytes a value. There both ends of the difference are rounded alike, so that a weight that stays put
+            differs by nothing, and small changes are counted right on average.
+    """
+
+    def __init__(self, layers: Layers, *, storage: str) -> None:
+        self._layers, self._storage = layers, storage
+        self._then = {name: self._copy_of(layer.weight) for name, layer in layers.items()}
+
+    @torch.no_grad()
+    def take(self) -> Fresh:
+        fresh = {}
+        for name, layer in self._layers.items():
+            now = self._copy_of(layer.weight)
+            change_NK = now.to(torch.float32) - self._then[name].to(torch.float32)
+            fresh[name] = change_NK.abs_().mean(dim=0, dtype=torch.float64).cpu().numpy()
+            self._then[name] = now
+        return fresh
+
+    @property
+    def bytes_held(self) -> int:
+        return sum(copy.numel() * copy.element_size() for copy in self._then.values())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return dict(self._then)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        for name, then in self._then.items():
+            self._then[name] = state[name].to(then, copy=True)
+
+    def _copy_of(self, weight: Tensor) -> Tensor:
+        detached = weight.detach()
+        if self._storage == "bf16":
+            return detached.to(torch.bfloat16, copy=True)
+        return detached.to("cpu", copy=True)
+
+
+class ActivationNorms(ColumnStatistic):
+    """‖x_i‖ · ‖w_i‖, what column i can add to y = Σ_i x_i w_iᵀ at most, with ‖x_i‖ a token's root mean square.
+
+    x is whole also while columns are pruned, so every epoch tells of all columns. One step in ``sample_every`` is
+    looked at.
+    """
+
+    incremental = False
+
+    def __init__(self, layers: Layers, *, sample_every: int) -> None:
+        self._layers, self._sample_every = layers, sample_every
+        self._squares = {name: self._zeros(layer) for name, layer in layers.items()}
+        self._num_tokens = dict.fromkeys(layers, 0)
+
+    def begin_step(self, step: int) -> None:
+        is_sampled = step % self._sample_every == 0
+        for name, layer in self._layers.items():
+            layer.watch_input = self._watcher(name) if is_sampled else None
+
+    @torch.no_grad()
+    def take(self) -> Fresh:
+        fresh = {}
+        for name, layer in self._layers.items():
+            mean_squares_K = self._squares[name] / self._num_tokens[name] if self._num_tokens[name] else torch.nan
+            norms_K = torch.linalg.vector_norm(layer.weight.detach(), dim=0, dtype=torch.float32)
+            score_K = norms_K * torch.as_tensor(mean_squares_K, device=norms_K.device).sqrt()
+            fresh[name] = score_K.to("cpu", torch.float64).numpy()
+            self._squares[name], self._num_tokens[name] = self._zeros(layer), 0
+        return fresh
+
+    @property
+    def bytes_held(self) -> int:
+        return sum(squares.numel() * squares.element_size() for squares in self._squares.values())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {
+            f"{name}.{what}": value
+            for name in self._layers
+            for what, value in (
+                ("squares", self._squares[name]),
+                ("num_tokens", torch.tensor(self._num_tokens[name])),
+            )
+        }
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        for name, squares in self._squares.items():
+            self._squares[name] = state[f"{name}.squares"].to(squares, copy=True)
+            self._num_tokens[name] = int(state[f"{name}.num_tokens"])
+
+    def close(self) -> None:
+        for layer in self._layers.values():
+            layer.watch_input = None
+
+    def _watcher(self, name: str) -> Any:
+        @torch.no_grad()
+        def watch(x: Tensor) -> None:
+            x_TK = x.detach().reshape(-1, x.shape[-1])
+            self._squares[name] += torch.linalg.vector_norm(x_TK, dim=0, dtype=torch.float32).square()
+            self._num_tokens[name] += x_TK.shape[0]
+
+        return watch
+
+    @staticmethod
+    def _zeros(layer: BalancedLinear) -> Tensor:
+        return torch.zeros(layer.num_columns, dtype=torch.float32, device=layer.weight.device)
+
+
+class PathLength(ColumnStatistic):
+    """Σ over the epoch's steps of Σ_j |Δw_ji| / N: how far column i travelled, not how far it got.
+
+    No second copy of the weights: every step looks at one layer, all in turn, and counts for all steps until that
+    layer's next turn. An epoch of fewer steps than layers says nothing of some of them.
+    """
+
+    def __init__(self, layers: Layers, optimizer: Any) -> None:
+        self._layers = layers
+        self._tensors = stepped_tensors(optimizer, {name: layer.weight for name, layer in layers.items()})
+        self._names = list(self._tensors)
+        self._paths = {name: torch.zeros(layer.num_columns) for name, layer in layers.items()}
+        self._is_seen = dict.fromkeys(layers, False)
+        self._turn = 0
+        self._before: Tensor | None = None
+        inner = torch_optimizer(optimizer)
+        self._hooks = (
+            inner.register_step_pre_hook(self._before_step),
+            inner.register_step_post_hook(self._after_step),
+        )
+
+    def take(self) -> Fresh:
+        fresh = {}
+        for name, path in self._paths.items():
+            seen = path if self._is_seen[name] else torch.full_like(path, torch.nan)
+            fresh[name] = seen.to("cpu", torch.float64).numpy()
+            self._paths[name] = torch.zeros_like(path)
+            self._is_seen[name] = False
+        return fresh
+
+    @property
+    def bytes_held(self) -> int:
+        return sum(path.numel() * path.element_size() for path in self._paths.values())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        numbers = {"turn": self._turn, **{f"{name}.is_seen": int(seen) for name, seen in self._is_seen.items()}}
+        paths = {f"{name}.path": path for name, path in self._paths.items()}
+        return {**paths, **{name: torch.tensor(number) for name, number in numbers.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self._turn = int(state["turn"])
+        for name, path in self._paths.items():
+            self._paths[name] = state[f"{name}.path"].to(path, copy=True)
+            self._is_seen[name] = bool(state[f"{name}.is_seen"])
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    @torch.no_grad()
+    def _before_step(self, *_: Any) -> None:
+        if self._names:
+            self._before = self._tensors[self._names[self._turn % len(self._names)]].detach().clone()
+
+    @torch.no_grad()
+    def _after_step(self, *_: Any) -> None:
+        if self._before is None:
+            return
+        name = self._names[self._turn % len(self._names)]
+        change_NK = self._tensors[name].detach() - self._before
+        step_K = change_NK.abs_().mean(dim=0, dtype=torch.float32) * len(self._names)
+        self._paths[name] = self._paths[name].to(step_K.device) + step_K
+        self._is_seen[name] = True
+        self._before, self._turn = None, self._turn + 1

@@ -1,0 +1,71 @@
+"""pruned_update="freeze": an optimizer step leaves the weights and moments of pruned columns untouched (Decided 9).
+
+A gradient of zero still gets momentum and weight decay, so a column that is pruned for an epoch would lose much of its
+magnitude. Works for every torch optimizer, whatever its implementation (foreach, fused), since the columns are set
+aside before its step and put back after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroresize.linear import BalancedLinear
+from zeroresize.optimizers import states_like, stepped_tensors, torch_optimizer
+
+
+class ColumnFreezer:
+    """Hooks an optimizer so that its steps pass over pruned columns.
+
+    Moments of a parameter's very first step start from zero in its pruned columns. State that does not have the
+    parameter's shape (a step count, factored moments) is the optimizer's own affair. Between a step's two ends it holds
+    copies of the pruned columns of the weights and of the state.
+
+    Args:
+        layers: balanced layers by name; their plans say which columns are pruned.
+        optimizer: a torch optimizer, or Colossal-AI's wrapper of one.
+
+    Raises:
+        ValueError: if the optimizer's parameters cannot be told by column.
+    """
+
+    def __init__(self, layers: Mapping[str, BalancedLinear], optimizer: Any) -> None:
+        self._layers = layers
+        self._optimizer = torch_optimizer(optimizer)
+        self._tensors = stepped_tensors(optimizer, {name: layer.weight for name, layer in layers.items()})
+        self._set_aside: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._without_state: list[tuple[Tensor, Tensor]] = []
+        self._hooks = (
+            self._optimizer.register_step_pre_hook(self._before_step),
+            self._optimizer.register_step_post_hook(self._after_step),
+        )
+
+    def close(self) -> None:
+        """Let the optimizer step everything again."""
+        for hook in self._hooks:
+            hook.remove()
+
+    @torch.no_grad()
+    def _before_step(self, *_: Any) -> None:
+        for name, tensor in self._tensors.items():
+            plan = self._layers[name].plan
+            if plan is None:
+                continue
+            states = states_like(self._optimizer, tensor)
+            if not states:
+                self._without_state.append((tensor, plan.pruned))
+            for kept in (tensor, *states):
+                self._set_aside.append((kept, plan.pruned, kept.index_select(1, plan.pruned)))
+
+    @torch.no_grad()
+    def _after_step(self, *_: Any) -> None:
+        for tensor, pruned, values in self._set_aside:
+            tensor.index_copy_(1, pruned, values)
+        for tensor, pruned in self._without_state:
+            for state in states_like(self._optimizer, tensor):
+                state.index_fill_(1, pruned, 0.0)
+        self._set_aside.clear()
+        self._without_state.clear()

@@ -1,0 +1,120 @@
+"""What balancing saw and decided, one record an update: as JSON lines, and for TensorBoard."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class UpdateRecord:
+    """One rank's view of one update. Times are seconds an iteration; NaN where nothing was measured yet.
+
+    Attributes:
+        update, step, epoch: how many of each are over.
+        rank: within the tensor-parallel group.
+        busy_s: T̂, busy time at full work.
+        products_s: M̂, the part of it spent multiplying.
+        is_straggler: whether the rank was found to be one.
+        ratio: γ in force from now on.
+        pruned_share: share of this rank's product FLOPs that it drops.
+        layer_shares: share of every layer's columns that is pruned, by layer name.
+        predicted_step_s: busy time of the group's slowest rank under the plan.
+        balancing_s: what balancing cost this rank since the last update, in all.
+        would: in mode "off", what each mode would do: γ and predicted step time of the group by mode.
+    """
+
+    update: int
+    step: int
+    epoch: int
+    rank: int
+    busy_s: float
+    products_s: float
+    is_straggler: bool
+    ratio: float
+    pruned_share: float
+    layer_shares: Mapping[str, float]
+    predicted_step_s: float
+    balancing_s: float
+    would: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, None for NaN, as JSON has no such number."""
+        return _without_nan(dataclasses.asdict(self))
+
+
+class JsonLinesTelemetry:
+    """Appends every record to a file, one JSON object a line; each rank needs a file of its own.
+
+    Pass it as ``Balancer(..., on_update=JsonLinesTelemetry(path))``. A line is complete once written, so the file can
+    be read while training runs and after it was killed.
+
+    Args:
+        path: the file; its folder is made.
+        from_step: lines of later steps, left by an interrupted run, are dropped first; 0 starts anew.
+    """
+
+    def __init__(self, path: str | Path, *, from_step: int = 0) -> None:
+        self._path = Path(path)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [line for line in _complete_lines(self._path) if json.loads(line)["step"] <= from_step]
+        self._file = self._path.open("w", encoding="utf-8")
+        self._file.writelines(f"{line}\n" for line in kept)
+        self._file.flush()
+
+    def __call__(self, record: UpdateRecord) -> None:
+        self._file.write(json.dumps(record.to_dict()) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoardTelemetry:
+    """Shows every record's numbers under ``balance/`` in TensorBoard; each rank needs a folder of its own.
+
+    Args:
+        folder: where the events go.
+        from_step: events of later steps, left by an interrupted run, are hidden.
+    """
+
+    def __init__(self, folder: str | Path, *, from_step: int = 0) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._board = SummaryWriter(str(folder), purge_step=from_step + 1 if from_step else None)
+
+    def __call__(self, record: UpdateRecord) -> None:
+        for name in ("busy_s", "products_s", "ratio", "pruned_share", "predicted_step_s", "balancing_s"):
+            value = getattr(record, name)
+            if not math.isnan(value):
+                self._board.add_scalar(f"balance/{name}", value, record.step)
+        for layer, share in record.layer_shares.items():
+            self._board.add_scalar(f"balance_layers/{layer}", share, record.step)
+
+    def close(self) -> None:
+        self._board.close()
+
+
+def read_records(path: str | Path) -> list[dict[str, Any]]:
+    """The records of a file of :class:`JsonLinesTelemetry`; an unfinished last line is left out."""
+    return [json.loads(line) for line in _complete_lines(Path(path))]
+
+
+def _complete_lines(path: Path) -> list[str]:
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8")
+    return text[: text.rfind("\n") + 1].splitlines()
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, float):
+        return None if math.isnan(value) else value
+    if isinstance(value, Mapping):
+        return {key: _without_nan(item) for key, item in value.items()}
+    return value
