@@ -63,11 +63,11 @@ class InjectionConfig:
         except yaml.YAMLError as error:
             raise ValueError(f"{path}: not YAML: {error}") from error
         known = [field.name for field in dataclasses.fields(cls)]
-        if not isinstance(values, Mapping) or "chi" not in values:
-            raise ValueError(f"{path}: expected a mapping with at least the key chi; allowed are {known}")
-        unknown = sorted(str(key) for key in values if key not in known)
+        unknown = sorted(str(key) for key in values if key not in known) if isinstance(values, Mapping) else []
         if unknown:
             raise ValueError(f"{path}: unknown keys {unknown}: allowed are {known}")
+        if not isinstance(values, Mapping) or "chi" not in values:
+            raise ValueError(f"{path}: expected a mapping with at least the key chi; allowed are {known}")
         config = cls(**values)
         try:
             config._check()
@@ -184,6 +184,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     try:
         config = InjectionConfig.from_yaml(options.config)
+    except FileNotFoundError:
+        parser.error(f"{options.config}: no such file")
     except (OSError, ValueError) as error:
         parser.error(str(error))
     try:

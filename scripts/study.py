@@ -106,7 +106,7 @@ def run_cell(study: Study, cell: Cell) -> None:
     """Train one cell from its beginning; its output is in ``train.log``.
 
     Raises:
-        RuntimeError: with the end of the log, if training fails.
+        RuntimeError: if training fails, with what its log says of the reason.
     """
     shutil.rmtree(cell.folder, ignore_errors=True)
     cell.folder.mkdir(parents=True)
@@ -119,8 +119,17 @@ def run_cell(study: Study, cell: Cell) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         code = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, cwd=ROOT, env=environment).returncode
     if code:
-        tail = "\n".join(log.read_text(encoding="utf-8").splitlines()[-30:])
-        raise RuntimeError(f"cell {cell.name!r}, seed {cell.seed} failed with code {code}; end of {log}:\n{tail}")
+        reason = reason_in(log.read_text(encoding="utf-8", errors="replace").splitlines())
+        raise RuntimeError(f"cell {cell.name!r}, seed {cell.seed} failed with code {code}; from {log}:\n{reason}")
+
+
+def reason_in(lines: list[str]) -> str:
+    """The mistakes that ranks name (several ranks name the same one: once), or else the end of the log."""
+    mistakes: dict[str, str] = {}
+    for line in lines:
+        if line.startswith("error (rank"):
+            mistakes.setdefault(line.partition("): ")[2], line)
+    return "\n".join(mistakes.values() or lines[-30:])
 
 
 def run_study(study: Study, table: Path, console: Console) -> None:

@@ -142,6 +142,7 @@ def test_the_example_is_right(main, capsys):
     ("text", "message"),
     [
         ("chi: {0: 2}\nskew: 3", r"unknown keys ['skew']: allowed are ['chi', 'schedule', 'kind', 'scope'"),
+        ("{chii: {0: 2}, kind: sleep}", "unknown keys ['chii']: allowed are ['chi', 'schedule', 'kind', 'scope'"),
         ("schedule: static", "at least the key chi"),
         ("[1, 2]", "expected a mapping"),
         ("chi: {0: 2", "not YAML"),
@@ -172,7 +173,7 @@ def test_bad_yaml_is_named(tmp_path, main, capsys, text, message):
 def test_missing_config_is_named(tmp_path, main, capsys):
     with pytest.raises(SystemExit):
         main("--config", tmp_path / "none.yaml", "train.py")
-    assert "none.yaml" in capsys.readouterr().err
+    assert f"error: {tmp_path}/none.yaml: no such file\n" in capsys.readouterr().err
 
 
 def test_ranks_outside_torchrun_are_explained(tmp_path, main, monkeypatch, capsys):

@@ -8,6 +8,7 @@ pytest.importorskip("yaml")
 
 from vit_examples.config import ModelConfig, RunConfig, StragglerConfig, TrainingConfig
 from vit_examples.config_file import (
+    SECTIONS,
     argument_parser,
     available_configs,
     config_from_arguments,
@@ -15,6 +16,7 @@ from vit_examples.config_file import (
     config_to_dict,
     load_config,
 )
+from zeroresize.config import MODES
 
 
 @pytest.mark.parametrize("name", available_configs())
@@ -29,7 +31,7 @@ def test_every_shipped_configuration_is_sound_on_two_and_eight_ranks(name: str) 
 
 def test_flags_and_overrides_change_the_file_in_that_order() -> None:
     words = "--config demo --host torch --mode zero-rd --epochs 7 --seed 3 --set training.lr=3e-4 --set training.seed=5"
-    arguments = argument_parser().parse_args([*words.split(), "--set", "straggler.chi={1: 4}"])
+    arguments = argument_parser().parse_args([*words.split(), "--set", "straggler={kind: sleep, chi: {1: 4}}"])
     config = config_from_arguments(arguments)
     assert (config.host, config.balance.mode, config.training.epochs) == ("torch", "zero-rd", 7)
     assert (config.training.lr, config.training.seed, config.balance.seed) == (3e-4, 5, 3)
@@ -48,8 +50,9 @@ def test_yaml_is_read_as_people_mean_it(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("training.learning_rate=1", r"unknown training keys \['learning_rate'\]: allowed are .*'lr'"),
-        ("trainig.lr=1", r"unknown run keys \['trainig'\]: allowed are .*'training'"),
+        ("training.learning_rate=1", r"unknown key 'training.learning_rate': allowed are .*'lr'"),
+        ("training.batchsize=1", r"unknown key 'training.batchsize' \(did you mean 'batch_size'\?\): allowed are"),
+        ("balanse.mode=off", r"unknown section 'balanse' \(did you mean 'balance'\?\): allowed are .*'training'"),
         ("training.lr=fast", "training.lr='fast'.*a number above 0"),
         ("training.lr=-1", "training.lr=-1.*above 0"),
         ("training.epochs=0", "training.epochs=0.*at least 1"),
@@ -58,10 +61,17 @@ def test_yaml_is_read_as_people_mean_it(tmp_path) -> None:
         ("training.precision=fp8", "'fp32', 'bf16', 'fp16'"),
         ("training=5", "training: expected a mapping"),
         ("model.num_heads=7", "model.hidden_size=192 does not divide by model.num_heads=7"),
-        ("balance.mode=fast", "mode='fast'.*zero-rd"),
+        ("balance.mode=fast", r"balance\.mode='fast'.*zero-rd"),
+        ("balance.ratio=1.5", r"balance\.ratio=1.5 is not allowed"),
         ("host=jax", r"host='jax'.*\['colossalai', 'torch'\]"),
         ("straggler.kind=slow", "straggler.kind='slow'.*'sleep'"),
         ("straggler.kind=sleep", "straggler.chi is empty"),
+        (
+            "straggler.chi={1: 4.0}",
+            r"nobody would be slow; set straggler\.kind to one of .*'sleep'.*leave chi empty",
+        ),
+        ("straggler={schedule: round_robin, chi: 2.0}", "nobody would be slow"),
+        ("straggler={kind: sleep, chi: {0:2, 1:4.0}}", r"write \{0: 2, 1: 4\.0\}, with a space"),
         ("straggler.chi=4", "schedule 'static' needs a mapping"),
         ("straggler.pin_ratio=1.0", "straggler.pin_ratio=1.0.*below 1"),
         ("data.train_size=0", "data.train_size=0"),
@@ -74,6 +84,23 @@ def test_a_wrong_key_or_value_is_named_with_what_is_allowed(override: str, messa
         load_config("demo", [override])
 
 
+def test_only_a_files_own_mistakes_are_blamed_on_it(tmp_path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text("training: {lr: fast}\n")
+    with pytest.raises(ValueError, match=r"^own\.yaml: training\.lr='fast'"):
+        load_config(path, ["training.seed=1"])
+    assert load_config(path, ["training.lr=0.1"]).training.lr == 0.1
+    with pytest.raises(ValueError, match=r"^training\.lr=-1"):
+        load_config(path, ["training.lr=-1"])
+
+
+def test_help_names_modes_and_sections() -> None:
+    shown = "".join(argument_parser().format_help().split())  # without the line breaks that argparse adds
+    assert f"oneof{','.join(MODES)}" in shown
+    assert f"Sections:{','.join(SECTIONS)}." in shown
+    assert "zeroresize/config.py" in shown
+
+
 def test_a_missing_file_is_named_with_those_that_exist() -> None:
     with pytest.raises(ValueError, match=r"--config nowhere: no such file.*'vit_1b'"):
         load_config("nowhere")
@@ -84,10 +111,10 @@ def test_a_missing_file_is_named_with_those_that_exist() -> None:
     [
         ([], 5, "model.num_heads=12 does not divide by the 5 tensor-parallel ranks"),
         (["model.mlp_size=770"], 4, "model.mlp_size=770 does not divide by the 4"),
-        (["straggler.chi={2: 4.0}"], 2, "rank 2 is not one of the group's 2"),
-        (["straggler.chi={1: 0.5}"], 2, "straggler.chi={1: 0.5}"),
+        (["straggler={kind: sleep, chi: {2: 4.0}}"], 2, "rank 2 is not one of the group's 2"),
+        (["straggler={kind: sleep, chi: {1: 0.5}}"], 2, "straggler.chi={1: 0.5}"),
         (["straggler.kind=contend", "straggler.chi={1: 2.5}"], 2, "whole number"),
-        (["balance.mode=zero-rd", "balance.ratio=0.5", "balance.ranks=[3]"], 2, r"names \[3\]"),
+        (["balance.mode=zero-rd", "balance.ratio=0.5", "balance.ranks=[3]"], 2, r"balance\.ranks=\[3\] names \[3\]"),
     ],
 )
 def test_what_the_ranks_cannot_run_is_refused(overrides: list[str], num_ranks: int, message: str) -> None:
@@ -105,8 +132,8 @@ def test_labels_are_padded_to_a_multiple_of_the_ranks() -> None:
 
 
 def test_schedules_name_the_slow_ranks_of_an_epoch() -> None:
-    assert StragglerConfig(chi={1: 4.0}).chi_of(3, 8) == {1: 4.0}
-    moving = StragglerConfig(schedule="round_robin", chi=2)
+    assert StragglerConfig(kind="sleep", chi={1: 4.0}).chi_of(3, 8) == {1: 4.0}
+    moving = StragglerConfig(kind="sleep", schedule="round_robin", chi=2)
     assert [moving.chi_of(epoch, 3) for epoch in range(4)] == [{0: 2.0}, {1: 2.0}, {2: 2.0}, {0: 2.0}]
 
 

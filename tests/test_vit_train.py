@@ -14,11 +14,16 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("pyarrow")
 
+import torch
+from rich.console import Console
 from test_vit_data import write_parquet
 
 from vit_examples import demo
-from vit_examples.checkpoint import newest_checkpoint
-from vit_examples.train import main
+from vit_examples.checkpoint import Progress, newest_checkpoint
+from vit_examples.config_file import config_to_dict, load_config
+from vit_examples.data import Split
+from vit_examples.run_folder import changed_settings, checkpoint_to_resume
+from vit_examples.train import Run, main
 
 ROOT = Path(__file__).resolve().parent.parent
 HOSTS = ("torch", pytest.param("colossalai", marks=pytest.mark.colossalai))
@@ -60,9 +65,11 @@ def torchrun(*program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
 
 
-def train(*arguments: str) -> None:
+def train(*arguments: str) -> str:
+    """What the run says on its standard output."""
     finished = torchrun("-m", "vit_examples.train", *arguments)
     assert finished.returncode == 0, finished.stdout + finished.stderr
+    return finished.stdout
 
 
 def lines_of(output: Path, kind: str) -> list[dict[str, Any]]:
@@ -93,7 +100,8 @@ def finished_runs(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> d
 def finished_run(host: str, pictures: Path, finished_runs: dict[str, Path]) -> Path:
     if host not in finished_runs:
         output = finished_runs[""] / host
-        train(*micro_arguments(pictures, output, f"host={host}"))
+        said = train(*micro_arguments(pictures, output, f"host={host}"), "--resume")  # nothing to resume yet
+        assert said.count(f"no checkpoint in {output}/checkpoints: starting anew\n") == 1
         finished_runs[host] = output
     return finished_runs[host]
 
@@ -128,7 +136,8 @@ def test_a_dying_rank_ends_the_job_and_the_resumed_run_equals_the_uninterrupted_
     assert "dying_backward" in died.stderr  # the rank's own traceback
     assert newest_checkpoint(tmp_path / "run" / "checkpoints").name == "epoch-0001"
 
-    train(*arguments, "--resume")
+    said = train(*arguments, "--resume", "--set=timeout_s=500")
+    assert said.count("resuming with changed settings: timeout_s 600.0 → 500\n") == 1
     assert losses_of(tmp_path / "run") == losses_of(finished_run(host, pictures, finished_runs))
 
 
@@ -183,6 +192,43 @@ def test_a_checkpoint_of_another_layout_is_refused(
     assert '"tp_size": 2' in refused([*arguments, "--resume"], capsys)
 
 
+def test_an_earlier_run_without_checkpoints_is_not_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config("demo", [f"output.folder={tmp_path}"])
+    assert checkpoint_to_resume(config, resume=False) is None
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(ValueError, match=f"{tmp_path} holds an earlier run: add --resume, or choose another --output"):
+        checkpoint_to_resume(config, resume=False)
+    assert checkpoint_to_resume(config, resume=True) is None
+    assert capsys.readouterr().out == f"no checkpoint in {tmp_path}/checkpoints: starting anew\n"
+    monkeypatch.setenv("RANK", "1")
+    checkpoint_to_resume(config, resume=True)
+    assert capsys.readouterr().out == ""
+
+
+def test_settings_that_changed_since_the_last_start_are_named(tmp_path: Path) -> None:
+    before = load_config("demo", [f"output.folder={tmp_path}", "straggler={kind: sleep, chi: {1: 4.0}}"])
+    (tmp_path / "config.json").write_text(json.dumps({**config_to_dict(before), "total_steps": 60}))
+    assert changed_settings(before) == []
+    changes = ["data.train_size=300", "straggler.chi={0: 2.0}", "host=torch", "output.log_every=7"]
+    after = load_config("demo", [f"output.folder={tmp_path}", "straggler.kind=sleep", *changes])
+    assert changed_settings(after) == [
+        'host "colossalai" → "torch"',
+        "data.train_size 4000 → 300",
+        'straggler.chi {"1": 4.0} → {"0": 2.0}',
+    ]
+
+
+def test_the_steps_in_all_are_those_done_and_those_left() -> None:
+    """A run that was resumed with half of the pictures: 2 epochs of 10 steps, then 3 of 5."""
+    config = load_config("demo", ["training.epochs=5", "training.max_steps_per_epoch=null", "training.batch_size=10"])
+    split = Split(torch.zeros(50, 3, 32, 32, dtype=torch.uint8), torch.zeros(50, dtype=torch.int64))
+    anything: Any = None
+    run = Run(config, anything, anything, split, split, Progress(2, 20), anything, anything)
+    assert run.total_steps == 20 + 3 * 5
+
+
 @pytest.mark.usefixtures("as_rank_0_of_2")
 def test_missing_data_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(micro_arguments(tmp_path / "nowhere", tmp_path / "run"), capsys)
@@ -192,18 +238,6 @@ def test_missing_data_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_without_torchrun_the_right_command_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(["--config=demo", f"--output={tmp_path}"], capsys)
     assert "torchrun --nproc-per-node 2 -m vit_examples.train --config demo" in said
-
-
-def test_a_dry_run_counts_parameters_and_bytes(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--config=vit_1b", "--ranks=8", "--dry-run"])
-    printed = capsys.readouterr().out
-    assert "1,208,870,928" in printed
-    assert "the configuration is sound" in printed
-
-
-def test_a_dry_run_refuses_ranks_that_cannot_share_the_heads(capsys: pytest.CaptureFixture[str]) -> None:
-    said = refused(["--config=vit_1b", "--ranks=3", "--dry-run"], capsys)
-    assert "model.num_heads=16 does not divide by the 3" in said
 
 
 @pytest.mark.timeout(300)
@@ -218,6 +252,10 @@ def test_the_demo_compares_its_runs(
     assert "homogeneous" in printed
     assert "Baseline" in printed
     assert (tmp_path / "demo.png").stat().st_size > 10_000
+
+    monkeypatch.setattr(demo, "RUNS", demo.RUNS[:1])  # again, over what it left
+    results = demo.run_all("demo", overrides, tmp_path, Console())
+    assert results["homogeneous"]["summary"]["steps"] == 4
 
 
 @pytest.mark.timeout(300)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from vit_examples.value_checks import at_least, divides, is_bool, number, one_of
 from zeroresize.config import BalanceConfig
 from zeroresize.injection.schedule import KINDS, SCOPES, checked_chi
 
@@ -41,15 +42,15 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for key in ("hidden_size", "depth", "num_heads", "image_size", "patch_size", "num_labels"):
-            _at_least(f"model.{key}", getattr(self, key), 1)
+            at_least(f"model.{key}", getattr(self, key), 1)
         if self.num_channels != 3:
             raise ValueError(f"model.num_channels={self.num_channels!r}: pictures are loaded with 3 channels")
-        _number("model.position_std", self.position_std, least=0.0)
+        number("model.position_std", self.position_std, least=0.0)
         if self.mlp_size is None:
             object.__setattr__(self, "mlp_size", 4 * self.hidden_size)
-        _at_least("model.mlp_size", self.mlp_size, 1)
-        _divides("model.hidden_size", self.hidden_size, "model.num_heads", self.num_heads)
-        _divides("model.image_size", self.image_size, "model.patch_size", self.patch_size)
+        at_least("model.mlp_size", self.mlp_size, 1)
+        divides("model.hidden_size", self.hidden_size, "model.num_heads", self.num_heads)
+        divides("model.image_size", self.image_size, "model.patch_size", self.patch_size)
 
     @property
     def num_tokens(self) -> int:
@@ -90,10 +91,10 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.source, str) or not self.source:
             raise ValueError(f"data.source={self.source!r}: 'mnist5k', a folder or a data set's name is needed")
-        _is_bool("data.augment", self.augment)
+        is_bool("data.augment", self.augment)
         for key in ("train_size", "test_size"):
             if getattr(self, key) is not None:
-                _at_least(f"data.{key}", getattr(self, key), 1)
+                at_least(f"data.{key}", getattr(self, key), 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,18 +127,18 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         for key in ("epochs", "batch_size", "accumulation"):
-            _at_least(f"training.{key}", getattr(self, key), 1)
+            at_least(f"training.{key}", getattr(self, key), 1)
         for key in ("warmup_steps", "seed"):
-            _at_least(f"training.{key}", getattr(self, key), 0)
+            at_least(f"training.{key}", getattr(self, key), 0)
         if self.max_steps_per_epoch is not None:
-            _at_least("training.max_steps_per_epoch", self.max_steps_per_epoch, 1)
+            at_least("training.max_steps_per_epoch", self.max_steps_per_epoch, 1)
         for key in ("weight_decay", "grad_clip"):
-            _number("training." + key, getattr(self, key), least=0.0)
-        _number("training.lr", self.lr, above=0.0)
-        _one_of("training.precision", self.precision, PRECISIONS)
-        _one_of("training.lr_schedule", self.lr_schedule, LR_SCHEDULES)
-        _is_bool("training.activation_checkpointing", self.activation_checkpointing)
-        _divides("training.batch_size", self.batch_size, "training.accumulation", self.accumulation)
+            number("training." + key, getattr(self, key), least=0.0)
+        number("training.lr", self.lr, above=0.0)
+        one_of("training.precision", self.precision, PRECISIONS)
+        one_of("training.lr_schedule", self.lr_schedule, LR_SCHEDULES)
+        is_bool("training.activation_checkpointing", self.activation_checkpointing)
+        divides("training.batch_size", self.batch_size, "training.accumulation", self.accumulation)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,17 +162,23 @@ class StragglerConfig:
     pin_ratio: float | None = None
 
     def __post_init__(self) -> None:
-        _one_of("straggler.kind", self.kind, STRAGGLER_KINDS)
-        _one_of("straggler.schedule", self.schedule, STRAGGLER_SCHEDULES)
-        _one_of("straggler.scope", self.scope, SCOPES)
+        one_of("straggler.kind", self.kind, STRAGGLER_KINDS)
+        one_of("straggler.schedule", self.schedule, STRAGGLER_SCHEDULES)
+        one_of("straggler.scope", self.scope, SCOPES)
+        _require_spaces(self.chi)
         if self.schedule == "static" and not isinstance(self.chi, dict):
             raise ValueError(f"straggler.chi={self.chi!r}: schedule 'static' needs a mapping such as {{1: 4.0}}")
         if self.schedule == "round_robin":
-            _number("straggler.chi (one number for schedule 'round_robin')", self.chi, least=0.0)
+            number("straggler.chi (one number for schedule 'round_robin')", self.chi, least=0.0)
         if self.pin_ratio is not None:
-            _number("straggler.pin_ratio", self.pin_ratio, least=0.0, below=1.0)
+            number("straggler.pin_ratio", self.pin_ratio, least=0.0, below=1.0)
         if (self.kind != "none" or self.pin_ratio is not None) and self.chi == {}:
             raise ValueError("straggler.chi is empty: name the ranks, for example chi: {1: 4.0}")
+        if self.kind == "none" and self.pin_ratio is None and self.chi != {}:
+            raise ValueError(
+                f"straggler.chi={self.chi!r} with straggler.kind='none': nobody would be slow; set straggler.kind to "
+                f"one of {list(KINDS)} (or straggler.pin_ratio), or leave chi empty"
+            )
 
     def chi_of(self, epoch: int, num_ranks: int) -> dict[int, float]:
         """χ of the ranks that are slow in ``epoch``."""
@@ -207,9 +214,9 @@ class OutputConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.folder, str) or not self.folder:
             raise ValueError(f"output.folder={self.folder!r}: the name of a folder is needed")
-        _is_bool("output.progress", self.progress)
+        is_bool("output.progress", self.progress)
         for key, least in (("log_every", 1), ("settle_steps", 0), ("save_every", 0), ("keep", 1)):
-            _at_least(f"output.{key}", getattr(self, key), least)
+            at_least(f"output.{key}", getattr(self, key), least)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,8 +233,8 @@ class RunConfig:
     output: OutputConfig = field(default_factory=OutputConfig)
 
     def __post_init__(self) -> None:
-        _one_of("host", self.host, HOSTS)
-        _number("timeout_s", self.timeout_s, above=0.0)
+        one_of("host", self.host, HOSTS)
+        number("timeout_s", self.timeout_s, above=0.0)
         if self.straggler.pin_ratio is not None and self.balance.mode == "off":
             raise ValueError("straggler.pin_ratio needs a balance.mode that prunes: balance.mode is 'off'")
 
@@ -235,36 +242,15 @@ class RunConfig:
         """Raises ValueError for what ``num_ranks`` tensor-parallel ranks cannot run."""
         self.model.validate_group_size(num_ranks)
         self.straggler.validate_group_size(num_ranks)
-        self.balance.validate_group_size(num_ranks)
+        try:
+            self.balance.validate_group_size(num_ranks)
+        except ValueError as error:
+            raise ValueError(f"balance.{error}") from error
 
 
-def _at_least(key: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{key}={value!r} is not allowed: a whole number of at least {least} is needed")
-
-
-def _number(
-    key: str, value: Any, *, least: float | None = None, above: float | None = None, below: float | None = None
-) -> None:
-    limits = [f"at least {least:g}"] if least is not None else []
-    limits += [f"above {above:g}"] if above is not None else []
-    limits += [f"below {below:g}"] if below is not None else []
-    fits = isinstance(value, int | float) and not isinstance(value, bool)
-    fits = fits and (least is None or value >= least) and (above is None or value > above)
-    if not (fits and (below is None or value < below)):
-        raise ValueError(f"{key}={value!r} is not allowed: a number {' and '.join(limits)} is needed")
-
-
-def _one_of(key: str, value: Any, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{key}={value!r} is not allowed: choose one of {list(allowed)}")
-
-
-def _is_bool(key: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{key}={value!r} is not allowed: true or false is needed")
-
-
-def _divides(key: str, size: int, by_key: str, by: int) -> None:
-    if size % by:
-        raise ValueError(f"{key}={size} does not divide by {by_key}={by}")
+def _require_spaces(chi: Any) -> None:
+    """Refuse what YAML makes of ``{1:4.0}``: a mapping from the text ``1:4.0`` to nothing."""
+    joined = [key for key in chi if isinstance(key, str) and ":" in key] if isinstance(chi, dict) else []
+    if joined:
+        meant = ", ".join(": ".join(key.split(":", 1)) for key in joined)
+        raise ValueError(f"straggler.chi={chi!r} is not allowed: write {{{meant}}}, with a space after the colon")

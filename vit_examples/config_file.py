@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import re
+import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from typing import Any
 import yaml
 
 from vit_examples.config import HOSTS, DataConfig, ModelConfig, OutputConfig, RunConfig, StragglerConfig, TrainingConfig
-from zeroresize.config import BalanceConfig
+from zeroresize.config import MODES, BalanceConfig
+from zeroresize.yaml_values import load_yaml
 
 CONFIG_FOLDER = Path(__file__).parent / "configs"
 SECTIONS: dict[str, Any] = {
@@ -35,23 +36,9 @@ FLAGS = {
     "output": "output.folder",
     "seed": "training.seed",
 }
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML in which ``off`` is a string and ``1e-3`` a number, as people mean them."""
-
-
-_Loader.yaml_implicit_resolvers = {
-    first: [
-        (tag, regexp) for tag, regexp in resolvers if tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")
-    ]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile("^(true|false)$", re.I), list("tTfF"))
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?$"),
-    list("-+0123456789."),
+_SET_HELP = (
+    f"change one value, such as training.lr=0.001; may be repeated. Sections: {', '.join(SECTIONS)}. Their keys are "
+    "listed in vit_examples/config.py, those of balance in zeroresize/config.py"
 )
 
 
@@ -62,12 +49,12 @@ def argument_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", default="demo", help=f"a YAML file, or one of {available_configs()}")
     parser.add_argument("--host", choices=HOSTS, help="what shards the model")
-    parser.add_argument("--mode", help="balance.mode: off, zero-rd, ...")
+    parser.add_argument("--mode", help=f"balance.mode: one of {', '.join(MODES)}")
     parser.add_argument("--epochs", help="training.epochs")
     parser.add_argument("--data", help="data.source: mnist5k, a parquet folder or a data set's name")
     parser.add_argument("--output", help="output.folder")
     parser.add_argument("--seed", help="training.seed and balance.seed")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="such as training.lr=0.001")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=_SET_HELP)
     parser.add_argument("--resume", action="store_true", help="continue from the newest complete checkpoint")
     parser.add_argument("--dry-run", action="store_true", help="check, print memory per rank, train nothing")
     parser.add_argument("--ranks", type=int, help="tensor-parallel ranks that --dry-run assumes")
@@ -98,15 +85,18 @@ def load_config(name: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     if not path.is_file():
         raise ValueError(f"--config {name}: no such file; by bare name there are {available_configs()}")
     try:
-        document = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        document = load_yaml(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
         raise ValueError(f"{path}: not YAML: {error}") from error
+    changed = document
     for override in overrides:
-        document = _with_override(document, override)
+        changed = _with_override(changed, override)
     try:
-        return config_from_dict(document)
+        return config_from_dict(changed)
     except ValueError as error:
-        raise ValueError(f"{path.name}: {error}") from error
+        if str(error) == _mistake_in(document):
+            raise ValueError(f"{path.name}: {error}") from error
+        raise
 
 
 def config_from_dict(document: Any) -> RunConfig:
@@ -114,7 +104,7 @@ def config_from_dict(document: Any) -> RunConfig:
     values = dict(_known_keys("run", document, RunConfig))
     for name, section in SECTIONS.items():
         if name in values:
-            values[name] = section(**_known_keys(name, values[name], section))
+            values[name] = _section_from(name, _known_keys(name, values[name], section))
     return RunConfig(**values)
 
 
@@ -128,14 +118,39 @@ def available_configs() -> list[str]:
     return sorted(path.stem for path in CONFIG_FOLDER.glob("*.yaml"))
 
 
+def _mistake_in(document: Any) -> str | None:
+    """What is wrong with a file as it stands, without anything from the command line."""
+    try:
+        config_from_dict(document)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _section_from(name: str, values: Mapping[str, Any]) -> Any:
+    if name != "balance":
+        return SECTIONS[name](**values)
+    try:
+        return BalanceConfig(**values)
+    except ValueError as error:  # the package's own messages begin with the bare key
+        raise ValueError(f"balance.{error}") from error
+
+
 def _known_keys(name: str, values: Any, section: Any) -> Mapping[str, Any]:
     known = [field.name for field in dataclasses.fields(section)]
     if not isinstance(values, Mapping):
         raise ValueError(f"{name}: expected a mapping with keys of {known}, found {values!r}")
-    unknown = sorted(str(key) for key in values if key not in known)
+    unknown = [str(key) for key in values if key not in known]
     if unknown:
-        raise ValueError(f"unknown {name} keys {unknown}: allowed are {known}")
+        what, prefix = ("section", "") if section is RunConfig else ("key", f"{name}.")
+        named = ", ".join(f"'{prefix}{key}'{_guess(key, known)}" for key in unknown)
+        raise ValueError(f"unknown {what} {named}: allowed are {known}")
     return values
+
+
+def _guess(key: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(key, known, n=1)
+    return f" (did you mean '{close[0]}'?)" if close else ""
 
 
 def _with_override(document: Any, override: str) -> dict[str, Any]:
@@ -144,7 +159,7 @@ def _with_override(document: Any, override: str) -> dict[str, Any]:
     if not equals or not section or (dot and not leaf):
         raise ValueError(f"--set {override}: expected section.key=value, such as training.lr=0.001")
     try:
-        value = yaml.load(text, Loader=_Loader)
+        value = load_yaml(text)
     except yaml.YAMLError as error:
         raise ValueError(f"--set {override}: the value is not YAML") from error
     document = dict(document) if isinstance(document, Mapping) else {}

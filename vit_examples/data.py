@@ -20,6 +20,7 @@ from vit_examples.data_sources import from_datasets, from_parquet, mnist5k
 
 _PIXEL_MEAN, _PIXEL_STD = 0.5, 0.25
 _CROP_MARGIN = 4
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def load_splits(data: DataConfig, model: ModelConfig, seed: int = 0) -> tuple[Sp
         splits = [Split(*arrays) for arrays in mnist5k(model.image_size, train_size, test_size, seed)]
     elif Path(source).is_dir():
         splits = [Split(*arrays) for arrays in from_parquet(Path(source), model.image_size, train_size, test_size)]
-    elif source.startswith((".", "/", "~")):
+    elif is_local(source):
         raise ValueError(f"data.source={source!r}: no such folder; expected one with train*.parquet and test*.parquet")
     else:
         splits = [Split(*arrays) for arrays in from_datasets(source, model.image_size, train_size, test_size)]
@@ -65,23 +66,28 @@ def load_splits(data: DataConfig, model: ModelConfig, seed: int = 0) -> tuple[Sp
     return splits[0], splits[1]
 
 
+def is_local(source: str) -> bool:
+    """Whether ``source`` can only be meant as a folder."""
+    return source.startswith((".", "/", "~"))
+
+
+def unset_variables(source: str) -> list[str]:
+    """Names of the ``${NAME}`` in ``source`` that the environment lacks."""
+    return [name for name in _VARIABLE.findall(source) if not os.environ.get(name)]
+
+
 def expand_variables(source: str) -> str:
     """``source`` with ``${NAME}`` replaced from the environment.
 
     Raises:
         ValueError: for a variable that is not set.
     """
-
-    def value_of(match: re.Match[str]) -> str:
-        name = match.group(1)
-        if not os.environ.get(name):
-            raise ValueError(
-                f"data.source={source!r}: the environment variable {name} is not set; "
-                f"export {name}=<folder with train*.parquet and test*.parquet>, or choose --data mnist5k"
-            )
-        return os.environ[name]
-
-    return re.sub(r"\$\{(\w+)\}", value_of, source)
+    for name in unset_variables(source):
+        raise ValueError(
+            f"data.source={source!r}: the environment variable {name} is not set; "
+            f"export {name}=<folder with train*.parquet and test*.parquet>, or choose --data mnist5k"
+        )
+    return _VARIABLE.sub(lambda match: os.environ[match.group(1)], source)
 
 
 def num_batches(split: Split, batch_size: int) -> int:

@@ -9,27 +9,42 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 
 def save_picture(path: Path, results: dict[str, dict[str, Any]], *, straggler: int) -> None:
     """Draw ``results`` (by run name: ``lines`` of metrics.jsonl) into ``path``; ``straggler`` is a rank."""
+    figure = draw(results, straggler=straggler)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def draw(results: dict[str, dict[str, Any]], *, straggler: int) -> Figure:
+    """Step times of every run above, γ of those that prune below."""
     figure, (times, ratios) = pyplot.subplots(
         2, 1, sharex=True, figsize=(8, 6), height_ratios=(2, 1), layout="constrained"
     )
     for name, result in results.items():
-        steps = [line for line in result["lines"] if line["kind"] == "step" and line["step_s"] is not None]
-        numbers = [line["step"] for line in steps]
-        (curve,) = times.plot(numbers, [1e3 * line["step_s"] for line in steps], label=name, linewidth=1.2)
-        gammas = [ranks[straggler] for line in result["lines"] if line["kind"] == "epoch" for ranks in line["ratios"]]
-        ratios.plot(numbers, gammas[: len(numbers)], color=curve.get_color(), drawstyle="steps-post")
+        _draw_run(times, ratios, name, result["lines"], straggler)
     times.set_ylabel("step time, ms")
     times.set_ylim(bottom=0)
-    times.legend(loc="upper right")
     times.set_title(f"One tensor-parallel step, rank {straggler} slowed (homogeneous: not slowed)")
     ratios.set_ylabel(f"γ of rank {straggler}")
     ratios.set_ylim(-0.02, 1)
     ratios.set_xlabel("optimizer step")
     for axes in (times, ratios):
         axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+        if axes.lines:
+            axes.legend(loc="upper right")
+    return figure
+
+
+def _draw_run(times: Axes, ratios: Axes, name: str, lines: list[dict[str, Any]], straggler: int) -> None:
+    steps = [line for line in lines if line["kind"] == "step" and line["step_s"] is not None]
+    numbers = [line["step"] for line in steps]
+    (curve,) = times.plot(numbers, [1e3 * line["step_s"] for line in steps], label=name, linewidth=1.2)
+    gammas = [ranks[straggler] for line in lines if line["kind"] == "epoch" for ranks in line["ratios"]]
+    if any(gamma > 0 for gamma in gammas):
+        gammas = gammas[: len(numbers)]
+        ratios.plot(numbers, gammas, color=curve.get_color(), label=name, drawstyle="steps-post")

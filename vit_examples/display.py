@@ -1,4 +1,4 @@
-"""What a run shows on rank 0's terminal: a progress bar, and a table with a row for each epoch."""
+"""What a run shows on rank 0: on a terminal a table of epochs and a progress bar, in a log file a line an epoch."""
 
 from __future__ import annotations
 
@@ -11,24 +11,32 @@ from rich.table import Table
 
 
 class Display:
-    """A context in which steps and epochs are shown; shows nothing if not ``enabled``."""
+    """A context in which steps and epochs are shown; shows nothing if not ``enabled``.
 
-    def __init__(self, title: str, total_steps: int, *, done_steps: int, enabled: bool) -> None:
-        self._console = Console()
+    Args:
+        total_steps: of the whole run, with the ``done_steps`` that it had before.
+    """
+
+    def __init__(
+        self, title: str, total_steps: int, *, done_steps: int, enabled: bool, console: Console | None = None
+    ) -> None:
+        self._console, self._title, self._enabled = console or Console(), title, enabled
         self._progress = Progress(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         )
         self._task = self._progress.add_task("epoch", total=total_steps, completed=done_steps)
         self._table = Table(title=title, title_justify="left")
-        for heading in ("epoch", "loss", "step, ms", "test accuracy", "γ per rank", "stragglers"):
-            self._table.add_column(heading, justify="right")
-        self._live = None
-        if enabled:
+        for heading in ("epoch", "loss", "ms/step", "test accuracy", "γ", "slow ranks"):
+            self._table.add_column(heading, justify="right", no_wrap=True)
+        self._live: Live | None = None
+        if enabled and self._console.is_terminal:
             self._live = Live(Group(self._table, self._progress), console=self._console, refresh_per_second=2)
 
     def __enter__(self) -> Display:
         if self._live is not None:
             self._live.start()
+        elif self._enabled:
+            self._line(self._title)
         return self
 
     def __exit__(
@@ -44,16 +52,26 @@ class Display:
     def epoch(
         self, epoch: int, loss: float, step_ms: float, accuracy: float, ratios: list[float], slow: list[int]
     ) -> None:
-        """One row; epochs are counted from 1 here, ranks from 0."""
-        gammas = " ".join(f"{ratio:.2f}" for ratio in ratios)
-        row = (str(epoch), f"{loss:.3f}", f"{step_ms:.0f}", f"{accuracy:.1%}", gammas, _names(slow))
-        self._table.add_row(*row)
-        if self._live is not None and not self._console.is_terminal:  # a log file: a live table shows at the end only
-            self._console.print(
-                f"epoch {row[0]}: loss {row[1]}, step {row[2]} ms, test accuracy {row[3]}, "
-                f"γ {row[4]}, stragglers {row[5]}"
-            )
+        """One row, or line of at most 80 columns; epochs are counted from 1 here, ranks from 0."""
+        row = (str(epoch), f"{loss:.3f}", f"{step_ms:.0f}", f"{accuracy:.1%}", _short_ratios(ratios), _names(slow))
+        if self._live is not None:
+            self._table.add_row(*row)
+        elif self._enabled:
+            self._line("epoch {}: loss {}, {} ms/step, accuracy {}, γ {}, slow {}".format(*row))
+
+    def _line(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _short_ratios(ratios: list[float]) -> str:
+    """Of two ranks each γ, of one pruning rank its γ and name, of more the range."""
+    pruning = [rank for rank, ratio in enumerate(ratios) if ratio > 0]
+    if len(ratios) <= 2:
+        return " ".join(f"{ratio:.2f}" for ratio in ratios) or "–"
+    if len(pruning) > 1:
+        return f"{min(ratios):.2f}–{max(ratios):.2f}"
+    return f"{ratios[pruning[0]]:.2f} on {pruning[0]}" if pruning else "0.00"
 
 
 def _names(ranks: list[int]) -> str:
-    return " ".join(map(str, ranks)) or "–"
+    return f"{len(ranks)} ranks" if len(ranks) > 3 else " ".join(map(str, ranks)) or "–"

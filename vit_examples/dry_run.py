@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 from vit_examples.config import RunConfig
+from vit_examples.data import expand_variables, is_local, unset_variables
 from vit_examples.model import build_vit, parallel_style
 
 
@@ -29,7 +32,7 @@ class Requirements:
 
 
 def dry_run(config: RunConfig, *, num_ranks: int) -> Requirements:
-    """Check ``config`` for ``num_ranks`` ranks and print what each of them needs.
+    """Check ``config`` for ``num_ranks`` ranks and print, on rank 0 if under torchrun, what each of them needs.
 
     Raises:
         ValueError: naming what does not fit.
@@ -40,7 +43,8 @@ def dry_run(config: RunConfig, *, num_ranks: int) -> Requirements:
     model = build_vit(config.model, num_ranks=num_ranks, seed=0, device="meta")
     whole = sum(parameter.numel() for parameter in model.parameters())
     needed = requirements(config, model, num_ranks)
-    _print(config, num_ranks, whole, needed)
+    if os.environ.get("RANK", "0") == "0":
+        _print(config, num_ranks, whole, needed)
     return needed
 
 
@@ -81,6 +85,16 @@ def activation_bytes(config: RunConfig, num_ranks: int) -> int:
     return tokens * values * (4 if training.precision == "fp32" else 2)
 
 
+def data_line(source: str) -> str:
+    """Whether the data are here, as far as can be said without opening them."""
+    for name in unset_variables(source):
+        return f"warning: data: {source} not found on this machine: the environment variable {name} is not set"
+    expanded = expand_variables(source)
+    if is_local(expanded) and not Path(expanded).is_dir():
+        return f"warning: data: {expanded} not found on this machine: no such folder"
+    return f"data: {expanded}; the pictures were not opened"
+
+
 def _is_split(config: RunConfig, name: str) -> bool:
     style = parallel_style(name)
     if config.host == "colossalai" and name.startswith("classifier."):
@@ -113,4 +127,5 @@ def _print(config: RunConfig, num_ranks: int, whole: int, needed: Requirements) 
     table.add_row("host memory while building (whole model, fp32)", f"{4 * whole / 2**30:.2f} GiB")
     console = Console()
     console.print(table)
-    console.print(f"balance mode {config.balance.mode}, data {config.data.source}: the configuration is sound")
+    for line in (data_line(config.data.source), f"balance mode {config.balance.mode}: the configuration is sound"):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)

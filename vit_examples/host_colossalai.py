@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from datetime import timedelta
@@ -15,6 +16,8 @@ from vit_examples.config import RunConfig
 from vit_examples.hosts import Host, limit_collectives
 from vit_examples.model import build_vit
 
+# Colossal-AI imports bitsandbytes, which warns on every rank that a 4-bit CPU kernel cannot be downloaded; unused here.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from colossalai.accelerator import get_accelerator

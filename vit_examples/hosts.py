@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from vit_examples.config import RunConfig
 
+LEAVE_TOGETHER_S = 30.0
 _TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -71,7 +73,13 @@ class Host(ABC):
             group["lr"] = lr
 
     def close(self) -> None:
-        """Leave the process groups."""
+        """Leave the process groups once all ranks want to: gloo may abort a rank whose peers left early.
+
+        A rank that never comes is not waited for longer than ``LEAVE_TOGETHER_S`` seconds.
+        """
+        if dist.get_backend() == "gloo":
+            with suppress(RuntimeError):  # unlike barrier(), it leaves nothing pending that the group's end waits for
+                dist.monitored_barrier(timeout=timedelta(seconds=LEAVE_TOGETHER_S))
         dist.destroy_process_group()
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from vit_examples.config import RunConfig
 from vit_examples.config_file import config_to_dict
 
+MOST_RANKS_SHOWN = 16
 _PACKAGES = ("torch", "colossalai", "transformers", "numpy")
 
 
@@ -48,6 +49,9 @@ class StepClock:
 class Recorder:
     """Writes a run's numbers; one line of JSON for each logged step (``kind`` step) and each epoch (``kind`` epoch).
 
+    The ``balance/`` numbers of a step are rank 0's own, so that logging costs no exchange; ``balance-rank<r>.jsonl``
+    has every rank's. An epoch has γ of all ranks.
+
     Args:
         from_epoch: lines of this epoch and later ones, left by an interrupted run, are dropped; 0 starts anew.
         from_step: the optimizer step that goes with it.
@@ -72,7 +76,12 @@ class Recorder:
         self._show(numbers, "train/", step)
 
     def epoch(self, *, epoch: int, step: int, numbers: dict[str, float], ratios: list[list[float]]) -> None:
-        """One epoch; ``ratios`` holds for every logged step γ of each rank."""
+        """One epoch; ``ratios`` holds for every logged step γ of each rank.
+
+        Their means are added as ``ratio_rank<r>`` (on TensorBoard ``epoch/ratio_rank<r>``), of 16 ranks at most.
+        """
+        by_rank = list(zip(*ratios, strict=True))[:MOST_RANKS_SHOWN]
+        numbers = numbers | {f"ratio_rank{rank}": statistics.mean(own) for rank, own in enumerate(by_rank)}
         self._write({"kind": "epoch", "epoch": epoch, "step": step, **numbers, "ratios": ratios})
         self._show(numbers, "epoch/", step)
 

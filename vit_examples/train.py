@@ -27,14 +27,8 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import zeroresize as zr
-from vit_examples.checkpoint import (
-    Progress,
-    layout_of,
-    load_checkpoint,
-    newest_checkpoint,
-    require_layout,
-    save_checkpoint,
-)
+from vit_examples.balance_log import BalanceLog
+from vit_examples.checkpoint import Progress, layout_of, load_checkpoint, save_checkpoint
 from vit_examples.config import RunConfig
 from vit_examples.config_file import argument_parser, config_from_arguments
 from vit_examples.data import Split, load_splits, num_batches, test_batches, training_batches
@@ -43,6 +37,7 @@ from vit_examples.dry_run import dry_run
 from vit_examples.hosts import Host, build_host, require_torchrun
 from vit_examples.model import classification_loss, num_correct
 from vit_examples.recorder import Recorder, StepClock, settled_median
+from vit_examples.run_folder import checkpoint_folder, checkpoint_to_resume
 from vit_examples.straggling import stragglers
 
 
@@ -57,6 +52,7 @@ class Run:
     test: Split
     progress: Progress
     clock: StepClock
+    balance_log: BalanceLog
     recorder: Recorder | None = None
     trace: list[float] = field(default_factory=list)
 
@@ -68,7 +64,9 @@ class Run:
 
     @property
     def total_steps(self) -> int:
-        return self.config.training.epochs * self.steps_per_epoch
+        """Steps done, which a resumed run may have cut into epochs of another length, and those that are left."""
+        epochs_left = self.config.training.epochs - self.progress.epochs
+        return self.progress.steps + epochs_left * self.steps_per_epoch
 
 
 def prepare(config: RunConfig, *, resume: bool) -> Run:
@@ -85,29 +83,16 @@ def prepare(config: RunConfig, *, resume: bool) -> Run:
     zr.convert(host.model, process_group=host.tp_group, config=config.balance)
     balancer = zr.Balancer(host.model, host.optimizer, process_group=host.tp_group, config=config.balance)
     progress = Progress() if checkpoint is None else load_checkpoint(checkpoint, host=host, balancer=balancer)
-    run = Run(config, host, balancer, train, test, progress, StepClock(host.device, config.output.log_every))
-    dist.barrier()  # all ranks have looked at the folder before rank 0 writes into it
+    dist.barrier()  # all ranks have looked at the folder before anyone writes into it
+    balance_log = BalanceLog(Path(config.output.folder), host.rank, from_step=progress.steps)
+    balancer.on_update = balance_log
+    clock = StepClock(host.device, config.output.log_every)
+    run = Run(config, host, balancer, train, test, progress, clock, balance_log)
     if host.rank == 0:
         run.recorder = Recorder(
             config, from_epoch=progress.epochs, from_step=progress.steps, total_steps=run.total_steps
         )
     return run
-
-
-def checkpoint_to_resume(config: RunConfig, *, resume: bool) -> Path | None:
-    """The newest checkpoint of the output folder if asked for, checked against this run's layout."""
-    folder = checkpoint_folder(config)
-    newest = newest_checkpoint(folder)
-    if newest is None:
-        return None
-    if not resume:
-        raise ValueError(f"{folder} holds checkpoints of an earlier run: add --resume, or choose another --output")
-    require_layout(newest, layout_of(config, int(os.environ["WORLD_SIZE"])))
-    return newest
-
-
-def checkpoint_folder(config: RunConfig) -> Path:
-    return Path(config.output.folder) / "checkpoints"
 
 
 def train(run: Run) -> dict[str, Any]:
@@ -123,7 +108,9 @@ def train(run: Run) -> dict[str, Any]:
         for epoch in range(run.progress.epochs, config.training.epochs):
             slow.set_epoch(epoch)
             loss = train_epoch(run, epoch, display)
-            run.balancer.epoch_end()
+            if config.balance.iters_per_epoch is None:
+                run.balancer.epoch_end()
+            run.balance_log.epoch(run.balancer)
             accuracy = evaluate(run)
             report_epoch(run, epoch, loss, accuracy, display)
             run.progress = Progress(epoch + 1, run.progress.steps + run.steps_per_epoch)
@@ -147,6 +134,7 @@ def train(run: Run) -> dict[str, Any]:
         "ranks": host.num_ranks,
         "device": host.device.type,
     }
+    run.balance_log.close()
     if run.recorder is not None:
         run.recorder.close(summary)
     return summary
@@ -240,7 +228,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         config = config_from_arguments(parsed)
         if parsed.dry_run:
-            dry_run(config, num_ranks=parsed.ranks or int(os.environ.get("WORLD_SIZE", "2")))
+            ranks = int(os.environ.get("WORLD_SIZE", "2")) if parsed.ranks is None else parsed.ranks
+            dry_run(config, num_ranks=ranks)
             return
         run = prepare(config, resume=parsed.resume)
     except ValueError as error:

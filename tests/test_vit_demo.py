@@ -1,0 +1,64 @@
+"""The demo's table and picture, from made-up runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+pytest.importorskip("matplotlib")
+
+from matplotlib import pyplot
+
+from vit_examples.demo import results_table
+from vit_examples.demo_picture import draw
+
+
+def made_up(step_ms: float, gamma: float) -> dict[str, Any]:
+    steps = [{"kind": "step", "step": step, "step_s": step_ms / 1e3} for step in range(3)]
+    epoch = {"kind": "epoch", "ratios": [[0.0, gamma]] * 3}
+    return {"summary": {"step_ms": step_ms, "test_accuracy": 0.75, "steps": 60}, "lines": [*steps, epoch]}
+
+
+RESULTS = {"homogeneous": made_up(100, 0.0), "Baseline": made_up(2500, 0.0), "ZERO-Rd": made_up(1250, 0.9)}
+
+
+def test_the_table_fits_80_columns_and_explains_itself() -> None:
+    console = Console(width=80)
+    with console.capture() as captured:
+        console.print(results_table(RESULTS))
+    lines = captured.get().splitlines()
+    assert lines[0].strip() == "One slow rank, without and with balancing"
+    headings = lines[2]
+    for heading in ("run", "step, ms", "speed-up", "time ÷ homogeneous", "γ", "accuracy"):
+        assert heading in headings
+    row = next(line for line in lines if "ZERO-Rd" in line)
+    cells = [cell.strip() for cell in row.strip("│").split("│")]
+    assert cells == [
+        "ZERO-Rd",
+        "1250",
+        "2.00×",
+        "12.50×",
+        "0.90",
+        "75.0%",
+    ]
+    caption = " ".join(" ".join(lines).split())
+    for words in ("nobody slow", "rank 1 slow, nothing done", "columns that the slow rank drops", "only 60 steps"):
+        assert words in caption
+
+
+def test_only_runs_that_prune_are_drawn_below_and_named() -> None:
+    figure = draw(RESULTS, straggler=1)
+    times, ratios = figure.axes
+    assert [line.get_label() for line in times.lines] == list(RESULTS)
+    assert [line.get_label() for line in ratios.lines] == ["ZERO-Rd"]
+    assert [text.get_text() for text in ratios.get_legend().get_texts()] == ["ZERO-Rd"]
+    assert ratios.lines[0].get_color() == times.lines[2].get_color()
+    pyplot.close(figure)
+
+
+def test_a_picture_without_pruning_has_no_legend_below() -> None:
+    figure = draw({"homogeneous": made_up(100, 0.0)}, straggler=1)
+    assert figure.axes[1].get_legend() is None
+    pyplot.close(figure)

@@ -1,0 +1,51 @@
+"""What --dry-run checks and says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("pyarrow")
+
+from test_vit_train import refused
+
+from vit_examples.train import main
+
+
+def test_a_dry_run_counts_parameters_and_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--config=vit_1b", "--ranks=8", "--dry-run"])
+    printed = capsys.readouterr().out
+    assert "1,208,870,928" in printed
+    assert "the configuration is sound" in printed
+
+
+def test_a_dry_run_speaks_on_rank_0_only(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    main(["--config=demo", "--dry-run"])
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("ranks", ["0", "-1"])
+def test_a_dry_run_needs_a_rank(ranks: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"--ranks {ranks}: at least 1 is needed" in refused(["--dry-run", f"--ranks={ranks}"], capsys)
+
+
+def test_a_dry_run_says_whether_the_data_are_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ZERORESIZE_CIFAR10", raising=False)
+    for source, line in {
+        "${ZERORESIZE_CIFAR10}": "warning: data: ${ZERORESIZE_CIFAR10} not found on this machine: "
+        "the environment variable ZERORESIZE_CIFAR10 is not set",
+        f"{tmp_path}/none": f"warning: data: {tmp_path}/none not found on this machine: no such folder",
+        str(tmp_path): f"data: {tmp_path}; the pictures were not opened",
+    }.items():
+        main(["--config=demo", "--dry-run", f"--data={source}"])
+        assert line in capsys.readouterr().out.splitlines()
+
+
+def test_a_dry_run_refuses_ranks_that_cannot_share_the_heads(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(["--config=vit_1b", "--ranks=3", "--dry-run"], capsys)
+    assert "model.num_heads=16 does not divide by the 3" in said

@@ -1,0 +1,70 @@
+"""scripts/study.py: the shipped grids, repeated cells, and what is shown of a cell that failed."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("yaml")
+
+from scripts import study
+from vit_examples.config_file import load_config
+
+GRIDS = sorted((study.ROOT / "scripts" / "grids").glob("*.yaml"))
+
+
+@pytest.fixture
+def micro_study(tmp_path: Path) -> study.Study:
+    grid = tmp_path / "grid.yaml"
+    grid.write_text("config: demo\ncells:\n  Baseline: {balance.mode: 'off'}\n")
+    return study.read_study(grid, tmp_path / "runs")
+
+
+def stub_training(monkeypatch: pytest.MonkeyPatch, code: int, log: str = "") -> None:
+    def run(command, *, stdout, **keys):
+        stdout.write(log)
+        return subprocess.CompletedProcess(command, code)
+
+    monkeypatch.setattr(study.subprocess, "run", run)
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.stem)
+def test_shipped_grids_are_sound_and_keep_no_checkpoints(grid: Path, tmp_path: Path) -> None:
+    cells = study.read_study(grid, tmp_path).cells
+    assert len({cell.folder for cell in cells}) == len(cells)
+    assert all(load_config("cifar_small", cell.overrides).output.save_every == 0 for cell in cells)
+
+
+def test_an_unfinished_run_is_cleared_before_the_cell_runs_again(
+    micro_study: study.Study, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (cell,) = micro_study.cells
+    cell.folder.mkdir(parents=True)
+    (cell.folder / "metrics.jsonl").touch()
+    stub_training(monkeypatch, 0)
+    study.run_cell(micro_study, cell)
+    assert [path.name for path in cell.folder.iterdir()] == ["train.log"]
+
+
+LONG_LOG = [f"line {number}\n" for number in range(40)]
+
+
+@pytest.mark.parametrize(
+    ("log", "shown"),
+    [
+        (
+            "hello\nerror (rank 1): a\nerror (rank 0): a\nerror (rank 0): b\nbye\n",
+            "error (rank 1): a\nerror (rank 0): b",
+        ),
+        ("".join(LONG_LOG), "".join(LONG_LOG[10:]).rstrip()),
+    ],
+)
+def test_a_failed_cell_shows_its_mistakes_or_else_the_end_of_its_log(
+    micro_study: study.Study, monkeypatch: pytest.MonkeyPatch, log: str, shown: str
+) -> None:
+    stub_training(monkeypatch, 2, log)
+    with pytest.raises(RuntimeError, match="cell 'Baseline', seed 0 failed with code 2") as failed:
+        study.run_cell(micro_study, micro_study.cells[0])
+    assert str(failed.value).endswith(f"train.log:\n{shown}")

@@ -1,0 +1,41 @@
+"""What balancing did in a run, every rank for itself: ``balance-rank<r>.jsonl``, TensorBoard events, pruned columns.
+
+``scripts/report.py`` draws them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+import zeroresize as zr
+
+
+class BalanceLog:
+    """One rank's files in a run's folder; pass it to the Balancer as ``on_update``.
+
+    Args:
+        from_step: records of later optimizer steps, left by an interrupted run, are dropped; 0 starts anew.
+    """
+
+    def __init__(self, folder: Path, rank: int, *, from_step: int) -> None:
+        self._columns_file = folder / f"columns-rank{rank}.npz"
+        self._writers = (
+            zr.JsonLinesTelemetry(folder / f"balance-rank{rank}.jsonl", from_step=from_step),
+            zr.TensorBoardTelemetry(folder / "tensorboard" / f"rank{rank}", from_step=from_step),
+        )
+
+    def __call__(self, record: zr.UpdateRecord) -> None:
+        for writer in self._writers:
+            writer(record)
+
+    def epoch(self, balancer: zr.Balancer) -> None:
+        """Write in how many steps each column was pruned so far: one array a layer."""
+        unfinished = self._columns_file.with_suffix(".tmp.npz")
+        np.savez_compressed(unfinished, **balancer.pruned_steps())
+        unfinished.replace(self._columns_file)
+
+    def close(self) -> None:
+        for writer in self._writers:
+            writer.close()

@@ -1,0 +1,67 @@
+"""Whether a run may write into its output folder, and what it continues from there."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vit_examples.checkpoint import layout_of, newest_checkpoint, require_layout
+from vit_examples.config import RunConfig
+from vit_examples.config_file import config_to_dict
+
+
+def checkpoint_folder(config: RunConfig) -> Path:
+    """Where a run keeps its checkpoints."""
+    return Path(config.output.folder) / "checkpoints"
+
+
+def checkpoint_to_resume(config: RunConfig, *, resume: bool) -> Path | None:
+    """The newest checkpoint of the output folder if asked for, checked against this run's layout; else None.
+
+    Raises:
+        ValueError: if the folder holds an earlier run that would be overwritten, or a checkpoint that does not fit.
+    """
+    newest = newest_checkpoint(checkpoint_folder(config))
+    if not resume:
+        folder = Path(config.output.folder)
+        if newest is not None or (folder / "metrics.jsonl").exists():
+            raise ValueError(f"{folder} holds an earlier run: add --resume, or choose another --output")
+        return None
+    if newest is None:
+        _say(f"no checkpoint in {checkpoint_folder(config)}: starting anew")
+        return None
+    require_layout(newest, layout_of(config, int(os.environ["WORLD_SIZE"])))
+    changed = changed_settings(config)
+    if changed:
+        _say(f"resuming with changed settings: {', '.join(changed)}")
+    return newest
+
+
+def changed_settings(config: RunConfig) -> list[str]:
+    """How ``config`` differs from the ``config.json`` of its output folder, apart from where its output goes."""
+    try:
+        saved = _flat(json.loads((Path(config.output.folder) / "config.json").read_text(encoding="utf-8")))
+    except (OSError, json.JSONDecodeError):  # not written yet, or cut off by a crash
+        return []
+    present = _flat(json.loads(json.dumps(config_to_dict(config))))
+    return [
+        f"{key} {json.dumps(saved[key])} → {json.dumps(value)}"
+        for key, value in present.items()
+        if key in saved and saved[key] != value and not key.startswith("output.")
+    ]
+
+
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """By ``section.key``; keys outside sections by their own name."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= {f"{name}.{key}": entry for key, entry in value.items()} if isinstance(value, dict) else {name: value}
+    return flat
+
+
+def _say(line: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(line, flush=True)
