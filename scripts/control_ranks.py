@@ -1,0 +1,81 @@
+"""The scenarios of ``scripts.bench_control`` on the ranks that torchrun started, in a ViT under Colossal-AI."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+import zeroresize as zr
+from scripts.benching import ColossalAIRanks, Trainer
+from vit_examples.config import ModelConfig
+
+#: (update, number of ranks) → χ of every rank.
+Chi = Callable[[int, int], list[float]]
+
+
+@dataclass
+class SlowedTrainer:
+    """A model in training whose products an injector slows."""
+
+    trainer: Trainer
+    balancer: zr.Balancer
+    injector: zr.StragglerInjector
+
+
+@functools.cache
+def _ranks() -> ColossalAIRanks:
+    return ColossalAIRanks()
+
+
+def _slowed(config: zr.BalanceConfig, hidden: int) -> SlowedTrainer:
+    ranks = _ranks()
+    trainer = ranks.trainer(ModelConfig(hidden_size=hidden, depth=2, num_heads=12), batch_size=32)
+    zr.convert(trainer.model, process_group=ranks.group, config=config)
+    balancer = zr.Balancer(trainer.model, trainer.optimizer, process_group=ranks.group, config=config)
+    trainer.after_step = balancer.step
+    injector = zr.StragglerInjector(trainer.model, process_group=ranks.group, chi=dict.fromkeys(range(2), 1.0))
+    return SlowedTrainer(trainer, balancer, injector)
+
+
+def measured(
+    chi: Chi, updates: int, noise: float, config: zr.BalanceConfig, hidden: int
+) -> tuple[list[float], list[list[float]], list[float]]:
+    """Run a scenario for real.
+
+    Every step of the balanced model is followed by one of an equal model that nothing slows, and once an update by one
+    of an equal model that is slowed and not balanced.
+
+    Returns:
+        Step times as ratios to the homogeneous steps of the same update, γ [updates][ranks], and the unbalanced
+        model's step times as such ratios.
+    """
+    ranks = _ranks()
+    balanced = _slowed(config, hidden)
+    baseline = _slowed(config.replace(mode="off", update_every=10**6), hidden)
+    homogeneous = ranks.trainer(ModelConfig(hidden_size=hidden, depth=2, num_heads=12), batch_size=32)
+    generator = np.random.default_rng(0)
+    step_ratios, trace, baseline_ratios = [], [], []
+    with balanced.injector, baseline.injector:
+        for update in range(updates):
+            own_s, other_s = [], []
+            for _ in range(config.update_every):
+                factors = np.maximum(1.0 + noise * generator.standard_normal(ranks.num_ranks), 0.1)
+                slow = {
+                    rank: max(own * float(factor), 1.0)
+                    for rank, (own, factor) in enumerate(zip(chi(update, ranks.num_ranks), factors, strict=True))
+                }
+                for model in (balanced, baseline):
+                    model.injector.set_chi(slow)
+                own_s.append(balanced.trainer.timed_step())
+                other_s.append(homogeneous.timed_step())
+            usual_s = statistics.median(other_s)
+            step_ratios += [seconds / usual_s for seconds in own_s]
+            baseline_ratios.append(baseline.trainer.timed_step() / usual_s)
+            trace.append([rank.ratio for rank in balanced.balancer.plan.ranks])
+    for model in (balanced, baseline):
+        model.balancer.close()
+    return step_ratios, trace, baseline_ratios

@@ -1,0 +1,78 @@
+"""A run's folder as pictures and a page."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scripts.report import RunFolder, table_rows, write_report
+from zeroresize.telemetry import JsonLinesTelemetry, UpdateRecord
+
+ROOT = Path(__file__).parent.parent
+LAYERS = ("fc1", "fc2")
+
+
+def record(rank, update, ratio):
+    return UpdateRecord(
+        update=update,
+        step=10 * update,
+        epoch=0,
+        rank=rank,
+        busy_s=float("nan") if update == 1 else 0.2,
+        products_s=float("nan") if update == 1 else 0.1,
+        is_straggler=ratio > 0,
+        ratio=ratio,
+        pruned_share=ratio,
+        layer_shares=dict.fromkeys(LAYERS, ratio),
+        predicted_step_s=0.2,
+        balancing_s=0.05,
+    )
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A run in which rank 1 straggles from its second update on."""
+    for rank in range(2):
+        write = JsonLinesTelemetry(tmp_path / f"balance-rank{rank}.jsonl")
+        for update in range(1, 5):
+            write(record(rank, update, 0.5 if rank == 1 and update > 1 else 0.0))
+        write.close()
+        columns = {layer: np.arange(8) * rank for layer in LAYERS}
+        np.savez_compressed(tmp_path / f"columns-rank{rank}.npz", **columns)
+    steps = [{"kind": "step", "step": step, "step_s": 0.25 if step else None} for step in range(40)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
+    return tmp_path
+
+
+def test_the_page_shows_every_rank_and_pictures_of_those_that_pruned(folder, tmp_path):
+    page = write_report(RunFolder.read(folder), tmp_path / "report").read_text()
+    assert len(re.findall(r"<img [^>]*base64,[A-Za-z0-9+/=]{1000,}", page)) == 3
+    assert "Rank 1: share" in page and "Rank 0: share" not in page
+    assert "the run has not ended" in page
+    pictures = sorted(path.name for path in (tmp_path / "report").glob("*.png"))
+    assert pictures == ["columns-rank1.png", "layers-rank1.png", "times.png"]
+
+
+def test_the_table_tells_who_was_slow_and_what_balancing_cost(folder):
+    (normal, slow) = table_rows(RunFolder.read(folder))
+    assert normal[:2] == ["0", "4"] and slow[:2] == ["1", "4"]
+    assert slow[2:6] == ["200.0", "100.0", "0.50", "0.50"]
+    assert normal[6:8] == ["0.0 %", "0 updates"] and slow[6:8] == ["37.5 %", "3 updates"]
+    assert slow[8] == "2.00 % of a step"  # 3 × 50 ms in 30 steps of 250 ms
+
+
+def test_a_run_that_was_killed_in_the_middle_of_a_line_is_read(folder):
+    with (folder / "balance-rank1.jsonl").open("a") as lines:
+        lines.write('{"update": 5, "st')
+    assert len(RunFolder.read(folder).records[1]) == 4
+
+
+def test_what_is_no_run_is_named(tmp_path):
+    command = [sys.executable, "-m", "scripts.report", str(tmp_path)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert f"error: {tmp_path}: no balance-rank*.jsonl there" in result.stderr
