@@ -276,3 +276,12 @@ def test_a_rank_just_let_go_is_judged_by_what_it_measures_at_full_work():
     assert controller.update([normal, seems_slow]).ranks[1].ratio == 0.0
     assert controller.update([normal, seems_slow]).ranks[1].ratio == 0.0
     assert controller.update([normal, rank(0.3, 1.4)]).ranks[1].ratio > 0.0, "it really is"
+
+
+def test_a_rank_that_someone_else_prunes_keeps_nobody_from_being_balanced():
+    """Pinned from the start: the controller knows it at work that is never full."""
+    controller = Controller(BalanceConfig(mode="zero-rd"), 3)
+    pinned = RankTimes(0.3, 0.7, 1.0, LINEAR, measured_at=0.5)
+    for _ in range(2):
+        plan = controller.update([pinned, rank(0.3, 0.7), rank(0.3, 2.8)])
+    assert [p.ratio > 0.0 for p in plan.ranks] == [False, False, True]

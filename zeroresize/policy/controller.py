@@ -24,18 +24,27 @@ class _RankState:
     is_straggler: bool = False
     ratio: float = 0.0
     wanted: float = 0.0
-    starts_anew: bool = False
+    is_let_go: bool = False
 
-    def smooth(self, sample: RankTimes, weight: float) -> None:
-        """Take a sample into the averages, or as it is where what came before does not count."""
+    def take(self, sample: RankTimes, weight: float) -> None:
+        """Take a sample into the averages.
+
+        A rank that was let go waits for one of full work, and starts anew with it: what pruning made of its times shall
+        not blur what full work tells.
+        """
+        if self.is_let_go and sample.measured_at > 0.0:
+            return
         for name in ("rest_s", "gemm_s", "overhead_scale"):
-            average = math.nan if self.starts_anew else getattr(self, name)
+            average = math.nan if self.is_let_go else getattr(self, name)
             setattr(self, name, smoothed(average, getattr(sample, name), weight))
-        self.starts_anew = False
+        self.is_let_go = False
 
-    def awaits_full_work(self, sample: RankTimes) -> bool:
-        """Whether the rank was just let go, so that ``sample`` was still measured under its old plan."""
-        return self.ratio == 0.0 and sample.measured_at > 0.0
+    def want(self, ratio: float, dead_band: float) -> None:
+        """Move to what is wanted, or towards it, or let the rank go."""
+        was_pruning = self.ratio > 0.0
+        self.ratio = steadied(self.ratio, ratio, self.wanted, dead_band)
+        self.is_let_go = was_pruning and self.ratio == 0.0
+        self.wanted = 0.0 if self.is_let_go else ratio
 
 
 @dataclass
@@ -69,10 +78,7 @@ class Controller:
             raise ValueError(f"expected {self.num_ranks} ranks' times, found {len(samples)}")
         self._num_updates += 1
         for state, sample in zip(self._ranks, samples, strict=True):
-            if state.awaits_full_work(sample) and self.config.forced_ratio is None:
-                state.starts_anew = True  # what pruning made of its times shall not blur what full work tells
-            else:
-                state.smooth(sample, self.config.ewma)
+            state.take(sample, self.config.ewma)
         if any(math.isnan(state.rest_s + state.gemm_s) for state in self._ranks):
             return self.current_plan()
 
@@ -86,16 +92,14 @@ class Controller:
             busy_s, reference_s, self.config.tolerance, [state.is_straggler for state in self._ranks]
         )
         wanted = self._wanted_ratios(times, are_stragglers, reference_s)
-        is_unsure = any(state.starts_anew for state in self._ranks)
+        is_unsure = any(state.is_let_go for state in self._ranks)
         for state, is_straggler, ratio in zip(self._ranks, are_stragglers, wanted, strict=True):
             state.is_straggler = is_straggler
-            if state.starts_anew:
+            if state.is_let_go:
                 continue  # what it needs now is told by the next sample, measured at full work
             if is_unsure and state.ratio == 0.0 and ratio < LARGE_START:
                 continue  # nobody starts for the sake of a rank whose speed is not known
-            was_pruning = state.ratio > 0.0
-            state.ratio = steadied(state.ratio, ratio, state.wanted, self.config.dead_band)
-            state.wanted = 0.0 if was_pruning and state.ratio == 0.0 else ratio
+            state.want(ratio, self.config.dead_band)
         ratios = [state.ratio for state in self._ranks]
         return self._plan(ratios, max(rank.busy_at(ratio) for rank, ratio in zip(times, ratios, strict=True)))
 
