@@ -136,7 +136,8 @@ def test_small_changes_of_the_ratio_must_be_wanted_twice():
     assert steadied(0.5, 0.0, 0.5, 0.02) == 0.0
     assert steadied(0.5, 0.2, 0.5, 0.02) == 0.0, "let go, and measured at full work"
     assert steadied(0.5, 0.32, 0.5, 0.02) == 0.0
-    assert steadied(0.5, 0.35, 0.5, 0.02) == 0.35
+    assert steadied(0.5, 0.38, 0.5, 0.02) == 0.38
+    assert steadied(0.8, 0.64, 0.8, 0.02) == 0.0
 
 
 def test_a_small_start_must_be_wanted_twice_and_a_large_one_happens_at_once():
