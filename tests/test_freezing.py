@@ -260,3 +260,19 @@ def test_colossalais_masters_moments_and_working_weights_stay(run_ranks, colossa
         assert all(outcome == {pruned_update == "freeze"} for outcome in stays.values())
 
     run_ranks(check, 2, timeout_s=90)
+
+
+def test_a_step_that_failed_leaves_nothing_behind():
+    layer = SimpleNamespace(weight=nn.Parameter(torch.ones(4, COLUMNS)), plan=plan_of([0, 3]))
+    optimizer = torch.optim.SGD([layer.weight], lr=0.1)
+    ColumnFreezer({"layer": layer}, optimizer)
+
+    def fails():
+        raise RuntimeError("in the closure")
+
+    with pytest.raises(RuntimeError, match="in the closure"):
+        optimizer.step(fails)
+    layer.plan = None
+    layer.weight.grad = torch.ones_like(layer.weight)
+    optimizer.step()
+    assert torch.equal(layer.weight.detach(), torch.full((4, COLUMNS), 0.9))

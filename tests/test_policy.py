@@ -286,3 +286,18 @@ def test_a_rank_that_someone_else_prunes_keeps_nobody_from_being_balanced():
     for _ in range(2):
         plan = controller.update([pinned, rank(0.3, 0.7), rank(0.3, 2.8)])
     assert [p.ratio > 0.0 for p in plan.ranks] == [False, False, True]
+
+
+def test_a_rank_that_was_let_go_and_then_pinned_keeps_nobody_waiting():
+    controller = Controller(BalanceConfig(mode="zero-rd"), 3)
+    normal, pinned = rank(0.3, 0.7), RankTimes(0.3, 0.7, 1.0, LINEAR, measured_at=0.3)
+    controller.update([normal, rank(0.3, 2.8), normal])
+    assert controller.update([normal, pinned, normal]).ranks[1].ratio == 0.0
+    for _ in range(6):
+        plan = controller.update([normal, pinned, rank(0.3, 0.9)])
+    assert plan.ranks[2].ratio > 0.0
+
+
+def test_overhead_below_the_first_measured_ratio_says_nothing_of_its_scale():
+    seen = full_work(1.0, 0.7, 0.045, ratio=0.005, cost=REALISTIC, last_scale=1.3)
+    assert seen.overhead_scale == 1.3

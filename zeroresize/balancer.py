@@ -242,6 +242,7 @@ class Balancer:
         if state["layers"] != layers:
             differing = sorted(set(layers.items()) ^ set(state["layers"].items()))
             raise ValueError(f"the balancer's state is of another model: (layer, columns) differ: {differing[:6]}")
+        self._collect()  # what is under way belongs to what is left behind
         self._controller.load_state_dict(state["controller"])
         self._installer.clear()  # the same ratio and epoch may mean other columns
         self._selector.load_state_dict(own["selector"])
@@ -281,7 +282,7 @@ class Balancer:
         return build_statistic(self.config, self._layers, self.optimizer) if is_needed else None
 
     def _build_freezer(self) -> ColumnFreezer | None:
-        if self.config.pruned_update != "freeze":
+        if self.config.pruned_update != "freeze" or self.config.mode not in PRUNING_MODES:
             return None
         if world_size() > self._num_ranks:
             raise ValueError(

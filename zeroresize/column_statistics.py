@@ -151,7 +151,7 @@ class ActivationNorms(ColumnStatistic):
             f"{name}.{what}": value
             for name in self._layers
             for what, value in (
-                ("squares", self._squares[name]),
+                ("squares", self._squares[name].clone()),
                 ("num_tokens", torch.tensor(self._num_tokens[name])),
             )
         }

@@ -47,9 +47,11 @@ class ColumnFreezer:
         """Let the optimizer step everything again."""
         for hook in self._hooks:
             hook.remove()
+        self._forget()
 
     @torch.no_grad()
     def _before_step(self, *_: Any) -> None:
+        self._forget()  # of a step that failed
         for name, tensor in self._tensors.items():
             plan = self._layers[name].plan
             if plan is None:
@@ -67,5 +69,8 @@ class ColumnFreezer:
         for tensor, pruned in self._without_state:
             for state in states_like(self._optimizer, tensor):
                 state.index_fill_(1, pruned, 0.0)
+        self._forget()
+
+    def _forget(self) -> None:
         self._set_aside.clear()
         self._without_state.clear()

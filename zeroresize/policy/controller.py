@@ -10,10 +10,12 @@ from typing import Any
 from zeroresize.config import PRUNING_MODES, BalanceConfig
 from zeroresize.plan import RankPlan, WorkloadPlan
 from zeroresize.policy.ratio import RankTimes, find_stragglers, pruning_ratios, reference_time
-from zeroresize.policy.smoothing import LARGE_START, smoothed, steadied
+from zeroresize.policy.smoothing import LARGE_CHANGE, LARGE_START, smoothed, steadied
 
 #: How far below the fastest rank's time a straggler aims, as a share; with target "mean" (the paper's) not at all.
 HEADROOM = 0.05
+#: Updates for which a rank that was let go is waited for to be measured at full work.
+_MOST_WAITS = 2
 
 
 @dataclass
@@ -25,24 +27,38 @@ class _RankState:
     ratio: float = 0.0
     wanted: float = 0.0
     is_let_go: bool = False
+    is_back: bool = False
+    is_wary: bool = False
+    num_waits: int = 0
 
     def take(self, sample: RankTimes, weight: float) -> None:
         """Take a sample into the averages.
 
         A rank that was let go waits for one of full work, and starts anew with it: what pruning made of its times shall
-        not blur what full work tells.
+        not blur what full work tells. If none comes, since someone else prunes the rank, it goes on with what there is.
         """
-        if self.is_let_go and sample.measured_at > 0.0:
+        if self.is_let_go and sample.measured_at > 0.0 and self.num_waits < _MOST_WAITS:
+            self.num_waits += 1
             return
         for name in ("rest_s", "gemm_s", "overhead_scale"):
             average = math.nan if self.is_let_go else getattr(self, name)
             setattr(self, name, smoothed(average, getattr(sample, name), weight))
-        self.is_let_go = False
+        self.is_back, self.is_let_go, self.num_waits = self.is_let_go, False, 0
 
     def want(self, ratio: float, dead_band: float) -> None:
-        """Move to what is wanted, or towards it, or let the rank go."""
+        """Move to what is wanted, or towards it, or let the rank go.
+
+        A rank that was let go and has to start again was let go by mistake: its times under pruning look better than
+        they are. From then on it goes down by halves, so that it does not start and stop for ever.
+        """
+        if self.is_back:
+            self.is_wary = ratio > 0.0
         was_pruning = self.ratio > 0.0
-        self.ratio = steadied(self.ratio, ratio, self.wanted, dead_band)
+        if self.is_wary and ratio < self.ratio - LARGE_CHANGE:
+            middle = (self.ratio + ratio) / 2
+            self.ratio = middle if middle >= LARGE_CHANGE else 0.0
+        else:
+            self.ratio = steadied(self.ratio, ratio, self.wanted, dead_band)
         self.is_let_go = was_pruning and self.ratio == 0.0
         self.wanted = 0.0 if self.is_let_go else ratio
 

@@ -73,7 +73,8 @@ def full_work(
         cost: of pruning on this rank.
         last_scale: the overhead's scale as last known, kept where nothing was gathered.
     """
-    expected_overhead_s = cost.overhead_at(ratio)
+    is_measured = ratio >= cost.ratios[1]  # below, the overhead is only guessed to grow from nothing
+    expected_overhead_s = cost.overhead_at(ratio) if is_measured else 0.0
     return RankTimes(
         rest_s=max(busy_s - gemm_s - overhead_s, 0.0),
         gemm_s=gemm_s / cost.gemm_share_at(ratio),
