@@ -89,7 +89,7 @@ def test_a_line_that_was_never_finished_is_left_out(tmp_path):
     assert read_records(tmp_path / "never written") == []
 
 
-@pytest.mark.parametrize(("from_step", "kept"), [(0, []), (10, [10]), (25, [10, 20]), (30, [10, 20, 30])])
+@pytest.mark.parametrize(("from_step", "kept"), [(0, []), (10, [10]), (25, [10, 20]), (None, [10, 20, 30])])
 def test_a_resumed_run_drops_what_an_interrupted_one_wrote_of_later_steps(tmp_path, from_step, kept):
     path = tmp_path / "balance.jsonl"
     write(path, records_of_steps(10, 20, 30))

@@ -44,7 +44,7 @@ class UpdateRecord:
     would: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, None for NaN, as JSON has no such number."""
+        """Plain values, None for NaN and infinity, as JSON has no such numbers."""
         return _without_nan(dataclasses.asdict(self))
 
 
@@ -56,16 +56,19 @@ class JsonLinesTelemetry:
 
     Args:
         path: the file; its folder is made.
-        from_step: lines of later steps, left by an interrupted run, are dropped first; 0 starts anew.
+        from_step: lines of later steps, left by an interrupted run, are dropped first; 0 starts anew, None keeps all.
     """
 
-    def __init__(self, path: str | Path, *, from_step: int = 0) -> None:
+    def __init__(self, path: str | Path, *, from_step: int | None = None) -> None:
         self._path = Path(path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in _complete_lines(self._path) if json.loads(line)["step"] <= from_step]
-        self._file = self._path.open("w", encoding="utf-8")
-        self._file.writelines(f"{line}\n" for line in kept)
-        self._file.flush()
+        lines = _complete_lines(self._path)
+        if from_step is not None:
+            lines = [line for line in lines if json.loads(line)["step"] <= from_step]
+        kept = self._path.with_suffix(".tmp")  # the old file stays whole until the new one is
+        kept.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        kept.replace(self._path)
+        self._file = self._path.open("a", encoding="utf-8")
 
     def __call__(self, record: UpdateRecord) -> None:
         self._file.write(json.dumps(record.to_dict()) + "\n")
@@ -114,7 +117,7 @@ def _complete_lines(path: Path) -> list[str]:
 
 def _without_nan(value: Any) -> Any:
     if isinstance(value, float):
-        return None if math.isnan(value) else value
+        return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {key: _without_nan(item) for key, item in value.items()}
     return value
