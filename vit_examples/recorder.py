@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vit_examples.config import RunConfig
 from vit_examples.config_file import config_to_dict
+from zeroresize.telemetry import without_nan
 
 MOST_RANKS_SHOWN = 16
 _PACKAGES = ("torch", "colossalai", "transformers", "numpy")
@@ -88,7 +89,7 @@ class Recorder:
     def close(self, summary: dict[str, Any]) -> None:
         """Write ``summary.json`` with the versions and the configuration added."""
         summary = {**summary, "versions": _versions(), "config": config_to_dict(self._config)}
-        (self._folder / "summary.json").write_text(json.dumps(_without_nan(summary), indent=1), encoding="utf-8")
+        (self._folder / "summary.json").write_text(json.dumps(without_nan(summary), indent=1), encoding="utf-8")
         self._lines.close()
         self._board.close()
 
@@ -103,7 +104,7 @@ class Recorder:
         return lines
 
     def _write(self, line: dict[str, Any]) -> None:
-        self._lines.write(json.dumps(_without_nan(line)) + "\n")
+        self._lines.write(json.dumps(without_nan(line)) + "\n")
         self._lines.flush()
 
     def _show(self, numbers: dict[str, float], prefix: str, step: int) -> None:
@@ -123,15 +124,6 @@ def _is_before(line: str, epoch: int) -> bool:
         return json.loads(line)["epoch"] < epoch
     except (json.JSONDecodeError, KeyError):  # cut off by a crash
         return False
-
-
-def _without_nan(value: Any) -> Any:
-    """JSON has no NaN: null instead."""
-    if isinstance(value, dict):
-        return {str(key): _without_nan(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _versions() -> dict[str, str]:

@@ -83,7 +83,8 @@ class Balancer:
             self._check_layers(process_group)
         self.lineage = LineageTable(self._columns_of_layers())
         self._controller = Controller(config, self._num_ranks)
-        self._dry_runs = _controllers_of_other_modes(config, self._num_ranks)
+        self._dry_run = self._build_dry_run()
+        self._dry_run_plan = self._dry_run.initial_plan() if self._dry_run is not None else None
         self._selector = ColumnSelector(
             config,
             self._rank,
@@ -143,13 +144,11 @@ class Balancer:
         ``ratio`` (this rank's γ) and ``predicted_step_s`` (busy time of the slowest rank, seconds; NaN before the first
         decision).
         """
-        return {
-            mode: {
-                "ratio": plan.ranks[self._rank].ratio,
-                "predicted_step_s": plan.predicted_step_s,
-            }
-            for mode, (_, plan) in self._dry_runs.items()
-        }
+        plan = self._dry_run_plan
+        if plan is None:
+            return {}
+        decided = {"ratio": plan.ranks[self._rank].ratio, "predicted_step_s": plan.predicted_step_s}
+        return {mode: dict(decided) for mode in PRUNING_MODES}  # they differ in the columns, not in how many
 
     def sync_gradients(self) -> None:
         """Bring lent gradients home; call before clipping. Returns at once: no mode that exists lends work."""
@@ -277,6 +276,13 @@ class Balancer:
             return None
         return f"{self.config.priority} {self.config.snapshot}"
 
+    def _build_dry_run(self) -> Controller | None:
+        """In mode "off" a controller whose plans are not carried out."""
+        if self.config.mode != "off":
+            return None
+        pruning = self.config.replace(mode=PRUNING_MODES[0], ratio="auto", ranks="stragglers")
+        return Controller(pruning, self._num_ranks)
+
     def _build_statistic(self) -> ColumnStatistic | None:
         is_needed = self.config.mode in PRIORITY_MODES and self._layers
         return build_statistic(self.config, self._layers, self.optimizer) if is_needed else None
@@ -340,8 +346,8 @@ class Balancer:
                 "alike on every rank"
             )
         samples = [_as_rank_times(numbers[1:]) for numbers in received]
-        for mode, (controller, _) in self._dry_runs.items():
-            self._dry_runs[mode] = (controller, controller.update(samples))
+        if self._dry_run is not None:
+            self._dry_run_plan = self._dry_run.update(samples)
         self._use(self._controller.update(samples))
 
     def _collect(self) -> None:
@@ -383,15 +389,6 @@ class Balancer:
     def _require_rank(self, rank: int) -> None:
         if not 0 <= rank < self._num_ranks:
             raise ValueError(f"rank={rank} is outside the process group: allowed are 0 to {self._num_ranks - 1}")
-
-
-def _controllers_of_other_modes(config: BalanceConfig, num_ranks: int) -> dict[str, tuple[Controller, WorkloadPlan]]:
-    """In mode "off" one controller a mode, with the plan that it would carry out."""
-    if config.mode != "off":
-        return {}
-    automatic = config.replace(ratio="auto", ranks="stragglers")
-    controllers = {mode: Controller(automatic.replace(mode=mode), num_ranks) for mode in PRUNING_MODES}
-    return {mode: (controller, controller.initial_plan()) for mode, controller in controllers.items()}
 
 
 def _as_numbers(times: RankTimes | None, cost: ResizingCost) -> list[float]:

@@ -26,7 +26,7 @@ class PlanInstaller:
     ) -> None:
         self._layers, self._lineage, self._selector, self._imputation = layers, lineage, selector, imputation
         self._installed: tuple[float, int] = (0.0, 0)
-        self.ratio = 0.0
+        self.ratio = self.pruned_share = 0.0
 
     def install(self, ratio: float) -> None:
         """Prune what the selector has ``ratio`` mean in its epoch, from the next forward on."""
@@ -38,21 +38,21 @@ class PlanInstaller:
             layer = self._layers[name]
             layer.plan = self._layer_plan(layer, columns.tolist())
             self._lineage.record(name, layer.plan)
+        self.pruned_share = self._share_of_plans()
 
     def clear(self) -> None:
         """No plan in any layer."""
         self.install(0.0)
 
     @property
-    def pruned_share(self) -> float:
-        work = sum(layer.weight.numel() for layer in self._layers.values())
-        pruned = sum(layer.weight.numel() * layer.plan.pruned_share for layer in self._layers.values() if layer.plan)
-        return pruned / work if work else 0.0
-
-    @property
     def layer_shares(self) -> dict[str, float]:
         """Share of every layer's columns that is pruned."""
         return {name: layer.plan.pruned_share if layer.plan else 0.0 for name, layer in self._layers.items()}
+
+    def _share_of_plans(self) -> float:
+        work = sum(layer.weight.numel() for layer in self._layers.values())
+        pruned = sum(layer.weight.numel() * layer.plan.pruned_share for layer in self._layers.values() if layer.plan)
+        return pruned / work if work else 0.0
 
     def _layer_plan(self, layer: BalancedLinear, columns: list[int]) -> LayerPlan | None:
         if not columns:

@@ -45,7 +45,7 @@ class UpdateRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, None for NaN and infinity, as JSON has no such numbers."""
-        return _without_nan(dataclasses.asdict(self))
+        return without_nan(dataclasses.asdict(self))
 
 
 class JsonLinesTelemetry:
@@ -115,9 +115,10 @@ def _complete_lines(path: Path) -> list[str]:
     return text[: text.rfind("\n") + 1].splitlines()
 
 
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
+def without_nan(value: Any) -> Any:
+    """``value`` with None for NaN and infinity, at any depth: JSON has no such numbers."""
     if isinstance(value, Mapping):
-        return {key: _without_nan(item) for key, item in value.items()}
-    return value
+        return {str(key): without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
