@@ -47,10 +47,7 @@ def main() -> None:
         name: ranks.trainer(shape, batch_size=arguments.batch) for name in ("own", "own again", "converted, mode off")
     }
     swapped = trainers["converted, mode off"]
-    config = zr.BalanceConfig(mode="off")
-    zr.convert(swapped.model, process_group=ranks.group, config=config)
-    balancer = zr.Balancer(swapped.model, swapped.optimizer, process_group=ranks.group, config=config)
-    swapped.after_step = balancer.step
+    balancer = ranks.balance(swapped, zr.BalanceConfig(mode="off"))
     assert_bitwise_equal(ranks, trainers["own"], swapped)
     if ranks.rank == 0:
         print("bitwise equal: losses and weights of 5 training steps")

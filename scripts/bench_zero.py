@@ -35,14 +35,8 @@ class ClosedLoopBench:
         self.ranks, self.config = ranks, config
         self.plain = ranks.trainer(shape, batch_size=batch_size)
         self.zero = ranks.trainer(shape, batch_size=batch_size)
-        self.balancers = {}
-        for trainer, mode in ((self.plain, "off"), (self.zero, "zero-rd")):
-            own = config.replace(mode=mode)
-            zr.convert(trainer.model, process_group=ranks.group, config=own)
-            balancer = zr.Balancer(trainer.model, trainer.optimizer, process_group=ranks.group, config=own)
-            trainer.after_step = balancer.step
-            self.balancers[mode] = balancer
-        self.balancer = self.balancers["zero-rd"]
+        ranks.balance(self.plain, config.replace(mode="off"))
+        self.balancer = ranks.balance(self.zero, config.replace(mode="zero-rd"))
         self.num_zero_steps = 0
         self.zero.after_step = self._after_zero_step
         slowed = [self.plain] if kind == "contend" else [self.plain, self.zero]  # contention hits the whole process

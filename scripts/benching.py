@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import zeroresize as zr
 from vit_examples.config import ModelConfig
 from vit_examples.model import build_vit, classification_loss
 from zeroresize.integrations.colossalai import prepare_accelerator
@@ -96,6 +97,13 @@ class ColossalAIRanks:
         images = torch.randn(size, generator=generator)
         labels = torch.randint(model.num_labels, (batch_size,), generator=generator)
         return Trainer(booster, boosted, boosted_optimizer, images, labels, model.num_labels)
+
+    def balance(self, trainer: Trainer, config: zr.BalanceConfig) -> zr.Balancer:
+        """Convert a trainer's model; from now on its steps are balanced."""
+        zr.convert(trainer.model, process_group=self.group, config=config)
+        balancer = zr.Balancer(trainer.model, trainer.optimizer, process_group=self.group, config=config)
+        trainer.after_step = balancer.step
+        return balancer
 
 
 def bootstrap_interval(

@@ -34,9 +34,7 @@ def _ranks() -> ColossalAIRanks:
 def _slowed(config: zr.BalanceConfig, hidden: int) -> SlowedTrainer:
     ranks = _ranks()
     trainer = ranks.trainer(ModelConfig(hidden_size=hidden, depth=2, num_heads=12), batch_size=32)
-    zr.convert(trainer.model, process_group=ranks.group, config=config)
-    balancer = zr.Balancer(trainer.model, trainer.optimizer, process_group=ranks.group, config=config)
-    trainer.after_step = balancer.step
+    balancer = ranks.balance(trainer, config)
     injector = zr.StragglerInjector(trainer.model, process_group=ranks.group, chi=dict.fromkeys(range(2), 1.0))
     return SlowedTrainer(trainer, balancer, injector)
 
