@@ -54,9 +54,9 @@ def timer(clock):
     timer.close()
 
 
-def one_step(clock, timer, plan_key="plan"):
+def one_step(clock, timer, pruned_share=0.5):
     """1 s of other work, a product of 2 s of which 1.5 s are multiplication, a wait of 4 s."""
-    timer.begin_step(plan_key)
+    timer.begin_step(pruned_share)
     clock.advance(1.0)
     timer.product_begins()
     clock.advance(0.5)
@@ -72,7 +72,7 @@ def one_step(clock, timer, plan_key="plan"):
 def test_busy_time_leaves_out_waits_and_splits_products(clock, timer):
     one_step(clock, timer)
     times = timer.end_step()
-    assert (times.busy_s, times.gemm_s, times.overhead_s, times.plan_key) == (3.0, 1.5, 0.5, "plan")
+    assert (times.busy_s, times.gemm_s, times.overhead_s, times.pruned_share) == (3.0, 1.5, 0.5, 0.5)
 
 
 def test_nothing_is_counted_outside_a_step(clock, timer):
@@ -88,11 +88,11 @@ def test_nothing_is_counted_outside_a_step(clock, timer):
 
 def test_step_that_the_device_has_not_passed_is_read_at_the_next_end(clock, timer):
     clock.passed = 0.0
-    one_step(clock, timer, "first")
+    one_step(clock, timer, 0.25)
     assert timer.end_step() is None
     clock.passed = clock.now
-    one_step(clock, timer, "second")
-    assert timer.end_step().plan_key == "first"
+    one_step(clock, timer, 0.75)
+    assert timer.end_step().pruned_share == 0.25
 
 
 def test_closed_timer_no_longer_hears_waits(clock, timer):

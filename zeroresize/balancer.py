@@ -100,6 +100,7 @@ class Balancer:
         self._is_pretested = False
         self._num_steps = 0
         self._pins: dict[int, float] = {}
+        self._is_at_full_work = False
         self._step_overhead_s = self._overhead_since_update_s = 0.0
         self._use(self._controller.initial_plan())
 
@@ -115,6 +116,7 @@ class Balancer:
         began = time.perf_counter()
         self._num_steps += 1
         self._selector.count_step(self._installer.ratio)
+        self._end_full_work()
         if not self._is_pretested:
             self._measurement.pretest()
             self._is_pretested = True
@@ -215,11 +217,13 @@ class Balancer:
             "num_steps": self._num_steps,
             "controller": self._controller.state_dict(),
             "received": self._received,
+            "is_at_full_work": self._is_at_full_work,
             "pins": [self._pins.get(rank) for rank in range(self._num_ranks)],
             "layers": self._columns_of_layers(),
         }
         own = {
             "selector": self._selector.state_dict(),
+            "measurement": self._measurement.state_dict(),
             # A tuple is one entry of a checkpoint, which another kind of statistic finds too and leaves alone.
             "statistic": (self._name_of_statistic, self._statistic.state_dict() if self._statistic is not None else {}),
         }
@@ -255,8 +259,9 @@ class Balancer:
         self._received = state["received"]
         pins = enumerate(state["pins"]) if self.config.mode in PRUNING_MODES else ()
         self._pins = {rank: ratio for rank, ratio in pins if ratio is not None}
-        self._measurement.forget()
-        self._use(self._controller.current_plan())
+        self._measurement.load_state_dict(own["measurement"])
+        self.plan, self._is_at_full_work = self._controller.current_plan(), state["is_at_full_work"]
+        self._install()
 
     def close(self) -> None:
         """Stop measuring and exchanging; the layers compute in full from now on."""
@@ -379,11 +384,18 @@ class Balancer:
         )
 
     def _use(self, plan: WorkloadPlan) -> None:
-        self.plan = plan
+        self.plan, self._is_at_full_work = plan, plan.begins_at_full_work
         self._install()
 
+    def _end_full_work(self) -> None:
+        """A step at full work is over, if it was one: from now on the plan holds."""
+        if self._is_at_full_work:
+            self._is_at_full_work = False
+            self._install()
+
     def _install(self) -> None:
-        self._installer.install(self._pins.get(self._rank, self.plan.ranks[self._rank].ratio))
+        ratio = 0.0 if self._is_at_full_work else self.plan.ranks[self._rank].ratio
+        self._installer.install(self._pins.get(self._rank, ratio))
         self._begin_step()
 
     def _require_rank(self, rank: int) -> None:
@@ -393,14 +405,14 @@ class Balancer:
 
 def _as_numbers(times: RankTimes | None, cost: ResizingCost) -> list[float]:
     if times is None:
-        own = [math.nan, math.nan, math.nan, 0.0]
+        own = [math.nan, math.nan, math.nan]
     else:
-        own = [times.rest_s, times.gemm_s, times.overhead_scale, times.measured_at]
+        own = [times.rest_s, times.gemm_s, times.overhead_scale]
     return [*own, *cost.ratios, *cost.gemm_share, *cost.overhead_s]
 
 
 def _as_rank_times(numbers: list[float]) -> RankTimes:
-    rest_s, gemm_s, overhead_scale, measured_at, *points = numbers
+    rest_s, gemm_s, overhead_scale, *points = numbers
     third = len(points) // 3
     cost = ResizingCost(*(tuple(points[i * third : (i + 1) * third]) for i in range(3)))
-    return RankTimes(rest_s, gemm_s, overhead_scale, cost, measured_at)
+    return RankTimes(rest_s, gemm_s, overhead_scale, cost)

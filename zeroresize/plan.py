@@ -32,11 +32,13 @@ class WorkloadPlan:
         update: number of the update that decided it; 0 is the plan in force from the first iteration.
         ranks: one ``RankPlan`` a rank, in the order of the group.
         predicted_step_s: busy time in seconds of the slowest rank under this plan; NaN before anything was measured.
+        begins_at_full_work: whether the first iteration under this plan computes everything, to be measured.
     """
 
     update: int
     ranks: tuple[RankPlan, ...]
     predicted_step_s: float = float("nan")
+    begins_at_full_work: bool = False
 
 
 @dataclass(frozen=True, eq=False)

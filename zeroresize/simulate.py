@@ -7,7 +7,6 @@ update late, rescaled to full work.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +15,8 @@ import numpy as np
 from zeroresize.config import BalanceConfig
 from zeroresize.policy.controller import Controller
 from zeroresize.policy.cost_model import ResizingCost
-from zeroresize.policy.ratio import RankTimes, full_work
+from zeroresize.policy.estimate import FullWorkEstimate, StepTimes
+from zeroresize.policy.ratio import RankTimes
 
 #: χ of every rank in a step.
 Speeds = Callable[[int], Sequence[float]]
@@ -75,52 +75,39 @@ def simulate(
     num_ranks = len(cluster.chi(0))
     generator = np.random.default_rng(cluster.seed)
     controller = Controller(config, num_ranks)
-    ratios = [rank.ratio for rank in controller.initial_plan().ranks]
-    scales = [1.0] * num_ranks
-    interval: list[list[tuple[float, float, float]]] = []
+    plan = controller.initial_plan()
+    estimates = [FullWorkEstimate(believed) for _ in range(num_ranks)]
+    interval: list[list[StepTimes]] = []
     received: list[RankTimes] | None = None
     step_s, trace, pruned = [], [], 0.0
     for step in range(num_steps):
         noise = np.maximum(1.0 + cluster.noise * generator.standard_normal((num_ranks, 3)), 0.1)
+        is_full = plan.begins_at_full_work and not interval
+        ratios = [0.0 if is_full else rank.ratio for rank in plan.ranks]
         times = [
             _step_of_rank(cluster, chi, ratio, own_noise)
             for chi, ratio, own_noise in zip(cluster.chi(step), ratios, noise, strict=True)
         ]
         interval.append(times)
-        step_s.append(max(sum(parts) for parts in times))
+        step_s.append(max(rank.busy_s for rank in times))
         pruned += sum(ratios) / num_ranks
         if (step + 1) % config.update_every:
             continue
-        posted = []
-        for rank in range(num_ranks):
-            rest_s, gemm_s, overhead_s = (
-                statistics.median(times[rank][part] for times in interval) for part in range(3)
-            )
-            seen = full_work(
-                busy_s=rest_s + gemm_s + overhead_s,
-                gemm_s=gemm_s,
-                overhead_s=overhead_s,
-                ratio=ratios[rank],
-                cost=believed,
-                last_scale=scales[rank],
-            )
-            scales[rank] = seen.overhead_scale
-            posted.append(seen)
+        for rank, estimate in enumerate(estimates):
+            estimate.learn([times[rank] for times in interval])
         interval = []
         if received is not None:
-            ratios = [rank.ratio for rank in controller.update(received).ranks]
-        received = posted
-        trace.append(list(ratios))
+            plan = controller.update(received)
+        received = [estimate.times for estimate in estimates if estimate.times is not None]
+        trace.append([rank.ratio for rank in plan.ranks])
     return Simulation(step_s, trace, pruned / num_steps)
 
 
-def _step_of_rank(cluster: Cluster, chi: float, ratio: float, noise: Sequence[float]) -> tuple[float, float, float]:
-    """Seconds of the rest, the multiplications, and the gathers and fills."""
-    return (
-        cluster.rest_s * float(noise[0]),
-        chi * cluster.gemm_s * cluster.cost.gemm_share_at(ratio) * float(noise[1]),
-        cluster.cost.overhead_at(ratio) * float(noise[2]),
-    )
+def _step_of_rank(cluster: Cluster, chi: float, ratio: float, noise: Sequence[float]) -> StepTimes:
+    rest_s = cluster.rest_s * float(noise[0])
+    gemm_s = chi * cluster.gemm_s * cluster.cost.gemm_share_at(ratio) * float(noise[1])
+    overhead_s = cluster.cost.overhead_at(ratio) * float(noise[2])
+    return StepTimes(rest_s + gemm_s + overhead_s, gemm_s, overhead_s, pruned_share=ratio)
 
 
 def settling(ratios: Sequence[float], change: int, until: int, band: float = 0.05) -> tuple[int, float]:

@@ -15,27 +15,11 @@ from typing import Any, Protocol
 import torch
 
 from zeroresize import waits
+from zeroresize.policy.estimate import StepTimes
 from zeroresize.probe import Probe
 
 #: More marks than any step has: evaluating for hours after the last step is not recorded for ever.
 _MOST_MARKS = 200_000
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """One iteration of this rank, in seconds.
-
-    Attributes:
-        busy_s: the time between two ends of a step, without waits in collectives.
-        gemm_s: the part of it spent multiplying matrices in the balanced layers.
-        overhead_s: the part of it spent in their products outside the multiplication: gathers and fills.
-        plan_key: what the caller named the plan that was in force.
-    """
-
-    busy_s: float
-    gemm_s: float
-    overhead_s: float
-    plan_key: Any = None
 
 
 class Clock(Protocol):
@@ -120,7 +104,7 @@ def clock_for(device: torch.device) -> Clock:
 @dataclass
 class _Step:
     begin: Any
-    plan_key: Any = None
+    pruned_share: float = 0.0
     end: Any = None
     products: list[tuple[Any, Any]] = field(default_factory=list)
     gemms: list[tuple[Any, Any]] = field(default_factory=list)
@@ -149,12 +133,15 @@ class StepTimer(Probe):
         self._mark_s = self._measure_mark_s()
         waits.listen(self)
 
-    def begin_step(self, plan_key: Any = None) -> None:
-        """An iteration begins; whatever was measured since the last ``end_step`` is dropped."""
+    def begin_step(self, pruned_share: float = 0.0) -> None:
+        """An iteration begins in which this share of the products' FLOPs is not computed.
+
+        Whatever was measured since the last ``end_step`` is dropped.
+        """
         self._drop_step()
         self._thread = threading.get_ident()
         self._clock.enter_main_stream()
-        self._step = _Step(begin=self._clock.mark(), plan_key=plan_key)
+        self._step = _Step(begin=self._clock.mark(), pruned_share=pruned_share)
         self._num_marks = 1
 
     def end_step(self) -> StepTimes | None:
@@ -244,5 +231,5 @@ class StepTimer(Probe):
             busy_s=max(wall_s - waits_s, products_s),
             gemm_s=gemm_s,
             overhead_s=max(products_s - gemm_s, 0.0),
-            plan_key=step.plan_key,
+            pruned_share=step.pruned_share,
         )

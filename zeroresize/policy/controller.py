@@ -10,12 +10,14 @@ from typing import Any
 from zeroresize.config import PRUNING_MODES, BalanceConfig
 from zeroresize.plan import RankPlan, WorkloadPlan
 from zeroresize.policy.ratio import RankTimes, find_stragglers, pruning_ratios, reference_time
-from zeroresize.policy.smoothing import LARGE_CHANGE, LARGE_START, smoothed, steadied
+from zeroresize.policy.smoothing import LARGE_CHANGE, smoothed, steadied
 
 #: How far below the fastest rank's time a straggler aims, as a share; with target "mean" (the paper's) not at all.
 HEADROOM = 0.05
-#: Updates for which a rank that was let go is waited for to be measured at full work.
-_MOST_WAITS = 2
+#: Share of the training time that steps at full work, made to be measured, may add while somebody prunes.
+FULL_WORK_BUDGET = 0.01
+#: So many of them may be made ahead of that budget, where a ratio changes much.
+_MOST_AHEAD = 3
 
 
 @dataclass
@@ -26,41 +28,15 @@ class _RankState:
     is_straggler: bool = False
     ratio: float = 0.0
     wanted: float = 0.0
-    is_let_go: bool = False
-    is_back: bool = False
-    is_wary: bool = False
-    num_waits: int = 0
 
     def take(self, sample: RankTimes, weight: float) -> None:
-        """Take a sample into the averages.
-
-        A rank that was let go waits for one of full work, and starts anew with it: what pruning made of its times shall
-        not blur what full work tells. If none comes, since someone else prunes the rank, it goes on with what there is.
-        """
-        if self.is_let_go and sample.measured_at > 0.0 and self.num_waits < _MOST_WAITS:
-            self.num_waits += 1
-            return
+        """Take a sample into the averages."""
         for name in ("rest_s", "gemm_s", "overhead_scale"):
-            average = math.nan if self.is_let_go else getattr(self, name)
-            setattr(self, name, smoothed(average, getattr(sample, name), weight))
-        self.is_back, self.is_let_go, self.num_waits = self.is_let_go, False, 0
+            setattr(self, name, smoothed(getattr(self, name), getattr(sample, name), weight))
 
     def want(self, ratio: float, dead_band: float) -> None:
-        """Move to what is wanted, or towards it, or let the rank go.
-
-        A rank that was let go and has to start again was let go by mistake: its times under pruning look better than
-        they are. From then on it goes down by halves, so that it does not start and stop for ever.
-        """
-        if self.is_back:
-            self.is_wary = ratio > 0.0
-        was_pruning = self.ratio > 0.0
-        if self.is_wary and ratio < self.ratio - LARGE_CHANGE:
-            middle = (self.ratio + ratio) / 2
-            self.ratio = middle if middle >= LARGE_CHANGE else 0.0
-        else:
-            self.ratio = steadied(self.ratio, ratio, self.wanted, dead_band)
-        self.is_let_go = was_pruning and self.ratio == 0.0
-        self.wanted = 0.0 if self.is_let_go else ratio
+        """Move to what is wanted, or towards it, as far as noise allows."""
+        self.ratio, self.wanted = steadied(self.ratio, ratio, self.wanted, dead_band), ratio
 
 
 @dataclass
@@ -76,6 +52,7 @@ class Controller:
     num_ranks: int
     _ranks: list[_RankState] = field(init=False)
     _num_updates: int = field(default=0, init=False)
+    _saved_for_full_work_s: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
         self.config.validate_group_size(self.num_ranks)
@@ -83,10 +60,9 @@ class Controller:
 
     def initial_plan(self) -> WorkloadPlan:
         """The plan in force from the first iteration: a ratio forced on named ranks, else full work."""
-        ratios = [self._forced_from_start(rank) for rank in range(self.num_ranks)]
-        for state, ratio in zip(self._ranks, ratios, strict=True):
-            state.ratio = ratio
-        return WorkloadPlan(update=0, ranks=tuple(RankPlan(ratio) for ratio in ratios))
+        for rank, state in enumerate(self._ranks):
+            state.ratio = self._forced_from_start(rank)
+        return self.current_plan()
 
     def update(self, samples: Sequence[RankTimes]) -> WorkloadPlan:
         """Take one sample of full-work times a rank (NaN where nothing was measured) and decide."""
@@ -108,24 +84,24 @@ class Controller:
             busy_s, reference_s, self.config.tolerance, [state.is_straggler for state in self._ranks]
         )
         wanted = self._wanted_ratios(times, are_stragglers, reference_s)
-        is_unsure = any(state.is_let_go for state in self._ranks)
+        ratios = [state.ratio for state in self._ranks]
         for state, is_straggler, ratio in zip(self._ranks, are_stragglers, wanted, strict=True):
             state.is_straggler = is_straggler
-            if state.is_let_go:
-                continue  # what it needs now is told by the next sample, measured at full work
-            if is_unsure and state.ratio == 0.0 and ratio < LARGE_START:
-                continue  # nobody starts for the sake of a rank whose speed is not known
             state.want(ratio, self.config.dead_band)
-        ratios = [state.ratio for state in self._ranks]
-        return self._plan(ratios, max(rank.busy_at(ratio) for rank, ratio in zip(times, ratios, strict=True)))
+        step_s = max(rank.busy_at(state.ratio) for rank, state in zip(times, self._ranks, strict=True))
+        return self._plan(step_s, self._begins_at_full_work(times, step_s, ratios))
 
     def current_plan(self) -> WorkloadPlan:
         """The plan of the last update, or of a loaded state."""
-        return self._plan([state.ratio for state in self._ranks], math.nan)
+        return self._plan(math.nan, begins_at_full_work=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values: the same on every rank."""
-        return {"num_updates": self._num_updates, "ranks": [vars(state).copy() for state in self._ranks]}
+        return {
+            "num_updates": self._num_updates,
+            "saved_for_full_work_s": self._saved_for_full_work_s,
+            "ranks": [vars(state).copy() for state in self._ranks],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from ``state``; ratios are not taken over by a mode that does not prune.
@@ -138,6 +114,7 @@ class Controller:
                 f"the balancer's state is of {len(state['ranks'])} ranks, this process group has {self.num_ranks}"
             )
         self._num_updates = state["num_updates"]
+        self._saved_for_full_work_s = state["saved_for_full_work_s"]
         self._ranks = [_RankState(**values) for values in state["ranks"]]
         if self.config.mode not in PRUNING_MODES:
             for rank in self._ranks:
@@ -162,6 +139,30 @@ class Controller:
             return [forced if is_straggler else 0.0 for is_straggler in are_stragglers]
         return [self._forced_from_start(rank) for rank in range(self.num_ranks)]
 
-    def _plan(self, ratios: Sequence[float], predicted_step_s: float) -> WorkloadPlan:
-        ranks = tuple(RankPlan(ratio, state.is_straggler) for ratio, state in zip(ratios, self._ranks, strict=True))
-        return WorkloadPlan(update=self._num_updates, ranks=ranks, predicted_step_s=predicted_step_s)
+    def _begins_at_full_work(self, times: Sequence[RankTimes], step_s: float, ratios_before: Sequence[float]) -> bool:
+        """Whether to make a step at full work, since only there is seen what pruning hides.
+
+        From time to time, as the budget allows; and where the ratio of a rank that prunes changes much: what it costs
+        at its new ratio has to be known, or the next decision takes an error of that cost for a change of speed.
+        """
+        if self.config.forced_ratio is not None or not any(state.ratio for state in self._ranks):
+            self._saved_for_full_work_s = 0.0
+            return False
+        self._saved_for_full_work_s += FULL_WORK_BUDGET * self.config.update_every * step_s
+        price_s = max(rank.busy_s for rank in times) - step_s
+        changes_much = any(
+            before > 0.0 and state.ratio > 0.0 and abs(state.ratio - before) >= LARGE_CHANGE
+            for before, state in zip(ratios_before, self._ranks, strict=True)
+        )
+        if self._saved_for_full_work_s < price_s * (1 - _MOST_AHEAD if changes_much else 1):
+            return False
+        self._saved_for_full_work_s -= price_s
+        return True
+
+    def _plan(self, predicted_step_s: float, begins_at_full_work: bool) -> WorkloadPlan:
+        return WorkloadPlan(
+            update=self._num_updates,
+            ranks=tuple(RankPlan(state.ratio, state.is_straggler) for state in self._ranks),
+            predicted_step_s=predicted_step_s,
+            begins_at_full_work=begins_at_full_work,
+        )

@@ -25,14 +25,12 @@ class RankTimes:
         gemm_s: M, seconds.
         overhead_scale: how many times as long as in the pre-test gathers and fills take now.
         cost: of pruning on this rank.
-        measured_at: γ in force when this was measured.
     """
 
     rest_s: float
     gemm_s: float
     overhead_scale: float
     cost: ResizingCost
-    measured_at: float = 0.0
 
     @property
     def busy_s(self) -> float:
@@ -80,7 +78,6 @@ def full_work(
         gemm_s=gemm_s / cost.gemm_share_at(ratio),
         overhead_scale=overhead_s / expected_overhead_s if expected_overhead_s > 0 else last_scale,
         cost=cost,
-        measured_at=ratio,
     )
 
 

@@ -27,20 +27,14 @@ def smoothed(average: float, sample: float, weight: float) -> float:
 LARGE_CHANGE = 0.1
 #: A rank that prunes nothing starts at once with a γ as large as this; a smaller one has to be wanted twice.
 LARGE_START = 0.3
-#: A rank that seems to need less γ than it has by this much, or less than this share of it, is let go.
-LET_GO_DROP, LET_GO_SHARE = 0.15, 2 / 3
 
 
 def steadied(current: float, wanted: float, wanted_before: float, dead_band: float) -> float:
     """The ratio γ to use, so that noise does not make it wander.
 
     Letting go, large starts and large changes happen at once. Smaller ones happen when two updates in a row want them
-    in the same direction, and then go as far as both do; within ``dead_band`` nothing changes. A rank that seems to
-    need much less than it prunes is let go altogether: what it still needs is then measured without the detour over
-    what pruning costs, which can be off by half.
+    in the same direction, and then go as far as both do; within ``dead_band`` nothing changes.
     """
-    if current - wanted >= LET_GO_DROP or wanted < LET_GO_SHARE * current:
-        return 0.0
     change, change_before = wanted - current, wanted_before - current
     if wanted == 0.0 or abs(change) >= (LARGE_CHANGE if current > 0.0 else LARGE_START):
         return wanted
