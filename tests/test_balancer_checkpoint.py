@@ -1,5 +1,7 @@
 """A balancer that is saved and loaded goes on as it was."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch.distributed as dist
@@ -47,6 +49,53 @@ def test_pins_are_saved_and_a_mode_that_does_not_prune_ignores_them(run_ranks, t
         return ratios
 
     assert run_ranks(train, 2) == [[0.0, 0.0], [0.25, 0.0]]
+
+
+def test_what_each_mode_would_do_is_known_again_after_resuming(run_ranks, tmp_path):
+    def train(rank, group):
+        run = Run(group, mode="off")
+        run.time.chi = 4.0 if rank == 1 else 1.0
+        run.updates(3)
+        dcp.save({"balancer": run.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
+        would = {mode: told["ratio"] for mode, told in run.balancer.what_if().items()}
+        resumed = Run(group, mode="off")
+        dcp.load({"balancer": resumed.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
+        return would, {mode: told["ratio"] for mode, told in resumed.balancer.what_if().items()}
+
+    for rank, (would, resumed) in enumerate(run_ranks(train, 2)):
+        assert resumed == would
+        assert all((ratio > 0.5) == (rank == 1) for ratio in would.values()) and would
+
+
+def test_a_run_that_is_resumed_before_a_step_at_full_work_makes_it_too(run_ranks, tmp_path):
+    """The losses tell: at full work they are others than under pruning."""
+
+    def train(rank, group):
+        def slow_run():
+            run = Run(group)
+            run.time.chi = 2.0 if rank == 1 else 1.0
+            return run
+
+        first = slow_run()
+        for _ in range(100):
+            first.steps(3)
+            if first.balancer.plan.begins_at_full_work:
+                break
+        shares = [first.balancer.metrics()["balance/pruned_share"]]
+        dcp.save({"balancer": first.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
+        weights = copy.deepcopy(first.model.state_dict())
+        losses = first.steps(2)
+        shares.append(first.balancer.metrics()["balance/pruned_share"])
+        resumed = slow_run()
+        resumed.model.load_state_dict(weights)
+        dcp.load({"balancer": resumed.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
+        shares.append(resumed.balancer.metrics()["balance/pruned_share"])
+        return shares, losses[0], resumed.steps(1)[0]
+
+    (normal, *_), (straggler, loss, resumed_loss) = run_ranks(train, 2)
+    assert normal == [0.0] * 3
+    assert straggler[0] == straggler[2] == 0.0 and straggler[1] > 0.3
+    assert resumed_loss == loss
 
 
 def test_two_tensor_parallel_groups_balance_and_save_apart(run_ranks, tmp_path):

@@ -74,6 +74,8 @@ def test_closed_balancer_leaves_layers_as_they_were(run_ranks):
     def train(rank, group):
         run = Run(group, ratio=0.5, ranks="all")
         run.balancer.close()
+        with pytest.raises(RuntimeError, match="is closed"):
+            run.balancer.step()
         return run.pruned(), run.model.up.plan
 
     assert run_ranks(train, 2) == [({"up": None, "down": None}, None)] * 2

@@ -82,6 +82,16 @@ def test_variation_in_bf16_counts_changes_below_its_resolution_right_on_average(
     run_ranks(check, 1)
 
 
+def test_variation_of_a_weight_that_is_not_trained_is_unknown(run_ranks):
+    def check(rank, group):
+        layers = layers_of_one_rank(group)
+        layers["two"].weight.requires_grad_(False)
+        taken = WeightVariation(layers, storage="host").take()
+        return {name: bool(np.isnan(values).all()) for name, values in taken.items()}
+
+    assert run_ranks(check, 1) == [{"one": False, "two": True, "three": False}]
+
+
 @pytest.mark.parametrize(("storage", "bytes_a_weight"), [("host", 4), ("bf16", 2)])
 def test_variation_holds_a_copy_of_the_weights(run_ranks, storage, bytes_a_weight):
     def check(rank, group):

@@ -276,3 +276,13 @@ def test_a_step_that_failed_leaves_nothing_behind():
     layer.weight.grad = torch.ones_like(layer.weight)
     optimizer.step()
     assert torch.equal(layer.weight.detach(), torch.full((4, COLUMNS), 0.9))
+
+
+def test_layers_that_share_their_weight_are_refused(run_ranks):
+    def check(rank, group):
+        one, other = (zr.ColumnParallelLinear(4, 4, process_group=group) for _ in range(2))
+        other.weight = one.weight
+        with pytest.raises(ValueError, match="layers one and other share their weight"):
+            ColumnFreezer({"one": one, "other": other}, torch.optim.SGD([one.weight], lr=0.1))
+
+    run_ranks(check, 1)

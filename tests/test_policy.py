@@ -13,7 +13,8 @@ from zeroresize.policy.controller import HEADROOM, Controller
 from zeroresize.policy.cost_model import ResizingCost
 from zeroresize.policy.estimate import FullWorkEstimate, StepTimes
 from zeroresize.policy.ratio import RankTimes, find_stragglers, full_work, pruning_ratios, reference_time
-from zeroresize.policy.selection import pruned_of_order, random_order
+from zeroresize.policy.selection import ALIGNMENT, aligned_ratio, pruned_of_order, random_order
+from zeroresize.policy.selector import ColumnSelector, Pruning
 from zeroresize.policy.smoothing import smoothed, steadied
 
 LINEAR = ResizingCost.linear(0.9)
@@ -101,6 +102,38 @@ def test_pruned_columns_are_whole_blocks_and_leave_some(num_columns, block, rati
         wanted = min(ratio, 1 - block / num_columns) * num_columns
         short = -num_columns % block  # missing in the last block
         assert wanted - block / 2 - short <= len(pruned) <= ratio * num_columns + block / 2
+
+
+@given(st.integers(1, 200), st.integers(1, 40), st.floats(0, 1, exclude_max=True), st.floats(0.1, 0.95))
+def test_no_more_columns_are_pruned_than_the_largest_ratio_allows(num_columns, block, ratio, max_ratio):
+    order = random_order(num_columns, block=block, seed=0, epoch=0, rank=0, layer=0)
+    pruned = pruned_of_order(order, ratio, block, max_ratio)
+    assert len(pruned) <= max_ratio * num_columns + 1e-9
+    assert set(pruned // block).isdisjoint(order[len(pruned) :] // block)
+
+
+@given(st.integers(1, 4096), st.floats(0, 1, exclude_max=True), st.floats(0.1, 0.95))
+def test_what_a_controller_decides_keeps_a_multiple_of_eight_columns_where_there_are_enough(k, ratio, max_ratio):
+    ratio = min(ratio, max_ratio)
+    aligned = aligned_ratio(k, ratio, max_ratio)
+    num_kept = k - len(pruned_of_order(np.arange(k), aligned, 1, max_ratio))
+    assert num_kept == round((1 - aligned) * k) or k < 160
+    assert aligned <= max_ratio + 1e-9
+    if k < 160 or ratio == 0.0:
+        assert aligned == ratio
+    else:
+        assert num_kept % ALIGNMENT == 0 or num_kept == k
+        nearest = max(round((1 - ratio) * k / 8) * 8, 8)
+        assert abs(num_kept - (1 - ratio) * k) <= 4 + 1e-6 or k - nearest > max_ratio * k or nearest == 8
+
+
+def test_a_forced_ratio_is_kept_to_the_column_and_a_decided_one_aligned():
+    selector = ColumnSelector(BalanceConfig(), 0, {"small": 48, "large": 768}, {"small": 1.0, "large": 1.0})
+    forced = selector.pruned_columns(Pruning(0.3, is_exact=True))
+    decided = selector.pruned_columns(Pruning(0.3))
+    assert {name: len(columns) for name, columns in forced.items()} == {"small": 14, "large": 230}
+    assert {name: len(columns) for name, columns in decided.items()} == {"small": 14, "large": 232}
+    assert set(forced["large"]) < set(decided["large"])
 
 
 @given(st.integers(1, 100), st.integers(1, 20), st.integers(0, 5), st.integers(0, 5))

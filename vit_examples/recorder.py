@@ -9,14 +9,14 @@ import platform
 import statistics
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vit_examples.config import RunConfig
 from vit_examples.config_file import config_to_dict
-from zeroresize.telemetry import without_nan
+from zeroresize.json_lines import JsonLines, without_nan
 
 MOST_RANKS_SHOWN = 16
 _PACKAGES = ("torch", "colossalai", "transformers", "numpy")
@@ -65,7 +65,7 @@ class Recorder:
         self._config = config
         self._folder = Path(config.output.folder)
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._lines = self._open_lines(from_epoch)
+        self._lines = JsonLines(self._folder / "metrics.jsonl", lambda line: line["epoch"] < from_epoch)
         self._board = SummaryWriter(str(self._folder / "tensorboard"), purge_step=from_step)
         described = {**config_to_dict(config), "total_steps": total_steps}
         (self._folder / "config.json").write_text(json.dumps(described, indent=1), encoding="utf-8")
@@ -73,7 +73,7 @@ class Recorder:
     def step(self, *, epoch: int, step: int, loss: Tensor, lr: float, step_s: float, balance: dict[str, float]) -> None:
         """One logged step; ``step_s`` is NaN where no time was taken yet."""
         numbers = {"loss": loss.item(), "lr": lr, "step_s": step_s, **balance}
-        self._write({"kind": "step", "epoch": epoch, "step": step, **numbers})
+        self._lines.write({"kind": "step", "epoch": epoch, "step": step, **numbers})
         self._show(numbers, "train/", step)
 
     def epoch(self, *, epoch: int, step: int, numbers: dict[str, float], ratios: list[list[float]]) -> None:
@@ -83,7 +83,7 @@ class Recorder:
         """
         by_rank = list(zip(*ratios, strict=True))[:MOST_RANKS_SHOWN]
         numbers = numbers | {f"ratio_rank{rank}": statistics.mean(own) for rank, own in enumerate(by_rank)}
-        self._write({"kind": "epoch", "epoch": epoch, "step": step, **numbers, "ratios": ratios})
+        self._lines.write({"kind": "epoch", "epoch": epoch, "step": step, **numbers, "ratios": ratios})
         self._show(numbers, "epoch/", step)
 
     def close(self, summary: dict[str, Any]) -> None:
@@ -92,20 +92,6 @@ class Recorder:
         (self._folder / "summary.json").write_text(json.dumps(without_nan(summary), indent=1), encoding="utf-8")
         self._lines.close()
         self._board.close()
-
-    def _open_lines(self, from_epoch: int) -> TextIO:
-        path = self._folder / "metrics.jsonl"
-        kept = []
-        if from_epoch and path.exists():
-            kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _is_before(line, from_epoch)]
-        lines = path.open("w", encoding="utf-8")
-        lines.writelines(f"{line}\n" for line in kept)
-        lines.flush()
-        return lines
-
-    def _write(self, line: dict[str, Any]) -> None:
-        self._lines.write(json.dumps(without_nan(line)) + "\n")
-        self._lines.flush()
 
     def _show(self, numbers: dict[str, float], prefix: str, step: int) -> None:
         for name, value in numbers.items():
@@ -117,13 +103,6 @@ def settled_median(seconds: list[float], settle_steps: int) -> float:
     """Median without the first ``settle_steps``, at most half; NaN for nothing."""
     settled = seconds[min(settle_steps, len(seconds) // 2) :]
     return statistics.median(settled) if settled else math.nan
-
-
-def _is_before(line: str, epoch: int) -> bool:
-    try:
-        return json.loads(line)["epoch"] < epoch
-    except (json.JSONDecodeError, KeyError):  # cut off by a crash
-        return False
 
 
 def _versions() -> dict[str, str]:

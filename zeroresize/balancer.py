@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -25,6 +24,7 @@ from zeroresize.collectives import (
 from zeroresize.column_statistics import ColumnStatistic, build_statistic
 from zeroresize.config import PRIORITY_MODES, PRUNING_MODES, BalanceConfig
 from zeroresize.convert import balanced_layers
+from zeroresize.decision import GroupDecision
 from zeroresize.exchange import Exchange
 from zeroresize.freezing import ColumnFreezer
 from zeroresize.functional import LastGradients
@@ -32,10 +32,7 @@ from zeroresize.installation import PlanInstaller
 from zeroresize.lineage import LineageTable
 from zeroresize.measurement import Measurement
 from zeroresize.plan import WorkloadPlan
-from zeroresize.policy.controller import Controller
-from zeroresize.policy.cost_model import ResizingCost
-from zeroresize.policy.ratio import RankTimes
-from zeroresize.policy.selector import ColumnSelector
+from zeroresize.policy.selector import ColumnSelector, Pruning
 from zeroresize.telemetry import UpdateRecord
 from zeroresize.timing import StepTimer
 
@@ -55,7 +52,6 @@ class Balancer:
         on_update: called with an :class:`~zeroresize.telemetry.UpdateRecord` at every update, on every rank.
 
     Attributes:
-        plan: the :class:`~zeroresize.plan.WorkloadPlan` in force.
         lineage: which columns are pruned now, ``lineage.pruned(layer_name, "x" | "w")``.
 
     Raises:
@@ -82,9 +78,6 @@ class Balancer:
         if self._num_ranks > 1:
             self._check_layers(process_group)
         self.lineage = LineageTable(self._columns_of_layers())
-        self._controller = Controller(config, self._num_ranks)
-        self._dry_run = self._build_dry_run()
-        self._dry_run_plan = self._dry_run.initial_plan() if self._dry_run is not None else None
         self._selector = ColumnSelector(
             config,
             self._rank,
@@ -94,34 +87,37 @@ class Balancer:
         self._freezer = self._build_freezer()  # first, so that the statistic sees weights that were put back
         self._statistic = self._build_statistic()
         self._installer = PlanInstaller(self._layers, self.lineage, self._selector, config.imputation)
-        self._exchange = self._meet(process_group) if self._num_ranks > 1 else None
-        self._received: list[list[float]] | None = None
+        exchange = self._meet(process_group) if self._num_ranks > 1 else None
+        self._decision = GroupDecision(config, self._num_ranks, exchange)
         self._measurement = Measurement(self._layers.values(), config.max_ratio)
         self._is_pretested = False
         self._num_steps = 0
         self._pins: dict[int, float] = {}
-        self._is_at_full_work = False
+        self._is_at_full_work = self._is_closed = False
         self._step_overhead_s = self._overhead_since_update_s = 0.0
-        self._use(self._controller.initial_plan())
+        self._install()
 
     def step(self) -> None:
         """One optimizer step is done: record it and, every ``update_every`` steps, exchange and decide.
 
         Raises:
-            RuntimeError: if the ranks of the group hold different plans, as after a ``pin`` on only some of them.
+            RuntimeError: if the ranks of the group hold different plans, as after a ``pin`` on only some of them; or
+                after :meth:`close`.
         """
-        if self._exchange is None:
+        if self._is_closed:
+            raise RuntimeError("this balancer is closed: make a new one to go on balancing")
+        if self._num_ranks == 1:
             return
         self._measurement.end_step()
         began = time.perf_counter()
         self._num_steps += 1
-        self._selector.count_step(self._installer.ratio)
+        self._selector.count_step(self._installer.pruning)
         self._end_full_work()
         if not self._is_pretested:
             self._measurement.pretest()
             self._is_pretested = True
         if self._num_steps % self.config.update_every == 0:
-            self._update(self._exchange)
+            self._update()
         if self.config.iters_per_epoch and self._num_steps % self.config.iters_per_epoch == 0:
             self.epoch_end()
         self._step_overhead_s = time.perf_counter() - began + self._measurement.overhead_s
@@ -146,7 +142,7 @@ class Balancer:
         ``ratio`` (this rank's γ) and ``predicted_step_s`` (busy time of the slowest rank, seconds; NaN before the first
         decision).
         """
-        plan = self._dry_run_plan
+        plan = self._decision.dry_run_plan
         if plan is None:
             return {}
         decided = {"ratio": plan.ranks[self._rank].ratio, "predicted_step_s": plan.predicted_step_s}
@@ -189,7 +185,7 @@ class Balancer:
         """
         times = self._measurement.times
         return {
-            "balance/ratio": self._installer.ratio,
+            "balance/ratio": self._installer.pruning.ratio,
             "balance/pruned_share": self._installer.pruned_share,
             "balance/lent_share": 0.0,
             "balance/borrowed_share": 0.0,
@@ -212,11 +208,9 @@ class Balancer:
         One part is the same on every rank of the group; the other, with this rank in its key, is its own and holds
         tensors (for ``priority="variation"`` a copy of the layers' weights).
         """
-        self._collect()
         state = {
             "num_steps": self._num_steps,
-            "controller": self._controller.state_dict(),
-            "received": self._received,
+            "decision": self._decision.state_dict(),
             "is_at_full_work": self._is_at_full_work,
             "pins": [self._pins.get(rank) for rank in range(self._num_ranks)],
             "layers": self._columns_of_layers(),
@@ -245,8 +239,7 @@ class Balancer:
         if state["layers"] != layers:
             differing = sorted(set(layers.items()) ^ set(state["layers"].items()))
             raise ValueError(f"the balancer's state is of another model: (layer, columns) differ: {differing[:6]}")
-        self._collect()  # what is under way belongs to what is left behind
-        self._controller.load_state_dict(state["controller"])
+        self._decision.load_state_dict(state["decision"])
         self._installer.clear()  # the same ratio and epoch may mean other columns
         self._selector.load_state_dict(own["selector"])
         name_of_statistic, seen = own["statistic"]
@@ -256,20 +249,26 @@ class Balancer:
             else:
                 self._statistic.take()  # what it saw until now was of other weights
         self._num_steps = state["num_steps"]
-        self._received = state["received"]
         pins = enumerate(state["pins"]) if self.config.mode in PRUNING_MODES else ()
         self._pins = {rank: ratio for rank, ratio in pins if ratio is not None}
         self._measurement.load_state_dict(own["measurement"])
-        self.plan, self._is_at_full_work = self._controller.current_plan(), state["is_at_full_work"]
+        self._is_at_full_work = state["is_at_full_work"]
         self._install()
 
     def close(self) -> None:
         """Stop measuring and exchanging; the layers compute in full from now on."""
         self._installer.clear()
         self._measurement.close()
-        for attached in (self._statistic, self._freezer, self._exchange):
+        self._decision.close()
+        for attached in (self._statistic, self._freezer):
             if attached is not None:
                 attached.close()
+        self._is_closed = True
+
+    @property
+    def plan(self) -> WorkloadPlan:
+        """The plan in force."""
+        return self._decision.plan
 
     @property
     def _own_state_key(self) -> str:
@@ -280,13 +279,6 @@ class Balancer:
         if self._statistic is None:
             return None
         return f"{self.config.priority} {self.config.snapshot}"
-
-    def _build_dry_run(self) -> Controller | None:
-        """In mode "off" a controller whose plans are not carried out."""
-        if self.config.mode != "off":
-            return None
-        pruning = self.config.replace(mode=PRUNING_MODES[0], ratio="auto", ranks="stragglers")
-        return Controller(pruning, self._num_ranks)
 
     def _build_statistic(self) -> ColumnStatistic | None:
         is_needed = self.config.mode in PRIORITY_MODES and self._layers
@@ -323,47 +315,22 @@ class Balancer:
 
     def _begin_step(self) -> None:
         """What is measured from now on is measured under the plan that is installed now."""
-        if self._exchange is None:
+        if self._num_ranks == 1:
             return
         if self._statistic is not None:
             self._statistic.begin_step(self._num_steps)
         self._measurement.begin_step(self._installer.pruned_share)
 
-    def _update(self, exchange: Exchange) -> None:
-        """Decide from what was exchanged at the last update, and send what was measured since."""
-        self._collect()
-        if self._received is not None:
-            self._decide(self._received)
-            self._received = None
+    def _update(self) -> None:
+        """Measure, decide, and carry it out."""
         self._measurement.learn()
-        own = _as_numbers(self._measurement.times, self._measurement.cost)
-        exchange.post([self._plan_hash(), *own])
+        agreed = sorted(self._pins.items()), self._selector.epoch
+        self._decision.update(self._measurement.times, self._measurement.cost, agreed)
+        self._is_at_full_work = self.plan.begins_at_full_work
+        self._install()
         if self.on_update is not None:
             self.on_update(self._record())
         self._overhead_since_update_s = 0.0
-
-    def _decide(self, received: list[list[float]]) -> None:
-        hashes = [numbers[0] for numbers in received]
-        if len(set(hashes)) > 1:
-            differing = [rank for rank, value in enumerate(hashes) if value != hashes[0]]
-            raise RuntimeError(
-                f"ranks {differing} of the group hold another plan than rank 0: call pin, release and load_state_dict "
-                "alike on every rank"
-            )
-        samples = [_as_rank_times(numbers[1:]) for numbers in received]
-        if self._dry_run is not None:
-            self._dry_run_plan = self._dry_run.update(samples)
-        self._use(self._controller.update(samples))
-
-    def _collect(self) -> None:
-        received = self._exchange.collect() if self._exchange is not None else None
-        if received is not None:
-            self._received = received
-
-    def _plan_hash(self) -> float:
-        """48 bits of a hash of what all ranks must agree on, exact as a float64."""
-        agreed = repr(([rank.ratio for rank in self.plan.ranks], sorted(self._pins.items()), self._selector.epoch))
-        return float(int.from_bytes(hashlib.sha256(agreed.encode()).digest()[:6], "big"))
 
     def _record(self) -> UpdateRecord:
         times = self._measurement.times
@@ -375,17 +342,13 @@ class Balancer:
             busy_s=times.busy_s if times else math.nan,
             products_s=times.gemm_s if times else math.nan,
             is_straggler=self.plan.ranks[self._rank].is_straggler,
-            ratio=self._installer.ratio,
+            ratio=self._installer.pruning.ratio,
             pruned_share=self._installer.pruned_share,
             layer_shares=self._installer.layer_shares,
             predicted_step_s=self.plan.predicted_step_s,
             balancing_s=self._overhead_since_update_s,
             would=self.what_if(),
         )
-
-    def _use(self, plan: WorkloadPlan) -> None:
-        self.plan, self._is_at_full_work = plan, plan.begins_at_full_work
-        self._install()
 
     def _end_full_work(self) -> None:
         """A step at full work is over, if it was one: from now on the plan holds."""
@@ -394,25 +357,15 @@ class Balancer:
             self._install()
 
     def _install(self) -> None:
-        ratio = 0.0 if self._is_at_full_work else self.plan.ranks[self._rank].ratio
-        self._installer.install(self._pins.get(self._rank, ratio))
+        if self._rank in self._pins:
+            pruning = Pruning(self._pins[self._rank], is_exact=True)
+        elif self._is_at_full_work:
+            pruning = Pruning()
+        else:
+            pruning = Pruning(self.plan.ranks[self._rank].ratio, is_exact=self.config.forced_ratio is not None)
+        self._installer.install(pruning)
         self._begin_step()
 
     def _require_rank(self, rank: int) -> None:
         if not 0 <= rank < self._num_ranks:
             raise ValueError(f"rank={rank} is outside the process group: allowed are 0 to {self._num_ranks - 1}")
-
-
-def _as_numbers(times: RankTimes | None, cost: ResizingCost) -> list[float]:
-    if times is None:
-        own = [math.nan, math.nan, math.nan]
-    else:
-        own = [times.rest_s, times.gemm_s, times.overhead_scale]
-    return [*own, *cost.ratios, *cost.gemm_share, *cost.overhead_s]
-
-
-def _as_rank_times(numbers: list[float]) -> RankTimes:
-    rest_s, gemm_s, overhead_scale, *points = numbers
-    third = len(points) // 3
-    cost = ResizingCost(*(tuple(points[i * third : (i + 1) * third]) for i in range(3)))
-    return RankTimes(rest_s, gemm_s, overhead_scale, cost)

@@ -91,6 +91,8 @@ class WeightVariation(ColumnStatistic):
             now = self._copy_of(layer.weight)
             change_NK = now.to(torch.float32) - self._then[name].to(torch.float32)
             fresh[name] = change_NK.abs_().mean(dim=0, dtype=torch.float64).cpu().numpy()
+            if not layer.weight.requires_grad:
+                fresh[name][:] = np.nan  # it does not move because nobody trains it, which says nothing
             self._then[name] = now
         return fresh
 

@@ -29,10 +29,11 @@ class ColumnFreezer:
         optimizer: a torch optimizer, or Colossal-AI's wrapper of one.
 
     Raises:
-        ValueError: if the optimizer's parameters cannot be told by column.
+        ValueError: if the optimizer's parameters cannot be told by column, or two layers share a weight.
     """
 
     def __init__(self, layers: Mapping[str, BalancedLinear], optimizer: Any) -> None:
+        _require_own_weights(layers)
         self._layers = layers
         self._optimizer = torch_optimizer(optimizer)
         self._tensors = stepped_tensors(optimizer, {name: layer.weight for name, layer in layers.items()})
@@ -74,3 +75,14 @@ class ColumnFreezer:
     def _forget(self) -> None:
         self._set_aside.clear()
         self._without_state.clear()
+
+
+def _require_own_weights(layers: Mapping[str, BalancedLinear]) -> None:
+    owners: dict[int, str] = {}
+    for name, layer in layers.items():
+        other = owners.setdefault(id(layer.weight), name)
+        if other != name:
+            raise ValueError(
+                f"layers {other} and {name} share their weight: pruned_update='freeze' cannot tell whose pruned "
+                "columns to leave alone; use 'optimizer'"
+            )

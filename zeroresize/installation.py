@@ -9,14 +9,14 @@ import torch
 from zeroresize.lineage import LineageTable
 from zeroresize.linear import BalancedLinear
 from zeroresize.plan import LayerPlan
-from zeroresize.policy.selector import ColumnSelector
+from zeroresize.policy.selector import ColumnSelector, Pruning
 
 
 class PlanInstaller:
     """Turns this rank's pruning ratio into one ``LayerPlan`` a layer.
 
     Attributes:
-        ratio: γ in force, as wanted.
+        pruning: what is in force.
         pruned_share: share of this rank's product FLOPs that the plan drops, after rounding to columns and blocks
             (layers weighted by their matrices' sizes).
     """
@@ -25,16 +25,16 @@ class PlanInstaller:
         self, layers: Mapping[str, BalancedLinear], lineage: LineageTable, selector: ColumnSelector, imputation: str
     ) -> None:
         self._layers, self._lineage, self._selector, self._imputation = layers, lineage, selector, imputation
-        self._installed: tuple[float, int] = (0.0, 0)
-        self.ratio = self.pruned_share = 0.0
+        self._installed: tuple[Pruning, int] = (Pruning(), 0)
+        self.pruning, self.pruned_share = Pruning(), 0.0
 
-    def install(self, ratio: float) -> None:
-        """Prune what the selector has ``ratio`` mean in its epoch, from the next forward on."""
-        self.ratio = ratio
-        if (ratio, self._selector.epoch) == self._installed:
+    def install(self, pruning: Pruning) -> None:
+        """Prune the columns that the selector names in its epoch, from the next forward on."""
+        self.pruning = pruning
+        if (pruning, self._selector.epoch) == self._installed:
             return
-        self._installed = (ratio, self._selector.epoch)
-        for name, columns in self._selector.pruned_columns(ratio).items():
+        self._installed = (pruning, self._selector.epoch)
+        for name, columns in self._selector.pruned_columns(pruning).items():
             layer = self._layers[name]
             layer.plan = self._layer_plan(layer, columns.tolist())
             self._lineage.record(name, layer.plan)
@@ -42,7 +42,7 @@ class PlanInstaller:
 
     def clear(self) -> None:
         """No plan in any layer."""
-        self.install(0.0)
+        self.install(Pruning())
 
     @property
     def layer_shares(self) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -15,6 +16,7 @@ from zeroresize import kernels
 from zeroresize.linear import BalancedLinear
 from zeroresize.plan import LayerPlan
 from zeroresize.policy.cost_model import NUM_POINTS, ResizingCost, spread_ratios
+from zeroresize.policy.selection import aligned_ratio
 from zeroresize.probe import Probe
 
 _REPEATS = 3
@@ -31,6 +33,11 @@ class _Shape:
     num_outputs: int
     dtype: torch.dtype
     device: torch.device
+
+    @property
+    def work(self) -> int:
+        """In proportion to the products' FLOPs."""
+        return self.num_tokens * self.num_columns * self.num_outputs
 
 
 def measure_resizing_cost(layers: Iterable[BalancedLinear], max_ratio: float, budget_s: float = 1.0) -> ResizingCost:
@@ -56,13 +63,18 @@ def measure_resizing_cost(layers: Iterable[BalancedLinear], max_ratio: float, bu
     if not counts:
         return ResizingCost.linear(max_ratio)
 
-    ratios = spread_ratios(max_ratio)
-    gemm_s, overhead_s = [0.0] * NUM_POINTS, [0.0] * NUM_POINTS
+    pruned, gemm_s, overhead_s = [0.0] * NUM_POINTS, [0.0] * NUM_POINTS, [0.0] * NUM_POINTS
     for shape, count in counts.items():
-        measured = _measure_shape(examples[shape], shape, ratios, budget_s / len(counts))
-        for point, (gemm, overhead) in enumerate(measured):
+        plans = [_spread_plan(aligned_ratio(shape.num_columns, r, max_ratio), shape) for r in spread_ratios(max_ratio)]
+        measured = _measure_shape(examples[shape], shape, plans, budget_s / len(counts))
+        for point, (plan, (gemm, overhead)) in enumerate(zip(plans, measured, strict=True)):
+            pruned[point] += count * shape.work * (plan.pruned_share if plan else 0.0)
             gemm_s[point] += count * gemm
             overhead_s[point] += count * overhead
+    work = sum(count * shape.work for shape, count in counts.items())
+    ratios = tuple(columns / work for columns in pruned)
+    if any(low >= high for low, high in itertools.pairwise(ratios)):  # layers of a few columns: several plans are equal
+        ratios = spread_ratios(max_ratio)
     return ResizingCost(
         ratios=ratios,
         gemm_share=tuple(max(seconds / gemm_s[0], 1e-6) for seconds in gemm_s),
@@ -71,20 +83,19 @@ def measure_resizing_cost(layers: Iterable[BalancedLinear], max_ratio: float, bu
 
 
 def _measure_shape(
-    layer: BalancedLinear, shape: _Shape, ratios: Sequence[float], budget_s: float
+    layer: BalancedLinear, shape: _Shape, plans: Sequence[LayerPlan | None], budget_s: float
 ) -> list[tuple[float, float]]:
-    """(gemm, overhead) seconds of the three products at every ratio for all the layer's tokens.
+    """(gemm, overhead) seconds of the three products under every plan for all the layer's tokens.
 
-    The best of three rounds, with the ratios interleaved so that drift hits all alike.
+    The best of three rounds, with the plans interleaved so that drift hits all alike.
     """
     num_tokens = min(shape.num_tokens, _FIRST_TOKENS)
     operands = _operands(shape, num_tokens)
     _time_products(layer, *operands, None)  # first calls set up threads and libraries
     seconds_a_token = sum(_time_products(layer, *operands, None)) / num_tokens
-    affordable = budget_s / (seconds_a_token * len(ratios) * _REPEATS * _MEAN_COST)
+    affordable = budget_s / (seconds_a_token * len(plans) * _REPEATS * _MEAN_COST)
     num_tokens = min(shape.num_tokens, max(num_tokens // 2, int(affordable)))
     x_TK, dy_TN, w_NK = _operands(shape, num_tokens)
-    plans = [_spread_plan(ratio, shape) for ratio in ratios]
     rounds = [[_time_products(layer, x_TK, dy_TN, w_NK, plan) for plan in plans] for _ in range(_REPEATS)]
     scale = shape.num_tokens / num_tokens
     return [

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from zeroresize.json_lines import JsonLines, read_json_lines, without_nan
 
 
 @dataclass(frozen=True)
@@ -60,22 +61,13 @@ class JsonLinesTelemetry:
     """
 
     def __init__(self, path: str | Path, *, from_step: int | None = None) -> None:
-        self._path = Path(path)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        lines = _complete_lines(self._path)
-        if from_step is not None:
-            lines = [line for line in lines if json.loads(line)["step"] <= from_step]
-        kept = self._path.with_suffix(".tmp")  # the old file stays whole until the new one is
-        kept.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        kept.replace(self._path)
-        self._file = self._path.open("a", encoding="utf-8")
+        self._lines = JsonLines(path, None if from_step is None else lambda line: line["step"] <= from_step)
 
     def __call__(self, record: UpdateRecord) -> None:
-        self._file.write(json.dumps(record.to_dict()) + "\n")
-        self._file.flush()
+        self._lines.write(record.to_dict())
 
     def close(self) -> None:
-        self._file.close()
+        self._lines.close()
 
 
 class TensorBoardTelemetry:
@@ -105,20 +97,4 @@ class TensorBoardTelemetry:
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:
     """The records of a file of :class:`JsonLinesTelemetry`; an unfinished last line is left out."""
-    return [json.loads(line) for line in _complete_lines(Path(path))]
-
-
-def _complete_lines(path: Path) -> list[str]:
-    if not path.exists():
-        return []
-    text = path.read_text(encoding="utf-8")
-    return text[: text.rfind("\n") + 1].splitlines()
-
-
-def without_nan(value: Any) -> Any:
-    """``value`` with None for NaN and infinity, at any depth: JSON has no such numbers."""
-    if isinstance(value, Mapping):
-        return {str(key): without_nan(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_nan(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return read_json_lines(path)

@@ -34,7 +34,8 @@ def paper_ratios(
 def budget_ratios(w_vars: Sequence[Floats], costs: Sequence[float], ratio: float, *, max_ratio: float) -> list[float]:
     """γ_k = min(γ_max, share of layer k's columns with w_var < τ) with Σ cost_k γ_k = γ Σ cost_k, to one column.
 
-    τ is found by sorting all columns of all layers. Where w_var is equal, or unknown, every layer gives the same share.
+    τ is found by sorting all columns of all layers. Where w_var is equal every layer gives the same share; a layer of
+    which nothing is known gives γ.
 
     Args:
         w_vars: of each layer, [K_k]; NaN where nothing is known, which counts as moving most.
@@ -42,6 +43,18 @@ def budget_ratios(w_vars: Sequence[Floats], costs: Sequence[float], ratio: float
         ratio: γ, what the rank is to prune, at most ``max_ratio``.
         max_ratio: γ_max.
     """
+    known = [layer for layer, w_var in enumerate(w_vars) if not np.isnan(w_var).all()]
+    ratios = [ratio] * len(w_vars)
+    if known:
+        shares = _shares_below_threshold([w_vars[k] for k in known], [costs[k] for k in known], ratio, max_ratio)
+        for layer, share in zip(known, shares, strict=True):
+            ratios[layer] = share
+    return ratios
+
+
+def _shares_below_threshold(
+    w_vars: Sequence[Floats], costs: Sequence[float], ratio: float, max_ratio: float
+) -> list[float]:
     values, places, layers, column_costs = [], [], [], []
     for layer, (w_var, cost) in enumerate(zip(w_vars, costs, strict=True)):
         num_columns = len(w_var)

@@ -10,6 +10,11 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+#: Products over a multiple of so many columns are fast; over a few more or less they can take half as long again.
+ALIGNMENT = 8
+#: γ is not changed by more than this for the sake of it.
+_MOST_SHIFT = 0.025
+
 
 def random_order(num_columns: int, *, block: int, seed: int, epoch: int, rank: int, layer: int) -> NDArray[np.int64]:
     """ZERO-Rd: a permutation of the columns, the same for the same arguments on every machine.
@@ -25,14 +30,30 @@ def random_order(num_columns: int, *, block: int, seed: int, epoch: int, rank: i
     return columns[columns < num_columns]
 
 
-def pruned_of_order(order: NDArray[np.int64], ratio: float, block: int) -> NDArray[np.int64]:
+def pruned_of_order(order: NDArray[np.int64], ratio: float, block: int, max_ratio: float = 1.0) -> NDArray[np.int64]:
     """The first round(γK) columns of an order of all K, rounded half up to whole blocks, so that one block is left.
 
-    Fewer where the last block of the layer, which may be shorter, is among them.
+    Fewer where the last block of the layer, which may be shorter, is among them, or where it would be more than
+    γ_max K.
     """
     num_columns = len(order)
     num_blocks = math.ceil(num_columns / block)
     num_pruned = max(min(math.floor(ratio * num_columns / block + 0.5), num_blocks - 1), 0)
     is_first_of_block = order % block == 0
     ends = np.append(np.flatnonzero(is_first_of_block), num_columns)
+    while ends[num_pruned] > max_ratio * num_columns + 1e-9:
+        num_pruned -= 1
     return order[: ends[num_pruned]]
+
+
+def aligned_ratio(num_columns: int, ratio: float, max_ratio: float) -> float:
+    """The ratio nearest to γ, no more than γ_max, that keeps a multiple of ``ALIGNMENT`` columns.
+
+    γ itself if it is 0 or the layer has so few columns that this would be another ratio altogether.
+    """
+    if ratio == 0.0 or _MOST_SHIFT * num_columns < ALIGNMENT / 2:
+        return ratio
+    num_kept = ALIGNMENT * round((1.0 - ratio) * num_columns / ALIGNMENT)
+    fewest_kept = max(math.ceil((1.0 - max_ratio) * num_columns - 1e-9), 1)
+    num_kept = min(max(num_kept, ALIGNMENT * math.ceil(fewest_kept / ALIGNMENT)), num_columns)
+    return 1.0 - num_kept / num_columns

@@ -6,10 +6,11 @@ takes from the same set (Decided 20).
 
 from __future__ import annotations
 
+import logging
 import statistics
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +18,26 @@ from numpy.typing import NDArray
 from zeroresize.config import PRIORITY_MODES, BalanceConfig
 from zeroresize.policy.differentiated import budget_ratios, paper_ratios
 from zeroresize.policy.priority import ColumnPriority
-from zeroresize.policy.selection import pruned_of_order, random_order
+from zeroresize.policy.selection import aligned_ratio, pruned_of_order, random_order
 
 Columns = NDArray[np.int64]
+
+logger = logging.getLogger(__name__)
+
+#: A first epoch of more steps than this is likely one whose end nobody tells.
+_LONG_EPOCH = 20_000
+
+
+class Pruning(NamedTuple):
+    """What a rank is to prune.
+
+    Attributes:
+        ratio: γ.
+        is_exact: whether someone forced just this γ. What a controller decides is rounded so that products are fast.
+    """
+
+    ratio: float = 0.0
+    is_exact: bool = False
 
 
 class ColumnSelector:
@@ -41,11 +59,14 @@ class ColumnSelector:
     ) -> None:
         self._config, self._rank, self._costs = config, rank, dict(costs)
         self._priorities = {name: ColumnPriority(columns) for name, columns in num_columns.items()}
-        self._steps_at_ratio: Counter[float] = Counter()
+        self._steps: Counter[Pruning] = Counter()
         self._steps_of_last_epoch = 0
         self.epoch = 0
         self.pruned_steps = {name: np.zeros(columns, dtype=np.int64) for name, columns in num_columns.items()}
         self._orders = self._orders_of_epoch()
+        coarse = [name for name, columns in num_columns.items() if 2 * config.block > columns]
+        if coarse and config.mode != "off":
+            logger.warning("block=%d is more than half of the columns of %s", config.block, ", ".join(coarse))
 
     def layer_ratios(self, ratio: float) -> dict[str, float]:
         """γ_k of every layer for the rank's γ, before rounding to blocks: all γ but in ZERO-PriDiff."""
@@ -60,19 +81,31 @@ class ColumnSelector:
             ratios = budget_ratios(w_vars, list(self._costs.values()), ratio, max_ratio=config.max_ratio)
         return dict(zip(self._priorities, ratios, strict=True))
 
-    def pruned_columns(self, ratio: float) -> dict[str, Columns]:
-        """The columns of every layer that the rank's γ prunes, least important first; empty where none."""
-        block = self._config.block
-        return {name: pruned_of_order(self._orders[name], own, block) for name, own in self.layer_ratios(ratio).items()}
+    def pruned_columns(self, pruning: Pruning) -> dict[str, Columns]:
+        """The columns of every layer that are pruned, least important first; empty where none."""
+        block, max_ratio = self._config.block, 1.0 if pruning.is_exact else self._config.max_ratio
+        columns = {}
+        for name, ratio in self.layer_ratios(pruning.ratio).items():
+            order = self._orders[name]
+            if block == 1 and not pruning.is_exact:
+                ratio = aligned_ratio(len(order), ratio, max_ratio)
+            columns[name] = pruned_of_order(order, ratio, block, max_ratio)
+        return columns
 
-    def count_step(self, ratio: float) -> None:
-        """One iteration ran at ``ratio``."""
-        self._steps_at_ratio[ratio] += 1
+    def count_step(self, pruning: Pruning) -> None:
+        """One iteration ran under ``pruning``."""
+        self._steps[pruning] += 1
+        if self._config.mode in PRIORITY_MODES and self.epoch == 0 and self.steps_of_epoch == _LONG_EPOCH:
+            logger.warning(
+                "%d steps and no epoch has ended: columns stay drawn at random until Balancer.epoch_end() is called or "
+                "iters_per_epoch is set",
+                _LONG_EPOCH,
+            )
 
     @property
     def steps_of_epoch(self) -> int:
         """Iterations of the epoch so far."""
-        return sum(self._steps_at_ratio.values())
+        return sum(self._steps.values())
 
     def end_epoch(self, fresh: Mapping[str, NDArray[np.float64]], *, incremental: bool) -> None:
         """Learn from the epoch that ends and order the columns for the next.
@@ -81,7 +114,7 @@ class ColumnSelector:
             fresh: the statistic of every layer's columns; empty where none is taken.
             incremental: see :meth:`~zeroresize.policy.priority.ColumnPriority.update`.
         """
-        pruned = self.pruned_columns(self._ratio_of_most_steps())
+        pruned = self.pruned_columns(self._pruning_of_most_steps())
         self._count_pruned_steps()
         for name, values in fresh.items():
             priority = self._priorities[name]
@@ -89,7 +122,7 @@ class ColumnSelector:
             was_pruned[pruned[name]] = True
             priority.update(values, was_pruned, incremental=incremental)
         self._steps_of_last_epoch = self.steps_of_epoch or self._steps_of_last_epoch
-        self._steps_at_ratio.clear()
+        self._steps.clear()
         self.epoch += 1
         self._orders = self._orders_of_epoch()
 
@@ -97,7 +130,7 @@ class ColumnSelector:
         """Plain lists and numbers; this rank's own, unlike the controller's."""
         return {
             "epoch": self.epoch,
-            "steps_at_ratio": list(self._steps_at_ratio.items()),
+            "steps": [(*pruning, steps) for pruning, steps in self._steps.items()],
             "steps_of_last_epoch": self._steps_of_last_epoch,
             "pruned_steps": {name: steps.tolist() for name, steps in self.pruned_steps.items()},
             "w_var": {name: priority.w_var.tolist() for name, priority in self._priorities.items()},
@@ -107,7 +140,7 @@ class ColumnSelector:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict` of the same layers."""
         self.epoch = state["epoch"]
-        self._steps_at_ratio = Counter(dict(state["steps_at_ratio"]))
+        self._steps = Counter({Pruning(ratio, is_exact): steps for ratio, is_exact, steps in state["steps"]})
         self._steps_of_last_epoch = state["steps_of_last_epoch"]
         for name, priority in self._priorities.items():
             self.pruned_steps[name] = np.asarray(state["pruned_steps"][name], dtype=np.int64)
@@ -116,16 +149,16 @@ class ColumnSelector:
         self._orders = self._orders_of_epoch()
 
     def _count_pruned_steps(self) -> None:
-        for ratio, steps in self._steps_at_ratio.items():
-            for name, columns in self.pruned_columns(ratio).items():
+        for pruning, steps in self._steps.items():
+            for name, columns in self.pruned_columns(pruning).items():
                 self.pruned_steps[name][columns] += steps
 
-    def _ratio_of_most_steps(self) -> float:
-        """The ratio whose columns were pruned in more than half of the epoch's iterations: their lower median.
+    def _pruning_of_most_steps(self) -> Pruning:
+        """Whose columns were pruned in more than half of the epoch's iterations: the lower median.
 
         Sets grow with γ, so a column was pruned in most iterations exactly if it is pruned at the median.
         """
-        return statistics.median_low(self._steps_at_ratio.elements()) if self._steps_at_ratio else 0.0
+        return statistics.median_low(self._steps.elements()) if self._steps else Pruning()
 
     def _orders_of_epoch(self) -> dict[str, Columns]:
         config = self._config

@@ -1,0 +1,57 @@
+"""A file of JSON objects, one a line, that grows while a run goes on and survives its being killed."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+
+class JsonLines:
+    """Appends to a file. A line is complete once written, so the file can be read at any time.
+
+    Args:
+        path: the file; its folder is made.
+        keep: which of the lines that are there stay, told by their contents; None keeps all. The old file is whole
+            until the new one is.
+    """
+
+    def __init__(self, path: str | Path, keep: Callable[[dict[str, Any]], bool] | None = None) -> None:
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = [line for line in _complete_lines(path) if keep is None or keep(json.loads(line))]
+        kept = path.with_suffix(".tmp")
+        kept.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        kept.replace(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, values: Mapping[str, Any]) -> None:
+        """Append one object; NaN and infinity become null."""
+        self._file.write(json.dumps(without_nan(values)) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
+    """The objects of a file; an unfinished last line is left out, a missing file is empty."""
+    return [json.loads(line) for line in _complete_lines(Path(path))]
+
+
+def without_nan(value: Any) -> Any:
+    """``value`` with None for NaN and infinity, at any depth: JSON has no such numbers."""
+    if isinstance(value, Mapping):
+        return {str(key): without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _complete_lines(path: Path) -> list[str]:
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8")
+    return text[: text.rfind("\n") + 1].splitlines()
