@@ -1,7 +1,7 @@
 """How the controller meets stragglers that come, go, drift and are noisy: python -m scripts.bench_control
 
-Simulated, with the policy code that training runs, for 2, 4 and 8 ranks. Under torchrun (two ranks) the same scenarios
-run for real, in a ViT under Colossal-AI with sleeps after each multiplication:
+Simulated, with the policy code that training runs, for 2, 4 and 8 ranks. Under torchrun the same scenarios run for
+real, in a ViT under Colossal-AI with sleeps after each multiplication:
 torchrun --nproc-per-node 2 -m scripts.bench_control
 """
 
@@ -142,7 +142,7 @@ def main() -> None:
 
         for name, scenario in scenarios.items():
             outcome = measured(scenario.chi, scenario.updates, scenario.noise, config, hidden=arguments.hidden)
-            table.add_row(*row(name, scenario, 2, *outcome))
+            table.add_row(*row(name, scenario, int(os.environ["WORLD_SIZE"]), *outcome))
         if os.environ["RANK"] != "0":
             return
     else:

@@ -35,7 +35,9 @@ def _slowed(config: zr.BalanceConfig, hidden: int) -> SlowedTrainer:
     ranks = _ranks()
     trainer = ranks.trainer(ModelConfig(hidden_size=hidden, depth=2, num_heads=12), batch_size=32)
     balancer = ranks.balance(trainer, config)
-    injector = zr.StragglerInjector(trainer.model, process_group=ranks.group, chi=dict.fromkeys(range(2), 1.0))
+    injector = zr.StragglerInjector(
+        trainer.model, process_group=ranks.group, chi=dict.fromkeys(range(ranks.num_ranks), 1.0)
+    )
     return SlowedTrainer(trainer, balancer, injector)
 
 

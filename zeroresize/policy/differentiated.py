@@ -38,7 +38,7 @@ def budget_ratios(w_vars: Sequence[Floats], costs: Sequence[float], ratio: float
     which nothing is known gives γ.
 
     Args:
-        w_vars: of each layer, [K_k]; NaN where nothing is known, which counts as moving most.
+        w_vars: of each layer, [K_k]; NaN where nothing is known, which counts as not moving.
         costs: of each layer's products, in any unit.
         ratio: γ, what the rank is to prune, at most ``max_ratio``.
         max_ratio: γ_max.
@@ -59,7 +59,7 @@ def _shares_below_threshold(
     for layer, (w_var, cost) in enumerate(zip(w_vars, costs, strict=True)):
         num_columns = len(w_var)
         num_allowed = int(max_ratio * num_columns + 1e-9)
-        values.append(np.sort(np.where(np.isnan(w_var), np.inf, w_var))[:num_allowed])
+        values.append(np.sort(np.where(np.isnan(w_var), 0.0, w_var))[:num_allowed])
         places.append(np.arange(num_allowed) / num_columns)
         layers.append(np.full(num_allowed, layer))
         column_costs.append(np.full(num_allowed, cost / num_columns))

@@ -106,7 +106,7 @@ class FullWorkEstimate:
         if told > _MOST_TELLING_SHARE or seen > _MOST_SEEN_SHARE:
             return
         correction = math.log(min(seen, _MOST_TELLING_SHARE)) / math.log(told)
-        weight = len(full_gemm_s) / (len(full_gemm_s) + 1)
+        weight = len(full_gemm_s) / (len(full_gemm_s) + 2)
         above = next((i for i, point in enumerate(self._pretested.ratios) if point >= ratio), len(self.exponents) - 1)
         around = {max(above - 1, 1), above}
         for point, exponent in {point: self._exponent_at(self._pretested.ratios[point]) for point in around}.items():

@@ -46,22 +46,21 @@ class ColumnPriority:
         self.age = np.where(was_pruned, self.age + 1, 0)
 
     def scores(self, ageing: float) -> Floats:
-        """[K], smallest pruned first: w_var + ageing · age · mean(w_var); infinite where nothing is known.
+        """[K], smallest pruned first: w_var + ageing · age · mean(w_var), w_var counting as 0 where nothing is known.
 
-        The rule of keeping a pruned column's old w_var does not by itself end its pruning; its age does, for any
-        ``ageing`` > 0 (Decided 8). ``ageing`` = 0 is the paper's rule.
+        So columns that were pruned before anything could be known of them go on being pruned: to swap them for those
+        that were trained instead costs far more accuracy than any choice of columns wins (docs/benchmarks.md). The rule
+        of keeping a pruned column's old w_var does not by itself end its pruning; its age does, for any ``ageing`` > 0
+        (Decided 8). ``ageing`` = 0 is the paper's rule.
         """
         is_known = ~np.isnan(self.w_var)
-        if not is_known.any():
-            return np.full(self.num_columns, np.inf)
-        scale = self.w_var[is_known].mean()
-        return np.where(is_known, self.w_var + ageing * self.age * scale, np.inf)
+        scale = self.w_var[is_known].mean() if is_known.any() else 1.0
+        return np.where(is_known, self.w_var, 0.0) + ageing * self.age * scale
 
     def order(self, *, ageing: float, block: int, tie_break: NDArray[np.int64]) -> NDArray[np.int64]:
         """The columns, those to be pruned first at the front; a block's columns stay together.
 
-        Unknown columns come last, to be computed and so become known. Among equals the one pruned for longer comes
-        later, then ``tie_break`` decides.
+        Among equals the one pruned for longer comes later, then ``tie_break`` decides.
 
         Args:
             ageing: how much each epoch of having been pruned raises a column's score, in means of w_var.
