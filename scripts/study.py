@@ -88,13 +88,18 @@ def read_study(path: Path, output: Path) -> Study:
         for name, own in document["cells"].items():
             folder = output / path.stem / slug(name) / f"seed{seed}"
             values = {**document.get("shared", {}), **(own or {}), "training.seed": seed, "balance.seed": seed}
-            overrides = (*(f"{key}={json.dumps(value)}" for key, value in values.items()), f"output.folder={folder}")
+            overrides = (*(f"{key}={as_yaml(value)}" for key, value in values.items()), f"output.folder={folder}")
             try:
                 load_config(config, overrides).validate_group_size(ranks)
             except ValueError as error:
                 raise ValueError(f"{path}, cell {name!r}: {error}") from error
             cells.append(Cell(name, seed, overrides, folder))
     return Study(path.stem, config, ranks, tuple(cells))
+
+
+def as_yaml(value: Any) -> str:
+    """On one line; unlike JSON it keeps keys that are numbers."""
+    return yaml.safe_dump(value, default_flow_style=True, width=2**16).removesuffix("...\n").strip()
 
 
 def slug(name: str) -> str:

@@ -31,6 +31,29 @@ def test_a_straggler_is_found_relieved_and_let_go_and_all_ranks_agree(run_ranks,
     assert results[1][1]["busy_s"] > 2 * results[0][1]["busy_s"], "full-work time, though it prunes"
 
 
+def test_a_step_at_full_work_is_one_step_and_what_is_told_is_the_plan(run_ranks):
+    """A start is followed by one, on credit."""
+
+    def train(rank, group):
+        records = []
+        run = Run(group, on_update=records.append, update_every=5)
+        run.time.chi = 4.0 if rank == 1 else 1.0
+        while not run.balancer.plan.begins_at_full_work:
+            run.steps(1)
+        told = run.balancer.metrics()
+        in_it = run.pruned()
+        run.steps(1)
+        after = run.pruned()
+        return records[-1], told, in_it, after, run.balancer.metrics()["balance/ratio"]
+
+    record, told, in_it, after, ratio = run_ranks(train, 2)[1]
+    assert record.begins_at_full_work and record.ratio == told["balance/ratio"] == ratio > 0.5
+    assert record.pruned_share == told["balance/pruned_share"] == pytest.approx(ratio, abs=1 / FEATURES)
+    assert min(record.layer_shares.values()) > 0.5
+    assert in_it == {"up": None, "down": None}
+    assert all(columns is not None for columns in after.values())
+
+
 def test_off_measures_and_computes_in_full(run_ranks):
     def train(rank, group):
         run = Run(group, mode="off")

@@ -13,7 +13,7 @@ from zeroresize.policy.controller import HEADROOM, Controller
 from zeroresize.policy.cost_model import ResizingCost
 from zeroresize.policy.estimate import FullWorkEstimate, StepTimes
 from zeroresize.policy.ratio import RankTimes, find_stragglers, full_work, pruning_ratios, reference_time
-from zeroresize.policy.selection import ALIGNMENT, aligned_ratio, pruned_of_order, random_order
+from zeroresize.policy.selection import ALIGNMENT, decided_columns, pruned_of_order, random_order
 from zeroresize.policy.selector import ColumnSelector, Pruning
 from zeroresize.policy.smoothing import smoothed, steadied
 
@@ -115,16 +115,12 @@ def test_no_more_columns_are_pruned_than_the_largest_ratio_allows(num_columns, b
 @given(st.integers(1, 4096), st.floats(0, 1, exclude_max=True), st.floats(0.1, 0.95))
 def test_what_a_controller_decides_keeps_a_multiple_of_eight_columns_where_there_are_enough(k, ratio, max_ratio):
     ratio = min(ratio, max_ratio)
-    aligned = aligned_ratio(k, ratio, max_ratio)
-    num_kept = k - len(pruned_of_order(np.arange(k), aligned, 1, max_ratio))
-    assert num_kept == round((1 - aligned) * k) or k < 160
-    assert aligned <= max_ratio + 1e-9
-    if k < 160 or ratio == 0.0:
-        assert aligned == ratio
-    else:
-        assert num_kept % ALIGNMENT == 0 or num_kept == k
-        nearest = max(round((1 - ratio) * k / 8) * 8, 8)
-        assert abs(num_kept - (1 - ratio) * k) <= 4 + 1e-6 or k - nearest > max_ratio * k or nearest == 8
+    num_pruned = len(decided_columns(np.arange(k), ratio, 1, max_ratio))
+    assert num_pruned <= max_ratio * k + 1e-9
+    assert abs(num_pruned / k - ratio) <= max(0.025, 1 / k) + 1e-9
+    nearest = max(round((1 - ratio) * k / 8) * 8, 0)
+    if ratio > 0.0 and k - nearest <= max_ratio * k and abs(1 - nearest / k - ratio) < 0.024:
+        assert (k - num_pruned) % ALIGNMENT == 0 or num_pruned == 0
 
 
 def test_a_forced_ratio_is_kept_to_the_column_and_a_decided_one_aligned():

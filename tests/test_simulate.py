@@ -13,14 +13,36 @@ from zeroresize.simulate import Cluster, settling, simulate
 LINEAR = ResizingCost.linear(0.9)
 
 
-def cluster(*chi, **changes):
-    return Cluster(**{"chi": lambda step: chi, "rest_s": 0.2, "gemm_s": 0.8, "cost": LINEAR, **changes})
+def cluster(*chis, **changes):
+    return Cluster(**{"chi": lambda step: chis, "rest_s": 0.2, "gemm_s": 0.8, "cost": LINEAR, **changes})
 
 
 def test_a_step_takes_as_long_as_its_slowest_rank():
     result = simulate(BalanceConfig(mode="off"), cluster(1.0, 3.0), 20)
     assert result.step_s == pytest.approx([0.2 + 3.0 * 0.8] * 20)
     assert result.pruned_share == 0.0
+
+
+@pytest.mark.parametrize("reads_late", [False, True])
+@pytest.mark.parametrize("chi", [2.0, 3.0, 4.0])
+def test_a_straggler_that_recovers_right_after_it_began_to_prune_is_let_go_at_once(chi, reads_late):
+    """The interval in which it begins to prune is also that in which its speed changes."""
+    brief = cluster(chi=lambda step: (1.0, chi if 50 <= step < 70 else 1.0), reads_late=reads_late)
+    straggler = [update[1] for update in simulate(BalanceConfig(mode="zero-rd"), brief, 200).ratios]
+    assert straggler[6] > 0.3
+    assert max(straggler[9:]) == 0.0
+
+
+@pytest.mark.parametrize("reads_late", [False, True])
+@pytest.mark.parametrize("chi", [2.0, 4.0, 8.0])
+def test_a_cost_that_no_pre_test_foresaw_does_not_make_the_ratio_swing_for_ever(chi, reads_late):
+    """Small ratios cost more than nothing at all."""
+    truth = ResizingCost(LINEAR.ratios, (1.0, 1.05, 1.0, 0.85, 0.6, 0.3), (0.0,) * 6)
+    for seed in range(3):
+        slow = cluster(1.0, chi, rest_s=0.1, gemm_s=0.9, cost=truth, noise=0.02, seed=seed, reads_late=reads_late)
+        result = simulate(BalanceConfig(mode="zero-rd"), slow, 1500, believed_cost=LINEAR)
+        reachable_s = max(1.0, 0.1 + 0.9 * chi * 0.3)
+        assert statistics.mean(result.step_s[500:]) <= 1.12 * reachable_s
 
 
 def test_a_forced_ratio_costs_what_the_cost_says():

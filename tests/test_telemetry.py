@@ -26,6 +26,7 @@ def record(**changes):
         "pruned_share": 0.4375,
         "layer_shares": {"up": 0.5, "down": 0.375},
         "predicted_step_s": 0.2,
+        "begins_at_full_work": False,
         "balancing_s": 0.001,
         "would": {"zero-rd": {"ratio": 0.5, "predicted_step_s": 0.2}},
     }

@@ -71,7 +71,7 @@ def one_step(clock, timer, pruned_share=0.5):
 
 def test_busy_time_leaves_out_waits_and_splits_products(clock, timer):
     one_step(clock, timer)
-    times = timer.end_step()
+    (times,) = timer.end_step()
     assert (times.busy_s, times.gemm_s, times.overhead_s, times.pruned_share) == (3.0, 1.5, 0.5, 0.5)
 
 
@@ -83,16 +83,16 @@ def test_nothing_is_counted_outside_a_step(clock, timer):
     clock.advance(100.0)
     timer.product_ends()
     one_step(clock, timer)
-    assert timer.end_step().busy_s == 3.0
+    assert timer.end_step()[0].busy_s == 3.0
 
 
 def test_step_that_the_device_has_not_passed_is_read_at_the_next_end(clock, timer):
     clock.passed = 0.0
     one_step(clock, timer, 0.25)
-    assert timer.end_step() is None
+    assert timer.end_step() == []
     clock.passed = clock.now
     one_step(clock, timer, 0.75)
-    assert timer.end_step().pruned_share == 0.25
+    assert timer.end_step()[0].pruned_share == 0.25
 
 
 def test_closed_timer_no_longer_hears_waits(clock, timer):
@@ -132,7 +132,7 @@ def test_waiting_for_a_late_rank_is_not_busy_time_whoever_calls_the_collective(r
             timer.begin_step()
             time.sleep(0.3 if rank == 1 else 0.05)
             collective()
-            busy[name] = timer.end_step().busy_s
+            busy[name] = timer.end_step()[0].busy_s
         return busy
 
     early, late = run_ranks(measure, 2)
@@ -155,7 +155,7 @@ def test_waits_of_other_threads_hold_up_nobody(run_ranks):
         if rank == 0:
             thread.start()
         time.sleep(0.4)
-        busy_s = timer.end_step().busy_s
+        busy_s = timer.end_step()[0].busy_s
         if rank == 1:
             thread.start()
         thread.join()
@@ -170,7 +170,7 @@ def test_what_happens_beside_the_main_stream_is_not_counted(clock, timer):
     timer.wait_begins()
     clock.advance(5.0)
     timer.wait_ends()
-    assert timer.end_step().busy_s == 5.0
+    assert timer.end_step()[0].busy_s == 5.0
 
 
 def test_marks_are_given_back_once_read_and_when_dropped(clock, timer):
@@ -190,9 +190,9 @@ def test_a_step_that_never_ends_is_not_recorded_for_ever(clock, timer, monkeypat
         timer.product_begins()
         timer.product_ends()
     assert timer._step is None
-    assert timer.end_step() is None
+    assert timer.end_step() == []
     one_step(clock, timer)
-    assert timer.end_step().busy_s == 3.0
+    assert timer.end_step()[0].busy_s == 3.0
 
 
 @pytest.mark.gpu
@@ -211,11 +211,10 @@ def test_device_events_tell_products_and_waits_apart():
         timer.wait_begins()
         torch.cuda._sleep(100_000_000)
         timer.wait_ends()
-        times = timer.end_step()
+        timer.end_step()
         torch.cuda.synchronize()
-    assert times is None or times.gemm_s > 0  # the newest step may not have been passed when it was asked for
     timer.begin_step()
-    times = timer.end_step() or times
+    times = timer.end_step()[0]
     timer.close()
     assert times.gemm_s > 0 and times.overhead_s > 0
     assert times.busy_s < 0.05, "the wait of some 50 ms is left out"

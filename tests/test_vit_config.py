@@ -135,6 +135,8 @@ def test_schedules_name_the_slow_ranks_of_an_epoch() -> None:
     assert StragglerConfig(kind="sleep", chi={1: 4.0}).chi_of(3, 8) == {1: 4.0}
     moving = StragglerConfig(kind="sleep", schedule="round_robin", chi=2)
     assert [moving.chi_of(epoch, 3) for epoch in range(4)] == [{0: 2.0}, {1: 2.0}, {2: 2.0}, {0: 2.0}]
+    late = StragglerConfig(kind="sleep", chi={1: 4.0}, from_epoch=2)
+    assert [late.chi_of(epoch, 8) for epoch in range(3)] == [{}, {}, {1: 4.0}]
 
 
 def test_defaults_are_sound() -> None:

@@ -37,6 +37,14 @@ def test_shipped_grids_are_sound_and_keep_no_checkpoints(grid: Path, tmp_path: P
     assert all(load_config("cifar_small", cell.overrides).output.save_every == 0 for cell in cells)
 
 
+def test_a_cell_says_what_yaml_can_say(tmp_path: Path) -> None:
+    """Also keys that are numbers."""
+    grid = tmp_path / "grid.yaml"
+    grid.write_text("config: demo\ncells:\n  slow: {straggler.kind: sleep, straggler.chi: {1: 4.0}}\n")
+    (cell,) = study.read_study(grid, tmp_path / "runs").cells
+    assert load_config("demo", cell.overrides).straggler.chi == {1: 4.0}
+
+
 def test_an_unfinished_run_is_cleared_before_the_cell_runs_again(
     micro_study: study.Study, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -153,6 +153,7 @@ class StragglerConfig:
         scope: what is slowed: the matrix multiplications (``gemm``) or all of a product (``all``).
         pin_ratio: if set, each epoch this pruning ratio γ is pinned onto the ranks that the schedule names, and the
             others are released: a study of accuracy then does not depend on measured times, nor needs ``kind``.
+        from_epoch: the first epoch, counted from 0, in which anybody is slow or pinned.
     """
 
     kind: str = "none"
@@ -160,8 +161,10 @@ class StragglerConfig:
     chi: dict[int, float] | float = field(default_factory=dict)
     scope: str = "gemm"
     pin_ratio: float | None = None
+    from_epoch: int = 0
 
     def __post_init__(self) -> None:
+        at_least("straggler.from_epoch", self.from_epoch, 0)
         one_of("straggler.kind", self.kind, STRAGGLER_KINDS)
         one_of("straggler.schedule", self.schedule, STRAGGLER_SCHEDULES)
         one_of("straggler.scope", self.scope, SCOPES)
@@ -182,12 +185,16 @@ class StragglerConfig:
 
     def chi_of(self, epoch: int, num_ranks: int) -> dict[int, float]:
         """χ of the ranks that are slow in ``epoch``."""
+        if epoch < self.from_epoch:
+            return {}
         return dict(self.chi) if isinstance(self.chi, dict) else {epoch % num_ranks: float(self.chi)}
 
     def validate_group_size(self, num_ranks: int) -> None:
         """Raises ValueError for a rank outside a group of ``num_ranks``, or a χ that is not allowed."""
         try:
-            checked_chi(self.chi_of(0, num_ranks), num_ranks, "sleep" if self.kind == "none" else self.kind)
+            checked_chi(
+                self.chi_of(self.from_epoch, num_ranks), num_ranks, "sleep" if self.kind == "none" else self.kind
+            )
         except ValueError as error:
             raise ValueError(f"straggler.{error}") from error
 

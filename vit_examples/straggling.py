@@ -38,12 +38,8 @@ def stragglers(config: StragglerConfig, host: Host, balancer: zr.Balancer) -> It
     if config.kind == "none":
         yield Stragglers(config, None, balancer, host.num_ranks)
         return
-    if isinstance(config.chi, dict):
-        schedule = zr.static(config.chi)
-    else:
-        schedule = zr.round_robin(chi=config.chi)
     injector = zr.StragglerInjector(
-        host.model, process_group=host.tp_group, schedule=schedule, scope=config.scope, kind=config.kind
+        host.model, process_group=host.tp_group, schedule=config.chi_of, scope=config.scope, kind=config.kind
     )
     with injector:
         yield Stragglers(config, injector, balancer, host.num_ranks)

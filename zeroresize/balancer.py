@@ -89,8 +89,7 @@ class Balancer:
         self._installer = PlanInstaller(self._layers, self.lineage, self._selector, config.imputation)
         exchange = self._meet(process_group) if self._num_ranks > 1 else None
         self._decision = GroupDecision(config, self._num_ranks, exchange)
-        self._measurement = Measurement(self._layers.values(), config.max_ratio)
-        self._is_pretested = False
+        self._measurement = Measurement(self._layers.values(), config)
         self._num_steps = 0
         self._pins: dict[int, float] = {}
         self._is_at_full_work = self._is_closed = False
@@ -111,11 +110,9 @@ class Balancer:
         self._measurement.end_step()
         began = time.perf_counter()
         self._num_steps += 1
-        self._selector.count_step(self._installer.pruning)
+        self._selector.count_step(self._installer.in_force)
         self._end_full_work()
-        if not self._is_pretested:
-            self._measurement.pretest()
-            self._is_pretested = True
+        self._measurement.pretest()
         if self._num_steps % self.config.update_every == 0:
             self._update()
         if self.config.iters_per_epoch and self._num_steps % self.config.iters_per_epoch == 0:
@@ -177,7 +174,8 @@ class Balancer:
     def metrics(self) -> dict[str, float]:
         """This rank's numbers for any logger, names beginning with ``balance/``.
 
-        ``ratio`` (γ wanted), ``pruned_share``, ``lent_share`` and ``borrowed_share`` (of this rank's product FLOPs),
+        ``ratio`` (γ wanted, also in a step at full work that is made to be measured), ``pruned_share``, ``lent_share``
+        and ``borrowed_share`` (of this rank's product FLOPs),
         ``busy_s`` and ``products_s`` (seconds an iteration, at full work; NaN before the first update),
         ``least_busy_s`` (the same at the cheapest pruning ratio, by the measured cost: the floor of ZERO),
         ``is_straggler`` (0 or 1), ``overhead_s`` (seconds balancing cost in the last step), ``statistic_bytes`` (memory
@@ -319,7 +317,7 @@ class Balancer:
             return
         if self._statistic is not None:
             self._statistic.begin_step(self._num_steps)
-        self._measurement.begin_step(self._installer.pruned_share)
+        self._measurement.begin_step(self._installer.share_in_force)
 
     def _update(self) -> None:
         """Measure, decide, and carry it out."""
@@ -346,6 +344,7 @@ class Balancer:
             pruned_share=self._installer.pruned_share,
             layer_shares=self._installer.layer_shares,
             predicted_step_s=self.plan.predicted_step_s,
+            begins_at_full_work=self._is_at_full_work,
             balancing_s=self._overhead_since_update_s,
             would=self.what_if(),
         )
@@ -358,12 +357,12 @@ class Balancer:
 
     def _install(self) -> None:
         if self._rank in self._pins:
-            pruning = Pruning(self._pins[self._rank], is_exact=True)
-        elif self._is_at_full_work:
-            pruning = Pruning()
+            self._installer.install(Pruning(self._pins[self._rank], is_exact=True))
         else:
-            pruning = Pruning(self.plan.ranks[self._rank].ratio, is_exact=self.config.forced_ratio is not None)
-        self._installer.install(pruning)
+            ratio = self.plan.ranks[self._rank].ratio
+            self._installer.install(Pruning(ratio, is_exact=self.config.forced_ratio is not None))
+            if self._is_at_full_work:
+                self._installer.suspend()
         self._begin_step()
 
     def _require_rank(self, rank: int) -> None:

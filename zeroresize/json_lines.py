@@ -22,7 +22,7 @@ class JsonLines:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = [line for line in _complete_lines(path) if keep is None or keep(json.loads(line))]
-        kept = path.with_suffix(".tmp")
+        kept = path.with_name(f"{path.name}.tmp")
         kept.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         kept.replace(path)
         self._file = path.open("a", encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import weakref
 from collections.abc import Collection
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 
+from zeroresize.config import BalanceConfig
 from zeroresize.linear import BalancedLinear
 from zeroresize.policy.cost_model import ResizingCost
 from zeroresize.policy.estimate import FullWorkEstimate, StepTimes
@@ -24,12 +26,13 @@ class Measurement:
 
     Args:
         layers: balanced layers, all on one device.
-        max_ratio: the largest pruning ratio whose cost is of interest.
+        config: how to balance.
     """
 
-    def __init__(self, layers: Collection[BalancedLinear], max_ratio: float) -> None:
-        self._layers, self._max_ratio = layers, max_ratio
-        self._estimate = FullWorkEstimate(ResizingCost.linear(max_ratio))
+    def __init__(self, layers: Collection[BalancedLinear], config: BalanceConfig) -> None:
+        self._layers, self._config = layers, config
+        self._estimate = FullWorkEstimate(ResizingCost.linear(config.max_ratio))
+        self._is_pretested = False
         self._interval: list[StepTimes] = []
         device = next(iter(layers)).weight.device if layers else torch.device("cpu")
         self._timer = StepTimer(clock_for(device))
@@ -58,15 +61,17 @@ class Measurement:
 
     def end_step(self) -> None:
         """The step is over."""
-        times = self._timer.end_step()
-        if times is not None:
-            self._interval.append(times)
+        self._interval += self._timer.end_step()
 
     def pretest(self) -> None:
-        """Measure what pruning costs on the shapes of the step that has just ended; takes about a second."""
-        pretested = measure_resizing_cost(self._layers, self._max_ratio)
-        self._estimate.take_pretest(pretested)
-        logger.debug("cost of pruning: %s", pretested)
+        """Measure what pruning costs on the shapes of the step that has just ended; takes about a second.
+
+        Once, and not again after resuming.
+        """
+        if not self._is_pretested:
+            self._estimate.pretested = measure_resizing_cost(self._layers, self._config.max_ratio, self._config.block)
+            self._is_pretested = True
+            logger.debug("cost of pruning: %s", self._estimate.pretested)
 
     def learn(self) -> None:
         """Full-work times, and what pruning costs, from the interval that ends."""
@@ -74,13 +79,18 @@ class Measurement:
         self._interval = []
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's own, plain numbers."""
-        return self._estimate.state_dict()
+        """This rank's own, plain values."""
+        return {
+            "is_pretested": self._is_pretested,
+            "estimate": self._estimate.state_dict(),
+            "interval": [dataclasses.astuple(step) for step in self._interval],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state_dict`; the steps since the last update are dropped."""
-        self._interval = []
-        self._estimate.load_state_dict(state)
+        """Go on from :meth:`state_dict`."""
+        self._is_pretested = state["is_pretested"]
+        self._interval = [StepTimes(*values) for values in state["interval"]]
+        self._estimate.load_state_dict(state["estimate"])
 
 
 def _detach(timer: StepTimer, layers: list[BalancedLinear]) -> None:

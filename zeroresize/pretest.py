@@ -16,7 +16,7 @@ from zeroresize import kernels
 from zeroresize.linear import BalancedLinear
 from zeroresize.plan import LayerPlan
 from zeroresize.policy.cost_model import NUM_POINTS, ResizingCost, spread_ratios
-from zeroresize.policy.selection import aligned_ratio
+from zeroresize.policy.selection import decided_columns, random_order
 from zeroresize.probe import Probe
 
 _REPEATS = 3
@@ -40,7 +40,9 @@ class _Shape:
         return self.num_tokens * self.num_columns * self.num_outputs
 
 
-def measure_resizing_cost(layers: Iterable[BalancedLinear], max_ratio: float, budget_s: float = 1.0) -> ResizingCost:
+def measure_resizing_cost(
+    layers: Iterable[BalancedLinear], max_ratio: float, block: int = 1, budget_s: float = 1.0
+) -> ResizingCost:
     """What pruning costs this rank at ``NUM_POINTS`` ratios from 0 to ``max_ratio``, over all layers together.
 
     Every distinct shape is measured once and counted as often as layers have it. The products run through the layers'
@@ -49,6 +51,7 @@ def measure_resizing_cost(layers: Iterable[BalancedLinear], max_ratio: float, bu
     Args:
         layers: balanced layers that have seen the training forwards of one iteration (``num_tokens`` > 0).
         max_ratio: the largest ratio of interest, below 1.
+        block: so many neighbouring columns are pruned together.
         budget_s: seconds it may take, roughly.
     """
     examples: dict[_Shape, BalancedLinear] = {}
@@ -65,7 +68,7 @@ def measure_resizing_cost(layers: Iterable[BalancedLinear], max_ratio: float, bu
 
     pruned, gemm_s, overhead_s = [0.0] * NUM_POINTS, [0.0] * NUM_POINTS, [0.0] * NUM_POINTS
     for shape, count in counts.items():
-        plans = [_spread_plan(aligned_ratio(shape.num_columns, r, max_ratio), shape) for r in spread_ratios(max_ratio)]
+        plans = [_spread_plan(ratio, shape, max_ratio, block) for ratio in spread_ratios(max_ratio)]
         measured = _measure_shape(examples[shape], shape, plans, budget_s / len(counts))
         for point, (plan, (gemm, overhead)) in enumerate(zip(plans, measured, strict=True)):
             pruned[point] += count * shape.work * (plan.pruned_share if plan else 0.0)
@@ -117,13 +120,13 @@ def _operands(shape: _Shape, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def _spread_plan(ratio: float, shape: _Shape) -> LayerPlan | None:
-    """Prunes round(γK) columns in a scattered order, as a selector would."""
-    num_pruned = min(round(ratio * shape.num_columns), shape.num_columns - 1)
-    if num_pruned == 0:
+def _spread_plan(ratio: float, shape: _Shape, max_ratio: float, block: int) -> LayerPlan | None:
+    """Prunes as many columns as training would for this ratio, in a scattered order, as a selector does."""
+    order = random_order(shape.num_columns, block=block, seed=0, epoch=0, rank=0, layer=0)
+    pruned = decided_columns(order, ratio, block, max_ratio)
+    if len(pruned) == 0:
         return None
-    order = torch.randperm(shape.num_columns, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
-    return LayerPlan.from_pruned(order[:num_pruned], shape.num_columns, shape.device)
+    return LayerPlan.from_pruned(torch.tensor(pruned.tolist(), device="cpu"), shape.num_columns, shape.device)
 
 
 def _time_products(

@@ -31,6 +31,7 @@ class Cluster:
         rest_s: seconds of a step outside the balanced layers' multiplications.
         gemm_s: seconds of them at χ = 1.
         cost: what pruning really costs; what the controller is told, unless :func:`simulate` is given another.
+        reads_late: whether a step is read only when the next one is over, as on a device.
         noise: relative standard deviation of each rank's times from step to step.
         seed: of the noise.
     """
@@ -39,6 +40,7 @@ class Cluster:
     rest_s: float
     gemm_s: float
     cost: ResizingCost
+    reads_late: bool = False
     noise: float = 0.0
     seed: int = 0
 
@@ -78,17 +80,20 @@ def simulate(
     plan = controller.initial_plan()
     estimates = [FullWorkEstimate(believed) for _ in range(num_ranks)]
     interval: list[list[StepTimes]] = []
+    unread: list[list[StepTimes]] = []
     received: list[RankTimes] | None = None
     step_s, trace, pruned = [], [], 0.0
     for step in range(num_steps):
         noise = np.maximum(1.0 + cluster.noise * generator.standard_normal((num_ranks, 3)), 0.1)
-        is_full = plan.begins_at_full_work and not interval
+        is_full = plan.begins_at_full_work and step % config.update_every == 0
         ratios = [0.0 if is_full else rank.ratio for rank in plan.ranks]
         times = [
             _step_of_rank(cluster, chi, ratio, own_noise)
             for chi, ratio, own_noise in zip(cluster.chi(step), ratios, noise, strict=True)
         ]
-        interval.append(times)
+        unread.append(times)
+        interval += unread[:-1] if cluster.reads_late else unread
+        unread = unread[-1:] if cluster.reads_late else []
         step_s.append(max(rank.busy_s for rank in times))
         pruned += sum(ratios) / num_ranks
         if (step + 1) % config.update_every:

@@ -26,6 +26,7 @@ class UpdateRecord:
         pruned_share: share of this rank's product FLOPs that it drops.
         layer_shares: share of every layer's columns that is pruned, by layer name.
         predicted_step_s: busy time of the group's slowest rank under the plan.
+        begins_at_full_work: whether the next step prunes nothing nevertheless, to be measured.
         balancing_s: what balancing cost this rank since the last update, in all.
         would: in mode "off", what each mode would do: γ and predicted step time of the group by mode.
     """
@@ -41,6 +42,7 @@ class UpdateRecord:
     pruned_share: float
     layer_shares: Mapping[str, float]
     predicted_step_s: float
+    begins_at_full_work: bool
     balancing_s: float
     would: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
 

@@ -144,10 +144,10 @@ class StepTimer(Probe):
         self._step = _Step(begin=self._clock.mark(), pruned_share=pruned_share)
         self._num_marks = 1
 
-    def end_step(self) -> StepTimes | None:
-        """The iteration is over: the times of the newest one that can be read without waiting, if there is one.
+    def end_step(self) -> list[StepTimes]:
+        """The iteration is over: the times of all that can be read without waiting and have not been yet.
 
-        On the host's clock that is this iteration, on a device the one before.
+        On the host's clock that is this iteration, on a device the one before, or none or several.
         """
         if self._step is not None:
             self._step.end = self._clock.mark()
@@ -155,10 +155,10 @@ class StepTimer(Probe):
             self._unread.append(self._step)
             self._step = None
             self._last_num_marks = self._num_marks
-        newest = None
+        read = []
         while self._unread and all(map(self._clock.has_passed, self._unread[0].marks)):
-            newest = self._read(self._unread.popleft())
-        return newest
+            read.append(self._read(self._unread.popleft()))
+        return read
 
     @property
     def overhead_s(self) -> float:

@@ -10,12 +10,16 @@ from typing import Any
 from zeroresize.config import PRUNING_MODES, BalanceConfig
 from zeroresize.plan import RankPlan, WorkloadPlan
 from zeroresize.policy.ratio import RankTimes, find_stragglers, pruning_ratios, reference_time
-from zeroresize.policy.smoothing import smoothed, steadied
+from zeroresize.policy.smoothing import LARGE_CHANGE, smoothed, steadied
 
 #: How far below the fastest rank's time a straggler aims, as a share; with target "mean" (the paper's) not at all.
 HEADROOM = 0.05
 #: Share of the training time that steps at full work, made to be measured, may add while somebody prunes.
 FULL_WORK_BUDGET = 0.01
+#: So many usual steps' time they may take ahead of that budget, where a ratio is new.
+FULL_WORK_CREDIT = 20
+#: An interval that begins at full work has some steps under pruning to compare it with (on a device, read one late).
+_FEWEST_STEPS = 4
 
 
 @dataclass
@@ -82,11 +86,12 @@ class Controller:
             busy_s, reference_s, self.config.tolerance, [state.is_straggler for state in self._ranks]
         )
         wanted = self._wanted_ratios(times, are_stragglers, reference_s)
+        ratios_before = [state.ratio for state in self._ranks]
         for state, is_straggler, ratio in zip(self._ranks, are_stragglers, wanted, strict=True):
             state.is_straggler = is_straggler
             state.want(ratio, self.config.dead_band)
         step_s = max(rank.busy_at(state.ratio) for rank, state in zip(times, self._ranks, strict=True))
-        return self._plan(step_s, self._begins_at_full_work(times, step_s))
+        return self._plan(step_s, self._begins_at_full_work(times, step_s, ratios_before))
 
     def current_plan(self) -> WorkloadPlan:
         """The plan of the last update, or of a loaded state."""
@@ -136,14 +141,23 @@ class Controller:
             return [forced if is_straggler else 0.0 for is_straggler in are_stragglers]
         return [self._forced_from_start(rank) for rank in range(self.num_ranks)]
 
-    def _begins_at_full_work(self, times: Sequence[RankTimes], step_s: float) -> bool:
-        """Whether the budget allows a step at full work again: only there is seen what pruning hides."""
-        if self.config.forced_ratio is not None or not any(state.ratio for state in self._ranks):
-            self._saved_for_full_work_s = 0.0
+    def _begins_at_full_work(self, times: Sequence[RankTimes], step_s: float, ratios_before: Sequence[float]) -> bool:
+        """Whether to make one step at full work, since only there is seen what pruning hides.
+
+        From time to time, as the budget allows; on credit where a ratio is new, or the next decision would take an
+        error of what it costs for a change of speed. An interval of few steps has no room for it.
+        """
+        is_pruning = any(state.ratio > 0.0 for state in self._ranks)
+        if self.config.forced_ratio is not None or self.config.update_every < _FEWEST_STEPS or not is_pruning:
             return False
         self._saved_for_full_work_s += FULL_WORK_BUDGET * self.config.update_every * step_s
         price_s = max(rank.busy_s for rank in times) - step_s
-        if self._saved_for_full_work_s < price_s:
+        is_new = any(
+            state.ratio > 0.0 and abs(state.ratio - before) >= LARGE_CHANGE
+            for before, state in zip(ratios_before, self._ranks, strict=True)
+        )
+        credit_s = FULL_WORK_CREDIT * step_s if is_new else 0.0
+        if self._saved_for_full_work_s + credit_s < price_s:
             return False
         self._saved_for_full_work_s -= price_s
         return True

@@ -47,10 +47,10 @@ class ResizingCost:
         """The largest γ that was measured."""
         return self.ratios[-1]
 
-    def with_exponents(self, exponents: Sequence[float]) -> ResizingCost:
-        """The same cost with the gemm share of every point raised to its exponent: dearer below 1, cheaper above."""
-        shares = tuple(share**exponent for share, exponent in zip(self.gemm_share, exponents, strict=True))
-        return ResizingCost(self.ratios, shares, self.overhead_s)
+    def scaled(self, factors: Sequence[float]) -> ResizingCost:
+        """The same cost with the gemm share of every point but the first times its factor."""
+        shares = (share * factor for share, factor in zip(self.gemm_share[1:], factors[1:], strict=True))
+        return ResizingCost(self.ratios, (1.0, *shares), self.overhead_s)
 
     def gemm_share_at(self, ratio: float) -> float:
         """Share of the full multiplication time at γ; beyond the last point in proportion to the columns left."""

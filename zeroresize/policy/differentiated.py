@@ -20,7 +20,7 @@ def paper_ratios(
     """γ_k = max(share of layer k's columns with w_var < θ, α γ), no more than γ_max.
 
     Args:
-        w_vars: of each layer, [K_k]; NaN where nothing is known, which counts as moving.
+        w_vars: of each layer, [K_k]; NaN where nothing is known: the others stand for them.
         ratio: γ, what the rank is to prune.
         theta: θ = N_iter · θ_iter, in the units of a weight.
         alpha: α, 0 to 1.
@@ -28,7 +28,9 @@ def paper_ratios(
     """
     if ratio == 0.0:
         return [0.0] * len(w_vars)
-    return [min(max_ratio, max(float(np.mean(w_var < theta)), alpha * ratio)) for w_var in w_vars]
+    known = [w_var[~np.isnan(w_var)] for w_var in w_vars]
+    shares = [float(np.mean(values < theta)) if len(values) else 0.0 for values in known]
+    return [min(max_ratio, max(share, alpha * ratio)) for share in shares]
 
 
 def budget_ratios(w_vars: Sequence[Floats], costs: Sequence[float], ratio: float, *, max_ratio: float) -> list[float]:
@@ -38,18 +40,15 @@ def budget_ratios(w_vars: Sequence[Floats], costs: Sequence[float], ratio: float
     which nothing is known gives γ.
 
     Args:
-        w_vars: of each layer, [K_k]; NaN where nothing is known, which counts as not moving.
+        w_vars: of each layer, [K_k]; NaN where nothing is known: the others stand for them.
         costs: of each layer's products, in any unit.
         ratio: γ, what the rank is to prune, at most ``max_ratio``.
         max_ratio: γ_max.
     """
-    known = [layer for layer, w_var in enumerate(w_vars) if not np.isnan(w_var).all()]
-    ratios = [ratio] * len(w_vars)
-    if known:
-        shares = _shares_below_threshold([w_vars[k] for k in known], [costs[k] for k in known], ratio, max_ratio)
-        for layer, share in zip(known, shares, strict=True):
-            ratios[layer] = share
-    return ratios
+    known = {layer: w_var[~np.isnan(w_var)] for layer, w_var in enumerate(w_vars) if not np.isnan(w_var).all()}
+    shares = _shares_below_threshold(list(known.values()), [costs[k] for k in known], ratio, max_ratio) if known else []
+    found = dict(zip(known, shares, strict=True))
+    return [found.get(layer, ratio) for layer in range(len(w_vars))]
 
 
 def _shares_below_threshold(
@@ -59,7 +58,7 @@ def _shares_below_threshold(
     for layer, (w_var, cost) in enumerate(zip(w_vars, costs, strict=True)):
         num_columns = len(w_var)
         num_allowed = int(max_ratio * num_columns + 1e-9)
-        values.append(np.sort(np.where(np.isnan(w_var), 0.0, w_var))[:num_allowed])
+        values.append(np.sort(w_var)[:num_allowed])
         places.append(np.arange(num_allowed) / num_columns)
         layers.append(np.full(num_allowed, layer))
         column_costs.append(np.full(num_allowed, cost / num_columns))

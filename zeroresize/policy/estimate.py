@@ -1,28 +1,25 @@
 """From the times of one rank's steps to its full-work numbers, update after update.
 
 What was measured under pruning is rescaled by what pruning costs (Decided 2). That cost comes from a pre-test, which
-can be off by a third: so it is corrected by whatever training shows of it, the same multiplications once at full work
-and once under pruning.
+can be off by a third: so it is corrected by what training shows, wherever a step at full work and steps under pruning
+lie in one interval. (Not by what two intervals show: between them the rank's speed may have changed.)
 """
 
 from __future__ import annotations
 
-import math
+import dataclasses
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from zeroresize.policy.cost_model import ResizingCost
 from zeroresize.policy.ratio import RankTimes, full_work
 
-#: Of a share larger than this, noise is too great a part.
-_MOST_TELLING_SHARE = 0.95
-#: Nothing is ever said to cost more than this power of what was pre-tested.
-_LEAST_EXPONENT = 0.1
-#: Whoever seems to gain more by pruning than this power, or to take longer than this share of the full time, has
-#: changed its speed meanwhile.
-_MOST_EXPONENT, _MOST_SEEN_SHARE = 2.5, 1.1
+#: How much of what one interval shows is believed: its time at full work is that of a single step.
+_BELIEF = 0.8
+#: By more than these factors no single interval changes what is known; beyond their squares it was a hiccup.
+_LEAST_FACTOR, _MOST_FACTOR = 0.4, 2.5
 
 
 @dataclass(frozen=True)
@@ -47,35 +44,28 @@ class FullWorkEstimate:
 
     Attributes:
         times: of the last interval, None before the first.
-        exponents: what the pre-tested gemm share of each point is raised to, to agree with what training showed there;
-            None where it showed nothing.
+        pretested: what pruning costs as measured apart from training.
     """
 
     def __init__(self, pretested: ResizingCost) -> None:
-        self._pretested = pretested
         self.times: RankTimes | None = None
-        self.exponents: list[float | None] = [None] * len(pretested.ratios)
+        self.pretested = pretested
+        self._factors: list[float | None] = [None] * len(pretested.ratios)
         self._overhead_scale = 1.0
-        self._last_full_gemm_s: list[float] = []
 
     @property
     def cost(self) -> ResizingCost:
         """What pruning costs, as far as is known."""
-        return self._pretested.with_exponents([self._exponent_at(ratio) for ratio in self._pretested.ratios])
-
-    def take_pretest(self, pretested: ResizingCost) -> None:
-        """Take what was measured apart from training."""
-        self._pretested = pretested
+        return self.pretested.scaled([self._factor_at(point) for point in range(len(self._factors))])
 
     def learn(self, steps: Sequence[StepTimes]) -> None:
-        """Take the steps of an interval; those under another plan than the last tell what that plan costs."""
+        """Take the steps of an interval: those under the last of its plans, and those at full work."""
         if not steps:
             return
         now = _median([step for step in steps if step.pruned_share == steps[-1].pruned_share])
-        full_gemm_s = [step.gemm_s for step in steps if step.pruned_share == 0.0] or self._last_full_gemm_s
-        if now.pruned_share > 0.0 and full_gemm_s:
-            self._learn_cost(now.pruned_share, now.gemm_s, full_gemm_s)
-        self._last_full_gemm_s = [] if now.pruned_share > 0.0 else full_gemm_s
+        full = [step for step in steps if step.pruned_share == 0.0]
+        if now.pruned_share > 0.0 and full:
+            self._learn_cost(now, full_gemm_s=full[-1].gemm_s)
         self.times = full_work(
             busy_s=now.busy_s,
             gemm_s=now.gemm_s,
@@ -87,38 +77,40 @@ class FullWorkEstimate:
         self._overhead_scale = self.times.overhead_scale
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers; the pre-test is not among them, since it is made anew."""
+        """Plain values."""
         return {
-            "exponents": list(self.exponents),
+            "pretested": dataclasses.asdict(self.pretested),
+            "factors": list(self._factors),
             "overhead_scale": self._overhead_scale,
-            "last_full_gemm_s": list(self._last_full_gemm_s),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`; what was measured here before is forgotten."""
-        self.exponents, self._overhead_scale = list(state["exponents"]), state["overhead_scale"]
-        self._last_full_gemm_s = list(state["last_full_gemm_s"])
+        self.pretested = ResizingCost(**{name: tuple(values) for name, values in state["pretested"].items()})
+        self._factors, self._overhead_scale = list(state["factors"]), state["overhead_scale"]
         self.times = None
 
-    def _learn_cost(self, ratio: float, gemm_s: float, full_gemm_s: Sequence[float]) -> None:
-        """Correct the points around ``ratio``, the more the longer the full time was measured."""
-        told, seen = self.cost.gemm_share_at(ratio), gemm_s / statistics.median(full_gemm_s)
-        if told > _MOST_TELLING_SHARE or seen > _MOST_SEEN_SHARE:
+    def _learn_cost(self, pruned: StepTimes, full_gemm_s: float) -> None:
+        """Correct the points of the cost on both sides of what was pruned."""
+        if full_gemm_s <= 0.0 or pruned.gemm_s <= 0.0:
             return
-        correction = math.log(min(seen, _MOST_TELLING_SHARE)) / math.log(told)
-        weight = len(full_gemm_s) / (len(full_gemm_s) + 2)
-        above = next((i for i, point in enumerate(self._pretested.ratios) if point >= ratio), len(self.exponents) - 1)
+        factor = pruned.gemm_s / full_gemm_s / self.cost.gemm_share_at(pruned.pruned_share)
+        if not _LEAST_FACTOR**2 <= factor <= _MOST_FACTOR**2:
+            return
+        factor = min(max(factor, _LEAST_FACTOR), _MOST_FACTOR)
+        ratios = self.pretested.ratios
+        above = next((point for point, ratio in enumerate(ratios) if ratio >= pruned.pruned_share), len(ratios) - 1)
         around = {max(above - 1, 1), above}
-        for point, exponent in {point: self._exponent_at(self._pretested.ratios[point]) for point in around}.items():
-            if exponent * correction <= _MOST_EXPONENT:
-                self.exponents[point] = max(exponent * correction**weight, _LEAST_EXPONENT)
-
-    def _exponent_at(self, ratio: float) -> float:
-        """The exponent of the nearest point of which something was seen."""
-        seen = [
-            (abs(point - ratio), own) for point, own in zip(self._pretested.ratios, self.exponents, strict=True) if own
+        self._factors = [
+            self._factor_at(point) * factor**_BELIEF if point in around else known
+            for point, known in enumerate(self._factors)
         ]
-        return min(seen)[1] if seen else 1.0
+
+    def _factor_at(self, point: int) -> float:
+        """That of the nearest point of which something was seen, with each point in between half as sure."""
+        seen = [(abs(other - point), factor) for other, factor in enumerate(self._factors) if factor is not None]
+        distance, factor = min(seen, default=(0, 1.0))
+        return factor ** (0.5**distance)
 
 
 def _median(steps: Sequence[StepTimes]) -> StepTimes:

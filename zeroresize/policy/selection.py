@@ -49,11 +49,17 @@ def pruned_of_order(order: NDArray[np.int64], ratio: float, block: int, max_rati
 def aligned_ratio(num_columns: int, ratio: float, max_ratio: float) -> float:
     """The ratio nearest to γ, no more than γ_max, that keeps a multiple of ``ALIGNMENT`` columns.
 
-    γ itself if it is 0 or the layer has so few columns that this would be another ratio altogether.
+    γ itself if it is 0, or if the layer has so few columns that this would be another ratio altogether.
     """
-    if ratio == 0.0 or _MOST_SHIFT * num_columns < ALIGNMENT / 2:
-        return ratio
     num_kept = ALIGNMENT * round((1.0 - ratio) * num_columns / ALIGNMENT)
     fewest_kept = max(math.ceil((1.0 - max_ratio) * num_columns - 1e-9), 1)
     num_kept = min(max(num_kept, ALIGNMENT * math.ceil(fewest_kept / ALIGNMENT)), num_columns)
-    return 1.0 - num_kept / num_columns
+    aligned = 1.0 - num_kept / num_columns
+    return aligned if ratio > 0.0 and abs(aligned - ratio) <= _MOST_SHIFT else ratio
+
+
+def decided_columns(order: NDArray[np.int64], ratio: float, block: int, max_ratio: float) -> NDArray[np.int64]:
+    """The first columns of an order, for a ratio that a controller chose: about γK, as many as are fast to multiply."""
+    if block == 1:
+        ratio = aligned_ratio(len(order), ratio, max_ratio)
+    return pruned_of_order(order, ratio, block, max_ratio)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from zeroresize.config import PRIORITY_MODES, BalanceConfig
 from zeroresize.policy.differentiated import budget_ratios, paper_ratios
 from zeroresize.policy.priority import ColumnPriority
-from zeroresize.policy.selection import aligned_ratio, pruned_of_order, random_order
+from zeroresize.policy.selection import decided_columns, pruned_of_order, random_order
 
 Columns = NDArray[np.int64]
 
@@ -83,14 +83,11 @@ class ColumnSelector:
 
     def pruned_columns(self, pruning: Pruning) -> dict[str, Columns]:
         """The columns of every layer that are pruned, least important first; empty where none."""
-        block, max_ratio = self._config.block, 1.0 if pruning.is_exact else self._config.max_ratio
-        columns = {}
-        for name, ratio in self.layer_ratios(pruning.ratio).items():
-            order = self._orders[name]
-            if block == 1 and not pruning.is_exact:
-                ratio = aligned_ratio(len(order), ratio, max_ratio)
-            columns[name] = pruned_of_order(order, ratio, block, max_ratio)
-        return columns
+        block, max_ratio = self._config.block, self._config.max_ratio
+        ratios = self.layer_ratios(pruning.ratio)
+        if pruning.is_exact:
+            return {name: pruned_of_order(self._orders[name], ratio, block) for name, ratio in ratios.items()}
+        return {name: decided_columns(self._orders[name], ratio, block, max_ratio) for name, ratio in ratios.items()}
 
     def count_step(self, pruning: Pruning) -> None:
         """One iteration ran under ``pruning``."""
