@@ -27,6 +27,8 @@ def record(rank, update, ratio):
         is_straggler=ratio > 0,
         ratio=ratio,
         pruned_share=ratio,
+        lent_share=0.0,
+        borrowed_share=0.0,
         layer_shares=dict.fromkeys(LAYERS, ratio),
         predicted_step_s=0.2,
         begins_at_full_work=False,

@@ -54,9 +54,9 @@ def timer(clock):
     timer.close()
 
 
-def one_step(clock, timer, pruned_share=0.5):
+def one_step(clock, timer, spared_share=0.5):
     """1 s of other work, a product of 2 s of which 1.5 s are multiplication, a wait of 4 s."""
-    timer.begin_step(pruned_share)
+    timer.begin_step(spared_share)
     clock.advance(1.0)
     timer.product_begins()
     clock.advance(0.5)
@@ -72,7 +72,7 @@ def one_step(clock, timer, pruned_share=0.5):
 def test_busy_time_leaves_out_waits_and_splits_products(clock, timer):
     one_step(clock, timer)
     (times,) = timer.end_step()
-    assert (times.busy_s, times.gemm_s, times.overhead_s, times.pruned_share) == (3.0, 1.5, 0.5, 0.5)
+    assert (times.busy_s, times.gemm_s, times.overhead_s, times.spared_share) == (3.0, 1.5, 0.5, 0.5)
 
 
 def test_nothing_is_counted_outside_a_step(clock, timer):
@@ -92,7 +92,7 @@ def test_step_that_the_device_has_not_passed_is_read_at_the_next_end(clock, time
     assert timer.end_step() == []
     clock.passed = clock.now
     one_step(clock, timer, 0.75)
-    assert timer.end_step()[0].pruned_share == 0.25
+    assert timer.end_step()[0].spared_share == 0.25
 
 
 def test_closed_timer_no_longer_hears_waits(clock, timer):

@@ -22,17 +22,19 @@ from zeroresize.collectives import (
     world_size,
 )
 from zeroresize.column_statistics import ColumnStatistic, build_statistic
-from zeroresize.config import PRIORITY_MODES, PRUNING_MODES, BalanceConfig
+from zeroresize.config import MIGRATING_MODES, PRIORITY_MODES, PRUNING_MODES, BalanceConfig
 from zeroresize.convert import balanced_layers
 from zeroresize.decision import GroupDecision
 from zeroresize.exchange import Exchange
 from zeroresize.freezing import ColumnFreezer
 from zeroresize.functional import LastGradients
 from zeroresize.installation import PlanInstaller
+from zeroresize.lending import Lender
 from zeroresize.lineage import LineageTable
 from zeroresize.measurement import Measurement
 from zeroresize.plan import WorkloadPlan
 from zeroresize.policy.selector import ColumnSelector, Pruning
+from zeroresize.policy.sharing import borrowed_shares
 from zeroresize.telemetry import UpdateRecord
 from zeroresize.timing import StepTimer
 
@@ -87,6 +89,7 @@ class Balancer:
         self._freezer = self._build_freezer()  # first, so that the statistic sees weights that were put back
         self._statistic = self._build_statistic()
         self._installer = PlanInstaller(self._layers, self.lineage, self._selector, config.imputation)
+        self._lender = self._build_lender(process_group)
         exchange = self._meet(process_group) if self._num_ranks > 1 else None
         self._decision = GroupDecision(config, self._num_ranks, exchange)
         self._measurement = Measurement(self._layers.values(), config)
@@ -111,22 +114,23 @@ class Balancer:
         began = time.perf_counter()
         self._num_steps += 1
         self._selector.count_step(self._installer.in_force)
-        self._end_full_work()
         self._measurement.pretest()
-        if self._num_steps % self.config.update_every == 0:
+        self._is_at_full_work = False
+        is_update = self._num_steps % self.config.update_every == 0
+        if is_update:
             self._update()
         if self.config.iters_per_epoch and self._num_steps % self.config.iters_per_epoch == 0:
-            self.epoch_end()
+            self._end_epoch()
+        self._install()
+        if is_update and self.on_update is not None:
+            self.on_update(self._record())
         self._step_overhead_s = time.perf_counter() - began + self._measurement.overhead_s
-        self._overhead_since_update_s += self._step_overhead_s
+        self._overhead_since_update_s = self._step_overhead_s + (0.0 if is_update else self._overhead_since_update_s)
         self._begin_step()
 
     def epoch_end(self) -> None:
         """An epoch is over: columns are chosen anew. Called by :meth:`step` where ``iters_per_epoch`` is set."""
-        if self._statistic is None or not self._selector.steps_of_epoch:
-            self._selector.end_epoch({}, incremental=False)
-        else:
-            self._selector.end_epoch(self._statistic.take(), incremental=self._statistic.incremental)
+        self._end_epoch()
         self._install()
 
     def pruned_steps(self) -> dict[str, NDArray[np.int64]]:
@@ -146,7 +150,9 @@ class Balancer:
         return {mode: dict(decided) for mode in PRUNING_MODES}  # they differ in the columns, not in how many
 
     def sync_gradients(self) -> None:
-        """Bring lent gradients home; call before clipping. Returns at once: no mode that exists lends work."""
+        """Bring lent gradients home, which every backward does at its end: returns at once after one."""
+        if self._lender is not None:
+            self._lender.bring_home()
 
     def pin(self, rank: int, ratio: float) -> None:
         """Force ``rank`` (within the group) to prune a share ``ratio`` of its columns from the next iteration on.
@@ -174,19 +180,21 @@ class Balancer:
     def metrics(self) -> dict[str, float]:
         """This rank's numbers for any logger, names beginning with ``balance/``.
 
-        ``ratio`` (γ wanted, also in a step at full work that is made to be measured), ``pruned_share``, ``lent_share``
-        and ``borrowed_share`` (of this rank's product FLOPs),
-        ``busy_s`` and ``products_s`` (seconds an iteration, at full work; NaN before the first update),
-        ``least_busy_s`` (the same at the cheapest pruning ratio, by the measured cost: the floor of ZERO),
-        ``is_straggler`` (0 or 1), ``overhead_s`` (seconds balancing cost in the last step), ``statistic_bytes`` (memory
-        that the priority's statistic holds), and in mode "off" ``would/<mode>/…`` of :meth:`what_if`.
+        ``ratio`` (γ wanted, pruned and lent, also in a step at full work that is made to be measured),
+        ``pruned_share``, ``lent_share`` and ``borrowed_share`` (of this rank's product FLOPs), ``migration_bytes``
+        (memory of the buffers for lent and borrowed slices), ``busy_s`` and ``products_s`` (seconds an iteration, at
+        full work; NaN before the first update), ``least_busy_s`` (the same at the cheapest pruning ratio, by the
+        measured cost: the floor of ZERO), ``is_straggler`` (0 or 1), ``overhead_s`` (seconds balancing cost in the last
+        step), ``statistic_bytes`` (memory that the priority's statistic holds), and in mode "off" ``would/<mode>/…`` of
+        :meth:`what_if`.
         """
         times = self._measurement.times
         return {
-            "balance/ratio": self._installer.pruning.ratio,
+            "balance/ratio": self._installer.pruning.ratio + self._installer.lent,
             "balance/pruned_share": self._installer.pruned_share,
-            "balance/lent_share": 0.0,
-            "balance/borrowed_share": 0.0,
+            "balance/lent_share": self._installer.lent_share,
+            "balance/borrowed_share": self._borrowed_share,
+            "balance/migration_bytes": float(self._lender.bytes_held if self._lender is not None else 0),
             "balance/busy_s": times.busy_s if times else math.nan,
             "balance/products_s": times.gemm_s if times else math.nan,
             "balance/least_busy_s": times.least_busy_s if times else math.nan,
@@ -256,6 +264,8 @@ class Balancer:
     def close(self) -> None:
         """Stop measuring and exchanging; the layers compute in full from now on."""
         self._installer.clear()
+        if self._lender is not None:
+            self._lender.install((), {})
         self._measurement.close()
         self._decision.close()
         for attached in (self._statistic, self._freezer):
@@ -282,14 +292,28 @@ class Balancer:
         is_needed = self.config.mode in PRIORITY_MODES and self._layers
         return build_statistic(self.config, self._layers, self.optimizer) if is_needed else None
 
+    def _build_lender(self, process_group: ProcessGroup) -> Lender | None:
+        if self.config.mode not in MIGRATING_MODES or self._num_ranks == 1:
+            return None
+        self._require_no_data_parallelism(
+            f"mode={self.config.mode!r}",
+            "gradients would be averaged over data-parallel replicas before they are whole",
+        )
+        return Lender(self._layers, process_group, self.config.migrate)
+
+    def _require_no_data_parallelism(self, what: str, why: str) -> None:
+        if world_size() > self._num_ranks:
+            raise ValueError(
+                f"{what} needs a tensor-parallel group of all {world_size()} ranks, this one has {self._num_ranks}: "
+                f"{why}"
+            )
+
     def _build_freezer(self) -> ColumnFreezer | None:
         if self.config.pruned_update != "freeze" or self.config.mode not in PRUNING_MODES:
             return None
-        if world_size() > self._num_ranks:
-            raise ValueError(
-                f"pruned_update='freeze' needs a tensor-parallel group of all {world_size()} ranks, this one has "
-                f"{self._num_ranks}: data-parallel replicas that freeze different columns would drift apart"
-            )
+        self._require_no_data_parallelism(
+            "pruned_update='freeze'", "data-parallel replicas that freeze different columns would drift apart"
+        )
         return ColumnFreezer(self._layers, self.optimizer)
 
     def _check_layers(self, process_group: ProcessGroup) -> None:
@@ -317,18 +341,21 @@ class Balancer:
             return
         if self._statistic is not None:
             self._statistic.begin_step(self._num_steps)
-        self._measurement.begin_step(self._installer.share_in_force)
+        borrowed_share = 0.0 if self._is_at_full_work else self._borrowed_share
+        self._measurement.begin_step(self._installer.spared_share_in_force, borrowed_share)
 
     def _update(self) -> None:
-        """Measure, decide, and carry it out."""
+        """Measure and decide."""
         self._measurement.learn()
         agreed = sorted(self._pins.items()), self._selector.epoch
         self._decision.update(self._measurement.times, self._measurement.cost, agreed)
         self._is_at_full_work = self.plan.begins_at_full_work
-        self._install()
-        if self.on_update is not None:
-            self.on_update(self._record())
-        self._overhead_since_update_s = 0.0
+
+    def _end_epoch(self) -> None:
+        if self._statistic is None or not self._selector.steps_of_epoch:
+            self._selector.end_epoch({}, incremental=False)
+        else:
+            self._selector.end_epoch(self._statistic.take(), incremental=self._statistic.incremental)
 
     def _record(self) -> UpdateRecord:
         times = self._measurement.times
@@ -340,8 +367,10 @@ class Balancer:
             busy_s=times.busy_s if times else math.nan,
             products_s=times.gemm_s if times else math.nan,
             is_straggler=self.plan.ranks[self._rank].is_straggler,
-            ratio=self._installer.pruning.ratio,
+            ratio=self._installer.pruning.ratio + self._installer.lent,
             pruned_share=self._installer.pruned_share,
+            lent_share=self._installer.lent_share,
+            borrowed_share=self._borrowed_share,
             layer_shares=self._installer.layer_shares,
             predicted_step_s=self.plan.predicted_step_s,
             begins_at_full_work=self._is_at_full_work,
@@ -349,21 +378,24 @@ class Balancer:
             would=self.what_if(),
         )
 
-    def _end_full_work(self) -> None:
-        """A step at full work is over, if it was one: from now on the plan holds."""
-        if self._is_at_full_work:
-            self._is_at_full_work = False
-            self._install()
-
     def _install(self) -> None:
+        """Carry out what is decided, from the next iteration on."""
+        own = self.plan.ranks[self._rank]
         if self._rank in self._pins:
             self._installer.install(Pruning(self._pins[self._rank], is_exact=True))
         else:
-            ratio = self.plan.ranks[self._rank].ratio
-            self._installer.install(Pruning(ratio, is_exact=self.config.forced_ratio is not None))
+            self._installer.install(Pruning(own.ratio, is_exact=self.config.forced_ratio is not None), own.lent)
             if self._is_at_full_work:
                 self._installer.suspend()
+        if self._lender is not None:
+            loans = () if self._is_at_full_work else self.plan.loans
+            self._lender.install(loans, self._installer.lent_columns(), version=self._selector.epoch)
+            self._lender.send_weights()
         self._begin_step()
+
+    @property
+    def _borrowed_share(self) -> float:
+        return borrowed_shares(self.plan.loans, self._num_ranks)[self._rank]
 
     def _require_rank(self, rank: int) -> None:
         if not 0 <= rank < self._num_ranks:

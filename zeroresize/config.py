@@ -13,7 +13,7 @@ import yaml
 
 from zeroresize.yaml_values import load_yaml
 
-MODES = ("off", "zero-rd", "zero-pri", "zero-pridiff")
+MODES = ("off", "zero-rd", "zero-pri", "zero-pridiff", "mig")
 TARGETS = ("mean", "min")
 IMPUTATIONS = ("zero", "average", "same")
 RANK_CHOICES = ("stragglers", "all")
@@ -22,11 +22,15 @@ PRIORITIES = ("variation", "activation", "path_length")
 SNAPSHOTS = ("host", "bf16")
 PRIDIFF_RULES = ("budget", "paper")
 PRUNED_UPDATES = ("optimizer", "freeze")
+MIGRATIONS = ("broadcast-reduce", "scatter-gather")
+MIG_RULES = ("balanced", "paper")
 
 #: Modes in which a straggler drops columns of its products (ZERO-resizing, paper section III).
 PRUNING_MODES = ("zero-rd", "zero-pri", "zero-pridiff")
 #: Those of them that choose the columns by a statistic.
 PRIORITY_MODES = ("zero-pri", "zero-pridiff")
+#: Those in which other ranks compute a straggler's columns (migration, section IV).
+MIGRATING_MODES = ("mig",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +40,10 @@ class BalanceConfig:
     Attributes:
         mode: ``"off"`` computes everything but still measures (the paper's Baseline). The others let stragglers prune
             columns: ``"zero-rd"`` drawn at random, ``"zero-pri"`` by priority, ``"zero-pridiff"`` by priority and with
-            a ratio of its own for every layer (ZERO-Rd, -Pri, -PriDiff, sections III-B and III-C).
-        ratio: ``"auto"`` solves Eq. (1) for every straggler; a number forces that pruning ratio γ,
-            0 ≤ γ < 1 (0 prunes nothing).
+            a ratio of its own for every layer (ZERO-Rd, -Pri, -PriDiff, sections III-B and III-C). With ``"mig"``
+            stragglers hand columns to the other ranks (section IV), and nothing is left out.
+        ratio: ``"auto"`` solves Eq. (1) for every straggler; a number forces that ratio γ, 0 ≤ γ < 1 where it prunes
+            (0 prunes nothing), 0 ≤ γ ≤ 1 where it migrates.
         ranks: whom a forced ratio applies to: ``"stragglers"`` (as measured), ``"all"``, or ranks counted within the
             group. With ``"all"`` or a list the ratio is in force from the first iteration.
         target: the reference time of Eq. (1): the ``"mean"`` over the ranks (paper) or their ``"min"``.
@@ -60,6 +65,10 @@ class BalanceConfig:
         alpha, theta_iter: α and θ of one iteration, for the paper's rule.
         pruned_update: whether the ``"optimizer"`` steps pruned columns, with a gradient of zero but with momentum and
             weight decay, or they ``"freeze"``; that needs ``imputation="zero"``.
+        migrate: how migrated columns travel: ``"broadcast-reduce"`` by collectives, merged with those that run anyway,
+            or ``"scatter-gather"`` from rank to rank.
+        mig_rule: what ``"mig"`` aims at: the time at which all ranks are ``"balanced"``, or the ``"paper"``'s Eq. (1)
+            with the fastest rank's time.
         block: columns are pruned in blocks of so many neighbours; 1 is the paper.
         iters_per_epoch: if set, ``Balancer.step`` calls ``epoch_end`` itself every so many optimizer steps.
         seed: seed of the column orders.
@@ -85,6 +94,8 @@ class BalanceConfig:
     alpha: float = 0.8
     theta_iter: float = 1e-3
     pruned_update: str = "optimizer"
+    migrate: str = "broadcast-reduce"
+    mig_rule: str = "balanced"
     block: int = 1
     iters_per_epoch: int | None = None
     seed: int = 0
@@ -97,6 +108,8 @@ class BalanceConfig:
         _one_of("snapshot", self.snapshot, SNAPSHOTS)
         _one_of("pridiff_rule", self.pridiff_rule, PRIDIFF_RULES)
         _one_of("pruned_update", self.pruned_update, PRUNED_UPDATES)
+        _one_of("migrate", self.migrate, MIGRATIONS)
+        _one_of("mig_rule", self.mig_rule, MIG_RULES)
         _in_range("tolerance", self.tolerance, 0.0, 10.0)
         _in_range("max_ratio", self.max_ratio, 0.0, 1.0, open_low=True, open_high=True)
         _in_range("ewma", self.ewma, 0.65, 1.0)
@@ -109,7 +122,7 @@ class BalanceConfig:
         _at_least("seed", self.seed, 0)
         if self.iters_per_epoch is not None:
             _at_least("iters_per_epoch", self.iters_per_epoch, 1)
-        object.__setattr__(self, "ratio", _checked_ratio(self.ratio))
+        object.__setattr__(self, "ratio", _checked_ratio(self.ratio, self.mode))
         object.__setattr__(self, "ranks", _checked_ranks(self.ranks))
         if self.ranks != "stragglers" and self.ratio == "auto":
             raise ValueError(
@@ -121,6 +134,8 @@ class BalanceConfig:
                 f"ratio={self.ratio} exceeds max_ratio={self.max_ratio}, which no layer may in mode 'zero-pridiff': "
                 "lower ratio or raise max_ratio"
             )
+        if self.mode in MIGRATING_MODES and self.ranks == "all":
+            raise ValueError(f"ranks='all' with mode={self.mode!r}: nobody would be left to take the work over")
         if self.pruned_update == "freeze" and self.imputation != "zero":
             raise ValueError(
                 f"pruned_update='freeze' with imputation={self.imputation!r} is not allowed: a frozen column takes no "
@@ -144,6 +159,11 @@ class BalanceConfig:
                 raise ValueError(
                     f"ranks={list(self.ranks)} names {outside}, but the process group has {num_ranks} ranks: "
                     f"allowed are 0 to {num_ranks - 1}, counted within the group"
+                )
+            if self.mode in MIGRATING_MODES and len(self.ranks) == num_ranks > 1:
+                raise ValueError(
+                    f"ranks={list(self.ranks)} with mode={self.mode!r} names all {num_ranks} ranks of the process "
+                    "group: at least one must be left to take the work over"
                 )
 
     def replace(self, **changes: Any) -> BalanceConfig:
@@ -222,13 +242,16 @@ def _at_least(key: str, value: Any, least: int) -> None:
         raise ValueError(f"{key}={value!r} is not allowed: a whole number of at least {least} is needed")
 
 
-def _checked_ratio(ratio: Any) -> str | float:
-    allowed = "'auto' or a number with 0 <= ratio < 1 (at 1 nothing would be computed)"
+def _checked_ratio(ratio: Any, mode: str) -> str | float:
+    if mode in MIGRATING_MODES:
+        allowed = "'auto' or a number with 0 <= ratio <= 1"
+    else:
+        allowed = "'auto' or a number with 0 <= ratio < 1 (at 1 nothing would be computed)"
     if isinstance(ratio, str):
         if ratio != "auto":
             raise ValueError(f"ratio={ratio!r} is not allowed: {allowed}")
         return ratio
-    if not _is_number(ratio) or not 0.0 <= ratio < 1.0:
+    if not _is_number(ratio) or not 0.0 <= ratio <= 1.0 or (ratio == 1.0 and mode not in MIGRATING_MODES):
         raise ValueError(f"ratio={ratio!r} is not allowed: {allowed}")
     return float(ratio)
 

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from zeroresize import kernels
 from zeroresize.collectives import all_reduce, start_all_reduce
+from zeroresize.migration.layer_loans import LayerLoans
 from zeroresize.plan import LayerPlan
 from zeroresize.probe import Probes
 
@@ -38,9 +39,10 @@ def column_parallel_products(
     process_group: ProcessGroup,
     probes: Probes,
     last: LastGradients | None = None,
+    loans: LayerLoans | None = None,
 ) -> Tensor:
     """y [..., N] of x [..., K], with the all-reduce of dx over ``process_group`` in backward."""
-    return _ColumnParallelProducts.apply(x, w_NK, bias_N, plan, process_group, probes, last)
+    return _ColumnParallelProducts.apply(x, w_NK, bias_N, plan, process_group, probes, last, loans)
 
 
 def row_parallel_products(
@@ -50,9 +52,10 @@ def row_parallel_products(
     process_group: ProcessGroup,
     probes: Probes,
     last: LastGradients | None = None,
+    loans: LayerLoans | None = None,
 ) -> Tensor:
     """y [..., N], the sum over ``process_group`` of the products of each rank's slice x [..., K]."""
-    return _RowParallelProducts.apply(x, w_NK, plan, process_group, probes, last)
+    return _RowParallelProducts.apply(x, w_NK, plan, process_group, probes, last, loans)
 
 
 class _ColumnParallelProducts(torch.autograd.Function):
@@ -62,11 +65,15 @@ class _ColumnParallelProducts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, w_NK, bias_N, plan, process_group, probes, last):
+    def forward(ctx, x, w_NK, bias_N, plan, process_group, probes, last, loans):
         ctx.save_for_backward(x, w_NK)
-        ctx.plan, ctx.process_group, ctx.probes, ctx.last = plan, process_group, probes, last
+        ctx.plan, ctx.process_group, ctx.probes, ctx.last, ctx.loans = plan, process_group, probes, last, loans
         ctx.has_bias = bias_N is not None
-        return _whole_or_resized_forward(x, w_NK, bias_N, plan, probes)
+        if loans is None:
+            return _whole_or_resized_forward(x, w_NK, bias_N, plan, probes)
+        x_TK = x.reshape(-1, x.shape[-1])
+        y_TN = loans.column_forward(x_TK, lambda: _whole_or_resized_forward(x_TK, w_NK, bias_N, plan, probes))
+        return y_TN.view(*x.shape[:-1], w_NK.shape[0])
 
     @staticmethod
     @once_differentiable
@@ -74,37 +81,53 @@ class _ColumnParallelProducts(torch.autograd.Function):
         x, w_NK = ctx.saved_tensors
         dx = dw_NK = db_N = work = None
         dy_TN = dy.reshape(-1, dy.shape[-1])
-        if ctx.needs_input_grad[0]:
-            dx = _dgrad(dy_TN, w_NK, x.shape, ctx)
-            work = start_all_reduce(dx, ctx.process_group)
-        if ctx.needs_input_grad[1]:
-            dw_NK = _wgrad(dy_TN, x, ctx)
+        x_TK = x.reshape(-1, x.shape[-1])
+        own_dgrad = (lambda: _dgrad(dy_TN, w_NK, ctx)) if ctx.needs_input_grad[0] else None
+        own_wgrad = (lambda: _wgrad(dy_TN, x_TK, ctx)) if ctx.needs_input_grad[1] else None
+        if ctx.loans is not None:
+            dx, dw_NK, work = ctx.loans.column_backward(dy_TN, x_TK, own_dgrad=own_dgrad, own_wgrad=own_wgrad)
+        else:
+            if own_dgrad is not None:
+                dx = own_dgrad()
+                work = start_all_reduce(dx, ctx.process_group)
+            if own_wgrad is not None:
+                dw_NK = own_wgrad()
         if ctx.has_bias and ctx.needs_input_grad[2]:
             db_N = dy_TN.sum(dim=0)
         if work is not None:
             work.wait()
-        return dx, dw_NK, db_N, None, None, None, None
+        return dx if dx is None else dx.view(x.shape), dw_NK, db_N, None, None, None, None, None
 
 
 class _RowParallelProducts(torch.autograd.Function):
     """y = Σ_r x[:, keep] w[:, keep]ᵀ; dx = impute(dy w[:, keep]); dw = impute(dyᵀ x[:, keep])."""
 
     @staticmethod
-    def forward(ctx, x, w_NK, plan, process_group, probes, last):
-        ctx.save_for_backward(x, w_NK)
-        ctx.plan, ctx.probes, ctx.last = plan, probes, last
-        y = _whole_or_resized_forward(x, w_NK, None, plan, probes)
+    def forward(ctx, x, w_NK, plan, process_group, probes, last, loans):
+        ctx.plan, ctx.probes, ctx.last, ctx.loans = plan, probes, last, loans
+        if loans is None:
+            y, kept = _whole_or_resized_forward(x, w_NK, None, plan, probes), []
+        else:
+            x_TK = x.reshape(-1, x.shape[-1])
+            y, kept = loans.row_forward(x_TK, lambda: _whole_or_resized_forward(x_TK, w_NK, None, plan, probes))
+        ctx.save_for_backward(x, w_NK, *kept)
         all_reduce(y, process_group)
-        return y
+        return y.view(*x.shape[:-1], w_NK.shape[0])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, w_NK = ctx.saved_tensors
+        x, w_NK, *kept = ctx.saved_tensors
         dy_TN = dy.reshape(-1, dy.shape[-1])
-        dx = _dgrad(dy_TN, w_NK, x.shape, ctx) if ctx.needs_input_grad[0] else None
-        dw_NK = _wgrad(dy_TN, x, ctx) if ctx.needs_input_grad[1] else None
-        return dx, dw_NK, None, None, None, None
+        x_TK = x.reshape(-1, x.shape[-1])
+        own_dgrad = (lambda: _dgrad(dy_TN, w_NK, ctx)) if ctx.needs_input_grad[0] else None
+        own_wgrad = (lambda: _wgrad(dy_TN, x_TK, ctx)) if ctx.needs_input_grad[1] else None
+        if ctx.loans is not None:
+            dx, dw_NK = ctx.loans.row_backward(dy_TN, kept, own_dgrad=own_dgrad, own_wgrad=own_wgrad)
+        else:
+            dx = own_dgrad() if own_dgrad is not None else None
+            dw_NK = own_wgrad() if own_wgrad is not None else None
+        return dx if dx is None else dx.view(x.shape), dw_NK, None, None, None, None, None
 
 
 def _whole_or_resized_forward(x, w_NK, bias_N, plan, probes):
@@ -114,17 +137,17 @@ def _whole_or_resized_forward(x, w_NK, bias_N, plan, probes):
     return y_TN.view(*x.shape[:-1], w_NK.shape[0])
 
 
-def _dgrad(dy_TN, w_NK, x_shape, ctx):
+def _dgrad(dy_TN, w_NK, ctx):
     last_dx_TK = ctx.last.dx_TK if ctx.last is not None else None
     dx_TK = ctx.probes.product(kernels.dgrad, dy_TN, w_NK, ctx.plan, last_dx_TK)
     if ctx.last is not None:
         ctx.last.dx_TK = _remembered(dx_TK, last_dx_TK)  # before the all-reduce: what this rank itself computed
-    return dx_TK.view(x_shape)
+    return dx_TK
 
 
-def _wgrad(dy_TN, x, ctx):
+def _wgrad(dy_TN, x_TK, ctx):
     last_dw_NK = ctx.last.dw_NK if ctx.last is not None else None
-    dw_NK = ctx.probes.product(kernels.wgrad, dy_TN, x.reshape(-1, x.shape[-1]), ctx.plan, last_dw_NK)
+    dw_NK = ctx.probes.product(kernels.wgrad, dy_TN, x_TK, ctx.plan, last_dw_NK)
     if ctx.last is not None:
         ctx.last.dw_NK = _remembered(dw_NK, last_dw_NK)
     return dw_NK

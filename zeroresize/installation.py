@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 from zeroresize.lineage import LineageTable
 from zeroresize.linear import BalancedLinear
@@ -17,8 +18,9 @@ class PlanInstaller:
 
     Attributes:
         pruning: what is decided.
-        pruned_share: share of this rank's product FLOPs that it drops, after rounding to columns and blocks (layers
-            weighted by their matrices' sizes).
+        lent: γ of what is left to other ranks.
+        pruned_share, lent_share: shares of this rank's product FLOPs that it drops and leaves to others, after rounding
+            to columns and blocks (layers weighted by their matrices' sizes).
         layer_shares: share of every layer's columns that is pruned.
         in_force: what the next step does, ``pruning`` unless suspended.
     """
@@ -28,47 +30,59 @@ class PlanInstaller:
     ) -> None:
         self._layers, self._lineage, self._selector, self._imputation = layers, lineage, selector, imputation
         self.pruning = self.in_force = Pruning()
-        self.pruned_share = 0.0
+        self.lent = self._lent_in_force = 0.0
+        self.pruned_share = self.lent_share = 0.0
         self.layer_shares = dict.fromkeys(layers, 0.0)
         self._epoch_in_force = 0
 
-    def install(self, pruning: Pruning) -> None:
-        """Prune the columns that the selector names in its epoch, from the next forward on."""
-        self._carry_out(pruning)
-        self.pruning = pruning
-        self.layer_shares = {
-            name: layer.plan.pruned_share if layer.plan else 0.0 for name, layer in self._layers.items()
-        }
-        self.pruned_share = self._share_of_work()
+    def install(self, pruning: Pruning, lent: float = 0.0) -> None:
+        """Prune, and leave to others, the columns that the selector names in its epoch, from the next forward on."""
+        self._carry_out(pruning, lent)
+        self.pruning, self.lent = pruning, lent
+        plans = {name: layer.plan for name, layer in self._layers.items()}
+        self.layer_shares = {name: plan.pruned_share if plan else 0.0 for name, plan in plans.items()}
+        self.pruned_share = self._share_of_work(self.layer_shares)
+        self.lent_share = self._share_of_work({name: plan.lent_share if plan else 0.0 for name, plan in plans.items()})
 
     def suspend(self) -> None:
-        """Prune nothing until the next :meth:`install`, though it is decided."""
-        self._carry_out(Pruning())
+        """Compute everything here until the next :meth:`install`, whatever is decided."""
+        self._carry_out(Pruning(), 0.0)
 
     def clear(self) -> None:
         """No plan in any layer."""
         self.install(Pruning())
 
     @property
-    def share_in_force(self) -> float:
-        """Share of this rank's product FLOPs that the next step drops."""
-        return self.pruned_share if self.in_force == self.pruning else 0.0
+    def spared_share_in_force(self) -> float:
+        """Share of this rank's product FLOPs that it does not compute in the next step."""
+        is_suspended = (self.in_force, self._lent_in_force) != (self.pruning, self.lent)
+        return 0.0 if is_suspended else self.pruned_share + self.lent_share
 
-    def _carry_out(self, pruning: Pruning) -> None:
-        if (pruning, self._selector.epoch) == (self.in_force, self._epoch_in_force):
+    def lent_columns(self) -> dict[str, Tensor]:
+        """What is lent of every layer, in the order in which it is divided; on the layers' devices."""
+        return {name: layer.plan.lent for name, layer in self._layers.items() if layer.plan is not None}
+
+    def _carry_out(self, pruning: Pruning, lent: float) -> None:
+        wanted = (pruning, lent, self._selector.epoch)
+        if wanted == (self.in_force, self._lent_in_force, self._epoch_in_force):
             return
-        self.in_force, self._epoch_in_force = pruning, self._selector.epoch
-        for name, columns in self._selector.pruned_columns(pruning).items():
-            layer = self._layers[name]
-            layer.plan = self._layer_plan(layer, columns.tolist())
+        self.in_force, self._lent_in_force, self._epoch_in_force = wanted
+        pruned_columns, lent_columns = self._selector.pruned_columns(pruning), self._selector.lent_columns(lent)
+        for name, layer in self._layers.items():
+            layer.plan = self._layer_plan(layer, pruned_columns[name].tolist(), lent_columns[name].tolist())
             self._lineage.record(name, layer.plan)
 
-    def _share_of_work(self) -> float:
+    def _share_of_work(self, shares: Mapping[str, float]) -> float:
         work = {name: layer.weight.numel() for name, layer in self._layers.items()}
-        return sum(work[name] * share for name, share in self.layer_shares.items()) / max(sum(work.values()), 1)
+        return sum(work[name] * share for name, share in shares.items()) / max(sum(work.values()), 1)
 
-    def _layer_plan(self, layer: BalancedLinear, columns: list[int]) -> LayerPlan | None:
-        if not columns:
+    def _layer_plan(self, layer: BalancedLinear, pruned: list[int], lent: list[int]) -> LayerPlan | None:
+        if not pruned and not lent:
             return None
-        pruned = torch.tensor(columns, dtype=torch.int64, device="cpu")
-        return LayerPlan.from_pruned(pruned, layer.num_columns, layer.weight.device, self._imputation)
+        return LayerPlan.from_pruned(
+            torch.tensor(pruned, dtype=torch.int64, device="cpu"),
+            layer.num_columns,
+            layer.weight.device,
+            self._imputation,
+            torch.tensor(lent, dtype=torch.int64, device="cpu"),
+        )

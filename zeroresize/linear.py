@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.collectives import gather_from, group_rank, group_size, require_group, scatter_to
 from zeroresize.functional import LastGradients, column_parallel_products, row_parallel_products
+from zeroresize.migration.layer_loans import LayerLoans
 from zeroresize.plan import LayerPlan
 from zeroresize.probe import Probes
 
@@ -30,6 +31,7 @@ class BalancedLinear:
     Attributes:
         plan: the layer's current :class:`~zeroresize.plan.LayerPlan`, None for the whole product. Evaluation
             (``training`` False) always computes in full.
+        loans: what other ranks compute of the layer, and it for them; None where nothing migrates.
         probes: what measures or slows the products.
         last: gradients of the previous backward, held only for ``imputation="same"``.
         num_tokens: T, summed over all training forwards so far.
@@ -40,6 +42,7 @@ class BalancedLinear:
     """
 
     plan: LayerPlan | None
+    loans: LayerLoans | None
     probes: Probes
     last: LastGradients | None
     num_tokens: int
@@ -53,6 +56,7 @@ class BalancedLinear:
     def prepare_balancing(self) -> None:
         """Give the layer its balancing state: no plan, no probes."""
         self.plan = None
+        self.loans = None
         self.probes = Probes()
         self.last = None
         self.num_tokens = 0
@@ -69,13 +73,20 @@ class BalancedLinear:
         """y [..., N] of the whole x [..., K]; in backward dx is summed over the group."""
         x, weight, bias = _cast_for_autocast(x, self.weight, bias)
         plan = self._plan_in_force(x)
-        return column_parallel_products(x, weight, bias, plan, self.process_group, self.probes, self.last)
+        return column_parallel_products(
+            x, weight, bias, plan, self.process_group, self.probes, self.last, self._loans_in_force()
+        )
 
     def row_products(self, x: Tensor) -> Tensor:
         """Sum over the group of y [..., N] of each rank's slice x [..., K]."""
         x, weight, _ = _cast_for_autocast(x, self.weight, None)
         plan = self._plan_in_force(x)
-        return row_parallel_products(x, weight, plan, self.process_group, self.probes, self.last)
+        return row_parallel_products(
+            x, weight, plan, self.process_group, self.probes, self.last, self._loans_in_force()
+        )
+
+    def _loans_in_force(self) -> LayerLoans | None:
+        return self.loans if self.training else None
 
     def _plan_in_force(self, x: Tensor) -> LayerPlan | None:
         if x.shape[-1] != self.num_columns:

@@ -55,9 +55,9 @@ class Measurement:
         """Seconds that timing cost in the last step."""
         return self._timer.overhead_s
 
-    def begin_step(self, pruned_share: float) -> None:
-        """A step begins under a plan that prunes this share of the rank's products."""
-        self._timer.begin_step(pruned_share)
+    def begin_step(self, spared_share: float, borrowed_share: float) -> None:
+        """A step begins under a plan that spares this rank a share of its products and adds one of others'."""
+        self._timer.begin_step(spared_share, borrowed_share)
 
     def end_step(self) -> None:
         """The step is over."""

@@ -16,12 +16,31 @@ class RankPlan:
     """One rank's share of a plan.
 
     Attributes:
-        ratio: pruning ratio γ, the share of every layer's columns that the rank does not compute.
+        ratio: pruning ratio γ, the share of every layer's columns that nobody computes.
+        lent: the share of every layer's columns that other ranks compute.
         is_straggler: whether the rank was found to be one.
     """
 
     ratio: float = 0.0
     is_straggler: bool = False
+    lent: float = 0.0
+
+
+@dataclass(frozen=True)
+class Loan:
+    """What one rank hands to others, in every balanced layer alike.
+
+    Attributes:
+        owner: whose columns.
+        ratio: γ, the share of the owner's columns.
+        receivers: who computes them, in the order in which they are divided.
+        parts: which share of them each receiver computes; their sum is 1.
+    """
+
+    owner: int
+    ratio: float
+    receivers: tuple[int, ...]
+    parts: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -33,26 +52,31 @@ class WorkloadPlan:
         ranks: one ``RankPlan`` a rank, in the order of the group.
         predicted_step_s: busy time in seconds of the slowest rank under this plan; NaN before anything was measured.
         begins_at_full_work: whether the first iteration under this plan computes everything, to be measured.
+        loans: what migrates, in the order in which every rank carries it out.
     """
 
     update: int
     ranks: tuple[RankPlan, ...]
     predicted_step_s: float = float("nan")
     begins_at_full_work: bool = False
+    loans: tuple[Loan, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
 class LayerPlan:
-    """Which columns of one layer are computed, and what becomes of the gradients of the others.
+    """Which columns of one layer are computed, where, and what becomes of the gradients of the others.
 
     Attributes:
-        keep_P: kept columns, sorted, int64, on the layer's device. P ≥ 1.
-        pruned: the other columns, sorted, int64, on the layer's device.
+        keep_P: columns computed here, sorted, int64, on the layer's device. P ≥ 1 where nothing is lent.
+        pruned: columns that nobody computes, sorted, int64, on the layer's device.
+        lent: columns that other ranks compute, in the order in which they are divided among them, int64, on the layer's
+            device; their gradients are zero here until those ranks' results come home.
         imputation: ``"zero"``, ``"average"`` or ``"same"``, see :class:`~zeroresize.BalanceConfig`.
     """
 
     keep_P: Tensor
     pruned: Tensor
+    lent: Tensor
     imputation: str = "zero"
 
     @classmethod
@@ -62,32 +86,42 @@ class LayerPlan:
         num_columns: int,
         device: torch.device | str = "cpu",
         imputation: str = "zero",
+        lent: Tensor | None = None,
     ) -> LayerPlan:
-        """A plan that drops the columns ``pruned`` (any order, int64, on the CPU) of ``num_columns``.
+        """A plan that drops the columns ``pruned`` and lends ``lent`` (int64, on the CPU) of ``num_columns``.
 
         Its index lists are put on ``device``, so that no product ever waits for one.
 
         Raises:
-            ValueError: if an index is out of range or repeated, or no column would be kept.
+            ValueError: if an index is out of range or repeated, or no column would be computed by anybody.
         """
-        if pruned.numel() and (int(pruned.min()) < 0 or int(pruned.max()) >= num_columns):
-            raise ValueError(f"pruned columns must lie in 0 to {num_columns - 1}, found {pruned.tolist()}")
+        lent = torch.empty(0, dtype=torch.int64, device="cpu") if lent is None else lent
+        elsewhere = torch.cat([pruned, lent])
+        if elsewhere.numel() and (int(elsewhere.min()) < 0 or int(elsewhere.max()) >= num_columns):
+            raise ValueError(f"pruned and lent columns must lie in 0 to {num_columns - 1}, found {elsewhere.tolist()}")
         is_kept = torch.ones(num_columns, dtype=torch.bool, device="cpu")
-        is_kept[pruned] = False
+        is_kept[elsewhere] = False
         keep_P = is_kept.nonzero().squeeze(1)
-        if keep_P.numel() == 0:
+        if keep_P.numel() + lent.numel() == 0:
             raise ValueError(f"a plan must keep at least one of {num_columns} columns")
-        if keep_P.numel() + pruned.numel() != num_columns:
-            raise ValueError("pruned columns must be different from each other")
-        sorted_pruned = pruned.sort().values
-        return cls(keep_P.to(device, non_blocking=True), sorted_pruned.to(device, non_blocking=True), imputation)
+        if keep_P.numel() + elsewhere.numel() != num_columns:
+            raise ValueError("pruned and lent columns must be different from each other")
+        keep_P, pruned, lent = (
+            columns.to(device, non_blocking=True) for columns in (keep_P, pruned.sort().values, lent)
+        )
+        return cls(keep_P, pruned, lent, imputation)
 
     @property
     def num_columns(self) -> int:
         """K, the layer's input features on this rank."""
-        return self.keep_P.numel() + self.pruned.numel()
+        return self.keep_P.numel() + self.pruned.numel() + self.lent.numel()
 
     @property
     def pruned_share(self) -> float:
-        """Share of the layer's product FLOPs that is not computed, 0 to 1."""
+        """Share of the layer's product FLOPs that nobody computes, 0 to 1."""
         return self.pruned.numel() / self.num_columns
+
+    @property
+    def lent_share(self) -> float:
+        """Share of the layer's product FLOPs that other ranks compute, 0 to 1."""
+        return self.lent.numel() / self.num_columns

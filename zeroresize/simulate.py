@@ -112,7 +112,7 @@ def _step_of_rank(cluster: Cluster, chi: float, ratio: float, noise: Sequence[fl
     rest_s = cluster.rest_s * float(noise[0])
     gemm_s = chi * cluster.gemm_s * cluster.cost.gemm_share_at(ratio) * float(noise[1])
     overhead_s = cluster.cost.overhead_at(ratio) * float(noise[2])
-    return StepTimes(rest_s + gemm_s + overhead_s, gemm_s, overhead_s, pruned_share=ratio)
+    return StepTimes(rest_s + gemm_s + overhead_s, gemm_s, overhead_s, spared_share=ratio)
 
 
 def settling(ratios: Sequence[float], change: int, until: int, band: float = 0.05) -> tuple[int, float]:

@@ -24,6 +24,7 @@ class UpdateRecord:
         is_straggler: whether the rank was found to be one.
         ratio: γ in force from now on.
         pruned_share: share of this rank's product FLOPs that it drops.
+        lent_share, borrowed_share: what others compute for it and it for others, in units of its own product FLOPs.
         layer_shares: share of every layer's columns that is pruned, by layer name.
         predicted_step_s: busy time of the group's slowest rank under the plan.
         begins_at_full_work: whether the next step prunes nothing nevertheless, to be measured.
@@ -40,6 +41,8 @@ class UpdateRecord:
     is_straggler: bool
     ratio: float
     pruned_share: float
+    lent_share: float
+    borrowed_share: float
     layer_shares: Mapping[str, float]
     predicted_step_s: float
     begins_at_full_work: bool
@@ -72,6 +75,18 @@ class JsonLinesTelemetry:
         self._lines.close()
 
 
+_SCALARS = (
+    "busy_s",
+    "products_s",
+    "ratio",
+    "pruned_share",
+    "lent_share",
+    "borrowed_share",
+    "predicted_step_s",
+    "balancing_s",
+)
+
+
 class TensorBoardTelemetry:
     """Shows every record's numbers under ``balance/`` in TensorBoard; each rank needs a folder of its own.
 
@@ -86,7 +101,7 @@ class TensorBoardTelemetry:
         self._board = SummaryWriter(str(folder), purge_step=from_step + 1 if from_step else None)
 
     def __call__(self, record: UpdateRecord) -> None:
-        for name in ("busy_s", "products_s", "ratio", "pruned_share", "predicted_step_s", "balancing_s"):
+        for name in _SCALARS:
             value = getattr(record, name)
             if not math.isnan(value):
                 self._board.add_scalar(f"balance/{name}", value, record.step)

@@ -104,7 +104,8 @@ def clock_for(device: torch.device) -> Clock:
 @dataclass
 class _Step:
     begin: Any
-    pruned_share: float = 0.0
+    spared_share: float = 0.0
+    borrowed_share: float = 0.0
     end: Any = None
     products: list[tuple[Any, Any]] = field(default_factory=list)
     gemms: list[tuple[Any, Any]] = field(default_factory=list)
@@ -133,15 +134,15 @@ class StepTimer(Probe):
         self._mark_s = self._measure_mark_s()
         waits.listen(self)
 
-    def begin_step(self, pruned_share: float = 0.0) -> None:
-        """An iteration begins in which this share of the products' FLOPs is not computed.
+    def begin_step(self, spared_share: float = 0.0, borrowed_share: float = 0.0) -> None:
+        """An iteration begins under a plan that spares this rank a share of its products and adds one of others'.
 
         Whatever was measured since the last ``end_step`` is dropped.
         """
         self._drop_step()
         self._thread = threading.get_ident()
         self._clock.enter_main_stream()
-        self._step = _Step(begin=self._clock.mark(), pruned_share=pruned_share)
+        self._step = _Step(self._clock.mark(), spared_share, borrowed_share)
         self._num_marks = 1
 
     def end_step(self) -> list[StepTimes]:
@@ -231,5 +232,6 @@ class StepTimer(Probe):
             busy_s=max(wall_s - waits_s, products_s),
             gemm_s=gemm_s,
             overhead_s=max(products_s - gemm_s, 0.0),
-            pruned_share=step.pruned_share,
+            spared_share=step.spared_share,
+            borrowed_share=step.borrowed_share,
         )

@@ -7,9 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zeroresize.config import PRUNING_MODES, BalanceConfig
-from zeroresize.plan import RankPlan, WorkloadPlan
+from zeroresize.config import MIGRATING_MODES, BalanceConfig
+from zeroresize.plan import Loan, RankPlan, WorkloadPlan
 from zeroresize.policy.ratio import RankTimes, find_stragglers, pruning_ratios, reference_time
+from zeroresize.policy.sharing import (
+    balanced_shares,
+    borrowed_shares,
+    lending_ratios,
+    loans_of,
+    paper_lending_ratios,
+)
 from zeroresize.policy.smoothing import LARGE_CHANGE, smoothed, steadied
 
 #: How far below the fastest rank's time a straggler aims, as a share; with target "mean" (the paper's) not at all.
@@ -55,6 +62,7 @@ class Controller:
     _ranks: list[_RankState] = field(init=False)
     _num_updates: int = field(default=0, init=False)
     _saved_for_full_work_s: float = field(default=0.0, init=False)
+    _loans: tuple[Loan, ...] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
         self.config.validate_group_size(self.num_ranks)
@@ -64,6 +72,7 @@ class Controller:
         """The plan in force from the first iteration: a ratio forced on named ranks, else full work."""
         for rank, state in enumerate(self._ranks):
             state.ratio = self._forced_from_start(rank)
+        self._lend(None)
         return self.current_plan()
 
     def update(self, samples: Sequence[RankTimes]) -> WorkloadPlan:
@@ -90,7 +99,9 @@ class Controller:
         for state, is_straggler, ratio in zip(self._ranks, are_stragglers, wanted, strict=True):
             state.is_straggler = is_straggler
             state.want(ratio, self.config.dead_band)
-        step_s = max(rank.busy_at(state.ratio) for rank, state in zip(times, self._ranks, strict=True))
+        if [state.ratio for state in self._ranks] != ratios_before:
+            self._lend(times)
+        step_s = self._predicted_step_s(times)
         return self._plan(step_s, self._begins_at_full_work(times, step_s, ratios_before))
 
     def current_plan(self) -> WorkloadPlan:
@@ -103,6 +114,7 @@ class Controller:
             "num_updates": self._num_updates,
             "saved_for_full_work_s": self._saved_for_full_work_s,
             "ranks": [vars(state).copy() for state in self._ranks],
+            "loans": [(loan.owner, loan.ratio, list(loan.receivers), list(loan.parts)) for loan in self._loans],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -118,22 +130,30 @@ class Controller:
         self._num_updates = state["num_updates"]
         self._saved_for_full_work_s = state["saved_for_full_work_s"]
         self._ranks = [_RankState(**values) for values in state["ranks"]]
-        if self.config.mode not in PRUNING_MODES:
+        self._loans = tuple(Loan(owner, ratio, tuple(to), tuple(parts)) for owner, ratio, to, parts in state["loans"])
+        if self.config.mode == "off" or self._lends != bool(self._loans):  # it was another kind of balancing
+            self._loans = ()
             for rank in self._ranks:
                 rank.ratio = rank.wanted = 0.0
 
     def _forced_from_start(self, rank: int) -> float:
         forced, ranks = self.config.forced_ratio, self.config.ranks
-        if forced is None or self.config.mode not in PRUNING_MODES or ranks == "stragglers":
+        if forced is None or self.config.mode == "off" or ranks == "stragglers":
             return 0.0
         return forced if ranks == "all" or rank in ranks else 0.0
 
     def _wanted_ratios(
         self, times: Sequence[RankTimes], are_stragglers: Sequence[bool], reference_s: float
     ) -> list[float]:
-        if self.config.mode not in PRUNING_MODES:
+        if self.config.mode == "off":
             return [0.0] * self.num_ranks
         forced = self.config.forced_ratio
+        if forced is None and self._lends:
+            if self.config.mig_rule == "paper":
+                ratios = paper_lending_ratios(times, are_stragglers, reference_s)
+            else:
+                ratios = lending_ratios(times, are_stragglers)
+            return [min(ratio, self.config.max_ratio) for ratio in ratios]
         if forced is None:
             headroom = HEADROOM if self.config.target == "min" else 0.0
             return pruning_ratios(times, are_stragglers, reference_s, headroom)
@@ -147,8 +167,8 @@ class Controller:
         From time to time, as the budget allows; on credit where a ratio is new, or the next decision would take an
         error of what it costs for a change of speed. An interval of few steps has no room for it.
         """
-        is_pruning = any(state.ratio > 0.0 for state in self._ranks)
-        if self.config.forced_ratio is not None or self.config.update_every < _FEWEST_STEPS or not is_pruning:
+        is_resized = any(state.ratio > 0.0 for state in self._ranks)
+        if self.config.forced_ratio is not None or self.config.update_every < _FEWEST_STEPS or not is_resized:
             return False
         self._saved_for_full_work_s += FULL_WORK_BUDGET * self.config.update_every * step_s
         price_s = max(rank.busy_s for rank in times) - step_s
@@ -165,7 +185,32 @@ class Controller:
     def _plan(self, predicted_step_s: float, begins_at_full_work: bool) -> WorkloadPlan:
         return WorkloadPlan(
             update=self._num_updates,
-            ranks=tuple(RankPlan(state.ratio, state.is_straggler) for state in self._ranks),
+            ranks=tuple(
+                RankPlan(0.0, state.is_straggler, lent=state.ratio)
+                if self._lends
+                else RankPlan(state.ratio, state.is_straggler)
+                for state in self._ranks
+            ),
             predicted_step_s=predicted_step_s,
             begins_at_full_work=begins_at_full_work,
+            loans=self._loans,
+        )
+
+    @property
+    def _lends(self) -> bool:
+        return self.config.mode in MIGRATING_MODES
+
+    def _lend(self, times: Sequence[RankTimes] | None) -> None:
+        """Divide what is lent among the ranks that lend nothing: evenly where a ratio is forced or by the paper."""
+        if not self._lends:
+            return
+        is_even = times is None or self.config.forced_ratio is not None or self.config.mig_rule == "paper"
+        room = None if is_even or times is None else [share - 1.0 for share in balanced_shares(times)]
+        self._loans = loans_of([state.ratio for state in self._ranks], room)
+
+    def _predicted_step_s(self, times: Sequence[RankTimes]) -> float:
+        borrowed = borrowed_shares(self._loans, self.num_ranks)
+        return max(
+            rank.busy_at(state.ratio) + share * rank.gemm_s
+            for rank, state, share in zip(times, self._ranks, borrowed, strict=True)
         )

@@ -30,13 +30,20 @@ class StepTimes:
         busy_s: the time between two ends of a step, without waits in collectives.
         gemm_s: the part of it spent multiplying matrices in the balanced layers.
         overhead_s: the part of it spent in their products outside the multiplication: gathers and fills.
-        pruned_share: share of the rank's product FLOPs that was not computed.
+        spared_share: share of the rank's own product FLOPs that it did not compute, pruned or lent.
+        borrowed_share: what it computed for others, in units of its own products at full work.
     """
 
     busy_s: float
     gemm_s: float
     overhead_s: float
-    pruned_share: float = 0.0
+    spared_share: float = 0.0
+    borrowed_share: float = 0.0
+
+    @property
+    def plan(self) -> tuple[float, float]:
+        """What tells steps under different plans apart."""
+        return self.spared_share, self.borrowed_share
 
 
 class FullWorkEstimate:
@@ -62,15 +69,16 @@ class FullWorkEstimate:
         """Take the steps of an interval: those under the last of its plans, and those at full work."""
         if not steps:
             return
-        now = _median([step for step in steps if step.pruned_share == steps[-1].pruned_share])
-        full = [step for step in steps if step.pruned_share == 0.0]
-        if now.pruned_share > 0.0 and full:
+        now = _median([step for step in steps if step.plan == steps[-1].plan])
+        full = [step for step in steps if step.plan == (0.0, 0.0)]
+        if now.spared_share > 0.0 and full:
             self._learn_cost(now, full_gemm_s=full[-1].gemm_s)
         self.times = full_work(
             busy_s=now.busy_s,
             gemm_s=now.gemm_s,
             overhead_s=now.overhead_s,
-            ratio=now.pruned_share,
+            ratio=now.spared_share,
+            borrowed=now.borrowed_share,
             cost=self.cost,
             last_scale=self._overhead_scale,
         )
@@ -94,12 +102,12 @@ class FullWorkEstimate:
         """Correct the points of the cost on both sides of what was pruned."""
         if full_gemm_s <= 0.0 or pruned.gemm_s <= 0.0:
             return
-        factor = pruned.gemm_s / full_gemm_s / self.cost.gemm_share_at(pruned.pruned_share)
+        factor = pruned.gemm_s / full_gemm_s / self.cost.gemm_share_at(pruned.spared_share)
         if not _LEAST_FACTOR**2 <= factor <= _MOST_FACTOR**2:
             return
         factor = min(max(factor, _LEAST_FACTOR), _MOST_FACTOR)
         ratios = self.pretested.ratios
-        above = next((point for point, ratio in enumerate(ratios) if ratio >= pruned.pruned_share), len(ratios) - 1)
+        above = next((point for point, ratio in enumerate(ratios) if ratio >= pruned.spared_share), len(ratios) - 1)
         around = {max(above - 1, 1), above}
         self._factors = [
             self._factor_at(point) * factor**_BELIEF if point in around else known
@@ -119,5 +127,6 @@ def _median(steps: Sequence[StepTimes]) -> StepTimes:
         busy_s=statistics.median(times.busy_s for times in steps),
         gemm_s=statistics.median(times.gemm_s for times in steps),
         overhead_s=statistics.median(times.overhead_s for times in steps),
-        pruned_share=steps[-1].pruned_share,
+        spared_share=steps[-1].spared_share,
+        borrowed_share=steps[-1].borrowed_share,
     )

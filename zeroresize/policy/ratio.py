@@ -7,6 +7,7 @@ both in seconds and as they would be with the full work.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -59,9 +60,15 @@ class RankTimes:
 
 
 def full_work(
-    busy_s: float, gemm_s: float, overhead_s: float, ratio: float, cost: ResizingCost, last_scale: float
+    busy_s: float,
+    gemm_s: float,
+    overhead_s: float,
+    ratio: float,
+    cost: ResizingCost,
+    last_scale: float,
+    borrowed: float = 0.0,
 ) -> RankTimes:
-    """Times measured while a share ``ratio`` of the columns was pruned, rescaled to the full work (Decided 2).
+    """Times measured while a rank did not compute ``ratio`` of its columns, rescaled to the full work (Decided 2).
 
     Fed back as measured, they would oscillate: once a straggler prunes, it no longer looks like one.
 
@@ -70,12 +77,14 @@ def full_work(
         ratio: γ in force in that iteration.
         cost: of pruning on this rank.
         last_scale: the overhead's scale as last known, kept where nothing was gathered.
+        borrowed: what the rank computed for others, in units of its own products at full work.
     """
+    executed = cost.gemm_share_at(ratio) + borrowed
     is_measured = ratio >= cost.ratios[1]  # below, the overhead is only guessed to grow from nothing
     expected_overhead_s = cost.overhead_at(ratio) if is_measured else 0.0
     return RankTimes(
         rest_s=max(busy_s - gemm_s - overhead_s, 0.0),
-        gemm_s=gemm_s / cost.gemm_share_at(ratio),
+        gemm_s=gemm_s / executed if executed > 0.0 else math.nan,  # who computed nothing tells nothing
         overhead_scale=overhead_s / expected_overhead_s if expected_overhead_s > 0 else last_scale,
         cost=cost,
     )

@@ -63,3 +63,8 @@ def decided_columns(order: NDArray[np.int64], ratio: float, block: int, max_rati
     if block == 1:
         ratio = aligned_ratio(len(order), ratio, max_ratio)
     return pruned_of_order(order, ratio, block, max_ratio)
+
+
+def num_lent(num_columns: int, ratio: float) -> int:
+    """How many of K columns a rank lends at γ: round(γK), half up."""
+    return min(math.floor(ratio * num_columns + 0.5), num_columns)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from zeroresize.config import PRIORITY_MODES, BalanceConfig
 from zeroresize.policy.differentiated import budget_ratios, paper_ratios
 from zeroresize.policy.priority import ColumnPriority
-from zeroresize.policy.selection import decided_columns, pruned_of_order, random_order
+from zeroresize.policy.selection import decided_columns, num_lent, pruned_of_order, random_order
 
 Columns = NDArray[np.int64]
 
@@ -88,6 +88,11 @@ class ColumnSelector:
         if pruning.is_exact:
             return {name: pruned_of_order(self._orders[name], ratio, block) for name, ratio in ratios.items()}
         return {name: decided_columns(self._orders[name], ratio, block, max_ratio) for name, ratio in ratios.items()}
+
+    def lent_columns(self, ratio: float) -> dict[str, Columns]:
+        """The columns of every layer that a rank lends at γ: the most important ones, the very most at the end."""
+        counts = {name: num_lent(len(order), ratio) for name, order in self._orders.items()}
+        return {name: order[len(order) - counts[name] :] for name, order in self._orders.items()}
 
     def count_step(self, pruning: Pruning) -> None:
         """One iteration ran under ``pruning``."""

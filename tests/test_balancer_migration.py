@@ -1,0 +1,125 @@
+"""Mode "mig" on real ranks: nothing changes but who computes what."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from virtual_training import Run
+
+import zeroresize as zr
+
+
+def trained(group, steps=5, **config):
+    run = Run(group, **config)
+    return run, run.steps(steps)
+
+
+@pytest.mark.parametrize("migrate", ["broadcast-reduce", "scatter-gather"])
+@pytest.mark.parametrize(("num_ranks", "owners"), [(2, [1]), (3, [0, 2])])
+@pytest.mark.parametrize("ratio", [0.25, 1.0])
+def test_forced_migration_trains_as_if_nothing_migrated(run_ranks, migrate, num_ranks, owners, ratio):
+    def train(rank, group):
+        _, expected = trained(group, mode="off")
+        run, losses = trained(group, mode="mig", migrate=migrate, ratio=ratio, ranks=owners)
+        metrics = run.balancer.metrics()
+        return expected, losses, [metrics[f"balance/{key}"] for key in ("lent_share", "borrowed_share")]
+
+    results = run_ranks(train, num_ranks)
+    for rank, (expected, losses, (lent, borrowed)) in enumerate(results):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert lent == pytest.approx(ratio if rank in owners else 0.0, abs=0.02)
+        receivers = num_ranks - len(owners)
+        assert borrowed == pytest.approx(0.0 if rank in owners else ratio * len(owners) / receivers)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_straggler_lends_until_all_are_busy_equally_long_and_takes_it_back(run_ranks, num_ranks):
+    def train(rank, group):
+        run = Run(group, mode="mig", update_every=5)
+        run.updates(2)
+        run.time.chi = 4.0 if rank == 1 else 1.0
+        run.updates(6)
+        began_s = run.time.now
+        run.steps(1)
+        busy_s = run.time.now - began_s
+        lent = [own.lent for own in run.balancer.plan.ranks]
+        run.time.chi = 1.0
+        run.updates(4)
+        return busy_s, lent, [own.lent for own in run.balancer.plan.ranks]
+
+    results = run_ranks(train, num_ranks)
+    times = [busy_s for busy_s, _, _ in results]
+    assert max(times) <= 1.1 * min(times)
+    for _, lent, after in results:
+        assert lent == results[0][1] and lent[1] > 0.4 and sum(lent) == lent[1]
+        assert after == [0.0] * num_ranks
+
+
+def test_every_rank_slow_at_once_lends_nothing(run_ranks):
+    def train(rank, group):
+        run = Run(group, mode="mig")
+        run.time.chi = 6.0
+        run.updates(4)
+        return run.balancer.plan.loans
+
+    assert run_ranks(train, 2) == [(), ()]
+
+
+def test_a_run_goes_on_with_the_same_loans(run_ranks, tmp_path):
+    def train(rank, group):
+        run = Run(group, mode="mig", ratio=0.5, ranks=[0])
+        run.steps(4)
+        dcp.save({"balancer": run.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
+        weights, optimizer = copy.deepcopy(run.model.state_dict()), copy.deepcopy(run.optimizer.state_dict())
+        expected, loans = run.steps(3), run.balancer.plan.loans
+        resumed = Run(group, mode="mig", ratio=0.5, ranks=[0])
+        resumed.model.load_state_dict(weights)
+        resumed.optimizer.load_state_dict(optimizer)
+        dcp.load({"balancer": resumed.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
+        assert resumed.balancer.plan.loans == loans
+        return expected, resumed.steps(3)
+
+    for expected, losses in run_ranks(train, 2):
+        assert losses == expected
+
+
+def test_a_closed_balancer_takes_everything_back(run_ranks):
+    def train(rank, group):
+        run = Run(group, mode="mig", ratio=0.5, ranks=[0])
+        run.balancer.close()
+        return run.model.up.loans, run.model.up.plan
+
+    assert run_ranks(train, 2) == [(None, None)] * 2
+
+
+def test_clipping_sees_whole_gradients_right_after_backward(run_ranks):
+    def norms(rank, group):
+        found = []
+        for config in ({"mode": "off"}, {"mode": "mig", "ratio": 0.75, "ranks": [0]}):
+            run = Run(group, **config)
+            run.model(run.x).square().mean().backward()
+            found.append(torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0).item())
+        return found
+
+    for whole, migrated in run_ranks(norms, 2):
+        assert migrated == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"ranks": "all", "ratio": 0.5}, "nobody would be left"),
+        ({"migrate": "carrier-pigeon"}, "migrate='carrier-pigeon'"),
+        ({"mig_rule": "wishful"}, "mig_rule='wishful'"),
+        ({"ratio": 1.5}, "0 <= ratio <= 1"),
+    ],
+)
+def test_what_cannot_migrate_is_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        zr.BalanceConfig(mode="mig", **config)
+
+
+def test_all_ranks_by_name_are_refused_where_the_group_is_known():
+    with pytest.raises(ValueError, match="at least one must be left"):
+        zr.BalanceConfig(mode="mig", ratio=0.5, ranks=[0, 1]).validate_group_size(2)

@@ -1,0 +1,207 @@
+"""Migration is exact: with any loan a layer gives the outputs and gradients of the whole ``nn.Linear``."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from parallel_layers import Comparison, own, randn
+from torch import nn
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+import zeroresize as zr
+from zeroresize.lending import CARRIERS, Lender
+from zeroresize.migration.ranges import bounds_of_parts
+from zeroresize.plan import LayerPlan, Loan
+from zeroresize.policy.selection import num_lent
+from zeroresize.policy.sharing import loans_of
+
+IN, HIDDEN, OUT = 24, 36, 12  # all divide by 2, 3 and 4 ranks
+EXACT = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+
+def equal_loans(ratios, num_ranks):
+    """Equal parts for all receivers; ``ratios`` is {owner: γ}."""
+    return loans_of([ratios.get(rank, 0.0) for rank in range(num_ranks)])
+
+
+def lend(layers, group, loans, migrate, seed=0):
+    """Put ``loans`` in force; the owners lend columns drawn at random."""
+    lender = Lender(layers, group, migrate)
+    rank = dist.get_rank(group)
+    own_loan = next((loan for loan in loans if loan.owner == rank), None)
+    lent = {}
+    for position, (name, layer) in enumerate(layers.items()):
+        layer.plan = None
+        if own_loan is not None:
+            generator = torch.Generator().manual_seed(100 * seed + 10 * rank + position)
+            order = torch.randperm(layer.num_columns, generator=generator)
+            lent[name] = order[: num_lent(layer.num_columns, own_loan.ratio)]
+            none = torch.empty(0, dtype=torch.int64)
+            layer.plan = LayerPlan.from_pruned(none, layer.num_columns, lent=lent[name])
+    lender.install(loans, lent)
+    lender.send_weights()
+    return lender
+
+
+def relative_error(actual, expected):
+    return ((actual - expected).norm() / expected.norm()).item()
+
+
+class Pair(nn.Module):
+    """Column-parallel, GELU, row-parallel, and the same from whole layers."""
+
+    def __init__(self, group, dtype, layers=2):
+        super().__init__()
+        torch.manual_seed(0)
+        whole = [(nn.Linear(IN, HIDDEN), nn.Linear(HIDDEN, IN)) for _ in range(layers)]
+        self.whole = nn.ModuleList(layer for pair in whole for layer in pair).to(dtype)
+        self.parallel = nn.ModuleList(
+            (zr.ColumnParallelLinear if i % 2 == 0 else zr.RowParallelLinear).from_linear(layer, process_group=group)
+            for i, layer in enumerate(self.whole)
+        )
+        self.checkpoints = False
+
+    def run(self, layers, x):
+        for up, down in zip(layers[::2], layers[1::2], strict=True):
+            body = lambda x, up=up, down=down: x + down(torch.nn.functional.gelu(up(x)))  # noqa: E731
+            x = checkpoint(body, x, use_reentrant=False) if self.checkpoints else body(x)
+        return x
+
+    def layers(self):
+        return {str(i): layer for i, layer in enumerate(self.parallel)}
+
+    def worst_error(self, group):
+        """Of all parameters' gradients, relative to the whole layers'."""
+        errors = []
+        for i, (layer, whole) in enumerate(zip(self.parallel, self.whole, strict=True)):
+            errors.append(relative_error(layer.weight.grad, own(whole.weight.grad, i % 2, group)))
+            bias = own(whole.bias.grad, 0, group) if i % 2 == 0 else whole.bias.grad
+            errors.append(relative_error(layer.bias.grad, bias))
+        return max(errors)
+
+
+@pytest.mark.parametrize("migrate", CARRIERS)
+@pytest.mark.parametrize(("num_ranks", "owners"), [(2, [0]), (3, [1]), (3, [0, 2]), (4, [2]), (4, [0, 3])])
+@pytest.mark.parametrize("dtype", EXACT)
+def test_training_is_exact_whoever_lends_how_much(run_ranks, migrate, num_ranks, owners, dtype):
+    """Five optimizer steps of two micro-batches each, γ = 1/4 to 1, half of the steps with checkpointing."""
+
+    def train(rank, group):
+        model = Pair(group, dtype)
+        optimizers = [torch.optim.SGD(layers.parameters(), lr=0.01) for layers in (model.whole, model.parallel)]
+        errors, held = [], []
+        for step, ratio in enumerate((0.25, 0.5, 0.75, 1.0, 1.0)):
+            lender = lend(
+                model.layers(), group, equal_loans(dict.fromkeys(owners, ratio), num_ranks), migrate, seed=step
+            )
+            model.checkpoints = step % 2 == 1
+            for micro_batch in range(2):
+                x = randn(7, 3, IN, seed=10 * step + micro_batch, dtype=dtype)
+                losses = [model.run(layers, x).square().mean() for layers in (model.whole, model.parallel)]
+                for loss in losses:
+                    loss.backward()
+                errors.append(abs(losses[1].item() - losses[0].item()) / losses[0].item())
+                held.append(lender.bytes_held)
+            errors.append(model.worst_error(group))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return max(errors), held
+
+    for error, held in run_ranks(train, num_ranks):
+        assert error <= EXACT[dtype]
+        assert held[::2] == held[1::2] and min(held) > 0, "buffers do not grow"
+
+
+@pytest.mark.parametrize("migrate", CARRIERS)
+@pytest.mark.parametrize("kind", ["column", "row"])
+@pytest.mark.parametrize("learns", ["x", "w", "x and w"])
+def test_only_what_is_asked_for_is_computed(run_ranks, migrate, kind, learns):
+    def train(rank, group):
+        torch.manual_seed(0)
+        linear = nn.Linear(12, 18).double()
+        linear.weight.requires_grad_("w" in learns)
+        compared = Comparison(kind, linear, group)
+        lend({"layer": compared.layer}, group, equal_loans({1: 0.5}, 3), migrate)
+        compared.forward(5, x_learns="x" in learns)
+        compared.backward()
+        compared.assert_close()
+
+    run_ranks(train, 3)
+
+
+@pytest.mark.parametrize("migrate", CARRIERS)
+def test_parts_may_be_uneven_and_empty(run_ranks, migrate):
+    def train(rank, group):
+        model = Pair(group, torch.float64, layers=1)
+        lend(model.layers(), group, (Loan(1, 0.7, (2, 3, 0), (0.9, 0.0, 0.1)),), migrate)
+        x = randn(5, IN, dtype=torch.float64)
+        for layers in (model.whole, model.parallel):
+            model.run(layers, x).square().mean().backward()
+        return model.worst_error(group)
+
+    assert max(run_ranks(train, 4)) <= 1e-10
+
+
+@pytest.mark.parametrize("migrate", CARRIERS)
+def test_a_layer_that_is_used_twice_in_a_step_gets_both_gradients(run_ranks, migrate):
+    def train(rank, group):
+        model = Pair(group, torch.float64, layers=1)
+        lend(model.layers(), group, equal_loans({0: 0.5}, 2), migrate)
+        x = randn(5, IN, dtype=torch.float64)
+        for layers in (model.whole, model.parallel):
+            model.run(layers, model.run(layers, x)).square().mean().backward()
+        return model.worst_error(group)
+
+    assert max(run_ranks(train, 2)) <= 1e-10
+
+
+def test_evaluation_computes_in_full_and_lends_nothing(run_ranks):
+    def evaluate(rank, group):
+        model = Pair(group, torch.float64).eval()
+        lender = lend(model.layers(), group, equal_loans({0: 0.5}, 2), "broadcast-reduce")
+        moved = lender.bytes_moved
+        x = randn(5, IN, dtype=torch.float64)
+        assert_close(model.run(model.parallel, x), model.run(model.whole, x))
+        return lender.bytes_moved - moved
+
+    assert run_ranks(evaluate, 2) == [0, 0]
+
+
+def test_weights_that_changed_after_they_were_sent_are_an_error(run_ranks):
+    def train(rank, group):
+        model = Pair(group, torch.float32)
+        lend(model.layers(), group, equal_loans({0: 0.5}, 2), "broadcast-reduce")
+        with torch.no_grad():
+            model.parallel[0].weight.mul_(2.0)
+        with pytest.raises(RuntimeError, match="layer 0 changed after its columns were lent"):
+            model.run(model.parallel, randn(5, IN))
+
+    run_ranks(train, 2)
+
+
+@given(st.integers(1, 5000), st.lists(st.floats(0.0, 1.0), min_size=1, max_size=9).filter(sum))
+def test_parts_cover_the_slice_once(num_columns, weights):
+    parts = [weight / sum(weights) for weight in weights]
+    bounds = bounds_of_parts(num_columns, parts)
+    assert len(bounds) == len(parts) + 1 and bounds[0] == 0 and bounds[-1] == num_columns
+    assert all(low <= high for low, high in itertools.pairwise(bounds))
+    unit = 8 if num_columns >= 160 * len(parts) else 1
+    for (low, high), part in zip(itertools.pairwise(bounds), parts, strict=True):
+        assert abs((high - low) - part * num_columns) <= unit + 1e-6
+
+
+@given(st.integers(2, 12), st.data())
+def test_receivers_are_the_papers_renumbering(num_ranks, data):
+    """One owner s: rank r is receiver number r' = (r + e − s) mod e, counted from 1, and computes m = L / (e − 1)."""
+    owner = data.draw(st.integers(0, num_ranks - 1))
+    (loan,) = equal_loans({owner: 0.5}, num_ranks)
+    assert [(rank + num_ranks - owner) % num_ranks for rank in loan.receivers] == list(range(1, num_ranks))
+    assert loan.parts == pytest.approx([1 / (num_ranks - 1)] * (num_ranks - 1))
+    owners = data.draw(st.sets(st.integers(0, num_ranks - 1), min_size=1, max_size=num_ranks - 1))
+    for loan in equal_loans(dict.fromkeys(owners, 0.5), num_ranks):
+        assert set(loan.receivers) == set(range(num_ranks)) - owners

@@ -1,0 +1,111 @@
+"""Carrying out a plan's loans: which columns of which layer travel, and sending them once a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from zeroresize.collectives import group_rank
+from zeroresize.linear import BalancedLinear
+from zeroresize.migration.broadcast_reduce import BroadcastReduce
+from zeroresize.migration.buffers import Buffers
+from zeroresize.migration.carrier import Carrier, Route
+from zeroresize.migration.homecoming import Homecoming
+from zeroresize.migration.layer_loans import LayerLoan, LayerLoans
+from zeroresize.migration.ranges import bounds_of_parts
+from zeroresize.migration.scatter_gather import ScatterGather
+from zeroresize.plan import Loan
+from zeroresize.policy.selection import num_lent
+
+CARRIERS: dict[str, type[Carrier]] = {"broadcast-reduce": BroadcastReduce, "scatter-gather": ScatterGather}
+
+
+class Lender:
+    """Gives the layers of one rank their part in the group's loans.
+
+    Args:
+        layers: balanced layers by name, the same names in the same order on every rank.
+        process_group: their tensor-parallel group.
+        migrate: how slices travel, one of ``CARRIERS``.
+    """
+
+    def __init__(self, layers: Mapping[str, BalancedLinear], process_group: ProcessGroup, migrate: str) -> None:
+        self._layers, self._group = layers, process_group
+        self._rank = group_rank(process_group)
+        self._buffers = Buffers()
+        self._carrier = CARRIERS[migrate](process_group, self._rank, self._buffers)
+        self._homecoming = Homecoming(self._buffers)
+        self._in_force: tuple[tuple[Loan, ...], int] = ((), 0)
+
+    def install(self, loans: Sequence[Loan], lent: Mapping[str, Tensor], version: int = 0) -> None:
+        """Put ``loans`` in force from the next :meth:`send_weights` on; collective over the group if they are new.
+
+        Args:
+            loans: the same on every rank.
+            lent: if this rank is an owner, its lent columns of every layer, int64, in the order in which they are
+                divided among the receivers.
+            version: of what ``lent`` says, the same on every rank; the same loans with another one are new.
+        """
+        if (tuple(loans), version) == self._in_force or not (loans or self._in_force[0]):
+            return
+        self._in_force = (tuple(loans), version)
+        self._buffers.finish_sending()
+        by_layer: dict[str, list[LayerLoan]] = {name: [] for name in self._layers}
+        for loan in loans:
+            columns = self._tell_columns(loan, lent)
+            for name, layer in self._layers.items():
+                bounds = bounds_of_parts(num_lent(layer.num_columns, loan.ratio), loan.parts)
+                route = Route(loan.owner, loan.receivers, bounds)
+                by_layer[name].append(LayerLoan(route, self._own_columns(route, columns[name])))
+        for name, layer in self._layers.items():
+            layer.loans = self._layer_loans(name, layer, by_layer[name]) if loans else None
+
+    def send_weights(self) -> None:
+        """Send the lent columns of all weights, as they are from now until the next optimizer step."""
+        for layer in self._layers.values():
+            if layer.loans is not None:
+                layer.loans.send_weights()
+
+    def bring_home(self) -> None:
+        """Wait for gradients of lent columns that are still on their way; backward does it at its end."""
+        self._homecoming.bring_home()
+
+    @property
+    def bytes_held(self) -> int:
+        """Memory of the buffers that migration uses again and again."""
+        return self._buffers.bytes_held
+
+    @property
+    def bytes_moved(self) -> int:
+        """All that was sent and received so far; a transfer counts at one of its ends."""
+        return self._carrier.traffic.bytes_moved
+
+    def _tell_columns(self, loan: Loan, lent: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The owner's lent columns of every layer, on every rank."""
+        counts = [num_lent(layer.num_columns, loan.ratio) for layer in self._layers.values()]
+        device = next(iter(self._layers.values())).weight.device
+        if loan.owner == self._rank:
+            told = torch.cat([lent[name] for name in self._layers]).to(device)
+        else:
+            told = torch.empty(sum(counts), dtype=torch.int64, device=device)
+        dist.broadcast(told, dist.get_global_rank(self._group, loan.owner), group=self._group)
+        return dict(zip(self._layers, told.split(counts), strict=True))
+
+    def _own_columns(self, route: Route, columns: Tensor) -> Tensor:
+        if self._rank == route.owner:
+            return columns
+        return columns[route.part_of(self._rank)] if self._rank in route.receivers else columns[:0]
+
+    def _layer_loans(self, name: str, layer: BalancedLinear, loans: Sequence[LayerLoan]) -> LayerLoans:
+        return LayerLoans(
+            name,
+            loans,
+            carrier=self._carrier,
+            weight=layer.weight,
+            probes=layer.probes,
+            homecoming=self._homecoming,
+        )

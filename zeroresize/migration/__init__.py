@@ -1,0 +1,1 @@
+"""Migration: other ranks compute a straggler's columns, exactly (paper, section IV)."""

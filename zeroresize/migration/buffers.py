@@ -1,0 +1,57 @@
+"""Memory that migration uses again and again: it is taken by name and never grows from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+from torch.distributed import Work
+
+
+class Buffers:
+    """Tensors by name. Taking one that is still being sent waits for it."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[Hashable, Tensor] = {}
+        self._sending: dict[int, list[Work]] = {}
+
+    def take(self, name: Hashable, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """A tensor of ``shape`` with the dtype and device of ``like``; what it holds is left over.
+
+        It is the same memory at every call with this name, or larger memory from now on.
+        """
+        size = 1
+        for length in shape:
+            size *= length
+        held = self._tensors.get(name)
+        if held is not None:
+            self._wait_for(held)
+        if held is None or held.numel() < size or held.dtype != like.dtype or held.device != like.device:
+            held = torch.empty(size, dtype=like.dtype, device=like.device)
+            self._tensors[name] = held
+        return held[:size].view(shape)
+
+    def is_being_sent(self, tensor: Tensor, work: Work) -> None:
+        """``tensor``, taken from here, must not change before ``work`` is done."""
+        self._sending.setdefault(tensor.untyped_storage().data_ptr(), []).append(work)
+
+    def finish_sending(self) -> None:
+        """Wait until all that was sent has left."""
+        for works in self._sending.values():
+            for work in works:
+                work.wait()
+        self._sending.clear()
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self.finish_sending()
+        self._tensors.clear()
+
+    @property
+    def bytes_held(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors.values())
+
+    def _wait_for(self, tensor: Tensor) -> None:
+        for work in self._sending.pop(tensor.untyped_storage().data_ptr(), ()):
+            work.wait()

@@ -1,0 +1,155 @@
+"""How slices travel between the rank that owns them and those that compute them.
+
+``L`` columns are migrated, receiver i computes ``m_i`` of them. Every rank of the group makes the same calls in the
+same order, whatever its part in them, and nothing is waited for until a result is needed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+from zeroresize.migration.buffers import Buffers
+
+
+@dataclass(frozen=True)
+class Route:
+    """One rank's columns on their way.
+
+    Attributes:
+        owner: whose columns, within the group.
+        receivers: who computes them, in the order of the parts.
+        bounds: part i is columns ``bounds[i]`` to ``bounds[i + 1]`` of the slice.
+    """
+
+    owner: int
+    receivers: tuple[int, ...]
+    bounds: tuple[int, ...]
+
+    @property
+    def num_columns(self) -> int:
+        """L, the columns of the slice."""
+        return self.bounds[-1]
+
+    def part_of(self, receiver: int) -> slice:
+        """Which columns of the slice ``receiver`` computes."""
+        place = self.receivers.index(receiver)
+        return slice(self.bounds[place], self.bounds[place + 1])
+
+
+class Traffic:
+    """Bytes that this rank has sent or received in migration, each transfer counted at one of its ends."""
+
+    def __init__(self) -> None:
+        self.bytes_moved = 0
+
+    def count(self, tensor: Tensor) -> None:
+        self.bytes_moved += tensor.numel() * tensor.element_size()
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A tensor that is on its way."""
+
+    tensor: Tensor | None
+    works: tuple[Work, ...] = ()
+    finish: Callable[[], None] | None = None
+
+    def wait(self) -> Tensor | None:
+        """The tensor once it is here."""
+        for work in self.works:
+            work.wait()
+        if self.finish is not None:
+            self.finish()
+        return self.tensor
+
+
+class Carrier(ABC):
+    """One way of migrating.
+
+    Args:
+        process_group: the tensor-parallel group.
+        rank: this rank within it.
+        buffers: where what arrives is put.
+
+    Attributes:
+        merges: whether what a receiver adds to a sum over the group is left to the collective that runs anyway.
+    """
+
+    merges: bool
+
+    def __init__(self, process_group: ProcessGroup, rank: int, buffers: Buffers) -> None:
+        self.process_group, self.rank, self.buffers = process_group, rank, buffers
+        self.traffic = Traffic()
+
+    @abstractmethod
+    def send_slice(self, route: Route, slice_RL: Tensor | None, num_rows: int, like: Tensor, name: Hashable) -> Pending:
+        """The owner's packed columns [rows, L] go out; a receiver's part [rows, m_i] arrives, None elsewhere.
+
+        Args:
+            slice_RL: on the owner, contiguous; it must not change until the pending transfer has been waited for.
+            like: of the dtype and device of what is sent.
+            name: of the buffer it arrives in.
+        """
+
+    @abstractmethod
+    def send_whole(self, route: Route, tensor: Tensor, name: Hashable) -> Pending:
+        """The owner's ``tensor`` arrives at every receiver; elsewhere its shape and dtype are told by the own one."""
+
+    @abstractmethod
+    def send_sum(self, route: Route, partial: Tensor, name: Hashable) -> Pending:
+        """The receivers' ``partial`` tensors are added to the owner's, in place there."""
+
+    def send_home(self, route: Route, part_Rm: Tensor | None, num_rows: int, like: Tensor, name: Hashable) -> Pending:
+        """The receivers' parts [rows, m_i] arrive side by side at the owner as [rows, L], None elsewhere.
+
+        They are disjoint, so nothing is summed: each goes from its receiver to the owner.
+        """
+        if self.rank == route.owner:
+            parts = []
+            works = []
+            for receiver in route.receivers:
+                columns = route.part_of(receiver)
+                part = self.buffers.take((*_key(name), receiver), (num_rows, columns.stop - columns.start), like)
+                works += self._receive(part, receiver)
+                parts.append(part)
+            whole = self.buffers.take((*_key(name), "whole"), (num_rows, route.num_columns), like)
+            return Pending(whole, tuple(works), lambda: _side_by_side(parts, whole))
+        if self.rank in route.receivers:
+            assert part_Rm is not None
+            self._send_from_buffer(part_Rm, route.owner, name)
+        return Pending(None)
+
+    def _receive(self, tensor: Tensor, sender: int) -> list[Work]:
+        if tensor.numel() == 0:
+            return []
+        self.traffic.count(tensor)
+        work = dist.irecv(tensor, dist.get_global_rank(self.process_group, sender), group=self.process_group)
+        return [work] if work is not None else []
+
+    def _send(self, tensor: Tensor, receiver: int) -> list[Work]:
+        if tensor.numel() == 0:
+            return []
+        work = dist.isend(tensor, dist.get_global_rank(self.process_group, receiver), group=self.process_group)
+        return [work] if work is not None else []
+
+    def _send_from_buffer(self, tensor: Tensor, receiver: int, name: Hashable) -> None:
+        """Send a copy, so that the caller's tensor is free at once."""
+        copy = self.buffers.take((*_key(name), "to", receiver), tuple(tensor.shape), tensor)
+        copy.copy_(tensor)
+        for work in self._send(copy, receiver):
+            self.buffers.is_being_sent(copy, work)
+
+
+def _key(name: Hashable) -> tuple[Hashable, ...]:
+    return name if isinstance(name, tuple) else (name,)
+
+
+def _side_by_side(parts: list[Tensor], whole: Tensor) -> None:
+    torch.cat(parts, dim=1, out=whole)

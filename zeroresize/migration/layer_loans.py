@@ -1,0 +1,242 @@
+"""What a layer computes for other ranks, and what others compute for it, around its own products.
+
+``T`` tokens, ``K`` input and ``N`` output features on a rank, ``L`` columns lent, ``m`` of them computed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import Work
+
+from zeroresize import kernels
+from zeroresize.collectives import start_all_reduce
+from zeroresize.migration.carrier import Carrier, Pending, Route
+from zeroresize.migration.homecoming import Homecoming
+from zeroresize.probe import Probes
+
+
+@dataclass(eq=False)
+class LayerLoan:
+    """One rank's loan in one layer.
+
+    Attributes:
+        route: from whom to whom.
+        columns: which columns of K are meant: on the owner [L], on a receiver its [m], none elsewhere.
+    """
+
+    route: Route
+    columns: Tensor
+
+
+class LayerLoans:
+    """All loans in one layer, the same ones in the same order on every rank.
+
+    Args:
+        name: of the layer.
+        loans: in the order in which every rank carries them out.
+        carrier: how slices travel.
+        weight: the layer's own, [N, K].
+        probes: the layer's, so that borrowed products are measured and slowed as own ones are.
+        homecoming: brings gradients of lent columns to their owners at the end of backward.
+
+    Attributes:
+        lends: whether this rank is the owner of one of the loans.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        loans: Sequence[LayerLoan],
+        *,
+        carrier: Carrier,
+        weight: Tensor,
+        probes: Probes,
+        homecoming: Homecoming,
+    ) -> None:
+        self._name, self._loans, self._carrier = name, tuple(loans), carrier
+        self._weight, self._probes, self._homecoming = weight, probes, homecoming
+        self._sent: list[Pending] | None = None
+        self._version = -1
+        self._rank = carrier.rank
+        self.lends = any(loan.route.owner == self._rank for loan in loans)
+
+    # ---- weights, once a step ----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def send_weights(self) -> None:
+        """Send the lent columns of the weight as it is now; it must not change until the next call."""
+        weight_NK = self._weight.detach()
+        for pending in self._sent or ():
+            pending.wait()
+        self._sent = []
+        for loan in self._loans:
+            owner = loan.route.owner
+            packed = None
+            if owner == self._rank:
+                packed = self._carrier.buffers.take(
+                    ("w", self._name, owner), (len(weight_NK), loan.route.num_columns), weight_NK
+                )
+                torch.index_select(weight_NK, 1, loan.columns, out=packed)
+            name = ("w", self._name, owner)
+            self._sent.append(self._carrier.send_slice(loan.route, packed, len(weight_NK), weight_NK, name))
+        self._version = self._weight._version
+
+    def _borrowed_weights(self, like: Tensor) -> list[Tensor | None]:
+        """[N, m] of every loan that this rank receives, in the dtype of the product."""
+        if self._sent is None or self._version != self._weight._version:
+            raise RuntimeError(
+                f"the weight of layer {self._name} changed after its columns were lent: weights may change in "
+                "optimizer.step() only, before balancer.step(); after loading a model load the balancer's state too"
+            )
+        self._sent = [Pending(pending.wait()) for pending in self._sent]
+        return [pending.tensor.to(like.dtype) if pending.tensor is not None else None for pending in self._sent]
+
+    # ---- column-parallel: x is everywhere, y is the owner's ----------------------------------------------------------
+
+    def column_forward(self, x_TK: Tensor, own: Callable[[], Tensor]) -> Tensor:
+        """y [T, N] of this rank's rows, ``own()`` with what others computed of it."""
+        weights = self._borrowed_weights(x_TK)
+        y_TN = own() if self.lends else None  # an owner's is what the receivers' parts are added to
+        pending = []
+        for loan, w_Nm in zip(self._loans, weights, strict=True):
+            if loan.route.owner == self._rank:
+                assert y_TN is not None
+                part_TN = y_TN
+            elif w_Nm is not None:
+                x_Tm = x_TK.index_select(1, loan.columns)
+                part_TN = self._probes.product(kernels.forward, x_Tm, w_Nm, None, None)
+            else:
+                part_TN = x_TK.new_zeros(x_TK.shape[0], len(self._weight))
+            pending.append(self._carrier.send_sum(loan.route, part_TN, ("y", loan.route.owner)))
+        if y_TN is None:
+            y_TN = own()
+        for sent in pending:
+            sent.wait()
+        return y_TN
+
+    def column_backward(
+        self,
+        dy_TN: Tensor,
+        x_TK: Tensor,
+        *,
+        own_dgrad: Callable[[], Tensor] | None,
+        own_wgrad: Callable[[], Tensor] | None,
+    ) -> tuple[Tensor | None, Tensor | None, Work | None]:
+        """(dx [T, K], dw [N, K], the all-reduce of dx that is under way); None for what is not asked for.
+
+        The lent columns of dw come home at the end of backward.
+        """
+        self._homecoming.backward_begins()
+        weights = self._borrowed_weights(x_TK)
+        sent = [self._carrier.send_whole(loan.route, dy_TN, ("dy", loan.route.owner)) for loan in self._loans]
+        dx_TK = own_dgrad() if own_dgrad is not None else None
+        borrowed = []
+        for loan, w_Nm, pending in zip(self._loans, weights, sent, strict=True):
+            dy_of_owner_TN = pending.wait()
+            borrowed.append((loan, w_Nm, dy_of_owner_TN))
+        if dx_TK is not None:
+            for loan, w_Nm, dy_of_owner_TN in borrowed:
+                dx_Tm = None
+                if w_Nm is not None:
+                    dx_Tm = self._probes.product(kernels.dgrad, dy_of_owner_TN, w_Nm, None, None)
+                self._add_to_dx(loan, dx_TK, dx_Tm)
+        work = start_all_reduce(dx_TK, self._carrier.process_group) if dx_TK is not None else None
+        dw_NK = own_wgrad() if own_wgrad is not None else None
+        if own_wgrad is not None:
+            for loan, w_Nm, dy_of_owner_TN in borrowed:
+                dw_Nm = None
+                if w_Nm is not None:
+                    x_Tm = x_TK.index_select(1, loan.columns)
+                    dw_Nm = self._probes.product(kernels.wgrad, dy_of_owner_TN, x_Tm, None, None)
+                self._send_dw_home(loan, dw_Nm, dw_NK)
+        return dx_TK, dw_NK, work
+
+    def _add_to_dx(self, loan: LayerLoan, dx_TK: Tensor, dx_Tm: Tensor | None) -> None:
+        if self._carrier.merges:
+            if dx_Tm is not None:
+                dx_TK.index_add_(1, loan.columns, dx_Tm)
+            return
+        home = self._carrier.send_home(loan.route, dx_Tm, len(dx_TK), dx_TK, ("dx", loan.route.owner)).wait()
+        if home is not None:
+            dx_TK.index_copy_(1, loan.columns, home)
+
+    # ---- row-parallel: y is summed over all ranks, x and dx are the owner's ------------------------------------------
+
+    def row_forward(self, x_TK: Tensor, own: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """(y [T, N], not yet summed over the group; the owners' columns of x [T, m] that backward needs)."""
+        weights = self._borrowed_weights(x_TK)
+        sent = []
+        for loan in self._loans:
+            owner = loan.route.owner
+            x_TL = None
+            if owner == self._rank:
+                x_TL = self._carrier.buffers.take(("x", owner), (len(x_TK), loan.route.num_columns), x_TK)
+                torch.index_select(x_TK, 1, loan.columns, out=x_TL)
+            sent.append(self._carrier.send_slice(loan.route, x_TL, len(x_TK), x_TK, ("x", owner)))
+        y_TN = own()
+        kept = []
+        for loan, w_Nm, pending in zip(self._loans, weights, sent, strict=True):
+            x_Tm = pending.wait()
+            part_TN = None
+            if w_Nm is not None:
+                assert x_Tm is not None
+                kept.append(x_Tm.clone(memory_format=torch.contiguous_format))
+                part_TN = self._probes.product(kernels.forward, kept[-1], w_Nm, None, None)
+            self._add_to_y(loan, y_TN, part_TN)
+        return y_TN, kept
+
+    def row_backward(
+        self,
+        dy_TN: Tensor,
+        kept: Sequence[Tensor],
+        *,
+        own_dgrad: Callable[[], Tensor] | None,
+        own_wgrad: Callable[[], Tensor] | None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """(dx [T, K], dw [N, K]); None for what is not asked for. The lent columns of dw come home at the end."""
+        self._homecoming.backward_begins()
+        weights = self._borrowed_weights(dy_TN)
+        pieces = iter(kept)
+        x_parts = [next(pieces) if w_Nm is not None else None for w_Nm in weights]
+        home: list[Pending] = []
+        if own_dgrad is not None:
+            for loan, w_Nm in zip(self._loans, weights, strict=True):
+                dx_Tm = self._probes.product(kernels.dgrad, dy_TN, w_Nm, None, None) if w_Nm is not None else None
+                name = ("dx", loan.route.owner)
+                home.append(self._carrier.send_home(loan.route, dx_Tm, len(dy_TN), dy_TN, name))
+        dx_TK = own_dgrad() if own_dgrad is not None else None
+        dw_NK = own_wgrad() if own_wgrad is not None else None
+        if own_wgrad is not None:
+            for loan, x_Tm in zip(self._loans, x_parts, strict=True):
+                dw_Nm = self._probes.product(kernels.wgrad, dy_TN, x_Tm, None, None) if x_Tm is not None else None
+                self._send_dw_home(loan, dw_Nm, dw_NK)
+        for loan, pending in zip(self._loans, home, strict=bool(home)):
+            dx_TL = pending.wait()
+            if dx_TL is not None:
+                assert dx_TK is not None
+                dx_TK.index_copy_(1, loan.columns, dx_TL)
+        return dx_TK, dw_NK
+
+    def _add_to_y(self, loan: LayerLoan, y_TN: Tensor, part_TN: Tensor | None) -> None:
+        if self._carrier.merges:
+            if part_TN is not None:
+                y_TN.add_(part_TN)
+            return
+        owner = loan.route.owner
+        if owner == self._rank:
+            self._carrier.send_sum(loan.route, y_TN, ("y", owner)).wait()
+        elif part_TN is not None:
+            self._carrier.send_sum(loan.route, part_TN, ("y", owner)).wait()
+
+    # ---- dw ----------------------------------------------------------------------------------------------------------
+
+    def _send_dw_home(self, loan: LayerLoan, dw_Nm: Tensor | None, like: Any) -> None:
+        name = ("dw", self._name, loan.route.owner, self._homecoming.num_expected(self._weight))
+        pending = self._carrier.send_home(loan.route, dw_Nm, len(self._weight), like, name)
+        if loan.route.owner == self._rank:
+            self._homecoming.expect(self._weight, loan.columns, pending)

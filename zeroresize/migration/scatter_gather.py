@@ -1,0 +1,53 @@
+"""Scatter-gather, what broadcast-reduce is compared with (paper, Table I): point to point, and nothing is merged."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from torch import Tensor
+
+from zeroresize.migration.carrier import Carrier, Pending, Route
+
+
+class ScatterGather(Carrier):
+    """A receiver gets its part only; whatever it computed goes back to the owner, who adds it up."""
+
+    merges = False
+
+    def send_slice(self, route: Route, slice_RL: Tensor | None, num_rows: int, like: Tensor, name: Hashable) -> Pending:
+        if self.rank == route.owner:
+            assert slice_RL is not None
+            for receiver in route.receivers:
+                self._send_from_buffer(slice_RL[:, route.part_of(receiver)], receiver, name)
+            return Pending(None)
+        if self.rank not in route.receivers:
+            return Pending(None)
+        columns = route.part_of(self.rank)
+        part = self.buffers.take(name, (num_rows, columns.stop - columns.start), like)
+        return Pending(part, tuple(self._receive(part, route.owner)))
+
+    def send_whole(self, route: Route, tensor: Tensor, name: Hashable) -> Pending:
+        if self.rank == route.owner:
+            tensor = tensor.contiguous()
+            return Pending(None, tuple(work for receiver in route.receivers for work in self._send(tensor, receiver)))
+        if self.rank not in route.receivers:
+            return Pending(None)
+        arriving = self.buffers.take(name, tuple(tensor.shape), tensor)
+        return Pending(arriving, tuple(self._receive(arriving, route.owner)))
+
+    def send_sum(self, route: Route, partial: Tensor, name: Hashable) -> Pending:
+        if self.rank == route.owner:
+            arriving, works = [], []
+            for receiver in route.receivers:
+                addend = self.buffers.take((name, receiver), tuple(partial.shape), partial)
+                works += self._receive(addend, receiver)
+                arriving.append(addend)
+
+            def add_up() -> None:
+                for addend in arriving:
+                    partial.add_(addend)
+
+            return Pending(partial, tuple(works), add_up)
+        if self.rank in route.receivers:
+            self._send_from_buffer(partial, route.owner, name)
+        return Pending(None)
