@@ -1,0 +1,71 @@
+"""Migration in Colossal-AI's ViT: losses and all gradients are those of the model in which nothing migrates."""
+
+import importlib
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from colossalai_host import Host
+from test_colossalai_vit import batch, small_vit
+
+import zeroresize as zr
+
+EXACT = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+
+@pytest.fixture(autouse=True)
+def imported_in_the_parent(colossalai_module):
+    """What the ranks inherit, instead of importing it one by one."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for module in ("colossalai.shardformer.policies.vit", "transformers.models.vit.modeling_vit"):
+            importlib.import_module(module)
+
+
+def relative_errors(pairs):
+    """Of each tensor, relative to its norm; to a thousandth of all tensors' norm where its own is rounding alone (keys'
+    biases have no gradient: a softmax does not feel them)."""
+    least = 1e-3 * torch.stack([expected.norm() for expected, _ in pairs]).norm()
+    return [((found - expected).norm() / expected.norm().clamp_min(least)).item() for expected, found in pairs]
+
+
+def errors_of_steps(group, migrate, ratio, owners, dtype):
+    """Relative differences of losses and gradients over five steps of two micro-batches, every other checkpointed."""
+    host = Host(group)
+    plain, migrated = (host.shard(small_vit(num_labels=8, attn_implementation="sdpa").to(dtype)) for _ in range(2))
+    config = zr.BalanceConfig(mode="mig", migrate=migrate, ratio=ratio, ranks=owners)
+    zr.convert(migrated, process_group=group, config=config)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (plain, migrated)]
+    balancer = zr.Balancer(migrated, optimizers[1], process_group=group, config=config)
+    errors = []
+    for step in range(5):
+        for micro_batch in range(2):
+            images, labels = batch(10 * step + micro_batch, dtype)
+            losses = []
+            for model in (plain, migrated):
+                if step % 2:
+                    model.gradient_checkpointing_enable({"use_reentrant": step == 3})
+                else:
+                    model.gradient_checkpointing_disable()
+                losses.append(F.cross_entropy(model(images.requires_grad_(True)).logits, labels))
+                losses[-1].backward()
+            errors.append(abs(losses[1].item() - losses[0].item()) / losses[0].item())
+        gradients = [
+            (one.grad, other.grad) for one, other in zip(plain.parameters(), migrated.parameters(), strict=True)
+        ]
+        errors += relative_errors([pair for pair in gradients if pair[0] is not None])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        balancer.step()
+    assert balancer.metrics()["balance/lent_share"] + balancer.metrics()["balance/borrowed_share"] > 0.0
+    return max(errors)
+
+
+@pytest.mark.parametrize("migrate", ["broadcast-reduce", "scatter-gather"])
+@pytest.mark.parametrize(("num_ranks", "owners"), [(2, [0]), (4, [1]), (4, [0, 3])])
+@pytest.mark.parametrize(("ratio", "dtype"), [(0.25, torch.float64), (1.0, torch.float64), (0.5, torch.float32)])
+def test_training_is_exact(run_ranks, migrate, num_ranks, owners, ratio, dtype):
+    errors = run_ranks(lambda rank, group: errors_of_steps(group, migrate, ratio, owners, dtype), num_ranks)
+    assert max(errors) <= EXACT[dtype]
