@@ -14,13 +14,12 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-import numpy as np
 import torch.distributed as dist
 
 import zeroresize as zr
-from scripts.benching import ColossalAIRanks, Trainer, save
+from scripts.benching import ColossalAIRanks, Trainer, interval_of_ratio, save
 from vit_examples.config import ModelConfig
 
 STRAGGLER = 1
@@ -102,16 +101,6 @@ def compare(
         for name, run in settings.items():
             seconds[name] += run()
     return dict(seconds)
-
-
-def interval_of_ratio(ones: Sequence[float], others: Sequence[float], num_samples: int = 10_000) -> tuple[float, float]:
-    """95 % percentile bootstrap interval of median(ones) / median(others), two samples that are not paired."""
-    generator = np.random.default_rng(0)
-    above, below = (
-        np.median(generator.choice(values, (num_samples, len(values))), axis=1) for values in (ones, others)
-    )
-    low, high = np.quantile(above / below, [0.025, 0.975])
-    return float(low), float(high)
 
 
 def report(

@@ -117,6 +117,16 @@ def bootstrap_interval(
     return float(low), float(high)
 
 
+def interval_of_ratio(ones: Sequence[float], others: Sequence[float], num_samples: int = 10_000) -> tuple[float, float]:
+    """95 % percentile bootstrap interval of median(ones) / median(others), two samples that are not paired."""
+    generator = np.random.default_rng(0)
+    above, below = (
+        np.median(generator.choice(values, (num_samples, len(values))), axis=1) for values in (ones, others)
+    )
+    low, high = np.quantile(above / below, [0.025, 0.975])
+    return float(low), float(high)
+
+
 def describe_ratio(name: str, ratios: Sequence[float]) -> str:
     low, high = bootstrap_interval(ratios)
     return (

@@ -154,6 +154,11 @@ class Balancer:
         if self._lender is not None:
             self._lender.bring_home()
 
+    @property
+    def bytes_migrated(self) -> int:
+        """Bytes that this rank has sent or received in migration so far, each transfer counted at one of its ends."""
+        return self._lender.bytes_moved if self._lender is not None else 0
+
     def pin(self, rank: int, ratio: float) -> None:
         """Force ``rank`` (within the group) to prune a share ``ratio`` of its columns from the next iteration on.
 
