@@ -1,5 +1,7 @@
 """Full-work numbers of one rank, learned from the times of its steps."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -60,6 +62,13 @@ def test_a_hiccup_is_not_taken_for_the_cost_of_pruning(full_gemm_s):
     estimate = FullWorkEstimate(PRETESTED)
     estimate.learn([StepTimes(60.0, full_gemm_s, 0.0, 0.0), *steps(0.6)])
     estimate.learn([*steps(0.0), StepTimes(0.1, 0.0, 0.0, 0.6)])
+    assert estimate.cost == PRETESTED
+
+
+def test_a_ratio_that_someone_forced_is_not_taken_for_what_decided_ones_cost():
+    """It need not leave a number of columns that is fast to multiply."""
+    estimate = FullWorkEstimate(PRETESTED)
+    estimate.learn([*steps(0.0, number=1), *(dataclasses.replace(step, is_exact=True) for step in steps(0.6, chi=1.3))])
     assert estimate.cost == PRETESTED
 
 

@@ -140,14 +140,16 @@ class Balancer:
     def what_if(self) -> dict[str, dict[str, float]]:
         """In mode "off": what each mode would do now, by mode; empty in other modes.
 
-        ``ratio`` (this rank's γ) and ``predicted_step_s`` (busy time of the slowest rank, seconds; NaN before the first
-        decision).
+        ``ratio`` (this rank's γ, pruned or lent) and ``predicted_step_s`` (busy time of the slowest rank, seconds; NaN
+        before the first decision; what migrating costs in communication is not in it).
         """
-        plan = self._decision.dry_run_plan
-        if plan is None:
-            return {}
-        decided = {"ratio": plan.ranks[self._rank].ratio, "predicted_step_s": plan.predicted_step_s}
-        return {mode: dict(decided) for mode in PRUNING_MODES}  # they differ in the columns, not in how many
+        return {
+            mode: {
+                "ratio": plan.ranks[self._rank].ratio + plan.ranks[self._rank].lent,
+                "predicted_step_s": plan.predicted_step_s,
+            }
+            for mode, plan in self._decision.dry_run_plans.items()
+        }
 
     def sync_gradients(self) -> None:
         """Bring lent gradients home, which every backward does at its end: returns at once after one."""
@@ -347,7 +349,9 @@ class Balancer:
         if self._statistic is not None:
             self._statistic.begin_step(self._num_steps)
         borrowed_share = 0.0 if self._is_at_full_work else self._borrowed_share
-        self._measurement.begin_step(self._installer.spared_share_in_force, borrowed_share)
+        self._measurement.begin_step(
+            self._installer.spared_share_in_force, borrowed_share, self._installer.in_force.is_exact
+        )
 
     def _update(self) -> None:
         """Measure and decide."""

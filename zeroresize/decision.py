@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from zeroresize.config import PRUNING_MODES, BalanceConfig
+from zeroresize.config import MIGRATING_MODES, PRUNING_MODES, BalanceConfig
 from zeroresize.exchange import Exchange
 from zeroresize.plan import WorkloadPlan
 from zeroresize.policy.controller import Controller
@@ -25,16 +25,15 @@ class GroupDecision:
 
     Attributes:
         plan: what is decided.
-        dry_run_plan: in mode "off", what would be decided in one that prunes; else None.
     """
 
     def __init__(self, config: BalanceConfig, num_ranks: int, exchange: Exchange | None) -> None:
         self._config, self._exchange = config, exchange
         self._controller = Controller(config, num_ranks)
-        self._dry_run = _dry_run(config, num_ranks)
+        self._dry_runs = _dry_runs(config, num_ranks)
         self._received: list[list[float]] | None = None
         self.plan: WorkloadPlan = self._controller.initial_plan()
-        self.dry_run_plan = self._dry_run.initial_plan() if self._dry_run is not None else None
+        self._told = [controller.initial_plan() for controller in self._dry_runs]
 
     def update(self, times: RankTimes | None, cost: ResizingCost, agreed: object) -> None:
         """Decide from what was sent at the last update, and send this rank's numbers.
@@ -62,7 +61,7 @@ class GroupDecision:
         return {
             "controller": self._controller.state_dict(),
             # A tuple is one entry of a checkpoint, which another mode finds too and leaves alone.
-            "dry_run": (self._dry_run.state_dict() if self._dry_run is not None else None,),
+            "dry_runs": tuple(controller.state_dict() for controller in self._dry_runs),
             "received": self._received,
         }
 
@@ -74,12 +73,19 @@ class GroupDecision:
         """
         self._collect()
         self._controller.load_state_dict(state["controller"])
-        (dry_run,) = state["dry_run"]
-        if self._dry_run is not None and dry_run is not None:
-            self._dry_run.load_state_dict(dry_run)
-            self.dry_run_plan = self._dry_run.current_plan()
+        for controller, saved in zip(self._dry_runs, state["dry_runs"], strict=False):  # none where it was not "off"
+            controller.load_state_dict(saved)
+        self._told = [controller.current_plan() for controller in self._dry_runs]
         self._received = state["received"]
         self.plan = self._controller.current_plan()
+
+    @property
+    def dry_run_plans(self) -> dict[str, WorkloadPlan]:
+        """In mode "off", what every other mode would decide, by mode; else empty."""
+        if not self._told:
+            return {}
+        pruning, migrating = self._told
+        return {**dict.fromkeys(PRUNING_MODES, pruning), **dict.fromkeys(MIGRATING_MODES, migrating)}
 
     def close(self) -> None:
         """Leave the exchange."""
@@ -100,8 +106,7 @@ class GroupDecision:
                 "alike on every rank"
             )
         samples = [_as_rank_times(numbers[1:]) for numbers in received]
-        if self._dry_run is not None:
-            self.dry_run_plan = self._dry_run.update(samples)
+        self._told = [controller.update(samples) for controller in self._dry_runs]
         self.plan = self._controller.update(samples)
 
     def _fingerprint(self, agreed: object) -> float:
@@ -110,10 +115,12 @@ class GroupDecision:
         return float(int.from_bytes(hashlib.sha256(told.encode()).digest()[:6], "big"))
 
 
-def _dry_run(config: BalanceConfig, num_ranks: int) -> Controller | None:
+def _dry_runs(config: BalanceConfig, num_ranks: int) -> list[Controller]:
+    """One controller that prunes and one that migrates: modes of one kind differ in the columns, not in how many."""
     if config.mode != "off":
-        return None
-    return Controller(config.replace(mode=PRUNING_MODES[0], ratio="auto", ranks="stragglers"), num_ranks)
+        return []
+    modes = (PRUNING_MODES[0], MIGRATING_MODES[0])
+    return [Controller(config.replace(mode=mode, ratio="auto", ranks="stragglers"), num_ranks) for mode in modes]
 
 
 def _as_numbers(times: RankTimes | None, cost: ResizingCost) -> list[float]:

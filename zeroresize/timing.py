@@ -106,6 +106,7 @@ class _Step:
     begin: Any
     spared_share: float = 0.0
     borrowed_share: float = 0.0
+    is_exact: bool = False
     end: Any = None
     products: list[tuple[Any, Any]] = field(default_factory=list)
     gemms: list[tuple[Any, Any]] = field(default_factory=list)
@@ -134,7 +135,7 @@ class StepTimer(Probe):
         self._mark_s = self._measure_mark_s()
         waits.listen(self)
 
-    def begin_step(self, spared_share: float = 0.0, borrowed_share: float = 0.0) -> None:
+    def begin_step(self, spared_share: float = 0.0, borrowed_share: float = 0.0, is_exact: bool = False) -> None:
         """An iteration begins under a plan that spares this rank a share of its products and adds one of others'.
 
         Whatever was measured since the last ``end_step`` is dropped.
@@ -142,7 +143,7 @@ class StepTimer(Probe):
         self._drop_step()
         self._thread = threading.get_ident()
         self._clock.enter_main_stream()
-        self._step = _Step(self._clock.mark(), spared_share, borrowed_share)
+        self._step = _Step(self._clock.mark(), spared_share, borrowed_share, is_exact)
         self._num_marks = 1
 
     def end_step(self) -> list[StepTimes]:
@@ -234,4 +235,5 @@ class StepTimer(Probe):
             overhead_s=max(products_s - gemm_s, 0.0),
             spared_share=step.spared_share,
             borrowed_share=step.borrowed_share,
+            is_exact=step.is_exact,
         )

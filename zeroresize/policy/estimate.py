@@ -32,6 +32,7 @@ class StepTimes:
         overhead_s: the part of it spent in their products outside the multiplication: gathers and fills.
         spared_share: share of the rank's own product FLOPs that it did not compute, pruned or lent.
         borrowed_share: what it computed for others, in units of its own products at full work.
+        is_exact: whether someone forced just this share, whatever it costs.
     """
 
     busy_s: float
@@ -39,6 +40,7 @@ class StepTimes:
     overhead_s: float
     spared_share: float = 0.0
     borrowed_share: float = 0.0
+    is_exact: bool = False
 
     @property
     def plan(self) -> tuple[float, float]:
@@ -71,7 +73,7 @@ class FullWorkEstimate:
             return
         now = _median([step for step in steps if step.plan == steps[-1].plan])
         full = [step for step in steps if step.plan == (0.0, 0.0)]
-        if now.spared_share > 0.0 and full:
+        if now.spared_share > 0.0 and full and not now.is_exact:  # odd numbers of columns cost more
             self._learn_cost(now, full_gemm_s=full[-1].gemm_s)
         self.times = full_work(
             busy_s=now.busy_s,
@@ -129,4 +131,5 @@ def _median(steps: Sequence[StepTimes]) -> StepTimes:
         overhead_s=statistics.median(times.overhead_s for times in steps),
         spared_share=steps[-1].spared_share,
         borrowed_share=steps[-1].borrowed_share,
+        is_exact=steps[-1].is_exact,
     )
