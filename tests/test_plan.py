@@ -35,7 +35,7 @@ def test_index_lists_lie_on_the_device_of_the_layer():
 @pytest.mark.parametrize(
     ("pruned", "message"),
     [
-        ([0, 4], r"pruned columns must lie in 0 to 3, found \[0, 4\]"),
+        ([0, 4], r"pruned and lent columns must lie in 0 to 3, found \[0, 4\]"),
         ([-1], r"must lie in 0 to 3, found \[-1\]"),
         ([2, 2], "different from each other"),
         ([3, 0, 1, 2], "keep at least one of 4 columns"),
@@ -44,6 +44,15 @@ def test_index_lists_lie_on_the_device_of_the_layer():
 def test_impossible_columns_are_errors(pruned, message):
     with pytest.raises(ValueError, match=message):
         LayerPlan.from_pruned(torch.tensor(pruned), 4)
+
+
+def test_lent_columns_are_neither_kept_nor_pruned_and_stay_in_their_order():
+    plan = LayerPlan.from_pruned(torch.tensor([4, 1]), 6, lent=torch.tensor([5, 0]))
+    assert (plan.keep_P.tolist(), plan.pruned.tolist(), plan.lent.tolist()) == ([2, 3], [1, 4], [5, 0])
+    assert (plan.num_columns, plan.pruned_share, plan.lent_share) == (6, 1 / 3, 1 / 3)
+    with pytest.raises(ValueError, match="different from each other"):
+        LayerPlan.from_pruned(torch.tensor([1]), 3, lent=torch.tensor([1]))
+    assert LayerPlan.from_pruned(torch.tensor([], dtype=torch.int64), 2, lent=torch.tensor([1, 0])).keep_P.numel() == 0
 
 
 def test_a_plan_cannot_be_changed():
