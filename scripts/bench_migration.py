@@ -78,7 +78,7 @@ def settings_of(
     settings = []
     for migrate, ratio in wanted:
         trainer = ranks.trainer(shape, batch_size=batch_size)
-        config = zr.BalanceConfig(mode="off")
+        config = zr.BalanceConfig(mode="off", update_every=2)
         if migrate:
             config = zr.BalanceConfig(mode="mig", migrate=migrate, ratio=ratio, ranks=tuple(range(num_owners)))
         settings.append(Setting(migrate, ratio, trainer, ranks.balance(trainer, config)))
