@@ -171,7 +171,9 @@ class Balancer:
         """
         self._require_rank(rank)
         if self.config.mode not in PRUNING_MODES:
-            raise ValueError(f"pin needs a mode that prunes ({list(PRUNING_MODES)}), this balancer's is 'off'")
+            raise ValueError(
+                f"pin needs a mode that prunes ({list(PRUNING_MODES)}), this balancer's is {self.config.mode!r}"
+            )
         self._pins[rank] = self.config.replace(ratio=ratio, ranks=(rank,)).forced_ratio or 0.0
         self._install()
 
@@ -253,7 +255,7 @@ class Balancer:
             differing = sorted(set(layers.items()) ^ set(state["layers"].items()))
             raise ValueError(f"the balancer's state is of another model: (layer, columns) differ: {differing[:6]}")
         self._decision.load_state_dict(state["decision"])
-        self._installer.clear()  # the same ratio and epoch may mean other columns
+        self._take_back()  # the same ratio and epoch may mean other columns
         self._selector.load_state_dict(own["selector"])
         name_of_statistic, seen = own["statistic"]
         if self._statistic is not None:
@@ -270,15 +272,19 @@ class Balancer:
 
     def close(self) -> None:
         """Stop measuring and exchanging; the layers compute in full from now on."""
-        self._installer.clear()
-        if self._lender is not None:
-            self._lender.install((), {})
+        self._take_back()
         self._measurement.close()
         self._decision.close()
         for attached in (self._statistic, self._freezer):
             if attached is not None:
                 attached.close()
         self._is_closed = True
+
+    def _take_back(self) -> None:
+        """Every layer computes all of its own columns."""
+        self._installer.clear()
+        if self._lender is not None:
+            self._lender.install((), {})
 
     @property
     def plan(self) -> WorkloadPlan:
