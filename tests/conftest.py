@@ -6,6 +6,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: a thread pool in the parent does not survive a fork
 
+import importlib
 import importlib.util
 import tempfile
 import warnings
@@ -63,3 +64,12 @@ def colossalai_module() -> ModuleType:
             pytest.fail(f"ZERORESIZE_REQUIRE_COLOSSALAI=1, but Colossal-AI cannot be imported: {error!r}")
         pytest.skip(f"Colossal-AI cannot be imported: {error!r}")
     return colossalai
+
+
+@pytest.fixture
+def colossalai_vit_modules(colossalai_module: ModuleType) -> None:
+    """What a ViT under ShardFormer needs, imported in the parent too."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for module in ("colossalai.shardformer.policies.vit", "transformers.models.vit.modeling_vit"):
+            importlib.import_module(module)

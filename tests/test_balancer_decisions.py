@@ -5,6 +5,11 @@ import torch
 import torch.distributed as dist
 from virtual_training import FEATURES, Run
 
+import zeroresize as zr
+from zeroresize.installation import PlanInstaller
+from zeroresize.lineage import LineageTable
+from zeroresize.policy.selector import ColumnSelector, Pruning
+
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_a_straggler_is_found_relieved_and_let_go_and_all_ranks_agree(run_ranks, num_ranks):
@@ -186,3 +191,13 @@ def test_metrics_are_flat_numbers_with_the_documented_names(run_ranks):
     for metrics in run_ranks(train, 2):
         assert sorted(metrics) == sorted(f"balance/{name}" for name in names)
         assert all(isinstance(value, float) for value in metrics.values())
+
+
+def test_what_is_told_follows_a_decision_that_comes_while_the_plan_is_suspended():
+    selector = ColumnSelector(zr.BalanceConfig(), 0, {}, {})
+    installer = PlanInstaller({}, LineageTable({}), selector, "zero")
+    installer.install(Pruning(0.5))
+    installer.suspend()
+    assert installer.pruning == Pruning(0.5) and installer.in_force == Pruning()
+    installer.install(Pruning())
+    assert installer.pruning == installer.in_force == Pruning()

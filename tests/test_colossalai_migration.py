@@ -1,8 +1,5 @@
 """Migration in Colossal-AI's ViT: losses and all gradients are those of the model in which nothing migrates."""
 
-import importlib
-import warnings
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,13 +11,7 @@ import zeroresize as zr
 EXACT = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
-@pytest.fixture(autouse=True)
-def imported_in_the_parent(colossalai_module):
-    """What the ranks inherit, instead of importing it one by one."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for module in ("colossalai.shardformer.policies.vit", "transformers.models.vit.modeling_vit"):
-            importlib.import_module(module)
+pytestmark = pytest.mark.usefixtures("colossalai_vit_modules")
 
 
 def relative_errors(pairs):

@@ -1,7 +1,5 @@
 """A ViT sharded by Colossal-AI: without plans bit for bit what it was, with plans what the formulas say."""
 
-import importlib
-import warnings
 from types import SimpleNamespace
 
 import formulas
@@ -22,13 +20,7 @@ from zeroresize.plan import LayerPlan
 HIDDEN, DEPTH, LABELS = 32, 2, 6
 
 
-@pytest.fixture(autouse=True)
-def imported_in_the_parent(colossalai_module):
-    """What the ranks inherit, instead of importing it one by one."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for module in ("colossalai.shardformer.policies.vit", "transformers.models.vit.modeling_vit"):
-            importlib.import_module(module)
+pytestmark = pytest.mark.usefixtures("colossalai_vit_modules")
 
 
 def small_vit(**changes):

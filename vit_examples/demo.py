@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from vit_examples.demo_picture import save_picture
+from zeroresize.json_lines import read_json_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_RANKS = 2
@@ -166,11 +167,7 @@ def results_table(results: dict[str, dict[str, Any]]) -> Table:
 
 def read_lines(folder: Path) -> list[dict[str, Any]]:
     """The complete lines of a run's ``metrics.jsonl`` so far."""
-    path = folder / "metrics.jsonl"
-    if not path.exists():
-        return []
-    whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
-    return [json.loads(line) for line in whole.splitlines()]
+    return read_json_lines(folder / "metrics.jsonl")
 
 
 def read_json(path: Path) -> dict[str, Any]:

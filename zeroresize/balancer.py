@@ -97,7 +97,7 @@ class Balancer:
         self._pins: dict[int, float] = {}
         self._is_at_full_work = self._is_closed = False
         self._step_overhead_s = self._overhead_since_update_s = 0.0
-        self._install()
+        self._change_plan()
 
     def step(self) -> None:
         """One optimizer step is done: record it and, every ``update_every`` steps, exchange and decide.
@@ -131,7 +131,7 @@ class Balancer:
     def epoch_end(self) -> None:
         """An epoch is over: columns are chosen anew. Called by :meth:`step` where ``iters_per_epoch`` is set."""
         self._end_epoch()
-        self._install()
+        self._change_plan()
 
     def pruned_steps(self) -> dict[str, NDArray[np.int64]]:
         """In how many steps of the epochs that have ended this rank pruned each column: [K] for every layer."""
@@ -175,7 +175,7 @@ class Balancer:
                 f"pin needs a mode that prunes ({list(PRUNING_MODES)}), this balancer's is {self.config.mode!r}"
             )
         self._pins[rank] = self.config.replace(ratio=ratio, ranks=(rank,)).forced_ratio or 0.0
-        self._install()
+        self._change_plan()
 
     def release(self, rank: int | None = None) -> None:
         """Take back :meth:`pin` for ``rank``, or for all ranks; the plan decided from measurements holds again."""
@@ -184,7 +184,7 @@ class Balancer:
         else:
             self._require_rank(rank)
             self._pins.pop(rank, None)
-        self._install()
+        self._change_plan()
 
     def metrics(self) -> dict[str, float]:
         """This rank's numbers for any logger, names beginning with ``balance/``.
@@ -268,7 +268,7 @@ class Balancer:
         self._pins = {rank: ratio for rank, ratio in pins if ratio is not None}
         self._measurement.load_state_dict(own["measurement"])
         self._is_at_full_work = state["is_at_full_work"]
-        self._install()
+        self._change_plan()
 
     def close(self) -> None:
         """Stop measuring and exchanging; the layers compute in full from now on."""
@@ -348,6 +348,11 @@ class Balancer:
     def _columns_of_layers(self) -> dict[str, int]:
         return {name: layer.num_columns for name, layer in self._layers.items()}
 
+    def _change_plan(self) -> None:
+        """Carry out what is decided, outside of :meth:`step`: the iteration begins anew."""
+        self._install()
+        self._begin_step()
+
     def _begin_step(self) -> None:
         """What is measured from now on is measured under the plan that is installed now."""
         if self._num_ranks == 1:
@@ -406,7 +411,6 @@ class Balancer:
             loans = () if self._is_at_full_work else self.plan.loans
             self._lender.install(loans, self._installer.lent_columns(), version=self._selector.epoch)
             self._lender.send_weights()
-        self._begin_step()
 
     @property
     def _borrowed_share(self) -> float:

@@ -28,7 +28,7 @@ class GroupDecision:
     """
 
     def __init__(self, config: BalanceConfig, num_ranks: int, exchange: Exchange | None) -> None:
-        self._config, self._exchange = config, exchange
+        self._exchange = exchange
         self._controller = Controller(config, num_ranks)
         self._dry_runs = _dry_runs(config, num_ranks)
         self._received: list[list[float]] | None = None

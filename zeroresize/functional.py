@@ -109,10 +109,11 @@ class _RowParallelProducts(torch.autograd.Function):
             y, kept = _whole_or_resized_forward(x, w_NK, None, plan, probes), []
         else:
             x_TK = x.reshape(-1, x.shape[-1])
-            y, kept = loans.row_forward(x_TK, lambda: _whole_or_resized_forward(x_TK, w_NK, None, plan, probes))
+            y_TN, kept = loans.row_forward(x_TK, lambda: _whole_or_resized_forward(x_TK, w_NK, None, plan, probes))
+            y = y_TN.view(*x.shape[:-1], w_NK.shape[0])
         ctx.save_for_backward(x, w_NK, *kept)
         all_reduce(y, process_group)
-        return y.view(*x.shape[:-1], w_NK.shape[0])
+        return y
 
     @staticmethod
     @once_differentiable

@@ -37,7 +37,9 @@ class PlanInstaller:
 
     def install(self, pruning: Pruning, lent: float = 0.0) -> None:
         """Prune, and leave to others, the columns that the selector names in its epoch, from the next forward on."""
-        self._carry_out(pruning, lent)
+        is_new = self._carry_out(pruning, lent)
+        if not is_new and (pruning, lent) == (self.pruning, self.lent):
+            return
         self.pruning, self.lent = pruning, lent
         plans = {name: layer.plan for name, layer in self._layers.items()}
         self.layer_shares = {name: plan.pruned_share if plan else 0.0 for name, plan in plans.items()}
@@ -62,15 +64,17 @@ class PlanInstaller:
         """What is lent of every layer, in the order in which it is divided; on the layers' devices."""
         return {name: layer.plan.lent for name, layer in self._layers.items() if layer.plan is not None}
 
-    def _carry_out(self, pruning: Pruning, lent: float) -> None:
+    def _carry_out(self, pruning: Pruning, lent: float) -> bool:
+        """Whether it was not in force already."""
         wanted = (pruning, lent, self._selector.epoch)
         if wanted == (self.in_force, self._lent_in_force, self._epoch_in_force):
-            return
+            return False
         self.in_force, self._lent_in_force, self._epoch_in_force = wanted
         pruned_columns, lent_columns = self._selector.pruned_columns(pruning), self._selector.lent_columns(lent)
         for name, layer in self._layers.items():
             layer.plan = self._layer_plan(layer, pruned_columns[name].tolist(), lent_columns[name].tolist())
             self._lineage.record(name, layer.plan)
+        return True
 
     def _share_of_work(self, shares: Mapping[str, float]) -> float:
         work = {name: layer.weight.numel() for name, layer in self._layers.items()}

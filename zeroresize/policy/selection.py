@@ -10,7 +10,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-#: Products over a multiple of so many columns are fast; over a few more or less they can take half as long again.
+#: Products over a multiple of so many columns are fast; over a few more or less they take longer.
 ALIGNMENT = 8
 #: γ is not changed by more than this for the sake of it.
 _MOST_SHIFT = 0.025
