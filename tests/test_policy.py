@@ -12,6 +12,7 @@ from zeroresize.config import BalanceConfig
 from zeroresize.policy.controller import HEADROOM, Controller
 from zeroresize.policy.cost_model import ResizingCost
 from zeroresize.policy.estimate import FullWorkEstimate, StepTimes
+from zeroresize.policy.layer_ratios import group_ratios
 from zeroresize.policy.ratio import RankTimes, find_stragglers, full_work, pruning_ratios, reference_time
 from zeroresize.policy.selection import ALIGNMENT, decided_columns, pruned_of_order, random_order
 from zeroresize.policy.selector import ColumnSelector, Pruning
@@ -304,3 +305,28 @@ def test_a_missing_sample_of_a_known_rank_changes_nothing():
 def test_overhead_below_the_first_measured_ratio_says_nothing_of_its_scale():
     seen = full_work(1.0, 0.7, 0.045, ratio=0.005, cost=REALISTIC, last_scale=1.3)
     assert seen.overhead_scale == 1.3
+
+
+LAYER_COSTS = st.dictionaries(
+    st.sampled_from(["attention.query", "attention.out", "attn.qkv", "fc1", "fc2", "head"]),
+    st.floats(0.1, 10),
+    min_size=1,
+)
+
+
+@given(costs=LAYER_COSTS, ratio=st.floats(0, 0.99), max_ratio=st.floats(0.3, 0.95))
+def test_layers_to_be_pruned_last_only_give_what_the_others_cannot(costs, ratio, max_ratio):
+    ratios = group_ratios(costs, ratio, prune_last=("attention", "attn"), max_ratio=max_ratio)
+
+    pruned = sum(costs[name] * own for name, own in ratios.items())
+    assert pruned == pytest.approx(ratio * sum(costs.values()), abs=1e-9)
+    assert max(ratios.values()) <= max(max_ratio, ratio) + 1e-9
+    first = {own for name, own in ratios.items() if "att" not in name}
+    last = {own for name, own in ratios.items() if "att" in name}
+    assert len(first) <= 1 and len(last) <= 1
+    if first and last and ratio < max_ratio:
+        assert last.pop() == pytest.approx(0.0, abs=1e-9) or first.pop() == pytest.approx(max_ratio)
+
+
+def test_without_layers_to_be_pruned_last_all_have_the_same_ratio():
+    assert group_ratios({"attn": 1.0, "fc": 2.0}, 0.3, prune_last=(), max_ratio=0.9) == {"attn": 0.3, "fc": 0.3}

@@ -31,6 +31,7 @@ from zeroresize.functional import LastGradients
 from zeroresize.installation import PlanInstaller
 from zeroresize.lending import Lender
 from zeroresize.lineage import LineageTable
+from zeroresize.linear import work_of_layers
 from zeroresize.measurement import Measurement
 from zeroresize.plan import WorkloadPlan
 from zeroresize.policy.selector import ColumnSelector, Pruning
@@ -84,7 +85,7 @@ class Balancer:
             config,
             self._rank,
             num_columns=self._columns_of_layers(),
-            costs={name: float(layer.weight.numel()) for name, layer in self._layers.items()},
+            costs=work_of_layers(self._layers),
         )
         self._freezer = self._build_freezer()  # first, so that the statistic sees weights that were put back
         self._statistic = self._build_statistic()
@@ -92,7 +93,7 @@ class Balancer:
         self._lender = self._build_lender(process_group)
         exchange = self._meet(process_group) if self._num_ranks > 1 else None
         self._decision = GroupDecision(config, self._num_ranks, exchange)
-        self._measurement = Measurement(self._layers.values(), config)
+        self._measurement = Measurement(self._layers, config)
         self._num_steps = 0
         self._pins: dict[int, float] = {}
         self._is_at_full_work = self._is_closed = False

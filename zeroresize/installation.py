@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zeroresize.lineage import LineageTable
-from zeroresize.linear import BalancedLinear
+from zeroresize.linear import BalancedLinear, work_of_layers
 from zeroresize.plan import LayerPlan
 from zeroresize.policy.selector import ColumnSelector, Pruning
 
@@ -77,7 +77,7 @@ class PlanInstaller:
         return True
 
     def _share_of_work(self, shares: Mapping[str, float]) -> float:
-        work = {name: layer.weight.numel() for name, layer in self._layers.items()}
+        work = work_of_layers(self._layers)
         return sum(work[name] * share for name, share in shares.items()) / max(sum(work.values()), 1)
 
     def _layer_plan(self, layer: BalancedLinear, pruned: list[int], lent: list[int]) -> LayerPlan | None:

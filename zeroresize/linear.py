@@ -12,7 +12,7 @@ layer                     weight          input            forward collective   
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -101,6 +101,11 @@ class BalancedLinear:
         if self.watch_input is not None:
             self.watch_input(x)
         return self.plan
+
+
+def work_of_layers(layers: Mapping[str, BalancedLinear]) -> dict[str, float]:
+    """What every layer's products take on this rank, relative to each other: the size of its weight."""
+    return {name: float(layer.weight.numel()) for name, layer in layers.items()}
 
 
 class ColumnParallelLinear(BalancedLinear, nn.Module):

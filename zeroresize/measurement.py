@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import weakref
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,20 +25,20 @@ class Measurement:
     """Times the steps of this rank's balanced layers, from update to update.
 
     Args:
-        layers: balanced layers, all on one device.
+        layers: balanced layers by name, all on one device.
         config: how to balance.
     """
 
-    def __init__(self, layers: Collection[BalancedLinear], config: BalanceConfig) -> None:
+    def __init__(self, layers: Mapping[str, BalancedLinear], config: BalanceConfig) -> None:
         self._layers, self._config = layers, config
         self._estimate = FullWorkEstimate(ResizingCost.linear(config.max_ratio))
         self._is_pretested = False
         self._interval: list[StepTimes] = []
-        device = next(iter(layers)).weight.device if layers else torch.device("cpu")
+        device = next(iter(layers.values())).weight.device if layers else torch.device("cpu")
         self._timer = StepTimer(clock_for(device))
-        for layer in layers:
+        for layer in layers.values():
             layer.probes.add_outermost(self._timer)
-        self.close = weakref.finalize(self, _detach, self._timer, list(layers))
+        self.close = weakref.finalize(self, _detach, self._timer, list(layers.values()))
 
     @property
     def times(self) -> RankTimes | None:
@@ -69,7 +69,7 @@ class Measurement:
         Once, and not again after resuming.
         """
         if not self._is_pretested:
-            self._estimate.pretested = measure_resizing_cost(self._layers, self._config.max_ratio, self._config.block)
+            self._estimate.pretested = measure_resizing_cost(self._layers, self._config)
             self._is_pretested = True
             logger.debug("cost of pruning: %s", self._estimate.pretested)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from zeroresize import kernels
-from zeroresize.linear import BalancedLinear
+from zeroresize.config import BalanceConfig
+from zeroresize.linear import BalancedLinear, work_of_layers
 from zeroresize.plan import LayerPlan
 from zeroresize.policy.cost_model import NUM_POINTS, ResizingCost, spread_ratios
+from zeroresize.policy.layer_ratios import group_ratios
 from zeroresize.policy.selection import decided_columns, random_order
 from zeroresize.probe import Probe
 
@@ -40,49 +42,69 @@ class _Shape:
         return self.num_tokens * self.num_columns * self.num_outputs
 
 
-def measure_resizing_cost(
-    layers: Iterable[BalancedLinear], max_ratio: float, block: int = 1, budget_s: float = 1.0
-) -> ResizingCost:
-    """What pruning costs this rank at ``NUM_POINTS`` ratios from 0 to ``max_ratio``, over all layers together.
+@dataclass(frozen=True)
+class _Product:
+    """What several layers do alike: a shape, and what is pruned of it at each of the measured ratios."""
 
-    Every distinct shape is measured once and counted as often as layers have it. The products run through the layers'
-    probes, so injected slowness counts as it does in training. Fewer tokens are used where all do not fit the budget.
+    shape: _Shape
+    ratios: tuple[float, ...]
+
+
+def measure_resizing_cost(
+    layers: Mapping[str, BalancedLinear], config: BalanceConfig, budget_s: float = 1.0
+) -> ResizingCost:
+    """What pruning costs this rank at ``NUM_POINTS`` ratios from 0 to γ_max, over all layers together.
+
+    Every distinct shape is measured once for all layers that have it and prune alike. The products run through the
+    layers' probes, so injected slowness counts as it does in training. Fewer tokens are used where all do not fit the
+    budget.
 
     Args:
-        layers: balanced layers that have seen the training forwards of one iteration (``num_tokens`` > 0).
-        max_ratio: the largest ratio of interest, below 1.
-        block: so many neighbouring columns are pruned together.
+        layers: balanced layers by name; those are measured that have seen the training forwards of one iteration.
+        config: how layers divide a ratio, and in which blocks they prune.
         budget_s: seconds it may take, roughly.
     """
-    examples: dict[_Shape, BalancedLinear] = {}
-    counts: Counter[_Shape] = Counter()
-    for layer in layers:
-        if layer.num_tokens == 0:
-            continue
+    layers = {name: layer for name, layer in layers.items() if layer.num_tokens > 0}
+    if not layers:
+        return ResizingCost.linear(config.max_ratio)
+    ratios_of = _ratios_of_layers(layers, config)
+    examples: dict[_Product, BalancedLinear] = {}
+    counts: Counter[_Product] = Counter()
+    for name, layer in layers.items():
         weight = layer.weight
         shape = _Shape(layer.num_tokens, weight.shape[1], weight.shape[0], layer.compute_dtype, weight.device)
-        examples.setdefault(shape, layer)
-        counts[shape] += 1
-    if not counts:
-        return ResizingCost.linear(max_ratio)
+        product = _Product(shape, ratios_of[name])
+        examples.setdefault(product, layer)
+        counts[product] += 1
 
     pruned, gemm_s, overhead_s = [0.0] * NUM_POINTS, [0.0] * NUM_POINTS, [0.0] * NUM_POINTS
-    for shape, count in counts.items():
-        plans = [_spread_plan(ratio, shape, max_ratio, block) for ratio in spread_ratios(max_ratio)]
-        measured = _measure_shape(examples[shape], shape, plans, budget_s / len(counts))
+    for product, count in counts.items():
+        shape = product.shape
+        plans = [_spread_plan(ratio, shape, config) for ratio in product.ratios]
+        measured = _measure_shape(examples[product], shape, plans, budget_s / len(counts))
         for point, (plan, (gemm, overhead)) in enumerate(zip(plans, measured, strict=True)):
             pruned[point] += count * shape.work * (plan.pruned_share if plan else 0.0)
             gemm_s[point] += count * gemm
             overhead_s[point] += count * overhead
-    work = sum(count * shape.work for shape, count in counts.items())
+    work = sum(count * product.shape.work for product, count in counts.items())
     ratios = tuple(columns / work for columns in pruned)
     if any(low >= high for low, high in itertools.pairwise(ratios)):  # layers of a few columns: several plans are equal
-        ratios = spread_ratios(max_ratio)
+        ratios = spread_ratios(config.max_ratio)
     return ResizingCost(
         ratios=ratios,
         gemm_share=tuple(max(seconds / gemm_s[0], 1e-6) for seconds in gemm_s),
         overhead_s=(0.0, *overhead_s[1:]),
     )
+
+
+def _ratios_of_layers(layers: Mapping[str, BalancedLinear], config: BalanceConfig) -> dict[str, tuple[float, ...]]:
+    """What every layer prunes at each of the measured ratios."""
+    costs = work_of_layers(layers)
+    points = [
+        group_ratios(costs, ratio, prune_last=config.prune_last, max_ratio=config.max_ratio)
+        for ratio in spread_ratios(config.max_ratio)
+    ]
+    return {name: tuple(point[name] for point in points) for name in layers}
 
 
 def _measure_shape(
@@ -120,10 +142,10 @@ def _operands(shape: _Shape, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def _spread_plan(ratio: float, shape: _Shape, max_ratio: float, block: int) -> LayerPlan | None:
+def _spread_plan(ratio: float, shape: _Shape, config: BalanceConfig) -> LayerPlan | None:
     """Prunes as many columns as training would for this ratio, in a scattered order, as a selector does."""
-    order = random_order(shape.num_columns, block=block, seed=0, epoch=0, rank=0, layer=0)
-    pruned = decided_columns(order, ratio, block, max_ratio)
+    order = random_order(shape.num_columns, block=config.block, seed=0, epoch=0, rank=0, layer=0)
+    pruned = decided_columns(order, ratio, config.block, config.max_ratio)
     if len(pruned) == 0:
         return None
     return LayerPlan.from_pruned(torch.tensor(pruned.tolist(), device="cpu"), shape.num_columns, shape.device)

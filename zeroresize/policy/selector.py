@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import statistics
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from zeroresize.config import PRIORITY_MODES, BalanceConfig
 from zeroresize.policy.differentiated import budget_ratios, paper_ratios
+from zeroresize.policy.layer_ratios import group_ratios
 from zeroresize.policy.priority import ColumnPriority
 from zeroresize.policy.selection import decided_columns, num_lent, pruned_of_order, random_order
 
@@ -69,17 +70,25 @@ class ColumnSelector:
             logger.warning("block=%d is more than half of the columns of %s", config.block, ", ".join(coarse))
 
     def layer_ratios(self, ratio: float) -> dict[str, float]:
-        """γ_k of every layer for the rank's γ, before rounding to blocks: all γ but in ZERO-PriDiff."""
+        """γ_k of every layer for the rank's γ, before rounding to blocks."""
         config = self._config
+        ratios = group_ratios(self._costs, ratio, prune_last=config.prune_last, max_ratio=config.max_ratio)
         if config.mode != "zero-pridiff" or ratio == 0.0:
-            return dict.fromkeys(self._priorities, ratio)
-        w_vars = [priority.w_var for priority in self._priorities.values()]
+            return ratios
+        differentiated: dict[str, float] = {}
+        for of_group in set(ratios.values()):
+            names = [name for name, own in ratios.items() if own == of_group]
+            differentiated |= zip(names, self._differentiated(names, of_group), strict=True)
+        return {name: differentiated[name] for name in ratios}
+
+    def _differentiated(self, names: Sequence[str], ratio: float) -> list[float]:
+        """γ_k of the layers ``names`` that are to prune γ together."""
+        config = self._config
+        w_vars = [self._priorities[name].w_var for name in names]
         if config.pridiff_rule == "paper":
             theta = config.theta_iter * self._steps_of_last_epoch
-            ratios = paper_ratios(w_vars, ratio, theta=theta, alpha=config.alpha, max_ratio=config.max_ratio)
-        else:
-            ratios = budget_ratios(w_vars, list(self._costs.values()), ratio, max_ratio=config.max_ratio)
-        return dict(zip(self._priorities, ratios, strict=True))
+            return paper_ratios(w_vars, ratio, theta=theta, alpha=config.alpha, max_ratio=config.max_ratio)
+        return budget_ratios(w_vars, [self._costs[name] for name in names], ratio, max_ratio=config.max_ratio)
 
     def pruned_columns(self, pruning: Pruning) -> dict[str, Columns]:
         """The columns of every layer that are pruned, least important first; empty where none."""
