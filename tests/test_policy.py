@@ -9,13 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroresize.config import BalanceConfig
-from zeroresize.policy.controller import HEADROOM, Controller
+from zeroresize.policy.controller import Controller
 from zeroresize.policy.cost_model import ResizingCost
 from zeroresize.policy.estimate import FullWorkEstimate, StepTimes
 from zeroresize.policy.layer_ratios import group_ratios
 from zeroresize.policy.ratio import RankTimes, find_stragglers, full_work, pruning_ratios, reference_time
+from zeroresize.policy.rules import HEADROOM
 from zeroresize.policy.selection import ALIGNMENT, decided_columns, pruned_of_order, random_order
-from zeroresize.policy.selector import ColumnSelector, Pruning
+from zeroresize.policy.selector import ColumnSelector, Relief
 from zeroresize.policy.smoothing import smoothed, steadied
 
 LINEAR = ResizingCost.linear(0.9)
@@ -126,8 +127,8 @@ def test_what_a_controller_decides_keeps_a_multiple_of_eight_columns_where_there
 
 def test_a_forced_ratio_is_kept_to_the_column_and_a_decided_one_aligned():
     selector = ColumnSelector(BalanceConfig(), 0, {"small": 48, "large": 768}, {"small": 1.0, "large": 1.0})
-    forced = selector.pruned_columns(Pruning(0.3, is_exact=True))
-    decided = selector.pruned_columns(Pruning(0.3))
+    forced = selector.pruned_columns(Relief(0.3, is_exact=True))
+    decided = selector.pruned_columns(Relief(0.3))
     assert {name: len(columns) for name, columns in forced.items()} == {"small": 14, "large": 230}
     assert {name: len(columns) for name, columns in decided.items()} == {"small": 14, "large": 232}
     assert set(forced["large"]) < set(decided["large"])

@@ -29,6 +29,7 @@ def record(rank, update, ratio):
         pruned_share=ratio,
         lent_share=0.0,
         borrowed_share=0.0,
+        lent_to={},
         layer_shares=dict.fromkeys(LAYERS, ratio),
         predicted_step_s=0.2,
         begins_at_full_work=False,

@@ -26,6 +26,7 @@ def record(**changes):
         "pruned_share": 0.4375,
         "lent_share": 0.0,
         "borrowed_share": 0.25,
+        "lent_to": {},
         "layer_shares": {"up": 0.5, "down": 0.375},
         "predicted_step_s": 0.2,
         "begins_at_full_work": False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -34,10 +35,16 @@ from zeroresize.lineage import LineageTable
 from zeroresize.linear import work_of_layers
 from zeroresize.measurement import Measurement
 from zeroresize.plan import WorkloadPlan
-from zeroresize.policy.selector import ColumnSelector, Pruning
+from zeroresize.policy.selector import ColumnSelector, Relief
 from zeroresize.policy.sharing import borrowed_shares
+from zeroresize.pretest_migration import measure_migration_cost
 from zeroresize.telemetry import UpdateRecord
 from zeroresize.timing import StepTimer
+
+#: Those in which one rank's ratio is its own affair.
+PINNABLE_MODES = tuple(mode for mode in PRUNING_MODES if mode not in MIGRATING_MODES)
+
+logger = logging.getLogger(__name__)
 
 
 class Balancer:
@@ -74,7 +81,8 @@ class Balancer:
         self.config = config
         self.optimizer = optimizer
         self.on_update = on_update
-        self._rank = group_rank(require_group(process_group))
+        self._group = require_group(process_group)
+        self._rank = group_rank(process_group)
         self._num_ranks = group_size(process_group)
         self._layers = balanced_layers(model)
         self._state_key = "group " + "-".join(map(str, group_ranks(process_group)))
@@ -115,7 +123,7 @@ class Balancer:
         began = time.perf_counter()
         self._num_steps += 1
         self._selector.count_step(self._installer.in_force)
-        self._measurement.pretest()
+        self._pretest()
         self._is_at_full_work = False
         is_update = self._num_steps % self.config.update_every == 0
         if is_update:
@@ -141,8 +149,7 @@ class Balancer:
     def what_if(self) -> dict[str, dict[str, float]]:
         """In mode "off": what each mode would do now, by mode; empty in other modes.
 
-        ``ratio`` (this rank's γ, pruned or lent) and ``predicted_step_s`` (busy time of the slowest rank, seconds; NaN
-        before the first decision; what migrating costs in communication is not in it).
+        ``ratio`` (this rank's γ, pruned and lent) and ``predicted_step_s`` (seconds; NaN before the first decision).
         """
         return {
             mode: {
@@ -171,9 +178,9 @@ class Balancer:
             ValueError: for a rank outside the group, a ratio outside [0, 1), or ``mode="off"``.
         """
         self._require_rank(rank)
-        if self.config.mode not in PRUNING_MODES:
+        if self.config.mode not in PINNABLE_MODES:
             raise ValueError(
-                f"pin needs a mode that prunes ({list(PRUNING_MODES)}), this balancer's is {self.config.mode!r}"
+                f"pin needs a mode that only prunes ({list(PINNABLE_MODES)}), this balancer's is {self.config.mode!r}"
             )
         self._pins[rank] = self.config.replace(ratio=ratio, ranks=(rank,)).forced_ratio or 0.0
         self._change_plan()
@@ -200,7 +207,7 @@ class Balancer:
         """
         times = self._measurement.times
         return {
-            "balance/ratio": self._installer.pruning.ratio + self._installer.lent,
+            "balance/ratio": self._installer.relief.pruned + self._installer.relief.lent,
             "balance/pruned_share": self._installer.pruned_share,
             "balance/lent_share": self._installer.lent_share,
             "balance/borrowed_share": self._borrowed_share,
@@ -265,7 +272,7 @@ class Balancer:
             else:
                 self._statistic.take()  # what it saw until now was of other weights
         self._num_steps = state["num_steps"]
-        pins = enumerate(state["pins"]) if self.config.mode in PRUNING_MODES else ()
+        pins = enumerate(state["pins"]) if self.config.mode in PINNABLE_MODES else ()
         self._pins = {rank: ratio for rank, ratio in pins if ratio is not None}
         self._measurement.load_state_dict(own["measurement"])
         self._is_at_full_work = state["is_at_full_work"]
@@ -313,7 +320,8 @@ class Balancer:
             f"mode={self.config.mode!r}",
             "gradients would be averaged over data-parallel replicas before they are whole",
         )
-        return Lender(self._layers, process_group, self.config.migrate)
+        is_exact = self.config.forced_ratio is not None
+        return Lender(self._layers, process_group, self.config.migrate, is_exact=is_exact)
 
     def _require_no_data_parallelism(self, what: str, why: str) -> None:
         if world_size() > self._num_ranks:
@@ -365,11 +373,23 @@ class Balancer:
             self._installer.spared_share_in_force, borrowed_share, self._installer.in_force.is_exact
         )
 
+    def _pretest(self) -> None:
+        """Once, after the first step: what pruning costs, and what migrating does where anybody may lend."""
+        if not self._measurement.pretest() or self.config.mode not in ("off", *MIGRATING_MODES):
+            return
+        migration = measure_migration_cost(self._layers, self._group, self.config.migrate)
+        self._decision.migration = migration
+        logger.info(
+            "pre-test of migrating: %.1f ms a loan, and %.1f ms for all of a rank's columns",
+            1e3 * migration.fixed_s,
+            1e3 * migration.per_share_s,
+        )
+
     def _update(self) -> None:
         """Measure and decide."""
         self._measurement.learn()
         agreed = sorted(self._pins.items()), self._selector.epoch
-        self._decision.update(self._measurement.times, self._measurement.cost, agreed)
+        self._decision.update(self._measurement.times, self._measurement.cost, self._measurement.wait_s, agreed)
         self._is_at_full_work = self.plan.begins_at_full_work
 
     def _end_epoch(self) -> None:
@@ -388,10 +408,16 @@ class Balancer:
             busy_s=times.busy_s if times else math.nan,
             products_s=times.gemm_s if times else math.nan,
             is_straggler=self.plan.ranks[self._rank].is_straggler,
-            ratio=self._installer.pruning.ratio + self._installer.lent,
+            ratio=self._installer.relief.pruned + self._installer.relief.lent,
             pruned_share=self._installer.pruned_share,
             lent_share=self._installer.lent_share,
             borrowed_share=self._borrowed_share,
+            lent_to={
+                str(receiver): self._installer.lent_share * part
+                for loan in self.plan.loans
+                if loan.owner == self._rank
+                for receiver, part in zip(loan.receivers, loan.parts, strict=True)
+            },
             layer_shares=self._installer.layer_shares,
             predicted_step_s=self.plan.predicted_step_s,
             begins_at_full_work=self._is_at_full_work,
@@ -403,9 +429,9 @@ class Balancer:
         """Carry out what is decided, from the next iteration on."""
         own = self.plan.ranks[self._rank]
         if self._rank in self._pins:
-            self._installer.install(Pruning(self._pins[self._rank], is_exact=True))
+            self._installer.install(Relief(self._pins[self._rank], is_exact=True))
         else:
-            self._installer.install(Pruning(own.ratio, is_exact=self.config.forced_ratio is not None), own.lent)
+            self._installer.install(Relief(own.ratio, own.lent, is_exact=self.config.forced_ratio is not None))
             if self._is_at_full_work:
                 self._installer.suspend()
         if self._lender is not None:

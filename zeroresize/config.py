@@ -13,7 +13,7 @@ import yaml
 
 from zeroresize.yaml_values import load_yaml
 
-MODES = ("off", "zero-rd", "zero-pri", "zero-pridiff", "mig")
+MODES = ("off", "zero-rd", "zero-pri", "zero-pridiff", "mig", "semi")
 TARGETS = ("mean", "min")
 IMPUTATIONS = ("zero", "average", "same")
 RANK_CHOICES = ("stragglers", "all")
@@ -24,13 +24,16 @@ PRIDIFF_RULES = ("budget", "paper")
 PRUNED_UPDATES = ("optimizer", "freeze")
 MIGRATIONS = ("broadcast-reduce", "scatter-gather")
 MIG_RULES = ("balanced", "paper")
+SEMI_RULES = ("makespan", "paper")
 
 #: Modes in which a straggler drops columns of its products (ZERO-resizing, paper section III).
-PRUNING_MODES = ("zero-rd", "zero-pri", "zero-pridiff")
+PRUNING_MODES = ("zero-rd", "zero-pri", "zero-pridiff", "semi")
 #: Those of them that choose the columns by a statistic.
-PRIORITY_MODES = ("zero-pri", "zero-pridiff")
+PRIORITY_MODES = ("zero-pri", "zero-pridiff", "semi")
+#: Those in which every layer prunes a ratio of its own.
+DIFFERENTIATED_MODES = ("zero-pridiff", "semi")
 #: Those in which other ranks compute a straggler's columns (migration, section IV).
-MIGRATING_MODES = ("mig",)
+MIGRATING_MODES = ("mig", "semi")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +44,10 @@ class BalanceConfig:
         mode: ``"off"`` computes everything but still measures (the paper's Baseline). The others let stragglers prune
             columns: ``"zero-rd"`` drawn at random, ``"zero-pri"`` by priority, ``"zero-pridiff"`` by priority and with
             a ratio of its own for every layer (ZERO-Rd, -Pri, -PriDiff, sections III-B and III-C). With ``"mig"``
-            stragglers hand columns to the other ranks (section IV), and nothing is left out.
+            stragglers hand columns to the other ranks (section IV), and nothing is left out. With ``"semi"`` a cost
+            model decides who hands over and who prunes, as in ``"zero-pridiff"``.
         ratio: ``"auto"`` solves Eq. (1) for every straggler; a number forces that ratio γ, 0 ≤ γ < 1 where it prunes
-            (0 prunes nothing), 0 ≤ γ ≤ 1 where it migrates.
+            (0 prunes nothing), 0 ≤ γ ≤ 1 with ``"mig"``; with ``"semi"`` nothing can be forced.
         ranks: whom a forced ratio applies to: ``"stragglers"`` (as measured), ``"all"``, or ranks counted within the
             group. With ``"all"`` or a list the ratio is in force from the first iteration.
         target: the reference time of Eq. (1): the ``"mean"`` over the ranks (paper) or their ``"min"``.
@@ -69,6 +73,10 @@ class BalanceConfig:
             or ``"scatter-gather"`` from rank to rank.
         mig_rule: what ``"mig"`` aims at: the time at which all ranks are ``"balanced"``, or the ``"paper"``'s Eq. (1)
             with the fastest rank's time.
+        semi_rule: how ``"semi"`` divides: ``"makespan"`` prunes the least that keeps a step within half the
+            ``tolerance`` of the normal ranks' time, and lends the rest; ``"paper"`` follows Eq. (2) and (3).
+        migrating: how many stragglers migrate in mode "semi", the slowest first (λ of Fig. 11); ``"auto"`` decides.
+        budget: the largest share of the group's products that ``semi_rule="makespan"`` prunes; 0 is exact.
         prune_last: a layer whose name holds one of these is pruned only once all others are at ``max_ratio``: leaving
             attention whole keeps accuracy. Empty is the paper, one ratio for all layers.
         block: columns are pruned in blocks of so many neighbours; 1 is the paper.
@@ -98,6 +106,9 @@ class BalanceConfig:
     pruned_update: str = "optimizer"
     migrate: str = "broadcast-reduce"
     mig_rule: str = "balanced"
+    semi_rule: str = "makespan"
+    migrating: str | int = "auto"
+    budget: float = 0.5
     prune_last: tuple[str, ...] = ("attention", "attn")
     block: int = 1
     iters_per_epoch: int | None = None
@@ -113,8 +124,12 @@ class BalanceConfig:
         _one_of("pruned_update", self.pruned_update, PRUNED_UPDATES)
         _one_of("migrate", self.migrate, MIGRATIONS)
         _one_of("mig_rule", self.mig_rule, MIG_RULES)
+        _one_of("semi_rule", self.semi_rule, SEMI_RULES)
+        if self.migrating != "auto":
+            _at_least("migrating", self.migrating, 0)
         _in_range("tolerance", self.tolerance, 0.0, 10.0)
         _in_range("max_ratio", self.max_ratio, 0.0, 1.0, open_low=True, open_high=True)
+        _in_range("budget", self.budget, 0.0, 1.0)
         _in_range("ewma", self.ewma, 0.65, 1.0)
         _in_range("dead_band", self.dead_band, 0.0, 0.5)
         _in_range("ageing", self.ageing, 0.0, 1e6)
@@ -137,6 +152,11 @@ class BalanceConfig:
             raise ValueError(
                 f"ratio={self.ratio} exceeds max_ratio={self.max_ratio}, which no layer may in mode 'zero-pridiff': "
                 "lower ratio or raise max_ratio"
+            )
+        if self.mode == "semi" and self.ratio != "auto":
+            raise ValueError(
+                f"ratio={self.ratio!r} with mode='semi': its cost model decides, so ratio must be 'auto'; to force one "
+                "use mode 'mig' or a mode that only prunes"
             )
         if self.mode in MIGRATING_MODES and self.ranks == "all":
             raise ValueError(f"ranks='all' with mode={self.mode!r}: nobody would be left to take the work over")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 from collections.abc import Mapping
 from typing import Any
 
-from zeroresize.config import MIGRATING_MODES, PRUNING_MODES, BalanceConfig
+from zeroresize.config import MIGRATING_MODES, MODES, PRUNING_MODES, BalanceConfig
 from zeroresize.exchange import Exchange
 from zeroresize.plan import WorkloadPlan
+from zeroresize.policy.communication import CollectiveTimes
 from zeroresize.policy.controller import Controller
-from zeroresize.policy.cost_model import ResizingCost
+from zeroresize.policy.cost_model import MigrationCost, ResizingCost
 from zeroresize.policy.ratio import RankTimes
 
 
@@ -25,6 +27,7 @@ class GroupDecision:
 
     Attributes:
         plan: what is decided.
+        migration: Φ1 by the pre-test, the same on every rank; None where nobody can lend, or before it is known.
     """
 
     def __init__(self, config: BalanceConfig, num_ranks: int, exchange: Exchange | None) -> None:
@@ -32,15 +35,18 @@ class GroupDecision:
         self._controller = Controller(config, num_ranks)
         self._dry_runs = _dry_runs(config, num_ranks)
         self._received: list[list[float]] | None = None
+        self._lent_when_sent = (0.0,) * num_ranks
+        self.migration: MigrationCost | None = None
         self.plan: WorkloadPlan = self._controller.initial_plan()
         self._told = [controller.initial_plan() for controller in self._dry_runs]
 
-    def update(self, times: RankTimes | None, cost: ResizingCost, agreed: object) -> None:
+    def update(self, times: RankTimes | None, cost: ResizingCost, wait_s: float, agreed: object) -> None:
         """Decide from what was sent at the last update, and send this rank's numbers.
 
         Args:
             times: this rank's full-work times, None before any were measured.
             cost: of pruning on this rank.
+            wait_s: seconds a step that it waited in collectives under the plan in force, NaN before any were measured.
             agreed: whatever every rank must have decided alike, with a ``repr`` that tells it.
 
         Raises:
@@ -49,11 +55,13 @@ class GroupDecision:
         if self._exchange is None:
             return
         fingerprint = self._fingerprint(agreed)
+        lent_in_force = tuple(rank.lent for rank in self.plan.ranks)
         self._collect()
         if self._received is not None:
             self._decide(self._received)
             self._received = None
-        self._exchange.post([fingerprint, *_as_numbers(times, cost)])
+        self._exchange.post([fingerprint, wait_s, *_as_numbers(times, cost)])
+        self._lent_when_sent = lent_in_force
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, the same on every rank; collects what is under way."""
@@ -63,6 +71,8 @@ class GroupDecision:
             # A tuple is one entry of a checkpoint, which another mode finds too and leaves alone.
             "dry_runs": tuple(controller.state_dict() for controller in self._dry_runs),
             "received": self._received,
+            "lent_when_sent": list(self._lent_when_sent),
+            "migration": dataclasses.astuple(self.migration) if self.migration is not None else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -77,6 +87,8 @@ class GroupDecision:
             controller.load_state_dict(saved)
         self._told = [controller.current_plan() for controller in self._dry_runs]
         self._received = state["received"]
+        self._lent_when_sent = tuple(state["lent_when_sent"])
+        self.migration = MigrationCost(*state["migration"]) if state["migration"] is not None else None
         self.plan = self._controller.current_plan()
 
     @property
@@ -84,8 +96,7 @@ class GroupDecision:
         """In mode "off", what every other mode would decide, by mode; else empty."""
         if not self._told:
             return {}
-        pruning, migrating = self._told
-        return {**dict.fromkeys(PRUNING_MODES, pruning), **dict.fromkeys(MIGRATING_MODES, migrating)}
+        return {mode: self._told[_KINDS.index(kind)] for mode, kind in _KIND_OF_MODE.items()}
 
     def close(self) -> None:
         """Leave the exchange."""
@@ -105,22 +116,29 @@ class GroupDecision:
                 f"ranks {differing} of the group hold another plan than rank 0: call pin, release and load_state_dict "
                 "alike on every rank"
             )
-        samples = [_as_rank_times(numbers[1:]) for numbers in received]
-        self._told = [controller.update(samples) for controller in self._dry_runs]
-        self.plan = self._controller.update(samples)
+        samples = [_as_rank_times(numbers[2:]) for numbers in received]
+        waits_s = [numbers[1] for numbers in received]
+        wait_s = math.nan if any(map(math.isnan, waits_s)) else min(waits_s)
+        collectives = CollectiveTimes(wait_s, self._lent_when_sent, self.migration)
+        self._told = [controller.update(samples, collectives) for controller in self._dry_runs]
+        self.plan = self._controller.update(samples, collectives)
 
     def _fingerprint(self, agreed: object) -> float:
         """48 bits of a hash of what all ranks must agree on, exact as a float64."""
-        told = repr(([rank.ratio for rank in self.plan.ranks], agreed))
+        told = repr(([(rank.ratio, rank.lent) for rank in self.plan.ranks], self.plan.loans, agreed))
         return float(int.from_bytes(hashlib.sha256(told.encode()).digest()[:6], "big"))
 
 
+#: Modes that decide alike are tried once: those that only prune differ in the columns, not in how many.
+_KIND_OF_MODE = {mode: mode if mode in MIGRATING_MODES else PRUNING_MODES[0] for mode in MODES if mode != "off"}
+_KINDS = tuple(dict.fromkeys(_KIND_OF_MODE.values()))
+
+
 def _dry_runs(config: BalanceConfig, num_ranks: int) -> list[Controller]:
-    """One controller that prunes and one that migrates: modes of one kind differ in the columns, not in how many."""
+    """A controller for each kind of mode."""
     if config.mode != "off":
         return []
-    modes = (PRUNING_MODES[0], MIGRATING_MODES[0])
-    return [Controller(config.replace(mode=mode, ratio="auto", ranks="stragglers"), num_ranks) for mode in modes]
+    return [Controller(config.replace(mode=mode, ratio="auto", ranks="stragglers"), num_ranks) for mode in _KINDS]
 
 
 def _as_numbers(times: RankTimes | None, cost: ResizingCost) -> list[float]:

@@ -10,37 +10,35 @@ from torch import Tensor
 from zeroresize.lineage import LineageTable
 from zeroresize.linear import BalancedLinear, work_of_layers
 from zeroresize.plan import LayerPlan
-from zeroresize.policy.selector import ColumnSelector, Pruning
+from zeroresize.policy.selector import ColumnSelector, Relief
 
 
 class PlanInstaller:
-    """Turns this rank's pruning ratio into one ``LayerPlan`` a layer.
+    """Turns what this rank is relieved of into one ``LayerPlan`` a layer.
 
     Attributes:
-        pruning: what is decided.
-        lent: γ of what is left to other ranks.
+        relief: what is decided.
         pruned_share, lent_share: shares of this rank's product FLOPs that it drops and leaves to others, after rounding
             to columns and blocks (layers weighted by their matrices' sizes).
         layer_shares: share of every layer's columns that is pruned.
-        in_force: what the next step does, ``pruning`` unless suspended.
+        in_force: what the next step does, ``relief`` unless suspended.
     """
 
     def __init__(
         self, layers: Mapping[str, BalancedLinear], lineage: LineageTable, selector: ColumnSelector, imputation: str
     ) -> None:
         self._layers, self._lineage, self._selector, self._imputation = layers, lineage, selector, imputation
-        self.pruning = self.in_force = Pruning()
-        self.lent = self._lent_in_force = 0.0
+        self.relief = self.in_force = Relief()
         self.pruned_share = self.lent_share = 0.0
         self.layer_shares = dict.fromkeys(layers, 0.0)
         self._epoch_in_force = 0
 
-    def install(self, pruning: Pruning, lent: float = 0.0) -> None:
+    def install(self, relief: Relief) -> None:
         """Prune, and leave to others, the columns that the selector names in its epoch, from the next forward on."""
-        is_new = self._carry_out(pruning, lent)
-        if not is_new and (pruning, lent) == (self.pruning, self.lent):
+        is_new = self._carry_out(relief)
+        if not is_new and relief == self.relief:
             return
-        self.pruning, self.lent = pruning, lent
+        self.relief = relief
         plans = {name: layer.plan for name, layer in self._layers.items()}
         self.layer_shares = {name: plan.pruned_share if plan else 0.0 for name, plan in plans.items()}
         self.pruned_share = self._share_of_work(self.layer_shares)
@@ -48,29 +46,28 @@ class PlanInstaller:
 
     def suspend(self) -> None:
         """Compute everything here until the next :meth:`install`, whatever is decided."""
-        self._carry_out(Pruning(), 0.0)
+        self._carry_out(Relief())
 
     def clear(self) -> None:
         """No plan in any layer."""
-        self.install(Pruning())
+        self.install(Relief())
 
     @property
     def spared_share_in_force(self) -> float:
         """Share of this rank's product FLOPs that it does not compute in the next step."""
-        is_suspended = (self.in_force, self._lent_in_force) != (self.pruning, self.lent)
-        return 0.0 if is_suspended else self.pruned_share + self.lent_share
+        return self.pruned_share + self.lent_share if self.in_force == self.relief else 0.0
 
     def lent_columns(self) -> dict[str, Tensor]:
         """What is lent of every layer, in the order in which it is divided; on the layers' devices."""
         return {name: layer.plan.lent for name, layer in self._layers.items() if layer.plan is not None}
 
-    def _carry_out(self, pruning: Pruning, lent: float) -> bool:
+    def _carry_out(self, relief: Relief) -> bool:
         """Whether it was not in force already."""
-        wanted = (pruning, lent, self._selector.epoch)
-        if wanted == (self.in_force, self._lent_in_force, self._epoch_in_force):
+        wanted = (relief, self._selector.epoch)
+        if wanted == (self.in_force, self._epoch_in_force):
             return False
-        self.in_force, self._lent_in_force, self._epoch_in_force = wanted
-        pruned_columns, lent_columns = self._selector.pruned_columns(pruning), self._selector.lent_columns(lent)
+        self.in_force, self._epoch_in_force = wanted
+        pruned_columns, lent_columns = self._selector.pruned_columns(relief), self._selector.lent_columns(relief)
         for name, layer in self._layers.items():
             layer.plan = self._layer_plan(layer, pruned_columns[name].tolist(), lent_columns[name].tolist())
             self._lineage.record(name, layer.plan)

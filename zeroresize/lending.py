@@ -31,10 +31,13 @@ class Lender:
         layers: balanced layers by name, the same names in the same order on every rank.
         process_group: their tensor-parallel group.
         migrate: how slices travel, one of ``CARRIERS``.
+        is_exact: whether a loan is of just its ratio, instead of as many columns as are fast to multiply.
     """
 
-    def __init__(self, layers: Mapping[str, BalancedLinear], process_group: ProcessGroup, migrate: str) -> None:
-        self._layers, self._group = layers, process_group
+    def __init__(
+        self, layers: Mapping[str, BalancedLinear], process_group: ProcessGroup, migrate: str, *, is_exact: bool = True
+    ) -> None:
+        self._layers, self._group, self._is_exact = layers, process_group, is_exact
         self._rank = group_rank(process_group)
         self._buffers = Buffers()
         self._carrier = CARRIERS[migrate](process_group, self._rank, self._buffers)
@@ -58,7 +61,7 @@ class Lender:
         for loan in loans:
             columns = self._tell_columns(loan, lent)
             for name, layer in self._layers.items():
-                bounds = bounds_of_parts(num_lent(layer.num_columns, loan.ratio), loan.parts)
+                bounds = bounds_of_parts(self._num_lent(layer, loan), loan.parts)
                 route = Route(loan.owner, loan.receivers, bounds)
                 by_layer[name].append(LayerLoan(route, self._own_columns(route, columns[name])))
         for name, layer in self._layers.items():
@@ -86,7 +89,7 @@ class Lender:
 
     def _tell_columns(self, loan: Loan, lent: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The owner's lent columns of every layer, on every rank."""
-        counts = [num_lent(layer.num_columns, loan.ratio) for layer in self._layers.values()]
+        counts = [self._num_lent(layer, loan) for layer in self._layers.values()]
         device = next(iter(self._layers.values())).weight.device
         if loan.owner == self._rank:
             told = torch.cat([lent[name] for name in self._layers]).to(device)
@@ -94,6 +97,9 @@ class Lender:
             told = torch.empty(sum(counts), dtype=torch.int64, device=device)
         dist.broadcast(told, dist.get_global_rank(self._group, loan.owner), group=self._group)
         return dict(zip(self._layers, told.split(counts), strict=True))
+
+    def _num_lent(self, layer: BalancedLinear, loan: Loan) -> int:
+        return num_lent(layer.num_columns, loan.ratio, is_exact=self._is_exact)
 
     def _own_columns(self, route: Route, columns: Tensor) -> Tensor:
         if self._rank == route.owner:

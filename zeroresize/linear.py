@@ -13,6 +13,7 @@ layer                     weight          input            forward collective   
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -38,9 +39,11 @@ class BalancedLinear:
         compute_dtype: of the last training forward's products.
         watch_input: called with every training forward's local input x [..., K]; None for nobody.
         is_converted: whether ``zeroresize.convert`` has taken the layer in.
+        is_column_parallel: whether x is replicated and dx summed over the group, instead of x split and y summed.
         process_group: the tensor-parallel group.
     """
 
+    is_column_parallel: ClassVar[bool]
     plan: LayerPlan | None
     loans: LayerLoans | None
     probes: Probes
@@ -125,6 +128,8 @@ class ColumnParallelLinear(BalancedLinear, nn.Module):
     Raises:
         ValueError: for features that do not divide, or a missing group.
     """
+
+    is_column_parallel = True
 
     def __init__(
         self,
@@ -217,6 +222,8 @@ class RowParallelLinear(BalancedLinear, nn.Module):
     Raises:
         ValueError: for features that do not divide, or a missing group.
     """
+
+    is_column_parallel = False
 
     def __init__(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -46,6 +47,11 @@ class Measurement:
         return self._estimate.times
 
     @property
+    def wait_s(self) -> float:
+        """Seconds of waiting in a usual step of the last update's interval, NaN before the first."""
+        return self._estimate.usual_step.wait_s if self._estimate.usual_step is not None else math.nan
+
+    @property
     def cost(self) -> ResizingCost:
         """What pruning costs; proportional to FLOPs until :meth:`pretest`."""
         return self._estimate.cost
@@ -63,15 +69,17 @@ class Measurement:
         """The step is over."""
         self._interval += self._timer.end_step()
 
-    def pretest(self) -> None:
+    def pretest(self) -> bool:
         """Measure what pruning costs on the shapes of the step that has just ended; takes about a second.
 
-        Once, and not again after resuming.
+        Once, and not again after resuming. Whether it was done.
         """
-        if not self._is_pretested:
-            self._estimate.pretested = measure_resizing_cost(self._layers, self._config)
-            self._is_pretested = True
-            logger.debug("cost of pruning: %s", self._estimate.pretested)
+        if self._is_pretested:
+            return False
+        self._estimate.pretested = measure_resizing_cost(self._layers, self._config)
+        self._is_pretested = True
+        logger.info("pre-test of pruning: %s", self._estimate.pretested)
+        return True
 
     def learn(self) -> None:
         """Full-work times, and what pruning costs, from the interval that ends."""

@@ -50,7 +50,8 @@ class WorkloadPlan:
     Attributes:
         update: number of the update that decided it; 0 is the plan in force from the first iteration.
         ranks: one ``RankPlan`` a rank, in the order of the group.
-        predicted_step_s: busy time in seconds of the slowest rank under this plan; NaN before anything was measured.
+        predicted_step_s: seconds of a step under this plan, the busy time of the slowest rank and what collectives add;
+            NaN before anything was measured.
         begins_at_full_work: whether the first iteration under this plan computes everything, to be measured.
         loans: what migrates, in the order in which every rank carries it out.
     """

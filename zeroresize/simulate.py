@@ -1,22 +1,27 @@
 """What if: the very policy code of training, run against a model of a cluster instead of a cluster.
 
 A rank's step is ``rest_s`` seconds that pruning does not touch and χ · ``gemm_s`` seconds of multiplications; all ranks
-wait for the slowest. Measurements reach the controller as they do in training: medians of an interval's steps, one
-update late, rescaled to full work.
+wait for the slowest, and for what migrates. Measurements reach the controller as they do in training: medians of an
+interval's steps, one update late, rescaled to full work.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from zeroresize.config import BalanceConfig
+from zeroresize.plan import RankPlan, WorkloadPlan
+from zeroresize.policy.communication import CollectiveTimes
 from zeroresize.policy.controller import Controller
-from zeroresize.policy.cost_model import ResizingCost
+from zeroresize.policy.cost_model import MigrationCost, ResizingCost
 from zeroresize.policy.estimate import FullWorkEstimate, StepTimes
 from zeroresize.policy.ratio import RankTimes
+from zeroresize.policy.sharing import borrowed_shares
 
 #: χ of every rank in a step.
 Speeds = Callable[[int], Sequence[float]]
@@ -31,6 +36,7 @@ class Cluster:
         rest_s: seconds of a step outside the balanced layers' multiplications.
         gemm_s: seconds of them at χ = 1.
         cost: what pruning really costs; what the controller is told, unless :func:`simulate` is given another.
+        migration: what migrating really costs in communication, and what the controller is told.
         reads_late: whether a step is read only when the next one is over, as on a device.
         noise: relative standard deviation of each rank's times from step to step.
         seed: of the noise.
@@ -40,6 +46,7 @@ class Cluster:
     rest_s: float
     gemm_s: float
     cost: ResizingCost
+    migration: MigrationCost = field(default_factory=MigrationCost)
     reads_late: bool = False
     noise: float = 0.0
     seed: int = 0
@@ -56,13 +63,17 @@ class Simulation:
 
     Attributes:
         step_s: seconds of every step, that is of its slowest rank.
-        ratios: [updates][ranks] γ in force after every update.
-        pruned_share: mean over all steps and ranks of the share of products that was dropped.
+        ratios: [updates][ranks] γ in force after every update: what a rank prunes.
+        lent: [updates][ranks] what it lends.
+        pruned_share, lent_share: mean over all steps and ranks of the share of products that was dropped, and handed
+            over.
     """
 
     step_s: list[float]
     ratios: list[list[float]]
+    lent: list[list[float]]
     pruned_share: float
+    lent_share: float
 
 
 def simulate(
@@ -81,38 +92,50 @@ def simulate(
     estimates = [FullWorkEstimate(believed) for _ in range(num_ranks)]
     interval: list[list[StepTimes]] = []
     unread: list[list[StepTimes]] = []
-    received: list[RankTimes] | None = None
-    step_s, trace, pruned = [], [], 0.0
+    received: tuple[list[RankTimes], CollectiveTimes] | None = None
+    step_s, ratios, lent = [], [], []
+    pruned_share = lent_share = 0.0
     for step in range(num_steps):
         noise = np.maximum(1.0 + cluster.noise * generator.standard_normal((num_ranks, 3)), 0.1)
         is_full = plan.begins_at_full_work and step % config.update_every == 0
-        ratios = [0.0 if is_full else rank.ratio for rank in plan.ranks]
-        times = [
-            _step_of_rank(cluster, chi, ratio, own_noise)
-            for chi, ratio, own_noise in zip(cluster.chi(step), ratios, noise, strict=True)
-        ]
+        in_force = WorkloadPlan(plan.update, (RankPlan(),) * num_ranks) if is_full else plan
+        times = _step(cluster, cluster.chi(step), in_force, noise)
         unread.append(times)
         interval += unread[:-1] if cluster.reads_late else unread
         unread = unread[-1:] if cluster.reads_late else []
-        step_s.append(max(rank.busy_s for rank in times))
-        pruned += sum(ratios) / num_ranks
+        step_s.append(max(rank.busy_s + rank.wait_s for rank in times))
+        pruned_share += sum(rank.ratio for rank in in_force.ranks) / num_ranks / num_steps
+        lent_share += sum(rank.lent for rank in in_force.ranks) / num_ranks / num_steps
         if (step + 1) % config.update_every:
             continue
         for rank, estimate in enumerate(estimates):
             estimate.learn([times[rank] for times in interval])
         interval = []
+        measured_under = plan
         if received is not None:
-            plan = controller.update(received)
-        received = [estimate.times for estimate in estimates if estimate.times is not None]
-        trace.append([rank.ratio for rank in plan.ranks])
-    return Simulation(step_s, trace, pruned / num_steps)
+            plan = controller.update(*received)
+        if all(estimate.times is not None for estimate in estimates):
+            samples = [estimate.times for estimate in estimates if estimate.times is not None]
+            waits_s = [estimate.usual_step.wait_s for estimate in estimates if estimate.usual_step is not None]
+            lent_then = tuple(rank.lent for rank in measured_under.ranks)
+            received = samples, CollectiveTimes(min(waits_s), lent_then, cluster.migration)
+        ratios.append([rank.ratio for rank in plan.ranks])
+        lent.append([rank.lent for rank in plan.ranks])
+    return Simulation(step_s, ratios, lent, pruned_share, lent_share)
 
 
-def _step_of_rank(cluster: Cluster, chi: float, ratio: float, noise: Sequence[float]) -> StepTimes:
-    rest_s = cluster.rest_s * float(noise[0])
-    gemm_s = chi * cluster.gemm_s * cluster.cost.gemm_share_at(ratio) * float(noise[1])
-    overhead_s = cluster.cost.overhead_at(ratio) * float(noise[2])
-    return StepTimes(rest_s + gemm_s + overhead_s, gemm_s, overhead_s, spared_share=ratio)
+def _step(cluster: Cluster, chi: Sequence[float], plan: WorkloadPlan, noise: NDArray[np.float64]) -> list[StepTimes]:
+    """Every rank's times of one step; all of them end when the slowest has finished and all has been sent."""
+    borrowed = borrowed_shares(plan.loans, len(chi))
+    times = []
+    for own_chi, rank, share, own_noise in zip(chi, plan.ranks, borrowed, noise, strict=True):
+        spared = rank.ratio + rank.lent
+        rest_s = cluster.rest_s * float(own_noise[0])
+        gemm_s = own_chi * cluster.gemm_s * (cluster.cost.gemm_share_at(spared) + share) * float(own_noise[1])
+        overhead_s = cluster.cost.overhead_at(spared) * float(own_noise[2])
+        times.append(StepTimes(rest_s + gemm_s + overhead_s, gemm_s, overhead_s, spared, share))
+    ends_s = max(rank.busy_s for rank in times) + cluster.migration.seconds([rank.lent for rank in plan.ranks])
+    return [dataclasses.replace(rank, wait_s=ends_s - rank.busy_s) for rank in times]
 
 
 def settling(ratios: Sequence[float], change: int, until: int, band: float = 0.05) -> tuple[int, float]:

@@ -25,8 +25,9 @@ class UpdateRecord:
         ratio: γ in force from now on.
         pruned_share: share of this rank's product FLOPs that it drops.
         lent_share, borrowed_share: what others compute for it and it for others, in units of its own product FLOPs.
+        lent_to: what each other rank computes of ``lent_share``, by its number as text (as JSON has it).
         layer_shares: share of every layer's columns that is pruned, by layer name.
-        predicted_step_s: busy time of the group's slowest rank under the plan.
+        predicted_step_s: of the group under the plan: its slowest rank's busy time and the collectives.
         begins_at_full_work: whether the next step prunes nothing nevertheless, to be measured.
         balancing_s: what balancing cost this rank since the last update, in all.
         would: in mode "off", what each mode would do: γ and predicted step time of the group by mode.
@@ -43,6 +44,7 @@ class UpdateRecord:
     pruned_share: float
     lent_share: float
     borrowed_share: float
+    lent_to: Mapping[str, float]
     layer_shares: Mapping[str, float]
     predicted_step_s: float
     begins_at_full_work: bool

@@ -229,11 +229,13 @@ class StepTimer(Probe):
             sum(self._clock.seconds(*pair) for pair in pairs) for pairs in (step.products, step.gemms, step.waits)
         )
         self._clock.recycle(step.marks)
+        busy_s = max(wall_s - waits_s, products_s)
         return StepTimes(
-            busy_s=max(wall_s - waits_s, products_s),
+            busy_s=busy_s,
             gemm_s=gemm_s,
             overhead_s=max(products_s - gemm_s, 0.0),
             spared_share=step.spared_share,
             borrowed_share=step.borrowed_share,
             is_exact=step.is_exact,
+            wait_s=max(wall_s - busy_s, 0.0),
         )

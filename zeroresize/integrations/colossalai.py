@@ -24,6 +24,8 @@ _SEQUENCE_INSIDE_LINEAR = ("ring", "split_gather")
 class BalancedLinear1D_Col(BalancedLinear, Linear1D_Col):
     """``Linear1D_Col`` (QKV, FC1) whose three products follow ``self.plan``."""
 
+    is_column_parallel = True
+
     @staticmethod
     def from_native_module(module: nn.Linear, process_group: Any, **kwargs: Any) -> nn.Module:
         return swap_layer(Linear1D_Col.from_native_module(module, process_group, **kwargs))
@@ -35,6 +37,8 @@ class BalancedLinear1D_Col(BalancedLinear, Linear1D_Col):
 
 class BalancedLinear1D_Row(BalancedLinear, Linear1D_Row):
     """``Linear1D_Row`` (attention output, FC2) whose three products follow ``self.plan``."""
+
+    is_column_parallel = False
 
     @staticmethod
     def from_native_module(module: nn.Linear, process_group: Any, **kwargs: Any) -> nn.Module:

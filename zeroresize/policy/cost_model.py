@@ -1,12 +1,14 @@
-"""What resized products cost, measured and not assumed linear in FLOPs (Decided 2; Ω of section IV-B).
+"""What resizing and migrating cost, measured and not assumed (Decided 2; Ω and Φ of section IV-B).
 
 Resizing shrinks the matrix multiplications, less than in proportion, and adds work of its own: gathering columns,
-zero-filling gradients. The two are kept apart, because a slow device may slow one more than the other.
+zero-filling gradients. The two are kept apart, because a slow device may slow one more than the other. Migrating costs
+communication, Φ1; what receivers compute, Φ2, is in proportion to their own products.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -61,6 +63,32 @@ class ResizingCost:
     def overhead_at(self, ratio: float) -> float:
         """Ω(γ) in seconds an iteration; beyond the last point its value."""
         return _interpolated(ratio, self.ratios, self.overhead_s)
+
+
+@dataclass(frozen=True)
+class MigrationCost:
+    """Φ1: what communication adds to a step in which columns migrate.
+
+    Attributes:
+        fixed_s: seconds a loan costs whatever its size.
+        per_share_s: seconds for all of a rank's columns, on top.
+    """
+
+    fixed_s: float = 0.0
+    per_share_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (self.fixed_s >= 0.0 and self.per_share_s >= 0.0):
+            raise ValueError(f"the seconds of a migration cost must not be negative: {self}")
+
+    def seconds(self, lent: Sequence[float]) -> float:
+        """Of a step in which ranks lend these shares of their columns; 0 is no loan."""
+        shares = [share for share in lent if share > 0.0]
+        return self.fixed_s * len(shares) + self.per_share_s * math.fsum(shares)
+
+    def scaled(self, factor: float) -> MigrationCost:
+        """``factor`` times as much."""
+        return MigrationCost(self.fixed_s * factor, self.per_share_s * factor)
 
 
 def spread_ratios(max_ratio: float) -> tuple[float, ...]:

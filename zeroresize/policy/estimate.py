@@ -33,6 +33,7 @@ class StepTimes:
         spared_share: share of the rank's own product FLOPs that it did not compute, pruned or lent.
         borrowed_share: what it computed for others, in units of its own products at full work.
         is_exact: whether someone forced just this share, whatever it costs.
+        wait_s: the rest of the time between the two ends, waiting in collectives.
     """
 
     busy_s: float
@@ -41,6 +42,7 @@ class StepTimes:
     spared_share: float = 0.0
     borrowed_share: float = 0.0
     is_exact: bool = False
+    wait_s: float = 0.0
 
     @property
     def plan(self) -> tuple[float, float]:
@@ -53,11 +55,13 @@ class FullWorkEstimate:
 
     Attributes:
         times: of the last interval, None before the first.
+        usual_step: of the last interval, as it was measured.
         pretested: what pruning costs as measured apart from training.
     """
 
     def __init__(self, pretested: ResizingCost) -> None:
         self.times: RankTimes | None = None
+        self.usual_step: StepTimes | None = None
         self.pretested = pretested
         self._factors: list[float | None] = [None] * len(pretested.ratios)
         self._overhead_scale = 1.0
@@ -71,7 +75,7 @@ class FullWorkEstimate:
         """Take the steps of an interval: those under the last of its plans, and those at full work."""
         if not steps:
             return
-        now = _median([step for step in steps if step.plan == steps[-1].plan])
+        now = self.usual_step = _median([step for step in steps if step.plan == steps[-1].plan])
         full = [step for step in steps if step.plan == (0.0, 0.0)]
         if now.spared_share > 0.0 and full and not now.is_exact:  # odd numbers of columns cost more
             self._learn_cost(now, full_gemm_s=full[-1].gemm_s)
@@ -98,7 +102,7 @@ class FullWorkEstimate:
         """Go on from :meth:`state_dict`; what was measured here before is forgotten."""
         self.pretested = ResizingCost(**{name: tuple(values) for name, values in state["pretested"].items()})
         self._factors, self._overhead_scale = list(state["factors"]), state["overhead_scale"]
-        self.times = None
+        self.times = self.usual_step = None
 
     def _learn_cost(self, pruned: StepTimes, full_gemm_s: float) -> None:
         """Correct the points of the cost on both sides of what was pruned."""
@@ -132,4 +136,5 @@ def _median(steps: Sequence[StepTimes]) -> StepTimes:
         spared_share=steps[-1].spared_share,
         borrowed_share=steps[-1].borrowed_share,
         is_exact=steps[-1].is_exact,
+        wait_s=statistics.median(times.wait_s for times in steps),
     )

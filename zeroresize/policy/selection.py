@@ -65,6 +65,9 @@ def decided_columns(order: NDArray[np.int64], ratio: float, block: int, max_rati
     return pruned_of_order(order, ratio, block, max_ratio)
 
 
-def num_lent(num_columns: int, ratio: float) -> int:
-    """How many of K columns a rank lends at γ: round(γK), half up."""
-    return min(math.floor(ratio * num_columns + 0.5), num_columns)
+def num_lent(num_columns: int, ratio: float, *, is_exact: bool = True) -> int:
+    """How many of K columns a rank lends at γ: round(γK), half up; unless exact, a multiple of ``ALIGNMENT`` nearby."""
+    num_exact = min(math.floor(ratio * num_columns + 0.5), num_columns)
+    num_aligned = min(ALIGNMENT * math.floor(num_exact / ALIGNMENT + 0.5), num_columns)
+    is_near = num_aligned > 0 and abs(num_aligned - num_exact) <= _MOST_SHIFT * num_columns
+    return num_aligned if is_near and not is_exact else num_exact

@@ -1,4 +1,4 @@
-"""What a ratio γ means on one rank: which columns of which layer it prunes. Changes at the ends of epochs only.
+"""What a ratio γ means on one rank: which columns of which layer it prunes or lends. They change at epochs' ends only.
 
 Each layer has an order of its columns for the epoch; a ratio prunes the first of them, so a change of γ adds to or
 takes from the same set (Decided 20).
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from zeroresize.config import PRIORITY_MODES, BalanceConfig
+from zeroresize.config import DIFFERENTIATED_MODES, PRIORITY_MODES, BalanceConfig
 from zeroresize.policy.differentiated import budget_ratios, paper_ratios
 from zeroresize.policy.layer_ratios import group_ratios
 from zeroresize.policy.priority import ColumnPriority
@@ -29,15 +29,17 @@ logger = logging.getLogger(__name__)
 _LONG_EPOCH = 20_000
 
 
-class Pruning(NamedTuple):
-    """What a rank is to prune.
+class Relief(NamedTuple):
+    """What a rank is relieved of.
 
     Attributes:
-        ratio: γ.
-        is_exact: whether someone forced just this γ. What a controller decides is rounded so that products are fast.
+        pruned: γ, the share of its columns that nobody computes.
+        lent: the share that other ranks compute.
+        is_exact: whether someone forced just these. What a controller decides is rounded so that products are fast.
     """
 
-    ratio: float = 0.0
+    pruned: float = 0.0
+    lent: float = 0.0
     is_exact: bool = False
 
 
@@ -60,7 +62,7 @@ class ColumnSelector:
     ) -> None:
         self._config, self._rank, self._costs = config, rank, dict(costs)
         self._priorities = {name: ColumnPriority(columns) for name, columns in num_columns.items()}
-        self._steps: Counter[Pruning] = Counter()
+        self._steps: Counter[Relief] = Counter()
         self._steps_of_last_epoch = 0
         self.epoch = 0
         self.pruned_steps = {name: np.zeros(columns, dtype=np.int64) for name, columns in num_columns.items()}
@@ -69,43 +71,54 @@ class ColumnSelector:
         if coarse and config.mode != "off":
             logger.warning("block=%d is more than half of the columns of %s", config.block, ", ".join(coarse))
 
-    def layer_ratios(self, ratio: float) -> dict[str, float]:
-        """γ_k of every layer for the rank's γ, before rounding to blocks."""
-        config = self._config
-        ratios = group_ratios(self._costs, ratio, prune_last=config.prune_last, max_ratio=config.max_ratio)
-        if config.mode != "zero-pridiff" or ratio == 0.0:
+    def layer_ratios(self, relief: Relief) -> dict[str, float]:
+        """γ_k that every layer prunes, before rounding to blocks."""
+        config, max_ratio = self._config, self._max_pruned(relief)
+        ratios = group_ratios(self._costs, relief.pruned, prune_last=config.prune_last, max_ratio=max_ratio)
+        if config.mode not in DIFFERENTIATED_MODES or relief.pruned == 0.0:
             return ratios
         differentiated: dict[str, float] = {}
         for of_group in set(ratios.values()):
             names = [name for name, own in ratios.items() if own == of_group]
-            differentiated |= zip(names, self._differentiated(names, of_group), strict=True)
+            differentiated |= zip(names, self._differentiated(names, min(of_group, max_ratio), max_ratio), strict=True)
         return {name: differentiated[name] for name in ratios}
 
-    def _differentiated(self, names: Sequence[str], ratio: float) -> list[float]:
+    def _differentiated(self, names: Sequence[str], ratio: float, max_ratio: float) -> list[float]:
         """γ_k of the layers ``names`` that are to prune γ together."""
         config = self._config
         w_vars = [self._priorities[name].w_var for name in names]
         if config.pridiff_rule == "paper":
             theta = config.theta_iter * self._steps_of_last_epoch
-            return paper_ratios(w_vars, ratio, theta=theta, alpha=config.alpha, max_ratio=config.max_ratio)
-        return budget_ratios(w_vars, [self._costs[name] for name in names], ratio, max_ratio=config.max_ratio)
+            return paper_ratios(w_vars, ratio, theta=theta, alpha=config.alpha, max_ratio=max_ratio)
+        return budget_ratios(w_vars, [self._costs[name] for name in names], ratio, max_ratio=max_ratio)
 
-    def pruned_columns(self, pruning: Pruning) -> dict[str, Columns]:
+    def _max_pruned(self, relief: Relief) -> float:
+        """γ_max counts what is lent, too."""
+        return max(self._config.max_ratio - relief.lent, 0.0)
+
+    def pruned_columns(self, relief: Relief) -> dict[str, Columns]:
         """The columns of every layer that are pruned, least important first; empty where none."""
-        block, max_ratio = self._config.block, self._config.max_ratio
-        ratios = self.layer_ratios(pruning.ratio)
-        if pruning.is_exact:
-            return {name: pruned_of_order(self._orders[name], ratio, block) for name, ratio in ratios.items()}
-        return {name: decided_columns(self._orders[name], ratio, block, max_ratio) for name, ratio in ratios.items()}
+        block, max_ratio = self._config.block, self._max_pruned(relief)
+        columns = {}
+        for name, ratio in self.layer_ratios(relief).items():
+            order = self._orders[name]
+            if relief.is_exact:
+                pruned = pruned_of_order(order, ratio, block)
+            else:
+                pruned = decided_columns(order, ratio, block, max_ratio)
+            columns[name] = pruned[: len(order) - num_lent(len(order), relief.lent, is_exact=relief.is_exact)]
+        return columns
 
-    def lent_columns(self, ratio: float) -> dict[str, Columns]:
-        """The columns of every layer that a rank lends at γ: the most important ones, the very most at the end."""
-        counts = {name: num_lent(len(order), ratio) for name, order in self._orders.items()}
+    def lent_columns(self, relief: Relief) -> dict[str, Columns]:
+        """The columns of every layer that a rank lends: the most important ones, the very most at the end."""
+        counts = {
+            name: num_lent(len(order), relief.lent, is_exact=relief.is_exact) for name, order in self._orders.items()
+        }
         return {name: order[len(order) - counts[name] :] for name, order in self._orders.items()}
 
-    def count_step(self, pruning: Pruning) -> None:
-        """One iteration ran under ``pruning``."""
-        self._steps[pruning] += 1
+    def count_step(self, relief: Relief) -> None:
+        """One iteration ran under ``relief``."""
+        self._steps[relief] += 1
         if self._config.mode in PRIORITY_MODES and self.epoch == 0 and self.steps_of_epoch == _LONG_EPOCH:
             logger.warning(
                 "%d steps and no epoch has ended: columns stay drawn at random until Balancer.epoch_end() is called or "
@@ -125,7 +138,7 @@ class ColumnSelector:
             fresh: the statistic of every layer's columns; empty where none is taken.
             incremental: see :meth:`~zeroresize.policy.priority.ColumnPriority.update`.
         """
-        pruned = self.pruned_columns(self._pruning_of_most_steps())
+        pruned = self.pruned_columns(self._relief_of_most_steps())
         self._count_pruned_steps()
         for name, values in fresh.items():
             priority = self._priorities[name]
@@ -141,7 +154,7 @@ class ColumnSelector:
         """Plain lists and numbers; this rank's own, unlike the controller's."""
         return {
             "epoch": self.epoch,
-            "steps": [(*pruning, steps) for pruning, steps in self._steps.items()],
+            "steps": [(*relief, steps) for relief, steps in self._steps.items()],
             "steps_of_last_epoch": self._steps_of_last_epoch,
             "pruned_steps": {name: steps.tolist() for name, steps in self.pruned_steps.items()},
             "w_var": {name: priority.w_var.tolist() for name, priority in self._priorities.items()},
@@ -151,7 +164,7 @@ class ColumnSelector:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict` of the same layers."""
         self.epoch = state["epoch"]
-        self._steps = Counter({Pruning(ratio, is_exact): steps for ratio, is_exact, steps in state["steps"]})
+        self._steps = Counter({Relief(*relief): steps for *relief, steps in state["steps"]})
         self._steps_of_last_epoch = state["steps_of_last_epoch"]
         for name, priority in self._priorities.items():
             self.pruned_steps[name] = np.asarray(state["pruned_steps"][name], dtype=np.int64)
@@ -160,16 +173,16 @@ class ColumnSelector:
         self._orders = self._orders_of_epoch()
 
     def _count_pruned_steps(self) -> None:
-        for pruning, steps in self._steps.items():
-            for name, columns in self.pruned_columns(pruning).items():
+        for relief, steps in self._steps.items():
+            for name, columns in self.pruned_columns(relief).items():
                 self.pruned_steps[name][columns] += steps
 
-    def _pruning_of_most_steps(self) -> Pruning:
+    def _relief_of_most_steps(self) -> Relief:
         """Whose columns were pruned in more than half of the epoch's iterations: the lower median.
 
         Sets grow with γ, so a column was pruned in most iterations exactly if it is pruned at the median.
         """
-        return statistics.median_low(self._steps.elements()) if self._steps else Pruning()
+        return statistics.median_low(self._steps.elements()) if self._steps else Relief()
 
     def _orders_of_epoch(self) -> dict[str, Columns]:
         config = self._config

@@ -6,9 +6,25 @@ Shares are in units of one rank's full products: who computes its own and nothin
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from zeroresize.plan import Loan
 from zeroresize.policy.ratio import RankTimes
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a group's work is to be divided.
+
+    Attributes:
+        pruned: what each rank drops of its own products.
+        lent: what each rank hands over.
+        room: how much more each rank can take, in any unit; None divides evenly.
+    """
+
+    pruned: tuple[float, ...]
+    lent: tuple[float, ...]
+    room: tuple[float, ...] | None = None
 
 
 def balanced_shares(times: Sequence[RankTimes]) -> list[float]:
@@ -66,6 +82,8 @@ def loans_of(ratios: Sequence[float], capacities: Sequence[float] | None = None)
         room = [max(capacities[rank], 0.0) if capacities is not None else 1.0 for rank in receivers]
         if sum(room) == 0.0:
             room = [1.0] * len(receivers)
+        receivers = tuple(rank for rank, own in zip(receivers, room, strict=True) if own > 0.0)
+        room = [own for own in room if own > 0.0]
         loans.append(Loan(owner, ratio, receivers, tuple(one / sum(room) for one in room)))
     return tuple(loans)
 
@@ -77,3 +95,12 @@ def borrowed_shares(loans: Sequence[Loan], num_ranks: int) -> list[float]:
         for receiver, part in zip(loan.receivers, loan.parts, strict=True):
             borrowed[receiver] += loan.ratio * part
     return borrowed
+
+
+def predicted_busy_s(times: Sequence[RankTimes], division: Division) -> list[float]:
+    """Busy seconds of every rank when the work is divided so."""
+    borrowed = borrowed_shares(loans_of(division.lent, division.room), len(times))
+    return [
+        rank.busy_at(pruned + lent) + taken_in * rank.gemm_s
+        for rank, pruned, lent, taken_in in zip(times, division.pruned, division.lent, borrowed, strict=True)
+    ]

@@ -1,0 +1,178 @@
+"""All solutions side by side: torchrun --nproc-per-node 2 -m scripts.bench_solutions
+
+Copies of a ViT under Colossal-AI, one a solution, train in the same processes and take turns; the last rank sleeps
+after each matrix multiplication (scope "gemm"). For each χ the closed loops settle, and then told are: the step time as
+a ratio to the homogeneous step and to the work-conserving bound T* (which no exact scheme that moves products can
+beat), what share of the group's products is dropped and what is moved, and the step time that the plan in force
+predicts. "ZERO as SEMI" is ZERO-PriDiff pinned to what SEMI spares the straggler, pruned and lent: as long, and more is
+dropped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+import zeroresize as zr
+from scripts.benching import ColossalAIRanks, Trainer, interval_of_ratio, save
+from vit_examples.config import ModelConfig
+from zeroresize.plan import WorkloadPlan
+
+#: Solutions whose closed loop runs, by name; Baseline and homogeneous are one more copy, in mode "off".
+SOLUTIONS = {
+    "ZERO-PriDiffR": {"mode": "zero-pridiff"},
+    "MIG": {"mode": "mig"},
+    "SEMI": {"mode": "semi"},
+    "SEMI, exact": {"mode": "semi", "budget": 0.0},
+}
+SAME_TIME = "ZERO as SEMI"
+
+
+@dataclass
+class Copy:
+    """A model in training, slowed, under one configuration."""
+
+    trainer: Trainer
+    balancer: zr.Balancer
+    injector: zr.StragglerInjector
+    predicted_s: list[float] = field(default_factory=list)
+
+    def updates(self, number: int) -> None:
+        for _ in range(number * self.balancer.config.update_every):
+            self.trainer.step()
+
+    def window(self, num_steps: int) -> list[float]:
+        """Seconds of some steps after one that is not counted."""
+        self.trainer.step()
+        return [self.trainer.timed_step() for _ in range(num_steps)]
+
+
+class Bench:
+    """A copy a solution, and one in mode "off"."""
+
+    def __init__(self, ranks: ColossalAIRanks, shape: ModelConfig, batch_size: int, config: zr.BalanceConfig) -> None:
+        self.ranks, self.straggler = ranks, ranks.num_ranks - 1
+        names = {"off": {"mode": "off"}, **SOLUTIONS}
+        self.copies = {}
+        for name, changes in names.items():
+            trainer = ranks.trainer(shape, batch_size=batch_size)
+            balancer = ranks.balance(trainer, config.replace(**changes))
+            injector = zr.StragglerInjector(trainer.model, process_group=ranks.group, chi={self.straggler: 1.0})
+            injector.__enter__()
+            self.copies[name] = Copy(trainer, balancer, injector)
+
+    def set_chi(self, chi: float, *names: str) -> None:
+        for name in names or self.copies:
+            self.copies[name].injector.set_chi({self.straggler: chi})
+
+    def settle(self, chi: float, num_updates: int) -> None:
+        self.set_chi(chi)
+        for copy in self.copies.values():
+            copy.updates(num_updates)
+
+    def compare(self, chi: float, rounds: int, num_steps: int) -> dict[str, list[float]]:
+        """Seconds of the steps of every solution, all taking turns."""
+        off, zero, semi = self.copies["off"], self.copies["ZERO-PriDiffR"], self.copies["SEMI"]
+        seconds: dict[str, list[float]] = defaultdict(list)
+        for _ in range(rounds):
+            self.set_chi(1.0, "off")
+            seconds["homogeneous"] += off.window(2 * num_steps)
+            self.set_chi(chi, "off")
+            seconds["Baseline"] += off.window(max(num_steps // 2, 1))
+            for name in SOLUTIONS:
+                self.copies[name].predicted_s.append(self.copies[name].balancer.plan.predicted_step_s)
+                seconds[name] += self.copies[name].window(num_steps)
+            spared = semi.balancer.plan.ranks[self.straggler]
+            zero.balancer.pin(self.straggler, spared.ratio + spared.lent)
+            seconds[SAME_TIME] += zero.window(num_steps)
+            zero.balancer.release()
+        return dict(seconds)
+
+    def bound(self, chi: float, homogeneous_s: float) -> float:
+        """T*, seconds: what is not a product stays, products are shared out by speed; collectives cost nothing more."""
+        num_ranks = self.ranks.num_ranks
+        own = self.copies["off"].balancer.metrics()["balance/products_s"]
+        everyone: list[float] = [0.0] * num_ranks
+        dist.all_gather_object(everyone, own)
+        products_s = statistics.fmean(everyone[: self.straggler])
+        return homogeneous_s - products_s + products_s * num_ranks / (num_ranks - 1 + 1 / chi)
+
+
+def report(bench: Bench, chi: float, seconds: dict[str, list[float]]) -> list[dict[str, object]]:
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    homogeneous_s = medians["homogeneous"]
+    bound_s = bench.bound(chi, homogeneous_s)
+    shares = {name: shares_of(copy.balancer.plan) for name, copy in bench.copies.items()}
+    shares[SAME_TIME] = (sum(shares["SEMI"]), 0.0)
+    rows, table = [], Table(
+        "solution", "step / homogeneous", "95 %", "step / T*", "pruned", "lent", "predicted / measured",
+        title=f"χ = {chi:g} on one of {bench.ranks.num_ranks} ranks: homogeneous {1e3 * homogeneous_s:.0f} ms, "
+        f"T* {bound_s / homogeneous_s:.3f} of it", title_justify="left",
+    )  # fmt: skip
+    for name, step_s in medians.items():
+        low, high = interval_of_ratio(seconds[name], seconds["homogeneous"])
+        pruned, lent = shares.get(name, (0.0, 0.0))
+        predicted = statistics.median(bench.copies[name].predicted_s) / step_s if name in SOLUTIONS else None
+        table.add_row(
+            name, f"{step_s / homogeneous_s:.3f}", f"[{low:.3f}, {high:.3f}]", f"{step_s / bound_s:.3f}",
+            f"{pruned:.3f}", f"{lent:.3f}", "" if predicted is None else f"{predicted:.3f}",
+        )  # fmt: skip
+        rows.append({"chi": chi, "solution": name, "step": step_s / homogeneous_s, "interval": [low, high],
+                     "to_bound": step_s / bound_s, "pruned": pruned, "lent": lent,
+                     "predicted_to_measured": predicted})  # fmt: skip
+    if bench.ranks.rank == 0:
+        Console(width=120).print(table)
+    return rows
+
+
+def shares_of(plan: WorkloadPlan) -> tuple[float, float]:
+    """Shares of the group's products that are pruned and lent."""
+    return tuple(
+        statistics.fmean(values) for values in zip(*((rank.ratio, rank.lent) for rank in plan.ranks), strict=True)
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=768)
+    parser.add_argument("--depth", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--chi", type=float, nargs="+", default=[2.0, 4.0, 8.0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=6, help="in a window")
+    parser.add_argument("--updates", type=int, default=6, help="for every loop to settle, before it is measured")
+    parser.add_argument("--update-every", type=int, default=5)
+    parser.add_argument("--migrate", choices=("broadcast-reduce", "scatter-gather"), default="broadcast-reduce")
+    arguments = parser.parse_args()
+
+    ranks = ColossalAIRanks()
+    shape = ModelConfig(hidden_size=arguments.hidden, depth=arguments.depth, num_heads=12)
+    config = zr.BalanceConfig(mode="off", update_every=arguments.update_every, migrate=arguments.migrate)
+    bench = Bench(ranks, shape, arguments.batch, config)
+    bench.settle(1.0, 3)
+    rows = []
+    for chi in arguments.chi:
+        bench.settle(chi, arguments.updates)
+        rows += report(bench, chi, bench.compare(chi, arguments.rounds, arguments.steps))
+        for copy in bench.copies.values():
+            copy.predicted_s.clear()
+        bench.settle(1.0, 3)
+    errors = [abs(row["predicted_to_measured"] - 1) for row in rows if row["predicted_to_measured"] is not None]
+    if ranks.rank == 0:
+        print(
+            f"predicted against measured step time, {len(errors)} plans: median error {statistics.median(errors):.3f}"
+        )
+        chis = "-".join(f"{chi:g}" for chi in arguments.chi)
+        name = f"solutions_e{ranks.num_ranks}_h{arguments.hidden}_b{arguments.batch}_{arguments.migrate}_chi{chis}"
+        save(name, {"arguments": vars(arguments), "rows": rows, "prediction_error": statistics.median(errors)})
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""How long collectives make even the slowest rank wait, with loans and without, learned from training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zeroresize.policy.cost_model import MigrationCost
+from zeroresize.policy.smoothing import smoothed
+
+#: By more than these factors no single interval changes what the pre-test told of migrating.
+_LEAST_FACTOR, _MOST_FACTOR = 0.5, 2.0
+#: Nor do all of them together.
+_LEAST_SCALE, _MOST_SCALE = 0.05, 20.0
+
+
+@dataclass(frozen=True)
+class CollectiveTimes:
+    """What a group saw of its collectives in the last interval.
+
+    Attributes:
+        wait_s: seconds a step that the rank which waited least waited; NaN where nothing was measured.
+        lent: what each rank lent in those steps.
+        migration: Φ1 by the pre-test; None where nobody can lend.
+    """
+
+    wait_s: float
+    lent: tuple[float, ...]
+    migration: MigrationCost | None = None
+
+
+@dataclass
+class CommunicationEstimate:
+    """The seconds that a step takes beyond its slowest rank's work.
+
+    Attributes:
+        weight: of the newest sample.
+        plain_s: seconds without loans, NaN before they were seen.
+        scale: what loans cost, relative to the pre-test.
+    """
+
+    weight: float
+    plain_s: float = math.nan
+    scale: float = 1.0
+    _pretested: MigrationCost | None = None
+
+    @property
+    def migration(self) -> MigrationCost | None:
+        """Φ1 as far as is known; None where nobody can lend."""
+        return self._pretested.scaled(self.scale) if self._pretested is not None else None
+
+    def learn(self, seen: CollectiveTimes) -> None:
+        """Take an interval's times."""
+        self._pretested = seen.migration
+        if math.isnan(seen.wait_s):
+            return
+        predicted_s = self.migration.seconds(seen.lent) if self.migration is not None else 0.0
+        if predicted_s == 0.0:
+            self.plain_s = smoothed(self.plain_s, seen.wait_s, self.weight)
+        elif not math.isnan(self.plain_s):
+            factor = min(max((seen.wait_s - self.plain_s) / predicted_s, _LEAST_FACTOR), _MOST_FACTOR)
+            self.scale = min(max(self.scale * factor**self.weight, _LEAST_SCALE), _MOST_SCALE)
+
+    def seconds(self, lent: Sequence[float]) -> float:
+        """Of a step in which ranks lend these shares; what is not known counts as nothing."""
+        plain_s = 0.0 if math.isnan(self.plain_s) else self.plain_s
+        return plain_s + (self.migration.seconds(lent) if self.migration is not None else 0.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        pretested = (self._pretested.fixed_s, self._pretested.per_share_s) if self._pretested is not None else None
+        return {"plain_s": self.plain_s, "scale": self.scale, "pretested": pretested}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from :meth:`state_dict`."""
+        self.plain_s, self.scale = state["plain_s"], state["scale"]
+        self._pretested = MigrationCost(*state["pretested"]) if state["pretested"] is not None else None

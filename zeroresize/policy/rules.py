@@ -1,0 +1,108 @@
+"""What each mode wants: from the times of a group to a division of its work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zeroresize.config import BalanceConfig
+from zeroresize.policy.cost_model import MigrationCost
+from zeroresize.policy.makespan import makespan_division
+from zeroresize.policy.ratio import RankTimes, pruning_ratios
+from zeroresize.policy.semi import paper_division
+from zeroresize.policy.sharing import Division, balanced_shares, lending_ratios, paper_lending_ratios, predicted_busy_s
+
+#: How far below the fastest rank's time a straggler aims, as a share; with target "mean" (the paper's) not at all.
+HEADROOM = 0.05
+
+
+def wanted_division(
+    config: BalanceConfig,
+    times: Sequence[RankTimes],
+    are_stragglers: Sequence[bool],
+    reference_s: float,
+    migration: MigrationCost | None,
+    num_migrating_now: int = 0,
+) -> Division:
+    """How ``config`` would divide the work of a group.
+
+    Args:
+        times, are_stragglers: of every rank.
+        reference_s: what stragglers are compared with, seconds.
+        migration: Φ1; None where it is not known, which mode "semi" takes for too much and mode "mig" for nothing.
+        num_migrating_now: how many ranks lend now.
+    """
+    nothing = (0.0,) * len(times)
+    if config.mode == "off":
+        return Division(nothing, nothing)
+    if config.forced_ratio is not None:
+        return forced_division(config, are_stragglers)
+    if config.mode == "mig":
+        return _migrating_division(config, times, are_stragglers, reference_s, migration or MigrationCost())
+    if config.mode == "semi" and migration is not None:
+        return _semi_division(config, times, are_stragglers, reference_s, migration, num_migrating_now)
+    headroom = HEADROOM if config.target == "min" and config.mode != "semi" else 0.0
+    return Division(tuple(pruning_ratios(times, are_stragglers, reference_s, headroom)), nothing)
+
+
+def forced_division(config: BalanceConfig, are_stragglers: Sequence[bool]) -> Division:
+    """The ratio that the user forces on stragglers, on all or on named ranks; before any is known on these only."""
+    nothing = (0.0,) * len(are_stragglers)
+    forced, ranks = config.forced_ratio, config.ranks
+    if forced is None or config.mode == "off":
+        return Division(nothing, nothing)
+    shares = tuple(
+        forced if (is_straggler if ranks == "stragglers" else ranks == "all" or rank in ranks) else 0.0
+        for rank, is_straggler in enumerate(are_stragglers)
+    )
+    return Division(nothing, shares) if config.mode == "mig" else Division(shares, nothing)
+
+
+def _migrating_division(
+    config: BalanceConfig,
+    times: Sequence[RankTimes],
+    are_stragglers: Sequence[bool],
+    reference_s: float,
+    migration: MigrationCost,
+) -> Division:
+    """The balanced time, or the paper's; nothing moves where moving takes longer than it saves."""
+    nothing = (0.0,) * len(times)
+    if config.mig_rule == "paper":
+        ratios, room = paper_lending_ratios(times, are_stragglers, reference_s), None
+    else:
+        ratios = lending_ratios(times, are_stragglers)
+        room = tuple(share - 1.0 for share in balanced_shares(times))
+    division = Division(nothing, tuple(min(ratio, config.max_ratio) for ratio in ratios), room)
+    step_s = max(predicted_busy_s(times, division)) + migration.seconds(division.lent)
+    is_worthwhile = config.mig_rule == "paper" or step_s < max(rank.busy_s for rank in times)
+    return division if is_worthwhile else Division(nothing, nothing)
+
+
+def _semi_division(
+    config: BalanceConfig,
+    times: Sequence[RankTimes],
+    are_stragglers: Sequence[bool],
+    reference_s: float,
+    migration: MigrationCost,
+    num_migrating_now: int,
+) -> Division:
+    num_migrating = None if isinstance(config.migrating, str) else config.migrating
+    if config.semi_rule == "paper":
+        return paper_division(
+            times,
+            are_stragglers,
+            reference_s=reference_s,
+            migration=migration,
+            max_ratio=config.max_ratio,
+            num_migrating=num_migrating,
+        )
+    normal_s = max((rank.busy_s for rank, slow in zip(times, are_stragglers, strict=True) if not slow), default=0.0)
+    return makespan_division(
+        times,
+        are_stragglers,
+        reference_s=max(reference_s, normal_s),
+        tolerance=config.tolerance / 2,
+        migration=migration,
+        budget=config.budget,
+        num_migrating=num_migrating,
+        num_migrating_now=num_migrating_now,
+    )
