@@ -1,9 +1,10 @@
-"""Runs a grid of trainings and tabulates them: python -m scripts.study scripts/grids/accuracy_zero_rd.yaml
+"""Runs a grid of trainings and tabulates them: python -m scripts.study scripts/grids/fig10.yaml
 
 A grid is a YAML file: a configuration of vit_examples, seeds, and named cells, each with overrides of it. Every
 (cell, seed) is one run of ``vit_examples.train`` in a folder of its own, and one row of a CSV file. What has a finished
 folder or a row never runs again (delete both to repeat it), so a study that was stopped goes on where it was, also on
-another machine; a killed study loses at most the run that was under way.
+another machine; a killed study loses at most the run that was under way. ``--config vit_1b --ranks 8`` runs a grid at
+the paper's scale; ``scripts.plot_study`` draws the table.
 """
 
 from __future__ import annotations
@@ -70,8 +71,12 @@ class Study:
     cells: tuple[Cell, ...]
 
 
-def read_study(path: Path, output: Path) -> Study:
+def read_study(path: Path, output: Path, *, config: str | None = None, ranks: int | None = None) -> Study:
     """Read a grid; every cell's configuration is checked before any runs.
+
+    Args:
+        output: every cell gets a folder in there, in one that is named after the grid and a ``config`` that is given.
+        config, ranks: instead of the grid's own.
 
     Raises:
         ValueError: naming the file and the key or cell that is wrong.
@@ -82,19 +87,20 @@ def read_study(path: Path, output: Path) -> Study:
     unknown = sorted(set(document) - set(GRID_KEYS))
     if unknown:
         raise ValueError(f"{path}: unknown keys {unknown}: allowed are {list(GRID_KEYS)}")
-    config, ranks = document["config"], document.get("ranks", 2)
+    name = path.stem if config is None else f"{path.stem}-{Path(config).stem}"
+    config, ranks = config or document["config"], ranks or document.get("ranks", 2)
     cells = []
     for seed in document.get("seeds", [0]):
-        for name, own in document["cells"].items():
-            folder = output / path.stem / slug(name) / f"seed{seed}"
+        for cell, own in document["cells"].items():
+            folder = output / name / slug(cell) / f"seed{seed}"
             values = {**document.get("shared", {}), **(own or {}), "training.seed": seed, "balance.seed": seed}
             overrides = (*(f"{key}={as_yaml(value)}" for key, value in values.items()), f"output.folder={folder}")
             try:
                 load_config(config, overrides).validate_group_size(ranks)
             except ValueError as error:
-                raise ValueError(f"{path}, cell {name!r}: {error}") from error
-            cells.append(Cell(name, seed, overrides, folder))
-    return Study(path.stem, config, ranks, tuple(cells))
+                raise ValueError(f"{path}, cell {cell!r}: {error}") from error
+            cells.append(Cell(cell, seed, overrides, folder))
+    return Study(name, config, ranks, tuple(cells))
 
 
 def as_yaml(value: Any) -> str:
@@ -192,6 +198,8 @@ def accuracy_table(study: Study, rows: Mapping[tuple[str, str], dict[str, Any]])
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("grid", type=Path, help="a YAML file, such as those in scripts/grids")
+    parser.add_argument("--config", help="of vit_examples, instead of the grid's")
+    parser.add_argument("--ranks", type=int, help="instead of the grid's")
     parser.add_argument("--output", type=Path, default=Path("runs/studies"), help="where the runs go")
     parser.add_argument("--csv", type=Path, help="where the table goes (default: beside the runs)")
     parser.add_argument("--dry-run", action="store_true", help="check the grid, list the runs, train nothing")
@@ -199,7 +207,7 @@ def main() -> None:
     arguments = parser.parse_args()
     console = Console()
     try:
-        study = read_study(arguments.grid, arguments.output.resolve())
+        study = read_study(arguments.grid, arguments.output.resolve(), config=arguments.config, ranks=arguments.ranks)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     table = arguments.csv or arguments.output / f"{study.name}.csv"

@@ -1,5 +1,6 @@
 """A run's folder as pictures and a page."""
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -8,8 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib import pyplot
 
-from scripts.report import RunFolder, table_rows, write_report
+from scripts.report import table_rows, write_report
+from scripts.report_pictures import loans_picture, work_picture
+from scripts.report_run import RunFolder
 from zeroresize.telemetry import JsonLinesTelemetry, UpdateRecord
 
 ROOT = Path(__file__).parent.parent
@@ -54,19 +58,42 @@ def folder(tmp_path):
 
 def test_the_page_shows_every_rank_and_pictures_of_those_that_pruned(folder, tmp_path):
     page = write_report(RunFolder.read(folder), tmp_path / "report").read_text()
-    assert len(re.findall(r"<img [^>]*base64,[A-Za-z0-9+/=]{1000,}", page)) == 3
+    assert len(re.findall(r"<img [^>]*base64,[A-Za-z0-9+/=]{1000,}", page)) == 4
     assert "Rank 1: share" in page and "Rank 0: share" not in page
     assert "the run has not ended" in page
     pictures = sorted(path.name for path in (tmp_path / "report").glob("*.png"))
-    assert pictures == ["columns-rank1.png", "layers-rank1.png", "times.png"]
+    assert pictures == ["columns-rank1.png", "layers-rank1.png", "times.png", "work.png"]
 
 
 def test_the_table_tells_who_was_slow_and_what_balancing_cost(folder):
     (normal, slow) = table_rows(RunFolder.read(folder))
     assert normal[:2] == ["0", "4"] and slow[:2] == ["1", "4"]
     assert slow[2:6] == ["200.0", "100.0", "0.50", "0.50"]
-    assert normal[6:8] == ["0.0 %", "0 updates"] and slow[6:8] == ["37.5 %", "3 updates"]
-    assert slow[8] == "2.00 % of a step"  # 3 × 50 ms in 30 steps of 250 ms
+    assert normal[6:10] == ["0.0 %"] * 3 + ["0 updates"] and slow[6:10] == ["37.5 %", "0.0 %", "0.0 %", "3 updates"]
+    assert slow[10] == "2.00 % of a step"  # 3 × 50 ms in 30 steps of 250 ms
+
+
+def test_it_shows_who_lent_what_to_whom_and_what_the_step_would_have_taken(tmp_path):
+    shares = {0: (0.0, 0.25, {}), 1: (0.5, 0.0, {"0": 0.25, "2": 0.25}), 2: (0.0, 0.25, {})}
+    for rank, (lent, borrowed, lent_to) in shares.items():
+        write = JsonLinesTelemetry(tmp_path / f"balance-rank{rank}.jsonl")
+        for update in (1, 2, 3):
+            told = record(rank, update, 0.0)
+            changes = {"lent_share": lent, "borrowed_share": borrowed, "lent_to": lent_to} if update > 1 else {}
+            write(dataclasses.replace(told, busy_s=0.2 * (1 + rank), **changes))
+        write.close()
+    (tmp_path / "metrics.jsonl").write_text("")
+    run = RunFolder.read(tmp_path)
+
+    assert run.slowest_at_full_work() == ([10, 20, 30], [pytest.approx(0.6)] * 3)
+    figure = loans_picture(run)
+    assert {text.get_position(): text.get_text() for text in figure.axes[0].texts} == {(0, 1): "0.17", (2, 1): "0.17"}
+    pyplot.close(figure)
+    figure = work_picture(run)
+    heights = [areas.get_paths()[0].get_extents().y1 for areas in figure.axes[0].collections]
+    assert heights == pytest.approx([1.0, 1.0, 1.0, 1.25])  # rank 0 computes its own and a quarter more
+    pyplot.close(figure)
+    assert (write_report(run, tmp_path / "report").parent / "loans.png").is_file()
 
 
 def test_a_run_that_was_killed_in_the_middle_of_a_line_is_read(folder):

@@ -1,0 +1,69 @@
+"""Pictures of studies: cells' names tell where their points are."""
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from matplotlib import pyplot
+
+from scripts.plot_study import draw, place_of, read_points
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize(
+    ("cell", "x", "expected"),
+    [
+        ("SEMI χ=4", "χ", ("SEMI", 4.0)),
+        ("Pri γ=9/10 all, attention last", "γ", ("Pri all, attention last", 0.9)),
+        ("SEMI paper λ=0", "λ", ("SEMI paper", 0.0)),
+        ("Baseline", "χ", ("Baseline", None)),
+    ],
+)
+def test_a_cells_name_tells_line_and_place(cell, x, expected):
+    assert place_of(cell, x) == expected
+
+
+@pytest.fixture
+def table(tmp_path):
+    path = tmp_path / "study.csv"
+    rows = [("homogeneous", 0, 100, 0.5), ("homogeneous", 1, 100, 0.52)]
+    rows += [
+        (f"{line} χ={chi}", seed, 100 * chi, 0.4 + 0.1 * seed)
+        for line in ("A", "B")
+        for chi in (4, 2)
+        for seed in (0, 1)
+    ]
+    with path.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(["cell", "seed", "step_ms", "test_accuracy"])
+        writer.writerows(rows)
+    return path
+
+
+def test_means_and_spreads_are_drawn_in_order_and_other_cells_across(table):
+    figure = draw(read_points(table, "χ"), "χ")
+    times, accuracy = figure.axes
+    lines = {container.get_label(): container[0] for container in times.containers}
+    assert list(lines) == ["A", "B"]
+    assert lines["A"].get_xdata().tolist() == [2, 4] and lines["A"].get_ydata().tolist() == [200, 400]
+    (_, _, (bars,)) = accuracy.containers[0]
+    low, high = bars.get_segments()[0][:, 1]
+    assert (high + low) / 2 == pytest.approx(45) and (high - low) / 2 == pytest.approx(100 * 0.1 / 2**0.5)
+    across = [line for line in times.lines if line.get_label() == "homogeneous"]
+    assert across[0].get_ydata()[0] == 100
+    pyplot.close(figure)
+
+
+def test_the_command_writes_a_picture_or_says_what_is_wrong(table, tmp_path):
+    def run(*arguments):
+        command = [sys.executable, "-m", "scripts.plot_study", *map(str, arguments)]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+    assert run(table).returncode == 0 and table.with_suffix(".png").stat().st_size > 1000
+    wrong = run(table, "--x", "λ")
+    assert wrong.returncode == 1 and "no cell is called anything like 'λ=1'" in wrong.stderr
+    missing = run(tmp_path / "none.csv")
+    assert missing.returncode == 1 and "error:" in missing.stderr
