@@ -73,12 +73,14 @@ class LayerPlan:
         lent: columns that other ranks compute, in the order in which they are divided among them, int64, on the layer's
             device; their gradients are zero here until those ranks' results come home.
         imputation: ``"zero"``, ``"average"`` or ``"same"``, see :class:`~zeroresize.BalanceConfig`.
+        kept_range: ``keep_P`` as a slice, where it is one: its columns need not be gathered.
     """
 
     keep_P: Tensor
     pruned: Tensor
     lent: Tensor
     imputation: str = "zero"
+    kept_range: slice | None = None
 
     @classmethod
     def from_pruned(
@@ -107,10 +109,11 @@ class LayerPlan:
             raise ValueError(f"a plan must keep at least one of {num_columns} columns")
         if keep_P.numel() + elsewhere.numel() != num_columns:
             raise ValueError("pruned and lent columns must be different from each other")
+        kept_range = range_of(keep_P)
         keep_P, pruned, lent = (
             columns.to(device, non_blocking=True) for columns in (keep_P, pruned.sort().values, lent)
         )
-        return cls(keep_P, pruned, lent, imputation)
+        return cls(keep_P, pruned, lent, imputation, kept_range)
 
     @property
     def num_columns(self) -> int:
@@ -126,3 +129,10 @@ class LayerPlan:
     def lent_share(self) -> float:
         """Share of the layer's product FLOPs that other ranks compute, 0 to 1."""
         return self.lent.numel() / self.num_columns
+
+
+def range_of(columns: Tensor) -> slice | None:
+    """``columns`` (int64, on the CPU) as a slice, if they are neighbours in ascending order."""
+    if not columns.numel() or not torch.equal(columns, torch.arange(columns.numel(), device="cpu") + columns[0]):
+        return None
+    return slice(int(columns[0]), int(columns[-1]) + 1)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -143,8 +144,11 @@ def _operands(shape: _Shape, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _spread_plan(ratio: float, shape: _Shape, config: BalanceConfig) -> LayerPlan | None:
-    """Prunes as many columns as training would for this ratio, in a scattered order, as a selector does."""
-    order = random_order(shape.num_columns, block=config.block, seed=0, epoch=0, rank=0, layer=0)
+    """Spares as many columns as training would for this ratio, in a scattered order, as a selector does."""
+    if config.mode == "mig":
+        order = np.arange(shape.num_columns)
+    else:
+        order = random_order(shape.num_columns, block=config.block, seed=0, epoch=0, rank=0, layer=0)
     pruned = decided_columns(order, ratio, config.block, config.max_ratio)
     if len(pruned) == 0:
         return None

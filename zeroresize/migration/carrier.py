@@ -104,7 +104,14 @@ class Carrier(ABC):
 
     @abstractmethod
     def send_sum(self, route: Route, partial: Tensor, name: Hashable) -> Pending:
-        """The receivers' ``partial`` tensors are added to the owner's, in place there."""
+        """The receivers' ``partial`` tensors are added to the owner's, in place there.
+
+        For ranks that take part only; ``partial`` must not change until the pending transfer has been waited for.
+        """
+
+    def takes_part_in_sum(self, route: Route) -> bool:
+        """Whether this rank must call :meth:`send_sum`, with zeros if it computed nothing."""
+        return self.rank == route.owner or self.rank in route.receivers
 
     def send_home(self, route: Route, part_Rm: Tensor | None, num_rows: int, like: Tensor, name: Hashable) -> Pending:
         """The receivers' parts [rows, m_i] arrive side by side at the owner as [rows, L], None elsewhere.
@@ -119,12 +126,21 @@ class Carrier(ABC):
                 part = self.buffers.take((*_key(name), receiver), (num_rows, columns.stop - columns.start), like)
                 works += self._receive(part, receiver)
                 parts.append(part)
+            if len(parts) == 1:
+                return Pending(parts[0], tuple(works))
             whole = self.buffers.take((*_key(name), "whole"), (num_rows, route.num_columns), like)
             return Pending(whole, tuple(works), lambda: _side_by_side(parts, whole))
         if self.rank in route.receivers:
             assert part_Rm is not None
             self._send_from_buffer(part_Rm, route.owner, name)
         return Pending(None)
+
+    def send_single_addend(self, route: Route, partial: Tensor, name: Hashable) -> Pending:
+        """:meth:`send_sum` where there is one receiver."""
+        if self.rank != route.owner:
+            return Pending(partial, tuple(self._send(partial, route.owner)))
+        addend = self.buffers.take((*_key(name), "addend"), tuple(partial.shape), partial)
+        return Pending(partial, tuple(self._receive(addend, route.receivers[0])), lambda: _add(partial, addend))
 
     def _receive(self, tensor: Tensor, sender: int) -> list[Work]:
         if tensor.numel() == 0:
@@ -149,6 +165,10 @@ class Carrier(ABC):
 
 def _key(name: Hashable) -> tuple[Hashable, ...]:
     return name if isinstance(name, tuple) else (name,)
+
+
+def _add(sum_: Tensor, addend: Tensor) -> None:
+    sum_.add_(addend)
 
 
 def _side_by_side(parts: list[Tensor], whole: Tensor) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from zeroresize.migration.buffers import Buffers
 from zeroresize.migration.carrier import Pending
+from zeroresize.migration.columns import Columns
 
 
 class Homecoming:
@@ -18,7 +19,7 @@ class Homecoming:
 
     def __init__(self, buffers: Buffers) -> None:
         self._buffers = buffers
-        self._expected: list[tuple[Tensor, Tensor, Pending]] = []
+        self._expected: list[tuple[Tensor, Columns, Pending]] = []
         self._is_queued = False
 
     def backward_begins(self) -> None:
@@ -27,7 +28,7 @@ class Homecoming:
             self._is_queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self.bring_home)
 
-    def expect(self, weight: Tensor, columns: Tensor, pending: Pending) -> None:
+    def expect(self, weight: Tensor, columns: Columns, pending: Pending) -> None:
         """``pending`` will be the gradient of ``columns`` of ``weight``."""
         self._expected.append((weight, columns, pending))
 
@@ -48,5 +49,5 @@ class Homecoming:
             assert dw_NL is not None
             if weight.grad is None:
                 raise RuntimeError("a weight whose columns are lent has no .grad: use backward(), not autograd.grad()")
-            weight.grad.index_add_(1, columns, dw_NL.to(weight.grad.dtype))
+            columns.add(weight.grad, dw_NL.to(weight.grad.dtype))
         self._buffers.finish_sending()

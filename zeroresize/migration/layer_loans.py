@@ -16,6 +16,7 @@ from torch.distributed import Work
 from zeroresize import kernels
 from zeroresize.collectives import start_all_reduce
 from zeroresize.migration.carrier import Carrier, Pending, Route
+from zeroresize.migration.columns import Columns
 from zeroresize.migration.homecoming import Homecoming
 from zeroresize.probe import Probes
 
@@ -30,7 +31,7 @@ class LayerLoan:
     """
 
     route: Route
-    columns: Tensor
+    columns: Columns
 
 
 class LayerLoans:
@@ -81,7 +82,7 @@ class LayerLoans:
                 packed = self._carrier.buffers.take(
                     ("w", self._name, owner), (len(weight_NK), loan.route.num_columns), weight_NK
                 )
-                torch.index_select(weight_NK, 1, loan.columns, out=packed)
+                loan.columns.copy_to(packed, weight_NK)
             name = ("w", self._name, owner)
             self._sent.append(self._carrier.send_slice(loan.route, packed, len(weight_NK), weight_NK, name))
         self._version = self._weight._version
@@ -104,11 +105,13 @@ class LayerLoans:
         y_TN = own() if self.lends else None  # an owner's is what the receivers' parts are added to
         pending = []
         for loan, w_Nm in zip(self._loans, weights, strict=True):
+            if not self._carrier.takes_part_in_sum(loan.route):
+                continue
             if loan.route.owner == self._rank:
                 assert y_TN is not None
                 part_TN = y_TN
             elif w_Nm is not None:
-                x_Tm = x_TK.index_select(1, loan.columns)
+                x_Tm = loan.columns.of(x_TK)
                 part_TN = self._probes.product(kernels.forward, x_Tm, w_Nm, None, None)
             else:
                 part_TN = x_TK.new_zeros(x_TK.shape[0], len(self._weight))
@@ -151,7 +154,7 @@ class LayerLoans:
             for loan, w_Nm, dy_of_owner_TN in borrowed:
                 dw_Nm = None
                 if w_Nm is not None:
-                    x_Tm = x_TK.index_select(1, loan.columns)
+                    x_Tm = loan.columns.of(x_TK)
                     dw_Nm = self._probes.product(kernels.wgrad, dy_of_owner_TN, x_Tm, None, None)
                 self._send_dw_home(loan, dw_Nm, dw_NK)
         return dx_TK, dw_NK, work
@@ -159,11 +162,11 @@ class LayerLoans:
     def _add_to_dx(self, loan: LayerLoan, dx_TK: Tensor, dx_Tm: Tensor | None) -> None:
         if self._carrier.merges:
             if dx_Tm is not None:
-                dx_TK.index_add_(1, loan.columns, dx_Tm)
+                loan.columns.add(dx_TK, dx_Tm)
             return
         home = self._carrier.send_home(loan.route, dx_Tm, len(dx_TK), dx_TK, ("dx", loan.route.owner)).wait()
         if home is not None:
-            dx_TK.index_copy_(1, loan.columns, home)
+            loan.columns.put(dx_TK, home)
 
     # ---- row-parallel: y is summed over all ranks, x and dx are the owner's ------------------------------------------
 
@@ -176,7 +179,7 @@ class LayerLoans:
             x_TL = None
             if owner == self._rank:
                 x_TL = self._carrier.buffers.take(("x", owner), (len(x_TK), loan.route.num_columns), x_TK)
-                torch.index_select(x_TK, 1, loan.columns, out=x_TL)
+                loan.columns.copy_to(x_TL, x_TK)
             sent.append(self._carrier.send_slice(loan.route, x_TL, len(x_TK), x_TK, ("x", owner)))
         y_TN = own()
         kept = []
@@ -219,7 +222,7 @@ class LayerLoans:
             dx_TL = pending.wait()
             if dx_TL is not None:
                 assert dx_TK is not None
-                dx_TK.index_copy_(1, loan.columns, dx_TL)
+                loan.columns.put(dx_TK, dx_TL)
         return dx_TK, dw_NK
 
     def _add_to_y(self, loan: LayerLoan, y_TN: Tensor, part_TN: Tensor | None) -> None:

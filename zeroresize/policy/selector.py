@@ -196,7 +196,9 @@ class ColumnSelector:
                 rank=self._rank,
                 layer=position,
             )
-            if config.mode in PRIORITY_MODES:
+            if config.mode == "mig":
+                drawn = np.arange(priority.num_columns)  # whatever is lent comes back: neighbours need no gathering
+            elif config.mode in PRIORITY_MODES:
                 drawn = priority.order(ageing=config.ageing, block=config.block, tie_break=drawn)
             orders[name] = drawn
         return orders

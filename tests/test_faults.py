@@ -1,0 +1,117 @@
+"""What goes wrong while work migrates ends in an error on every rank, or in a correct step: never in a hang."""
+
+import datetime
+import multiprocessing
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from virtual_training import Run
+
+import zeroresize as zr
+
+
+def _train_until_one_dies(rank, num_ranks, dying, mode, scratch, reports):
+    torch.set_num_threads(1)
+    store = f"file://{scratch}/store"
+    timeout = datetime.timedelta(seconds=120)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num_ranks, timeout=timeout)
+    config = {"ratio": 0.5, "ranks": [0]} if mode == "mig" else {"budget": 0.0}
+    run = Run(dist.group.WORLD, mode=mode, update_every=5, **config)
+    run.time.chi = 4.0 if rank == 0 else 1.0
+    run.steps(20)
+    assert run.balancer.plan.loans
+    if rank == dying:
+        os._exit(3)
+    try:
+        run.steps(20)
+        reports.put((rank, "went on"))
+    except RuntimeError as error:
+        reports.put((rank, str(error)))
+    reports.close()
+    reports.join_thread()
+    os._exit(0)
+
+
+@pytest.mark.parametrize("mode", ["mig", "semi"])
+@pytest.mark.parametrize(("num_ranks", "dying"), [(2, 1), (3, 1), (3, 0)])
+def test_when_a_receiver_or_an_owner_dies_every_other_rank_ends_with_an_error(tmp_path, num_ranks, dying, mode):
+    fork = multiprocessing.get_context("fork")
+    reports = fork.Queue()
+    processes = [
+        fork.Process(target=_train_until_one_dies, args=(rank, num_ranks, dying, mode, tmp_path, reports))
+        for rank in range(num_ranks)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        told = dict(reports.get(timeout=60) for _ in range(num_ranks - 1))
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    assert sorted(told) == [rank for rank in range(num_ranks) if rank != dying]
+    assert "went on" not in told.values()
+
+
+@pytest.mark.parametrize("mode", ["mig", "semi"])
+def test_ranks_that_hold_different_loans_are_told_so(run_ranks, mode):
+    def train(rank, group):
+        run = Run(group, mode=mode, update_every=5)
+        run.time.chi = 4.0 if rank == 1 else 1.0
+        run.updates(6)
+        if rank == 0:
+            decision = run.balancer._decision
+            straggler = decision._controller._ranks[1]
+            straggler.lent += 1e-6
+            decision.plan = decision._controller.current_plan()
+        try:
+            run.balancer._update()  # decided on the numbers of the last update, with the fingerprints from before
+            run.balancer._update()
+        except RuntimeError as error:
+            return str(error)
+        return "went on"
+
+    assert all("hold another plan" in told for told in run_ranks(train, 2))
+
+
+@pytest.mark.parametrize("mode", ["mig", "semi"])
+def test_when_another_rank_becomes_slow_in_the_middle_of_an_epoch_the_loans_follow(run_ranks, mode):
+    def train(rank, group):
+        run = Run(group, mode=mode, update_every=5)
+        owners = []
+        for slow in (1, 0, None):
+            run.time.chi = 4.0 if rank == slow else 1.0
+            run.updates(5)
+            owners.append([loan.owner for loan in run.balancer.plan.loans])
+        return owners
+
+    assert run_ranks(train, 3) == [[[1], [0], []]] * 3
+
+
+def test_every_rank_slow_at_once_prunes_and_lends_nothing(run_ranks):
+    def train(rank, group):
+        run = Run(group, mode="semi")
+        run.time.chi = 6.0
+        run.updates(4)
+        return run.balancer.plan.loans, [own.ratio for own in run.balancer.plan.ranks]
+
+    assert run_ranks(train, 2) == [((), [0.0, 0.0])] * 2
+
+
+def test_all_but_one_slow_lend_to_the_one(run_ranks):
+    def train(rank, group):
+        expected = Run(group, mode="off").steps(30)
+        run = Run(group, mode="semi", update_every=5, budget=0.0)
+        run.time.chi = (4.0, 1.0, 6.0)[rank]
+        return expected, run.steps(30), run.balancer.plan.loans
+
+    for expected, losses, loans in run_ranks(train, 3):
+        assert losses == pytest.approx(expected, rel=1e-4)
+        assert [(loan.owner, loan.receivers) for loan in loans] == [(0, (1,)), (2, (1,))]
+
+
+def test_more_owners_than_there_are_ranks_to_spare_are_refused():
+    with pytest.raises(ValueError, match="at least one must be left"):
+        zr.BalanceConfig(mode="mig", ratio=0.5, ranks=[0, 1, 2]).validate_group_size(3)
