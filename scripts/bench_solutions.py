@@ -6,6 +6,9 @@ a ratio to the homogeneous step and to the work-conserving bound T* (which no ex
 beat), what share of the group's products is dropped and what is moved, and the step time that the plan in force
 predicts. "ZERO as SEMI" is ZERO-PriDiff pinned to what SEMI spares the straggler, pruned and lent: as long, and more is
 dropped.
+
+``--unequal 4 2 1 1`` slows every rank by its own χ instead, and compares SEMI with every number λ of migrating
+stragglers, by both rules (Fig. 11).
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -32,6 +36,17 @@ SOLUTIONS = {
     "SEMI, exact": {"mode": "semi", "budget": 0.0},
 }
 SAME_TIME = "ZERO as SEMI"
+
+
+def fixed_lambdas(num_stragglers: int) -> dict[str, dict[str, object]]:
+    """SEMI by both rules, with every number of migrating stragglers and with its own choice."""
+    rules = {"SEMI": {"mode": "semi"}, "SEMI paper": {"mode": "semi", "semi_rule": "paper"}}
+    choices = {f"λ={count}": {"migrating": count} for count in range(num_stragglers + 1)}
+    return {
+        f"{rule}, {choice}": {**changes, **more}
+        for rule, changes in rules.items()
+        for choice, more in {**choices, "its own choice": {}}.items()
+    }
 
 
 @dataclass
@@ -56,74 +71,84 @@ class Copy:
 class Bench:
     """A copy a solution, and one in mode "off"."""
 
-    def __init__(self, ranks: ColossalAIRanks, shape: ModelConfig, batch_size: int, config: zr.BalanceConfig) -> None:
-        self.ranks, self.straggler = ranks, ranks.num_ranks - 1
-        names = {"off": {"mode": "off"}, **SOLUTIONS}
+    def __init__(
+        self,
+        ranks: ColossalAIRanks,
+        shape: ModelConfig,
+        batch_size: int,
+        config: zr.BalanceConfig,
+        solutions: Mapping[str, Mapping[str, object]],
+    ) -> None:
+        self.ranks, self.solutions = ranks, tuple(solutions)
         self.copies = {}
-        for name, changes in names.items():
+        for name, changes in {"off": {"mode": "off"}, **solutions}.items():
             trainer = ranks.trainer(shape, batch_size=batch_size)
             balancer = ranks.balance(trainer, config.replace(**changes))
-            injector = zr.StragglerInjector(trainer.model, process_group=ranks.group, chi={self.straggler: 1.0})
+            injector = zr.StragglerInjector(trainer.model, process_group=ranks.group, chi={0: 1.0})
             injector.__enter__()
             self.copies[name] = Copy(trainer, balancer, injector)
 
-    def set_chi(self, chi: float, *names: str) -> None:
-        for name in names or self.copies:
-            self.copies[name].injector.set_chi({self.straggler: chi})
-
-    def settle(self, chi: float, num_updates: int) -> None:
-        self.set_chi(chi)
+    def settle(self, chis: Sequence[float], num_updates: int) -> None:
         for copy in self.copies.values():
+            copy.injector.set_chi(dict(enumerate(chis)))
             copy.updates(num_updates)
 
-    def compare(self, chi: float, rounds: int, num_steps: int) -> dict[str, list[float]]:
+    def compare(self, chis: Sequence[float], rounds: int, num_steps: int) -> dict[str, list[float]]:
         """Seconds of the steps of every solution, all taking turns."""
-        off, zero, semi = self.copies["off"], self.copies["ZERO-PriDiffR"], self.copies["SEMI"]
+        off = self.copies["off"]
         seconds: dict[str, list[float]] = defaultdict(list)
         for _ in range(rounds):
-            self.set_chi(1.0, "off")
+            off.injector.set_chi({0: 1.0})
             seconds["homogeneous"] += off.window(2 * num_steps)
-            self.set_chi(chi, "off")
+            off.injector.set_chi(dict(enumerate(chis)))
             seconds["Baseline"] += off.window(max(num_steps // 2, 1))
-            for name in SOLUTIONS:
-                self.copies[name].predicted_s.append(self.copies[name].balancer.plan.predicted_step_s)
-                seconds[name] += self.copies[name].window(num_steps)
-            spared = semi.balancer.plan.ranks[self.straggler]
-            zero.balancer.pin(self.straggler, spared.ratio + spared.lent)
-            seconds[SAME_TIME] += zero.window(num_steps)
-            zero.balancer.release()
+            for name in self.solutions:
+                copy = self.copies[name]
+                copy.predicted_s.append(copy.balancer.plan.predicted_step_s)
+                seconds[name] += copy.window(num_steps)
+            if "ZERO-PriDiffR" in self.copies:
+                seconds[SAME_TIME] += self._window_of_zero_as_semi(num_steps)
         return dict(seconds)
 
-    def bound(self, chi: float, homogeneous_s: float) -> float:
+    def _window_of_zero_as_semi(self, num_steps: int) -> list[float]:
+        zero = self.copies["ZERO-PriDiffR"]
+        for rank, own in enumerate(self.copies["SEMI"].balancer.plan.ranks):
+            zero.balancer.pin(rank, own.ratio + own.lent)
+        try:
+            return zero.window(num_steps)
+        finally:
+            zero.balancer.release()
+
+    def bound(self, chis: Sequence[float], homogeneous_s: float) -> float:
         """T*, seconds: what is not a product stays, products are shared out by speed; collectives cost nothing more."""
-        num_ranks = self.ranks.num_ranks
         own = self.copies["off"].balancer.metrics()["balance/products_s"]
-        everyone: list[float] = [0.0] * num_ranks
+        everyone: list[float] = [0.0] * self.ranks.num_ranks
         dist.all_gather_object(everyone, own)
-        products_s = statistics.fmean(everyone[: self.straggler])
-        return homogeneous_s - products_s + products_s * num_ranks / (num_ranks - 1 + 1 / chi)
+        products_s = statistics.fmean(seconds for seconds, chi in zip(everyone, chis, strict=True) if chi == 1)
+        return homogeneous_s - products_s + products_s * len(chis) / sum(1 / chi for chi in chis)
 
 
-def report(bench: Bench, chi: float, seconds: dict[str, list[float]]) -> list[dict[str, object]]:
+def report(bench: Bench, chis: Sequence[float], seconds: dict[str, list[float]]) -> list[dict[str, object]]:
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     homogeneous_s = medians["homogeneous"]
-    bound_s = bench.bound(chi, homogeneous_s)
+    bound_s = bench.bound(chis, homogeneous_s)
     shares = {name: shares_of(copy.balancer.plan) for name, copy in bench.copies.items()}
-    shares[SAME_TIME] = (sum(shares["SEMI"]), 0.0)
+    if SAME_TIME in medians:
+        shares[SAME_TIME] = (sum(shares["SEMI"]), 0.0)
     rows, table = [], Table(
         "solution", "step / homogeneous", "95 %", "step / T*", "pruned", "lent", "predicted / measured",
-        title=f"χ = {chi:g} on one of {bench.ranks.num_ranks} ranks: homogeneous {1e3 * homogeneous_s:.0f} ms, "
+        title=f"χ = {' '.join(f'{chi:g}' for chi in chis)}: homogeneous {1e3 * homogeneous_s:.0f} ms, "
         f"T* {bound_s / homogeneous_s:.3f} of it", title_justify="left",
     )  # fmt: skip
     for name, step_s in medians.items():
         low, high = interval_of_ratio(seconds[name], seconds["homogeneous"])
         pruned, lent = shares.get(name, (0.0, 0.0))
-        predicted = statistics.median(bench.copies[name].predicted_s) / step_s if name in SOLUTIONS else None
+        predicted = statistics.median(bench.copies[name].predicted_s) / step_s if name in bench.solutions else None
         table.add_row(
             name, f"{step_s / homogeneous_s:.3f}", f"[{low:.3f}, {high:.3f}]", f"{step_s / bound_s:.3f}",
             f"{pruned:.3f}", f"{lent:.3f}", "" if predicted is None else f"{predicted:.3f}",
         )  # fmt: skip
-        rows.append({"chi": chi, "solution": name, "step": step_s / homogeneous_s, "interval": [low, high],
+        rows.append({"chi": list(chis), "solution": name, "step": step_s / homogeneous_s, "interval": [low, high],
                      "to_bound": step_s / bound_s, "pruned": pruned, "lent": lent,
                      "predicted_to_measured": predicted})  # fmt: skip
     if bench.ranks.rank == 0:
@@ -144,6 +169,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=2)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--chi", type=float, nargs="+", default=[2.0, 4.0, 8.0])
+    parser.add_argument("--unequal", type=float, nargs="+", help="χ of every rank, instead of --chi on the last one")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6, help="in a window")
     parser.add_argument("--updates", type=int, default=6, help="for every loop to settle, before it is measured")
@@ -154,22 +180,30 @@ def main() -> None:
     ranks = ColossalAIRanks()
     shape = ModelConfig(hidden_size=arguments.hidden, depth=arguments.depth, num_heads=12)
     config = zr.BalanceConfig(mode="off", update_every=arguments.update_every, migrate=arguments.migrate)
-    bench = Bench(ranks, shape, arguments.batch, config)
-    bench.settle(1.0, 3)
+    if arguments.unequal:
+        all_chis = [arguments.unequal]
+        solutions = fixed_lambdas(sum(chi > 1 for chi in arguments.unequal))
+    else:
+        all_chis = [[*[1.0] * (ranks.num_ranks - 1), chi] for chi in arguments.chi]
+        solutions = SOLUTIONS
+    bench = Bench(ranks, shape, arguments.batch, config, solutions)
+    even = [1.0] * ranks.num_ranks
+    bench.settle(even, 3)
     rows = []
-    for chi in arguments.chi:
-        bench.settle(chi, arguments.updates)
-        rows += report(bench, chi, bench.compare(chi, arguments.rounds, arguments.steps))
+    for chis in all_chis:
+        bench.settle(chis, arguments.updates)
+        rows += report(bench, chis, bench.compare(chis, arguments.rounds, arguments.steps))
         for copy in bench.copies.values():
             copy.predicted_s.clear()
-        bench.settle(1.0, 3)
+        bench.settle(even, 3)
     errors = [abs(row["predicted_to_measured"] - 1) for row in rows if row["predicted_to_measured"] is not None]
     if ranks.rank == 0:
         print(
             f"predicted against measured step time, {len(errors)} plans: median error {statistics.median(errors):.3f}"
         )
-        chis = "-".join(f"{chi:g}" for chi in arguments.chi)
-        name = f"solutions_e{ranks.num_ranks}_h{arguments.hidden}_b{arguments.batch}_{arguments.migrate}_chi{chis}"
+        slowness = "-".join(f"{chi:g}" for chi in arguments.unequal or arguments.chi)
+        kind = "lambda" if arguments.unequal else "solutions"
+        name = f"{kind}_e{ranks.num_ranks}_h{arguments.hidden}_b{arguments.batch}_{arguments.migrate}_chi{slowness}"
         save(name, {"arguments": vars(arguments), "rows": rows, "prediction_error": statistics.median(errors)})
     dist.destroy_process_group()
 
