@@ -56,6 +56,17 @@ def test_a_straggler_lends_until_all_are_busy_equally_long_and_takes_it_back(run
         assert after == [0.0] * num_ranks
 
 
+def test_a_ratio_that_is_no_column_of_a_small_layer_lends_of_the_large_ones(run_ranks):
+    def train(rank, group):
+        _, expected = trained(group, mode="off")
+        run, losses = trained(group, mode="mig", ratio=0.008, ranks=[0])  # 0.4 columns of 48, 0.8 of 96
+        return expected, losses, run.balancer.metrics()["balance/lent_share"]
+
+    for rank, (expected, losses, lent_share) in enumerate(run_ranks(train, 2)):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert (lent_share > 0) == (rank == 0)
+
+
 def test_every_rank_slow_at_once_lends_nothing(run_ranks):
     def train(rank, group):
         run = Run(group, mode="mig")

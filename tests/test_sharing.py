@@ -53,8 +53,8 @@ def test_the_papers_rule_is_equation_1_with_the_fastest_time():
 
 def test_what_is_lent_is_borrowed_by_those_who_have_room():
     loans = loans_of([0.0, 0.5, 0.0, 0.25], capacities=[0.2, -1.0, 0.6, -1.0])
-    assert [(loan.owner, loan.ratio, loan.receivers) for loan in loans] == [(1, 0.5, (2, 0)), (3, 0.25, (0, 2))]
-    assert loans[0].parts == pytest.approx((0.75, 0.25))
+    assert [(loan.owner, loan.ratio, loan.receivers) for loan in loans] == [(1, 0.5, (0, 2)), (3, 0.25, (0, 2))]
+    assert loans[0].parts == pytest.approx((0.25, 0.75))
     assert borrowed_shares(loans, 4) == pytest.approx([0.1875, 0.0, 0.5625, 0.0])
 
 

@@ -160,9 +160,7 @@ class Balancer:
         }
 
     def sync_gradients(self) -> None:
-        """Bring lent gradients home, which every backward does at its end: returns at once after one."""
-        if self._lender is not None:
-            self._lender.bring_home()
+        """Bring lent gradients home: they are whole when backward returns, so there is nothing left to do."""
 
     @property
     def bytes_migrated(self) -> int:
@@ -199,7 +197,7 @@ class Balancer:
 
         ``ratio`` (γ wanted, pruned and lent, also in a step at full work that is made to be measured),
         ``pruned_share``, ``lent_share`` and ``borrowed_share`` (of this rank's product FLOPs), ``migration_bytes``
-        (memory of the buffers for lent and borrowed slices), ``busy_s`` and ``products_s`` (seconds an iteration, at
+        (memory for lent and borrowed slices), ``busy_s`` and ``products_s`` (seconds an iteration, at
         full work; NaN before the first update), ``least_busy_s`` (the same at the cheapest pruning ratio, by the
         measured cost: the floor of ZERO), ``is_straggler`` (0 or 1), ``overhead_s`` (seconds balancing cost in the last
         step), ``statistic_bytes`` (memory that the priority's statistic holds), and in mode "off" ``would/<mode>/…`` of
@@ -374,10 +372,13 @@ class Balancer:
         )
 
     def _pretest(self) -> None:
-        """Once, after the first step: what pruning costs, and what migrating does where anybody may lend."""
-        if not self._measurement.pretest() or self.config.mode not in ("off", *MIGRATING_MODES):
+        """After the first step, also of a run that was resumed in another mode: what pruning and migrating cost."""
+        self._measurement.pretest()
+        if self._decision.migration is not None or self.config.mode not in ("off", *MIGRATING_MODES):
             return
         migration = measure_migration_cost(self._layers, self._group, self.config.migrate)
+        if migration is None:
+            return
         self._decision.migration = migration
         logger.info(
             "pre-test of migrating: %.1f ms a loan, and %.1f ms for all of a rank's columns",

@@ -31,7 +31,7 @@ class GroupDecision:
     """
 
     def __init__(self, config: BalanceConfig, num_ranks: int, exchange: Exchange | None) -> None:
-        self._exchange = exchange
+        self._exchange, self._migrate = exchange, config.migrate
         self._controller = Controller(config, num_ranks)
         self._dry_runs = _dry_runs(config, num_ranks)
         self._received: list[list[float]] | None = None
@@ -73,6 +73,7 @@ class GroupDecision:
             "received": self._received,
             "lent_when_sent": list(self._lent_when_sent),
             "migration": dataclasses.astuple(self.migration) if self.migration is not None else None,
+            "migrate": self._migrate,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -88,7 +89,8 @@ class GroupDecision:
         self._told = [controller.current_plan() for controller in self._dry_runs]
         self._received = state["received"]
         self._lent_when_sent = tuple(state["lent_when_sent"])
-        self.migration = MigrationCost(*state["migration"]) if state["migration"] is not None else None
+        is_known = state["migration"] is not None and state["migrate"] == self._migrate
+        self.migration = MigrationCost(*state["migration"]) if is_known else None
         self.plan = self._controller.current_plan()
 
     @property

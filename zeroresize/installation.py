@@ -59,7 +59,8 @@ class PlanInstaller:
 
     def lent_columns(self) -> dict[str, Tensor]:
         """What is lent of every layer, in the order in which it is divided; on the layers' devices."""
-        return {name: layer.plan.lent for name, layer in self._layers.items() if layer.plan is not None}
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
+        return {name: layer.plan.lent if layer.plan is not None else none for name, layer in self._layers.items()}
 
     def _carry_out(self, relief: Relief) -> bool:
         """Whether it was not in force already."""

@@ -57,7 +57,7 @@ class Lender:
         if (tuple(loans), version) == self._in_force or not (loans or self._in_force[0]):
             return
         self._in_force = (tuple(loans), version)
-        self._buffers.finish_sending()
+        self._give_back()
         by_layer: dict[str, list[LayerLoan]] = {name: [] for name in self._layers}
         for loan in loans:
             columns = self._tell_columns(loan, lent)
@@ -70,30 +70,37 @@ class Lender:
 
     def send_weights(self) -> None:
         """Send the lent columns of all weights, as they are from now until the next optimizer step."""
+        self._homecoming.forget()
+        self._buffers.finish_sending()
         for layer in self._layers.values():
             if layer.loans is not None:
                 layer.loans.send_weights()
 
-    def bring_home(self) -> None:
-        """Wait for gradients of lent columns that are still on their way; backward does it at its end."""
-        self._homecoming.bring_home()
-
     @property
     def bytes_held(self) -> int:
-        """Memory of the buffers that migration uses again and again."""
-        return self._buffers.bytes_held
+        """Memory of the buffers that migration uses again and again, and of the x that one forward keeps."""
+        kept = sum(layer.loans.bytes_kept for layer in self._layers.values() if layer.loans is not None)
+        return self._buffers.bytes_held + kept
 
     @property
     def bytes_moved(self) -> int:
         """All that was sent and received so far; a transfer counts at one of its ends."""
         return self._carrier.traffic.bytes_moved
 
+    def _give_back(self) -> None:
+        """The memory of the loans in force, once nothing is on its way any more."""
+        self._homecoming.forget()
+        for layer in self._layers.values():
+            if layer.loans is not None:
+                layer.loans.finish_sending()
+        self._buffers.clear()
+
     def _tell_columns(self, loan: Loan, lent: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The owner's lent columns of every layer, on every rank."""
         counts = [self._num_lent(layer, loan) for layer in self._layers.values()]
         device = next(iter(self._layers.values())).weight.device
         if loan.owner == self._rank:
-            told = torch.cat([lent[name] for name in self._layers]).to(device)
+            told = torch.cat([lent[name].to(device) for name in self._layers])
         else:
             told = torch.empty(sum(counts), dtype=torch.int64, device=device)
         dist.broadcast(told, dist.get_global_rank(self._group, loan.owner), group=self._group)

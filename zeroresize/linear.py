@@ -36,6 +36,7 @@ class BalancedLinear:
         probes: what measures or slows the products.
         last: gradients of the previous backward, held only for ``imputation="same"``.
         num_tokens: T, summed over all training forwards so far.
+        num_forwards: how many they were, recomputations included.
         compute_dtype: of the last training forward's products.
         watch_input: called with every training forward's local input x [..., K]; None for nobody.
         is_converted: whether ``zeroresize.convert`` has taken the layer in.
@@ -49,6 +50,7 @@ class BalancedLinear:
     probes: Probes
     last: LastGradients | None
     num_tokens: int
+    num_forwards: int
     compute_dtype: torch.dtype
     watch_input: Callable[[Tensor], None] | None
     is_converted: bool
@@ -62,7 +64,7 @@ class BalancedLinear:
         self.loans = None
         self.probes = Probes()
         self.last = None
-        self.num_tokens = 0
+        self.num_tokens = self.num_forwards = 0
         self.compute_dtype = self.weight.dtype
         self.watch_input = None
         self.is_converted = False
@@ -74,22 +76,23 @@ class BalancedLinear:
 
     def column_products(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """y [..., N] of the whole x [..., K]; in backward dx is summed over the group."""
-        x, weight, bias = _cast_for_autocast(x, self.weight, bias)
+        loans = self._loans_in_force()
+        x, weight, bias = _cast_for_autocast(x, self._weight_in_force(loans), bias)
         plan = self._plan_in_force(x)
-        return column_parallel_products(
-            x, weight, bias, plan, self.process_group, self.probes, self.last, self._loans_in_force()
-        )
+        return column_parallel_products(x, weight, bias, plan, self.process_group, self.probes, self.last, loans)
 
     def row_products(self, x: Tensor) -> Tensor:
         """Sum over the group of y [..., N] of each rank's slice x [..., K]."""
-        x, weight, _ = _cast_for_autocast(x, self.weight, None)
+        loans = self._loans_in_force()
+        x, weight, _ = _cast_for_autocast(x, self._weight_in_force(loans), None)
         plan = self._plan_in_force(x)
-        return row_parallel_products(
-            x, weight, plan, self.process_group, self.probes, self.last, self._loans_in_force()
-        )
+        return row_parallel_products(x, weight, plan, self.process_group, self.probes, self.last, loans)
 
     def _loans_in_force(self) -> LayerLoans | None:
         return self.loans if self.training else None
+
+    def _weight_in_force(self, loans: LayerLoans | None) -> Tensor:
+        return self.weight if loans is None else loans.weight_in_force(self.weight)
 
     def _plan_in_force(self, x: Tensor) -> LayerPlan | None:
         if x.shape[-1] != self.num_columns:
@@ -100,6 +103,7 @@ class BalancedLinear:
         if not self.training:
             return None
         self.num_tokens += x.numel() // self.num_columns
+        self.num_forwards += 1
         self.compute_dtype = x.dtype
         if self.watch_input is not None:
             self.watch_input(x)

@@ -69,17 +69,16 @@ class Measurement:
         """The step is over."""
         self._interval += self._timer.end_step()
 
-    def pretest(self) -> bool:
+    def pretest(self) -> None:
         """Measure what pruning costs on the shapes of the step that has just ended; takes about a second.
 
-        Once, and not again after resuming. Whether it was done.
+        Once, and not again after resuming.
         """
         if self._is_pretested:
-            return False
+            return
         self._estimate.pretested = measure_resizing_cost(self._layers, self._config)
         self._is_pretested = True
         logger.info("pre-test of pruning: %s", self._estimate.pretested)
-        return True
 
     def learn(self) -> None:
         """Full-work times, and what pruning costs, from the interval that ends."""

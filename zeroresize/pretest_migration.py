@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -28,21 +28,37 @@ _MOST_ROUNDS = 5
 
 @dataclass(frozen=True)
 class _Shape:
-    num_tokens: int
+    num_tokens: int  # of one forward
+    num_forwards: int
     num_columns: int
     num_outputs: int
     is_column_parallel: bool
+    weight_dtype: torch.dtype
     dtype: torch.dtype
     device: torch.device
+
+    @classmethod
+    def of(cls, layer: BalancedLinear) -> _Shape:
+        num_outputs, num_columns = layer.weight.shape
+        return cls(
+            num_tokens=layer.num_tokens // layer.num_forwards,
+            num_forwards=layer.num_forwards,
+            num_columns=num_columns,
+            num_outputs=num_outputs,
+            is_column_parallel=layer.is_column_parallel,
+            weight_dtype=layer.weight.dtype,
+            dtype=layer.compute_dtype,
+            device=layer.weight.device,
+        )
 
 
 def measure_migration_cost(
     layers: Mapping[str, BalancedLinear], process_group: ProcessGroup, migrate: str, budget_s: float = 1.0
-) -> MigrationCost:
+) -> MigrationCost | None:
     """What all transfers of a step take when one rank lends, none of them hidden behind work; collective.
 
     Every distinct shape is measured once and counted as often as layers have it. In training some of it overlaps, and
-    ranks wait for each other's results: what training shows corrects the scale.
+    ranks wait for each other's results: what training shows corrects the scale. None before any layer has been seen.
 
     Args:
         layers: balanced layers by name; those are measured that have seen the training forwards of one iteration.
@@ -50,22 +66,9 @@ def measure_migration_cost(
         migrate: how slices travel.
         budget_s: seconds it may take, roughly; one round runs in any case.
     """
-    shapes: Counter[_Shape] = Counter()
-    for layer in layers.values():
-        if layer.num_tokens > 0:
-            w_NK = layer.weight
-            shapes[
-                _Shape(
-                    layer.num_tokens,
-                    w_NK.shape[1],
-                    w_NK.shape[0],
-                    layer.is_column_parallel,
-                    layer.compute_dtype,
-                    w_NK.device,
-                )
-            ] += 1
+    shapes = Counter(_Shape.of(layer) for layer in layers.values() if layer.num_tokens > 0)
     if not shapes:
-        return MigrationCost()
+        return None
     rounds = [_round(shapes, process_group, migrate)]
     affordable = int(budget_s / max(sum(rounds[0]), 1e-6))
     rounds += [_round(shapes, process_group, migrate) for _ in range(min(affordable, _MOST_ROUNDS) - 1)]
@@ -87,58 +90,71 @@ def _round(shapes: Mapping[_Shape, int], process_group: ProcessGroup, migrate: s
 
 
 def _time_transfers(shape: _Shape, lent: float, carrier: Carrier) -> float:
-    """Rank 0 lends to all others, once through forward and backward of a layer."""
-    num_receivers = group_size(carrier.process_group) - 1
-    num_columns = num_lent(shape.num_columns, lent)
-    bounds = bounds_of_parts(num_columns, [1.0 / num_receivers] * num_receivers)
-    route = Route(0, tuple(range(1, num_receivers + 1)), bounds)
-    like = torch.zeros(1, dtype=shape.dtype, device=shape.device)
-    x_TK, y_TN, w_NK = (
-        torch.zeros(*size, dtype=shape.dtype, device=shape.device)
-        for size in (
-            (shape.num_tokens, shape.num_columns),
-            (shape.num_tokens, shape.num_outputs),
-            (shape.num_outputs, shape.num_columns),
-        )
-    )
-    is_owner, is_receiver = carrier.rank == route.owner, carrier.rank in route.receivers
-    columns = torch.arange(num_columns, device=shape.device)
-    own = columns[route.part_of(carrier.rank)] if is_receiver else columns
+    """Seconds of a layer's transfers in a step in which rank 0 lends to all others."""
+    transfers = _Transfers(shape, lent, carrier)
+    transfers.send_weights()  # first calls set up buffers and connections
+    transfers.forward_and_backward()
+    weights_s = transfers.time(transfers.send_weights)
+    return weights_s + shape.num_forwards * transfers.time(transfers.forward_and_backward)
 
-    def packed(tensor: Tensor) -> Tensor | None:
-        return tensor.index_select(1, columns) if is_owner else None
 
-    def part(tensor: Tensor) -> Tensor | None:
-        return tensor.index_select(1, own) if is_receiver else None
+class _Transfers:
+    """What travels for one layer, made up of zeros."""
 
-    def send_home(num_rows: int, tensor: Tensor, name: str) -> None:
-        carrier.send_home(route, part(tensor), num_rows, like, name).wait()
+    def __init__(self, shape: _Shape, lent: float, carrier: Carrier) -> None:
+        self._shape, self._carrier = shape, carrier
+        num_receivers = group_size(carrier.process_group) - 1
+        num_columns = num_lent(shape.num_columns, lent)
+        bounds = bounds_of_parts(num_columns, [1.0 / num_receivers] * num_receivers)
+        self._route = Route(0, tuple(range(1, num_receivers + 1)), bounds)
+        self._is_owner = carrier.rank == 0
+        columns = torch.arange(num_columns, device=shape.device)
+        self._own = columns if self._is_owner else columns[self._route.part_of(carrier.rank)]
+        self._x_TK = self._zeros(shape.num_tokens, shape.num_columns)
+        self._y_TN = self._zeros(shape.num_tokens, shape.num_outputs)
+        self._dw_NK = self._zeros(shape.num_outputs, shape.num_columns)
+        self._w_NK = self._dw_NK.to(shape.weight_dtype)
 
-    def forward_and_backward() -> None:
-        carrier.send_slice(route, packed(w_NK), shape.num_outputs, like, "w").wait()
-        if shape.is_column_parallel:
-            carrier.send_sum(route, y_TN, "y").wait()
-            carrier.send_whole(route, y_TN, "dy").wait()
+    def send_weights(self) -> None:
+        """Once a step."""
+        self._send_out(self._w_NK, "w")
+
+    def forward_and_backward(self) -> None:
+        """Once a micro-batch."""
+        route, carrier = self._route, self._carrier
+        if self._shape.is_column_parallel:
+            carrier.send_sum(route, self._y_TN, "y").wait()
+            carrier.send_whole(route, self._y_TN, "dy").wait()
             if not carrier.merges:
-                send_home(shape.num_tokens, x_TK, "dx")
+                self._send_home(self._x_TK, "dx")
         else:
-            carrier.send_slice(route, packed(x_TK), shape.num_tokens, like, "x").wait()
+            self._send_out(self._x_TK, "x")
             if not carrier.merges:
-                carrier.send_sum(route, y_TN, "y").wait()
-            send_home(shape.num_tokens, x_TK, "dx")
-        send_home(shape.num_outputs, w_NK, "dw")
+                carrier.send_sum(route, self._y_TN, "y").wait()
+            self._send_home(self._x_TK, "dx")
+        self._send_home(self._dw_NK, "dw")
         carrier.buffers.finish_sending()
 
-    forward_and_backward()  # first calls set up buffers and connections
-    all_reduce(like, carrier.process_group)
-    _rest(shape.device)
-    began = time.perf_counter()
-    forward_and_backward()
-    all_reduce(like, carrier.process_group)
-    _rest(shape.device)
-    return time.perf_counter() - began
+    def time(self, transfer: Callable[[], None]) -> float:
+        """Seconds until it is done on every rank."""
+        self._meet()
+        began = time.perf_counter()
+        transfer()
+        self._meet()
+        return time.perf_counter() - began
 
+    def _send_out(self, matrix: Tensor, name: str) -> None:
+        packed = matrix.index_select(1, self._own) if self._is_owner else None
+        self._carrier.send_slice(self._route, packed, len(matrix), matrix, name).wait()
 
-def _rest(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    def _send_home(self, matrix: Tensor, name: str) -> None:
+        part = None if self._is_owner else matrix.index_select(1, self._own)
+        self._carrier.send_home(self._route, part, len(matrix), matrix, name).wait()
+
+    def _meet(self) -> None:
+        all_reduce(torch.zeros(1, device=self._shape.device), self._carrier.process_group)
+        if self._shape.device.type == "cuda":
+            torch.cuda.synchronize(self._shape.device)
+
+    def _zeros(self, *size: int) -> Tensor:
+        return torch.zeros(*size, dtype=self._shape.dtype, device=self._shape.device)

@@ -28,7 +28,8 @@ class Buffers:
         if held is not None:
             self._wait_for(held)
         if held is None or held.numel() < size or held.dtype != like.dtype or held.device != like.device:
-            held = torch.empty(size, dtype=like.dtype, device=like.device)
+            with torch.inference_mode(False):  # it outlives the forward that asks first
+                held = torch.empty(size, dtype=like.dtype, device=like.device)
             self._tensors[name] = held
         return held[:size].view(shape)
 

@@ -1,17 +1,34 @@
-"""Gradients of lent columns come home: received while backward goes on, added to their weight when it ends."""
+"""Gradients of lent columns come home while backward goes on, before anybody sees the gradient of their weight.
+
+A lent weight enters its layer through an identity that is made before the forward begins. Autograd carries out what was
+made first last, so the identity's backward, which waits for the lent columns, runs when all layers have done their
+work; and it runs before the gradient is accumulated, so that hooks, data parallelism, clipping and
+``torch.autograd.grad`` see whole gradients.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from zeroresize.migration.buffers import Buffers
 from zeroresize.migration.carrier import Pending
 from zeroresize.migration.columns import Columns
 
 
+@dataclass(frozen=True, eq=False)
+class _Expected:
+    weight: Tensor
+    columns: Columns
+    pending: Pending
+    backward: int
+
+
 class Homecoming:
-    """What this rank's lent columns still wait for, and what it has sent to others.
+    """What this rank's lent columns still wait for, and what it sends to others.
 
     Args:
         buffers: what is sent from.
@@ -19,35 +36,58 @@ class Homecoming:
 
     def __init__(self, buffers: Buffers) -> None:
         self._buffers = buffers
-        self._expected: list[tuple[Tensor, Columns, Pending]] = []
-        self._is_queued = False
+        self._expected: list[_Expected] = []
+        self._last_backward = -1
 
     def backward_begins(self) -> None:
-        """Called in every layer's backward; when all of it is done, gradients accumulated, everything comes home."""
-        if not self._is_queued:
-            self._is_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self.bring_home)
+        """Called in every layer's backward: when all of it is done, what it sent has left, even if this rank ends."""
+        if self._last_backward != torch._C._current_graph_task_id():
+            self._last_backward = torch._C._current_graph_task_id()
+            torch.autograd.Variable._execution_engine.queue_callback(self._buffers.finish_sending)
+
+    def homebound(self, weight: Tensor) -> Tensor:
+        """``weight`` itself, as a tensor whose gradient [N, K] waits for the columns that were lent."""
+        with torch.enable_grad():
+            return _ComesHome.apply(weight, self)
 
     def expect(self, weight: Tensor, columns: Columns, pending: Pending) -> None:
-        """``pending`` will be the gradient of ``columns`` of ``weight``."""
-        self._expected.append((weight, columns, pending))
+        """``pending`` will be the gradient of ``columns`` of ``weight`` in the backward that is under way."""
+        self._expected.append(_Expected(weight, columns, pending, torch._C._current_graph_task_id()))
 
     def num_expected(self, weight: Tensor) -> int:
         """How many gradients of ``weight`` are expected, more than one where a layer is used several times."""
-        return sum(other is weight for other, _, _ in self._expected)
+        return sum(one.weight is weight for one in self._expected)
 
-    @torch.no_grad()
-    def bring_home(self) -> None:
-        """Wait for what is on its way and add it to the gradients; returns at once if nothing is.
-
-        Raises:
-            RuntimeError: if a weight has no gradient to add to, as under ``torch.autograd.grad``.
-        """
-        expected, self._expected, self._is_queued = self._expected, [], False
-        for weight, columns, pending in expected:
-            dw_NL = pending.wait()
+    def whole(self, weight: Tensor, dw_NK: Tensor) -> Tensor:
+        """``dw_NK`` with what others have computed of it in this backward."""
+        backward = torch._C._current_graph_task_id()
+        arriving = [one for one in self._expected if one.weight is weight and one.backward == backward]
+        self._expected = [one for one in self._expected if one not in arriving]
+        if not arriving:
+            return dw_NK
+        dw_NK = dw_NK.clone()
+        for one in arriving:
+            dw_NL = one.pending.wait()
             assert dw_NL is not None
-            if weight.grad is None:
-                raise RuntimeError("a weight whose columns are lent has no .grad: use backward(), not autograd.grad()")
-            columns.add(weight.grad, dw_NL.to(weight.grad.dtype))
-        self._buffers.finish_sending()
+            one.columns.add(dw_NK, dw_NL.to(dw_NK.dtype))
+        return dw_NK
+
+    def forget(self) -> None:
+        """Wait for what no backward will ask for any more: it was of other tensors' gradients only, or failed."""
+        expected, self._expected = self._expected, []
+        for one in expected:
+            one.pending.wait()
+
+
+class _ComesHome(torch.autograd.Function):
+    """w → w; dw → dw with the lent columns."""
+
+    @staticmethod
+    def forward(ctx, weight, homecoming):
+        ctx.weight, ctx.homecoming = weight, homecoming
+        return weight.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dw_NK):
+        return ctx.homecoming.whole(ctx.weight, dw_NK), None

@@ -43,10 +43,11 @@ class LayerLoans:
         carrier: how slices travel.
         weight: the layer's own, [N, K].
         probes: the layer's, so that borrowed products are measured and slowed as own ones are.
-        homecoming: brings gradients of lent columns to their owners at the end of backward.
+        homecoming: where gradients of lent columns are waited for.
 
     Attributes:
         lends: whether this rank is the owner of one of the loans.
+        bytes_kept: what the last forward kept of other ranks' x for its backward.
     """
 
     def __init__(
@@ -63,17 +64,19 @@ class LayerLoans:
         self._weight, self._probes, self._homecoming = weight, probes, homecoming
         self._sent: list[Pending] | None = None
         self._version = -1
+        self._homebound = weight
         self._rank = carrier.rank
         self.lends = any(loan.route.owner == self._rank for loan in loans)
+        self.bytes_kept = 0
 
     # ---- weights, once a step ----------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def send_weights(self) -> None:
         """Send the lent columns of the weight as it is now; it must not change until the next call."""
+        self.finish_sending()
         weight_NK = self._weight.detach()
-        for pending in self._sent or ():
-            pending.wait()
+        self._homebound = self._homecoming.homebound(self._weight) if self.lends else self._weight
         self._sent = []
         for loan in self._loans:
             owner = loan.route.owner
@@ -87,13 +90,32 @@ class LayerLoans:
             self._sent.append(self._carrier.send_slice(loan.route, packed, len(weight_NK), weight_NK, name))
         self._version = self._weight._version
 
-    def _borrowed_weights(self, like: Tensor) -> list[Tensor | None]:
-        """[N, m] of every loan that this rank receives, in the dtype of the product."""
-        if self._sent is None or self._version != self._weight._version:
+    def finish_sending(self) -> None:
+        """Wait for the weights that were sent last."""
+        for pending in self._sent or ():
+            pending.wait()
+        self._sent = None
+
+    def weight_in_force(self, weight: Tensor) -> Tensor:
+        """The layer's ``weight``, on an owner as a tensor whose gradient waits for the lent columns.
+
+        Raises:
+            RuntimeError: if it is no longer the weight whose columns were lent.
+        """
+        self._check_weight(weight)
+        return self._homebound
+
+    def _check_weight(self, weight: Tensor) -> None:
+        if weight is not self._weight or self._sent is None or self._version != self._weight._version:
             raise RuntimeError(
                 f"the weight of layer {self._name} changed after its columns were lent: weights may change in "
                 "optimizer.step() only, before balancer.step(); after loading a model load the balancer's state too"
             )
+
+    def _borrowed_weights(self, like: Tensor) -> list[Tensor | None]:
+        """[N, m] of every loan that this rank receives, in the dtype of the product."""
+        self._check_weight(self._weight)
+        assert self._sent is not None
         self._sent = [Pending(pending.wait()) for pending in self._sent]
         return [pending.tensor.to(like.dtype) if pending.tensor is not None else None for pending in self._sent]
 
@@ -132,7 +154,7 @@ class LayerLoans:
     ) -> tuple[Tensor | None, Tensor | None, Work | None]:
         """(dx [T, K], dw [N, K], the all-reduce of dx that is under way); None for what is not asked for.
 
-        The lent columns of dw come home at the end of backward.
+        The lent columns of dw come home by the way of :meth:`weight_in_force`.
         """
         self._homecoming.backward_begins()
         weights = self._borrowed_weights(x_TK)
@@ -191,6 +213,7 @@ class LayerLoans:
                 kept.append(x_Tm.clone(memory_format=torch.contiguous_format))
                 part_TN = self._probes.product(kernels.forward, kept[-1], w_Nm, None, None)
             self._add_to_y(loan, y_TN, part_TN)
+        self.bytes_kept = sum(x_Tm.numel() * x_Tm.element_size() for x_Tm in kept)
         return y_TN, kept
 
     def row_backward(
@@ -201,7 +224,7 @@ class LayerLoans:
         own_dgrad: Callable[[], Tensor] | None,
         own_wgrad: Callable[[], Tensor] | None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """(dx [T, K], dw [N, K]); None for what is not asked for. The lent columns of dw come home at the end."""
+        """(dx [T, K], dw [N, K]) as :meth:`column_backward` gives them."""
         self._homecoming.backward_begins()
         weights = self._borrowed_weights(dy_TN)
         pieces = iter(kept)

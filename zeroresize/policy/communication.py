@@ -10,10 +10,14 @@ from typing import Any
 from zeroresize.policy.cost_model import MigrationCost
 from zeroresize.policy.smoothing import smoothed
 
+#: What differs by less than this share of a step is noise: ranks that are equally busy wait for each other's jitter.
+_NOISE = 0.03
 #: By more than these factors no single interval changes what the pre-test told of migrating.
 _LEAST_FACTOR, _MOST_FACTOR = 0.5, 2.0
 #: Nor do all of them together.
 _LEAST_SCALE, _MOST_SCALE = 0.05, 20.0
+#: While nothing is lent what was learned is forgotten by this share an update: it may have been a bad hour.
+_FORGETTING = 0.02
 
 
 @dataclass(frozen=True)
@@ -51,17 +55,24 @@ class CommunicationEstimate:
         """Φ1 as far as is known; None where nobody can lend."""
         return self._pretested.scaled(self.scale) if self._pretested is not None else None
 
-    def learn(self, seen: CollectiveTimes) -> None:
-        """Take an interval's times."""
+    def learn(self, seen: CollectiveTimes, busy_s: float) -> None:
+        """Take an interval's times.
+
+        Args:
+            busy_s: of a normal rank in a step, the measure of noise.
+        """
         self._pretested = seen.migration
         if math.isnan(seen.wait_s):
             return
         predicted_s = self.migration.seconds(seen.lent) if self.migration is not None else 0.0
-        if predicted_s == 0.0:
+        if not any(seen.lent):
             self.plain_s = smoothed(self.plain_s, seen.wait_s, self.weight)
-        elif not math.isnan(self.plain_s):
-            factor = min(max((seen.wait_s - self.plain_s) / predicted_s, _LEAST_FACTOR), _MOST_FACTOR)
-            self.scale = min(max(self.scale * factor**self.weight, _LEAST_SCALE), _MOST_SCALE)
+            self.scale += _FORGETTING * (1.0 - self.scale)
+        elif predicted_s > 0.0 and not math.isnan(self.plain_s):
+            error_s = seen.wait_s - self.plain_s - predicted_s
+            beyond_noise_s = math.copysign(max(abs(error_s) - _NOISE * busy_s, 0.0), error_s)
+            factor = min(max(1.0 + beyond_noise_s / predicted_s, _LEAST_FACTOR), _MOST_FACTOR)
+            self.scale = min(max(self.scale * (1.0 + self.weight * (factor - 1.0)), _LEAST_SCALE), _MOST_SCALE)
 
     def seconds(self, lent: Sequence[float]) -> float:
         """Of a step in which ranks lend these shares; what is not known counts as nothing."""

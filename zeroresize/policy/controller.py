@@ -23,6 +23,16 @@ FULL_WORK_CREDIT = 20
 _FEWEST_STEPS = 4
 
 
+#: Of what is pruned and lent: much finer than a column.
+_DECIMALS = 6
+#: Receivers' parts are divided anew where that makes the step shorter by this share.
+_WORTH_DIVIDING = 0.01
+
+
+def _part(lent: float, pruned: float) -> float:
+    return lent / (lent + pruned) if lent > 0.0 else 0.0
+
+
 @dataclass
 class _RankState:
     rest_s: float = math.nan
@@ -39,9 +49,19 @@ class _RankState:
             setattr(self, name, smoothed(getattr(self, name), getattr(sample, name), weight))
 
     def want(self, pruned: float, lent: float, dead_band: float) -> None:
-        """Move to what is wanted, or towards it, as far as noise allows."""
-        self.pruned = steadied(self.pruned, pruned, self.wanted[0], dead_band)
-        self.lent = steadied(self.lent, lent, self.wanted[1], dead_band)
+        """Move to what is wanted, or towards it, as far as noise allows; what is spared and how it is split apart.
+
+        All of it is rounded, so that machines that differ in the last bit of a sum have the same plan.
+        """
+        spared = steadied(self.spared, pruned + lent, sum(self.wanted), dead_band)
+        wanted_part, before = _part(lent, pruned), _part(self.wanted[1], self.wanted[0])
+        part = _part(self.lent, self.pruned) if self.spared > 0.0 else wanted_part
+        if spared * abs(wanted_part - part) >= LARGE_CHANGE:
+            part = wanted_part
+        elif spared * min(abs(wanted_part - part), abs(before - part)) >= dead_band:
+            part = min(wanted_part, before, key=lambda one: abs(one - part))
+        self.lent = round(spared * part, _DECIMALS)
+        self.pruned = round(spared - spared * part, _DECIMALS)
         self.wanted = pruned, lent
 
     @property
@@ -64,7 +84,7 @@ class Controller:
     _ranks: list[_RankState] = field(init=False)
     _num_updates: int = field(default=0, init=False)
     _saved_for_full_work_s: float = field(default=0.0, init=False)
-    _room: tuple[float, ...] | None = field(default=None, init=False)
+    _loans: tuple[Loan, ...] = field(default=(), init=False)
     _communication: CommunicationEstimate = field(init=False)
 
     def __post_init__(self) -> None:
@@ -74,9 +94,9 @@ class Controller:
 
     def initial_plan(self) -> WorkloadPlan:
         """The plan in force from the first iteration: a ratio forced on named ranks, else full work."""
-        forced = forced_division(self.config, [False] * self.num_ranks)
-        for state, pruned, lent in zip(self._ranks, forced.pruned, forced.lent, strict=True):
+        for state, (pruned, lent) in zip(self._ranks, self._forced_from_start(), strict=True):
             state.pruned, state.lent = pruned, lent
+        self._divide(None, None, is_new=True)
         return self.current_plan()
 
     def update(self, samples: Sequence[RankTimes], collectives: CollectiveTimes | None = None) -> WorkloadPlan:
@@ -92,7 +112,7 @@ class Controller:
         for state, sample in zip(self._ranks, samples, strict=True):
             state.take(sample, self.config.ewma)
         if collectives is not None:
-            self._communication.learn(collectives)
+            self._communication.learn(collectives, min(state.rest_s + state.gemm_s for state in self._ranks))
         if any(math.isnan(state.rest_s + state.gemm_s) for state in self._ranks):
             return self.current_plan()
 
@@ -111,15 +131,15 @@ class Controller:
             are_stragglers,
             reference_s,
             self._communication.migration,
-            num_migrating_now=sum(state.lent > 0.0 for state in self._ranks),
+            lend_now=[state.lent > 0.0 for state in self._ranks],
         )
         before = [(state.pruned, state.lent) for state in self._ranks]
         wanted = zip(division.pruned, division.lent, strict=True)
         for state, is_straggler, shares in zip(self._ranks, are_stragglers, wanted, strict=True):
             state.is_straggler = is_straggler
             state.want(*shares, self.config.dead_band)
-        if [(state.pruned, state.lent) for state in self._ranks] != before:
-            self._room = division.room
+        is_new = [(state.pruned, state.lent) for state in self._ranks] != before
+        self._divide(times, division.room, is_new)
         busy_s = self._predicted_busy_s(times)
         step_s = max(busy_s) + self._communication.seconds([state.lent for state in self._ranks])
         spared_before = [pruned + lent for pruned, lent in before]
@@ -135,7 +155,7 @@ class Controller:
             "num_updates": self._num_updates,
             "saved_for_full_work_s": self._saved_for_full_work_s,
             "ranks": [vars(state).copy() for state in self._ranks],
-            "room": list(self._room) if self._room is not None else None,
+            "loans": [(loan.owner, loan.ratio, list(loan.receivers), list(loan.parts)) for loan in self._loans],
             "communication": self._communication.state_dict(),
         }
 
@@ -152,15 +172,31 @@ class Controller:
         self._num_updates = state["num_updates"]
         self._saved_for_full_work_s = state["saved_for_full_work_s"]
         self._ranks = [_RankState(**values) for values in state["ranks"]]
-        self._room = tuple(state["room"]) if state["room"] is not None else None
         self._communication.load_state_dict(state["communication"])
-        for rank in self._ranks:
-            wanted_pruned, wanted_lent = rank.wanted
-            if self.config.mode not in PRUNING_MODES:
-                rank.pruned = wanted_pruned = 0.0
-            if self.config.mode not in MIGRATING_MODES:
-                rank.lent = wanted_lent = 0.0
-            rank.wanted = wanted_pruned, wanted_lent
+        self._loans = tuple(Loan(owner, ratio, tuple(to), tuple(parts)) for owner, ratio, to, parts in state["loans"])
+        if self._goes_beyond_configuration():
+            for rank in self._ranks:
+                rank.pruned = rank.lent = 0.0
+                rank.wanted = 0.0, 0.0
+            self.initial_plan()
+
+    def _goes_beyond_configuration(self) -> bool:
+        """Whether what is loaded was decided by another configuration, and does what this one does not allow."""
+        config = self.config
+        pruned = [rank.pruned for rank in self._ranks]
+        is_forced_from_start = any(sum(shares) for shares in self._forced_from_start())
+        return (
+            (config.mode not in PRUNING_MODES and any(pruned))
+            or (config.mode not in MIGRATING_MODES and bool(self._loans))
+            or (config.forced_ratio is None and max(pruned) > config.max_ratio)
+            or (config.mode == "semi" and math.fsum(pruned) > config.budget * self.num_ranks)
+            or is_forced_from_start
+        )
+
+    def _forced_from_start(self) -> list[tuple[float, float]]:
+        """(pruned, lent) of every rank."""
+        forced = forced_division(self.config, [False] * self.num_ranks)
+        return list(zip(forced.pruned, forced.lent, strict=True))
 
     def _begins_at_full_work(self, times: Sequence[RankTimes], step_s: float, spared_before: Sequence[float]) -> bool:
         """Whether to make one step at full work, since only there is seen what pruning hides.
@@ -192,9 +228,17 @@ class Controller:
             loans=self._loans,
         )
 
-    @property
-    def _loans(self) -> tuple[Loan, ...]:
-        return loans_of([state.lent for state in self._ranks], self._room)
+    def _divide(self, times: Sequence[RankTimes] | None, room: tuple[float, ...] | None, is_new: bool) -> None:
+        """Divide what is lent among the receivers, anew only where that is worth sending everything anew."""
+        lent = [state.lent for state in self._ranks]
+        rounded = tuple(round(one, _DECIMALS) for one in room) if room is not None else None
+        divided_before, self._loans = self._loans, loans_of(lent, rounded)
+        if is_new or times is None or not divided_before:
+            return
+        newly_s = max(self._predicted_busy_s(times))
+        newly_divided, self._loans = self._loans, divided_before
+        if newly_s < max(self._predicted_busy_s(times)) * (1.0 - _WORTH_DIVIDING):
+            self._loans = newly_divided
 
     def _predicted_busy_s(self, times: Sequence[RankTimes]) -> list[float]:
         borrowed = borrowed_shares(self._loans, self.num_ranks)

@@ -1,41 +1,34 @@
 """SEMI by our rule: how long has the step to be, and what is the least that must be pruned for that?
 
-Shares are in units of one rank's full products. Sums are exact (``math.fsum``), so that ranks on different machines
+Shares are in units of one rank's full products. Sums are taken one after the other, so that ranks on different machines
 find the same plan.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zeroresize.policy.bisection import largest, smallest
 from zeroresize.policy.cost_model import MigrationCost
 from zeroresize.policy.ratio import RankTimes
 from zeroresize.policy.sharing import Division
 
 Floats = NDArray[np.float64]
+#: For busy times [levels]: how bad, what is lent and how long the step is, each [numbers, levels].
+Look = Callable[[Floats], tuple[Floats, Floats, Floats]]
 
-#: At most so many numbers of migrating ranks are compared at once; with more stragglers, from coarse to fine.
-_MOST_CANDIDATES = 16
-#: Steps that differ by less than this share are equally long.
-_SAME_STEP = 1e-3
+#: Busy times that are tried between the fastest and the slowest; then again between the neighbours of the best.
+_NUM_LEVELS = 65
+_NUM_PASSES = 3
+#: Less than so much of one rank's products is nothing.
+_NOTHING = 2e-3
 #: As many migrating ranks as there are now may take longer by this share before another number is taken.
 _STAYING = 0.02
-#: Less of the group's products than this is nothing.
-_NOTHING = 1e-4
-
-
-@dataclass(frozen=True)
-class _Candidate:
-    division: Division
-    pruned_share: float
-    step_s: float
+#: A rank that lends now counts as slower by this share where the slowest are chosen.
+_STAYING_AMONG_SLOWEST = 0.05
 
 
 def makespan_division(
@@ -47,14 +40,14 @@ def makespan_division(
     migration: MigrationCost,
     budget: float,
     num_migrating: int | None = None,
-    num_migrating_now: int | None = None,
+    lend_now: Sequence[bool] | None = None,
 ) -> Division:
     """The division that prunes least among those whose predicted step is no longer than the goal.
 
     The goal is ``tolerance`` more than the reference, or than the fastest step there is. The predicted step is the busy
     time of the slowest rank and the communication of what is lent. For each number of migrating stragglers, slowest
-    first, and a busy time t, every straggler is relieved until it takes t: those that migrate lend what fits into the
-    normal ranks' time until t and prune the rest, the others prune. So the smaller t, the more is pruned.
+    first, and each busy time t, every straggler is relieved until it takes t; those that migrate lend as much of that
+    as fits into the other ranks' time until t and into the goal, and prune the rest; the others prune.
 
     Args:
         times, are_stragglers: of every rank.
@@ -63,108 +56,161 @@ def makespan_division(
         migration: Φ1, what lending costs.
         budget: the largest share of the group's products that may be pruned, 0 to 1; 0 is exact.
         num_migrating: how many stragglers migrate; None tries all numbers.
-        num_migrating_now: how many do now, which noise should not change; None where it does not matter.
+        lend_now: which ranks do now, which noise should not change; None where it does not matter.
     """
-    group = _Group(times, are_stragglers)
+    now = [False] * len(times) if lend_now is None else list(lend_now)
+    group = _Group(times, are_stragglers, now)
     most = min(len(group.slowest_first), len(times) - 1)
-
-    @cache
-    def search(count: int) -> _Search:
-        return _Search(group, group.slowest_first[:count], migration, budget)
-
-    counts = _spread(0, most) if num_migrating is None else [min(num_migrating, most)]
-    fastest_s = min(search(count).fastest.step_s for count in counts)
-    goal_s = max(reference_s, fastest_s) * (1.0 + tolerance)
-    tried: dict[int, tuple[int, int, float, int]] = {}
-    while True:
-        for count in counts:
-            own_goal_s = goal_s * (1.0 + _STAYING) if count == num_migrating_now else goal_s
-            tried[count] = (*_preference(search(count).best(own_goal_s), own_goal_s), count)
-        best = min(tried, key=tried.__getitem__)
-        place = counts.index(best)
-        low, high = counts[max(place - 1, 0)], counts[min(place + 1, len(counts) - 1)]
-        counts = sorted({*_spread(low, high), best})
-        if tried.keys() >= set(counts):
-            own_goal_s = goal_s * (1.0 + _STAYING) if best == num_migrating_now else goal_s
-            return search(best).best(own_goal_s).division
+    counts = list(range(most + 1)) if num_migrating is None else [min(num_migrating, most)]
+    search = _Search(group, np.array(counts), migration, budget * len(times))
+    fastest = search.fastest()
+    goal_s = max(reference_s, fastest.step_s) * (1.0 + tolerance)
+    best = search.least_pruned(goal_s, fastest) or fastest
+    stay = counts.index(sum(now)) if lend_now is not None and sum(now) in counts else best.place
+    if stay != best.place:
+        with_slack = search.least_pruned(goal_s * (1.0 + _STAYING), fastest, only=stay)
+        if with_slack is not None and with_slack.pruned <= best.pruned + _NOTHING:
+            best = search.least_pruned(goal_s, fastest, only=stay) or with_slack
+    return group.division(counts[best.place], best)
 
 
-def _spread(low: int, high: int) -> list[int]:
-    """Numbers from low to high, all or a few."""
-    steps = min(high - low, _MOST_CANDIDATES)
-    return [low + round(place * (high - low) / steps) for place in range(steps + 1)] if steps else [low]
-
-
-def _preference(candidate: _Candidate, goal_s: float) -> tuple[int, int, float]:
-    """Smaller is better: no slower than the goal, then little pruned, then fast."""
-    excess = max(candidate.step_s / goal_s, 1.0)
-    return round(math.log(excess) / _SAME_STEP), round(candidate.pruned_share / _NOTHING), candidate.step_s
+@dataclass(frozen=True)
+class _Found:
+    place: int
+    level_s: float
+    pruned: float
+    lent: float
+    step_s: float
 
 
 class _Group:
     """A group's times as arrays."""
 
-    def __init__(self, times: Sequence[RankTimes], are_stragglers: Sequence[bool]) -> None:
+    def __init__(self, times: Sequence[RankTimes], are_stragglers: Sequence[bool], lend_now: Sequence[bool]) -> None:
         self._ratios = np.array([rank.cost.ratios for rank in times])
         self._busy = np.array([[rank.busy_at(ratio) for ratio in rank.cost.ratios] for rank in times])
         self._gemm_s = np.array([rank.gemm_s for rank in times])
-        self._is_normal = ~np.array(are_stragglers, dtype=bool)
         stragglers = [rank for rank, is_straggler in enumerate(are_stragglers) if is_straggler]
-        self.slowest_first = sorted(stragglers, key=lambda rank: -times[rank].busy_s)
-        least = np.where(self._is_normal, self._busy[:, 0], self._busy.min(axis=1))
+        handicap = [1.0 + _STAYING_AMONG_SLOWEST * lends for lends in lend_now]
+        self.slowest_first = sorted(stragglers, key=lambda rank: -times[rank].busy_s * handicap[rank])
+        is_normal = ~np.array(are_stragglers, dtype=bool)
+        least = np.where(is_normal, self._busy[:, 0], self._busy.min(axis=1))
         self.highest_s = float(self._busy[:, 0].max())
         self.lowest_s = min(float(least.max()), self.highest_s)
 
-    def relieved_to(self, level_s: float, migrating: Sequence[int], migration: MigrationCost) -> _Candidate:
-        """Every straggler takes ``level_s`` at most, as far as it can."""
-        spared = np.where(self._is_normal, 0.0, self._ratio_to_reach(level_s))
-        room = np.where(self._is_normal, np.maximum((level_s - self._busy[:, 0]) / self._gemm_s, 0.0), 0.0)
-        lent = np.zeros(len(spared))
-        wanted = math.fsum(spared[list(migrating)])
-        fitting = min(wanted, math.fsum(room))
-        if fitting > 0.0:
-            lent[list(migrating)] = spared[list(migrating)] * (fitting / wanted)
-        pruned = np.maximum(spared - lent, 0.0)
-        division = Division(tuple(pruned.tolist()), tuple(lent.tolist()), tuple(room.tolist()))
-        pruned_share = math.fsum(pruned) / len(pruned)
-        return _Candidate(division, pruned_share, level_s + migration.seconds(division.lent))
-
-    def _ratio_to_reach(self, target_s: float) -> Floats:
-        """``RankTimes.ratio_to_reach`` of all ranks at once."""
-        rows = np.arange(len(self._busy))
-        is_reached = self._busy <= target_s
-        first = np.where(is_reached.any(axis=1), is_reached.argmax(axis=1), self._busy.argmin(axis=1))
+    def spared(self, level_s: float) -> Floats:
+        """What every straggler, slowest first, must be relieved of to take ``level_s``."""
+        rows = np.array(self.slowest_first, dtype=np.int64)
+        busy, ratios = self._busy[rows], self._ratios[rows]
+        places = np.arange(len(rows))
+        is_reached = busy <= level_s
+        first = np.where(is_reached.any(axis=1), is_reached.argmax(axis=1), busy.argmin(axis=1))
         before = np.maximum(first - 1, 0)
-        slow_s, fast_s = self._busy[rows, before], self._busy[rows, first]
-        from_ratio, to_ratio = self._ratios[rows, before], self._ratios[rows, first]
+        slow_s, fast_s = busy[places, before], busy[places, first]
+        from_ratio, to_ratio = ratios[places, before], ratios[places, first]
         drop_s = np.where(slow_s > fast_s, slow_s - fast_s, 1.0)
-        part = np.clip((slow_s - target_s) / drop_s, 0.0, 1.0)
+        part = np.clip((slow_s - level_s) / drop_s, 0.0, 1.0)
         return np.where(first == 0, 0.0, from_ratio + (to_ratio - from_ratio) * part)
+
+    def room(self, level_s: float) -> Floats:
+        """How much more every rank can take until ``level_s``."""
+        return np.maximum((level_s - self._busy[:, 0]) / self._gemm_s, 0.0)
+
+    def division(self, num_migrating: int, found: _Found) -> Division:
+        """Those that migrate lend the same part of what they are relieved of."""
+        num_ranks = len(self._gemm_s)
+        pruned, lent = np.zeros(num_ranks), np.zeros(num_ranks)
+        spared = self.spared(found.level_s)
+        pruned[self.slowest_first] = spared
+        migrating = self.slowest_first[:num_migrating]
+        wanted = _sum(spared[:num_migrating])
+        if found.lent > 0.0:
+            lent[migrating] = pruned[migrating] * (found.lent / wanted)
+            pruned[migrating] -= lent[migrating]
+        if found.pruned <= _NOTHING:
+            pruned[:] = 0.0
+        return Division(tuple(pruned.tolist()), tuple(lent.tolist()), tuple(self.room(found.level_s).tolist()))
 
 
 class _Search:
-    """Looks for the best plan in which just these stragglers may lend."""
+    """Tries busy times for several numbers of migrating ranks at once; tables are [numbers, levels].
 
-    def __init__(self, group: _Group, migrating: Sequence[int], migration: MigrationCost, budget: float) -> None:
-        self._group, self._migrating, self._migration, self._budget = group, list(migrating), migration, budget
+    Args:
+        counts: the numbers.
+        budget: what may be pruned, in ranks' full products.
+    """
 
-    @cached_property
-    def fastest(self) -> _Candidate:
-        """As fast as the budget allows."""
-        return self._at(self._smallest(lambda one: one.pruned_share <= self._budget + 1e-9))
+    def __init__(self, group: _Group, counts: NDArray[np.int64], migration: MigrationCost, budget: float) -> None:
+        self._group, self._counts, self._migration, self._budget = group, counts, migration, budget
 
-    def best(self, goal_s: float) -> _Candidate:
-        """The one that prunes least and meets the goal, or else the fastest."""
-        goal_level_s = self._largest(lambda one: one.step_s <= goal_s)
-        exact_level_s = self._smallest(lambda one: one.pruned_share <= _NOTHING)
-        found = self._at(min(goal_level_s, exact_level_s))
-        return found if found.pruned_share <= self._budget + 1e-9 else self.fastest
+    def fastest(self) -> _Found:
+        """The fastest step that the budget allows."""
 
-    def _at(self, level_s: float) -> _Candidate:
-        return self._group.relieved_to(level_s, self._migrating, self._migration)
+        def look(levels_s: Floats) -> tuple[Floats, Floats, Floats]:
+            wanted, total, fitting = self._amounts(levels_s)
+            lent = np.maximum(total - self._budget, 0.0) + 0.0 * wanted
+            step_s = self._step_s(levels_s, lent)
+            return np.where(lent <= fitting + 1e-12, step_s, np.inf), lent, step_s
 
-    def _largest(self, holds: Callable[[_Candidate], bool]) -> float:
-        return largest(self._group.lowest_s, self._group.highest_s, lambda level_s: holds(self._at(level_s)))
+        found = self._best(look, self._group.highest_s)
+        assert found is not None  # without relief nothing is pruned
+        return found
 
-    def _smallest(self, holds: Callable[[_Candidate], bool]) -> float:
-        return smallest(self._group.lowest_s, self._group.highest_s, lambda level_s: holds(self._at(level_s)))
+    def least_pruned(self, goal_s: float, fastest: _Found, only: int | None = None) -> _Found | None:
+        """The step that prunes least within the goal, of those that prune as little the fastest; None if there is none.
+
+        Args:
+            fastest: a level to look at in any case.
+            only: the place in the numbers to which the search is confined.
+        """
+
+        def look(levels_s: Floats) -> tuple[Floats, Floats, Floats]:
+            _, total, fitting = self._amounts(levels_s)
+            affordable_s = goal_s - levels_s - self._migration.fixed_s * self._counts[:, None]
+            per_share_s = max(self._migration.per_share_s, 1e-12)
+            lent = np.clip(affordable_s / per_share_s, 0.0, fitting)
+            lent = np.where(lent > _NOTHING, lent, 0.0)
+            pruned, step_s = total - lent, self._step_s(levels_s, lent)
+            is_possible = (step_s <= goal_s * (1.0 + 1e-9)) & (pruned <= self._budget + _NOTHING / 2)
+            # What is no more than nothing counts as nothing: of such plans the fastest is taken.
+            merit = np.maximum(pruned, _NOTHING) + 1e-3 * _NOTHING * step_s / goal_s
+            merit = np.where(is_possible, merit, np.inf)
+            if only is not None:
+                merit[np.arange(len(merit)) != only] = np.inf
+            return merit, lent, step_s
+
+        return self._best(look, min(goal_s, self._group.highest_s), fastest.level_s)
+
+    def _best(self, look: Look, highest_s: float, hint_s: float | None = None) -> _Found | None:
+        low_s, high_s = self._group.lowest_s, max(highest_s, self._group.lowest_s)
+        found: _Found | None = None
+        best_merit = np.inf
+        for _ in range(_NUM_PASSES):
+            levels_s = np.linspace(low_s, high_s, _NUM_LEVELS)
+            if hint_s is not None:
+                levels_s = np.sort(np.append(levels_s, hint_s))
+            merit, lent, step_s = look(levels_s)
+            place, level = divmod(int(np.argmin(merit)), len(levels_s))
+            if merit[place, level] < best_merit:
+                best_merit = merit[place, level]
+                pruned = self._amounts(levels_s[level : level + 1])[1][0] - lent[place, level]
+                found = _Found(int(place), float(levels_s[level]), float(pruned), float(lent[place, level]),
+                               float(step_s[place, level]))  # fmt: skip
+            low_s, high_s = levels_s[max(level - 1, 0)], levels_s[min(level + 1, len(levels_s) - 1)]
+        return found
+
+    def _amounts(self, levels_s: Floats) -> tuple[Floats, Floats, Floats]:
+        """([numbers, levels] what those that migrate want to be relieved of, [levels] all stragglers, what fits)."""
+        spared = np.array([self._group.spared(level_s) for level_s in levels_s]).T.reshape(-1, len(levels_s))
+        upto = np.concatenate([np.zeros((1, len(levels_s))), np.cumsum(spared, axis=0)])
+        room = np.array([_sum(self._group.room(level_s)) for level_s in levels_s])
+        wanted = upto[self._counts]
+        return wanted, upto[-1], np.minimum(wanted, room)
+
+    def _step_s(self, levels_s: Floats, lent: Floats) -> Floats:
+        communication_s = self._migration.fixed_s * self._counts[:, None] + self._migration.per_share_s * lent
+        return levels_s + np.where(lent > 0.0, communication_s, 0.0)
+
+
+def _sum(values: Floats) -> float:
+    return float(np.cumsum(values)[-1]) if len(values) else 0.0

@@ -21,7 +21,7 @@ def wanted_division(
     are_stragglers: Sequence[bool],
     reference_s: float,
     migration: MigrationCost | None,
-    num_migrating_now: int = 0,
+    lend_now: Sequence[bool] | None = None,
 ) -> Division:
     """How ``config`` would divide the work of a group.
 
@@ -29,7 +29,7 @@ def wanted_division(
         times, are_stragglers: of every rank.
         reference_s: what stragglers are compared with, seconds.
         migration: Φ1; None where it is not known, which mode "semi" takes for too much and mode "mig" for nothing.
-        num_migrating_now: how many ranks lend now.
+        lend_now: which ranks do.
     """
     nothing = (0.0,) * len(times)
     if config.mode == "off":
@@ -38,9 +38,9 @@ def wanted_division(
         return forced_division(config, are_stragglers)
     if config.mode == "mig":
         return _migrating_division(config, times, are_stragglers, reference_s, migration or MigrationCost())
-    if config.mode == "semi" and migration is not None:
-        return _semi_division(config, times, are_stragglers, reference_s, migration, num_migrating_now)
-    headroom = HEADROOM if config.target == "min" and config.mode != "semi" else 0.0
+    if config.mode == "semi":
+        return _semi_division(config, times, are_stragglers, reference_s, migration, lend_now)
+    headroom = HEADROOM if config.target == "min" else 0.0
     return Division(tuple(pruning_ratios(times, are_stragglers, reference_s, headroom)), nothing)
 
 
@@ -71,7 +71,7 @@ def _migrating_division(
     else:
         ratios = lending_ratios(times, are_stragglers)
         room = tuple(share - 1.0 for share in balanced_shares(times))
-    division = Division(nothing, tuple(min(ratio, config.max_ratio) for ratio in ratios), room)
+    division = Division(nothing, tuple(ratios), room)
     step_s = max(predicted_busy_s(times, division)) + migration.seconds(division.lent)
     is_worthwhile = config.mig_rule == "paper" or step_s < max(rank.busy_s for rank in times)
     return division if is_worthwhile else Division(nothing, nothing)
@@ -82,10 +82,12 @@ def _semi_division(
     times: Sequence[RankTimes],
     are_stragglers: Sequence[bool],
     reference_s: float,
-    migration: MigrationCost,
-    num_migrating_now: int,
+    migration: MigrationCost | None,
+    lend_now: Sequence[bool] | None,
 ) -> Division:
     num_migrating = None if isinstance(config.migrating, str) else config.migrating
+    if migration is None:
+        num_migrating, migration = 0, MigrationCost()
     if config.semi_rule == "paper":
         return paper_division(
             times,
@@ -104,5 +106,5 @@ def _semi_division(
         migration=migration,
         budget=config.budget,
         num_migrating=num_migrating,
-        num_migrating_now=num_migrating_now,
+        lend_now=lend_now,
     )

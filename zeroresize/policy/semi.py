@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from zeroresize.policy.bisection import largest
 from zeroresize.policy.cost_model import MigrationCost
 from zeroresize.policy.ratio import RankTimes
 from zeroresize.policy.sharing import Division, paper_lending_ratios
+
+#: Halvings of β's interval: to a millionth.
+_BISECTIONS = 20
 
 
 def paper_division(
@@ -80,7 +82,13 @@ def migrated_share(
         resizing_s = straggler.overhead_scale * straggler.cost.overhead_at(ratio * (1.0 - beta))
         return resizing_s > migration.seconds([ratio * beta]) + normal_gemm_s * ratio * beta / (num_ranks - 1)
 
-    return largest(0.0, 1.0, resizing_costs_more)
+    if resizing_costs_more(1.0):
+        return 1.0
+    low, high = 0.0, 1.0
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if resizing_costs_more(middle) else (low, middle)
+    return low
 
 
 def num_migrating_by_benefit(

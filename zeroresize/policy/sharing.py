@@ -5,6 +5,7 @@ Shares are in units of one rank's full products: who computes its own and nothin
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -65,35 +66,40 @@ def loans_of(ratios: Sequence[float], capacities: Sequence[float] | None = None)
     Args:
         ratios: γ of every rank.
         capacities: how much more each rank can take, in any unit; None (or no rank that can take more) divides evenly,
-            which is the paper's virtual renumbering.
+            from the rank after the owner on, which is the paper's virtual renumbering.
 
     Raises:
         ValueError: if every rank lends.
     """
     num_ranks = len(ratios)
+    owners = [rank for rank, ratio in enumerate(ratios) if ratio > 0.0]
+    if len(owners) == num_ranks:
+        raise ValueError(f"every rank of {num_ranks} lends, nobody is left to compute: γ is {list(ratios)}")
+    receivers = [rank for rank, ratio in enumerate(ratios) if ratio == 0.0]
+    if capacities is not None and (able := [rank for rank in receivers if capacities[rank] > 0.0]):
+        total = sum(capacities[rank] for rank in able)
+        parts = tuple(capacities[rank] / total for rank in able)
+        return tuple(Loan(owner, ratios[owner], tuple(able), parts) for owner in owners)
+    parts = (1.0 / len(receivers),) * len(receivers)
     loans = []
-    for owner, ratio in enumerate(ratios):
-        if ratio == 0.0:
-            continue
-        following = [(owner + step) % num_ranks for step in range(1, num_ranks)]
-        receivers = tuple(rank for rank in following if ratios[rank] == 0.0)
-        if not receivers:
-            raise ValueError(f"every rank of {num_ranks} lends, nobody is left to compute: γ is {list(ratios)}")
-        room = [max(capacities[rank], 0.0) if capacities is not None else 1.0 for rank in receivers]
-        if sum(room) == 0.0:
-            room = [1.0] * len(receivers)
-        receivers = tuple(rank for rank, own in zip(receivers, room, strict=True) if own > 0.0)
-        room = [own for own in room if own > 0.0]
-        loans.append(Loan(owner, ratio, receivers, tuple(one / sum(room) for one in room)))
+    for owner in owners:
+        following = bisect(receivers, owner)
+        loans.append(Loan(owner, ratios[owner], (*receivers[following:], *receivers[:following]), parts))
     return tuple(loans)
 
 
 def borrowed_shares(loans: Sequence[Loan], num_ranks: int) -> list[float]:
     """What every rank computes for others, in units of full products."""
-    borrowed = [0.0] * num_ranks
+    lent_by_parts: dict[tuple[tuple[int, ...], tuple[float, ...]], float] = {}
     for loan in loans:
-        for receiver, part in zip(loan.receivers, loan.parts, strict=True):
-            borrowed[receiver] += loan.ratio * part
+        key = loan.receivers, loan.parts
+        if len(set(loan.parts)) == 1:  # the same for each of them, in whatever order they follow
+            key = tuple(sorted(loan.receivers)), loan.parts
+        lent_by_parts[key] = lent_by_parts.get(key, 0.0) + loan.ratio
+    borrowed = [0.0] * num_ranks
+    for (receivers, parts), lent in lent_by_parts.items():
+        for receiver, part in zip(receivers, parts, strict=True):
+            borrowed[receiver] += lent * part
     return borrowed
 
 
