@@ -4,8 +4,10 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from virtual_training import Run
+from torch.nn.parallel import DistributedDataParallel
+from virtual_training import FEATURES, Run
 
 import zeroresize as zr
 
@@ -65,6 +67,29 @@ def test_a_ratio_that_is_no_column_of_a_small_layer_lends_of_the_large_ones(run_
     for rank, (expected, losses, lent_share) in enumerate(run_ranks(train, 2)):
         assert losses == pytest.approx(expected, rel=1e-5)
         assert (lent_share > 0) == (rank == 0)
+
+
+@pytest.mark.parametrize("mode", ["mig", "semi"])
+def test_beside_data_parallelism_training_is_exact(run_ranks, mode):
+    """Two replicas of two tensor-parallel ranks; each group balances for itself, gradients are averaged when whole."""
+
+    def train(rank, group):
+        tensor_parallel = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
+        data_parallel = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
+        trained = []
+        for config in ({"mode": "off"}, {"mode": mode, "budget": 0.0}):
+            run = Run(tensor_parallel, update_every=5, **config)
+            run.model = DistributedDataParallel(run.model, process_group=data_parallel)
+            run.x = torch.randn(8, FEATURES, generator=torch.Generator().manual_seed(rank // 2))
+            run.time.chi = 4.0 if rank == 1 else 1.0
+            trained.append((run.steps(30), [weight.detach().clone() for weight in run.model.parameters()]))
+        return *trained, bool(run.balancer.plan.loans)
+
+    for rank, ((expected, whole), (losses, weights), lends) in enumerate(run_ranks(train, 4)):
+        assert lends == (rank < 2)
+        assert losses == pytest.approx(expected, rel=1e-4)
+        for one, other in zip(whole, weights, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
 
 
 def test_every_rank_slow_at_once_lends_nothing(run_ranks):

@@ -314,26 +314,17 @@ class Balancer:
     def _build_lender(self, process_group: ProcessGroup) -> Lender | None:
         if self.config.mode not in MIGRATING_MODES or self._num_ranks == 1:
             return None
-        self._require_no_data_parallelism(
-            f"mode={self.config.mode!r}",
-            "gradients would be averaged over data-parallel replicas before they are whole",
-        )
         is_exact = self.config.forced_ratio is not None
         return Lender(self._layers, process_group, self.config.migrate, is_exact=is_exact)
-
-    def _require_no_data_parallelism(self, what: str, why: str) -> None:
-        if world_size() > self._num_ranks:
-            raise ValueError(
-                f"{what} needs a tensor-parallel group of all {world_size()} ranks, this one has {self._num_ranks}: "
-                f"{why}"
-            )
 
     def _build_freezer(self) -> ColumnFreezer | None:
         if self.config.pruned_update != "freeze" or self.config.mode not in PRUNING_MODES:
             return None
-        self._require_no_data_parallelism(
-            "pruned_update='freeze'", "data-parallel replicas that freeze different columns would drift apart"
-        )
+        if world_size() > self._num_ranks:
+            raise ValueError(
+                f"pruned_update='freeze' needs a tensor-parallel group of all {world_size()} ranks, this one has "
+                f"{self._num_ranks}: data-parallel replicas that freeze different columns would drift apart"
+            )
         return ColumnFreezer(self._layers, self.optimizer)
 
     def _check_layers(self, process_group: ProcessGroup) -> None:

@@ -1,7 +1,8 @@
 """Column- and row-parallel linear products as autograd Functions: whole, or resized by a plan.
 
 ``T`` tokens, ``K`` input and ``N`` output features on this rank, ``P`` of the K columns kept. Between forward and
-backward nothing is held but ``x`` and ``w`` by reference and the plan's indices (its lineage): no pruned copies.
+backward nothing is held but ``x`` and ``w`` by reference and the plan's indices (its lineage), no pruned copies; and
+what a receiver of a row-parallel layer's columns was sent of the owner's x.
 """
 
 from __future__ import annotations
