@@ -8,6 +8,7 @@ The loop is :func:`train_epoch`; what this package adds to an ordinary loop are 
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import statistics
@@ -221,6 +222,14 @@ def learning_rate(run: Run, step: int) -> float:
     return training.lr * 0.5 * (1 + math.cos(math.pi * done))
 
 
+def show_messages() -> None:
+    """What the library has to say: which layers it took, what its pre-tests found."""
+    library = logging.getLogger("zeroresize")
+    library.setLevel(logging.INFO)
+    if not library.handlers:
+        library.addHandler(logging.StreamHandler())
+
+
 @record
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line; a mistake of the user's ends it with one line and status 2."""
@@ -231,6 +240,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             ranks = int(os.environ.get("WORLD_SIZE", "2")) if parsed.ranks is None else parsed.ranks
             dry_run(config, num_ranks=ranks)
             return
+        if os.environ.get("RANK") == "0":
+            show_messages()
         run = prepare(config, resume=parsed.resume)
     except ValueError as error:
         print(f"error (rank {os.environ.get('RANK', 0)}): {error}", file=sys.stderr, flush=True)

@@ -78,7 +78,13 @@ class Measurement:
             return
         self._estimate.pretested = measure_resizing_cost(self._layers, self._config)
         self._is_pretested = True
-        logger.info("pre-test of pruning: %s", self._estimate.pretested)
+        cost = self._estimate.pretested
+        logger.info(
+            "pre-test of pruning: at γ = %.2f multiplications take %.2f of their time, gathers and fills %.1f ms",
+            cost.max_ratio,
+            cost.gemm_share[-1],
+            1e3 * cost.overhead_s[-1],
+        )
 
     def learn(self) -> None:
         """Full-work times, and what pruning costs, from the interval that ends."""
