@@ -25,6 +25,9 @@ _NUM_LEVELS = 65
 _NUM_PASSES = 3
 #: Less than so much of one rank's products is nothing.
 _NOTHING = 2e-3
+#: Where the goal is out of reach, a plan may take longer than the fastest by this share. Little: what pruning costs is
+#: corrected only where something is pruned, so a plan that stays away from the fastest never learns that it is faster.
+_WORTHWHILE = 0.02
 #: As many migrating ranks as there are now may take longer by this share before another number is taken.
 _STAYING = 0.02
 #: A rank that lends now counts as slower by this share where the slowest are chosen.
@@ -44,10 +47,11 @@ def makespan_division(
 ) -> Division:
     """The division that prunes least among those whose predicted step is no longer than the goal.
 
-    The goal is ``tolerance`` more than the reference, or than the fastest step there is. The predicted step is the busy
-    time of the slowest rank and the communication of what is lent. For each number of migrating stragglers, slowest
-    first, and each busy time t, every straggler is relieved until it takes t; those that migrate lend as much of that
-    as fits into the other ranks' time until t and into the goal, and prune the rest; the others prune.
+    The goal is ``tolerance`` more than the reference, or a little more than the fastest step there is. The predicted
+    step is the busy time of the slowest rank and the communication of what is lent. For each number of migrating
+    stragglers, slowest first, and each busy time t, every straggler is relieved until it takes t; those that migrate
+    lend as much of that as fits into the other ranks' time until t and into the goal, and prune the rest; the others
+    prune.
 
     Args:
         times, are_stragglers: of every rank.
@@ -64,7 +68,7 @@ def makespan_division(
     counts = list(range(most + 1)) if num_migrating is None else [min(num_migrating, most)]
     search = _Search(group, np.array(counts), migration, budget * len(times))
     fastest = search.fastest()
-    goal_s = max(reference_s, fastest.step_s) * (1.0 + tolerance)
+    goal_s = max(reference_s * (1.0 + tolerance), fastest.step_s * (1.0 + _WORTHWHILE))
     best = search.least_pruned(goal_s, fastest) or fastest
     stay = counts.index(sum(now)) if lend_now is not None and sum(now) in counts else best.place
     if stay != best.place:
