@@ -21,8 +21,6 @@ FULL_WORK_BUDGET = 0.01
 FULL_WORK_CREDIT = 20
 #: An interval that begins at full work has some steps under pruning to compare it with (on a device, read one late).
 _FEWEST_STEPS = 4
-
-
 #: Of what is pruned and lent: much finer than a column.
 _DECIMALS = 6
 #: Receivers' parts are divided anew where that makes the step shorter by this share.
