@@ -51,7 +51,7 @@ def times_picture(run: RunFolder) -> Figure:
         axes.set_ylim(bottom=0)
     for axes in (wall, busy, ratio):
         axes.grid(alpha=0.3)
-    wall.legend(loc="upper right", fontsize="small")
+    wall.legend(loc="lower right", fontsize="small")
     if len(run.records) <= MOST_RANKS:
         busy.legend(loc="upper left", ncols=4, fontsize="small")
     return figure

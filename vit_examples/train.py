@@ -226,6 +226,7 @@ def show_messages() -> None:
     """What the library has to say: which layers it took, what its pre-tests found."""
     library = logging.getLogger("zeroresize")
     library.setLevel(logging.INFO)
+    library.propagate = False  # hosts that show everything would show it twice
     if not library.handlers:
         library.addHandler(logging.StreamHandler())
 
