@@ -15,7 +15,7 @@ from zeroresize.policy.cost_model import MigrationCost, ResizingCost
 from zeroresize.policy.makespan import makespan_division
 from zeroresize.policy.ratio import RankTimes
 from zeroresize.policy.semi import migrated_share, num_migrating_by_benefit, paper_division
-from zeroresize.policy.sharing import Division, balanced_shares, predicted_busy_s
+from zeroresize.policy.sharing import Division, balanced_shares
 from zeroresize.simulate import Cluster, simulate
 
 LINEAR = ResizingCost.linear(0.9)
@@ -36,7 +36,7 @@ def pruned_share(division):
 
 
 def step_s(times, division, migration=FREE):
-    return max(predicted_busy_s(times, division)) + migration.seconds(division.lent)
+    return max(division.busy_s(times)) + migration.seconds(division.lent)
 
 
 groups = st.lists(st.sampled_from([1.0, 1.0, 1.3, 2.0, 4.0, 8.0]), min_size=2, max_size=8).filter(
@@ -76,7 +76,7 @@ def test_what_does_not_fit_is_pruned_and_the_normal_ranks_are_filled_up_to_the_g
     division = makespan_division(times, slow, reference_s=1.0, tolerance=0.05, migration=FREE, budget=0.5)
 
     assert division.lent[0] == pytest.approx(0.05 / 0.8, abs=1e-3)  # the normal rank's room until 1.05
-    assert predicted_busy_s(times, division) == [pytest.approx(1.05, abs=1e-3)] * 2
+    assert division.busy_s(times) == [pytest.approx(1.05, abs=1e-3)] * 2
     only_pruning = makespan_division(
         times, slow, reference_s=1.0, tolerance=0.05, migration=FREE, budget=0.5, num_migrating=0
     )
@@ -218,7 +218,7 @@ def test_forced_numbers_of_migrating_ranks_go_from_resizing_to_migrating_only():
 def test_what_remains_to_resize_aims_at_the_normal_ranks_with_the_work_they_took_in():
     times, slow = group(8.0, 2.0, 1.0, 1.0)
     division = paper_division(times, slow, reference_s=1.0, migration=FREE, max_ratio=0.9, num_migrating=1)
-    busy = predicted_busy_s(times, division)
+    busy = division.busy_s(times)
     assert busy[1] == pytest.approx(max(busy[2], busy[3]), rel=1e-6)
 
 

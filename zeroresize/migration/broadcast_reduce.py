@@ -38,7 +38,9 @@ class BroadcastReduce(Carrier):
 
     def send_sum(self, route: Route, partial: Tensor, name: Hashable) -> Pending:
         if len(route.receivers) == 1:
-            return self.send_single_addend(route, partial, name)
+            if self.rank == route.owner:
+                return self._receive_addends(route, partial, name)
+            return Pending(partial, tuple(self._send(partial, route.owner)))
         if self.rank != route.owner:
             self.traffic.count(partial)
         root = dist.get_global_rank(self.process_group, route.owner)

@@ -135,12 +135,19 @@ class Carrier(ABC):
             self._send_from_buffer(part_Rm, route.owner, name)
         return Pending(None)
 
-    def send_single_addend(self, route: Route, partial: Tensor, name: Hashable) -> Pending:
-        """:meth:`send_sum` where there is one receiver."""
-        if self.rank != route.owner:
-            return Pending(partial, tuple(self._send(partial, route.owner)))
-        addend = self.buffers.take((*_key(name), "addend"), tuple(partial.shape), partial)
-        return Pending(partial, tuple(self._receive(addend, route.receivers[0])), lambda: _add(partial, addend))
+    def _receive_addends(self, route: Route, sum_: Tensor, name: Hashable) -> Pending:
+        """On the owner: what every receiver sends is added to ``sum_``, in place."""
+        arriving, works = [], []
+        for receiver in route.receivers:
+            addend = self.buffers.take((*_key(name), receiver), tuple(sum_.shape), sum_)
+            works += self._receive(addend, receiver)
+            arriving.append(addend)
+
+        def add_up() -> None:
+            for addend in arriving:
+                sum_.add_(addend)
+
+        return Pending(sum_, tuple(works), add_up)
 
     def _receive(self, tensor: Tensor, sender: int) -> list[Work]:
         if tensor.numel() == 0:
@@ -165,10 +172,6 @@ class Carrier(ABC):
 
 def _key(name: Hashable) -> tuple[Hashable, ...]:
     return name if isinstance(name, tuple) else (name,)
-
-
-def _add(sum_: Tensor, addend: Tensor) -> None:
-    sum_.add_(addend)
 
 
 def _side_by_side(parts: list[Tensor], whole: Tensor) -> None:

@@ -37,17 +37,7 @@ class ScatterGather(Carrier):
 
     def send_sum(self, route: Route, partial: Tensor, name: Hashable) -> Pending:
         if self.rank == route.owner:
-            arriving, works = [], []
-            for receiver in route.receivers:
-                addend = self.buffers.take((name, receiver), tuple(partial.shape), partial)
-                works += self._receive(addend, receiver)
-                arriving.append(addend)
-
-            def add_up() -> None:
-                for addend in arriving:
-                    partial.add_(addend)
-
-            return Pending(partial, tuple(works), add_up)
+            return self._receive_addends(route, partial, name)
         if self.rank in route.receivers:
             self._send_from_buffer(partial, route.owner, name)
         return Pending(None)

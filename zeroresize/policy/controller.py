@@ -12,7 +12,7 @@ from zeroresize.plan import Loan, RankPlan, WorkloadPlan
 from zeroresize.policy.communication import CollectiveTimes, CommunicationEstimate
 from zeroresize.policy.ratio import RankTimes, find_stragglers, reference_time
 from zeroresize.policy.rules import forced_division, wanted_division
-from zeroresize.policy.sharing import borrowed_shares, loans_of
+from zeroresize.policy.sharing import loans_of, predicted_busy_s
 from zeroresize.policy.smoothing import LARGE_CHANGE, smoothed, steadied
 
 #: Share of the training time that steps at full work, made to be measured, may add while somebody prunes.
@@ -138,7 +138,7 @@ class Controller:
             state.want(*shares, self.config.dead_band)
         is_new = [(state.pruned, state.lent) for state in self._ranks] != before
         self._divide(times, division.room, is_new)
-        busy_s = self._predicted_busy_s(times)
+        busy_s = self._predicted_busy_s(times, self._loans)
         step_s = max(busy_s) + self._communication.seconds([state.lent for state in self._ranks])
         spared_before = [pruned + lent for pruned, lent in before]
         return self._plan(step_s, self._begins_at_full_work(times, max(busy_s), spared_before))
@@ -230,17 +230,12 @@ class Controller:
         """Divide what is lent among the receivers, anew only where that is worth sending everything anew."""
         lent = [state.lent for state in self._ranks]
         rounded = tuple(round(one, _DECIMALS) for one in room) if room is not None else None
-        divided_before, self._loans = self._loans, loans_of(lent, rounded)
-        if is_new or times is None or not divided_before:
-            return
-        newly_s = max(self._predicted_busy_s(times))
-        newly_divided, self._loans = self._loans, divided_before
-        if newly_s < max(self._predicted_busy_s(times)) * (1.0 - _WORTH_DIVIDING):
-            self._loans = newly_divided
+        newly_divided = loans_of(lent, rounded)
+        if not is_new and times is not None and self._loans:
+            newly_s, now_s = (max(self._predicted_busy_s(times, loans)) for loans in (newly_divided, self._loans))
+            if newly_s >= now_s * (1.0 - _WORTH_DIVIDING):
+                return
+        self._loans = newly_divided
 
-    def _predicted_busy_s(self, times: Sequence[RankTimes]) -> list[float]:
-        borrowed = borrowed_shares(self._loans, self.num_ranks)
-        return [
-            rank.busy_at(state.spared) + share * rank.gemm_s
-            for rank, state, share in zip(times, self._ranks, borrowed, strict=True)
-        ]
+    def _predicted_busy_s(self, times: Sequence[RankTimes], loans: Sequence[Loan]) -> list[float]:
+        return predicted_busy_s(times, [state.spared for state in self._ranks], loans)

@@ -9,7 +9,7 @@ from zeroresize.policy.cost_model import MigrationCost
 from zeroresize.policy.makespan import makespan_division
 from zeroresize.policy.ratio import RankTimes, pruning_ratios
 from zeroresize.policy.semi import paper_division
-from zeroresize.policy.sharing import Division, balanced_shares, lending_ratios, paper_lending_ratios, predicted_busy_s
+from zeroresize.policy.sharing import Division, balanced_shares, lending_ratios, paper_lending_ratios
 
 #: How far below the fastest rank's time a straggler aims, as a share; with target "mean" (the paper's) not at all.
 HEADROOM = 0.05
@@ -72,7 +72,7 @@ def _migrating_division(
         ratios = lending_ratios(times, are_stragglers)
         room = tuple(share - 1.0 for share in balanced_shares(times))
     division = Division(nothing, tuple(ratios), room)
-    step_s = max(predicted_busy_s(times, division)) + migration.seconds(division.lent)
+    step_s = max(division.busy_s(times)) + migration.seconds(division.lent)
     is_worthwhile = config.mig_rule == "paper" or step_s < max(rank.busy_s for rank in times)
     return division if is_worthwhile else Division(nothing, nothing)
 

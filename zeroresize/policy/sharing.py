@@ -27,6 +27,11 @@ class Division:
     lent: tuple[float, ...]
     room: tuple[float, ...] | None = None
 
+    def busy_s(self, times: Sequence[RankTimes]) -> list[float]:
+        """Busy seconds of every rank when the work is divided so."""
+        spared = [pruned + lent for pruned, lent in zip(self.pruned, self.lent, strict=True)]
+        return predicted_busy_s(times, spared, loans_of(self.lent, self.room))
+
 
 def balanced_shares(times: Sequence[RankTimes]) -> list[float]:
     """The shares at which all ranks are busy equally long, as far as handing over products can make them.
@@ -103,10 +108,10 @@ def borrowed_shares(loans: Sequence[Loan], num_ranks: int) -> list[float]:
     return borrowed
 
 
-def predicted_busy_s(times: Sequence[RankTimes], division: Division) -> list[float]:
-    """Busy seconds of every rank when the work is divided so."""
-    borrowed = borrowed_shares(loans_of(division.lent, division.room), len(times))
+def predicted_busy_s(times: Sequence[RankTimes], spared: Sequence[float], loans: Sequence[Loan]) -> list[float]:
+    """Busy seconds of every rank that is spared a share of its own products and computes what others lend it."""
+    borrowed = borrowed_shares(loans, len(times))
     return [
-        rank.busy_at(pruned + lent) + taken_in * rank.gemm_s
-        for rank, pruned, lent, taken_in in zip(times, division.pruned, division.lent, borrowed, strict=True)
+        rank.busy_at(share) + taken_in * rank.gemm_s
+        for rank, share, taken_in in zip(times, spared, borrowed, strict=True)
     ]
