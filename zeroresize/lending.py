@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zeroresize.collectives import group_rank
+from zeroresize.columns import Columns
 from zeroresize.linear import BalancedLinear
 from zeroresize.migration.broadcast_reduce import BroadcastReduce
 from zeroresize.migration.buffers import Buffers
 from zeroresize.migration.carrier import Carrier, Route
-from zeroresize.migration.columns import Columns
 from zeroresize.migration.homecoming import Homecoming
 from zeroresize.migration.layer_loans import LayerLoan, LayerLoans
 from zeroresize.migration.ranges import bounds_of_parts
@@ -64,7 +64,7 @@ class Lender:
             for name, layer in self._layers.items():
                 bounds = bounds_of_parts(self._num_lent(layer, loan), loan.parts)
                 route = Route(loan.owner, loan.receivers, bounds)
-                by_layer[name].append(LayerLoan(route, Columns(self._own_columns(route, columns[name]))))
+                by_layer[name].append(LayerLoan(route, Columns.at(self._own_columns(route, columns[name]))))
         for name, layer in self._layers.items():
             layer.loans = self._layer_loans(name, layer, by_layer[name]) if loans else None
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zeroresize.columns import Columns
+
 
 @dataclass(frozen=True)
 class RankPlan:
@@ -68,19 +70,17 @@ class LayerPlan:
     """Which columns of one layer are computed, where, and what becomes of the gradients of the others.
 
     Attributes:
-        keep_P: columns computed here, sorted, int64, on the layer's device. P ≥ 1 where nothing is lent.
+        kept: the P columns computed here, sorted, on the layer's device. P ≥ 1 where nothing is lent.
         pruned: columns that nobody computes, sorted, int64, on the layer's device.
         lent: columns that other ranks compute, in the order in which they are divided among them, int64, on the layer's
             device; their gradients are zero here until those ranks' results come home.
         imputation: ``"zero"``, ``"average"`` or ``"same"``, see :class:`~zeroresize.BalanceConfig`.
-        kept_range: ``keep_P`` as a slice, where it is one: its columns need not be gathered.
     """
 
-    keep_P: Tensor
+    kept: Columns
     pruned: Tensor
     lent: Tensor
     imputation: str = "zero"
-    kept_range: slice | None = None
 
     @classmethod
     def from_pruned(
@@ -109,16 +109,18 @@ class LayerPlan:
             raise ValueError(f"a plan must keep at least one of {num_columns} columns")
         if keep_P.numel() + elsewhere.numel() != num_columns:
             raise ValueError("pruned and lent columns must be different from each other")
-        kept_range = range_of(keep_P)
-        keep_P, pruned, lent = (
-            columns.to(device, non_blocking=True) for columns in (keep_P, pruned.sort().values, lent)
-        )
-        return cls(keep_P, pruned, lent, imputation, kept_range)
+        pruned, lent = (indices.to(device, non_blocking=True) for indices in (pruned.sort().values, lent))
+        return cls(Columns.at(keep_P, device), pruned, lent, imputation)
+
+    @property
+    def keep_P(self) -> Tensor:
+        """Indices of the kept columns, int64."""
+        return self.kept.indices
 
     @property
     def num_columns(self) -> int:
         """K, the layer's input features on this rank."""
-        return self.keep_P.numel() + self.pruned.numel() + self.lent.numel()
+        return self.kept.indices.numel() + self.pruned.numel() + self.lent.numel()
 
     @property
     def pruned_share(self) -> float:
@@ -129,10 +131,3 @@ class LayerPlan:
     def lent_share(self) -> float:
         """Share of the layer's product FLOPs that other ranks compute, 0 to 1."""
         return self.lent.numel() / self.num_columns
-
-
-def range_of(columns: Tensor) -> slice | None:
-    """``columns`` (int64, on the CPU) as a slice, if they are neighbours in ascending order."""
-    if not columns.numel() or not torch.equal(columns, torch.arange(columns.numel(), device="cpu") + columns[0]):
-        return None
-    return slice(int(columns[0]), int(columns[-1]) + 1)

@@ -18,14 +18,14 @@ def forward(x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None, plan: LayerPlan |
     """y_TN = x[:, keep] · w[:, keep]ᵀ + bias; ``x`` may have any leading dimensions when there is no plan."""
     if plan is None:
         return gemm(F.linear, x_TK, w_NK, bias_N)
-    return gemm(F.linear, _kept(x_TK, plan), _kept(w_NK, plan), bias_N)
+    return gemm(F.linear, plan.kept.of(x_TK), plan.kept.of(w_NK), bias_N)
 
 
 def dgrad(dy_TN: Tensor, w_NK: Tensor, plan: LayerPlan | None, last_dx_TK: Tensor | None, gemm: Gemm) -> Tensor:
     """dx_TK: dx[:, keep] = dy · w[:, keep], the other columns imputed (from ``last_dx_TK`` if that is "same")."""
     if plan is None:
         return gemm(torch.matmul, dy_TN, w_NK)
-    dx_TP = gemm(torch.matmul, dy_TN, _kept(w_NK, plan))
+    dx_TP = gemm(torch.matmul, dy_TN, plan.kept.of(w_NK))
     return _impute(dx_TP, plan, last_dx_TK)
 
 
@@ -33,22 +33,14 @@ def wgrad(dy_TN: Tensor, x_TK: Tensor, plan: LayerPlan | None, last_dw_NK: Tenso
     """dw_NK: dw[:, keep] = dyᵀ · x[:, keep], the other columns imputed (from ``last_dw_NK`` if that is "same")."""
     if plan is None:
         return gemm(torch.matmul, dy_TN.t(), x_TK)
-    dw_NP = gemm(torch.matmul, dy_TN.t(), _kept(x_TK, plan))
+    dw_NP = gemm(torch.matmul, dy_TN.t(), plan.kept.of(x_TK))
     return _impute(dw_NP, plan, last_dw_NK)
-
-
-def _kept(tensor: Tensor, plan: LayerPlan) -> Tensor:
-    """The columns that the plan keeps: a view where they are neighbours."""
-    return tensor[:, plan.kept_range] if plan.kept_range is not None else tensor.index_select(1, plan.keep_P)
 
 
 def _impute(computed: Tensor, plan: LayerPlan, last: Tensor | None) -> Tensor:
     """The full [rows, K] gradient from its computed [rows, P] columns."""
     full = computed.new_zeros(computed.shape[0], plan.num_columns)
-    if plan.kept_range is not None:
-        full[:, plan.kept_range] = computed
-    else:
-        full.index_copy_(1, plan.keep_P, computed)
+    plan.kept.put(full, computed)
     if plan.imputation == "average":
         full.index_copy_(1, plan.pruned, computed.mean(dim=1, keepdim=True).expand(-1, plan.pruned.numel()))
     elif plan.imputation == "same" and last is not None and last.shape == full.shape:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from zeroresize.columns import Columns
 from zeroresize.migration.buffers import Buffers
 from zeroresize.migration.carrier import Pending
-from zeroresize.migration.columns import Columns
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,8 +15,8 @@ from torch.distributed import Work
 
 from zeroresize import kernels
 from zeroresize.collectives import start_all_reduce
+from zeroresize.columns import Columns
 from zeroresize.migration.carrier import Carrier, Pending, Route
-from zeroresize.migration.columns import Columns
 from zeroresize.migration.homecoming import Homecoming
 from zeroresize.probe import Probes
 
