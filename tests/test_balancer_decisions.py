@@ -186,8 +186,8 @@ def test_metrics_are_flat_numbers_with_the_documented_names(run_ranks):
         run.updates(2)
         return run.balancer.metrics()
 
-    shares = ["ratio", "pruned_share", "lent_share", "borrowed_share", "is_straggler"]
-    names = [*shares, "busy_s", "products_s", "least_busy_s", "overhead_s", "statistic_bytes", "migration_bytes"]
+    decided = ["ratio", "pruned_share", "lent_share", "borrowed_share", "is_straggler", "predicted_step_s"]
+    names = [*decided, "busy_s", "products_s", "least_busy_s", "overhead_s", "statistic_bytes", "migration_bytes"]
     for metrics in run_ranks(train, 2):
         assert sorted(metrics) == sorted(f"balance/{name}" for name in names)
         assert all(isinstance(value, float) for value in metrics.values())

@@ -44,6 +44,17 @@ from zeroresize.timing import StepTimer
 #: Those in which one rank's ratio is its own affair.
 PINNABLE_MODES = tuple(mode for mode in PRUNING_MODES if mode not in MIGRATING_MODES)
 
+_RECORDED_METRICS = (
+    "ratio",
+    "pruned_share",
+    "lent_share",
+    "borrowed_share",
+    "busy_s",
+    "products_s",
+    "predicted_step_s",
+    "is_straggler",
+)
+
 logger = logging.getLogger(__name__)
 
 
@@ -195,33 +206,21 @@ class Balancer:
     def metrics(self) -> dict[str, float]:
         """This rank's numbers for any logger, names beginning with ``balance/``.
 
-        ``ratio`` (γ wanted, pruned and lent, also in a step at full work that is made to be measured),
-        ``pruned_share``, ``lent_share`` and ``borrowed_share`` (of this rank's product FLOPs), ``migration_bytes``
-        (memory for lent and borrowed slices), ``busy_s`` and ``products_s`` (seconds an iteration, at
-        full work; NaN before the first update), ``least_busy_s`` (the same at the cheapest pruning ratio, by the
-        measured cost: the floor of ZERO), ``is_straggler`` (0 or 1), ``overhead_s`` (seconds balancing cost in the last
-        step), ``statistic_bytes`` (memory that the priority's statistic holds), and in mode "off" ``would/<mode>/…`` of
-        :meth:`what_if`.
+        Of :class:`~zeroresize.telemetry.UpdateRecord`, as they are now: ``ratio``, ``pruned_share``, ``lent_share``,
+        ``borrowed_share``, ``busy_s``, ``products_s``, ``predicted_step_s``, ``is_straggler`` (0 or 1), and in mode
+        "off" ``would/<mode>/…``. Besides: ``least_busy_s`` (busy time at the cheapest pruning ratio, by the measured
+        cost: the floor of ZERO), ``overhead_s`` (seconds balancing cost in the last step), ``statistic_bytes`` and
+        ``migration_bytes`` (memory for the priority's statistic, and for lent and borrowed slices).
         """
-        times = self._measurement.times
-        return {
-            "balance/ratio": self._installer.relief.pruned + self._installer.relief.lent,
-            "balance/pruned_share": self._installer.pruned_share,
-            "balance/lent_share": self._installer.lent_share,
-            "balance/borrowed_share": self._borrowed_share,
-            "balance/migration_bytes": float(self._lender.bytes_held if self._lender is not None else 0),
-            "balance/busy_s": times.busy_s if times else math.nan,
-            "balance/products_s": times.gemm_s if times else math.nan,
-            "balance/least_busy_s": times.least_busy_s if times else math.nan,
-            "balance/is_straggler": float(self.plan.ranks[self._rank].is_straggler),
-            "balance/overhead_s": self._step_overhead_s,
-            "balance/statistic_bytes": float(self._statistic.bytes_held if self._statistic is not None else 0),
-            **{
-                f"balance/would/{mode}/{name}": value
-                for mode, values in self.what_if().items()
-                for name, value in values.items()
-            },
+        record, times = self._record(), self._measurement.times
+        numbers = {name: float(getattr(record, name)) for name in _RECORDED_METRICS} | {
+            "least_busy_s": times.least_busy_s if times else math.nan,
+            "overhead_s": self._step_overhead_s,
+            "statistic_bytes": float(self._statistic.bytes_held if self._statistic is not None else 0),
+            "migration_bytes": float(self._lender.bytes_held if self._lender is not None else 0),
         }
+        numbers |= {f"would/{mode}/{name}": value for mode, own in record.would.items() for name, value in own.items()}
+        return {f"balance/{name}": value for name, value in numbers.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """What a run needs to go on, under two keys that name the group's ranks.

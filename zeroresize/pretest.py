@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +18,7 @@ from zeroresize.linear import BalancedLinear, work_of_layers
 from zeroresize.plan import LayerPlan
 from zeroresize.policy.cost_model import NUM_POINTS, ResizingCost, spread_ratios
 from zeroresize.policy.layer_ratios import group_ratios
-from zeroresize.policy.selection import decided_columns, random_order
+from zeroresize.policy.selection import decided_columns, order_without_priority
 from zeroresize.probe import Probe
 
 _REPEATS = 3
@@ -145,10 +144,7 @@ def _operands(shape: _Shape, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def _spread_plan(ratio: float, shape: _Shape, config: BalanceConfig) -> LayerPlan | None:
     """Spares as many columns as training would for this ratio, in a scattered order, as a selector does."""
-    if config.mode == "mig":
-        order = np.arange(shape.num_columns)
-    else:
-        order = random_order(shape.num_columns, block=config.block, seed=0, epoch=0, rank=0, layer=0)
+    order = order_without_priority(config, shape.num_columns)
     pruned = decided_columns(order, ratio, config.block, config.max_ratio)
     if len(pruned) == 0:
         return None

@@ -22,7 +22,7 @@ class UpdateRecord:
         busy_s: T̂, busy time at full work.
         products_s: M̂, the part of it spent multiplying.
         is_straggler: whether the rank was found to be one.
-        ratio: γ in force from now on.
+        ratio: γ in force from now on, pruned and lent, also where the next step is at full work to be measured.
         pruned_share: share of this rank's product FLOPs that it drops.
         lent_share, borrowed_share: what others compute for it and it for others, in units of its own product FLOPs.
         lent_to: what each other rank computes of ``lent_share``, by its number as text (as JSON has it).

@@ -10,6 +10,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from zeroresize.config import BalanceConfig
+
 #: Products over a multiple of so many columns are fast; over a few more or less they take longer.
 ALIGNMENT = 8
 #: γ is not changed by more than this for the sake of it.
@@ -28,6 +30,18 @@ def random_order(num_columns: int, *, block: int, seed: int, epoch: int, rank: i
     order = generator.permutation(math.ceil(num_columns / block))
     columns = (order[:, None] * block + np.arange(block)).ravel()
     return columns[columns < num_columns]
+
+
+def order_without_priority(
+    config: BalanceConfig, num_columns: int, *, epoch: int = 0, rank: int = 0, layer: int = 0
+) -> NDArray[np.int64]:
+    """The columns' order in the epoch as long as no statistic ranks them.
+
+    Random, but in mode "mig" as they stand: whatever is lent comes back, and neighbours need no gathering.
+    """
+    if config.mode == "mig":
+        return np.arange(num_columns)
+    return random_order(num_columns, block=config.block, seed=config.seed, epoch=epoch, rank=rank, layer=layer)
 
 
 def pruned_of_order(order: NDArray[np.int64], ratio: float, block: int, max_ratio: float = 1.0) -> NDArray[np.int64]:

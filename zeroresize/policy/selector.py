@@ -19,7 +19,7 @@ from zeroresize.config import DIFFERENTIATED_MODES, PRIORITY_MODES, BalanceConfi
 from zeroresize.policy.differentiated import budget_ratios, paper_ratios
 from zeroresize.policy.layer_ratios import group_ratios
 from zeroresize.policy.priority import ColumnPriority
-from zeroresize.policy.selection import decided_columns, num_lent, pruned_of_order, random_order
+from zeroresize.policy.selection import decided_columns, num_lent, order_without_priority, pruned_of_order
 
 Columns = NDArray[np.int64]
 
@@ -188,17 +188,10 @@ class ColumnSelector:
         config = self._config
         orders = {}
         for position, (name, priority) in enumerate(self._priorities.items()):
-            drawn = random_order(
-                priority.num_columns,
-                block=config.block,
-                seed=config.seed,
-                epoch=self.epoch,
-                rank=self._rank,
-                layer=position,
+            order = order_without_priority(
+                config, priority.num_columns, epoch=self.epoch, rank=self._rank, layer=position
             )
-            if config.mode == "mig":
-                drawn = np.arange(priority.num_columns)  # whatever is lent comes back: neighbours need no gathering
-            elif config.mode in PRIORITY_MODES:
-                drawn = priority.order(ageing=config.ageing, block=config.block, tie_break=drawn)
-            orders[name] = drawn
+            if config.mode in PRIORITY_MODES:
+                order = priority.order(ageing=config.ageing, block=config.block, tie_break=order)
+            orders[name] = order
         return orders
