@@ -1,0 +1,142 @@
+"""SEMI update after update: what it learns, noise, changes, states, simulated clusters."""
+
+import itertools
+import math
+
+import pytest
+from uneven_groups import LINEAR, REALISTIC, group, rank
+
+from zeroresize.config import BalanceConfig
+from zeroresize.policy.communication import CollectiveTimes, CommunicationEstimate
+from zeroresize.policy.controller import Controller
+from zeroresize.policy.cost_model import MigrationCost
+from zeroresize.simulate import Cluster, simulate
+
+
+def test_the_cost_of_migrating_is_learned_from_training():
+    estimate = CommunicationEstimate(0.7)
+    pretested, true_factor = MigrationCost(0.1, 0.4), 1.7
+    estimate.learn(CollectiveTimes(0.05, (0.0, 0.0), pretested), busy_s=0.5)
+    for _ in range(6):
+        waited_s = 0.05 + true_factor * pretested.seconds([0.5])
+        estimate.learn(CollectiveTimes(waited_s, (0.5, 0.0), pretested), busy_s=0.5)
+    assert estimate.seconds((0.25, 0.0)) == pytest.approx(0.05 + true_factor * pretested.seconds([0.25]), rel=0.1)
+
+    restored = CommunicationEstimate(0.7)
+    restored.load_state_dict(estimate.state_dict())
+    assert restored == estimate
+
+
+def test_where_migrating_cannot_be_measured_semi_only_resizes():
+    controller = Controller(BalanceConfig(mode="semi"), 2)
+    times, _ = group(4.0, 1.0)
+    for _ in range(4):
+        plan = controller.update(times)
+    assert plan.loans == () and plan.ranks[0].ratio > 0.5
+
+
+def lent_and_pruned(run):
+    return [[*pruned, *lent] for pruned, lent in zip(run.ratios, run.lent, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("chis", "migration", "noise"),
+    [
+        ([2.0] + [1.0] * 7, MigrationCost(0.02, 0.03), 0.02),
+        ([4.0] + [1.0] * 7, MigrationCost(0.005, 0.03), 0.03),
+        ([2.0, 2.0] + [1.0] * 14, MigrationCost(0.02, 0.01), 0.01),
+        ([8.0, 6.0, 4.0, 2.0, 1.0, 1.0, 1.0, 1.0], MigrationCost(0.01, 0.05), 0.02),
+    ],
+)
+def test_noise_neither_moves_a_settled_plan_nor_swaps_who_lends(chis, migration, noise):
+    cluster = Cluster(lambda step: chis, 0.2, 0.8, REALISTIC, migration=migration, noise=noise, seed=1)
+    run = simulate(BalanceConfig(mode="semi"), cluster, 600)
+    steady = list(zip(*lent_and_pruned(run)[8:], strict=True))
+    assert max(max(shares) - min(shares) for shares in steady) <= 0.1
+
+
+def test_a_receiver_that_becomes_a_little_slower_gets_less():
+    controller = Controller(BalanceConfig(mode="mig"), 8)
+    chis = [8.0] + [1.0] * 7
+    for _ in range(4):
+        controller.update([rank(chi) for chi in chis])
+    chis[3] = 1.09
+    for _ in range(4):
+        plan = controller.update([rank(chi) for chi in chis])
+    fresh = Controller(BalanceConfig(mode="mig"), 8)
+    for _ in range(4):
+        best = fresh.update([rank(chi) for chi in chis])
+    assert plan.predicted_step_s <= 1.02 * best.predicted_step_s
+
+
+def test_pruned_and_lent_change_together():
+    """Where lending becomes worthwhile what is pruned does not fall before what is lent rises."""
+    controller = Controller(BalanceConfig(mode="semi"), 4)
+    times, _ = group(4.0, 1.0, 1.0, 1.0)
+    dear, cheap = (CollectiveTimes(0.0, (0.0,) * 4, MigrationCost(fixed_s, 0.01)) for fixed_s in (1.0, 0.001))
+    for _ in range(4):
+        plan = controller.update(times, dear)
+    assert plan.loans == ()
+    for _ in range(3):
+        plan = controller.update(times, cheap)
+        assert plan.predicted_step_s <= 1.1
+    assert plan.loans
+
+
+@pytest.mark.parametrize("before", [{"mode": "semi"}, {"mode": "zero-pridiff"}, {"mode": "mig"}])
+def test_a_state_that_does_more_than_is_allowed_now_is_not_carried_out(before):
+    times, _ = group(8.0, 1.0)
+    saved = Controller(BalanceConfig(**before), 2)
+    for _ in range(4):
+        saved.update(times, CollectiveTimes(0.0, (0.0, 0.0), MigrationCost(0.01, 0.01)))
+    exact = Controller(BalanceConfig(mode="semi", budget=0.0), 2)
+    exact.load_state_dict(saved.state_dict())
+    assert [own.ratio for own in exact.current_plan().ranks] == [0.0, 0.0]
+    forced = Controller(BalanceConfig(mode="zero-rd", ratio=0.25, ranks=[1]), 2)
+    forced.load_state_dict(saved.state_dict())
+    assert [(own.ratio, own.lent) for own in forced.current_plan().ranks] == [(0.0, 0.0), (0.25, 0.0)]
+
+
+def test_nothing_is_pruned_beyond_the_budget_where_the_cost_of_migrating_is_unknown():
+    times, _ = group(8.0, 1.0)
+    controller = Controller(BalanceConfig(mode="semi", budget=0.0), 2)
+    for _ in range(4):
+        plan = controller.update(times)
+    assert [own.ratio for own in plan.ranks] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize("chi", [2.0, 4.0, 8.0])
+@pytest.mark.parametrize("rule", ["makespan", "paper"])
+def test_simulated_semi_settles_and_drops_less_than_zero(num_ranks, chi, rule):
+    chis = [chi] + [1.0] * (num_ranks - 1)
+    cluster = Cluster(
+        lambda step: chis if step < 240 else [1.0] * num_ranks,
+        0.2,
+        0.8,
+        REALISTIC,
+        MigrationCost(0.005, 0.03),
+        noise=0.02,
+    )
+    runs = {
+        mode: simulate(BalanceConfig(mode=mode, semi_rule=rule), cluster, 360)
+        for mode in ("zero-pridiff", "semi", "mig")
+    }
+    semi, zero = runs["semi"], runs["zero-pridiff"]
+    assert semi.pruned_share < zero.pruned_share
+    steady = list(itertools.islice(zip(semi.ratios, semi.lent, strict=True), 6, 23))
+    for shares in zip(*(pruned + lent for pruned, lent in steady), strict=True):
+        assert max(shares) - min(shares) <= 0.1
+    assert max(semi.ratios[-1]) == max(semi.lent[-1]) == 0.0
+    if rule == "makespan":
+        even = Cluster(lambda step: [1.0] * num_ranks, 0.2, 0.8, REALISTIC, noise=0.02)
+        homogeneous_s = sum(simulate(BalanceConfig(mode="off"), even, 230).step_s[60:]) / 170
+        reachable_s = max(homogeneous_s, 0.2 + chi * 0.8 * 0.15 + 0.01)
+        assert sum(semi.step_s[60:230]) / 170 <= 1.1 * reachable_s
+
+
+def test_a_migration_that_takes_longer_than_it_saves_is_left():
+    cluster = Cluster(lambda step: [1.3, 1.0], 0.2, 0.8, LINEAR, MigrationCost(1.0, 0.0))
+    run = simulate(BalanceConfig(mode="mig"), cluster, 100)
+    assert run.lent_share == 0.0
+    assert math.isclose(max(run.step_s), 0.2 + 1.3 * 0.8)
