@@ -19,7 +19,7 @@ class RunFolder:
 
     Attributes:
         steps: the ``kind`` step lines of ``metrics.jsonl``.
-        records: of each rank, one an update.
+        records: of each rank, one an update; of ranks that have seen none yet nothing.
         columns: of each rank, by layer: in how many steps each column was pruned.
         summary: of a finished run, else empty.
     """
@@ -32,10 +32,13 @@ class RunFolder:
 
     @classmethod
     def read(cls, path: Path) -> RunFolder:
-        """Raises ValueError if ``path`` is no folder of a run."""
-        records = {rank_of(file): read_records(file) for file in path.glob("balance-rank*.jsonl")}
-        if not records:
+        """Raises ValueError if ``path`` is no folder of a run, or of one without any update yet."""
+        files = list(path.glob("balance-rank*.jsonl"))
+        if not files:
             raise ValueError(f"{path}: no balance-rank*.jsonl there; give the output folder of vit_examples.train")
+        records = {rank_of(file): found for file in files if (found := read_records(file))}
+        if not records:
+            raise ValueError(f"{path}: the balancer has made no update yet (one in balance.update_every steps)")
         columns = {rank_of(file): dict(np.load(file)) for file in path.glob("columns-rank*.npz")}
         summary, metrics = path / "summary.json", path / "metrics.jsonl"
         return cls(

@@ -3,8 +3,8 @@
 A grid is a YAML file: a configuration of vit_examples, seeds, and named cells, each with overrides of it. Every
 (cell, seed) is one run of ``vit_examples.train`` in a folder of its own, and one row of a CSV file. What has a finished
 folder or a row never runs again (delete both to repeat it), so a study that was stopped goes on where it was, also on
-another machine; a killed study loses at most the run that was under way. ``--config vit_1b --ranks 8`` runs a grid at
-the paper's scale; ``scripts.plot_study`` draws the table.
+another machine; a killed study loses at most the run that was under way. Where a run fails the others go on, and the
+end tells why. ``--config vit_1b --ranks 8`` runs a grid at the paper's scale; ``scripts.plot_study`` draws the table.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def read_study(path: Path, output: Path, *, config: str | None = None, ranks: in
     """Read a grid; every cell's configuration is checked before any runs.
 
     Args:
-        output: every cell gets a folder in there, in one that is named after the grid and a ``config`` that is given.
+        output: every cell gets a folder in there, in one that is named after the grid, and ``config`` and ``ranks`` if
+            those are given.
         config, ranks: instead of the grid's own.
 
     Raises:
@@ -87,7 +88,8 @@ def read_study(path: Path, output: Path, *, config: str | None = None, ranks: in
     unknown = sorted(set(document) - set(GRID_KEYS))
     if unknown:
         raise ValueError(f"{path}: unknown keys {unknown}: allowed are {list(GRID_KEYS)}")
-    name = path.stem if config is None else f"{path.stem}-{Path(config).stem}"
+    changes = ([Path(config).stem] if config is not None else []) + ([f"{ranks}ranks"] if ranks is not None else [])
+    name = "-".join([path.stem, *changes])
     config, ranks = config or document["config"], ranks or document.get("ranks", 2)
     cells = []
     for seed in document.get("seeds", [0]):
@@ -143,28 +145,52 @@ def reason_in(lines: list[str]) -> str:
     return "\n".join(mistakes.values() or lines[-30:])
 
 
-def run_study(study: Study, table: Path, console: Console) -> None:
-    """Run what is not finished yet, writing the table after every run."""
+def run_study(study: Study, table: Path, console: Console) -> list[str]:
+    """Run what is not finished yet, writing the table after every run; returns what failed."""
     rows = known_rows(study, table)
     to_run = [cell for cell in study.cells if cell.key not in rows]
+    failures = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=console) as progress:
         task = progress.add_task(study.name, total=len(to_run))
         for cell in to_run:
             progress.update(task, description=f"{cell.name}, seed {cell.seed}")
-            run_cell(study, cell)
-            write_csv(known_rows(study, table), table)
+            try:
+                run_cell(study, cell)
+            except RuntimeError as error:
+                failures.append(str(error))
+                console.print(f"[red]failed:[/red] {cell.name}, seed {cell.seed}", highlight=False)
+            write_csv(all_rows(study, table), table)
             progress.advance(task)
+    return failures
 
 
 def known_rows(study: Study, table: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    """The rows of finished runs by (cell, seed), from their folders or else from ``table``."""
+    """The rows of the study's finished runs by (cell, seed), from their folders or else from ``table``.
+
+    Raises:
+        ValueError: if a row in ``table`` is of another number of ranks.
+    """
+    rows = all_rows(study, table)
+    known = {cell.key: rows[cell.key] for cell in study.cells if cell.key in rows}
+    for (name, seed), row in known.items():
+        if int(row["ranks"]) != study.ranks:
+            raise ValueError(
+                f"{table}: cell {name!r}, seed {seed} ran on {row['ranks']} ranks, this study is of {study.ranks}: "
+                "give another --csv"
+            )
+    return known
+
+
+def all_rows(study: Study, table: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """The study's rows in the order of its cells, and after them those that ``table`` holds of other runs."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     if table.is_file():
         with table.open(newline="", encoding="utf-8") as stream:
             rows = {(row["cell"], row["seed"]): row for row in csv.DictReader(stream)}
     rows |= {cell.key: row for cell in study.cells if (row := cell.row()) is not None}
-    return {cell.key: rows[cell.key] for cell in study.cells if cell.key in rows}
+    own = {cell.key: rows.pop(cell.key) for cell in study.cells if cell.key in rows}
+    return own | rows
 
 
 def write_csv(rows: Mapping[tuple[str, str], dict[str, Any]], path: Path) -> None:
@@ -211,20 +237,21 @@ def main() -> None:
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     table = arguments.csv or arguments.output / f"{study.name}.csv"
-    if arguments.dry_run:
-        done = known_rows(study, table)
-        for cell in study.cells:
-            console.print(f"{'done' if cell.key in done else 'to do'}  {cell.name}, seed {cell.seed}", highlight=False)
-        return
     try:
-        if not arguments.report:
-            run_study(study, table, console)
-    except RuntimeError as error:
+        rows = known_rows(study, table)
+    except ValueError as error:
         sys.exit(f"error: {error}")
+    if arguments.dry_run:
+        for cell in study.cells:
+            console.print(f"{'done' if cell.key in rows else 'to do'}  {cell.name}, seed {cell.seed}", highlight=False)
+        return
+    failures = [] if arguments.report else run_study(study, table, console)
     rows = known_rows(study, table)
     if rows:
-        write_csv(rows, table)
+        write_csv(all_rows(study, table), table)
     console.print(accuracy_table(study, rows))
+    if failures:
+        sys.exit("\n".join(f"error: {failure}" for failure in failures))
 
 
 if __name__ == "__main__":

@@ -263,7 +263,7 @@ def test_colossalais_masters_moments_and_working_weights_stay(run_ranks, colossa
 
 
 def test_a_step_that_failed_leaves_nothing_behind():
-    layer = SimpleNamespace(weight=nn.Parameter(torch.ones(4, COLUMNS)), plan=plan_of([0, 3]))
+    layer = SimpleNamespace(weight=nn.Parameter(torch.ones(4, COLUMNS)), plan=plan_of([0, 3]), training=True)
     optimizer = torch.optim.SGD([layer.weight], lr=0.1)
     ColumnFreezer({"layer": layer}, optimizer)
 

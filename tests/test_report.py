@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from matplotlib import pyplot
 from scripts.report import table_rows, write_report
 from scripts.report_pictures import loans_picture, work_picture
 from scripts.report_run import RunFolder
+from vit_examples.balance_log import BalanceLog
 from zeroresize.telemetry import JsonLinesTelemetry, UpdateRecord
 
 ROOT = Path(__file__).parent.parent
@@ -100,6 +102,35 @@ def test_a_run_that_was_killed_in_the_middle_of_a_line_is_read(folder):
     with (folder / "balance-rank1.jsonl").open("a") as lines:
         lines.write('{"update": 5, "st')
     assert len(RunFolder.read(folder).records[1]) == 4
+
+
+def test_a_run_of_which_some_rank_or_file_is_not_written_yet_is_read(folder, tmp_path):
+    (folder / "balance-rank2.jsonl").touch()
+    (folder / "unfinished-columns-rank0.npz").write_bytes(b"half")
+    run = RunFolder.read(folder)
+    assert sorted(run.records) == sorted(run.columns) == [0, 1]
+    assert write_report(run, tmp_path / "report").is_file()
+    for file in folder.glob("balance-rank*.jsonl"):
+        file.write_text("")
+    with pytest.raises(ValueError, match="no update yet"):
+        RunFolder.read(folder)
+
+
+def test_a_file_of_columns_is_never_seen_unfinished(tmp_path, monkeypatch):
+    """Whatever is there while it is being written is not taken for it."""
+    seen = []
+
+    def save(path, **columns):
+        Path(path).write_bytes(b"half")
+        seen.extend(tmp_path.glob("columns-rank*.npz"))
+        Path(path).write_bytes(b"whole")
+
+    monkeypatch.setattr("vit_examples.balance_log.np.savez_compressed", save)
+    log = BalanceLog(tmp_path, 0, from_step=0)
+    log.epoch(SimpleNamespace(pruned_steps=dict))
+    log.close()
+    assert seen == []
+    assert (tmp_path / "columns-rank0.npz").read_bytes() == b"whole"
 
 
 def test_what_is_no_run_is_named(tmp_path):

@@ -83,6 +83,31 @@ def test_records_can_be_read_while_the_file_is_open(tmp_path):
         assert len(read_records(tmp_path / "balance.jsonl")) == number + 1
 
 
+def test_a_disk_that_is_full_ends_no_training(tmp_path, monkeypatch, caplog):
+    telemetry = JsonLinesTelemetry(tmp_path / "balance.jsonl")
+    one, two, three = records_of_steps(10, 20, 30)
+
+    def full(values):
+        raise OSError("No space left on device")
+
+    telemetry(one)
+    with monkeypatch.context() as patch:
+        patch.setattr(telemetry._lines, "write", full)
+        telemetry(two)
+        telemetry(two)
+    telemetry(three)
+    assert steps_in(tmp_path / "balance.jsonl") == [10, 30]
+    assert [message for message in caplog.messages if "from step 20 on: No space left" in message] == caplog.messages
+    assert len(caplog.messages) == 1
+
+
+def test_a_damaged_file_is_named_with_its_line(tmp_path):
+    path = tmp_path / "balance.jsonl"
+    path.write_text('{"step": 10}\n{"step": \n')
+    with pytest.raises(ValueError, match=r"balance\.jsonl, line 2: expected a JSON object"):
+        JsonLinesTelemetry(path)
+
+
 def test_a_line_that_was_never_finished_is_left_out(tmp_path):
     path = tmp_path / "balance.jsonl"
     write(path, records_of_steps(10, 20, 30))

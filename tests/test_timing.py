@@ -183,16 +183,29 @@ def test_marks_are_given_back_once_read_and_when_dropped(clock, timer):
     assert len(clock.recycled) == 15  # the end of a dropped step was never marked
 
 
-def test_a_step_that_never_ends_is_not_recorded_for_ever(clock, timer, monkeypatch):
-    monkeypatch.setattr(timing, "_MOST_MARKS", 100)
+def test_a_step_of_any_number_of_products_is_measured_in_little_memory(clock, timer):
     timer.begin_step()
-    for _ in range(200):
+    for _ in range(200_000):
         timer.product_begins()
+        timer.gemm_begins(())
+        clock.advance(0.25)
+        timer.gemm_ends(())
         timer.product_ends()
-    assert timer._step is None
-    assert timer.end_step() == []
-    one_step(clock, timer)
-    assert timer.end_step()[0].busy_s == 3.0
+    assert len(timer._step.marks) < 10_000
+    assert timer.end_step()[0].gemm_s == 50_000.0
+
+
+def test_marks_that_the_device_has_not_passed_are_kept_however_many(clock, timer):
+    clock.passed = 0.0
+    for _ in range(2):
+        timer.begin_step()
+        for _ in range(5_000):
+            timer.product_begins()
+            clock.advance(0.25)
+            timer.product_ends()
+        assert timer.end_step() == []
+    clock.passed = clock.now
+    assert [times.overhead_s for times in timer.end_step()] == [1250.0, 1250.0]
 
 
 @pytest.mark.gpu

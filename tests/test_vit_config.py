@@ -16,7 +16,7 @@ from vit_examples.config_file import (
     config_to_dict,
     load_config,
 )
-from zeroresize.config import MODES
+from zeroresize.config import MODES, BalanceConfig
 
 
 @pytest.mark.parametrize("name", available_configs())
@@ -122,9 +122,18 @@ def test_what_the_ranks_cannot_run_is_refused(overrides: list[str], num_ranks: i
         load_config("demo", overrides).validate_group_size(num_ranks)
 
 
-def test_pinning_needs_a_mode_that_prunes() -> None:
-    with pytest.raises(ValueError, match=r"balance\.mode is 'off'"):
-        RunConfig(straggler=StragglerConfig(chi={1: 2.0}, pin_ratio=0.5))
+@pytest.mark.parametrize(
+    ("balance", "message"),
+    [
+        ({"mode": "off"}, "this one is 'off'"),
+        ({"mode": "mig"}, "this one is 'mig'"),
+        ({"mode": "semi"}, "this one is 'semi'"),
+        ({"mode": "zero-pridiff", "max_ratio": 0.4}, "exceeds max_ratio=0.4"),
+    ],
+)
+def test_a_pin_that_the_balancer_would_refuse_is_refused_before_training(balance: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=f"straggler.pin_ratio=0.5: .*{message}"):
+        RunConfig(straggler=StragglerConfig(chi={1: 2.0}, pin_ratio=0.5), balance=BalanceConfig(**balance))
 
 
 def test_labels_are_padded_to_a_multiple_of_the_ranks() -> None:

@@ -32,7 +32,7 @@ class BalanceLog:
 
     def epoch(self, balancer: zr.Balancer) -> None:
         """Write in how many steps each column was pruned so far: one array a layer."""
-        unfinished = self._columns_file.with_suffix(".tmp.npz")
+        unfinished = self._columns_file.with_name(f"unfinished-{self._columns_file.name}")
         np.savez_compressed(unfinished, **balancer.pruned_steps())
         unfinished.replace(self._columns_file)
 

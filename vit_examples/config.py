@@ -242,8 +242,11 @@ class RunConfig:
     def __post_init__(self) -> None:
         one_of("host", self.host, HOSTS)
         number("timeout_s", self.timeout_s, above=0.0)
-        if self.straggler.pin_ratio is not None and self.balance.mode == "off":
-            raise ValueError("straggler.pin_ratio needs a balance.mode that prunes: balance.mode is 'off'")
+        if self.straggler.pin_ratio is not None:
+            try:
+                self.balance.pinned(self.straggler.pin_ratio, rank=0)
+            except ValueError as error:
+                raise ValueError(f"straggler.pin_ratio={self.straggler.pin_ratio!r}: {error}") from error
 
     def validate_group_size(self, num_ranks: int) -> None:
         """Raises ValueError for what ``num_ranks`` tensor-parallel ranks cannot run."""

@@ -112,6 +112,15 @@ def require_torchrun() -> None:
         )
 
 
+def require_same_on_all_ranks(what: str, value: str) -> None:
+    """Raises ValueError on every rank if they do not have the same; collective."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    if len(set(values)) > 1:
+        detail = "; ".join(f"rank {rank}: {own}" for rank, own in enumerate(values))
+        raise ValueError(f"the ranks do not agree on {what}: {detail}")
+
+
 def limit_collectives(process_group: ProcessGroup, timeout_s: float) -> None:
     """Let collectives of a group that was made without a timeout fail after ``timeout_s`` seconds.
 

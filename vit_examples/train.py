@@ -35,7 +35,7 @@ from vit_examples.config_file import argument_parser, config_from_arguments
 from vit_examples.data import Split, load_splits, num_batches, test_batches, training_batches
 from vit_examples.display import Display
 from vit_examples.dry_run import dry_run
-from vit_examples.hosts import Host, build_host, require_torchrun
+from vit_examples.hosts import Host, build_host, require_same_on_all_ranks, require_torchrun
 from vit_examples.model import classification_loss, num_correct
 from vit_examples.recorder import Recorder, StepClock, settled_median
 from vit_examples.run_folder import checkpoint_folder, checkpoint_to_resume
@@ -81,6 +81,7 @@ def prepare(config: RunConfig, *, resume: bool) -> Run:
     num_batches(train, config.training.batch_size)
     checkpoint = checkpoint_to_resume(config, resume=resume)
     host = build_host(config)
+    require_same_on_all_ranks("the newest checkpoint", str(checkpoint))
     zr.convert(host.model, process_group=host.tp_group, config=config.balance)
     balancer = zr.Balancer(host.model, host.optimizer, process_group=host.tp_group, config=config.balance)
     progress = Progress() if checkpoint is None else load_checkpoint(checkpoint, host=host, balancer=balancer)

@@ -9,12 +9,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import nn
 from torch.distributed import ProcessGroup
 
 from zeroresize.collectives import (
     NumbersGroup,
+    all_reduce,
     group_rank,
     group_ranks,
     group_size,
@@ -23,7 +25,7 @@ from zeroresize.collectives import (
     world_size,
 )
 from zeroresize.column_statistics import ColumnStatistic, build_statistic
-from zeroresize.config import MIGRATING_MODES, PRIORITY_MODES, PRUNING_MODES, BalanceConfig
+from zeroresize.config import MIGRATING_MODES, PINNABLE_MODES, PRIORITY_MODES, PRUNING_MODES, BalanceConfig
 from zeroresize.convert import balanced_layers
 from zeroresize.decision import GroupDecision
 from zeroresize.exchange import Exchange
@@ -40,9 +42,6 @@ from zeroresize.policy.sharing import borrowed_shares
 from zeroresize.pretest_migration import measure_migration_cost
 from zeroresize.telemetry import UpdateRecord
 from zeroresize.timing import StepTimer
-
-#: Those in which one rank's ratio is its own affair.
-PINNABLE_MODES = tuple(mode for mode in PRUNING_MODES if mode not in MIGRATING_MODES)
 
 _RECORDED_METRICS = (
     "ratio",
@@ -115,7 +114,7 @@ class Balancer:
         self._measurement = Measurement(self._layers, config)
         self._num_steps = 0
         self._pins: dict[int, float] = {}
-        self._is_at_full_work = self._is_closed = False
+        self._is_at_full_work = self._is_pretested = self._is_closed = False
         self._step_overhead_s = self._overhead_since_update_s = 0.0
         self._change_plan()
 
@@ -184,14 +183,10 @@ class Balancer:
         Call alike on every rank, between optimizer steps. Holds until :meth:`release`, whatever is measured.
 
         Raises:
-            ValueError: for a rank outside the group, a ratio outside [0, 1), or ``mode="off"``.
+            ValueError: for a rank outside the group, a ratio outside [0, 1), or a mode that does not only prune.
         """
         self._require_rank(rank)
-        if self.config.mode not in PINNABLE_MODES:
-            raise ValueError(
-                f"pin needs a mode that only prunes ({list(PINNABLE_MODES)}), this balancer's is {self.config.mode!r}"
-            )
-        self._pins[rank] = self.config.replace(ratio=ratio, ranks=(rank,)).forced_ratio or 0.0
+        self._pins[rank] = self.config.pinned(ratio, rank).forced_ratio or 0.0
         self._change_plan()
 
     def release(self, rank: int | None = None) -> None:
@@ -240,6 +235,7 @@ class Balancer:
             "measurement": self._measurement.state_dict(),
             # A tuple is one entry of a checkpoint, which another kind of statistic finds too and leaves alone.
             "statistic": (self._name_of_statistic, self._statistic.state_dict() if self._statistic is not None else {}),
+            "last_gradients": ({name: dict(vars(layer.last)) for name, layer in self._layers.items() if layer.last},),
         }
         return {self._state_key: state, self._own_state_key: own}
 
@@ -249,7 +245,8 @@ class Balancer:
         A statistic of another kind than this configuration's is not taken over: it starts anew.
 
         Raises:
-            ValueError: if it was saved for other layers or another group of ranks.
+            ValueError: if it was saved for other layers or another group of ranks; in modes that migrate, where it is
+                collective, also if the ranks were given different states.
         """
         for key in (self._state_key, self._own_state_key):
             if key not in state_dict:
@@ -268,11 +265,18 @@ class Balancer:
                 self._statistic.load_state_dict(seen)
             else:
                 self._statistic.take()  # what it saw until now was of other weights
+        (last_gradients,) = own["last_gradients"]
+        for name, layer in self._layers.items():
+            if layer.last is not None and name in last_gradients:
+                layer.last = LastGradients(**last_gradients[name]).to(layer.weight.device)
         self._num_steps = state["num_steps"]
         pins = enumerate(state["pins"]) if self.config.mode in PINNABLE_MODES else ()
         self._pins = {rank: ratio for rank, ratio in pins if ratio is not None}
         self._measurement.load_state_dict(own["measurement"])
         self._is_at_full_work = state["is_at_full_work"]
+        self._is_pretested = False
+        if self._lender is not None:  # what is lent at once by one plan cannot be borrowed by another
+            self._decision.require_agreement(self._agreed)
         self._change_plan()
 
     def close(self) -> None:
@@ -283,6 +287,8 @@ class Balancer:
         for attached in (self._statistic, self._freezer):
             if attached is not None:
                 attached.close()
+        for layer in self._layers.values():
+            layer.last = None
         self._is_closed = True
 
     def _take_back(self) -> None:
@@ -334,7 +340,9 @@ class Balancer:
                 raise ValueError(f"layer {name} belongs to another process group: pass the one that convert was given")
             if layer.probes.holds(StepTimer):
                 raise ValueError("the model has another balancer: close() that one first")
-            layer.last = LastGradients() if self.config.imputation == "same" else None
+            layer.plan = layer.loans = None  # of a balancer that was dropped without being closed
+            is_needed = self.config.imputation == "same" and self.config.mode in PRUNING_MODES
+            layer.last = LastGradients() if is_needed else None
 
     def _meet(self, process_group: ProcessGroup) -> Exchange:
         """Join the other ranks for exchanging numbers, once all agree on what they will do."""
@@ -346,7 +354,9 @@ class Balancer:
         return {name: layer.num_columns for name, layer in self._layers.items()}
 
     def _change_plan(self) -> None:
-        """Carry out what is decided, outside of :meth:`step`: the iteration begins anew."""
+        """Carry out what is decided, outside of :meth:`step`: the iteration begins anew. Nothing once closed."""
+        if self._is_closed:
+            return
         self._install()
         self._begin_step()
 
@@ -362,25 +372,35 @@ class Balancer:
         )
 
     def _pretest(self) -> None:
-        """After the first step, also of a run that was resumed in another mode: what pruning and migrating cost."""
-        self._measurement.pretest()
-        if self._decision.migration is not None or self.config.mode not in ("off", *MIGRATING_MODES):
+        """What pruning and migrating cost, after the first step, unless a run that is resumed knows it of such steps.
+
+        Collective: what one rank does not know all measure.
+        """
+        if self._is_pretested or not self._measurement.is_step_of_training:
             return
-        migration = measure_migration_cost(self._layers, self._group, self.config.migrate)
-        if migration is None:
-            return
-        self._decision.migration = migration
-        logger.info(
-            "pre-test of migrating: %.1f ms a loan, and %.1f ms for all of a rank's columns",
-            1e3 * migration.fixed_s,
-            1e3 * migration.per_share_s,
-        )
+        self._is_pretested = True
+        may_migrate = self.config.mode in ("off", *MIGRATING_MODES)
+        unknown = [not self._measurement.is_pretested, may_migrate and self._decision.migration is None]
+        device = next(iter(self._layers.values())).weight.device
+        on_ranks = torch.tensor(unknown, dtype=torch.float32, device=device)
+        all_reduce(on_ranks, self._group)
+        measures_pruning, measures_migrating = (on_ranks > 0).tolist()
+        if measures_pruning:
+            self._measurement.pretest()
+        if may_migrate and (measures_pruning or measures_migrating):
+            migration = measure_migration_cost(self._layers, self._group, self.config.migrate)
+            self._decision.migration = migration
+            logger.info(
+                "pre-test of migrating: %.1f ms a loan, and %.1f ms for all of a rank's columns",
+                1e3 * migration.fixed_s,
+                1e3 * migration.per_share_s,
+            )
 
     def _update(self) -> None:
         """Measure and decide."""
         self._measurement.learn()
-        agreed = sorted(self._pins.items()), self._selector.epoch
-        self._decision.update(self._measurement.times, self._measurement.cost, self._measurement.wait_s, agreed)
+        measured = self._measurement
+        self._decision.update(measured.times, measured.cost, measured.wait_s, self._agreed)
         self._is_at_full_work = self.plan.begins_at_full_work
 
     def _end_epoch(self) -> None:
@@ -429,6 +449,11 @@ class Balancer:
             loans = () if self._is_at_full_work else self.plan.loans
             self._lender.install(loans, self._installer.lent_columns(), version=self._selector.epoch)
             self._lender.send_weights()
+
+    @property
+    def _agreed(self) -> object:
+        """What every rank of the group must have alike, besides what is decided."""
+        return self._num_steps, self._selector.epoch, sorted(self._pins.items()), self._is_at_full_work
 
     @property
     def _borrowed_share(self) -> float:

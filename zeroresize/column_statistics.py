@@ -6,6 +6,7 @@ that matter more.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
@@ -184,8 +185,8 @@ class ActivationNorms(ColumnStatistic):
 class PathLength(ColumnStatistic):
     """Σ over the epoch's steps of Σ_j |Δw_ji| / N: how far column i travelled, not how far it got.
 
-    No second copy of the weights: every step looks at one layer, all in turn, and counts for all steps until that
-    layer's next turn. An epoch of fewer steps than layers says nothing of some of them.
+    No second copy of the weights: every step looks at one layer, all in turn, and a layer's looks stand for all of the
+    epoch's steps. An epoch of fewer steps than layers says nothing of some of them.
     """
 
     def __init__(self, layers: Layers, optimizer: Any) -> None:
@@ -193,8 +194,8 @@ class PathLength(ColumnStatistic):
         self._tensors = stepped_tensors(optimizer, {name: layer.weight for name, layer in layers.items()})
         self._names = list(self._tensors)
         self._paths = {name: torch.zeros(layer.num_columns) for name, layer in layers.items()}
-        self._is_seen = dict.fromkeys(layers, False)
-        self._turn = 0
+        self._num_looks = dict.fromkeys(layers, 0)
+        self._turn = self._num_steps = 0
         self._before: Tensor | None = None
         inner = torch_optimizer(optimizer)
         self._hooks = (
@@ -205,10 +206,11 @@ class PathLength(ColumnStatistic):
     def take(self) -> Fresh:
         fresh = {}
         for name, path in self._paths.items():
-            seen = path if self._is_seen[name] else torch.full_like(path, torch.nan)
-            fresh[name] = seen.to("cpu", torch.float64).numpy()
+            steps_a_look = self._num_steps / self._num_looks[name] if self._num_looks[name] else math.nan
+            fresh[name] = path.to("cpu", torch.float64).numpy() * steps_a_look
             self._paths[name] = torch.zeros_like(path)
-            self._is_seen[name] = False
+            self._num_looks[name] = 0
+        self._num_steps = 0
         return fresh
 
     @property
@@ -216,15 +218,16 @@ class PathLength(ColumnStatistic):
         return sum(path.numel() * path.element_size() for path in self._paths.values())
 
     def state_dict(self) -> dict[str, Tensor]:
-        numbers = {"turn": self._turn, **{f"{name}.is_seen": int(seen) for name, seen in self._is_seen.items()}}
+        looks = {f"{name}.looks": number for name, number in self._num_looks.items()}
+        numbers = {"turn": self._turn, "steps": self._num_steps, **looks}
         paths = {f"{name}.path": path for name, path in self._paths.items()}
         return {**paths, **{name: torch.tensor(number) for name, number in numbers.items()}}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self._turn = int(state["turn"])
+        self._turn, self._num_steps = int(state["turn"]), int(state["steps"])
         for name, path in self._paths.items():
             self._paths[name] = state[f"{name}.path"].to(path, copy=True)
-            self._is_seen[name] = bool(state[f"{name}.is_seen"])
+            self._num_looks[name] = int(state[f"{name}.looks"])
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -241,7 +244,7 @@ class PathLength(ColumnStatistic):
             return
         name = self._names[self._turn % len(self._names)]
         change_NK = self._tensors[name].detach() - self._before
-        step_K = change_NK.abs_().mean(dim=0, dtype=torch.float32) * len(self._names)
+        step_K = change_NK.abs_().mean(dim=0, dtype=torch.float32)
         self._paths[name] = self._paths[name].to(step_K.device) + step_K
-        self._is_seen[name] = True
-        self._before, self._turn = None, self._turn + 1
+        self._num_looks[name] += 1
+        self._before, self._turn, self._num_steps = None, self._turn + 1, self._num_steps + 1

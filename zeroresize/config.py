@@ -34,6 +34,8 @@ PRIORITY_MODES = ("zero-pri", "zero-pridiff", "semi")
 DIFFERENTIATED_MODES = ("zero-pridiff", "semi")
 #: Those in which other ranks compute a straggler's columns (migration, section IV).
 MIGRATING_MODES = ("mig", "semi")
+#: Those in which one rank's ratio is its own affair.
+PINNABLE_MODES = tuple(mode for mode in PRUNING_MODES if mode not in MIGRATING_MODES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +162,11 @@ class BalanceConfig:
             )
         if self.mode in MIGRATING_MODES and self.ranks == "all":
             raise ValueError(f"ranks='all' with mode={self.mode!r}: nobody would be left to take the work over")
+        if self.mode == "zero-pridiff" and self.pridiff_rule == "paper" and self.priority != "variation":
+            raise ValueError(
+                f"pridiff_rule='paper' with priority={self.priority!r} is not allowed: its threshold is a change of "
+                "weights, so priority must be 'variation', or pridiff_rule 'budget'"
+            )
         if self.pruned_update == "freeze" and self.imputation != "zero":
             raise ValueError(
                 f"pruned_update='freeze' with imputation={self.imputation!r} is not allowed: a frozen column takes no "
@@ -189,6 +196,18 @@ class BalanceConfig:
                     f"ranks={list(self.ranks)} with mode={self.mode!r} names all {num_ranks} ranks of the process "
                     "group: at least one must be left to take the work over"
                 )
+
+    def pinned(self, ratio: float, rank: int) -> BalanceConfig:
+        """The same, but ``rank`` prunes a forced ``ratio``, as :meth:`zeroresize.Balancer.pin` has it.
+
+        Raises:
+            ValueError: for a ratio that the mode does not allow, or a mode that does not only prune.
+        """
+        if self.mode not in PINNABLE_MODES:
+            raise ValueError(
+                f"to pin a ratio needs a mode that only prunes ({list(PINNABLE_MODES)}), this one is {self.mode!r}"
+            )
+        return self.replace(ratio=ratio, ranks=(rank,))
 
     def replace(self, **changes: Any) -> BalanceConfig:
         """A copy with some keys changed, checked again."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zeroresize.config import MIGRATING_MODES, MODES, PRUNING_MODES, BalanceConfig
@@ -32,6 +32,7 @@ class GroupDecision:
 
     def __init__(self, config: BalanceConfig, num_ranks: int, exchange: Exchange | None) -> None:
         self._exchange, self._migrate = exchange, config.migrate
+        self._may_migrate = config.mode in MIGRATING_MODES
         self._controller = Controller(config, num_ranks)
         self._dry_runs = _dry_runs(config, num_ranks)
         self._received: list[list[float]] | None = None
@@ -60,6 +61,9 @@ class GroupDecision:
         if self._received is not None:
             self._decide(self._received)
             self._received = None
+            if self._may_migrate:  # who computes for whom must be agreed on before anybody sends anything
+                self._exchange.post([self._fingerprint(agreed)])
+                _require_equal([number for (number,) in self._exchange.collect() or []])
         self._exchange.post([fingerprint, wait_s, *_as_numbers(times, cost)])
         self._lent_when_sent = lent_in_force
 
@@ -93,6 +97,16 @@ class GroupDecision:
         self.migration = MigrationCost(*state["migration"]) if is_known else None
         self.plan = self._controller.current_plan()
 
+    def require_agreement(self, agreed: object) -> None:
+        """Compare now what the ranks of the group would decide from; collective.
+
+        Raises:
+            ValueError: on every rank, if they differ.
+            RuntimeError: if not all ranks come.
+        """
+        if self._exchange is not None:
+            self._exchange.require_agreement({"the balancer's state": f"{self._fingerprint(agreed):.0f}"})
+
     @property
     def dry_run_plans(self) -> dict[str, WorkloadPlan]:
         """In mode "off", what every other mode would decide, by mode; else empty."""
@@ -111,13 +125,7 @@ class GroupDecision:
             self._received = received
 
     def _decide(self, received: list[list[float]]) -> None:
-        fingerprints = [numbers[0] for numbers in received]
-        if len(set(fingerprints)) > 1:
-            differing = [rank for rank, value in enumerate(fingerprints) if value != fingerprints[0]]
-            raise RuntimeError(
-                f"ranks {differing} of the group hold another plan than rank 0: call pin, release and load_state_dict "
-                "alike on every rank"
-            )
+        _require_equal([numbers[0] for numbers in received])
         samples = [_as_rank_times(numbers[2:]) for numbers in received]
         waits_s = [numbers[1] for numbers in received]
         wait_s = math.nan if any(map(math.isnan, waits_s)) else min(waits_s)
@@ -126,9 +134,18 @@ class GroupDecision:
         self.plan = self._controller.update(samples, collectives)
 
     def _fingerprint(self, agreed: object) -> float:
-        """48 bits of a hash of what all ranks must agree on, exact as a float64."""
-        told = repr(([(rank.ratio, rank.lent) for rank in self.plan.ranks], self.plan.loans, agreed))
+        """48 bits of a hash of all that decisions follow from, exact as a float64."""
+        told = repr((self.plan, self._controller.state_dict(), self._lent_when_sent, self.migration, agreed))
         return float(int.from_bytes(hashlib.sha256(told.encode()).digest()[:6], "big"))
+
+
+def _require_equal(fingerprints: Sequence[float]) -> None:
+    differing = [rank for rank, value in enumerate(fingerprints) if value != fingerprints[0]]
+    if differing:
+        raise RuntimeError(
+            f"ranks {differing} of the group hold another plan, or another state behind it, than rank 0: call pin, "
+            "release and load_state_dict alike on every rank, with what was saved together"
+        )
 
 
 #: Modes that decide alike are tried once: those that only prune differ in the columns, not in how many.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,15 @@ class Exchange:
         self._work.wait()
         self._work = None
         return [part.tolist() for part in self._parts]
+
+    def require_agreement(self, agreement: Mapping[str, str]) -> None:
+        """Compare values by name, with nothing under way; collective.
+
+        Raises:
+            ValueError: on every rank, if the ranks do not agree, naming what differs and where.
+            RuntimeError: if not all ranks come.
+        """
+        self._group.require_agreement(agreement)
 
     def close(self) -> None:
         """Leave the group."""

@@ -54,8 +54,9 @@ class ColumnFreezer:
     def _before_step(self, *_: Any) -> None:
         self._forget()  # of a step that failed
         for name, tensor in self._tensors.items():
-            plan = self._layers[name].plan
-            if plan is None:
+            layer = self._layers[name]
+            plan = layer.plan
+            if plan is None or not layer.training:  # what is in evaluation is never pruned
                 continue
             states = states_like(self._optimizer, tensor)
             if not states:

@@ -31,6 +31,10 @@ class LastGradients:
     dx_TK: Tensor | None = None
     dw_NK: Tensor | None = None
 
+    def to(self, device: torch.device) -> LastGradients:
+        """The same on ``device``."""
+        return LastGradients(*(None if one is None else one.to(device) for one in (self.dx_TK, self.dw_NK)))
+
 
 def column_parallel_products(
     x: Tensor,

@@ -21,7 +21,7 @@ class JsonLines:
     def __init__(self, path: str | Path, keep: Callable[[dict[str, Any]], bool] | None = None) -> None:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = [line for line in _complete_lines(path) if keep is None or keep(json.loads(line))]
+        lines = [line for line, values in _read(path) if keep is None or keep(values)]
         kept = path.with_name(f"{path.name}.tmp")
         kept.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         kept.replace(path)
@@ -37,8 +37,12 @@ class JsonLines:
 
 
 def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
-    """The objects of a file; an unfinished last line is left out, a missing file is empty."""
-    return [json.loads(line) for line in _complete_lines(Path(path))]
+    """The objects of a file; an unfinished last line is left out, a missing file is empty.
+
+    Raises:
+        ValueError: naming the file and the line that is no JSON object.
+    """
+    return [values for _, values in _read(Path(path))]
 
 
 def without_nan(value: Any) -> Any:
@@ -50,8 +54,18 @@ def without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _complete_lines(path: Path) -> list[str]:
+def _read(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Every complete line, with what it says."""
     if not path.exists():
         return []
-    text = path.read_text(encoding="utf-8")
-    return text[: text.rfind("\n") + 1].splitlines()
+    text = path.read_text(encoding="utf-8", errors="replace")
+    lines = []
+    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
+        try:
+            values = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number}: expected a JSON object: {error}") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"{path}, line {number}: expected a JSON object, found {line[:40]!r}")
+        lines.append((line, values))
+    return lines

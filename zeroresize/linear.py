@@ -31,11 +31,11 @@ class BalancedLinear:
 
     Attributes:
         plan: the layer's current :class:`~zeroresize.plan.LayerPlan`, None for the whole product. Evaluation
-            (``training`` False) always computes in full.
+            (``training`` False, with gradients or without) always computes in full.
         loans: what other ranks compute of the layer, and it for them; None where nothing migrates.
         probes: what measures or slows the products.
         last: gradients of the previous backward, held only for ``imputation="same"``.
-        num_tokens: T, summed over all training forwards so far.
+        num_tokens: T, summed over the training forwards since :meth:`forget_forwards`.
         num_forwards: how many they were, recomputations included.
         compute_dtype: of the last training forward's products.
         watch_input: called with every training forward's local input x [..., K]; None for nobody.
@@ -64,10 +64,14 @@ class BalancedLinear:
         self.loans = None
         self.probes = Probes()
         self.last = None
-        self.num_tokens = self.num_forwards = 0
+        self.forget_forwards()
         self.compute_dtype = self.weight.dtype
         self.watch_input = None
         self.is_converted = False
+
+    def forget_forwards(self) -> None:
+        """Count training forwards anew."""
+        self.num_tokens = self.num_forwards = 0
 
     @property
     def num_columns(self) -> int:
@@ -79,14 +83,18 @@ class BalancedLinear:
         loans = self._loans_in_force()
         x, weight, bias = _cast_for_autocast(x, self._weight_in_force(loans), bias)
         plan = self._plan_in_force(x)
-        return column_parallel_products(x, weight, bias, plan, self.process_group, self.probes, self.last, loans)
+        return column_parallel_products(x, weight, bias, plan, self.process_group, self._probes_told, self.last, loans)
 
     def row_products(self, x: Tensor) -> Tensor:
         """Sum over the group of y [..., N] of each rank's slice x [..., K]."""
         loans = self._loans_in_force()
         x, weight, _ = _cast_for_autocast(x, self._weight_in_force(loans), None)
         plan = self._plan_in_force(x)
-        return row_parallel_products(x, weight, plan, self.process_group, self.probes, self.last, loans)
+        return row_parallel_products(x, weight, plan, self.process_group, self._probes_told, self.last, loans)
+
+    @property
+    def _probes_told(self) -> Probes:
+        return self.probes if self.training else self.probes.of_evaluation()
 
     def _loans_in_force(self) -> LayerLoans | None:
         return self.loans if self.training else None

@@ -7,6 +7,7 @@ import logging
 import math
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,37 @@ from zeroresize.timing import StepTimer, clock_for
 
 logger = logging.getLogger(__name__)
 
+#: A pre-test holds for steps of up to so many times as much work, or as little.
+_LIKE = 1.5
+
+
+@dataclass(frozen=True)
+class _Conditions:
+    """What a pre-test depends on.
+
+    Attributes:
+        device: its name, and the dtypes that layers compute in.
+        work: tokens of a step times the sizes of the weights they meet.
+    """
+
+    device: str
+    work: float
+
+    @classmethod
+    def of_step(cls, layers: Mapping[str, BalancedLinear]) -> _Conditions:
+        """Those of the step that has just ended."""
+        seen = [layer for layer in layers.values() if layer.num_tokens > 0]
+        names = {
+            torch.cuda.get_device_name(layer.weight.device) if layer.weight.is_cuda else layer.weight.device.type
+            for layer in seen
+        }
+        dtypes = {str(layer.compute_dtype) for layer in seen}
+        work = sum(layer.num_tokens * layer.weight.numel() for layer in seen)
+        return cls(" ".join(sorted(names) + sorted(dtypes)), float(work))
+
+    def is_like(self, other: _Conditions) -> bool:
+        return self.device == other.device and 1 / _LIKE <= self.work / max(other.work, 1.0) <= _LIKE
+
 
 class Measurement:
     """Times the steps of this rank's balanced layers, from update to update.
@@ -33,8 +65,9 @@ class Measurement:
     def __init__(self, layers: Mapping[str, BalancedLinear], config: BalanceConfig) -> None:
         self._layers, self._config = layers, config
         self._estimate = FullWorkEstimate(ResizingCost.linear(config.max_ratio))
-        self._is_pretested = False
+        self._pretested_on: _Conditions | None = None
         self._interval: list[StepTimes] = []
+        self._has_seen_training = self._has_warned = False
         device = next(iter(layers.values())).weight.device if layers else torch.device("cpu")
         self._timer = StepTimer(clock_for(device))
         for layer in layers.values():
@@ -63,21 +96,29 @@ class Measurement:
 
     def begin_step(self, spared_share: float, borrowed_share: float, is_exact: bool) -> None:
         """A step begins under a plan that spares this rank a share of its products and adds one of others'."""
+        for layer in self._layers.values():
+            layer.forget_forwards()
         self._timer.begin_step(spared_share, borrowed_share, is_exact)
 
     def end_step(self) -> None:
         """The step is over."""
         self._interval += self._timer.end_step()
+        self._has_seen_training |= self.is_step_of_training
+
+    @property
+    def is_step_of_training(self) -> bool:
+        """Whether any layer has seen tokens of a training forward in this step."""
+        return any(layer.num_tokens > 0 for layer in self._layers.values())
+
+    @property
+    def is_pretested(self) -> bool:
+        """Whether what pruning costs was measured on such a device in steps like the one that has just ended."""
+        return self._pretested_on is not None and self._pretested_on.is_like(_Conditions.of_step(self._layers))
 
     def pretest(self) -> None:
-        """Measure what pruning costs on the shapes of the step that has just ended; takes about a second.
-
-        Once, and not again after resuming.
-        """
-        if self._is_pretested:
-            return
-        self._estimate.pretested = measure_resizing_cost(self._layers, self._config)
-        self._is_pretested = True
+        """Measure what pruning costs on the shapes of the step that has just ended; takes about a second."""
+        self._estimate = FullWorkEstimate(measure_resizing_cost(self._layers, self._config))
+        self._pretested_on = _Conditions.of_step(self._layers)
         cost = self._estimate.pretested
         logger.info(
             "pre-test of pruning: at γ = %.2f multiplications take %.2f of their time, gathers and fills %.1f ms",
@@ -88,20 +129,26 @@ class Measurement:
 
     def learn(self) -> None:
         """Full-work times, and what pruning costs, from the interval that ends."""
+        if self._interval and not self._has_seen_training and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "no converted layer was in training in %d steps: layers in eval() compute in full and are not balanced",
+                len(self._interval),
+            )
         self._estimate.learn(self._interval)
-        self._interval = []
+        self._interval, self._has_seen_training = [], False
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's own, plain values."""
         return {
-            "is_pretested": self._is_pretested,
+            "pretested_on": dataclasses.astuple(self._pretested_on) if self._pretested_on is not None else None,
             "estimate": self._estimate.state_dict(),
             "interval": [dataclasses.astuple(step) for step in self._interval],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from :meth:`state_dict`."""
-        self._is_pretested = state["is_pretested"]
+        self._pretested_on = _Conditions(*state["pretested_on"]) if state["pretested_on"] is not None else None
         self._interval = [StepTimes(*values) for values in state["interval"]]
         self._estimate.load_state_dict(state["estimate"])
 

@@ -54,21 +54,24 @@ class _Shape:
 
 def measure_migration_cost(
     layers: Mapping[str, BalancedLinear], process_group: ProcessGroup, migrate: str, budget_s: float = 1.0
-) -> MigrationCost | None:
+) -> MigrationCost:
     """What all transfers of a step take when one rank lends, none of them hidden behind work; collective.
 
     Every distinct shape is measured once and counted as often as layers have it. In training some of it overlaps, and
-    ranks wait for each other's results: what training shows corrects the scale. None before any layer has been seen.
+    ranks wait for each other's results: what training shows corrects the scale.
 
     Args:
         layers: balanced layers by name; those are measured that have seen the training forwards of one iteration.
         process_group: their tensor-parallel group.
         migrate: how slices travel.
         budget_s: seconds it may take, roughly; one round runs in any case.
+
+    Raises:
+        ValueError: before any layer has been seen.
     """
     shapes = Counter(_Shape.of(layer) for layer in layers.values() if layer.num_tokens > 0)
     if not shapes:
-        return None
+        raise ValueError("no layer has seen a training forward yet: there is nothing to measure")
     rounds = [_round(shapes, process_group, migrate)]
     affordable = int(budget_s / max(sum(rounds[0]), 1e-6))
     rounds += [_round(shapes, process_group, migrate) for _ in range(min(affordable, _MOST_ROUNDS) - 1)]

@@ -6,14 +6,20 @@ A *product* is one of y = x wᵀ, dx = dy w and dw = dyᵀ x as a layer carries 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 
 class Probe:
-    """Watches or slows a layer's products; each method does nothing unless overridden."""
+    """Watches or slows a layer's products; each method does nothing unless overridden.
+
+    Attributes:
+        sees_evaluation: whether it is also told of the products of layers in evaluation.
+    """
+
+    sees_evaluation: ClassVar[bool] = True
 
     def product_begins(self) -> None:
         """Called before a product, gathers included."""
@@ -31,8 +37,8 @@ class Probe:
 class Probes:
     """The probes of one layer, outermost first: what is added outermost sees what the others do."""
 
-    def __init__(self) -> None:
-        self._probes: tuple[Probe, ...] = ()
+    def __init__(self, probes: Iterable[Probe] = ()) -> None:
+        self._probes = tuple(probes)
 
     def add_outermost(self, probe: Probe) -> None:
         self._probes = (probe, *self._probes)
@@ -42,6 +48,10 @@ class Probes:
 
     def remove(self, probe: Probe) -> None:
         self._probes = tuple(other for other in self._probes if other is not probe)
+
+    def of_evaluation(self) -> Probes:
+        """Those that are told of an evaluation's products, too."""
+        return Probes(probe for probe in self._probes if probe.sees_evaluation)
 
     def holds(self, kind: type[Probe]) -> bool:
         """Whether a probe of this kind is attached."""

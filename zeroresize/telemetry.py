@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from zeroresize.json_lines import JsonLines, read_json_lines, without_nan
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,29 @@ class UpdateRecord:
         return without_nan(dataclasses.asdict(self))
 
 
-class JsonLinesTelemetry:
+class Telemetry(ABC):
+    """Writes records down. What cannot be written is lost, with one warning: training goes on."""
+
+    def __init__(self) -> None:
+        self._has_failed = False
+
+    def __call__(self, record: UpdateRecord) -> None:
+        try:
+            self._write(record)
+        except OSError as error:
+            if not self._has_failed:
+                logger.warning("telemetry is incomplete from step %d on: %s", record.step, error)
+            self._has_failed = True
+
+    @abstractmethod
+    def _write(self, record: UpdateRecord) -> None: ...
+
+    @abstractmethod
+    def close(self) -> None:
+        """All is written."""
+
+
+class JsonLinesTelemetry(Telemetry):
     """Appends every record to a file, one JSON object a line; each rank needs a file of its own.
 
     Pass it as ``Balancer(..., on_update=JsonLinesTelemetry(path))``. A line is complete once written, so the file can
@@ -68,9 +94,10 @@ class JsonLinesTelemetry:
     """
 
     def __init__(self, path: str | Path, *, from_step: int | None = None) -> None:
+        super().__init__()
         self._lines = JsonLines(path, None if from_step is None else lambda line: line["step"] <= from_step)
 
-    def __call__(self, record: UpdateRecord) -> None:
+    def _write(self, record: UpdateRecord) -> None:
         self._lines.write(record.to_dict())
 
     def close(self) -> None:
@@ -89,7 +116,7 @@ _SCALARS = (
 )
 
 
-class TensorBoardTelemetry:
+class TensorBoardTelemetry(Telemetry):
     """Shows every record's numbers under ``balance/`` in TensorBoard; each rank needs a folder of its own.
 
     Args:
@@ -100,9 +127,10 @@ class TensorBoardTelemetry:
     def __init__(self, folder: str | Path, *, from_step: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        super().__init__()
         self._board = SummaryWriter(str(folder), purge_step=from_step + 1 if from_step else None)
 
-    def __call__(self, record: UpdateRecord) -> None:
+    def _write(self, record: UpdateRecord) -> None:
         for name in _SCALARS:
             value = getattr(record, name)
             if not math.isnan(value):

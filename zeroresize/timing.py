@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,8 +18,8 @@ from zeroresize import waits
 from zeroresize.policy.estimate import StepTimes
 from zeroresize.probe import Probe
 
-#: More marks than any step has: evaluating for hours after the last step is not recorded for ever.
-_MOST_MARKS = 200_000
+#: So many pairs of marks are kept at most, but for those that the device has not passed yet.
+_MOST_PAIRS = 1024
 
 
 class Clock(Protocol):
@@ -103,27 +103,49 @@ def clock_for(device: torch.device) -> Clock:
 
 @dataclass
 class _Step:
+    """One iteration while it is measured.
+
+    ``pairs`` are the intervals of which the clock has not told the seconds yet, ``seconds`` the sums of the others.
+    """
+
     begin: Any
     spared_share: float = 0.0
     borrowed_share: float = 0.0
     is_exact: bool = False
     end: Any = None
-    products: list[tuple[Any, Any]] = field(default_factory=list)
-    gemms: list[tuple[Any, Any]] = field(default_factory=list)
-    waits: list[tuple[Any, Any]] = field(default_factory=list)
+    num_marks: int = 1
+    pairs: deque[tuple[str, Any, Any]] = field(default_factory=deque)
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     @property
     def marks(self) -> list[Any]:
-        pairs = [(self.begin, self.end), *self.products, *self.gemms, *self.waits]
+        """Those that are kept."""
+        pairs = [(self.begin, self.end), *((begin, end) for _, begin, end in self.pairs)]
         return [mark for pair in pairs for mark in pair if mark is not None]
+
+    def add(self, kind: str, begin: Any, end: Any, clock: Clock) -> None:
+        self.pairs.append((kind, begin, end))
+        self.num_marks += 2
+        if len(self.pairs) >= _MOST_PAIRS:
+            self.sum_up(clock)
+
+    def sum_up(self, clock: Clock) -> None:
+        """Turn what the clock has passed into seconds."""
+        while self.pairs and clock.has_passed(self.pairs[0][2]):
+            kind, begin, end = self.pairs.popleft()
+            self.seconds[kind] += clock.seconds(begin, end)
+            clock.recycle([begin, end])
 
 
 class StepTimer(Probe):
     """Sums the products of the layers it probes and the waits of training, iteration by iteration.
 
     Training is the thread that begins the steps, and autograd's threads. What other threads wait for (a checkpoint that
-    is saved in the background, batches that are fetched ahead) holds up nobody here.
+    is saved in the background, batches that are fetched ahead) holds up nobody here. Nor do products of an
+    evaluation count: no plan relieves them.
     """
+
+    sees_evaluation = False
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -131,7 +153,7 @@ class StepTimer(Probe):
         self._step: _Step | None = None
         self._thread = threading.get_ident()
         self._begun = threading.local()
-        self._num_marks = self._last_num_marks = 0
+        self._last_num_marks = 0
         self._mark_s = self._measure_mark_s()
         waits.listen(self)
 
@@ -144,7 +166,6 @@ class StepTimer(Probe):
         self._thread = threading.get_ident()
         self._clock.enter_main_stream()
         self._step = _Step(self._clock.mark(), spared_share, borrowed_share, is_exact)
-        self._num_marks = 1
 
     def end_step(self) -> list[StepTimes]:
         """The iteration is over: the times of all that can be read without waiting and have not been yet.
@@ -153,10 +174,9 @@ class StepTimer(Probe):
         """
         if self._step is not None:
             self._step.end = self._clock.mark()
-            self._num_marks += 1
+            self._last_num_marks = self._step.num_marks + 1
             self._unread.append(self._step)
             self._step = None
-            self._last_num_marks = self._num_marks
         read = []
         while self._unread and all(map(self._clock.has_passed, self._unread[0].marks)):
             read.append(self._read(self._unread.popleft()))
@@ -199,10 +219,7 @@ class StepTimer(Probe):
         setattr(self._begun, kind, None)
         if self._step is None or begin is None:
             return
-        getattr(self._step, kind).append((begin, self._clock.mark()))
-        self._num_marks += 2
-        if self._num_marks > _MOST_MARKS:
-            self._drop_step()
+        self._step.add(kind, begin, self._clock.mark(), self._clock)
 
     def _is_training_thread(self) -> bool:
         return threading.get_ident() == self._thread or torch._C._current_graph_task_id() != -1
@@ -224,11 +241,10 @@ class StepTimer(Probe):
         return elapsed_s / (2 * num_pairs)
 
     def _read(self, step: _Step) -> StepTimes:
+        step.sum_up(self._clock)
         wall_s = self._clock.seconds(step.begin, step.end)
-        products_s, gemm_s, waits_s = (
-            sum(self._clock.seconds(*pair) for pair in pairs) for pairs in (step.products, step.gemms, step.waits)
-        )
-        self._clock.recycle(step.marks)
+        self._clock.recycle([step.begin, step.end])
+        products_s, gemm_s, waits_s = (step.seconds[kind] for kind in ("products", "gemms", "waits"))
         busy_s = max(wall_s - waits_s, products_s)
         return StepTimes(
             busy_s=busy_s,

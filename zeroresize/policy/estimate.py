@@ -77,7 +77,8 @@ class FullWorkEstimate:
             return
         now = self.usual_step = _median([step for step in steps if step.plan == steps[-1].plan])
         full = [step for step in steps if step.plan == (0.0, 0.0)]
-        if now.spared_share > 0.0 and full and not now.is_exact:  # odd numbers of columns cost more
+        is_resized_only = now.spared_share > 0.0 and now.borrowed_share == 0.0
+        if is_resized_only and full and not now.is_exact:  # odd numbers of columns cost more
             self._learn_cost(now, full_gemm_s=full[-1].gemm_s)
         self.times = full_work(
             busy_s=now.busy_s,

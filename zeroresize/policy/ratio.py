@@ -84,7 +84,7 @@ def full_work(
     expected_overhead_s = cost.overhead_at(ratio) if is_measured else 0.0
     return RankTimes(
         rest_s=max(busy_s - gemm_s - overhead_s, 0.0),
-        gemm_s=gemm_s / executed if executed > 0.0 else math.nan,  # who computed nothing tells nothing
+        gemm_s=gemm_s / executed if executed > 0.0 < gemm_s else math.nan,  # who computed nothing tells nothing
         overhead_scale=overhead_s / expected_overhead_s if expected_overhead_s > 0 else last_scale,
         cost=cost,
     )
