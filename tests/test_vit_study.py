@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import subprocess
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 pytest.importorskip("yaml")
 
@@ -76,3 +79,52 @@ def test_a_failed_cell_shows_its_mistakes_or_else_the_end_of_its_log(
     with pytest.raises(RuntimeError, match="cell 'Baseline', seed 0 failed with code 2") as failed:
         study.run_cell(micro_study, micro_study.cells[0])
     assert str(failed.value).endswith(f"train.log:\n{shown}")
+
+
+def finish(cell: study.Cell, ranks: int = 2) -> None:
+    cell.folder.mkdir(parents=True)
+    summary = {"test_accuracy": 0.5, "ranks": ranks, "versions": {"torch": "2"}}
+    cell.summary_file.write_text(json.dumps(summary))
+
+
+def written(table: Path) -> list[tuple[str, str]]:
+    with table.open(newline="") as stream:
+        return [(row["cell"], row["seed"]) for row in csv.DictReader(stream)]
+
+
+def test_other_ranks_are_other_runs(tmp_path: Path, micro_study: study.Study) -> None:
+    (cell,) = micro_study.cells
+    finish(cell)
+    grid, table = tmp_path / "grid.yaml", tmp_path / "table.csv"
+    on_four = study.read_study(grid, tmp_path / "runs", ranks=4)
+    assert study.known_rows(on_four, table) == {}
+    study.write_csv(study.all_rows(micro_study, table), table)
+    with pytest.raises(ValueError, match="ran on 2 ranks, this study is of 4: give another --csv"):
+        study.known_rows(on_four, table)
+
+
+def test_a_table_keeps_the_rows_of_other_grids(tmp_path: Path, micro_study: study.Study) -> None:
+    table, other = tmp_path / "table.csv", tmp_path / "other.yaml"
+    other.write_text("config: demo\nseeds: [0, 1]\ncells:\n  MIG: {balance.mode: mig}\n")
+    other_study = study.read_study(other, tmp_path / "runs")
+    for cell in (*other_study.cells, *micro_study.cells):
+        finish(cell)
+    study.write_csv(study.all_rows(other_study, table), table)
+    study.write_csv(study.all_rows(micro_study, table), table)
+    assert written(table) == [("Baseline", "0"), ("MIG", "0"), ("MIG", "1")]
+    assert list(study.known_rows(micro_study, table)) == [("Baseline", "0")]
+
+
+def test_a_run_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grid, table = tmp_path / "grid.yaml", tmp_path / "table.csv"
+    grid.write_text("config: demo\nseeds: [0, 1]\ncells:\n  Baseline: {balance.mode: 'off'}\n")
+    both = study.read_study(grid, tmp_path / "runs")
+
+    def run(of: study.Study, cell: study.Cell) -> None:
+        if cell.seed == 0:
+            raise RuntimeError("cell 'Baseline', seed 0 failed")
+        finish(cell)
+
+    monkeypatch.setattr(study, "run_cell", run)
+    assert study.run_study(both, table, Console(quiet=True)) == ["cell 'Baseline', seed 0 failed"]
+    assert written(table) == [("Baseline", "1")]
