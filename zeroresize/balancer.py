@@ -295,7 +295,7 @@ class Balancer:
         """Every layer computes all of its own columns."""
         self._installer.clear()
         if self._lender is not None:
-            self._lender.install((), {})
+            self._lender.take_back()
 
     @property
     def plan(self) -> WorkloadPlan:

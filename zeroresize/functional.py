@@ -147,7 +147,7 @@ def _dgrad(dy_TN, w_NK, ctx):
     last_dx_TK = ctx.last.dx_TK if ctx.last is not None else None
     dx_TK = ctx.probes.product(kernels.dgrad, dy_TN, w_NK, ctx.plan, last_dx_TK)
     if ctx.last is not None:
-        ctx.last.dx_TK = _remembered(dx_TK, last_dx_TK)  # before the all-reduce: what this rank itself computed
+        ctx.last.dx_TK = _remembered(dx_TK, last_dx_TK, ctx.plan)  # before the all-reduce: what this rank computed
     return dx_TK
 
 
@@ -155,16 +155,20 @@ def _wgrad(dy_TN, x_TK, ctx):
     last_dw_NK = ctx.last.dw_NK if ctx.last is not None else None
     dw_NK = ctx.probes.product(kernels.wgrad, dy_TN, x_TK, ctx.plan, last_dw_NK)
     if ctx.last is not None:
-        ctx.last.dw_NK = _remembered(dw_NK, last_dw_NK)
+        ctx.last.dw_NK = _remembered(dw_NK, last_dw_NK, ctx.plan)
     return dw_NK
 
 
-def _remembered(computed, last):
+def _remembered(computed, last, plan):
     """A copy of ``computed`` (the optimizer or clipping may change it in place), or ``last`` if it is not finite.
 
-    Decided on the device: an overflow copied into pruned columns would overflow every later step.
+    Decided on the device: an overflow copied into pruned columns would overflow every later step. Of columns that are
+    lent this rank knows nothing new.
     """
     is_finite = torch.isfinite(computed).all()
-    if last is not None and last.shape == computed.shape:
-        return torch.where(is_finite, computed, last)
-    return torch.where(is_finite, computed, torch.zeros_like(computed))
+    if last is None or last.shape != computed.shape:
+        last = torch.zeros_like(computed)
+    remembered = torch.where(is_finite, computed, last)
+    if plan is not None and plan.lent.numel():
+        remembered.index_copy_(1, plan.lent, last.index_select(1, plan.lent))
+    return remembered

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from zeroresize.collectives import group_rank
+from zeroresize.collectives import group_rank, group_size, world_size
 from zeroresize.columns import Columns
 from zeroresize.linear import BalancedLinear
 from zeroresize.migration.broadcast_reduce import BroadcastReduce
@@ -40,10 +40,12 @@ class Lender:
     ) -> None:
         self._layers, self._group, self._is_exact = layers, process_group, is_exact
         self._rank = group_rank(process_group)
+        # Whose loans differ: gradients must come in the same order in all, or buckets of them would be mixed up.
+        self._has_replicas = world_size() > group_size(process_group)
         self._buffers = Buffers()
         self._carrier = CARRIERS[migrate](process_group, self._rank, self._buffers)
         self._homecoming = Homecoming(self._buffers)
-        self._in_force: tuple[tuple[Loan, ...], int] = ((), 0)
+        self._in_force: tuple[tuple[Loan, ...], int] | None = None
 
     def install(self, loans: Sequence[Loan], lent: Mapping[str, Tensor], version: int = 0) -> None:
         """Put ``loans`` in force from the next :meth:`send_weights` on; collective over the group if they are new.
@@ -54,19 +56,35 @@ class Lender:
                 divided among the receivers.
             version: of what ``lent`` says, the same on every rank; the same loans with another one are new.
         """
-        if (tuple(loans), version) == self._in_force or not (loans or self._in_force[0]):
+        if not (loans or self._has_replicas):
+            self.take_back()
             return
+        if (tuple(loans), version) == self._in_force:
+            return
+        self.take_back()
         self._in_force = (tuple(loans), version)
-        self._give_back()
         by_layer: dict[str, list[LayerLoan]] = {name: [] for name in self._layers}
         for loan in loans:
             columns = self._tell_columns(loan, lent)
             for name, layer in self._layers.items():
                 bounds = bounds_of_parts(self._num_lent(layer, loan), loan.parts)
-                route = Route(loan.owner, loan.receivers, bounds)
-                by_layer[name].append(LayerLoan(route, Columns.at(self._own_columns(route, columns[name]))))
+                route = Route.of_parts(loan.owner, loan.receivers, bounds)
+                if route.receivers:  # a ratio may be no column at all of a small layer
+                    by_layer[name].append(LayerLoan(route, Columns.at(self._own_columns(route, columns[name]))))
         for name, layer in self._layers.items():
-            layer.loans = self._layer_loans(name, layer, by_layer[name]) if loans else None
+            layer.loans = self._layer_loans(name, layer, by_layer[name])
+
+    def take_back(self) -> None:
+        """No loans are in force any more, and nothing is on its way; their memory is given back."""
+        if self._in_force is None:
+            return
+        self._in_force = None
+        self._homecoming.forget()
+        for layer in self._layers.values():
+            if layer.loans is not None:
+                layer.loans.finish_sending()
+            layer.loans = None
+        self._buffers.clear()
 
     def send_weights(self) -> None:
         """Send the lent columns of all weights, as they are from now until the next optimizer step."""
@@ -86,14 +104,6 @@ class Lender:
     def bytes_moved(self) -> int:
         """All that was sent and received so far; a transfer counts at one of its ends."""
         return self._carrier.traffic.bytes_moved
-
-    def _give_back(self) -> None:
-        """The memory of the loans in force, once nothing is on its way any more."""
-        self._homecoming.forget()
-        for layer in self._layers.values():
-            if layer.loans is not None:
-                layer.loans.finish_sending()
-        self._buffers.clear()
 
     def _tell_columns(self, loan: Loan, lent: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The owner's lent columns of every layer, on every rank."""

@@ -80,24 +80,33 @@ class BalancedLinear:
 
     def column_products(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """y [..., N] of the whole x [..., K]; in backward dx is summed over the group."""
-        loans = self._loans_in_force()
+        if self.training and self.loans is not None:
+            return self._column_products_with_loans(x, bias, self.loans)
+        return self._column_products(x, bias, None)
+
+    def row_products(self, x: Tensor) -> Tensor:
+        """Sum over the group of y [..., N] of each rank's slice x [..., K]."""
+        if self.training and self.loans is not None:
+            return self._row_products_with_loans(x, self.loans)
+        return self._row_products(x, None)
+
+    def _column_products(self, x: Tensor, bias: Tensor | None, loans: LayerLoans | None) -> Tensor:
         x, weight, bias = _cast_for_autocast(x, self._weight_in_force(loans), bias)
         plan = self._plan_in_force(x)
         return column_parallel_products(x, weight, bias, plan, self.process_group, self._probes_told, self.last, loans)
 
-    def row_products(self, x: Tensor) -> Tensor:
-        """Sum over the group of y [..., N] of each rank's slice x [..., K]."""
-        loans = self._loans_in_force()
+    def _row_products(self, x: Tensor, loans: LayerLoans | None) -> Tensor:
         x, weight, _ = _cast_for_autocast(x, self._weight_in_force(loans), None)
         plan = self._plan_in_force(x)
         return row_parallel_products(x, weight, plan, self.process_group, self._probes_told, self.last, loans)
 
+    # A compiled graph cannot tell whether a weight is still the one that was lent.
+    _column_products_with_loans = torch.compiler.disable(_column_products)
+    _row_products_with_loans = torch.compiler.disable(_row_products)
+
     @property
     def _probes_told(self) -> Probes:
         return self.probes if self.training else self.probes.of_evaluation()
-
-    def _loans_in_force(self) -> LayerLoans | None:
-        return self.loans if self.training else None
 
     def _weight_in_force(self, loans: LayerLoans | None) -> Tensor:
         return self.weight if loans is None else loans.weight_in_force(self.weight)

@@ -22,7 +22,7 @@ class BroadcastReduce(Carrier):
         if self.rank == route.owner:
             assert slice_RL is not None
             return Pending(None, (self._broadcast(slice_RL, route.owner),))
-        slice_RL = self.buffers.take(name, (num_rows, route.num_columns), like)
+        slice_RL = self.buffers.take(name, (num_rows, route.num_columns), like)  # also where only passed on to others
         work = self._broadcast(slice_RL, route.owner)
         is_receiver = self.rank in route.receivers
         return Pending(slice_RL[:, route.part_of(self.rank)] if is_receiver else None, (work,))

@@ -6,8 +6,9 @@ same order, whatever its part in them, and nothing is waited for until a result 
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +32,13 @@ class Route:
     owner: int
     receivers: tuple[int, ...]
     bounds: tuple[int, ...]
+
+    @classmethod
+    def of_parts(cls, owner: int, receivers: Sequence[int], bounds: Sequence[int]) -> Route:
+        """Without receivers whose part is empty, so that nothing travels in vain."""
+        of_all = zip(receivers, itertools.pairwise(bounds), strict=True)
+        parts = [(receiver, end) for receiver, (begin, end) in of_all if end > begin]
+        return cls(owner, tuple(receiver for receiver, _ in parts), (0, *(end for _, end in parts)))
 
     @property
     def num_columns(self) -> int:

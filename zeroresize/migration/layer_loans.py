@@ -76,7 +76,7 @@ class LayerLoans:
         """Send the lent columns of the weight as it is now; it must not change until the next call."""
         self.finish_sending()
         weight_NK = self._weight.detach()
-        self._homebound = self._homecoming.homebound(self._weight) if self.lends else self._weight
+        self._homebound = self._homecoming.homebound(self._weight)
         self._sent = []
         for loan in self._loans:
             owner = loan.route.owner
@@ -97,12 +97,19 @@ class LayerLoans:
         self._sent = None
 
     def weight_in_force(self, weight: Tensor) -> Tensor:
-        """The layer's ``weight``, on an owner as a tensor whose gradient waits for the lent columns.
+        """The layer's ``weight`` as a tensor whose gradient waits for the columns that are lent, if any are.
+
+        On every rank, so that autograd accumulates gradients, and calls their hooks, in the same order everywhere.
 
         Raises:
             RuntimeError: if it is no longer the weight whose columns were lent.
         """
-        self._check_weight(weight)
+        if self._loans:
+            self._check_weight(weight)
+        elif weight is not self._weight:  # replaced, and nothing of it is lent
+            return weight
+        if self._homebound.requires_grad != weight.requires_grad:  # frozen, or not any more, since they were sent
+            self._homebound = self._homecoming.homebound(weight)
         return self._homebound
 
     def _check_weight(self, weight: Tensor) -> None:
@@ -114,6 +121,8 @@ class LayerLoans:
 
     def _borrowed_weights(self, like: Tensor) -> list[Tensor | None]:
         """[N, m] of every loan that this rank receives, in the dtype of the product."""
+        if not self._loans:
+            return []
         self._check_weight(self._weight)
         assert self._sent is not None
         self._sent = [Pending(pending.wait()) for pending in self._sent]

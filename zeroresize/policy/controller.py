@@ -136,6 +136,7 @@ class Controller:
         for state, is_straggler, shares in zip(self._ranks, are_stragglers, wanted, strict=True):
             state.is_straggler = is_straggler
             state.want(*shares, self.config.dead_band)
+        self._keep_to_budget()
         is_new = [(state.pruned, state.lent) for state in self._ranks] != before
         self._divide(times, division.room, is_new)
         busy_s = self._predicted_busy_s(times, self._loans)
@@ -178,6 +179,19 @@ class Controller:
                 rank.wanted = 0.0, 0.0
             self.initial_plan()
 
+    def _keep_to_budget(self) -> None:
+        """On the way from one division to another no more is pruned than either may prune."""
+        pruned = math.fsum(state.pruned for state in self._ranks)
+        if pruned > self._most_pruned:
+            for state in self._ranks:
+                state.pruned = math.floor(state.pruned * self._most_pruned / pruned * 10**_DECIMALS) / 10**_DECIMALS
+
+    @property
+    def _most_pruned(self) -> float:
+        """What all ranks together may prune, in units of one rank's products."""
+        has_budget = self.config.mode == "semi" and self.config.semi_rule == "makespan"
+        return self.config.budget * self.num_ranks if has_budget else math.inf
+
     def _goes_beyond_configuration(self) -> bool:
         """Whether what is loaded was decided by another configuration, and does what this one does not allow."""
         config = self.config
@@ -187,7 +201,7 @@ class Controller:
             (config.mode not in PRUNING_MODES and any(pruned))
             or (config.mode not in MIGRATING_MODES and bool(self._loans))
             or (config.forced_ratio is None and max(pruned) > config.max_ratio)
-            or (config.mode == "semi" and math.fsum(pruned) > config.budget * self.num_ranks)
+            or math.fsum(pruned) > self._most_pruned
             or is_forced_from_start
         )
 

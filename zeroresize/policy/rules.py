@@ -13,6 +13,8 @@ from zeroresize.policy.sharing import Division, balanced_shares, lending_ratios,
 
 #: How far below the fastest rank's time a straggler aims, as a share; with target "mean" (the paper's) not at all.
 HEADROOM = 0.05
+#: Migration begins where it saves this share of the step, and ends where it costs that much: what is between is noise.
+_LEAST_SAVED, _MOST_LOST = 0.03, 0.01
 
 
 def wanted_division(
@@ -37,7 +39,7 @@ def wanted_division(
     if config.forced_ratio is not None:
         return forced_division(config, are_stragglers)
     if config.mode == "mig":
-        return _migrating_division(config, times, are_stragglers, reference_s, migration or MigrationCost())
+        return _migrating_division(config, times, are_stragglers, reference_s, migration or MigrationCost(), lend_now)
     if config.mode == "semi":
         return _semi_division(config, times, are_stragglers, reference_s, migration, lend_now)
     headroom = HEADROOM if config.target == "min" else 0.0
@@ -63,8 +65,9 @@ def _migrating_division(
     are_stragglers: Sequence[bool],
     reference_s: float,
     migration: MigrationCost,
+    lend_now: Sequence[bool] | None,
 ) -> Division:
-    """The balanced time, or the paper's; nothing moves where moving takes longer than it saves."""
+    """The balanced time, or the paper's; by our rule nothing moves where moving saves too little of the step."""
     nothing = (0.0,) * len(times)
     if config.mig_rule == "paper":
         ratios, room = paper_lending_ratios(times, are_stragglers, reference_s), None
@@ -73,7 +76,9 @@ def _migrating_division(
         room = tuple(share - 1.0 for share in balanced_shares(times))
     division = Division(nothing, tuple(ratios), room)
     step_s = max(division.busy_s(times)) + migration.seconds(division.lent)
-    is_worthwhile = config.mig_rule == "paper" or step_s < max(rank.busy_s for rank in times)
+    unmoved_s = max(rank.busy_s for rank in times)
+    most_s = unmoved_s * (1.0 + _MOST_LOST if lend_now is not None and any(lend_now) else 1.0 - _LEAST_SAVED)
+    is_worthwhile = config.mig_rule == "paper" or step_s < most_s
     return division if is_worthwhile else Division(nothing, nothing)
 
 

@@ -1,0 +1,83 @@
+"""Migration beside what else uses autograd: hooks that meet other ranks, frozen weights, compiled models, replicas."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from virtual_training import Run
+
+LENDING = {"mode": "mig", "ratio": 0.5, "ranks": [0]}
+
+
+@pytest.mark.parametrize("migrate", ["broadcast-reduce", "scatter-gather"])
+@pytest.mark.parametrize("layer", ["up", "down"])
+def test_weights_may_be_frozen_and_unfrozen_while_they_are_lent(run_ranks, migrate, layer):
+    def train(rank, group):
+        found = []
+        for config in ({"mode": "off"}, {**LENDING, "migrate": migrate}):
+            run = Run(group, **config)
+            losses = []
+            for is_trained in (True, False, True):
+                getattr(run.model, layer).weight.requires_grad_(is_trained)
+                losses += run.steps(2)
+            found.append(losses)
+        return found
+
+    for expected, losses in run_ranks(train, 2, timeout_s=30):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_hooks_of_gradients_may_meet_the_other_ranks(run_ranks, num_ranks):
+    """A norm of every whole parameter, summed over the group when its gradient is there."""
+
+    def train(rank, group):
+        found = []
+        for config in ({"mode": "off"}, LENDING):
+            run, norms = Run(group, **config), []
+
+            def hook(parameter, norms=norms):
+                square = parameter.grad.square().sum()
+                dist.all_reduce(square, group=group)
+                norms.append((tuple(parameter.shape), square.item()))
+
+            for parameter in run.model.parameters():
+                parameter.register_post_accumulate_grad_hook(hook)
+            run.steps(2)
+            found.append(sorted(norms))
+        return found
+
+    for expected, norms in run_ranks(train, num_ranks, timeout_s=30):
+        assert [shape for shape, _ in norms] == [shape for shape, _ in expected]
+        assert [norm for _, norm in norms] == pytest.approx([norm for _, norm in expected], rel=1e-3)
+
+
+def test_replicas_accumulate_gradients_in_the_same_order_whatever_they_lend(run_ranks):
+    """Data parallelism that fills its buckets in the order of arrival would mix them up otherwise."""
+
+    def train(rank, group):
+        own = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
+        run, order = Run(own, mode="mig", update_every=5), []
+        for name, parameter in run.model.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+        run.time.chi = 4.0 if rank == 1 else 1.0
+        run.steps(30)
+        return bool(run.balancer.plan.loans), order[-4:]
+
+    results = run_ranks(train, 4)
+    assert [lends for lends, _ in results] == [True, True, False, False]
+    assert all(order == results[0][1] for _, order in results)
+
+
+@pytest.mark.parametrize("config", [{"mode": "zero-rd", "ratio": 0.5, "ranks": [0]}, LENDING], ids=["prunes", "lends"])
+def test_a_compiled_model_trains_as_the_model_does(run_ranks, config):
+    def train(rank, group):
+        found = []
+        for compiles in (False, True):
+            run = Run(group, **config)
+            if compiles:
+                run.model = torch.compile(run.model, backend="aot_eager")
+            found.append(run.steps(3))
+        return found
+
+    for expected, losses in run_ranks(train, 2, timeout_s=90):
+        assert losses == pytest.approx(expected, rel=1e-5)
