@@ -4,6 +4,8 @@ import itertools
 import math
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from uneven_groups import LINEAR, REALISTIC, group, rank
 
 from zeroresize.config import BalanceConfig
@@ -140,3 +142,32 @@ def test_a_migration_that_takes_longer_than_it_saves_is_left():
     run = simulate(BalanceConfig(mode="mig"), cluster, 100)
     assert run.lent_share == 0.0
     assert math.isclose(max(run.step_s), 0.2 + 1.3 * 0.8)
+
+
+@pytest.mark.parametrize(("chi", "num_ranks"), [(2.0, 2), (4.0, 8)])
+def test_near_break_even_migration_does_not_come_and_go(chi, num_ranks):
+    """Whatever it costs: somewhere in between it neither pays nor does not."""
+    chis = [chi] + [1.0] * (num_ranks - 1)
+    for fixed_s in (0.1, 0.2, 0.3, 0.35, 0.4, 0.45, 0.5, 1.0, 1.9, 2.0, 2.1, 2.2):
+        cluster = Cluster(lambda step: chis, 0.2, 0.8, LINEAR, MigrationCost(fixed_s), noise=0.02)
+        run = simulate(BalanceConfig(mode="mig"), cluster, 1100)
+        lends = [any(shares) for shares in run.lent]
+        assert sum(one != other for one, other in itertools.pairwise(lends)) <= 3, fixed_s
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    chis=st.lists(st.lists(st.sampled_from([1.0, 1.3, 2.0, 4.0, 8.0]), min_size=3, max_size=3), min_size=3, max_size=8),
+    costs=st.lists(st.sampled_from([MigrationCost(), MigrationCost(0.05, 0.2), MigrationCost(0.3, 1.0)]), min_size=8),
+    budget=st.sampled_from([0.05, 0.2, 0.5]),
+)
+def test_the_budget_holds_on_the_way_from_one_division_to_another(chis, costs, budget):
+    config = BalanceConfig(mode="semi", budget=budget)
+    controller = Controller(config, 3)
+    for speeds, migration in zip(chis, costs, strict=False):
+        lent = tuple(one.lent for one in controller.current_plan().ranks)
+        plan = controller.update([rank(chi) for chi in speeds], CollectiveTimes(0.0, lent, migration))
+        assert sum(one.ratio for one in plan.ranks) <= 3 * budget + 1e-9
+        resumed = Controller(config, 3)
+        resumed.load_state_dict(controller.state_dict())
+        assert resumed.current_plan().ranks == plan.ranks

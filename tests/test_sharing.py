@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zeroresize.migration.carrier import Route
 from zeroresize.policy.cost_model import ResizingCost
 from zeroresize.policy.ratio import RankTimes
 from zeroresize.policy.sharing import balanced_shares, borrowed_shares, lending_ratios, loans_of, paper_lending_ratios
@@ -66,3 +67,9 @@ def test_without_room_anywhere_work_is_divided_evenly():
 def test_somebody_must_be_left_to_compute():
     with pytest.raises(ValueError, match="nobody is left"):
         loans_of([0.5, 0.5])
+
+
+def test_receivers_without_columns_take_no_part():
+    route = Route.of_parts(0, (2, 1, 3), (0, 0, 5, 5))
+    assert (route.receivers, route.bounds, route.num_columns, route.part_of(1)) == ((1,), (0, 5), 5, slice(0, 5))
+    assert Route.of_parts(0, (1, 2), (0, 0, 0)).receivers == ()
