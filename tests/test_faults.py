@@ -63,7 +63,7 @@ def test_ranks_that_hold_different_loans_are_told_so(run_ranks, mode):
         run.updates(6)
         run.time.chi = 2.0 if rank == 1 else 1.0  # the loans of the next plan are others
         if rank == 0:
-            run.balancer._decision._controller._ranks[1].gemm_s *= 1.3  # as a bit that flipped would have it
+            run.balancer._decision._controller._ranks[1].lent = 0.0  # as a bit that flipped would have it
         try:
             run.steps(20)
         except RuntimeError as error:
