@@ -126,14 +126,14 @@ class _Transfers:
         """Once a micro-batch."""
         route, carrier = self._route, self._carrier
         if self._shape.is_column_parallel:
-            carrier.send_sum(route, self._y_TN, "y").wait()
+            self._sum_up()
             carrier.send_whole(route, self._y_TN, "dy").wait()
             if not carrier.merges:
                 self._send_home(self._x_TK, "dx")
         else:
             self._send_out(self._x_TK, "x")
             if not carrier.merges:
-                carrier.send_sum(route, self._y_TN, "y").wait()
+                self._sum_up()
             self._send_home(self._x_TK, "dx")
         self._send_home(self._dw_NK, "dw")
         carrier.buffers.finish_sending()
@@ -145,6 +145,14 @@ class _Transfers:
         transfer()
         self._meet()
         return time.perf_counter() - began
+
+    def _sum_up(self) -> None:
+        y_TN = self._y_TN
+        if self._is_owner:
+            expected = self._carrier.expect_addends(self._route, tuple(y_TN.shape), y_TN, "y")
+            self._carrier.add_up(self._route, y_TN, expected).wait()
+        else:
+            self._carrier.give(self._route, y_TN, "y")
 
     def _send_out(self, matrix: Tensor, name: str) -> None:
         packed = matrix.index_select(1, self._own) if self._is_owner else None

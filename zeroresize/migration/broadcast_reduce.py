@@ -5,7 +5,7 @@ Where there is a single receiver, its sum is one addend: it is sent and added, w
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -33,19 +33,31 @@ class BroadcastReduce(Carrier):
         arriving = self.buffers.take(name, tuple(tensor.shape), tensor)
         return Pending(arriving, (self._broadcast(arriving, route.owner),))
 
-    def takes_part_in_sum(self, route: Route) -> bool:
-        return len(route.receivers) > 1 or super().takes_part_in_sum(route)
+    def expect_addends(self, route: Route, shape: tuple[int, ...], like: Tensor, name: Hashable) -> list[Pending]:
+        return [] if self._reduces(route) else super().expect_addends(route, shape, like, name)
 
-    def send_sum(self, route: Route, partial: Tensor, name: Hashable) -> Pending:
-        if len(route.receivers) == 1:
-            if self.rank == route.owner:
-                return self._receive_addends(route, partial, name)
-            return Pending(partial, tuple(self._send(partial, route.owner)))
-        if self.rank != route.owner:
+    def add_up(self, route: Route, own: Tensor, expected: Sequence[Pending]) -> Pending:
+        if self._reduces(route):
+            return Pending(own, (self._reduce(own, route.owner),))
+        return super().add_up(route, own, expected)
+
+    def takes_part_in_sum(self, route: Route) -> bool:
+        return self._reduces(route) or super().takes_part_in_sum(route)
+
+    def give(self, route: Route, partial: Tensor, name: Hashable) -> None:
+        if self._reduces(route):
             self.traffic.count(partial)
-        root = dist.get_global_rank(self.process_group, route.owner)
-        work = dist.reduce(partial, root, group=self.process_group, async_op=True)
-        return Pending(partial, (work,))
+            self.buffers.hold(("given", name), partial, [self._reduce(partial, route.owner)])
+        else:
+            super().give(route, partial, name)
+
+    @staticmethod
+    def _reduces(route: Route) -> bool:
+        return len(route.receivers) > 1
+
+    def _reduce(self, partial: Tensor, owner: int) -> dist.Work:
+        root = dist.get_global_rank(self.process_group, owner)
+        return dist.reduce(partial, root, group=self.process_group, async_op=True)
 
     def _broadcast(self, tensor: Tensor, owner: int) -> dist.Work:
         if self.rank != owner:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ class Buffers:
     def __init__(self) -> None:
         self._tensors: dict[Hashable, Tensor] = {}
         self._sending: dict[int, list[Work]] = {}
+        self._held: dict[Hashable, tuple[Tensor, tuple[Work, ...]]] = {}
 
     def take(self, name: Hashable, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """A tensor of ``shape`` with the dtype and device of ``like``; what it holds is left over.
@@ -37,8 +38,19 @@ class Buffers:
         """``tensor``, taken from here, must not change before ``work`` is done."""
         self._sending.setdefault(tensor.untyped_storage().data_ptr(), []).append(work)
 
+    def hold(self, name: Hashable, tensor: Tensor, works: Sequence[Work]) -> None:
+        """Keep a ``tensor`` that nobody changes until ``works`` are done; what was held by this name has left then."""
+        _, earlier = self._held.pop(name, (None, ()))
+        for work in earlier:
+            work.wait()
+        self._held[name] = tensor, tuple(works)
+
     def finish_sending(self) -> None:
         """Wait until all that was sent has left."""
+        for _, works in self._held.values():
+            for work in works:
+                work.wait()
+        self._held.clear()
         for works in self._sending.values():
             for work in works:
                 work.wait()
@@ -51,7 +63,8 @@ class Buffers:
 
     @property
     def bytes_held(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors.values())
+        tensors = (*self._tensors.values(), *(tensor for tensor, _ in self._held.values()))
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def _wait_for(self, tensor: Tensor) -> None:
         for work in self._sending.pop(tensor.untyped_storage().data_ptr(), ()):

@@ -110,16 +110,32 @@ class Carrier(ABC):
     def send_whole(self, route: Route, tensor: Tensor, name: Hashable) -> Pending:
         """The owner's ``tensor`` arrives at every receiver; elsewhere its shape and dtype are told by the own one."""
 
-    @abstractmethod
-    def send_sum(self, route: Route, partial: Tensor, name: Hashable) -> Pending:
-        """The receivers' ``partial`` tensors are added to the owner's, in place there.
+    def expect_addends(self, route: Route, shape: tuple[int, ...], like: Tensor, name: Hashable) -> list[Pending]:
+        """On the owner of a sum, before its own part is there: what others add to it, as far as it comes apart."""
+        expected = []
+        for receiver in route.receivers:
+            addend = self.buffers.take((*_key(name), receiver), shape, like)
+            expected.append(Pending(addend, tuple(self._receive(addend, receiver))))
+        return expected
 
-        For ranks that take part only; ``partial`` must not change until the pending transfer has been waited for.
-        """
+    def add_up(self, route: Route, own: Tensor, expected: Sequence[Pending]) -> Pending:
+        """On the owner of a sum: all is added to its ``own`` part, in place, when the pending sum is waited for."""
+
+        def add() -> None:
+            for pending in expected:
+                addend = pending.wait()
+                assert addend is not None
+                own.add_(addend)
+
+        return Pending(own, finish=add)
 
     def takes_part_in_sum(self, route: Route) -> bool:
-        """Whether this rank must call :meth:`send_sum`, with zeros if it computed nothing."""
+        """Whether this rank must :meth:`add_up` or :meth:`give`, zeros if it computed nothing."""
         return self.rank == route.owner or self.rank in route.receivers
+
+    def give(self, route: Route, partial: Tensor, name: Hashable) -> None:
+        """On the others that take part in a sum: send their part of it, which must not change any more."""
+        self.buffers.hold((*_key(name), "given"), partial, self._send(partial, route.owner))
 
     def send_home(self, route: Route, part_Rm: Tensor | None, num_rows: int, like: Tensor, name: Hashable) -> Pending:
         """The receivers' parts [rows, m_i] arrive side by side at the owner as [rows, L], None elsewhere.
@@ -142,20 +158,6 @@ class Carrier(ABC):
             assert part_Rm is not None
             self._send_from_buffer(part_Rm, route.owner, name)
         return Pending(None)
-
-    def _receive_addends(self, route: Route, sum_: Tensor, name: Hashable) -> Pending:
-        """On the owner: what every receiver sends is added to ``sum_``, in place."""
-        arriving, works = [], []
-        for receiver in route.receivers:
-            addend = self.buffers.take((*_key(name), receiver), tuple(sum_.shape), sum_)
-            works += self._receive(addend, receiver)
-            arriving.append(addend)
-
-        def add_up() -> None:
-            for addend in arriving:
-                sum_.add_(addend)
-
-        return Pending(sum_, tuple(works), add_up)
 
     def _receive(self, tensor: Tensor, sender: int) -> list[Work]:
         if tensor.numel() == 0:

@@ -133,25 +133,34 @@ class LayerLoans:
     def column_forward(self, x_TK: Tensor, own: Callable[[], Tensor]) -> Tensor:
         """y [T, N] of this rank's rows, ``own()`` with what others computed of it."""
         weights = self._borrowed_weights(x_TK)
+        expected = self._expect_y(x_TK)
         y_TN = own() if self.lends else None  # an owner's is what the receivers' parts are added to
-        pending = []
+        whole: Pending | None = None
         for loan, w_Nm in zip(self._loans, weights, strict=True):
             if not self._carrier.takes_part_in_sum(loan.route):
                 continue
             if loan.route.owner == self._rank:
                 assert y_TN is not None
-                part_TN = y_TN
+                whole = self._carrier.add_up(loan.route, y_TN, expected)
             elif w_Nm is not None:
-                x_Tm = loan.columns.of(x_TK)
-                part_TN = self._probes.product(kernels.forward, x_Tm, w_Nm, None, None)
+                part_TN = self._probes.product(kernels.forward, loan.columns.of(x_TK), w_Nm, None, None)
+                self._carrier.give(loan.route, part_TN, ("y", loan.route.owner))
             else:
-                part_TN = x_TK.new_zeros(x_TK.shape[0], len(self._weight))
-            pending.append(self._carrier.send_sum(loan.route, part_TN, ("y", loan.route.owner)))
-        if y_TN is None:
-            y_TN = own()
-        for sent in pending:
-            sent.wait()
-        return y_TN
+                zeros_TN = x_TK.new_zeros(len(x_TK), len(self._weight))
+                self._carrier.give(loan.route, zeros_TN, ("y", loan.route.owner))
+        if whole is not None:
+            whole.wait()
+        return own() if y_TN is None else y_TN
+
+    def _expect_y(self, x_TK: Tensor) -> list[Pending]:
+        """On an owner: what receivers will send of y [T, N]; nothing elsewhere."""
+        shape = len(x_TK), len(self._weight)
+        return [
+            addend
+            for loan in self._loans
+            if loan.route.owner == self._rank
+            for addend in self._carrier.expect_addends(loan.route, shape, x_TK, ("y", self._rank))
+        ]
 
     def column_backward(
         self,
@@ -212,6 +221,7 @@ class LayerLoans:
                 x_TL = self._carrier.buffers.take(("x", owner), (len(x_TK), loan.route.num_columns), x_TK)
                 loan.columns.copy_to(x_TL, x_TK)
             sent.append(self._carrier.send_slice(loan.route, x_TL, len(x_TK), x_TK, ("x", owner)))
+        expected = [] if self._carrier.merges else self._expect_y(x_TK)
         y_TN = own()
         kept = []
         for loan, w_Nm, pending in zip(self._loans, weights, sent, strict=True):
@@ -221,7 +231,7 @@ class LayerLoans:
                 assert x_Tm is not None
                 kept.append(x_Tm.clone(memory_format=torch.contiguous_format))
                 part_TN = self._probes.product(kernels.forward, kept[-1], w_Nm, None, None)
-            self._add_to_y(loan, y_TN, part_TN)
+            self._add_to_y(loan, y_TN, part_TN, expected)
         self.bytes_kept = sum(x_Tm.numel() * x_Tm.element_size() for x_Tm in kept)
         return y_TN, kept
 
@@ -257,16 +267,14 @@ class LayerLoans:
                 loan.columns.put(dx_TK, dx_TL)
         return dx_TK, dw_NK
 
-    def _add_to_y(self, loan: LayerLoan, y_TN: Tensor, part_TN: Tensor | None) -> None:
+    def _add_to_y(self, loan: LayerLoan, y_TN: Tensor, part_TN: Tensor | None, expected: Sequence[Pending]) -> None:
         if self._carrier.merges:
             if part_TN is not None:
                 y_TN.add_(part_TN)
-            return
-        owner = loan.route.owner
-        if owner == self._rank:
-            self._carrier.send_sum(loan.route, y_TN, ("y", owner)).wait()
+        elif loan.route.owner == self._rank:
+            self._carrier.add_up(loan.route, y_TN, expected).wait()
         elif part_TN is not None:
-            self._carrier.send_sum(loan.route, part_TN, ("y", owner)).wait()
+            self._carrier.give(loan.route, part_TN, ("y", loan.route.owner))
 
     # ---- dw ----------------------------------------------------------------------------------------------------------
 

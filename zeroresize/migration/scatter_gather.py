@@ -34,10 +34,3 @@ class ScatterGather(Carrier):
             return Pending(None)
         arriving = self.buffers.take(name, tuple(tensor.shape), tensor)
         return Pending(arriving, tuple(self._receive(arriving, route.owner)))
-
-    def send_sum(self, route: Route, partial: Tensor, name: Hashable) -> Pending:
-        if self.rank == route.owner:
-            return self._receive_addends(route, partial, name)
-        if self.rank in route.receivers:
-            self._send_from_buffer(partial, route.owner, name)
-        return Pending(None)
