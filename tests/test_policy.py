@@ -309,25 +309,46 @@ def test_overhead_below_the_first_measured_ratio_says_nothing_of_its_scale():
 
 
 LAYER_COSTS = st.dictionaries(
-    st.sampled_from(["attention.query", "attention.out", "attn.qkv", "fc1", "fc2", "head"]),
+    st.sampled_from(["1.query", "1.key", "1.value", "1.out", "2.fc1", "2.fc2", "3.query", "3.out", "4.key"]),
     st.floats(0.1, 10),
     min_size=1,
 )
 
 
 @given(costs=LAYER_COSTS, ratio=st.floats(0, 0.99), max_ratio=st.floats(0.3, 0.95))
-def test_layers_to_be_pruned_last_only_give_what_the_others_cannot(costs, ratio, max_ratio):
-    ratios = group_ratios(costs, ratio, prune_last=("attention", "attn"), max_ratio=max_ratio)
+def test_every_segment_prunes_the_ratio_and_of_layers_to_be_pruned_last_only_what_the_others_cannot(
+    costs, ratio, max_ratio
+):
+    segments = [list(names) for _, names in itertools.groupby(sorted(costs), lambda name: name[0])]
+    ratios = group_ratios(costs, segments, ratio, prune_last=("query", "key"), max_ratio=max_ratio)
 
-    pruned = sum(costs[name] * own for name, own in ratios.items())
-    assert pruned == pytest.approx(ratio * sum(costs.values()), abs=1e-9)
     assert max(ratios.values()) <= max(max_ratio, ratio) + 1e-9
-    first = {own for name, own in ratios.items() if "att" not in name}
-    last = {own for name, own in ratios.items() if "att" in name}
-    assert len(first) <= 1 and len(last) <= 1
-    if first and last and ratio < max_ratio:
-        assert last.pop() == pytest.approx(0.0, abs=1e-9) or first.pop() == pytest.approx(max_ratio)
+    for segment in segments:
+        pruned = sum(costs[name] * ratios[name] for name in segment)
+        assert pruned == pytest.approx(ratio * sum(costs[name] for name in segment), abs=1e-9)
+        last = {ratios[name] for name in segment if name[2:] in ("query", "key")}
+        first = {ratios[name] for name in segment} - last if len(segment) > 1 else set()
+        assert len(first) <= 1 and len(last) <= 1
+        if first and last and ratio < max_ratio:
+            assert last.pop() == pytest.approx(0.0, abs=1e-9) or first.pop() == pytest.approx(max_ratio)
+
+
+@pytest.mark.parametrize("mode", ["zero-rd", "zero-pridiff"])
+def test_however_layers_differ_no_segment_waits_for_a_straggler_that_prunes_another(mode):
+    """Ranks meet after each segment, so time that one saves is no help in the other."""
+    columns = {name: 64 for name in ("query", "value", "out", "fc1", "fc2")}
+    costs = {"query": 1.0, "value": 1.0, "out": 1.0, "fc1": 4.0, "fc2": 4.0}
+    segments = [["query", "value", "out"], ["fc1", "fc2"]]
+    selector = ColumnSelector(BalanceConfig(mode=mode, prune_last=["query"]), 0, columns, costs, segments)
+    rng = np.random.default_rng(0)
+    selector.end_epoch({name: rng.random(64) * (1 + 9 * (name > "o")) for name in columns}, incremental=False)
+    for ratio in (0.1, 0.5, 0.8):
+        ratios = selector.layer_ratios(Relief(ratio))
+        for segment in segments:
+            spared = sum(costs[name] * ratios[name] for name in segment) / sum(costs[name] for name in segment)
+            assert spared == pytest.approx(ratio, abs=0.02)
 
 
 def test_without_layers_to_be_pruned_last_all_have_the_same_ratio():
-    assert group_ratios({"attn": 1.0, "fc": 2.0}, 0.3, prune_last=(), max_ratio=0.9) == {"attn": 0.3, "fc": 0.3}
+    costs = {"attn": 1.0, "fc": 2.0}
+    assert group_ratios(costs, [["attn", "fc"]], 0.3, prune_last=(), max_ratio=0.9) == {"attn": 0.3, "fc": 0.3}

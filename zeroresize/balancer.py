@@ -34,7 +34,7 @@ from zeroresize.functional import LastGradients
 from zeroresize.installation import PlanInstaller
 from zeroresize.lending import Lender
 from zeroresize.lineage import LineageTable
-from zeroresize.linear import work_of_layers
+from zeroresize.linear import segments_of_layers, work_of_layers
 from zeroresize.measurement import Measurement
 from zeroresize.plan import WorkloadPlan
 from zeroresize.policy.selector import ColumnSelector, Relief
@@ -104,6 +104,7 @@ class Balancer:
             self._rank,
             num_columns=self._columns_of_layers(),
             costs=work_of_layers(self._layers),
+            segments=segments_of_layers(self._layers),
         )
         self._freezer = self._build_freezer()  # first, so that the statistic sees weights that were put back
         self._statistic = self._build_statistic()

@@ -79,8 +79,8 @@ class BalanceConfig:
             ``tolerance`` of the normal ranks' time, and lends the rest; ``"paper"`` follows Eq. (2) and (3).
         migrating: how many stragglers migrate in mode "semi", the slowest first (λ of Fig. 11); ``"auto"`` decides.
         budget: the largest share of the group's products that ``semi_rule="makespan"`` prunes; 0 is exact.
-        prune_last: a layer whose name holds one of these is pruned only once all others are at ``max_ratio``: leaving
-            attention whole keeps accuracy. Empty is the paper, one ratio for all layers.
+        prune_last: a layer whose name holds one of these is pruned only once the others that ranks compute between the
+            same two synchronisations are at ``max_ratio``.
         block: columns are pruned in blocks of so many neighbours; 1 is the paper.
         iters_per_epoch: if set, ``Balancer.step`` calls ``epoch_end`` itself every so many optimizer steps.
         seed: seed of the column orders.
@@ -111,7 +111,7 @@ class BalanceConfig:
     semi_rule: str = "makespan"
     migrating: str | int = "auto"
     budget: float = 0.5
-    prune_last: tuple[str, ...] = ("attention", "attn")
+    prune_last: tuple[str, ...] = ()
     block: int = 1
     iters_per_epoch: int | None = None
     seed: int = 0

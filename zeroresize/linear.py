@@ -132,6 +132,22 @@ def work_of_layers(layers: Mapping[str, BalancedLinear]) -> dict[str, float]:
     return {name: float(layer.weight.numel()) for name, layer in layers.items()}
 
 
+def segments_of_layers(layers: Mapping[str, BalancedLinear]) -> list[list[str]]:
+    """Names of the layers between two synchronisations: ranks meet after row-parallel ones.
+
+    Args:
+        layers: by name, in the order in which the model computes them.
+    """
+    segments: list[list[str]] = []
+    has_ended = True
+    for name, layer in layers.items():
+        if (has_ended and layer.is_column_parallel) or not segments:
+            segments.append([])
+        segments[-1].append(name)
+        has_ended = not layer.is_column_parallel
+    return segments
+
+
 class ColumnParallelLinear(BalancedLinear, nn.Module):
     """y = x Aᵀ + b with A split by rows (output features) over the group.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zeroresize import kernels
 from zeroresize.config import BalanceConfig
-from zeroresize.linear import BalancedLinear, work_of_layers
+from zeroresize.linear import BalancedLinear, segments_of_layers, work_of_layers
 from zeroresize.plan import LayerPlan
 from zeroresize.policy.cost_model import NUM_POINTS, ResizingCost, spread_ratios
 from zeroresize.policy.layer_ratios import group_ratios
@@ -99,9 +99,9 @@ def measure_resizing_cost(
 
 def _ratios_of_layers(layers: Mapping[str, BalancedLinear], config: BalanceConfig) -> dict[str, tuple[float, ...]]:
     """What every layer prunes at each of the measured ratios."""
-    costs = work_of_layers(layers)
+    costs, segments = work_of_layers(layers), segments_of_layers(layers)
     points = [
-        group_ratios(costs, ratio, prune_last=config.prune_last, max_ratio=config.max_ratio)
+        group_ratios(costs, segments, ratio, prune_last=config.prune_last, max_ratio=config.max_ratio)
         for ratio in spread_ratios(config.max_ratio)
     ]
     return {name: tuple(point[name] for point in points) for name in layers}

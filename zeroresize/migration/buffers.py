@@ -40,21 +40,18 @@ class Buffers:
 
     def hold(self, name: Hashable, tensor: Tensor, works: Sequence[Work]) -> None:
         """Keep a ``tensor`` that nobody changes until ``works`` are done; what was held by this name has left then."""
-        _, earlier = self._held.pop(name, (None, ()))
-        for work in earlier:
-            work.wait()
+        if name in self._held:
+            for work in self._held.pop(name)[1]:
+                work.wait()
         self._held[name] = tensor, tuple(works)
 
     def finish_sending(self) -> None:
         """Wait until all that was sent has left."""
-        for _, works in self._held.values():
-            for work in works:
-                work.wait()
-        self._held.clear()
-        for works in self._sending.values():
+        for works in (*self._sending.values(), *(works for _, works in self._held.values())):
             for work in works:
                 work.wait()
         self._sending.clear()
+        self._held.clear()
 
     def clear(self) -> None:
         """Give the memory back."""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from zeroresize.config import DIFFERENTIATED_MODES, PRIORITY_MODES, BalanceConfig
 from zeroresize.policy.differentiated import budget_ratios, paper_ratios
-from zeroresize.policy.layer_ratios import group_ratios
+from zeroresize.policy.layer_ratios import Segments, group_ratios
 from zeroresize.policy.priority import ColumnPriority
 from zeroresize.policy.selection import decided_columns, num_lent, order_without_priority, pruned_of_order
 
@@ -51,6 +51,7 @@ class ColumnSelector:
         rank: this rank within the group, for the seed of random orders.
         num_columns: K of every layer by name, in the order of the model.
         costs: of every layer's products, in any unit.
+        segments: names of the layers between two synchronisations of the ranks; None for all in one.
 
     Attributes:
         epoch: number of epochs that have ended.
@@ -58,9 +59,15 @@ class ColumnSelector:
     """
 
     def __init__(
-        self, config: BalanceConfig, rank: int, num_columns: Mapping[str, int], costs: Mapping[str, float]
+        self,
+        config: BalanceConfig,
+        rank: int,
+        num_columns: Mapping[str, int],
+        costs: Mapping[str, float],
+        segments: Segments | None = None,
     ) -> None:
         self._config, self._rank, self._costs = config, rank, dict(costs)
+        self._segments: Segments = [list(num_columns)] if segments is None else segments
         self._priorities = {name: ColumnPriority(columns) for name, columns in num_columns.items()}
         self._steps: Counter[Relief] = Counter()
         self._steps_of_last_epoch = 0
@@ -74,14 +81,19 @@ class ColumnSelector:
     def layer_ratios(self, relief: Relief) -> dict[str, float]:
         """γ_k that every layer prunes, before rounding to blocks."""
         config, max_ratio = self._config, self._max_pruned(relief)
-        ratios = group_ratios(self._costs, relief.pruned, prune_last=config.prune_last, max_ratio=max_ratio)
+        of_groups = group_ratios(
+            self._costs, self._segments, relief.pruned, prune_last=config.prune_last, max_ratio=max_ratio
+        )
         if config.mode not in DIFFERENTIATED_MODES or relief.pruned == 0.0:
-            return ratios
-        differentiated: dict[str, float] = {}
-        for of_group in set(ratios.values()):
-            names = [name for name, own in ratios.items() if own == of_group]
-            differentiated |= zip(names, self._differentiated(names, min(of_group, max_ratio), max_ratio), strict=True)
-        return {name: differentiated[name] for name in ratios}
+            return of_groups
+        # The paper's rule is one for all layers; ours keeps the ratio of each segment.
+        segments = [list(of_groups)] if config.pridiff_rule == "paper" else self._segments
+        ratios: dict[str, float] = {}
+        for segment in segments:
+            for of_group in {of_groups[name] for name in segment}:
+                names = [name for name in segment if of_groups[name] == of_group]
+                ratios |= zip(names, self._differentiated(names, min(of_group, max_ratio), max_ratio), strict=True)
+        return {name: ratios[name] for name in of_groups}
 
     def _differentiated(self, names: Sequence[str], ratio: float, max_ratio: float) -> list[float]:
         """γ_k of the layers ``names`` that are to prune γ together."""
