@@ -44,12 +44,11 @@ class BroadcastReduce(Carrier):
     def takes_part_in_sum(self, route: Route) -> bool:
         return self._reduces(route) or super().takes_part_in_sum(route)
 
-    def give(self, route: Route, partial: Tensor, name: Hashable) -> None:
-        if self._reduces(route):
-            self.traffic.count(partial)
-            self.buffers.hold(("given", name), partial, [self._reduce(partial, route.owner)])
-        else:
-            super().give(route, partial, name)
+    def _start_giving(self, route: Route, partial: Tensor) -> list[dist.Work]:
+        if not self._reduces(route):
+            return super()._start_giving(route, partial)
+        self.traffic.count(partial)
+        return [self._reduce(partial, route.owner)]
 
     @staticmethod
     def _reduces(route: Route) -> bool:

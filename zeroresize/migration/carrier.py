@@ -135,7 +135,10 @@ class Carrier(ABC):
 
     def give(self, route: Route, partial: Tensor, name: Hashable) -> None:
         """On the others that take part in a sum: send their part of it, which must not change any more."""
-        self.buffers.hold((*_key(name), "given"), partial, self._send(partial, route.owner))
+        self.buffers.hold((*_key(name), "given"), partial, self._start_giving(route, partial))
+
+    def _start_giving(self, route: Route, partial: Tensor) -> list[Work]:
+        return self._send(partial, route.owner)
 
     def send_home(self, route: Route, part_Rm: Tensor | None, num_rows: int, like: Tensor, name: Hashable) -> Pending:
         """The receivers' parts [rows, m_i] arrive side by side at the owner as [rows, L], None elsewhere.
