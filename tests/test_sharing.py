@@ -1,54 +1,16 @@
 """How much work is handed over, on plain numbers."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from uneven_groups import REALISTIC, rank
 
 from zeroresize.migration.carrier import Route
-from zeroresize.policy.cost_model import ResizingCost
-from zeroresize.policy.ratio import RankTimes
-from zeroresize.policy.sharing import balanced_shares, borrowed_shares, lending_ratios, loans_of, paper_lending_ratios
-
-LINEAR = ResizingCost.linear(0.9)
-ranks = st.lists(
-    st.builds(RankTimes, st.floats(0.0, 5.0), st.floats(0.05, 5.0), st.just(1.0), st.just(LINEAR)),
-    min_size=2,
-    max_size=9,
-)
-
-
-def rank(rest_s, gemm_s):
-    return RankTimes(rest_s, gemm_s, 1.0, LINEAR)
-
-
-@given(ranks)
-def test_balanced_shares_do_all_the_work_and_leave_nobody_to_wait_for(times):
-    shares = balanced_shares(times)
-    assert sum(shares) == pytest.approx(len(times))
-    ends_s = [one.rest_s + share * one.gemm_s for one, share in zip(times, shares, strict=True)]
-    level_s = max(end for end, share in zip(ends_s, shares, strict=True) if share > 0)
-    for one, share, end_s in zip(times, shares, ends_s, strict=True):
-        assert end_s == pytest.approx(level_s) if share > 0 else one.rest_s >= level_s * (1 - 1e-9)
-
-
-@given(st.integers(2, 8), st.floats(1.0, 8.0), st.floats(0.0, 1.0))
-def test_the_balanced_time_is_the_work_conserving_bound(num_ranks, chi, rest_s):
-    """T* = R + M e / Σ 1/χ_i where all wait equally long outside their products."""
-    times = [rank(rest_s, 1.0)] * (num_ranks - 1) + [rank(rest_s, chi)]
-    shares = balanced_shares(times)
-    bound_s = rest_s + num_ranks / (num_ranks - 1 + 1 / chi)
-    for one, share in zip(times, shares, strict=True):
-        assert one.rest_s + share * one.gemm_s == pytest.approx(bound_s)
-
-
-def test_only_stragglers_lend():
-    times = [rank(0.2, 1.0), rank(0.2, 1.05), rank(0.2, 4.0)]
-    ratios = lending_ratios(times, [False, False, True])
-    assert ratios[:2] == [0.0, 0.0] and 0.5 < ratios[2] < 0.8
+from zeroresize.plan import Loan
+from zeroresize.policy.ratio import full_work
+from zeroresize.policy.sharing import borrowed_shares, loans_of, paper_lending_ratios, predicted_busy_s
 
 
 def test_the_papers_rule_is_equation_1_with_the_fastest_time():
-    times = [rank(0.2, 0.8), rank(0.2, 1.6), rank(5.0, 0.1)]
+    times = [rank(1.0), rank(2.0), rank(1.0, rest_s=5.0, gemm_s=0.1)]
     assert paper_lending_ratios(times, [False, True, True], 1.0) == [0.0, pytest.approx(0.8 / 1.6), 1.0]
 
 
@@ -57,6 +19,21 @@ def test_what_is_lent_is_borrowed_by_those_who_have_room():
     assert [(loan.owner, loan.ratio, loan.receivers) for loan in loans] == [(1, 0.5, (0, 2)), (3, 0.25, (0, 2))]
     assert loans[0].parts == pytest.approx((0.25, 0.75))
     assert borrowed_shares(loans, 4) == pytest.approx([0.1875, 0.0, 0.5625, 0.0])
+
+
+def test_few_columns_take_longer_than_their_share_whoever_owns_them():
+    """At γ = 0.9 the tenth that is left takes 0.15 of the time; a tenth of others' columns takes as long."""
+    loans = [Loan(0, 0.4, (1, 2), (0.25, 0.75))]
+    times = [rank(1.0, REALISTIC)] * 3
+    _, tenth_s, three_tenths_s = predicted_busy_s(times, [0.4, 0.0, 0.0], loans)
+    assert tenth_s == pytest.approx(0.2 + 0.8 * 1.15)
+    assert three_tenths_s == pytest.approx(0.2 + 0.8 * (1 + 0.15 + 0.35 * 2 / 3))
+    assert predicted_busy_s(times, [0.0] * 3, [Loan(0, 1.5, (1, 2), (0.0, 1.0))])[2] == pytest.approx(0.2 + 0.8 * 2.5)
+
+
+def test_what_was_measured_with_borrowed_columns_is_rescaled_by_what_they_cost():
+    times = full_work(1.2, 1.15, 0.0, ratio=0.0, cost=REALISTIC, last_scale=1.0, borrowed=0.1)
+    assert times.gemm_s == pytest.approx(1.0) and times.rest_s == pytest.approx(0.05)
 
 
 def test_without_room_anywhere_work_is_divided_evenly():

@@ -18,6 +18,19 @@ def group(*chis, cost=LINEAR):
     return [rank(chi, cost) for chi in chis], [chi > 1 for chi in chis]
 
 
+def balanced_s(times):
+    """The least t with Σ max(0, (t − R) / M) = e, which no way of handing over products beats (T* in closed form).
+
+    Found by halving, where columns cost their share and no more.
+    """
+    low_s, high_s = 0.0, max(rank.busy_s for rank in times)
+    for _ in range(60):
+        middle_s = (low_s + high_s) / 2
+        done = sum(max(0.0, (middle_s - rank.rest_s) / rank.gemm_s) for rank in times)
+        low_s, high_s = (middle_s, high_s) if done < len(times) else (low_s, middle_s)
+    return high_s
+
+
 def pruned_share(division):
     return sum(division.pruned) / len(division.pruned)
 

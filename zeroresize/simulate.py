@@ -131,7 +131,8 @@ def _step(cluster: Cluster, chi: Sequence[float], plan: WorkloadPlan, noise: NDA
     for own_chi, rank, share, own_noise in zip(chi, plan.ranks, borrowed, noise, strict=True):
         spared = rank.ratio + rank.lent
         rest_s = cluster.rest_s * float(own_noise[0])
-        gemm_s = own_chi * cluster.gemm_s * (cluster.cost.gemm_share_at(spared) + share) * float(own_noise[1])
+        executed = cluster.cost.gemm_share_at(spared) + cluster.cost.borrowed_at(share)
+        gemm_s = own_chi * cluster.gemm_s * executed * float(own_noise[1])
         overhead_s = cluster.cost.overhead_at(spared) * float(own_noise[2])
         times.append(StepTimes(rest_s + gemm_s + overhead_s, gemm_s, overhead_s, spared, share))
     ends_s = max(rank.busy_s for rank in times) + cluster.migration.seconds([rank.lent for rank in plan.ranks])

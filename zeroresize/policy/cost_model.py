@@ -2,7 +2,7 @@
 
 Resizing shrinks the matrix multiplications, less than in proportion, and adds work of its own: gathering columns,
 zero-filling gradients. The two are kept apart, because a slow device may slow one more than the other. Migrating costs
-communication, Φ1; what receivers compute, Φ2, is in proportion to their own products.
+communication, Φ1, and what receivers compute, Φ2: few columns take longer than their share, whoever's they are.
 """
 
 from __future__ import annotations
@@ -59,6 +59,13 @@ class ResizingCost:
         if ratio > self.max_ratio:
             return self.gemm_share[-1] * (1.0 - ratio) / (1.0 - self.max_ratio)
         return _interpolated(ratio, self.ratios, self.gemm_share)
+
+    def borrowed_at(self, share: float) -> float:
+        """Φ2: time of multiplying ``share`` times as many columns as the rank's own for others, as a share of its own.
+
+        As long as so few columns of its own take, and from all of them on in proportion.
+        """
+        return share if share >= 1.0 else self.gemm_share_at(1.0 - share)
 
     def overhead_at(self, ratio: float) -> float:
         """Ω(γ) in seconds an iteration; beyond the last point its value."""

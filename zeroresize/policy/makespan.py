@@ -1,7 +1,8 @@
-"""SEMI by our rule: how long has the step to be, and what is the least that must be pruned for that?
+"""Our rule, of SEMI and of migrating only: how long has the step to be, and what is the least pruned for that?
 
-Shares are in units of one rank's full products. Sums are taken one after the other, so that ranks on different machines
-find the same plan.
+Where nothing may be pruned that is water-filling: all ranks take equally long, as far as handing over products can make
+them and pays. Shares are in units of one rank's full products. Sums are taken one after the other, so that ranks on
+different machines find the same plan.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def makespan_division(
         lend_now: which ranks do now, which noise should not change; None where it does not matter.
     """
     now = [False] * len(times) if lend_now is None else list(lend_now)
-    group = _Group(times, are_stragglers, now)
+    group = _Group(times, are_stragglers, now, spares_all=budget == 0.0)
     most = min(len(group.slowest_first), len(times) - 1)
     counts = list(range(most + 1)) if num_migrating is None else [min(num_migrating, most)]
     search = _Search(group, np.array(counts), migration, budget * len(times))
@@ -90,10 +91,20 @@ class _Found:
 class _Group:
     """A group's times as arrays."""
 
-    def __init__(self, times: Sequence[RankTimes], are_stragglers: Sequence[bool], lend_now: Sequence[bool]) -> None:
-        self._ratios = np.array([rank.cost.ratios for rank in times])
-        self._busy = np.array([[rank.busy_at(ratio) for ratio in rank.cost.ratios] for rank in times])
+    def __init__(
+        self, times: Sequence[RankTimes], are_stragglers: Sequence[bool], lend_now: Sequence[bool], spares_all: bool
+    ) -> None:
+        everything = (1.0,) if spares_all else ()
+        ratios = [(*rank.cost.ratios, *everything) for rank in times]
+        self._ratios = np.array(ratios)
+        self._busy = np.array([[rank.busy_at(one) for one in own] for rank, own in zip(times, ratios, strict=True)])
         self._gemm_s = np.array([rank.gemm_s for rank in times])
+        self._borrowed = np.array([[0.0, *(1.0 - ratio for ratio in reversed(rank.cost.ratios))] for rank in times])
+        borrowed_s = [
+            [rank.gemm_s * rank.cost.borrowed_at(share) for share in shares]
+            for rank, shares in zip(times, self._borrowed.tolist(), strict=True)
+        ]
+        self._borrowed_s = np.maximum.accumulate(np.array(borrowed_s), axis=1)
         stragglers = [rank for rank, is_straggler in enumerate(are_stragglers) if is_straggler]
         handicap = [1.0 + _STAYING_AMONG_SLOWEST * lends for lends in lend_now]
         self.slowest_first = sorted(stragglers, key=lambda rank: -times[rank].busy_s * handicap[rank])
@@ -117,8 +128,14 @@ class _Group:
         return np.where(first == 0, 0.0, from_ratio + (to_ratio - from_ratio) * part)
 
     def room(self, level_s: float) -> Floats:
-        """How much more every rank can take until ``level_s``."""
-        return np.maximum((level_s - self._busy[:, 0]) / self._gemm_s, 0.0)
+        """How much every rank can borrow until ``level_s``."""
+        time_s = np.maximum(level_s - self._busy[:, 0], 0.0)
+        places = np.arange(len(time_s))
+        above = np.clip((self._borrowed_s <= time_s[:, None]).sum(axis=1), 1, self._borrowed.shape[1] - 1)
+        low_s, high_s = self._borrowed_s[places, above - 1], self._borrowed_s[places, above]
+        low, high = self._borrowed[places, above - 1], self._borrowed[places, above]
+        between = low + (high - low) * (time_s - low_s) / np.where(high_s > low_s, high_s - low_s, 1.0)
+        return np.where(time_s < self._gemm_s, between, time_s / self._gemm_s)
 
     def division(self, num_migrating: int, found: _Found) -> Division:
         """Those that migrate lend the same part of what they are relieved of."""
@@ -128,10 +145,11 @@ class _Group:
         pruned[self.slowest_first] = spared
         migrating = self.slowest_first[:num_migrating]
         wanted = _sum(spared[:num_migrating])
+        prunes = found.pruned > _NOTHING
         if found.lent > 0.0:
-            lent[migrating] = pruned[migrating] * (found.lent / wanted)
+            lent[migrating] = pruned[migrating] * (found.lent / wanted if prunes else 1.0)
             pruned[migrating] -= lent[migrating]
-        if found.pruned <= _NOTHING:
+        if not prunes:
             pruned[:] = 0.0
         return Division(tuple(pruned.tolist()), tuple(lent.tolist()), tuple(self.room(found.level_s).tolist()))
 
@@ -165,7 +183,7 @@ class _Search:
 
         Args:
             fastest: a level to look at in any case.
-            only: the place in the numbers to which the search is confined.
+            only: the place in the numbers to which the search is confined; so many really lend something.
         """
 
         def look(levels_s: Floats) -> tuple[Floats, Floats, Floats]:
@@ -181,6 +199,7 @@ class _Search:
             merit = np.where(is_possible, merit, np.inf)
             if only is not None:
                 merit[np.arange(len(merit)) != only] = np.inf
+                merit[(self._counts > 0)[:, None] & (lent == 0.0)] = np.inf
             return merit, lent, step_s
 
         return self._best(look, min(goal_s, self._group.highest_s), fastest.level_s)

@@ -79,7 +79,7 @@ def full_work(
         last_scale: the overhead's scale as last known, kept where nothing was gathered.
         borrowed: what the rank computed for others, in units of its own products at full work.
     """
-    executed = cost.gemm_share_at(ratio) + borrowed
+    executed = cost.gemm_share_at(ratio) + cost.borrowed_at(borrowed)
     is_measured = ratio >= cost.ratios[1]  # below, the overhead is only guessed to grow from nothing
     expected_overhead_s = cost.overhead_at(ratio) if is_measured else 0.0
     return RankTimes(

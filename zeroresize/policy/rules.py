@@ -9,7 +9,7 @@ from zeroresize.policy.cost_model import MigrationCost
 from zeroresize.policy.makespan import makespan_division
 from zeroresize.policy.ratio import RankTimes, pruning_ratios
 from zeroresize.policy.semi import paper_division
-from zeroresize.policy.sharing import Division, balanced_shares, lending_ratios, paper_lending_ratios
+from zeroresize.policy.sharing import Division, paper_lending_ratios
 
 #: How far below the fastest rank's time a straggler aims, as a share; with target "mean" (the paper's) not at all.
 HEADROOM = 0.05
@@ -70,16 +70,20 @@ def _migrating_division(
     """The balanced time, or the paper's; by our rule nothing moves where moving saves too little of the step."""
     nothing = (0.0,) * len(times)
     if config.mig_rule == "paper":
-        ratios, room = paper_lending_ratios(times, are_stragglers, reference_s), None
-    else:
-        ratios = lending_ratios(times, are_stragglers)
-        room = tuple(share - 1.0 for share in balanced_shares(times))
-    division = Division(nothing, tuple(ratios), room)
+        return Division(nothing, tuple(paper_lending_ratios(times, are_stragglers, reference_s)))
+    division = makespan_division(
+        times,
+        are_stragglers,
+        reference_s=reference_s,
+        tolerance=0.0,
+        migration=migration,
+        budget=0.0,
+        lend_now=lend_now,
+    )
     step_s = max(division.busy_s(times)) + migration.seconds(division.lent)
     unmoved_s = max(rank.busy_s for rank in times)
     most_s = unmoved_s * (1.0 + _MOST_LOST if lend_now is not None and any(lend_now) else 1.0 - _LEAST_SAVED)
-    is_worthwhile = config.mig_rule == "paper" or step_s < most_s
-    return division if is_worthwhile else Division(nothing, nothing)
+    return division if step_s < most_s else Division(nothing, nothing)
 
 
 def _semi_division(

@@ -33,30 +33,6 @@ class Division:
         return predicted_busy_s(times, spared, loans_of(self.lent, self.room))
 
 
-def balanced_shares(times: Sequence[RankTimes]) -> list[float]:
-    """The shares at which all ranks are busy equally long, as far as handing over products can make them.
-
-    Water-filling: the least t with Σ_r max(0, (t − R_r) / M_r) = e gives s_r = max(0, (t − R_r) / M_r), with R the busy
-    seconds outside the products and M those inside them at full work. No way of sharing them out is faster
-    (work-conserving bound).
-    """
-    by_rest = sorted(times, key=lambda rank: rank.rest_s)
-    level_s, speed, offset = 0.0, 0.0, 0.0
-    for place, rank in enumerate(by_rest):
-        speed += 1.0 / rank.gemm_s
-        offset += rank.rest_s / rank.gemm_s
-        level_s = (len(times) + offset) / speed
-        if place + 1 == len(by_rest) or level_s <= by_rest[place + 1].rest_s:
-            break
-    return [max(0.0, (level_s - rank.rest_s) / rank.gemm_s) for rank in times]
-
-
-def lending_ratios(times: Sequence[RankTimes], are_stragglers: Sequence[bool]) -> list[float]:
-    """γ of every rank, 0 for those that are no stragglers: what brings it to the balanced time."""
-    shares = balanced_shares(times)
-    return [max(0.0, 1.0 - share) if slow else 0.0 for share, slow in zip(shares, are_stragglers, strict=True)]
-
-
 def paper_lending_ratios(times: Sequence[RankTimes], are_stragglers: Sequence[bool], reference_s: float) -> list[float]:
     """Eq. (1) with T_min: γ = (T − T_min) / M, which leaves the receivers slower than the owner."""
     return [
@@ -112,6 +88,6 @@ def predicted_busy_s(times: Sequence[RankTimes], spared: Sequence[float], loans:
     """Busy seconds of every rank that is spared a share of its own products and computes what others lend it."""
     borrowed = borrowed_shares(loans, len(times))
     return [
-        rank.busy_at(share) + taken_in * rank.gemm_s
+        rank.busy_at(share) + rank.gemm_s * rank.cost.borrowed_at(taken_in)
         for rank, share, taken_in in zip(times, spared, borrowed, strict=True)
     ]
