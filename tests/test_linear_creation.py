@@ -7,7 +7,6 @@ from parallel_layers import Comparison, each_layer, seeded_linear
 from torch import nn
 
 from zeroresize import ColumnParallelLinear, RowParallelLinear
-from zeroresize.linear import segments_of_layers
 
 
 @each_layer
@@ -70,17 +69,3 @@ def test_a_layer_needs_a_group_that_this_rank_is_in(run_ranks, layer_class):
                 layer_class(4, 4, process_group=of_rank_0)
 
     run_ranks(check, 2)
-
-
-def test_ranks_meet_after_row_parallel_layers(run_ranks):
-    def segments(rank, group):
-        def layers_of(kinds):
-            kind_of = {"c": ColumnParallelLinear, "r": RowParallelLinear}
-            return {f"{kind}{place}": kind_of[kind](4, 4, process_group=group) for place, kind in enumerate(kinds)}
-
-        return [
-            "/".join("".join(name[0] for name in segment) for segment in segments_of_layers(layers_of(kinds)))
-            for kinds in ("cccrcr", "ccr", "rc", "crrc", "c", "")
-        ]
-
-    assert run_ranks(segments, 1) == [["cccr/cr", "ccr", "r/c", "crr/c", "c", ""]]

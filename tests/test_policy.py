@@ -12,7 +12,6 @@ from zeroresize.config import BalanceConfig
 from zeroresize.policy.controller import Controller
 from zeroresize.policy.cost_model import ResizingCost
 from zeroresize.policy.estimate import FullWorkEstimate, StepTimes
-from zeroresize.policy.layer_ratios import group_ratios
 from zeroresize.policy.ratio import RankTimes, find_stragglers, full_work, pruning_ratios, reference_time
 from zeroresize.policy.rules import HEADROOM
 from zeroresize.policy.selection import ALIGNMENT, decided_columns, pruned_of_order, random_order
@@ -308,38 +307,13 @@ def test_overhead_below_the_first_measured_ratio_says_nothing_of_its_scale():
     assert seen.overhead_scale == 1.3
 
 
-LAYER_COSTS = st.dictionaries(
-    st.sampled_from(["1.query", "1.key", "1.value", "1.out", "2.fc1", "2.fc2", "3.query", "3.out", "4.key"]),
-    st.floats(0.1, 10),
-    min_size=1,
-)
-
-
-@given(costs=LAYER_COSTS, ratio=st.floats(0, 0.99), max_ratio=st.floats(0.3, 0.95))
-def test_every_segment_prunes_the_ratio_and_of_layers_to_be_pruned_last_only_what_the_others_cannot(
-    costs, ratio, max_ratio
-):
-    segments = [list(names) for _, names in itertools.groupby(sorted(costs), lambda name: name[0])]
-    ratios = group_ratios(costs, segments, ratio, prune_last=("query", "key"), max_ratio=max_ratio)
-
-    assert max(ratios.values()) <= max(max_ratio, ratio) + 1e-9
-    for segment in segments:
-        pruned = sum(costs[name] * ratios[name] for name in segment)
-        assert pruned == pytest.approx(ratio * sum(costs[name] for name in segment), abs=1e-9)
-        last = {ratios[name] for name in segment if name[2:] in ("query", "key")}
-        first = {ratios[name] for name in segment} - last if len(segment) > 1 else set()
-        assert len(first) <= 1 and len(last) <= 1
-        if first and last and ratio < max_ratio:
-            assert last.pop() == pytest.approx(0.0, abs=1e-9) or first.pop() == pytest.approx(max_ratio)
-
-
 @pytest.mark.parametrize("mode", ["zero-rd", "zero-pridiff"])
 def test_however_layers_differ_no_segment_waits_for_a_straggler_that_prunes_another(mode):
     """Ranks meet after each segment, so time that one saves is no help in the other."""
     columns = {name: 64 for name in ("query", "value", "out", "fc1", "fc2")}
     costs = {"query": 1.0, "value": 1.0, "out": 1.0, "fc1": 4.0, "fc2": 4.0}
     segments = [["query", "value", "out"], ["fc1", "fc2"]]
-    selector = ColumnSelector(BalanceConfig(mode=mode, prune_last=["query"]), 0, columns, costs, segments)
+    selector = ColumnSelector(BalanceConfig(mode=mode), 0, columns, costs, segments)
     rng = np.random.default_rng(0)
     selector.end_epoch({name: rng.random(64) * (1 + 9 * (name > "o")) for name in columns}, incremental=False)
     for ratio in (0.1, 0.5, 0.8):
@@ -347,8 +321,3 @@ def test_however_layers_differ_no_segment_waits_for_a_straggler_that_prunes_anot
         for segment in segments:
             spared = sum(costs[name] * ratios[name] for name in segment) / sum(costs[name] for name in segment)
             assert spared == pytest.approx(ratio, abs=0.02)
-
-
-def test_without_layers_to_be_pruned_last_all_have_the_same_ratio():
-    costs = {"attn": 1.0, "fc": 2.0}
-    assert group_ratios(costs, [["attn", "fc"]], 0.3, prune_last=(), max_ratio=0.9) == {"attn": 0.3, "fc": 0.3}

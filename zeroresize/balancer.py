@@ -32,9 +32,9 @@ from zeroresize.exchange import Exchange
 from zeroresize.freezing import ColumnFreezer
 from zeroresize.functional import LastGradients
 from zeroresize.installation import PlanInstaller
+from zeroresize.layer_work import segments_of_layers, work_of_layers
 from zeroresize.lending import Lender
 from zeroresize.lineage import LineageTable
-from zeroresize.linear import segments_of_layers, work_of_layers
 from zeroresize.measurement import Measurement
 from zeroresize.plan import WorkloadPlan
 from zeroresize.policy.selector import ColumnSelector, Relief

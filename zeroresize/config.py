@@ -79,8 +79,6 @@ class BalanceConfig:
             ``tolerance`` of the normal ranks' time, and lends the rest; ``"paper"`` follows Eq. (2) and (3).
         migrating: how many stragglers migrate in mode "semi", the slowest first (λ of Fig. 11); ``"auto"`` decides.
         budget: the largest share of the group's products that ``semi_rule="makespan"`` prunes; 0 is exact.
-        prune_last: a layer whose name holds one of these is pruned only once the others that ranks compute between the
-            same two synchronisations are at ``max_ratio``.
         block: columns are pruned in blocks of so many neighbours; 1 is the paper.
         iters_per_epoch: if set, ``Balancer.step`` calls ``epoch_end`` itself every so many optimizer steps.
         seed: seed of the column orders.
@@ -111,7 +109,6 @@ class BalanceConfig:
     semi_rule: str = "makespan"
     migrating: str | int = "auto"
     budget: float = 0.5
-    prune_last: tuple[str, ...] = ()
     block: int = 1
     iters_per_epoch: int | None = None
     seed: int = 0
@@ -144,7 +141,6 @@ class BalanceConfig:
             _at_least("iters_per_epoch", self.iters_per_epoch, 1)
         object.__setattr__(self, "ratio", _checked_ratio(self.ratio, self.mode))
         object.__setattr__(self, "ranks", _checked_ranks(self.ranks))
-        object.__setattr__(self, "prune_last", _checked_names("prune_last", self.prune_last))
         if self.ranks != "stragglers" and self.ratio == "auto":
             raise ValueError(
                 f"ranks={self.ranks!r} needs a forced ratio: set ratio to a number with 0 <= ratio < 1, "
@@ -295,13 +291,6 @@ def _checked_ratio(ratio: Any, mode: str) -> str | float:
     if not _is_number(ratio) or not 0.0 <= ratio <= 1.0 or (ratio == 1.0 and mode not in MIGRATING_MODES):
         raise ValueError(f"ratio={ratio!r} is not allowed: {allowed}")
     return float(ratio)
-
-
-def _checked_names(key: str, names: Any) -> tuple[str, ...]:
-    is_list = isinstance(names, Sequence) and not isinstance(names, str)
-    if not is_list or not all(isinstance(name, str) and name for name in names):
-        raise ValueError(f"{key}={names!r} is not allowed: a list of parts of layers' names, or [] for none")
-    return tuple(names)
 
 
 def _checked_ranks(ranks: Any) -> str | tuple[int, ...]:

@@ -12,7 +12,7 @@ layer                     weight          input            forward collective   
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -125,27 +125,6 @@ class BalancedLinear:
         if self.watch_input is not None:
             self.watch_input(x)
         return self.plan
-
-
-def work_of_layers(layers: Mapping[str, BalancedLinear]) -> dict[str, float]:
-    """What every layer's products take on this rank, relative to each other: the size of its weight."""
-    return {name: float(layer.weight.numel()) for name, layer in layers.items()}
-
-
-def segments_of_layers(layers: Mapping[str, BalancedLinear]) -> list[list[str]]:
-    """Names of the layers between two synchronisations: ranks meet after row-parallel ones.
-
-    Args:
-        layers: by name, in the order in which the model computes them.
-    """
-    segments: list[list[str]] = []
-    has_ended = True
-    for name, layer in layers.items():
-        if (has_ended and layer.is_column_parallel) or not segments:
-            segments.append([])
-        segments[-1].append(name)
-        has_ended = not layer.is_column_parallel
-    return segments
 
 
 class ColumnParallelLinear(BalancedLinear, nn.Module):

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from zeroresize import kernels
 from zeroresize.config import BalanceConfig
-from zeroresize.linear import BalancedLinear, segments_of_layers, work_of_layers
+from zeroresize.linear import BalancedLinear
 from zeroresize.plan import LayerPlan
 from zeroresize.policy.cost_model import NUM_POINTS, ResizingCost, spread_ratios
-from zeroresize.policy.layer_ratios import group_ratios
 from zeroresize.policy.selection import decided_columns, order_without_priority
 from zeroresize.probe import Probe
 
@@ -42,51 +41,40 @@ class _Shape:
         return self.num_tokens * self.num_columns * self.num_outputs
 
 
-@dataclass(frozen=True)
-class _Product:
-    """What several layers do alike: a shape, and what is pruned of it at each of the measured ratios."""
-
-    shape: _Shape
-    ratios: tuple[float, ...]
-
-
 def measure_resizing_cost(
     layers: Mapping[str, BalancedLinear], config: BalanceConfig, budget_s: float = 1.0
 ) -> ResizingCost:
     """What pruning costs this rank at ``NUM_POINTS`` ratios from 0 to γ_max, over all layers together.
 
-    Every distinct shape is measured once for all layers that have it and prune alike. The products run through the
+    Every distinct shape is measured once for all layers that have it. The products run through the
     layers' probes, so injected slowness counts as it does in training. Fewer tokens are used where all do not fit the
     budget.
 
     Args:
         layers: balanced layers by name; those are measured that have seen the training forwards of one iteration.
-        config: how layers divide a ratio, and in which blocks they prune.
+        config: up to which ratio, and in which blocks, layers prune.
         budget_s: seconds it may take, roughly.
     """
     layers = {name: layer for name, layer in layers.items() if layer.num_tokens > 0}
     if not layers:
         return ResizingCost.linear(config.max_ratio)
-    ratios_of = _ratios_of_layers(layers, config)
-    examples: dict[_Product, BalancedLinear] = {}
-    counts: Counter[_Product] = Counter()
-    for name, layer in layers.items():
+    examples: dict[_Shape, BalancedLinear] = {}
+    counts: Counter[_Shape] = Counter()
+    for layer in layers.values():
         weight = layer.weight
         shape = _Shape(layer.num_tokens, weight.shape[1], weight.shape[0], layer.compute_dtype, weight.device)
-        product = _Product(shape, ratios_of[name])
-        examples.setdefault(product, layer)
-        counts[product] += 1
+        examples.setdefault(shape, layer)
+        counts[shape] += 1
 
     pruned, gemm_s, overhead_s = [0.0] * NUM_POINTS, [0.0] * NUM_POINTS, [0.0] * NUM_POINTS
-    for product, count in counts.items():
-        shape = product.shape
-        plans = [_spread_plan(ratio, shape, config) for ratio in product.ratios]
-        measured = _measure_shape(examples[product], shape, plans, budget_s / len(counts))
+    for shape, count in counts.items():
+        plans = [_spread_plan(ratio, shape, config) for ratio in spread_ratios(config.max_ratio)]
+        measured = _measure_shape(examples[shape], shape, plans, budget_s / len(counts))
         for point, (plan, (gemm, overhead)) in enumerate(zip(plans, measured, strict=True)):
             pruned[point] += count * shape.work * (plan.pruned_share if plan else 0.0)
             gemm_s[point] += count * gemm
             overhead_s[point] += count * overhead
-    work = sum(count * product.shape.work for product, count in counts.items())
+    work = sum(count * shape.work for shape, count in counts.items())
     ratios = tuple(columns / work for columns in pruned)
     if any(low >= high for low, high in itertools.pairwise(ratios)):  # layers of a few columns: several plans are equal
         ratios = spread_ratios(config.max_ratio)
@@ -95,16 +83,6 @@ def measure_resizing_cost(
         gemm_share=tuple(max(seconds / gemm_s[0], 1e-6) for seconds in gemm_s),
         overhead_s=(0.0, *overhead_s[1:]),
     )
-
-
-def _ratios_of_layers(layers: Mapping[str, BalancedLinear], config: BalanceConfig) -> dict[str, tuple[float, ...]]:
-    """What every layer prunes at each of the measured ratios."""
-    costs, segments = work_of_layers(layers), segments_of_layers(layers)
-    points = [
-        group_ratios(costs, segments, ratio, prune_last=config.prune_last, max_ratio=config.max_ratio)
-        for ratio in spread_ratios(config.max_ratio)
-    ]
-    return {name: tuple(point[name] for point in points) for name in layers}
 
 
 def _measure_shape(

@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 
 from zeroresize.config import DIFFERENTIATED_MODES, PRIORITY_MODES, BalanceConfig
 from zeroresize.policy.differentiated import budget_ratios, paper_ratios
-from zeroresize.policy.layer_ratios import Segments, group_ratios
 from zeroresize.policy.priority import ColumnPriority
 from zeroresize.policy.selection import decided_columns, num_lent, order_without_priority, pruned_of_order
 
 Columns = NDArray[np.int64]
+#: Names of the layers between two synchronisations of the ranks, one after the other.
+Segments = Sequence[Sequence[str]]
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class ColumnSelector:
         rank: this rank within the group, for the seed of random orders.
         num_columns: K of every layer by name, in the order of the model.
         costs: of every layer's products, in any unit.
-        segments: names of the layers between two synchronisations of the ranks; None for all in one.
+        segments: None for all layers in one.
 
     Attributes:
         epoch: number of epochs that have ended.
@@ -79,21 +80,17 @@ class ColumnSelector:
             logger.warning("block=%d is more than half of the columns of %s", config.block, ", ".join(coarse))
 
     def layer_ratios(self, relief: Relief) -> dict[str, float]:
-        """γ_k that every layer prunes, before rounding to blocks."""
-        config, max_ratio = self._config, self._max_pruned(relief)
-        of_groups = group_ratios(
-            self._costs, self._segments, relief.pruned, prune_last=config.prune_last, max_ratio=max_ratio
-        )
-        if config.mode not in DIFFERENTIATED_MODES or relief.pruned == 0.0:
-            return of_groups
-        # The paper's rule is one for all layers; ours keeps the ratio of each segment.
-        segments = [list(of_groups)] if config.pridiff_rule == "paper" else self._segments
-        ratios: dict[str, float] = {}
-        for segment in segments:
-            for of_group in {of_groups[name] for name in segment}:
-                names = [name for name in segment if of_groups[name] == of_group]
-                ratios |= zip(names, self._differentiated(names, min(of_group, max_ratio), max_ratio), strict=True)
-        return {name: ratios[name] for name in of_groups}
+        """γ_k that every layer prunes, before rounding to blocks.
+
+        Time that is spared in one segment makes up for nothing in another, so each prunes γ; the paper's rule for
+        PriDiff is one for all layers.
+        """
+        ratios = dict.fromkeys(self._costs, relief.pruned)
+        if self._config.mode in DIFFERENTIATED_MODES and relief.pruned > 0.0:
+            max_ratio = self._max_pruned(relief)
+            for names in [list(ratios)] if self._config.pridiff_rule == "paper" else self._segments:
+                ratios |= zip(names, self._differentiated(names, min(relief.pruned, max_ratio), max_ratio), strict=True)
+        return ratios
 
     def _differentiated(self, names: Sequence[str], ratio: float, max_ratio: float) -> list[float]:
         """γ_k of the layers ``names`` that are to prune γ together."""
