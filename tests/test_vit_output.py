@@ -13,7 +13,7 @@ from rich.console import Console
 
 pytest.importorskip("tensorboard")
 
-from vit_examples import hosts
+from vit_examples import host
 from vit_examples.config import OutputConfig, RunConfig
 from vit_examples.display import Display
 from vit_examples.recorder import Recorder
@@ -79,7 +79,7 @@ def test_an_epoch_without_logged_steps_has_no_ratios(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "metrics.jsonl").read_text()).keys() == {"kind", "epoch", "step", "loss", "ratios"}
 
 
-class LeavingHost(hosts.Host):
+class LeavingHost(host.Host):
     """Nothing but process groups to leave."""
 
     forward = backward = step = save = load = None  # type: ignore[assignment]
@@ -99,7 +99,7 @@ def test_ranks_leave_together(run_ranks) -> None:
 
 @pytest.mark.parametrize("is_dead", [False, True])
 def test_a_rank_that_does_not_come_is_not_waited_for(run_ranks, monkeypatch: pytest.MonkeyPatch, is_dead: bool) -> None:
-    monkeypatch.setattr(hosts, "LEAVE_TOGETHER_S", 1.0)
+    monkeypatch.setattr(host, "LEAVE_TOGETHER_S", 1.0)
 
     def leave(rank, group):
         torch.distributed.barrier()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import zeroresize as zr
 from vit_examples.config import RunConfig
-from vit_examples.hosts import Host
+from vit_examples.host import Host
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vit_examples.config import RunConfig
-from vit_examples.hosts import Host, limit_collectives
+from vit_examples.host import Host, limit_collectives
 from vit_examples.model import build_vit
 
 # Colossal-AI imports bitsandbytes, which warns on every rank that a 4-bit CPU kernel cannot be downloaded; unused here.

@@ -17,7 +17,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import zeroresize as zr
 from vit_examples.config import RunConfig
-from vit_examples.hosts import Host
+from vit_examples.host import Host
 from vit_examples.model import build_vit, parallel_style
 from zeroresize.collectives import require_group
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import zeroresize as zr
 from vit_examples.config import StragglerConfig
-from vit_examples.hosts import Host
+from vit_examples.host import Host
 
 
 class Stragglers:

@@ -1,0 +1,89 @@
+"""A host shards the model and steps it; the training loop sees this interface only."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+LEAVE_TOGETHER_S = 30.0
+
+
+class Host(ABC):
+    """A sharded model with its optimizer; all ranks form one tensor-parallel group.
+
+    Making a host is collective and needs what torchrun sets in the environment.
+
+    Attributes:
+        name: as in ``--host``.
+        model: what ``forward`` runs; ``zeroresize.convert`` changes its layers in place.
+        optimizer: AdamW over the parameters of this rank, perhaps wrapped by the host.
+        tp_group: the tensor-parallel process group.
+        device: where the model's parameters are.
+    """
+
+    name: ClassVar[str]
+    model: nn.Module
+    optimizer: Any
+    tp_group: ProcessGroup
+    device: torch.device
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    @property
+    def num_ranks(self) -> int:
+        return dist.get_world_size()
+
+    @abstractmethod
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits [B, padded classes] of images [B, 3, H, W], whole on every rank."""
+
+    @abstractmethod
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of ``loss`` to those of earlier micro-batches."""
+
+    @abstractmethod
+    def step(self) -> None:
+        """Clip where asked, step the optimizer, and drop the gradients."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Write model and optimizer, sharded, into ``folder``; collective."""
+
+    @abstractmethod
+    def load(self, folder: Path) -> None:
+        """Read what :meth:`save` wrote under the same layout; collective."""
+
+    def set_lr(self, lr: float) -> None:
+        """Learning rate of the next step."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    def close(self) -> None:
+        """Leave the process groups once all ranks want to: gloo may abort a rank whose peers left early.
+
+        A rank that never comes is not waited for longer than ``LEAVE_TOGETHER_S`` seconds.
+        """
+        if dist.get_backend() == "gloo":
+            with suppress(RuntimeError):  # unlike barrier(), it leaves nothing pending that the group's end waits for
+                dist.monitored_barrier(timeout=timedelta(seconds=LEAVE_TOGETHER_S))
+        dist.destroy_process_group()
+
+
+def limit_collectives(process_group: ProcessGroup, timeout_s: float) -> None:
+    """Let collectives of a group that was made without a timeout fail after ``timeout_s`` seconds.
+
+    A rank that dies ends the job at once, through torchrun; the timeout is for one that hangs.
+    """
+    set_timeout = getattr(dist.distributed_c10d, "_set_pg_timeout", None)  # no public name in torch 2.2 to 2.13
+    if set_timeout is not None:
+        set_timeout(timedelta(seconds=timeout_s), process_group)
