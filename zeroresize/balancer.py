@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import nn
 from torch.distributed import ProcessGroup
 
 from zeroresize.collectives import (
     NumbersGroup,
-    all_reduce,
     group_rank,
     group_ranks,
     group_size,
@@ -39,7 +36,7 @@ from zeroresize.measurement import Measurement
 from zeroresize.plan import WorkloadPlan
 from zeroresize.policy.selector import ColumnSelector, Relief
 from zeroresize.policy.sharing import borrowed_shares
-from zeroresize.pretest_migration import measure_migration_cost
+from zeroresize.pretests import pretest
 from zeroresize.telemetry import UpdateRecord
 from zeroresize.timing import StepTimer
 
@@ -53,8 +50,6 @@ _RECORDED_METRICS = (
     "predicted_step_s",
     "is_straggler",
 )
-
-logger = logging.getLogger(__name__)
 
 
 class Balancer:
@@ -373,29 +368,10 @@ class Balancer:
         )
 
     def _pretest(self) -> None:
-        """What pruning and migrating cost, after the first step, unless a run that is resumed knows it of such steps.
-
-        Collective: what one rank does not know all measure.
-        """
-        if self._is_pretested or not self._measurement.is_step_of_training:
-            return
-        self._is_pretested = True
-        may_migrate = self.config.mode in ("off", *MIGRATING_MODES)
-        unknown = [not self._measurement.is_pretested, may_migrate and self._decision.migration is None]
-        device = next(iter(self._layers.values())).weight.device
-        on_ranks = torch.tensor(unknown, dtype=torch.float32, device=device)
-        all_reduce(on_ranks, self._group)
-        measures_pruning, measures_migrating = (on_ranks > 0).tolist()
-        if measures_pruning:
-            self._measurement.pretest()
-        if may_migrate and (measures_pruning or measures_migrating):
-            migration = measure_migration_cost(self._layers, self._group, self.config.migrate)
-            self._decision.migration = migration
-            logger.info(
-                "pre-test of migrating: %.1f ms a loan, and %.1f ms for all of a rank's columns",
-                1e3 * migration.fixed_s,
-                1e3 * migration.per_share_s,
-            )
+        """What pruning and migrating cost, after the first step of training."""
+        if not self._is_pretested and self._measurement.is_step_of_training:
+            self._is_pretested = True
+            pretest(self._layers, self._group, self.config, self._measurement, self._decision)
 
     def _update(self) -> None:
         """Measure and decide."""
