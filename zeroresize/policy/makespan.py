@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeroresize.policy.cost_model import MigrationCost
-from zeroresize.policy.ratio import RankTimes
 from zeroresize.policy.sharing import Division
+from zeroresize.policy.times import RankTimes
 
 Floats = NDArray[np.float64]
 #: For busy times [levels]: how bad, what is lent and how long the step is, each [numbers, levels].
@@ -113,35 +113,37 @@ class _Group:
         self.highest_s = float(self._busy[:, 0].max())
         self.lowest_s = min(float(least.max()), self.highest_s)
 
-    def spared(self, level_s: float) -> Floats:
-        """What every straggler, slowest first, must be relieved of to take ``level_s``."""
+    def spared(self, levels_s: Floats) -> Floats:
+        """[stragglers, levels] what each, slowest first, must be relieved of to take so long."""
         rows = np.array(self.slowest_first, dtype=np.int64)
         busy, ratios = self._busy[rows], self._ratios[rows]
-        places = np.arange(len(rows))
-        is_reached = busy <= level_s
-        first = np.where(is_reached.any(axis=1), is_reached.argmax(axis=1), busy.argmin(axis=1))
+        is_reached = busy[:, None, :] <= levels_s[:, None]
+        first = np.where(is_reached.any(axis=2), is_reached.argmax(axis=2), busy.argmin(axis=1)[:, None])
         before = np.maximum(first - 1, 0)
-        slow_s, fast_s = busy[places, before], busy[places, first]
-        from_ratio, to_ratio = ratios[places, before], ratios[places, first]
+        slow_s, fast_s = np.take_along_axis(busy, before, axis=1), np.take_along_axis(busy, first, axis=1)
+        low, high = np.take_along_axis(ratios, before, axis=1), np.take_along_axis(ratios, first, axis=1)
         drop_s = np.where(slow_s > fast_s, slow_s - fast_s, 1.0)
-        part = np.clip((slow_s - level_s) / drop_s, 0.0, 1.0)
-        return np.where(first == 0, 0.0, from_ratio + (to_ratio - from_ratio) * part)
+        part = np.clip((slow_s - levels_s) / drop_s, 0.0, 1.0)
+        return np.where(first == 0, 0.0, low + (high - low) * part)
 
-    def room(self, level_s: float) -> Floats:
-        """How much every rank can borrow until ``level_s``."""
-        time_s = np.maximum(level_s - self._busy[:, 0], 0.0)
-        places = np.arange(len(time_s))
-        above = np.clip((self._borrowed_s <= time_s[:, None]).sum(axis=1), 1, self._borrowed.shape[1] - 1)
-        low_s, high_s = self._borrowed_s[places, above - 1], self._borrowed_s[places, above]
-        low, high = self._borrowed[places, above - 1], self._borrowed[places, above]
+    def room(self, levels_s: Floats) -> Floats:
+        """[ranks, levels] how much every rank can borrow until then."""
+        time_s = np.maximum(levels_s - self._busy[:, :1], 0.0)
+        above = (self._borrowed_s[:, None, :] <= time_s[:, :, None]).sum(axis=2)
+        above = np.clip(above, 1, self._borrowed.shape[1] - 1)
+        low_s = np.take_along_axis(self._borrowed_s, above - 1, axis=1)
+        high_s = np.take_along_axis(self._borrowed_s, above, axis=1)
+        low = np.take_along_axis(self._borrowed, above - 1, axis=1)
+        high = np.take_along_axis(self._borrowed, above, axis=1)
         between = low + (high - low) * (time_s - low_s) / np.where(high_s > low_s, high_s - low_s, 1.0)
-        return np.where(time_s < self._gemm_s, between, time_s / self._gemm_s)
+        return np.where(time_s < self._gemm_s[:, None], between, time_s / self._gemm_s[:, None])
 
     def division(self, num_migrating: int, found: _Found) -> Division:
         """Those that migrate lend the same part of what they are relieved of."""
         num_ranks = len(self._gemm_s)
         pruned, lent = np.zeros(num_ranks), np.zeros(num_ranks)
-        spared = self.spared(found.level_s)
+        level_s = np.array([found.level_s])
+        spared = self.spared(level_s)[:, 0]
         pruned[self.slowest_first] = spared
         migrating = self.slowest_first[:num_migrating]
         wanted = _sum(spared[:num_migrating])
@@ -151,7 +153,7 @@ class _Group:
             pruned[migrating] -= lent[migrating]
         if not prunes:
             pruned[:] = 0.0
-        return Division(tuple(pruned.tolist()), tuple(lent.tolist()), tuple(self.room(found.level_s).tolist()))
+        return Division(tuple(pruned.tolist()), tuple(lent.tolist()), tuple(self.room(level_s)[:, 0].tolist()))
 
 
 class _Search:
@@ -224,9 +226,9 @@ class _Search:
 
     def _amounts(self, levels_s: Floats) -> tuple[Floats, Floats, Floats]:
         """([numbers, levels] what those that migrate want to be relieved of, [levels] all stragglers, what fits)."""
-        spared = np.array([self._group.spared(level_s) for level_s in levels_s]).T.reshape(-1, len(levels_s))
+        spared = self._group.spared(levels_s)
         upto = np.concatenate([np.zeros((1, len(levels_s))), np.cumsum(spared, axis=0)])
-        room = np.array([_sum(self._group.room(level_s)) for level_s in levels_s])
+        room = np.cumsum(self._group.room(levels_s), axis=0)[-1]
         wanted = upto[self._counts]
         return wanted, upto[-1], np.minimum(wanted, room)
 

@@ -1,0 +1,45 @@
+"""Checks of single values; each raises ValueError with the key, the value and what is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def at_least(key: str, value: Any, least: int) -> None:
+    """Check for a whole number of at least ``least``."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{key}={value!r} is not allowed: a whole number of at least {least} is needed")
+
+
+def number(
+    key: str, value: Any, *, least: float | None = None, above: float | None = None, below: float | None = None
+) -> None:
+    """Check for a number within the given limits."""
+    limits = [f"at least {least:g}"] if least is not None else []
+    limits += [f"above {above:g}"] if above is not None else []
+    limits += [f"below {below:g}"] if below is not None else []
+    fits = isinstance(value, int | float) and not isinstance(value, bool)
+    fits = fits and (least is None or value >= least) and (above is None or value > above)
+    if not (fits and (below is None or value < below)):
+        raise ValueError(f"{key}={value!r} is not allowed: a number {' and '.join(limits)} is needed")
+
+
+def one_of(key: str, value: Any, allowed: Sequence[str]) -> None:
+    """Check for one of ``allowed``."""
+    if value is False and "off" in allowed:  # other YAML loaders read a bare `off` as false
+        raise ValueError(f"{key}=False: write {key}: 'off' with quotes; allowed are {list(allowed)}")
+    if value not in allowed:
+        raise ValueError(f"{key}={value!r} is not allowed: choose one of {list(allowed)}")
+
+
+def is_bool(key: str, value: Any) -> None:
+    """Check for true or false."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{key}={value!r} is not allowed: true or false is needed")
+
+
+def divides(key: str, size: int, by_key: str, by: int) -> None:
+    """Check that ``size`` is a multiple of ``by``."""
+    if size % by:
+        raise ValueError(f"{key}={size} does not divide by {by_key}={by}")
