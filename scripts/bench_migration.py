@@ -21,7 +21,7 @@ import zeroresize as zr
 from scripts.benching import ColossalAIRanks, Trainer, interval_of_ratio, save
 from vit_examples.config import ModelConfig
 from zeroresize import waits
-from zeroresize.lending import CARRIERS
+from zeroresize.config import MIGRATIONS
 
 
 @dataclass
@@ -74,7 +74,7 @@ def settings_of(
     ranks: ColossalAIRanks, shape: ModelConfig, batch_size: int, ratios: list[float], num_owners: int
 ) -> list[Setting]:
     """The unmigrated model first, then every way at every γ."""
-    wanted = [("", 0.0), *((migrate, ratio) for migrate in CARRIERS for ratio in ratios)]
+    wanted = [("", 0.0), *((migrate, ratio) for migrate in MIGRATIONS for ratio in ratios)]
     settings = []
     for migrate, ratio in wanted:
         trainer = ranks.trainer(shape, batch_size=batch_size)

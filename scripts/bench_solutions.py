@@ -113,7 +113,7 @@ class Bench:
     def _window_of_zero_as_semi(self, num_steps: int) -> list[float]:
         zero = self.copies["ZERO-PriDiffR"]
         for rank, own in enumerate(self.copies["SEMI"].balancer.plan.ranks):
-            zero.balancer.pin(rank, own.ratio + own.lent)
+            zero.balancer.pin(rank, own.pruned + own.lent)
         try:
             return zero.window(num_steps)
         finally:
@@ -159,7 +159,7 @@ def report(bench: Bench, chis: Sequence[float], seconds: dict[str, list[float]])
 def shares_of(plan: WorkloadPlan) -> tuple[float, float]:
     """Shares of the group's products that are pruned and lent."""
     return tuple(
-        statistics.fmean(values) for values in zip(*((rank.ratio, rank.lent) for rank in plan.ranks), strict=True)
+        statistics.fmean(values) for values in zip(*((rank.pruned, rank.lent) for rank in plan.ranks), strict=True)
     )
 
 

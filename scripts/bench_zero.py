@@ -60,7 +60,7 @@ class ClosedLoopBench:
         for _ in range(num_updates):
             for _ in range(self.config.update_every):
                 self.zero.step()
-            ratios.append(self.balancer.plan.ranks[STRAGGLER].ratio)
+            ratios.append(self.balancer.plan.ranks[STRAGGLER].pruned)
         return ratios
 
     def _after_zero_step(self) -> None:

@@ -75,7 +75,7 @@ def measured(
             usual_s = statistics.median(other_s)
             step_ratios += [seconds / usual_s for seconds in own_s]
             baseline_ratios.append(baseline.trainer.timed_step() / usual_s)
-            trace.append([rank.ratio for rank in balanced.balancer.plan.ranks])
+            trace.append([rank.pruned for rank in balanced.balancer.plan.ranks])
     for model in (balanced, baseline):
         model.balancer.close()
     return step_ratios, trace, baseline_ratios

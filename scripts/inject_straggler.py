@@ -26,9 +26,8 @@ import yaml
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zeroresize.injection import Contention, SlowOps, round_robin
-from zeroresize.injection.schedule import KINDS, SCOPES, checked_chi, checked_choice
-
-SCHEDULES = ("static", "round_robin")
+from zeroresize.injection.schedule import KINDS, SCHEDULES, SCOPES, checked_chi
+from zeroresize.value_checks import at_least, one_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,13 +75,13 @@ class InjectionConfig:
         return config
 
     def _check(self) -> None:
-        checked_choice("schedule", self.schedule, SCHEDULES)
-        checked_choice("kind", self.kind, KINDS)
-        checked_choice("scope", self.scope, SCOPES)
+        one_of("schedule", self.schedule, SCHEDULES)
+        one_of("kind", self.kind, KINDS)
+        one_of("scope", self.scope, SCOPES)
         for key in ("iters_per_epoch", "tp_size"):
             value = getattr(self, key)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ValueError(f"{key}={value!r} is not allowed: a whole number of at least 1 is needed")
+            if value is not None:
+                at_least(key, value, 1)
         if self.schedule == "round_robin":
             if isinstance(self.chi, Mapping):
                 raise ValueError(f"chi={self.chi!r} is not allowed with schedule: round_robin: one number is needed")

@@ -20,15 +20,15 @@ def test_a_saved_balancer_goes_on_with_the_same_plans(run_ranks, tmp_path, steps
 
         first = slow_run(gather_s=0.02)
         first.steps(steps_before)
-        saved = [p.ratio for p in first.balancer.plan.ranks]
+        saved = [p.pruned for p in first.balancer.plan.ranks]
         dcp.save({"balancer": first.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
         first.steps(9)  # before another run takes the clock
         resumed = slow_run(gather_s=0.0)
         resumed.time.gather_s = 0.02
         dcp.load({"balancer": resumed.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
-        at_once = [p.ratio for p in resumed.balancer.plan.ranks]
+        at_once = [p.pruned for p in resumed.balancer.plan.ranks]
         resumed.steps(9)
-        later = [[p.ratio for p in run.balancer.plan.ranks] for run in (first, resumed)]
+        later = [[p.pruned for p in run.balancer.plan.ranks] for run in (first, resumed)]
         return saved, at_once, *later
 
     for saved, at_once, uninterrupted, resumed in run_ranks(train, 2):
@@ -110,7 +110,7 @@ def test_two_tensor_parallel_groups_balance_and_save_apart(run_ranks, tmp_path):
         dcp.save({"balancer": run.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
         resumed = Run(own)
         dcp.load({"balancer": resumed.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
-        return trace[-1], [p.ratio for p in resumed.balancer.plan.ranks]
+        return trace[-1], [p.pruned for p in resumed.balancer.plan.ranks]
 
     for rank, (ratios, resumed) in enumerate(run_ranks(train, 4)):
         assert resumed == ratios

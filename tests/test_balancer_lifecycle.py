@@ -8,7 +8,7 @@ from processes import RankFailure
 from virtual_training import Pair, Run
 
 import zeroresize as zr
-from zeroresize.collectives import NumbersGroup
+from zeroresize.cpu_group import CpuGroup
 
 
 def test_a_balancer_can_be_closed_and_made_anew_but_not_twice_at_once(run_ranks):
@@ -37,7 +37,7 @@ def test_ranks_that_do_not_agree_are_all_told_what_differs(run_ranks):
 
 
 def test_a_rank_that_never_comes_is_named(run_ranks, monkeypatch):
-    monkeypatch.setattr(NumbersGroup, "MEETING_S", 0.5)
+    monkeypatch.setattr(CpuGroup, "MEETING_S", 0.5)
 
     def build(rank, group):
         if rank == 0:

@@ -30,7 +30,7 @@ def test_stragglers_are_relieved_to_the_normal_ranks_time_and_the_others_filled_
         plan = run.balancer.plan
         run.time.chi = 1.0
         run.updates(5)
-        after = [(own.ratio, own.lent) for own in run.balancer.plan.ranks]
+        after = [(own.pruned, own.lent) for own in run.balancer.plan.ranks]
         shares = [metrics[f"balance/{name}_share"] for name in ("pruned", "lent", "borrowed")]
         return busy_s, shares, plan, after
 
@@ -56,7 +56,7 @@ def test_with_no_budget_training_is_exact(run_ranks):
 
     for expected, losses, straggler in run_ranks(train, 2):
         assert losses == pytest.approx(expected, rel=1e-4)
-        assert straggler.lent > 0.4 and straggler.ratio == 0.0
+        assert straggler.lent > 0.4 and straggler.pruned == 0.0
 
 
 def test_what_is_lent_is_most_important_and_what_is_pruned_least(run_ranks):

@@ -66,7 +66,7 @@ def test_training_with_layers_in_eval_balances_nothing_and_says_so_once(run_rank
         run = slow_rank_1(Run(group, mode=mode), rank)
         run.model.eval()
         plans = [run.updates(1) and run.balancer.plan for _ in range(5)]
-        return [plan.loans or any(rank.ratio for rank in plan.ranks) for plan in plans], told
+        return [plan.loans or any(rank.pruned for rank in plan.ranks) for plan in plans], told
 
     for relieved, told in run_ranks(train, 2):
         assert not any(relieved)
@@ -95,7 +95,7 @@ def test_an_interval_without_the_balanced_layers_tells_nothing_and_breaks_nothin
             run.balancer.step()
         run.steps(8)
         own = run.balancer.plan.ranks[1]
-        return own.ratio + own.lent
+        return own.pruned + own.lent
 
     for spared in run_ranks(train, 2):
         assert (spared > 0.3) == (mode != "off")

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroresize.policy.cost_model import ResizingCost
-from zeroresize.policy.estimate import FullWorkEstimate, StepTimes
+from zeroresize.policy.estimate import FullWorkEstimate
+from zeroresize.policy.times import StepTimes
 
 PRETESTED = ResizingCost((0.0, 0.3, 0.6, 0.9), (1.0, 0.75, 0.5, 0.15), (0.0, 0.015, 0.02, 0.01))
 REST_S, GEMM_S = 0.3, 0.7

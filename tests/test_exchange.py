@@ -5,13 +5,13 @@ import time
 import pytest
 from processes import RankFailure
 
-from zeroresize.collectives import NumbersGroup
+from zeroresize.cpu_group import CpuGroup
 from zeroresize.exchange import Exchange
 
 
 def test_every_rank_sees_the_table_of_the_last_post(run_ranks):
     def exchange_twice(rank, group):
-        exchange = Exchange(NumbersGroup(group, {}))
+        exchange = Exchange(CpuGroup(group, {}))
         tables = [exchange.collect()]
         for update in range(2):
             exchange.post([float(rank), float(update)])
@@ -24,7 +24,7 @@ def test_every_rank_sees_the_table_of_the_last_post(run_ranks):
 
 def test_posting_does_not_wait_for_a_late_rank(run_ranks):
     def post(rank, group):
-        exchange = Exchange(NumbersGroup(group, {}))
+        exchange = Exchange(CpuGroup(group, {}))
         if rank == 1:
             time.sleep(1.0)
         began = time.perf_counter()
@@ -39,7 +39,7 @@ def test_posting_does_not_wait_for_a_late_rank(run_ranks):
 
 def test_posting_twice_without_collecting_is_an_error(run_ranks):
     def post_twice(rank, group):
-        exchange = Exchange(NumbersGroup(group, {}))
+        exchange = Exchange(CpuGroup(group, {}))
         exchange.post([1.0])
         with pytest.raises(RuntimeError, match="not been collected"):
             exchange.post([1.0])
@@ -50,7 +50,7 @@ def test_posting_twice_without_collecting_is_an_error(run_ranks):
 
 def test_a_dead_rank_ends_the_others_with_an_error(run_ranks):
     def die_or_collect(rank, group):
-        exchange = Exchange(NumbersGroup(group, {}))
+        exchange = Exchange(CpuGroup(group, {}))
         if rank == 1:
             raise KeyError("this rank dies")
         exchange.post([1.0])

@@ -92,7 +92,7 @@ def test_every_rank_slow_at_once_prunes_and_lends_nothing(run_ranks):
         run = Run(group, mode="semi")
         run.time.chi = 6.0
         run.updates(4)
-        return run.balancer.plan.loans, [own.ratio for own in run.balancer.plan.ranks]
+        return run.balancer.plan.loans, [own.pruned for own in run.balancer.plan.ranks]
 
     assert run_ranks(train, 2) == [((), [0.0, 0.0])] * 2
 

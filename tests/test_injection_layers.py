@@ -9,10 +9,11 @@ from fake_time import FakeTime
 from torch import nn
 
 from zeroresize import functional
+from zeroresize.balanced_linear import BalancedLinear
 from zeroresize.injection import StragglerInjector, round_robin, static
 from zeroresize.injection.delay import Delays, HostDelay
 from zeroresize.injection.slow_layers import SlowLayers
-from zeroresize.linear import BalancedLinear, ColumnParallelLinear, RowParallelLinear
+from zeroresize.linear import ColumnParallelLinear, RowParallelLinear
 from zeroresize.probe import Probe
 
 

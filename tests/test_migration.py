@@ -14,10 +14,11 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import zeroresize as zr
-from zeroresize.lending import CARRIERS, Lender
+from zeroresize.config import MIGRATIONS
+from zeroresize.lending import Lender
 from zeroresize.migration.ranges import bounds_of_parts
 from zeroresize.plan import LayerPlan, Loan
-from zeroresize.policy.selection import num_lent
+from zeroresize.policy.column_order import num_lent
 from zeroresize.policy.sharing import loans_of
 
 IN, HIDDEN, OUT = 24, 36, 12  # all divide by 2, 3 and 4 ranks
@@ -85,7 +86,7 @@ class Pair(nn.Module):
         return max(errors)
 
 
-@pytest.mark.parametrize("migrate", CARRIERS)
+@pytest.mark.parametrize("migrate", MIGRATIONS)
 @pytest.mark.parametrize(("num_ranks", "owners"), [(2, [0]), (3, [1]), (3, [0, 2]), (4, [2]), (4, [0, 3])])
 @pytest.mark.parametrize("dtype", EXACT)
 def test_training_is_exact_whoever_lends_how_much(run_ranks, migrate, num_ranks, owners, dtype):
@@ -118,7 +119,7 @@ def test_training_is_exact_whoever_lends_how_much(run_ranks, migrate, num_ranks,
         assert held[-1] == held[-3], "nor from plan to plan, where as much is lent"
 
 
-@pytest.mark.parametrize("migrate", CARRIERS)
+@pytest.mark.parametrize("migrate", MIGRATIONS)
 @pytest.mark.parametrize("kind", ["column", "row"])
 @pytest.mark.parametrize("learns", ["x", "w", "x and w"])
 def test_only_what_is_asked_for_is_computed(run_ranks, migrate, kind, learns):
@@ -135,7 +136,7 @@ def test_only_what_is_asked_for_is_computed(run_ranks, migrate, kind, learns):
     run_ranks(train, 3)
 
 
-@pytest.mark.parametrize("migrate", CARRIERS)
+@pytest.mark.parametrize("migrate", MIGRATIONS)
 def test_parts_may_be_uneven_and_empty(run_ranks, migrate):
     def train(rank, group):
         model = Pair(group, torch.float64, layers=1)
@@ -148,7 +149,7 @@ def test_parts_may_be_uneven_and_empty(run_ranks, migrate):
     assert max(run_ranks(train, 4)) <= 1e-10
 
 
-@pytest.mark.parametrize("migrate", CARRIERS)
+@pytest.mark.parametrize("migrate", MIGRATIONS)
 def test_a_layer_that_is_used_twice_in_a_step_gets_both_gradients(run_ranks, migrate):
     def train(rank, group):
         model = Pair(group, torch.float64, layers=1)
@@ -161,7 +162,7 @@ def test_a_layer_that_is_used_twice_in_a_step_gets_both_gradients(run_ranks, mig
     assert max(run_ranks(train, 2)) <= 1e-10
 
 
-@pytest.mark.parametrize("migrate", CARRIERS)
+@pytest.mark.parametrize("migrate", MIGRATIONS)
 @pytest.mark.parametrize("reentrant", [None, False, True])
 def test_data_parallelism_sees_whole_gradients(run_ranks, migrate, reentrant):
     """DDP averages what is accumulated, and copies its buckets back: whatever came later would be lost."""

@@ -9,14 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroresize.config import BalanceConfig
+from zeroresize.policy.column_order import ALIGNMENT, decided_columns, pruned_of_order, random_order
 from zeroresize.policy.controller import Controller
 from zeroresize.policy.cost_model import ResizingCost
-from zeroresize.policy.estimate import FullWorkEstimate, StepTimes
-from zeroresize.policy.ratio import RankTimes, find_stragglers, full_work, pruning_ratios, reference_time
+from zeroresize.policy.estimate import FullWorkEstimate
+from zeroresize.policy.ratio import find_stragglers, pruning_ratios, reference_time
 from zeroresize.policy.rules import HEADROOM
-from zeroresize.policy.selection import ALIGNMENT, decided_columns, pruned_of_order, random_order
 from zeroresize.policy.selector import ColumnSelector, Relief
 from zeroresize.policy.smoothing import smoothed, steadied
+from zeroresize.policy.times import RankTimes, StepTimes, full_work
 
 LINEAR = ResizingCost.linear(0.9)
 #: Half the columns take .6 of the time, gathering takes up to 20 ms.
@@ -200,11 +201,11 @@ def run_closed_loop(config, ranks, chi_at_update, num_updates):
     for update in range(num_updates):
         for rank_number, simulated in enumerate(ranks):
             simulated.chi = chi_at_update(update).get(rank_number, 1.0)
-        measured = [r.measure(p.ratio, plan.begins_at_full_work) for r, p in zip(ranks, plan.ranks, strict=True)]
+        measured = [r.measure(p.pruned, plan.begins_at_full_work) for r, p in zip(ranks, plan.ranks, strict=True)]
         if posted is not None:
             plan = controller.update(posted)
         posted = measured
-        trace.append([p.ratio for p in plan.ranks])
+        trace.append([p.pruned for p in plan.ranks])
     return np.array(trace)
 
 
@@ -257,27 +258,27 @@ def test_every_rank_slow_at_once_is_nobody_slow():
 def test_off_measures_but_never_prunes():
     controller = Controller(BalanceConfig(mode="off"), 2)
     plan = controller.update([rank(0.3, 0.7), rank(0.3, 5.6)])
-    assert [p.ratio for p in plan.ranks] == [0.0, 0.0]
+    assert [p.pruned for p in plan.ranks] == [0.0, 0.0]
     assert [p.is_straggler for p in plan.ranks] == [False, True]
 
 
 def test_forced_ratio_on_named_ranks_holds_from_the_start_and_whatever_is_measured():
     controller = Controller(BalanceConfig(mode="zero-rd", ratio=0.5, ranks=[1]), 3)
-    assert [p.ratio for p in controller.initial_plan().ranks] == [0.0, 0.5, 0.0]
+    assert [p.pruned for p in controller.initial_plan().ranks] == [0.0, 0.5, 0.0]
     plan = controller.update([rank(0.3, 5.6), rank(0.3, 0.7), rank(0.3, 0.7)])
-    assert [p.ratio for p in plan.ranks] == [0.0, 0.5, 0.0]
+    assert [p.pruned for p in plan.ranks] == [0.0, 0.5, 0.0]
 
 
 def test_forced_ratio_on_stragglers_waits_for_one_to_be_found():
     controller = Controller(BalanceConfig(mode="zero-rd", ratio=0.5), 2)
-    assert [p.ratio for p in controller.initial_plan().ranks] == [0.0, 0.0]
-    assert [p.ratio for p in controller.update([rank(0.3, 0.7), rank(0.3, 2.8)]).ranks] == [0.0, 0.5]
+    assert [p.pruned for p in controller.initial_plan().ranks] == [0.0, 0.0]
+    assert [p.pruned for p in controller.update([rank(0.3, 0.7), rank(0.3, 2.8)]).ranks] == [0.0, 0.5]
 
 
 def test_a_rank_that_measured_nothing_yet_changes_nothing():
     controller = Controller(BalanceConfig(mode="zero-rd"), 2)
     plan = controller.update([rank(0.3, 0.7), rank(math.nan, math.nan)])
-    assert [p.ratio for p in plan.ranks] == [0.0, 0.0]
+    assert [p.pruned for p in plan.ranks] == [0.0, 0.0]
 
 
 def test_controller_goes_on_from_its_state():

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroresize.config import BalanceConfig
+from zeroresize.policy.column_order import pruned_of_order, random_order
 from zeroresize.policy.differentiated import budget_ratios, paper_ratios
 from zeroresize.policy.priority import ColumnPriority
-from zeroresize.policy.selection import pruned_of_order, random_order
 from zeroresize.policy.selector import ColumnSelector, Relief
 
 statistics = st.lists(st.floats(0.0, 1e3), min_size=4, max_size=40).map(np.array)

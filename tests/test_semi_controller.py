@@ -34,7 +34,7 @@ def test_where_migrating_cannot_be_measured_semi_only_resizes():
     times, _ = group(4.0, 1.0)
     for _ in range(4):
         plan = controller.update(times)
-    assert plan.loans == () and plan.ranks[0].ratio > 0.5
+    assert plan.loans == () and plan.ranks[0].pruned > 0.5
 
 
 def lent_and_pruned(run):
@@ -93,10 +93,10 @@ def test_a_state_that_does_more_than_is_allowed_now_is_not_carried_out(before):
         saved.update(times, CollectiveTimes(0.0, (0.0, 0.0), MigrationCost(0.01, 0.01)))
     exact = Controller(BalanceConfig(mode="semi", budget=0.0), 2)
     exact.load_state_dict(saved.state_dict())
-    assert [own.ratio for own in exact.current_plan().ranks] == [0.0, 0.0]
+    assert [own.pruned for own in exact.current_plan().ranks] == [0.0, 0.0]
     forced = Controller(BalanceConfig(mode="zero-rd", ratio=0.25, ranks=[1]), 2)
     forced.load_state_dict(saved.state_dict())
-    assert [(own.ratio, own.lent) for own in forced.current_plan().ranks] == [(0.0, 0.0), (0.25, 0.0)]
+    assert [(own.pruned, own.lent) for own in forced.current_plan().ranks] == [(0.0, 0.0), (0.25, 0.0)]
 
 
 def test_nothing_is_pruned_beyond_the_budget_where_the_cost_of_migrating_is_unknown():
@@ -104,7 +104,7 @@ def test_nothing_is_pruned_beyond_the_budget_where_the_cost_of_migrating_is_unkn
     controller = Controller(BalanceConfig(mode="semi", budget=0.0), 2)
     for _ in range(4):
         plan = controller.update(times)
-    assert [own.ratio for own in plan.ranks] == [0.0, 0.0]
+    assert [own.pruned for own in plan.ranks] == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
@@ -167,7 +167,7 @@ def test_the_budget_holds_on_the_way_from_one_division_to_another(chis, costs, b
     for speeds, migration in zip(chis, costs, strict=False):
         lent = tuple(one.lent for one in controller.current_plan().ranks)
         plan = controller.update([rank(chi) for chi in speeds], CollectiveTimes(0.0, lent, migration))
-        assert sum(one.ratio for one in plan.ranks) <= 3 * budget + 1e-9
+        assert sum(one.pruned for one in plan.ranks) <= 3 * budget + 1e-9
         resumed = Controller(config, 3)
         resumed.load_state_dict(controller.state_dict())
         assert resumed.current_plan().ranks == plan.ranks

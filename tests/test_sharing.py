@@ -5,8 +5,8 @@ from uneven_groups import REALISTIC, rank
 
 from zeroresize.migration.carrier import Route
 from zeroresize.plan import Loan
-from zeroresize.policy.ratio import full_work
 from zeroresize.policy.sharing import borrowed_shares, loans_of, paper_lending_ratios, predicted_busy_s
+from zeroresize.policy.times import full_work
 
 
 def test_the_papers_rule_is_equation_1_with_the_fastest_time():

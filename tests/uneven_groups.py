@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 
 from zeroresize.policy.cost_model import MigrationCost, ResizingCost
-from zeroresize.policy.ratio import RankTimes
+from zeroresize.policy.times import RankTimes
 
 LINEAR = ResizingCost.linear(0.9)
 REALISTIC = ResizingCost((0.0, 0.3, 0.6, 0.9), (1.0, 0.75, 0.5, 0.15), (0.0, 0.015, 0.02, 0.01))

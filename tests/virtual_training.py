@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import zeroresize as zr
-from zeroresize import pretest, pretest_migration, timing
+from zeroresize import pretest_migration, pretest_resizing, timing
 from zeroresize.probe import Probe
 
 FEATURES = 48
@@ -52,7 +52,7 @@ class Run:
     def __init__(self, group, gather_s=0.001, on_update=None, **config):
         self.config = zr.BalanceConfig(**{"mode": "zero-rd", "update_every": 3, **config})
         self.time = VirtualTime(gather_s)
-        for module in (timing, pretest, pretest_migration):
+        for module in (timing, pretest_resizing, pretest_migration):
             module.time = types.SimpleNamespace(perf_counter=self.time.perf_counter)
         self.model = zr.convert(Pair(group), process_group=group, config=self.config)
         for layer in (self.model.up, self.model.down):
@@ -81,7 +81,7 @@ class Run:
         trace = []
         for _ in range(number):
             self.steps(self.config.update_every)
-            trace.append([rank.ratio for rank in self.balancer.plan.ranks])
+            trace.append([rank.pruned for rank in self.balancer.plan.ranks])
         return trace
 
     def pruned(self):

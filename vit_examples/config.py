@@ -8,15 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from vit_examples.value_checks import at_least, divides, is_bool, number, one_of
 from zeroresize.config import BalanceConfig
-from zeroresize.injection.schedule import KINDS, SCOPES, checked_chi
+from zeroresize.injection.schedule import KINDS, SCHEDULES, SCOPES, checked_chi, round_robin
+from zeroresize.value_checks import at_least, divides, is_bool, number, one_of
 
 HOSTS = ("colossalai", "torch")
 PRECISIONS = ("fp32", "bf16", "fp16")
 LR_SCHEDULES = ("constant", "cosine")
 STRAGGLER_KINDS = ("none", *KINDS)
-STRAGGLER_SCHEDULES = ("static", "round_robin")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +165,7 @@ class StragglerConfig:
     def __post_init__(self) -> None:
         at_least("straggler.from_epoch", self.from_epoch, 0)
         one_of("straggler.kind", self.kind, STRAGGLER_KINDS)
-        one_of("straggler.schedule", self.schedule, STRAGGLER_SCHEDULES)
+        one_of("straggler.schedule", self.schedule, SCHEDULES)
         one_of("straggler.scope", self.scope, SCOPES)
         _require_spaces(self.chi)
         if self.schedule == "static" and not isinstance(self.chi, dict):
@@ -187,7 +186,7 @@ class StragglerConfig:
         """χ of the ranks that are slow in ``epoch``."""
         if epoch < self.from_epoch:
             return {}
-        return dict(self.chi) if isinstance(self.chi, dict) else {epoch % num_ranks: float(self.chi)}
+        return dict(self.chi) if isinstance(self.chi, dict) else dict(round_robin(float(self.chi))(epoch, num_ranks))
 
     def validate_group_size(self, num_ranks: int) -> None:
         """Raises ValueError for a rank outside a group of ``num_ranks``, or a χ that is not allowed."""

@@ -29,6 +29,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 import zeroresize as zr
 from vit_examples.balance_log import BalanceLog
+from vit_examples.build_host import build_host, require_same_on_all_ranks, require_torchrun
 from vit_examples.checkpoint import Progress, layout_of, load_checkpoint, save_checkpoint
 from vit_examples.config import RunConfig
 from vit_examples.config_file import argument_parser, config_from_arguments
@@ -36,7 +37,6 @@ from vit_examples.data import Split, load_splits, num_batches, test_batches, tra
 from vit_examples.display import Display
 from vit_examples.dry_run import dry_run
 from vit_examples.host import Host
-from vit_examples.hosts import build_host, require_same_on_all_ranks, require_torchrun
 from vit_examples.model import classification_loss, num_correct
 from vit_examples.recorder import Recorder, StepClock, settled_median
 from vit_examples.run_folder import checkpoint_folder, checkpoint_to_resume

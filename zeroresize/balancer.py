@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from zeroresize.collectives import (
-    NumbersGroup,
     group_rank,
     group_ranks,
     group_size,
@@ -24,6 +23,7 @@ from zeroresize.collectives import (
 from zeroresize.column_statistics import ColumnStatistic, build_statistic
 from zeroresize.config import MIGRATING_MODES, PINNABLE_MODES, PRIORITY_MODES, PRUNING_MODES, BalanceConfig
 from zeroresize.convert import balanced_layers
+from zeroresize.cpu_group import CpuGroup
 from zeroresize.decision import GroupDecision
 from zeroresize.exchange import Exchange
 from zeroresize.freezing import ColumnFreezer
@@ -36,7 +36,7 @@ from zeroresize.measurement import Measurement
 from zeroresize.plan import WorkloadPlan
 from zeroresize.policy.selector import ColumnSelector, Relief
 from zeroresize.policy.sharing import borrowed_shares
-from zeroresize.pretests import pretest
+from zeroresize.pretests import make_pretests
 from zeroresize.telemetry import UpdateRecord
 from zeroresize.timing import StepTimer
 
@@ -55,9 +55,10 @@ _RECORDED_METRICS = (
 class Balancer:
     """Balances the converted layers of a model over its tensor-parallel group.
 
-    Call :meth:`step` once after every ``optimizer.step()``, on every rank. A plan changes only there, so never between
-    a forward and its backward, within gradient accumulation, or before a recomputation. It is a
-    ``torch.distributed.checkpoint`` Stateful.
+    Call :meth:`step` once after every ``optimizer.step()``, on every rank. A plan changes there, or by
+    a call of :meth:`pin`, :meth:`release`, :meth:`epoch_end` or :meth:`load_state_dict`, so never between a forward and
+    its backward, within gradient accumulation, or before a recomputation. It is a ``torch.distributed.checkpoint``
+    Stateful.
 
     Args:
         model: what ``zeroresize.convert`` returned, on its device.
@@ -67,6 +68,7 @@ class Balancer:
         on_update: called with an :class:`~zeroresize.telemetry.UpdateRecord` at every update, on every rank.
 
     Attributes:
+        config, on_update: as above; ``on_update`` may be changed at any time.
         lineage: which columns are pruned now, ``lineage.pruned(layer_name, "x" | "w")``.
 
     Raises:
@@ -110,7 +112,7 @@ class Balancer:
         self._measurement = Measurement(self._layers, config)
         self._num_steps = 0
         self._pins: dict[int, float] = {}
-        self._is_at_full_work = self._is_pretested = self._is_closed = False
+        self._is_at_full_work = self._has_pretested = self._is_closed = False
         self._step_overhead_s = self._overhead_since_update_s = 0.0
         self._change_plan()
 
@@ -159,7 +161,7 @@ class Balancer:
         """
         return {
             mode: {
-                "ratio": plan.ranks[self._rank].ratio + plan.ranks[self._rank].lent,
+                "ratio": plan.ranks[self._rank].pruned + plan.ranks[self._rank].lent,
                 "predicted_step_s": plan.predicted_step_s,
             }
             for mode, plan in self._decision.dry_run_plans.items()
@@ -270,7 +272,7 @@ class Balancer:
         self._pins = {rank: ratio for rank, ratio in pins if ratio is not None}
         self._measurement.load_state_dict(own["measurement"])
         self._is_at_full_work = state["is_at_full_work"]
-        self._is_pretested = False
+        self._has_pretested = False
         if self._lender is not None:  # what is lent at once by one plan cannot be borrowed by another
             self._decision.require_agreement(self._agreed)
         self._change_plan()
@@ -295,7 +297,7 @@ class Balancer:
 
     @property
     def plan(self) -> WorkloadPlan:
-        """The plan in force."""
+        """The plan that is decided; a :meth:`pin`, or a step at full work, may stand above it."""
         return self._decision.plan
 
     @property
@@ -344,7 +346,7 @@ class Balancer:
         """Join the other ranks for exchanging numbers, once all agree on what they will do."""
         agreement = {key: repr(value) for key, value in self.config.to_dict().items()}
         agreement["converted layers"] = ", ".join(self._layers)
-        return Exchange(NumbersGroup(process_group, agreement))
+        return Exchange(CpuGroup(process_group, agreement))
 
     def _columns_of_layers(self) -> dict[str, int]:
         return {name: layer.num_columns for name, layer in self._layers.items()}
@@ -369,9 +371,11 @@ class Balancer:
 
     def _pretest(self) -> None:
         """What pruning and migrating cost, after the first step of training."""
-        if not self._is_pretested and self._measurement.is_step_of_training:
-            self._is_pretested = True
-            pretest(self._layers, self._group, self.config, self._measurement, self._decision)
+        if not self._has_pretested and self._measurement.is_step_of_training:
+            self._has_pretested = True
+            self._decision.migration = make_pretests(
+                self._layers, self._group, self.config, self._measurement, self._decision.migration
+            )
 
     def _update(self) -> None:
         """Measure and decide."""
@@ -419,7 +423,7 @@ class Balancer:
         if self._rank in self._pins:
             self._installer.install(Relief(self._pins[self._rank], is_exact=True))
         else:
-            self._installer.install(Relief(own.ratio, own.lent, is_exact=self.config.forced_ratio is not None))
+            self._installer.install(Relief(own.pruned, own.lent, is_exact=self.config.forced_ratio is not None))
             if self._is_at_full_work:
                 self._installer.suspend()
         if self._lender is not None:

@@ -1,17 +1,10 @@
-"""Every collective of the package, in the field's terms, and the one place that knows torch's versions.
+"""Every collective of the package, in the field's terms; ranks are counted within the group.
 
-The all-reduces of the column-parallel dx and the row-parallel y stand inside the Functions of ``functional.py``, which
+The all-reduces of the column-parallel dx and the row-parallel y stand inside the products' backward and forward, which
 start them here, because one is overlapped and the other works in place on the product's own output.
 """
 
 from __future__ import annotations
-
-import json
-import weakref
-from collections import Counter
-from collections.abc import Mapping
-from datetime import timedelta
-from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -68,70 +61,36 @@ def start_all_reduce(tensor: Tensor, process_group: ProcessGroup) -> dist.Work |
     return dist.all_reduce(tensor, group=process_group, async_op=True)
 
 
-class NumbersGroup:
-    """The ranks of a group once more, on CPU (gloo), for numbers: no device synchronisation, nothing in between the
-    host's collectives.
+def broadcast(tensor: Tensor, root: int, process_group: ProcessGroup) -> None:
+    """``tensor`` of rank ``root`` within the group, on every rank, in place."""
+    start_broadcast(tensor, root, process_group).wait()
 
-    It meets through the default group's store under a name of its own. (``torch.distributed.new_group`` with local
-    synchronisation derives the name from how many groups a rank knows, so it hangs where ranks know different ones.)
-    Making it is collective over ``process_group`` only, which makes it safe under DP × TP.
 
-    Args:
-        process_group: whose ranks.
-        agreement: what must be the same on all of them, by name.
+def start_broadcast(tensor: Tensor, root: int, process_group: ProcessGroup) -> dist.Work:
+    """Start :func:`broadcast`."""
+    root = dist.get_global_rank(process_group, root)
+    return dist.broadcast(tensor, root, group=process_group, async_op=True)
 
-    Raises:
-        ValueError: on every rank, if the ranks do not agree, naming what differs and where.
-        RuntimeError: if not all ranks come within ``MEETING_S`` seconds.
-    """
 
-    MEETING_S = 300.0
-    _num_made: ClassVar[Counter[tuple[int, ...]]] = Counter()
+def start_reduce(tensor: Tensor, root: int, process_group: ProcessGroup) -> dist.Work:
+    """Start summing ``tensor`` over the group, in place, on rank ``root`` within it."""
+    return dist.reduce(tensor, dist.get_global_rank(process_group, root), group=process_group, async_op=True)
 
-    def __init__(self, process_group: ProcessGroup, agreement: Mapping[str, str]) -> None:
-        ranks = tuple(group_ranks(process_group))
-        self.rank, self.size = group_rank(process_group), len(ranks)
-        name = f"zeroresize/{'-'.join(map(str, ranks))}/{self._num_made[ranks]}"
-        self._num_made[ranks] += 1
-        self._store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
-        self._num_agreements = 0
-        self.require_agreement(agreement)
-        # A process that ends with gloo's threads alive can abort; dropping the group, also at exit, ends them.
-        self._gloo: list[Any] = [dist.ProcessGroupGloo(self._store, self.rank, self.size, dist.default_pg_timeout)]
-        self.close = weakref.finalize(self, self._gloo.clear)
-        self._meet("connected", "")  # nobody may leave again while others are still connecting
 
-    def start_all_gather(self, parts: list[Tensor], tensor: Tensor) -> dist.Work:
-        """Start filling ``parts`` with every rank's ``tensor``."""
-        return self._gloo[0].allgather([parts], [tensor])
+def start_send(tensor: Tensor, receiver: int, process_group: ProcessGroup) -> list[dist.Work]:
+    """Start sending ``tensor`` to rank ``receiver`` within the group, unless it is empty: what is to be waited for."""
+    if tensor.numel() == 0:
+        return []
+    work = dist.isend(tensor, dist.get_global_rank(process_group, receiver), group=process_group)
+    return [work] if work is not None else []
 
-    def require_agreement(self, agreement: Mapping[str, str]) -> None:
-        """Compare values by name; collective.
 
-        Raises:
-            ValueError: on every rank, if the ranks do not agree, naming what differs and where.
-            RuntimeError: if not all ranks come within ``MEETING_S`` seconds.
-        """
-        self._num_agreements += 1
-        messages = self._meet(f"agreement {self._num_agreements}", json.dumps(dict(agreement)))
-        by_rank = [json.loads(message) for message in messages]
-        for what in by_rank[0]:
-            said = [values.get(what) for values in by_rank]
-            if len(set(said)) > 1:
-                detail = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(said))
-                raise ValueError(f"the ranks of the group do not agree on {what}: {detail}")
-
-    def _meet(self, where: str, message: str) -> list[str]:
-        """Leave a message and wait for those of all ranks."""
-        store = self._store
-        store.set(f"{where}/{self.rank}", message)
-        keys = [f"{where}/{rank}" for rank in range(self.size)]
-        try:
-            store.wait(keys, timedelta(seconds=self.MEETING_S))
-        except Exception as error:
-            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            raise RuntimeError(f"ranks {missing} of the group did not come within {self.MEETING_S:g} s") from error
-        return [store.get(key).decode() for key in keys]
+def start_receive(tensor: Tensor, sender: int, process_group: ProcessGroup) -> list[dist.Work]:
+    """Start filling ``tensor`` with what rank ``sender`` within the group sends, as :func:`start_send` does."""
+    if tensor.numel() == 0:
+        return []
+    work = dist.irecv(tensor, dist.get_global_rank(process_group, sender), group=process_group)
+    return [work] if work is not None else []
 
 
 def gather_from(x: Tensor, process_group: ProcessGroup) -> Tensor:

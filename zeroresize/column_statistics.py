@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from zeroresize.balanced_linear import BalancedLinear
 from zeroresize.config import BalanceConfig
-from zeroresize.linear import BalancedLinear
 from zeroresize.optimizers import stepped_tensors, torch_optimizer
 
 Layers = Mapping[str, BalancedLinear]

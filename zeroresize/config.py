@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from zeroresize.value_checks import at_least, one_of
 from zeroresize.yaml_values import load_yaml
 
 MODES = ("off", "zero-rd", "zero-pri", "zero-pridiff", "mig", "semi")
@@ -48,8 +49,9 @@ class BalanceConfig:
             a ratio of its own for every layer (ZERO-Rd, -Pri, -PriDiff, sections III-B and III-C). With ``"mig"``
             stragglers hand columns to the other ranks (section IV), and nothing is left out. With ``"semi"`` a cost
             model decides who hands over and who prunes, as in ``"zero-pridiff"``.
-        ratio: ``"auto"`` solves Eq. (1) for every straggler; a number forces that ratio γ, 0 ≤ γ < 1 where it prunes
-            (0 prunes nothing), 0 ≤ γ ≤ 1 with ``"mig"``; with ``"semi"`` nothing can be forced.
+        ratio: ``"auto"`` decides for every straggler, by Eq. (1) where it only prunes; a number forces that ratio γ,
+            0 ≤ γ < 1 where it prunes (0 prunes nothing), 0 ≤ γ ≤ 1 with ``"mig"``; with ``"semi"`` nothing can be
+            forced.
         ranks: whom a forced ratio applies to: ``"stragglers"`` (as measured), ``"all"``, or ranks counted within the
             group. With ``"all"`` or a list the ratio is in force from the first iteration.
         target: the reference time of Eq. (1): the ``"mean"`` over the ranks (paper) or their ``"min"``.
@@ -57,7 +59,8 @@ class BalanceConfig:
             row by row, or the ``"same"`` values as in the previous iteration (costs a stored copy of both).
         update_every: optimizer steps between two updates; an update is one exchange and one decision.
         tolerance: a rank is a straggler when its time exceeds the reference by more than this share.
-        max_ratio: the largest pruning ratio γ_max an automatic decision may choose.
+        max_ratio: γ_max, the largest share that an automatic decision spares a rank; where nothing is pruned
+            (``"mig"``, or ``budget`` 0) all may be lent.
         ewma: weight of the newest sample when measurements are smoothed, 0.65 to 1.
         dead_band: a change of γ smaller than this is not carried out.
         priority: what makes a column important: the ``"variation"`` of its weights over an epoch (paper's δ), its
@@ -74,7 +77,7 @@ class BalanceConfig:
         migrate: how migrated columns travel: ``"broadcast-reduce"`` by collectives, merged with those that run anyway,
             or ``"scatter-gather"`` from rank to rank.
         mig_rule: what ``"mig"`` aims at: the time at which all ranks are ``"balanced"``, or the ``"paper"``'s Eq. (1)
-            with the fastest rank's time.
+            with the time of ``target``.
         semi_rule: how ``"semi"`` divides: ``"makespan"`` prunes the least that keeps a step within half the
             ``tolerance`` of the normal ranks' time, and lends the rest; ``"paper"`` follows Eq. (2) and (3).
         migrating: how many stragglers migrate in mode "semi", the slowest first (λ of Fig. 11); ``"auto"`` decides.
@@ -114,18 +117,18 @@ class BalanceConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _one_of("mode", self.mode, MODES)
-        _one_of("target", self.target, TARGETS)
-        _one_of("imputation", self.imputation, IMPUTATIONS)
-        _one_of("priority", self.priority, PRIORITIES)
-        _one_of("snapshot", self.snapshot, SNAPSHOTS)
-        _one_of("pridiff_rule", self.pridiff_rule, PRIDIFF_RULES)
-        _one_of("pruned_update", self.pruned_update, PRUNED_UPDATES)
-        _one_of("migrate", self.migrate, MIGRATIONS)
-        _one_of("mig_rule", self.mig_rule, MIG_RULES)
-        _one_of("semi_rule", self.semi_rule, SEMI_RULES)
+        one_of("mode", self.mode, MODES)
+        one_of("target", self.target, TARGETS)
+        one_of("imputation", self.imputation, IMPUTATIONS)
+        one_of("priority", self.priority, PRIORITIES)
+        one_of("snapshot", self.snapshot, SNAPSHOTS)
+        one_of("pridiff_rule", self.pridiff_rule, PRIDIFF_RULES)
+        one_of("pruned_update", self.pruned_update, PRUNED_UPDATES)
+        one_of("migrate", self.migrate, MIGRATIONS)
+        one_of("mig_rule", self.mig_rule, MIG_RULES)
+        one_of("semi_rule", self.semi_rule, SEMI_RULES)
         if self.migrating != "auto":
-            _at_least("migrating", self.migrating, 0)
+            at_least("migrating", self.migrating, 0)
         _in_range("tolerance", self.tolerance, 0.0, 10.0)
         _in_range("max_ratio", self.max_ratio, 0.0, 1.0, open_low=True, open_high=True)
         _in_range("budget", self.budget, 0.0, 1.0)
@@ -134,11 +137,11 @@ class BalanceConfig:
         _in_range("ageing", self.ageing, 0.0, 1e6)
         _in_range("alpha", self.alpha, 0.0, 1.0)
         _in_range("theta_iter", self.theta_iter, 0.0, 1e6)
-        _at_least("update_every", self.update_every, 1)
-        _at_least("block", self.block, 1)
-        _at_least("seed", self.seed, 0)
+        at_least("update_every", self.update_every, 1)
+        at_least("block", self.block, 1)
+        at_least("seed", self.seed, 0)
         if self.iters_per_epoch is not None:
-            _at_least("iters_per_epoch", self.iters_per_epoch, 1)
+            at_least("iters_per_epoch", self.iters_per_epoch, 1)
         object.__setattr__(self, "ratio", _checked_ratio(self.ratio, self.mode))
         object.__setattr__(self, "ranks", _checked_ranks(self.ranks))
         if self.ranks != "stragglers" and self.ratio == "auto":
@@ -171,7 +174,7 @@ class BalanceConfig:
 
     @property
     def forced_ratio(self) -> float | None:
-        """The pruning ratio a user forces, or None where Eq. (1) decides."""
+        """The ratio a user forces, or None where it is decided from measurements."""
         return None if isinstance(self.ratio, str) else self.ratio
 
     def validate_group_size(self, num_ranks: int) -> None:
@@ -249,13 +252,6 @@ class BalanceConfig:
         return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
 
-def _one_of(key: str, value: Any, allowed: Sequence[str]) -> None:
-    if value is False and "off" in allowed:  # other YAML loaders read a bare `off` as false
-        raise ValueError(f"{key}=False: write {key}: 'off' with quotes; allowed are {list(allowed)}")
-    if value not in allowed:
-        raise ValueError(f"{key}={value!r} is not allowed: choose one of {list(allowed)}")
-
-
 def _is_number(value: Any) -> bool:
     return (isinstance(value, float) and math.isfinite(value)) or (
         isinstance(value, int) and not isinstance(value, bool)
@@ -272,11 +268,6 @@ def _in_range(
     above = value >= high if open_high else value > high
     if below or above:
         raise ValueError(f"{key}={value!r} is outside {allowed}")
-
-
-def _at_least(key: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{key}={value!r} is not allowed: a whole number of at least {least} is needed")
 
 
 def _checked_ratio(ratio: Any, mode: str) -> str | float:

@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
+from zeroresize.balanced_linear import BalancedLinear
 from zeroresize.collectives import group_size, require_group, same_ranks
 from zeroresize.config import BalanceConfig
-from zeroresize.linear import BalancedLinear
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from zeroresize.plan import WorkloadPlan
 from zeroresize.policy.communication import CollectiveTimes
 from zeroresize.policy.controller import Controller
 from zeroresize.policy.cost_model import MigrationCost, ResizingCost
-from zeroresize.policy.ratio import RankTimes
+from zeroresize.policy.times import RankTimes
 
 
 class GroupDecision:

@@ -1,4 +1,4 @@
-"""One small vector of numbers a rank, exchanged without anybody waiting for it."""
+"""One small vector of numbers a rank, exchanged while training goes on."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroresize.collectives import NumbersGroup
+from zeroresize.cpu_group import CpuGroup
 
 
 class Exchange:
-    """All-gather of a vector: posted at one update, waited for at the next.
+    """All-gather of a vector: posted at one time, usually an update, and waited for at another, usually the next.
 
     It is waited for, never polled, so every rank sees the same table at the same update.
 
@@ -20,7 +20,7 @@ class Exchange:
         group: the ranks, on a CPU group of their own.
     """
 
-    def __init__(self, group: NumbersGroup) -> None:
+    def __init__(self, group: CpuGroup) -> None:
         self._group = group
         self._work: dist.Work | None = None
         self._parts: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""pruned_update="freeze": an optimizer step leaves the weights and moments of pruned columns untouched (Decided 9).
+"""pruned_update="freeze": an optimizer step leaves the weights and moments of pruned columns untouched.
 
 A gradient of zero still gets momentum and weight decay, so a column that is pruned for an epoch would lose much of its
 magnitude. Works for every torch optimizer, whatever its implementation (foreach, fused), since the columns are set
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroresize.linear import BalancedLinear
+from zeroresize.balanced_linear import BalancedLinear
 from zeroresize.optimizers import states_like, stepped_tensors, torch_optimizer
 
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from zeroresize.balanced_linear import BalancedLinear
 from zeroresize.layer_work import work_of_layers
 from zeroresize.lineage import LineageTable
-from zeroresize.linear import BalancedLinear
 from zeroresize.plan import LayerPlan
 from zeroresize.policy.selector import ColumnSelector, Relief
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from zeroresize.linear import BalancedLinear
+from zeroresize.balanced_linear import BalancedLinear
 
 
 def work_of_layers(layers: Mapping[str, BalancedLinear]) -> dict[str, float]:
@@ -16,7 +16,7 @@ def segments_of_layers(layers: Mapping[str, BalancedLinear]) -> list[list[str]]:
     """Names of the layers between two synchronisations: ranks meet after row-parallel ones.
 
     Args:
-        layers: by name, in the order in which the model computes them.
+        layers: by name, in the order in which the model registers them, which is taken for that of computing.
     """
     segments: list[list[str]] = []
     has_ended = True

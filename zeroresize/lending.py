@@ -5,24 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from zeroresize.collectives import group_rank, group_size, world_size
+from zeroresize.balanced_linear import BalancedLinear
+from zeroresize.collectives import broadcast, group_rank, group_size, world_size
 from zeroresize.columns import Columns
-from zeroresize.linear import BalancedLinear
-from zeroresize.migration.broadcast_reduce import BroadcastReduce
 from zeroresize.migration.buffers import Buffers
-from zeroresize.migration.carrier import Carrier, Route
+from zeroresize.migration.carrier import Route
+from zeroresize.migration.carriers import make_carrier
 from zeroresize.migration.homecoming import Homecoming
 from zeroresize.migration.layer_loans import LayerLoan, LayerLoans
 from zeroresize.migration.ranges import bounds_of_parts
-from zeroresize.migration.scatter_gather import ScatterGather
 from zeroresize.plan import Loan
-from zeroresize.policy.selection import num_lent
-
-CARRIERS: dict[str, type[Carrier]] = {"broadcast-reduce": BroadcastReduce, "scatter-gather": ScatterGather}
+from zeroresize.policy.column_order import num_lent
 
 
 class Lender:
@@ -31,7 +27,7 @@ class Lender:
     Args:
         layers: balanced layers by name, the same names in the same order on every rank.
         process_group: their tensor-parallel group.
-        migrate: how slices travel, one of ``CARRIERS``.
+        migrate: how slices travel, one of ``MIGRATIONS``.
         is_exact: whether a loan is of just its ratio, instead of as many columns as are fast to multiply.
     """
 
@@ -43,7 +39,7 @@ class Lender:
         # Whose loans differ: gradients must come in the same order in all, or buckets of them would be mixed up.
         self._has_replicas = world_size() > group_size(process_group)
         self._buffers = Buffers()
-        self._carrier = CARRIERS[migrate](process_group, self._rank, self._buffers)
+        self._carrier = make_carrier(migrate, process_group, self._buffers)
         self._homecoming = Homecoming(self._buffers)
         self._in_force: tuple[tuple[Loan, ...], int] | None = None
 
@@ -103,7 +99,7 @@ class Lender:
     @property
     def bytes_moved(self) -> int:
         """All that was sent and received so far; a transfer counts at one of its ends."""
-        return self._carrier.traffic.bytes_moved
+        return self._carrier.bytes_moved
 
     def _tell_columns(self, loan: Loan, lent: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The owner's lent columns of every layer, on every rank."""
@@ -113,7 +109,7 @@ class Lender:
             told = torch.cat([lent[name].to(device) for name in self._layers])
         else:
             told = torch.empty(sum(counts), dtype=torch.int64, device=device)
-        dist.broadcast(told, dist.get_global_rank(self._group, loan.owner), group=self._group)
+        broadcast(told, loan.owner, self._group)
         return dict(zip(self._layers, told.split(counts), strict=True))
 
     def _num_lent(self, layer: BalancedLinear, loan: Loan) -> int:

@@ -12,8 +12,8 @@ MATRICES = ("x", "w")
 class LineageTable:
     """⟨layer_name, matrix_name⟩ → indices of the pruned columns.
 
-    ``x`` and ``w`` of a layer are pruned alike (dual pruning), so both names lead to one index list, the very one that
-    the layer's backward uses to put gradients on the right columns.
+    ``x`` and ``w`` of a layer are pruned alike (dual pruning), so both names lead to one index list, whose complement
+    tells the layer's backward where its gradients belong.
     """
 
     def __init__(self, num_columns: dict[str, int]) -> None:
@@ -29,7 +29,7 @@ class LineageTable:
             self._plans[layer_name] = plan
 
     def pruned(self, layer_name: str, matrix_name: str) -> Tensor | None:
-        """Sorted pruned column indices (int64) of ``matrix_name`` "x" or "w"; None where nothing is pruned.
+        """Sorted pruned column indices (int64) of ``matrix_name`` "x" or "w"; None where the layer has no plan.
 
         Raises:
             KeyError: for a layer that is not balanced.

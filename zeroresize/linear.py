@@ -12,119 +12,12 @@ layer                     weight          input            forward collective   
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from zeroresize.balanced_linear import BalancedLinear
 from zeroresize.collectives import gather_from, group_rank, group_size, require_group, scatter_to
-from zeroresize.functional import LastGradients, column_parallel_products, row_parallel_products
-from zeroresize.migration.layer_loans import LayerLoans
-from zeroresize.plan import LayerPlan
-from zeroresize.probe import Probes
-
-
-class BalancedLinear:
-    """What a parallel linear layer needs to be balanced; mixed into a ``torch.nn.Module``.
-
-    Attributes:
-        plan: the layer's current :class:`~zeroresize.plan.LayerPlan`, None for the whole product. Evaluation
-            (``training`` False, with gradients or without) always computes in full.
-        loans: what other ranks compute of the layer, and it for them; None where nothing migrates.
-        probes: what measures or slows the products.
-        last: gradients of the previous backward, held only for ``imputation="same"``.
-        num_tokens: T, summed over the training forwards since :meth:`forget_forwards`.
-        num_forwards: how many they were, recomputations included.
-        compute_dtype: of the last training forward's products.
-        watch_input: called with every training forward's local input x [..., K]; None for nobody.
-        is_converted: whether ``zeroresize.convert`` has taken the layer in.
-        is_column_parallel: whether x is replicated and dx summed over the group, instead of x split and y summed.
-        process_group: the tensor-parallel group.
-    """
-
-    is_column_parallel: ClassVar[bool]
-    plan: LayerPlan | None
-    loans: LayerLoans | None
-    probes: Probes
-    last: LastGradients | None
-    num_tokens: int
-    num_forwards: int
-    compute_dtype: torch.dtype
-    watch_input: Callable[[Tensor], None] | None
-    is_converted: bool
-    process_group: ProcessGroup
-    weight: Tensor
-    training: bool
-
-    def prepare_balancing(self) -> None:
-        """Give the layer its balancing state: no plan, no probes."""
-        self.plan = None
-        self.loans = None
-        self.probes = Probes()
-        self.last = None
-        self.forget_forwards()
-        self.compute_dtype = self.weight.dtype
-        self.watch_input = None
-        self.is_converted = False
-
-    def forget_forwards(self) -> None:
-        """Count training forwards anew."""
-        self.num_tokens = self.num_forwards = 0
-
-    @property
-    def num_columns(self) -> int:
-        """K, the columns a plan chooses from."""
-        return self.weight.shape[1]
-
-    def column_products(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """y [..., N] of the whole x [..., K]; in backward dx is summed over the group."""
-        if self.training and self.loans is not None:
-            return self._column_products_with_loans(x, bias, self.loans)
-        return self._column_products(x, bias, None)
-
-    def row_products(self, x: Tensor) -> Tensor:
-        """Sum over the group of y [..., N] of each rank's slice x [..., K]."""
-        if self.training and self.loans is not None:
-            return self._row_products_with_loans(x, self.loans)
-        return self._row_products(x, None)
-
-    def _column_products(self, x: Tensor, bias: Tensor | None, loans: LayerLoans | None) -> Tensor:
-        x, weight, bias = _cast_for_autocast(x, self._weight_in_force(loans), bias)
-        plan = self._plan_in_force(x)
-        return column_parallel_products(x, weight, bias, plan, self.process_group, self._probes_told, self.last, loans)
-
-    def _row_products(self, x: Tensor, loans: LayerLoans | None) -> Tensor:
-        x, weight, _ = _cast_for_autocast(x, self._weight_in_force(loans), None)
-        plan = self._plan_in_force(x)
-        return row_parallel_products(x, weight, plan, self.process_group, self._probes_told, self.last, loans)
-
-    # A compiled graph cannot tell whether a weight is still the one that was lent.
-    _column_products_with_loans = torch.compiler.disable(_column_products)
-    _row_products_with_loans = torch.compiler.disable(_row_products)
-
-    @property
-    def _probes_told(self) -> Probes:
-        return self.probes if self.training else self.probes.of_evaluation()
-
-    def _weight_in_force(self, loans: LayerLoans | None) -> Tensor:
-        return self.weight if loans is None else loans.weight_in_force(self.weight)
-
-    def _plan_in_force(self, x: Tensor) -> LayerPlan | None:
-        if x.shape[-1] != self.num_columns:
-            raise ValueError(
-                f"input {tuple(x.shape)} does not fit weight {tuple(self.weight.shape)}: "
-                f"its last dimension must be {self.num_columns}"
-            )
-        if not self.training:
-            return None
-        self.num_tokens += x.numel() // self.num_columns
-        self.num_forwards += 1
-        self.compute_dtype = x.dtype
-        if self.watch_input is not None:
-            self.watch_input(x)
-        return self.plan
 
 
 class ColumnParallelLinear(BalancedLinear, nn.Module):
@@ -310,28 +203,6 @@ class RowParallelLinear(BalancedLinear, nn.Module):
             f"ranks={group_size(self.process_group)}, bias={self.bias is not None}, "
             f"input_is_parallel={self.input_is_parallel}"
         )
-
-
-def _cast_for_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What ``torch.autocast`` does to the operands of ``F.linear``; gradients are cast back by autograd."""
-    dtype = _autocast_dtype(x.device.type)
-    if dtype is None:
-        return x, weight, bias
-    return _cast(x, dtype), _cast(weight, dtype), None if bias is None else _cast(bias, dtype)
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Autocast leaves float64 as it is."""
-    return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
-
-
-def _autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The dtype that autocast computes in on ``device_type``, or None where it is off (any torch from 2.2 on)."""
-    if hasattr(torch, "get_autocast_dtype"):
-        return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
-    if device_type == "cpu":
-        return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
-    return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None
 
 
 def _divide(name: str, size: int, num_ranks: int) -> int:

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
+from zeroresize.balanced_linear import BalancedLinear
 from zeroresize.config import BalanceConfig
-from zeroresize.linear import BalancedLinear
 from zeroresize.policy.cost_model import ResizingCost
-from zeroresize.policy.estimate import FullWorkEstimate, StepTimes
-from zeroresize.policy.ratio import RankTimes
-from zeroresize.pretest import measure_resizing_cost
+from zeroresize.policy.estimate import FullWorkEstimate
+from zeroresize.policy.times import RankTimes, StepTimes
+from zeroresize.pretest_resizing import measure_resizing_cost
 from zeroresize.timing import StepTimer, clock_for
 
 logger = logging.getLogger(__name__)

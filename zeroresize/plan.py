@@ -18,14 +18,14 @@ class RankPlan:
     """One rank's share of a plan.
 
     Attributes:
-        ratio: pruning ratio γ, the share of every layer's columns that nobody computes.
+        pruned: γ, the share of its products that nobody computes; layers may differ.
         lent: the share of every layer's columns that other ranks compute.
         is_straggler: whether the rank was found to be one.
     """
 
-    ratio: float = 0.0
-    is_straggler: bool = False
+    pruned: float = 0.0
     lent: float = 0.0
+    is_straggler: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,6 @@ class WorkloadPlan:
     """The group's plan: the same on every rank, since all compute it from the same exchanged numbers.
 
     Attributes:
-        update: number of the update that decided it; 0 is the plan in force from the first iteration.
         ranks: one ``RankPlan`` a rank, in the order of the group.
         predicted_step_s: seconds of a step under this plan, the busy time of the slowest rank and what collectives add;
             NaN before anything was measured.
@@ -58,7 +57,6 @@ class WorkloadPlan:
         loans: what migrates, in the order in which every rank carries it out.
     """
 
-    update: int
     ranks: tuple[RankPlan, ...]
     predicted_step_s: float = float("nan")
     begins_at_full_work: bool = False

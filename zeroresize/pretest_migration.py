@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from zeroresize.collectives import all_reduce, group_rank, group_size
-from zeroresize.lending import CARRIERS
-from zeroresize.linear import BalancedLinear
+from zeroresize.balanced_linear import BalancedLinear
+from zeroresize.collectives import all_reduce, group_size
 from zeroresize.migration.buffers import Buffers
 from zeroresize.migration.carrier import Carrier, Route
+from zeroresize.migration.carriers import make_carrier
 from zeroresize.migration.ranges import bounds_of_parts
+from zeroresize.policy.column_order import num_lent
 from zeroresize.policy.cost_model import MigrationCost
-from zeroresize.policy.selection import num_lent
 
 #: Shares of its columns that one rank lends in the pre-test: between and beyond, the cost is a straight line.
 _LENT = (0.25, 0.75)
@@ -83,7 +83,7 @@ def measure_migration_cost(
 def _round(shapes: Mapping[_Shape, int], process_group: ProcessGroup, migrate: str) -> list[float]:
     """Seconds of a step's transfers at each of ``_LENT``, of the slowest rank: the same numbers on all."""
     buffers = Buffers()
-    carrier = CARRIERS[migrate](process_group, group_rank(process_group), buffers)
+    carrier = make_carrier(migrate, process_group, buffers)
     seconds = [sum(count * _time_transfers(shape, lent, carrier) for shape, count in shapes.items()) for lent in _LENT]
     device = next(iter(shapes)).device
     every_rank = torch.zeros(group_size(process_group), len(_LENT), dtype=torch.float64, device=device)

@@ -16,8 +16,8 @@ from zeroresize import kernels
 from zeroresize.balanced_linear import BalancedLinear
 from zeroresize.config import BalanceConfig
 from zeroresize.plan import LayerPlan
+from zeroresize.policy.column_order import decided_columns, order_without_priority
 from zeroresize.policy.cost_model import NUM_POINTS, ResizingCost, spread_ratios
-from zeroresize.policy.selection import decided_columns, order_without_priority
 from zeroresize.probe import Probe
 
 _REPEATS = 3

@@ -8,29 +8,36 @@ from collections.abc import Mapping
 import torch
 from torch.distributed import ProcessGroup
 
+from zeroresize.balanced_linear import BalancedLinear
 from zeroresize.collectives import all_reduce
 from zeroresize.config import MIGRATING_MODES, BalanceConfig
-from zeroresize.decision import GroupDecision
-from zeroresize.linear import BalancedLinear
 from zeroresize.measurement import Measurement
+from zeroresize.policy.cost_model import MigrationCost
 from zeroresize.pretest_migration import measure_migration_cost
 
 logger = logging.getLogger(__name__)
 
 
-def pretest(
+def make_pretests(
     layers: Mapping[str, BalancedLinear],
     process_group: ProcessGroup,
     config: BalanceConfig,
     measurement: Measurement,
-    decision: GroupDecision,
-) -> None:
+    migration: MigrationCost | None,
+) -> MigrationCost | None:
     """Measure on the shapes of the step that has ended what is not known of such steps; a resumed run may know it.
 
     Collective: what one rank does not know all measure.
+
+    Args:
+        measurement: takes what pruning costs.
+        migration: what migrating costs, as far as is known.
+
+    Returns:
+        What migrating costs, None in a mode that does not need it.
     """
     may_migrate = config.mode in ("off", *MIGRATING_MODES)
-    unknown = [not measurement.is_pretested, may_migrate and decision.migration is None]
+    unknown = [not measurement.is_pretested, may_migrate and migration is None]
     device = next(iter(layers.values())).weight.device
     on_ranks = torch.tensor(unknown, dtype=torch.float32, device=device)
     all_reduce(on_ranks, process_group)
@@ -38,9 +45,10 @@ def pretest(
     if measures_pruning:
         measurement.pretest()
     if may_migrate and (measures_pruning or measures_migrating):
-        migration = decision.migration = measure_migration_cost(layers, process_group, config.migrate)
+        migration = measure_migration_cost(layers, process_group, config.migrate)
         logger.info(
             "pre-test of migrating: %.1f ms a loan, and %.1f ms for all of a rank's columns",
             1e3 * migration.fixed_s,
             1e3 * migration.per_share_s,
         )
+    return migration

@@ -19,9 +19,9 @@ from zeroresize.plan import RankPlan, WorkloadPlan
 from zeroresize.policy.communication import CollectiveTimes
 from zeroresize.policy.controller import Controller
 from zeroresize.policy.cost_model import MigrationCost, ResizingCost
-from zeroresize.policy.estimate import FullWorkEstimate, StepTimes
-from zeroresize.policy.ratio import RankTimes
+from zeroresize.policy.estimate import FullWorkEstimate
 from zeroresize.policy.sharing import borrowed_shares
+from zeroresize.policy.times import RankTimes, StepTimes
 
 #: χ of every rank in a step.
 Speeds = Callable[[int], Sequence[float]]
@@ -98,13 +98,13 @@ def simulate(
     for step in range(num_steps):
         noise = np.maximum(1.0 + cluster.noise * generator.standard_normal((num_ranks, 3)), 0.1)
         is_full = plan.begins_at_full_work and step % config.update_every == 0
-        in_force = WorkloadPlan(plan.update, (RankPlan(),) * num_ranks) if is_full else plan
+        in_force = WorkloadPlan((RankPlan(),) * num_ranks) if is_full else plan
         times = _step(cluster, cluster.chi(step), in_force, noise)
         unread.append(times)
         interval += unread[:-1] if cluster.reads_late else unread
         unread = unread[-1:] if cluster.reads_late else []
         step_s.append(max(rank.busy_s + rank.wait_s for rank in times))
-        pruned_share += sum(rank.ratio for rank in in_force.ranks) / num_ranks / num_steps
+        pruned_share += sum(rank.pruned for rank in in_force.ranks) / num_ranks / num_steps
         lent_share += sum(rank.lent for rank in in_force.ranks) / num_ranks / num_steps
         if (step + 1) % config.update_every:
             continue
@@ -119,7 +119,7 @@ def simulate(
             waits_s = [estimate.usual_step.wait_s for estimate in estimates if estimate.usual_step is not None]
             lent_then = tuple(rank.lent for rank in measured_under.ranks)
             received = samples, CollectiveTimes(min(waits_s), lent_then, cluster.migration)
-        ratios.append([rank.ratio for rank in plan.ranks])
+        ratios.append([rank.pruned for rank in plan.ranks])
         lent.append([rank.lent for rank in plan.ranks])
     return Simulation(step_s, ratios, lent, pruned_share, lent_share)
 
@@ -129,7 +129,7 @@ def _step(cluster: Cluster, chi: Sequence[float], plan: WorkloadPlan, noise: NDA
     borrowed = borrowed_shares(plan.loans, len(chi))
     times = []
     for own_chi, rank, share, own_noise in zip(chi, plan.ranks, borrowed, noise, strict=True):
-        spared = rank.ratio + rank.lent
+        spared = rank.pruned + rank.lent
         rest_s = cluster.rest_s * float(own_noise[0])
         executed = cluster.cost.gemm_share_at(spared) + cluster.cost.borrowed_at(share)
         gemm_s = own_chi * cluster.gemm_s * executed * float(own_noise[1])

@@ -32,7 +32,7 @@ class UpdateRecord:
         lent_to: what each other rank computes of ``lent_share``, by its number as text (as JSON has it).
         layer_shares: share of every layer's columns that is pruned, by layer name.
         predicted_step_s: of the group under the plan: its slowest rank's busy time and the collectives.
-        begins_at_full_work: whether the next step prunes nothing nevertheless, to be measured.
+        begins_at_full_work: whether the next step prunes and lends nothing nevertheless, to be measured.
         balancing_s: what balancing cost this rank since the last update, in all.
         would: in mode "off", what each mode would do: γ and predicted step time of the group by mode.
     """
@@ -117,7 +117,9 @@ _SCALARS = (
 
 
 class TensorBoardTelemetry(Telemetry):
-    """Shows every record's numbers under ``balance/`` in TensorBoard; each rank needs a folder of its own.
+    """Shows records in TensorBoard, numbers under ``balance/``, layers' shares under ``balance_layers/``.
+
+    Needs the package ``tensorboard``; each rank needs a folder of its own.
 
     Args:
         folder: where the events go.

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from zeroresize import waits
-from zeroresize.policy.estimate import StepTimes
+from zeroresize.policy.times import StepTimes
 from zeroresize.probe import Probe
 
 #: So many pairs of marks are kept at most, but for those that the device has not passed yet.

@@ -10,12 +10,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from zeroresize.balanced_linear import BalancedLinear
 from zeroresize.collectives import group_rank, group_size, require_group
 from zeroresize.injection.contention import Contention
-from zeroresize.injection.schedule import KINDS, SCOPES, Schedule, checked_chi, checked_choice
+from zeroresize.injection.schedule import KINDS, SCOPES, Schedule, checked_chi
 from zeroresize.injection.slow_layers import SlowLayers
 from zeroresize.injection.slow_ops import SlowOps
-from zeroresize.linear import BalancedLinear
+from zeroresize.value_checks import one_of
 
 
 class StragglerInjector:
@@ -54,8 +55,9 @@ class StragglerInjector:
     ) -> None:
         require_group(process_group)
         self._rank, self._num_ranks = group_rank(process_group), group_size(process_group)
-        self.scope = checked_choice("scope", scope, SCOPES)
-        self.kind = checked_choice("kind", kind, KINDS)
+        one_of("scope", scope, SCOPES)
+        one_of("kind", kind, KINDS)
+        self.scope, self.kind = scope, kind
         if (chi is None) == (schedule is None):
             raise ValueError(f"chi={chi!r}, schedule={schedule!r}: exactly one of them is needed")
         layers: list[BalancedLinear] = [module for module in model.modules() if isinstance(module, BalancedLinear)]

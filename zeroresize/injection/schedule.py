@@ -14,6 +14,8 @@ Schedule = Callable[[int, int], Mapping[int, float]]
 
 SCOPES = ("gemm", "all")
 KINDS = ("sleep", "contend")
+#: By name, as in configurations.
+SCHEDULES = ("static", "round_robin")
 
 
 def static(chi: Mapping[int, float]) -> Schedule:
@@ -41,17 +43,6 @@ def checked_chi(chi: Any, num_ranks: int, kind: str = "sleep") -> dict[int, floa
         if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < num_ranks:
             raise ValueError(f"chi={dict(chi)!r}: rank {rank!r} is not one of the group's {num_ranks}: {ranks_allowed}")
     return {rank: _checked_skewness(rank, value, kind) for rank, value in chi.items()}
-
-
-def checked_choice(key: str, value: Any, allowed: tuple[str, ...]) -> str:
-    """``value`` itself.
-
-    Raises:
-        ValueError: if it is not one of ``allowed``.
-    """
-    if value not in allowed:
-        raise ValueError(f"{key}={value!r} is not allowed: choose one of {list(allowed)}")
-    return str(value)
 
 
 def _checked_skewness(rank: int, value: Any, kind: str) -> float:

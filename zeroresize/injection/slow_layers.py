@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from zeroresize.balanced_linear import BalancedLinear
 from zeroresize.injection.delay import Delay, Delays
-from zeroresize.linear import BalancedLinear
 from zeroresize.probe import Probe
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from zeroresize.injection.delay import Delays
-from zeroresize.injection.schedule import SCOPES, checked_choice
+from zeroresize.injection.schedule import SCOPES
+from zeroresize.value_checks import one_of
 
 _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_addmm_activation", "aten::linear", "aten::_scaled_mm"})
 _NO_WORK = ("c10d", "_c10d", "_dtensor", "symm_mem", "prim::", "profiler::")
@@ -33,7 +34,8 @@ class SlowOps:
 
     def __init__(self, *, scope: str = "gemm", delays: Delays | None = None) -> None:
         self._delays = delays or Delays()
-        self._mode = _SlowOpsMode(self._delays, checked_choice("scope", scope, SCOPES) == "all")
+        one_of("scope", scope, SCOPES)
+        self._mode = _SlowOpsMode(self._delays, scope == "all")
         self._is_active = False
         self._num_modes_below = 0
 

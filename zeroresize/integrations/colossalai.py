@@ -15,7 +15,7 @@ from colossalai.shardformer.layer import Linear1D_Col, Linear1D_Row
 from colossalai.shardformer.layer._operation import split_forward_gather_backward
 from torch import Tensor, nn
 
-from zeroresize.linear import BalancedLinear
+from zeroresize.balanced_linear import BalancedLinear
 
 #: Sequence-parallel modes that gather or reduce-scatter the sequence inside the linear layer itself.
 _SEQUENCE_INSIDE_LINEAR = ("ring", "split_gather")

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Work
 
+from zeroresize.collectives import start_broadcast, start_reduce
 from zeroresize.migration.carrier import Carrier, Pending, Route
 
 
@@ -44,22 +45,20 @@ class BroadcastReduce(Carrier):
     def takes_part_in_sum(self, route: Route) -> bool:
         return self._reduces(route) or super().takes_part_in_sum(route)
 
-    def _start_giving(self, route: Route, partial: Tensor) -> list[dist.Work]:
+    def _start_giving(self, route: Route, partial: Tensor) -> list[Work]:
         if not self._reduces(route):
             return super()._start_giving(route, partial)
-        self.traffic.count(partial)
+        self._count(partial)
         return [self._reduce(partial, route.owner)]
 
     @staticmethod
     def _reduces(route: Route) -> bool:
         return len(route.receivers) > 1
 
-    def _reduce(self, partial: Tensor, owner: int) -> dist.Work:
-        root = dist.get_global_rank(self.process_group, owner)
-        return dist.reduce(partial, root, group=self.process_group, async_op=True)
+    def _reduce(self, partial: Tensor, owner: int) -> Work:
+        return start_reduce(partial, owner, self.process_group)
 
-    def _broadcast(self, tensor: Tensor, owner: int) -> dist.Work:
+    def _broadcast(self, tensor: Tensor, owner: int) -> Work:
         if self.rank != owner:
-            self.traffic.count(tensor)
-        root = dist.get_global_rank(self.process_group, owner)
-        return dist.broadcast(tensor, root, group=self.process_group, async_op=True)
+            self._count(tensor)
+        return start_broadcast(tensor, owner, self.process_group)

@@ -12,10 +12,10 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
+from zeroresize.collectives import start_receive, start_send
 from zeroresize.migration.buffers import Buffers
 
 
@@ -51,16 +51,6 @@ class Route:
         return slice(self.bounds[place], self.bounds[place + 1])
 
 
-class Traffic:
-    """Bytes that this rank has sent or received in migration, each transfer counted at one of its ends."""
-
-    def __init__(self) -> None:
-        self.bytes_moved = 0
-
-    def count(self, tensor: Tensor) -> None:
-        self.bytes_moved += tensor.numel() * tensor.element_size()
-
-
 @dataclass(frozen=True)
 class Pending:
     """A tensor that is on its way."""
@@ -87,6 +77,7 @@ class Carrier(ABC):
         buffers: where what arrives is put.
 
     Attributes:
+        bytes_moved: what this rank has sent or received so far, each transfer counted at one of its ends.
         merges: whether what a receiver adds to a sum over the group is left to the collective that runs anyway.
     """
 
@@ -94,7 +85,7 @@ class Carrier(ABC):
 
     def __init__(self, process_group: ProcessGroup, rank: int, buffers: Buffers) -> None:
         self.process_group, self.rank, self.buffers = process_group, rank, buffers
-        self.traffic = Traffic()
+        self.bytes_moved = 0
 
     @abstractmethod
     def send_slice(self, route: Route, slice_RL: Tensor | None, num_rows: int, like: Tensor, name: Hashable) -> Pending:
@@ -162,18 +153,15 @@ class Carrier(ABC):
             self._send_from_buffer(part_Rm, route.owner, name)
         return Pending(None)
 
+    def _count(self, tensor: Tensor) -> None:
+        self.bytes_moved += tensor.numel() * tensor.element_size()
+
     def _receive(self, tensor: Tensor, sender: int) -> list[Work]:
-        if tensor.numel() == 0:
-            return []
-        self.traffic.count(tensor)
-        work = dist.irecv(tensor, dist.get_global_rank(self.process_group, sender), group=self.process_group)
-        return [work] if work is not None else []
+        self._count(tensor)
+        return start_receive(tensor, sender, self.process_group)
 
     def _send(self, tensor: Tensor, receiver: int) -> list[Work]:
-        if tensor.numel() == 0:
-            return []
-        work = dist.isend(tensor, dist.get_global_rank(self.process_group, receiver), group=self.process_group)
-        return [work] if work is not None else []
+        return start_send(tensor, receiver, self.process_group)
 
     def _send_from_buffer(self, tensor: Tensor, receiver: int, name: Hashable) -> None:
         """Send a copy, so that the caller's tensor is free at once."""

@@ -1,4 +1,5 @@
-"""Decisions as pure functions of plain numbers: no collectives, no modules, no clock.
+"""Decisions from plain numbers: no collectives, no modules, no clock, so a simulator can make them, too.
 
-Every rank calls them with the same exchanged numbers and so computes the same plan; a simulator can call them too.
+How much each rank prunes and lends follows from exchanged numbers, alike on every rank; which columns these are, and
+what a rank tells the others, from its own.
 """

@@ -10,10 +10,11 @@ from typing import Any
 from zeroresize.config import MIGRATING_MODES, PRUNING_MODES, BalanceConfig
 from zeroresize.plan import Loan, RankPlan, WorkloadPlan
 from zeroresize.policy.communication import CollectiveTimes, CommunicationEstimate
-from zeroresize.policy.ratio import RankTimes, find_stragglers, reference_time
+from zeroresize.policy.ratio import find_stragglers, reference_time
 from zeroresize.policy.rules import forced_division, wanted_division
 from zeroresize.policy.sharing import loans_of, predicted_busy_s
 from zeroresize.policy.smoothing import LARGE_CHANGE, smoothed, steadied
+from zeroresize.policy.times import RankTimes
 
 #: Share of the training time that steps at full work, made to be measured, may add while somebody prunes.
 FULL_WORK_BUDGET = 0.01
@@ -80,7 +81,6 @@ class Controller:
     config: BalanceConfig
     num_ranks: int
     _ranks: list[_RankState] = field(init=False)
-    _num_updates: int = field(default=0, init=False)
     _saved_for_full_work_s: float = field(default=0.0, init=False)
     _loans: tuple[Loan, ...] = field(default=(), init=False)
     _communication: CommunicationEstimate = field(init=False)
@@ -106,7 +106,6 @@ class Controller:
         """
         if len(samples) != self.num_ranks:
             raise ValueError(f"expected {self.num_ranks} ranks' times, found {len(samples)}")
-        self._num_updates += 1
         for state, sample in zip(self._ranks, samples, strict=True):
             state.take(sample, self.config.ewma)
         if collectives is not None:
@@ -151,7 +150,6 @@ class Controller:
     def state_dict(self) -> dict[str, Any]:
         """Plain values: the same on every rank."""
         return {
-            "num_updates": self._num_updates,
             "saved_for_full_work_s": self._saved_for_full_work_s,
             "ranks": [vars(state).copy() for state in self._ranks],
             "loans": [(loan.owner, loan.ratio, list(loan.receivers), list(loan.parts)) for loan in self._loans],
@@ -168,7 +166,6 @@ class Controller:
             raise ValueError(
                 f"the balancer's state is of {len(state['ranks'])} ranks, this process group has {self.num_ranks}"
             )
-        self._num_updates = state["num_updates"]
         self._saved_for_full_work_s = state["saved_for_full_work_s"]
         self._ranks = [_RankState(**values) for values in state["ranks"]]
         self._communication.load_state_dict(state["communication"])
@@ -233,8 +230,7 @@ class Controller:
 
     def _plan(self, predicted_step_s: float, begins_at_full_work: bool) -> WorkloadPlan:
         return WorkloadPlan(
-            update=self._num_updates,
-            ranks=tuple(RankPlan(state.pruned, state.is_straggler, state.lent) for state in self._ranks),
+            ranks=tuple(RankPlan(state.pruned, state.lent, state.is_straggler) for state in self._ranks),
             predicted_step_s=predicted_step_s,
             begins_at_full_work=begins_at_full_work,
             loans=self._loans,

@@ -1,4 +1,4 @@
-"""What resizing and migrating cost, measured and not assumed (Decided 2; Ω and Φ of section IV-B).
+"""What resizing and migrating cost, measured and not assumed: Ω and Φ of section IV-B.
 
 Resizing shrinks the matrix multiplications, less than in proportion, and adds work of its own: gathering columns,
 zero-filling gradients. The two are kept apart, because a slow device may slow one more than the other. Migrating costs
@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-#: Ratios at which a cost is measured.
+#: At so many ratios a cost is measured.
 NUM_POINTS = 6
 
 

@@ -1,7 +1,7 @@
 """ZERO-PriDiff: how many columns each layer prunes, more where weights move less (paper, section III-C).
 
 Two rules. The paper's counts columns below a fixed threshold θ and so may prune far more, or less, than was asked for.
-Ours finds the threshold at which all layers together prune just what was asked for (Decided 5).
+Ours finds the threshold at which all layers together prune just what was asked for.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """From the times of one rank's steps to its full-work numbers, update after update.
 
-What was measured under pruning is rescaled by what pruning costs (Decided 2). That cost comes from a pre-test, which
-can be off by a third: so it is corrected by what training shows, wherever a step at full work and steps under pruning
-lie in one interval. (Not by what two intervals show: between them the rank's speed may have changed.)
+What was measured under pruning is rescaled by what pruning costs. That cost comes from a pre-test, which can be off by
+a third: so it is corrected by what training shows, wherever a step at full work and steps under pruning lie in one
+interval. (Not by what two intervals show: between them the rank's speed may have changed.)
 """
 
 from __future__ import annotations
@@ -10,44 +10,15 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from zeroresize.policy.cost_model import ResizingCost
-from zeroresize.policy.ratio import RankTimes, full_work
+from zeroresize.policy.times import RankTimes, StepTimes, full_work
 
 #: How much of what one interval shows is believed: its time at full work is that of a single step.
 _BELIEF = 0.8
 #: By more than these factors no single interval changes what is known; beyond their squares it was a hiccup.
 _LEAST_FACTOR, _MOST_FACTOR = 0.4, 2.5
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """One iteration of a rank, in seconds.
-
-    Attributes:
-        busy_s: the time between two ends of a step, without waits in collectives.
-        gemm_s: the part of it spent multiplying matrices in the balanced layers.
-        overhead_s: the part of it spent in their products outside the multiplication: gathers and fills.
-        spared_share: share of the rank's own product FLOPs that it did not compute, pruned or lent.
-        borrowed_share: what it computed for others, in units of its own products at full work.
-        is_exact: whether someone forced just this share, whatever it costs.
-        wait_s: the rest of the time between the two ends, waiting in collectives.
-    """
-
-    busy_s: float
-    gemm_s: float
-    overhead_s: float
-    spared_share: float = 0.0
-    borrowed_share: float = 0.0
-    is_exact: bool = False
-    wait_s: float = 0.0
-
-    @property
-    def plan(self) -> tuple[float, float]:
-        """What tells steps under different plans apart."""
-        return self.spared_share, self.borrowed_share
 
 
 class FullWorkEstimate:

@@ -50,8 +50,8 @@ class ColumnPriority:
 
         So columns that were pruned before anything could be known of them go on being pruned: to swap them for those
         that were trained instead costs far more accuracy than any choice of columns wins (docs/benchmarks.md). The rule
-        of keeping a pruned column's old w_var does not by itself end its pruning; its age does, for any ``ageing`` > 0
-        (Decided 8). ``ageing`` = 0 is the paper's rule.
+        of keeping a pruned column's old w_var does not by itself end its pruning; its age does, for any ``ageing`` > 0.
+        ``ageing`` = 0 is the paper's rule.
         """
         is_known = ~np.isnan(self.w_var)
         scale = self.w_var[is_known].mean() if is_known.any() else 1.0

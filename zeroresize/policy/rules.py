@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from zeroresize.config import BalanceConfig
 from zeroresize.policy.cost_model import MigrationCost
 from zeroresize.policy.makespan import makespan_division
-from zeroresize.policy.ratio import RankTimes, pruning_ratios
+from zeroresize.policy.ratio import pruning_ratios
 from zeroresize.policy.semi import paper_division
 from zeroresize.policy.sharing import Division, paper_lending_ratios
+from zeroresize.policy.times import RankTimes
 
 #: How far below the fastest rank's time a straggler aims, as a share; with target "mean" (the paper's) not at all.
 HEADROOM = 0.05

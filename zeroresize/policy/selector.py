@@ -1,7 +1,7 @@
 """What a ratio γ means on one rank: which columns of which layer it prunes or lends. They change at epochs' ends only.
 
 Each layer has an order of its columns for the epoch; a ratio prunes the first of them, so a change of γ adds to or
-takes from the same set (Decided 20).
+takes from the same set.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeroresize.config import DIFFERENTIATED_MODES, PRIORITY_MODES, BalanceConfig
+from zeroresize.policy.column_order import decided_columns, num_lent, order_without_priority, pruned_of_order
 from zeroresize.policy.differentiated import budget_ratios, paper_ratios
 from zeroresize.policy.priority import ColumnPriority
-from zeroresize.policy.selection import decided_columns, num_lent, order_without_priority, pruned_of_order
 
 Columns = NDArray[np.int64]
 #: Names of the layers between two synchronisations of the ranks, one after the other.
@@ -45,7 +45,7 @@ class Relief(NamedTuple):
 
 
 class ColumnSelector:
-    """Decides for one rank which columns a ratio prunes: ZERO-Rd, ZERO-Pri or ZERO-PriDiff, by ``config.mode``.
+    """Decides for one rank which columns a ratio prunes and which it lends, by ``config.mode``.
 
     Args:
         config: how to balance.

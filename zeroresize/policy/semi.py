@@ -10,8 +10,8 @@ import math
 from collections.abc import Sequence
 
 from zeroresize.policy.cost_model import MigrationCost
-from zeroresize.policy.ratio import RankTimes
 from zeroresize.policy.sharing import Division, paper_lending_ratios
+from zeroresize.policy.times import RankTimes
 
 #: Halvings of β's interval: to a millionth.
 _BISECTIONS = 20
@@ -96,11 +96,11 @@ def num_migrating_by_benefit(
     num_stragglers: int,
     reference_s: float,
     migration: MigrationCost,
-    columns: Sequence[float] | None = None,
 ) -> int:
     """x of Eq. (3): the largest x ≤ min(ν, e − 1) with f(x) > 0, else 0.
 
-    f(x) = (T_x − T_min) − Φ1(Γ(x)) − max_{y > x} Γ(x) / (e − x) · T_y / L_y, Γ(x) = Σ_{k ≤ x} L_k (T_k − T_min) / T_k.
+    f(x) = (T_x − T_min) − Φ1(Γ(x)) − max_{y > x} Γ(x) / (e − x) · T_y / L_y, Γ(x) = Σ_{k ≤ x} L_k (T_k − T_min) / T_k,
+    with every rank's L one unit.
     By prefix sums and suffix maxima, so thousands of ranks cost next to nothing.
 
     Args:
@@ -108,16 +108,14 @@ def num_migrating_by_benefit(
         num_stragglers: ν.
         reference_s: T_min.
         migration: Φ1.
-        columns: L of every rank in units of full products; None is 1 each.
     """
     num_ranks = len(busy_s)
-    columns = [1.0] * num_ranks if columns is None else columns
-    slowest_after = [0.0] * (num_ranks + 1)  # of the ranks from y on, seconds a unit of columns
+    slowest_after = [0.0] * (num_ranks + 1)  # of the ranks from y on
     for y in range(num_ranks - 1, -1, -1):
-        slowest_after[y] = max(slowest_after[y + 1], busy_s[y] / columns[y])
+        slowest_after[y] = max(slowest_after[y + 1], busy_s[y])
     found, migrated = 0, 0.0
     for x in range(1, min(num_stragglers, num_ranks - 1) + 1):
-        migrated += columns[x - 1] * (busy_s[x - 1] - reference_s) / busy_s[x - 1]
+        migrated += (busy_s[x - 1] - reference_s) / busy_s[x - 1]
         communication_s = migration.fixed_s * x + migration.per_share_s * migrated
         computing_s = migrated / (num_ranks - x) * slowest_after[x]
         if busy_s[x - 1] - reference_s - communication_s - computing_s > 0.0:

@@ -1,4 +1,4 @@
-"""How much work a straggler hands over, and to whom: every column is still computed by somebody (Decided 15).
+"""Who computes for whom, and how long every rank is busy with it.
 
 Shares are in units of one rank's full products: who computes its own and nothing else has share 1.
 """
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zeroresize.plan import Loan
-from zeroresize.policy.ratio import RankTimes
+from zeroresize.policy.times import RankTimes
 
 
 @dataclass(frozen=True)
