@@ -18,12 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 import zeroresize as zr
-from zeroresize.policy.cost_model import ResizingCost, spread_ratios
+from scripts.measured_cost import COST, REST_SHARE
 from zeroresize.simulate import Cluster, settling, simulate
-
-#: Shares and seconds as measured for ViTs of hidden 768 on a CPU: 92 % of a step multiplies, gathering takes 3 %.
-REST_SHARE = 0.08
-COST = ResizingCost(spread_ratios(0.9), (1.0, 0.85, 0.68, 0.51, 0.33, 0.14), (0.0, 0.03, 0.03, 0.027, 0.022, 0.018))
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from zeroresize.injection import Contention, SlowOps, round_robin
 from zeroresize.injection.schedule import KINDS, SCHEDULES, SCOPES, checked_chi
 from zeroresize.value_checks import at_least, one_of
+from zeroresize.yaml_values import load_yaml
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,7 @@ class InjectionConfig:
             OSError: if the file cannot be read.
         """
         try:
-            values = yaml.safe_load(path.read_text(encoding="utf-8"))
+            values = load_yaml(path.read_text(encoding="utf-8"))
         except yaml.YAMLError as error:
             raise ValueError(f"{path}: not YAML: {error}") from error
         known = [field.name for field in dataclasses.fields(cls)]

@@ -12,12 +12,10 @@ import statistics
 from rich.console import Console
 from rich.table import Table
 
+from scripts.measured_cost import COST
 from zeroresize.config import BalanceConfig
-from zeroresize.policy.cost_model import MigrationCost, ResizingCost, spread_ratios
+from zeroresize.policy.cost_model import MigrationCost
 from zeroresize.simulate import Cluster, simulate
-
-#: What pruning costs, as measured at hidden size 768 on a CPU: shares of the multiplications, seconds of gathers.
-COST = ResizingCost(spread_ratios(0.9), (1.0, 0.85, 0.68, 0.51, 0.33, 0.14), (0.0, 0.03, 0.03, 0.027, 0.022, 0.018))
 
 
 def main() -> None:

@@ -29,6 +29,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from vit_examples.config_file import load_config
+from vit_examples.launch import train_command
+from zeroresize.yaml_values import load_yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 GRID_KEYS = ("config", "ranks", "seeds", "shared", "cells")
@@ -82,7 +84,7 @@ def read_study(path: Path, output: Path, *, config: str | None = None, ranks: in
     Raises:
         ValueError: naming the file and the key or cell that is wrong.
     """
-    document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    document = load_yaml(path.read_text(encoding="utf-8"))
     if not isinstance(document, Mapping) or not isinstance(document.get("cells"), Mapping):
         raise ValueError(f"{path}: expected a mapping with keys of {list(GRID_KEYS)}, 'cells' being a mapping")
     unknown = sorted(set(document) - set(GRID_KEYS))
@@ -123,10 +125,7 @@ def run_cell(study: Study, cell: Cell) -> None:
     """
     shutil.rmtree(cell.folder, ignore_errors=True)
     cell.folder.mkdir(parents=True)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(study.ranks)]
-    command += ["-m", "vit_examples.train", "--config", study.config]
-    for override in (*cell.overrides, "output.progress=false"):
-        command += ["--set", override]
+    command = train_command(study.config, (*cell.overrides, "output.progress=false"), study.ranks)
     log = cell.folder / "train.log"
     with log.open("w", encoding="utf-8") as stream:
         environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}

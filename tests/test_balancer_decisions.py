@@ -7,7 +7,6 @@ from virtual_training import FEATURES, Run
 
 import zeroresize as zr
 from zeroresize.installation import PlanInstaller
-from zeroresize.lineage import LineageTable
 from zeroresize.policy.selector import ColumnSelector, Relief
 
 
@@ -195,7 +194,7 @@ def test_metrics_are_flat_numbers_with_the_documented_names(run_ranks):
 
 def test_what_is_told_follows_a_decision_that_comes_while_the_plan_is_suspended():
     selector = ColumnSelector(zr.BalanceConfig(), 0, {}, {})
-    installer = PlanInstaller({}, LineageTable({}), selector, "zero")
+    installer = PlanInstaller({}, selector, "zero")
     installer.install(Relief(0.5))
     installer.suspend()
     assert installer.relief == Relief(0.5) and installer.in_force == Relief()

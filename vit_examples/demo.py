@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from vit_examples.demo_picture import save_picture
+from vit_examples.launch import train_command
 from zeroresize.json_lines import read_json_lines
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -109,9 +110,7 @@ def train(config: str, overrides: Sequence[str], folder: Path) -> Iterator[tuple
         RunFailed: if it ends with an error.
     """
     folder.mkdir(parents=True)
-    settings = [f"--set={entry}" for entry in (*overrides, "output.progress=false", f"output.folder={folder}")]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}"]
-    command += ["-m", "vit_examples.train", f"--config={config}", *settings]
+    command = train_command(config, (*overrides, "output.progress=false", f"output.folder={folder}"), NUM_RANKS)
     search_path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search_path}
     log = folder / "log.txt"

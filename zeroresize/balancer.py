@@ -95,7 +95,7 @@ class Balancer:
         self._state_key = "group " + "-".join(map(str, group_ranks(process_group)))
         if self._num_ranks > 1:
             self._check_layers(process_group)
-        self.lineage = LineageTable(self._columns_of_layers())
+        self.lineage = LineageTable(self._layers)
         self._selector = ColumnSelector(
             config,
             self._rank,
@@ -105,7 +105,7 @@ class Balancer:
         )
         self._freezer = self._build_freezer()  # first, so that the statistic sees weights that were put back
         self._statistic = self._build_statistic()
-        self._installer = PlanInstaller(self._layers, self.lineage, self._selector, config.imputation)
+        self._installer = PlanInstaller(self._layers, self._selector, config.imputation)
         self._lender = self._build_lender(process_group)
         exchange = self._meet(process_group) if self._num_ranks > 1 else None
         self._decision = GroupDecision(config, self._num_ranks, exchange)

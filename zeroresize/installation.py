@@ -1,4 +1,4 @@
-"""Carrying out a rank's plan: which columns of which layer, written to the layers and to the lineage table."""
+"""Carrying out a rank's plan: which columns of which layer, written to the layers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from torch import Tensor
 
 from zeroresize.balanced_linear import BalancedLinear
 from zeroresize.layer_work import work_of_layers
-from zeroresize.lineage import LineageTable
 from zeroresize.plan import LayerPlan
 from zeroresize.policy.selector import ColumnSelector, Relief
 
@@ -25,10 +24,8 @@ class PlanInstaller:
         in_force: what the next step does, ``relief`` unless suspended.
     """
 
-    def __init__(
-        self, layers: Mapping[str, BalancedLinear], lineage: LineageTable, selector: ColumnSelector, imputation: str
-    ) -> None:
-        self._layers, self._lineage, self._selector, self._imputation = layers, lineage, selector, imputation
+    def __init__(self, layers: Mapping[str, BalancedLinear], selector: ColumnSelector, imputation: str) -> None:
+        self._layers, self._selector, self._imputation = layers, selector, imputation
         self.relief = self.in_force = Relief()
         self.pruned_share = self.lent_share = 0.0
         self.layer_shares = dict.fromkeys(layers, 0.0)
@@ -72,7 +69,6 @@ class PlanInstaller:
         pruned_columns, lent_columns = self._selector.pruned_columns(relief), self._selector.lent_columns(relief)
         for name, layer in self._layers.items():
             layer.plan = self._layer_plan(layer, pruned_columns[name].tolist(), lent_columns[name].tolist())
-            self._lineage.record(name, layer.plan)
         return True
 
     def _share_of_work(self, shares: Mapping[str, float]) -> float:

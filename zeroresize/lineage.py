@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
-from zeroresize.plan import LayerPlan
+from zeroresize.balanced_linear import BalancedLinear
 
 MATRICES = ("x", "w")
 
@@ -14,19 +16,13 @@ class LineageTable:
 
     ``x`` and ``w`` of a layer are pruned alike (dual pruning), so both names lead to one index list, whose complement
     tells the layer's backward where its gradients belong.
+
+    Args:
+        layers: balanced layers by name, whose plans are looked up when asked.
     """
 
-    def __init__(self, num_columns: dict[str, int]) -> None:
-        self._num_columns = dict(num_columns)
-        self._plans: dict[str, LayerPlan] = {}
-
-    def record(self, layer_name: str, plan: LayerPlan | None) -> None:
-        """Note ``plan`` as the layer's current one; None means nothing is pruned."""
-        self._require_layer(layer_name)
-        if plan is None:
-            self._plans.pop(layer_name, None)
-        else:
-            self._plans[layer_name] = plan
+    def __init__(self, layers: Mapping[str, BalancedLinear]) -> None:
+        self._layers = layers
 
     def pruned(self, layer_name: str, matrix_name: str) -> Tensor | None:
         """Sorted pruned column indices (int64) of ``matrix_name`` "x" or "w"; None where the layer has no plan.
@@ -35,12 +31,9 @@ class LineageTable:
             KeyError: for a layer that is not balanced.
             ValueError: for another matrix name.
         """
-        self._require_layer(layer_name)
+        if layer_name not in self._layers:
+            raise KeyError(f"no balanced layer is called {layer_name!r}: there are {sorted(self._layers)}")
         if matrix_name not in MATRICES:
             raise ValueError(f"matrix_name={matrix_name!r} is not allowed: choose one of {list(MATRICES)}")
-        plan = self._plans.get(layer_name)
+        plan = self._layers[layer_name].plan
         return None if plan is None else plan.pruned
-
-    def _require_layer(self, layer_name: str) -> None:
-        if layer_name not in self._num_columns:
-            raise KeyError(f"no balanced layer is called {layer_name!r}: there are {sorted(self._num_columns)}")
