@@ -10,18 +10,13 @@ from typing import Any
 from zeroresize.config import MIGRATING_MODES, PRUNING_MODES, BalanceConfig
 from zeroresize.plan import Loan, RankPlan, WorkloadPlan
 from zeroresize.policy.communication import CollectiveTimes, CommunicationEstimate
+from zeroresize.policy.full_work_steps import FullWorkSteps
 from zeroresize.policy.ratio import find_stragglers, reference_time
 from zeroresize.policy.rules import forced_division, wanted_division
 from zeroresize.policy.sharing import loans_of, predicted_busy_s
 from zeroresize.policy.smoothing import LARGE_CHANGE, smoothed, steadied
 from zeroresize.policy.times import RankTimes
 
-#: Share of the training time that steps at full work, made to be measured, may add while somebody prunes.
-FULL_WORK_BUDGET = 0.01
-#: So many usual steps' time they may take ahead of that budget, where a ratio is new.
-FULL_WORK_CREDIT = 20
-#: An interval that begins at full work has some steps under pruning to compare it with (on a device, read one late).
-_FEWEST_STEPS = 4
 #: Of what is pruned and lent: much finer than a column.
 _DECIMALS = 6
 #: Receivers' parts are divided anew where that makes the step shorter by this share.
@@ -81,7 +76,7 @@ class Controller:
     config: BalanceConfig
     num_ranks: int
     _ranks: list[_RankState] = field(init=False)
-    _saved_for_full_work_s: float = field(default=0.0, init=False)
+    _full_work_steps: FullWorkSteps = field(default_factory=FullWorkSteps, init=False)
     _loans: tuple[Loan, ...] = field(default=(), init=False)
     _communication: CommunicationEstimate = field(init=False)
 
@@ -150,7 +145,7 @@ class Controller:
     def state_dict(self) -> dict[str, Any]:
         """Plain values: the same on every rank."""
         return {
-            "saved_for_full_work_s": self._saved_for_full_work_s,
+            "saved_for_full_work_s": self._full_work_steps.saved_s,
             "ranks": [vars(state).copy() for state in self._ranks],
             "loans": [(loan.owner, loan.ratio, list(loan.receivers), list(loan.parts)) for loan in self._loans],
             "communication": self._communication.state_dict(),
@@ -166,7 +161,7 @@ class Controller:
             raise ValueError(
                 f"the balancer's state is of {len(state['ranks'])} ranks, this process group has {self.num_ranks}"
             )
-        self._saved_for_full_work_s = state["saved_for_full_work_s"]
+        self._full_work_steps.saved_s = state["saved_for_full_work_s"]
         self._ranks = [_RankState(**values) for values in state["ranks"]]
         self._communication.load_state_dict(state["communication"])
         self._loans = tuple(Loan(owner, ratio, tuple(to), tuple(parts)) for owner, ratio, to, parts in state["loans"])
@@ -208,25 +203,15 @@ class Controller:
         return list(zip(forced.pruned, forced.lent, strict=True))
 
     def _begins_at_full_work(self, times: Sequence[RankTimes], step_s: float, spared_before: Sequence[float]) -> bool:
-        """Whether to make one step at full work, since only there is seen what pruning hides.
-
-        From time to time, as the budget allows; on credit where a ratio is new, or the next decision would take an
-        error of what it costs for a change of speed. An interval of few steps has no room for it.
-        """
-        is_resized = any(state.spared > 0.0 for state in self._ranks)
-        if self.config.forced_ratio is not None or self.config.update_every < _FEWEST_STEPS or not is_resized:
+        if self.config.forced_ratio is not None or not any(state.spared > 0.0 for state in self._ranks):
             return False
-        self._saved_for_full_work_s += FULL_WORK_BUDGET * self.config.update_every * step_s
-        price_s = max(rank.busy_s for rank in times) - step_s
         is_new = any(
             state.spared > 0.0 and abs(state.spared - before) >= LARGE_CHANGE
             for before, state in zip(spared_before, self._ranks, strict=True)
         )
-        credit_s = FULL_WORK_CREDIT * step_s if is_new else 0.0
-        if self._saved_for_full_work_s + credit_s < price_s:
-            return False
-        self._saved_for_full_work_s -= price_s
-        return True
+        return self._full_work_steps.is_due(
+            self.config.update_every, step_s, max(rank.busy_s for rank in times), is_new=is_new
+        )
 
     def _plan(self, predicted_step_s: float, begins_at_full_work: bool) -> WorkloadPlan:
         return WorkloadPlan(
