@@ -1,4 +1,4 @@
-"""ZERO-Pri's order of columns and ZERO-PriDiff's ratios, on plain numbers."""
+"""ZERO-Pri's order of columns, on plain numbers."""
 
 import itertools
 
@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from zeroresize.config import BalanceConfig
 from zeroresize.policy.column_order import pruned_of_order, random_order
-from zeroresize.policy.differentiated import budget_ratios, paper_ratios
 from zeroresize.policy.priority import ColumnPriority
 from zeroresize.policy.selector import ColumnSelector, Relief
 
@@ -104,13 +103,6 @@ def test_with_ageing_no_column_is_pruned_for_ever(delta, ratio, ageing, block):
     assert longest_row.max() <= bound
 
 
-def test_a_layer_of_which_nothing_is_known_prunes_what_all_do():
-    moving, still, unknown = np.linspace(1, 2, 40), np.zeros(40), np.full(40, np.nan)
-    ratios = budget_ratios([moving, unknown, still], [1.0, 5.0, 1.0], 0.5, max_ratio=0.9)
-    assert ratios[1] == 0.5
-    assert ratios[2] == 0.9 and ratios[0] == pytest.approx(0.1)
-
-
 def test_without_ageing_some_columns_are_pruned_for_ever():
     delta = np.random.default_rng(0).uniform(0.5, 1.5, size=64)
     (_, paper), (_, ours) = (epochs_of(selector_of(64, ageing=ageing), delta, 0.5, 50) for ageing in (0.0, 0.1))
@@ -181,43 +173,3 @@ def test_a_restored_selector_decides_the_same(mode):
             == first.pruned_columns(Relief(0.5, is_exact=True))[name].tolist()
         )
         assert restored.pruned_steps[name].tolist() == first.pruned_steps[name].tolist()
-
-
-layers = st.lists(st.tuples(statistics, st.floats(0.1, 10.0)), min_size=1, max_size=6)
-
-
-@given(layers, ratios)
-def test_the_budget_rule_prunes_what_was_asked_for(layers, ratio):
-    w_vars, costs = [w_var for w_var, _ in layers], [cost for _, cost in layers]
-    own = budget_ratios(w_vars, costs, ratio, max_ratio=0.9)
-    # Caps are whole columns, so small layers may not reach γ_max.
-    reachable = sum(cost * int(0.9 * len(w) + 1e-9) / len(w) for w, cost in layers)
-    wanted = min(ratio * sum(costs), reachable)
-    largest_column = max(cost / len(w) for w, cost in layers)
-    assert sum(r * cost for r, cost in zip(own, costs, strict=True)) == pytest.approx(wanted, abs=largest_column)
-    assert all(0.0 <= r <= 0.9 for r in own)
-
-
-@given(layers, ratios)
-def test_the_budget_rule_has_one_threshold_for_all_layers(layers, ratio):
-    w_vars, costs = [w_var for w_var, _ in layers], [cost for _, cost in layers]
-    own = budget_ratios(w_vars, costs, ratio, max_ratio=0.9)
-    counts = [round(r * len(w)) for r, w in zip(own, w_vars, strict=True)]
-    pruned = [np.sort(w)[:count] for w, count in zip(w_vars, counts, strict=True)]
-    tau = max((values.max() for values in pruned if len(values)), default=-np.inf)
-    for w, count in zip(w_vars, counts, strict=True):
-        if count < int(0.9 * len(w) + 1e-9):
-            assert np.sort(w)[count] >= tau
-
-
-def test_the_budget_rule_gives_equals_the_same_share():
-    unknown = [np.full(40, np.nan), np.full(80, np.nan), np.zeros(10) * np.nan]
-    assert budget_ratios(unknown, [1.0, 2.0, 5.0], 0.5, max_ratio=0.9) == pytest.approx([0.5] * 3, abs=0.1)
-
-
-def test_the_paper_rule_may_prune_more_than_asked_for_or_less():
-    still, moving = np.full(10, 1e-4), np.full(10, 1.0)
-    rule = {"theta": 1e-3, "alpha": 0.8, "max_ratio": 0.9}
-    assert paper_ratios([still, moving], 0.5, **rule) == pytest.approx([0.9, 0.4])
-    assert paper_ratios([moving, moving * np.nan], 0.5, **rule) == pytest.approx([0.4, 0.4])
-    assert paper_ratios([still, moving], 0.0, **rule) == [0.0, 0.0], "who is no straggler prunes nothing"

@@ -62,7 +62,7 @@ class BalanceConfig:
         max_ratio: γ_max, the largest share that an automatic decision spares a rank; where nothing is pruned
             (``"mig"``, or ``budget`` 0) all may be lent.
         ewma: weight of the newest sample when measurements are smoothed, 0.65 to 1.
-        dead_band: a change of γ smaller than this is not carried out.
+        dead_band: a change of γ smaller than this share of what a rank still computes is not carried out.
         priority: what makes a column important: the ``"variation"`` of its weights over an epoch (paper's δ), its
             ``"activation"`` norm times its weights' norm, or its weights' ``"path_length"`` over the epoch.
         snapshot: where ``"variation"`` keeps its second copy of the weights: on the ``"host"``, or in ``"bf16"`` on

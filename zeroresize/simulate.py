@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeroresize.config import BalanceConfig
-from zeroresize.plan import RankPlan, WorkloadPlan
+from zeroresize.plan import Loan, RankPlan, WorkloadPlan
 from zeroresize.policy.communication import CollectiveTimes
 from zeroresize.policy.controller import Controller
 from zeroresize.policy.cost_model import MigrationCost, ResizingCost
@@ -127,16 +127,27 @@ def simulate(
 def _step(cluster: Cluster, chi: Sequence[float], plan: WorkloadPlan, noise: NDArray[np.float64]) -> list[StepTimes]:
     """Every rank's times of one step; all of them end when the slowest has finished and all has been sent."""
     borrowed = borrowed_shares(plan.loans, len(chi))
+    borrowed_time = _borrowed_time(plan.loans, len(chi), cluster.cost)
     times = []
-    for own_chi, rank, share, own_noise in zip(chi, plan.ranks, borrowed, noise, strict=True):
+    for own_chi, rank, share, extra, own_noise in zip(chi, plan.ranks, borrowed, borrowed_time, noise, strict=True):
         spared = rank.pruned + rank.lent
         rest_s = cluster.rest_s * float(own_noise[0])
-        executed = cluster.cost.gemm_share_at(spared) + cluster.cost.borrowed_at(share)
+        executed = cluster.cost.gemm_share_at(spared) + extra
         gemm_s = own_chi * cluster.gemm_s * executed * float(own_noise[1])
         overhead_s = cluster.cost.overhead_at(spared) * float(own_noise[2])
         times.append(StepTimes(rest_s + gemm_s + overhead_s, gemm_s, overhead_s, spared, share))
     ends_s = max(rank.busy_s for rank in times) + cluster.migration.seconds([rank.lent for rank in plan.ranks])
     return [dataclasses.replace(rank, wait_s=ends_s - rank.busy_s) for rank in times]
+
+
+def _borrowed_time(loans: Sequence[Loan], num_ranks: int, cost: ResizingCost) -> NDArray[np.float64]:
+    """What every rank's borrowed products take, as shares of its own at full work; each owner's are one of its own."""
+    shares = np.array([0.0, *(1.0 - ratio for ratio in reversed(cost.ratios))])
+    times = np.array([cost.borrowed_at(share) for share in shares.tolist()])
+    extra = np.zeros(num_ranks)
+    for loan in loans:
+        np.add.at(extra, list(loan.receivers), np.interp(loan.ratio * np.array(loan.parts), shares, times))
+    return extra
 
 
 def settling(ratios: Sequence[float], change: int, until: int, band: float = 0.05) -> tuple[int, float]:

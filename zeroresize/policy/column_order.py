@@ -80,8 +80,15 @@ def decided_columns(order: NDArray[np.int64], ratio: float, block: int, max_rati
 
 
 def num_lent(num_columns: int, ratio: float, *, is_exact: bool = True) -> int:
-    """How many of K columns a rank lends at γ: round(γK), half up; unless exact, a multiple of ``ALIGNMENT`` nearby."""
+    """How many of K columns a rank lends at γ: round(γK), half up.
+
+    Unless exact, a multiple of ``ALIGNMENT`` nearby, and so few that something is left to tell the rank's speed by.
+    """
     num_exact = min(math.floor(ratio * num_columns + 0.5), num_columns)
-    num_aligned = min(ALIGNMENT * math.floor(num_exact / ALIGNMENT + 0.5), num_columns)
-    is_near = num_aligned > 0 and abs(num_aligned - num_exact) <= _MOST_SHIFT * num_columns
-    return num_aligned if is_near and not is_exact else num_exact
+    if is_exact:
+        return num_exact
+    most = max(num_columns - ALIGNMENT, num_columns // 2)
+    num_exact = min(num_exact, most)
+    num_aligned = ALIGNMENT * math.floor(num_exact / ALIGNMENT + 0.5)
+    is_near = 0 < num_aligned <= most and abs(num_aligned - num_exact) <= _MOST_SHIFT * num_columns
+    return num_aligned if is_near else num_exact

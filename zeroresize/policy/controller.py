@@ -47,7 +47,8 @@ class _RankState:
 
         All of it is rounded, so that machines that differ in the last bit of a sum have the same plan.
         """
-        spared = steadied(self.spared, pruned + lent, sum(self.wanted), dead_band)
+        # Noise of a rank's speed moves what it is to be spared in proportion to what it computes.
+        spared = steadied(self.spared, pruned + lent, sum(self.wanted), dead_band * (1.0 - self.spared))
         wanted_part, before = _part(lent, pruned), _part(self.wanted[1], self.wanted[0])
         part = _part(self.lent, self.pruned) if self.spared > 0.0 else wanted_part
         if spared * abs(wanted_part - part) >= LARGE_CHANGE:

@@ -51,6 +51,17 @@ def budget_ratios(w_vars: Sequence[Floats], costs: Sequence[float], ratio: float
     return [found.get(layer, ratio) for layer in range(len(w_vars))]
 
 
+def relative_scores(scores: Floats) -> Floats:
+    """A layer's scores [K] over their root mean square, NaN where nothing is known.
+
+    Where a score is the size of a column's part in a product, its square is then the part's share of the product, so
+    that columns of different layers compare: equal shares are equal errors of what the next layer gets.
+    """
+    known = scores[~np.isnan(scores)]
+    size = float(np.sqrt(np.mean(known**2))) if len(known) else 0.0
+    return scores / size if size > 0.0 else scores
+
+
 def _shares_below_threshold(
     w_vars: Sequence[Floats], costs: Sequence[float], ratio: float, max_ratio: float
 ) -> list[float]:

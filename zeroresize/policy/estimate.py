@@ -86,11 +86,13 @@ class FullWorkEstimate:
         factor = min(max(factor, _LEAST_FACTOR), _MOST_FACTOR)
         ratios = self.pretested.ratios
         above = next((point for point, ratio in enumerate(ratios) if ratio >= pruned.spared_share), len(ratios) - 1)
-        around = {max(above - 1, 1), above}
-        self._factors = [
-            self._factor_at(point) * factor**_BELIEF if point in around else known
-            for point, known in enumerate(self._factors)
-        ]
+        # A point of which nothing was seen yet takes all of it; of others the nearer takes more, which tells the slope.
+        upper = (pruned.spared_share - ratios[above - 1]) / (ratios[above] - ratios[above - 1])
+        weights = {above: min(upper, 1.0)} | ({above - 1: max(1.0 - upper, 0.0)} if above > 1 else {})
+        largest = max(weights.values())
+        parts = {point: 1.0 if self._factors[point] is None else own / largest for point, own in weights.items()}
+        corrected = {point: self._factor_at(point) * factor ** (_BELIEF * part) for point, part in parts.items()}
+        self._factors = [corrected.get(point, known) for point, known in enumerate(self._factors)]
 
     def _factor_at(self, point: int) -> float:
         """That of the nearest point of which something was seen, with each point in between half as sure."""

@@ -31,6 +31,8 @@ _NOTHING = 2e-3
 _WORTHWHILE = 0.02
 #: As many migrating ranks as there are now may take longer by this share before another number is taken.
 _STAYING = 0.02
+#: Where nothing is pruned a straggler lends no more than this: what is left is what tells that it has recovered.
+_MOST_LENT = 0.99
 #: A rank that lends now counts as slower by this share where the slowest are chosen.
 _STAYING_AMONG_SLOWEST = 0.05
 
@@ -64,19 +66,17 @@ def makespan_division(
         lend_now: which ranks do now, which noise should not change; None where it does not matter.
     """
     now = [False] * len(times) if lend_now is None else list(lend_now)
-    group = _Group(times, are_stragglers, now, spares_all=budget == 0.0)
-    most = min(len(group.slowest_first), len(times) - 1)
-    counts = list(range(most + 1)) if num_migrating is None else [min(num_migrating, most)]
-    search = _Search(group, np.array(counts), migration, budget * len(times))
-    fastest = search.fastest()
-    goal_s = max(reference_s * (1.0 + tolerance), fastest.step_s * (1.0 + _WORTHWHILE))
-    best = search.least_pruned(goal_s, fastest) or fastest
-    stay = counts.index(sum(now)) if lend_now is not None and sum(now) in counts else best.place
-    if stay != best.place:
-        with_slack = search.least_pruned(goal_s * (1.0 + _STAYING), fastest, only=stay)
-        if with_slack is not None and with_slack.pruned <= best.pruned + _NOTHING:
-            best = search.least_pruned(goal_s, fastest, only=stay) or with_slack
-    return group.division(counts[best.place], best)
+    exact = _Search.of(_Group(times, are_stragglers, now, _MOST_LENT), migration, 0.0, num_migrating)
+    fastest_exact = exact.fastest()
+    if budget == 0.0:
+        return exact.division(fastest_exact, goal_s=fastest_exact.step_s, num_now=sum(now))
+    pruning = _Search.of(_Group(times, are_stragglers, now), migration, budget * len(times), num_migrating)
+    fastest = pruning.fastest()
+    goal_s = min(fastest.step_s, fastest_exact.step_s) * (1.0 + _WORTHWHILE)
+    goal_s = max(reference_s * (1.0 + tolerance), goal_s)
+    if fastest_exact.step_s <= goal_s:  # without pruning, and where nothing is pruned γ_max is no bound
+        return exact.division(fastest_exact, goal_s, num_now=sum(now))
+    return pruning.division(fastest, goal_s, num_now=sum(now))
 
 
 @dataclass(frozen=True)
@@ -89,13 +89,22 @@ class _Found:
 
 
 class _Group:
-    """A group's times as arrays."""
+    """A group's times as arrays.
+
+    Args:
+        most_spared: how much of its products a straggler may be relieved of; None as far as pruning was measured.
+    """
 
     def __init__(
-        self, times: Sequence[RankTimes], are_stragglers: Sequence[bool], lend_now: Sequence[bool], spares_all: bool
+        self,
+        times: Sequence[RankTimes],
+        are_stragglers: Sequence[bool],
+        lend_now: Sequence[bool],
+        most_spared: float | None = None,
     ) -> None:
-        everything = (1.0,) if spares_all else ()
-        ratios = [(*rank.cost.ratios, *everything) for rank in times]
+        ratios = [rank.cost.ratios for rank in times]
+        if most_spared is not None:
+            ratios = [(*own, most_spared) if own[-1] < most_spared else own for own in ratios]
         self._ratios = np.array(ratios)
         self._busy = np.array([[rank.busy_at(one) for one in own] for rank, own in zip(times, ratios, strict=True)])
         self._gemm_s = np.array([rank.gemm_s for rank in times])
@@ -112,6 +121,10 @@ class _Group:
         least = np.where(is_normal, self._busy[:, 0], self._busy.min(axis=1))
         self.highest_s = float(self._busy[:, 0].max())
         self.lowest_s = min(float(least.max()), self.highest_s)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self._gemm_s)
 
     def spared(self, levels_s: Floats) -> Floats:
         """[stragglers, levels] what each, slowest first, must be relieved of to take so long."""
@@ -136,12 +149,11 @@ class _Group:
         low = np.take_along_axis(self._borrowed, above - 1, axis=1)
         high = np.take_along_axis(self._borrowed, above, axis=1)
         between = low + (high - low) * (time_s - low_s) / np.where(high_s > low_s, high_s - low_s, 1.0)
-        return np.where(time_s < self._gemm_s[:, None], between, time_s / self._gemm_s[:, None])
+        return np.where(time_s < self._borrowed_s[:, -1:], between, np.maximum(time_s / self._gemm_s[:, None], 1.0))
 
     def division(self, num_migrating: int, found: _Found) -> Division:
         """Those that migrate lend the same part of what they are relieved of."""
-        num_ranks = len(self._gemm_s)
-        pruned, lent = np.zeros(num_ranks), np.zeros(num_ranks)
+        pruned, lent = np.zeros(self.num_ranks), np.zeros(self.num_ranks)
         level_s = np.array([found.level_s])
         spared = self.spared(level_s)[:, 0]
         pruned[self.slowest_first] = spared
@@ -167,6 +179,24 @@ class _Search:
     def __init__(self, group: _Group, counts: NDArray[np.int64], migration: MigrationCost, budget: float) -> None:
         self._group, self._counts, self._migration, self._budget = group, counts, migration, budget
 
+    @classmethod
+    def of(cls, group: _Group, migration: MigrationCost, budget: float, num_migrating: int | None) -> _Search:
+        """For ``num_migrating`` migrating ranks, or for all numbers there may be."""
+        most = min(len(group.slowest_first), group.num_ranks - 1)
+        counts = range(most + 1) if num_migrating is None else [min(num_migrating, most)]
+        return cls(group, np.array(counts), migration, budget)
+
+    def division(self, fastest: _Found, goal_s: float, num_now: int) -> Division:
+        """The best within the goal, by as many migrating ranks as there are now if that is about as good."""
+        best = self.least_pruned(goal_s, fastest) or fastest
+        stays = np.flatnonzero(self._counts == num_now)
+        if num_now > 0 and len(stays) and stays[0] != best.place:
+            most_s = max(goal_s, best.step_s * (1.0 + _STAYING))
+            staying = self.least_pruned(most_s, fastest, only=int(stays[0]))
+            if staying is not None and staying.pruned <= best.pruned + _NOTHING:
+                best = staying
+        return self._group.division(int(self._counts[best.place]), best)
+
     def fastest(self) -> _Found:
         """The fastest step that the budget allows."""
 
@@ -185,7 +215,7 @@ class _Search:
 
         Args:
             fastest: a level to look at in any case.
-            only: the place in the numbers to which the search is confined; so many really lend something.
+            only: the place in the numbers to which the search is confined.
         """
 
         def look(levels_s: Floats) -> tuple[Floats, Floats, Floats]:
@@ -201,7 +231,6 @@ class _Search:
             merit = np.where(is_possible, merit, np.inf)
             if only is not None:
                 merit[np.arange(len(merit)) != only] = np.inf
-                merit[(self._counts > 0)[:, None] & (lent == 0.0)] = np.inf
             return merit, lent, step_s
 
         return self._best(look, min(goal_s, self._group.highest_s), fastest.level_s)

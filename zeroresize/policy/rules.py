@@ -72,18 +72,18 @@ def _migrating_division(
     nothing = (0.0,) * len(times)
     if config.mig_rule == "paper":
         return Division(nothing, tuple(paper_lending_ratios(times, are_stragglers, reference_s)))
+    lends_now = lend_now is not None and any(lend_now)
     division = makespan_division(
         times,
         are_stragglers,
         reference_s=reference_s,
         tolerance=0.0,
-        migration=migration,
+        migration=MigrationCost(0.0, migration.per_share_s) if lends_now else migration,
         budget=0.0,
         lend_now=lend_now,
     )
     step_s = max(division.busy_s(times)) + migration.seconds(division.lent)
-    unmoved_s = max(rank.busy_s for rank in times)
-    most_s = unmoved_s * (1.0 + _MOST_LOST if lend_now is not None and any(lend_now) else 1.0 - _LEAST_SAVED)
+    most_s = max(rank.busy_s for rank in times) * (1.0 + _MOST_LOST if lends_now else 1.0 - _LEAST_SAVED)
     return division if step_s < most_s else Division(nothing, nothing)
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from zeroresize.config import DIFFERENTIATED_MODES, PRIORITY_MODES, BalanceConfig
 from zeroresize.policy.column_order import decided_columns, num_lent, order_without_priority, pruned_of_order
-from zeroresize.policy.differentiated import budget_ratios, paper_ratios
+from zeroresize.policy.differentiated import budget_ratios, paper_ratios, relative_scores
 from zeroresize.policy.priority import ColumnPriority
 
 Columns = NDArray[np.int64]
@@ -99,6 +99,8 @@ class ColumnSelector:
         if config.pridiff_rule == "paper":
             theta = config.theta_iter * self._steps_of_last_epoch
             return paper_ratios(w_vars, ratio, theta=theta, alpha=config.alpha, max_ratio=max_ratio)
+        if config.priority == "activation":
+            w_vars = [relative_scores(w_var) for w_var in w_vars]
         return budget_ratios(w_vars, [self._costs[name] for name in names], ratio, max_ratio=max_ratio)
 
     def _max_pruned(self, relief: Relief) -> float:

@@ -54,13 +54,12 @@ def paper_division(
         lent = [ratio if r in movers else 0.0 for r, ratio in enumerate(ratios)]
     num_receivers = sum(share == 0.0 for share in lent)
     taken_in = math.fsum(lent) / num_receivers
-    target_s = max(
-        (rank.busy_s + taken_in * rank.gemm_s for rank, slow in zip(times, are_stragglers, strict=True) if not slow),
-        default=reference_s,
-    )
+    borrowed_s = [rank.gemm_s * rank.cost.borrowed_at(taken_in) for rank in times]
+    normal = [r for r, slow in enumerate(are_stragglers) if not slow]
+    target_s = max((times[r].busy_s + borrowed_s[r] for r in normal), default=reference_s)
     pruned = []
-    for rank, slow, share in zip(times, are_stragglers, lent, strict=True):
-        own_target_s = target_s - (taken_in * rank.gemm_s if share == 0.0 else 0.0)
+    for r, (rank, slow, share) in enumerate(zip(times, are_stragglers, lent, strict=True)):
+        own_target_s = target_s - (borrowed_s[r] if share == 0.0 else 0.0)
         pruned.append(max(rank.ratio_to_reach(own_target_s) - share, 0.0) if slow else 0.0)
     return Division(tuple(pruned), tuple(lent))
 
@@ -74,7 +73,7 @@ def migrated_share(
         straggler: its overhead of resizing is Ω1 + Ω2.
         ratio: γ.
         migration: Φ1.
-        normal_gemm_s: M of a normal rank; Φ2 is in proportion to it.
+        normal_gemm_s: M of a normal rank; Φ2 is in proportion to it, as in the paper.
         num_ranks: e.
     """
 
