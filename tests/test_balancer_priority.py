@@ -18,7 +18,7 @@ def weights(run):
 
 def run_of_one_full_epoch(group, **config):
     """A run that pruned nothing in its first epoch, and each layer's δ_i = Σ_j |Δw_ji| / N over it."""
-    run = Run(group, iters_per_epoch=4, ageing=0.0, **config)
+    run = Run(group, iters_per_epoch=4, ageing=0.0, priority="variation", **config)
     began = {name: weight.clone() for name, weight in weights(run).items()}
     run.steps(4)
     return run, {name: (weight - began[name]).abs().mean(dim=0) for name, weight in weights(run).items()}
@@ -75,7 +75,7 @@ def test_columns_that_were_pruned_in_the_first_epoch_are_pruned_in_the_second(ru
     """Nothing is known of them, and to swap them for trained ones would cost accuracy."""
 
     def train(rank, group):
-        run = Run(group, mode="zero-pri", ratio=0.5, ranks="all", iters_per_epoch=3, ageing=0.0)
+        run = Run(group, mode="zero-pri", priority="variation", ratio=0.5, ranks="all", iters_per_epoch=3, ageing=0.0)
         sets = []
         for _ in range(2):
             sets.append(set(run.pruned()["up"].tolist()))

@@ -103,7 +103,7 @@ def test_variation_holds_a_copy_of_the_weights(run_ranks, storage, bytes_a_weigh
 
 def test_metrics_tell_the_memory_of_the_statistic(run_ranks):
     def bytes_held(rank, group):
-        run = Run(group, mode="zero-pri", snapshot="bf16")
+        run = Run(group, mode="zero-pri", priority="variation", snapshot="bf16")
         weights = run.model.up.weight.numel() + run.model.down.weight.numel()
         return run.balancer.metrics()["balance/statistic_bytes"] / weights
 

@@ -35,7 +35,7 @@ WRONG_VALUES = [
     ("ranks", [True], "'stragglers', 'all', or a list"),
     ("ranks", ["0"], "'stragglers', 'all', or a list"),
     ("ranks", [1, 0, 1], "a list of different ranks"),
-    ("priority", "delta", "['variation', 'activation', 'path_length']"),
+    ("priority", "delta", "['activation', 'variation', 'path_length']"),
     ("snapshot", "disk", "['host', 'bf16']"),
     ("pridiff_rule", "equal", "['budget', 'paper']"),
     ("pruned_update", "frozen", "['optimizer', 'freeze']"),

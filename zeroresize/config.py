@@ -19,7 +19,7 @@ TARGETS = ("mean", "min")
 IMPUTATIONS = ("zero", "average", "same")
 RANK_CHOICES = ("stragglers", "all")
 
-PRIORITIES = ("variation", "activation", "path_length")
+PRIORITIES = ("activation", "variation", "path_length")
 SNAPSHOTS = ("host", "bf16")
 PRIDIFF_RULES = ("budget", "paper")
 PRUNED_UPDATES = ("optimizer", "freeze")
@@ -32,7 +32,6 @@ PRUNING_MODES = ("zero-rd", "zero-pri", "zero-pridiff", "semi")
 #: Those of them that choose the columns by a statistic.
 PRIORITY_MODES = ("zero-pri", "zero-pridiff", "semi")
 #: Those in which every layer prunes a ratio of its own.
-DIFFERENTIATED_MODES = ("zero-pridiff", "semi")
 #: Those in which other ranks compute a straggler's columns (migration, section IV).
 MIGRATING_MODES = ("mig", "semi")
 #: Those in which one rank's ratio is its own affair.
@@ -48,7 +47,7 @@ class BalanceConfig:
             columns: ``"zero-rd"`` drawn at random, ``"zero-pri"`` by priority, ``"zero-pridiff"`` by priority and with
             a ratio of its own for every layer (ZERO-Rd, -Pri, -PriDiff, sections III-B and III-C). With ``"mig"``
             stragglers hand columns to the other ranks (section IV), and nothing is left out. With ``"semi"`` a cost
-            model decides who hands over and who prunes, as in ``"zero-pridiff"``.
+            model decides who hands over and who prunes, as in ``"zero-pri"``.
         ratio: ``"auto"`` decides for every straggler, by Eq. (1) where it only prunes; a number forces that ratio γ,
             0 ≤ γ < 1 where it prunes (0 prunes nothing), 0 ≤ γ ≤ 1 with ``"mig"``; with ``"semi"`` nothing can be
             forced.
@@ -63,13 +62,13 @@ class BalanceConfig:
             (``"mig"``, or ``budget`` 0) all may be lent.
         ewma: weight of the newest sample when measurements are smoothed, 0.65 to 1.
         dead_band: a change of γ smaller than this share of what a rank still computes is not carried out.
-        priority: what makes a column important: the ``"variation"`` of its weights over an epoch (paper's δ), its
-            ``"activation"`` norm times its weights' norm, or its weights' ``"path_length"`` over the epoch.
+        priority: what makes a column important: its ``"activation"`` norm times its weights' norm, the ``"variation"``
+            of its weights over an epoch (paper's δ), or their ``"path_length"`` over the epoch.
         snapshot: where ``"variation"`` keeps its second copy of the weights: on the ``"host"``, or in ``"bf16"`` on
             the device.
         ageing: what each epoch of being pruned adds to a column's priority, in means of its layer; 0 is the paper,
             where some columns may stay pruned for ever.
-        pridiff_rule: ``"budget"`` prunes γ of a rank's products over all layers together; ``"paper"`` prunes
+        pridiff_rule: ``"budget"`` prunes γ of the products between two synchronisations; ``"paper"`` prunes
             max(share of columns that moved less than θ, α γ) of each layer.
         alpha, theta_iter: α and θ of one iteration, for the paper's rule.
         pruned_update: whether the ``"optimizer"`` steps pruned columns, with a gradient of zero but with momentum and
@@ -90,7 +89,7 @@ class BalanceConfig:
         ValueError: naming the key, the value and what is allowed.
     """
 
-    mode: str = "zero-rd"
+    mode: str = "zero-pri"
     ratio: str | float = "auto"
     ranks: str | tuple[int, ...] = "stragglers"
     target: str = "min"
@@ -100,7 +99,7 @@ class BalanceConfig:
     max_ratio: float = 0.9
     ewma: float = 0.7
     dead_band: float = 0.02
-    priority: str = "variation"
+    priority: str = "activation"
     snapshot: str = "host"
     ageing: float = 0.1
     pridiff_rule: str = "budget"

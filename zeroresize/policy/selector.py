@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from zeroresize.config import DIFFERENTIATED_MODES, PRIORITY_MODES, BalanceConfig
+from zeroresize.config import PRIORITY_MODES, BalanceConfig
 from zeroresize.policy.column_order import decided_columns, num_lent, order_without_priority, pruned_of_order
 from zeroresize.policy.differentiated import budget_ratios, paper_ratios, relative_scores
 from zeroresize.policy.priority import ColumnPriority
@@ -86,7 +86,7 @@ class ColumnSelector:
         PriDiff is one for all layers.
         """
         ratios = dict.fromkeys(self._costs, relief.pruned)
-        if self._config.mode in DIFFERENTIATED_MODES and relief.pruned > 0.0:
+        if self._config.mode == "zero-pridiff" and relief.pruned > 0.0:
             max_ratio = self._max_pruned(relief)
             for names in [list(ratios)] if self._config.pridiff_rule == "paper" else self._segments:
                 ratios |= zip(names, self._differentiated(names, min(relief.pruned, max_ratio), max_ratio), strict=True)
