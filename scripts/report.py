@@ -100,6 +100,13 @@ def write_report(run: RunFolder, folder: Path) -> Path:
         for name in names
         if run.summary.get(name) is not None
     ]
+    if not run.summary:
+        facts.append(("state", "the run has not ended"))
+    straggler = run.summary.get("config", {}).get("straggler", {})
+    if straggler.get("kind", "none") != "none":
+        facts += [(f"straggler.{name}", straggler[name]) for name in ("kind", "schedule", "chi")]
+    if len(run.records) > 1 and not any(record["lent_to"] for own in run.records.values() for record in own):
+        facts.append(("lent", "nothing"))
     balance = run.summary.get("config", {}).get("balance", {})
     facts += [(f"balance.{name}", balance[name]) for name in ("mode", "ratio", "priority", "target") if name in balance]
     page = (
@@ -107,7 +114,7 @@ def write_report(run: RunFolder, folder: Path) -> Path:
         .from_string(PAGE)
         .render(
             title=f"Balancing in {run.path.resolve().name}",
-            facts=facts or [("state", "the run has not ended")],
+            facts=facts,
             headings=HEADINGS,
             rows=table_rows(run),
             pictures=embedded,

@@ -35,13 +35,14 @@ def times_picture(run: RunFolder) -> Figure:
         linewidth=1,
         label="measured",
     )
-    wall.plot(*_in_ms(run.slowest_at_full_work()), "--", color="firebrick", drawstyle="steps-post",
-              label="slowest rank at full work: without balancing no step is shorter")  # fmt: skip
+    # Times are of the steps before a record, a plan is of those after it.
+    wall.plot(*_in_ms(run.slowest_at_full_work()), "--", color="firebrick", drawstyle="steps-pre",
+              label="slowest rank at full work, without collectives: a step takes longer unbalanced")  # fmt: skip
     wall.plot(*_in_ms(run.series(next(iter(run.records)), "predicted_step_s")), ":", color="steelblue",
               drawstyle="steps-post", label="predicted")  # fmt: skip
     wall.set_ylabel("step time, ms")
     for rank in run.records:
-        busy.plot(*_in_ms(run.series(rank, "busy_s")), label=f"rank {rank}", drawstyle="steps-post")
+        busy.plot(*_in_ms(run.series(rank, "busy_s")), label=f"rank {rank}", drawstyle="steps-pre")
         ratio.plot(*run.series(rank, "ratio"), label=f"rank {rank}", drawstyle="steps-post")
     busy.set_ylabel("busy time at\nfull work, ms")
     ratio.set_ylabel("γ, pruned and lent")
@@ -70,7 +71,8 @@ def work_picture(run: RunFolder) -> Figure:
         axes.stackplot(steps, own, lent, pruned, borrowed, step="post", colors=WORK_COLORS, labels=WORK_LABELS)
         axes.axhline(1, color="black", linewidth=0.8)
         axes.set_ylabel(f"rank {rank}")
-        axes.set_ylim(bottom=0)
+    most = max(np.nanmax(run.series(rank, "borrowed_share")[1]) for rank in ranks)
+    rows[0, 0].set_ylim(0, 1.05 * (1 + most))  # the axes share it
     rows[-1, 0].set_xlabel("optimizer step")
     figure.legend(*rows[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize="small")
     return figure
@@ -102,11 +104,13 @@ def loans_picture(run: RunFolder) -> Figure:
 
 
 def layers_picture(run: RunFolder, rank: int) -> Figure:
+    """What share of each layer's columns a rank prunes, over the steps."""
     records = run.records[rank]
     layers = list(records[0]["layer_shares"])
     shares = np.array([[record["layer_shares"][layer] for record in records] for layer in layers])
     figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.22 * len(layers)), layout="constrained")
-    edges = [0, *(record["step"] for record in records)]
+    begins = [record["step"] for record in records]  # each is in force from its step to the next one's
+    edges = [*begins, max(run.num_steps, begins[-1] + 1)]
     mesh = axes.pcolormesh(edges, np.arange(len(layers) + 1), shares, vmin=0, vmax=1, cmap="viridis")
     axes.set_yticks(np.arange(len(layers)) + 0.5, layers, fontsize=7)
     axes.invert_yaxis()
@@ -116,6 +120,7 @@ def layers_picture(run: RunFolder, rank: int) -> Figure:
 
 
 def columns_picture(run: RunFolder, rank: int, bins: int = 192) -> Figure:
+    """In how many steps a rank pruned each column of each layer, up to ``bins`` points a layer."""
     counts = run.columns[rank]
     most = max(int(steps.max()) for steps in counts.values())
     figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.22 * len(counts)), layout="constrained")

@@ -55,6 +55,11 @@ class RunFolder:
         values = [np.nan if record[name] is None else record[name] for record in records]
         return [record["step"] for record in records], values
 
+    @property
+    def num_steps(self) -> int:
+        """Steps that the run has made, as far as it has told."""
+        return max((line["step"] + 1 for line in self.steps), default=0)
+
     def slowest_at_full_work(self) -> tuple[list[int], list[float]]:
         """Steps and seconds: the busy time of the slowest rank, if every rank computed all of its own work."""
         by_rank = [self.series(rank, "busy_s") for rank in self.records]

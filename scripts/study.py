@@ -16,7 +16,6 @@ import os
 import re
 import shutil
 import statistics
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from vit_examples.config_file import load_config
-from vit_examples.launch import train_command
+from vit_examples.launch import started, train_command
 from zeroresize.yaml_values import load_yaml
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -127,9 +126,8 @@ def run_cell(study: Study, cell: Cell) -> None:
     cell.folder.mkdir(parents=True)
     command = train_command(study.config, (*cell.overrides, "output.progress=false"), study.ranks)
     log = cell.folder / "train.log"
-    with log.open("w", encoding="utf-8") as stream:
-        environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        code = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, cwd=ROOT, env=environment).returncode
+    with started(command, log, {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}) as process:
+        code = process.wait()
     if code:
         reason = reason_in(log.read_text(encoding="utf-8", errors="replace").splitlines())
         raise RuntimeError(f"cell {cell.name!r}, seed {cell.seed} failed with code {code}; from {log}:\n{reason}")
@@ -203,21 +201,29 @@ def write_csv(rows: Mapping[tuple[str, str], dict[str, Any]], path: Path) -> Non
     unfinished.replace(path)
 
 
-def accuracy_table(study: Study, rows: Mapping[tuple[str, str], dict[str, Any]]) -> Table:
-    """Test accuracy a cell: mean, standard deviation over the seeds, and the difference to the first cell's mean."""
-    table = Table(title=f"{study.name}: test accuracy, %", title_justify="left")
-    for heading in ("cell", "seeds", "mean", "spread (s.d.)", "against the first"):
+def results_table(study: Study, rows: Mapping[tuple[str, str], dict[str, Any]]) -> Table:
+    """Step time and test accuracy a cell: means and standard deviations over the seeds, accuracy against the first."""
+    table = Table(title=study.name, title_justify="left")
+    for heading in ("cell", "seeds", "step, ms", "accuracy, %", "against the first"):
         table.add_column(heading, justify="left" if heading == "cell" else "right")
-    by_cell: dict[str, list[float]] = {}
+    by_cell: dict[str, list[dict[str, Any]]] = {}
     for row in rows.values():
-        by_cell.setdefault(row["cell"], []).append(100 * float(row["test_accuracy"]))
+        by_cell.setdefault(row["cell"], []).append(row)
     first = None
-    for name, values in by_cell.items():
-        mean = statistics.mean(values)
-        first = mean if first is None else first
-        spread = f"{statistics.stdev(values):.1f}" if len(values) > 1 else "-"
-        table.add_row(name, str(len(values)), f"{mean:.1f}", spread, f"{mean - first:+.1f}")
+    for name, own in by_cell.items():
+        step_ms = [float(row["step_ms"]) for row in own if row["step_ms"]]
+        accuracy = [100 * float(row["test_accuracy"]) for row in own]
+        first = statistics.mean(accuracy) if first is None else first
+        difference = f"{statistics.mean(accuracy) - first:+.1f}"
+        table.add_row(name, str(len(own)), _with_spread(step_ms, 0), _with_spread(accuracy, 1), difference)
     return table
+
+
+def _with_spread(values: list[float], digits: int) -> str:
+    if not values:
+        return "-"
+    spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{digits}f}{spread}"
 
 
 def main() -> None:
@@ -248,7 +254,7 @@ def main() -> None:
     rows = known_rows(study, table)
     if rows:
         write_csv(all_rows(study, table), table)
-    console.print(accuracy_table(study, rows))
+    console.print(results_table(study, rows))
     if failures:
         sys.exit("\n".join(f"error: {failure}" for failure in failures))
 

@@ -118,7 +118,7 @@ def test_who_never_ends_an_epoch_and_who_takes_too_large_blocks_is_warned(caplog
             selector.count_step(Relief())
     messages = [record.getMessage() for record in caplog.records]
     assert sum("no epoch has ended" in message for message in messages) == 2
-    assert [m for m in messages if "block" in m] == ["block=5 is more than half of the columns of layer"]
+    assert [m for m in messages if "block" in m] == ["block=5 is more than half of the columns of layer: never pruned"]
 
 
 def test_ties_are_broken_alike_on_every_run_and_by_turns():

@@ -13,7 +13,7 @@ import pytest
 from matplotlib import pyplot
 
 from scripts.report import table_rows, write_report
-from scripts.report_pictures import loans_picture, work_picture
+from scripts.report_pictures import layers_picture, loans_picture, times_picture, work_picture
 from scripts.report_run import RunFolder
 from vit_examples.balance_log import BalanceLog
 from zeroresize.telemetry import JsonLinesTelemetry, UpdateRecord
@@ -96,6 +96,33 @@ def test_it_shows_who_lent_what_to_whom_and_what_the_step_would_have_taken(tmp_p
     assert heights == pytest.approx([1.0, 1.0, 1.0, 1.25])  # rank 0 computes its own and a quarter more
     pyplot.close(figure)
     assert (write_report(run, tmp_path / "report").parent / "loans.png").is_file()
+
+
+def test_what_a_rank_takes_in_is_shown_whole_below_one_that_only_lends(tmp_path):
+    for rank, (lent, borrowed) in enumerate([(0.5, 0.0), (0.0, 0.5)]):
+        write = JsonLinesTelemetry(tmp_path / f"balance-rank{rank}.jsonl")
+        for update in (1, 2):
+            write(dataclasses.replace(record(rank, update, 0.0), lent_share=lent, borrowed_share=borrowed))
+        write.close()
+    (tmp_path / "metrics.jsonl").write_text("")
+    figure = work_picture(RunFolder.read(tmp_path))
+    assert all(axes.get_ylim()[1] >= 1.5 for axes in figure.axes[:2])
+    pyplot.close(figure)
+
+
+def test_a_plan_is_drawn_over_the_steps_after_its_record_and_a_time_over_those_before(folder):
+    """Rank 1 prunes from step 20 on; what it needed until step 20 was measured in steps 10 to 20."""
+    run = RunFolder.read(folder)
+    figure = layers_picture(run, 1)
+    mesh = figure.axes[0].collections[0]
+    columns = mesh.get_coordinates()[0, :, 0].tolist()
+    assert columns == [10, 20, 30, 40, 41] or columns == [10, 20, 30, 40, 40]
+    assert mesh.get_array().reshape(len(LAYERS), -1)[0].tolist() == [0.0, 0.5, 0.5, 0.5]
+    pyplot.close(figure)
+    figure = times_picture(run)
+    busy, gamma = figure.axes[1].lines[1], figure.axes[2].lines[1]
+    assert busy.get_drawstyle() == "steps-pre" and gamma.get_drawstyle() == "steps-post"
+    pyplot.close(figure)
 
 
 def test_a_run_that_was_killed_in_the_middle_of_a_line_is_read(folder):

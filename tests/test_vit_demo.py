@@ -11,6 +11,7 @@ pytest.importorskip("matplotlib")
 
 from matplotlib import pyplot
 
+from vit_examples.balance_log import mean_in_force
 from vit_examples.demo import results_table
 from vit_examples.demo_picture import draw
 
@@ -21,7 +22,10 @@ def made_up(step_ms: float, gamma: float) -> dict[str, Any]:
     return {
         "summary": {"step_ms": step_ms, "test_accuracy": 0.75, "steps": 60},
         "lines": [*steps, epoch],
-        "updates": [{"pruned_share": 0.0, "lent_share": 0.0}, {"pruned_share": gamma, "lent_share": gamma / 3}],
+        "updates": [
+            {"step": 0, "pruned_share": gamma, "lent_share": gamma / 3},
+            {"step": 60, "pruned_share": 0.0, "lent_share": 0.0},  # decided after the last step
+        ],
     }
 
 
@@ -67,3 +71,10 @@ def test_a_picture_without_pruning_has_no_legend_below() -> None:
     figure = draw({"homogeneous": made_up(100, 0.0)}, straggler=1)
     assert figure.axes[1].get_legend() is None
     pyplot.close(figure)
+
+
+def test_what_was_dropped_is_told_over_all_steps() -> None:
+    records = [{"step": 10, "lent_share": 0.0}, {"step": 20, "lent_share": 0.5}, {"step": 40, "lent_share": 1.0}]
+    assert mean_in_force(records, "lent_share", 40) == pytest.approx(0.25)
+    assert mean_in_force(records, "lent_share", 50) == pytest.approx(0.4)
+    assert mean_in_force([], "lent_share", 50) == 0.0

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -26,11 +27,12 @@ def micro_study(tmp_path: Path) -> study.Study:
 
 
 def stub_training(monkeypatch: pytest.MonkeyPatch, code: int, log: str = "") -> None:
-    def run(command, *, stdout, **keys):
-        stdout.write(log)
-        return subprocess.CompletedProcess(command, code)
+    @contextmanager
+    def started(command, log_file, environment):
+        log_file.write_text(log)
+        yield SimpleNamespace(wait=lambda: code)
 
-    monkeypatch.setattr(study.subprocess, "run", run)
+    monkeypatch.setattr(study, "started", started)
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.stem)

@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -39,3 +42,14 @@ class BalanceLog:
     def close(self) -> None:
         for writer in self._writers:
             writer.close()
+
+
+def mean_in_force(records: Sequence[Mapping[str, Any]], name: str, num_steps: int) -> float:
+    """One number of a rank's records, mean over a run's steps: each is in force from its step to the next one's.
+
+    Before the first record it is 0.
+    """
+    bounds = [*(min(record["step"], num_steps) for record in records), num_steps]
+    periods = zip(itertools.pairwise(bounds), records, strict=True)
+    held = sum((end - begin) * record[name] for (begin, end), record in periods)
+    return held / max(num_steps, 1)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import yaml
 
 from vit_examples.config import HOSTS, DataConfig, ModelConfig, OutputConfig, RunConfig, StragglerConfig, TrainingConfig
 from zeroresize.config import MODES, BalanceConfig
+from zeroresize.value_checks import closest
 from zeroresize.yaml_values import load_yaml
 
 CONFIG_FOLDER = Path(__file__).parent / "configs"
@@ -143,14 +143,9 @@ def _known_keys(name: str, values: Any, section: Any) -> Mapping[str, Any]:
     unknown = [str(key) for key in values if key not in known]
     if unknown:
         what, prefix = ("section", "") if section is RunConfig else ("key", f"{name}.")
-        named = ", ".join(f"'{prefix}{key}'{_guess(key, known)}" for key in unknown)
+        named = ", ".join(f"'{prefix}{key}'{closest(key, known)}" for key in unknown)
         raise ValueError(f"unknown {what} {named}: allowed are {known}")
     return values
-
-
-def _guess(key: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(key, known, n=1)
-    return f" (did you mean '{close[0]}'?)" if close else ""
 
 
 def _with_override(document: Any, override: str) -> dict[str, Any]:

@@ -28,10 +28,11 @@ def draw(results: dict[str, dict[str, Any]], *, straggler: int) -> Figure:
     for name, result in results.items():
         _draw_run(times, ratios, name, result["lines"], straggler)
     times.set_ylabel("step time, ms")
-    times.set_ylim(bottom=0)
+    first = [line.get_ydata()[1:] for line in times.lines]  # the first step warms up
+    times.set_ylim(0, 1.25 * max((max(values) for values in first if len(values)), default=1.0))
     times.set_title(f"One tensor-parallel step, rank {straggler} slowed (homogeneous: not slowed)")
-    ratios.set_ylabel(f"γ of rank {straggler}")
-    ratios.set_ylim(-0.02, 1)
+    ratios.set_ylabel(f"share of rank {straggler}'s work\nthat others do or nobody")
+    ratios.set_ylim(-0.02, 1.02)
     ratios.set_xlabel("optimizer step")
     for axes in (times, ratios):
         axes.grid(alpha=0.3)

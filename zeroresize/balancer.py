@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -33,12 +34,15 @@ from zeroresize.layer_work import segments_of_layers, work_of_layers
 from zeroresize.lending import Lender
 from zeroresize.lineage import LineageTable
 from zeroresize.measurement import Measurement
+from zeroresize.optimizers import not_stepped
 from zeroresize.plan import WorkloadPlan
 from zeroresize.policy.selector import ColumnSelector, Relief
 from zeroresize.policy.sharing import borrowed_shares
 from zeroresize.pretests import make_pretests
 from zeroresize.telemetry import UpdateRecord
 from zeroresize.timing import StepTimer
+
+logger = logging.getLogger(__name__)
 
 _RECORDED_METRICS = (
     "ratio",
@@ -73,7 +77,8 @@ class Balancer:
 
     Raises:
         ValueError: if ``process_group`` is None or not the layers' own, the model has not been converted or has
-            another balancer, or the ranks do not agree on the configuration.
+            another balancer, ``optimizer`` steps none of the layers' weights, or the ranks do not agree on the
+            configuration.
     """
 
     def __init__(
@@ -93,8 +98,8 @@ class Balancer:
         self._num_ranks = group_size(process_group)
         self._layers = balanced_layers(model)
         self._state_key = "group " + "-".join(map(str, group_ranks(process_group)))
-        if self._num_ranks > 1:
-            self._check_layers(process_group)
+        self._check_layers(process_group)
+        self._reset_layers()
         self.lineage = LineageTable(self._layers)
         self._selector = ColumnSelector(
             config,
@@ -331,16 +336,29 @@ class Balancer:
         return ColumnFreezer(self._layers, self.optimizer)
 
     def _check_layers(self, process_group: ProcessGroup) -> None:
-        if not self._layers:
-            raise ValueError("the model has no converted layers: call zeroresize.convert(model, ...) first")
         for name, layer in self._layers.items():
             if not same_ranks(layer.process_group, process_group):
                 raise ValueError(f"layer {name} belongs to another process group: pass the one that convert was given")
-            if layer.probes.holds(StepTimer):
-                raise ValueError("the model has another balancer: close() that one first")
-            layer.plan = layer.loans = None  # of a balancer that was dropped without being closed
-            is_needed = self.config.imputation == "same" and self.config.mode in PRUNING_MODES
-            layer.last = LastGradients() if is_needed else None
+        if self._num_ranks == 1:
+            return
+        if not self._layers:
+            raise ValueError("the model has no converted layers: call zeroresize.convert(model, ...) first")
+        if any(layer.probes.holds(StepTimer) for layer in self._layers.values()):
+            raise ValueError("the model has another balancer: close() that one first")
+        weights = {name: layer.weight for name, layer in self._layers.items()}
+        unknown = not_stepped(self.optimizer, weights)
+        if unknown:
+            told = f"the optimizer does not step the weights of {', '.join(unknown[:4])}{', …' if unknown[4:] else ''}"
+            if len(unknown) == len(weights):
+                raise ValueError(f"{told}, nor any other layer's: make it from the parameters that the model has now")
+            logger.warning("%s: was it made before they were?", told)
+
+    def _reset_layers(self) -> None:
+        """Take from the layers what a balancer left that was dropped without being closed."""
+        remembers = self.config.imputation == "same" and self.config.mode in PRUNING_MODES
+        for layer in self._layers.values():
+            layer.plan = layer.loans = None
+            layer.last = LastGradients() if remembers else None
 
     def _meet(self, process_group: ProcessGroup) -> Exchange:
         """Join the other ranks for exchanging numbers, once all agree on what they will do."""
@@ -441,5 +459,5 @@ class Balancer:
         return borrowed_shares(self.plan.loans, self._num_ranks)[self._rank]
 
     def _require_rank(self, rank: int) -> None:
-        if not 0 <= rank < self._num_ranks:
-            raise ValueError(f"rank={rank} is outside the process group: allowed are 0 to {self._num_ranks - 1}")
+        if not isinstance(rank, int) or not 0 <= rank < self._num_ranks:
+            raise ValueError(f"rank={rank!r} is outside the process group: allowed are 0 to {self._num_ranks - 1}")

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from zeroresize.value_checks import at_least, one_of
+from zeroresize.value_checks import at_least, closest, one_of
 from zeroresize.yaml_values import load_yaml
 
 MODES = ("off", "zero-rd", "zero-pri", "zero-pridiff", "mig", "semi")
@@ -221,7 +221,7 @@ class BalanceConfig:
         known = [field.name for field in dataclasses.fields(cls)]
         unknown = sorted(str(key) for key in values if key not in known)
         if unknown:
-            raise ValueError(f"unknown balance keys {unknown}: allowed are {known}")
+            raise ValueError(f"unknown balance keys {unknown}{closest(unknown[0], known)}: allowed are {known}")
         return cls(**values)
 
     @classmethod

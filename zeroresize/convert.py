@@ -39,12 +39,13 @@ def convert(model: ModelT, *, process_group: ProcessGroup, config: BalanceConfig
         ``model`` itself. Converting it again is a no-op with a log line.
 
     Raises:
-        ValueError: if ``process_group`` is None or lacks this rank, ``config`` names a rank outside it, or the model
-            has no layer that can be balanced.
+        ValueError: if ``process_group`` is None or lacks this rank, ``config`` names a rank outside it, the model has
+            no layer that can be balanced, or the group has one rank and the model's layers are of a larger one.
     """
     require_group(process_group)
     config.validate_group_size(group_size(process_group))
     if group_size(process_group) == 1:
+        _require_no_other_group(model)
         logger.info("convert: the process group has one rank, so there is nothing to balance")
         return model
     if balanced_layers(model):
@@ -85,6 +86,16 @@ def _swap_layers(model: nn.Module, process_group: ProcessGroup) -> dict[str, str
         layer = host.swap_layer(module) if host else module
         layer.is_converted = True
     return left_alone
+
+
+def _require_no_other_group(model: nn.Module) -> None:
+    for name, module in _unwrap(model).named_modules():
+        is_parallel = isinstance(module, BalancedLinear) or _host_of(module) is not None
+        if is_parallel and group_size(module.process_group) > 1:
+            raise ValueError(
+                f"convert: process_group has one rank, and layer {name} is split over "
+                f"{group_size(module.process_group)}: pass the tensor-parallel group"
+            )
 
 
 def _host_of(module: nn.Module) -> ModuleType | None:

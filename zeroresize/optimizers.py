@@ -51,6 +51,14 @@ def stepped_tensors(optimizer: Any, parameters: Mapping[str, Tensor]) -> dict[st
     return found
 
 
+def not_stepped(optimizer: Any, parameters: Mapping[str, Tensor]) -> list[str]:
+    """Names of parameters that want gradients and that ``optimizer`` does not know; none where it cannot be told."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return []
+    stepped = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+    return [name for name, one in parameters.items() if one.requires_grad and id(one) not in stepped]
+
+
 def states_like(optimizer: torch.optim.Optimizer, tensor: Tensor) -> Iterable[Tensor]:
     """The optimizer's state tensors of ``tensor`` that have its shape, such as its moments."""
     state = optimizer.state.get(tensor, {})

@@ -22,8 +22,8 @@ from zeroresize.policy.cost_model import MigrationCost
 
 #: Shares of its columns that one rank lends in the pre-test: between and beyond, the cost is a straight line.
 _LENT = (0.25, 0.75)
-#: Rounds that fit into the budget, no more than these.
-_MOST_ROUNDS = 5
+#: Rounds that fit into the budget, no more and no less than these: the least of them counts, noise is one-sided.
+_FEWEST_ROUNDS, _MOST_ROUNDS = 3, 5
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def measure_migration_cost(
         layers: balanced layers by name; those are measured that have seen the training forwards of one iteration.
         process_group: their tensor-parallel group.
         migrate: how slices travel.
-        budget_s: seconds it may take, roughly; one round runs in any case.
+        budget_s: seconds it may take, roughly; ``_FEWEST_ROUNDS`` rounds run in any case.
 
     Raises:
         ValueError: before any layer has been seen.
@@ -74,7 +74,8 @@ def measure_migration_cost(
         raise ValueError("no layer has seen a training forward yet: there is nothing to measure")
     rounds = [_round(shapes, process_group, migrate)]
     affordable = int(budget_s / max(sum(rounds[0]), 1e-6))
-    rounds += [_round(shapes, process_group, migrate) for _ in range(min(affordable, _MOST_ROUNDS) - 1)]
+    num_rounds = max(_FEWEST_ROUNDS, min(affordable, _MOST_ROUNDS))
+    rounds += [_round(shapes, process_group, migrate) for _ in range(num_rounds - 1)]
     small_s, large_s = (min(seconds) for seconds in zip(*rounds, strict=True))
     per_share_s = max(large_s - small_s, 0.0) / (_LENT[1] - _LENT[0])
     return MigrationCost(max(small_s - _LENT[0] * per_share_s, 0.0), per_share_s)

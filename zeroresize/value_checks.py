@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,3 +44,9 @@ def divides(key: str, size: int, by_key: str, by: int) -> None:
     """Check that ``size`` is a multiple of ``by``."""
     if size % by:
         raise ValueError(f"{key}={size} does not divide by {by_key}={by}")
+
+
+def closest(key: str, known: Sequence[str]) -> str:
+    """A guess at which of ``known`` was meant, to be put into a message; empty if there is none."""
+    close = difflib.get_close_matches(key, known, n=1)
+    return f" (did you mean '{close[0]}'?)" if close else ""

@@ -77,7 +77,8 @@ class ColumnSelector:
         self._orders = self._orders_of_epoch()
         coarse = [name for name, columns in num_columns.items() if 2 * config.block > columns]
         if coarse and config.mode != "off":
-            logger.warning("block=%d is more than half of the columns of %s", config.block, ", ".join(coarse))
+            names = ", ".join(coarse)
+            logger.warning("block=%d is more than half of the columns of %s: never pruned", config.block, names)
 
     def layer_ratios(self, relief: Relief) -> dict[str, float]:
         """γ_k that every layer prunes, before rounding to blocks.
