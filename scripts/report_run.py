@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from zeroresize.telemetry import read_records
+from zeroresize.json_lines import read_json_lines
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class RunFolder:
         files = list(path.glob("balance-rank*.jsonl"))
         if not files:
             raise ValueError(f"{path}: no balance-rank*.jsonl there; give the output folder of vit_examples.train")
-        records = {rank_of(file): found for file in files if (found := read_records(file))}
+        records = {rank_of(file): found for file in files if (found := read_json_lines(file))}
         if not records:
             raise ValueError(f"{path}: the balancer has made no update yet (one in balance.update_every steps)")
         columns = {rank_of(file): dict(np.load(file)) for file in path.glob("columns-rank*.npz")}
         summary, metrics = path / "summary.json", path / "metrics.jsonl"
         return cls(
             path=path,
-            steps=[line for line in (read_records(metrics)) if line["kind"] == "step"],
+            steps=[line for line in read_json_lines(metrics) if line["kind"] == "step"],
             records=dict(sorted(records.items())),
             columns=dict(sorted(columns.items())),
             summary=json.loads(summary.read_text(encoding="utf-8")) if summary.is_file() else {},

@@ -1,7 +1,7 @@
 """Who should migrate, by simulation: python -m scripts.simulate_semi --chi 8 6 4 2 1 1 1 1
 
 SEMI by both rules on a model of a cluster, with every number λ of migrating stragglers and with its own choice
-(Fig. 11): the step time as a ratio to the homogeneous one, what is dropped and what is moved. Is the choice the best λ?
+(Fig. 11): the step time as a ratio to the homogeneous one, what is dropped and what is lent. Is the choice the best λ?
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
     homogeneous_s = statistics.fmean(
         simulate(BalanceConfig(mode="off"), cluster([1.0] * len(arguments.chi)), arguments.steps).step_s
     )
-    table = Table("rule", "λ", "step / homogeneous", "dropped", "moved", title_justify="left",
+    table = Table("rule", "λ", "step / homogeneous", "dropped", "lent", title_justify="left",
                   title=f"χ = {arguments.chi}, after the first 60 steps")  # fmt: skip
     num_stragglers = sum(chi > 1 for chi in arguments.chi)
     for rule in ("makespan", "paper"):

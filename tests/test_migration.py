@@ -44,7 +44,7 @@ def lend(layers, group, loans, migrate, seed=0, lender=None):
             lent[name] = order[: num_lent(layer.num_columns, own_loan.ratio)]
             none = torch.empty(0, dtype=torch.int64)
             layer.plan = LayerPlan.from_pruned(none, layer.num_columns, lent=lent[name])
-    lender.install(loans, lent, version=seed)
+    lender.install(loans, lent, epoch=seed)
     lender.send_weights()
     return lender
 

@@ -8,7 +8,8 @@ import pytest
 from virtual_training import Run
 
 from zeroresize.config import MODES
-from zeroresize.telemetry import JsonLinesTelemetry, TensorBoardTelemetry, UpdateRecord, read_records
+from zeroresize.json_lines import read_json_lines
+from zeroresize.telemetry import JsonLinesTelemetry, TensorBoardTelemetry, UpdateRecord
 
 FIELDS = {field.name for field in dataclasses.fields(UpdateRecord)}
 
@@ -48,7 +49,7 @@ def write(path, records, **arguments):
 
 
 def steps_in(path):
-    return [one["step"] for one in read_records(path)]
+    return [one["step"] for one in read_json_lines(path)]
 
 
 # ---- JSON lines -----------------------------------------------------------------------------------------------------
@@ -63,7 +64,7 @@ def test_an_update_is_a_line_of_json_with_every_field(tmp_path):
     write(path, [record(), record(update=3, step=30)])
     lines = [json.loads(line, parse_constant=no_such_number) for line in path.read_text().splitlines()]
     assert lines == [dataclasses.asdict(record()), dataclasses.asdict(record(update=3, step=30))]
-    assert read_records(path) == lines
+    assert read_json_lines(path) == lines
 
 
 def test_what_was_not_measured_is_null_at_any_depth(tmp_path):
@@ -77,10 +78,10 @@ def test_what_was_not_measured_is_null_at_any_depth(tmp_path):
 
 def test_records_can_be_read_while_the_file_is_open(tmp_path):
     telemetry = JsonLinesTelemetry(tmp_path / "balance.jsonl")
-    assert read_records(tmp_path / "balance.jsonl") == []
+    assert read_json_lines(tmp_path / "balance.jsonl") == []
     for number, one in enumerate(records_of_steps(10, 20, 30)):
         telemetry(one)
-        assert len(read_records(tmp_path / "balance.jsonl")) == number + 1
+        assert len(read_json_lines(tmp_path / "balance.jsonl")) == number + 1
 
 
 def test_a_disk_that_is_full_ends_no_training(tmp_path, monkeypatch, caplog):
@@ -115,7 +116,7 @@ def test_a_line_that_was_never_finished_is_left_out(tmp_path):
     assert steps_in(path) == [10, 20]
     write(path, records_of_steps(40), from_step=30)
     assert steps_in(path) == [10, 20, 40]
-    assert read_records(tmp_path / "never written") == []
+    assert read_json_lines(tmp_path / "never written") == []
 
 
 @pytest.mark.parametrize(("from_step", "kept"), [(0, []), (10, [10]), (25, [10, 20]), (None, [10, 20, 30])])
@@ -146,7 +147,7 @@ def test_records_in_training_agree_with_metrics_and_the_lineage_table(run_ranks,
         return seen
 
     results = run_ranks(train, 2)
-    records = [read_records(tmp_path / f"rank{rank}.jsonl") for rank in range(2)]
+    records = [read_json_lines(tmp_path / f"rank{rank}.jsonl") for rank in range(2)]
     for rank, (seen, told) in enumerate(zip(results, records, strict=True)):
         assert [(one["update"], one["step"], one["rank"]) for one in told] == [(n, 3 * n, rank) for n in range(1, 6)]
         for one, (metrics, shares) in zip(told, seen, strict=True):
@@ -169,7 +170,7 @@ def test_off_tells_what_every_mode_would_do_and_does_nothing(run_ranks, tmp_path
         return run.pruned(), run.balancer.metrics(), run.balancer.what_if()
 
     for rank, (pruned, metrics, what_if) in enumerate(run_ranks(train, 2)):
-        told = read_records(tmp_path / f"rank{rank}.jsonl")
+        told = read_json_lines(tmp_path / f"rank{rank}.jsonl")
         assert pruned == {"up": None, "down": None}
         assert all(one["ratio"] == one["pruned_share"] == 0.0 for one in told)
         assert all(set(one["layer_shares"].values()) == {0.0} for one in told)

@@ -38,11 +38,8 @@ class Split:
         return Split(self.images[:size], self.labels[:size])
 
 
-def load_splits(data: DataConfig, model: ModelConfig, seed: int = 0) -> tuple[Split, Split]:
+def load_splits(data: DataConfig, model: ModelConfig) -> tuple[Split, Split]:
     """The training and test pictures that ``data`` names.
-
-    Args:
-        seed: of the shuffle that splits ``mnist5k``, whose digits are sorted.
 
     Raises:
         ValueError: naming the file or variable that is missing or damaged, or labels that the model lacks.
@@ -50,7 +47,7 @@ def load_splits(data: DataConfig, model: ModelConfig, seed: int = 0) -> tuple[Sp
     source = expand_variables(data.source)
     train_size, test_size = data.train_size, data.test_size
     if source == "mnist5k":
-        splits = [Split(*arrays) for arrays in mnist5k(model.image_size, train_size, test_size, seed)]
+        splits = [Split(*arrays) for arrays in mnist5k(model.image_size, train_size, test_size)]
     elif Path(source).is_dir():
         splits = [Split(*arrays) for arrays in from_parquet(Path(source), model.image_size, train_size, test_size)]
     elif is_local(source):

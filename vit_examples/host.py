@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,14 +22,12 @@ class Host(ABC):
     Making a host is collective and needs what torchrun sets in the environment.
 
     Attributes:
-        name: as in ``--host``.
         model: what ``forward`` runs; ``zeroresize.convert`` changes its layers in place.
         optimizer: AdamW over the parameters of this rank, perhaps wrapped by the host.
         tp_group: the tensor-parallel process group.
         device: where the model's parameters are.
     """
 
-    name: ClassVar[str]
     model: nn.Module
     optimizer: Any
     tp_group: ProcessGroup

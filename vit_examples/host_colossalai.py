@@ -35,8 +35,6 @@ class ColossalAIHost(Host):
     follows the uninterrupted one exactly in fp32 only.
     """
 
-    name = "colossalai"
-
     def __init__(self, config: RunConfig) -> None:
         training = config.training
         self._join(config)

@@ -25,8 +25,6 @@ from zeroresize.collectives import require_group
 class TorchHost(Host):
     """1D tensor parallelism without a framework; mixed precision by autocast. The classifier stays replicated."""
 
-    name = "torch"
-
     def __init__(self, config: RunConfig) -> None:
         training = config.training
         self.device = self._join(config)

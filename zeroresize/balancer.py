@@ -169,7 +169,7 @@ class Balancer:
                 "ratio": plan.ranks[self._rank].pruned + plan.ranks[self._rank].lent,
                 "predicted_step_s": plan.predicted_step_s,
             }
-            for mode, plan in self._decision.dry_run_plans.items()
+            for mode, plan in self._decision.what_if_plans.items()
         }
 
     def sync_gradients(self) -> None:
@@ -446,7 +446,7 @@ class Balancer:
                 self._installer.suspend()
         if self._lender is not None:
             loans = () if self._is_at_full_work else self.plan.loans
-            self._lender.install(loans, self._installer.lent_columns(), version=self._selector.epoch)
+            self._lender.install(loans, self._installer.lent_columns(), epoch=self._selector.epoch)
             self._lender.send_weights()
 
     @property

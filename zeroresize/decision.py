@@ -8,13 +8,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zeroresize.config import MIGRATING_MODES, MODES, PRUNING_MODES, BalanceConfig
+from zeroresize.config import MIGRATING_MODES, BalanceConfig
 from zeroresize.exchange import Exchange
 from zeroresize.plan import WorkloadPlan
 from zeroresize.policy.communication import CollectiveTimes
 from zeroresize.policy.controller import Controller
 from zeroresize.policy.cost_model import MigrationCost, ResizingCost
 from zeroresize.policy.times import RankTimes
+from zeroresize.policy.what_if import WhatIf
 
 
 class GroupDecision:
@@ -34,12 +35,11 @@ class GroupDecision:
         self._exchange, self._migrate = exchange, config.migrate
         self._may_migrate = config.mode in MIGRATING_MODES
         self._controller = Controller(config, num_ranks)
-        self._dry_runs = _dry_runs(config, num_ranks)
+        self._what_if = WhatIf(config, num_ranks)
         self._received: list[list[float]] | None = None
         self._lent_when_sent = (0.0,) * num_ranks
         self.migration: MigrationCost | None = None
         self.plan: WorkloadPlan = self._controller.initial_plan()
-        self._told = [controller.initial_plan() for controller in self._dry_runs]
 
     def update(self, times: RankTimes | None, cost: ResizingCost, wait_s: float, agreed: object) -> None:
         """Decide from what was sent at the last update, and send this rank's numbers.
@@ -73,7 +73,7 @@ class GroupDecision:
         return {
             "controller": self._controller.state_dict(),
             # A tuple is one entry of a checkpoint, which another mode finds too and leaves alone.
-            "dry_runs": tuple(controller.state_dict() for controller in self._dry_runs),
+            "what_if": tuple(self._what_if.states()),
             "received": self._received,
             "lent_when_sent": list(self._lent_when_sent),
             "migration": dataclasses.astuple(self.migration) if self.migration is not None else None,
@@ -88,9 +88,7 @@ class GroupDecision:
         """
         self._collect()
         self._controller.load_state_dict(state["controller"])
-        for controller, saved in zip(self._dry_runs, state["dry_runs"], strict=False):  # none where it was not "off"
-            controller.load_state_dict(saved)
-        self._told = [controller.current_plan() for controller in self._dry_runs]
+        self._what_if.load_states(state["what_if"])
         self._received = state["received"]
         self._lent_when_sent = tuple(state["lent_when_sent"])
         is_known = state["migration"] is not None and state["migrate"] == self._migrate
@@ -108,11 +106,9 @@ class GroupDecision:
             self._exchange.require_agreement({"the balancer's state": f"{self._fingerprint(agreed):.0f}"})
 
     @property
-    def dry_run_plans(self) -> dict[str, WorkloadPlan]:
+    def what_if_plans(self) -> dict[str, WorkloadPlan]:
         """In mode "off", what every other mode would decide, by mode; else empty."""
-        if not self._told:
-            return {}
-        return {mode: self._told[_KINDS.index(kind)] for mode, kind in _KIND_OF_MODE.items()}
+        return self._what_if.plans
 
     def close(self) -> None:
         """Leave the exchange."""
@@ -130,7 +126,7 @@ class GroupDecision:
         waits_s = [numbers[1] for numbers in received]
         wait_s = math.nan if any(map(math.isnan, waits_s)) else min(waits_s)
         collectives = CollectiveTimes(wait_s, self._lent_when_sent, self.migration)
-        self._told = [controller.update(samples, collectives) for controller in self._dry_runs]
+        self._what_if.update(samples, collectives)
         self.plan = self._controller.update(samples, collectives)
 
     def _fingerprint(self, agreed: object) -> float:
@@ -146,18 +142,6 @@ def _require_equal(fingerprints: Sequence[float]) -> None:
             f"ranks {differing} of the group hold another plan, or another state behind it, than rank 0: call pin, "
             "release and load_state_dict alike on every rank, with what was saved together"
         )
-
-
-#: Modes that decide alike are tried once: those that only prune differ in the columns, not in how many.
-_KIND_OF_MODE = {mode: mode if mode in MIGRATING_MODES else PRUNING_MODES[0] for mode in MODES if mode != "off"}
-_KINDS = tuple(dict.fromkeys(_KIND_OF_MODE.values()))
-
-
-def _dry_runs(config: BalanceConfig, num_ranks: int) -> list[Controller]:
-    """A controller for each kind of mode."""
-    if config.mode != "off":
-        return []
-    return [Controller(config.replace(mode=mode, ratio="auto", ranks="stragglers"), num_ranks) for mode in _KINDS]
 
 
 def _as_numbers(times: RankTimes | None, cost: ResizingCost) -> list[float]:

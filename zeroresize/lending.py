@@ -36,29 +36,29 @@ class Lender:
     ) -> None:
         self._layers, self._group, self._is_exact = layers, process_group, is_exact
         self._rank = group_rank(process_group)
-        # Whose loans differ: gradients must come in the same order in all, or buckets of them would be mixed up.
+        # Replicas lend differently, and their gradients must come in one order, or buckets of them would be mixed up.
         self._has_replicas = world_size() > group_size(process_group)
         self._buffers = Buffers()
         self._carrier = make_carrier(migrate, process_group, self._buffers)
         self._homecoming = Homecoming(self._buffers)
         self._in_force: tuple[tuple[Loan, ...], int] | None = None
 
-    def install(self, loans: Sequence[Loan], lent: Mapping[str, Tensor], version: int = 0) -> None:
+    def install(self, loans: Sequence[Loan], lent: Mapping[str, Tensor], epoch: int = 0) -> None:
         """Put ``loans`` in force from the next :meth:`send_weights` on; collective over the group if they are new.
 
         Args:
             loans: the same on every rank.
             lent: if this rank is an owner, its lent columns of every layer, int64, in the order in which they are
                 divided among the receivers.
-            version: of what ``lent`` says, the same on every rank; the same loans with another one are new.
+            epoch: of the columns that ``lent`` names, the same on every rank; the same loans in another one are new.
         """
         if not (loans or self._has_replicas):
             self.take_back()
             return
-        if (tuple(loans), version) == self._in_force:
+        if (tuple(loans), epoch) == self._in_force:
             return
         self.take_back()
-        self._in_force = (tuple(loans), version)
+        self._in_force = (tuple(loans), epoch)
         by_layer: dict[str, list[LayerLoan]] = {name: [] for name in self._layers}
         for loan in loans:
             columns = self._tell_columns(loan, lent)

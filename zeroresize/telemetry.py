@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zeroresize.json_lines import JsonLines, read_json_lines, without_nan
+from zeroresize.json_lines import JsonLines, without_nan
 
 logger = logging.getLogger(__name__)
 
@@ -142,8 +142,3 @@ class TensorBoardTelemetry(Telemetry):
 
     def close(self) -> None:
         self._board.close()
-
-
-def read_records(path: str | Path) -> list[dict[str, Any]]:
-    """The records of a file of :class:`JsonLinesTelemetry`; an unfinished last line is left out."""
-    return read_json_lines(path)

@@ -1,0 +1,48 @@
+"""In mode "off": what every other mode would decide from the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from zeroresize.config import MIGRATING_MODES, MODES, PRUNING_MODES, BalanceConfig
+from zeroresize.plan import WorkloadPlan
+from zeroresize.policy.communication import CollectiveTimes
+from zeroresize.policy.controller import Controller
+from zeroresize.policy.times import RankTimes
+
+#: Modes that decide alike are tried once: those that only prune differ in the columns, not in how many.
+_KIND_OF_MODE = {mode: mode if mode in MIGRATING_MODES else PRUNING_MODES[0] for mode in MODES if mode != "off"}
+
+
+class WhatIf:
+    """A controller for each kind of mode; none in another mode than "off".
+
+    Attributes:
+        plans: of the last update, by mode.
+    """
+
+    def __init__(self, config: BalanceConfig, num_ranks: int) -> None:
+        kinds = dict.fromkeys(_KIND_OF_MODE.values()) if config.mode == "off" else {}
+        self._controllers = {
+            kind: Controller(config.replace(mode=kind, ratio="auto", ranks="stragglers"), num_ranks) for kind in kinds
+        }
+        self.plans: dict[str, WorkloadPlan] = {}
+        self._tell({kind: controller.initial_plan() for kind, controller in self._controllers.items()})
+
+    def update(self, samples: Sequence[RankTimes], collectives: CollectiveTimes) -> None:
+        """Let every controller decide, as :meth:`Controller.update` does."""
+        self._tell({kind: one.update(samples, collectives) for kind, one in self._controllers.items()})
+
+    def states(self) -> list[dict[str, Any]]:
+        """Of the controllers, plain values."""
+        return [controller.state_dict() for controller in self._controllers.values()]
+
+    def load_states(self, states: Sequence[dict[str, Any]]) -> None:
+        """Go on from :meth:`states`; there are none where they were saved in another mode."""
+        for controller, state in zip(self._controllers.values(), states, strict=False):
+            controller.load_state_dict(state)
+        self._tell({kind: controller.current_plan() for kind, controller in self._controllers.items()})
+
+    def _tell(self, plans: dict[str, WorkloadPlan]) -> None:
+        self.plans = {mode: plans[kind] for mode, kind in _KIND_OF_MODE.items() if kind in plans}
