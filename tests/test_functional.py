@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from zeroresize.functional import LastGradients, column_parallel_products, row_parallel_products
+from zeroresize.functional import LastGradients, ProductContext, column_parallel_products, row_parallel_products
 from zeroresize.plan import LayerPlan
 from zeroresize.probe import Probes
 
@@ -71,8 +71,8 @@ class Case:
 
 def products(kind, x, w_NK, bias_N, plan, group, last=None):
     if kind == "column":
-        return column_parallel_products(x, w_NK, bias_N, plan, group, Probes(), last)
-    return row_parallel_products(x, w_NK, plan, group, Probes(), last)
+        return column_parallel_products(x, w_NK, bias_N, ProductContext(plan, group, Probes(), last))
+    return row_parallel_products(x, w_NK, ProductContext(plan, group, Probes(), last))
 
 
 def assert_all_close(computed, expected):
@@ -266,7 +266,7 @@ def test_no_bias_is_a_zero_bias(run_ranks, kind):
 def test_a_second_derivative_is_an_error_not_a_wrong_number(run_ranks):
     def differentiate_twice(rank, group):
         x, w = (torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
-        y = column_parallel_products(x, w, None, None, group, Probes())
+        y = column_parallel_products(x, w, None, ProductContext(None, group, Probes()))
         (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
             dx.sum().backward()
@@ -281,7 +281,7 @@ def test_an_overflow_is_not_remembered_for_columns_that_take_the_same_values(run
 
         def backward(plan, dy):
             w.grad = None
-            column_parallel_products(x, w, None, plan, group, Probes(), last).backward(dy)
+            column_parallel_products(x, w, None, ProductContext(plan, group, Probes(), last)).backward(dy)
             return w.grad.clone()
 
         good = backward(None, torch.ones(5, 3))

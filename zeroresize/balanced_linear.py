@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zeroresize.autocast import cast_for_autocast
-from zeroresize.functional import LastGradients, column_parallel_products, row_parallel_products
+from zeroresize.functional import LastGradients, ProductContext, column_parallel_products, row_parallel_products
 from zeroresize.migration.layer_loans import LayerLoans
 from zeroresize.plan import LayerPlan
 from zeroresize.probe import Probes
@@ -82,21 +82,19 @@ class BalancedLinear:
 
     def _column_products(self, x: Tensor, bias: Tensor | None, loans: LayerLoans | None) -> Tensor:
         x, weight, bias = cast_for_autocast(x, self._weight_in_force(loans), bias)
-        plan = self._plan_in_force(x)
-        return column_parallel_products(x, weight, bias, plan, self.process_group, self._probes_told, self.last, loans)
+        return column_parallel_products(x, weight, bias, self._context(x, loans))
 
     def _row_products(self, x: Tensor, loans: LayerLoans | None) -> Tensor:
         x, weight, _ = cast_for_autocast(x, self._weight_in_force(loans), None)
-        plan = self._plan_in_force(x)
-        return row_parallel_products(x, weight, plan, self.process_group, self._probes_told, self.last, loans)
+        return row_parallel_products(x, weight, self._context(x, loans))
 
     # A compiled graph cannot tell whether a weight is still the one that was lent.
     _column_products_with_loans = torch.compiler.disable(_column_products)
     _row_products_with_loans = torch.compiler.disable(_row_products)
 
-    @property
-    def _probes_told(self) -> Probes:
-        return self.probes if self.training else self.probes.of_evaluation()
+    def _context(self, x: Tensor, loans: LayerLoans | None) -> ProductContext:
+        probes = self.probes if self.training else self.probes.of_evaluation()
+        return ProductContext(self._plan_in_force(x), self.process_group, probes, self.last, loans)
 
     def _weight_in_force(self, loans: LayerLoans | None) -> Tensor:
         return self.weight if loans is None else loans.weight_in_force(self.weight)

@@ -36,126 +36,133 @@ class LastGradients:
         return LastGradients(*(None if one is None else one.to(device) for one in (self.dx_TK, self.dw_NK)))
 
 
-def column_parallel_products(
-    x: Tensor,
-    w_NK: Tensor,
-    bias_N: Tensor | None,
-    plan: LayerPlan | None,
-    process_group: ProcessGroup,
-    probes: Probes,
-    last: LastGradients | None = None,
-    loans: LayerLoans | None = None,
-) -> Tensor:
-    """y [..., N] of x [..., K], with the all-reduce of dx over ``process_group`` in backward."""
-    return _ColumnParallelProducts.apply(x, w_NK, bias_N, plan, process_group, probes, last, loans)
+@dataclass(frozen=True)
+class ProductContext:
+    """What a layer's products follow in one forward and its backward, besides their operands.
+
+    Attributes:
+        plan: which columns are computed here; None for all.
+        process_group: over which dx, or y, is summed.
+        probes: told of every product.
+        last: gradients of the previous backward, for ``imputation="same"``; they are replaced.
+        loans: what other ranks compute of the layer, and it for them; None where nothing migrates.
+    """
+
+    plan: LayerPlan | None
+    process_group: ProcessGroup
+    probes: Probes
+    last: LastGradients | None = None
+    loans: LayerLoans | None = None
 
 
-def row_parallel_products(
-    x: Tensor,
-    w_NK: Tensor,
-    plan: LayerPlan | None,
-    process_group: ProcessGroup,
-    probes: Probes,
-    last: LastGradients | None = None,
-    loans: LayerLoans | None = None,
-) -> Tensor:
-    """y [..., N], the sum over ``process_group`` of the products of each rank's slice x [..., K]."""
-    return _RowParallelProducts.apply(x, w_NK, plan, process_group, probes, last, loans)
+def column_parallel_products(x: Tensor, w_NK: Tensor, bias_N: Tensor | None, how: ProductContext) -> Tensor:
+    """y [..., N] of x [..., K], with the all-reduce of dx over the group in backward."""
+    return _ColumnParallelProducts.apply(x, w_NK, bias_N, how)
+
+
+def row_parallel_products(x: Tensor, w_NK: Tensor, how: ProductContext) -> Tensor:
+    """y [..., N], the sum over the group of the products of each rank's slice x [..., K]."""
+    return _RowParallelProducts.apply(x, w_NK, how)
 
 
 class _ColumnParallelProducts(torch.autograd.Function):
     """y = x[:, keep] w[:, keep]ᵀ + b; dx = Σ_r impute(dy w[:, keep]); dw = impute(dyᵀ x[:, keep]); db = Σ_t dy.
 
-    The all-reduce of dx runs while dw and db are computed.
+    To each of them is added what other ranks compute of lent columns. The all-reduce of dx runs while dw and db are
+    computed.
     """
 
     @staticmethod
-    def forward(ctx, x, w_NK, bias_N, plan, process_group, probes, last, loans):
+    def forward(ctx, x, w_NK, bias_N, how):
         ctx.save_for_backward(x, w_NK)
-        ctx.plan, ctx.process_group, ctx.probes, ctx.last, ctx.loans = plan, process_group, probes, last, loans
-        ctx.has_bias = bias_N is not None
-        if loans is None:
-            return _whole_or_resized_forward(x, w_NK, bias_N, plan, probes)
+        ctx.how, ctx.has_bias = how, bias_N is not None
+        if how.loans is None:
+            return _forward(x, w_NK, bias_N, how)
         x_TK = x.reshape(-1, x.shape[-1])
-        y_TN = loans.column_forward(x_TK, lambda: _whole_or_resized_forward(x_TK, w_NK, bias_N, plan, probes))
+        y_TN = how.loans.column_forward(x_TK, lambda: _forward(x_TK, w_NK, bias_N, how))
         return y_TN.view(*x.shape[:-1], w_NK.shape[0])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, w_NK = ctx.saved_tensors
+        how, (x, w_NK) = ctx.how, ctx.saved_tensors
         dx = dw_NK = db_N = work = None
         dy_TN = dy.reshape(-1, dy.shape[-1])
         x_TK = x.reshape(-1, x.shape[-1])
-        own_dgrad = (lambda: _dgrad(dy_TN, w_NK, ctx)) if ctx.needs_input_grad[0] else None
-        own_wgrad = (lambda: _wgrad(dy_TN, x_TK, ctx)) if ctx.needs_input_grad[1] else None
-        if ctx.loans is not None:
-            dx, dw_NK, work = ctx.loans.column_backward(dy_TN, x_TK, own_dgrad=own_dgrad, own_wgrad=own_wgrad)
+        own_dgrad = (lambda: _dgrad(dy_TN, w_NK, how)) if ctx.needs_input_grad[0] else None
+        own_wgrad = (lambda: _wgrad(dy_TN, x_TK, how)) if ctx.needs_input_grad[1] else None
+        if how.loans is not None:
+            dx, dw_NK, work = how.loans.column_backward(dy_TN, x_TK, own_dgrad=own_dgrad, own_wgrad=own_wgrad)
         else:
             if own_dgrad is not None:
                 dx = own_dgrad()
-                work = start_all_reduce(dx, ctx.process_group)
+                work = start_all_reduce(dx, how.process_group)
             if own_wgrad is not None:
                 dw_NK = own_wgrad()
         if ctx.has_bias and ctx.needs_input_grad[2]:
             db_N = dy_TN.sum(dim=0)
         if work is not None:
             work.wait()
-        return dx if dx is None else dx.view(x.shape), dw_NK, db_N, None, None, None, None, None
+        return dx if dx is None else dx.view(x.shape), dw_NK, db_N, None
 
 
 class _RowParallelProducts(torch.autograd.Function):
-    """y = Σ_r x[:, keep] w[:, keep]ᵀ; dx = impute(dy w[:, keep]); dw = impute(dyᵀ x[:, keep])."""
+    """y = Σ_r x[:, keep] w[:, keep]ᵀ; dx = impute(dy w[:, keep]); dw = impute(dyᵀ x[:, keep]).
+
+    To each of them is added what other ranks compute of lent columns.
+    """
 
     @staticmethod
-    def forward(ctx, x, w_NK, plan, process_group, probes, last, loans):
-        ctx.plan, ctx.probes, ctx.last, ctx.loans = plan, probes, last, loans
-        if loans is None:
-            y, kept = _whole_or_resized_forward(x, w_NK, None, plan, probes), []
+    def forward(ctx, x, w_NK, how):
+        ctx.how = how
+        if how.loans is None:
+            y, kept = _forward(x, w_NK, None, how), []
         else:
             x_TK = x.reshape(-1, x.shape[-1])
-            y_TN, kept = loans.row_forward(x_TK, lambda: _whole_or_resized_forward(x_TK, w_NK, None, plan, probes))
+            y_TN, kept = how.loans.row_forward(x_TK, lambda: _forward(x_TK, w_NK, None, how))
             y = y_TN.view(*x.shape[:-1], w_NK.shape[0])
         ctx.save_for_backward(x, w_NK, *kept)
-        all_reduce(y, process_group)
+        all_reduce(y, how.process_group)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, w_NK, *kept = ctx.saved_tensors
+        how, (x, w_NK, *kept) = ctx.how, ctx.saved_tensors
         dy_TN = dy.reshape(-1, dy.shape[-1])
         x_TK = x.reshape(-1, x.shape[-1])
-        own_dgrad = (lambda: _dgrad(dy_TN, w_NK, ctx)) if ctx.needs_input_grad[0] else None
-        own_wgrad = (lambda: _wgrad(dy_TN, x_TK, ctx)) if ctx.needs_input_grad[1] else None
-        if ctx.loans is not None:
-            dx, dw_NK = ctx.loans.row_backward(dy_TN, kept, own_dgrad=own_dgrad, own_wgrad=own_wgrad)
+        own_dgrad = (lambda: _dgrad(dy_TN, w_NK, how)) if ctx.needs_input_grad[0] else None
+        own_wgrad = (lambda: _wgrad(dy_TN, x_TK, how)) if ctx.needs_input_grad[1] else None
+        if how.loans is not None:
+            dx, dw_NK = how.loans.row_backward(dy_TN, kept, own_dgrad=own_dgrad, own_wgrad=own_wgrad)
         else:
             dx = own_dgrad() if own_dgrad is not None else None
             dw_NK = own_wgrad() if own_wgrad is not None else None
-        return dx if dx is None else dx.view(x.shape), dw_NK, None, None, None, None, None
+        return dx if dx is None else dx.view(x.shape), dw_NK, None
 
 
-def _whole_or_resized_forward(x, w_NK, bias_N, plan, probes):
-    if plan is None:
-        return probes.product(kernels.forward, x, w_NK, bias_N, None)
-    y_TN = probes.product(kernels.forward, x.reshape(-1, x.shape[-1]), w_NK, bias_N, plan)
+def _forward(x, w_NK, bias_N, how):
+    if how.plan is None:
+        return how.probes.product(kernels.forward, x, w_NK, bias_N, None)
+    y_TN = how.probes.product(kernels.forward, x.reshape(-1, x.shape[-1]), w_NK, bias_N, how.plan)
     return y_TN.view(*x.shape[:-1], w_NK.shape[0])
 
 
-def _dgrad(dy_TN, w_NK, ctx):
-    last_dx_TK = ctx.last.dx_TK if ctx.last is not None else None
-    dx_TK = ctx.probes.product(kernels.dgrad, dy_TN, w_NK, ctx.plan, last_dx_TK)
-    if ctx.last is not None:
-        ctx.last.dx_TK = _remembered(dx_TK, last_dx_TK, ctx.plan)  # before the all-reduce: what this rank computed
+def _dgrad(dy_TN, w_NK, how):
+    last = how.last
+    if last is None:
+        return how.probes.product(kernels.dgrad, dy_TN, w_NK, how.plan, None)
+    dx_TK = how.probes.product(kernels.dgrad, dy_TN, w_NK, how.plan, last.dx_TK)
+    last.dx_TK = _remembered(dx_TK, last.dx_TK, how.plan)  # before the all-reduce: what this rank computed
     return dx_TK
 
 
-def _wgrad(dy_TN, x_TK, ctx):
-    last_dw_NK = ctx.last.dw_NK if ctx.last is not None else None
-    dw_NK = ctx.probes.product(kernels.wgrad, dy_TN, x_TK, ctx.plan, last_dw_NK)
-    if ctx.last is not None:
-        ctx.last.dw_NK = _remembered(dw_NK, last_dw_NK, ctx.plan)
+def _wgrad(dy_TN, x_TK, how):
+    last = how.last
+    if last is None:
+        return how.probes.product(kernels.wgrad, dy_TN, x_TK, how.plan, None)
+    dw_NK = how.probes.product(kernels.wgrad, dy_TN, x_TK, how.plan, last.dw_NK)
+    last.dw_NK = _remembered(dw_NK, last.dw_NK, how.plan)
     return dw_NK
 
 

@@ -18,8 +18,6 @@ from zeroresize.policy.sharing import Division
 from zeroresize.policy.times import RankTimes
 
 Floats = NDArray[np.float64]
-#: For busy times [levels]: how bad, what is lent and how long the step is, each [numbers, levels].
-Look = Callable[[Floats], tuple[Floats, Floats, Floats]]
 
 #: Busy times that are tried between the fastest and the slowest; then again between the neighbours of the best.
 _NUM_LEVELS = 65
@@ -80,8 +78,25 @@ def makespan_division(
 
 
 @dataclass(frozen=True)
+class _Candidates:
+    """Plans for every number of migrating ranks and every busy time that is tried, each array [numbers, levels].
+
+    Attributes:
+        merit: the least is the best; inf is not possible.
+        lent: in all.
+        step_s: seconds.
+    """
+
+    merit: Floats
+    lent: Floats
+    step_s: Floats
+
+
+@dataclass(frozen=True)
 class _Found:
-    place: int
+    """One of the candidates, of the number in row ``row``."""
+
+    row: int
     level_s: float
     pruned: float
     lent: float
@@ -190,21 +205,21 @@ class _Search:
         """The best within the goal, by as many migrating ranks as there are now if that is about as good."""
         best = self.least_pruned(goal_s, fastest) or fastest
         stays = np.flatnonzero(self._counts == num_now)
-        if num_now > 0 and len(stays) and stays[0] != best.place:
+        if num_now > 0 and len(stays) and stays[0] != best.row:
             most_s = max(goal_s, best.step_s * (1.0 + _STAYING))
             staying = self.least_pruned(most_s, fastest, only=int(stays[0]))
             if staying is not None and staying.pruned <= best.pruned + _NOTHING:
                 best = staying
-        return self._group.division(int(self._counts[best.place]), best)
+        return self._group.division(int(self._counts[best.row]), best)
 
     def fastest(self) -> _Found:
         """The fastest step that the budget allows."""
 
-        def look(levels_s: Floats) -> tuple[Floats, Floats, Floats]:
+        def look(levels_s: Floats) -> _Candidates:
             wanted, total, fitting = self._amounts(levels_s)
-            lent = np.maximum(total - self._budget, 0.0) + 0.0 * wanted
+            lent = np.broadcast_to(np.maximum(total - self._budget, 0.0), wanted.shape)
             step_s = self._step_s(levels_s, lent)
-            return np.where(lent <= fitting + 1e-12, step_s, np.inf), lent, step_s
+            return _Candidates(np.where(lent <= fitting + 1e-12, step_s, np.inf), lent, step_s)
 
         found = self._best(look, self._group.highest_s)
         assert found is not None  # without relief nothing is pruned
@@ -215,10 +230,10 @@ class _Search:
 
         Args:
             fastest: a level to look at in any case.
-            only: the place in the numbers to which the search is confined.
+            only: the row to which the search is confined.
         """
 
-        def look(levels_s: Floats) -> tuple[Floats, Floats, Floats]:
+        def look(levels_s: Floats) -> _Candidates:
             _, total, fitting = self._amounts(levels_s)
             affordable_s = goal_s - levels_s - self._migration.fixed_s * self._counts[:, None]
             per_share_s = max(self._migration.per_share_s, 1e-12)
@@ -231,11 +246,13 @@ class _Search:
             merit = np.where(is_possible, merit, np.inf)
             if only is not None:
                 merit[np.arange(len(merit)) != only] = np.inf
-            return merit, lent, step_s
+            return _Candidates(merit, lent, step_s)
 
         return self._best(look, min(goal_s, self._group.highest_s), fastest.level_s)
 
-    def _best(self, look: Look, highest_s: float, hint_s: float | None = None) -> _Found | None:
+    def _best(
+        self, look: Callable[[Floats], _Candidates], highest_s: float, hint_s: float | None = None
+    ) -> _Found | None:
         low_s, high_s = self._group.lowest_s, max(highest_s, self._group.lowest_s)
         found: _Found | None = None
         best_merit = np.inf
@@ -243,13 +260,13 @@ class _Search:
             levels_s = np.linspace(low_s, high_s, _NUM_LEVELS)
             if hint_s is not None:
                 levels_s = np.sort(np.append(levels_s, hint_s))
-            merit, lent, step_s = look(levels_s)
-            place, level = divmod(int(np.argmin(merit)), len(levels_s))
-            if merit[place, level] < best_merit:
-                best_merit = merit[place, level]
-                pruned = self._amounts(levels_s[level : level + 1])[1][0] - lent[place, level]
-                found = _Found(int(place), float(levels_s[level]), float(pruned), float(lent[place, level]),
-                               float(step_s[place, level]))  # fmt: skip
+            tried = look(levels_s)
+            row, level = divmod(int(np.argmin(tried.merit)), len(levels_s))
+            if tried.merit[row, level] < best_merit:
+                best_merit = tried.merit[row, level]
+                pruned = self._amounts(levels_s[level : level + 1])[1][0] - tried.lent[row, level]
+                lent, step_s = float(tried.lent[row, level]), float(tried.step_s[row, level])
+                found = _Found(int(row), float(levels_s[level]), float(pruned), lent, step_s)
             low_s, high_s = levels_s[max(level - 1, 0)], levels_s[min(level + 1, len(levels_s) - 1)]
         return found
 
