@@ -63,6 +63,8 @@ def makespan_division(
         num_migrating: how many stragglers migrate; None tries all numbers.
         lend_now: which ranks do now, which noise should not change; None where it does not matter.
     """
+    if not any(are_stragglers):
+        return Division((0.0,) * len(times), (0.0,) * len(times))
     now = [False] * len(times) if lend_now is None else list(lend_now)
     exact = _Search.of(_Group(times, are_stragglers, now, _MOST_LENT), migration, 0.0, num_migrating)
     fastest_exact = exact.fastest()
