@@ -76,7 +76,8 @@ def write_report(run: RunFolder, folder: Path) -> Path:
         ("times", "Step time; each rank's busy time as it would be at full work; γ.", lambda: times_picture(run)),
         ("work", "What becomes of each rank's products, and what it computes for others.", lambda: work_picture(run)),
     ]
-    if any(record["lent_to"] for records in run.records.values() for record in records):
+    lends = any(record["lent_to"] for records in run.records.values() for record in records)
+    if lends:
         caption = "Who lent how much to whom, mean over the run."
         pictures.append(("loans", caption, lambda: loans_picture(run)))
     for rank, records in run.records.items():
@@ -105,7 +106,7 @@ def write_report(run: RunFolder, folder: Path) -> Path:
     straggler = run.summary.get("config", {}).get("straggler", {})
     if straggler.get("kind", "none") != "none":
         facts += [(f"straggler.{name}", straggler[name]) for name in ("kind", "schedule", "chi")]
-    if len(run.records) > 1 and not any(record["lent_to"] for own in run.records.values() for record in own):
+    if len(run.records) > 1 and not lends:
         facts.append(("lent", "nothing"))
     balance = run.summary.get("config", {}).get("balance", {})
     facts += [(f"balance.{name}", balance[name]) for name in ("mode", "ratio", "priority", "target") if name in balance]

@@ -31,7 +31,6 @@ from vit_examples.config_file import load_config
 from vit_examples.launch import started, train_command
 from zeroresize.yaml_values import load_yaml
 
-ROOT = Path(__file__).resolve().parent.parent
 GRID_KEYS = ("config", "ranks", "seeds", "shared", "cells")
 
 

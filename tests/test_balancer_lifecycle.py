@@ -50,30 +50,21 @@ def test_a_rank_that_never_comes_is_named(run_ranks, monkeypatch):
 
 
 def test_another_group_than_the_layers_is_refused(run_ranks):
+    """Also one of a single rank, as where data- and tensor-parallel groups are mixed up: it would never balance."""
+
     def build(rank, group):
         pair = dist.new_group([0, 1])
+        alone = [dist.new_group([own]) for own in range(3)][rank]
         if rank < 2:
             config = zr.BalanceConfig()
+            with pytest.raises(ValueError, match="has one rank, and layer up is split over 2"):
+                zr.convert(Pair(pair), process_group=alone, config=config)
             model = zr.convert(Pair(pair), process_group=pair, config=config)
-            with pytest.raises(ValueError, match="layer up belongs to another process group"):
-                zr.Balancer(model, None, process_group=group, config=config)
+            for other in (group, alone):
+                with pytest.raises(ValueError, match="layer up belongs to another process group"):
+                    zr.Balancer(model, None, process_group=other, config=config)
 
     run_ranks(build, 3)
-
-
-def test_a_group_of_one_rank_is_refused_for_layers_that_are_split(run_ranks):
-    """As where data- and tensor-parallel groups are mixed up: it would never balance, and never say so."""
-
-    def build(rank, group):
-        alone = [dist.new_group([0]), dist.new_group([1])][rank]
-        config = zr.BalanceConfig()
-        with pytest.raises(ValueError, match="has one rank, and layer up is split over 2"):
-            zr.convert(Pair(group), process_group=alone, config=config)
-        model = zr.convert(Pair(group), process_group=group, config=config)
-        with pytest.raises(ValueError, match="layer up belongs to another process group"):
-            zr.Balancer(model, None, process_group=alone, config=config)
-
-    run_ranks(build, 2)
 
 
 def test_an_optimizer_of_other_weights_is_refused_and_one_of_some_is_warned_of(run_ranks):

@@ -16,7 +16,7 @@ pytest.importorskip("yaml")
 from scripts import study
 from vit_examples.config_file import load_config
 
-GRIDS = sorted((study.ROOT / "scripts" / "grids").glob("*.yaml"))
+GRIDS = sorted(Path(study.__file__).with_name("grids").glob("*.yaml"))
 
 
 @pytest.fixture

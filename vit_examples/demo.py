@@ -25,7 +25,6 @@ from vit_examples.demo_picture import save_picture
 from vit_examples.launch import started, train_command
 from zeroresize.json_lines import read_json_lines
 
-ROOT = Path(__file__).resolve().parent.parent
 NUM_RANKS = 2
 STRAGGLER = 1
 _SLOWED = ("straggler.kind=sleep", f"straggler.chi={{{STRAGGLER}: 4.0}}")
@@ -152,7 +151,7 @@ def results_table(results: dict[str, dict[str, Any]]) -> Table:
     for heading in ("run", "step, ms", "speed-up", "÷ homogen.", "dropped", "lent", "accuracy"):
         table.add_column(heading, justify="left" if heading == "run" else "right", no_wrap=True)
     for name, result in results.items():
-        dropped, lent = (mean_in_force(result["updates"], name, steps) for name in ("pruned_share", "lent_share"))
+        dropped, lent = (mean_in_force(result["updates"], share, steps) for share in ("pruned_share", "lent_share"))
         table.add_row(
             name,
             f"{step_ms[name]:.0f}",

@@ -59,9 +59,9 @@ _RECORDED_METRICS = (
 class Balancer:
     """Balances the converted layers of a model over its tensor-parallel group.
 
-    Call :meth:`step` once after every ``optimizer.step()``, on every rank. A plan changes there, or by
-    a call of :meth:`pin`, :meth:`release`, :meth:`epoch_end` or :meth:`load_state_dict`, so never between a forward and
-    its backward, within gradient accumulation, or before a recomputation. It is a ``torch.distributed.checkpoint``
+    Call :meth:`step` once after every ``optimizer.step()``, on every rank. A plan changes there, or by a call of
+    :meth:`pin`, :meth:`release`, :meth:`epoch_end` or :meth:`load_state_dict`, so never between a forward and its
+    backward, within gradient accumulation, or before a recomputation. For ``torch.distributed.checkpoint`` it is a
     Stateful.
 
     Args:

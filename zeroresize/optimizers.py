@@ -34,8 +34,7 @@ def stepped_tensors(optimizer: Any, parameters: Mapping[str, Tensor]) -> dict[st
     Raises:
         ValueError: for a parameter whose master copy is stored in another shape (ZeRO's flat shards).
     """
-    inner = torch_optimizer(optimizer)
-    stepped = {id(tensor) for group in inner.param_groups for tensor in group["params"]}
+    stepped = _ids_of_stepped(torch_optimizer(optimizer))
     masters = _masters(optimizer)
     found = {}
     for name, parameter in parameters.items():
@@ -55,7 +54,7 @@ def not_stepped(optimizer: Any, parameters: Mapping[str, Tensor]) -> list[str]:
     """Names of parameters that want gradients and that ``optimizer`` does not know; none where it cannot be told."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return []
-    stepped = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+    stepped = _ids_of_stepped(optimizer)
     return [name for name, one in parameters.items() if one.requires_grad and id(one) not in stepped]
 
 
@@ -63,6 +62,10 @@ def states_like(optimizer: torch.optim.Optimizer, tensor: Tensor) -> Iterable[Te
     """The optimizer's state tensors of ``tensor`` that have its shape, such as its moments."""
     state = optimizer.state.get(tensor, {})
     return [value for value in state.values() if isinstance(value, Tensor) and value.shape == tensor.shape]
+
+
+def _ids_of_stepped(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
 
 
 def _masters(optimizer: Any) -> Mapping[int, Tensor]:

@@ -142,8 +142,8 @@ def _step(cluster: Cluster, chi: Sequence[float], plan: WorkloadPlan, noise: NDA
 
 def _borrowed_time(loans: Sequence[Loan], num_ranks: int, cost: ResizingCost) -> NDArray[np.float64]:
     """What every rank's borrowed products take, as shares of its own at full work; each owner's are one of its own."""
-    shares = np.array([0.0, *(1.0 - ratio for ratio in reversed(cost.ratios))])
-    times = np.array([cost.borrowed_at(share) for share in shares.tolist()])
+    shares = cost.borrowed_points
+    times = [cost.borrowed_at(share) for share in shares]
     extra = np.zeros(num_ranks)
     for loan in loans:
         np.add.at(extra, list(loan.receivers), np.interp(loan.ratio * np.array(loan.parts), shares, times))

@@ -67,6 +67,11 @@ class ResizingCost:
         """
         return share if share >= 1.0 else self.gemm_share_at(1.0 - share)
 
+    @property
+    def borrowed_points(self) -> tuple[float, ...]:
+        """Shares from 0 to 1, ascending, between which :meth:`borrowed_at` is a straight line."""
+        return 0.0, *(1.0 - ratio for ratio in reversed(self.ratios))
+
     def overhead_at(self, ratio: float) -> float:
         """Ω(γ) in seconds an iteration; beyond the last point its value."""
         return _interpolated(ratio, self.ratios, self.overhead_s)

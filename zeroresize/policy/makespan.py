@@ -85,11 +85,12 @@ class _Candidates:
 
     Attributes:
         merit: the least is the best; inf is not possible.
-        lent: in all.
+        pruned, lent: in all.
         step_s: seconds.
     """
 
     merit: Floats
+    pruned: Floats
     lent: Floats
     step_s: Floats
 
@@ -125,10 +126,9 @@ class _Group:
         self._ratios = np.array(ratios)
         self._busy = np.array([[rank.busy_at(one) for one in own] for rank, own in zip(times, ratios, strict=True)])
         self._gemm_s = np.array([rank.gemm_s for rank in times])
-        self._borrowed = np.array([[0.0, *(1.0 - ratio for ratio in reversed(rank.cost.ratios))] for rank in times])
+        self._borrowed = np.array([rank.cost.borrowed_points for rank in times])
         borrowed_s = [
-            [rank.gemm_s * rank.cost.borrowed_at(share) for share in shares]
-            for rank, shares in zip(times, self._borrowed.tolist(), strict=True)
+            [rank.gemm_s * rank.cost.borrowed_at(share) for share in rank.cost.borrowed_points] for rank in times
         ]
         self._borrowed_s = np.maximum.accumulate(np.array(borrowed_s), axis=1)
         stragglers = [rank for rank, is_straggler in enumerate(are_stragglers) if is_straggler]
@@ -221,7 +221,7 @@ class _Search:
             wanted, total, fitting = self._amounts(levels_s)
             lent = np.broadcast_to(np.maximum(total - self._budget, 0.0), wanted.shape)
             step_s = self._step_s(levels_s, lent)
-            return _Candidates(np.where(lent <= fitting + 1e-12, step_s, np.inf), lent, step_s)
+            return _Candidates(np.where(lent <= fitting + 1e-12, step_s, np.inf), total - lent, lent, step_s)
 
         found = self._best(look, self._group.highest_s)
         assert found is not None  # without relief nothing is pruned
@@ -248,7 +248,7 @@ class _Search:
             merit = np.where(is_possible, merit, np.inf)
             if only is not None:
                 merit[np.arange(len(merit)) != only] = np.inf
-            return _Candidates(merit, lent, step_s)
+            return _Candidates(merit, pruned, lent, step_s)
 
         return self._best(look, min(goal_s, self._group.highest_s), fastest.level_s)
 
@@ -266,9 +266,8 @@ class _Search:
             row, level = divmod(int(np.argmin(tried.merit)), len(levels_s))
             if tried.merit[row, level] < best_merit:
                 best_merit = tried.merit[row, level]
-                pruned = self._amounts(levels_s[level : level + 1])[1][0] - tried.lent[row, level]
-                lent, step_s = float(tried.lent[row, level]), float(tried.step_s[row, level])
-                found = _Found(int(row), float(levels_s[level]), float(pruned), lent, step_s)
+                amounts = (float(table[row, level]) for table in (tried.pruned, tried.lent, tried.step_s))
+                found = _Found(int(row), float(levels_s[level]), *amounts)
             low_s, high_s = levels_s[max(level - 1, 0)], levels_s[min(level + 1, len(levels_s) - 1)]
         return found
 
