@@ -22,13 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zeroresize.injection import Contention, SlowOps, round_robin
 from zeroresize.injection.schedule import KINDS, SCHEDULES, SCOPES, checked_chi
-from zeroresize.value_checks import at_least, one_of
-from zeroresize.yaml_values import load_yaml
+from zeroresize.value_checks import at_least, known_keys, one_of
+from zeroresize.yaml_values import read_yaml
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,18 +57,12 @@ class InjectionConfig:
             ValueError: naming the file, the key, its value and what is allowed.
             OSError: if the file cannot be read.
         """
+        values = read_yaml(path)
         try:
-            values = load_yaml(path.read_text(encoding="utf-8"))
-        except yaml.YAMLError as error:
-            raise ValueError(f"{path}: not YAML: {error}") from error
-        known = [field.name for field in dataclasses.fields(cls)]
-        unknown = sorted(str(key) for key in values if key not in known) if isinstance(values, Mapping) else []
-        if unknown:
-            raise ValueError(f"{path}: unknown keys {unknown}: allowed are {known}")
-        if not isinstance(values, Mapping) or "chi" not in values:
-            raise ValueError(f"{path}: expected a mapping with at least the key chi; allowed are {known}")
-        config = cls(**values)
-        try:
+            known_keys("key", values, [field.name for field in dataclasses.fields(cls)])
+            if "chi" not in values:
+                raise ValueError("chi is missing: who is how slow, such as {0: 4.0}")
+            config = cls(**values)
             config._check()
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error

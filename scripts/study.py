@@ -29,7 +29,8 @@ from rich.table import Table
 
 from vit_examples.config_file import load_config
 from vit_examples.launch import started, train_command
-from zeroresize.yaml_values import load_yaml
+from zeroresize.value_checks import known_keys
+from zeroresize.yaml_values import read_yaml
 
 GRID_KEYS = ("config", "ranks", "seeds", "shared", "cells")
 
@@ -82,12 +83,13 @@ def read_study(path: Path, output: Path, *, config: str | None = None, ranks: in
     Raises:
         ValueError: naming the file and the key or cell that is wrong.
     """
-    document = load_yaml(path.read_text(encoding="utf-8"))
-    if not isinstance(document, Mapping) or not isinstance(document.get("cells"), Mapping):
-        raise ValueError(f"{path}: expected a mapping with keys of {list(GRID_KEYS)}, 'cells' being a mapping")
-    unknown = sorted(set(document) - set(GRID_KEYS))
-    if unknown:
-        raise ValueError(f"{path}: unknown keys {unknown}: allowed are {list(GRID_KEYS)}")
+    document = read_yaml(path)
+    try:
+        known_keys("key", document, GRID_KEYS)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    if not isinstance(document.get("cells"), Mapping) or "config" not in document:
+        raise ValueError(f"{path}: 'config' and 'cells', a mapping, are needed")
     changes = ([Path(config).stem] if config is not None else []) + ([f"{ranks}ranks"] if ranks is not None else [])
     name = "-".join([path.stem, *changes])
     config, ranks = config or document["config"], ranks or document.get("ranks", 2)

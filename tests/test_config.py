@@ -39,22 +39,22 @@ WRONG_VALUES = [
     ("snapshot", "disk", "['host', 'bf16']"),
     ("pridiff_rule", "equal", "['budget', 'paper']"),
     ("pruned_update", "frozen", "['optimizer', 'freeze']"),
-    ("ageing", -0.1, "[0, 1e+06]"),
-    ("ageing", math.inf, "[0, 1e+06]"),
-    ("alpha", 1.5, "[0, 1]"),
-    ("alpha", -0.1, "[0, 1]"),
-    ("theta_iter", -1e-3, "[0, 1e+06]"),
-    ("theta_iter", "0.001", "[0, 1e+06]"),
-    ("tolerance", -0.1, "[0, 10]"),
-    ("tolerance", "0.1", "[0, 10]"),
-    ("max_ratio", 0, "(0, 1)"),
-    ("max_ratio", 1.0, "(0, 1)"),
-    ("max_ratio", math.nan, "(0, 1)"),
-    ("ewma", 0.5, "[0.65, 1]"),
-    ("ewma", 1.1, "[0.65, 1]"),
-    ("ewma", True, "[0.65, 1]"),
-    ("dead_band", -0.01, "[0, 0.5]"),
-    ("dead_band", 0.6, "[0, 0.5]"),
+    ("ageing", -0.1, "at least 0 is"),
+    ("ageing", math.inf, "at least 0 is"),
+    ("alpha", 1.5, "at least 0 and at most 1 is"),
+    ("alpha", -0.1, "at least 0 and at most 1 is"),
+    ("theta_iter", -1e-3, "at least 0 is"),
+    ("theta_iter", "0.001", "at least 0 is"),
+    ("tolerance", -0.1, "at least 0 and at most 10 is"),
+    ("tolerance", "0.1", "at least 0 and at most 10 is"),
+    ("max_ratio", 0, "above 0 and below 1 is"),
+    ("max_ratio", 1.0, "above 0 and below 1 is"),
+    ("max_ratio", math.nan, "above 0 and below 1 is"),
+    ("ewma", 0.5, "at least 0.65 and at most 1 is"),
+    ("ewma", 1.1, "at least 0.65 and at most 1 is"),
+    ("ewma", True, "at least 0.65 and at most 1 is"),
+    ("dead_band", -0.01, "at least 0 and at most 0.5 is"),
+    ("dead_band", 0.6, "at least 0 and at most 0.5 is"),
     ("update_every", 0, "whole number of at least 1"),
     ("update_every", 2.0, "whole number of at least 1"),
     ("update_every", True, "whole number of at least 1"),
@@ -78,7 +78,7 @@ def test_a_wrong_value_is_named_with_its_key_and_what_is_allowed(key, value, all
 
 
 def test_unknown_keys_are_named_with_those_that_exist():
-    with pytest.raises(ValueError, match=r"unknown balance keys \['1', 'rato'\]: allowed are \['mode', 'ratio', "):
+    with pytest.raises(ValueError, match=r"'rato' \(did you mean 'ratio'\?\), '1': allowed are \['mode', 'ratio', "):
         BalanceConfig.from_dict({"rato": 0.5, 1: 2, "mode": "zero-rd"})
 
 
@@ -173,12 +173,12 @@ def test_yaml_with_and_without_a_section_of_its_own(tmp_path, text):
         ("", "expected a mapping of balance keys, found NoneType"),
         ("- mode\n- ratio\n", "expected a mapping of balance keys, found list"),
         ("zero-rd\n", "expected a mapping of balance keys, found str"),
-        ("balance:\n", "'balance' must be a mapping, found NoneType"),
-        ("balance: [mode]\n", "'balance' must be a mapping, found list"),
+        ("balance:\n", "expected a mapping of balance keys, found NoneType"),
+        ("balance: [mode]\n", "expected a mapping of balance keys, found list"),
         ("balance: {mode: no}\n", "mode='no' is not allowed"),
         ("ratio: .nan\n", "ratio=nan is not allowed"),
-        ("balance: {gamma: 0.5}\n", r"unknown balance keys \['gamma'\]"),
-        ("model: {depth: 2}\n", r"unknown balance keys \['model'\]"),
+        ("balance: {gamma: 0.5}\n", "unknown balance key 'gamma'"),
+        ("model: {depth: 2}\n", "unknown balance key 'model'"),
     ],
 )
 def test_a_wrong_file_is_named(tmp_path, text, message):

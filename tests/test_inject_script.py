@@ -141,9 +141,12 @@ def test_the_example_is_right(main, capsys):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("chi: {0: 2}\nskew: 3", r"unknown keys ['skew']: allowed are ['chi', 'schedule', 'kind', 'scope'"),
-        ("{chii: {0: 2}, kind: sleep}", "unknown keys ['chii']: allowed are ['chi', 'schedule', 'kind', 'scope'"),
-        ("schedule: static", "at least the key chi"),
+        ("chi: {0: 2}\nskew: 3", "unknown key 'skew': allowed are ['chi', 'schedule', 'kind', 'scope'"),
+        (
+            "{chii: {0: 2}, kind: sleep}",
+            "unknown key 'chii' (did you mean 'chi'?): allowed are ['chi', 'schedule'",
+        ),
+        ("schedule: static", "chi is missing"),
         ("[1, 2]", "expected a mapping"),
         ("chi: {0: 2", "not YAML"),
         ("chi: {2: 2}", "rank 2 is not one of the group's 2: allowed are 0 to 1"),

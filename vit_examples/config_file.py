@@ -15,8 +15,8 @@ import yaml
 
 from vit_examples.config import HOSTS, DataConfig, ModelConfig, OutputConfig, RunConfig, StragglerConfig, TrainingConfig
 from zeroresize.config import MODES, BalanceConfig
-from zeroresize.value_checks import closest
-from zeroresize.yaml_values import load_yaml
+from zeroresize.value_checks import known_keys
+from zeroresize.yaml_values import load_yaml, read_yaml
 
 CONFIG_FOLDER = Path(__file__).parent / "configs"
 SECTIONS: dict[str, Any] = {
@@ -84,10 +84,7 @@ def load_config(name: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         path = CONFIG_FOLDER / f"{name}.yaml"
     if not path.is_file():
         raise ValueError(f"--config {name}: no such file; by bare name there are {available_configs()}")
-    try:
-        document = load_yaml(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path}: not YAML: {error}") from error
+    document = read_yaml(path)
     changed = document
     for override in overrides:
         changed = _with_override(changed, override)
@@ -101,10 +98,10 @@ def load_config(name: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def config_from_dict(document: Any) -> RunConfig:
     """Build from plain nested mappings; unknown keys are an error that lists those that exist."""
-    values = dict(_known_keys("run", document, RunConfig))
+    values = dict(known_keys("section", document, _fields(RunConfig)))
     for name, section in SECTIONS.items():
         if name in values:
-            values[name] = _section_from(name, _known_keys(name, values[name], section))
+            values[name] = _section_from(name, known_keys(f"{name} key", values[name], _fields(section)))
     return RunConfig(**values)
 
 
@@ -136,16 +133,8 @@ def _section_from(name: str, values: Mapping[str, Any]) -> Any:
         raise ValueError(f"balance.{error}") from error
 
 
-def _known_keys(name: str, values: Any, section: Any) -> Mapping[str, Any]:
-    known = [field.name for field in dataclasses.fields(section)]
-    if not isinstance(values, Mapping):
-        raise ValueError(f"{name}: expected a mapping with keys of {known}, found {values!r}")
-    unknown = [str(key) for key in values if key not in known]
-    if unknown:
-        what, prefix = ("section", "") if section is RunConfig else ("key", f"{name}.")
-        named = ", ".join(f"'{prefix}{key}'{closest(key, known)}" for key in unknown)
-        raise ValueError(f"unknown {what} {named}: allowed are {known}")
-    return values
+def _fields(section: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(section)]
 
 
 def _with_override(document: Any, override: str) -> dict[str, Any]:

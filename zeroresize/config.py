@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from zeroresize.value_checks import at_least, closest, one_of
-from zeroresize.yaml_values import load_yaml
+from zeroresize.value_checks import at_least, is_number, known_keys, number, one_of
+from zeroresize.yaml_values import read_yaml
 
 MODES = ("off", "zero-rd", "zero-pri", "zero-pridiff", "mig", "semi")
 TARGETS = ("mean", "min")
@@ -31,7 +28,6 @@ SEMI_RULES = ("makespan", "paper")
 PRUNING_MODES = ("zero-rd", "zero-pri", "zero-pridiff", "semi")
 #: Those of them that choose the columns by a statistic.
 PRIORITY_MODES = ("zero-pri", "zero-pridiff", "semi")
-#: Those in which every layer prunes a ratio of its own.
 #: Those in which other ranks compute a straggler's columns (migration, section IV).
 MIGRATING_MODES = ("mig", "semi")
 #: Those in which one rank's ratio is its own affair.
@@ -128,14 +124,14 @@ class BalanceConfig:
         one_of("semi_rule", self.semi_rule, SEMI_RULES)
         if self.migrating != "auto":
             at_least("migrating", self.migrating, 0)
-        _in_range("tolerance", self.tolerance, 0.0, 10.0)
-        _in_range("max_ratio", self.max_ratio, 0.0, 1.0, open_low=True, open_high=True)
-        _in_range("budget", self.budget, 0.0, 1.0)
-        _in_range("ewma", self.ewma, 0.65, 1.0)
-        _in_range("dead_band", self.dead_band, 0.0, 0.5)
-        _in_range("ageing", self.ageing, 0.0, 1e6)
-        _in_range("alpha", self.alpha, 0.0, 1.0)
-        _in_range("theta_iter", self.theta_iter, 0.0, 1e6)
+        number("tolerance", self.tolerance, least=0.0, most=10.0)
+        number("max_ratio", self.max_ratio, above=0.0, below=1.0)
+        number("budget", self.budget, least=0.0, most=1.0)
+        number("ewma", self.ewma, least=0.65, most=1.0)
+        number("dead_band", self.dead_band, least=0.0, most=0.5)
+        number("ageing", self.ageing, least=0.0)
+        number("alpha", self.alpha, least=0.0, most=1.0)
+        number("theta_iter", self.theta_iter, least=0.0)
         at_least("update_every", self.update_every, 1)
         at_least("block", self.block, 1)
         at_least("seed", self.seed, 0)
@@ -218,11 +214,7 @@ class BalanceConfig:
         Raises:
             ValueError: for a key that does not exist, naming those that do.
         """
-        known = [field.name for field in dataclasses.fields(cls)]
-        unknown = sorted(str(key) for key in values if key not in known)
-        if unknown:
-            raise ValueError(f"unknown balance keys {unknown}{closest(unknown[0], known)}: allowed are {known}")
-        return cls(**values)
+        return cls(**known_keys("balance key", values, [field.name for field in dataclasses.fields(cls)]))
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> BalanceConfig:
@@ -231,17 +223,9 @@ class BalanceConfig:
         Raises:
             ValueError: if the file is no mapping or holds a wrong key or value.
         """
+        document = read_yaml(path)
         try:
-            document = load_yaml(Path(path).read_text(encoding="utf-8"))
-        except yaml.YAMLError as error:
-            raise ValueError(f"{path}: not YAML: {error}") from error
-        if not isinstance(document, Mapping):
-            raise ValueError(f"{path}: expected a mapping of balance keys, found {type(document).__name__}")
-        section = document.get("balance", document)
-        if not isinstance(section, Mapping):
-            raise ValueError(f"{path}: 'balance' must be a mapping, found {type(section).__name__}")
-        try:
-            return cls.from_dict(section)
+            return cls.from_dict(document.get("balance", document) if isinstance(document, Mapping) else document)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 
@@ -249,24 +233,6 @@ class BalanceConfig:
         """Plain values that ``from_dict`` reads back."""
         values = dataclasses.asdict(self)
         return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
-
-
-def _is_number(value: Any) -> bool:
-    return (isinstance(value, float) and math.isfinite(value)) or (
-        isinstance(value, int) and not isinstance(value, bool)
-    )
-
-
-def _in_range(
-    key: str, value: Any, low: float, high: float, *, open_low: bool = False, open_high: bool = False
-) -> None:
-    allowed = f"{'(' if open_low else '['}{low:g}, {high:g}{')' if open_high else ']'}"
-    if not _is_number(value):
-        raise ValueError(f"{key}={value!r} is not a finite number: allowed is {allowed}")
-    below = value <= low if open_low else value < low
-    above = value >= high if open_high else value > high
-    if below or above:
-        raise ValueError(f"{key}={value!r} is outside {allowed}")
 
 
 def _checked_ratio(ratio: Any, mode: str) -> str | float:
@@ -278,7 +244,7 @@ def _checked_ratio(ratio: Any, mode: str) -> str | float:
         if ratio != "auto":
             raise ValueError(f"ratio={ratio!r} is not allowed: {allowed}")
         return ratio
-    if not _is_number(ratio) or not 0.0 <= ratio <= 1.0 or (ratio == 1.0 and mode not in MIGRATING_MODES):
+    if not is_number(ratio) or not 0.0 <= ratio <= 1.0 or (ratio == 1.0 and mode not in MIGRATING_MODES):
         raise ValueError(f"ratio={ratio!r} is not allowed: {allowed}")
     return float(ratio)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -13,17 +14,30 @@ def at_least(key: str, value: Any, least: int) -> None:
         raise ValueError(f"{key}={value!r} is not allowed: a whole number of at least {least} is needed")
 
 
+def is_number(value: Any) -> bool:
+    """Whether ``value`` is a finite number; True and False are none."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def number(
-    key: str, value: Any, *, least: float | None = None, above: float | None = None, below: float | None = None
+    key: str,
+    value: Any,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
 ) -> None:
-    """Check for a number within the given limits."""
+    """Check for a finite number within the given limits."""
     limits = [f"at least {least:g}"] if least is not None else []
     limits += [f"above {above:g}"] if above is not None else []
+    limits += [f"at most {most:g}"] if most is not None else []
     limits += [f"below {below:g}"] if below is not None else []
-    fits = isinstance(value, int | float) and not isinstance(value, bool)
-    fits = fits and (least is None or value >= least) and (above is None or value > above)
-    if not (fits and (below is None or value < below)):
-        raise ValueError(f"{key}={value!r} is not allowed: a number {' and '.join(limits)} is needed")
+    fits = is_number(value) and (least is None or value >= least) and (above is None or value > above)
+    if not (fits and (most is None or value <= most) and (below is None or value < below)):
+        raise ValueError(f"{key}={value!r} is not allowed: a finite number {' and '.join(limits)} is needed")
 
 
 def one_of(key: str, value: Any, allowed: Sequence[str]) -> None:
@@ -46,7 +60,17 @@ def divides(key: str, size: int, by_key: str, by: int) -> None:
         raise ValueError(f"{key}={size} does not divide by {by_key}={by}")
 
 
-def closest(key: str, known: Sequence[str]) -> str:
-    """A guess at which of ``known`` was meant, to be put into a message; empty if there is none."""
+def known_keys(what: str, values: Any, known: Sequence[str]) -> Mapping[str, Any]:
+    """``values``, if it is a mapping that has no key but those ``known``; ``what`` is said of one, as "balance key"."""
+    if not isinstance(values, Mapping):
+        raise ValueError(f"expected a mapping of {what}s, found {type(values).__name__}: allowed are {list(known)}")
+    unknown = [str(key) for key in values if key not in known]
+    if unknown:
+        named = ", ".join(f"'{key}'{_closest(key, known)}" for key in unknown)
+        raise ValueError(f"unknown {what} {named}: allowed are {list(known)}")
+    return values
+
+
+def _closest(key: str, known: Sequence[str]) -> str:
     close = difflib.get_close_matches(key, known, n=1)
     return f" (did you mean '{close[0]}'?)" if close else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -33,3 +34,16 @@ def load_yaml(text: str) -> Any:
         yaml.YAMLError: if ``text`` is none.
     """
     return yaml.load(text, _Loader)
+
+
+def read_yaml(path: str | Path) -> Any:
+    """The value of a YAML file.
+
+    Raises:
+        ValueError: naming the file, if it is not YAML.
+        OSError: if it cannot be read.
+    """
+    try:
+        return load_yaml(Path(path).read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: not YAML: {error}") from error

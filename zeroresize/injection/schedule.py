@@ -6,9 +6,10 @@ The straggling skewness χ is how many times the normal time a straggler's produ
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from zeroresize.value_checks import is_number
 
 Schedule = Callable[[int, int], Mapping[int, float]]
 
@@ -47,9 +48,8 @@ def checked_chi(chi: Any, num_ranks: int, kind: str = "sleep") -> dict[int, floa
 
 def _checked_skewness(rank: int, value: Any, kind: str) -> float:
     allowed = "a whole number" if kind == "contend" else "a finite number"
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    is_whole = is_number and float(value).is_integer()
-    if not is_number or not (value == 0 or value >= 1) or (kind == "contend" and not is_whole):
+    is_skewness = is_number(value) and (value == 0 or value >= 1)
+    if not is_skewness or (kind == "contend" and value != int(value)):
         raise ValueError(
             f"chi={{{rank!r}: {value!r}}} is not allowed with kind={kind!r}: χ is {allowed} of at least 1 (0 means 1)"
         )
