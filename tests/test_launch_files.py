@@ -19,15 +19,15 @@ def run(script, *arguments):
 
 
 @pytest.mark.parametrize(
-    ("script", "parameters"),
+    ("arguments", "parameters"),
     [
-        ("launch_8gpu.sh", "1,208,870,928"),
-        ("slurm_vit_1b.sbatch", "1,208,870,928"),
-        ("slurm_vit_3b.sbatch", "2,719,276,048"),
+        (["launch_8gpu.sh"], "1,208,870,928"),
+        (["slurm_8gpu.sbatch"], "1,208,870,928"),
+        (["slurm_8gpu.sbatch", "--config", "vit_3b"], "2,719,276,048"),
     ],
 )
-def test_dry_run_checks_the_model_on_eight_ranks(script, parameters):
-    finished = run(script, "--dry-run")
+def test_dry_run_checks_the_model_on_eight_ranks(arguments, parameters):
+    finished = run(*arguments, "--dry-run")
     assert finished.returncode == 0, finished.stderr
     assert "one of 8 ranks" in finished.stdout
     assert parameters in finished.stdout
@@ -40,6 +40,6 @@ def test_dry_run_refuses_what_eight_gpus_cannot_share():
 
 
 def test_outside_slurm_the_right_command_is_named():
-    finished = run("slurm_vit_1b.sbatch")
+    finished = run("slurm_8gpu.sbatch")
     assert finished.returncode == 2
     assert "--dry-run" in finished.stderr
