@@ -39,7 +39,7 @@ th:first-child, td:first-child { text-align: left } figcaption { color: #555 } f
 </body></html>
 """
 HEADINGS = (
-    "rank", "updates", "busy, ms", "products, ms", "γ", "γ, most", "dropped", "lent", "taken in", "straggler in",
+    "rank", "updates", "busy, ms", "products, ms", "γ", "γ, most", "dropped", "lent", "borrowed", "straggler in",
     "balancing",
 )  # fmt: skip
 SHARES = ("pruned_share", "lent_share", "borrowed_share")

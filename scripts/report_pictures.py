@@ -15,7 +15,7 @@ from scripts.report_run import RunFolder
 
 #: Legends, rows and numbers for every rank are readable up to so many.
 MOST_RANKS = 16
-WORK_LABELS = ("its own, computed here", "lent to others", "dropped", "taken in from others")
+WORK_LABELS = ("its own, computed here", "lent to others", "dropped", "borrowed from others")
 WORK_COLORS = ("#4c72b0", "#dd8452", "#dddddd", "#55a868")
 
 
@@ -59,7 +59,7 @@ def times_picture(run: RunFolder) -> Figure:
 
 
 def work_picture(run: RunFolder) -> Figure:
-    """What becomes of every rank's products: computed at home, by others or not at all; and what it takes in."""
+    """What becomes of every rank's products: computed at home, by others or not at all; and what it borrows."""
     ranks = list(run.records)[:MOST_RANKS]
     size = (9, 0.8 + 1.3 * len(ranks))
     figure, rows = pyplot.subplots(len(ranks), 1, sharex=True, sharey=True, squeeze=False, figsize=size,

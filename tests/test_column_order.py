@@ -9,7 +9,7 @@ from zeroresize.policy.column_order import ALIGNMENT, num_lent
 
 @given(st.integers(2, 4096), st.floats(0.0, 1.0))
 def test_a_loan_that_was_decided_leaves_something_to_tell_the_owners_speed_by(num_columns, ratio):
-    decided = num_lent(num_columns, ratio, is_exact=False)
+    decided = num_lent(num_columns, ratio, is_forced=False)
     assert 0 <= decided < num_columns
     if num_columns >= 2 * ALIGNMENT:
         assert num_columns - decided >= ALIGNMENT

@@ -69,7 +69,9 @@ def test_a_hiccup_is_not_taken_for_the_cost_of_pruning(full_gemm_s):
 def test_a_ratio_that_someone_forced_is_not_taken_for_what_decided_ones_cost():
     """It need not leave a number of columns that is fast to multiply."""
     estimate = FullWorkEstimate(PRETESTED)
-    estimate.learn([*steps(0.0, number=1), *(dataclasses.replace(step, is_exact=True) for step in steps(0.6, chi=1.3))])
+    estimate.learn(
+        [*steps(0.0, number=1), *(dataclasses.replace(step, is_forced=True) for step in steps(0.6, chi=1.3))]
+    )
     assert estimate.cost == PRETESTED
 
 

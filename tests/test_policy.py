@@ -127,7 +127,7 @@ def test_what_a_controller_decides_keeps_a_multiple_of_eight_columns_where_there
 
 def test_a_forced_ratio_is_kept_to_the_column_and_a_decided_one_aligned():
     selector = ColumnSelector(BalanceConfig(), 0, {"small": 48, "large": 768}, {"small": 1.0, "large": 1.0})
-    forced = selector.pruned_columns(Relief(0.3, is_exact=True))
+    forced = selector.pruned_columns(Relief(0.3, is_forced=True))
     decided = selector.pruned_columns(Relief(0.3))
     assert {name: len(columns) for name, columns in forced.items()} == {"small": 14, "large": 230}
     assert {name: len(columns) for name, columns in decided.items()} == {"small": 14, "large": 232}

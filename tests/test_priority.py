@@ -77,9 +77,9 @@ def epochs_of(selector, delta, ratio, epochs):
     being ``delta`` whenever it is computed."""
     times, row, longest_row = (np.zeros(len(delta), dtype=int) for _ in range(3))
     for _ in range(epochs):
-        selector.count_step(Relief(ratio, is_exact=True))
+        selector.count_step(Relief(ratio, is_forced=True))
         is_pruned = np.zeros(len(delta), dtype=bool)
-        is_pruned[selector.pruned_columns(Relief(ratio, is_exact=True))["layer"]] = True
+        is_pruned[selector.pruned_columns(Relief(ratio, is_forced=True))["layer"]] = True
         times += is_pruned
         row = np.where(is_pruned, row + 1, 0)
         longest_row = np.maximum(longest_row, row)
@@ -132,7 +132,7 @@ def test_a_column_counts_as_pruned_if_it_was_in_most_iterations():
     selector = selector_of(10, ageing=0.0)
     selector.end_epoch({"layer": np.arange(10.0)}, incremental=True)
     for ratio in (0.8, 0.3, 0.3, 0.3, 0.8):
-        selector.count_step(Relief(ratio, is_exact=True))
+        selector.count_step(Relief(ratio, is_forced=True))
     selector.end_epoch({"layer": np.full(10, 50.0)}, incremental=True)
     assert selector.state_dict()["w_var"]["layer"] == [0.0, 1.0, 2.0] + [50.0] * 7
     assert selector.pruned_steps["layer"].tolist() == [5] * 3 + [2] * 5 + [0] * 2
@@ -142,8 +142,8 @@ def test_random_orders_do_not_depend_on_statistics():
     selector = selector_of(16, mode="zero-rd", seed=3)
     for epoch in range(3):
         expected = random_order(16, block=1, seed=3, epoch=epoch, rank=0, layer=0)
-        assert selector.pruned_columns(Relief(0.5, is_exact=True))["layer"].tolist() == expected[:8].tolist()
-        selector.count_step(Relief(0.5, is_exact=True))
+        assert selector.pruned_columns(Relief(0.5, is_forced=True))["layer"].tolist() == expected[:8].tolist()
+        selector.count_step(Relief(0.5, is_forced=True))
         selector.end_epoch({}, incremental=False)
 
 
@@ -157,19 +157,19 @@ def test_a_restored_selector_decides_the_same(mode):
 
     def go_on(selector, epochs, generator):
         for _ in range(epochs):
-            selector.count_step(Relief(0.4, is_exact=True))
+            selector.count_step(Relief(0.4, is_forced=True))
             selector.end_epoch({name: generator.uniform(size=k) for name, k in columns.items()}, incremental=True)
 
     first = fresh_selector()
     go_on(first, 3, np.random.default_rng(0))
-    first.count_step(Relief(0.25, is_exact=True))
+    first.count_step(Relief(0.25, is_forced=True))
     restored = fresh_selector()
     restored.load_state_dict(first.state_dict())
     for selector in (first, restored):
         go_on(selector, 2, np.random.default_rng(1))
     for name in columns:
         assert (
-            restored.pruned_columns(Relief(0.5, is_exact=True))[name].tolist()
-            == first.pruned_columns(Relief(0.5, is_exact=True))[name].tolist()
+            restored.pruned_columns(Relief(0.5, is_forced=True))[name].tolist()
+            == first.pruned_columns(Relief(0.5, is_forced=True))[name].tolist()
         )
         assert restored.pruned_steps[name].tolist() == first.pruned_steps[name].tolist()

@@ -145,7 +145,7 @@ class StragglerConfig:
     """Who is slow, in which epoch, and how.
 
     Attributes:
-        kind: ``none``, ``sleep`` (after each product) or ``contend`` (a process that takes the core).
+        kind: ``none``, ``sleep`` (after each product) or ``contend`` (χ − 1 processes that share its core).
         schedule: ``static``, or ``round_robin``: rank ``epoch mod ranks`` in each epoch.
         chi: straggling skewness χ: with ``static`` a mapping of ranks, counted within the group, to χ; with
             ``round_robin`` one number.

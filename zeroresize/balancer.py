@@ -177,7 +177,7 @@ class Balancer:
 
     @property
     def bytes_migrated(self) -> int:
-        """Bytes that this rank has sent or received in migration so far, each transfer counted at one of its ends."""
+        """Bytes of migration so far; a transfer is counted once in the group, by the rank that receives it or adds to it."""
         return self._lender.bytes_moved if self._lender is not None else 0
 
     def pin(self, rank: int, ratio: float) -> None:
@@ -322,8 +322,8 @@ class Balancer:
     def _build_lender(self, process_group: ProcessGroup) -> Lender | None:
         if self.config.mode not in MIGRATING_MODES or self._num_ranks == 1:
             return None
-        is_exact = self.config.forced_ratio is not None
-        return Lender(self._layers, process_group, self.config.migrate, is_exact=is_exact)
+        is_forced = self.config.forced_ratio is not None
+        return Lender(self._layers, process_group, self.config.migrate, is_forced=is_forced)
 
     def _build_freezer(self) -> ColumnFreezer | None:
         if self.config.pruned_update != "freeze" or self.config.mode not in PRUNING_MODES:
@@ -384,7 +384,7 @@ class Balancer:
             self._statistic.begin_step(self._num_steps)
         borrowed_share = 0.0 if self._is_at_full_work else self._borrowed_share
         self._measurement.begin_step(
-            self._installer.spared_share_in_force, borrowed_share, self._installer.in_force.is_exact
+            self._installer.spared_share_in_force, borrowed_share, self._installer.in_force.is_forced
         )
 
     def _pretest(self) -> None:
@@ -439,9 +439,9 @@ class Balancer:
         """Carry out what is decided, from the next iteration on."""
         own = self.plan.ranks[self._rank]
         if self._rank in self._pins:
-            self._installer.install(Relief(self._pins[self._rank], is_exact=True))
+            self._installer.install(Relief(self._pins[self._rank], is_forced=True))
         else:
-            self._installer.install(Relief(own.pruned, own.lent, is_exact=self.config.forced_ratio is not None))
+            self._installer.install(Relief(own.pruned, own.lent, is_forced=self.config.forced_ratio is not None))
             if self._is_at_full_work:
                 self._installer.suspend()
         if self._lender is not None:

@@ -28,13 +28,13 @@ class Lender:
         layers: balanced layers by name, the same names in the same order on every rank.
         process_group: their tensor-parallel group.
         migrate: how slices travel, one of ``MIGRATIONS``.
-        is_exact: whether a loan is of just its ratio, instead of as many columns as are fast to multiply.
+        is_forced: whether a loan is of just its ratio, instead of as many columns as are fast to multiply.
     """
 
     def __init__(
-        self, layers: Mapping[str, BalancedLinear], process_group: ProcessGroup, migrate: str, *, is_exact: bool = True
+        self, layers: Mapping[str, BalancedLinear], process_group: ProcessGroup, migrate: str, *, is_forced: bool = True
     ) -> None:
-        self._layers, self._group, self._is_exact = layers, process_group, is_exact
+        self._layers, self._group, self._is_forced = layers, process_group, is_forced
         self._rank = group_rank(process_group)
         # Replicas lend differently, and their gradients must come in one order, or buckets of them would be mixed up.
         self._has_replicas = world_size() > group_size(process_group)
@@ -113,7 +113,7 @@ class Lender:
         return dict(zip(self._layers, told.split(counts), strict=True))
 
     def _num_lent(self, layer: BalancedLinear, loan: Loan) -> int:
-        return num_lent(layer.num_columns, loan.ratio, is_exact=self._is_exact)
+        return num_lent(layer.num_columns, loan.ratio, is_forced=self._is_forced)
 
     def _own_columns(self, route: Route, columns: Tensor) -> Tensor:
         if self._rank == route.owner:

@@ -94,11 +94,11 @@ class Measurement:
         """Seconds that timing cost in the last step."""
         return self._timer.overhead_s
 
-    def begin_step(self, spared_share: float, borrowed_share: float, is_exact: bool) -> None:
+    def begin_step(self, spared_share: float, borrowed_share: float, is_forced: bool) -> None:
         """A step begins under a plan that spares this rank a share of its products and adds one of others'."""
         for layer in self._layers.values():
             layer.forget_forwards()
-        self._timer.begin_step(spared_share, borrowed_share, is_exact)
+        self._timer.begin_step(spared_share, borrowed_share, is_forced)
 
     def end_step(self) -> None:
         """The step is over."""

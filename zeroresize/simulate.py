@@ -160,8 +160,8 @@ def settling(ratios: Sequence[float], change: int, until: int, band: float = 0.0
         band: how far from its mean γ may be in the steady state.
 
     Returns:
-        So many updates after the change γ is within ``band`` of its final mean (of the period's second half) for good,
-        and how far it is from it at most from then on.
+        After how many updates γ stays within ``band`` of its final mean (of the period's second half), and its largest
+        distance from that afterwards.
     """
     period = np.asarray(ratios[change:until])
     final = period[len(period) // 2 :].mean()

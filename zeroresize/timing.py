@@ -111,7 +111,7 @@ class _Step:
     begin: Any
     spared_share: float = 0.0
     borrowed_share: float = 0.0
-    is_exact: bool = False
+    is_forced: bool = False
     end: Any = None
     num_marks: int = 1
     pairs: deque[tuple[str, Any, Any]] = field(default_factory=deque)
@@ -157,7 +157,7 @@ class StepTimer(Probe):
         self._mark_s = self._measure_mark_s()
         waits.listen(self)
 
-    def begin_step(self, spared_share: float = 0.0, borrowed_share: float = 0.0, is_exact: bool = False) -> None:
+    def begin_step(self, spared_share: float = 0.0, borrowed_share: float = 0.0, is_forced: bool = False) -> None:
         """An iteration begins under a plan that spares this rank a share of its products and adds one of others'.
 
         Whatever was measured since the last ``end_step`` is dropped.
@@ -165,7 +165,7 @@ class StepTimer(Probe):
         self._drop_step()
         self._thread = threading.get_ident()
         self._clock.enter_main_stream()
-        self._step = _Step(self._clock.mark(), spared_share, borrowed_share, is_exact)
+        self._step = _Step(self._clock.mark(), spared_share, borrowed_share, is_forced)
 
     def end_step(self) -> list[StepTimes]:
         """The iteration is over: the times of all that can be read without waiting and have not been yet.
@@ -252,6 +252,6 @@ class StepTimer(Probe):
             overhead_s=max(products_s - gemm_s, 0.0),
             spared_share=step.spared_share,
             borrowed_share=step.borrowed_share,
-            is_exact=step.is_exact,
+            is_forced=step.is_forced,
             wait_s=max(wall_s - busy_s, 0.0),
         )

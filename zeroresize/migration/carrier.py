@@ -77,7 +77,7 @@ class Carrier(ABC):
         buffers: where what arrives is put.
 
     Attributes:
-        bytes_moved: what this rank has sent or received so far, each transfer counted at one of its ends.
+        bytes_moved: so far; each transfer is counted once in the group, by the rank that receives it or adds to it.
         merges: whether what a receiver adds to a sum over the group is left to the collective that runs anyway.
     """
 

@@ -27,8 +27,12 @@ def random_order(num_columns: int, *, block: int, seed: int, epoch: int, rank: i
         seed, epoch, rank, layer: what the permutation depends on; ``rank`` within the group, ``layer`` by position.
     """
     generator = np.random.default_rng([seed, epoch, rank, layer])
-    order = generator.permutation(math.ceil(num_columns / block))
-    columns = (order[:, None] * block + np.arange(block)).ravel()
+    return columns_of_blocks(generator.permutation(math.ceil(num_columns / block)), num_columns, block=block)
+
+
+def columns_of_blocks(blocks: NDArray[np.int64], num_columns: int, *, block: int) -> NDArray[np.int64]:
+    """The columns of ``blocks``, one after the other; the last block of the layer may be shorter."""
+    columns = (blocks[:, None] * block + np.arange(block)).ravel()
     return columns[columns < num_columns]
 
 
@@ -79,13 +83,13 @@ def decided_columns(order: NDArray[np.int64], ratio: float, block: int, max_rati
     return pruned_of_order(order, ratio, block, max_ratio)
 
 
-def num_lent(num_columns: int, ratio: float, *, is_exact: bool = True) -> int:
+def num_lent(num_columns: int, ratio: float, *, is_forced: bool = True) -> int:
     """How many of K columns a rank lends at γ: round(γK), half up.
 
-    Unless exact, a multiple of ``ALIGNMENT`` nearby, and so few that something is left to tell the rank's speed by.
+    Unless the ratio is forced, a multiple of ``ALIGNMENT`` nearby, and so few that the rank's speed can still be told.
     """
     num_exact = min(math.floor(ratio * num_columns + 0.5), num_columns)
-    if is_exact:
+    if is_forced:
         return num_exact
     most = max(num_columns - ALIGNMENT, num_columns // 2)
     num_exact = min(num_exact, most)

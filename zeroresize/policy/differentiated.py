@@ -20,7 +20,7 @@ def paper_ratios(
     """γ_k = max(share of layer k's columns with w_var < θ, α γ), no more than γ_max.
 
     Args:
-        w_vars: of each layer, [K_k]; NaN where nothing is known: the others stand for them.
+        w_vars: of each layer, [K_k]; NaN where nothing is known: such columns are left out of account.
         ratio: γ, what the rank is to prune.
         theta: θ = N_iter · θ_iter, in the units of a weight.
         alpha: α, 0 to 1.
@@ -40,7 +40,7 @@ def budget_ratios(w_vars: Sequence[Floats], costs: Sequence[float], ratio: float
     which nothing is known gives γ.
 
     Args:
-        w_vars: of each layer, [K_k]; NaN where nothing is known: the others stand for them.
+        w_vars: of each layer, [K_k]; NaN where nothing is known: such columns are left out of account.
         costs: of each layer's products, in any unit.
         ratio: γ, what the rank is to prune, at most ``max_ratio``.
         max_ratio: γ_max.

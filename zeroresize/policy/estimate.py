@@ -49,7 +49,7 @@ class FullWorkEstimate:
         now = self.usual_step = _median([step for step in steps if step.plan == steps[-1].plan])
         full = [step for step in steps if step.plan == (0.0, 0.0)]
         is_resized_only = now.spared_share > 0.0 and now.borrowed_share == 0.0
-        if is_resized_only and full and not now.is_exact:  # odd numbers of columns cost more
+        if is_resized_only and full and not now.is_forced:  # odd numbers of columns cost more
             self._learn_cost(now, full_gemm_s=full[-1].gemm_s)
         self.times = full_work(
             busy_s=now.busy_s,
@@ -109,6 +109,6 @@ def _median(steps: Sequence[StepTimes]) -> StepTimes:
         overhead_s=statistics.median(times.overhead_s for times in steps),
         spared_share=steps[-1].spared_share,
         borrowed_share=steps[-1].borrowed_share,
-        is_exact=steps[-1].is_exact,
+        is_forced=steps[-1].is_forced,
         wait_s=statistics.median(times.wait_s for times in steps),
     )

@@ -1,4 +1,4 @@
-"""Our rule, of SEMI and of migrating only: how long has the step to be, and what is the least pruned for that?
+"""Our rule, for SEMI and for migrating only: first how short a step can be, then the least pruning that reaches it.
 
 Where nothing may be pruned that is water-filling: all ranks take equally long, as far as handing over products can make
 them and pays. Shares are in units of one rank's full products. Sums are taken one after the other, so that ranks on
@@ -228,7 +228,7 @@ class _Search:
         return found
 
     def least_pruned(self, goal_s: float, fastest: _Found, only: int | None = None) -> _Found | None:
-        """The step that prunes least within the goal, of those that prune as little the fastest; None if there is none.
+        """Of the steps within the goal the one that prunes least, of equals the fastest; None if none is within it.
 
         Args:
             fastest: a level to look at in any case.

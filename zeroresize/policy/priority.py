@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from zeroresize.policy.column_order import columns_of_blocks
+
 Floats = NDArray[np.float64]
 
 
@@ -73,6 +75,4 @@ class ColumnPriority:
         age = np.add.reduceat(self.age, starts) / sizes
         rank = np.empty(self.num_columns, dtype=np.int64)
         rank[tie_break] = np.arange(self.num_columns)
-        order = np.lexsort((rank[starts], age, score))
-        columns = (order[:, None] * block + np.arange(block)).ravel()
-        return columns[columns < self.num_columns]
+        return columns_of_blocks(np.lexsort((rank[starts], age, score)), self.num_columns, block=block)

@@ -35,6 +35,11 @@ def find_stragglers(
     )
 
 
+def slowest_normal_s(times: Sequence[RankTimes], are_stragglers: Sequence[bool]) -> float:
+    """Busy time of the slowest rank that is no straggler, seconds; 0 if all are."""
+    return max((rank.busy_s for rank, slow in zip(times, are_stragglers, strict=True) if not slow), default=0.0)
+
+
 def pruning_ratios(
     times: Sequence[RankTimes], are_stragglers: Sequence[bool], reference_s: float, headroom: float = 0.0
 ) -> list[float]:
@@ -51,7 +56,7 @@ def pruning_ratios(
             each other at every collective, now this one, now that one.
     """
     pairs = list(zip(times, are_stragglers, strict=True))
-    normal_s = max((rank.busy_s for rank, is_straggler in pairs if not is_straggler), default=0.0)
+    normal_s = slowest_normal_s(times, are_stragglers)
     least_s = max((rank.least_busy_s for rank, is_straggler in pairs if is_straggler), default=0.0)
     target_s = max((1.0 - headroom) * max(reference_s, normal_s), least_s * (1.0 + _WORTHWHILE))
     return [rank.ratio_to_reach(target_s) if is_straggler else 0.0 for rank, is_straggler in pairs]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from zeroresize.config import BalanceConfig
 from zeroresize.policy.cost_model import MigrationCost
 from zeroresize.policy.makespan import makespan_division
-from zeroresize.policy.ratio import pruning_ratios
+from zeroresize.policy.ratio import pruning_ratios, slowest_normal_s
 from zeroresize.policy.semi import paper_division
 from zeroresize.policy.sharing import Division, paper_lending_ratios
 from zeroresize.policy.times import RankTimes
@@ -32,7 +32,7 @@ def wanted_division(
         times, are_stragglers: of every rank.
         reference_s: what stragglers are compared with, seconds.
         migration: Φ1; None where it is not known, which mode "semi" takes for too much and mode "mig" for nothing.
-        lend_now: which ranks do.
+        lend_now: which ranks lend at present.
     """
     nothing = (0.0,) * len(times)
     if config.mode == "off":
@@ -48,7 +48,10 @@ def wanted_division(
 
 
 def forced_division(config: BalanceConfig, are_stragglers: Sequence[bool]) -> Division:
-    """The ratio that the user forces on stragglers, on all or on named ranks; before any is known on these only."""
+    """The ratio that the user forces on stragglers, on all or on named ranks.
+
+    Before the first measurement nobody is known to be a straggler: it is in force on the others only.
+    """
     nothing = (0.0,) * len(are_stragglers)
     forced, ranks = config.forced_ratio, config.ranks
     if forced is None or config.mode == "off":
@@ -107,11 +110,10 @@ def _semi_division(
             max_ratio=config.max_ratio,
             num_migrating=num_migrating,
         )
-    normal_s = max((rank.busy_s for rank, slow in zip(times, are_stragglers, strict=True) if not slow), default=0.0)
     return makespan_division(
         times,
         are_stragglers,
-        reference_s=max(reference_s, normal_s),
+        reference_s=max(reference_s, slowest_normal_s(times, are_stragglers)),
         tolerance=config.tolerance / 2,
         migration=migration,
         budget=config.budget,

@@ -36,12 +36,12 @@ class Relief(NamedTuple):
     Attributes:
         pruned: γ, the share of its columns that nobody computes.
         lent: the share that other ranks compute.
-        is_exact: whether someone forced just these. What a controller decides is rounded so that products are fast.
+        is_forced: whether someone forced just these. What a controller decides is rounded so that products are fast.
     """
 
     pruned: float = 0.0
     lent: float = 0.0
-    is_exact: bool = False
+    is_forced: bool = False
 
 
 class ColumnSelector:
@@ -114,17 +114,17 @@ class ColumnSelector:
         columns = {}
         for name, ratio in self.layer_ratios(relief).items():
             order = self._orders[name]
-            if relief.is_exact:
+            if relief.is_forced:
                 pruned = pruned_of_order(order, ratio, block)
             else:
                 pruned = decided_columns(order, ratio, block, max_ratio)
-            columns[name] = pruned[: len(order) - num_lent(len(order), relief.lent, is_exact=relief.is_exact)]
+            columns[name] = pruned[: len(order) - num_lent(len(order), relief.lent, is_forced=relief.is_forced)]
         return columns
 
     def lent_columns(self, relief: Relief) -> dict[str, Columns]:
         """The columns of every layer that a rank lends: the most important ones, the very most at the end."""
         counts = {
-            name: num_lent(len(order), relief.lent, is_exact=relief.is_exact) for name, order in self._orders.items()
+            name: num_lent(len(order), relief.lent, is_forced=relief.is_forced) for name, order in self._orders.items()
         }
         return {name: order[len(order) - counts[name] :] for name, order in self._orders.items()}
 

@@ -23,7 +23,7 @@ class StepTimes:
         overhead_s: the part of it spent in their products outside the multiplication: gathers and fills.
         spared_share: share of the rank's own product FLOPs that it did not compute, pruned or lent.
         borrowed_share: what it computed for others, in units of its own products at full work.
-        is_exact: whether someone forced just this share, whatever it costs.
+        is_forced: whether someone forced just this share, whatever it costs.
         wait_s: the rest of the time between the two ends, waiting in collectives.
     """
 
@@ -32,7 +32,7 @@ class StepTimes:
     overhead_s: float
     spared_share: float = 0.0
     borrowed_share: float = 0.0
-    is_exact: bool = False
+    is_forced: bool = False
     wait_s: float = 0.0
 
     @property
