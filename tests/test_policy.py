@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from zeroresize.config import BalanceConfig
@@ -132,6 +132,20 @@ def test_a_forced_ratio_is_kept_to_the_column_and_a_decided_one_aligned():
     assert {name: len(columns) for name, columns in forced.items()} == {"small": 14, "large": 230}
     assert {name: len(columns) for name, columns in decided.items()} == {"small": 14, "large": 232}
     assert set(forced["large"]) < set(decided["large"])
+
+
+@given(
+    st.integers(2, 800), st.floats(0, 1), st.floats(0, 1), st.sampled_from([0.5, 0.9, 0.95, 0.99]), st.integers(1, 3)
+)
+@example(num_columns=384, spared=1.0, part=0.99, max_ratio=0.99, block=1)
+@example(num_columns=8, spared=1.0, part=0.5, max_ratio=0.95, block=1)
+def test_what_is_pruned_beside_a_loan_stays_within_the_largest_ratio(num_columns, spared, part, max_ratio, block):
+    config = BalanceConfig(mode="semi", max_ratio=max_ratio, block=block)
+    selector = ColumnSelector(config, 0, {"layer": num_columns}, {"layer": 1.0})
+    relief = Relief(pruned=max_ratio * spared * part, lent=max_ratio * spared * (1.0 - part))
+    pruned, lent = selector.pruned_columns(relief)["layer"], selector.lent_columns(relief)["layer"]
+    assert set(pruned).isdisjoint(lent)
+    assert not len(pruned) or len(pruned) + len(lent) <= max_ratio * num_columns + 1e-9
 
 
 @given(st.integers(1, 100), st.integers(1, 20), st.integers(0, 5), st.integers(0, 5))

@@ -136,6 +136,9 @@ def test_a_column_counts_as_pruned_if_it_was_in_most_iterations():
     selector.end_epoch({"layer": np.full(10, 50.0)}, incremental=True)
     assert selector.state_dict()["w_var"]["layer"] == [0.0, 1.0, 2.0] + [50.0] * 7
     assert selector.pruned_steps["layer"].tolist() == [5] * 3 + [2] * 5 + [0] * 2
+    for _ in range(4):
+        selector.count_step(Relief(0.1, is_forced=True))
+    assert sum(selector.pruned_steps["layer"]) == 25 + 4, "also those of an epoch that has not ended"
 
 
 def test_random_orders_do_not_depend_on_statistics():

@@ -156,7 +156,7 @@ class Balancer:
         self._change_plan()
 
     def pruned_steps(self) -> dict[str, NDArray[np.int64]]:
-        """In how many steps of the epochs that have ended this rank pruned each column: [K] for every layer."""
+        """In how many steps so far this rank pruned each column: [K] for every layer."""
         return {name: steps.copy() for name, steps in self._selector.pruned_steps.items()}
 
     def what_if(self) -> dict[str, dict[str, float]]:
@@ -177,7 +177,7 @@ class Balancer:
 
     @property
     def bytes_migrated(self) -> int:
-        """Bytes of migration so far; a transfer is counted once in the group, by the rank that receives it or adds to it."""
+        """Bytes of migration so far; each transfer counts on one rank, that which receives it or adds to it."""
         return self._lender.bytes_moved if self._lender is not None else 0
 
     def pin(self, rank: int, ratio: float) -> None:

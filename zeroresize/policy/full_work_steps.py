@@ -17,7 +17,7 @@ class FullWorkSteps:
     """The time that is there for them.
 
     Attributes:
-        saved_s: seconds.
+        saved_s: seconds, never more than one of them takes: what cheap ones leave is not there for dear ones later.
     """
 
     saved_s: float = 0.0
@@ -35,8 +35,8 @@ class FullWorkSteps:
         """
         if num_steps < _FEWEST_STEPS:
             return False
-        self.saved_s += BUDGET * num_steps * step_s
-        price_s = full_step_s - step_s
+        price_s = max(full_step_s - step_s, 0.0)
+        self.saved_s = min(self.saved_s + BUDGET * num_steps * step_s, price_s)
         credit_s = _CREDIT * step_s if is_new else 0.0
         if self.saved_s + credit_s < price_s:
             return False

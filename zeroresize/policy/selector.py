@@ -7,9 +7,9 @@ takes from the same set.
 from __future__ import annotations
 
 import logging
-import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,6 +44,15 @@ class Relief(NamedTuple):
     is_forced: bool = False
 
 
+@dataclass
+class _UnderWay:
+    """The iterations since ``relief`` was last changed, all of which pruned ``columns``."""
+
+    relief: Relief | None = None
+    columns: Mapping[str, Columns] = field(default_factory=dict)
+    num_steps: int = 0
+
+
 class ColumnSelector:
     """Decides for one rank which columns a ratio prunes and which it lends, by ``config.mode``.
 
@@ -56,7 +65,7 @@ class ColumnSelector:
 
     Attributes:
         epoch: number of epochs that have ended.
-        pruned_steps: [K] of every layer, in how many steps of the ended epochs each column was pruned.
+        steps_of_epoch: iterations of the epoch so far.
     """
 
     def __init__(
@@ -71,9 +80,11 @@ class ColumnSelector:
         self._segments: Segments = [list(num_columns)] if segments is None else segments
         self._priorities = {name: ColumnPriority(columns) for name, columns in num_columns.items()}
         self._steps: Counter[Relief] = Counter()
-        self._steps_of_last_epoch = 0
+        self._steps_of_last_epoch = self.steps_of_epoch = 0
         self.epoch = 0
-        self.pruned_steps = {name: np.zeros(columns, dtype=np.int64) for name, columns in num_columns.items()}
+        self._pruned_steps = {name: np.zeros(columns, dtype=np.int64) for name, columns in num_columns.items()}
+        self._selected: tuple[Relief, dict[str, Columns]] | None = None
+        self._under_way = _UnderWay()
         self._orders = self._orders_of_epoch()
         coarse = [name for name, columns in num_columns.items() if 2 * config.block > columns]
         if coarse and config.mode != "off":
@@ -88,14 +99,14 @@ class ColumnSelector:
         """
         ratios = dict.fromkeys(self._costs, relief.pruned)
         if self._config.mode == "zero-pridiff" and relief.pruned > 0.0:
-            max_ratio = self._max_pruned(relief)
             for names in [list(ratios)] if self._config.pridiff_rule == "paper" else self._segments:
-                ratios |= zip(names, self._differentiated(names, min(relief.pruned, max_ratio), max_ratio), strict=True)
+                ratios |= zip(names, self._differentiated(names, relief.pruned), strict=True)
         return ratios
 
-    def _differentiated(self, names: Sequence[str], ratio: float, max_ratio: float) -> list[float]:
+    def _differentiated(self, names: Sequence[str], ratio: float) -> list[float]:
         """γ_k of the layers ``names`` that are to prune γ together."""
-        config = self._config
+        config, max_ratio = self._config, self._config.max_ratio
+        ratio = min(ratio, max_ratio)
         w_vars = [self._priorities[name].w_var for name in names]
         if config.pridiff_rule == "paper":
             theta = config.theta_iter * self._steps_of_last_epoch
@@ -104,22 +115,24 @@ class ColumnSelector:
             w_vars = [relative_scores(w_var) for w_var in w_vars]
         return budget_ratios(w_vars, [self._costs[name] for name in names], ratio, max_ratio=max_ratio)
 
-    def _max_pruned(self, relief: Relief) -> float:
-        """γ_max counts what is lent, too."""
-        return max(self._config.max_ratio - relief.lent, 0.0)
-
     def pruned_columns(self, relief: Relief) -> dict[str, Columns]:
-        """The columns of every layer that are pruned, least important first; empty where none."""
-        block, max_ratio = self._config.block, self._max_pruned(relief)
-        columns = {}
-        for name, ratio in self.layer_ratios(relief).items():
-            order = self._orders[name]
-            if relief.is_forced:
-                pruned = pruned_of_order(order, ratio, block)
-            else:
-                pruned = decided_columns(order, ratio, block, max_ratio)
-            columns[name] = pruned[: len(order) - num_lent(len(order), relief.lent, is_forced=relief.is_forced)]
-        return columns
+        """The columns of every layer that are pruned, least important first; empty where none.
+
+        Unless a ratio is forced, those that are lent count towards γ_max.
+        """
+        if self._selected is None or self._selected[0] != relief:
+            self._selected = (
+                relief,
+                {name: self._pruned_of(name, g, relief) for name, g in self.layer_ratios(relief).items()},
+            )
+        return self._selected[1]
+
+    def _pruned_of(self, name: str, ratio: float, relief: Relief) -> Columns:
+        order, block = self._orders[name], self._config.block
+        if relief.is_forced:
+            return pruned_of_order(order, ratio, block)
+        lent_share = num_lent(len(order), relief.lent, is_forced=False) / len(order)
+        return decided_columns(order, ratio, block, max(self._config.max_ratio - lent_share, 0.0))
 
     def lent_columns(self, relief: Relief) -> dict[str, Columns]:
         """The columns of every layer that a rank lends: the most important ones, the very most at the end."""
@@ -130,7 +143,12 @@ class ColumnSelector:
 
     def count_step(self, relief: Relief) -> None:
         """One iteration ran under ``relief``."""
+        if relief != self._under_way.relief:
+            self._count_pruned_steps()
+            self._under_way = _UnderWay(relief, self.pruned_columns(relief))
+        self._under_way.num_steps += 1
         self._steps[relief] += 1
+        self.steps_of_epoch += 1
         if self._config.mode in PRIORITY_MODES and self.epoch == 0 and self.steps_of_epoch == _LONG_EPOCH:
             logger.warning(
                 "%d steps and no epoch has ended: columns stay drawn at random until Balancer.epoch_end() is called or "
@@ -139,9 +157,10 @@ class ColumnSelector:
             )
 
     @property
-    def steps_of_epoch(self) -> int:
-        """Iterations of the epoch so far."""
-        return sum(self._steps.values())
+    def pruned_steps(self) -> dict[str, NDArray[np.int64]]:
+        """[K] of every layer: in how many steps so far each column was pruned."""
+        self._count_pruned_steps()
+        return self._pruned_steps
 
     def end_epoch(self, fresh: Mapping[str, NDArray[np.float64]], *, incremental: bool) -> None:
         """Learn from the epoch that ends and order the columns for the next.
@@ -150,8 +169,8 @@ class ColumnSelector:
             fresh: the statistic of every layer's columns; empty where none is taken.
             incremental: see :meth:`~zeroresize.policy.priority.ColumnPriority.update`.
         """
-        pruned = self.pruned_columns(self._relief_of_most_steps())
         self._count_pruned_steps()
+        pruned = self.pruned_columns(self._relief_of_most_steps())
         for name, values in fresh.items():
             priority = self._priorities[name]
             was_pruned = np.zeros(priority.num_columns, dtype=bool)
@@ -159,8 +178,9 @@ class ColumnSelector:
             priority.update(values, was_pruned, incremental=incremental)
         self._steps_of_last_epoch = self.steps_of_epoch or self._steps_of_last_epoch
         self._steps.clear()
+        self.steps_of_epoch = 0
         self.epoch += 1
-        self._orders = self._orders_of_epoch()
+        self._order_columns()
 
     def state_dict(self) -> dict[str, Any]:
         """Plain lists and numbers; this rank's own, unlike the controller's."""
@@ -177,24 +197,34 @@ class ColumnSelector:
         """Go on from :meth:`state_dict` of the same layers."""
         self.epoch = state["epoch"]
         self._steps = Counter({Relief(*relief): steps for *relief, steps in state["steps"]})
+        self.steps_of_epoch = sum(self._steps.values())
         self._steps_of_last_epoch = state["steps_of_last_epoch"]
         for name, priority in self._priorities.items():
-            self.pruned_steps[name] = np.asarray(state["pruned_steps"][name], dtype=np.int64)
+            self._pruned_steps[name] = np.asarray(state["pruned_steps"][name], dtype=np.int64)
             priority.w_var = np.asarray(state["w_var"][name], dtype=np.float64)
             priority.age = np.asarray(state["age"][name], dtype=np.int64)
-        self._orders = self._orders_of_epoch()
+        self._order_columns()
 
     def _count_pruned_steps(self) -> None:
-        for relief, steps in self._steps.items():
-            for name, columns in self.pruned_columns(relief).items():
-                self.pruned_steps[name][columns] += steps
+        for name, columns in self._under_way.columns.items():
+            self._pruned_steps[name][columns] += self._under_way.num_steps
+        self._under_way.num_steps = 0
 
     def _relief_of_most_steps(self) -> Relief:
         """Whose columns were pruned in more than half of the epoch's iterations: the lower median.
 
         Sets grow with γ, so a column was pruned in most iterations exactly if it is pruned at the median.
         """
-        return statistics.median_low(self._steps.elements()) if self._steps else Relief()
+        steps_before = (self.steps_of_epoch - 1) // 2
+        for relief, steps in sorted(self._steps.items()):
+            steps_before -= steps
+            if steps_before < 0:
+                return relief
+        return Relief()
+
+    def _order_columns(self) -> None:
+        """Order the columns of the epoch that begins; nothing of the last one's is selected any more."""
+        self._orders, self._selected, self._under_way = self._orders_of_epoch(), None, _UnderWay()
 
     def _orders_of_epoch(self) -> dict[str, Columns]:
         config = self._config
