@@ -164,6 +164,46 @@ def test_a_balancer_that_was_dropped_leaves_nothing_to_the_next(run_ranks):
         assert losses == expected
 
 
+LEAVES_HOOKS = [
+    dict(pruned_update="freeze"),
+    dict(mode="zero-pri", priority="path_length"),
+    dict(mode="zero-pri", priority="activation"),
+    dict(mode="zero-pri", priority="variation"),
+]
+
+
+def hooks_of(run):
+    optimizer = run.optimizer
+    watched = [layer.watch_input for layer in (run.model.up, run.model.down) if layer.watch_input is not None]
+    return [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks, *watched]
+
+
+@pytest.mark.parametrize("config", LEAVES_HOOKS, ids=lambda config: "-".join(config.values()))
+def test_a_balancer_that_was_dropped_leaves_no_hooks(run_ranks, config):
+    def train(rank, group):
+        run = Run(group, **config)
+        attached = hooks_of(run)
+        run.steps(run.config.update_every)  # a step that is sampled begins
+        del run.balancer
+        gc.collect()
+        run.balancer = zr.Balancer(run.model, run.optimizer, process_group=group, config=zr.BalanceConfig(mode="off"))
+        return bool(attached), hooks_of(run)
+
+    assert run_ranks(train, 2) == [(True, [])] * 2
+
+
+@pytest.mark.parametrize("config", LEAVES_HOOKS, ids=lambda config: "-".join(config.values()))
+def test_a_balancer_that_could_not_be_made_leaves_no_hooks(run_ranks, config):
+    def train(rank, group):
+        run = Run(group, mode="off")
+        run.balancer.close()
+        with pytest.raises(ValueError, match="do not agree on seed"):
+            zr.Balancer(run.model, run.optimizer, process_group=group, config=zr.BalanceConfig(seed=rank, **config))
+        return hooks_of(run)
+
+    assert run_ranks(train, 2) == [[]] * 2
+
+
 def test_a_closed_balancer_stays_closed(run_ranks):
     def train(rank, group):
         run = Run(group, ratio=0.5, ranks="all", imputation="same")

@@ -82,14 +82,20 @@ def test_variation_in_bf16_counts_changes_below_its_resolution_right_on_average(
     run_ranks(check, 1)
 
 
-def test_variation_of_a_weight_that_is_not_trained_is_unknown(run_ranks):
-    def check(rank, group):
-        layers = layers_of_one_rank(group)
-        layers["two"].weight.requires_grad_(False)
-        taken = WeightVariation(layers, storage="host").take()
-        return {name: bool(np.isnan(values).all()) for name, values in taken.items()}
+def test_variation_counts_from_the_weights_that_training_begins_with(run_ranks):
+    """Which a checkpoint may bring after the balancer is made."""
 
-    assert run_ranks(check, 1) == [{"one": False, "two": True, "three": False}]
+    def check(rank, group):
+        layer = layer_with_weight(group, random(8, 5, seed=0))
+        statistic = WeightVariation({"layer": layer}, storage="host")
+        loaded, trained = random(8, 5, seed=1), random(8, 5, seed=2)
+        layer.load_state_dict({**layer.state_dict(), "weight": loaded})
+        layer(random(3, 5, seed=3))
+        set_weight(layer, trained)
+        layer(random(3, 5, seed=4))
+        assert statistic.take()["layer"] == pytest.approx(mean_change(trained, loaded), rel=1e-6)
+
+    run_ranks(check, 1)
 
 
 @pytest.mark.parametrize(("storage", "bytes_a_weight"), [("host", 4), ("bf16", 2)])
@@ -151,6 +157,27 @@ def test_activation_norms_are_of_the_training_forwards_of_sampled_steps(run_rank
         assert all(np.isnan(values).all() for values in statistic.take().values()), "a new epoch"
 
     run_ranks(check, 2)
+
+
+def test_a_forward_that_overflows_tells_nothing(run_ranks):
+    """As under a loss scale that is still too high: the step is skipped, and the epoch's statistic must survive."""
+
+    def check(rank, group):
+        layer = zr.ColumnParallelLinear(6, 8, process_group=group)
+        statistics = [ActivationNorms({"layer": layer}, sample_every=1) for _ in range(2)]
+        x, overflown = random(4, 6, seed=0), random(4, 6, seed=1)
+        overflown[2, 3] = torch.inf
+        for statistic, inputs in zip(statistics, ([x], [overflown, x]), strict=True):
+            statistic.begin_step(0)
+            for one in inputs:
+                layer(one)
+        expected, taken = (statistic.take()["layer"].tolist() for statistic in statistics)
+        assert taken == expected and np.isfinite(taken).all()
+        statistics[1].begin_step(1)
+        layer(overflown)
+        assert np.isnan(statistics[1].take()["layer"]).all(), "nothing else was seen"
+
+    run_ranks(check, 1)
 
 
 def test_activation_norms_sample_one_step_an_update_of_the_balancer(run_ranks):
@@ -266,6 +293,23 @@ def test_a_statistic_saved_within_an_epoch_goes_on_as_if_uninterrupted(run_ranks
             assert one[name].tolist() == other[name].tolist()
 
     run_ranks(check, 1)
+
+
+@pytest.mark.parametrize("kind", KINDS[1:], ids=lambda kind: "-".join(kind.values()))
+def test_change_of_a_weight_that_is_not_trained_is_unknown(run_ranks, kind):
+    """It does not move because nobody trains it, which says nothing of its importance."""
+
+    def check(rank, group):
+        layers = layers_of_one_rank(group)
+        layers["two"].weight.requires_grad_(False)
+        optimizer = torch.optim.AdamW([layer.weight for layer in layers.values()], lr=0.1)
+        statistic = build_statistic(zr.BalanceConfig(mode="zero-pri", **kind), layers, optimizer)
+        for step in range(4):
+            statistic.begin_step(step)
+            train_step(layers, optimizer, step)
+        return {name: bool(np.isnan(values).all()) for name, values in statistic.take().items()}
+
+    assert run_ranks(check, 1) == [{"one": False, "two": True, "three": False}]
 
 
 @pytest.mark.parametrize("priority", ["activation", "path_length"])

@@ -74,7 +74,7 @@ def test_pruned_columns_of_weight_and_state_stay_and_the_others_step_as_ever(run
         torch.manual_seed(0)
         layer = zr.ColumnParallelLinear(COLUMNS, 4, process_group=group)
         optimizer = make_optimizer(name, [layer.weight])
-        ColumnFreezer({"layer": layer}, optimizer)
+        freezer = ColumnFreezer({"layer": layer}, optimizer)
         moved_when_free = set()
         for step, pruned in enumerate(PLANS):
             layer.plan = plan_of(pruned)
@@ -95,6 +95,7 @@ def test_pruned_columns_of_weight_and_state_stay_and_the_others_step_as_ever(run
                     moved_when_free.add(key)
         never_moved = {"max_exp_avg_sq"}  # a maximum cannot, without a gradient
         assert moved_when_free == set(after) - never_moved, "what freezing is for"
+        freezer.close()
 
     make_optimizer(name, [nn.Parameter(torch.zeros(1))])  # skips here, not in a rank
     run_ranks(check, 1)
@@ -114,6 +115,29 @@ def test_a_closed_freezer_lets_columns_step_again(run_ranks):
             moved.append(not is_same(before, layer.weight, [2]))
             freezer.close()
         assert moved == [False, True]
+
+    run_ranks(check, 1)
+
+
+def test_what_the_optimizer_is_given_later_is_frozen_too(run_ranks):
+    """As layers are unfrozen one after the other."""
+
+    def check(rank, group):
+        layers = {name: zr.ColumnParallelLinear(COLUMNS, 4, process_group=group) for name in ("early", "late")}
+        layers["late"].weight.requires_grad_(False)
+        optimizer = torch.optim.SGD([layers["early"].weight], lr=0.1, weight_decay=0.1)
+        freezer = ColumnFreezer(layers, optimizer)
+        layers["late"].weight.requires_grad_(True)
+        optimizer.add_param_group({"params": [layers["late"].weight]})
+        for layer in layers.values():
+            layer.plan = plan_of([2])
+            layer.weight.grad = gradient(0, [2])
+        before = {name: layer.weight.detach().clone() for name, layer in layers.items()}
+        optimizer.step()
+        for name, layer in layers.items():
+            assert is_same(before[name], layer.weight, [2]), name
+            assert not is_same(before[name], layer.weight, [3]), name
+        freezer.close()
 
     run_ranks(check, 1)
 
@@ -265,7 +289,7 @@ def test_colossalais_masters_moments_and_working_weights_stay(run_ranks, colossa
 def test_a_step_that_failed_leaves_nothing_behind():
     layer = SimpleNamespace(weight=nn.Parameter(torch.ones(4, COLUMNS)), plan=plan_of([0, 3]), training=True)
     optimizer = torch.optim.SGD([layer.weight], lr=0.1)
-    ColumnFreezer({"layer": layer}, optimizer)
+    freezer = ColumnFreezer({"layer": layer}, optimizer)
 
     def fails():
         raise RuntimeError("in the closure")
@@ -276,6 +300,7 @@ def test_a_step_that_failed_leaves_nothing_behind():
     layer.weight.grad = torch.ones_like(layer.weight)
     optimizer.step()
     assert torch.equal(layer.weight.detach(), torch.full((4, COLUMNS), 0.9))
+    freezer.close()
 
 
 def test_layers_that_share_their_weight_are_refused(run_ranks):

@@ -108,11 +108,11 @@ class Balancer:
             costs=work_of_layers(self._layers),
             segments=segments_of_layers(self._layers),
         )
+        exchange = self._meet(process_group) if self._num_ranks > 1 else None
         self._freezer = self._build_freezer()  # first, so that the statistic sees weights that were put back
         self._statistic = self._build_statistic()
         self._installer = PlanInstaller(self._layers, self._selector, config.imputation)
         self._lender = self._build_lender(process_group)
-        exchange = self._meet(process_group) if self._num_ranks > 1 else None
         self._decision = GroupDecision(config, self._num_ranks, exchange)
         self._measurement = Measurement(self._layers, config)
         self._num_steps = 0
@@ -326,12 +326,12 @@ class Balancer:
         return Lender(self._layers, process_group, self.config.migrate, is_forced=is_forced)
 
     def _build_freezer(self) -> ColumnFreezer | None:
-        if self.config.pruned_update != "freeze" or self.config.mode not in PRUNING_MODES:
+        if self.config.pruned_update != "freeze" or self.config.mode not in PRUNING_MODES or self._num_ranks == 1:
             return None
         if world_size() > self._num_ranks:
             raise ValueError(
                 f"pruned_update='freeze' needs a tensor-parallel group of all {world_size()} ranks, this one has "
-                f"{self._num_ranks}: data-parallel replicas that freeze different columns would drift apart"
+                f"{self._num_ranks}: if the others are data-parallel replicas, what each freezes lets them drift apart"
             )
         return ColumnFreezer(self._layers, self.optimizer)
 
@@ -357,7 +357,7 @@ class Balancer:
         """Take from the layers what a balancer left that was dropped without being closed."""
         remembers = self.config.imputation == "same" and self.config.mode in PRUNING_MODES
         for layer in self._layers.values():
-            layer.plan = layer.loans = None
+            layer.plan = layer.loans = layer.watch_input = None
             layer.last = LastGradients() if remembers else None
 
     def _meet(self, process_group: ProcessGroup) -> Exchange:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zeroresize.balanced_linear import BalancedLinear
 from zeroresize.config import BalanceConfig
-from zeroresize.optimizers import stepped_tensors, torch_optimizer
+from zeroresize.optimizers import SteppedTensors, hook_steps
 
 Layers = Mapping[str, BalancedLinear]
 Fresh = dict[str, NDArray[np.float64]]
@@ -74,6 +74,8 @@ def build_statistic(config: BalanceConfig, layers: Layers, optimizer: Any) -> Co
 class WeightVariation(ColumnStatistic):
     """δ_i = Σ_j |w_ji(now) − w_ji(at the last epoch's end)| / N (paper, section III-B).
 
+    The first epoch counts from the weights of the first training forward: a checkpoint may be loaded until then.
+
     Args:
         layers: balanced layers by name.
         storage: ``"host"`` keeps the second copy of the weights on the host, as they are; ``"bf16"`` beside them with
@@ -84,6 +86,8 @@ class WeightVariation(ColumnStatistic):
     def __init__(self, layers: Layers, *, storage: str) -> None:
         self._layers, self._storage = layers, storage
         self._then = {name: self._copy_of(layer.weight) for name, layer in layers.items()}
+        for name, layer in layers.items():
+            layer.watch_input = self._first_forward(name)
 
     @torch.no_grad()
     def take(self) -> Fresh:
@@ -105,8 +109,25 @@ class WeightVariation(ColumnStatistic):
         return dict(self._then)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.close()
         for name, then in self._then.items():
             self._then[name] = state[name].to(then, copy=True)
+
+    def close(self) -> None:
+        for layer in self._layers.values():
+            layer.watch_input = None
+
+    def _first_forward(self, name: str) -> Callable[[Tensor], None]:
+        layer = self._layers[name]
+        version = layer.weight._version
+
+        @torch.no_grad()
+        def look(_: Tensor) -> None:
+            layer.watch_input = None
+            if layer.weight._version != version:
+                self._then[name] = self._copy_of(layer.weight)
+
+        return look
 
     def _copy_of(self, weight: Tensor) -> Tensor:
         detached = weight.detach()
@@ -119,7 +140,7 @@ class ActivationNorms(ColumnStatistic):
     """‖x_i‖ · ‖w_i‖, what column i can add to y = Σ_i x_i w_iᵀ at most, with ‖x_i‖ a token's root mean square.
 
     x is whole also while columns are pruned, so every epoch tells of all columns. One step in ``sample_every`` is
-    looked at.
+    looked at, but for forwards in which a column overflows, as half precision does while a loss scale is sought.
     """
 
     incremental = False
@@ -127,7 +148,9 @@ class ActivationNorms(ColumnStatistic):
     def __init__(self, layers: Layers, *, sample_every: int) -> None:
         self._layers, self._sample_every = layers, sample_every
         self._squares = {name: self._zeros(layer) for name, layer in layers.items()}
-        self._num_tokens = dict.fromkeys(layers, 0)
+        self._num_tokens = {
+            name: torch.zeros((), dtype=torch.int64, device=layer.weight.device) for name, layer in layers.items()
+        }
 
     def begin_step(self, step: int) -> None:
         is_sampled = step % self._sample_every == 0
@@ -138,11 +161,11 @@ class ActivationNorms(ColumnStatistic):
     def take(self) -> Fresh:
         fresh = {}
         for name, layer in self._layers.items():
-            mean_squares_K = self._squares[name] / self._num_tokens[name] if self._num_tokens[name] else torch.nan
+            mean_squares_K = self._squares[name] / self._num_tokens[name]  # NaN where there were none
             norms_K = torch.linalg.vector_norm(layer.weight.detach(), dim=0, dtype=torch.float32)
-            score_K = norms_K * torch.as_tensor(mean_squares_K, device=norms_K.device).sqrt()
-            fresh[name] = score_K.to("cpu", torch.float64).numpy()
-            self._squares[name], self._num_tokens[name] = self._zeros(layer), 0
+            fresh[name] = (norms_K * mean_squares_K.sqrt()).to("cpu", torch.float64).numpy()
+            self._squares[name].zero_()
+            self._num_tokens[name].zero_()
         return fresh
 
     @property
@@ -155,25 +178,27 @@ class ActivationNorms(ColumnStatistic):
             for name in self._layers
             for what, value in (
                 ("squares", self._squares[name].clone()),
-                ("num_tokens", torch.tensor(self._num_tokens[name])),
+                ("num_tokens", self._num_tokens[name].clone()),
             )
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         for name, squares in self._squares.items():
             self._squares[name] = state[f"{name}.squares"].to(squares, copy=True)
-            self._num_tokens[name] = int(state[f"{name}.num_tokens"])
+            self._num_tokens[name] = state[f"{name}.num_tokens"].to(self._num_tokens[name], copy=True)
 
     def close(self) -> None:
         for layer in self._layers.values():
             layer.watch_input = None
 
-    def _watcher(self, name: str) -> Any:
+    def _watcher(self, name: str) -> Callable[[Tensor], None]:
         @torch.no_grad()
         def watch(x: Tensor) -> None:
             x_TK = x.detach().reshape(-1, x.shape[-1])
-            self._squares[name] += torch.linalg.vector_norm(x_TK, dim=0, dtype=torch.float32).square()
-            self._num_tokens[name] += x_TK.shape[0]
+            squares_K = torch.linalg.vector_norm(x_TK, dim=0, dtype=torch.float32).square()
+            is_finite = squares_K.isfinite().all()  # stays on the device
+            self._squares[name] += squares_K.where(is_finite, 0.0)
+            self._num_tokens[name] += is_finite * x_TK.shape[0]
 
         return watch
 
@@ -186,22 +211,17 @@ class PathLength(ColumnStatistic):
     """Σ over the epoch's steps of Σ_j |Δw_ji| / N: how far column i travelled, not how far it got.
 
     No second copy of the weights: every step looks at one layer, all in turn, and a layer's looks stand for all of the
-    epoch's steps. An epoch of fewer steps than layers says nothing of some of them.
+    epoch's steps. An epoch of fewer steps than layers says nothing of some of them, and none of what nobody trains.
     """
 
     def __init__(self, layers: Layers, optimizer: Any) -> None:
         self._layers = layers
-        self._tensors = stepped_tensors(optimizer, {name: layer.weight for name, layer in layers.items()})
-        self._names = list(self._tensors)
+        self._stepped = SteppedTensors(optimizer, {name: layer.weight for name, layer in layers.items()})
         self._paths = {name: torch.zeros(layer.num_columns) for name, layer in layers.items()}
         self._num_looks = dict.fromkeys(layers, 0)
         self._turn = self._num_steps = 0
-        self._before: Tensor | None = None
-        inner = torch_optimizer(optimizer)
-        self._hooks = (
-            inner.register_step_pre_hook(self._before_step),
-            inner.register_step_post_hook(self._after_step),
-        )
+        self._looked_at: tuple[str, Tensor, Tensor] | None = None
+        self._unhook = hook_steps(optimizer, self._before_step, self._after_step)
 
     def take(self) -> Fresh:
         fresh = {}
@@ -230,21 +250,23 @@ class PathLength(ColumnStatistic):
             self._num_looks[name] = int(state[f"{name}.looks"])
 
     def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        self._unhook()
 
     @torch.no_grad()
-    def _before_step(self, *_: Any) -> None:
-        if self._names:
-            self._before = self._tensors[self._names[self._turn % len(self._names)]].detach().clone()
+    def _before_step(self) -> None:
+        stepped = self._stepped.now()
+        trained = [name for name in stepped if self._layers[name].weight.requires_grad]
+        if trained:
+            name = trained[self._turn % len(trained)]
+            self._looked_at = name, stepped[name], stepped[name].detach().clone()
 
     @torch.no_grad()
-    def _after_step(self, *_: Any) -> None:
-        if self._before is None:
+    def _after_step(self) -> None:
+        if self._looked_at is None:
             return
-        name = self._names[self._turn % len(self._names)]
-        change_NK = self._tensors[name].detach() - self._before
+        name, now, before = self._looked_at
+        change_NK = now.detach() - before
         step_K = change_NK.abs_().mean(dim=0, dtype=torch.float32)
         self._paths[name] = self._paths[name].to(step_K.device) + step_K
         self._num_looks[name] += 1
-        self._before, self._turn, self._num_steps = None, self._turn + 1, self._num_steps + 1
+        self._looked_at, self._turn, self._num_steps = None, self._turn + 1, self._num_steps + 1

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zeroresize.balanced_linear import BalancedLinear
-from zeroresize.optimizers import states_like, stepped_tensors, torch_optimizer
+from zeroresize.optimizers import SteppedTensors, hook_steps, states_like, torch_optimizer
 
 
 class ColumnFreezer:
@@ -36,24 +36,20 @@ class ColumnFreezer:
         _require_own_weights(layers)
         self._layers = layers
         self._optimizer = torch_optimizer(optimizer)
-        self._tensors = stepped_tensors(optimizer, {name: layer.weight for name, layer in layers.items()})
+        self._stepped = SteppedTensors(optimizer, {name: layer.weight for name, layer in layers.items()})
         self._set_aside: list[tuple[Tensor, Tensor, Tensor]] = []
         self._without_state: list[tuple[Tensor, Tensor]] = []
-        self._hooks = (
-            self._optimizer.register_step_pre_hook(self._before_step),
-            self._optimizer.register_step_post_hook(self._after_step),
-        )
+        self._unhook = hook_steps(optimizer, self._before_step, self._after_step)
 
     def close(self) -> None:
         """Let the optimizer step everything again."""
-        for hook in self._hooks:
-            hook.remove()
+        self._unhook()
         self._forget()
 
     @torch.no_grad()
-    def _before_step(self, *_: Any) -> None:
+    def _before_step(self) -> None:
         self._forget()  # of a step that failed
-        for name, tensor in self._tensors.items():
+        for name, tensor in self._stepped.now().items():
             layer = self._layers[name]
             plan = layer.plan
             if plan is None or not layer.training:  # what is in evaluation is never pruned
@@ -65,7 +61,7 @@ class ColumnFreezer:
                 self._set_aside.append((kept, plan.pruned, kept.index_select(1, plan.pruned)))
 
     @torch.no_grad()
-    def _after_step(self, *_: Any) -> None:
+    def _after_step(self) -> None:
         for tensor, pruned, values in self._set_aside:
             tensor.index_copy_(1, pruned, values)
         for tensor, pruned in self._without_state:

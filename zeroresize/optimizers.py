@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 
 def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
@@ -48,6 +50,55 @@ def stepped_tensors(optimizer: Any, parameters: Mapping[str, Tensor]) -> dict[st
             )
         found[name] = tensor
     return found
+
+
+class SteppedTensors:
+    """What an optimizer updates for each named parameter, also for those that it is given later.
+
+    Args:
+        optimizer, parameters: as of :func:`stepped_tensors`, which raises what this does.
+    """
+
+    def __init__(self, optimizer: Any, parameters: Mapping[str, Tensor]) -> None:
+        self._optimizer, self._parameters = optimizer, dict(parameters)
+        self._inner = torch_optimizer(optimizer)
+        self._num_stepped = -1
+        self._tensors: dict[str, Tensor] = {}
+        self.now()
+
+    def now(self) -> dict[str, Tensor]:
+        """As :func:`stepped_tensors` has them at present."""
+        num_stepped = sum(len(group["params"]) for group in self._inner.param_groups)
+        if num_stepped != self._num_stepped:
+            self._tensors = stepped_tensors(self._optimizer, self._parameters)
+            self._num_stepped = num_stepped
+        return self._tensors
+
+
+def hook_steps(optimizer: Any, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], object]:
+    """Call two methods of one object before and after every step, until the result is called or the object is gone."""
+    inner = torch_optimizer(optimizer)
+    hooks = (
+        inner.register_step_pre_hook(_calling(weakref.WeakMethod(before))),
+        inner.register_step_post_hook(_calling(weakref.WeakMethod(after))),
+    )
+    unhook = weakref.finalize(before.__self__, _remove, hooks)  # type: ignore[attr-defined]
+    unhook.atexit = False
+    return unhook
+
+
+def _calling(method: weakref.WeakMethod[Callable[[], None]]) -> Callable[..., None]:
+    def call(*_: Any) -> None:
+        alive = method()
+        if alive is not None:
+            alive()
+
+    return call
+
+
+def _remove(hooks: Iterable[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 def not_stepped(optimizer: Any, parameters: Mapping[str, Tensor]) -> list[str]:
