@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from virtual_training import FEATURES, Run
 
 import zeroresize as zr
@@ -44,15 +43,18 @@ def test_a_step_at_full_work_is_one_step_and_what_is_told_is_the_plan(run_ranks)
         run.time.chi = 4.0 if rank == 1 else 1.0
         while not run.balancer.plan.begins_at_full_work:
             run.steps(1)
-        told = run.balancer.metrics()
-        in_it = run.pruned()
-        run.steps(1)
-        after = run.pruned()
-        return records[-1], told, in_it, after, run.balancer.metrics()["balance/ratio"]
+        told, in_it = [run.balancer.metrics()], run.pruned()
+        for _ in range(2):
+            run.steps(1)
+            told.append(run.balancer.metrics())
+        return records[-1], told, in_it, run.pruned()
 
-    record, told, in_it, after, ratio = run_ranks(train, 2)[1]
-    assert record.begins_at_full_work and record.ratio == told["balance/ratio"] == ratio > 0.5
-    assert record.pruned_share == told["balance/pruned_share"] == pytest.approx(ratio, abs=1 / FEATURES)
+    record, told, in_it, after = run_ranks(train, 2)[1]
+    ratio = record.ratio
+    assert record.begins_at_full_work and ratio > 0.5
+    assert [metrics["balance/ratio"] for metrics in told] == [ratio] * 3
+    assert record.pruned_share == pytest.approx(ratio, abs=1 / FEATURES)
+    assert [metrics["balance/pruned_share"] for metrics in told[1:]] == [0.0, record.pruned_share], "of the last step"
     assert min(record.layer_shares.values()) > 0.5
     assert in_it == {"up": None, "down": None}
     assert all(columns is not None for columns in after.values())
@@ -159,24 +161,19 @@ def test_steps_are_measured_under_the_plan_that_a_pin_put_in_force(run_ranks):
     assert products_s == pytest.approx([products_s[0]] * 4, rel=0.05)
 
 
-def test_one_rank_records_nothing(run_ranks):
+@pytest.mark.parametrize(
+    "config",
+    [dict(), dict(mode="mig", ratio=0.5, ranks=[0]), dict(mode="semi"), dict(pruned_update="freeze")],
+    ids=["default", "forced to lend", "semi", "freeze"],
+)
+def test_a_group_of_one_rank_neither_measures_nor_balances(run_ranks, config):
     def train(rank, group):
-        run = Run(group)
-        for _ in range(3):
-            dist.barrier()
-            run.steps(1)
-        return run.balancer._measurement._timer._step
-
-    assert run_ranks(train, 1) == [None]
-
-
-def test_one_rank_has_nothing_to_balance(run_ranks):
-    def train(rank, group):
-        run = Run(group)
+        run = Run(group, **config)
+        run.time.chi = 4.0
         run.steps(7)
-        return run.balancer.metrics()["balance/ratio"]
+        return run.balancer._measurement._timer._step, run.balancer.metrics()["balance/ratio"], run.model.up.plan
 
-    assert run_ranks(train, 1) == [0.0]
+    assert run_ranks(train, 1) == [(None, 0.0, None)]
 
 
 def test_metrics_are_flat_numbers_with_the_documented_names(run_ranks):

@@ -17,6 +17,8 @@ WRONG_VALUES = [
     ("mode", True, "['off', 'zero-rd'"),
     ("target", "median", "['mean', 'min']"),
     ("imputation", "zeros", "['zero', 'average', 'same']"),
+    ("prune", "units", "['columns']"),
+    ("migrate", "units", "['broadcast-reduce', 'scatter-gather']"),
     ("ratio", 1, "0 <= ratio < 1"),
     ("ratio", 1.5, "0 <= ratio < 1"),
     ("ratio", -0.1, "0 <= ratio < 1"),

@@ -130,7 +130,7 @@ def test_each_device_has_its_own_delay_with_the_same_chi():
 @pytest.mark.parametrize("chi", [2.0, 8.0])
 def test_device_delay_on_a_gpu(chi):
     matrix = torch.rand(2048, 2048, device="cuda")
-    delay = DeviceDelay(CudaDevice())
+    delay = DeviceDelay(CudaDevice(torch.device("cuda")))
 
     def device_s(num_products):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -152,7 +152,7 @@ def test_records_in_training_agree_with_metrics_and_the_lineage_table(run_ranks,
         assert [(one["update"], one["step"], one["rank"]) for one in told] == [(n, 3 * n, rank) for n in range(1, 6)]
         for one, (metrics, shares) in zip(told, seen, strict=True):
             assert set(one) == FIELDS and one["would"] == {}
-            for name in ("ratio", "pruned_share", "busy_s", "products_s", "is_straggler"):
+            for name in ("ratio", "busy_s", "products_s", "is_straggler"):
                 assert one[name] == metrics[f"balance/{name}"]
             assert one["layer_shares"] == shares
         assert [one["epoch"] for one in told] == [0, 1, 1, 2, 2], "an epoch of six steps, an update each third"
@@ -214,3 +214,5 @@ def test_tensorboard_hides_what_an_interrupted_run_showed_of_later_steps(tmp_pat
     show(tmp_path, records_of_steps(10, 20, 30))
     show(tmp_path, [record(step=40)], from_step=20)
     assert list(scalars_in(tmp_path)["balance/ratio"]) == [10, 20, 40]
+    show(tmp_path, [record(step=10)], from_step=0)
+    assert list(scalars_in(tmp_path)["balance/ratio"]) == [10], "0 starts anew"

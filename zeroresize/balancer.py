@@ -119,6 +119,7 @@ class Balancer:
         self._pins: dict[int, float] = {}
         self._is_at_full_work = self._has_pretested = self._is_closed = False
         self._step_overhead_s = self._overhead_since_update_s = 0.0
+        self._shares_of_last_step: dict[str, float] | None = None
         self._change_plan()
 
     def step(self) -> None:
@@ -134,6 +135,7 @@ class Balancer:
             return
         self._measurement.end_step()
         began = time.perf_counter()
+        self._shares_of_last_step = self._shares_in_force
         self._num_steps += 1
         self._selector.count_step(self._installer.in_force)
         self._pretest()
@@ -204,14 +206,16 @@ class Balancer:
     def metrics(self) -> dict[str, float]:
         """This rank's numbers for any logger, names beginning with ``balance/``.
 
-        Of :class:`~zeroresize.telemetry.UpdateRecord`, as they are now: ``ratio``, ``pruned_share``, ``lent_share``,
-        ``borrowed_share``, ``busy_s``, ``products_s``, ``predicted_step_s``, ``is_straggler`` (0 or 1), and in mode
-        "off" ``would/<mode>/…``. Besides: ``least_busy_s`` (busy time at the cheapest pruning ratio, by the measured
+        Of :class:`~zeroresize.telemetry.UpdateRecord`, as they are now: ``ratio``, ``busy_s``, ``products_s``,
+        ``predicted_step_s``, ``is_straggler`` (0 or 1), and in mode "off" ``would/<mode>/…``. Of the last step:
+        ``pruned_share``, ``lent_share``, ``borrowed_share``, which differ from the plan's after a step at full work or
+        a new plan. Besides: ``least_busy_s`` (busy time at the cheapest pruning ratio, by the measured
         cost: the floor of ZERO), ``overhead_s`` (seconds balancing cost in the last step), ``statistic_bytes`` and
         ``migration_bytes`` (memory for the priority's statistic, and for lent and borrowed slices).
         """
         record, times = self._record(), self._measurement.times
         numbers = {name: float(getattr(record, name)) for name in _RECORDED_METRICS} | {
+            **(self._shares_of_last_step or self._shares_in_force),
             "least_busy_s": times.least_busy_s if times else math.nan,
             "overhead_s": self._step_overhead_s,
             "statistic_bytes": float(self._statistic.bytes_held if self._statistic is not None else 0),
@@ -278,6 +282,7 @@ class Balancer:
         self._measurement.load_state_dict(own["measurement"])
         self._is_at_full_work = state["is_at_full_work"]
         self._has_pretested = False
+        self._shares_of_last_step = None
         if self._lender is not None:  # what is lent at once by one plan cannot be borrowed by another
             self._decision.require_agreement(self._agreed)
         self._change_plan()
@@ -382,9 +387,11 @@ class Balancer:
             return
         if self._statistic is not None:
             self._statistic.begin_step(self._num_steps)
-        borrowed_share = 0.0 if self._is_at_full_work else self._borrowed_share
+        shares = self._shares_in_force
         self._measurement.begin_step(
-            self._installer.spared_share_in_force, borrowed_share, self._installer.in_force.is_forced
+            shares["pruned_share"] + shares["lent_share"],
+            shares["borrowed_share"],
+            self._installer.in_force.is_forced,
         )
 
     def _pretest(self) -> None:
@@ -453,6 +460,13 @@ class Balancer:
     def _agreed(self) -> object:
         """What every rank of the group must have alike, besides what is decided."""
         return self._num_steps, self._selector.epoch, sorted(self._pins.items()), self._is_at_full_work
+
+    @property
+    def _shares_in_force(self) -> dict[str, float]:
+        """What this rank drops, leaves to others and computes for others in the iteration under way."""
+        pruned_share, lent_share = self._installer.shares_in_force
+        borrowed_share = 0.0 if self._is_at_full_work else self._borrowed_share
+        return {"pruned_share": pruned_share, "lent_share": lent_share, "borrowed_share": borrowed_share}
 
     @property
     def _borrowed_share(self) -> float:

@@ -51,9 +51,9 @@ class PlanInstaller:
         self.install(Relief())
 
     @property
-    def spared_share_in_force(self) -> float:
-        """Share of this rank's product FLOPs that it does not compute in the next step."""
-        return self.pruned_share + self.lent_share if self.in_force == self.relief else 0.0
+    def shares_in_force(self) -> tuple[float, float]:
+        """(pruned, lent) of this rank's product FLOPs in the next step."""
+        return (self.pruned_share, self.lent_share) if self.in_force == self.relief else (0.0, 0.0)
 
     def lent_columns(self) -> dict[str, Tensor]:
         """What is lent of every layer, in the order in which it is divided; on the layers' devices."""

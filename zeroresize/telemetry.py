@@ -123,14 +123,14 @@ class TensorBoardTelemetry(Telemetry):
 
     Args:
         folder: where the events go.
-        from_step: events of later steps, left by an interrupted run, are hidden.
+        from_step: events of later steps, left by an interrupted run, are hidden; 0 starts anew, None keeps all.
     """
 
-    def __init__(self, folder: str | Path, *, from_step: int = 0) -> None:
+    def __init__(self, folder: str | Path, *, from_step: int | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         super().__init__()
-        self._board = SummaryWriter(str(folder), purge_step=from_step + 1 if from_step else None)
+        self._board = SummaryWriter(str(folder), purge_step=from_step + 1 if from_step is not None else None)
 
     def _write(self, record: UpdateRecord) -> None:
         for name in _SCALARS:

@@ -54,7 +54,8 @@ def forced_division(config: BalanceConfig, are_stragglers: Sequence[bool]) -> Di
     """
     nothing = (0.0,) * len(are_stragglers)
     forced, ranks = config.forced_ratio, config.ranks
-    if forced is None or config.mode == "off":
+    is_alone = config.mode == "mig" and len(are_stragglers) == 1
+    if forced is None or config.mode == "off" or is_alone:
         return Division(nothing, nothing)
     shares = tuple(
         forced if (is_straggler if ranks == "stragglers" else ranks == "all" or rank in ranks) else 0.0
