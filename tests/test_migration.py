@@ -244,6 +244,25 @@ def test_after_a_backward_that_failed_on_every_rank_the_next_ones_are_exact(run_
         assert max(error, later_error) <= 1e-10 and after == before
 
 
+@pytest.mark.parametrize("migrate", MIGRATIONS)
+def test_passes_for_gradients_of_the_input_alone_take_no_memory(run_ranks, migrate):
+    """As for adversarial examples or saliency maps: nobody asks for the gradients of the weights."""
+
+    def train(rank, group):
+        model, held = Pair(group, torch.float64), []
+        lender = lend(model.layers(), group, equal_loans({0: 0.5}, 2), migrate)
+        for seed in range(5):
+            x = randn(5, IN, seed=seed, dtype=torch.float64).requires_grad_()
+            torch.autograd.grad(model.run(model.parallel, x).square().mean(), x)
+            held.append(lender.bytes_held)
+        for layers in (model.whole, model.parallel):
+            model.run(layers, x.detach()).square().mean().backward()
+        return held, model.worst_error(group)
+
+    for held, error in run_ranks(train, 2):
+        assert held == held[:1] * 5 and error <= 1e-10
+
+
 def test_memory_is_given_back_when_others_lend_or_nobody_does(run_ranks):
     def train(rank, group):
         model, lender, held = Pair(group, torch.float32), None, []
@@ -289,7 +308,12 @@ def test_weights_that_changed_after_they_were_sent_are_an_error(run_ranks):
         model = Pair(group, torch.float32)
         lend(model.layers(), group, equal_loans({0: 0.5}, 2), "broadcast-reduce")
         first = model.parallel[0]
-        for change in (lambda: first.weight.mul_(2.0), lambda: setattr(first, "weight", nn.Parameter(first.weight))):
+        changes = (
+            lambda: first.weight.mul_(2.0),
+            lambda: setattr(first.weight, "data", first.weight.clone()),
+            lambda: setattr(first, "weight", nn.Parameter(first.weight)),
+        )
+        for change in changes:
             with torch.no_grad():
                 change()
             with pytest.raises(RuntimeError, match="layer 0 changed after its columns were lent"):

@@ -68,6 +68,24 @@ def test_replicas_accumulate_gradients_in_the_same_order_whatever_they_lend(run_
     assert all(order == results[0][1] for _, order in results)
 
 
+def test_beside_replicas_a_layer_without_loans_computes_with_the_weight_that_it_has(run_ranks):
+    """Also where that was put there through ``.data``, as loading and moving do."""
+
+    def train(rank, group):
+        own = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
+        run, values = Run(own, mode="mig"), []
+        for value in (0.5, 1.5):
+            run.model.up.weight.data = torch.full_like(run.model.up.weight, value)
+            training, evaluated = run.model.up(run.x), run.model.eval().up(run.x)
+            run.model.train()
+            values.append(torch.equal(training, evaluated))
+            training.sum().backward()
+            values.append(bool(run.model.up.weight.grad.ne(0).any()))
+        return values
+
+    assert run_ranks(train, 4) == [[True] * 4] * 4
+
+
 @pytest.mark.parametrize("config", [{"mode": "zero-rd", "ratio": 0.5, "ranks": [0]}, LENDING], ids=["prunes", "lends"])
 def test_a_compiled_model_trains_as_the_model_does(run_ranks, config):
     def train(rank, group):

@@ -46,6 +46,13 @@ def test_impossible_columns_are_errors(pruned, message):
         LayerPlan.from_pruned(torch.tensor(pruned), 4)
 
 
+def test_beside_pruned_columns_one_is_kept():
+    """Else there would be nothing of which to impute an average."""
+    with pytest.raises(ValueError, match="keep at least one of 4 columns, or lend all"):
+        LayerPlan.from_pruned(torch.tensor([0, 1]), 4, lent=torch.tensor([2, 3]))
+    assert LayerPlan.from_pruned(torch.tensor([], dtype=torch.int64), 4, lent=torch.arange(4)).lent_share == 1.0
+
+
 def test_lent_columns_are_neither_kept_nor_pruned_and_stay_in_their_order():
     plan = LayerPlan.from_pruned(torch.tensor([4, 1]), 6, lent=torch.tensor([5, 0]))
     assert (plan.keep_P.tolist(), plan.pruned.tolist(), plan.lent.tolist()) == ([2, 3], [1, 4], [5, 0])

@@ -68,7 +68,7 @@ class LayerPlan:
     """Which columns of one layer are computed, where, and what becomes of the gradients of the others.
 
     Attributes:
-        kept: the P columns computed here, sorted, on the layer's device. P ≥ 1 where nothing is lent.
+        kept: the P columns computed here, sorted, on the layer's device. P ≥ 1 unless all are lent.
         pruned: columns that nobody computes, sorted, int64, on the layer's device.
         lent: columns that other ranks compute, in the order in which they are divided among them, int64, on the layer's
             device; their gradients are zero here until those ranks' results come home.
@@ -94,7 +94,7 @@ class LayerPlan:
         Its index lists are put on ``device``, so that no product ever waits for one.
 
         Raises:
-            ValueError: if an index is out of range or repeated, or no column would be computed by anybody.
+            ValueError: if an index is out of range or repeated, or no column would be kept and not all are lent.
         """
         lent = torch.empty(0, dtype=torch.int64, device="cpu") if lent is None else lent
         elsewhere = torch.cat([pruned, lent])
@@ -103,10 +103,10 @@ class LayerPlan:
         is_kept = torch.ones(num_columns, dtype=torch.bool, device="cpu")
         is_kept[elsewhere] = False
         keep_P = is_kept.nonzero().squeeze(1)
-        if keep_P.numel() + lent.numel() == 0:
-            raise ValueError(f"a plan must keep at least one of {num_columns} columns")
         if keep_P.numel() + elsewhere.numel() != num_columns:
             raise ValueError("pruned and lent columns must be different from each other")
+        if keep_P.numel() == 0 and lent.numel() < num_columns:
+            raise ValueError(f"a plan must keep at least one of {num_columns} columns, or lend all")
         pruned, lent = (indices.to(device, non_blocking=True) for indices in (pruned.sort().values, lent))
         return cls(Columns.at(keep_P, device), pruned, lent, imputation)
 

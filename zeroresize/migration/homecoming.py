@@ -8,6 +8,7 @@ work; and it runs before the gradient is accumulated, so that hooks, data parall
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,10 +41,11 @@ class Homecoming:
         self._last_backward = -1
 
     def backward_begins(self) -> None:
-        """Called in every layer's backward: when all of it is done, what it sent has left, even if this rank ends."""
-        if self._last_backward != torch._C._current_graph_task_id():
-            self._last_backward = torch._C._current_graph_task_id()
-            torch.autograd.Variable._execution_engine.queue_callback(self._buffers.finish_sending)
+        """Called in every layer's backward: when all of it is done, nothing of it is under way any more."""
+        backward = torch._C._current_graph_task_id()
+        if self._last_backward != backward:
+            self._last_backward = backward
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._backward_ends(backward))
 
     def homebound(self, weight: Tensor) -> Tensor:
         """``weight`` itself, as a tensor whose gradient [N, K] waits for the columns that were lent."""
@@ -73,9 +75,17 @@ class Homecoming:
         return dw_NK
 
     def forget(self) -> None:
-        """Wait for what no backward will ask for any more: it was of other tensors' gradients only, or failed."""
-        expected, self._expected = self._expected, []
-        for one in expected:
+        """Wait for what no backward will ask for any more, as one that failed."""
+        self._forget(self._expected)
+
+    def _backward_ends(self, backward: int) -> None:
+        """What it sent has left, even if this rank ends; what it was not asked for (dw, for dx alone) has arrived."""
+        self._forget([one for one in self._expected if one.backward == backward])
+        self._buffers.finish_sending()
+
+    def _forget(self, arriving: Sequence[_Expected]) -> None:
+        self._expected = [one for one in self._expected if one not in arriving]
+        for one in arriving:
             one.pending.wait()
 
 

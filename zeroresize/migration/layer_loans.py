@@ -64,6 +64,7 @@ class LayerLoans:
         self._weight, self._probes, self._homecoming = weight, probes, homecoming
         self._sent: list[Pending] | None = None
         self._version = -1
+        self._memory = weight.data_ptr()
         self._homebound = weight
         self._rank = carrier.rank
         self.lends = any(loan.route.owner == self._rank for loan in loans)
@@ -88,7 +89,7 @@ class LayerLoans:
                 loan.columns.copy_to(packed, weight_NK)
             name = ("w", self._name, owner)
             self._sent.append(self._carrier.send_slice(loan.route, packed, len(weight_NK), weight_NK, name))
-        self._version = self._weight._version
+        self._version, self._memory = self._weight._version, self._weight.data_ptr()
 
     def finish_sending(self) -> None:
         """Wait for the weights that were sent last."""
@@ -108,12 +109,14 @@ class LayerLoans:
             self._check_weight(weight)
         elif weight is not self._weight:  # replaced, and nothing of it is lent
             return weight
-        if self._homebound.requires_grad != weight.requires_grad:  # frozen, or not any more, since they were sent
+        is_other = self._homebound.data_ptr() != weight.data_ptr()  # put there through .data, or on another device
+        if is_other or self._homebound.requires_grad != weight.requires_grad:  # frozen, or not any more
             self._homebound = self._homecoming.homebound(weight)
         return self._homebound
 
     def _check_weight(self, weight: Tensor) -> None:
-        if weight is not self._weight or self._sent is None or self._version != self._weight._version:
+        is_as_sent = self._version == weight._version and self._memory == weight.data_ptr()
+        if weight is not self._weight or self._sent is None or not is_as_sent:
             raise RuntimeError(
                 f"the weight of layer {self._name} changed after its columns were lent: weights may change in "
                 "optimizer.step() only, before balancer.step(); after loading a model load the balancer's state too"
