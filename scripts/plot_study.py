@@ -45,10 +45,14 @@ def read_points(table: Path, x: str, only: str = "") -> list[Point]:
     """The cells of a study's table whose names match ``only``, in its order.
 
     Raises:
-        ValueError: if no cell's name tells ``x``.
+        ValueError: if no cell's name tells ``x``, or it is no study's table.
     """
     with table.open(newline="", encoding="utf-8") as stream:
-        rows = list(csv.DictReader(stream))
+        reader = csv.DictReader(stream)
+        rows, needed = list(reader), ["cell", *(name for name, *_ in QUANTITIES)]
+    missing = [name for name in needed if name not in (reader.fieldnames or ())]
+    if missing:
+        raise ValueError(f"{table}: not a table of scripts.study: the columns {missing} are missing")
     by_cell: dict[str, list[dict[str, str]]] = defaultdict(list)
     for row in rows:
         if re.search(only, row["cell"]):
@@ -80,8 +84,10 @@ def draw(points: list[Point], x: str) -> Figure:
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)
     panels[0].set_ylim(bottom=0)
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right center", fontsize="small")
+    lines = {
+        label: handle for panel in panels for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(lines.values(), lines, loc="outside right center", fontsize="small")
     return figure
 
 

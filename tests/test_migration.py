@@ -309,8 +309,8 @@ def test_weights_that_changed_after_they_were_sent_are_an_error(run_ranks):
         lend(model.layers(), group, equal_loans({0: 0.5}, 2), "broadcast-reduce")
         first = model.parallel[0]
         changes = (
-            lambda: first.weight.mul_(2.0),
             lambda: setattr(first.weight, "data", first.weight.clone()),
+            lambda: first.weight.mul_(2.0),
             lambda: setattr(first, "weight", nn.Parameter(first.weight)),
         )
         for change in changes:

@@ -67,3 +67,16 @@ def test_the_command_writes_a_picture_or_says_what_is_wrong(table, tmp_path):
     assert wrong.returncode == 1 and "no cell is called anything like 'λ=1'" in wrong.stderr
     missing = run(tmp_path / "none.csv")
     assert missing.returncode == 1 and "error:" in missing.stderr
+
+
+def test_another_table_is_refused_by_the_columns_that_it_lacks(tmp_path):
+    (tmp_path / "other.csv").write_text("cell,step_ms\nA χ=2,1.0\n")
+    with pytest.raises(ValueError, match=r"not a table of scripts.study: the columns \['test_accuracy'\] are missing"):
+        read_points(tmp_path / "other.csv", "χ")
+
+
+def test_a_cell_that_only_one_panel_shows_is_in_the_legend(tmp_path):
+    (tmp_path / "study.csv").write_text("cell,step_ms,test_accuracy\nA χ=2,1.0,0.5\nB χ=2,,0.5\n")
+    figure = draw(read_points(tmp_path / "study.csv", "χ"), "χ")
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["A", "B"]
+    pyplot.close(figure)

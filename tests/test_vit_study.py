@@ -58,7 +58,7 @@ def test_an_unfinished_run_is_cleared_before_the_cell_runs_again(
     (cell.folder / "metrics.jsonl").touch()
     stub_training(monkeypatch, 0)
     study.run_cell(micro_study, cell)
-    assert [path.name for path in cell.folder.iterdir()] == ["train.log"]
+    assert {path.name for path in cell.folder.iterdir()} == {"settings.yaml", "train.log"}
 
 
 LONG_LOG = [f"line {number}\n" for number in range(40)]
@@ -87,6 +87,7 @@ def finish(cell: study.Cell, ranks: int = 2) -> None:
     cell.folder.mkdir(parents=True)
     summary = {"test_accuracy": 0.5, "ranks": ranks, "versions": {"torch": "2"}}
     cell.summary_file.write_text(json.dumps(summary))
+    cell.settings_file.write_text(cell.settings)
 
 
 def written(table: Path) -> list[tuple[str, str]]:
@@ -94,15 +95,64 @@ def written(table: Path) -> list[tuple[str, str]]:
         return [(row["cell"], row["seed"]) for row in csv.DictReader(stream)]
 
 
-def test_other_ranks_are_other_runs(tmp_path: Path, micro_study: study.Study) -> None:
+@pytest.mark.parametrize(
+    ("changed", "shown"),
+    [
+        ("config: demo\ncells:\n  Baseline: {balance.mode: zero-rd}\n", "balance.mode: zero-rd"),
+        ("config: demo\nshared: {training.epochs: 9}\ncells:\n  Baseline: {balance.mode: 'off'}\n", "epochs: 9"),
+        ("config: vit_tiny\ncells:\n  Baseline: {balance.mode: 'off'}\n", "config: vit_tiny"),
+        ("config: demo\nranks: 4\ncells:\n  Baseline: {balance.mode: 'off'}\n", "ranks: 4"),
+    ],
+)
+@pytest.mark.parametrize("is_in_table", [True, False], ids=["row", "folder"])
+def test_what_is_finished_with_other_settings_is_no_result_of_this_study(
+    tmp_path: Path, micro_study: study.Study, changed: str, shown: str, is_in_table: bool
+) -> None:
     (cell,) = micro_study.cells
     finish(cell)
     grid, table = tmp_path / "grid.yaml", tmp_path / "table.csv"
-    on_four = study.read_study(grid, tmp_path / "runs", ranks=4)
-    assert study.known_rows(on_four, table) == {}
-    study.write_csv(study.all_rows(micro_study, table), table)
-    with pytest.raises(ValueError, match="ran on 2 ranks, this study is of 4: give another --csv"):
-        study.known_rows(on_four, table)
+    if is_in_table:
+        study.write_csv(study.all_rows(micro_study, table), table)
+    grid.write_text(changed)
+    other = study.read_study(grid, tmp_path / ("elsewhere" if is_in_table else "runs"))
+    with pytest.raises(ValueError, match=rf"finished with other settings(.|\n)*now  .*{shown}"):
+        study.known_rows(other, table)
+    assert list(study.known_rows(micro_study, table)) == [cell.key]
+
+
+def test_a_summary_that_was_cut_off_is_of_no_finished_run(tmp_path: Path, micro_study: study.Study) -> None:
+    (cell,) = micro_study.cells
+    finish(cell)
+    cell.summary_file.write_text(cell.summary_file.read_text()[:20])
+    assert study.known_rows(micro_study, tmp_path / "table.csv") == {}
+
+
+def test_a_run_that_fails_at_its_very_end_is_not_finished(
+    micro_study: study.Study, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (cell,) = micro_study.cells
+
+    @contextmanager
+    def started(command, log_file, environment):
+        log_file.write_text("")
+        cell.summary_file.write_text(json.dumps({"test_accuracy": 0.5, "versions": {}}))
+        yield SimpleNamespace(wait=lambda: 1)
+
+    monkeypatch.setattr(study, "started", started)
+    with pytest.raises(RuntimeError, match="failed with code 1"):
+        study.run_cell(micro_study, cell)
+    assert cell.row() is None
+
+
+@pytest.mark.parametrize("same", ["table", "runs"])
+def test_two_studies_never_write_the_same(tmp_path: Path, micro_study: study.Study, same: str) -> None:
+    finish(micro_study.cells[0])
+    table = tmp_path / "table.csv"
+    taken = table if same == "table" else tmp_path / "runs" / "grid"
+    with study.only_writer(taken), pytest.raises(ValueError, match=rf"{taken}: another study is at it"):
+        study.run_study(micro_study, table, Console(quiet=True))
+    assert not table.exists()
+    assert study.run_study(micro_study, table, Console(quiet=True)) == [] and table.exists()
 
 
 def test_a_table_keeps_the_rows_of_other_grids(tmp_path: Path, micro_study: study.Study) -> None:

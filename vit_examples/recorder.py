@@ -87,9 +87,11 @@ class Recorder:
         self._show(numbers, "epoch/", step)
 
     def close(self, summary: dict[str, Any]) -> None:
-        """Write ``summary.json`` with the versions and the configuration added."""
+        """Write ``summary.json``, whole or not at all, with the versions and the configuration added."""
         summary = {**summary, "versions": _versions(), "config": config_to_dict(self._config)}
-        (self._folder / "summary.json").write_text(json.dumps(without_nan(summary), indent=1), encoding="utf-8")
+        unfinished = self._folder / "unfinished-summary.json"
+        unfinished.write_text(json.dumps(without_nan(summary), indent=1), encoding="utf-8")
+        unfinished.replace(self._folder / "summary.json")
         self._lines.close()
         self._board.close()
 

@@ -1,4 +1,4 @@
-"""Every collective of the package, in the field's terms; ranks are counted within the group.
+"""Every collective of training, in the field's terms; ranks are counted within the group.
 
 The all-reduces of the column-parallel dx and the row-parallel y stand inside the products' backward and forward, which
 start them here, because one is overlapped and the other works in place on the product's own output.

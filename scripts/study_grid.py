@@ -1,0 +1,113 @@
+"""Grids of runs: YAML files of a configuration of vit_examples, seeds, and named cells with overrides of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vit_examples.config_file import load_config
+from zeroresize.value_checks import known_keys
+from zeroresize.yaml_values import read_yaml
+
+GRID_KEYS = ("config", "ranks", "seeds", "shared", "cells")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a study.
+
+    Attributes:
+        settings: all that it is besides its seed, on one line: what a finished run is known by.
+        overrides: the same for the command line, with its seed and folder.
+    """
+
+    name: str
+    seed: int
+    settings: str
+    overrides: tuple[str, ...]
+    folder: Path
+
+    @property
+    def summary_file(self) -> Path:
+        return self.folder / "summary.json"
+
+    @property
+    def settings_file(self) -> Path:
+        return self.folder / "settings.yaml"
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.name, str(self.seed)
+
+    def row(self) -> dict[str, Any] | None:
+        """One flat row with the settings and versions that it ran with, if the run is finished."""
+        try:
+            summary = json.loads(self.summary_file.read_text(encoding="utf-8"))
+            settings = self.settings_file.read_text(encoding="utf-8")
+        except (OSError, json.JSONDecodeError):
+            return None
+        plain = {key: value for key, value in summary.items() if not isinstance(value, Mapping)}
+        versions = {f"version_{name}": version for name, version in summary["versions"].items()}
+        return {"cell": self.name, "seed": self.seed, **plain, **versions, "settings": settings}
+
+
+@dataclass(frozen=True)
+class Study:
+    """A grid file, read and checked."""
+
+    name: str
+    config: str
+    ranks: int
+    cells: tuple[Cell, ...]
+
+
+def read_study(path: Path, output: Path, *, config: str | None = None, ranks: int | None = None) -> Study:
+    """Read a grid; every cell's configuration is checked before any runs.
+
+    Args:
+        output: every cell gets a folder in there, in one that is named after the grid, and ``config`` and ``ranks`` if
+            those are given.
+        config, ranks: instead of the grid's own.
+
+    Raises:
+        ValueError: naming the file and the key or cell that is wrong.
+    """
+    document = read_yaml(path)
+    try:
+        known_keys("key", document, GRID_KEYS)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    if not isinstance(document.get("cells"), Mapping) or "config" not in document:
+        raise ValueError(f"{path}: 'config' and 'cells', a mapping, are needed")
+    changes = ([Path(config).stem] if config is not None else []) + ([f"{ranks}ranks"] if ranks is not None else [])
+    name = "-".join([path.stem, *changes])
+    config, ranks = config or document["config"], ranks or document.get("ranks", 2)
+    cells = []
+    for seed in document.get("seeds", [0]):
+        for cell, own in document["cells"].items():
+            folder = output / name / slug(cell) / f"seed{seed}"
+            settings = {**document.get("shared", {}), **(own or {})}
+            values = {**settings, "training.seed": seed, "balance.seed": seed, "output.folder": str(folder)}
+            overrides = tuple(f"{key}={as_yaml(value)}" for key, value in values.items())
+            try:
+                load_config(config, overrides).validate_group_size(ranks)
+            except ValueError as error:
+                raise ValueError(f"{path}, cell {cell!r}: {error}") from error
+            cells.append(Cell(cell, seed, as_yaml({"config": config, "ranks": ranks, **settings}), overrides, folder))
+    return Study(name, config, ranks, tuple(cells))
+
+
+def as_yaml(value: Any) -> str:
+    """On one line; unlike JSON it keeps keys that are numbers."""
+    return yaml.safe_dump(value, default_flow_style=True, width=2**16).removesuffix("...\n").strip()
+
+
+def slug(name: str) -> str:
+    """A cell's name as a folder's."""
+    return re.sub(r"[^A-Za-z0-9.=-]+", "_", name.replace("/", "-"))

@@ -1,0 +1,103 @@
+"""The table of a study: one CSV row a finished run, kept through kills and beside other grids' rows."""
+
+from __future__ import annotations
+
+import csv
+import fcntl
+import hashlib
+import os
+import statistics
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from scripts.study_grid import Study
+
+Rows = dict[tuple[str, str], dict[str, Any]]
+
+
+def known_rows(study: Study, table: Path) -> Rows:
+    """The rows of the study's finished runs by (cell, seed), from their folders or else from ``table``.
+
+    Raises:
+        ValueError: if one of them ran with other settings than this study's.
+    """
+    rows = all_rows(study, table)
+    for cell in study.cells:
+        if cell.key in rows and rows[cell.key].get("settings") != cell.settings:
+            raise ValueError(
+                f"cell {cell.name!r}, seed {cell.seed} is finished with other settings, in {table} or {cell.folder}:\n"
+                f"  then {rows[cell.key].get('settings') or 'not told'}\n  now  {cell.settings}\n"
+                "give another --csv and --output, or delete that row and that folder"
+            )
+    return {cell.key: rows[cell.key] for cell in study.cells if cell.key in rows}
+
+
+def all_rows(study: Study, table: Path) -> Rows:
+    """The study's rows in the order of its cells, and after them those that ``table`` holds of other runs."""
+    rows: Rows = {}
+    if table.is_file():
+        with table.open(newline="", encoding="utf-8") as stream:
+            rows = {(row["cell"], row["seed"]): row for row in csv.DictReader(stream)}
+    rows |= {cell.key: row for cell in study.cells if (row := cell.row()) is not None}
+    own = {cell.key: rows.pop(cell.key) for cell in study.cells if cell.key in rows}
+    return own | rows
+
+
+def write_csv(rows: Mapping[tuple[str, str], dict[str, Any]], path: Path) -> None:
+    """Write the table at once, so that a killed study never leaves half of it; without rows there is none."""
+    if not rows:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".tmp")
+    with unfinished.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.DictWriter(stream, fieldnames=list(dict.fromkeys(key for row in rows.values() for key in row)))
+        writer.writeheader()
+        writer.writerows(rows.values())
+    unfinished.replace(path)
+
+
+@contextmanager
+def only_writer(path: Path) -> Iterator[None]:
+    """Nobody else on this machine is within such a block of the same path.
+
+    Raises:
+        ValueError: if somebody is.
+    """
+    name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
+    lock = Path(tempfile.gettempdir()) / f"zeroresize-study-{os.getuid()}-{name}.lock"
+    with lock.open("w", encoding="utf-8") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ValueError(f"{path}: another study is at it") from error
+        yield
+
+
+def results_table(study: Study, rows: Mapping[tuple[str, str], dict[str, Any]]) -> Table:
+    """Step time and test accuracy a cell: means and standard deviations over the seeds, accuracy against the first."""
+    table = Table(title=study.name, title_justify="left")
+    for heading in ("cell", "seeds", "step, ms", "accuracy, %", "against the first"):
+        table.add_column(heading, justify="left" if heading == "cell" else "right")
+    by_cell: dict[str, list[dict[str, Any]]] = {}
+    for row in rows.values():
+        by_cell.setdefault(row["cell"], []).append(row)
+    first = None
+    for name, own in by_cell.items():
+        step_ms = [float(row["step_ms"]) for row in own if row["step_ms"]]
+        accuracy = [100 * float(row["test_accuracy"]) for row in own]
+        first = statistics.mean(accuracy) if first is None else first
+        difference = f"{statistics.mean(accuracy) - first:+.1f}"
+        table.add_row(name, str(len(own)), _with_spread(step_ms, 0), _with_spread(accuracy, 1), difference)
+    return table
+
+
+def _with_spread(values: list[float], digits: int) -> str:
+    if not values:
+        return "-"
+    spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{digits}f}{spread}"
