@@ -9,8 +9,6 @@ import torch.distributed.checkpoint as dcp
 from torch.nn.parallel import DistributedDataParallel
 from virtual_training import FEATURES, Run
 
-import zeroresize as zr
-
 
 def trained(group, steps=5, **config):
     run = Run(group, **config)
@@ -92,16 +90,6 @@ def test_beside_data_parallelism_training_is_exact(run_ranks, mode):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
 
 
-def test_every_rank_slow_at_once_lends_nothing(run_ranks):
-    def train(rank, group):
-        run = Run(group, mode="mig")
-        run.time.chi = 6.0
-        run.updates(4)
-        return run.balancer.plan.loans
-
-    assert run_ranks(train, 2) == [(), ()]
-
-
 def test_a_run_goes_on_with_the_same_loans(run_ranks, tmp_path):
     def train(rank, group):
         run = Run(group, mode="mig", ratio=0.5, ranks=[0])
@@ -140,22 +128,3 @@ def test_clipping_sees_whole_gradients_right_after_backward(run_ranks):
 
     for whole, migrated in run_ranks(norms, 2):
         assert migrated == pytest.approx(whole, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"ranks": "all", "ratio": 0.5}, "nobody would be left"),
-        ({"migrate": "carrier-pigeon"}, "migrate='carrier-pigeon'"),
-        ({"mig_rule": "wishful"}, "mig_rule='wishful'"),
-        ({"ratio": 1.5}, "0 <= ratio <= 1"),
-    ],
-)
-def test_what_cannot_migrate_is_refused(config, message):
-    with pytest.raises(ValueError, match=message):
-        zr.BalanceConfig(mode="mig", **config)
-
-
-def test_all_ranks_by_name_are_refused_where_the_group_is_known():
-    with pytest.raises(ValueError, match="at least one must be left"):
-        zr.BalanceConfig(mode="mig", ratio=0.5, ranks=[0, 1]).validate_group_size(2)

@@ -208,3 +208,23 @@ def test_broken_yaml_is_a_value_error_that_names_the_file(tmp_path):
 def test_a_number_beyond_floats_is_outside_like_any_other():
     with pytest.raises(ValueError, match="ratio=1000"):
         BalanceConfig(ratio=10**400)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"ranks": "all", "ratio": 0.5}, "nobody would be left"),
+        ({"migrate": "carrier-pigeon"}, "migrate='carrier-pigeon'"),
+        ({"mig_rule": "wishful"}, "mig_rule='wishful'"),
+        ({"ratio": 1.5}, "0 <= ratio <= 1"),
+    ],
+)
+def test_what_cannot_migrate_is_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        BalanceConfig(mode="mig", **config)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_all_ranks_by_name_are_refused_where_the_group_is_known(num_ranks):
+    with pytest.raises(ValueError, match="at least one must be left"):
+        BalanceConfig(mode="mig", ratio=0.5, ranks=list(range(num_ranks))).validate_group_size(num_ranks)

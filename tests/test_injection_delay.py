@@ -128,7 +128,7 @@ def test_each_device_has_its_own_delay_with_the_same_chi():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("chi", [2.0, 8.0])
-def test_device_delay_on_a_gpu(chi):
+def test_a_product_on_a_gpu_takes_chi_times_as_long(chi):
     matrix = torch.rand(2048, 2048, device="cuda")
     delay = DeviceDelay(CudaDevice(torch.device("cuda")))
 

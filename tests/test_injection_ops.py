@@ -110,7 +110,7 @@ def test_other_modes_keep_their_turn():
     assert _get_current_dispatch_mode_stack() == []
 
 
-def test_unknown_scope_of_slow_ops():
+def test_an_unknown_scope_is_refused():
     with pytest.raises(ValueError, match="scope='some'"):
         SlowOps(scope="some")
 

@@ -1,0 +1,89 @@
+"""How much a straggler prunes, from full-work times: Eq. (1) where cost is linear, the least that helps anywhere."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from uneven_groups import LINEAR, REALISTIC
+
+from zeroresize.policy.cost_model import ResizingCost
+from zeroresize.policy.ratio import find_stragglers, pruning_ratios, reference_time
+from zeroresize.policy.times import RankTimes, full_work
+
+seconds = st.floats(0.01, 10.0)
+ranks_times = st.lists(
+    st.builds(RankTimes, seconds, seconds, st.just(1.0), st.sampled_from([LINEAR, REALISTIC])), min_size=2, max_size=9
+)
+
+
+def rank(rest_s, gemm_s, cost=LINEAR, overhead_scale=1.0):
+    return RankTimes(rest_s, gemm_s, overhead_scale, cost)
+
+
+def test_ratio_is_equation_1_where_cost_is_linear():
+    times = [rank(0.2, 0.8), rank(0.2, 1.6)]  # T = 1.0 and 1.8
+    ratios = pruning_ratios(times, [False, True], reference_s=1.0)
+    assert ratios == [0.0, pytest.approx((1.8 - 1.0) / 1.6)]
+
+
+@given(ranks_times, st.sampled_from(["mean", "min"]))
+def test_ratios_are_the_least_that_bring_the_step_to_what_can_be_reached(times, target):
+    reference_s = reference_time([t.busy_s for t in times], target)
+    stragglers = find_stragglers([t.busy_s for t in times], reference_s, 0.1, [False] * len(times))
+    ratios = pruning_ratios(times, stragglers, reference_s)
+    floors_s = [1.01 * t.least_busy_s if slow else t.busy_s for t, slow in zip(times, stragglers, strict=True)]
+    target_s = max(reference_s, *floors_s)
+    for t, ratio, slow in zip(times, ratios, stragglers, strict=True):
+        assert 0.0 <= ratio <= 0.9
+        assert slow or ratio == 0.0
+        assert t.busy_at(ratio) <= target_s * (1 + 1e-9)
+        if ratio > 0.01:
+            assert all(t.busy_at(less) > target_s * (1 - 1e-9) for less in np.linspace(0, ratio - 0.01, 20))
+
+
+def test_a_rank_that_is_slow_outside_its_products_prunes_nothing():
+    assert pruning_ratios([rank(1.0, 1.0), rank(4.0, 0.01)], [False, True], reference_s=2.0) == [0.0, 0.0]
+
+
+def test_a_straggler_does_not_prune_below_what_the_slowest_can_reach():
+    hopeless, mild = rank(2.0, 1.0), rank(0.5, 1.0)
+    ratios = pruning_ratios([rank(0.5, 0.5), hopeless, mild], [False, True, True], reference_s=1.0)
+    assert hopeless.busy_at(ratios[1]) == pytest.approx(1.01 * hopeless.least_busy_s)
+    assert ratios[2] == 0.0, "the hopeless rank needs 2.1 s whatever the mild one (1.5 s) drops"
+
+
+def test_a_useless_ratio_is_not_chosen():
+    cost = ResizingCost((0.0, 0.5, 0.9), (1.0, 0.9, 0.9), (0.0, 0.0, 0.05))
+    assert rank(0.0, 1.0, cost).ratio_to_reach(0.5) == 0.5
+
+
+@given(seconds, seconds, st.floats(0.0, 0.9))
+def test_full_work_undoes_the_plan_that_was_in_force(rest_s, gemm_s, ratio):
+    truth = rank(rest_s, gemm_s, REALISTIC, overhead_scale=1.7)
+    measured_gemm_s = gemm_s * REALISTIC.gemm_share_at(ratio)
+    measured_overhead_s = 1.7 * REALISTIC.overhead_at(ratio)
+    seen = full_work(truth.busy_at(ratio), measured_gemm_s, measured_overhead_s, ratio, REALISTIC, last_scale=1.7)
+    assert seen.busy_s == pytest.approx(truth.busy_s)
+    assert seen.gemm_s == pytest.approx(gemm_s)
+    assert seen.overhead_scale == pytest.approx(1.7)
+
+
+def test_overhead_below_the_first_measured_ratio_says_nothing_of_its_scale():
+    seen = full_work(1.0, 0.7, 0.045, ratio=0.005, cost=REALISTIC, last_scale=1.3)
+    assert seen.overhead_scale == 1.3
+
+
+def test_beyond_what_was_measured_cost_follows_the_columns_left():
+    assert REALISTIC.gemm_share_at(0.95) == pytest.approx(0.15 / 2)
+
+
+def test_reference_time_of_many_ranks_is_a_low_quantile():
+    assert reference_time([3.0, 1.0, 2.0], "min") == 1.0
+    assert reference_time([3.0, 1.0, 2.0], "mean") == 2.0
+    assert reference_time([float(t) for t in range(1, 102)], "min") == 26.0
+
+
+def test_who_was_a_straggler_is_let_go_at_half_the_tolerance():
+    assert find_stragglers([1.0, 1.08], 1.0, 0.1, [False, False]) == (False, False)
+    assert find_stragglers([1.0, 1.08], 1.0, 0.1, [False, True]) == (False, True)
+    assert find_stragglers([1.0, 1.04], 1.0, 0.1, [False, True]) == (False, False)
