@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 import zeroresize as zr
-from scripts.benching import ColossalAIRanks, Trainer, interval_of_ratio, save
+from scripts.benching import ColossalAIRanks, Trainer, interval_of_ratio, of_every_rank, save
 from vit_examples.config import ModelConfig
 from zeroresize import waits
 from zeroresize.config import MIGRATIONS
@@ -61,13 +61,6 @@ class Setting:
             self.step_s.append(self.trainer.timed_step())
             self.waited_s.append(clock.seconds - waited_s)
             self.bytes_moved.append(self.balancer.bytes_migrated - moved)
-
-
-def summed_over_ranks(value: float) -> float:
-    """The sum of what each rank says."""
-    everyone: list[float] = [0.0] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    return sum(everyone)
 
 
 def settings_of(
@@ -119,7 +112,7 @@ def main() -> None:
         low, high = interval_of_ratio(setting.step_s, settings[0].step_s)
         moved = setting.ratio * arguments.owners / (ranks.num_ranks - arguments.owners)
         least = 1.0 + moved * product_share
-        megabytes = summed_over_ranks(statistics.median(setting.bytes_moved)) / 1e6
+        megabytes = sum(of_every_rank(statistics.median(setting.bytes_moved))) / 1e6
         waited_s = statistics.median(setting.waited_s)
         table.add_row(
             setting.migrate or "none", f"{setting.ratio:g}", f"{ratio:.3f}", f"[{low:.3f}, {high:.3f}]",

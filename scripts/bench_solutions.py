@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 import zeroresize as zr
-from scripts.benching import ColossalAIRanks, Trainer, interval_of_ratio, save
+from scripts.benching import ColossalAIRanks, Trainer, interval_of_ratio, of_every_rank, save
 from vit_examples.config import ModelConfig
 from zeroresize.plan import WorkloadPlan
 
@@ -62,11 +62,6 @@ class Copy:
         for _ in range(number * self.balancer.config.update_every):
             self.trainer.step()
 
-    def window(self, num_steps: int) -> list[float]:
-        """Seconds of some steps after one that is not counted."""
-        self.trainer.step()
-        return [self.trainer.timed_step() for _ in range(num_steps)]
-
 
 class Bench:
     """A copy a solution, and one in mode "off"."""
@@ -99,13 +94,13 @@ class Bench:
         seconds: dict[str, list[float]] = defaultdict(list)
         for _ in range(rounds):
             off.injector.set_chi({0: 1.0})
-            seconds["homogeneous"] += off.window(2 * num_steps)
+            seconds["homogeneous"] += off.trainer.window(2 * num_steps)
             off.injector.set_chi(dict(enumerate(chis)))
-            seconds["Baseline"] += off.window(max(num_steps // 2, 1))
+            seconds["Baseline"] += off.trainer.window(max(num_steps // 2, 1))
             for name in self.solutions:
                 copy = self.copies[name]
                 copy.predicted_s.append(copy.balancer.plan.predicted_step_s)
-                seconds[name] += copy.window(num_steps)
+                seconds[name] += copy.trainer.window(num_steps)
             if "ZERO-PriDiffR" in self.copies:
                 seconds[SAME_TIME] += self._window_of_zero_as_semi(num_steps)
         return dict(seconds)
@@ -115,16 +110,16 @@ class Bench:
         for rank, own in enumerate(self.copies["SEMI"].balancer.plan.ranks):
             zero.balancer.pin(rank, own.pruned + own.lent)
         try:
-            return zero.window(num_steps)
+            return zero.trainer.window(num_steps)
         finally:
             zero.balancer.release()
 
     def bound(self, chis: Sequence[float], homogeneous_s: float) -> float:
         """T*, seconds: what is not a product stays, products are shared out by speed; collectives cost nothing more."""
         own = self.copies["off"].balancer.metrics()["balance/products_s"]
-        everyone: list[float] = [0.0] * self.ranks.num_ranks
-        dist.all_gather_object(everyone, own)
-        products_s = statistics.fmean(seconds for seconds, chi in zip(everyone, chis, strict=True) if chi == 1)
+        products_s = statistics.fmean(
+            seconds for seconds, chi in zip(of_every_rank(own), chis, strict=True) if chi == 1
+        )
         return homogeneous_s - products_s + products_s * len(chis) / sum(1 / chi for chi in chis)
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 import zeroresize as zr
-from scripts.benching import ColossalAIRanks, Trainer, interval_of_ratio, save
+from scripts.benching import ColossalAIRanks, interval_of_ratio, of_every_rank, save
 from vit_examples.config import ModelConfig
 
 STRAGGLER = 1
@@ -67,11 +67,6 @@ class ClosedLoopBench:
         self.balancer.step()
         self.num_zero_steps += 1
 
-    def window(self, trainer: Trainer, num_steps: int) -> list[float]:
-        """Seconds of ``num_steps`` steps after one that is not counted."""
-        trainer.step()
-        return [trainer.timed_step() for _ in range(num_steps)]
-
     def pinned(self, ratio: float | None, num_steps: int) -> list[float]:
         """A window of the ZERO trainer at a fixed ratio, or at the closed loop's for None."""
         if ratio is None:
@@ -79,7 +74,7 @@ class ClosedLoopBench:
         else:
             self.balancer.pin(STRAGGLER, ratio)
         try:
-            return self.window(self.zero, num_steps)
+            return self.zero.window(num_steps)
         finally:
             self.balancer.release()
 
@@ -91,12 +86,12 @@ def compare(
     seconds: dict[str, list[float]] = defaultdict(list)
     for _ in range(rounds):
         settings: dict[str, Callable[[], list[float]]] = {
-            "baseline": lambda: bench.window(bench.plain, max(num_steps // 2, 1)),
+            "baseline": lambda: bench.plain.window(max(num_steps // 2, 1)),
             **{f"fixed {ratio:g}": lambda ratio=ratio: bench.pinned(ratio, num_steps) for ratio in ratios},
             "closed loop": lambda: bench.pinned(None, 2 * num_steps),
         }
         bench.set_chi(1.0)
-        seconds["homogeneous"] += bench.window(bench.plain, 2 * num_steps)
+        seconds["homogeneous"] += bench.plain.window(2 * num_steps)
         bench.set_chi(chi)
         for name, run in settings.items():
             seconds[name] += run()
@@ -133,10 +128,7 @@ def report(
 
 def predicted_floor_s(bench: ClosedLoopBench) -> float:
     """Busy seconds of the straggler at its cheapest ratio, by the measured cost of pruning; collectives come on top."""
-    own = bench.balancer.metrics()["balance/least_busy_s"]
-    everyone: list[float] = [0.0] * bench.ranks.num_ranks
-    dist.all_gather_object(everyone, own, group=bench.ranks.group)
-    return everyone[STRAGGLER]
+    return of_every_rank(bench.balancer.metrics()["balance/least_busy_s"])[STRAGGLER]
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import platform
 import statistics
@@ -65,6 +66,11 @@ class Trainer:
         self.step()
         return time.perf_counter() - begin
 
+    def window(self, num_steps: int) -> list[float]:
+        """Wall seconds of some steps after one that is not counted."""
+        self.step()
+        return [self.timed_step() for _ in range(num_steps)]
+
 
 class ColossalAIRanks:
     """The ranks that torchrun started, as one tensor-parallel group under Colossal-AI.
@@ -104,6 +110,13 @@ class ColossalAIRanks:
         balancer = zr.Balancer(trainer.model, trainer.optimizer, process_group=self.group, config=config)
         trainer.after_step = balancer.step
         return balancer
+
+
+def of_every_rank(value: float) -> list[float]:
+    """What each rank says; collective."""
+    everyone: list[float] = [math.nan] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
 
 
 def bootstrap_interval(
