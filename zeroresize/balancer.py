@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -13,36 +12,20 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from zeroresize.collectives import (
-    group_rank,
-    group_ranks,
-    group_size,
-    require_group,
-    same_ranks,
-    world_size,
-)
-from zeroresize.column_statistics import ColumnStatistic, build_statistic
-from zeroresize.config import MIGRATING_MODES, PINNABLE_MODES, PRIORITY_MODES, PRUNING_MODES, BalanceConfig
+from zeroresize import assembly
+from zeroresize.collectives import group_rank, group_ranks, group_size, require_group
+from zeroresize.config import PINNABLE_MODES, BalanceConfig
 from zeroresize.convert import balanced_layers
-from zeroresize.cpu_group import CpuGroup
 from zeroresize.decision import GroupDecision
-from zeroresize.exchange import Exchange
-from zeroresize.freezing import ColumnFreezer
 from zeroresize.functional import LastGradients
 from zeroresize.installation import PlanInstaller
-from zeroresize.layer_work import segments_of_layers, work_of_layers
-from zeroresize.lending import Lender
 from zeroresize.lineage import LineageTable
 from zeroresize.measurement import Measurement
-from zeroresize.optimizers import not_stepped
 from zeroresize.plan import WorkloadPlan
-from zeroresize.policy.selector import ColumnSelector, Relief
+from zeroresize.policy.selector import Relief
 from zeroresize.policy.sharing import borrowed_shares
 from zeroresize.pretests import make_pretests
 from zeroresize.telemetry import UpdateRecord
-from zeroresize.timing import StepTimer
-
-logger = logging.getLogger(__name__)
 
 _RECORDED_METRICS = (
     "ratio",
@@ -98,21 +81,16 @@ class Balancer:
         self._num_ranks = group_size(process_group)
         self._layers = balanced_layers(model)
         self._state_key = "group " + "-".join(map(str, group_ranks(process_group)))
-        self._check_layers(process_group)
-        self._reset_layers()
+        assembly.check_layers(self._layers, optimizer, process_group)
+        assembly.clear_layers(self._layers, config)
         self.lineage = LineageTable(self._layers)
-        self._selector = ColumnSelector(
-            config,
-            self._rank,
-            num_columns=self._columns_of_layers(),
-            costs=work_of_layers(self._layers),
-            segments=segments_of_layers(self._layers),
-        )
-        exchange = self._meet(process_group) if self._num_ranks > 1 else None
-        self._freezer = self._build_freezer()  # first, so that the statistic sees weights that were put back
-        self._statistic = self._build_statistic()
+        self._selector = assembly.build_selector(config, self._layers, self._rank)
+        exchange = assembly.meet(config, self._layers, process_group)
+        # The freezer is first, so that the statistic sees weights that were put back.
+        self._freezer = assembly.build_freezer(config, self._layers, optimizer, process_group)
+        self._statistic = assembly.build_statistic(config, self._layers, optimizer)
         self._installer = PlanInstaller(self._layers, self._selector, config.imputation)
-        self._lender = self._build_lender(process_group)
+        self._lender = assembly.build_lender(config, self._layers, process_group)
         self._decision = GroupDecision(config, self._num_ranks, exchange)
         self._measurement = Measurement(self._layers, config)
         self._num_steps = 0
@@ -319,57 +297,6 @@ class Balancer:
         if self._statistic is None:
             return None
         return f"{self.config.priority} {self.config.snapshot}"
-
-    def _build_statistic(self) -> ColumnStatistic | None:
-        is_needed = self.config.mode in PRIORITY_MODES and self._layers
-        return build_statistic(self.config, self._layers, self.optimizer) if is_needed else None
-
-    def _build_lender(self, process_group: ProcessGroup) -> Lender | None:
-        if self.config.mode not in MIGRATING_MODES or self._num_ranks == 1:
-            return None
-        is_forced = self.config.forced_ratio is not None
-        return Lender(self._layers, process_group, self.config.migrate, is_forced=is_forced)
-
-    def _build_freezer(self) -> ColumnFreezer | None:
-        if self.config.pruned_update != "freeze" or self.config.mode not in PRUNING_MODES or self._num_ranks == 1:
-            return None
-        if world_size() > self._num_ranks:
-            raise ValueError(
-                f"pruned_update='freeze' needs a tensor-parallel group of all {world_size()} ranks, this one has "
-                f"{self._num_ranks}: if the others are data-parallel replicas, what each freezes lets them drift apart"
-            )
-        return ColumnFreezer(self._layers, self.optimizer)
-
-    def _check_layers(self, process_group: ProcessGroup) -> None:
-        for name, layer in self._layers.items():
-            if not same_ranks(layer.process_group, process_group):
-                raise ValueError(f"layer {name} belongs to another process group: pass the one that convert was given")
-        if self._num_ranks == 1:
-            return
-        if not self._layers:
-            raise ValueError("the model has no converted layers: call zeroresize.convert(model, ...) first")
-        if any(layer.probes.holds(StepTimer) for layer in self._layers.values()):
-            raise ValueError("the model has another balancer: close() that one first")
-        weights = {name: layer.weight for name, layer in self._layers.items()}
-        unknown = not_stepped(self.optimizer, weights)
-        if unknown:
-            told = f"the optimizer does not step the weights of {', '.join(unknown[:4])}{', …' if unknown[4:] else ''}"
-            if len(unknown) == len(weights):
-                raise ValueError(f"{told}, nor any other layer's: make it from the parameters that the model has now")
-            logger.warning("%s: was it made before they were?", told)
-
-    def _reset_layers(self) -> None:
-        """Take from the layers what a balancer left that was dropped without being closed."""
-        remembers = self.config.imputation == "same" and self.config.mode in PRUNING_MODES
-        for layer in self._layers.values():
-            layer.plan = layer.loans = layer.watch_input = None
-            layer.last = LastGradients() if remembers else None
-
-    def _meet(self, process_group: ProcessGroup) -> Exchange:
-        """Join the other ranks for exchanging numbers, once all agree on what they will do."""
-        agreement = {key: repr(value) for key, value in self.config.to_dict().items()}
-        agreement["converted layers"] = ", ".join(self._layers)
-        return Exchange(CpuGroup(process_group, agreement))
 
     def _columns_of_layers(self) -> dict[str, int]:
         return {name: layer.num_columns for name, layer in self._layers.items()}

@@ -1,0 +1,116 @@
+"""What a balancer is made of: checked and built before training, each part only where the configuration needs it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from torch.distributed import ProcessGroup
+
+from zeroresize import column_statistics
+from zeroresize.balanced_linear import BalancedLinear
+from zeroresize.collectives import group_size, same_ranks, world_size
+from zeroresize.config import MIGRATING_MODES, PRIORITY_MODES, PRUNING_MODES, BalanceConfig
+from zeroresize.cpu_group import CpuGroup
+from zeroresize.exchange import Exchange
+from zeroresize.freezing import ColumnFreezer
+from zeroresize.functional import LastGradients
+from zeroresize.layer_work import segments_of_layers, work_of_layers
+from zeroresize.lending import Lender
+from zeroresize.optimizers import not_stepped
+from zeroresize.policy.selector import ColumnSelector
+from zeroresize.timing import StepTimer
+
+Layers = Mapping[str, BalancedLinear]
+
+logger = logging.getLogger(__name__)
+
+
+def check_layers(layers: Layers, optimizer: Any, process_group: ProcessGroup) -> None:
+    """Check that these layers can be balanced over this group while this optimizer trains them.
+
+    Raises:
+        ValueError: if they are another group's, there are none, they have another balancer, or the optimizer steps none
+            of their weights.
+    """
+    for name, layer in layers.items():
+        if not same_ranks(layer.process_group, process_group):
+            raise ValueError(f"layer {name} belongs to another process group: pass the one that convert was given")
+    if group_size(process_group) == 1:
+        return
+    if not layers:
+        raise ValueError("the model has no converted layers: call zeroresize.convert(model, ...) first")
+    if any(layer.probes.holds(StepTimer) for layer in layers.values()):
+        raise ValueError("the model has another balancer: close() that one first")
+    weights = {name: layer.weight for name, layer in layers.items()}
+    unknown = not_stepped(optimizer, weights)
+    if unknown:
+        told = f"the optimizer does not step the weights of {', '.join(unknown[:4])}{', …' if unknown[4:] else ''}"
+        if len(unknown) == len(weights):
+            raise ValueError(f"{told}, nor any other layer's: make it from the parameters that the model has now")
+        logger.warning("%s: was it made before they were?", told)
+
+
+def clear_layers(layers: Layers, config: BalanceConfig) -> None:
+    """Take from the layers what a balancer left that was dropped without being closed."""
+    remembers = config.imputation == "same" and config.mode in PRUNING_MODES
+    for layer in layers.values():
+        layer.plan = layer.loans = layer.watch_input = None
+        layer.last = LastGradients() if remembers else None
+
+
+def meet(config: BalanceConfig, layers: Layers, process_group: ProcessGroup) -> Exchange | None:
+    """Join the other ranks for exchanging numbers, once all agree on what they will do; None where there are none.
+
+    Raises:
+        ValueError: if they do not agree.
+    """
+    if group_size(process_group) == 1:
+        return None
+    agreement = {key: repr(value) for key, value in config.to_dict().items()}
+    agreement["converted layers"] = ", ".join(layers)
+    return Exchange(CpuGroup(process_group, agreement))
+
+
+def build_selector(config: BalanceConfig, layers: Layers, rank: int) -> ColumnSelector:
+    """What chooses ``rank``'s columns."""
+    return ColumnSelector(
+        config,
+        rank,
+        num_columns={name: layer.num_columns for name, layer in layers.items()},
+        costs=work_of_layers(layers),
+        segments=segments_of_layers(layers),
+    )
+
+
+def build_freezer(
+    config: BalanceConfig, layers: Layers, optimizer: Any, process_group: ProcessGroup
+) -> ColumnFreezer | None:
+    """What keeps the optimizer off pruned columns.
+
+    Raises:
+        ValueError: if there are ranks outside the group.
+    """
+    num_ranks = group_size(process_group)
+    if config.pruned_update != "freeze" or config.mode not in PRUNING_MODES or num_ranks == 1:
+        return None
+    if world_size() > num_ranks:
+        raise ValueError(
+            f"pruned_update='freeze' needs a tensor-parallel group of all {world_size()} ranks, this one has "
+            f"{num_ranks}: if the others are data-parallel replicas, what each freezes lets them drift apart"
+        )
+    return ColumnFreezer(layers, optimizer)
+
+
+def build_statistic(config: BalanceConfig, layers: Layers, optimizer: Any) -> column_statistics.ColumnStatistic | None:
+    """What tells the columns' importance."""
+    is_needed = config.mode in PRIORITY_MODES and layers
+    return column_statistics.build_statistic(config, layers, optimizer) if is_needed else None
+
+
+def build_lender(config: BalanceConfig, layers: Layers, process_group: ProcessGroup) -> Lender | None:
+    """What carries out loans."""
+    if config.mode not in MIGRATING_MODES or group_size(process_group) == 1:
+        return None
+    return Lender(layers, process_group, config.migrate, is_forced=config.forced_ratio is not None)
