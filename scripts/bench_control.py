@@ -139,6 +139,9 @@ def main() -> None:
         for name, scenario in scenarios.items():
             outcome = measured(scenario.chi, scenario.updates, scenario.noise, config, hidden=arguments.hidden)
             table.add_row(*row(name, scenario, int(os.environ["WORLD_SIZE"]), *outcome))
+            if os.environ["RANK"] == "0":
+                for rank, own in enumerate(zip(*outcome[1], strict=True)):
+                    print(f"{name}: γ of rank {rank} after every update: " + " ".join(f"{gamma:.2f}" for gamma in own))
         if os.environ["RANK"] != "0":
             return
     else:
