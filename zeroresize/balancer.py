@@ -29,9 +29,6 @@ from zeroresize.telemetry import UpdateRecord
 
 _RECORDED_METRICS = (
     "ratio",
-    "pruned_share",
-    "lent_share",
-    "borrowed_share",
     "busy_s",
     "products_s",
     "predicted_step_s",
@@ -97,6 +94,7 @@ class Balancer:
         self._pins: dict[int, float] = {}
         self._is_at_full_work = self._has_pretested = self._is_closed = False
         self._step_overhead_s = self._overhead_since_update_s = 0.0
+        self._shares_of_step = self._shares_in_force
         self._shares_of_last_step: dict[str, float] | None = None
         self._change_plan()
 
@@ -113,7 +111,7 @@ class Balancer:
             return
         self._measurement.end_step()
         began = time.perf_counter()
-        self._shares_of_last_step = self._shares_in_force
+        self._shares_of_last_step = self._shares_of_step
         self._num_steps += 1
         self._selector.count_step(self._installer.in_force)
         self._pretest()
@@ -187,13 +185,13 @@ class Balancer:
         Of :class:`~zeroresize.telemetry.UpdateRecord`, as they are now: ``ratio``, ``busy_s``, ``products_s``,
         ``predicted_step_s``, ``is_straggler`` (0 or 1), and in mode "off" ``would/<mode>/…``. Of the last step:
         ``pruned_share``, ``lent_share``, ``borrowed_share``, which differ from the plan's after a step at full work or
-        a new plan. Besides: ``least_busy_s`` (busy time at the cheapest pruning ratio, by the measured
-        cost: the floor of ZERO), ``overhead_s`` (seconds balancing cost in the last step), ``statistic_bytes`` and
-        ``migration_bytes`` (memory for the priority's statistic, and for lent and borrowed slices).
+        a new plan. Besides: ``least_busy_s`` (busy time at the cheapest pruning ratio, by the measured cost: the floor
+        of ZERO), ``overhead_s`` (seconds balancing cost in the last step), ``statistic_bytes`` and ``migration_bytes``
+        (memory for the priority's statistic, and for lent and borrowed slices).
         """
         record, times = self._record(), self._measurement.times
         numbers = {name: float(getattr(record, name)) for name in _RECORDED_METRICS} | {
-            **(self._shares_of_last_step or self._shares_in_force),
+            **(self._shares_of_last_step or self._shares_of_step),
             "least_busy_s": times.least_busy_s if times else math.nan,
             "overhead_s": self._step_overhead_s,
             "statistic_bytes": float(self._statistic.bytes_held if self._statistic is not None else 0),
@@ -314,7 +312,7 @@ class Balancer:
             return
         if self._statistic is not None:
             self._statistic.begin_step(self._num_steps)
-        shares = self._shares_in_force
+        shares = self._shares_of_step = self._shares_in_force
         self._measurement.begin_step(
             shares["pruned_share"] + shares["lent_share"],
             shares["borrowed_share"],

@@ -63,8 +63,7 @@ class LayerLoans:
         self._name, self._loans, self._carrier = name, tuple(loans), carrier
         self._weight, self._probes, self._homecoming = weight, probes, homecoming
         self._sent: list[Pending] | None = None
-        self._version = -1
-        self._memory = weight.data_ptr()
+        self._sent_as: tuple[int, int] | None = None
         self._homebound = weight
         self._rank = carrier.rank
         self.lends = any(loan.route.owner == self._rank for loan in loans)
@@ -89,7 +88,7 @@ class LayerLoans:
                 loan.columns.copy_to(packed, weight_NK)
             name = ("w", self._name, owner)
             self._sent.append(self._carrier.send_slice(loan.route, packed, len(weight_NK), weight_NK, name))
-        self._version, self._memory = self._weight._version, self._weight.data_ptr()
+        self._sent_as = self._weight._version, self._weight.data_ptr()
 
     def finish_sending(self) -> None:
         """Wait for the weights that were sent last."""
@@ -115,7 +114,7 @@ class LayerLoans:
         return self._homebound
 
     def _check_weight(self, weight: Tensor) -> None:
-        is_as_sent = self._version == weight._version and self._memory == weight.data_ptr()
+        is_as_sent = self._sent_as == (weight._version, weight.data_ptr())
         if weight is not self._weight or self._sent is None or not is_as_sent:
             raise RuntimeError(
                 f"the weight of layer {self._name} changed after its columns were lent: weights may change in "
