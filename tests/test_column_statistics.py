@@ -121,7 +121,8 @@ def test_metrics_tell_the_memory_of_the_statistic(run_ranks):
 
 @pytest.mark.parametrize("is_pruned", [False, True], ids=["whole", "pruned"])
 def test_activation_norms_are_of_the_training_forwards_of_sampled_steps(run_ranks, is_pruned):
-    """One step in two, with two forwards each; evaluation is no training. A row-parallel layer sees its own slice."""
+    """An epoch's first step and every tenth after it, with two forwards each; evaluation is no training. A row-parallel
+    layer sees its own slice."""
 
     def check(rank, group):
         torch.manual_seed(0)
@@ -132,9 +133,10 @@ def test_activation_norms_are_of_the_training_forwards_of_sampled_steps(run_rank
         }
         for layer in layers.values() if is_pruned else ():
             layer.plan = LayerPlan.from_pruned(torch.tensor([0, 2]), layer.num_columns)
-        statistic = ActivationNorms(layers, sample_every=2)
+        statistic = ActivationNorms(layers)
+        statistic.take()
         seen = {name: [] for name in layers}
-        for step in range(5):
+        for step in range(3, 24):
             statistic.begin_step(step)
             for half in range(2):
                 inputs = {
@@ -147,7 +149,7 @@ def test_activation_norms_are_of_the_training_forwards_of_sampled_steps(run_rank
                     layer.eval()(100.0 * x)
                     layer.train()(x)
                     own = x.chunk(2, dim=-1)[rank] if name == "row of whole input" else x
-                    if step in (0, 2, 4):
+                    if step in (3, 13, 23):
                         seen[name].append(own.reshape(-1, layer.num_columns).double())
         taken = statistic.take()
         for name, layer in layers.items():
@@ -164,7 +166,7 @@ def test_a_forward_that_overflows_tells_nothing(run_ranks):
 
     def check(rank, group):
         layer = zr.ColumnParallelLinear(6, 8, process_group=group)
-        statistics = [ActivationNorms({"layer": layer}, sample_every=1) for _ in range(2)]
+        statistics = [ActivationNorms({"layer": layer}) for _ in range(2)]
         x, overflown = random(4, 6, seed=0), random(4, 6, seed=1)
         overflown[2, 3] = torch.inf
         for statistic, inputs in zip(statistics, ([x], [overflown, x]), strict=True):
@@ -180,16 +182,22 @@ def test_a_forward_that_overflows_tells_nothing(run_ranks):
     run_ranks(check, 1)
 
 
-def test_activation_norms_sample_one_step_an_update_of_the_balancer(run_ranks):
+def test_activation_norms_sample_the_first_step_of_every_epoch_of_the_balancer(run_ranks):
+    """However short it is, and however often is decided; a change of plan within a step changes nothing."""
+
     def sampled(rank, group):
-        run = Run(group, mode="zero-pri", priority="activation", update_every=3)
+        run = Run(group, mode="zero-pri", priority="activation", update_every=1)
         is_sampled = []
-        for _ in range(7):
-            is_sampled.append(run.model.up.watch_input is not None)
+        for step in range(24):
+            if step in (2, 15):
+                run.balancer.epoch_end()
+            run.balancer.pin(0, 0.25)
+            if run.model.up.watch_input is not None:
+                is_sampled.append(step)
             run.steps(1)
         return is_sampled
 
-    assert run_ranks(sampled, 2) == [[True, False, False, True, False, False, True]] * 2
+    assert run_ranks(sampled, 2) == [[0, 2, 12, 15]] * 2
 
 
 # ---- path length ----------------------------------------------------------------------------------------------------

@@ -81,11 +81,37 @@ def test_an_interval_of_two_plans_counts_the_last_one():
     assert estimate.times.gemm_s == pytest.approx(GEMM_S)
 
 
+def borrowing_steps(share, factor, spared=0.0):
+    """A step at full work, then some in which another rank's columns take ``factor`` times as long as own ones."""
+    executed = PRETESTED.gemm_share_at(spared) + factor * PRETESTED.borrowed_at(share)
+    overhead_s = PRETESTED.overhead_at(spared)
+    gemm_s = GEMM_S * executed
+    return [*steps(0.0, number=1), *[StepTimes(REST_S + gemm_s + overhead_s, gemm_s, overhead_s, spared, share)] * 5]
+
+
+@given(st.floats(0.6, 2.5), st.floats(0.1, 1.5), st.floats(0.0, 0.8))
+def test_what_borrowed_columns_cost_is_learned_by_steps_at_full_work(factor, share, spared):
+    estimate = FullWorkEstimate(PRETESTED)
+    for _ in range(80):
+        estimate.learn(borrowing_steps(share, factor, spared))
+    assert estimate.cost.borrowed_at(share) == pytest.approx(factor * PRETESTED.borrowed_at(share), rel=0.02)
+    assert estimate.times.gemm_s == pytest.approx(GEMM_S, rel=0.02)
+    assert estimate.cost.gemm_share == PRETESTED.gemm_share, "of its own columns it says nothing"
+
+
+def test_the_noisy_time_of_a_few_borrowed_columns_says_little():
+    estimate = FullWorkEstimate(PRETESTED)
+    normal = borrowing_steps(0.02, 1.0)
+    estimate.learn([normal[0], *(dataclasses.replace(step, gemm_s=1.05 * step.gemm_s) for step in normal[1:])])
+    assert estimate.cost.borrowed_at(0.5) == pytest.approx(PRETESTED.borrowed_at(0.5), rel=0.05)
+
+
 def test_an_estimate_goes_on_from_its_state():
     """Also in a process whose own pre-test said something else."""
     truth = PRETESTED.scaled([1.4] * 4)
     one, other = FullWorkEstimate(PRETESTED), FullWorkEstimate(ResizingCost.linear(0.9))
     one.learn(with_full_step(0.6, truth))
+    one.learn(borrowing_steps(0.4, 1.5))
     other.load_state_dict(one.state_dict())
     assert other.cost == one.cost != PRETESTED
     for estimate in (one, other):

@@ -32,6 +32,32 @@ def test_what_is_pruned_beside_a_loan_stays_within_the_largest_ratio(num_columns
     assert not len(pruned) or len(pruned) + len(lent) <= max_ratio * num_columns + 1e-9
 
 
+@given(st.floats(0, 1), st.floats(0, 1), st.sampled_from(["budget", "paper"]))
+def test_the_papers_semi_prunes_by_pridiff_beside_a_loan(spared, part, pridiff_rule):
+    """Its resizer is ZERO-PriDiff, whose ratios of layers, with what is lent, stay within γ_max."""
+    columns, costs = {"still": 200, "moving": 200}, {"still": 1.0, "moving": 1.0}
+    config = BalanceConfig(mode="semi", semi_rule="paper", pridiff_rule=pridiff_rule, priority="variation")
+    selector = ColumnSelector(config, 0, columns, costs)
+    for _ in range(50):
+        selector.count_step(Relief())
+    selector.end_epoch({"still": np.linspace(0, 0.1, 200), "moving": np.linspace(1, 2, 200)}, incremental=True)
+    relief = Relief(0.9 * spared * part, 0.9 * spared * (1.0 - part))
+    pruned, lent = selector.pruned_columns(relief), selector.lent_columns(relief)
+    for name in columns:
+        assert set(pruned[name]).isdisjoint(lent[name])
+        assert not len(pruned[name]) or len(pruned[name]) + len(lent[name]) <= 0.9 * 200 + 1e-9
+    if 0.05 < relief.pruned < min(0.5, 0.8 * (0.9 - relief.lent)):
+        assert len(pruned["still"]) > len(pruned["moving"])
+
+
+def test_our_semi_prunes_all_layers_alike():
+    selector = ColumnSelector(
+        BalanceConfig(mode="semi"), 0, {"still": 200, "moving": 200}, {"still": 1.0, "moving": 1.0}
+    )
+    selector.end_epoch({"still": np.linspace(0, 0.1, 200), "moving": np.linspace(1, 2, 200)}, incremental=False)
+    assert set(selector.layer_ratios(Relief(0.4, 0.2)).values()) == {0.4}
+
+
 @pytest.mark.parametrize("mode", ["zero-rd", "zero-pridiff"])
 def test_however_layers_differ_no_segment_waits_for_a_straggler_that_prunes_another(mode):
     """Ranks meet after each segment, so time that one saves is no help in the other."""

@@ -1,5 +1,6 @@
 """The simulator against what can be told by hand, and what it says of the controller."""
 
+import math
 import statistics
 
 import pytest
@@ -124,5 +125,36 @@ def test_steps_at_full_work_show_what_no_change_of_the_ratio_would():
 
 @given(st.integers(0, 8), st.floats(0.2, 0.9))
 def test_settling_counts_updates_after_the_change(late, ratio):
+    """γ that is still 0 at the third update is not steady from there on, however steady it is later."""
     trace = [0.0] * 5 + [0.0] * late + [ratio] * 20
-    assert settling(trace, 5, len(trace)) == (late + 1, pytest.approx(0.0))
+    assert settling(trace, 5, len(trace)) == (late + 1, pytest.approx(ratio if late > 2 else 0.0))
+
+
+def test_a_ratio_that_wanders_is_not_steady():
+    assert settling([0.5, 0.5, 0.5, 0.5, 0.7, 0.5, 0.5, 0.5, 0.5, 0.5], 0, 10) == (6, pytest.approx(0.2))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize("noise", [0.0, 0.03])
+@pytest.mark.parametrize("chi", [2.0, 4.0, 8.0])
+def test_a_straggler_that_comes_and_goes_is_met_within_three_updates(chi, noise, num_ranks):
+    """Also one that is another rank each epoch of eight updates; γ is steady within 0.05 from then on."""
+    config = BalanceConfig(mode="zero-rd")
+    once = cluster(chi=lambda step: [1.0] * (num_ranks - 1) + [chi if 40 <= step < 160 else 1.0], noise=noise)
+    robin = cluster(
+        chi=lambda step: [chi if (step // 80) % num_ranks == r else 1.0 for r in range(num_ranks)], noise=noise
+    )
+    constant, by_turns = simulate(config, once, 240).ratios, simulate(config, robin, 320).ratios
+    for ratios, rank, change, until in (
+        (constant, -1, 4, 16), (constant, -1, 16, 24), (by_turns, 0, 0, 8), (by_turns, 0, 8, 16), (by_turns, 1, 8, 16)
+    ):  # fmt: skip
+        updates, swing = settling([update[rank] for update in ratios], change, until)
+        assert updates <= 3 and swing <= 0.05
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_a_straggler_of_drifting_speed_costs_little_more_than_its_own_drift(num_ranks):
+    """χ between 1 and 4 over 320 steps: decisions are two updates late, in which it drifts by at most 0.6."""
+    drifting = cluster(chi=lambda step: [1.0] * (num_ranks - 1) + [2.5 + 1.5 * math.sin(2 * math.pi * step / 320)])
+    result = simulate(BalanceConfig(mode="zero-rd"), drifting, 640)
+    assert statistics.mean(result.step_s[40:]) <= 1.0 + 0.8 * 0.6

@@ -20,6 +20,9 @@ from zeroresize.balanced_linear import BalancedLinear
 from zeroresize.config import BalanceConfig
 from zeroresize.optimizers import SteppedTensors, hook_steps
 
+#: Of so many steps an epoch's activations are looked at in one, the first: a look costs some per cent of a step.
+_SAMPLE_EVERY = 10
+
 Layers = Mapping[str, BalancedLinear]
 Fresh = dict[str, NDArray[np.float64]]
 
@@ -65,7 +68,7 @@ def build_statistic(config: BalanceConfig, layers: Layers, optimizer: Any) -> Co
         ValueError: if the optimizer does not fit it.
     """
     if config.priority == "activation":
-        return ActivationNorms(layers, sample_every=config.update_every)
+        return ActivationNorms(layers)
     if config.priority == "path_length":
         return PathLength(layers, optimizer)
     return WeightVariation(layers, storage=config.snapshot)
@@ -139,21 +142,25 @@ class WeightVariation(ColumnStatistic):
 class ActivationNorms(ColumnStatistic):
     """‖x_i‖ · ‖w_i‖, what column i can add to y = Σ_i x_i w_iᵀ at most, with ‖x_i‖ a token's root mean square.
 
-    x is whole also while columns are pruned, so every epoch tells of all columns. One step in ``sample_every`` is
-    looked at, but for forwards in which a column overflows, as half precision does while a loss scale is sought.
+    x is whole also while columns are pruned, so every epoch tells of all columns. Looked at are an epoch's first step
+    and every tenth after it, but for forwards in which a column overflows, as half precision does while a loss scale is
+    sought.
     """
 
     incremental = False
 
-    def __init__(self, layers: Layers, *, sample_every: int) -> None:
-        self._layers, self._sample_every = layers, sample_every
+    def __init__(self, layers: Layers) -> None:
+        self._layers = layers
+        self._first_step: int | None = None
         self._squares = {name: self._zeros(layer) for name, layer in layers.items()}
         self._num_tokens = {
             name: torch.zeros((), dtype=torch.int64, device=layer.weight.device) for name, layer in layers.items()
         }
 
     def begin_step(self, step: int) -> None:
-        is_sampled = step % self._sample_every == 0
+        if self._first_step is None:
+            self._first_step = step
+        is_sampled = (step - self._first_step) % _SAMPLE_EVERY == 0
         for name, layer in self._layers.items():
             layer.watch_input = self._watcher(name) if is_sampled else None
 
@@ -166,6 +173,7 @@ class ActivationNorms(ColumnStatistic):
             fresh[name] = (norms_K * mean_squares_K.sqrt()).to("cpu", torch.float64).numpy()
             self._squares[name].zero_()
             self._num_tokens[name].zero_()
+        self._first_step = None
         return fresh
 
     @property
@@ -173,16 +181,12 @@ class ActivationNorms(ColumnStatistic):
         return sum(squares.numel() * squares.element_size() for squares in self._squares.values())
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {
-            f"{name}.{what}": value
-            for name in self._layers
-            for what, value in (
-                ("squares", self._squares[name].clone()),
-                ("num_tokens", self._num_tokens[name].clone()),
-            )
-        }
+        seen = {f"{name}.squares": squares.clone() for name, squares in self._squares.items()}
+        seen |= {f"{name}.num_tokens": number.clone() for name, number in self._num_tokens.items()}
+        return seen | {"first_step": torch.tensor(self._first_step or 0)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self._first_step = int(state["first_step"])
         for name, squares in self._squares.items():
             self._squares[name] = state[f"{name}.squares"].to(squares, copy=True)
             self._num_tokens[name] = state[f"{name}.num_tokens"].to(self._num_tokens[name], copy=True)

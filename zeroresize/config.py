@@ -44,7 +44,7 @@ class BalanceConfig:
             columns: ``"zero-rd"`` drawn at random, ``"zero-pri"`` by priority, ``"zero-pridiff"`` by priority and with
             a ratio of its own for every layer (ZERO-Rd, -Pri, -PriDiff, sections III-B and III-C). With ``"mig"``
             stragglers hand columns to the other ranks (section IV), and nothing is left out. With ``"semi"`` a cost
-            model decides who hands over and who prunes, as in ``"zero-pri"``.
+            model decides who hands over and who prunes, as in ``"zero-pri"`` (``"zero-pridiff"`` by the paper's rule).
         ratio: ``"auto"`` decides for every straggler, by Eq. (1) where it only prunes; a number forces that ratio γ,
             0 ≤ γ < 1 where it prunes (0 prunes nothing), 0 ≤ γ ≤ 1 with ``"mig"``; with ``"semi"`` nothing can be
             forced.
@@ -57,7 +57,7 @@ class BalanceConfig:
         update_every: optimizer steps between two updates; an update is one exchange and one decision.
         tolerance: a rank is a straggler when its time exceeds the reference by more than this share.
         max_ratio: γ_max, the largest share that an automatic decision spares a rank; where nothing is pruned
-            (``"mig"``, or ``budget`` 0) all may be lent.
+            (``"mig"``, or ``budget`` 0) all but a few columns may be lent.
         ewma: weight of the newest sample when measurements are smoothed, 0.65 to 1.
         dead_band: a change of γ smaller than this share of what a rank still computes is not carried out.
         priority: what makes a column important: its ``"activation"`` norm times its weights' norm, the ``"variation"``
@@ -76,7 +76,8 @@ class BalanceConfig:
         mig_rule: what ``"mig"`` aims at: the time at which all ranks are ``"balanced"``, or the ``"paper"``'s Eq. (1)
             with the time of ``target``.
         semi_rule: how ``"semi"`` divides: ``"makespan"`` prunes the least that keeps a step within half the
-            ``tolerance`` of the normal ranks' time, and lends the rest; ``"paper"`` follows Eq. (2) and (3).
+            ``tolerance`` of the normal ranks' time, and lends the rest; ``"paper"`` follows Eq. (2) and (3), and prunes
+            by ZERO-PriDiff.
         migrating: how many stragglers migrate in mode "semi", the slowest first (λ of Fig. 11); ``"auto"`` decides.
         budget: the largest share of the group's products that ``semi_rule="makespan"`` prunes; 0 is exact.
         block: columns are pruned in blocks of so many neighbours; 1 is the paper.
@@ -160,7 +161,7 @@ class BalanceConfig:
             )
         if self.mode in MIGRATING_MODES and self.ranks == "all":
             raise ValueError(f"ranks='all' with mode={self.mode!r}: nobody would be left to take the work over")
-        if self.mode == "zero-pridiff" and self.pridiff_rule == "paper" and self.priority != "variation":
+        if self.differentiates_layers and self.pridiff_rule == "paper" and self.priority != "variation":
             raise ValueError(
                 f"pridiff_rule='paper' with priority={self.priority!r} is not allowed: its threshold is a change of "
                 "weights, so priority must be 'variation', or pridiff_rule 'budget'"
@@ -170,6 +171,11 @@ class BalanceConfig:
                 f"pruned_update='freeze' with imputation={self.imputation!r} is not allowed: a frozen column takes no "
                 "gradient, so imputation must be 'zero'"
             )
+
+    @property
+    def differentiates_layers(self) -> bool:
+        """Whether each layer prunes a ratio of its own: ZERO-PriDiff, which is the paper's SEMI's resizer, too."""
+        return self.mode == "zero-pridiff" or (self.mode == "semi" and self.semi_rule == "paper")
 
     @property
     def forced_ratio(self) -> float | None:

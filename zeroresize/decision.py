@@ -146,11 +146,12 @@ def _require_equal(fingerprints: Sequence[float]) -> None:
 
 def _as_numbers(times: RankTimes | None, cost: ResizingCost) -> list[float]:
     own = [times.rest_s, times.gemm_s, times.overhead_scale] if times is not None else [math.nan] * 3
-    return [*own, *cost.ratios, *cost.gemm_share, *cost.overhead_s]
+    return [*own, cost.borrowing, *cost.ratios, *cost.gemm_share, *cost.overhead_s]
 
 
 def _as_rank_times(numbers: list[float]) -> RankTimes:
-    rest_s, gemm_s, overhead_scale, *points = numbers
+    rest_s, gemm_s, overhead_scale, borrowing, *points = numbers
     third = len(points) // 3
-    cost = ResizingCost(*(tuple(points[i * third : (i + 1) * third]) for i in range(3)))
+    ratios, gemm_share, overhead_s = (tuple(points[i * third : (i + 1) * third]) for i in range(3))
+    cost = ResizingCost(ratios, gemm_share, overhead_s, borrowing)
     return RankTimes(rest_s, gemm_s, overhead_scale, cost)

@@ -42,6 +42,8 @@ def make_pretests(
     on_ranks = torch.tensor(unknown, dtype=torch.float32, device=device)
     all_reduce(on_ranks, process_group)
     measures_pruning, measures_migrating = (on_ranks > 0).tolist()
+    if measures_pruning or measures_migrating:
+        logger.info("pre-tests on the shapes of this step: some seconds")
     if measures_pruning:
         measurement.pretest()
     if may_migrate and (measures_pruning or measures_migrating):

@@ -23,6 +23,8 @@ from zeroresize.policy.estimate import FullWorkEstimate
 from zeroresize.policy.sharing import borrowed_shares
 from zeroresize.policy.times import RankTimes, StepTimes
 
+#: The update after a change of speed from which on a rank's γ is to be steady.
+_STEADY_FROM = 3
 #: χ of every rank in a step.
 Speeds = Callable[[int], Sequence[float]]
 
@@ -161,10 +163,10 @@ def settling(ratios: Sequence[float], change: int, until: int, band: float = 0.0
 
     Returns:
         After how many updates γ stays within ``band`` of its final mean (of the period's second half), and its largest
-        distance from that afterwards.
+        distance from that from the third update on, by which it is to have settled.
     """
     period = np.asarray(ratios[change:until])
     final = period[len(period) // 2 :].mean()
     outside = np.flatnonzero(np.abs(period - final) > band)
     settled = int(outside[-1]) + 1 if len(outside) else 0
-    return settled + 1, float(np.abs(period[settled:] - final).max(initial=0.0))
+    return settled + 1, float(np.abs(period[_STEADY_FROM - 1 :] - final).max(initial=0.0))

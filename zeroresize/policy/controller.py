@@ -57,7 +57,7 @@ class _RankState:
             part = min(wanted_part, before, key=lambda one: abs(one - part))
         self.lent = round(spared * part, _DECIMALS)
         self.pruned = round(spared - spared * part, _DECIMALS)
-        self.wanted = pruned, lent
+        self.wanted = round(pruned, _DECIMALS), round(lent, _DECIMALS)
 
     @property
     def spared(self) -> float:

@@ -24,11 +24,13 @@ class ResizingCost:
         ratios: pruning ratios γ, ascending, the first 0.
         gemm_share: time of the matrix multiplications at γ, as a share of theirs at γ = 0; the first 1.
         overhead_s: Ω(γ), seconds an iteration that gathers and fills take at γ; the first 0.
+        borrowing: how many times as long as so many columns of its own another rank's take here.
     """
 
     ratios: tuple[float, ...]
     gemm_share: tuple[float, ...]
     overhead_s: tuple[float, ...]
+    borrowing: float = 1.0
 
     def __post_init__(self) -> None:
         if not len(self.ratios) == len(self.gemm_share) == len(self.overhead_s) >= 2:
@@ -37,6 +39,8 @@ class ResizingCost:
             raise ValueError(f"the ratios of a cost ascend from 0: {self.ratios}")
         if min(self.gemm_share) <= 0 or min(self.overhead_s) < 0:
             raise ValueError(f"gemm shares must be positive and overheads not negative: {self}")
+        if not self.borrowing > 0.0:
+            raise ValueError(f"borrowed columns take some time: {self}")
 
     @classmethod
     def linear(cls, max_ratio: float) -> ResizingCost:
@@ -49,10 +53,10 @@ class ResizingCost:
         """The largest γ that was measured."""
         return self.ratios[-1]
 
-    def scaled(self, factors: Sequence[float]) -> ResizingCost:
-        """The same cost with the gemm share of every point but the first times its factor."""
+    def scaled(self, factors: Sequence[float], borrowing: float = 1.0) -> ResizingCost:
+        """The same cost with the gemm share of every point but the first times its factor, and that of borrowing."""
         shares = (share * factor for share, factor in zip(self.gemm_share[1:], factors[1:], strict=True))
-        return ResizingCost(self.ratios, (1.0, *shares), self.overhead_s)
+        return ResizingCost(self.ratios, (1.0, *shares), self.overhead_s, self.borrowing * borrowing)
 
     def gemm_share_at(self, ratio: float) -> float:
         """Share of the full multiplication time at γ; beyond the last point in proportion to the columns left."""
@@ -63,9 +67,9 @@ class ResizingCost:
     def borrowed_at(self, share: float) -> float:
         """Φ2: time of multiplying ``share`` times as many columns as the rank's own for others, as a share of its own.
 
-        As long as so few columns of its own take, and from all of them on in proportion.
+        ``borrowing`` times as long as so few columns of its own take, and from all of them on in proportion.
         """
-        return share if share >= 1.0 else self.gemm_share_at(1.0 - share)
+        return self.borrowing * (share if share >= 1.0 else self.gemm_share_at(1.0 - share))
 
     @property
     def borrowed_points(self) -> tuple[float, ...]:

@@ -19,6 +19,8 @@ from zeroresize.policy.times import RankTimes, StepTimes, full_work
 _BELIEF = 0.8
 #: By more than these factors no single interval changes what is known; beyond their squares it was a hiccup.
 _LEAST_FACTOR, _MOST_FACTOR = 0.4, 2.5
+#: What all intervals together make of borrowing.
+_LEAST_BORROWING, _MOST_BORROWING = 0.5, 3.0
 
 
 class FullWorkEstimate:
@@ -35,12 +37,12 @@ class FullWorkEstimate:
         self.usual_step: StepTimes | None = None
         self.pretested = pretested
         self._factors: list[float | None] = [None] * len(pretested.ratios)
-        self._overhead_scale = 1.0
+        self._borrowing = self._overhead_scale = 1.0
 
     @property
     def cost(self) -> ResizingCost:
-        """What pruning costs, as far as is known."""
-        return self.pretested.scaled([self._factor_at(point) for point in range(len(self._factors))])
+        """What pruning and borrowing cost, as far as is known."""
+        return self.pretested.scaled([self._factor_at(point) for point in range(len(self._factors))], self._borrowing)
 
     def learn(self, steps: Sequence[StepTimes]) -> None:
         """Take the steps of an interval: those under the last of its plans, and those at full work."""
@@ -48,9 +50,11 @@ class FullWorkEstimate:
             return
         now = self.usual_step = _median([step for step in steps if step.plan == steps[-1].plan])
         full = [step for step in steps if step.plan == (0.0, 0.0)]
-        is_resized_only = now.spared_share > 0.0 and now.borrowed_share == 0.0
-        if is_resized_only and full and not now.is_forced:  # odd numbers of columns cost more
-            self._learn_cost(now, full_gemm_s=full[-1].gemm_s)
+        if full and not now.is_forced:  # odd numbers of columns cost more
+            if now.borrowed_share > 0.0:
+                self._learn_borrowing(now, full_gemm_s=full[-1].gemm_s)
+            elif now.spared_share > 0.0:
+                self._learn_cost(now, full_gemm_s=full[-1].gemm_s)
         self.times = full_work(
             busy_s=now.busy_s,
             gemm_s=now.gemm_s,
@@ -67,13 +71,16 @@ class FullWorkEstimate:
         return {
             "pretested": dataclasses.asdict(self.pretested),
             "factors": list(self._factors),
+            "borrowing": self._borrowing,
             "overhead_scale": self._overhead_scale,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`; what was measured here before is forgotten."""
-        self.pretested = ResizingCost(**{name: tuple(values) for name, values in state["pretested"].items()})
+        points = {name: tuple(state["pretested"][name]) for name in ("ratios", "gemm_share", "overhead_s")}
+        self.pretested = ResizingCost(**points, borrowing=state["pretested"]["borrowing"])
         self._factors, self._overhead_scale = list(state["factors"]), state["overhead_scale"]
+        self._borrowing = state["borrowing"]
         self.times = self.usual_step = None
 
     def _learn_cost(self, pruned: StepTimes, full_gemm_s: float) -> None:
@@ -93,6 +100,16 @@ class FullWorkEstimate:
         parts = {point: 1.0 if self._factors[point] is None else own / largest for point, own in weights.items()}
         corrected = {point: self._factor_at(point) * factor ** (_BELIEF * part) for point, part in parts.items()}
         self._factors = [corrected.get(point, known) for point, known in enumerate(self._factors)]
+
+    def _learn_borrowing(self, borrowed: StepTimes, full_gemm_s: float) -> None:
+        """Correct Φ2; the less was borrowed, the less its noisy time says of it."""
+        if full_gemm_s <= 0.0 or borrowed.gemm_s <= 0.0:
+            return
+        expected = self.cost.borrowed_at(borrowed.borrowed_share)
+        seen = borrowed.gemm_s / full_gemm_s - self.cost.gemm_share_at(borrowed.spared_share)
+        factor = 1.0 + _BELIEF * min(expected, 1.0) * (seen / expected - 1.0)
+        factor = min(max(factor, _LEAST_FACTOR), _MOST_FACTOR)
+        self._borrowing = min(max(self._borrowing * factor, _LEAST_BORROWING), _MOST_BORROWING)
 
     def _factor_at(self, point: int) -> float:
         """That of the nearest point of which something was seen, with each point in between half as sure."""

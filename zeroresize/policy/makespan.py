@@ -166,7 +166,8 @@ class _Group:
         low = np.take_along_axis(self._borrowed, above - 1, axis=1)
         high = np.take_along_axis(self._borrowed, above, axis=1)
         between = low + (high - low) * (time_s - low_s) / np.where(high_s > low_s, high_s - low_s, 1.0)
-        return np.where(time_s < self._borrowed_s[:, -1:], between, np.maximum(time_s / self._gemm_s[:, None], 1.0))
+        all_s = self._borrowed_s[:, -1:]
+        return np.where(time_s < all_s, between, np.maximum(time_s / all_s, 1.0))
 
     def division(self, num_migrating: int, found: _Found) -> Division:
         """Those that migrate lend the same part of what they are relieved of."""

@@ -98,15 +98,15 @@ class ColumnSelector:
         PriDiff is one for all layers.
         """
         ratios = dict.fromkeys(self._costs, relief.pruned)
-        if self._config.mode == "zero-pridiff" and relief.pruned > 0.0:
+        if self._config.differentiates_layers and relief.pruned > 0.0:
             for names in [list(ratios)] if self._config.pridiff_rule == "paper" else self._segments:
-                ratios |= zip(names, self._differentiated(names, relief.pruned), strict=True)
+                ratios |= zip(names, self._differentiated(names, relief), strict=True)
         return ratios
 
-    def _differentiated(self, names: Sequence[str], ratio: float) -> list[float]:
-        """γ_k of the layers ``names`` that are to prune γ together."""
-        config, max_ratio = self._config, self._config.max_ratio
-        ratio = min(ratio, max_ratio)
+    def _differentiated(self, names: Sequence[str], relief: Relief) -> list[float]:
+        """γ_k of the layers ``names`` that are to prune γ together; what is lent counts towards γ_max."""
+        config, max_ratio = self._config, max(self._config.max_ratio - relief.lent, 0.0)
+        ratio = min(relief.pruned, max_ratio)
         w_vars = [self._priorities[name].w_var for name in names]
         if config.pridiff_rule == "paper":
             theta = config.theta_iter * self._steps_of_last_epoch
