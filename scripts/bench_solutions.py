@@ -4,8 +4,8 @@ Copies of a ViT under Colossal-AI, one a solution, train in the same processes a
 after each matrix multiplication (scope "gemm"). For each χ the closed loops settle, and then told are: the step time as
 a ratio to the homogeneous step and to the work-conserving bound T* (which no exact scheme that moves products can
 beat), what share of the group's products is dropped and what is moved, and the step time that the plan in force
-predicts. "ZERO as SEMI" is ZERO-PriDiff pinned to what SEMI spares the straggler, pruned and lent: as long, and more is
-dropped.
+predicts. "ZERO as long as SEMI" is what ZERO-PriDiff would have to drop for SEMI's step time, interpolated between
+ratios that it is pinned to.
 
 ``--unequal 4 2 1 1`` slows every rank by its own χ instead, and compares SEMI with every number λ of migrating
 stragglers, by both rules (Fig. 11).
@@ -14,11 +14,13 @@ stragglers, by both rules (Fig. 11).
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
@@ -35,7 +37,9 @@ SOLUTIONS = {
     "SEMI": {"mode": "semi"},
     "SEMI, exact": {"mode": "semi", "budget": 0.0},
 }
-SAME_TIME = "ZERO as SEMI"
+SAME_TIME = "ZERO as long as SEMI"
+#: ZERO is pinned to what SEMI spares each straggler and to so much more or less.
+OFFSETS = (-0.2, -0.1, 0.0, 0.1)
 
 
 def fixed_lambdas(num_stragglers: int) -> dict[str, dict[str, object]]:
@@ -58,6 +62,16 @@ class Copy:
     injector: zr.StragglerInjector
     predicted_s: list[float] = field(default_factory=list)
 
+    def window(self, num_steps: int, pins: Sequence[float] = ()) -> list[float]:
+        """Seconds of some steps, under these forced ratios of all ranks if there are any."""
+        for rank, ratio in enumerate(pins):
+            self.balancer.pin(rank, ratio)
+        try:
+            return self.trainer.window(num_steps)
+        finally:
+            if pins:
+                self.balancer.release()
+
     def updates(self, number: int) -> None:
         for _ in range(number * self.balancer.config.update_every):
             self.trainer.step()
@@ -75,7 +89,8 @@ class Bench:
         solutions: Mapping[str, Mapping[str, object]],
     ) -> None:
         self.ranks, self.solutions = ranks, tuple(solutions)
-        self.copies = {}
+        self.copies: dict[str, Copy] = {}
+        self.pinned: dict[float, list[tuple[float, float]]] = {}
         for name, changes in {"off": {"mode": "off"}, **solutions}.items():
             trainer = ranks.trainer(shape, batch_size=batch_size)
             balancer = ranks.balance(trainer, config.replace(**changes))
@@ -89,8 +104,9 @@ class Bench:
             copy.updates(num_updates if name != "off" else 1)  # nothing settles there
 
     def compare(self, chis: Sequence[float], rounds: int, num_steps: int) -> dict[str, list[float]]:
-        """Seconds of the steps of every solution, all taking turns."""
+        """Seconds of the steps of every solution, all taking turns; ``pinned`` then holds (share dropped, seconds)."""
         off = self.copies["off"]
+        self.pinned = {offset: [] for offset in OFFSETS if "ZERO-PriDiffR" in self.copies}
         seconds: dict[str, list[float]] = defaultdict(list)
         for _ in range(rounds):
             off.injector.set_chi({0: 1.0})
@@ -101,18 +117,18 @@ class Bench:
                 copy = self.copies[name]
                 copy.predicted_s.append(copy.balancer.plan.predicted_step_s)
                 seconds[name] += copy.trainer.window(num_steps)
-            if "ZERO-PriDiffR" in self.copies:
-                seconds[SAME_TIME] += self._window_of_zero_as_semi(num_steps)
+            for offset, points in self.pinned.items():
+                zero, semi = self.copies["ZERO-PriDiffR"], self.copies["SEMI"].balancer
+                spared = [rank.pruned + rank.lent for rank in semi.plan.ranks]
+                pins = [min(max(own + offset, 0.0), semi.config.max_ratio) if own > 0.0 else 0.0 for own in spared]
+                points += [(statistics.fmean(pins), one) for one in zero.window(num_steps, pins)]
         return dict(seconds)
 
-    def _window_of_zero_as_semi(self, num_steps: int) -> list[float]:
-        zero = self.copies["ZERO-PriDiffR"]
-        for rank, own in enumerate(self.copies["SEMI"].balancer.plan.ranks):
-            zero.balancer.pin(rank, own.pruned + own.lent)
-        try:
-            return zero.trainer.window(num_steps)
-        finally:
-            zero.balancer.release()
+    def dropped_for(self, step_s: float) -> float:
+        """What share of the group's products ZERO drops for this step time, NaN outside what was measured."""
+        points = [tuple(map(statistics.median, zip(*points, strict=True))) for points in self.pinned.values()]
+        times_s, shares = zip(*sorted((seconds, share) for share, seconds in points), strict=True)
+        return float(np.interp(step_s, times_s, shares, left=math.nan, right=math.nan))
 
     def bound(self, chis: Sequence[float], homogeneous_s: float) -> float:
         """T*, seconds: what is not a product stays, products are shared out by speed; collectives cost nothing more."""
@@ -128,8 +144,9 @@ def report(bench: Bench, chis: Sequence[float], seconds: dict[str, list[float]])
     homogeneous_s = medians["homogeneous"]
     bound_s = bench.bound(chis, homogeneous_s)
     shares = {name: shares_of(copy.balancer.plan) for name, copy in bench.copies.items()}
-    if SAME_TIME in medians:
-        shares[SAME_TIME] = (sum(shares["SEMI"]), 0.0)
+    if bench.pinned:
+        seconds[SAME_TIME], medians[SAME_TIME] = seconds["SEMI"], medians["SEMI"]
+        shares[SAME_TIME] = bench.dropped_for(medians["SEMI"]), 0.0
     rows, table = [], Table(
         "solution", "step / homogeneous", "95 %", "step / T*", "pruned", "lent", "predicted / measured",
         title=f"χ = {' '.join(f'{chi:g}' for chi in chis)}: homogeneous {1e3 * homogeneous_s:.0f} ms, "
