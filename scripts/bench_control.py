@@ -1,6 +1,7 @@
 """How the controller meets stragglers that come, go, drift and are noisy: python -m scripts.bench_control
 
-Simulated, with the policy code that training runs, for 2, 4 and 8 ranks. Under torchrun the same scenarios run for
+Simulated, with the policy code that training runs, for 2, 4 and 8 ranks, what is noisy with several seeds, of which the
+worst settling and the largest swing are told. Under torchrun the same scenarios run for
 real, in a ViT under Colossal-AI with sleeps after each multiplication:
 torchrun --nproc-per-node 2 -m scripts.bench_control
 """
@@ -11,7 +12,7 @@ import argparse
 import math
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -71,6 +72,9 @@ def _sine(low: float, high: float, period: int = 32) -> Scenario:
     )
 
 
+#: Step times as ratios to a homogeneous step, and γ [updates][ranks].
+Outcome = tuple[list[float], list[list[float]]]
+
 SCENARIOS = {
     "χ=2": _constant(2.0),
     "χ=4": _constant(4.0),
@@ -82,8 +86,7 @@ SCENARIOS = {
 }
 
 
-def simulated(scenario: Scenario, num_ranks: int, config: zr.BalanceConfig) -> tuple[list[float], list[list[float]]]:
-    """Step times as ratios to a homogeneous step, and γ [updates][ranks]."""
+def simulated(scenario: Scenario, num_ranks: int, config: zr.BalanceConfig, seed: int) -> Outcome:
     every = config.update_every
     cluster = Cluster(
         chi=lambda step: scenario.chi(step // every, num_ranks),
@@ -91,6 +94,7 @@ def simulated(scenario: Scenario, num_ranks: int, config: zr.BalanceConfig) -> t
         gemm_s=1.0 - REST_SHARE,
         cost=COST,
         noise=scenario.noise,
+        seed=seed,
     )
     result = simulate(config, cluster, scenario.updates * every)
     return [seconds / cluster.homogeneous_s for seconds in result.step_s], result.ratios
@@ -100,18 +104,18 @@ def row(
     name: str,
     scenario: Scenario,
     num_ranks: int,
-    step_ratios: list[float],
-    ratios: list[list[float]],
-    baseline: list[float],
+    outcomes: Sequence[Outcome],
+    baseline: Sequence[float],
 ) -> list[str]:
     """One line of the table; ``baseline`` are the step times without balancing, as ratios too."""
     settled, swings = [], []
     for rank, change, until in scenario.periods:
-        own = [update[rank % num_ranks] for update in ratios]
-        updates, swing = settling(own, change, until)
+        traces = [[update[rank % num_ranks] for update in ratios] for _, ratios in outcomes]
+        updates, swing = (max(values) for values in zip(*(settling(own, change, until) for own in traces), strict=True))
         settled.append(updates)
         swings.append(swing)
-    most = max(gamma for update in ratios for gamma in update)
+    most = max(gamma for _, ratios in outcomes for update in ratios for gamma in update)
+    step_ratios = [ratio for steps, _ in outcomes for ratio in steps]
     return [
         name,
         str(num_ranks),
@@ -126,6 +130,7 @@ def row(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="of the simulation")
+    parser.add_argument("--seeds", type=int, default=12, help="of simulated noise")
     parser.add_argument("--update-every", type=int, default=10)
     parser.add_argument("--hidden", type=int, default=384, help="of the real ViT")
     parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
@@ -137,18 +142,23 @@ def main() -> None:
         from scripts.control_ranks import measured
 
         for name, scenario in scenarios.items():
-            outcome = measured(scenario.chi, scenario.updates, scenario.noise, config, hidden=arguments.hidden)
-            table.add_row(*row(name, scenario, int(os.environ["WORLD_SIZE"]), *outcome))
+            steps, ratios, baseline = measured(
+                scenario.chi, scenario.updates, scenario.noise, config, hidden=arguments.hidden
+            )
+            table.add_row(*row(name, scenario, int(os.environ["WORLD_SIZE"]), [(steps, ratios)], baseline))
             if os.environ["RANK"] == "0":
-                for rank, own in enumerate(zip(*outcome[1], strict=True)):
+                for rank, own in enumerate(zip(*ratios, strict=True)):
                     print(f"{name}: γ of rank {rank} after every update: " + " ".join(f"{gamma:.2f}" for gamma in own))
         if os.environ["RANK"] != "0":
             return
     else:
         for name, scenario in scenarios.items():
             for num_ranks in arguments.ranks:
-                baseline, _ = simulated(scenario, num_ranks, config.replace(mode="off"))
-                table.add_row(*row(name, scenario, num_ranks, *simulated(scenario, num_ranks, config), baseline))
+                seeds = range(arguments.seeds if scenario.noise else 1)
+                off = config.replace(mode="off")
+                baseline = [ratio for seed in seeds for ratio in simulated(scenario, num_ranks, off, seed)[0]]
+                outcomes = [simulated(scenario, num_ranks, config, seed) for seed in seeds]
+                table.add_row(*row(name, scenario, num_ranks, outcomes, baseline))
     Console(width=120).print(table)
 
 

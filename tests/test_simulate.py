@@ -153,6 +153,17 @@ def test_a_straggler_that_comes_and_goes_is_met_within_three_updates(chi, noise,
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize("seed", range(6))
+def test_noise_of_a_tenth_neither_holds_a_straggler_back_nor_lets_it_wander(num_ranks, seed):
+    """A rank that has recovered is measured at full work before any of what it did under pruning counts again."""
+    chi = lambda step: [1.0] * (num_ranks - 1) + [4.0 if 40 <= step < 160 else 1.0]  # noqa: E731
+    ratios = simulate(BalanceConfig(mode="zero-rd"), cluster(chi=chi, noise=0.1, seed=seed), 240).ratios
+    for change, until in ((4, 16), (16, 24)):
+        updates, swing = settling([update[-1] for update in ratios], change, until)
+        assert updates <= 3 and swing <= 0.05
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_a_straggler_of_drifting_speed_costs_little_more_than_its_own_drift(num_ranks):
     """χ between 1 and 4 over 320 steps: decisions are two updates late, in which it drifts by at most 0.6."""
     drifting = cluster(chi=lambda step: [1.0] * (num_ranks - 1) + [2.5 + 1.5 * math.sin(2 * math.pi * step / 320)])

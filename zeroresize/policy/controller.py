@@ -19,6 +19,8 @@ from zeroresize.policy.times import RankTimes
 
 #: Of what is pruned and lent: much finer than a column.
 _DECIMALS = 6
+#: Decisions follow from what was measured before the last one.
+_UNTIL_HEARD = 2
 #: Receivers' parts are divided anew where that makes the step shorter by this share.
 _WORTH_DIVIDING = 0.01
 
@@ -36,9 +38,12 @@ class _RankState:
     pruned: float = 0.0
     lent: float = 0.0
     wanted: tuple[float, float] = (0.0, 0.0)
+    updates_until_heard: int = 0  # of a rank that was let go: until a sample comes that was measured since then
 
     def take(self, sample: RankTimes, weight: float) -> None:
-        """Take a sample into the averages."""
+        """Take a sample into the averages, which start anew when a rank is first heard of after it was let go."""
+        weight = 1.0 if self.updates_until_heard == 1 else weight
+        self.updates_until_heard = max(self.updates_until_heard - 1, 0)
         for name in ("rest_s", "gemm_s", "overhead_scale"):
             setattr(self, name, smoothed(getattr(self, name), getattr(sample, name), weight))
 
@@ -47,8 +52,11 @@ class _RankState:
 
         All of it is rounded, so that machines that differ in the last bit of a sum have the same plan.
         """
+        if self.updates_until_heard:
+            pruned = lent = 0.0
         # Noise of a rank's speed moves what it is to be spared in proportion to what it computes.
         spared = steadied(self.spared, pruned + lent, sum(self.wanted), dead_band * (1.0 - self.spared))
+        is_let_go = spared == 0.0 < self.spared
         wanted_part, before = _part(lent, pruned), _part(self.wanted[1], self.wanted[0])
         part = _part(self.lent, self.pruned) if self.spared > 0.0 else wanted_part
         if spared * abs(wanted_part - part) >= LARGE_CHANGE:
@@ -58,6 +66,8 @@ class _RankState:
         self.lent = round(spared * part, _DECIMALS)
         self.pruned = round(spared - spared * part, _DECIMALS)
         self.wanted = round(pruned, _DECIMALS), round(lent, _DECIMALS)
+        if is_let_go:
+            self.wanted, self.is_straggler, self.updates_until_heard = (0.0, 0.0), False, _UNTIL_HEARD
 
     @property
     def spared(self) -> float:

@@ -33,9 +33,12 @@ def steadied(current: float, wanted: float, wanted_before: float, dead_band: flo
     """The ratio γ to use, so that noise does not make it wander.
 
     Letting go, large starts and large changes happen at once. Smaller ones happen when two updates in a row want them
-    in the same direction, and then go as far as both do; within ``dead_band`` nothing changes.
+    in the same direction, and then go as far as both do; within ``dead_band`` nothing changes. A fall from far above to
+    less than a large start is letting go: of the little that was computed up there nothing finer can be told.
     """
     change, change_before = wanted - current, wanted_before - current
+    if change <= -LARGE_START and wanted < LARGE_START:
+        return 0.0
     if wanted == 0.0 or abs(change) >= (LARGE_CHANGE if current > 0.0 else LARGE_START):
         return wanted
     if current == 0.0:
