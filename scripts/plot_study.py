@@ -1,8 +1,9 @@
 """Draws a study: python -m scripts.plot_study docs/results/fig10.csv --x χ
 
-Step time and test accuracy, mean and standard deviation over the seeds, against a quantity that the cells' names tell:
-``SEMI χ=4`` is the point χ = 4 of the line SEMI, and ``Pri γ=9/10 all`` the point γ = 0.9 of the line ``Pri all``.
-A cell whose name does not tell it, such as Baseline, is drawn across.
+Mean step time (of rows that lack it: the median step) and test accuracy, mean and standard deviation over the seeds,
+against a quantity that the cells' names tell: ``SEMI χ=4`` is the point χ = 4 of the line SEMI, and
+``Pri γ=9/10 all`` the point γ = 0.9 of the line ``Pri all``. A cell whose name does not tell it, such as Baseline, is
+drawn across.
 """
 
 from __future__ import annotations
@@ -24,16 +25,18 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-#: Column of the table, label, and what a value is multiplied by.
-QUANTITIES = (("step_ms", "step time, ms", 1.0), ("test_accuracy", "test accuracy, %", 100.0))
+from scripts.study_columns import step_time
+
+NEEDED_COLUMNS = ("cell", "step_ms", "test_accuracy")
 
 
 @dataclass(frozen=True)
 class Point:
-    """One cell: where it is drawn, and its values, one a seed, by column.
+    """One cell: where it is drawn, and its values, one a seed.
 
     Attributes:
         x: None for a line across.
+        values: by the label of the axis that shows them, the same labels for every cell.
     """
 
     line: str
@@ -49,17 +52,20 @@ def read_points(table: Path, x: str, only: str = "") -> list[Point]:
     """
     with table.open(newline="", encoding="utf-8") as stream:
         reader = csv.DictReader(stream)
-        rows, needed = list(reader), ["cell", *(name for name, *_ in QUANTITIES)]
-    missing = [name for name in needed if name not in (reader.fieldnames or ())]
+        rows = [row for row in reader if re.search(only, row.get("cell") or "")]
+    missing = [name for name in NEEDED_COLUMNS if name not in (reader.fieldnames or ())]
     if missing:
         raise ValueError(f"{table}: not a table of scripts.study: the columns {missing} are missing")
     by_cell: dict[str, list[dict[str, str]]] = defaultdict(list)
     for row in rows:
-        if re.search(only, row["cell"]):
-            by_cell[row["cell"]].append(row)
+        by_cell[row["cell"]].append(row)
+    step_column, step_label = step_time(rows)
     points = []
     for cell, own in by_cell.items():
-        values = {name: tuple(float(row[name]) for row in own if row[name]) for name, *_ in QUANTITIES}
+        values = {
+            f"{step_label}, ms": tuple(float(row[step_column]) for row in own if row.get(step_column)),
+            "test accuracy, %": tuple(100 * float(row["test_accuracy"]) for row in own if row["test_accuracy"]),
+        }
         points.append(Point(*place_of(cell, x), values))
     if all(point.x is None for point in points):
         raise ValueError(f"{table}: no cell is called anything like '{x}=1'; there are {list(by_cell)[:5]}")
@@ -77,9 +83,10 @@ def place_of(cell: str, x: str) -> tuple[str, float | None]:
 
 def draw(points: list[Point], x: str) -> Figure:
     """One panel a quantity."""
-    figure, panels = pyplot.subplots(1, len(QUANTITIES), figsize=(12, 4.5), layout="constrained")
-    for axes, (name, label, factor) in zip(panels, QUANTITIES, strict=True):
-        draw_quantity(axes, points, name, factor)
+    quantities = list(points[0].values)
+    figure, panels = pyplot.subplots(1, len(quantities), figsize=(12, 4.5), layout="constrained")
+    for axes, label in zip(panels, quantities, strict=True):
+        draw_quantity(axes, points, label)
         axes.set_xlabel(x)
         axes.set_ylabel(label)
         axes.grid(alpha=0.3)
@@ -91,27 +98,26 @@ def draw(points: list[Point], x: str) -> Figure:
     return figure
 
 
-def draw_quantity(axes: Axes, points: list[Point], name: str, factor: float) -> None:
+def draw_quantity(axes: Axes, points: list[Point], quantity: str) -> None:
     """Lines with error bars, and lines across with a band."""
     for number, line in enumerate(dict.fromkeys(point.line for point in points)):
         color = f"C{number % 10}"
-        own = sorted((point.x, *summary(point.values[name], factor)) for point in points
-                     if point.line == line and point.x is not None and point.values[name])  # fmt: skip
+        own = sorted((point.x, *summary(point.values[quantity])) for point in points
+                     if point.line == line and point.x is not None and point.values[quantity])  # fmt: skip
         if own:
             places, means, spreads = zip(*own, strict=True)
             axes.errorbar(places, means, yerr=spreads, label=line, color=color, marker="o", capsize=3, linewidth=1.2)
             continue
         for point in points:
-            if point.line == line and point.values[name]:
-                mean, spread = summary(point.values[name], factor)
+            if point.line == line and point.values[quantity]:
+                mean, spread = summary(point.values[quantity])
                 axes.axhline(mean, label=line, color=color, linestyle="--", linewidth=1)
                 axes.axhspan(mean - spread, mean + spread, color=color, alpha=0.12)
 
 
-def summary(values: tuple[float, ...], factor: float) -> tuple[float, float]:
+def summary(values: tuple[float, ...]) -> tuple[float, float]:
     """Mean and standard deviation."""
-    spread = statistics.stdev(values) if len(values) > 1 else 0.0
-    return factor * statistics.fmean(values), factor * spread
+    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def main() -> None:

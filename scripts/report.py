@@ -1,7 +1,8 @@
 """Turns a run's folder into pictures and one HTML page: python -m scripts.report runs/vit
 
-Step time, every rank's busy time and γ, the layers' shares over time, and which columns were pruned how often: from
-what ``vit_examples.train`` wrote, also while it still runs. The page is one file that can be mailed.
+Step time beside what it would have been at full work, every rank's busy time and γ, who lent what to whom, the layers'
+shares over time, and which columns were pruned how often: from what ``vit_examples.train`` wrote, also while it still
+runs. The page is one file that can be mailed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ import numpy as np
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
-from scripts.report_pictures import columns_picture, layers_picture, loans_picture, times_picture, work_picture
+from scripts.report_pictures import (
+    columns_picture,
+    layers_picture,
+    loans_over_time_picture,
+    loans_picture,
+    times_picture,
+    work_picture,
+)
 from scripts.report_run import RunFolder
 
 PAGE = """<!doctype html>
@@ -29,6 +37,8 @@ th:first-child, td:first-child { text-align: left } figcaption { color: #555 } f
 </style></head><body>
 <h1>{{ title }}</h1>
 <table>{% for name, value in facts %}<tr><td>{{ name }}</td><td>{{ value }}</td></tr>{% endfor %}</table>
+<h2>What balancing brought</h2>
+<table>{% for name, value in brought %}<tr><td>{{ name }}</td><td>{{ value }}</td></tr>{% endfor %}</table>
 <h2>Ranks</h2>
 <table><tr>{% for heading in headings %}<th>{{ heading }}</th>{% endfor %}</tr>
 {% for row in rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>{% endfor %}</table>
@@ -43,13 +53,40 @@ HEADINGS = (
     "balancing",
 )  # fmt: skip
 SHARES = ("pruned_share", "lent_share", "borrowed_share")
+#: What the page says of a summary's numbers.
+SUMMARY_LABELS = {
+    "step_ms": "median step, ms",
+    "mean_step_ms": "mean step, ms",
+    "images_per_s": "images a second",
+    "epoch_s": "training of an epoch, s",
+    "test_accuracy": "test accuracy",
+    "epochs": "epochs",
+    "steps": "steps",
+    "ranks": "ranks",
+    "device": "device",
+    "commit": "commit",
+}
+
+
+def brought_rows(run: RunFolder) -> list[tuple[str, str]]:
+    """The mean step as measured, the least that it would have taken at full work, and how they compare."""
+    measured_s, at_full_work_s = run.measured_and_at_full_work()
+    if not np.isfinite(measured_s):
+        return [("mean step, measured and at full work", "not known")]
+    return [
+        ("mean step, measured", f"{1e3 * measured_s:.1f} ms"),
+        ("mean step at full work, estimated lower bound (slowest rank's busy time, without collectives)",
+         f"{1e3 * at_full_work_s:.1f} ms"),
+        ("steps at full work would have taken, estimated", f"at least {at_full_work_s / measured_s:.2f} times as long"),
+    ]  # fmt: skip
 
 
 def table_rows(run: RunFolder) -> list[list[str]]:
-    """One row a rank: its last known times, its γ, how often it was a straggler, what balancing cost it."""
+    """One row a rank: its last known times, its γ, shares of its products over all steps, how often it was a straggler,
+    what balancing cost it.
+    """
     rows = []
-    walls_s = [line["step_s"] for line in run.steps if line["step_s"] is not None]
-    wall_s = sum(walls_s) / len(walls_s) if walls_s else 0.0
+    wall_s = run.mean_step_s()
     for rank, records in run.records.items():
         last = records[-1]
         balancing_s = sum(record["balancing_s"] for record in records[1:])  # the first holds the pre-test
@@ -61,9 +98,9 @@ def table_rows(run: RunFolder) -> list[list[str]]:
                 *(f"{1e3 * last[name]:.1f}" if last[name] is not None else "-" for name in ("busy_s", "products_s")),
                 f"{last['ratio']:.2f}",
                 f"{max(record['ratio'] for record in records):.2f}",
-                *(f"{100 * np.mean([record[name] for record in records]):.1f} %" for name in SHARES),
+                *(f"{100 * run.mean_share(rank, name):.1f} %" for name in SHARES),
                 f"{sum(record['is_straggler'] for record in records)} updates",
-                f"{100 * balancing_s / steps / wall_s:.2f} % of a step" if wall_s else "-",
+                f"{100 * balancing_s / steps / wall_s:.2f} % of a step" if np.isfinite(wall_s) else "-",
             ]
         )
     return rows
@@ -76,10 +113,12 @@ def write_report(run: RunFolder, folder: Path) -> Path:
         ("times", "Step time; each rank's busy time as it would be at full work; γ.", lambda: times_picture(run)),
         ("work", "What becomes of each rank's products, and what it computes for others.", lambda: work_picture(run)),
     ]
-    lends = any(record["lent_to"] for records in run.records.values() for record in records)
+    lends = bool(run.loans())
     if lends:
-        caption = "Who lent how much to whom, mean over the run."
+        caption = "Who lent how much to whom, mean over the run's steps."
         pictures.append(("loans", caption, lambda: loans_picture(run)))
+        caption = "Who lent how much to whom, over time."
+        pictures.append(("loans-over-time", caption, lambda: loans_over_time_picture(run)))
     for rank, records in run.records.items():
         if any(record["pruned_share"] > 0 for record in records):
             caption = f"Rank {rank}: share of each layer's columns that was pruned."
@@ -95,10 +134,9 @@ def write_report(run: RunFolder, folder: Path) -> Path:
         pyplot.close(figure)
         (folder / f"{name}.png").write_bytes(buffer.getvalue())
         embedded.append({"caption": caption, "data": base64.b64encode(buffer.getvalue()).decode()})
-    names = ("step_ms", "images_per_s", "test_accuracy", "epochs", "steps", "ranks", "device")
     facts = [
-        (name, f"{run.summary[name]:.4g}" if isinstance(run.summary[name], float) else run.summary[name])
-        for name in names
+        (label, f"{run.summary[name]:.4g}" if isinstance(run.summary[name], float) else run.summary[name])
+        for name, label in SUMMARY_LABELS.items()
         if run.summary.get(name) is not None
     ]
     if not run.summary:
@@ -115,6 +153,7 @@ def write_report(run: RunFolder, folder: Path) -> Path:
         .from_string(PAGE)
         .render(
             title=f"Balancing in {run.path.resolve().name}",
+            brought=brought_rows(run),
             facts=facts,
             headings=HEADINGS,
             rows=table_rows(run),

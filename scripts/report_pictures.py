@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from scripts.report_run import RunFolder
 
-#: Legends, rows and numbers for every rank are readable up to so many.
+#: Legends, rows and numbers for every rank, or every loan, are readable up to so many.
 MOST_RANKS = 16
 WORK_LABELS = ("its own, computed here", "lent to others", "dropped", "borrowed from others")
 WORK_COLORS = ("#4c72b0", "#dd8452", "#dddddd", "#55a868")
@@ -27,15 +27,9 @@ def _in_ms(series: tuple[Sequence[int], Sequence[float]]) -> tuple[Sequence[int]
 def times_picture(run: RunFolder) -> Figure:
     """Step time beside what it would be without balancing, each rank's busy time, and its γ."""
     figure, (wall, busy, ratio) = pyplot.subplots(3, 1, sharex=True, figsize=(9, 8), layout="constrained")
-    timed = [line for line in run.steps if line["step_s"] is not None]
-    wall.plot(
-        [line["step"] for line in timed],
-        [1e3 * line["step_s"] for line in timed],
-        color="black",
-        linewidth=1,
-        label="measured",
-    )
-    # Times are of the steps before a record, a plan is of those after it.
+    # Times are of the steps before a line or record, a plan is of those after it.
+    steps, step_ms = _in_ms(run.step_times())
+    wall.stairs(step_ms, [0, *steps], baseline=None, color="black", label="measured")
     wall.plot(*_in_ms(run.slowest_at_full_work()), "--", color="firebrick", drawstyle="steps-pre",
               label="slowest rank at full work, without collectives: a step takes longer unbalanced")  # fmt: skip
     wall.plot(*_in_ms(run.series(next(iter(run.records)), "predicted_step_s")), ":", color="steelblue",
@@ -52,7 +46,7 @@ def times_picture(run: RunFolder) -> Figure:
         axes.set_ylim(bottom=0)
     for axes in (wall, busy, ratio):
         axes.grid(alpha=0.3)
-    wall.legend(loc="lower right", fontsize="small")
+    wall.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, fontsize="small")
     if len(run.records) <= MOST_RANKS:
         busy.legend(loc="upper left", ncols=4, fontsize="small")
     return figure
@@ -79,7 +73,7 @@ def work_picture(run: RunFolder) -> Figure:
 
 
 def loans_picture(run: RunFolder) -> Figure:
-    """Who lent how much to whom: mean over the run's updates, in units of a rank's own products."""
+    """Who lent how much to whom: mean over the run's steps, in units of a rank's own products."""
     ranks = list(run.records)
     lent = np.array([[run.mean_lent(owner, receiver) for receiver in ranks] for owner in ranks])
     size = 2.5 + 0.5 * len(ranks)
@@ -100,6 +94,25 @@ def loans_picture(run: RunFolder) -> Figure:
     axes.set_xlabel("computed by rank")
     axes.set_ylabel("lent by rank")
     figure.colorbar(image, label="share of the lender's products")
+    return figure
+
+
+def loans_over_time_picture(run: RunFolder) -> Figure:
+    """A line for each lender and receiver: the share of the lender's products, against steps."""
+    figure, axes = pyplot.subplots(figsize=(9, 4), layout="constrained")
+    loans = run.loans()
+    colors = pyplot.get_cmap("tab20")
+    for number, (owner, receiver) in enumerate(loans):
+        steps, shares = run.lent_over_time(owner, receiver)
+        ends = [*steps, max(run.num_steps, steps[-1])]
+        axes.plot(ends, [*shares, shares[-1]], color=colors(number % colors.N), drawstyle="steps-post", linewidth=1.2,
+                  label=f"rank {owner} to {receiver}")  # fmt: skip
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("share of the lender's products")
+    axes.grid(alpha=0.3)
+    if len(loans) <= MOST_RANKS:
+        axes.legend(loc="upper left", ncols=4, fontsize="small")
     return figure
 
 

@@ -3,9 +3,9 @@
 A grid is a YAML file: a configuration of vit_examples, seeds, and named cells, each with overrides of it. Every
 (cell, seed) is one run of ``vit_examples.train`` in a folder of its own, and one row of a CSV file. What has a finished
 folder or a row never runs again (delete both to repeat it), so a study that was stopped goes on where it was, also on
-another machine; a killed study loses at most the run that was under way. What is finished with other settings than the
-grid's is an error. Where a run fails the others go on, and the end tells why. ``--config vit_1b --ranks 8`` runs a grid
-at the paper's scale; ``scripts.plot_study`` draws the table.
+another machine; a killed study loses at most the run that was under way. What is finished with other settings, the
+grid's or its configuration's, is an error. Where a run fails the others go on, and the end tells why.
+``--config vit_1b --ranks 8`` runs a grid at the paper's scale; ``scripts.plot_study`` draws the table.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from scripts.study_grid import Cell, Study, read_study
+from scripts.study_progress import StudyProgress
 from scripts.study_table import all_rows, known_rows, only_writer, results_table, write_csv
 from vit_examples.launch import started, train_command
 
@@ -34,6 +34,7 @@ def run_cell(study: Study, cell: Cell) -> None:
     shutil.rmtree(cell.folder, ignore_errors=True)
     cell.folder.mkdir(parents=True)
     cell.settings_file.write_text(cell.settings, encoding="utf-8")
+    cell.base_file.write_text(study.base, encoding="utf-8")
     command = train_command(study.config, (*cell.overrides, "output.progress=false"), study.ranks)
     log = cell.folder / "train.log"
     with started(command, log, {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}) as process:
@@ -60,25 +61,23 @@ def run_study(study: Study, table: Path, console: Console) -> list[str]:
         ValueError: if a finished run is of other settings, or another study writes this table or runs this grid.
     """
     failures = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with ExitStack() as held:
         for path in (table, *{cell.folder.parent.parent for cell in study.cells}):
             held.enter_context(only_writer(path))
         rows = known_rows(study, table)
         write_csv(all_rows(study, table), table)
         to_run = [cell for cell in study.cells if cell.key not in rows]
-        progress = Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=console)
-        held.enter_context(progress)
-        task = progress.add_task(study.name, total=len(to_run))
+        progress = held.enter_context(StudyProgress(len(study.cells), len(study.cells) - len(to_run), console))
         for cell in to_run:
-            progress.update(task, description=f"{cell.name}, seed {cell.seed}")
+            progress.begin(f"{cell.name}, seed {cell.seed}")
+            has_failed = False
             try:
                 run_cell(study, cell)
             except RuntimeError as error:
                 failures.append(str(error))
-                console.print(f"[red]failed:[/red] {cell.name}, seed {cell.seed}", highlight=False)
+                has_failed = True
             write_csv(all_rows(study, table), table)
-            progress.advance(task)
+            progress.end(has_failed=has_failed)
     return failures
 
 

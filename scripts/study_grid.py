@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from vit_examples.config_file import load_config
+from vit_examples.config_file import config_path, load_config
 from zeroresize.value_checks import known_keys
 from zeroresize.yaml_values import read_yaml
 
@@ -42,27 +42,37 @@ class Cell:
         return self.folder / "settings.yaml"
 
     @property
+    def base_file(self) -> Path:
+        return self.folder / "base.yaml"
+
+    @property
     def key(self) -> tuple[str, str]:
         return self.name, str(self.seed)
 
     def row(self) -> dict[str, Any] | None:
-        """One flat row with the settings and versions that it ran with, if the run is finished."""
+        """One flat row with the commit, versions, settings and base that it ran with, if the run is finished."""
         try:
             summary = json.loads(self.summary_file.read_text(encoding="utf-8"))
             settings = self.settings_file.read_text(encoding="utf-8")
         except (OSError, json.JSONDecodeError):
             return None
+        base = self.base_file.read_text(encoding="utf-8") if self.base_file.is_file() else ""
         plain = {key: value for key, value in summary.items() if not isinstance(value, Mapping)}
         versions = {f"version_{name}": version for name, version in summary["versions"].items()}
-        return {"cell": self.name, "seed": self.seed, **plain, **versions, "settings": settings}
+        return {"cell": self.name, "seed": self.seed, **plain, **versions, "settings": settings, "base": base}
 
 
 @dataclass(frozen=True)
 class Study:
-    """A grid file, read and checked."""
+    """A grid file, read and checked.
+
+    Attributes:
+        base: the settings of the file ``config`` but for its output folder, on one line: what cells are changes of.
+    """
 
     name: str
     config: str
+    base: str
     ranks: int
     cells: tuple[Cell, ...]
 
@@ -76,7 +86,7 @@ def read_study(path: Path, output: Path, *, config: str | None = None, ranks: in
         config, ranks: instead of the grid's own.
 
     Raises:
-        ValueError: naming the file and the key or cell that is wrong.
+        ValueError: naming the file and the key or cell that is wrong, or two cells that would have one folder.
     """
     document = read_yaml(path)
     try:
@@ -88,7 +98,7 @@ def read_study(path: Path, output: Path, *, config: str | None = None, ranks: in
     changes = ([Path(config).stem] if config is not None else []) + ([f"{ranks}ranks"] if ranks is not None else [])
     name = "-".join([path.stem, *changes])
     config, ranks = config or document["config"], ranks or document.get("ranks", 2)
-    cells = []
+    cells: dict[Path, Cell] = {}
     for seed in document.get("seeds", [0]):
         for cell, own in document["cells"].items():
             folder = output / name / slug(cell) / f"seed{seed}"
@@ -99,8 +109,31 @@ def read_study(path: Path, output: Path, *, config: str | None = None, ranks: in
                 load_config(config, overrides).validate_group_size(ranks)
             except ValueError as error:
                 raise ValueError(f"{path}, cell {cell!r}: {error}") from error
-            cells.append(Cell(cell, seed, as_yaml({"config": config, "ranks": ranks, **settings}), overrides, folder))
-    return Study(name, config, ranks, tuple(cells))
+            if folder in cells:
+                other = cells[folder]
+                raise ValueError(
+                    f"{path}: cell {cell!r}, seed {seed}, and cell {other.name!r}, seed {other.seed}, would both run "
+                    f"in {folder}: call one of them differently"
+                )
+            told = as_yaml({"config": config, "ranks": ranks, **settings})
+            cells[folder] = Cell(cell, seed, told, overrides, folder)
+    return Study(name, config, base_settings(config), ranks, tuple(cells.values()))
+
+
+def base_settings(config: str) -> str:
+    """A configuration file's own settings by ``section.key``, but for its output folder.
+
+    Raises:
+        ValueError: if there is no such file.
+    """
+    flat: dict[str, Any] = {}
+    for section, values in read_yaml(config_path(config)).items():
+        if isinstance(values, Mapping):
+            flat |= {f"{section}.{key}": value for key, value in values.items()}
+        else:
+            flat[section] = values
+    flat.pop("output.folder", None)
+    return as_yaml(flat)
 
 
 def as_yaml(value: Any) -> str:
@@ -109,5 +142,5 @@ def as_yaml(value: Any) -> str:
 
 
 def slug(name: str) -> str:
-    """A cell's name as a folder's."""
-    return re.sub(r"[^A-Za-z0-9.=-]+", "_", name.replace("/", "-"))
+    """A cell's name as a folder's: letters of any alphabet stay."""
+    return re.sub(r"[^\w.=-]+", "_", name.replace("/", "-"))

@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.table import Table
 
+from scripts.study_columns import step_time
 from scripts.study_grid import Study
 
 Rows = dict[tuple[str, str], dict[str, Any]]
@@ -24,17 +25,26 @@ def known_rows(study: Study, table: Path) -> Rows:
     """The rows of the study's finished runs by (cell, seed), from their folders or else from ``table``.
 
     Raises:
-        ValueError: if one of them ran with other settings than this study's.
+        ValueError: if one of them ran with other settings than this study's, or changed another base; rows that tell
+            no base count.
     """
     rows = all_rows(study, table)
+    known = {cell.key: rows[cell.key] for cell in study.cells if cell.key in rows}
     for cell in study.cells:
-        if cell.key in rows and rows[cell.key].get("settings") != cell.settings:
-            raise ValueError(
-                f"cell {cell.name!r}, seed {cell.seed} is finished with other settings, in {table} or {cell.folder}:\n"
-                f"  then {rows[cell.key].get('settings') or 'not told'}\n  now  {cell.settings}\n"
-                "give another --csv and --output, or delete that row and that folder"
-            )
-    return {cell.key: rows[cell.key] for cell in study.cells if cell.key in rows}
+        if cell.key not in known:
+            continue
+        row = known[cell.key]
+        for what, then, now in (
+            ("settings", row.get("settings") or "not told", cell.settings),
+            (f"settings in {study.config}", row.get("base") or study.base, study.base),
+        ):
+            if then != now:
+                raise ValueError(
+                    f"cell {cell.name!r}, seed {cell.seed} is finished with other {what}, in {table} or {cell.folder}:"
+                    f"\n  then {then}\n  now  {now}\n"
+                    "give another --csv and --output, or delete that row and that folder"
+                )
+    return known
 
 
 def all_rows(study: Study, table: Path) -> Rows:
@@ -81,14 +91,15 @@ def only_writer(path: Path) -> Iterator[None]:
 def results_table(study: Study, rows: Mapping[tuple[str, str], dict[str, Any]]) -> Table:
     """Step time and test accuracy a cell: means and standard deviations over the seeds, accuracy against the first."""
     table = Table(title=study.name, title_justify="left")
-    for heading in ("cell", "seeds", "step, ms", "accuracy, %", "against the first"):
+    step_column, step_label = step_time(rows.values())
+    for heading in ("cell", "seeds", f"{step_label}, ms", "accuracy, %", "against the first"):
         table.add_column(heading, justify="left" if heading == "cell" else "right")
     by_cell: dict[str, list[dict[str, Any]]] = {}
     for row in rows.values():
         by_cell.setdefault(row["cell"], []).append(row)
     first = None
     for name, own in by_cell.items():
-        step_ms = [float(row["step_ms"]) for row in own if row["step_ms"]]
+        step_ms = [float(row[step_column]) for row in own if row.get(step_column)]
         accuracy = [100 * float(row["test_accuracy"]) for row in own]
         first = statistics.mean(accuracy) if first is None else first
         difference = f"{statistics.mean(accuracy) - first:+.1f}"

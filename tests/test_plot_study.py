@@ -46,6 +46,7 @@ def table(tmp_path):
 def test_means_and_spreads_are_drawn_in_order_and_other_cells_across(table):
     figure = draw(read_points(table, "χ"), "χ")
     times, accuracy = figure.axes
+    assert [axes.get_ylabel() for axes in figure.axes] == ["median step, ms", "test accuracy, %"]  # it knows no mean
     lines = {container.get_label(): container[0] for container in times.containers}
     assert list(lines) == ["A", "B"]
     assert lines["A"].get_xdata().tolist() == [2, 4] and lines["A"].get_ydata().tolist() == [200, 400]
@@ -55,6 +56,21 @@ def test_means_and_spreads_are_drawn_in_order_and_other_cells_across(table):
     across = [line for line in times.lines if line.get_label() == "homogeneous"]
     assert across[0].get_ydata()[0] == 100
     pyplot.close(figure)
+
+
+def test_step_times_are_means_where_every_row_tells_them_and_else_medians(tmp_path):
+    """Rows of older runs know medians only, and the two are never drawn as one."""
+    path = tmp_path / "study.csv"
+    rows = ["A χ=2,0,100,110,0.5", "A χ=4,0,200,260,0.5", "B χ=2,0,,,0.5"]
+    for more, label, expected in (
+        ([], "mean step, ms", [110, 260]),
+        (["A χ=8,0,300,,0.5"], "median step, ms", [100, 200, 300]),
+    ):
+        path.write_text("\n".join(["cell,seed,step_ms,mean_step_ms,test_accuracy", *rows, *more]))
+        figure = draw(read_points(path, "χ"), "χ")
+        assert figure.axes[0].get_ylabel() == label
+        assert figure.axes[0].containers[0][0].get_ydata().tolist() == expected
+        pyplot.close(figure)
 
 
 def test_the_command_writes_a_picture_or_says_what_is_wrong(table, tmp_path):

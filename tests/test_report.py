@@ -12,8 +12,14 @@ import numpy as np
 import pytest
 from matplotlib import pyplot
 
-from scripts.report import table_rows, write_report
-from scripts.report_pictures import layers_picture, loans_picture, times_picture, work_picture
+from scripts.report import brought_rows, table_rows, write_report
+from scripts.report_pictures import (
+    layers_picture,
+    loans_over_time_picture,
+    loans_picture,
+    times_picture,
+    work_picture,
+)
 from scripts.report_run import RunFolder
 from vit_examples.balance_log import BalanceLog
 from zeroresize.telemetry import JsonLinesTelemetry, UpdateRecord
@@ -71,7 +77,8 @@ def test_the_table_tells_who_was_slow_and_what_balancing_cost(folder):
     (normal, slow) = table_rows(RunFolder.read(folder))
     assert normal[:2] == ["0", "4"] and slow[:2] == ["1", "4"]
     assert slow[2:6] == ["200.0", "100.0", "0.50", "0.50"]
-    assert normal[6:10] == ["0.0 %"] * 3 + ["0 updates"] and slow[6:10] == ["37.5 %", "0.0 %", "0.0 %", "3 updates"]
+    assert normal[6:10] == ["0.0 %"] * 3 + ["0 updates"] and slow[6:10] == ["25.0 %", "0.0 %", "0.0 %", "3 updates"]
+    # It dropped half in steps 20 to 40 of 40; what it decided at step 40 was never in force.
     assert slow[10] == "2.00 % of a step"  # 3 × 50 ms in 30 steps of 250 ms
 
 
@@ -89,13 +96,50 @@ def test_it_shows_who_lent_what_to_whom_and_what_the_step_would_have_taken(tmp_p
 
     assert run.slowest_at_full_work() == ([10, 20, 30], [pytest.approx(0.6)] * 3)
     figure = loans_picture(run)
-    assert {text.get_position(): text.get_text() for text in figure.axes[0].texts} == {(0, 1): "0.17", (2, 1): "0.17"}
+    assert {text.get_position(): text.get_text() for text in figure.axes[0].texts} == {(0, 1): "0.08", (2, 1): "0.08"}
+    pyplot.close(figure)  # a quarter in steps 20 to 30 of 30
+    figure = loans_over_time_picture(run)
+    drawn = {line.get_label(): line.get_xydata().tolist() for line in figure.axes[0].lines}
+    lent = [[10, 0], [20, 0.25], [30, 0.25], [30, 0.25]]
+    assert drawn == {"rank 1 to 0": lent, "rank 1 to 2": lent}
+    assert figure.axes[0].lines[0].get_drawstyle() == "steps-post"
     pyplot.close(figure)
     figure = work_picture(run)
     heights = [areas.get_paths()[0].get_extents().y1 for areas in figure.axes[0].collections]
     assert heights == pytest.approx([1.0, 1.0, 1.0, 1.25])  # rank 0 computes its own and a quarter more
     pyplot.close(figure)
-    assert (write_report(run, tmp_path / "report").parent / "loans.png").is_file()
+    written = {path.name for path in write_report(run, tmp_path / "report").parent.glob("loans*.png")}
+    assert written == {"loans.png", "loans-over-time.png"}
+
+
+def test_it_tells_what_balancing_brought_over_the_steps_of_which_both_times_are_known(tmp_path):
+    """Records tell of steps 10 to 30, where lines of 10, 5 and 5 steps were measured."""
+    for rank in range(2):
+        write = JsonLinesTelemetry(tmp_path / f"balance-rank{rank}.jsonl")
+        for update, busy_s in ((1, float("nan")), (2, 0.6), (3, 0.9)):
+            write(dataclasses.replace(record(rank, update, 0.0), busy_s=busy_s if rank else 0.1))
+        write.close()
+    lines = [(9, 1.0), (19, 0.3), (24, 0.4), (29, 0.6), (39, 2.0)]
+    steps = [{"kind": "step", "step": step, "step_s": step_s} for step, step_s in lines]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
+    run = RunFolder.read(tmp_path)
+    assert run.measured_and_at_full_work() == pytest.approx((0.4, 0.75))
+    page = write_report(run, tmp_path / "report").read_text()
+    assert "400.0 ms" in page and "750.0 ms" in page and "at least 1.88 times as long" in page
+    figure = times_picture(run)
+    (measured,) = figure.axes[0].patches
+    values, edges, _ = measured.get_data()
+    assert edges.tolist() == [0, 10, 20, 25, 30, 40]
+    assert values == pytest.approx([1e3 * step_s for _, step_s in lines])
+    pyplot.close(figure)
+
+
+def test_without_times_it_does_not_tell_what_balancing_brought(folder, tmp_path):
+    (folder / "metrics.jsonl").write_text("")
+    run = RunFolder.read(folder)
+    assert brought_rows(run) == [("mean step, measured and at full work", "not known")]
+    assert table_rows(run)[1][10] == "-"
+    assert write_report(run, tmp_path / "report").is_file()
 
 
 def test_what_a_rank_takes_in_is_shown_whole_below_one_that_only_lends(tmp_path):

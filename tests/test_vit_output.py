@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import io
 import json
+import math
+import shutil
+import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from fake_time import FakeTime
 from rich.console import Console
 
 pytest.importorskip("tensorboard")
 
-from vit_examples import host
+from vit_examples import code_commit, host, recorder
+from vit_examples.code_commit import commit_of_code
 from vit_examples.config import OutputConfig, RunConfig
 from vit_examples.display import Display
-from vit_examples.recorder import Recorder
+from vit_examples.recorder import Recorder, timing
 
 MANY = [0.5, 0.25, *[0.0] * 6]
 
@@ -61,10 +67,10 @@ def test_an_epoch_records_the_mean_ratio_of_each_rank(tmp_path: Path, num_ranks:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     config = RunConfig(output=OutputConfig(folder=str(tmp_path)))
-    recorder = Recorder(config, from_epoch=0, from_step=0, total_steps=2)
+    written = Recorder(config, from_epoch=0, from_step=0, total_steps=2)
     ratios = [[0.0, 0.25] + [0.0] * (num_ranks - 2), [0.0, 0.75] + [0.0] * (num_ranks - 2)]
-    recorder.epoch(epoch=0, step=1, numbers={"loss": 1.0}, ratios=ratios)
-    recorder.close({})
+    written.epoch(epoch=0, step=1, numbers={"loss": 1.0}, ratios=ratios)
+    written.close({})
     line = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert line["ratio_rank1"] == 0.5
     assert len([key for key in line if key.startswith("ratio_rank")]) == num_shown
@@ -73,10 +79,89 @@ def test_an_epoch_records_the_mean_ratio_of_each_rank(tmp_path: Path, num_ranks:
 
 
 def test_an_epoch_without_logged_steps_has_no_ratios(tmp_path: Path) -> None:
-    recorder = Recorder(RunConfig(output=OutputConfig(folder=str(tmp_path))), from_epoch=0, from_step=0, total_steps=2)
-    recorder.epoch(epoch=0, step=1, numbers={"loss": 1.0}, ratios=[])
-    recorder.close({})
+    written = Recorder(RunConfig(output=OutputConfig(folder=str(tmp_path))), from_epoch=0, from_step=0, total_steps=2)
+    written.epoch(epoch=0, step=1, numbers={"loss": 1.0}, ratios=[])
+    written.close({})
     assert json.loads((tmp_path / "metrics.jsonl").read_text()).keys() == {"kind", "epoch", "step", "loss", "ratios"}
+
+
+def test_a_runs_speed_is_that_of_all_settled_steps_and_its_median_that_of_an_undisturbed_one() -> None:
+    """Ten steps that warm up, then 90, of which 9 wait for a straggler."""
+    seconds = [5.0] * 10 + [1.0] * 9 + [0.1] * 81
+    assert timing(seconds, settle_steps=10, batch_size=38, steps_per_epoch=50) == {
+        "step_ms": pytest.approx(100),
+        "mean_step_ms": pytest.approx(190),
+        "images_per_s": pytest.approx(200),
+        "epoch_s": pytest.approx(9.5),
+    }
+    assert timing([3.0, 1.0], settle_steps=10, batch_size=1, steps_per_epoch=1)["mean_step_ms"] == 1000
+    assert all(map(math.isnan, timing([], settle_steps=10, batch_size=1, steps_per_epoch=1).values()))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_lap_is_the_mean_of_the_steps_since_the_last(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """On a GPU, where work ends at synchronisations only, of which there is one a lap."""
+    passed, synchronised = FakeTime(), []
+    monkeypatch.setattr(recorder, "time", SimpleNamespace(perf_counter=passed.clock))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: synchronised.append(passed.now_s))
+    clock = recorder.StepClock(torch.device(device))
+    laps = []
+    clock.start()
+    for lap in ([1.0, 2.0, 6.0], [4.0]):
+        for seconds in lap:
+            passed.sleep(seconds)
+            clock.tick()
+        laps.append(clock.lap())
+    passed.sleep(100.0)  # an evaluation
+    clock.start()
+    passed.sleep(5.0)
+    clock.tick()
+    assert [*laps, clock.lap()] == [3.0, 4.0, 5.0]
+    assert math.isnan(clock.lap())
+    assert clock.seconds == ([1.0, 2.0, 6.0, 4.0, 5.0] if device == "cpu" else [3.0, 3.0, 3.0, 4.0, 5.0])
+    assert synchronised == ([] if device == "cpu" else [9.0, 13.0, 118.0])
+
+
+def test_a_summary_tells_the_commit_that_the_run_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "commit_of_code", lambda: "abc1234")
+    written = Recorder(RunConfig(output=OutputConfig(folder=str(tmp_path))), from_epoch=0, from_step=0, total_steps=2)
+    monkeypatch.setattr(recorder, "commit_of_code", lambda: "def5678")
+    written.close({"steps": 2})
+    assert json.loads((tmp_path / "summary.json").read_text())["commit"] == "abc1234"
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ("-c", "user.name=tester", "-c", "user.email=tester@example.org")
+    command = ("git", *identity, *arguments)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_commit_is_that_of_the_code_and_dirty_where_the_code_was_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(code_commit, "ROOT", tmp_path)
+    for package in ("vit_examples", "zeroresize"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "code.py").write_text("1")
+    assert commit_of_code() == ""  # no checkout
+    git(tmp_path, "init", "--quiet")
+    (tmp_path / "results.csv").write_text("1")
+    git(tmp_path, "add", "results.csv")
+    git(tmp_path, "commit", "--quiet", "-m", "something else")
+    assert commit_of_code() == ""  # a checkout of something else, in which the code lies
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "--quiet", "-m", "code")
+    commit = git(tmp_path, "rev-parse", "--short", "HEAD")
+    (tmp_path / "results.csv").write_text("2")  # what studies write is no code
+    assert commit_of_code() == commit
+    (tmp_path / "zeroresize" / "new.py").write_text("1")
+    assert commit_of_code() == f"{commit}-dirty"
+    (tmp_path / "zeroresize" / "new.py").unlink()
+    (tmp_path / "vit_examples" / "code.py").write_text("2")
+    assert commit_of_code() == f"{commit}-dirty"
+    monkeypatch.setenv("PATH", str(tmp_path))  # no git there
+    assert commit_of_code() == ""
 
 
 class LeavingHost(host.Host):

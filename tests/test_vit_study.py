@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
+import shutil
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
+from rich.table import Table
 
 pytest.importorskip("yaml")
 
@@ -50,6 +54,30 @@ def test_a_cell_says_what_yaml_can_say(tmp_path: Path) -> None:
     assert load_config("demo", cell.overrides).straggler.chi == {1: 4.0}
 
 
+def test_cells_that_differ_in_any_letter_have_folders_of_their_own(tmp_path: Path) -> None:
+    grid = tmp_path / "grid.yaml"
+    grid.write_text("config: demo\ncells:\n  Pri γ=1/2: {}\n  Pri δ γ=1/2: {}\n")
+    folders = [cell.folder.parent.name for cell in study.read_study(grid, tmp_path / "runs").cells]
+    assert folders == ["Pri_γ=1-2", "Pri_δ_γ=1-2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        (
+            "cells:\n  Pri 1/2: {}\n  Pri 1-2: {}\n",
+            "cell 'Pri 1-2', seed 0, and cell 'Pri 1/2', seed 0, would both run",
+        ),
+        ("seeds: [3, 3]\ncells:\n  Pri: {}\n", "cell 'Pri', seed 3, and cell 'Pri', seed 3, would both run"),
+    ],
+)
+def test_cells_that_would_delete_each_others_runs_are_refused(tmp_path: Path, text: str, named: str) -> None:
+    grid = tmp_path / "grid.yaml"
+    grid.write_text(f"config: demo\n{text}")
+    with pytest.raises(ValueError, match=f"^{grid}: {named} in {tmp_path}/runs/grid/.*: call one of them differently"):
+        study.read_study(grid, tmp_path / "runs")
+
+
 def test_an_unfinished_run_is_cleared_before_the_cell_runs_again(
     micro_study: study.Study, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,7 +86,7 @@ def test_an_unfinished_run_is_cleared_before_the_cell_runs_again(
     (cell.folder / "metrics.jsonl").touch()
     stub_training(monkeypatch, 0)
     study.run_cell(micro_study, cell)
-    assert {path.name for path in cell.folder.iterdir()} == {"settings.yaml", "train.log"}
+    assert {path.name for path in cell.folder.iterdir()} == {"settings.yaml", "base.yaml", "train.log"}
 
 
 LONG_LOG = [f"line {number}\n" for number in range(40)]
@@ -83,9 +111,9 @@ def test_a_failed_cell_shows_its_mistakes_or_else_the_end_of_its_log(
     assert str(failed.value).endswith(f"train.log:\n{shown}")
 
 
-def finish(cell: study.Cell, ranks: int = 2) -> None:
+def finish(cell: study.Cell, **numbers: Any) -> None:
     cell.folder.mkdir(parents=True)
-    summary = {"test_accuracy": 0.5, "ranks": ranks, "versions": {"torch": "2"}}
+    summary = {"test_accuracy": 0.5, "ranks": 2, "versions": {"torch": "2"}, **numbers}
     cell.summary_file.write_text(json.dumps(summary))
     cell.settings_file.write_text(cell.settings)
 
@@ -144,6 +172,58 @@ def test_a_run_that_fails_at_its_very_end_is_not_finished(
     assert cell.row() is None
 
 
+def base_of(text: str, folder: Path) -> study.Study:
+    """A study of one cell, whose configuration is a file of that text."""
+    (folder / "base_config.yaml").write_text(text)
+    (folder / "grid.yaml").write_text(
+        f"config: {folder}/base_config.yaml\ncells:\n  Baseline: {{balance.mode: 'off'}}\n"
+    )
+    return study.read_study(folder / "grid.yaml", folder / "runs")
+
+
+@pytest.mark.parametrize("is_in_table", [True, False], ids=["row", "folder"])
+def test_what_is_finished_with_another_base_is_no_result_of_this_study(tmp_path: Path, is_in_table: bool) -> None:
+    before = base_of("training: {epochs: 2}\noutput: {folder: runs/a, save_every: 1}\n", tmp_path)
+    (cell,) = before.cells
+    finish(cell)
+    cell.base_file.write_text(before.base)
+    table = tmp_path / "table.csv"
+    if is_in_table:
+        study.write_csv(study.all_rows(before, table), table)
+        shutil.rmtree(cell.folder)
+    assert study.known_rows(before, table)[cell.key]["base"] == "{output.save_every: 1, training.epochs: 2}"
+    same = base_of("# said otherwise\noutput: {save_every: 1}\ntraining:\n  epochs: 2\n", tmp_path)
+    assert list(study.known_rows(same, table)) == [cell.key]
+    other = base_of("training: {epochs: 3}\noutput: {save_every: 1}\n", tmp_path)
+    with pytest.raises(ValueError, match=r"finished with other settings in .*base_config.yaml(.|\n)*now  .*epochs: 3"):
+        study.known_rows(other, table)
+
+
+def test_rows_of_older_tables_are_finished_and_stay_beside_newer_ones(tmp_path: Path) -> None:
+    """They tell neither base, commit nor mean step time."""
+    grid, table = tmp_path / "grid.yaml", tmp_path / "table.csv"
+    grid.write_text("config: demo\nseeds: [0, 1]\ncells:\n  Baseline: {balance.mode: 'off'}\n")
+    both = study.read_study(grid, tmp_path / "runs")
+    old, new = both.cells
+    row = {"cell": old.name, "seed": "0", "step_ms": "200.0", "test_accuracy": "0.5", "settings": old.settings}
+    study.write_csv({old.key: row}, table)
+    finish(new, step_ms=100.0, mean_step_ms=110.0, commit="abc1234-dirty")
+    new.base_file.write_text(both.base)
+    study.write_csv(study.all_rows(both, table), table)
+    rows = study.known_rows(both, table)
+    assert list(rows) == [old.key, new.key]
+    assert (rows[old.key]["base"], rows[old.key]["commit"], rows[old.key]["mean_step_ms"]) == ("", "", "")
+    assert (rows[new.key]["base"], rows[new.key]["commit"]) == (both.base, "abc1234-dirty")
+    assert shown(study.results_table(both, rows))[:2] == ["median step, ms", "150 ± 71"]
+    assert shown(study.results_table(both, {new.key: rows[new.key]}))[:2] == ["mean step, ms", "110"]
+
+
+def shown(table: Table) -> list[str]:
+    """The heading of the step time, and every cell of that column."""
+    column = table.columns[2]
+    return [str(column.header), *map(str, column.cells)]
+
+
 @pytest.mark.parametrize("same", ["table", "runs"])
 def test_two_studies_never_write_the_same(tmp_path: Path, micro_study: study.Study, same: str) -> None:
     finish(micro_study.cells[0])
@@ -178,5 +258,10 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch: 
         finish(cell)
 
     monkeypatch.setattr(study, "run_cell", run)
-    assert study.run_study(both, table, Console(quiet=True)) == ["cell 'Baseline', seed 0 failed"]
+    stream = io.StringIO()
+    assert study.run_study(both, table, Console(file=stream)) == ["cell 'Baseline', seed 0 failed"]
     assert written(table) == [("Baseline", "1")]
+    assert stream.getvalue().splitlines() == [
+        "1/2 failed: Baseline, seed 0, 0:00:00; left ?",
+        "2/2 finished: Baseline, seed 1, 0:00:00; left 0:00:00",
+    ]

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,15 +16,16 @@ pytest.importorskip("transformers")
 pytest.importorskip("pyarrow")
 
 import torch
+from fake_time import FakeTime
 from rich.console import Console
 from test_vit_data import write_parquet
 
-from vit_examples import demo
+from vit_examples import demo, recorder
 from vit_examples.checkpoint import Progress, newest_checkpoint
 from vit_examples.config_file import config_to_dict, load_config
 from vit_examples.data import Split
 from vit_examples.run_folder import changed_settings, checkpoint_to_resume
-from vit_examples.train import Run, main
+from vit_examples.train import Run, main, train_epoch
 
 ROOT = Path(__file__).resolve().parent.parent
 HOSTS = ("torch", pytest.param("colossalai", marks=pytest.mark.colossalai))
@@ -114,6 +116,10 @@ def test_a_run_leaves_its_numbers(host: str, pictures: Path, finished_runs: dict
     assert summary["steps"] == NUM_STEPS
     assert summary["ranks"] == 2
     assert summary["step_ms"] > 0
+    assert summary["epoch_s"] == pytest.approx(4 * summary["mean_step_ms"] / 1e3)
+    assert summary["images_per_s"] == pytest.approx(8 / (summary["mean_step_ms"] / 1e3))
+    assert summary["steps_timed"] == NUM_STEPS
+    assert isinstance(summary["commit"], str)
     assert 0 <= summary["test_accuracy"] <= 1
     assert summary["versions"]["torch"]
     assert list((output / "tensorboard").iterdir())
@@ -227,6 +233,35 @@ def test_the_steps_in_all_are_those_done_and_those_left() -> None:
     anything: Any = None
     run = Run(config, anything, anything, split, split, Progress(2, 20), anything, anything)
     assert run.total_steps == 20 + 3 * 5
+
+
+@pytest.mark.parametrize("num_epochs_before", [0, 1], ids=["begun", "resumed"])
+def test_logged_times_hold_every_step(monkeypatch: pytest.MonkeyPatch, num_epochs_before: int) -> None:
+    """Also those right after an update, which no logged step follows, and those at the end of an epoch of 7 steps."""
+    passed, steps_s, logged = FakeTime(), [1.0, 4.0, 1.0, 5.0, 1.0, 1.0, 3.0], []
+    monkeypatch.setattr(recorder, "time", SimpleNamespace(perf_counter=passed.clock))
+    monkeypatch.setattr("vit_examples.train.backward", lambda *_: torch.zeros(()))
+    config = load_config("demo", ["output.log_every=3", "training.batch_size=8", "data.train_size=56"])
+    remaining_s = iter(steps_s * 2)
+    host: Any = SimpleNamespace(
+        model=torch.nn.Linear(1, 1), set_lr=lambda lr: None, step=lambda: passed.sleep(next(remaining_s))
+    )
+    balancer: Any = SimpleNamespace(step=lambda: None, metrics=lambda: {"balance/ratio": 0.0})
+    log: Any = SimpleNamespace(step=lambda **line: logged.append((line["step"], line["step_s"])))
+    display: Any = SimpleNamespace(step=lambda epoch: None)
+    split = Split(torch.zeros(56, 3, 32, 32, dtype=torch.uint8), torch.zeros(56, dtype=torch.int64))
+    clock = recorder.StepClock(torch.device("cpu"))
+    anything: Any = None
+    progress = Progress(num_epochs_before, 7 * num_epochs_before)
+    run = Run(config, host, balancer, split, split, progress, clock, anything, log)
+    for epoch in range(num_epochs_before, 2):
+        train_epoch(run, epoch, display)
+        run.progress = Progress(epoch + 1, run.progress.steps + 7)
+        passed.sleep(100.0)  # an evaluation
+    first = [(2, 2.0), (5, 7 / 3), (6, 3.0)]
+    second = [(8, 2.5), (11, 7 / 3), (13, 2.0)]
+    expected = second if num_epochs_before else first + second
+    assert logged == [(step, pytest.approx(step_s)) for step, step_s in expected]
 
 
 @pytest.mark.usefixtures("as_rank_0_of_2")

@@ -79,11 +79,7 @@ def load_config(name: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ValueError: if there is no such file, or a key or value is wrong.
     """
-    path = Path(name)
-    if not path.is_file():
-        path = CONFIG_FOLDER / f"{name}.yaml"
-    if not path.is_file():
-        raise ValueError(f"--config {name}: no such file; by bare name there are {available_configs()}")
+    path = config_path(name)
     document = read_yaml(path)
     changed = document
     for override in overrides:
@@ -94,6 +90,18 @@ def load_config(name: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         if str(error) == _mistake_in(document):
             raise ValueError(f"{path.name}: {error}") from error
         raise
+
+
+def config_path(name: str | Path) -> Path:
+    """The YAML file of that path, or else of that bare name in ``configs/``.
+
+    Raises:
+        ValueError: if there is neither.
+    """
+    for path in (Path(name), CONFIG_FOLDER / f"{name}.yaml"):
+        if path.is_file():
+            return path
+    raise ValueError(f"--config {name}: no such file; by bare name there are {available_configs()}")
 
 
 def config_from_dict(document: Any) -> RunConfig:

@@ -8,12 +8,14 @@ import math
 import platform
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from vit_examples.code_commit import commit_of_code
 from vit_examples.config import RunConfig
 from vit_examples.config_file import config_to_dict
 from zeroresize.json_lines import JsonLines, without_nan
@@ -23,12 +25,12 @@ _PACKAGES = ("torch", "colossalai", "transformers", "numpy")
 
 
 class StepClock:
-    """Seconds of every iteration, by wall clock. A GPU is synchronised once in ``every`` steps, which then share the
+    """Seconds of every iteration, by wall clock. A GPU is synchronised at each :meth:`lap`, whose iterations share the
     time evenly; a CPU needs no synchronisation."""
 
-    def __init__(self, device: torch.device, every: int) -> None:
-        self._is_gpu, self._every = device.type == "cuda", every
-        self._pending = 0
+    def __init__(self, device: torch.device) -> None:
+        self._is_gpu = device.type == "cuda"
+        self._pending = self._num_told = 0
         self.seconds: list[float] = []
 
     def start(self) -> None:
@@ -38,10 +40,19 @@ class StepClock:
     def tick(self) -> None:
         """An iteration is over."""
         self._pending += 1
-        if self._is_gpu:
-            if self._pending < self._every:
-                return
+        if not self._is_gpu:
+            self._time_pending()
+
+    def lap(self) -> float:
+        """Mean seconds of the iterations since the last lap; NaN for none."""
+        if self._pending:  # on a GPU
             torch.cuda.synchronize()
+            self._time_pending()
+        since = self.seconds[self._num_told :]
+        self._num_told = len(self.seconds)
+        return statistics.fmean(since) if since else math.nan
+
+    def _time_pending(self) -> None:
         now = time.perf_counter()
         self.seconds += [(now - self._began) / self._pending] * self._pending
         self._began, self._pending = now, 0
@@ -67,11 +78,12 @@ class Recorder:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._lines = JsonLines(self._folder / "metrics.jsonl", lambda line: line["epoch"] < from_epoch)
         self._board = SummaryWriter(str(self._folder / "tensorboard"), purge_step=from_step)
+        self._commit = commit_of_code()  # now: by the end of the run the files may be others
         described = {**config_to_dict(config), "total_steps": total_steps}
         (self._folder / "config.json").write_text(json.dumps(described, indent=1), encoding="utf-8")
 
     def step(self, *, epoch: int, step: int, loss: Tensor, lr: float, step_s: float, balance: dict[str, float]) -> None:
-        """One logged step; ``step_s`` is NaN where no time was taken yet."""
+        """One logged step; ``step_s`` is the mean of the steps since the last logged one, in seconds."""
         numbers = {"loss": loss.item(), "lr": lr, "step_s": step_s, **balance}
         self._lines.write({"kind": "step", "epoch": epoch, "step": step, **numbers})
         self._show(numbers, "train/", step)
@@ -87,8 +99,8 @@ class Recorder:
         self._show(numbers, "epoch/", step)
 
     def close(self, summary: dict[str, Any]) -> None:
-        """Write ``summary.json``, whole or not at all, with the versions and the configuration added."""
-        summary = {**summary, "versions": _versions(), "config": config_to_dict(self._config)}
+        """Write ``summary.json``, whole or not at all, with commit, versions and configuration added."""
+        summary = {**summary, "commit": self._commit, "versions": _versions(), "config": config_to_dict(self._config)}
         unfinished = self._folder / "unfinished-summary.json"
         unfinished.write_text(json.dumps(without_nan(summary), indent=1), encoding="utf-8")
         unfinished.replace(self._folder / "summary.json")
@@ -101,10 +113,24 @@ class Recorder:
                 self._board.add_scalar(name if "/" in name else prefix + name, value, step)
 
 
-def settled_median(seconds: list[float], settle_steps: int) -> float:
-    """Median without the first ``settle_steps``, at most half; NaN for nothing."""
-    settled = seconds[min(settle_steps, len(seconds) // 2) :]
-    return statistics.median(settled) if settled else math.nan
+def timing(seconds: Sequence[float], *, settle_steps: int, batch_size: int, steps_per_epoch: int) -> dict[str, float]:
+    """What a run's iterations, of so many ``seconds`` each, say of its speed; NaN where there are none.
+
+    ``step_ms`` is their median, an undisturbed step, and ``mean_step_ms`` their mean, which also holds the steps before
+    a plan follows a straggler. ``images_per_s`` and ``epoch_s``, the seconds of training of an epoch without evaluation
+    and checkpoints, come from the mean.
+
+    Args:
+        settle_steps: so many first iterations, at most half, are left out.
+    """
+    settled = seconds[min(settle_steps, len(seconds) // 2) :] or [math.nan]
+    mean_s = statistics.fmean(settled)
+    return {
+        "step_ms": 1e3 * statistics.median(settled),
+        "mean_step_ms": 1e3 * mean_s,
+        "images_per_s": batch_size / mean_s,
+        "epoch_s": mean_s * steps_per_epoch,
+    }
 
 
 def _versions() -> dict[str, str]:

@@ -38,7 +38,7 @@ from vit_examples.display import Display
 from vit_examples.dry_run import dry_run
 from vit_examples.host import Host
 from vit_examples.model import classification_loss, num_correct
-from vit_examples.recorder import Recorder, StepClock, settled_median
+from vit_examples.recorder import Recorder, StepClock, timing
 from vit_examples.run_folder import checkpoint_folder, checkpoint_to_resume
 from vit_examples.straggling import stragglers
 
@@ -89,7 +89,7 @@ def prepare(config: RunConfig, *, resume: bool) -> Run:
     dist.barrier()  # all ranks have looked at the folder before anyone writes into it
     balance_log = BalanceLog(Path(config.output.folder), host.rank, from_step=progress.steps)
     balancer.on_update = balance_log
-    clock = StepClock(host.device, config.output.log_every)
+    clock = StepClock(host.device)
     run = Run(config, host, balancer, train, test, progress, clock, balance_log)
     if host.rank == 0:
         run.recorder = Recorder(
@@ -126,10 +126,13 @@ def train(run: Run) -> dict[str, Any]:
                     layout=layout_of(config, host.num_ranks),
                     keep=config.output.keep,
                 )
-    step_s = settled_median(run.clock.seconds, config.output.settle_steps)
     summary = {
-        "step_ms": 1e3 * step_s,
-        "images_per_s": config.training.batch_size / step_s,
+        **timing(
+            run.clock.seconds,
+            settle_steps=config.output.settle_steps,
+            batch_size=config.training.batch_size,
+            steps_per_epoch=run.steps_per_epoch,
+        ),
         "test_accuracy": accuracy,
         "epochs": run.progress.epochs,
         "steps": run.progress.steps,
@@ -144,7 +147,10 @@ def train(run: Run) -> dict[str, Any]:
 
 
 def train_epoch(run: Run, epoch: int, display: Display) -> float:
-    """Train on every batch of an epoch; returns the mean loss."""
+    """Train on every batch of an epoch; returns the mean loss.
+
+    Logged are one step in ``output.log_every``, and the last: so the times that are logged hold every step.
+    """
     training, host, log_every = run.config.training, run.host, run.config.output.log_every
     losses: list[Tensor] = []
     host.model.train()
@@ -164,11 +170,11 @@ def train_epoch(run: Run, epoch: int, display: Display) -> float:
         run.balancer.step()
         run.clock.tick()
         display.step(epoch + 1)
-        if (step + 1) % log_every == 0:
+        if (step + 1) % log_every == 0 or number + 1 == run.steps_per_epoch:
+            step_s = run.clock.lap()
             balance = run.balancer.metrics()
             run.trace.append(balance["balance/ratio"])
             if run.recorder is not None:
-                step_s = run.clock.seconds[-1] if run.clock.seconds else math.nan
                 run.recorder.step(epoch=epoch, step=step, loss=losses[-1], lr=lr, step_s=step_s, balance=balance)
     return torch.stack(losses).mean().item()
 
@@ -206,9 +212,10 @@ def report_epoch(run: Run, epoch: int, loss: float, accuracy: float, display: Di
         return
     ratios = [list(step) for step in zip(*(trace for trace, _ in gathered), strict=True)]
     found = [rank for rank, (_, is_straggler) in enumerate(gathered) if is_straggler]
-    step_ms = 1e3 * statistics.median(run.clock.seconds[-run.steps_per_epoch :] or [math.nan])
+    seconds = run.clock.seconds[-run.steps_per_epoch :]
+    step_ms, mean_step_ms = 1e3 * statistics.median(seconds), 1e3 * statistics.fmean(seconds)
     last_step = run.progress.steps + run.steps_per_epoch - 1
-    numbers = {"loss": loss, "step_ms": step_ms, "test_accuracy": accuracy}
+    numbers = {"loss": loss, "step_ms": step_ms, "mean_step_ms": mean_step_ms, "test_accuracy": accuracy}
     run.recorder.epoch(epoch=epoch, step=last_step, numbers=numbers, ratios=ratios)
     display.epoch(epoch + 1, loss, step_ms, accuracy, ratios[-1] if ratios else [], found)
 
