@@ -1,5 +1,7 @@
 """Migration in Colossal-AI's ViT: losses and all gradients are those of the model in which nothing migrates."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +9,7 @@ from colossalai_host import Host
 from test_colossalai_vit import batch, small_vit
 
 import zeroresize as zr
+from zeroresize.config import MIGRATIONS
 
 EXACT = {torch.float64: 1e-10, torch.float32: 1e-5}
 
@@ -21,45 +24,79 @@ def relative_errors(pairs):
     return [((found - expected).norm() / expected.norm().clamp_min(least)).item() for expected, found in pairs]
 
 
-def errors_of_steps(group, migrate, ratio, owners, dtype):
-    """Relative differences of losses and gradients over five steps of two micro-batches, every other checkpointed."""
+def divisible_vit(dtype):
+    """One block, whose heads and features divide by 2, 3 and 4 ranks, as the labels do."""
+    sizes = {"hidden_size": 48, "num_attention_heads": 12, "intermediate_size": 96, "num_labels": 12}
+    return small_vit(**sizes, num_hidden_layers=1, attn_implementation="sdpa").to(dtype)
+
+
+class Training:
+    """A sharded ViT, plain or with columns that migrate as ``config`` says."""
+
+    def __init__(self, host, dtype, **config):
+        self.model = host.shard(divisible_vit(dtype))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
+        self.balancer = None
+        if config:
+            config = zr.BalanceConfig(mode="mig", **config)
+            zr.convert(self.model, process_group=host.group, config=config)
+            self.balancer = zr.Balancer(self.model, self.optimizer, process_group=host.group, config=config)
+
+    def accumulate(self, batches, step):
+        """The losses of a step's micro-batches; gradients add up."""
+        if step % 2:
+            self.model.gradient_checkpointing_enable({"use_reentrant": step == 3})
+        else:
+            self.model.gradient_checkpointing_disable()
+        losses = []
+        for images, labels in batches:
+            loss = F.cross_entropy(self.model(images.requires_grad_(True)).logits, labels)
+            loss.backward()
+            losses.append(loss.item())
+        return losses
+
+    def gradients(self):
+        return [weight.grad for weight in self.model.parameters() if weight.grad is not None]
+
+    def step(self):
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.balancer is not None:
+            self.balancer.step()
+
+
+def errors_of_steps(group, dtype, owners, settings):
+    """Relative differences of losses and gradients over five steps of two micro-batches, every other checkpointed.
+
+    The largest of each setting (way of migrating, γ), all of them beside one plain model.
+    """
     host = Host(group)
-    plain, migrated = (host.shard(small_vit(num_labels=8, attn_implementation="sdpa").to(dtype)) for _ in range(2))
-    config = zr.BalanceConfig(mode="mig", migrate=migrate, ratio=ratio, ranks=owners)
-    zr.convert(migrated, process_group=group, config=config)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (plain, migrated)]
-    balancer = zr.Balancer(migrated, optimizers[1], process_group=group, config=config)
-    errors = []
+    plain = Training(host, dtype)
+    migrated = {(way, ratio): Training(host, dtype, migrate=way, ratio=ratio, ranks=owners) for way, ratio in settings}
+    errors = dict.fromkeys(migrated, 0.0)
     for step in range(5):
-        for micro_batch in range(2):
-            images, labels = batch(10 * step + micro_batch, dtype)
-            losses = []
-            for model in (plain, migrated):
-                if step % 2:
-                    model.gradient_checkpointing_enable({"use_reentrant": step == 3})
-                else:
-                    model.gradient_checkpointing_disable()
-                losses.append(F.cross_entropy(model(images.requires_grad_(True)).logits, labels))
-                losses[-1].backward()
-            errors.append(abs(losses[1].item() - losses[0].item()) / losses[0].item())
-        gradients = [
-            (one.grad, other.grad) for one, other in zip(plain.parameters(), migrated.parameters(), strict=True)
-        ]
-        errors += relative_errors([pair for pair in gradients if pair[0] is not None])
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        balancer.step()
-    assert balancer.metrics()["balance/lent_share"] + balancer.metrics()["balance/borrowed_share"] > 0.0
-    return max(errors)
+        batches = [batch(10 * step + micro_batch, dtype) for micro_batch in range(2)]
+        expected = plain.accumulate(batches, step)
+        for setting, training in migrated.items():
+            losses = training.accumulate(batches, step)
+            of_losses = [abs(found / loss - 1.0) for loss, found in zip(expected, losses, strict=True)]
+            pairs = list(zip(plain.gradients(), training.gradients(), strict=True))
+            errors[setting] = max(errors[setting], *of_losses, *relative_errors(pairs))
+        for training in (plain, *migrated.values()):
+            training.step()
+    for training in migrated.values():
+        metrics = training.balancer.metrics()
+        assert metrics["balance/lent_share"] + metrics["balance/borrowed_share"] > 0.0
+    return errors
 
 
-@pytest.mark.parametrize("migrate", ["broadcast-reduce", "scatter-gather"])
-@pytest.mark.parametrize(("num_ranks", "owners"), [(2, [0]), (4, [1]), (4, [0, 3])])
-@pytest.mark.parametrize(("ratio", "dtype"), [(0.25, torch.float64), (1.0, torch.float64), (0.5, torch.float32)])
-def test_training_is_exact(run_ranks, migrate, num_ranks, owners, ratio, dtype):
-    errors = run_ranks(lambda rank, group: errors_of_steps(group, migrate, ratio, owners, dtype), num_ranks)
-    assert max(errors) <= EXACT[dtype]
+@pytest.mark.parametrize(("num_ranks", "owners"), [(2, [0]), (3, [1]), (3, [0, 2]), (4, [1]), (4, [0, 3])])
+@pytest.mark.parametrize(("dtype", "ratios"), [(torch.float64, (0.25, 0.5, 0.75, 1.0)), (torch.float32, (0.5, 1.0))])
+def test_training_is_exact(run_ranks, num_ranks, owners, dtype, ratios):
+    settings = list(itertools.product(MIGRATIONS, ratios))
+    train = lambda rank, group: errors_of_steps(group, dtype, owners, settings)  # noqa: E731
+    for errors in run_ranks(train, num_ranks, timeout_s=110):
+        assert max(errors.values()) <= EXACT[dtype], errors
 
 
 @pytest.mark.parametrize("migrate", ["broadcast-reduce", "scatter-gather"])

@@ -92,9 +92,8 @@ class Lender:
 
     @property
     def bytes_held(self) -> int:
-        """Memory of the buffers that migration uses again and again, and of the x that one forward keeps."""
-        kept = sum(layer.loans.bytes_kept for layer in self._layers.values() if layer.loans is not None)
-        return self._buffers.bytes_held + kept
+        """Memory that migration uses again and again, for what forwards keep of other ranks' x too."""
+        return self._buffers.bytes_held
 
     @property
     def bytes_moved(self) -> int:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
+from zeroresize.migration.pool import Pool
+
 
 class Buffers:
     """Tensors by name. Taking one that is still being sent waits for it."""
@@ -16,6 +18,7 @@ class Buffers:
         self._tensors: dict[Hashable, Tensor] = {}
         self._sending: dict[int, list[Work]] = {}
         self._held: dict[Hashable, tuple[Tensor, tuple[Work, ...]]] = {}
+        self._kept = Pool()
 
     def take(self, name: Hashable, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """A tensor of ``shape`` with the dtype and device of ``like``; what it holds is left over.
@@ -45,6 +48,10 @@ class Buffers:
                 work.wait()
         self._held[name] = tensor, tuple(works)
 
+    def keep(self, tensor: Tensor) -> Tensor:
+        """A copy of ``tensor``, contiguous, for as long as autograd or anybody else needs it."""
+        return self._kept.copy(tensor)
+
     def finish_sending(self) -> None:
         """Wait until all that was sent has left."""
         for works in (*self._sending.values(), *(works for _, works in self._held.values())):
@@ -57,11 +64,12 @@ class Buffers:
         """Give the memory back."""
         self.finish_sending()
         self._tensors.clear()
+        self._kept.clear()
 
     @property
     def bytes_held(self) -> int:
         tensors = (*self._tensors.values(), *(tensor for tensor, _ in self._held.values()))
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors) + self._kept.bytes_held
 
     def _wait_for(self, tensor: Tensor) -> None:
         for work in self._sending.pop(tensor.untyped_storage().data_ptr(), ()):

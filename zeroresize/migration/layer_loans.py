@@ -47,7 +47,6 @@ class LayerLoans:
 
     Attributes:
         lends: whether this rank is the owner of one of the loans.
-        bytes_kept: what the last forward kept of other ranks' x for its backward.
     """
 
     def __init__(
@@ -67,7 +66,6 @@ class LayerLoans:
         self._homebound = weight
         self._rank = carrier.rank
         self.lends = any(loan.route.owner == self._rank for loan in loans)
-        self.bytes_kept = 0
 
     # ---- weights, once a step ----------------------------------------------------------------------------------------
 
@@ -231,10 +229,9 @@ class LayerLoans:
             part_TN = None
             if w_Nm is not None:
                 assert x_Tm is not None
-                kept.append(x_Tm.clone(memory_format=torch.contiguous_format))
+                kept.append(self._carrier.buffers.keep(x_Tm))
                 part_TN = self._probes.product(kernels.forward, kept[-1], w_Nm, None, None)
             self._add_to_y(loan, y_TN, part_TN, expected)
-        self.bytes_kept = sum(x_Tm.numel() * x_Tm.element_size() for x_Tm in kept)
         return y_TN, kept
 
     def row_backward(
