@@ -142,13 +142,14 @@ def main() -> None:
         from scripts.control_ranks import measured
 
         for name, scenario in scenarios.items():
-            steps, ratios, baseline = measured(
-                scenario.chi, scenario.updates, scenario.noise, config, hidden=arguments.hidden
-            )
-            table.add_row(*row(name, scenario, int(os.environ["WORLD_SIZE"]), [(steps, ratios)], baseline))
+            found = measured(scenario.chi, scenario.updates, scenario.noise, config, hidden=arguments.hidden)
+            outcomes = [(found.step_ratios, found.ratios)]
+            table.add_row(*row(name, scenario, int(os.environ["WORLD_SIZE"]), outcomes, found.baseline_ratios))
             if os.environ["RANK"] == "0":
-                for rank, own in enumerate(zip(*ratios, strict=True)):
-                    print(f"{name}: γ of rank {rank} after every update: " + " ".join(f"{gamma:.2f}" for gamma in own))
+                for what, traces in (("γ", found.ratios), ("χ by the machine itself", found.own_chi)):
+                    for rank, own in enumerate(zip(*traces, strict=True)):
+                        values = " ".join(f"{value:.2f}" for value in own)
+                        print(f"{name}: {what}, of rank {rank}, after every update: {values}")
         if os.environ["RANK"] != "0":
             return
     else:

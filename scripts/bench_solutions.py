@@ -186,12 +186,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="in a window")
     parser.add_argument("--updates", type=int, default=6, help="for every loop to settle, before it is measured")
     parser.add_argument("--update-every", type=int, default=5)
+    parser.add_argument("--tolerance", type=float, default=0.1, help="SEMI's steps may take half of it longer")
     parser.add_argument("--migrate", choices=("broadcast-reduce", "scatter-gather"), default="broadcast-reduce")
     arguments = parser.parse_args()
 
     ranks = ColossalAIRanks()
     shape = ModelConfig(hidden_size=arguments.hidden, depth=arguments.depth, num_heads=12)
-    config = zr.BalanceConfig(mode="off", update_every=arguments.update_every, migrate=arguments.migrate)
+    config = zr.BalanceConfig(
+        mode="off", update_every=arguments.update_every, migrate=arguments.migrate, tolerance=arguments.tolerance
+    )
     if arguments.unequal:
         all_chis = [arguments.unequal]
         solutions = fixed_lambdas(sum(chi > 1 for chi in arguments.unequal))
@@ -215,7 +218,8 @@ def main() -> None:
         )
         slowness = "-".join(f"{chi:g}" for chi in arguments.unequal or arguments.chi)
         kind = "lambda" if arguments.unequal else "solutions"
-        name = f"{kind}_e{ranks.num_ranks}_h{arguments.hidden}_b{arguments.batch}_{arguments.migrate}_chi{slowness}"
+        setting = f"e{ranks.num_ranks}_h{arguments.hidden}_b{arguments.batch}_t{arguments.tolerance:g}"
+        name = f"{kind}_{setting}_{arguments.migrate}_chi{slowness}"
         save(name, {"arguments": vars(arguments), "rows": rows, "prediction_error": statistics.median(errors)})
     dist.destroy_process_group()
 

@@ -14,6 +14,7 @@ from zeroresize.config import PRIORITIES
 from zeroresize.plan import LayerPlan
 
 COLUMNS = {"one": 6, "two": 8, "three": 5}
+KINDS = [*({"priority": priority} for priority in PRIORITIES), {"priority": "variation", "snapshot": "bf16"}]
 
 
 def layers_of_one_rank(group, names=tuple(COLUMNS)):
@@ -182,6 +183,22 @@ def test_a_forward_that_overflows_tells_nothing(run_ranks):
     run_ranks(check, 1)
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind.values()))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_layers_of_any_precision_have_a_statistic(run_ranks, dtype, kind):
+    def check(rank, group):
+        layer = zr.ColumnParallelLinear(6, 8, process_group=group, dtype=dtype)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        statistic = build_statistic(zr.BalanceConfig(mode="zero-pri", **kind), {"layer": layer}, optimizer)
+        for step in range(2):
+            statistic.begin_step(step)
+            layer(random(4, 6, seed=step).to(dtype)).square().mean().backward()
+            optimizer.step()
+        return bool(np.isfinite(statistic.take()["layer"]).all())
+
+    assert run_ranks(check, 1) == [True]
+
+
 def test_activation_norms_sample_the_first_step_of_every_epoch_of_the_balancer(run_ranks):
     """However short it is, and however often is decided; a change of plan within a step changes nothing."""
 
@@ -263,8 +280,6 @@ def test_path_length_does_not_count_steps_that_freezing_takes_back(run_ranks):
 
 
 # ---- all of them ----------------------------------------------------------------------------------------------------
-
-KINDS = [*({"priority": priority} for priority in PRIORITIES), {"priority": "variation", "snapshot": "bf16"}]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind.values()))

@@ -163,6 +163,21 @@ def test_noise_of_a_tenth_neither_holds_a_straggler_back_nor_lets_it_wander(num_
         assert updates <= 3 and swing <= 0.05
 
 
+@pytest.mark.parametrize("chi", [1.2, 1.4, 1.6])
+def test_a_rank_that_is_slow_for_an_interval_only_is_left_alone(chi):
+    """As ranks of shared machines are, now and then."""
+    brief = cluster(chi=lambda step: (1.0, chi if 50 <= step < 60 else 1.0))
+    assert max(update[1] for update in simulate(BalanceConfig(mode="zero-rd"), brief, 200).ratios) == 0.0
+
+
+@pytest.mark.parametrize("chi", [1.2, 1.4, 1.6])
+def test_a_rank_that_stays_a_little_slow_prunes_from_the_third_update_on(chi):
+    ratios = simulate(
+        BalanceConfig(mode="zero-rd"), cluster(chi=lambda step: (1.0, chi if step >= 50 else 1.0)), 200
+    ).ratios
+    assert settling([update[1] for update in ratios], 5, 20)[0] == 3 and ratios[-1][1] > 0.0
+
+
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_a_straggler_of_drifting_speed_costs_little_more_than_its_own_drift(num_ranks):
     """χ between 1 and 4 over 320 steps: decisions are two updates late, in which it drifts by at most 0.6."""

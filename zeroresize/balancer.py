@@ -129,7 +129,16 @@ class Balancer:
         self._begin_step()
 
     def epoch_end(self) -> None:
-        """An epoch is over: columns are chosen anew. Called by :meth:`step` where ``iters_per_epoch`` is set."""
+        """An epoch is over: columns are chosen anew. Called by :meth:`step` where ``iters_per_epoch`` is set.
+
+        In modes that migrate it is collective: who computes for whom must be agreed on before anybody sends anything.
+
+        Raises:
+            ValueError: in modes that migrate, if the ranks of the group hold different plans.
+            RuntimeError: in modes that migrate, if not all ranks come.
+        """
+        if self._lender is not None and not self._is_closed:
+            self._decision.require_agreement(self._agreed)
         self._end_epoch()
         self._change_plan()
 

@@ -169,7 +169,7 @@ class ActivationNorms(ColumnStatistic):
         fresh = {}
         for name, layer in self._layers.items():
             mean_squares_K = self._squares[name] / self._num_tokens[name]  # NaN where there were none
-            norms_K = torch.linalg.vector_norm(layer.weight.detach(), dim=0, dtype=torch.float32)
+            norms_K = _norms_of_columns(layer.weight.detach())
             fresh[name] = (norms_K * mean_squares_K.sqrt()).to("cpu", torch.float64).numpy()
             self._squares[name].zero_()
             self._num_tokens[name].zero_()
@@ -199,7 +199,7 @@ class ActivationNorms(ColumnStatistic):
         @torch.no_grad()
         def watch(x: Tensor) -> None:
             x_TK = x.detach().reshape(-1, x.shape[-1])
-            squares_K = torch.linalg.vector_norm(x_TK, dim=0, dtype=torch.float32).square()
+            squares_K = _norms_of_columns(x_TK).square()
             is_finite = squares_K.isfinite().all()  # stays on the device
             self._squares[name] += squares_K.where(is_finite, 0.0)
             self._num_tokens[name] += is_finite * x_TK.shape[0]
@@ -209,6 +209,11 @@ class ActivationNorms(ColumnStatistic):
     @staticmethod
     def _zeros(layer: BalancedLinear) -> Tensor:
         return torch.zeros(layer.num_columns, dtype=torch.float32, device=layer.weight.device)
+
+
+def _norms_of_columns(x_TK: Tensor) -> Tensor:
+    """[K], in single precision at least."""
+    return torch.linalg.vector_norm(x_TK, dim=0, dtype=torch.promote_types(x_TK.dtype, torch.float32))
 
 
 class PathLength(ColumnStatistic):

@@ -25,8 +25,11 @@ def smoothed(average: float, sample: float, weight: float) -> float:
 
 #: A change of γ as large as this is carried out at once; a smaller one has to be wanted twice.
 LARGE_CHANGE = 0.1
-#: A rank that prunes nothing starts at once with a γ as large as this; a smaller one has to be wanted twice.
-LARGE_START = 0.3
+#: A rank that prunes nothing starts at once with a γ as large as this, that of χ = 2; a smaller one has to be wanted
+#: twice: on a shared machine a rank takes 1.3 times as long for a second or two now and then.
+LARGE_START = 0.5
+#: A γ that falls by so much, to less than so much, falls to 0.
+_FAR = 0.3
 
 
 def steadied(current: float, wanted: float, wanted_before: float, dead_band: float) -> float:
@@ -34,10 +37,10 @@ def steadied(current: float, wanted: float, wanted_before: float, dead_band: flo
 
     Letting go, large starts and large changes happen at once. Smaller ones happen when two updates in a row want them
     in the same direction, and then go as far as both do; within ``dead_band`` nothing changes. A fall from far above to
-    less than a large start is letting go: of the little that was computed up there nothing finer can be told.
+    a small γ is letting go: of the little that was computed up there nothing finer can be told.
     """
     change, change_before = wanted - current, wanted_before - current
-    if change <= -LARGE_START and wanted < LARGE_START:
+    if change <= -_FAR and wanted < _FAR:
         return 0.0
     if wanted == 0.0 or abs(change) >= (LARGE_CHANGE if current > 0.0 else LARGE_START):
         return wanted

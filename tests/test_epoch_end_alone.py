@@ -1,0 +1,46 @@
+"""``epoch_end`` on some ranks only, in modes that migrate: an error on every rank, and nothing computed from it."""
+
+import datetime
+
+import pytest
+import torch
+import torch.distributed as dist
+from virtual_training import Run
+
+from zeroresize.cpu_group import CpuGroup
+
+
+@pytest.mark.parametrize("mode", ["mig", "semi"])
+@pytest.mark.parametrize("alone", [0, 1])
+def test_an_epoch_that_ends_on_one_rank_only_is_an_error_on_every_rank(run_ranks, monkeypatch, mode, alone):
+    """Who ends it says who did not come; who trains on finds nobody to sum with, instead of that one's weights."""
+    monkeypatch.setattr(CpuGroup, "MEETING_S", 1.0)
+
+    def train(rank, group):
+        impatient = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=3))
+        run = Run(impatient, mode=mode, update_every=5, **({"budget": 0.0} if mode == "semi" else {}))
+        run.time.chi = 4.0 if rank == 1 else 1.0
+        run.steps(23)
+        loans = run.balancer.plan.loans
+        weights = run.model.up.weight.detach().clone()
+        with pytest.raises(RuntimeError) as error:
+            if rank == alone:
+                run.balancer.epoch_end()
+            run.steps(5)
+        return bool(loans), str(error.value), torch.equal(run.model.up.weight, weights)
+
+    results = run_ranks(train, 2, timeout_s=20)
+    assert all(lends and is_unchanged for lends, _, is_unchanged in results)
+    assert f"ranks [{1 - alone}] of the group did not come" in results[alone][1]
+
+
+@pytest.mark.parametrize("mode", ["mig", "semi"])
+def test_an_epoch_that_ends_on_every_rank_goes_on(run_ranks, mode):
+    def train(rank, group):
+        run = Run(group, mode=mode, update_every=5)
+        run.time.chi = 4.0 if rank == 1 else 1.0
+        run.steps(23)
+        run.balancer.epoch_end()
+        return bool(run.balancer.plan.loans), len(run.steps(12))
+
+    assert run_ranks(train, 2, timeout_s=20) == [(True, 12)] * 2
