@@ -1,8 +1,8 @@
 """How the controller meets stragglers that come, go, drift and are noisy: python -m scripts.bench_control
 
 Simulated, with the policy code that training runs, for 2, 4 and 8 ranks, what is noisy with several seeds, of which the
-worst settling and the largest swing are told. Under torchrun the same scenarios run for
-real, in a ViT under Colossal-AI with sleeps after each multiplication:
+worst settling and the largest swing are told. Under torchrun the same scenarios run for real, in a ViT under
+Colossal-AI with sleeps after each multiplication:
 torchrun --nproc-per-node 2 -m scripts.bench_control
 """
 

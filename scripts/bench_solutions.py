@@ -62,16 +62,6 @@ class Copy:
     injector: zr.StragglerInjector
     predicted_s: list[float] = field(default_factory=list)
 
-    def window(self, num_steps: int, pins: Sequence[float] = ()) -> list[float]:
-        """Seconds of some steps, under these forced ratios of all ranks if there are any."""
-        for rank, ratio in enumerate(pins):
-            self.balancer.pin(rank, ratio)
-        try:
-            return self.trainer.window(num_steps)
-        finally:
-            if pins:
-                self.balancer.release()
-
     def updates(self, number: int) -> None:
         for _ in range(number * self.balancer.config.update_every):
             self.trainer.step()
@@ -118,11 +108,21 @@ class Bench:
                 copy.predicted_s.append(copy.balancer.plan.predicted_step_s)
                 seconds[name] += copy.trainer.window(num_steps)
             for offset, points in self.pinned.items():
-                zero, semi = self.copies["ZERO-PriDiffR"], self.copies["SEMI"].balancer
-                spared = [rank.pruned + rank.lent for rank in semi.plan.ranks]
-                pins = [min(max(own + offset, 0.0), semi.config.max_ratio) if own > 0.0 else 0.0 for own in spared]
-                points += [(statistics.fmean(pins), one) for one in zero.window(num_steps, pins)]
+                points += self._window_of_zero_beside_semi(offset, num_steps)
         return dict(seconds)
+
+    def _window_of_zero_beside_semi(self, offset: float, num_steps: int) -> list[tuple[float, float]]:
+        """(share of the group's products dropped, seconds) of ZERO's steps, pinned beside what SEMI spares now."""
+        zero, semi = (self.copies[name] for name in ("ZERO-PriDiffR", "SEMI"))
+        spared = [rank.pruned + rank.lent for rank in semi.balancer.plan.ranks]
+        most = zero.balancer.config.max_ratio
+        pins = [min(max(own + offset, 0.0), most) if own > 0.0 else 0.0 for own in spared]
+        for rank, ratio in enumerate(pins):
+            zero.balancer.pin(rank, ratio)
+        try:
+            return [(statistics.fmean(pins), seconds) for seconds in zero.trainer.window(num_steps)]
+        finally:
+            zero.balancer.release()
 
     def dropped_for(self, step_s: float) -> float:
         """What share of the group's products ZERO drops for this step time, NaN outside what was measured."""

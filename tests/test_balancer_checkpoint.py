@@ -14,8 +14,7 @@ def test_a_saved_balancer_goes_on_with_the_same_plans(run_ranks, tmp_path, steps
 
     def train(rank, group):
         def slow_run(gather_s):
-            run = Run(group, gather_s=gather_s)
-            run.time.chi = 4.0 if rank == 1 else 1.0
+            run = Run(group, chi={1: 4.0}, gather_s=gather_s)
             return run
 
         first = slow_run(gather_s=0.02)
@@ -53,8 +52,7 @@ def test_pins_are_saved_and_a_mode_that_does_not_prune_ignores_them(run_ranks, t
 
 def test_what_each_mode_would_do_is_known_again_after_resuming(run_ranks, tmp_path):
     def train(rank, group):
-        run = Run(group, mode="off")
-        run.time.chi = 4.0 if rank == 1 else 1.0
+        run = Run(group, chi={1: 4.0}, mode="off")
         run.updates(3)
         dcp.save({"balancer": run.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
         would = {mode: told["ratio"] for mode, told in run.balancer.what_if().items()}
@@ -72,8 +70,7 @@ def test_a_run_that_is_resumed_before_a_step_at_full_work_makes_it_too(run_ranks
 
     def train(rank, group):
         def slow_run():
-            run = Run(group, update_every=5)
-            run.time.chi = 2.0 if rank == 1 else 1.0
+            run = Run(group, chi={1: 2.0}, update_every=5)
             return run
 
         first = slow_run()
@@ -104,8 +101,7 @@ def test_two_tensor_parallel_groups_balance_and_save_apart(run_ranks, tmp_path):
         if rank == 0:
             dist.new_group([0], use_local_synchronization=True)
         own = groups[rank // 2]
-        run = Run(own)
-        run.time.chi = 4.0 if rank == 3 else 1.0
+        run = Run(own, chi={3: 4.0})
         trace = run.updates(4)
         dcp.save({"balancer": run.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
         resumed = Run(own)

@@ -39,8 +39,7 @@ def test_a_step_at_full_work_is_one_step_and_what_is_told_is_the_plan(run_ranks)
 
     def train(rank, group):
         records = []
-        run = Run(group, on_update=records.append, update_every=5)
-        run.time.chi = 4.0 if rank == 1 else 1.0
+        run = Run(group, chi={1: 4.0}, on_update=records.append, update_every=5)
         while not run.balancer.plan.begins_at_full_work:
             run.steps(1)
         told, in_it = [run.balancer.metrics()], run.pruned()
@@ -62,8 +61,7 @@ def test_a_step_at_full_work_is_one_step_and_what_is_told_is_the_plan(run_ranks)
 
 def test_off_measures_and_computes_in_full(run_ranks):
     def train(rank, group):
-        run = Run(group, mode="off")
-        run.time.chi = 4.0 if rank == 1 else 1.0
+        run = Run(group, chi={1: 4.0}, mode="off")
         trace = run.updates(4)
         return trace, run.pruned(), run.balancer.metrics()
 
@@ -92,8 +90,7 @@ def test_forced_ratio_is_in_force_from_the_first_iteration_and_the_lineage_tells
 
 def test_plan_changes_only_in_step(run_ranks):
     def train(rank, group):
-        run = Run(group, update_every=1)
-        run.time.chi = 4.0 if rank == 1 else 1.0
+        run = Run(group, chi={1: 4.0}, update_every=1)
         plans = []
         for _ in range(4):
             before = run.model.up.plan

@@ -131,8 +131,7 @@ def test_a_run_resumed_within_an_epoch_goes_on_bit_for_bit(run_ranks, tmp_path, 
 
     def train(rank, group):
         def straggling_run():
-            run = Run(group, mode=mode, iters_per_epoch=8, **kind)
-            run.time.chi = 4.0 if rank == 1 else 1.0
+            run = Run(group, chi={1: 4.0}, mode=mode, iters_per_epoch=8, **kind)
             return run
 
         def go_on(run):

@@ -13,16 +13,14 @@ from zeroresize import pretest_migration
 from zeroresize.pretest_migration import measure_migration_cost
 
 
-def slow_run(group, rank, chis, **config):
-    run = Run(group, mode="semi", update_every=5, **config)
-    run.time.chi = chis[rank]
-    return run
+def slow_run(group, chis, **config):
+    return Run(group, chi=dict(enumerate(chis)), mode="semi", update_every=5, **config)
 
 
 @pytest.mark.parametrize("chis", [(1.0, 4.0), (1.0, 8.0, 3.0)])
 def test_stragglers_are_relieved_to_the_normal_ranks_time_and_the_others_filled_up(run_ranks, chis):
     def train(rank, group):
-        run = slow_run(group, rank, chis)
+        run = slow_run(group, chis)
         run.updates(8)
         began_s = run.time.now
         run.steps(1)
@@ -51,7 +49,7 @@ def test_stragglers_are_relieved_to_the_normal_ranks_time_and_the_others_filled_
 def test_with_no_budget_training_is_exact(run_ranks):
     def train(rank, group):
         expected = Run(group, mode="off").steps(40)
-        run = slow_run(group, rank, (1.0, 4.0), budget=0.0)
+        run = slow_run(group, (1.0, 4.0), budget=0.0)
         losses = run.steps(40)
         return expected, losses, run.balancer.plan.ranks[1]
 
@@ -62,7 +60,7 @@ def test_with_no_budget_training_is_exact(run_ranks):
 
 def test_what_is_lent_is_most_important_and_what_is_pruned_least(run_ranks):
     def train(rank, group):
-        run = slow_run(group, rank, (1.0, 4.0), ageing=0.0, tolerance=0.5)
+        run = slow_run(group, (1.0, 4.0), ageing=0.0, tolerance=0.5)
         run.steps(5)
         run.balancer.epoch_end()  # from here on the importance of every column is known
         run.updates(6)
@@ -82,14 +80,14 @@ def test_what_is_lent_is_most_important_and_what_is_pruned_least(run_ranks):
 
 def test_a_run_goes_on_with_the_same_plan(run_ranks, tmp_path):
     def train(rank, group):
-        run = slow_run(group, rank, (1.0, 4.0))
+        run = slow_run(group, (1.0, 4.0))
         run.steps(33)
         dcp.save({"balancer": run.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
         weights, optimizer = copy.deepcopy(run.model.state_dict()), copy.deepcopy(run.optimizer.state_dict())
         plan = run.balancer.plan
         expected = run.steps(12)
         later = run.balancer.plan
-        resumed = slow_run(group, rank, (1.0, 4.0))
+        resumed = slow_run(group, (1.0, 4.0))
         resumed.model.load_state_dict(weights)
         resumed.optimizer.load_state_dict(optimizer)
         dcp.load({"balancer": resumed.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))

@@ -18,8 +18,7 @@ def test_an_epoch_that_ends_on_one_rank_only_is_an_error_on_every_rank(run_ranks
 
     def train(rank, group):
         impatient = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=3))
-        run = Run(impatient, mode=mode, update_every=5, **({"budget": 0.0} if mode == "semi" else {}))
-        run.time.chi = 4.0 if rank == 1 else 1.0
+        run = Run(impatient, chi={1: 4.0}, mode=mode, update_every=5, **({"budget": 0.0} if mode == "semi" else {}))
         run.steps(23)
         loans = run.balancer.plan.loans
         weights = run.model.up.weight.detach().clone()
@@ -37,8 +36,7 @@ def test_an_epoch_that_ends_on_one_rank_only_is_an_error_on_every_rank(run_ranks
 @pytest.mark.parametrize("mode", ["mig", "semi"])
 def test_an_epoch_that_ends_on_every_rank_goes_on(run_ranks, mode):
     def train(rank, group):
-        run = Run(group, mode=mode, update_every=5)
-        run.time.chi = 4.0 if rank == 1 else 1.0
+        run = Run(group, chi={1: 4.0}, mode=mode, update_every=5)
         run.steps(23)
         run.balancer.epoch_end()
         return bool(run.balancer.plan.loans), len(run.steps(12))

@@ -16,8 +16,7 @@ def _train_until_one_dies(rank, num_ranks, dying, mode, scratch, reports):
     timeout = datetime.timedelta(seconds=120)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num_ranks, timeout=timeout)
     config = {"ratio": 0.5, "ranks": [0]} if mode == "mig" else {"budget": 0.0}
-    run = Run(dist.group.WORLD, mode=mode, update_every=5, **config)
-    run.time.chi = 4.0 if rank == 0 else 1.0
+    run = Run(dist.group.WORLD, chi={0: 4.0}, mode=mode, update_every=5, **config)
     run.steps(20)
     assert run.balancer.plan.loans
     if rank == dying:
@@ -56,8 +55,7 @@ def test_when_a_receiver_or_an_owner_dies_every_other_rank_ends_with_an_error(tm
 @pytest.mark.parametrize("mode", ["mig", "semi"])
 def test_ranks_that_hold_different_loans_are_told_so(run_ranks, mode):
     def train(rank, group):
-        run = Run(group, mode=mode, update_every=5)
-        run.time.chi = 4.0 if rank == 1 else 1.0
+        run = Run(group, chi={1: 4.0}, mode=mode, update_every=5)
         run.updates(6)
         run.time.chi = 2.0 if rank == 1 else 1.0  # the loans of the next plan are others
         if rank == 0:

@@ -141,8 +141,7 @@ def test_records_in_training_agree_with_metrics_and_the_lineage_table(run_ranks,
             shares = {name: 0.0 if p is None else len(p) / columns[name] for name, p in run.pruned().items()}
             seen.append((run.balancer.metrics(), shares))
 
-        run = Run(group, on_update=on_update, mode="zero-pridiff", iters_per_epoch=6)
-        run.time.chi = 4.0 if rank == 1 else 1.0
+        run = Run(group, chi={1: 4.0}, on_update=on_update, mode="zero-pridiff", iters_per_epoch=6)
         run.updates(5)
         return seen
 
@@ -164,8 +163,7 @@ def test_records_in_training_agree_with_metrics_and_the_lineage_table(run_ranks,
 
 def test_off_tells_what_every_mode_would_do_and_does_nothing(run_ranks, tmp_path):
     def train(rank, group):
-        run = Run(group, on_update=JsonLinesTelemetry(tmp_path / f"rank{rank}.jsonl"), mode="off")
-        run.time.chi = 4.0 if rank == 1 else 1.0
+        run = Run(group, chi={1: 4.0}, on_update=JsonLinesTelemetry(tmp_path / f"rank{rank}.jsonl"), mode="off")
         run.updates(5)
         return run.pruned(), run.balancer.metrics(), run.balancer.what_if()
 

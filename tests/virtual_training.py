@@ -3,6 +3,7 @@
 import types
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zeroresize as zr
@@ -47,11 +48,16 @@ class Pair(nn.Module):
 
 
 class Run:
-    """A model in training whose time is virtual."""
+    """A model in training whose time is virtual.
 
-    def __init__(self, group, gather_s=0.001, on_update=None, **config):
+    Args:
+        chi: χ of this process's rank by its number in the whole job; 1 of those that it does not name.
+    """
+
+    def __init__(self, group, gather_s=0.001, on_update=None, chi=None, **config):
         self.config = zr.BalanceConfig(**{"mode": "zero-rd", "update_every": 3, **config})
         self.time = VirtualTime(gather_s)
+        self.time.chi = (chi or {}).get(dist.get_rank(), 1.0)
         for module in (timing, pretest_resizing, pretest_migration):
             module.time = types.SimpleNamespace(perf_counter=self.time.perf_counter)
         self.model = zr.convert(Pair(group), process_group=group, config=self.config)
