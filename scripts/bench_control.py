@@ -4,6 +4,9 @@ Simulated, with the policy code that training runs, for 2, 4 and 8 ranks, what i
 worst settling and the largest swing are told. Under torchrun the same scenarios run for real, in a ViT under
 Colossal-AI with sleeps after each multiplication:
 torchrun --nproc-per-node 2 -m scripts.bench_control
+
+Ranks that share a core slow each other, and where one sleeps its neighbour is fast. With ``--everyone 4`` all ranks
+sleep three times as long as they multiply, so that four ranks keep no more than one core busy; χ comes on top of that.
 """
 
 from __future__ import annotations
@@ -133,6 +136,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=12, help="of simulated noise")
     parser.add_argument("--update-every", type=int, default=10)
     parser.add_argument("--hidden", type=int, default=384, help="of the real ViT")
+    parser.add_argument("--everyone", type=float, default=1.0, help="what every real rank's χ is multiplied by")
     parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
     arguments = parser.parse_args()
     config = zr.BalanceConfig(mode="zero-rd", update_every=arguments.update_every)
@@ -142,7 +146,9 @@ def main() -> None:
         from scripts.control_ranks import measured
 
         for name, scenario in scenarios.items():
-            found = measured(scenario.chi, scenario.updates, scenario.noise, config, hidden=arguments.hidden)
+            found = measured(
+                scenario.chi, scenario.updates, scenario.noise, config, arguments.hidden, arguments.everyone
+            )
             outcomes = [(found.step_ratios, found.ratios)]
             table.add_row(*row(name, scenario, int(os.environ["WORLD_SIZE"]), outcomes, found.baseline_ratios))
             if os.environ["RANK"] == "0":

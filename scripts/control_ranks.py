@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,6 +13,9 @@ import numpy as np
 import zeroresize as zr
 from scripts.benching import ColossalAIRanks, Trainer, of_every_rank
 from vit_examples.config import ModelConfig
+from zeroresize.balanced_linear import BalancedLinear
+from zeroresize.injection.delay import Delays, HostDelay
+from zeroresize.injection.slow_layers import SlowLayers
 
 #: (update, number of ranks) → χ of every rank.
 Chi = Callable[[int, int], list[float]]
@@ -19,11 +23,22 @@ Chi = Callable[[int, int], list[float]]
 
 @dataclass
 class SlowedTrainer:
-    """A model in training whose products an injector slows."""
+    """A model in training whose products are slowed.
+
+    They are slowed by their CPU time, as ranks may share a core and would be held up the longer for having lost it.
+    """
 
     trainer: Trainer
     balancer: zr.Balancer
-    injector: zr.StragglerInjector
+    slowness: SlowLayers
+
+    @classmethod
+    def of(cls, config: zr.BalanceConfig, hidden: int) -> SlowedTrainer:
+        ranks = _ranks()
+        trainer = ranks.trainer(ModelConfig(hidden_size=hidden, depth=2, num_heads=12), batch_size=32)
+        balancer = ranks.balance(trainer, config)
+        layers = [module for module in trainer.model.modules() if isinstance(module, BalancedLinear)]
+        return cls(trainer, balancer, SlowLayers(layers, "gemm", Delays(HostDelay(work_clock=time.thread_time))))
 
     def timed_step(self) -> float:
         """Wall seconds of one step; what other models did since the last one is none of this one's iteration."""
@@ -36,16 +51,6 @@ def _ranks() -> ColossalAIRanks:
     return ColossalAIRanks()
 
 
-def _slowed(config: zr.BalanceConfig, hidden: int) -> SlowedTrainer:
-    ranks = _ranks()
-    trainer = ranks.trainer(ModelConfig(hidden_size=hidden, depth=2, num_heads=12), batch_size=32)
-    balancer = ranks.balance(trainer, config)
-    injector = zr.StragglerInjector(
-        trainer.model, process_group=ranks.group, chi=dict.fromkeys(range(ranks.num_ranks), 1.0)
-    )
-    return SlowedTrainer(trainer, balancer, injector)
-
-
 @dataclass(frozen=True)
 class Measured:
     """A scenario that was run for real.
@@ -54,7 +59,7 @@ class Measured:
         step_ratios: step times as ratios to the homogeneous steps of the same update.
         ratios: γ [updates][ranks].
         baseline_ratios: the unbalanced model's step times as such ratios.
-        own_chi: [updates][ranks] how much slower each rank was than the fastest where nothing slowed it: what the
+        own_chi: [updates][ranks] how much slower each rank was than the fastest in the homogeneous model: what the
             machine itself did.
     """
 
@@ -64,29 +69,35 @@ class Measured:
     own_chi: list[list[float]]
 
 
-def measured(chi: Chi, updates: int, noise: float, config: zr.BalanceConfig, hidden: int) -> Measured:
+def measured(
+    chi: Chi, updates: int, noise: float, config: zr.BalanceConfig, hidden: int, everyone: float = 1.0
+) -> Measured:
     """Run a scenario for real.
 
-    Every step of the balanced model is followed by one of an equal model that nothing slows, and once an update by one
-    of an equal model that is slowed and not balanced.
+    Every step of the balanced model is followed by one of an equal model in which all ranks are equally fast, and once
+    an update by one of an equal model that is slowed and not balanced.
+
+    Args:
+        everyone: what every rank's χ, of all three models, is multiplied by.
     """
     ranks = _ranks()
-    balanced = _slowed(config, hidden)
-    baseline = _slowed(config.replace(mode="off", update_every=10**6), hidden)
-    homogeneous = _slowed(config.replace(mode="off"), hidden)  # by nothing
+    balanced = SlowedTrainer.of(config, hidden)
+    baseline = SlowedTrainer.of(config.replace(mode="off", update_every=10**6), hidden)
+    homogeneous = SlowedTrainer.of(config.replace(mode="off"), hidden)
+    homogeneous.slowness.chi = everyone
     generator = np.random.default_rng(0)
     result = Measured([], [], [], [])
-    with balanced.injector, baseline.injector:
+    with balanced.slowness, baseline.slowness, homogeneous.slowness:
         for update in range(updates):
             own_s, other_s = [], []
             for _ in range(config.update_every):
                 factors = np.maximum(1.0 + noise * generator.standard_normal(ranks.num_ranks), 0.1)
-                slow = {
-                    rank: max(own * float(factor), 1.0)
-                    for rank, (own, factor) in enumerate(zip(chi(update, ranks.num_ranks), factors, strict=True))
-                }
+                slow = [
+                    everyone * max(own * float(factor), 1.0)
+                    for own, factor in zip(chi(update, ranks.num_ranks), factors, strict=True)
+                ]
                 for model in (balanced, baseline):
-                    model.injector.set_chi(slow)
+                    model.slowness.chi = slow[ranks.rank]
                 own_s.append(balanced.timed_step())
                 other_s.append(homogeneous.timed_step())
             usual_s = statistics.median(other_s)

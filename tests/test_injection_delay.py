@@ -39,6 +39,18 @@ def test_delay_follows_each_long_product_at_once():
     assert fake.sleeps == pytest.approx([2e-3, 8e-3])
 
 
+def test_a_product_that_lost_its_core_is_not_held_up_the_longer_by_a_clock_of_its_own_work():
+    fake, worked_s = FakeTime(), 0.0
+    delay = HostDelay(clock=fake.clock, sleep=fake.sleep, work_clock=lambda: worked_s)
+    delay.chi = 3.0
+    for lost_s in (0.0, 5e-3):
+        delay.begins()
+        fake.now_s += 1e-3 + lost_s
+        worked_s += 1e-3
+        delay.ends()
+    assert fake.sleeps == pytest.approx([2e-3, 2e-3])
+
+
 def test_without_slowness_nothing_sleeps_and_a_change_drops_the_debt():
     fake = FakeTime(overshoot_s=50e-3)
     delay = HostDelay(clock=fake.clock, sleep=fake.sleep)

@@ -34,9 +34,15 @@ class Delay(Protocol):
 
 
 class HostDelay:
-    """Sleeps (χ − 1)× the wall time of a product, right after it.
+    """Sleeps (χ − 1)× the time of a product, right after it.
 
     A sleep ends late. The overshoot is taken off the next delays, so that the slowdown is exact on average.
+
+    Args:
+        clock: wall time, seconds.
+        sleep: takes seconds.
+        work_clock: what a product's time is told by, wall time if None. With ``time.thread_time``, products that lose
+            their core to another process for a while are not held up the longer for it.
     """
 
     def __init__(
@@ -44,8 +50,9 @@ class HostDelay:
         *,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
+        work_clock: Callable[[], float] | None = None,
     ) -> None:
-        self._clock, self._sleep = clock, sleep
+        self._clock, self._sleep, self._work_clock = clock, sleep, work_clock or clock
         self._chi = 1.0
         self._owed_s = 0.0
         self._start_s: float | None = None
@@ -63,13 +70,13 @@ class HostDelay:
             self._owed_s = 0.0
 
     def begins(self) -> None:
-        self._start_s = self._clock() if self._chi > 1.0 else None
+        self._start_s = self._work_clock() if self._chi > 1.0 else None
 
     def ends(self, key: Hashable = None) -> None:
         if self._start_s is None:
             return
+        self._owed_s += (self._chi - 1.0) * (self._work_clock() - self._start_s)
         end_s = self._clock()
-        self._owed_s += (self._chi - 1.0) * (end_s - self._start_s)
         self._start_s = None
         self.num_products += 1
         if self._owed_s < SHORTEST_SLEEP_S:
