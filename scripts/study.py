@@ -5,7 +5,7 @@ A grid is a YAML file: a configuration of vit_examples, seeds, and named cells, 
 folder or a row never runs again (delete both to repeat it), so a study that was stopped goes on where it was, also on
 another machine; a killed study loses at most the run that was under way. What is finished with other settings, the
 grid's or its configuration's, is an error. Where a run fails the others go on, and the end tells why.
-``--config vit_1b --ranks 8`` runs a grid at the paper's scale; ``scripts.plot_study`` draws the table.
+Grids called ``…_8gpu`` are at the paper's scale; ``scripts.plot_study`` draws the table.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Grids of runs: YAML files of a configuration of vit_examples, seeds, and named cells with overrides of it."""
+"""Grids of runs: YAML files of a configuration of vit_examples, seeds, and named cells with overrides of it.
+
+``cells`` may also name another grid beside it, whose cells it then takes: the same comparison at another scale.
+"""
 
 from __future__ import annotations
 
@@ -88,19 +91,18 @@ def read_study(path: Path, output: Path, *, config: str | None = None, ranks: in
     Raises:
         ValueError: naming the file and the key or cell that is wrong, or two cells that would have one folder.
     """
-    document = read_yaml(path)
-    try:
-        known_keys("key", document, GRID_KEYS)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    if not isinstance(document.get("cells"), Mapping) or "config" not in document:
-        raise ValueError(f"{path}: 'config' and 'cells', a mapping, are needed")
+    document = _read_grid(path)
+    own_cells = document["cells"]
+    if isinstance(own_cells, str):
+        own_cells = _read_grid(path.with_name(own_cells))["cells"]
+    if not isinstance(own_cells, Mapping):
+        raise ValueError(f"{path}: 'cells' must be a mapping, or the name of a grid that has one; got {own_cells!r}")
     changes = ([Path(config).stem] if config is not None else []) + ([f"{ranks}ranks"] if ranks is not None else [])
     name = "-".join([path.stem, *changes])
     config, ranks = config or document["config"], ranks or document.get("ranks", 2)
     cells: dict[Path, Cell] = {}
     for seed in document.get("seeds", [0]):
-        for cell, own in document["cells"].items():
+        for cell, own in own_cells.items():
             folder = output / name / slug(cell) / f"seed{seed}"
             settings = {**document.get("shared", {}), **(own or {})}
             values = {**settings, "training.seed": seed, "balance.seed": seed, "output.folder": str(folder)}
@@ -118,6 +120,17 @@ def read_study(path: Path, output: Path, *, config: str | None = None, ranks: in
             told = as_yaml({"config": config, "ranks": ranks, **settings})
             cells[folder] = Cell(cell, seed, told, overrides, folder)
     return Study(name, config, base_settings(config), ranks, tuple(cells.values()))
+
+
+def _read_grid(path: Path) -> Mapping[str, Any]:
+    document = read_yaml(path)
+    try:
+        known_keys("key", document, GRID_KEYS)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    if missing := {"config", "cells"} - set(document):
+        raise ValueError(f"{path}: {' and '.join(map(repr, sorted(missing)))} must be given")
+    return document
 
 
 def base_settings(config: str) -> str:

@@ -46,6 +46,26 @@ def test_shipped_grids_are_sound_and_keep_no_checkpoints(grid: Path, tmp_path: P
     assert all(load_config("cifar_small", cell.overrides).output.save_every == 0 for cell in cells)
 
 
+def test_a_grid_takes_anothers_cells_and_nothing_else_of_it(tmp_path: Path) -> None:
+    small, large = tmp_path / "small.yaml", tmp_path / "large.yaml"
+    modes = "{Rd: {balance.mode: zero-rd}, MIG: {balance.mode: mig}}"
+    small.write_text(f"config: demo\nranks: 2\nshared: {{training.epochs: 1}}\ncells: {modes}\n")
+    large.write_text("config: cifar_small\nranks: 4\nshared: {training.epochs: 7}\ncells: small.yaml\n")
+    cells = study.read_study(large, tmp_path / "runs").cells
+    settings = {cell.name: load_config("cifar_small", cell.overrides) for cell in cells}
+    assert {name: one.balance.mode for name, one in settings.items()} == {"Rd": "zero-rd", "MIG": "mig"}
+    assert all(one.training.epochs == 7 for one in settings.values())
+
+
+@pytest.mark.parametrize("cells", ["[Rd]", "named.yaml", "3"])
+def test_cells_that_are_neither_a_mapping_nor_a_grid_that_has_one_are_refused(tmp_path: Path, cells: str) -> None:
+    grid, named = tmp_path / "grid.yaml", tmp_path / "named.yaml"
+    named.write_text("config: demo\ncells: grid.yaml\n")
+    grid.write_text(f"config: demo\ncells: {cells}\n")
+    with pytest.raises(ValueError, match=r"grid\.yaml: 'cells' must be a mapping"):
+        study.read_study(grid, tmp_path / "runs")
+
+
 def test_a_cell_says_what_yaml_can_say(tmp_path: Path) -> None:
     """Also keys that are numbers."""
     grid = tmp_path / "grid.yaml"
