@@ -3,7 +3,8 @@
 The first ν ranks of a homogeneous group lend a forced share γ of their columns, by broadcast-reduce and by
 scatter-gather. Copies of a ViT under Colossal-AI, one a setting, train in the same processes and take turns. Told are
 the step time as a ratio to the one without migration, beside what the work that moved must cost at least (a receiver
-computes 1 + γ ν/(e − ν) of its products), bytes a step, and seconds of a step spent in collectives.
+computes 1 + γ ν/(e − ν) of its products), bytes a step, and the seconds of a step that ranks spend in collectives: the
+least of a rank is what communication takes, the most includes that a lender waits for its receivers.
 """
 
 from __future__ import annotations
@@ -100,11 +101,12 @@ def main() -> None:
     waits.stop_listening(clock)
 
     metrics = settings[0].balancer.metrics()
-    product_share = metrics["balance/products_s"] / metrics["balance/busy_s"]
     free = statistics.median(settings[0].step_s)
+    product_share = statistics.fmean(of_every_rank(metrics["balance/products_s"])) / free
     table = Table(
         "way", "γ", "step / unmigrated", "95 %", "at least", "excess", "MB a step", "s in collectives",
-        title=f"ν = {arguments.owners} of {ranks.num_ranks} ranks, unmigrated step {1e3 * free:.0f} ms",
+        title=f"ν = {arguments.owners} of {ranks.num_ranks} ranks, unmigrated step {1e3 * free:.0f} ms, "
+        f"products {product_share:.3f} of it",
     )  # fmt: skip
     rows = []
     for setting in settings:
@@ -113,10 +115,10 @@ def main() -> None:
         moved = setting.ratio * arguments.owners / (ranks.num_ranks - arguments.owners)
         least = 1.0 + moved * product_share
         megabytes = sum(of_every_rank(statistics.median(setting.bytes_moved))) / 1e6
-        waited_s = statistics.median(setting.waited_s)
+        waited_s = sorted(of_every_rank(statistics.median(setting.waited_s)))
         table.add_row(
             setting.migrate or "none", f"{setting.ratio:g}", f"{ratio:.3f}", f"[{low:.3f}, {high:.3f}]",
-            f"{least:.3f}", f"{ratio - least:+.3f}", f"{megabytes:.1f}", f"{waited_s:.3f}",
+            f"{least:.3f}", f"{ratio - least:+.3f}", f"{megabytes:.1f}", f"{waited_s[0]:.3f} to {waited_s[-1]:.3f}",
         )  # fmt: skip
         rows.append({"way": setting.migrate, "ratio": setting.ratio, "step": ratio, "interval": [low, high],
                      "least": least, "megabytes": megabytes, "collectives_s": waited_s})  # fmt: skip

@@ -1,9 +1,10 @@
 """What migration costs on more GPUs than there are here (Table I): python -m scripts.simulate_migration
 
-Counts what each way of migrating moves in a training step of a ViT, layer by layer, and from that the time on the
-busiest link: a broadcast or a reduce is pipelined, so the owner's link carries each value once however many ranks there
-are; from point to point it carries every receiver's copy. Nothing overlaps, so the times are upper bounds. Receivers
-compute 1 + γ ν / (e − ν) of their products. Speeds are those of a V100 unless told otherwise.
+Counts what each way of migrating moves in a training step of a ViT, layer by layer, and from that the time on an
+owner's link: a broadcast or a reduce is pipelined, so the link carries each value once however many ranks there are,
+but those of all owners, which come one after the other; from point to point it carries every receiver's copy. Nothing
+overlaps, so the times are upper bounds. Receivers compute 1 + γ ν / (e − ν) of their products. RT(0) is the products
+and the all-reduces of y and dx. Speeds are those of V100 on PCIe 3, as the paper's, unless told otherwise.
 """
 
 from __future__ import annotations
@@ -43,17 +44,17 @@ class Traffic:
 
     Attributes:
         values: what arrives anywhere, each arrival counted.
-        owner_values: what passes the owner's link, in one direction after the other.
-        transfers: how many messages or collectives the owner waits for.
+        link_values: what passes an owner's link, in one direction after the other.
+        transfers: how many messages or collectives an owner waits for.
     """
 
     values: int = 0
-    owner_values: int = 0
+    link_values: int = 0
     transfers: int = 0
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(
-            self.values + other.values, self.owner_values + other.owner_values, self.transfers + other.transfers
+            self.values + other.values, self.link_values + other.link_values, self.transfers + other.transfers
         )
 
 
@@ -84,8 +85,8 @@ def traffic_of_layer(
         return Traffic(size * receivers, size * receivers, receivers)
 
     def collective(size: int) -> Traffic:
-        """A broadcast to, or a reduce from, all ranks."""
-        return Traffic(size * (num_ranks - 1), size, math.ceil(math.log2(num_ranks)))
+        """A broadcast to, or a reduce from, all ranks; every owner's passes every link."""
+        return Traffic(size * (num_ranks - 1), size * num_owners, math.ceil(math.log2(num_ranks)) * num_owners)
 
     if way == "scatter-gather":
         if layer.is_column_parallel:
@@ -108,35 +109,44 @@ def traffic_of_step(
     return sum(traffic, Traffic())
 
 
+def all_reduce_values(layers: Sequence[Layer], num_tokens: int, num_ranks: int) -> float:
+    """What a rank sends in a step's all-reduces, in a ring: y of row-parallel layers, and dx before their inputs."""
+    summed = sum(2 * layer.num_rows * num_tokens for layer in layers if not layer.is_column_parallel)
+    return 2 * (num_ranks - 1) / num_ranks * summed
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--owners", type=int, nargs="+", default=[1, 2], help="ν, how many ranks lend")
+    parser.add_argument("--owners", type=int, nargs="+", default=[1, 4], help="ν, how many ranks lend")
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--depth", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=64 * 65, help="of a batch")
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.25, 0.5, 0.75, 1.0])
     parser.add_argument("--teraflops", type=float, default=12.0, help="that a rank's products reach")
-    parser.add_argument("--gigabytes", type=float, default=50.0, help="a second, of a link in one direction")
+    parser.add_argument("--gigabytes", type=float, default=12.0, help="a second, of a link in one direction")
     parser.add_argument("--latency-us", type=float, default=10.0, help="of a transfer")
     arguments = parser.parse_args()
 
     layers = layers_of_vit(arguments.hidden, arguments.depth, arguments.ranks)
     multiplied = sum(layer.num_rows * layer.num_columns for layer in layers) * arguments.tokens
     products_s = 2 * NUM_PRODUCTS * multiplied / (arguments.teraflops * 1e12)
+    values_per_s = arguments.gigabytes * 1e9 / BYTES_PER_VALUE
+    all_reduces_s = all_reduce_values(layers, arguments.tokens, arguments.ranks) / values_per_s
     for num_owners in arguments.owners:
         table = Table("γ", *(f"{way}: {what}" for way in MIGRATIONS for what in ("GB a step", "ms on a link", "RT")),
-                      title=f"ν = {num_owners} of {arguments.ranks} ranks, products {1e3 * products_s:.0f} ms a step",
+                      title=f"ν = {num_owners} of {arguments.ranks} ranks; RT(0): products {1e3 * products_s:.0f} ms, "
+                      f"all-reduces {1e3 * all_reduces_s:.0f} ms",
                       title_justify="left")  # fmt: skip
         for ratio in arguments.ratios:
             cells = []
             computed = 1.0 + ratio * num_owners / (arguments.ranks - num_owners)
             for way in MIGRATIONS:
                 own = traffic_of_step(way, layers, arguments.tokens, ratio, arguments.ranks, num_owners)
-                seconds = own.owner_values * BYTES_PER_VALUE / (arguments.gigabytes * 1e9)
-                seconds += own.transfers * arguments.latency_us / 1e6
+                seconds = own.link_values / values_per_s + own.transfers * arguments.latency_us / 1e6
+                ratio_of_steps = (computed * products_s + all_reduces_s + seconds) / (products_s + all_reduces_s)
                 gigabytes = num_owners * own.values * BYTES_PER_VALUE / 1e9
-                cells += [f"{gigabytes:.2f}", f"{1e3 * seconds:.0f}", f"{computed + seconds / products_s:.2f}"]
+                cells += [f"{gigabytes:.2f}", f"{1e3 * seconds:.0f}", f"{ratio_of_steps:.2f}"]
             table.add_row(f"{ratio:g}", *cells)
         Console(width=130).print(table)
 

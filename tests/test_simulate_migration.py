@@ -6,7 +6,14 @@ import torch.distributed as dist
 from parallel_layers import randn
 
 import zeroresize as zr
-from scripts.simulate_migration import Layer, Traffic, layers_of_vit, traffic_of_layer, traffic_of_step
+from scripts.simulate_migration import (
+    Layer,
+    Traffic,
+    all_reduce_values,
+    layers_of_vit,
+    traffic_of_layer,
+    traffic_of_step,
+)
 from zeroresize.config import MIGRATIONS
 
 IN, HIDDEN, TOKENS = 24, 48, 10
@@ -46,7 +53,18 @@ def test_it_counts_the_bytes_that_a_step_moves(run_ranks, num_ranks, num_owners)
 def test_what_one_receiver_gets_costs_the_link_the_same_either_way_but_for_what_is_merged():
     layer = Layer(8, 16, False)
     by_collectives, apart = (traffic_of_layer(way, layer, 100, 4, 2, 1) for way in MIGRATIONS)
-    assert apart.owner_values - by_collectives.owner_values == 8 * 100, "y is merged"
+    assert apart.link_values - by_collectives.link_values == 8 * 100, "y is merged"
+
+
+def test_collectives_of_two_owners_come_one_after_the_other():
+    layers = layers_of_vit(64, 1, 8)
+    one, two = (traffic_of_step("broadcast-reduce", layers, 100, 0.5, 8, num_owners) for num_owners in (1, 2))
+    assert two.link_values > 1.5 * one.link_values
+
+
+def test_a_step_sums_y_and_dx_of_every_attention_and_feed_forward_part():
+    values = all_reduce_values(layers_of_vit(64, 3, 4), 100, 4)
+    assert values == 2 * 3 / 4 * (3 * 2) * 2 * (100 * 64), "a ring sends 2 (e − 1) / e of what it sums"
 
 
 def test_a_vit_has_six_layers_a_block_whose_parameters_are_divided():
