@@ -81,6 +81,21 @@ def test_a_wrong_pre_test_keeps_nobody_from_being_let_go(chi, error):
     assert (trace[32:] == 0.0).all()
 
 
+def test_a_recovered_rank_that_is_taken_for_fast_makes_nobody_slow():
+    """What pruned steps tell of its full work, by a cost learned while it was slow, is too little once it is not."""
+    ranks = [SimulatedRank() for _ in range(4)]
+    cheap = ResizingCost(REALISTIC.ratios, (1.0, 0.5, 0.3, 0.07), REALISTIC.overhead_s)
+
+    def chi_at(update):
+        ranks[3].cost = REALISTIC if update < 16 else cheap
+        return {3: 8.0} if 4 <= update < 16 else {}
+
+    trace = run_closed_loop(BalanceConfig(mode="zero-rd"), ranks, chi_at, 24)
+    assert (trace[6:16, 3] > 0.8).all()
+    assert (trace[18:, 3] == 0.0).all()
+    assert (trace[:, :3] == 0.0).all()
+
+
 def test_mean_target_asks_less_of_a_straggler_than_min():
     settled = {}
     for target in ("mean", "min"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any
 from zeroresize.config import MIGRATING_MODES, PRUNING_MODES, BalanceConfig
 from zeroresize.plan import Loan, RankPlan, WorkloadPlan
 from zeroresize.policy.communication import CollectiveTimes, CommunicationEstimate
+from zeroresize.policy.cost_model import ResizingCost
 from zeroresize.policy.full_work_steps import FullWorkSteps
 from zeroresize.policy.ratio import find_stragglers, reference_time
 from zeroresize.policy.rules import forced_division, wanted_division
@@ -70,6 +72,11 @@ class _RankState:
             self.wanted, self.is_straggler, self.updates_until_heard = (0.0, 0.0), False, _UNTIL_HEARD
 
     @property
+    def is_known(self) -> bool:
+        """Whether its times at full work were measured, and not told from steps in which it did less."""
+        return self.spared == 0.0 and not self.updates_until_heard
+
+    @property
     def spared(self) -> float:
         """Share of its own products that the rank does not compute."""
         return self.pruned + self.lent
@@ -90,6 +97,7 @@ class Controller:
     _full_work_steps: FullWorkSteps = field(default_factory=FullWorkSteps, init=False)
     _loans: tuple[Loan, ...] = field(default=(), init=False)
     _communication: CommunicationEstimate = field(init=False)
+    _normal_s: float = field(default=0.0, init=False)  # busy time of the fastest rank that was last known to be normal
 
     def __post_init__(self) -> None:
         self.config.validate_group_size(self.num_ranks)
@@ -119,10 +127,7 @@ class Controller:
         if any(math.isnan(state.rest_s + state.gemm_s) for state in self._ranks):
             return self.current_plan()
 
-        times = [
-            RankTimes(state.rest_s, state.gemm_s, state.overhead_scale, sample.cost)
-            for state, sample in zip(self._ranks, samples, strict=True)
-        ]
+        times = self._times([sample.cost for sample in samples])
         busy_s = [rank.busy_s for rank in times]
         reference_s = reference_time(busy_s, self.config.target)
         are_stragglers = find_stragglers(
@@ -136,6 +141,8 @@ class Controller:
             self._communication.migration,
             lend_now=[state.lent > 0.0 for state in self._ranks],
         )
+        is_normal = [state.is_known and not slow for state, slow in zip(self._ranks, are_stragglers, strict=True)]
+        self._normal_s = min(itertools.compress(busy_s, is_normal), default=self._normal_s)
         before = [(state.pruned, state.lent) for state in self._ranks]
         wanted = zip(division.pruned, division.lent, strict=True)
         for state, is_straggler, shares in zip(self._ranks, are_stragglers, wanted, strict=True):
@@ -157,6 +164,7 @@ class Controller:
         """Plain values: the same on every rank."""
         return {
             "saved_for_full_work_s": self._full_work_steps.saved_s,
+            "normal_s": self._normal_s,
             "ranks": [vars(state).copy() for state in self._ranks],
             "loans": [(loan.owner, loan.ratio, list(loan.receivers), list(loan.parts)) for loan in self._loans],
             "communication": self._communication.state_dict(),
@@ -173,6 +181,7 @@ class Controller:
                 f"the balancer's state is of {len(state['ranks'])} ranks, this process group has {self.num_ranks}"
             )
         self._full_work_steps.saved_s = state["saved_for_full_work_s"]
+        self._normal_s = state.get("normal_s", 0.0)  # not in older states
         self._ranks = [_RankState(**values) for values in state["ranks"]]
         self._communication.load_state_dict(state["communication"])
         self._loans = tuple(Loan(owner, ratio, tuple(to), tuple(parts)) for owner, ratio, to, parts in state["loans"])
@@ -181,6 +190,17 @@ class Controller:
                 rank.pruned = rank.lent = 0.0
                 rank.wanted = 0.0, 0.0
             self.initial_plan()
+
+    def _times(self, costs: Sequence[ResizingCost]) -> list[RankTimes]:
+        """What is decided from: the averages, but what is told by pruned steps makes no rank faster than a normal one.
+
+        It may be too little by a third where a rank has just recovered, and would make stragglers of all the others.
+        """
+        times = []
+        for rank, cost in zip(self._ranks, costs, strict=True):
+            factor = max(self._normal_s / (rank.rest_s + rank.gemm_s), 1.0) if not rank.is_known else 1.0
+            times.append(RankTimes(factor * rank.rest_s, factor * rank.gemm_s, rank.overhead_scale, cost))
+        return times
 
     def _keep_to_budget(self) -> None:
         """On the way from one division to another no more is pruned than either may prune."""
