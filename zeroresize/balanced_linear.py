@@ -27,6 +27,7 @@ class BalancedLinear:
         last: gradients of the previous backward, held only for ``imputation="same"``.
         num_tokens: T, summed over the training forwards since :meth:`forget_forwards`.
         num_forwards: how many they were, recomputations included.
+        num_recomputations: how many of them activation checkpointing made, within a backward.
         compute_dtype: of the last training forward's products.
         watch_input: called with every training forward's local input x [..., K]; None for nobody.
         is_converted: whether ``zeroresize.convert`` has taken the layer in.
@@ -41,6 +42,7 @@ class BalancedLinear:
     last: LastGradients | None
     num_tokens: int
     num_forwards: int
+    num_recomputations: int
     compute_dtype: torch.dtype
     watch_input: Callable[[Tensor], None] | None
     is_converted: bool
@@ -61,7 +63,7 @@ class BalancedLinear:
 
     def forget_forwards(self) -> None:
         """Count training forwards anew."""
-        self.num_tokens = self.num_forwards = 0
+        self.num_tokens = self.num_forwards = self.num_recomputations = 0
 
     @property
     def num_columns(self) -> int:
@@ -109,6 +111,8 @@ class BalancedLinear:
             return None
         self.num_tokens += x.numel() // self.num_columns
         self.num_forwards += 1
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+            self.num_recomputations += 1
         self.compute_dtype = x.dtype
         if self.watch_input is not None:
             self.watch_input(x)

@@ -29,7 +29,8 @@ _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 5
 @dataclass(frozen=True)
 class _Shape:
     num_tokens: int  # of one forward
-    num_forwards: int
+    num_micro_batches: int
+    num_recomputations: int  # forwards of activation checkpointing, beyond one a micro-batch
     num_columns: int
     num_outputs: int
     is_column_parallel: bool
@@ -42,7 +43,8 @@ class _Shape:
         num_outputs, num_columns = layer.weight.shape
         return cls(
             num_tokens=layer.num_tokens // layer.num_forwards,
-            num_forwards=layer.num_forwards,
+            num_micro_batches=layer.num_forwards - layer.num_recomputations,
+            num_recomputations=layer.num_recomputations,
             num_columns=num_columns,
             num_outputs=num_outputs,
             is_column_parallel=layer.is_column_parallel,
@@ -98,8 +100,11 @@ def _time_transfers(shape: _Shape, lent: float, carrier: Carrier) -> float:
     transfers = _Transfers(shape, lent, carrier)
     transfers.send_weights()  # first calls set up buffers and connections
     transfers.forward_and_backward()
-    weights_s = transfers.time(transfers.send_weights)
-    return weights_s + shape.num_forwards * transfers.time(transfers.forward_and_backward)
+    seconds = transfers.time(transfers.send_weights)
+    seconds += shape.num_micro_batches * transfers.time(transfers.forward_and_backward)
+    if shape.num_recomputations:
+        seconds += shape.num_recomputations * transfers.time(transfers.forward)
+    return seconds
 
 
 class _Transfers:
@@ -125,27 +130,31 @@ class _Transfers:
 
     def forward_and_backward(self) -> None:
         """Once a micro-batch."""
-        route, carrier = self._route, self._carrier
-        if self._shape.is_column_parallel:
-            self._sum_up()
-            carrier.send_whole(route, self._y_TN, "dy").wait()
-            if not carrier.merges:
-                self._send_home(self._x_TK, "dx")
-        else:
+        self.forward()
+        self._backward()
+
+    def forward(self) -> None:
+        """Once more for every recomputation."""
+        if not self._shape.is_column_parallel:
             self._send_out(self._x_TK, "x")
-            if not carrier.merges:
-                self._sum_up()
-            self._send_home(self._x_TK, "dx")
-        self._send_home(self._dw_NK, "dw")
-        carrier.buffers.finish_sending()
+        if self._shape.is_column_parallel or not self._carrier.merges:
+            self._sum_up()
 
     def time(self, transfer: Callable[[], None]) -> float:
         """Seconds until it is done on every rank."""
         self._meet()
         began = time.perf_counter()
         transfer()
+        self._carrier.buffers.finish_sending()
         self._meet()
         return time.perf_counter() - began
+
+    def _backward(self) -> None:
+        if self._shape.is_column_parallel:
+            self._carrier.send_whole(self._route, self._y_TN, "dy").wait()
+        if not self._shape.is_column_parallel or not self._carrier.merges:
+            self._send_home(self._x_TK, "dx")
+        self._send_home(self._dw_NK, "dw")
 
     def _sum_up(self) -> None:
         y_TN = self._y_TN

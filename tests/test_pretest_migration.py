@@ -1,0 +1,53 @@
+"""The pre-test of migrating counts what a step of training moves."""
+
+import types
+
+import pytest
+import torch
+from parallel_layers import randn
+from torch.utils.checkpoint import checkpoint
+
+import zeroresize as zr
+from zeroresize import pretest_migration
+from zeroresize.config import MIGRATIONS
+from zeroresize.migration.carriers import make_carrier
+
+IN, HIDDEN, TOKENS, LENT = 24, 48, 10, 0.75
+
+
+def pretested_bytes(layers, group, migrate):
+    """Of the step that these layers have seen: the pre-test on a clock that only what arrives at this rank moves."""
+    carriers = []
+
+    def make_watched_carrier(*args):
+        carriers.append(make_carrier(*args))
+        return carriers[-1]
+
+    pretest_migration.make_carrier = make_watched_carrier
+    pretest_migration.time = types.SimpleNamespace(perf_counter=lambda: carriers[-1].bytes_moved)
+    return pretest_migration.measure_migration_cost(layers, group, migrate).seconds([LENT])
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("migrate", MIGRATIONS)
+@pytest.mark.parametrize("use_reentrant", [None, False, True], ids=["whole", "checkpointed", "checkpointed reentrant"])
+def test_it_counts_what_a_step_moves_whether_forwards_are_recomputed_or_not(
+    run_ranks, use_reentrant, migrate, num_ranks
+):
+    def count(rank, group):
+        up = zr.ColumnParallelLinear(IN, HIDDEN, process_group=group)
+        down = zr.RowParallelLinear(HIDDEN, IN, process_group=group)
+        config = zr.BalanceConfig(mode="mig", ratio=LENT, ranks=[0], migrate=migrate)
+        model = zr.convert(torch.nn.Sequential(up, down), process_group=group, config=config)
+        balancer = zr.Balancer(model, torch.optim.SGD(model.parameters()), process_group=group, config=config)
+        for micro_batch in range(2):
+            x = randn(TOKENS, IN, seed=micro_batch).requires_grad_()
+            y = model(x) if use_reentrant is None else checkpoint(model, x, use_reentrant=use_reentrant)
+            y.square().sum().backward()
+        moved = balancer.bytes_migrated
+        balancer.close()
+        return moved, pretested_bytes({"up": up, "down": down}, group, migrate)
+
+    results = run_ranks(count, num_ranks)
+    most = max(moved for moved, _ in results)
+    assert [pretested for _, pretested in results] == [pytest.approx(most)] * num_ranks
