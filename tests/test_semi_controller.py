@@ -29,6 +29,13 @@ def test_the_cost_of_migrating_is_learned_from_training():
     assert restored == estimate
 
 
+def test_a_state_of_a_version_that_forgot_at_one_pace_is_gone_on_from():
+    estimate = CommunicationEstimate(0.7)
+    estimate.load_state_dict({"plain_s": 0.05, "scale": 3.0, "pretested": (0.1, 0.4)})
+    assert estimate.seconds((0.5, 0.0)) == pytest.approx(0.05 + 3.0 * 0.3)
+    assert estimate.forgetting == CommunicationEstimate(0.7).forgetting
+
+
 def test_where_migrating_cannot_be_measured_semi_only_resizes():
     controller = Controller(BalanceConfig(mode="semi"), 2)
     times, _ = group(4.0, 1.0)
@@ -153,6 +160,68 @@ def test_near_break_even_migration_does_not_come_and_go(chi, num_ranks):
         run = simulate(BalanceConfig(mode="mig"), cluster, 1100)
         lends = [any(shares) for shares in run.lent]
         assert sum(one != other for one, other in itertools.pairwise(lends)) <= 3, fixed_s
+
+
+#: Handing over what χ = 2 of two ranks asks for saves half a second of 1.8.
+DEAR, CHEAP = MigrationCost(1.0), MigrationCost(0.02)
+
+
+def begins_of_lending(lends):
+    return [update for update, (before, now) in enumerate(itertools.pairwise(lends), 1) if now and not before]
+
+
+@pytest.mark.parametrize("reads_late", [False, True])
+@pytest.mark.parametrize("factor", [0.2, 0.3])
+def test_a_loss_that_the_pre_test_takes_for_a_gain_is_tried_ever_more_rarely(factor, reads_late):
+    cluster = Cluster(lambda step: [2.0, 1.0], 0.2, 0.8, LINEAR, DEAR, reads_late=reads_late)
+    config = BalanceConfig(mode="mig", update_every=1)
+    lends = [any(shares) for shares in simulate(config, cluster, 1000, believed_migration=DEAR.scaled(factor)).lent]
+    begins = begins_of_lending(lends)
+    pauses = [later - earlier for earlier, later in itertools.pairwise(begins)]
+    assert len(pauses) >= 3
+    assert all(later >= 1.5 * earlier for earlier, later in itertools.pairwise(pauses))
+    assert sum(lends) <= 0.02 * len(lends)
+
+
+@pytest.mark.parametrize(("truth", "lent_from"), [(DEAR, None), (CHEAP, 2)])
+def test_a_pre_test_that_told_five_times_the_cost_does_no_harm(truth, lent_from):
+    cluster = Cluster(lambda step: [2.0, 1.0], 0.2, 0.8, LINEAR, truth)
+    config = BalanceConfig(mode="mig", update_every=1)
+    lends = [any(shares) for shares in simulate(config, cluster, 400, believed_migration=truth.scaled(5.0)).lent]
+    assert lends == [lent_from is not None and update >= lent_from for update in range(400)]
+
+
+def lending_while_it_costs(factors):
+    """Whether anything is lent after every update, while migrating costs these multiples of what the pre-test told."""
+    controller, pretested = Controller(BalanceConfig(mode="mig"), 2), DEAR.scaled(0.2)
+    times, _ = group(2.0, 1.0)
+    lends = []
+    for factor in factors:
+        lent = tuple(own.lent for own in controller.current_plan().ranks)
+        seen = CollectiveTimes(factor * pretested.seconds(lent), lent, pretested)
+        lends.append(bool(controller.update(times, seen).loans))
+    return lends
+
+
+@pytest.mark.parametrize("num_dear", [20, 600])
+def test_where_the_network_becomes_cheap_again_lending_comes_back(num_dear):
+    """Within a hundred updates, or as many as it was dear; after a bad hour later on, within a hundred again."""
+    num_cheap, brief, num_after = num_dear + 100, 10, 100
+    lends = lending_while_it_costs([5.0] * num_dear + [1.0] * num_cheap + [5.0] * brief + [1.0] * num_after)
+    assert not lends[num_dear - 1] and lends[num_dear + num_cheap - 1]
+    assert not lends[-num_after] and lends[-1]
+
+
+def test_a_cost_that_is_higher_than_pre_tested_but_pays_is_no_reason_to_come_back_later():
+    """Stragglers came and went before the network was dear for a while."""
+    chis = ([2.0] * 30 + [1.0] * 30) * 6
+    controller, pretested = Controller(BalanceConfig(mode="mig"), 2), DEAR.scaled(0.2)
+    lends = []
+    for chi, factor in [(chi, 1.5) for chi in chis] + [(2.0, 1.5)] * 20 + [(2.0, 5.0)] * 10 + [(2.0, 1.5)] * 150:
+        lent = tuple(own.lent for own in controller.current_plan().ranks)
+        seen = CollectiveTimes(factor * pretested.seconds(lent), lent, pretested)
+        lends.append(bool(controller.update(group(chi, 1.0)[0], seen).loans))
+    assert not lends[-150] and lends[-1]
 
 
 @settings(max_examples=30, deadline=None)

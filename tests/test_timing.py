@@ -1,5 +1,6 @@
 """Busy time and product time: what counts, what does not, and when it can be read."""
 
+import math
 import threading
 import time
 
@@ -7,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zeroresize import timing, waits
+from zeroresize import measurement, timing, waits
+from zeroresize.config import BalanceConfig
 from zeroresize.timing import HostClock, StepTimer
 
 
@@ -93,6 +95,27 @@ def test_step_that_the_device_has_not_passed_is_read_at_the_next_end(clock, time
     clock.passed = clock.now
     one_step(clock, timer, 0.75)
     assert timer.end_step()[0].spared_share == 0.25
+
+
+def test_a_wait_belongs_to_the_plan_in_force_or_to_none(clock, timer, monkeypatch):
+    """On a device an interval of one step holds the step before, or none."""
+    monkeypatch.setattr(measurement, "StepTimer", lambda clock: timer)
+    measured = measurement.Measurement({}, BalanceConfig(update_every=1))
+    seen = []
+    for wait_s, spared_share, device_keeps_up in (
+        (1.0, 0.0, True), (2.0, 0.0, True), (3.0, 0.5, True), (4.0, 0.5, True), (5.0, 0.5, False)
+    ):  # fmt: skip
+        clock.passed = clock.now if seen and device_keeps_up else -1.0
+        measured.begin_step(spared_share, 0.0, is_forced=False)
+        clock.advance(1.0)
+        timer.wait_begins()
+        clock.advance(wait_s)
+        timer.wait_ends()
+        measured.end_step()
+        measured.learn()
+        seen.append(measured.wait_s)
+    nothing_read, of_another_plan = math.nan, math.nan
+    assert seen == pytest.approx([nothing_read, 1.0, of_another_plan, 3.0, nothing_read], nan_ok=True)
 
 
 def test_closed_timer_no_longer_hears_waits(clock, timer):

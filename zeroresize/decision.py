@@ -47,7 +47,7 @@ class GroupDecision:
         Args:
             times: this rank's full-work times, None before any were measured.
             cost: of pruning on this rank.
-            wait_s: seconds a step that it waited in collectives under the plan in force, NaN before any were measured.
+            wait_s: seconds a step that it waited in collectives under the plan in force, NaN where none was measured.
             agreed: whatever every rank must have decided alike, with a ``repr`` that tells it.
 
         Raises:

@@ -67,6 +67,8 @@ class Measurement:
         self._estimate = FullWorkEstimate(ResizingCost.linear(config.max_ratio))
         self._pretested_on: _Conditions | None = None
         self._interval: list[StepTimes] = []
+        self._plan_in_force = 0.0, 0.0
+        self._wait_s = math.nan
         self._has_seen_training = self._has_warned = False
         device = next(iter(layers.values())).weight.device if layers else torch.device("cpu")
         self._timer = StepTimer(clock_for(device))
@@ -81,8 +83,8 @@ class Measurement:
 
     @property
     def wait_s(self) -> float:
-        """Seconds of waiting in a usual step of the last update's interval, NaN before the first."""
-        return self._estimate.usual_step.wait_s if self._estimate.usual_step is not None else math.nan
+        """Seconds of waiting in a usual step under the last update's last plan, NaN where none was read."""
+        return self._wait_s
 
     @property
     def cost(self) -> ResizingCost:
@@ -98,6 +100,7 @@ class Measurement:
         """A step begins under a plan that spares this rank a share of its products and adds one of others'."""
         for layer in self._layers.values():
             layer.forget_forwards()
+        self._plan_in_force = spared_share, borrowed_share
         self._timer.begin_step(spared_share, borrowed_share, is_forced)
 
     def end_step(self) -> None:
@@ -136,6 +139,10 @@ class Measurement:
                 len(self._interval),
             )
         self._estimate.learn(self._interval)
+        usual = self._estimate.usual_step
+        self._wait_s = math.nan
+        if self._interval and usual is not None and usual.plan == self._plan_in_force:
+            self._wait_s = usual.wait_s
         self._interval, self._has_seen_training = [], False
 
     def state_dict(self) -> dict[str, Any]:

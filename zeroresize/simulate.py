@@ -8,6 +8,7 @@ interval's steps, one update late, rescaled to full work.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -38,7 +39,8 @@ class Cluster:
         rest_s: seconds of a step outside the balanced layers' multiplications.
         gemm_s: seconds of them at χ = 1.
         cost: what pruning really costs; what the controller is told, unless :func:`simulate` is given another.
-        migration: what migrating really costs in communication, and what the controller is told.
+        migration: what migrating really costs in communication; what the controller is told, unless :func:`simulate` is
+            given another.
         reads_late: whether a step is read only when the next one is over, as on a device.
         noise: relative standard deviation of each rank's times from step to step.
         seed: of the noise.
@@ -79,14 +81,20 @@ class Simulation:
 
 
 def simulate(
-    config: BalanceConfig, cluster: Cluster, num_steps: int, *, believed_cost: ResizingCost | None = None
+    config: BalanceConfig,
+    cluster: Cluster,
+    num_steps: int,
+    *,
+    believed_cost: ResizingCost | None = None,
+    believed_migration: MigrationCost | None = None,
 ) -> Simulation:
     """Train ``num_steps`` steps.
 
     Args:
-        believed_cost: what the pre-test measured, where it differs from the cluster's own.
+        believed_cost, believed_migration: what the pre-tests measured, where it differs from the cluster's own.
     """
     believed = believed_cost or cluster.cost
+    pretested = believed_migration or cluster.migration
     num_ranks = len(cluster.chi(0))
     generator = np.random.default_rng(cluster.seed)
     controller = Controller(config, num_ranks)
@@ -116,11 +124,13 @@ def simulate(
         measured_under = plan
         if received is not None:
             plan = controller.update(*received)
-        if all(estimate.times is not None for estimate in estimates):
+        usual = [estimate.usual_step for estimate in estimates if estimate.usual_step is not None]
+        if usual:
             samples = [estimate.times for estimate in estimates if estimate.times is not None]
-            waits_s = [estimate.usual_step.wait_s for estimate in estimates if estimate.usual_step is not None]
+            are_of_plan = all(own.plan == last.plan for own, last in zip(usual, times, strict=True))
+            wait_s = min(own.wait_s for own in usual) if are_of_plan else math.nan
             lent_then = tuple(rank.lent for rank in measured_under.ranks)
-            received = samples, CollectiveTimes(min(waits_s), lent_then, cluster.migration)
+            received = samples, CollectiveTimes(wait_s, lent_then, pretested)
         ratios.append([rank.pruned for rank in plan.ranks])
         lent.append([rank.lent for rank in plan.ranks])
     return Simulation(step_s, ratios, lent, pruned_share, lent_share)

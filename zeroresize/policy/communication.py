@@ -16,8 +16,9 @@ _NOISE = 0.03
 _LEAST_FACTOR, _MOST_FACTOR = 0.5, 2.0
 #: Nor do all of them together.
 _LEAST_SCALE, _MOST_SCALE = 0.05, 20.0
-#: While nothing is lent what was learned is forgotten by this share an update: it may have been a bad hour.
-_FORGETTING = 0.02
+#: While nothing is lent what was learned is forgotten by this share an update: it may have been a bad hour. Each try
+#: that shows that it was not halves the share, down to the least: such tries grow rare, but never cease.
+_FORGETTING, _LEAST_FORGETTING = 0.02, 0.02 / 64
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,15 @@ class CommunicationEstimate:
         weight: of the newest sample.
         plain_s: seconds without loans, NaN before they were seen.
         scale: what loans cost, relative to the pre-test.
+        forgetting: share of what was learned that an update without loans forgets.
+        scale_before: what loans were taken to cost when lending began; None while nothing is lent.
     """
 
     weight: float
     plain_s: float = math.nan
     scale: float = 1.0
+    forgetting: float = _FORGETTING
+    scale_before: float | None = None
     _pretested: MigrationCost | None = None
 
     @property
@@ -67,12 +72,22 @@ class CommunicationEstimate:
         predicted_s = self.migration.seconds(seen.lent) if self.migration is not None else 0.0
         if not any(seen.lent):
             self.plain_s = smoothed(self.plain_s, seen.wait_s, self.weight)
-            self.scale += _FORGETTING * (1.0 - self.scale)
+            self.scale += self.forgetting * (1.0 - self.scale)
+            self.scale_before = None
         elif predicted_s > 0.0 and not math.isnan(self.plain_s):
+            if self.scale_before is None:
+                self.scale_before = self.scale
             error_s = seen.wait_s - self.plain_s - predicted_s
             beyond_noise_s = math.copysign(max(abs(error_s) - _NOISE * busy_s, 0.0), error_s)
             factor = min(max(1.0 + beyond_noise_s / predicted_s, _LEAST_FACTOR), _MOST_FACTOR)
             self.scale = min(max(self.scale * (1.0 + self.weight * (factor - 1.0)), _LEAST_SCALE), _MOST_SCALE)
+            if self.scale <= self.scale_before:
+                self.forgetting = _FORGETTING
+
+    def give_up(self) -> None:
+        """Lending ends although ranks are as slow as when it began: forget more slowly if that is for what it costs."""
+        if self.scale_before is not None and self.scale > self.scale_before:
+            self.forgetting = max(self.forgetting / 2, _LEAST_FORGETTING)
 
     def seconds(self, lent: Sequence[float]) -> float:
         """Of a step in which ranks lend these shares; what is not known counts as nothing."""
@@ -82,9 +97,13 @@ class CommunicationEstimate:
     def state_dict(self) -> dict[str, Any]:
         """Plain values."""
         pretested = (self._pretested.fixed_s, self._pretested.per_share_s) if self._pretested is not None else None
-        return {"plain_s": self.plain_s, "scale": self.scale, "pretested": pretested}
+        scale = self.scale, self.forgetting, self.scale_before
+        return {"plain_s": self.plain_s, "scale": scale, "pretested": pretested}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from :meth:`state_dict`."""
-        self.plain_s, self.scale = state["plain_s"], state["scale"]
+        self.plain_s, scale = state["plain_s"], state["scale"]
+        if isinstance(scale, float):  # as older versions saved it; a new key would not be found in their checkpoints
+            scale = scale, _FORGETTING, None
+        self.scale, self.forgetting, self.scale_before = scale
         self._pretested = MigrationCost(*state["pretested"]) if state["pretested"] is not None else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -72,6 +71,11 @@ class _RankState:
             self.wanted, self.is_straggler, self.updates_until_heard = (0.0, 0.0), False, _UNTIL_HEARD
 
     @property
+    def is_normal(self) -> bool:
+        """Whether it was found to be no straggler."""
+        return self.is_known and not self.is_straggler and not math.isnan(self.rest_s + self.gemm_s)
+
+    @property
     def is_known(self) -> bool:
         """Whether its times at full work were measured, and not told from steps in which it did less."""
         return self.spared == 0.0 and not self.updates_until_heard
@@ -97,7 +101,6 @@ class Controller:
     _full_work_steps: FullWorkSteps = field(default_factory=FullWorkSteps, init=False)
     _loans: tuple[Loan, ...] = field(default=(), init=False)
     _communication: CommunicationEstimate = field(init=False)
-    _normal_s: float = field(default=0.0, init=False)  # busy time of the fastest rank that was last known to be normal
 
     def __post_init__(self) -> None:
         self.config.validate_group_size(self.num_ranks)
@@ -120,6 +123,7 @@ class Controller:
         """
         if len(samples) != self.num_ranks:
             raise ValueError(f"expected {self.num_ranks} ranks' times, found {len(samples)}")
+        normal_s = min((state.rest_s + state.gemm_s for state in self._ranks if state.is_normal), default=0.0)
         for state, sample in zip(self._ranks, samples, strict=True):
             state.take(sample, self.config.ewma)
         if collectives is not None:
@@ -127,7 +131,7 @@ class Controller:
         if any(math.isnan(state.rest_s + state.gemm_s) for state in self._ranks):
             return self.current_plan()
 
-        times = self._times([sample.cost for sample in samples])
+        times = self._times([sample.cost for sample in samples], normal_s)
         busy_s = [rank.busy_s for rank in times]
         reference_s = reference_time(busy_s, self.config.target)
         are_stragglers = find_stragglers(
@@ -141,14 +145,15 @@ class Controller:
             self._communication.migration,
             lend_now=[state.lent > 0.0 for state in self._ranks],
         )
-        is_normal = [state.is_known and not slow for state, slow in zip(self._ranks, are_stragglers, strict=True)]
-        self._normal_s = min(itertools.compress(busy_s, is_normal), default=self._normal_s)
         before = [(state.pruned, state.lent) for state in self._ranks]
         wanted = zip(division.pruned, division.lent, strict=True)
         for state, is_straggler, shares in zip(self._ranks, are_stragglers, wanted, strict=True):
             state.is_straggler = is_straggler
             state.want(*shares, self.config.dead_band)
         self._keep_to_budget()
+        still_slow = [lent for (_, lent), is_straggler in zip(before, are_stragglers, strict=True) if is_straggler]
+        if any(still_slow) and not any(state.lent for state in self._ranks):
+            self._communication.give_up()
         is_new = [(state.pruned, state.lent) for state in self._ranks] != before
         self._divide(times, division.room, is_new)
         busy_s = self._predicted_busy_s(times, self._loans)
@@ -164,7 +169,6 @@ class Controller:
         """Plain values: the same on every rank."""
         return {
             "saved_for_full_work_s": self._full_work_steps.saved_s,
-            "normal_s": self._normal_s,
             "ranks": [vars(state).copy() for state in self._ranks],
             "loans": [(loan.owner, loan.ratio, list(loan.receivers), list(loan.parts)) for loan in self._loans],
             "communication": self._communication.state_dict(),
@@ -181,7 +185,6 @@ class Controller:
                 f"the balancer's state is of {len(state['ranks'])} ranks, this process group has {self.num_ranks}"
             )
         self._full_work_steps.saved_s = state["saved_for_full_work_s"]
-        self._normal_s = state.get("normal_s", 0.0)  # not in older states
         self._ranks = [_RankState(**values) for values in state["ranks"]]
         self._communication.load_state_dict(state["communication"])
         self._loans = tuple(Loan(owner, ratio, tuple(to), tuple(parts)) for owner, ratio, to, parts in state["loans"])
@@ -191,14 +194,17 @@ class Controller:
                 rank.wanted = 0.0, 0.0
             self.initial_plan()
 
-    def _times(self, costs: Sequence[ResizingCost]) -> list[RankTimes]:
+    def _times(self, costs: Sequence[ResizingCost], normal_s: float) -> list[RankTimes]:
         """What is decided from: the averages, but what is told by pruned steps makes no rank faster than a normal one.
 
         It may be too little by a third where a rank has just recovered, and would make stragglers of all the others.
+
+        Args:
+            normal_s: busy time of the fastest normal rank at the last update, 0 where there was none.
         """
         times = []
         for rank, cost in zip(self._ranks, costs, strict=True):
-            factor = max(self._normal_s / (rank.rest_s + rank.gemm_s), 1.0) if not rank.is_known else 1.0
+            factor = max(normal_s / (rank.rest_s + rank.gemm_s), 1.0) if not rank.is_known else 1.0
             times.append(RankTimes(factor * rank.rest_s, factor * rank.gemm_s, rank.overhead_scale, cost))
         return times
 
