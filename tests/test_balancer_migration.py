@@ -1,12 +1,14 @@
 """Mode "mig" on real ranks: nothing changes but who computes what."""
 
 import copy
+import os
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from virtual_training import FEATURES, Run
 
 
@@ -108,13 +110,104 @@ def test_a_run_goes_on_with_the_same_loans(run_ranks, tmp_path):
         assert losses == expected
 
 
-def test_a_closed_balancer_takes_everything_back(run_ranks):
-    def train(rank, group):
-        run = Run(group, mode="mig", ratio=0.5, ranks=[0])
-        run.balancer.close()
-        return run.model.up.loans, run.model.up.plan
+def train_at_once(run):
+    pass
 
-    assert run_ranks(train, 2) == [(None, None)] * 2
+
+def evaluate(run):
+    run.model.eval()(run.x)
+    run.model.train()
+
+
+def forward_without_gradients(run):
+    with torch.no_grad():
+        run.model(run.x)
+
+
+def forward_in_inference_mode(run):
+    with torch.inference_mode():
+        run.model(run.x)
+
+
+def forward_and_backward_with_reentrant_checkpoints(run):
+    checkpoint(run.model, run.x.clone().requires_grad_(), use_reentrant=True).square().mean().backward()
+    run.optimizer.zero_grad()
+
+
+def forward_and_backward_with_checkpoints(run):
+    checkpoint(run.model, run.x, use_reentrant=False).square().mean().backward()
+    run.optimizer.zero_grad()
+
+
+FIRST_USES = [
+    train_at_once,
+    evaluate,
+    forward_without_gradients,
+    forward_in_inference_mode,
+    forward_and_backward_with_reentrant_checkpoints,
+    forward_and_backward_with_checkpoints,
+]
+
+
+@pytest.mark.parametrize("migrate", ["broadcast-reduce", "scatter-gather"])
+@pytest.mark.parametrize("use_first", FIRST_USES, ids=lambda use: use.__name__)
+def test_a_model_may_be_loaded_when_its_balancer_has_been_made(run_ranks, migrate, use_first):
+    """With a forced ratio loans are in force at once, and whoever loads pretrained weights has no balancer's state."""
+
+    def train(rank, group):
+        pretrained, _ = trained(group, mode="off")
+        weights = copy.deepcopy(pretrained.model.state_dict())
+        found = []
+        for config in ({"mode": "off"}, {"mode": "mig", "migrate": migrate, "ratio": 0.5, "ranks": [0]}):
+            run = Run(group, **config)
+            run.model.load_state_dict(weights)
+            use_first(run)
+            found.append(run.steps(3))
+        return found
+
+    for expected, losses in run_ranks(train, 2):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("model", ["a model", "the model"])
+def test_a_model_and_its_balancer_may_be_loaded_in_any_order(run_ranks, tmp_path, model):
+    """A distributed checkpoint loads by the order of names: one of the two comes before "balancer", the other after."""
+
+    def train(rank, group):
+        _, expected = trained(group, steps=7, mode="off")
+        run, _ = trained(group, steps=4, mode="mig", ratio=0.5, ranks=[0])
+        parts = {"balancer": run.balancer, f"{model} of rank {rank}": run.model}
+        dcp.save(parts, checkpoint_id=str(tmp_path / "checkpoint"))
+        optimizer = copy.deepcopy(run.optimizer.state_dict())
+        resumed, _ = trained(group, steps=2, mode="mig", ratio=0.5, ranks=[0])
+        parts = {"balancer": resumed.balancer, f"{model} of rank {rank}": resumed.model}
+        dcp.load(parts, checkpoint_id=str(tmp_path / "checkpoint"))
+        resumed.optimizer.load_state_dict(optimizer)
+        return expected[4:], resumed.steps(3)
+
+    for expected, losses in run_ranks(train, 2):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_model_that_is_loaded_in_mid_training_without_its_balancer_is_an_error(run_ranks):
+    def train(rank, group):
+        run, _ = trained(group, mode="mig", ratio=0.5, ranks=[0])
+        run.model.load_state_dict(copy.deepcopy(run.model.state_dict()))
+        with pytest.raises(RuntimeError, match="layer up changed after its columns were lent"):
+            run.model(run.x)
+
+    run_ranks(train, 2)
+
+
+def test_a_closed_balancer_takes_everything_back_and_leaves_no_thread_behind(run_ranks):
+    def train(rank, group):
+        dist.barrier(group)  # connects, if that has not been done
+        num_threads = len(os.listdir("/proc/self/task"))
+        run, _ = trained(group, mode="mig", ratio=0.5, ranks=[0])
+        run.balancer.close()
+        return run.model.up.loans, run.model.up.plan, len(os.listdir("/proc/self/task")) - num_threads
+
+    assert run_ranks(train, 2) == [(None, None, 0)] * 2
 
 
 def test_clipping_sees_whole_gradients_right_after_backward(run_ranks):

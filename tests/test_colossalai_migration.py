@@ -66,7 +66,7 @@ class Training:
 
 
 def errors_of_steps(group, dtype, owners, settings):
-    """Relative differences of losses and gradients over five steps of two micro-batches, every other checkpointed.
+    """Relative differences of losses and gradients over five steps, every other checkpointed, the last accumulating.
 
     The largest of each setting (way of migrating, γ), all of them beside one plain model.
     """
@@ -75,7 +75,7 @@ def errors_of_steps(group, dtype, owners, settings):
     migrated = {(way, ratio): Training(host, dtype, migrate=way, ratio=ratio, ranks=owners) for way, ratio in settings}
     errors = dict.fromkeys(migrated, 0.0)
     for step in range(5):
-        batches = [batch(10 * step + micro_batch, dtype) for micro_batch in range(2)]
+        batches = [batch(10 * step + micro_batch, dtype) for micro_batch in range(2 if step == 4 else 1)]
         expected = plain.accumulate(batches, step)
         for setting, training in migrated.items():
             losses = training.accumulate(batches, step)
@@ -91,9 +91,9 @@ def errors_of_steps(group, dtype, owners, settings):
 
 
 @pytest.mark.parametrize(("num_ranks", "owners"), [(2, [0]), (3, [1]), (3, [0, 2]), (4, [1]), (4, [0, 3])])
-@pytest.mark.parametrize(("dtype", "ratios"), [(torch.float64, (0.25, 0.5, 0.75, 1.0)), (torch.float32, (0.5, 1.0))])
-def test_training_is_exact(run_ranks, num_ranks, owners, dtype, ratios):
-    settings = list(itertools.product(MIGRATIONS, ratios))
+@pytest.mark.parametrize("dtype", EXACT)
+def test_training_is_exact(run_ranks, num_ranks, owners, dtype):
+    settings = list(itertools.product(MIGRATIONS, (0.25, 0.5, 0.75, 1.0)))
     train = lambda rank, group: errors_of_steps(group, dtype, owners, settings)  # noqa: E731
     for errors in run_ranks(train, num_ranks, timeout_s=110):
         assert max(errors.values()) <= EXACT[dtype], errors

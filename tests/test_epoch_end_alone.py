@@ -1,4 +1,7 @@
-"""``epoch_end`` on some ranks only, in modes that migrate: an error on every rank, and nothing computed from it."""
+"""``epoch_end`` or ``release`` on some ranks only, in modes that migrate: nothing is computed from what went astray.
+
+An epoch that ends on one rank only is an error on every rank; a release, where nothing can be pinned, changes nothing.
+"""
 
 import datetime
 
@@ -7,14 +10,11 @@ import torch
 import torch.distributed as dist
 from virtual_training import Run
 
-from zeroresize.cpu_group import CpuGroup
-
 
 @pytest.mark.parametrize("mode", ["mig", "semi"])
 @pytest.mark.parametrize("alone", [0, 1])
-def test_an_epoch_that_ends_on_one_rank_only_is_an_error_on_every_rank(run_ranks, monkeypatch, mode, alone):
+def test_an_epoch_that_ends_on_one_rank_only_is_an_error_on_every_rank(run_ranks, mode, alone):
     """Who ends it says who did not come; who trains on finds nobody to sum with, instead of that one's weights."""
-    monkeypatch.setattr(CpuGroup, "MEETING_S", 1.0)
 
     def train(rank, group):
         impatient = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=3))
@@ -42,3 +42,21 @@ def test_an_epoch_that_ends_on_every_rank_goes_on(run_ranks, mode):
         return bool(run.balancer.plan.loans), len(run.steps(12))
 
     assert run_ranks(train, 2, timeout_s=20) == [(True, 12)] * 2
+
+
+@pytest.mark.parametrize("mode", ["mig", "semi"])
+@pytest.mark.parametrize("alone", [0, 1])
+def test_a_release_on_one_rank_only_sends_nothing_and_training_goes_on(run_ranks, mode, alone):
+    def train(rank, group):
+        impatient = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=3))
+        expected = Run(impatient, mode="off").steps(35)[23:]
+        run = Run(impatient, chi={1: 4.0}, mode=mode, update_every=5, **({"budget": 0.0} if mode == "semi" else {}))
+        run.steps(23)
+        loans, moved = run.balancer.plan.loans, run.balancer.bytes_migrated
+        if rank == alone:
+            run.balancer.release()
+        assert loans and run.balancer.bytes_migrated == moved
+        return expected, run.steps(12)
+
+    for expected, losses in run_ranks(train, 2, timeout_s=20):
+        assert losses == pytest.approx(expected, rel=1e-4)

@@ -1,10 +1,14 @@
 """Numbers cross the group without anybody waiting in between."""
 
+import datetime
+import itertools
 import time
 
 import pytest
+import torch.distributed as dist
 from processes import RankFailure
 
+from zeroresize.collectives import time_limit
 from zeroresize.cpu_group import CpuGroup
 from zeroresize.exchange import Exchange
 
@@ -60,3 +64,36 @@ def test_a_dead_rank_ends_the_others_with_an_error(run_ranks):
     with pytest.raises(RankFailure, match="this rank dies"):
         run_ranks(die_or_collect, 2, timeout_s=30)
     assert time.perf_counter() - began < 20
+
+
+def test_the_time_limit_is_the_groups_own_or_torchs_where_its_backend_does_not_tell(run_ranks):
+    def limits(rank, group):
+        import torch.testing._internal.distributed.fake_pg  # noqa: F401 - a backend without options
+
+        two_hours = datetime.timedelta(hours=2)
+        return [time_limit(dist.new_group([0], backend=name, timeout=two_hours)) for name in ("gloo", "fake")]
+
+    (limits_of_backends,) = run_ranks(limits, 1)
+    assert limits_of_backends == [datetime.timedelta(hours=2), dist.default_pg_timeout]
+
+
+def test_meeting_and_exchange_wait_as_long_as_their_group_may_and_no_longer(run_ranks):
+    def wait_alone(rank, group):
+        impatient = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=2))
+        cpu_group = CpuGroup(impatient, {})
+        exchange = Exchange(cpu_group)
+        if rank == 1:
+            time.sleep(5.0)  # alive, with its connections open
+            return []
+        exchange.post([1.0])
+        moments = [time.perf_counter()]
+        with pytest.raises(RuntimeError, match=r"the balancer's numbers with ranks \[1\] .* failed: .* limit .*, 2 s"):
+            exchange.collect()
+        moments.append(time.perf_counter())
+        with pytest.raises(RuntimeError, match=r"ranks \[1\] of the group did not come .* within 2 s, the time limit"):
+            cpu_group.require_agreement({})
+        moments.append(time.perf_counter())
+        return [end - begin for begin, end in itertools.pairwise(moments)]
+
+    waited_s, _ = run_ranks(wait_alone, 2, timeout_s=20)
+    assert len(waited_s) == 2 and all(1.5 < seconds < 4.5 for seconds in waited_s), waited_s

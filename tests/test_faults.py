@@ -3,53 +3,102 @@
 import datetime
 import multiprocessing
 import os
+import re
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from virtual_training import Run
 
+from zeroresize import functional
+from zeroresize.config import MIGRATIONS
 
-def _train_until_one_dies(rank, num_ranks, dying, mode, scratch, reports):
+
+def _train_until_one_dies(rank, num_ranks, dying, die, num_steps, config, scratch, reports):
     torch.set_num_threads(1)
     store = f"file://{scratch}/store"
-    timeout = datetime.timedelta(seconds=120)
+    timeout = datetime.timedelta(seconds=20)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num_ranks, timeout=timeout)
-    config = {"ratio": 0.5, "ranks": [0]} if mode == "mig" else {"budget": 0.0}
-    run = Run(dist.group.WORLD, chi={0: 4.0}, mode=mode, update_every=5, **config)
-    run.steps(20)
+    run = Run(dist.group.WORLD, chi={0: 4.0}, update_every=5, **config)
+    run.steps(num_steps)
     assert run.balancer.plan.loans
     if rank == dying:
-        os._exit(3)
+        die(run)
     try:
         run.steps(20)
-        reports.put((rank, "went on"))
+        reports.put((rank, "went on", None))
     except RuntimeError as error:
-        reports.put((rank, str(error)))
+        reports.put((rank, str(error), type(error.__cause__)))
     reports.close()
     reports.join_thread()
     os._exit(0)
 
 
-@pytest.mark.parametrize("mode", ["mig", "semi"])
-@pytest.mark.parametrize(("num_ranks", "dying"), [(2, 1), (3, 1), (3, 0)])
-def test_when_a_receiver_or_an_owner_dies_every_other_rank_ends_with_an_error(tmp_path, num_ranks, dying, mode):
+def what_the_others_are_told(scratch, num_ranks, dying, die, num_steps, **config):
+    """By rank, when rank ``dying`` calls ``die(run)`` after so many steps: texts with the dying rank's number."""
     fork = multiprocessing.get_context("fork")
     reports = fork.Queue()
     processes = [
-        fork.Process(target=_train_until_one_dies, args=(rank, num_ranks, dying, mode, tmp_path, reports))
+        fork.Process(
+            target=_train_until_one_dies, args=(rank, num_ranks, dying, die, num_steps, config, scratch, reports)
+        )
         for rank in range(num_ranks)
     ]
     for process in processes:
         process.start()
     try:
-        told = dict(reports.get(timeout=60) for _ in range(num_ranks - 1))
+        told = [reports.get(timeout=40) for _ in range(num_ranks - 1)]
     finally:
         for process in processes:
             process.kill()
             process.join()
-    assert sorted(told) == [rank for rank in range(num_ranks) if rank != dying]
-    assert "went on" not in told.values()
+    assert sorted(rank for rank, _, _ in told) == [rank for rank in range(num_ranks) if rank != dying]
+    for _, text, cause in told:
+        assert re.search(r"(with|to|from) ranks \[.*\] of the group .* failed.*: one of them may have died", text), text
+        assert cause is not None and issubclass(cause, RuntimeError), "what the library said of it is there too"
+    return {rank: text for rank, text, _ in told}
+
+
+def exit_now(*_, **__):
+    time.sleep(0.5)  # what it sent before arrives
+    os._exit(3)
+
+
+@pytest.mark.parametrize("mode", ["mig", "semi"])
+@pytest.mark.parametrize(("num_ranks", "dying"), [(2, 1), (3, 1), (3, 0)])
+def test_when_a_receiver_or_an_owner_dies_every_other_rank_ends_with_an_error(tmp_path, num_ranks, dying, mode):
+    config = {"ratio": 0.5, "ranks": [0]} if mode == "mig" else {"budget": 0.0}
+    what_the_others_are_told(tmp_path, num_ranks, dying, exit_now, 20, mode=mode, **config)
+
+
+def exit_with_the_gradient_of(module):
+    """Between the forward and the backward of ``module``."""
+    module.register_forward_hook(lambda module, inputs, output: output.register_hook(exit_now) and None)
+
+
+#: Within a step: how a rank dies, and in which layer an owner, or a receiver, then waits for it. (In the backward
+#: of the row-parallel ``down`` receivers wait for nothing.)
+MOMENTS = {
+    "before y of the last layer is summed": (lambda run: setattr(functional, "all_reduce", exit_now), "down", "down"),
+    "before the last layer's backward": (lambda run: exit_with_the_gradient_of(run.model), "down", "up"),
+    "before dw of the first layer is there": (lambda run: exit_with_the_gradient_of(run.model.up), "up", "up"),
+    "when its gradient is whole": (lambda run: run.model.up.weight.register_hook(exit_now), "(up|down)", "(up|down)"),
+}
+
+
+@pytest.mark.parametrize("migrate", MIGRATIONS)
+@pytest.mark.parametrize(("num_ranks", "dying"), [(2, 1), (2, 0), (3, 1)])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_when_a_rank_dies_within_a_step_the_others_are_told_what_they_waited_for(
+    tmp_path, migrate, num_ranks, dying, moment
+):
+    die, layer_of_owner, layer_of_receivers = MOMENTS[moment]
+    layer = layer_of_receivers if dying == 0 else layer_of_owner
+    config = {"mode": "mig", "migrate": migrate, "ratio": 0.5, "ranks": [0]}
+    told = what_the_others_are_told(tmp_path, num_ranks, dying, die, 2, **config)
+    named = re.compile(rf"ranks \[[^]]*\b{dying}\b[^]]*\] of the group .* failed, in layer {layer}: ")
+    assert any(named.search(text) for text in told.values()), told
 
 
 @pytest.mark.parametrize("mode", ["mig", "semi"])

@@ -2,9 +2,12 @@
 
 import functools
 import itertools
+import queue
+import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 from parallel_layers import randn
 from test_migration import IN, Pair, equal_loans, lend
 
@@ -12,6 +15,7 @@ from zeroresize.config import MIGRATIONS
 from zeroresize.migration import broadcast_reduce, carrier
 from zeroresize.migration.broadcast_reduce import BroadcastReduce
 from zeroresize.migration.carrier import Carrier
+from zeroresize.migration.layer_loans import LayerLoans
 from zeroresize.migration.scatter_gather import ScatterGather
 from zeroresize.probe import Probe
 
@@ -127,3 +131,98 @@ def test_gradients_of_lent_columns_travel_while_earlier_layers_go_back_and_none_
             assert ends < first(backward, ("wait dw", layer)) < len(backward)
         for before, layer in itertools.pairwise(LAYERS):
             assert last(backward, ("start dw", layer)) < first(backward, ("product", before))
+
+
+class Queue:
+    """Does what it is given one after the other, in a thread of its own."""
+
+    def __init__(self):
+        self.tasks = queue.SimpleQueue()
+        threading.Thread(target=self.work, daemon=True).start()
+
+    def work(self):
+        while True:
+            self.tasks.get()()
+
+
+class Done:
+    """A ``Work`` that a queue does."""
+
+    def __init__(self, task):
+        self.task, self.done = task, threading.Event()
+
+    def __call__(self):
+        self.task()
+        self.done.set()
+
+    def wait(self):
+        self.done.wait()
+
+
+class Queues:
+    """Transfers begin when those before them have ended, as on NCCL's stream a group, and gloo's connections.
+
+    One queue for a group's collectives, and one for what goes to, and comes from, each other rank of it.
+
+    Args:
+        held: names of the layers whose lent weights do not leave their owner before :meth:`let_go`, or ``limit_s``.
+    """
+
+    def __init__(self, monkeypatch, held, limit_s):
+        self.queues, self.gate, self.limit_s = {}, threading.Event(), limit_s
+        self.is_held, self.num_held, self.was_in_time = False, 0, True
+        for kind in (dist.ProcessGroup, dist.ProcessGroupGloo):
+            for name, is_to_one in (("allreduce", False), ("broadcast", False), ("reduce", False), ("send", True)):
+                monkeypatch.setattr(kind, name, self.queued(getattr(kind, name), name if is_to_one else "collective"))
+            monkeypatch.setattr(kind, "recv", self.queued(kind.recv, "recv"))
+        send_weights = LayerLoans.send_weights
+
+        def send(loans):
+            self.is_held = loans.lends and loans.name in held
+            try:
+                send_weights(loans)
+            finally:
+                self.is_held = False
+
+        monkeypatch.setattr(LayerLoans, "send_weights", send)
+
+    def let_go(self):
+        self.gate.set()
+
+    def queued(self, start, kind):
+        def call(group, *args):
+            is_held, peer = self.is_held, None if kind == "collective" else args[1]
+            self.num_held += is_held
+
+            def transfer():
+                if is_held and not self.gate.wait(self.limit_s):
+                    self.was_in_time = False
+                start(group, *args).wait()
+
+            done = Done(transfer)
+            self.queues.setdefault((id(group), kind, peer), Queue()).tasks.put(done)
+            return done
+
+        return call
+
+
+@pytest.mark.parametrize("migrate", MIGRATIONS)
+@pytest.mark.parametrize(("num_ranks", "owner"), [(2, 0), (3, 1)])
+def test_first_layers_do_not_wait_for_the_weights_of_the_last(run_ranks, monkeypatch, migrate, num_ranks, owner):
+    """Those of the second pair are on their way when the first pair's output is there."""
+
+    def train(rank, group):
+        model = Pair(group, torch.float64)
+        queues = Queues(monkeypatch, held="23", limit_s=2.0)
+        lend(model.layers(), group, equal_loans({owner: 0.5}, num_ranks), migrate)
+        x = randn(5, IN, dtype=torch.float64)
+        for layers in (model.whole, model.parallel):
+            y = model.run(layers[:2], x)
+            if layers is model.parallel:
+                queues.let_go()
+            model.run(layers[2:], y).square().mean().backward()
+        return queues.num_held, queues.was_in_time, model.worst_error(group)
+
+    for rank, (num_held, was_in_time, error) in enumerate(run_ranks(train, num_ranks)):
+        assert (num_held >= 2) == (rank == owner)
+        assert was_in_time and error <= 1e-10

@@ -122,6 +122,8 @@ class Balancer:
         if self.config.iters_per_epoch and self._num_steps % self.config.iters_per_epoch == 0:
             self._end_epoch()
         self._install()
+        if self._lender is not None:
+            self._lender.send_weights()
         if is_update and self.on_update is not None:
             self.on_update(self._record())
         self._step_overhead_s = time.perf_counter() - began + self._measurement.overhead_s
@@ -180,7 +182,10 @@ class Balancer:
         self._change_plan()
 
     def release(self, rank: int | None = None) -> None:
-        """Take back :meth:`pin` for ``rank``, or for all ranks; the plan decided from measurements holds again."""
+        """Take back :meth:`pin` for ``rank``, or for all ranks; the plan decided from measurements holds again.
+
+        In modes that migrate nothing can be pinned, so no plan changes, and nothing is sent.
+        """
         if rank is None:
             self._pins.clear()
         else:
@@ -277,7 +282,7 @@ class Balancer:
         self._take_back()
         self._measurement.close()
         self._decision.close()
-        for attached in (self._statistic, self._freezer):
+        for attached in (self._lender, self._statistic, self._freezer):
             if attached is not None:
                 attached.close()
         for layer in self._layers.values():
@@ -309,7 +314,10 @@ class Balancer:
         return {name: layer.num_columns for name, layer in self._layers.items()}
 
     def _change_plan(self) -> None:
-        """Carry out what is decided, outside of :meth:`step`: the iteration begins anew. Nothing once closed."""
+        """Carry out what is decided, outside of :meth:`step`: the iteration begins anew. Nothing once closed.
+
+        What is lent goes out with the next training forward, since a model may be loaded before it.
+        """
         if self._is_closed:
             return
         self._install()
@@ -388,7 +396,6 @@ class Balancer:
         if self._lender is not None:
             loans = () if self._is_at_full_work else self.plan.loans
             self._lender.install(loans, self._installer.lent_columns(), epoch=self._selector.epoch)
-            self._lender.send_weights()
 
     @property
     def _agreed(self) -> object:

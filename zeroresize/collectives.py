@@ -1,15 +1,33 @@
 """Every collective of training, in the field's terms; ranks are counted within the group.
 
 The all-reduces of the column-parallel dx and the row-parallel y stand inside the products' backward and forward, which
-start them here, because one is overlapped and the other works in place on the product's own output.
+start them here, because one is overlapped and the other works in place on the product's own output. What fails says
+which it was, with whom, and in which layer where the caller tells.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+_T = TypeVar("_T")
+
+
+class Transport(Protocol):
+    """What starts transfers between the ranks of a group, by their numbers within it: the group itself, or another."""
+
+    def broadcast(self, tensor: Tensor, root: int, /) -> dist.Work: ...
+
+    def send(self, tensors: list[Tensor], receiver: int, tag: int, /) -> dist.Work: ...
+
+    def recv(self, tensors: list[Tensor], sender: int, tag: int, /) -> dist.Work: ...
 
 
 def require_group(process_group: ProcessGroup | None) -> ProcessGroup:
@@ -48,17 +66,82 @@ def same_ranks(one: ProcessGroup, other: ProcessGroup) -> bool:
     return one is other or group_ranks(one) == group_ranks(other)
 
 
-def all_reduce(tensor: Tensor, process_group: ProcessGroup) -> None:
+def time_limit(process_group: ProcessGroup) -> timedelta:
+    """How long a wait for other ranks of the group may last: what it was made with, by gloo or NCCL.
+
+    Other backends do not tell; they count as made with torch's default.
+    """
+    backends = [process_group._get_backend(device) for device in process_group._device_types]
+    limits = [getattr(getattr(backend, "options", None), "_timeout", None) for backend in backends]
+    return max((limit for limit in limits if limit is not None), default=dist.default_pg_timeout)
+
+
+class Transfer:
+    """A collective, or a transfer between two ranks, that is under way.
+
+    Args:
+        start: starts it.
+        what: it is, as an error begins.
+        process_group: whose ranks take part.
+        peer: the only other one, within the group; None for all of them.
+        layer: whose numbers travel, if that is known.
+
+    Raises:
+        RuntimeError: if it cannot be started, naming all of these.
+    """
+
+    __slots__ = ("_told", "_work")
+
+    def __init__(
+        self,
+        start: Callable[[], Any],
+        what: str,
+        process_group: ProcessGroup,
+        peer: int | None = None,
+        layer: str | None = None,
+    ) -> None:
+        self._told = what, process_group, peer, layer
+        self._work = _told_if_it_fails(start, *self._told)
+
+    def wait(self) -> None:
+        """Until it is done.
+
+        Raises:
+            RuntimeError: if it fails, naming what and with whom.
+        """
+        _told_if_it_fails(self._work.wait, *self._told)
+
+
+def _told_if_it_fails(
+    call: Callable[[], _T], what: str, process_group: ProcessGroup, peer: int | None = None, layer: str | None = None
+) -> _T:
+    """``call()``; where it fails, what a communication library says of it does not tell what it was."""
+    try:
+        return call()
+    except RuntimeError as error:
+        ranks = group_ranks(process_group)
+        peers = [rank for rank in range(len(ranks)) if rank != group_rank(process_group)] if peer is None else [peer]
+        raise RuntimeError(
+            f"{what} ranks {peers} of the group (ranks {[ranks[peer] for peer in peers]} of the job) failed"
+            f"{f', in layer {layer}' if layer is not None else ''}: one of them may have died, failed before or made "
+            f"other calls, or did not come within the time limit of their process group, "
+            f"{time_limit(process_group).total_seconds():g} s"
+        ) from error
+
+
+def all_reduce(tensor: Tensor, process_group: ProcessGroup, layer: str | None = None) -> None:
     """Sum ``tensor`` over the group in place."""
     if group_size(process_group) > 1:
-        dist.all_reduce(tensor, group=process_group)
+        call = partial(dist.all_reduce, tensor, group=process_group)
+        _told_if_it_fails(call, "an all-reduce with", process_group, None, layer)
 
 
-def start_all_reduce(tensor: Tensor, process_group: ProcessGroup) -> dist.Work | None:
+def start_all_reduce(tensor: Tensor, process_group: ProcessGroup, layer: str | None = None) -> Transfer | None:
     """Start summing ``tensor`` over the group in place; None where there is nothing to wait for."""
     if group_size(process_group) == 1:
         return None
-    return dist.all_reduce(tensor, group=process_group, async_op=True)
+    start = partial(dist.all_reduce, tensor, group=process_group, async_op=True)
+    return Transfer(start, "an all-reduce with", process_group, None, layer)
 
 
 def broadcast(tensor: Tensor, root: int, process_group: ProcessGroup) -> None:
@@ -66,31 +149,39 @@ def broadcast(tensor: Tensor, root: int, process_group: ProcessGroup) -> None:
     start_broadcast(tensor, root, process_group).wait()
 
 
-def start_broadcast(tensor: Tensor, root: int, process_group: ProcessGroup) -> dist.Work:
-    """Start :func:`broadcast`."""
-    root = dist.get_global_rank(process_group, root)
-    return dist.broadcast(tensor, root, group=process_group, async_op=True)
+def start_broadcast(
+    tensor: Tensor, root: int, process_group: ProcessGroup, layer: str | None = None, over: Transport | None = None
+) -> Transfer:
+    """Start :func:`broadcast`, by the group itself or ``over`` another transport between its ranks."""
+    start = partial((over or process_group).broadcast, tensor, root)
+    return Transfer(start, "a broadcast with", process_group, None, layer)
 
 
-def start_reduce(tensor: Tensor, root: int, process_group: ProcessGroup) -> dist.Work:
+def start_reduce(tensor: Tensor, root: int, process_group: ProcessGroup, layer: str | None = None) -> Transfer:
     """Start summing ``tensor`` over the group, in place, on rank ``root`` within it."""
-    return dist.reduce(tensor, dist.get_global_rank(process_group, root), group=process_group, async_op=True)
+    root = dist.get_global_rank(process_group, root)
+    start = partial(dist.reduce, tensor, root, group=process_group, async_op=True)
+    return Transfer(start, "a reduce with", process_group, None, layer)
 
 
-def start_send(tensor: Tensor, receiver: int, process_group: ProcessGroup) -> list[dist.Work]:
+def start_send(
+    tensor: Tensor, receiver: int, process_group: ProcessGroup, layer: str | None = None, over: Transport | None = None
+) -> list[Transfer]:
     """Start sending ``tensor`` to rank ``receiver`` within the group, unless it is empty: what is to be waited for."""
     if tensor.numel() == 0:
         return []
-    work = dist.isend(tensor, dist.get_global_rank(process_group, receiver), group=process_group)
-    return [work] if work is not None else []
+    start = partial((over or process_group).send, [tensor], receiver, 0)
+    return [Transfer(start, "sending to", process_group, receiver, layer)]
 
 
-def start_receive(tensor: Tensor, sender: int, process_group: ProcessGroup) -> list[dist.Work]:
+def start_receive(
+    tensor: Tensor, sender: int, process_group: ProcessGroup, layer: str | None = None, over: Transport | None = None
+) -> list[Transfer]:
     """Start filling ``tensor`` with what rank ``sender`` within the group sends, as :func:`start_send` does."""
     if tensor.numel() == 0:
         return []
-    work = dist.irecv(tensor, dist.get_global_rank(process_group, sender), group=process_group)
-    return [work] if work is not None else []
+    start = partial((over or process_group).recv, [tensor], sender, 0)
+    return [Transfer(start, "receiving from", process_group, sender, layer)]
 
 
 def gather_from(x: Tensor, process_group: ProcessGroup) -> Tensor:
@@ -106,7 +197,8 @@ def scatter_to(x: Tensor, process_group: ProcessGroup) -> Tensor:
 def _all_gather_last_dim(x: Tensor, process_group: ProcessGroup) -> Tensor:
     x = x.contiguous()
     parts = [torch.empty_like(x) for _ in range(group_size(process_group))]
-    dist.all_gather(parts, x, group=process_group)
+    call = partial(dist.all_gather, parts, x, group=process_group)
+    _told_if_it_fails(call, "an all-gather with", process_group)
     return torch.cat(parts, dim=-1)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from zeroresize.collectives import Transfer
 from zeroresize.cpu_group import CpuGroup
 
 
@@ -22,7 +22,7 @@ class Exchange:
 
     def __init__(self, group: CpuGroup) -> None:
         self._group = group
-        self._work: dist.Work | None = None
+        self._work: Transfer | None = None
         self._parts: list[Tensor] = []
 
     def post(self, numbers: Sequence[float]) -> None:
@@ -38,7 +38,11 @@ class Exchange:
         self._work = self._group.start_all_gather(self._parts, own)
 
     def collect(self) -> list[list[float]] | None:
-        """Every rank's numbers in the order of the group, or None if nothing was posted."""
+        """Every rank's numbers in the order of the group, or None if nothing was posted.
+
+        Raises:
+            RuntimeError: if not all ranks have posted within the time limit of their process group.
+        """
         if self._work is None:
             return None
         self._work.wait()

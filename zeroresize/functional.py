@@ -122,7 +122,7 @@ class _RowParallelProducts(torch.autograd.Function):
             y_TN, kept = how.loans.row_forward(x_TK, lambda: _forward(x_TK, w_NK, None, how))
             y = y_TN.view(*x.shape[:-1], w_NK.shape[0])
         ctx.save_for_backward(x, w_NK, *kept)
-        all_reduce(y, how.process_group)
+        all_reduce(y, how.process_group, how.loans.name if how.loans is not None else None)
         return y
 
     @staticmethod

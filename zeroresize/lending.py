@@ -17,12 +17,13 @@ from zeroresize.migration.carriers import make_carrier
 from zeroresize.migration.homecoming import Homecoming
 from zeroresize.migration.layer_loans import LayerLoan, LayerLoans
 from zeroresize.migration.ranges import bounds_of_parts
+from zeroresize.migration.weight_group import WeightGroup
 from zeroresize.plan import Loan
 from zeroresize.policy.column_order import num_lent
 
 
 class Lender:
-    """Gives the layers of one rank their part in the group's loans.
+    """Gives the layers of one rank their part in the group's loans; making it is collective over the group.
 
     Args:
         layers: balanced layers by name, the same names in the same order on every rank.
@@ -40,11 +41,16 @@ class Lender:
         self._has_replicas = world_size() > group_size(process_group)
         self._buffers = Buffers()
         self._carrier = make_carrier(migrate, process_group, self._buffers)
+        self._weight_group = WeightGroup(process_group, self._device)
+        self._weight_carrier = make_carrier(migrate, process_group, self._buffers, self._weight_group)
         self._homecoming = Homecoming(self._buffers)
         self._in_force: tuple[tuple[Loan, ...], int] | None = None
 
     def install(self, loans: Sequence[Loan], lent: Mapping[str, Tensor], epoch: int = 0) -> None:
-        """Put ``loans`` in force from the next :meth:`send_weights` on; collective over the group if they are new.
+        """Put ``loans`` in force; collective over the group if they are new.
+
+        The weights of new loans go out with :meth:`send_weights`, or when the first training forward needs one: until
+        then they may still change.
 
         Args:
             loans: the same on every rank.
@@ -82,8 +88,16 @@ class Lender:
             layer.loans = None
         self._buffers.clear()
 
+    def close(self) -> None:
+        """Take back what is lent, and leave the group of the weights for good."""
+        self.take_back()
+        self._weight_group.close()
+
     def send_weights(self) -> None:
-        """Send the lent columns of all weights, as they are from now until the next optimizer step."""
+        """Send the lent columns of all weights, as they are from now until the next optimizer step.
+
+        Every rank must come here at the same place among its collectives.
+        """
         self._homecoming.forget()
         self._buffers.finish_sending()
         for layer in self._layers.values():
@@ -98,16 +112,15 @@ class Lender:
     @property
     def bytes_moved(self) -> int:
         """All that was sent and received so far; a transfer counts at one of its ends."""
-        return self._carrier.bytes_moved
+        return self._carrier.bytes_moved + self._weight_carrier.bytes_moved
 
     def _tell_columns(self, loan: Loan, lent: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The owner's lent columns of every layer, on every rank."""
         counts = [self._num_lent(layer, loan) for layer in self._layers.values()]
-        device = next(iter(self._layers.values())).weight.device
         if loan.owner == self._rank:
-            told = torch.cat([lent[name].to(device) for name in self._layers])
+            told = torch.cat([lent[name].to(self._device) for name in self._layers])
         else:
-            told = torch.empty(sum(counts), dtype=torch.int64, device=device)
+            told = torch.empty(sum(counts), dtype=torch.int64, device=self._device)
         broadcast(told, loan.owner, self._group)
         return dict(zip(self._layers, told.split(counts), strict=True))
 
@@ -124,7 +137,13 @@ class Lender:
             name,
             loans,
             carrier=self._carrier,
+            weight_carrier=self._weight_carrier,
             weight=layer.weight,
             probes=layer.probes,
             homecoming=self._homecoming,
+            send_all_weights=self.send_weights,
         )
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._layers.values())).weight.device

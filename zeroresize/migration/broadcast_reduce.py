@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from torch import Tensor
-from torch.distributed import Work
 
-from zeroresize.collectives import start_broadcast, start_reduce
+from zeroresize.collectives import Transfer, start_broadcast, start_reduce
 from zeroresize.migration.carrier import Carrier, Pending, Route
 
 
@@ -45,7 +44,7 @@ class BroadcastReduce(Carrier):
     def takes_part_in_sum(self, route: Route) -> bool:
         return self._reduces(route) or super().takes_part_in_sum(route)
 
-    def _start_giving(self, route: Route, partial: Tensor) -> list[Work]:
+    def _start_giving(self, route: Route, partial: Tensor) -> list[Transfer]:
         if not self._reduces(route):
             return super()._start_giving(route, partial)
         self._count(partial)
@@ -55,10 +54,10 @@ class BroadcastReduce(Carrier):
     def _reduces(route: Route) -> bool:
         return len(route.receivers) > 1
 
-    def _reduce(self, partial: Tensor, owner: int) -> Work:
-        return start_reduce(partial, owner, self.process_group)
+    def _reduce(self, partial: Tensor, owner: int) -> Transfer:
+        return start_reduce(partial, owner, self.process_group, self.layer)
 
-    def _broadcast(self, tensor: Tensor, owner: int) -> Work:
+    def _broadcast(self, tensor: Tensor, owner: int) -> Transfer:
         if self.rank != owner:
             self._count(tensor)
-        return start_broadcast(tensor, owner, self.process_group)
+        return start_broadcast(tensor, owner, self.process_group, self.layer, self.over)

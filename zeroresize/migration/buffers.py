@@ -6,8 +6,8 @@ from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed import Work
 
+from zeroresize.collectives import Transfer
 from zeroresize.migration.pool import Pool
 
 
@@ -16,8 +16,8 @@ class Buffers:
 
     def __init__(self) -> None:
         self._tensors: dict[Hashable, Tensor] = {}
-        self._sending: dict[int, list[Work]] = {}
-        self._held: dict[Hashable, tuple[Tensor, tuple[Work, ...]]] = {}
+        self._sending: dict[int, list[Transfer]] = {}
+        self._held: dict[Hashable, tuple[Tensor, tuple[Transfer, ...]]] = {}
         self._kept = Pool()
 
     def take(self, name: Hashable, shape: tuple[int, ...], like: Tensor) -> Tensor:
@@ -37,11 +37,11 @@ class Buffers:
             self._tensors[name] = held
         return held[:size].view(shape)
 
-    def is_being_sent(self, tensor: Tensor, work: Work) -> None:
+    def is_being_sent(self, tensor: Tensor, work: Transfer) -> None:
         """``tensor``, taken from here, must not change before ``work`` is done."""
         self._sending.setdefault(tensor.untyped_storage().data_ptr(), []).append(work)
 
-    def hold(self, name: Hashable, tensor: Tensor, works: Sequence[Work]) -> None:
+    def hold(self, name: Hashable, tensor: Tensor, works: Sequence[Transfer]) -> None:
         """Keep a ``tensor`` that nobody changes until ``works`` are done; what was held by this name has left then."""
         if name in self._held:
             for work in self._held.pop(name)[1]:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import ProcessGroup
 
-from zeroresize.collectives import start_receive, start_send
+from zeroresize.collectives import Transfer, Transport, start_receive, start_send
 from zeroresize.migration.buffers import Buffers
 
 
@@ -56,7 +56,7 @@ class Pending:
     """A tensor that is on its way."""
 
     tensor: Tensor | None
-    works: tuple[Work, ...] = ()
+    works: tuple[Transfer, ...] = ()
     finish: Callable[[], None] | None = None
 
     def wait(self) -> Tensor | None:
@@ -75,17 +75,20 @@ class Carrier(ABC):
         process_group: the tensor-parallel group.
         rank: this rank within it.
         buffers: where what arrives is put.
+        over: what carries all but sums; None for the group itself.
 
     Attributes:
         bytes_moved: so far; each transfer is counted once in the group, by the rank that receives it or adds to it.
+        layer: which one what is started from now on is for, if errors are to tell.
         merges: whether what a receiver adds to a sum over the group is left to the collective that runs anyway.
     """
 
     merges: bool
 
-    def __init__(self, process_group: ProcessGroup, rank: int, buffers: Buffers) -> None:
-        self.process_group, self.rank, self.buffers = process_group, rank, buffers
+    def __init__(self, process_group: ProcessGroup, rank: int, buffers: Buffers, over: Transport | None = None) -> None:
+        self.process_group, self.rank, self.buffers, self.over = process_group, rank, buffers, over
         self.bytes_moved = 0
+        self.layer: str | None = None
 
     @abstractmethod
     def send_slice(self, route: Route, slice_RL: Tensor | None, num_rows: int, like: Tensor, name: Hashable) -> Pending:
@@ -128,7 +131,7 @@ class Carrier(ABC):
         """On the others that take part in a sum: send their part of it, which must not change any more."""
         self.buffers.hold((*_key(name), "given"), partial, self._start_giving(route, partial))
 
-    def _start_giving(self, route: Route, partial: Tensor) -> list[Work]:
+    def _start_giving(self, route: Route, partial: Tensor) -> list[Transfer]:
         return self._send(partial, route.owner)
 
     def send_home(self, route: Route, part_Rm: Tensor | None, num_rows: int, like: Tensor, name: Hashable) -> Pending:
@@ -156,12 +159,12 @@ class Carrier(ABC):
     def _count(self, tensor: Tensor) -> None:
         self.bytes_moved += tensor.numel() * tensor.element_size()
 
-    def _receive(self, tensor: Tensor, sender: int) -> list[Work]:
+    def _receive(self, tensor: Tensor, sender: int) -> list[Transfer]:
         self._count(tensor)
-        return start_receive(tensor, sender, self.process_group)
+        return start_receive(tensor, sender, self.process_group, self.layer, self.over)
 
-    def _send(self, tensor: Tensor, receiver: int) -> list[Work]:
-        return start_send(tensor, receiver, self.process_group)
+    def _send(self, tensor: Tensor, receiver: int) -> list[Transfer]:
+        return start_send(tensor, receiver, self.process_group, self.layer, self.over)
 
     def _send_from_buffer(self, tensor: Tensor, receiver: int, name: Hashable) -> None:
         """Send a copy, so that the caller's tensor is free at once."""

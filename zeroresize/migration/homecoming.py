@@ -1,6 +1,6 @@
 """Gradients of lent columns come home while backward goes on, before anybody sees the gradient of their weight.
 
-A lent weight enters its layer through an identity that is made before the forward begins. Autograd carries out what was
+A lent weight enters its layer through an identity that is made before any layer computes. Autograd carries out what was
 made first last, so the identity's backward, which waits for the lent columns, runs when all layers have done their
 work; and it runs before the gradient is accumulated, so that hooks, data parallelism, clipping and
 ``torch.autograd.grad`` see whole gradients.

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import Work
 
 from zeroresize import kernels
-from zeroresize.collectives import start_all_reduce
+from zeroresize.collectives import Transfer, start_all_reduce
 from zeroresize.columns import Columns
 from zeroresize.migration.carrier import Carrier, Pending, Route
 from zeroresize.migration.homecoming import Homecoming
@@ -41,11 +40,14 @@ class LayerLoans:
         name: of the layer.
         loans: in the order in which every rank carries them out.
         carrier: how slices travel.
+        weight_carrier: how those of weights do.
         weight: the layer's own, [N, K].
         probes: the layer's, so that borrowed products are measured and slowed as own ones are.
         homecoming: where gradients of lent columns are waited for.
+        send_all_weights: calls :meth:`send_weights` of all layers, the same ones in the same order on every rank.
 
     Attributes:
+        name: as above.
         lends: whether this rank is the owner of one of the loans.
     """
 
@@ -55,12 +57,15 @@ class LayerLoans:
         loans: Sequence[LayerLoan],
         *,
         carrier: Carrier,
+        weight_carrier: Carrier,
         weight: Tensor,
         probes: Probes,
         homecoming: Homecoming,
+        send_all_weights: Callable[[], None],
     ) -> None:
-        self._name, self._loans, self._carrier = name, tuple(loans), carrier
+        self.name, self._loans, self._carrier = name, tuple(loans), carrier
         self._weight, self._probes, self._homecoming = weight, probes, homecoming
+        self._weight_carrier, self._send_all_weights = weight_carrier, send_all_weights
         self._sent: list[Pending] | None = None
         self._sent_as: tuple[int, int] | None = None
         self._homebound = weight
@@ -73,6 +78,7 @@ class LayerLoans:
     def send_weights(self) -> None:
         """Send the lent columns of the weight as it is now; it must not change until the next call."""
         self.finish_sending()
+        self._weight_carrier.layer = self.name
         weight_NK = self._weight.detach()
         self._homebound = self._homecoming.homebound(self._weight)
         self._sent = []
@@ -80,12 +86,12 @@ class LayerLoans:
             owner = loan.route.owner
             packed = None
             if owner == self._rank:
-                packed = self._carrier.buffers.take(
-                    ("w", self._name, owner), (len(weight_NK), loan.route.num_columns), weight_NK
+                packed = self._weight_carrier.buffers.take(
+                    ("w", self.name, owner), (len(weight_NK), loan.route.num_columns), weight_NK
                 )
                 loan.columns.copy_to(packed, weight_NK)
-            name = ("w", self._name, owner)
-            self._sent.append(self._carrier.send_slice(loan.route, packed, len(weight_NK), weight_NK, name))
+            name = ("w", self.name, owner)
+            self._sent.append(self._weight_carrier.send_slice(loan.route, packed, len(weight_NK), weight_NK, name))
         self._sent_as = self._weight._version, self._weight.data_ptr()
 
     def finish_sending(self) -> None:
@@ -98,10 +104,14 @@ class LayerLoans:
         """The layer's ``weight`` as a tensor whose gradient waits for the columns that are lent, if any are.
 
         On every rank, so that autograd accumulates gradients, and calls their hooks, in the same order everywhere.
+        The first layer that asks after loans have changed sends the weights of all: every rank's forward, of whatever
+        mode, asks there.
 
         Raises:
             RuntimeError: if it is no longer the weight whose columns were lent.
         """
+        if self._sent is None:
+            self._send_all_weights()
         if self._loans:
             self._check_weight(weight)
         elif weight is not self._weight:  # replaced, and nothing of it is lent
@@ -115,8 +125,9 @@ class LayerLoans:
         is_as_sent = self._sent_as == (weight._version, weight.data_ptr())
         if weight is not self._weight or self._sent is None or not is_as_sent:
             raise RuntimeError(
-                f"the weight of layer {self._name} changed after its columns were lent: weights may change in "
-                "optimizer.step() only, before balancer.step(); after loading a model load the balancer's state too"
+                f"the weight of layer {self.name} changed after its columns were lent: weights may change in "
+                "optimizer.step() only, before balancer.step(); with a model that is loaded in mid-training load the "
+                "balancer's state too"
             )
 
     def _borrowed_weights(self, like: Tensor) -> list[Tensor | None]:
@@ -132,6 +143,7 @@ class LayerLoans:
 
     def column_forward(self, x_TK: Tensor, own: Callable[[], Tensor]) -> Tensor:
         """y [T, N] of this rank's rows, ``own()`` with what others computed of it."""
+        self._carrier.layer = self.name
         weights = self._borrowed_weights(x_TK)
         expected = self._expect_y(x_TK)
         y_TN = own() if self.lends else None  # an owner's is what the receivers' parts are added to
@@ -169,12 +181,13 @@ class LayerLoans:
         *,
         own_dgrad: Callable[[], Tensor] | None,
         own_wgrad: Callable[[], Tensor] | None,
-    ) -> tuple[Tensor | None, Tensor | None, Work | None]:
+    ) -> tuple[Tensor | None, Tensor | None, Transfer | None]:
         """(dx [T, K], dw [N, K], the all-reduce of dx that is under way); None for what is not asked for.
 
         The lent columns of dw come home by the way of :meth:`weight_in_force`.
         """
         self._homecoming.backward_begins()
+        self._carrier.layer = self.name
         weights = self._borrowed_weights(x_TK)
         sent = [self._carrier.send_whole(loan.route, dy_TN, ("dy", loan.route.owner)) for loan in self._loans]
         dx_TK = own_dgrad() if own_dgrad is not None else None
@@ -188,7 +201,7 @@ class LayerLoans:
                 if w_Nm is not None:
                     dx_Tm = self._probes.product(kernels.dgrad, dy_of_owner_TN, w_Nm, None, None)
                 self._add_to_dx(loan, dx_TK, dx_Tm)
-        work = start_all_reduce(dx_TK, self._carrier.process_group) if dx_TK is not None else None
+        work = start_all_reduce(dx_TK, self._carrier.process_group, self.name) if dx_TK is not None else None
         dw_NK = own_wgrad() if own_wgrad is not None else None
         if own_wgrad is not None:
             for loan, w_Nm, dy_of_owner_TN in borrowed:
@@ -212,6 +225,7 @@ class LayerLoans:
 
     def row_forward(self, x_TK: Tensor, own: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor]]:
         """(y [T, N], not yet summed over the group; the owners' columns of x [T, m] that backward needs)."""
+        self._carrier.layer = self.name
         weights = self._borrowed_weights(x_TK)
         sent = []
         for loan in self._loans:
@@ -244,6 +258,7 @@ class LayerLoans:
     ) -> tuple[Tensor | None, Tensor | None]:
         """(dx [T, K], dw [N, K]) as :meth:`column_backward` gives them."""
         self._homecoming.backward_begins()
+        self._carrier.layer = self.name
         weights = self._borrowed_weights(dy_TN)
         pieces = iter(kept)
         x_parts = [next(pieces) if w_Nm is not None else None for w_Nm in weights]
@@ -278,7 +293,7 @@ class LayerLoans:
     # ---- dw ----------------------------------------------------------------------------------------------------------
 
     def _send_dw_home(self, loan: LayerLoan, dw_Nm: Tensor | None, like: Any) -> None:
-        name = ("dw", self._name, loan.route.owner, self._homecoming.num_expected(self._weight))
+        name = ("dw", self.name, loan.route.owner, self._homecoming.num_expected(self._weight))
         pending = self._carrier.send_home(loan.route, dw_Nm, len(self._weight), like, name)
         if loan.route.owner == self._rank:
             self._homecoming.expect(self._weight, loan.columns, pending)

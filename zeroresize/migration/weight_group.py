@@ -1,0 +1,62 @@
+"""The ranks of a group once more, for lent weights alone, so that nothing else waits for them."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+from zeroresize.collectives import group_rank, group_ranks, time_limit
+
+
+class WeightGroup:
+    """A transport of a group's own kind, gloo or NCCL, between the same ranks.
+
+    Transfers of one group wait for each other: gloo begins its collectives in their order, two at a time, and has one
+    connection a pair of ranks; NCCL has a stream. The weights of all layers set out at once, so on the layers' own
+    group the first sums would wait for the last weights. Every rank starts the transfers of both groups in one order,
+    as NCCL asks of several communicators. A backend of any other kind is not made twice: there weights travel on the
+    layers' own group.
+
+    Making it is collective over ``process_group`` only, in the way of :class:`~zeroresize.cpu_group.CpuGroup`.
+
+    Args:
+        process_group: whose ranks.
+        device: where the weights are.
+    """
+
+    _num_made: ClassVar[Counter[tuple[int, ...]]] = Counter()
+
+    def __init__(self, process_group: ProcessGroup, device: torch.device) -> None:
+        rank, ranks = group_rank(process_group), tuple(group_ranks(process_group))
+        name = f"zeroresize weights/{'-'.join(map(str, ranks))}/{self._num_made[ranks]}"
+        self._num_made[ranks] += 1
+        store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        limit = time_limit(process_group)
+        kind = process_group._get_backend(device).name()
+        transport: Any = process_group
+        if kind == "gloo":
+            transport = dist.ProcessGroupGloo(store, rank, len(ranks), limit)
+        elif kind == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = limit
+            transport = dist.ProcessGroupNCCL(store, rank, len(ranks), options)
+        # Nobody else holds it: a process that ends with a backend's threads alive can abort.
+        self._transport: list[Any] = [transport]
+        self.close = weakref.finalize(self, self._transport.clear)
+        store.set(f"connected/{rank}", "")  # nobody may leave again while others are still connecting
+        store.wait([f"connected/{other}" for other in range(len(ranks))], limit)
+
+    def broadcast(self, tensor: Tensor, root: int, /) -> Work:
+        return self._transport[0].broadcast(tensor, root)
+
+    def send(self, tensors: list[Tensor], receiver: int, tag: int, /) -> Work:
+        return self._transport[0].send(tensors, receiver, tag)
+
+    def recv(self, tensors: list[Tensor], sender: int, tag: int, /) -> Work:
+        return self._transport[0].recv(tensors, sender, tag)
