@@ -71,9 +71,14 @@ class _RankState:
             self.wanted, self.is_straggler, self.updates_until_heard = (0.0, 0.0), False, _UNTIL_HEARD
 
     @property
+    def busy_s(self) -> float:
+        """T, seconds; NaN before the rank was measured."""
+        return self.rest_s + self.gemm_s
+
+    @property
     def is_normal(self) -> bool:
         """Whether it was found to be no straggler."""
-        return self.is_known and not self.is_straggler and not math.isnan(self.rest_s + self.gemm_s)
+        return self.is_known and not self.is_straggler and not math.isnan(self.busy_s)
 
     @property
     def is_known(self) -> bool:
@@ -123,12 +128,12 @@ class Controller:
         """
         if len(samples) != self.num_ranks:
             raise ValueError(f"expected {self.num_ranks} ranks' times, found {len(samples)}")
-        normal_s = min((state.rest_s + state.gemm_s for state in self._ranks if state.is_normal), default=0.0)
+        normal_s = min((state.busy_s for state in self._ranks if state.is_normal), default=0.0)
         for state, sample in zip(self._ranks, samples, strict=True):
             state.take(sample, self.config.ewma)
         if collectives is not None:
-            self._communication.learn(collectives, min(state.rest_s + state.gemm_s for state in self._ranks))
-        if any(math.isnan(state.rest_s + state.gemm_s) for state in self._ranks):
+            self._communication.learn(collectives, min(state.busy_s for state in self._ranks))
+        if any(math.isnan(state.busy_s) for state in self._ranks):
             return self.current_plan()
 
         times = self._times([sample.cost for sample in samples], normal_s)
@@ -204,7 +209,7 @@ class Controller:
         """
         times = []
         for rank, cost in zip(self._ranks, costs, strict=True):
-            factor = max(normal_s / (rank.rest_s + rank.gemm_s), 1.0) if not rank.is_known else 1.0
+            factor = max(normal_s / rank.busy_s, 1.0) if not rank.is_known else 1.0
             times.append(RankTimes(factor * rank.rest_s, factor * rank.gemm_s, rank.overhead_scale, cost))
         return times
 
