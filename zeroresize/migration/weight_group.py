@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from zeroresize.collectives import group_rank, group_ranks, time_limit
+from zeroresize.meeting import Meeting
 
 
 class WeightGroup:
@@ -23,34 +22,31 @@ class WeightGroup:
     as NCCL asks of several communicators. A backend of any other kind is not made twice: there weights travel on the
     layers' own group.
 
-    Making it is collective over ``process_group`` only, in the way of :class:`~zeroresize.cpu_group.CpuGroup`.
+    Making it is collective over ``process_group`` only, in the way of :class:`~zeroresize.meeting.Meeting`.
 
     Args:
         process_group: whose ranks.
         device: where the weights are.
+
+    Raises:
+        RuntimeError: if not all ranks come within the time limit of ``process_group``.
     """
 
-    _num_made: ClassVar[Counter[tuple[int, ...]]] = Counter()
-
     def __init__(self, process_group: ProcessGroup, device: torch.device) -> None:
-        rank, ranks = group_rank(process_group), tuple(group_ranks(process_group))
-        name = f"zeroresize weights/{'-'.join(map(str, ranks))}/{self._num_made[ranks]}"
-        self._num_made[ranks] += 1
-        store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
-        limit = time_limit(process_group)
+        meeting = Meeting(process_group, "connect for the weights that are lent")
+        ends = meeting.store, meeting.rank, meeting.size
         kind = process_group._get_backend(device).name()
         transport: Any = process_group
         if kind == "gloo":
-            transport = dist.ProcessGroupGloo(store, rank, len(ranks), limit)
+            transport = dist.ProcessGroupGloo(*ends, meeting.time_limit)
         elif kind == "nccl":
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = limit
-            transport = dist.ProcessGroupNCCL(store, rank, len(ranks), options)
+            options._timeout = meeting.time_limit
+            transport = dist.ProcessGroupNCCL(*ends, options)
         # Nobody else holds it: a process that ends with a backend's threads alive can abort.
         self._transport: list[Any] = [transport]
         self.close = weakref.finalize(self, self._transport.clear)
-        store.set(f"connected/{rank}", "")  # nobody may leave again while others are still connecting
-        store.wait([f"connected/{other}" for other in range(len(ranks))], limit)
+        meeting.exchange("connected")  # nobody may leave again while others are still connecting
 
     def broadcast(self, tensor: Tensor, root: int, /) -> Work:
         return self._transport[0].broadcast(tensor, root)
