@@ -70,7 +70,7 @@ class Lender:
             columns = self._tell_columns(loan, lent)
             for name, layer in self._layers.items():
                 bounds = bounds_of_parts(self._num_lent(layer, loan), loan.parts)
-                route = Route.of_parts(loan.owner, loan.receivers, bounds)
+                route = Route.of_parts(loan.owner, loan.receivers, bounds, name)
                 if route.receivers:  # a ratio may be no column at all of a small layer
                     by_layer[name].append(LayerLoan(route, Columns.at(self._own_columns(route, columns[name]))))
         for name, layer in self._layers.items():

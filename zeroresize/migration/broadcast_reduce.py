@@ -21,24 +21,24 @@ class BroadcastReduce(Carrier):
     def send_slice(self, route: Route, slice_RL: Tensor | None, num_rows: int, like: Tensor, name: Hashable) -> Pending:
         if self.rank == route.owner:
             assert slice_RL is not None
-            return Pending(None, (self._broadcast(slice_RL, route.owner),))
+            return Pending(None, (self._broadcast(route, slice_RL),))
         slice_RL = self.buffers.take(name, (num_rows, route.num_columns), like)  # also where only passed on to others
-        work = self._broadcast(slice_RL, route.owner)
+        work = self._broadcast(route, slice_RL)
         is_receiver = self.rank in route.receivers
         return Pending(slice_RL[:, route.part_of(self.rank)] if is_receiver else None, (work,))
 
     def send_whole(self, route: Route, tensor: Tensor, name: Hashable) -> Pending:
         if self.rank == route.owner:
-            return Pending(None, (self._broadcast(tensor.contiguous(), route.owner),))
+            return Pending(None, (self._broadcast(route, tensor.contiguous()),))
         arriving = self.buffers.take(name, tuple(tensor.shape), tensor)
-        return Pending(arriving, (self._broadcast(arriving, route.owner),))
+        return Pending(arriving, (self._broadcast(route, arriving),))
 
     def expect_addends(self, route: Route, shape: tuple[int, ...], like: Tensor, name: Hashable) -> list[Pending]:
         return [] if self._reduces(route) else super().expect_addends(route, shape, like, name)
 
     def add_up(self, route: Route, own: Tensor, expected: Sequence[Pending]) -> Pending:
         if self._reduces(route):
-            return Pending(own, (self._reduce(own, route.owner),))
+            return Pending(own, (self._reduce(route, own),))
         return super().add_up(route, own, expected)
 
     def takes_part_in_sum(self, route: Route) -> bool:
@@ -48,16 +48,16 @@ class BroadcastReduce(Carrier):
         if not self._reduces(route):
             return super()._start_giving(route, partial)
         self._count(partial)
-        return [self._reduce(partial, route.owner)]
+        return [self._reduce(route, partial)]
 
     @staticmethod
     def _reduces(route: Route) -> bool:
         return len(route.receivers) > 1
 
-    def _reduce(self, partial: Tensor, owner: int) -> Transfer:
-        return start_reduce(partial, owner, self.process_group, self.layer)
+    def _reduce(self, route: Route, partial: Tensor) -> Transfer:
+        return start_reduce(partial, route.owner, self.process_group, route.layer)
 
-    def _broadcast(self, tensor: Tensor, owner: int) -> Transfer:
-        if self.rank != owner:
+    def _broadcast(self, route: Route, tensor: Tensor) -> Transfer:
+        if self.rank != route.owner:
             self._count(tensor)
-        return start_broadcast(tensor, owner, self.process_group, self.layer, self.over)
+        return start_broadcast(tensor, route.owner, self.process_group, route.layer, self.over)

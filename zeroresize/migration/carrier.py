@@ -27,18 +27,20 @@ class Route:
         owner: whose columns, within the group.
         receivers: who computes them, in the order of the parts.
         bounds: part i is columns ``bounds[i]`` to ``bounds[i + 1]`` of the slice.
+        layer: whose columns they are, if errors are to tell.
     """
 
     owner: int
     receivers: tuple[int, ...]
     bounds: tuple[int, ...]
+    layer: str | None = None
 
     @classmethod
-    def of_parts(cls, owner: int, receivers: Sequence[int], bounds: Sequence[int]) -> Route:
+    def of_parts(cls, owner: int, receivers: Sequence[int], bounds: Sequence[int], layer: str | None = None) -> Route:
         """Without receivers whose part is empty, so that nothing travels in vain."""
         of_all = zip(receivers, itertools.pairwise(bounds), strict=True)
         parts = [(receiver, end) for receiver, (begin, end) in of_all if end > begin]
-        return cls(owner, tuple(receiver for receiver, _ in parts), (0, *(end for _, end in parts)))
+        return cls(owner, tuple(receiver for receiver, _ in parts), (0, *(end for _, end in parts)), layer)
 
     @property
     def num_columns(self) -> int:
@@ -79,7 +81,6 @@ class Carrier(ABC):
 
     Attributes:
         bytes_moved: so far; each transfer is counted once in the group, by the rank that receives it or adds to it.
-        layer: which one what is started from now on is for, if errors are to tell.
         merges: whether what a receiver adds to a sum over the group is left to the collective that runs anyway.
     """
 
@@ -88,7 +89,6 @@ class Carrier(ABC):
     def __init__(self, process_group: ProcessGroup, rank: int, buffers: Buffers, over: Transport | None = None) -> None:
         self.process_group, self.rank, self.buffers, self.over = process_group, rank, buffers, over
         self.bytes_moved = 0
-        self.layer: str | None = None
 
     @abstractmethod
     def send_slice(self, route: Route, slice_RL: Tensor | None, num_rows: int, like: Tensor, name: Hashable) -> Pending:
@@ -109,7 +109,7 @@ class Carrier(ABC):
         expected = []
         for receiver in route.receivers:
             addend = self.buffers.take((*_key(name), receiver), shape, like)
-            expected.append(Pending(addend, tuple(self._receive(addend, receiver))))
+            expected.append(Pending(addend, tuple(self._receive(route, addend, receiver))))
         return expected
 
     def add_up(self, route: Route, own: Tensor, expected: Sequence[Pending]) -> Pending:
@@ -132,7 +132,7 @@ class Carrier(ABC):
         self.buffers.hold((*_key(name), "given"), partial, self._start_giving(route, partial))
 
     def _start_giving(self, route: Route, partial: Tensor) -> list[Transfer]:
-        return self._send(partial, route.owner)
+        return self._send(route, partial, route.owner)
 
     def send_home(self, route: Route, part_Rm: Tensor | None, num_rows: int, like: Tensor, name: Hashable) -> Pending:
         """The receivers' parts [rows, m_i] arrive side by side at the owner as [rows, L], None elsewhere.
@@ -145,7 +145,7 @@ class Carrier(ABC):
             for receiver in route.receivers:
                 columns = route.part_of(receiver)
                 part = self.buffers.take((*_key(name), receiver), (num_rows, columns.stop - columns.start), like)
-                works += self._receive(part, receiver)
+                works += self._receive(route, part, receiver)
                 parts.append(part)
             if len(parts) == 1:
                 return Pending(parts[0], tuple(works))
@@ -153,24 +153,24 @@ class Carrier(ABC):
             return Pending(whole, tuple(works), lambda: _side_by_side(parts, whole))
         if self.rank in route.receivers:
             assert part_Rm is not None
-            self._send_from_buffer(part_Rm, route.owner, name)
+            self._send_from_buffer(route, part_Rm, route.owner, name)
         return Pending(None)
 
     def _count(self, tensor: Tensor) -> None:
         self.bytes_moved += tensor.numel() * tensor.element_size()
 
-    def _receive(self, tensor: Tensor, sender: int) -> list[Transfer]:
+    def _receive(self, route: Route, tensor: Tensor, sender: int) -> list[Transfer]:
         self._count(tensor)
-        return start_receive(tensor, sender, self.process_group, self.layer, self.over)
+        return start_receive(tensor, sender, self.process_group, route.layer, self.over)
 
-    def _send(self, tensor: Tensor, receiver: int) -> list[Transfer]:
-        return start_send(tensor, receiver, self.process_group, self.layer, self.over)
+    def _send(self, route: Route, tensor: Tensor, receiver: int) -> list[Transfer]:
+        return start_send(tensor, receiver, self.process_group, route.layer, self.over)
 
-    def _send_from_buffer(self, tensor: Tensor, receiver: int, name: Hashable) -> None:
+    def _send_from_buffer(self, route: Route, tensor: Tensor, receiver: int, name: Hashable) -> None:
         """Send a copy, so that the caller's tensor is free at once."""
         copy = self.buffers.take((*_key(name), "to", receiver), tuple(tensor.shape), tensor)
         copy.copy_(tensor)
-        for work in self._send(copy, receiver):
+        for work in self._send(route, copy, receiver):
             self.buffers.is_being_sent(copy, work)
 
 

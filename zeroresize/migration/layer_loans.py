@@ -78,7 +78,6 @@ class LayerLoans:
     def send_weights(self) -> None:
         """Send the lent columns of the weight as it is now; it must not change until the next call."""
         self.finish_sending()
-        self._weight_carrier.layer = self.name
         weight_NK = self._weight.detach()
         self._homebound = self._homecoming.homebound(self._weight)
         self._sent = []
@@ -143,7 +142,6 @@ class LayerLoans:
 
     def column_forward(self, x_TK: Tensor, own: Callable[[], Tensor]) -> Tensor:
         """y [T, N] of this rank's rows, ``own()`` with what others computed of it."""
-        self._carrier.layer = self.name
         weights = self._borrowed_weights(x_TK)
         expected = self._expect_y(x_TK)
         y_TN = own() if self.lends else None  # an owner's is what the receivers' parts are added to
@@ -187,7 +185,6 @@ class LayerLoans:
         The lent columns of dw come home by the way of :meth:`weight_in_force`.
         """
         self._homecoming.backward_begins()
-        self._carrier.layer = self.name
         weights = self._borrowed_weights(x_TK)
         sent = [self._carrier.send_whole(loan.route, dy_TN, ("dy", loan.route.owner)) for loan in self._loans]
         dx_TK = own_dgrad() if own_dgrad is not None else None
@@ -225,7 +222,6 @@ class LayerLoans:
 
     def row_forward(self, x_TK: Tensor, own: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor]]:
         """(y [T, N], not yet summed over the group; the owners' columns of x [T, m] that backward needs)."""
-        self._carrier.layer = self.name
         weights = self._borrowed_weights(x_TK)
         sent = []
         for loan in self._loans:
@@ -258,7 +254,6 @@ class LayerLoans:
     ) -> tuple[Tensor | None, Tensor | None]:
         """(dx [T, K], dw [N, K]) as :meth:`column_backward` gives them."""
         self._homecoming.backward_begins()
-        self._carrier.layer = self.name
         weights = self._borrowed_weights(dy_TN)
         pieces = iter(kept)
         x_parts = [next(pieces) if w_Nm is not None else None for w_Nm in weights]

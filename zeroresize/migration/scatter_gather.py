@@ -18,19 +18,20 @@ class ScatterGather(Carrier):
         if self.rank == route.owner:
             assert slice_RL is not None
             for receiver in route.receivers:
-                self._send_from_buffer(slice_RL[:, route.part_of(receiver)], receiver, name)
+                self._send_from_buffer(route, slice_RL[:, route.part_of(receiver)], receiver, name)
             return Pending(None)
         if self.rank not in route.receivers:
             return Pending(None)
         columns = route.part_of(self.rank)
         part = self.buffers.take(name, (num_rows, columns.stop - columns.start), like)
-        return Pending(part, tuple(self._receive(part, route.owner)))
+        return Pending(part, tuple(self._receive(route, part, route.owner)))
 
     def send_whole(self, route: Route, tensor: Tensor, name: Hashable) -> Pending:
         if self.rank == route.owner:
             tensor = tensor.contiguous()
-            return Pending(None, tuple(work for receiver in route.receivers for work in self._send(tensor, receiver)))
+            works = [work for receiver in route.receivers for work in self._send(route, tensor, receiver)]
+            return Pending(None, tuple(works))
         if self.rank not in route.receivers:
             return Pending(None)
         arriving = self.buffers.take(name, tuple(tensor.shape), tensor)
-        return Pending(arriving, tuple(self._receive(arriving, route.owner)))
+        return Pending(arriving, tuple(self._receive(route, arriving, route.owner)))
