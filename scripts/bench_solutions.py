@@ -8,7 +8,9 @@ predicts. "ZERO as long as SEMI" is what ZERO-PriDiff would have to drop for SEM
 ratios that it is pinned to.
 
 ``--unequal 4 2 1 1`` slows every rank by its own χ instead, and compares SEMI with every number λ of migrating
-stragglers, by both rules (Fig. 11).
+stragglers, by both rules (Fig. 11). Four ranks on two cores also want ``--everyone 8``: ranks that share a core slow
+each other, and where one sleeps its neighbour is fast, so all sleep seven times as long as they multiply, and χ comes
+on top of that.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ from rich.console import Console
 from rich.table import Table
 
 import zeroresize as zr
-from scripts.benching import ColossalAIRanks, Trainer, interval_of_ratio, of_every_rank, save
+from scripts.benching import ColossalAIRanks, Trainer, interval_of_ratio, of_every_rank, save, slowness_of
 from vit_examples.config import ModelConfig
+from zeroresize.injection.slow_layers import SlowLayers
 from zeroresize.plan import WorkloadPlan
 
 #: Solutions whose closed loop runs, by name; Baseline and homogeneous are one more copy, in mode "off".
@@ -59,7 +62,7 @@ class Copy:
 
     trainer: Trainer
     balancer: zr.Balancer
-    injector: zr.StragglerInjector
+    slowness: SlowLayers
     predicted_s: list[float] = field(default_factory=list)
 
     def updates(self, number: int) -> None:
@@ -68,7 +71,11 @@ class Copy:
 
 
 class Bench:
-    """A copy a solution, and one in mode "off"."""
+    """A copy a solution, and one in mode "off".
+
+    Args:
+        everyone: what every rank's χ is multiplied by, at homogeneous steps too.
+    """
 
     def __init__(
         self,
@@ -77,20 +84,24 @@ class Bench:
         batch_size: int,
         config: zr.BalanceConfig,
         solutions: Mapping[str, Mapping[str, object]],
+        everyone: float = 1.0,
     ) -> None:
-        self.ranks, self.solutions = ranks, tuple(solutions)
+        self.ranks, self.solutions, self.everyone = ranks, tuple(solutions), everyone
         self.copies: dict[str, Copy] = {}
         self.pinned: dict[float, list[tuple[float, float]]] = {}
         for name, changes in {"off": {"mode": "off"}, **solutions}.items():
             trainer = ranks.trainer(shape, batch_size=batch_size)
             balancer = ranks.balance(trainer, config.replace(**changes))
-            injector = zr.StragglerInjector(trainer.model, process_group=ranks.group, chi={0: 1.0})
-            injector.__enter__()
-            self.copies[name] = Copy(trainer, balancer, injector)
+            slowness = slowness_of(trainer.model)
+            slowness.__enter__()
+            self.copies[name] = Copy(trainer, balancer, slowness)
+
+    def slow(self, copy: Copy, chis: Sequence[float]) -> None:
+        copy.slowness.chi = self.everyone * chis[self.ranks.rank]
 
     def settle(self, chis: Sequence[float], num_updates: int) -> None:
         for name, copy in self.copies.items():
-            copy.injector.set_chi(dict(enumerate(chis)))
+            self.slow(copy, chis)
             copy.updates(num_updates if name != "off" else 1)  # nothing settles there
 
     def compare(self, chis: Sequence[float], rounds: int, num_steps: int) -> dict[str, list[float]]:
@@ -99,9 +110,9 @@ class Bench:
         self.pinned = {offset: [] for offset in OFFSETS if "ZERO-PriDiffR" in self.copies}
         seconds: dict[str, list[float]] = defaultdict(list)
         for _ in range(rounds):
-            off.injector.set_chi({0: 1.0})
+            self.slow(off, [1.0] * len(chis))
             seconds["homogeneous"] += off.trainer.window(2 * num_steps)
-            off.injector.set_chi(dict(enumerate(chis)))
+            self.slow(off, chis)
             seconds["Baseline"] += off.trainer.window(max(num_steps // 2, 1))
             for name in self.solutions:
                 copy = self.copies[name]
@@ -182,18 +193,24 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--chi", type=float, nargs="+", default=[2.0, 4.0, 8.0])
     parser.add_argument("--unequal", type=float, nargs="+", help="χ of every rank, instead of --chi on the last one")
+    parser.add_argument("--everyone", type=float, default=1.0, help="what every rank's χ is multiplied by")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6, help="in a window")
     parser.add_argument("--updates", type=int, default=6, help="for every loop to settle, before it is measured")
     parser.add_argument("--update-every", type=int, default=5)
     parser.add_argument("--tolerance", type=float, default=0.1, help="SEMI's steps may take half of it longer")
+    parser.add_argument("--max-ratio", type=float, default=zr.BalanceConfig().max_ratio, help="γ_max")
     parser.add_argument("--migrate", choices=("broadcast-reduce", "scatter-gather"), default="broadcast-reduce")
     arguments = parser.parse_args()
 
     ranks = ColossalAIRanks()
     shape = ModelConfig(hidden_size=arguments.hidden, depth=arguments.depth, num_heads=12)
     config = zr.BalanceConfig(
-        mode="off", update_every=arguments.update_every, migrate=arguments.migrate, tolerance=arguments.tolerance
+        mode="off",
+        update_every=arguments.update_every,
+        migrate=arguments.migrate,
+        tolerance=arguments.tolerance,
+        max_ratio=arguments.max_ratio,
     )
     if arguments.unequal:
         all_chis = [arguments.unequal]
@@ -201,7 +218,7 @@ def main() -> None:
     else:
         all_chis = [[*[1.0] * (ranks.num_ranks - 1), chi] for chi in arguments.chi]
         solutions = SOLUTIONS
-    bench = Bench(ranks, shape, arguments.batch, config, solutions)
+    bench = Bench(ranks, shape, arguments.batch, config, solutions, arguments.everyone)
     even = [1.0] * ranks.num_ranks
     bench.settle(even, 3)
     rows = []
@@ -219,6 +236,7 @@ def main() -> None:
         slowness = "-".join(f"{chi:g}" for chi in arguments.unequal or arguments.chi)
         kind = "lambda" if arguments.unequal else "solutions"
         setting = f"e{ranks.num_ranks}_h{arguments.hidden}_b{arguments.batch}_t{arguments.tolerance:g}"
+        setting += f"_g{arguments.max_ratio:g}_x{arguments.everyone:g}"
         name = f"{kind}_{setting}_{arguments.migrate}_chi{slowness}"
         save(name, {"arguments": vars(arguments), "rows": rows, "prediction_error": statistics.median(errors)})
     dist.destroy_process_group()

@@ -26,6 +26,9 @@ from torch import Tensor, nn
 import zeroresize as zr
 from vit_examples.config import ModelConfig
 from vit_examples.model import build_vit, classification_loss
+from zeroresize.balanced_linear import BalancedLinear
+from zeroresize.injection.delay import Delays, HostDelay
+from zeroresize.injection.slow_layers import SlowLayers
 from zeroresize.integrations.colossalai import prepare_accelerator
 
 with warnings.catch_warnings():
@@ -110,6 +113,15 @@ class ColossalAIRanks:
         balancer = zr.Balancer(trainer.model, trainer.optimizer, process_group=self.group, config=config)
         trainer.after_step = balancer.step
         return balancer
+
+
+def slowness_of(model: nn.Module) -> SlowLayers:
+    """How slow a converted model's multiplications are made, once it is entered: sleeps after each of them.
+
+    They are slowed by their CPU time, as ranks may share a core and would be held up the longer for having lost it.
+    """
+    layers = [module for module in model.modules() if isinstance(module, BalancedLinear)]
+    return SlowLayers(layers, "gemm", Delays(HostDelay(work_clock=time.thread_time)))
 
 
 def of_every_rank(value: float) -> list[float]:

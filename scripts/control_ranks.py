@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import functools
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 import zeroresize as zr
-from scripts.benching import ColossalAIRanks, Trainer, of_every_rank
+from scripts.benching import ColossalAIRanks, Trainer, of_every_rank, slowness_of
 from vit_examples.config import ModelConfig
-from zeroresize.balanced_linear import BalancedLinear
-from zeroresize.injection.delay import Delays, HostDelay
 from zeroresize.injection.slow_layers import SlowLayers
 
 #: (update, number of ranks) → χ of every rank.
@@ -23,10 +20,7 @@ Chi = Callable[[int, int], list[float]]
 
 @dataclass
 class SlowedTrainer:
-    """A model in training whose products are slowed.
-
-    They are slowed by their CPU time, as ranks may share a core and would be held up the longer for having lost it.
-    """
+    """A model in training whose products are slowed."""
 
     trainer: Trainer
     balancer: zr.Balancer
@@ -37,8 +31,7 @@ class SlowedTrainer:
         ranks = _ranks()
         trainer = ranks.trainer(ModelConfig(hidden_size=hidden, depth=2, num_heads=12), batch_size=32)
         balancer = ranks.balance(trainer, config)
-        layers = [module for module in trainer.model.modules() if isinstance(module, BalancedLinear)]
-        return cls(trainer, balancer, SlowLayers(layers, "gemm", Delays(HostDelay(work_clock=time.thread_time))))
+        return cls(trainer, balancer, slowness_of(trainer.model))
 
     def timed_step(self) -> float:
         """Wall seconds of one step; what other models did since the last one is none of this one's iteration."""
