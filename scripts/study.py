@@ -3,8 +3,9 @@
 A grid is a YAML file: a configuration of vit_examples, seeds, and named cells, each with overrides of it. Every
 (cell, seed) is one run of ``vit_examples.train`` in a folder of its own, and one row of a CSV file. What has a finished
 folder or a row never runs again (delete both to repeat it), so a study that was stopped goes on where it was, also on
-another machine; a killed study loses at most the run that was under way. What is finished with other settings, the
-grid's or its configuration's, is an error. Where a run fails the others go on, and the end tells why.
+another machine; a killed study loses at most the run that was under way, and where runs write checkpoints
+(``output.save_every``) no more than what came after the newest. What is finished with other settings, the grid's or its
+configuration's, is an error. Where a run fails the others go on, and the end tells why.
 Grids called ``…_8gpu`` are at the paper's scale; ``scripts.plot_study`` draws the table.
 """
 
@@ -26,16 +27,21 @@ from vit_examples.launch import started, train_command
 
 
 def run_cell(study: Study, cell: Cell) -> None:
-    """Train one cell from its beginning; its output is in ``train.log``.
+    """Train one cell, from its newest checkpoint if it has one; its output is in ``train.log``.
+
+    Checkpoints are deleted when it is finished.
 
     Raises:
         RuntimeError: if training fails, with what its log says of the reason.
     """
-    shutil.rmtree(cell.folder, ignore_errors=True)
-    cell.folder.mkdir(parents=True)
-    cell.settings_file.write_text(cell.settings, encoding="utf-8")
-    cell.base_file.write_text(study.base, encoding="utf-8")
     command = train_command(study.config, (*cell.overrides, "output.progress=false"), study.ranks)
+    if cell.can_go_on(study.base):
+        command.append("--resume")
+    else:
+        shutil.rmtree(cell.folder, ignore_errors=True)
+        cell.folder.mkdir(parents=True)
+        cell.settings_file.write_text(cell.settings, encoding="utf-8")
+        cell.base_file.write_text(study.base, encoding="utf-8")
     log = cell.folder / "train.log"
     with started(command, log, {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}) as process:
         code = process.wait()
@@ -43,6 +49,7 @@ def run_cell(study: Study, cell: Cell) -> None:
         cell.summary_file.unlink(missing_ok=True)  # where only the end of a run failed: it is not finished
         reason = reason_in(log.read_text(encoding="utf-8", errors="replace").splitlines())
         raise RuntimeError(f"cell {cell.name!r}, seed {cell.seed} failed with code {code}; from {log}:\n{reason}")
+    shutil.rmtree(cell.checkpoint_folder, ignore_errors=True)
 
 
 def reason_in(lines: list[str]) -> str:
@@ -86,6 +93,9 @@ def main() -> None:
     parser.add_argument("grid", type=Path, help="a YAML file, such as those in scripts/grids")
     parser.add_argument("--config", help="of vit_examples, instead of the grid's")
     parser.add_argument("--ranks", type=int, help="instead of the grid's")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="in every cell, as vit_examples.train"
+    )
     parser.add_argument("--output", type=Path, default=Path("runs/studies"), help="where the runs go")
     parser.add_argument("--csv", type=Path, help="where the table goes (default: beside the runs)")
     parser.add_argument("--dry-run", action="store_true", help="check the grid, list the runs, train nothing")
@@ -93,7 +103,13 @@ def main() -> None:
     arguments = parser.parse_args()
     console = Console()
     try:
-        study = read_study(arguments.grid, arguments.output.resolve(), config=arguments.config, ranks=arguments.ranks)
+        study = read_study(
+            arguments.grid,
+            arguments.output.resolve(),
+            config=arguments.config,
+            ranks=arguments.ranks,
+            changes=arguments.set,
+        )
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     table = arguments.csv or arguments.output / f"{study.name}.csv"

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from vit_examples.config_file import config_path, load_config
+from vit_examples.checkpoint import epoch_of, newest_checkpoint
+from vit_examples.config_file import config_path, load_config, parse_override
 from zeroresize.value_checks import known_keys
 from zeroresize.yaml_values import read_yaml
 
@@ -28,12 +29,14 @@ class Cell:
     Attributes:
         settings: all that it is besides its seed, on one line: what a finished run is known by.
         overrides: the same for the command line, with its seed and folder.
+        epochs: how many it trains.
     """
 
     name: str
     seed: int
     settings: str
     overrides: tuple[str, ...]
+    epochs: int
     folder: Path
 
     @property
@@ -49,8 +52,21 @@ class Cell:
         return self.folder / "base.yaml"
 
     @property
+    def checkpoint_folder(self) -> Path:
+        return self.folder / "checkpoints"
+
+    @property
     def key(self) -> tuple[str, str]:
         return self.name, str(self.seed)
+
+    def can_go_on(self, base: str) -> bool:
+        """Whether there is a checkpoint of a run of these settings and this base that has epochs left."""
+        try:
+            told = [file.read_text(encoding="utf-8") for file in (self.settings_file, self.base_file)]
+        except OSError:
+            return False
+        newest = newest_checkpoint(self.checkpoint_folder)
+        return told == [self.settings, base] and newest is not None and epoch_of(newest) < self.epochs
 
     def row(self) -> dict[str, Any] | None:
         """One flat row with the commit, versions, settings and base that it ran with, if the run is finished."""
@@ -80,13 +96,16 @@ class Study:
     cells: tuple[Cell, ...]
 
 
-def read_study(path: Path, output: Path, *, config: str | None = None, ranks: int | None = None) -> Study:
+def read_study(
+    path: Path, output: Path, *, config: str | None = None, ranks: int | None = None, changes: Sequence[str] = ()
+) -> Study:
     """Read a grid; every cell's configuration is checked before any runs.
 
     Args:
         output: every cell gets a folder in there, in one that is named after the grid, and ``config`` and ``ranks`` if
             those are given.
         config, ranks: instead of the grid's own.
+        changes: ``section.key=value``, which every cell takes instead of its own.
 
     Raises:
         ValueError: naming the file and the key or cell that is wrong, or two cells that would have one folder.
@@ -97,18 +116,20 @@ def read_study(path: Path, output: Path, *, config: str | None = None, ranks: in
         own_cells = _read_grid(path.with_name(own_cells))["cells"]
     if not isinstance(own_cells, Mapping):
         raise ValueError(f"{path}: 'cells' must be a mapping, or the name of a grid that has one; got {own_cells!r}")
-    changes = ([Path(config).stem] if config is not None else []) + ([f"{ranks}ranks"] if ranks is not None else [])
-    name = "-".join([path.stem, *changes])
+    named = ([Path(config).stem] if config is not None else []) + ([f"{ranks}ranks"] if ranks is not None else [])
+    name = "-".join([path.stem, *named])
+    changed = dict(map(parse_override, changes))
     config, ranks = config or document["config"], ranks or document.get("ranks", 2)
     cells: dict[Path, Cell] = {}
     for seed in document.get("seeds", [0]):
         for cell, own in own_cells.items():
             folder = output / name / slug(cell) / f"seed{seed}"
-            settings = {**document.get("shared", {}), **(own or {})}
+            settings = {**document.get("shared", {}), **(own or {}), **changed}
             values = {**settings, "training.seed": seed, "balance.seed": seed, "output.folder": str(folder)}
             overrides = tuple(f"{key}={as_yaml(value)}" for key, value in values.items())
             try:
-                load_config(config, overrides).validate_group_size(ranks)
+                run = load_config(config, overrides)
+                run.validate_group_size(ranks)
             except ValueError as error:
                 raise ValueError(f"{path}, cell {cell!r}: {error}") from error
             if folder in cells:
@@ -118,7 +139,7 @@ def read_study(path: Path, output: Path, *, config: str | None = None, ranks: in
                     f"in {folder}: call one of them differently"
                 )
             told = as_yaml({"config": config, "ranks": ranks, **settings})
-            cells[folder] = Cell(cell, seed, told, overrides, folder)
+            cells[folder] = Cell(cell, seed, told, overrides, run.training.epochs, folder)
     return Study(name, config, base_settings(config), ranks, tuple(cells.values()))
 
 

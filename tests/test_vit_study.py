@@ -40,10 +40,11 @@ def stub_training(monkeypatch: pytest.MonkeyPatch, code: int, log: str = "") -> 
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.stem)
-def test_shipped_grids_are_sound_and_keep_no_checkpoints(grid: Path, tmp_path: Path) -> None:
-    cells = study.read_study(grid, tmp_path).cells
-    assert len({cell.folder for cell in cells}) == len(cells)
-    assert all(load_config("cifar_small", cell.overrides).output.save_every == 0 for cell in cells)
+def test_shipped_grids_are_sound_and_only_long_runs_write_checkpoints(grid: Path, tmp_path: Path) -> None:
+    read = study.read_study(grid, tmp_path)
+    assert len({cell.folder for cell in read.cells}) == len(read.cells)
+    for cell in read.cells:
+        assert (load_config(read.config, cell.overrides).output.save_every > 0) == (cell.epochs > 20)
 
 
 def test_a_grid_takes_anothers_cells_and_nothing_else_of_it(tmp_path: Path) -> None:
@@ -107,6 +108,67 @@ def test_an_unfinished_run_is_cleared_before_the_cell_runs_again(
     stub_training(monkeypatch, 0)
     study.run_cell(micro_study, cell)
     assert {path.name for path in cell.folder.iterdir()} == {"settings.yaml", "base.yaml", "train.log"}
+
+
+def checkpoint(cell: study.Cell, base: str, epochs: int) -> Path:
+    """What a run that was cut off after so many epochs left."""
+    folder = cell.checkpoint_folder / f"epoch-{epochs:04d}"
+    folder.mkdir(parents=True)
+    cell.settings_file.write_text(cell.settings)
+    cell.base_file.write_text(base)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changed", "epochs", "goes_on"),
+    [
+        ("{balance.mode: 'off'}", 1, True),
+        ("{balance.mode: zero-rd}", 1, False),
+        ("{balance.mode: 'off'}", 2, False),  # it ended, and badly: nothing of it was timed if it went on
+    ],
+)
+def test_a_run_that_was_cut_off_goes_on_from_its_checkpoint_unless_it_was_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str, epochs: int, goes_on: bool
+) -> None:
+    grid, commands = tmp_path / "grid.yaml", []
+
+    @contextmanager
+    def started(command, log_file, environment):
+        log_file.write_text("")
+        commands.append(command)
+        assert cell.checkpoint_folder.exists() == goes_on
+        yield SimpleNamespace(wait=lambda: 0)
+
+    monkeypatch.setattr(study, "started", started)
+    for cells in ("{balance.mode: 'off'}", changed):
+        grid.write_text(f"config: demo\nshared: {{training.epochs: 2}}\ncells:\n  Baseline: {cells}\n")
+        now = study.read_study(grid, tmp_path / "runs")
+        (cell,) = now.cells
+        if not cell.folder.exists():
+            checkpoint(cell, now.base, epochs)
+    study.run_cell(now, cell)
+    assert ("--resume" in commands[0]) == goes_on
+    assert not cell.checkpoint_folder.exists()
+
+
+def test_a_run_of_another_base_does_not_go_on(tmp_path: Path) -> None:
+    before = base_of("training: {epochs: 2}\n", tmp_path)
+    checkpoint(before.cells[0], before.base, 1)
+    assert before.cells[0].can_go_on(before.base)
+    after = base_of("training: {epochs: 3}\n", tmp_path)
+    assert not after.cells[0].can_go_on(after.base)
+
+
+def test_changes_from_the_command_line_are_every_cells_and_part_of_its_settings(tmp_path: Path) -> None:
+    grid = tmp_path / "grid.yaml"
+    grid.write_text("config: demo\ncells:\n  Rd: {balance.mode: zero-rd, training.epochs: 9}\n  Baseline: {}\n")
+    changed = study.read_study(grid, tmp_path, changes=["training.epochs=1", "balance.block=2"])
+    for cell in changed.cells:
+        config = load_config("demo", cell.overrides)
+        assert (config.training.epochs, config.balance.block) == (1, 2)
+        assert "training.epochs: 1" in cell.settings
+    with pytest.raises(ValueError, match=r"--set training\.epochs: expected section\.key=value"):
+        study.read_study(grid, tmp_path, changes=["training.epochs"])
 
 
 LONG_LOG = [f"line {number}\n" for number in range(40)]

@@ -42,7 +42,12 @@ def layout_of(config: RunConfig, num_ranks: int) -> dict[str, Any]:
 def newest_checkpoint(folder: Path) -> Path | None:
     """The complete checkpoint of the latest epoch under ``folder``."""
     complete = [path for path in folder.glob("epoch-*") if path.is_dir() and path.suffix != ".tmp"]
-    return max(complete, key=lambda path: int(path.name.removeprefix("epoch-")), default=None)
+    return max(complete, key=epoch_of, default=None)
+
+
+def epoch_of(checkpoint: Path) -> int:
+    """How many epochs had been trained when it was written."""
+    return int(checkpoint.name.removeprefix("epoch-"))
 
 
 def require_layout(checkpoint: Path, layout: dict[str, Any]) -> None:

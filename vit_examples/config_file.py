@@ -145,15 +145,25 @@ def _fields(section: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(section)]
 
 
-def _with_override(document: Any, override: str) -> dict[str, Any]:
+def parse_override(override: str) -> tuple[str, Any]:
+    """The key and the value of ``section.key=value``.
+
+    Raises:
+        ValueError: if it is not of that form, or the value is not YAML.
+    """
     key, equals, text = override.partition("=")
     section, dot, leaf = key.strip().partition(".")
     if not equals or not section or (dot and not leaf):
         raise ValueError(f"--set {override}: expected section.key=value, such as training.lr=0.001")
     try:
-        value = load_yaml(text)
+        return key.strip(), load_yaml(text)
     except yaml.YAMLError as error:
         raise ValueError(f"--set {override}: the value is not YAML") from error
+
+
+def _with_override(document: Any, override: str) -> dict[str, Any]:
+    key, value = parse_override(override)
+    section, dot, leaf = key.partition(".")
     document = dict(document) if isinstance(document, Mapping) else {}
     if not dot:
         return {**document, section: value}
