@@ -3,6 +3,7 @@
 import copy
 
 import pytest
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from virtual_training import Run
@@ -91,6 +92,25 @@ def test_a_run_that_is_resumed_before_a_step_at_full_work_makes_it_too(run_ranks
     assert normal == [False] * 3
     assert straggler == [False, True, False]
     assert resumed_loss == loss
+
+
+@pytest.mark.parametrize("max_ratio", [0.5, 0.95])
+def test_a_run_that_is_resumed_with_another_max_ratio_prunes_up_to_it(run_ranks, tmp_path, max_ratio):
+    """χ = 40 wants all that is allowed; what was measured up to 0.9 says nothing beyond, and too much below."""
+
+    def train(rank, group):
+        before = Run(group, chi={1: 40.0}, max_ratio=0.9)
+        before.steps(20)
+        path = tmp_path / f"rank{rank}.pt"
+        torch.save(before.balancer.state_dict(), path)
+        run = Run(group, chi={1: 40.0}, max_ratio=max_ratio)
+        run.balancer.load_state_dict(torch.load(path, weights_only=True))
+        run.steps(20)
+        return before.balancer.plan.ranks[1].pruned, run.balancer.plan.ranks[1].pruned
+
+    for before, after in run_ranks(train, 2):
+        assert 0.85 <= before <= 0.9
+        assert max_ratio - 0.05 <= after <= max_ratio
 
 
 def test_two_tensor_parallel_groups_balance_and_save_apart(run_ranks, tmp_path):

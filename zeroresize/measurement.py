@@ -33,13 +33,16 @@ class _Conditions:
     Attributes:
         device: its name, and the dtypes that layers compute in.
         work: tokens of a step times the sizes of the weights they meet.
+        max_ratio, block: of the configuration: up to which ratio, and by which columns, pruning was measured.
     """
 
     device: str
     work: float
+    max_ratio: float = math.nan  # not known of states that were saved without
+    block: int = 0
 
     @classmethod
-    def of_step(cls, layers: Mapping[str, BalancedLinear]) -> _Conditions:
+    def of_step(cls, layers: Mapping[str, BalancedLinear], config: BalanceConfig) -> _Conditions:
         """Those of the step that has just ended."""
         seen = [layer for layer in layers.values() if layer.num_tokens > 0]
         names = {
@@ -48,10 +51,11 @@ class _Conditions:
         }
         dtypes = {str(layer.compute_dtype) for layer in seen}
         work = sum(layer.num_tokens * layer.weight.numel() for layer in seen)
-        return cls(" ".join(sorted(names) + sorted(dtypes)), float(work))
+        return cls(" ".join(sorted(names) + sorted(dtypes)), float(work), config.max_ratio, config.block)
 
     def is_like(self, other: _Conditions) -> bool:
-        return self.device == other.device and 1 / _LIKE <= self.work / max(other.work, 1.0) <= _LIKE
+        exactly = (self.device, self.max_ratio, self.block) == (other.device, other.max_ratio, other.block)
+        return exactly and 1 / _LIKE <= self.work / max(other.work, 1.0) <= _LIKE
 
 
 class Measurement:
@@ -115,13 +119,15 @@ class Measurement:
 
     @property
     def is_pretested(self) -> bool:
-        """Whether what pruning costs was measured on such a device in steps like the one that has just ended."""
-        return self._pretested_on is not None and self._pretested_on.is_like(_Conditions.of_step(self._layers))
+        """Whether what pruning costs was measured on such a device, as far as it may go now, in steps like the one that
+        has just ended."""
+        now = _Conditions.of_step(self._layers, self._config)
+        return self._pretested_on is not None and self._pretested_on.is_like(now)
 
     def pretest(self) -> None:
         """Measure what pruning costs on the shapes of the step that has just ended; takes about a second."""
         self._estimate = FullWorkEstimate(measure_resizing_cost(self._layers, self._config))
-        self._pretested_on = _Conditions.of_step(self._layers)
+        self._pretested_on = _Conditions.of_step(self._layers, self._config)
         cost = self._estimate.pretested
         logger.info(
             "pre-test of pruning: at γ = %.2f multiplications take %.2f of their time, gathers and fills %.1f ms",
