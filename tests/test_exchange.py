@@ -11,6 +11,7 @@ from processes import RankFailure
 from zeroresize.collectives import time_limit
 from zeroresize.cpu_group import CpuGroup
 from zeroresize.exchange import Exchange
+from zeroresize.meeting import Meeting
 
 
 def test_every_rank_sees_the_table_of_the_last_post(run_ranks):
@@ -97,3 +98,17 @@ def test_meeting_and_exchange_wait_as_long_as_their_group_may_and_no_longer(run_
 
     waited_s, _ = run_ranks(wait_alone, 2, timeout_s=20)
     assert len(waited_s) == 2 and all(1.5 < seconds < 4.5 for seconds in waited_s), waited_s
+
+
+def test_where_the_jobs_store_is_gone_that_is_what_is_told(run_ranks):
+    class Gone:
+        def __getattr__(self, name):
+            raise ConnectionResetError("Connection reset by peer")
+
+    def meet(rank, group):
+        meeting = Meeting(group, "eat")
+        meeting.store = Gone()
+        with pytest.raises(RuntimeError, match=r"the job's store cannot be reached.* did not come to eat"):
+            meeting.exchange("here")
+
+    run_ranks(meet, 1)

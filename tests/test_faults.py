@@ -1,5 +1,6 @@
 """What goes wrong while work migrates ends in an error on every rank, or in a correct step: never in a hang."""
 
+import contextlib
 import datetime
 import multiprocessing
 import os
@@ -29,7 +30,15 @@ def _train_until_one_dies(rank, num_ranks, dying, die, num_steps, config, scratc
         run.steps(20)
         reports.put((rank, "went on", None))
     except RuntimeError as error:
-        reports.put((rank, str(error), type(error.__cause__)))
+        assert run.balancer.state_dict()  # who is left can save what is known
+        with contextlib.suppress(RuntimeError):
+            run.balancer.close()
+        run.balancer.close()
+        is_closed = (
+            all(layer.loans is None for layer in (run.model.up, run.model.down))
+            and not run.balancer._measurement.close.alive
+        )
+        reports.put((rank, str(error) if is_closed else f"not closed after {error}", type(error.__cause__)))
     reports.close()
     reports.join_thread()
     os._exit(0)
@@ -60,6 +69,50 @@ def what_the_others_are_told(scratch, num_ranks, dying, die, num_steps, **config
     return {rank: text for rank, text, _ in told}
 
 
+def _train_until_one_fails(rank, failing, scratch, reports):
+    """Rank ``failing`` has a mistake of its own in mid-backward, and closes its balancer as a ``finally`` does."""
+    torch.set_num_threads(1)
+    timeout = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=f"file://{scratch}/store", rank=rank, world_size=2, timeout=timeout)
+    run = Run(dist.group.WORLD, chi={0: 4.0}, update_every=5, mode="mig", ratio=0.5, ranks=[0])
+    run.steps(20)
+
+    def fail(*_):
+        raise ArithmeticError("a mistake of this rank's own")
+
+    if rank == failing:
+        run.model.up.register_forward_hook(lambda module, inputs, output: output.register_hook(fail) and None)
+    began = time.monotonic()
+    try:
+        run.steps(20)
+    except (ArithmeticError, RuntimeError) as error:
+        with contextlib.suppress(RuntimeError):
+            run.balancer.close()
+        reports.put((rank, type(error), time.monotonic() - began))
+        reports.close()
+        reports.join_thread()
+    os._exit(0)
+
+
+@pytest.mark.parametrize("failing", [0, 1], ids=["owner", "receiver"])
+def test_a_rank_that_fails_alone_closes_at_once_and_its_mistake_is_seen(tmp_path, failing):
+    fork = multiprocessing.get_context("fork")
+    reports = fork.Queue()
+    processes = [
+        fork.Process(target=_train_until_one_fails, args=(rank, failing, tmp_path, reports)) for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        told = dict((rank, (kind, seconds)) for rank, kind, seconds in (reports.get(timeout=40) for _ in processes))
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    assert told[failing][0] is ArithmeticError and told[1 - failing][0] is RuntimeError
+    assert max(seconds for _, seconds in told.values()) < 30  # far from the time limit
+
+
 def exit_now(*_, **__):
     time.sleep(0.5)  # what it sent before arrives
     os._exit(3)
@@ -75,6 +128,16 @@ def test_when_a_receiver_or_an_owner_dies_every_other_rank_ends_with_an_error(tm
 def exit_with_the_gradient_of(module):
     """Between the forward and the backward of ``module``."""
     module.register_forward_hook(lambda module, inputs, output: output.register_hook(exit_now) and None)
+
+
+def test_when_a_rank_dies_before_an_update_the_others_can_save_and_close(tmp_path):
+    """Their numbers are under way then, and never come together."""
+
+    def die(run):
+        run.balancer.step = exit_now
+
+    told = what_the_others_are_told(tmp_path, 3, 1, die, 24, mode="semi", budget=0.0)
+    assert all("exchanging the balancer's numbers" in text for text in told.values()), told
 
 
 #: Within a step: how a rank dies, and in which layer an owner, or a receiver, then waits for it. (In the backward
@@ -99,6 +162,29 @@ def test_when_a_rank_dies_within_a_step_the_others_are_told_what_they_waited_for
     told = what_the_others_are_told(tmp_path, num_ranks, dying, die, 2, **config)
     named = re.compile(rf"ranks \[[^]]*\b{dying}\b[^]]*\] of the group .* failed, in layer {layer}: ")
     assert any(named.search(text) for text in told.values()), told
+
+
+def test_a_balancer_whose_loans_cannot_be_taken_back_closes_all_the_same(run_ranks):
+    def train(rank, group):
+        run = Run(group, mode="mig", ratio=0.5, ranks=[0])
+        run.steps(2)
+
+        def fail():
+            raise RuntimeError("sending failed")
+
+        real = run.model.up.loans.finish_sending
+        run.model.up.loans.finish_sending = fail
+        with pytest.raises(RuntimeError, match="sending failed"):
+            run.balancer.close()
+        real()
+        attached = [probe for layer in (run.model.up, run.model.down) for probe in layer.probes._probes]
+        run.balancer.close()
+        return [run.model.up.loans, run.model.down.loans], len(attached), run.balancer.metrics()
+
+    for loans, num_probes, metrics in run_ranks(train, 2):
+        assert loans == [None, None]
+        assert num_probes == 2  # the clocks of this test; no timer
+        assert metrics["balance/migration_bytes"] == 0
 
 
 @pytest.mark.parametrize("mode", ["mig", "semi"])

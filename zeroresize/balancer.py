@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -278,16 +279,19 @@ class Balancer:
         self._change_plan()
 
     def close(self) -> None:
-        """Stop measuring and exchanging; the layers compute in full from now on."""
-        self._take_back()
-        self._measurement.close()
-        self._decision.close()
-        for attached in (self._lender, self._statistic, self._freezer):
-            if attached is not None:
-                attached.close()
+        """Stop measuring and exchanging; the layers compute in full from now on.
+
+        Raises:
+            RuntimeError: if what was lent cannot be taken back, as another rank has died; all is closed then too.
+        """
+        self._is_closed = True
         for layer in self._layers.values():
             layer.last = None
-        self._is_closed = True
+        with ExitStack() as ending:  # each of them, whatever becomes of the others; the last one first
+            for attached in (self._freezer, self._statistic, self._decision, self._measurement, self._lender):
+                if attached is not None:
+                    ending.callback(attached.close)
+            self._installer.clear()
 
     def _take_back(self) -> None:
         """Every layer computes all of its own columns."""

@@ -45,8 +45,8 @@ class Exchange:
         """
         if self._work is None:
             return None
-        self._work.wait()
-        self._work = None
+        work, self._work = self._work, None  # also where it fails: a state can be saved all the same
+        work.wait()
         return [part.tolist() for part in self._parts]
 
     def require_agreement(self, agreement: Mapping[str, str]) -> None:

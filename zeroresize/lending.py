@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
@@ -77,21 +78,32 @@ class Lender:
             layer.loans = self._layer_loans(name, layer, by_layer[name])
 
     def take_back(self) -> None:
-        """No loans are in force any more, and nothing is on its way; their memory is given back."""
+        """No loans are in force any more, and nothing is on its way; their memory is given back.
+
+        Raises:
+            RuntimeError: if what was on its way failed; nothing is in force then either.
+        """
         if self._in_force is None:
             return
         self._in_force = None
-        self._homecoming.forget()
+        in_force = [layer.loans for layer in self._layers.values() if layer.loans is not None]
         for layer in self._layers.values():
-            if layer.loans is not None:
-                layer.loans.finish_sending()
             layer.loans = None
-        self._buffers.clear()
+        with ExitStack() as ending:  # each of them, whatever becomes of the others; the last one first
+            ending.callback(self._buffers.clear)
+            for loans in in_force:
+                ending.callback(loans.finish_sending)
+            ending.callback(self._homecoming.forget)
 
     def close(self) -> None:
-        """Take back what is lent, and leave the group of the weights for good."""
-        self.take_back()
-        self._weight_group.close()
+        """Take back what is lent, and leave the group of the weights for good.
+
+        Raises:
+            RuntimeError: as of :meth:`take_back`; the group is left then too.
+        """
+        with ExitStack() as ending:
+            ending.callback(self._weight_group.close)
+            ending.callback(self.take_back)
 
     def send_weights(self) -> None:
         """Send the lent columns of all weights, as they are from now until the next optimizer step.

@@ -48,15 +48,21 @@ class Meeting:
         Raises:
             RuntimeError: if not all ranks come within the time limit, naming those that did not.
         """
-        self.store.set(f"{where}/{self.rank}", message)
         keys = [f"{where}/{rank}" for rank in range(self.size)]
         try:
+            self.store.set(keys[self.rank], message)
             self.store.wait(keys, self.time_limit)
+            return [self.store.get(key).decode() for key in keys]
         except Exception as error:
-            missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
             raise RuntimeError(
-                f"ranks {missing} of the group did not come to {self._purpose} within "
+                f"{self._missing(keys)} did not come to {self._purpose} within "
                 f"{self.time_limit.total_seconds():g} s, the time limit of their process group (timeout=... where it "
                 "is made): they may have died, or do something longer, such as writing a checkpoint"
             ) from error
-        return [self.store.get(key).decode() for key in keys]
+
+    def _missing(self, keys: list[str]) -> str:
+        try:
+            missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+        except Exception:
+            return "the job's store cannot be reached: the process that keeps it, usually rank 0's, or other ranks"
+        return f"ranks {missing} of the group"

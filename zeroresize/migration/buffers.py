@@ -53,18 +53,20 @@ class Buffers:
         return self._kept.copy(tensor)
 
     def finish_sending(self) -> None:
-        """Wait until all that was sent has left."""
-        for works in (*self._sending.values(), *(works for _, works in self._held.values())):
+        """Wait until all that was sent has left; what failed to is not waited for again."""
+        sending, held = self._sending, self._held
+        self._sending, self._held = {}, {}
+        for works in (*sending.values(), *(works for _, works in held.values())):
             for work in works:
                 work.wait()
-        self._sending.clear()
-        self._held.clear()
 
     def clear(self) -> None:
         """Give the memory back."""
-        self.finish_sending()
-        self._tensors.clear()
-        self._kept.clear()
+        try:
+            self.finish_sending()
+        finally:
+            self._tensors.clear()
+            self._kept.clear()
 
     @property
     def bytes_held(self) -> int:
