@@ -4,8 +4,9 @@ A grid is a YAML file: a configuration of vit_examples, seeds, and named cells, 
 (cell, seed) is one run of ``vit_examples.train`` in a folder of its own, and one row of a CSV file. What has a finished
 folder or a row never runs again (delete both to repeat it), so a study that was stopped goes on where it was, also on
 another machine; a killed study loses at most the run that was under way, and where runs write checkpoints
-(``output.save_every``) no more than what came after the newest. What is finished with other settings, the grid's or its
-configuration's, is an error. Where a run fails the others go on, and the end tells why.
+(``output.save_every``) no more than what came after the newest (a run that has failed after its last one begins anew).
+What is finished with other settings, the grid's or its configuration's, is an error. Where a run fails the others go
+on, and the end tells why.
 Grids called ``…_8gpu`` are at the paper's scale; ``scripts.plot_study`` draws the table.
 """
 
@@ -27,7 +28,7 @@ from vit_examples.launch import started, train_command
 
 
 def run_cell(study: Study, cell: Cell) -> None:
-    """Train one cell, from its newest checkpoint if it has one; its output is in ``train.log``.
+    """Train one cell, from its newest checkpoint if it has one; its output is at the end of ``train.log``.
 
     Checkpoints are deleted when it is finished.
 
@@ -43,11 +44,12 @@ def run_cell(study: Study, cell: Cell) -> None:
         cell.settings_file.write_text(cell.settings, encoding="utf-8")
         cell.base_file.write_text(study.base, encoding="utf-8")
     log = cell.folder / "train.log"
+    num_before = len(log.read_text(encoding="utf-8", errors="replace").splitlines()) if log.exists() else 0
     with started(command, log, {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}) as process:
         code = process.wait()
     if code:
         cell.summary_file.unlink(missing_ok=True)  # where only the end of a run failed: it is not finished
-        reason = reason_in(log.read_text(encoding="utf-8", errors="replace").splitlines())
+        reason = reason_in(log.read_text(encoding="utf-8", errors="replace").splitlines()[num_before:])
         raise RuntimeError(f"cell {cell.name!r}, seed {cell.seed} failed with code {code}; from {log}:\n{reason}")
     shutil.rmtree(cell.checkpoint_folder, ignore_errors=True)
 

@@ -19,6 +19,8 @@ from vit_examples.config_file import config_path, load_config, parse_override
 from zeroresize.value_checks import known_keys
 from zeroresize.yaml_values import read_yaml
 
+#: What the study itself sets, of every run.
+_OWN_KEYS = ("training.seed", "balance.seed", "output.folder")
 GRID_KEYS = ("config", "ranks", "seeds", "shared", "cells")
 
 
@@ -125,7 +127,9 @@ def read_study(
         for cell, own in own_cells.items():
             folder = output / name / slug(cell) / f"seed{seed}"
             settings = {**document.get("shared", {}), **(own or {}), **changed}
-            values = {**settings, "training.seed": seed, "balance.seed": seed, "output.folder": str(folder)}
+            if taken := [key for key in _OWN_KEYS if key in settings]:
+                raise ValueError(f"{path}, cell {cell!r}: {taken} are the study's to set, by 'seeds' and --output")
+            values = {**settings, **dict(zip(_OWN_KEYS, (seed, seed, str(folder)), strict=True))}
             overrides = tuple(f"{key}={as_yaml(value)}" for key, value in values.items())
             try:
                 run = load_config(config, overrides)

@@ -130,6 +130,25 @@ def test_a_summary_tells_the_commit_that_the_run_began_with(tmp_path: Path, monk
     assert json.loads((tmp_path / "summary.json").read_text())["commit"] == "abc1234"
 
 
+@pytest.mark.parametrize(("before", "told"), [(["abc1234"], "abc1234 def5678"), (["def5678"], "def5678")])
+def test_a_run_that_was_resumed_tells_the_commits_of_all_its_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: list[str], told: str
+) -> None:
+    monkeypatch.setattr(recorder, "commit_of_code", lambda: "def5678")
+    config = RunConfig(output=OutputConfig(folder=str(tmp_path)))
+    Recorder(config, from_epoch=1, from_step=2, total_steps=4, commits=before).close({})
+    assert json.loads((tmp_path / "summary.json").read_text())["commit"] == told
+
+
+def test_the_clock_of_a_resumed_run_has_the_iterations_before_it_and_laps_of_its_own() -> None:
+    clock = recorder.StepClock(torch.device("cpu"), before=[8.0, 8.0])
+    assert math.isnan(clock.lap())
+    clock.start()
+    clock.tick()
+    assert clock.seconds[:2] == [8.0, 8.0] and len(clock.seconds) == 3
+    assert clock.lap() < 1.0
+
+
 def git(folder: Path, *arguments: str) -> str:
     identity = ("-c", "user.name=tester", "-c", "user.email=tester@example.org")
     command = ("git", *identity, *arguments)

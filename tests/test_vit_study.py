@@ -33,7 +33,8 @@ def micro_study(tmp_path: Path) -> study.Study:
 def stub_training(monkeypatch: pytest.MonkeyPatch, code: int, log: str = "") -> None:
     @contextmanager
     def started(command, log_file, environment):
-        log_file.write_text(log)
+        with log_file.open("a") as stream:
+            stream.write(log)
         yield SimpleNamespace(wait=lambda: code)
 
     monkeypatch.setattr(study, "started", started)
@@ -169,6 +170,27 @@ def test_changes_from_the_command_line_are_every_cells_and_part_of_its_settings(
         assert "training.epochs: 1" in cell.settings
     with pytest.raises(ValueError, match=r"--set training\.epochs: expected section\.key=value"):
         study.read_study(grid, tmp_path, changes=["training.epochs"])
+
+
+def test_a_run_that_goes_on_and_fails_shows_its_new_mistake_only(
+    micro_study: study.Study, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (cell,) = micro_study.cells
+    checkpoint(cell, micro_study.base, 1)
+    log = cell.folder / "train.log"
+    log.write_text("error (rank 0): of yesterday\n")
+    stub_training(monkeypatch, 2, "error (rank 0): of today\n")
+    with pytest.raises(RuntimeError, match=r"train\.log:\nerror \(rank 0\): of today$"):
+        study.run_cell(micro_study, cell)
+    assert log.read_text() == "error (rank 0): of yesterday\nerror (rank 0): of today\n"
+
+
+@pytest.mark.parametrize("key", ["training.seed", "balance.seed", "output.folder"])
+def test_what_the_study_sets_cannot_be_set(tmp_path: Path, key: str) -> None:
+    grid = tmp_path / "grid.yaml"
+    grid.write_text("config: demo\ncells:\n  Baseline: {}\n")
+    with pytest.raises(ValueError, match=f"cell 'Baseline': \\['{key}'\\] are the study's to set"):
+        study.read_study(grid, tmp_path, changes=[f"{key}=5"])
 
 
 LONG_LOG = [f"line {number}\n" for number in range(40)]

@@ -145,6 +145,7 @@ def test_a_dying_rank_ends_the_job_and_the_resumed_run_equals_the_uninterrupted_
     said = train(*arguments, "--resume", "--set=timeout_s=500")
     assert said.count("resuming with changed settings: timeout_s 600.0 → 500\n") == 1
     assert losses_of(tmp_path / "run") == losses_of(finished_run(host, pictures, finished_runs))
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps_timed"] == NUM_STEPS
 
 
 @pytest.mark.timeout(300)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,19 @@ from vit_examples.host import Host
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is: completed epochs, optimizer steps over all of them."""
+    """How far a run is, and what its summary has to tell of the time before a checkpoint.
+
+    Attributes:
+        epochs: completed.
+        steps: optimizer steps over all of them.
+        step_seconds: of every iteration.
+        commits: of the code that trained, in order.
+    """
 
     epochs: int = 0
     steps: int = 0
+    step_seconds: Sequence[float] = ()
+    commits: Sequence[str] = ()
 
 
 def layout_of(config: RunConfig, num_ranks: int) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def train_command(config: str, overrides: Sequence[str], num_ranks: int) -> list
 def started(
     command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """The process of ``command``, its output in ``log``; it is stopped at the end of the block.
+    """The process of ``command``, its output at the end of ``log``; it is stopped at the end of the block.
 
     On Linux also where this process is killed: torchrun is told, and ends its ranks.
 
@@ -35,7 +35,7 @@ def started(
     """
     search_path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     variables = {**os.environ, "PYTHONPATH": search_path, **(environment or {})}
-    with log.open("w", encoding="utf-8") as stream:
+    with log.open("a", encoding="utf-8") as stream:
         process = subprocess.Popen(
             command, stdout=stream, stderr=subprocess.STDOUT, env=variables,
             preexec_fn=_end_with_parent if sys.platform == "linux" else None,

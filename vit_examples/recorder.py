@@ -26,12 +26,16 @@ _PACKAGES = ("torch", "colossalai", "transformers", "numpy")
 
 class StepClock:
     """Seconds of every iteration, by wall clock. A GPU is synchronised at each :meth:`lap`, whose iterations share the
-    time evenly; a CPU needs no synchronisation."""
+    time evenly; a CPU needs no synchronisation.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        before: seconds of iterations before this process's.
+    """
+
+    def __init__(self, device: torch.device, before: Sequence[float] = ()) -> None:
         self._is_gpu = device.type == "cuda"
-        self._pending = self._num_told = 0
-        self.seconds: list[float] = []
+        self.seconds = list(before)
+        self._pending, self._num_told = 0, len(self.seconds)
 
     def start(self) -> None:
         """The next iteration begins now, for example after an evaluation."""
@@ -68,9 +72,15 @@ class Recorder:
         from_epoch: lines of this epoch and later ones, left by an interrupted run, are dropped; 0 starts anew.
         from_step: the optimizer step that goes with it.
         total_steps: of the whole run; goes into ``config.json`` for those who watch.
+        commits: of the code that trained before ``from_epoch``.
+
+    Attributes:
+        commits: with that of the code that trains now.
     """
 
-    def __init__(self, config: RunConfig, *, from_epoch: int, from_step: int, total_steps: int) -> None:
+    def __init__(
+        self, config: RunConfig, *, from_epoch: int, from_step: int, total_steps: int, commits: Sequence[str] = ()
+    ) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._config = config
@@ -78,7 +88,7 @@ class Recorder:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._lines = JsonLines(self._folder / "metrics.jsonl", lambda line: line["epoch"] < from_epoch)
         self._board = SummaryWriter(str(self._folder / "tensorboard"), purge_step=from_step)
-        self._commit = commit_of_code()  # now: by the end of the run the files may be others
+        self.commits = list(dict.fromkeys([*commits, commit_of_code()]))  # now: by the end the files may be others
         described = {**config_to_dict(config), "total_steps": total_steps}
         (self._folder / "config.json").write_text(json.dumps(described, indent=1), encoding="utf-8")
 
@@ -99,8 +109,9 @@ class Recorder:
         self._show(numbers, "epoch/", step)
 
     def close(self, summary: dict[str, Any]) -> None:
-        """Write ``summary.json``, whole or not at all, with commit, versions and configuration added."""
-        summary = {**summary, "commit": self._commit, "versions": _versions(), "config": config_to_dict(self._config)}
+        """Write ``summary.json``, whole or not at all, with commits, versions and configuration added."""
+        commit = " ".join(self.commits)
+        summary = {**summary, "commit": commit, "versions": _versions(), "config": config_to_dict(self._config)}
         unfinished = self._folder / "unfinished-summary.json"
         unfinished.write_text(json.dumps(without_nan(summary), indent=1), encoding="utf-8")
         unfinished.replace(self._folder / "summary.json")

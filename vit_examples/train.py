@@ -8,6 +8,7 @@ The loop is :func:`train_epoch`; what this package adds to an ordinary loop are 
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import os
@@ -89,11 +90,15 @@ def prepare(config: RunConfig, *, resume: bool) -> Run:
     dist.barrier()  # all ranks have looked at the folder before anyone writes into it
     balance_log = BalanceLog(Path(config.output.folder), host.rank, from_step=progress.steps)
     balancer.on_update = balance_log
-    clock = StepClock(host.device)
+    clock = StepClock(host.device, progress.step_seconds)
     run = Run(config, host, balancer, train, test, progress, clock, balance_log)
     if host.rank == 0:
         run.recorder = Recorder(
-            config, from_epoch=progress.epochs, from_step=progress.steps, total_steps=run.total_steps
+            config,
+            from_epoch=progress.epochs,
+            from_step=progress.steps,
+            total_steps=run.total_steps,
+            commits=progress.commits,
         )
     return run
 
@@ -118,9 +123,10 @@ def train(run: Run) -> dict[str, Any]:
             report_epoch(run, epoch, loss, accuracy, display)
             run.progress = Progress(epoch + 1, run.progress.steps + run.steps_per_epoch)
             if config.output.save_every and (epoch + 1) % config.output.save_every == 0:
+                commits = run.recorder.commits if run.recorder is not None else ()
                 save_checkpoint(
                     checkpoint_folder(config),
-                    run.progress,
+                    dataclasses.replace(run.progress, step_seconds=run.clock.seconds, commits=commits),
                     host=host,
                     balancer=run.balancer,
                     layout=layout_of(config, host.num_ranks),
