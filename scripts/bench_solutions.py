@@ -30,8 +30,10 @@ from rich.table import Table
 import zeroresize as zr
 from scripts.benching import ColossalAIRanks, Trainer, interval_of_ratio, of_every_rank, save, slowness_of
 from vit_examples.config import ModelConfig
+from zeroresize.balanced_linear import BalancedLinear
 from zeroresize.injection.slow_layers import SlowLayers
 from zeroresize.plan import WorkloadPlan
+from zeroresize.policy.column_order import ALIGNMENT
 
 #: Solutions whose closed loop runs, by name; Baseline and homogeneous are one more copy, in mode "off".
 SOLUTIONS = {
@@ -127,13 +129,22 @@ class Bench:
         zero, semi = (self.copies[name] for name in ("ZERO-PriDiffR", "SEMI"))
         spared = [rank.pruned + rank.lent for rank in semi.balancer.plan.ranks]
         most = zero.balancer.config.max_ratio
-        pins = [min(max(own + offset, 0.0), most) if own > 0.0 else 0.0 for own in spared]
+        pins = [self._fast_ratio(min(max(own + offset, 0.0), most)) if own > 0.0 else 0.0 for own in spared]
         for rank, ratio in enumerate(pins):
             zero.balancer.pin(rank, ratio)
         try:
             return [(statistics.fmean(pins), seconds) for seconds in zero.trainer.window(num_steps)]
         finally:
             zero.balancer.release()
+
+    def _fast_ratio(self, ratio: float) -> float:
+        """The nearest γ of which every layer makes a multiple of eight columns, as a decision's counts are.
+
+        (A pinned ratio is kept to the column.)
+        """
+        layers = [module for module in self.copies["off"].trainer.model.modules() if isinstance(module, BalancedLinear)]
+        num_steps = max(math.gcd(*(layer.num_columns for layer in layers)) // ALIGNMENT, 1)
+        return round(ratio * num_steps) / num_steps
 
     def dropped_for(self, step_s: float) -> float:
         """What share of the group's products ZERO drops for this step time, NaN outside what was measured."""

@@ -121,6 +121,29 @@ def test_the_number_that_migrate_is_the_best_of_all_numbers(migration):
     assert pruned_share(chosen) <= min(map(pruned_share, in_time)) + 1e-3
 
 
+@pytest.mark.parametrize("migration", [FREE, MigrationCost(0.02, 0.1), MigrationCost(0.1, 0.5)])
+@pytest.mark.parametrize("budget", [0.5, 0.0])
+@pytest.mark.parametrize("count", range(5))
+def test_a_number_that_is_given_migrates_whatever_it_costs(count, budget, migration):
+    times, slow = group(2.0, 8.0, 4.0, 6.0, 1.0, 1.0, 1.0, 1.0)
+    division = makespan_division(
+        times, slow, reference_s=1.0, tolerance=0.05, migration=migration, budget=budget, num_migrating=count
+    )
+    slowest_first = (1, 3, 2, 0)
+    assert [rank for rank in slowest_first if division.lent[rank] >= 0.01] == list(slowest_first[:count])
+    assert sum(division.lent) >= 0.05 * count
+    assert pruned_share(division) <= budget + 1e-3
+    assert sum(division.lent) <= sum(division.room) + 5e-3
+
+
+def test_a_number_that_is_given_does_not_migrate_to_ranks_that_have_no_room():
+    times, _ = group(1.2, 1.2, 1.2)
+    division = makespan_division(
+        times, [True] * 3, reference_s=1.2, tolerance=0.05, migration=FREE, budget=0.5, num_migrating=1
+    )
+    assert division.lent == (0.0, 0.0, 0.0)
+
+
 @pytest.mark.parametrize("num_ranks", [64, 4096])
 def test_in_large_groups_one_straggler_lends_instead_of_pruning(num_ranks):
     times, slow = group(2.0, *[1.0] * (num_ranks - 1))

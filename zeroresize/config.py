@@ -78,7 +78,8 @@ class BalanceConfig:
         semi_rule: how ``"semi"`` divides: ``"makespan"`` prunes the least that keeps a step within half the
             ``tolerance`` of the normal ranks' time, and lends the rest; ``"paper"`` follows Eq. (2) and (3), and prunes
             by ZERO-PriDiff.
-        migrating: how many stragglers migrate in mode "semi", the slowest first (λ of Fig. 11); ``"auto"`` decides.
+        migrating: how many stragglers migrate in mode "semi", the slowest first (λ of Fig. 11), also where steps get
+            longer by it; ``"auto"`` decides.
         budget: the largest share of the group's products that ``semi_rule="makespan"`` prunes; 0 is exact.
         block: columns are pruned in blocks of so many neighbours; 1 is the paper.
         iters_per_epoch: if set, ``Balancer.step`` calls ``epoch_end`` itself every so many optimizer steps.

@@ -31,6 +31,8 @@ _WORTHWHILE = 0.02
 _STAYING = 0.02
 #: Where nothing is pruned a straggler lends no more than this: what is left is what tells that it has recovered.
 _MOST_LENT = 0.99
+#: Where the number of migrating ranks is given, each lends so much of its products at least, or it would not migrate.
+_LEAST_LENT = 0.05
 #: A rank that lends now counts as slower by this share where the slowest are chosen.
 _STAYING_AMONG_SLOWEST = 0.05
 
@@ -60,7 +62,8 @@ def makespan_division(
         tolerance: a share of it.
         migration: Φ1, what lending costs.
         budget: the largest share of the group's products that may be pruned, 0 to 1; 0 is exact.
-        num_migrating: how many stragglers migrate; None tries all numbers.
+        num_migrating: how many stragglers migrate, also where that makes steps longer, unless the others have no room
+            for what they lend: then none does. None tries all numbers.
         lend_now: which ranks do now, which noise should not change; None where it does not matter.
     """
     if not any(are_stragglers):
@@ -192,17 +195,28 @@ class _Search:
     Args:
         counts: the numbers.
         budget: what may be pruned, in ranks' full products.
+        least_lent: by each migrating rank, of its products.
     """
 
-    def __init__(self, group: _Group, counts: NDArray[np.int64], migration: MigrationCost, budget: float) -> None:
+    def __init__(
+        self,
+        group: _Group,
+        counts: NDArray[np.int64],
+        migration: MigrationCost,
+        budget: float,
+        least_lent: float = 0.0,
+    ) -> None:
         self._group, self._counts, self._migration, self._budget = group, counts, migration, budget
+        self._least_lent = least_lent * counts[:, None]
 
     @classmethod
     def of(cls, group: _Group, migration: MigrationCost, budget: float, num_migrating: int | None) -> _Search:
         """For ``num_migrating`` migrating ranks, or for all numbers there may be."""
         most = min(len(group.slowest_first), group.num_ranks - 1)
-        counts = range(most + 1) if num_migrating is None else [min(num_migrating, most)]
-        return cls(group, np.array(counts), migration, budget)
+        if num_migrating is None:
+            return cls(group, np.arange(most + 1), migration, budget)
+        forced = cls(group, np.array([min(num_migrating, most)]), migration, budget, _LEAST_LENT)
+        return forced if forced._fastest() is not None else cls(group, np.array([0]), migration, budget)
 
     def division(self, fastest: _Found, goal_s: float, num_now: int) -> Division:
         """The best within the goal, by as many migrating ranks as there are now if that is about as good."""
@@ -217,16 +231,18 @@ class _Search:
 
     def fastest(self) -> _Found:
         """The fastest step that the budget allows."""
+        found = self._fastest()
+        assert found is not None  # without relief nothing is pruned
+        return found
 
+    def _fastest(self) -> _Found | None:
         def look(levels_s: Floats) -> _Candidates:
             wanted, total, fitting = self._amounts(levels_s)
-            lent = np.broadcast_to(np.maximum(total - self._budget, 0.0), wanted.shape)
+            lent = np.broadcast_to(np.maximum(total - self._budget, self._least_lent), wanted.shape)
             step_s = self._step_s(levels_s, lent)
             return _Candidates(np.where(lent <= fitting + 1e-12, step_s, np.inf), total - lent, lent, step_s)
 
-        found = self._best(look, self._group.highest_s)
-        assert found is not None  # without relief nothing is pruned
-        return found
+        return self._best(look, self._group.highest_s)
 
     def least_pruned(self, goal_s: float, fastest: _Found, only: int | None = None) -> _Found | None:
         """Of the steps within the goal the one that prunes least, of equals the fastest; None if none is within it.
@@ -244,6 +260,7 @@ class _Search:
             lent = np.where(lent > _NOTHING, lent, 0.0)
             pruned, step_s = total - lent, self._step_s(levels_s, lent)
             is_possible = (step_s <= goal_s * (1.0 + 1e-9)) & (pruned <= self._budget + _NOTHING / 2)
+            is_possible &= lent >= self._least_lent
             # What is no more than nothing counts as nothing: of such plans the fastest is taken.
             merit = np.maximum(pruned, _NOTHING) + 1e-3 * _NOTHING * step_s / goal_s
             merit = np.where(is_possible, merit, np.inf)
