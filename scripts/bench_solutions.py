@@ -4,8 +4,8 @@ Copies of a ViT under Colossal-AI, one a solution, train in the same processes a
 after each matrix multiplication (scope "gemm"). For each χ the closed loops settle, and then told are: the step time as
 a ratio to the homogeneous step and to the work-conserving bound T* (which no exact scheme that moves products can
 beat), what share of the group's products is dropped and what is moved, and the step time that the plan in force
-predicts. "ZERO as long as SEMI" is what ZERO-PriDiff would have to drop for SEMI's step time, interpolated between
-ratios that it is pinned to.
+predicts. "ZERO as long as SEMI" is what ZERO-Pri, by which SEMI prunes, would have to drop for SEMI's step time,
+interpolated between ratios that it is pinned to.
 
 ``--unequal 4 2 1 1`` slows every rank by its own χ instead, and compares SEMI with every number λ of migrating
 stragglers, by both rules (Fig. 11). Four ranks on two cores also want ``--everyone 8``: ranks that share a core slow
@@ -32,7 +32,6 @@ from scripts.benching import ColossalAIRanks, Trainer, interval_of_ratio, of_eve
 from vit_examples.config import ModelConfig
 from zeroresize.balanced_linear import BalancedLinear
 from zeroresize.injection.slow_layers import SlowLayers
-from zeroresize.plan import WorkloadPlan
 from zeroresize.policy.column_order import ALIGNMENT
 
 #: Solutions whose closed loop runs, by name; Baseline and homogeneous are one more copy, in mode "off".
@@ -43,6 +42,7 @@ SOLUTIONS = {
     "SEMI, exact": {"mode": "semi", "budget": 0.0},
 }
 SAME_TIME = "ZERO as long as SEMI"
+PINNED = "pinned"
 #: ZERO is pinned to what SEMI spares each straggler and to so much more or less.
 OFFSETS = (-0.2, -0.1, 0.0, 0.1)
 
@@ -60,12 +60,18 @@ def fixed_lambdas(num_stragglers: int) -> dict[str, dict[str, object]]:
 
 @dataclass
 class Copy:
-    """A model in training, slowed, under one configuration."""
+    """A model in training, slowed, under one configuration.
+
+    Attributes:
+        predicted_s, shares: what the plan predicted, and what shares of the group's products were pruned and lent, of
+            every window.
+    """
 
     trainer: Trainer
     balancer: zr.Balancer
     slowness: SlowLayers
     predicted_s: list[float] = field(default_factory=list)
+    shares: list[tuple[float, float]] = field(default_factory=list)
 
     def updates(self, number: int) -> None:
         for _ in range(number * self.balancer.config.update_every):
@@ -91,7 +97,8 @@ class Bench:
         self.ranks, self.solutions, self.everyone = ranks, tuple(solutions), everyone
         self.copies: dict[str, Copy] = {}
         self.pinned: dict[float, list[tuple[float, float]]] = {}
-        for name, changes in {"off": {"mode": "off"}, **solutions}.items():
+        besides = {"off": {"mode": "off"}} | ({PINNED: {"mode": "zero-pri"}} if "SEMI" in solutions else {})
+        for name, changes in {**besides, **solutions}.items():
             trainer = ranks.trainer(shape, batch_size=batch_size)
             balancer = ranks.balance(trainer, config.replace(**changes))
             slowness = slowness_of(trainer.model)
@@ -104,12 +111,12 @@ class Bench:
     def settle(self, chis: Sequence[float], num_updates: int) -> None:
         for name, copy in self.copies.items():
             self.slow(copy, chis)
-            copy.updates(num_updates if name != "off" else 1)  # nothing settles there
+            copy.updates(num_updates if name in self.solutions else 1)  # nothing settles elsewhere
 
     def compare(self, chis: Sequence[float], rounds: int, num_steps: int) -> dict[str, list[float]]:
         """Seconds of the steps of every solution, all taking turns; ``pinned`` then holds (share dropped, seconds)."""
         off = self.copies["off"]
-        self.pinned = {offset: [] for offset in OFFSETS if "ZERO-PriDiffR" in self.copies}
+        self.pinned = {offset: [] for offset in OFFSETS if PINNED in self.copies}
         seconds: dict[str, list[float]] = defaultdict(list)
         for _ in range(rounds):
             self.slow(off, [1.0] * len(chis))
@@ -120,20 +127,22 @@ class Bench:
                 copy = self.copies[name]
                 copy.predicted_s.append(copy.balancer.plan.predicted_step_s)
                 seconds[name] += copy.trainer.window(num_steps)
+                copy.shares.append(shares_of(copy.balancer))
             for offset, points in self.pinned.items():
                 points += self._window_of_zero_beside_semi(offset, num_steps)
         return dict(seconds)
 
     def _window_of_zero_beside_semi(self, offset: float, num_steps: int) -> list[tuple[float, float]]:
         """(share of the group's products dropped, seconds) of ZERO's steps, pinned beside what SEMI spares now."""
-        zero, semi = (self.copies[name] for name in ("ZERO-PriDiffR", "SEMI"))
+        zero, semi = self.copies[PINNED], self.copies["SEMI"]
         spared = [rank.pruned + rank.lent for rank in semi.balancer.plan.ranks]
-        most = zero.balancer.config.max_ratio
-        pins = [self._fast_ratio(min(max(own + offset, 0.0), most)) if own > 0.0 else 0.0 for own in spared]
+        pins = [self._fast_ratio(max(own + offset, 0.0)) if own > 0.0 else 0.0 for own in spared]
         for rank, ratio in enumerate(pins):
             zero.balancer.pin(rank, ratio)
         try:
-            return [(statistics.fmean(pins), seconds) for seconds in zero.trainer.window(num_steps)]
+            times_s = zero.trainer.window(num_steps)
+            pruned, _ = shares_of(zero.balancer)
+            return [(pruned, seconds) for seconds in times_s]
         finally:
             zero.balancer.release()
 
@@ -142,9 +151,11 @@ class Bench:
 
         (A pinned ratio is kept to the column.)
         """
-        layers = [module for module in self.copies["off"].trainer.model.modules() if isinstance(module, BalancedLinear)]
+        zero = self.copies[PINNED]
+        layers = [module for module in zero.trainer.model.modules() if isinstance(module, BalancedLinear)]
         num_steps = max(math.gcd(*(layer.num_columns for layer in layers)) // ALIGNMENT, 1)
-        return round(ratio * num_steps) / num_steps
+        most = math.floor(zero.balancer.config.max_ratio * num_steps)
+        return min(round(ratio * num_steps), most) / num_steps
 
     def dropped_for(self, step_s: float) -> float:
         """What share of the group's products ZERO drops for this step time, NaN outside what was measured."""
@@ -165,7 +176,9 @@ def report(bench: Bench, chis: Sequence[float], seconds: dict[str, list[float]])
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     homogeneous_s = medians["homogeneous"]
     bound_s = bench.bound(chis, homogeneous_s)
-    shares = {name: shares_of(copy.balancer.plan) for name, copy in bench.copies.items()}
+    shares = {
+        name: tuple(map(statistics.median, zip(*bench.copies[name].shares, strict=True))) for name in bench.solutions
+    }
     if bench.pinned:
         seconds[SAME_TIME], medians[SAME_TIME] = seconds["SEMI"], medians["SEMI"]
         shares[SAME_TIME] = bench.dropped_for(medians["SEMI"]), 0.0
@@ -190,11 +203,11 @@ def report(bench: Bench, chis: Sequence[float], seconds: dict[str, list[float]])
     return rows
 
 
-def shares_of(plan: WorkloadPlan) -> tuple[float, float]:
-    """Shares of the group's products that are pruned and lent."""
-    return tuple(
-        statistics.fmean(values) for values in zip(*((rank.pruned, rank.lent) for rank in plan.ranks), strict=True)
-    )
+def shares_of(balancer: zr.Balancer) -> tuple[float, float]:
+    """Shares of the group's products that were pruned and lent in the last step; collective."""
+    own = balancer.metrics()
+    pruned, lent = (statistics.fmean(of_every_rank(own[f"balance/{kind}_share"])) for kind in ("pruned", "lent"))
+    return pruned, lent
 
 
 def main() -> None:
@@ -238,6 +251,7 @@ def main() -> None:
         rows += report(bench, chis, bench.compare(chis, arguments.rounds, arguments.steps))
         for copy in bench.copies.values():
             copy.predicted_s.clear()
+            copy.shares.clear()
         bench.settle(even, 3)
     errors = [abs(row["predicted_to_measured"] - 1) for row in rows if row["predicted_to_measured"] is not None]
     if ranks.rank == 0:
