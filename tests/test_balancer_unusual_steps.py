@@ -138,7 +138,8 @@ def test_what_was_measured_of_a_batch_of_another_size_is_measured_anew_on_all_ra
         state = first.balancer.state_dict()
         if rank == 0:  # known there, as if only rank 1 ran on another device now
             own = state[f"group 0-1 rank {rank}"]["measurement"]
-            own["pretested_on"] = (own["pretested_on"][0], own["pretested_on"][1] * num_samples / 8)
+            device, work, *config = own["pretested_on"]
+            own["pretested_on"] = (device, work * num_samples / 8, *config)
         resumed = Run(group)
         resumed.x = torch.randn(num_samples, FEATURES, generator=torch.Generator().manual_seed(1))
         resumed.balancer.load_state_dict(state)
