@@ -241,7 +241,9 @@ def _device_of_this_rank() -> torch.device:
 
 
 def _say(place: Place, text: str) -> None:
-    print(f"[inject_straggler rank {place.global_rank}] {text}", flush=True)
+    # One write a line: print() makes two where Python is unbuffered, and the ranks share their standard output.
+    sys.stdout.write(f"[inject_straggler rank {place.global_rank}] {text}\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """scripts/inject_straggler.py slows training scripts that know nothing of it."""
 
 import importlib.util
+import io
 import os
 import subprocess
 import sys
@@ -76,6 +77,21 @@ def test_torchrun_slows_a_plain_script_epoch_by_epoch(tmp_path, how):
     # Epochs of two steps: rank 0 is slow in the first and third, rank 1 in the second.
     assert any("rank 0] 20 products slowed" in line for line in lines), lines
     assert any("rank 1] 10 products slowed" in line for line in lines), lines
+
+
+def test_a_line_is_written_whole(tmp_path, main, monkeypatch):
+    """Ranks share their standard output: a line in two writes is one into which another rank may write its own."""
+
+    class Terminal(io.StringIO):
+        def write(self, text):
+            written.append(text)
+            return len(text)
+
+    written = []
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    main("--config", write(tmp_path / "inject.yaml", "chi: {0: 2}"), write(tmp_path / "train.py", ""))
+    assert len(written) == 2
+    assert all(text.startswith("[inject_straggler rank 0]") and text.endswith("\n") for text in written)
 
 
 def test_an_exception_keeps_its_traceback_and_the_summary_is_said(tmp_path):
