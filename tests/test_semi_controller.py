@@ -144,6 +144,16 @@ def test_simulated_semi_settles_and_drops_less_than_zero(num_ranks, chi, rule):
         assert sum(semi.step_s[60:230]) / 170 <= 1.1 * reachable_s
 
 
+@pytest.mark.parametrize("config", [{"mode": "semi", "semi_rule": "paper"}, {"mode": "mig", "mig_rule": "paper"}])
+@pytest.mark.parametrize("tolerance", [0.05, 0.2])
+def test_by_the_papers_rules_a_rank_within_the_tolerance_is_no_straggler(config, tolerance):
+    controller = Controller(BalanceConfig(tolerance=tolerance, **config), 4)
+    times, _ = group(4.0, 1.0 + 1.1 / 0.8 * 0.1, 1.0, 1.0)  # the second takes 1.11 of the others' time
+    for _ in range(3):
+        plan = controller.update(times, CollectiveTimes(0.0, (0.0,) * 4, MigrationCost(0.001, 0.01)))
+    assert [own.pruned + own.lent > 0.0 for own in plan.ranks] == [True, tolerance < 0.11, False, False]
+
+
 def test_a_migration_that_takes_longer_than_it_saves_is_left():
     cluster = Cluster(lambda step: [1.3, 1.0], 0.2, 0.8, LINEAR, MigrationCost(1.0, 0.0))
     run = simulate(BalanceConfig(mode="mig"), cluster, 100)

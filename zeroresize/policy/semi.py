@@ -32,7 +32,7 @@ def paper_division(
 
     Args:
         times, are_stragglers: of every rank.
-        reference_s: T_min, seconds.
+        reference_s: the paper's T_min (with ``target="mean"`` the mean), seconds.
         migration: Φ1.
         max_ratio: γ_max.
         num_migrating: forces x, also where there is one straggler: 0 resizes only, 1 migrates only.

@@ -34,7 +34,11 @@ class Division:
 
 
 def paper_lending_ratios(times: Sequence[RankTimes], are_stragglers: Sequence[bool], reference_s: float) -> list[float]:
-    """Eq. (1) with T_min: γ = (T − T_min) / M, which leaves the receivers slower than the owner."""
+    """Eq. (1): γ = (T − T_ref) / M, which leaves the receivers slower than the owner.
+
+    Args:
+        reference_s: T_ref, T_min in the paper's section on SEMI.
+    """
     return [
         min(1.0, max(0.0, (rank.busy_s - reference_s) / rank.gemm_s)) if slow else 0.0
         for rank, slow in zip(times, are_stragglers, strict=True)
