@@ -7,9 +7,11 @@ import torch
 import torch.nn.functional as F
 from colossalai_host import Host
 from test_colossalai_vit import batch, small_vit
+from virtual_training import VirtualTime, keep_time
 
 import zeroresize as zr
 from zeroresize.config import MIGRATIONS
+from zeroresize.convert import balanced_layers
 
 EXACT = {torch.float64: 1e-10, torch.float32: 1e-5}
 
@@ -66,7 +68,7 @@ class Training:
 
 
 def errors_of_steps(group, dtype, owners, settings):
-    """Relative differences of losses and gradients over five steps, every other checkpointed, the last accumulating.
+    """Relative differences of losses and gradients over five steps; two are checkpointed, two accumulate, one both.
 
     The largest of each setting (way of migrating, γ), all of them beside one plain model.
     """
@@ -75,7 +77,7 @@ def errors_of_steps(group, dtype, owners, settings):
     migrated = {(way, ratio): Training(host, dtype, migrate=way, ratio=ratio, ranks=owners) for way, ratio in settings}
     errors = dict.fromkeys(migrated, 0.0)
     for step in range(5):
-        batches = [batch(10 * step + micro_batch, dtype) for micro_batch in range(2 if step == 4 else 1)]
+        batches = [batch(10 * step + micro_batch, dtype) for micro_batch in range(2 if step >= 3 else 1)]
         expected = plain.accumulate(batches, step)
         for setting, training in migrated.items():
             losses = training.accumulate(batches, step)
@@ -97,6 +99,35 @@ def test_training_is_exact(run_ranks, num_ranks, owners, dtype):
     train = lambda rank, group: errors_of_steps(group, dtype, owners, settings)  # noqa: E731
     for errors in run_ranks(train, num_ranks, timeout_s=110):
         assert max(errors.values()) <= EXACT[dtype], errors
+
+
+@pytest.mark.parametrize("migrate", MIGRATIONS)
+def test_loans_that_follow_a_straggler_change_nothing(run_ranks, migrate):
+    """The loop is closed: the straggler changes in the middle of an epoch, and the loans after it."""
+
+    def train(rank, group):
+        host = Host(group)
+        plain, balanced = (
+            Training(host, torch.float64, **own) for own in ({}, {"migrate": migrate, "update_every": 3})
+        )
+        time = VirtualTime(gather_s=0.0)
+        keep_time(time, balanced_layers(balanced.model).values())
+        owners, errors = [], []
+        for step in range(24):
+            time.chi = 4.0 if rank == (1 if step < 12 else 0) else 1.0
+            time.now += 1e-3  # what is not a product
+            batches = [batch(step, torch.float64)]
+            expected, losses = plain.accumulate(batches, step), balanced.accumulate(batches, step)
+            pairs = list(zip(plain.gradients(), balanced.gradients(), strict=True))
+            errors += [abs(losses[0] / expected[0] - 1.0), *relative_errors(pairs)]
+            plain.step()
+            balanced.step()
+            owners.append([loan.owner for loan in balanced.balancer.plan.loans])
+        return owners[11], owners[-1], max(errors)
+
+    for first, then, error in run_ranks(train, 3, timeout_s=110):
+        assert (first, then) == ([1], [0])
+        assert error <= EXACT[torch.float64]
 
 
 @pytest.mark.parametrize("migrate", ["broadcast-reduce", "scatter-gather"])

@@ -1,5 +1,6 @@
 """The pre-test of migrating counts what a step of training moves."""
 
+import logging
 import types
 
 import pytest
@@ -51,3 +52,25 @@ def test_it_counts_what_a_step_moves_whether_forwards_are_recomputed_or_not(
     results = run_ranks(count, num_ranks)
     most = max(moved for moved, _ in results)
     assert [pretested for _, pretested in results] == [pytest.approx(most)] * num_ranks
+
+
+@pytest.mark.parametrize(("mode", "measured"), [("zero-rd", ["pruning"]), ("semi", ["pruning", "migrating"])])
+def test_it_says_that_it_begins_and_what_it_found(run_ranks, mode, measured):
+    def train(rank, group):
+        said = []
+        messages = logging.Handler()
+        messages.emit = lambda record: said.append(record.getMessage())
+        logging.getLogger("zeroresize").addHandler(messages)
+        logging.getLogger("zeroresize").setLevel(logging.INFO)
+        up = zr.ColumnParallelLinear(IN, HIDDEN, process_group=group)
+        config = zr.BalanceConfig(mode=mode, update_every=1)
+        model = zr.convert(torch.nn.Sequential(up), process_group=group, config=config)
+        balancer = zr.Balancer(model, torch.optim.SGD(model.parameters()), process_group=group, config=config)
+        model(randn(TOKENS, IN)).square().sum().backward()
+        balancer.step()
+        balancer.close()
+        return [line for line in said if line.startswith("pre-test")]
+
+    for first, *found in run_ranks(train, 2):
+        assert first.startswith("pre-tests on the shapes of this step")
+        assert [line.partition(":")[0] for line in found] == [f"pre-test of {what}" for what in measured]

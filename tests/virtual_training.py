@@ -33,6 +33,14 @@ class VirtualTime(Probe):
         self.now += self.gather_s if self._is_resized else 0.0
 
 
+def keep_time(time, layers):
+    """What balancing measures of these layers, converted already, it reads off this clock from now on."""
+    for module in (timing, pretest_resizing, pretest_migration):
+        module.time = types.SimpleNamespace(perf_counter=time.perf_counter)
+    for layer in layers:
+        layer.probes.add_innermost(time)
+
+
 class Pair(nn.Module):
     """Column-parallel, GELU, row-parallel: what a transformer's feed-forward part is."""
 
@@ -58,11 +66,8 @@ class Run:
         self.config = zr.BalanceConfig(**{"mode": "zero-rd", "update_every": 3, **config})
         self.time = VirtualTime(gather_s)
         self.time.chi = (chi or {}).get(dist.get_rank(), 1.0)
-        for module in (timing, pretest_resizing, pretest_migration):
-            module.time = types.SimpleNamespace(perf_counter=self.time.perf_counter)
         self.model = zr.convert(Pair(group), process_group=group, config=self.config)
-        for layer in (self.model.up, self.model.down):
-            layer.probes.add_innermost(self.time)
+        keep_time(self.time, (self.model.up, self.model.down))
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.balancer = zr.Balancer(
             self.model, self.optimizer, process_group=group, config=self.config, on_update=on_update
