@@ -4,8 +4,8 @@ Copies of a ViT under Colossal-AI, one a solution, train in the same processes a
 after each matrix multiplication (scope "gemm"). For each χ the closed loops settle, and then told are: the step time as
 a ratio to the homogeneous step and to the work-conserving bound T* (which no exact scheme that moves products can
 beat), what share of the group's products is dropped and what is moved, and the step time that the plan in force
-predicts. "ZERO as long as SEMI" is what ZERO-Pri, by which SEMI prunes, would have to drop for SEMI's step time,
-interpolated between ratios that it is pinned to.
+predicts; at the end also what new plans had predicted before their first step. "ZERO as long as SEMI" is what ZERO-Pri,
+by which SEMI prunes, would have to drop for SEMI's step time, interpolated between ratios that it is pinned to.
 
 ``--unequal 4 2 1 1`` slows every rank by its own χ instead, and compares SEMI with every number λ of migrating
 stragglers, by both rules (Fig. 11). Four ranks on two cores also want ``--everyone 8``: ranks that share a core slow
@@ -21,6 +21,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 import torch.distributed as dist
@@ -32,6 +33,7 @@ from scripts.benching import ColossalAIRanks, Trainer, interval_of_ratio, of_eve
 from vit_examples.config import ModelConfig
 from zeroresize.balanced_linear import BalancedLinear
 from zeroresize.injection.slow_layers import SlowLayers
+from zeroresize.plan import WorkloadPlan
 from zeroresize.policy.column_order import ALIGNMENT
 
 #: Solutions whose closed loop runs, by name; Baseline and homogeneous are one more copy, in mode "off".
@@ -58,24 +60,37 @@ def fixed_lambdas(num_stragglers: int) -> dict[str, dict[str, object]]:
     }
 
 
+@dataclass(frozen=True)
+class TimedStep:
+    """One step, the plan that was in force, and the shares of its products that this rank pruned and lent."""
+
+    seconds: float
+    plan: WorkloadPlan
+    shares: tuple[float, float]
+
+
 @dataclass
 class Copy:
-    """A model in training, slowed, under one configuration.
-
-    Attributes:
-        predicted_s, shares: what the plan predicted, and what shares of the group's products were pruned and lent, of
-            every window.
-    """
+    """A model in training, slowed, under one configuration."""
 
     trainer: Trainer
     balancer: zr.Balancer
     slowness: SlowLayers
-    predicted_s: list[float] = field(default_factory=list)
-    shares: list[tuple[float, float]] = field(default_factory=list)
+    steps: list[TimedStep] = field(default_factory=list)
 
-    def updates(self, number: int) -> None:
-        for _ in range(number * self.balancer.config.update_every):
-            self.trainer.step()
+    def timed_step(self) -> TimedStep:
+        plan = self.balancer.plan
+        seconds = self.trainer.timed_step()
+        metrics = self.balancer.metrics()
+        return TimedStep(seconds, plan, (metrics["balance/pruned_share"], metrics["balance/lent_share"]))
+
+    def window(self, num_steps: int) -> list[TimedStep]:
+        """Some steps after one that is not counted."""
+        self.trainer.step()
+        return [self.timed_step() for _ in range(num_steps)]
+
+    def updates(self, number: int) -> list[TimedStep]:
+        return [self.timed_step() for _ in range(number * self.balancer.config.update_every)]
 
 
 class Bench:
@@ -83,6 +98,10 @@ class Bench:
 
     Args:
         everyone: what every rank's χ is multiplied by, at homogeneous steps too.
+
+    Attributes:
+        pinned: (share of the group's products dropped, seconds) of ZERO's steps, by how far it is pinned from SEMI.
+        first_predictions: predicted / measured step time of every plan that was new when it was measured.
     """
 
     def __init__(
@@ -95,6 +114,7 @@ class Bench:
         everyone: float = 1.0,
     ) -> None:
         self.ranks, self.solutions, self.everyone = ranks, tuple(solutions), everyone
+        self.first_predictions: list[float] = []
         self.copies: dict[str, Copy] = {}
         self.pinned: dict[float, list[tuple[float, float]]] = {}
         besides = {"off": {"mode": "off"}} | ({PINNED: {"mode": "zero-pri"}} if "SEMI" in solutions else {})
@@ -111,12 +131,17 @@ class Bench:
     def settle(self, chis: Sequence[float], num_updates: int) -> None:
         for name, copy in self.copies.items():
             self.slow(copy, chis)
-            copy.updates(num_updates if name in self.solutions else 1)  # nothing settles elsewhere
+            if name in self.solutions:
+                self.first_predictions += predictions_of_new_plans(copy.updates(num_updates))
+            else:  # nothing settles there
+                copy.updates(1)
 
     def compare(self, chis: Sequence[float], rounds: int, num_steps: int) -> dict[str, list[float]]:
-        """Seconds of the steps of every solution, all taking turns; ``pinned`` then holds (share dropped, seconds)."""
+        """Seconds of the steps of every solution, all taking turns."""
         off = self.copies["off"]
         self.pinned = {offset: [] for offset in OFFSETS if PINNED in self.copies}
+        for copy in self.copies.values():
+            copy.steps.clear()
         seconds: dict[str, list[float]] = defaultdict(list)
         for _ in range(rounds):
             self.slow(off, [1.0] * len(chis))
@@ -124,10 +149,9 @@ class Bench:
             self.slow(off, chis)
             seconds["Baseline"] += off.trainer.window(max(num_steps // 2, 1))
             for name in self.solutions:
-                copy = self.copies[name]
-                copy.predicted_s.append(copy.balancer.plan.predicted_step_s)
-                seconds[name] += copy.trainer.window(num_steps)
-                copy.shares.append(shares_of(copy.balancer))
+                own = self.copies[name].window(num_steps)
+                seconds[name] += [step.seconds for step in own]
+                self.copies[name].steps += own
             for offset, points in self.pinned.items():
                 points += self._window_of_zero_beside_semi(offset, num_steps)
         return dict(seconds)
@@ -140,9 +164,9 @@ class Bench:
         for rank, ratio in enumerate(pins):
             zero.balancer.pin(rank, ratio)
         try:
-            times_s = zero.trainer.window(num_steps)
-            pruned, _ = shares_of(zero.balancer)
-            return [(pruned, seconds) for seconds in times_s]
+            steps = zero.window(num_steps)
+            pruned, _ = shares_of(steps)
+            return [(pruned, step.seconds) for step in steps]
         finally:
             zero.balancer.release()
 
@@ -176,9 +200,7 @@ def report(bench: Bench, chis: Sequence[float], seconds: dict[str, list[float]])
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     homogeneous_s = medians["homogeneous"]
     bound_s = bench.bound(chis, homogeneous_s)
-    shares = {
-        name: tuple(map(statistics.median, zip(*bench.copies[name].shares, strict=True))) for name in bench.solutions
-    }
+    shares = {name: shares_of(bench.copies[name].steps) for name in bench.solutions}
     if bench.pinned:
         seconds[SAME_TIME], medians[SAME_TIME] = seconds["SEMI"], medians["SEMI"]
         shares[SAME_TIME] = bench.dropped_for(medians["SEMI"]), 0.0
@@ -190,7 +212,8 @@ def report(bench: Bench, chis: Sequence[float], seconds: dict[str, list[float]])
     for name, step_s in medians.items():
         low, high = interval_of_ratio(seconds[name], seconds["homogeneous"])
         pruned, lent = shares.get(name, (0.0, 0.0))
-        predicted = statistics.median(bench.copies[name].predicted_s) / step_s if name in bench.solutions else None
+        own = bench.copies[name].steps if name in bench.solutions else []
+        predicted = statistics.median(step.plan.predicted_step_s for step in own) / step_s if own else None
         table.add_row(
             name, f"{step_s / homogeneous_s:.3f}", f"[{low:.3f}, {high:.3f}]", f"{step_s / bound_s:.3f}",
             f"{pruned:.3f}", f"{lent:.3f}", "" if predicted is None else f"{predicted:.3f}",
@@ -203,11 +226,29 @@ def report(bench: Bench, chis: Sequence[float], seconds: dict[str, list[float]])
     return rows
 
 
-def shares_of(balancer: zr.Balancer) -> tuple[float, float]:
-    """Shares of the group's products that were pruned and lent in the last step; collective."""
-    own = balancer.metrics()
-    pruned, lent = (statistics.fmean(of_every_rank(own[f"balance/{kind}_share"])) for kind in ("pruned", "lent"))
+def shares_of(steps: Sequence[TimedStep]) -> tuple[float, float]:
+    """Shares of the group's products that were pruned and lent, by each rank's median step (few are at full work, to be
+    measured); collective."""
+    own = map(statistics.median, zip(*(step.shares for step in steps), strict=True))
+    pruned, lent = (statistics.fmean(of_every_rank(share)) for share in own)
     return pruned, lent
+
+
+def predictions_of_new_plans(steps: Sequence[TimedStep]) -> list[float]:
+    """Predicted / measured step time of each plan whose shares are others than those of the plan before it.
+
+    What it predicted was said before its first step; measured are its steps but for one at full work.
+    """
+    ratios, before = [], None
+    for _, run in groupby(steps, key=lambda step: id(step.plan)):
+        own = list(run)
+        plan = own[0].plan
+        shares = [(rank.pruned, rank.lent) for rank in plan.ranks]
+        measured_s = [step.seconds for step in own[plan.begins_at_full_work :]]
+        if before is not None and shares != before and measured_s:
+            ratios.append(plan.predicted_step_s / statistics.median(measured_s))
+        before = shares
+    return ratios
 
 
 def main() -> None:
@@ -226,6 +267,8 @@ def main() -> None:
     parser.add_argument("--max-ratio", type=float, default=zr.BalanceConfig().max_ratio, help="γ_max")
     parser.add_argument("--migrate", choices=("broadcast-reduce", "scatter-gather"), default="broadcast-reduce")
     arguments = parser.parse_args()
+    if arguments.unequal and 1.0 not in arguments.unequal:
+        parser.error("--unequal: one rank at least must be normal, χ = 1")
 
     ranks = ColossalAIRanks()
     shape = ModelConfig(hidden_size=arguments.hidden, depth=arguments.depth, num_heads=12)
@@ -249,21 +292,24 @@ def main() -> None:
     for chis in all_chis:
         bench.settle(chis, arguments.updates)
         rows += report(bench, chis, bench.compare(chis, arguments.rounds, arguments.steps))
-        for copy in bench.copies.values():
-            copy.predicted_s.clear()
-            copy.shares.clear()
         bench.settle(even, 3)
-    errors = [abs(row["predicted_to_measured"] - 1) for row in rows if row["predicted_to_measured"] is not None]
+    settled = [row["predicted_to_measured"] for row in rows if row["predicted_to_measured"] is not None]
+    errors = {
+        "plans in force": [abs(ratio - 1) for ratio in settled],
+        "new plans, before their first step": [abs(ratio - 1) for ratio in bench.first_predictions],
+    }
     if ranks.rank == 0:
-        print(
-            f"predicted against measured step time, {len(errors)} plans: median error {statistics.median(errors):.3f}"
-        )
+        for what, own in errors.items():
+            print(
+                f"predicted against measured step time, {len(own)} {what}: median error {statistics.median(own):.3f}, "
+                f"at most {max(own):.3f}"
+            )
         slowness = "-".join(f"{chi:g}" for chi in arguments.unequal or arguments.chi)
         kind = "lambda" if arguments.unequal else "solutions"
         setting = f"e{ranks.num_ranks}_h{arguments.hidden}_b{arguments.batch}_t{arguments.tolerance:g}"
         setting += f"_g{arguments.max_ratio:g}_x{arguments.everyone:g}"
         name = f"{kind}_{setting}_{arguments.migrate}_chi{slowness}"
-        save(name, {"arguments": vars(arguments), "rows": rows, "prediction_error": statistics.median(errors)})
+        save(name, {"arguments": vars(arguments), "rows": rows, "prediction_errors": errors})
     dist.destroy_process_group()
 
 
