@@ -8,6 +8,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from virtual_training import Run
 
+from zeroresize import measurement
+
 
 @pytest.mark.parametrize("steps_before", [9, 8])  # at an update, and just before one
 def test_a_saved_balancer_goes_on_with_the_same_plans(run_ranks, tmp_path, steps_before):
@@ -105,12 +107,70 @@ def test_a_run_that_is_resumed_with_another_max_ratio_prunes_up_to_it(run_ranks,
         torch.save(before.balancer.state_dict(), path)
         run = Run(group, chi={1: 40.0}, max_ratio=max_ratio)
         run.balancer.load_state_dict(torch.load(path, weights_only=True))
-        run.steps(20)
-        return before.balancer.plan.ranks[1].pruned, run.balancer.plan.ranks[1].pruned
+        trace = run.updates(7)
+        return before.balancer.plan.ranks[1].pruned, [pruned for _, pruned in trace]
 
-    for before, after in run_ranks(train, 2):
+    for before, trace in run_ranks(train, 2):
         assert 0.85 <= before <= 0.9
-        assert max_ratio - 0.05 <= after <= max_ratio
+        assert max(trace) <= max_ratio
+        assert max_ratio - 0.05 <= trace[-1]
+
+
+@pytest.mark.parametrize(
+    ("mode", "resumed_mode", "num_known", "is_measured_anew"),
+    [
+        ("mig", "zero-rd", 5, True),  # where neighbours are left nothing was gathered
+        ("mig", "semi", 5, True),
+        ("zero-rd", "mig", 5, True),
+        ("zero-rd", "semi", 5, False),
+        ("mig", "mig", 5, False),
+        ("zero-rd", "zero-rd", 4, True),  # as older versions saved it
+        ("mig", "mig", 4, True),
+    ],
+)
+def test_what_pruning_costs_is_measured_anew_where_columns_are_gathered_that_were_not(
+    run_ranks, monkeypatch, mode, resumed_mode, num_known, is_measured_anew
+):
+    modes_measured_in = []
+
+    def pretest(layers, config):
+        modes_measured_in.append(config.mode)
+        return measurement.ResizingCost.linear(config.max_ratio)
+
+    def train(rank, group):
+        monkeypatch.setattr(measurement, "measure_resizing_cost", pretest)
+        before = Run(group, mode=mode)
+        before.steps(4)
+        state = before.balancer.state_dict()
+        own = state[f"group 0-1 rank {rank}"]["measurement"]
+        own["pretested_on"] = own["pretested_on"][:num_known]
+        resumed = Run(group, mode=resumed_mode)
+        resumed.balancer.load_state_dict(state)
+        resumed.steps(2)
+        return modes_measured_in
+
+    expected = [mode, resumed_mode] if is_measured_anew else [mode]
+    assert run_ranks(train, 2) == [expected] * 2
+
+
+@pytest.mark.parametrize("mode", ["zero-rd", "semi"])
+def test_states_of_which_only_one_holds_what_was_received_are_found_on_all_ranks(run_ranks, mode):
+    """As where a time limit ended the exchange on some of them; no rank may wait for what the others never send."""
+
+    def train(rank, group):
+        before = Run(group, chi={1: 4.0}, mode=mode)
+        before.updates(3)
+        state = before.balancer.state_dict()
+        if rank == 0:
+            decision = state["group 0-1"]["decision"]
+            decision["received"] = (decision["received"][0], None)
+        resumed = Run(group, chi={1: 4.0}, mode=mode)
+        resumed.balancer.load_state_dict(state)
+        with pytest.raises(RuntimeError, match=r"ranks \[1\] of the group hold another plan, or another state"):
+            resumed.updates(3)
+        return resumed.balancer._num_steps
+
+    assert len(set(run_ranks(train, 2, timeout_s=30))) == 1
 
 
 def test_two_tensor_parallel_groups_balance_and_save_apart(run_ranks, tmp_path):

@@ -44,7 +44,7 @@ def test_what_zero_drops_for_a_step_time_lies_between_what_was_measured():
 
 @pytest.mark.parametrize(("chis", "expected"), [([1.0, 1.0], 10.0), ([1.0, 3.0], 2.0 + 8.0 * 1.5), ([1, 2, 2], 14.0)])
 def test_the_bound_shares_products_out_by_speed(monkeypatch, chis, expected):
-    """Of a homogeneous step of 10 s normal ranks multiply for 8; that slow ones take longer for it counts for nothing."""
+    """Of a homogeneous step of 10 s normal ranks multiply for 8; slow ones take longer for it, which is left out."""
     monkeypatch.setattr(bench_solutions, "of_every_rank", lambda own: [own * chi for chi in chis])
     off = SimpleNamespace(balancer=SimpleNamespace(metrics=lambda: {"balance/products_s": 8.0}))
     bench = SimpleNamespace(copies={"off": off})

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from zeroresize.config import MIGRATING_MODES, BalanceConfig
@@ -34,6 +35,7 @@ class GroupDecision:
     def __init__(self, config: BalanceConfig, num_ranks: int, exchange: Exchange | None) -> None:
         self._exchange, self._migrate = exchange, config.migrate
         self._may_migrate = config.mode in MIGRATING_MODES
+        self._told_config = repr(config)
         self._controller = Controller(config, num_ranks)
         self._what_if = WhatIf(config, num_ranks)
         self._received: list[list[float]] | None = None
@@ -61,20 +63,23 @@ class GroupDecision:
         if self._received is not None:
             self._decide(self._received)
             self._received = None
-            if self._may_migrate:  # who computes for whom must be agreed on before anybody sends anything
-                self._exchange.post([self._fingerprint(agreed)])
-                _require_equal([number for (number,) in self._exchange.collect() or []])
+        # Who computes for whom must be agreed on before anybody sends anything; also whether anything was received:
+        # where a time limit ended an exchange, the ranks may have saved different states.
+        if self._may_migrate:
+            self._exchange.post([self._fingerprint(agreed)])
+            _require_equal([number for (number,) in self._exchange.collect() or []])
         self._exchange.post([fingerprint, wait_s, *_as_numbers(times, cost)])
         self._lent_when_sent = lent_in_force
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values, the same on every rank; collects what is under way."""
-        self._collect()
+        """Plain values, the same on every rank; collects what is under way, or goes without where ranks have died."""
+        with suppress(RuntimeError):
+            self._collect()
         return {
             "controller": self._controller.state_dict(),
             # A tuple is one entry of a checkpoint, which another mode finds too and leaves alone.
             "what_if": tuple(self._what_if.states()),
-            "received": self._received,
+            "received": (self._told_config, self._received),
             "lent_when_sent": list(self._lent_when_sent),
             "migration": dataclasses.astuple(self.migration) if self.migration is not None else None,
             "migrate": self._migrate,
@@ -83,13 +88,17 @@ class GroupDecision:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`; what is under way is dropped, since it belongs to what is left behind.
 
+        Numbers that were sent under another configuration are dropped, too: what they tell of pruning may be of other
+        ratios, or of columns that were not gathered.
+
         Raises:
             ValueError: if it was saved in a group of another size.
         """
         self._collect()
         self._controller.load_state_dict(state["controller"])
         self._what_if.load_states(state["what_if"])
-        self._received = state["received"]
+        received = state["received"]  # of older versions the table alone, or None
+        self._received = received[1] if received and received[0] == self._told_config else None
         self._lent_when_sent = tuple(state["lent_when_sent"])
         is_known = state["migration"] is not None and state["migrate"] == self._migrate
         self.migration = MigrationCost(*state["migration"]) if is_known else None

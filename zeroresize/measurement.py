@@ -34,12 +34,14 @@ class _Conditions:
         device: its name, and the dtypes that layers compute in.
         work: tokens of a step times the sizes of the weights they meet.
         max_ratio, block: of the configuration: up to which ratio, and by which columns, pruning was measured.
+        is_gathered: whether columns were gathered; in mode "mig" neighbours are left, which are a view.
     """
 
     device: str
     work: float
     max_ratio: float = math.nan  # not known of states that were saved without
     block: int = 0
+    is_gathered: bool | None = None
 
     @classmethod
     def of_step(cls, layers: Mapping[str, BalancedLinear], config: BalanceConfig) -> _Conditions:
@@ -51,11 +53,12 @@ class _Conditions:
         }
         dtypes = {str(layer.compute_dtype) for layer in seen}
         work = sum(layer.num_tokens * layer.weight.numel() for layer in seen)
-        return cls(" ".join(sorted(names) + sorted(dtypes)), float(work), config.max_ratio, config.block)
+        device = " ".join(sorted(names) + sorted(dtypes))
+        return cls(device, float(work), config.max_ratio, config.block, config.mode != "mig")
 
     def is_like(self, other: _Conditions) -> bool:
-        exactly = (self.device, self.max_ratio, self.block) == (other.device, other.max_ratio, other.block)
-        return exactly and 1 / _LIKE <= self.work / max(other.work, 1.0) <= _LIKE
+        is_like = 1 / _LIKE <= self.work / max(other.work, 1.0) <= _LIKE
+        return is_like and dataclasses.replace(self, work=other.work) == other
 
 
 class Measurement:

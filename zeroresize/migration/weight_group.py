@@ -29,11 +29,12 @@ class WeightGroup:
         device: where the weights are.
 
     Raises:
-        RuntimeError: if not all ranks come within the time limit of ``process_group``.
+        RuntimeError: if not all ranks come within the time limit of ``process_group``, naming those that did not.
     """
 
     def __init__(self, process_group: ProcessGroup, device: torch.device) -> None:
         meeting = Meeting(process_group, "connect for the weights that are lent")
+        meeting.exchange("here")  # gloo connects when it is made, and does not tell who did not come
         ends = meeting.store, meeting.rank, meeting.size
         kind = process_group._get_backend(device).name()
         transport: Any = process_group
