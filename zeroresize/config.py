@@ -79,7 +79,8 @@ class BalanceConfig:
             ``tolerance`` of the normal ranks' time, and lends the rest; ``"paper"`` follows Eq. (2) and (3), and prunes
             by ZERO-PriDiff.
         migrating: how many stragglers migrate in mode "semi", the slowest first (λ of Fig. 11), also where steps get
-            longer by it; ``"auto"`` decides.
+            longer by it; by ``semi_rule="makespan"`` each lends a twentieth of its products at least, or none lends
+            where the other ranks have no room for that; ``"auto"`` decides.
         budget: the largest share of the group's products that ``semi_rule="makespan"`` prunes; 0 is exact.
         block: columns are pruned in blocks of so many neighbours; 1 is the paper.
         iters_per_epoch: if set, ``Balancer.step`` calls ``epoch_end`` itself every so many optimizer steps.

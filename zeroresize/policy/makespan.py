@@ -31,7 +31,7 @@ _WORTHWHILE = 0.02
 _STAYING = 0.02
 #: Where nothing is pruned a straggler lends no more than this: what is left is what tells that it has recovered.
 _MOST_LENT = 0.99
-#: Where the number of migrating ranks is given, each lends so much of its products at least, or it would not migrate.
+#: Where the number of migrating ranks is given, each lends so much of its products at least, also if it is fast enough.
 _LEAST_LENT = 0.05
 #: A rank that lends now counts as slower by this share where the slowest are chosen.
 _STAYING_AMONG_SLOWEST = 0.05
@@ -63,17 +63,19 @@ def makespan_division(
         migration: Φ1, what lending costs.
         budget: the largest share of the group's products that may be pruned, 0 to 1; 0 is exact.
         num_migrating: how many stragglers migrate, also where that makes steps longer, unless the others have no room
-            for what they lend: then none does. None tries all numbers.
+            for ``_LEAST_LENT`` of each until the slowest rank's time: then none does. None tries all numbers.
         lend_now: which ranks do now, which noise should not change; None where it does not matter.
     """
     if not any(are_stragglers):
         return Division((0.0,) * len(times), (0.0,) * len(times))
     now = [False] * len(times) if lend_now is None else list(lend_now)
-    exact = _Search.of(_Group(times, are_stragglers, now, _MOST_LENT), migration, 0.0, num_migrating)
+    if num_migrating is not None and not _Group(times, are_stragglers, now, num_migrating).has_room:
+        num_migrating = 0
+    exact = _Search(_Group(times, are_stragglers, now, num_migrating, _MOST_LENT), migration, 0.0)
     fastest_exact = exact.fastest()
     if budget == 0.0:
         return exact.division(fastest_exact, goal_s=fastest_exact.step_s, num_now=sum(now))
-    pruning = _Search.of(_Group(times, are_stragglers, now), migration, budget * len(times), num_migrating)
+    pruning = _Search(_Group(times, are_stragglers, now, num_migrating), migration, budget * len(times))
     fastest = pruning.fastest()
     goal_s = min(fastest.step_s, fastest_exact.step_s) * (1.0 + _WORTHWHILE)
     goal_s = max(reference_s * (1.0 + tolerance), goal_s)
@@ -113,7 +115,15 @@ class _Group:
     """A group's times as arrays.
 
     Args:
+        num_migrating: so many stragglers, slowest first, lend ``_LEAST_LENT`` at least and borrow nothing; None where
+            the number is to be found.
         most_spared: how much of its products a straggler may be relieved of; None as far as pruning was measured.
+
+    Attributes:
+        slowest_first: the stragglers.
+        counts: numbers of migrating ranks to be tried.
+        least_lent: by those that must, in all.
+        lowest_s, highest_s: between them lies the time of the slowest rank.
     """
 
     def __init__(
@@ -121,33 +131,48 @@ class _Group:
         times: Sequence[RankTimes],
         are_stragglers: Sequence[bool],
         lend_now: Sequence[bool],
+        num_migrating: int | None,
         most_spared: float | None = None,
     ) -> None:
+        stragglers = [rank for rank, is_straggler in enumerate(are_stragglers) if is_straggler]
+        handicap = [1.0 + _STAYING_AMONG_SLOWEST * lends for lends in lend_now]
+        self.slowest_first = sorted(stragglers, key=lambda rank: -times[rank].busy_s * handicap[rank])
+        most = min(len(stragglers), len(times) - 1)
+        self.counts = np.arange(most + 1) if num_migrating is None else np.array([min(num_migrating, most)])
+        lenders = self.slowest_first[: self.counts[0]]
+        self.least_lent = _sum(np.full(len(lenders), _LEAST_LENT))
         ratios = [rank.cost.ratios for rank in times]
         if most_spared is not None:
             ratios = [(*own, most_spared) if own[-1] < most_spared else own for own in ratios]
+        for rank in lenders:
+            ratios[rank] = tuple(max(ratio, _LEAST_LENT) for ratio in ratios[rank])
         self._ratios = np.array(ratios)
         self._busy = np.array([[rank.busy_at(one) for one in own] for rank, own in zip(times, ratios, strict=True)])
+        self._borrows_from_s = self._busy[:, 0].copy()
+        self._borrows_from_s[lenders] = np.inf
         self._gemm_s = np.array([rank.gemm_s for rank in times])
         self._borrowed = np.array([rank.cost.borrowed_points for rank in times])
         borrowed_s = [
             [rank.gemm_s * rank.cost.borrowed_at(share) for share in rank.cost.borrowed_points] for rank in times
         ]
         self._borrowed_s = np.maximum.accumulate(np.array(borrowed_s), axis=1)
-        stragglers = [rank for rank, is_straggler in enumerate(are_stragglers) if is_straggler]
-        handicap = [1.0 + _STAYING_AMONG_SLOWEST * lends for lends in lend_now]
-        self.slowest_first = sorted(stragglers, key=lambda rank: -times[rank].busy_s * handicap[rank])
         is_normal = ~np.array(are_stragglers, dtype=bool)
         least = np.where(is_normal, self._busy[:, 0], self._busy.min(axis=1))
-        self.highest_s = float(self._busy[:, 0].max())
+        full_s = max(rank.busy_s for rank in times)
+        self.highest_s = max(full_s, float(self._busy[:, 0].max()))  # gathering may take longer than what it spares
         self.lowest_s = min(float(least.max()), self.highest_s)
 
     @property
     def num_ranks(self) -> int:
         return len(self._gemm_s)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the ranks that borrow can take what must be lent."""
+        return _sum(self.room(np.array([self.highest_s]))[:, 0]) >= self.least_lent
+
     def spared(self, levels_s: Floats) -> Floats:
-        """[stragglers, levels] what each, slowest first, must be relieved of to take so long."""
+        """[stragglers, levels] what each, slowest first, must be relieved of to take so long at most."""
         rows = np.array(self.slowest_first, dtype=np.int64)
         busy, ratios = self._busy[rows], self._ratios[rows]
         is_reached = busy[:, None, :] <= levels_s[:, None]
@@ -157,11 +182,11 @@ class _Group:
         low, high = np.take_along_axis(ratios, before, axis=1), np.take_along_axis(ratios, first, axis=1)
         drop_s = np.where(slow_s > fast_s, slow_s - fast_s, 1.0)
         part = np.clip((slow_s - levels_s) / drop_s, 0.0, 1.0)
-        return np.where(first == 0, 0.0, low + (high - low) * part)
+        return np.where(first == 0, ratios[:, :1], low + (high - low) * part)
 
     def room(self, levels_s: Floats) -> Floats:
         """[ranks, levels] how much every rank can borrow until then."""
-        time_s = np.maximum(levels_s - self._busy[:, :1], 0.0)
+        time_s = np.maximum(levels_s - self._borrows_from_s[:, None], 0.0)
         above = (self._borrowed_s[:, None, :] <= time_s[:, :, None]).sum(axis=2)
         above = np.clip(above, 1, self._borrowed.shape[1] - 1)
         low_s = np.take_along_axis(self._borrowed_s, above - 1, axis=1)
@@ -173,16 +198,18 @@ class _Group:
         return np.where(time_s < all_s, between, np.maximum(time_s / all_s, 1.0))
 
     def division(self, num_migrating: int, found: _Found) -> Division:
-        """Those that migrate lend the same part of what they are relieved of."""
+        """Those that migrate lend the least they must, and the same part of what else they are relieved of."""
         pruned, lent = np.zeros(self.num_ranks), np.zeros(self.num_ranks)
         level_s = np.array([found.level_s])
         spared = self.spared(level_s)[:, 0]
         pruned[self.slowest_first] = spared
         migrating = self.slowest_first[:num_migrating]
-        wanted = _sum(spared[:num_migrating])
+        wanted = _sum(spared[:num_migrating]) - self.least_lent
         prunes = found.pruned > _NOTHING
         if found.lent > 0.0:
-            lent[migrating] = pruned[migrating] * (found.lent / wanted if prunes else 1.0)
+            part = (found.lent - self.least_lent) / wanted if prunes and wanted > 0.0 else 1.0
+            least = self._ratios[migrating, 0]
+            lent[migrating] = least + (pruned[migrating] - least) * part
             pruned[migrating] -= lent[migrating]
         if not prunes:
             pruned[:] = 0.0
@@ -193,30 +220,12 @@ class _Search:
     """Tries busy times for several numbers of migrating ranks at once; tables are [numbers, levels].
 
     Args:
-        counts: the numbers.
+        group: has room for what must be lent.
         budget: what may be pruned, in ranks' full products.
-        least_lent: by each migrating rank, of its products.
     """
 
-    def __init__(
-        self,
-        group: _Group,
-        counts: NDArray[np.int64],
-        migration: MigrationCost,
-        budget: float,
-        least_lent: float = 0.0,
-    ) -> None:
-        self._group, self._counts, self._migration, self._budget = group, counts, migration, budget
-        self._least_lent = least_lent * counts[:, None]
-
-    @classmethod
-    def of(cls, group: _Group, migration: MigrationCost, budget: float, num_migrating: int | None) -> _Search:
-        """For ``num_migrating`` migrating ranks, or for all numbers there may be."""
-        most = min(len(group.slowest_first), group.num_ranks - 1)
-        if num_migrating is None:
-            return cls(group, np.arange(most + 1), migration, budget)
-        forced = cls(group, np.array([min(num_migrating, most)]), migration, budget, _LEAST_LENT)
-        return forced if forced._fastest() is not None else cls(group, np.array([0]), migration, budget)
+    def __init__(self, group: _Group, migration: MigrationCost, budget: float) -> None:
+        self._group, self._counts, self._migration, self._budget = group, group.counts, migration, budget
 
     def division(self, fastest: _Found, goal_s: float, num_now: int) -> Division:
         """The best within the goal, by as many migrating ranks as there are now if that is about as good."""
@@ -231,18 +240,16 @@ class _Search:
 
     def fastest(self) -> _Found:
         """The fastest step that the budget allows."""
-        found = self._fastest()
-        assert found is not None  # without relief nothing is pruned
-        return found
 
-    def _fastest(self) -> _Found | None:
         def look(levels_s: Floats) -> _Candidates:
             wanted, total, fitting = self._amounts(levels_s)
-            lent = np.broadcast_to(np.maximum(total - self._budget, self._least_lent), wanted.shape)
+            lent = np.broadcast_to(np.maximum(total - self._budget, self._group.least_lent), wanted.shape)
             step_s = self._step_s(levels_s, lent)
             return _Candidates(np.where(lent <= fitting + 1e-12, step_s, np.inf), total - lent, lent, step_s)
 
-        return self._best(look, self._group.highest_s)
+        found = self._best(look, self._group.highest_s)
+        assert found is not None  # at the slowest rank's time no more is lent than must be, and nothing pruned
+        return found
 
     def least_pruned(self, goal_s: float, fastest: _Found, only: int | None = None) -> _Found | None:
         """Of the steps within the goal the one that prunes least, of equals the fastest; None if none is within it.
@@ -256,11 +263,11 @@ class _Search:
             _, total, fitting = self._amounts(levels_s)
             affordable_s = goal_s - levels_s - self._migration.fixed_s * self._counts[:, None]
             per_share_s = max(self._migration.per_share_s, 1e-12)
-            lent = np.clip(affordable_s / per_share_s, 0.0, fitting)
+            lent = np.maximum(np.minimum(affordable_s / per_share_s, fitting), self._group.least_lent)
             lent = np.where(lent > _NOTHING, lent, 0.0)
             pruned, step_s = total - lent, self._step_s(levels_s, lent)
             is_possible = (step_s <= goal_s * (1.0 + 1e-9)) & (pruned <= self._budget + _NOTHING / 2)
-            is_possible &= lent >= self._least_lent
+            is_possible &= lent <= fitting + 1e-12
             # What is no more than nothing counts as nothing: of such plans the fastest is taken.
             merit = np.maximum(pruned, _NOTHING) + 1e-3 * _NOTHING * step_s / goal_s
             merit = np.where(is_possible, merit, np.inf)
