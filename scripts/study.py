@@ -5,8 +5,8 @@ A grid is a YAML file: a configuration of vit_examples, seeds, and named cells, 
 folder or a row never runs again (delete both to repeat it), so a study that was stopped goes on where it was, also on
 another machine; a killed study loses at most the run that was under way, and where runs write checkpoints
 (``output.save_every``) no more than what came after the newest (a run that has failed after its last one begins anew).
-What is finished with other settings, the grid's or its configuration's, is an error. Where a run fails the others go
-on, and the end tells why.
+What is finished with other settings, the grid's or its configuration's, or has checkpoints of such, is an error, before
+anything runs. Where a run fails the others go on, and the end tells why.
 Grids called ``…_8gpu`` are at the paper's scale; ``scripts.plot_study`` draws the table.
 """
 
@@ -23,20 +23,21 @@ from rich.console import Console
 
 from scripts.study_grid import Cell, Study, read_study
 from scripts.study_progress import StudyProgress
-from scripts.study_table import all_rows, known_rows, only_writer, results_table, write_csv
+from scripts.study_table import all_rows, known_rows, only_writer, require_own_checkpoints, results_table, write_csv
 from vit_examples.launch import started, train_command
 
 
 def run_cell(study: Study, cell: Cell) -> None:
-    """Train one cell, from its newest checkpoint if it has one; its output is at the end of ``train.log``.
+    """Train one cell, from its newest checkpoint if it can go on from there, or else in an emptied folder.
 
-    Checkpoints are deleted when it is finished.
+    Its output is at the end of ``train.log``. Checkpoints are deleted when it is finished.
 
     Raises:
         RuntimeError: if training fails, with what its log says of the reason.
     """
-    command = train_command(study.config, (*cell.overrides, "output.progress=false"), study.ranks)
-    if cell.can_go_on(study.base):
+    command = train_command(study.config, (*cell.overrides, "output.progress=false"), cell.ranks)
+    goes_on = cell.can_go_on(study.base)
+    if goes_on:
         command.append("--resume")
     else:
         shutil.rmtree(cell.folder, ignore_errors=True)
@@ -44,13 +45,17 @@ def run_cell(study: Study, cell: Cell) -> None:
         cell.settings_file.write_text(cell.settings, encoding="utf-8")
         cell.base_file.write_text(study.base, encoding="utf-8")
     log = cell.folder / "train.log"
-    num_before = len(log.read_text(encoding="utf-8", errors="replace").splitlines()) if log.exists() else 0
+    size_before = log.stat().st_size if log.exists() else 0
     with started(command, log, {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}) as process:
         code = process.wait()
     if code:
         cell.summary_file.unlink(missing_ok=True)  # where only the end of a run failed: it is not finished
-        reason = reason_in(log.read_text(encoding="utf-8", errors="replace").splitlines()[num_before:])
-        raise RuntimeError(f"cell {cell.name!r}, seed {cell.seed} failed with code {code}; from {log}:\n{reason}")
+        said = log.read_bytes()[size_before:].decode("utf-8", errors="replace")
+        hint = f" (if its checkpoint no longer loads, delete {cell.folder})" if goes_on else ""
+        raise RuntimeError(
+            f"cell {cell.name!r}, seed {cell.seed} failed with code {code}{hint}; from {log}:\n"
+            f"{reason_in(said.splitlines())}"
+        )
     shutil.rmtree(cell.checkpoint_folder, ignore_errors=True)
 
 
@@ -67,13 +72,18 @@ def run_study(study: Study, table: Path, console: Console) -> list[str]:
     """Run what is not finished yet, writing the table after every run; returns what failed.
 
     Raises:
-        ValueError: if a finished run is of other settings, or another study writes this table or runs this grid.
+        ValueError: if a finished run or a checkpoint is of other settings, or another study writes this table or runs
+            this grid.
     """
     failures = []
     with ExitStack() as held:
         for path in (table, *{cell.folder.parent.parent for cell in study.cells}):
             held.enter_context(only_writer(path))
         rows = known_rows(study, table)
+        require_own_checkpoints(study, rows)
+        for cell in study.cells:
+            if cell.row() is not None:  # and the study was killed before it deleted them
+                shutil.rmtree(cell.checkpoint_folder, ignore_errors=True)
         write_csv(all_rows(study, table), table)
         to_run = [cell for cell in study.cells if cell.key not in rows]
         progress = held.enter_context(StudyProgress(len(study.cells), len(study.cells) - len(to_run), console))
@@ -94,7 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("grid", type=Path, help="a YAML file, such as those in scripts/grids")
     parser.add_argument("--config", help="of vit_examples, instead of the grid's")
-    parser.add_argument("--ranks", type=int, help="instead of the grid's")
+    parser.add_argument("--ranks", type=int, help="instead of the grid's, and of its cells'")
     parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="in every cell, as vit_examples.train"
     )
@@ -119,6 +129,7 @@ def main() -> None:
     try:
         rows = known_rows(study, table)
         if arguments.dry_run:
+            require_own_checkpoints(study, rows)
             for cell in study.cells:
                 state = "done" if cell.key in rows else "to do"
                 console.print(f"{state}  {cell.name}, seed {cell.seed}", highlight=False)

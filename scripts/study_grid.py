@@ -1,6 +1,7 @@
 """Grids of runs: YAML files of a configuration of vit_examples, seeds, and named cells with overrides of it.
 
-``cells`` may also name another grid beside it, whose cells it then takes: the same comparison at another scale.
+``ranks`` among a cell's overrides is its own number of ranks; the grid's ``ranks`` is what the others have. ``cells``
+may also name another grid beside it, whose cells it then takes: the same comparison at another scale.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import yaml
 
 from vit_examples.checkpoint import epoch_of, newest_checkpoint
 from vit_examples.config_file import config_path, load_config, parse_override
-from zeroresize.value_checks import known_keys
+from zeroresize.value_checks import at_least, known_keys
 from zeroresize.yaml_values import read_yaml
 
 #: What the study itself sets, of every run.
@@ -31,6 +32,7 @@ class Cell:
     Attributes:
         settings: all that it is besides its seed, on one line: what a finished run is known by.
         overrides: the same for the command line, with its seed and folder.
+        ranks: on how many it trains.
         epochs: how many it trains.
     """
 
@@ -38,6 +40,7 @@ class Cell:
     seed: int
     settings: str
     overrides: tuple[str, ...]
+    ranks: int
     epochs: int
     folder: Path
 
@@ -61,23 +64,33 @@ class Cell:
     def key(self) -> tuple[str, str]:
         return self.name, str(self.seed)
 
+    @property
+    def checkpoint(self) -> Path | None:
+        """The newest that is complete."""
+        return newest_checkpoint(self.checkpoint_folder)
+
+    @property
+    def told(self) -> tuple[str, str]:
+        """The settings and the base of the run in its folder; empty where they are not told."""
+        settings, base = (
+            file.read_text(encoding="utf-8") if file.is_file() else "" for file in (self.settings_file, self.base_file)
+        )
+        return settings, base
+
     def can_go_on(self, base: str) -> bool:
         """Whether there is a checkpoint of a run of these settings and this base that has epochs left."""
-        try:
-            told = [file.read_text(encoding="utf-8") for file in (self.settings_file, self.base_file)]
-        except OSError:
-            return False
-        newest = newest_checkpoint(self.checkpoint_folder)
-        return told == [self.settings, base] and newest is not None and epoch_of(newest) < self.epochs
+        newest = self.checkpoint
+        return newest is not None and self.told == (self.settings, base) and epoch_of(newest) < self.epochs
 
     def row(self) -> dict[str, Any] | None:
         """One flat row with the commit, versions, settings and base that it ran with, if the run is finished."""
+        settings, base = self.told
         try:
             summary = json.loads(self.summary_file.read_text(encoding="utf-8"))
-            settings = self.settings_file.read_text(encoding="utf-8")
         except (OSError, json.JSONDecodeError):
             return None
-        base = self.base_file.read_text(encoding="utf-8") if self.base_file.is_file() else ""
+        if not settings:
+            return None
         plain = {key: value for key, value in summary.items() if not isinstance(value, Mapping)}
         versions = {f"version_{name}": version for name, version in summary["versions"].items()}
         return {"cell": self.name, "seed": self.seed, **plain, **versions, "settings": settings, "base": base}
@@ -94,7 +107,6 @@ class Study:
     name: str
     config: str
     base: str
-    ranks: int
     cells: tuple[Cell, ...]
 
 
@@ -106,7 +118,7 @@ def read_study(
     Args:
         output: every cell gets a folder in there, in one that is named after the grid, and ``config`` and ``ranks`` if
             those are given.
-        config, ranks: instead of the grid's own.
+        config, ranks: instead of the grid's own, and of the cells'.
         changes: ``section.key=value``, which every cell takes instead of its own.
 
     Raises:
@@ -121,19 +133,23 @@ def read_study(
     named = ([Path(config).stem] if config is not None else []) + ([f"{ranks}ranks"] if ranks is not None else [])
     name = "-".join([path.stem, *named])
     changed = dict(map(parse_override, changes))
-    config, ranks = config or document["config"], ranks or document.get("ranks", 2)
+    config = config or document["config"]
     cells: dict[Path, Cell] = {}
     for seed in document.get("seeds", [0]):
         for cell, own in own_cells.items():
             folder = output / name / slug(cell) / f"seed{seed}"
-            settings = {**document.get("shared", {}), **(own or {}), **changed}
+            own_settings = dict(own or {})
+            own_ranks = own_settings.pop("ranks", document.get("ranks", 2))
+            num_ranks = own_ranks if ranks is None else ranks
+            settings = {**document.get("shared", {}), **own_settings, **changed}
             if taken := [key for key in _OWN_KEYS if key in settings]:
                 raise ValueError(f"{path}, cell {cell!r}: {taken} are the study's to set, by 'seeds' and --output")
             values = {**settings, **dict(zip(_OWN_KEYS, (seed, seed, str(folder)), strict=True))}
             overrides = tuple(f"{key}={as_yaml(value)}" for key, value in values.items())
             try:
+                at_least("ranks", num_ranks, 1)
                 run = load_config(config, overrides)
-                run.validate_group_size(ranks)
+                run.validate_group_size(num_ranks)
             except ValueError as error:
                 raise ValueError(f"{path}, cell {cell!r}: {error}") from error
             if folder in cells:
@@ -142,9 +158,9 @@ def read_study(
                     f"{path}: cell {cell!r}, seed {seed}, and cell {other.name!r}, seed {other.seed}, would both run "
                     f"in {folder}: call one of them differently"
                 )
-            told = as_yaml({"config": config, "ranks": ranks, **settings})
-            cells[folder] = Cell(cell, seed, told, overrides, run.training.epochs, folder)
-    return Study(name, config, base_settings(config), ranks, tuple(cells.values()))
+            told = as_yaml({"config": config, "ranks": num_ranks, **settings})
+            cells[folder] = Cell(cell, seed, told, overrides, num_ranks, run.training.epochs, folder)
+    return Study(name, config, base_settings(config), tuple(cells.values()))
 
 
 def _read_grid(path: Path) -> Mapping[str, Any]:

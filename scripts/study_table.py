@@ -16,7 +16,7 @@ from typing import Any
 from rich.table import Table
 
 from scripts.study_columns import step_time
-from scripts.study_grid import Study
+from scripts.study_grid import Cell, Study
 
 Rows = dict[tuple[str, str], dict[str, Any]]
 
@@ -34,17 +34,41 @@ def known_rows(study: Study, table: Path) -> Rows:
         if cell.key not in known:
             continue
         row = known[cell.key]
-        for what, then, now in (
-            ("settings", row.get("settings") or "not told", cell.settings),
-            (f"settings in {study.config}", row.get("base") or study.base, study.base),
-        ):
-            if then != now:
-                raise ValueError(
-                    f"cell {cell.name!r}, seed {cell.seed} is finished with other {what}, in {table} or {cell.folder}:"
-                    f"\n  then {then}\n  now  {now}\n"
-                    "give another --csv and --output, or delete that row and that folder"
-                )
+        if other := _difference(study, cell, row.get("settings") or "not told", row.get("base") or study.base):
+            raise ValueError(
+                f"cell {cell.name!r}, seed {cell.seed} is finished with other {other[0]}, in {table} or {cell.folder}:"
+                f"\n{other[1]}\ngive another --csv and --output, or delete that row and that folder"
+            )
     return known
+
+
+def require_own_checkpoints(study: Study, rows: Rows) -> None:
+    """Check that no cell that is still to run (is not in ``rows``) would delete what a run of other settings left.
+
+    Raises:
+        ValueError: naming all folders with a checkpoint of other settings or of another base, and what differs.
+    """
+    others = {}
+    for cell in study.cells:
+        if cell.key not in rows and cell.checkpoint is not None:
+            settings, base = cell.told
+            if other := _difference(study, cell, settings or "not told", base or "not told"):
+                others[cell.folder] = other
+    if others:
+        what, then_and_now = next(iter(others.values()))
+        folders = "\n".join(f"  {folder}" for folder in others)
+        raise ValueError(
+            f"these folders hold checkpoints of other settings, which would be deleted:\n{folders}\n"
+            f"the first are of other {what}:\n{then_and_now}\ngive another --output, or delete these folders"
+        )
+
+
+def _difference(study: Study, cell: Cell, settings: str, base: str) -> tuple[str, str] | None:
+    """What of a run is not as ``cell`` has it, and both, a line each; None if nothing."""
+    for what, then, now in (("settings", settings, cell.settings), (f"settings in {study.config}", base, study.base)):
+        if then != now:
+            return what, f"  then {then}\n  now  {now}"
+    return None
 
 
 def all_rows(study: Study, table: Path) -> Rows:

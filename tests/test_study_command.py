@@ -92,6 +92,21 @@ def test_a_dry_run_says_what_is_done_and_writes_nothing(tmp_path: Path, command:
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_a_dry_run_tells_of_checkpoints_that_would_be_deleted_and_a_report_does_not_mind(
+    tmp_path: Path, command: Command
+) -> None:
+    command("first")
+    folder = tmp_path / "runs/grid/second/seed0"
+    (folder / "checkpoints/epoch-0001").mkdir(parents=True)
+    (folder / "settings.yaml").write_text("{config: another}")
+    for arguments in ([], ["--dry-run"]):
+        status, _ = command("first", "second", arguments=arguments)
+        assert isinstance(status, str) and re.search(
+            rf"^error: these .*\n  {folder}\n.*\n  then .config: another", status
+        )
+    assert command("first", "second", arguments=["--report"])[0] is None
+
+
 def test_a_report_tabulates_what_is_finished_and_trains_nothing(tmp_path: Path, command: Command) -> None:
     command("first")
     before = sorted(tmp_path.rglob("*"))

@@ -88,14 +88,23 @@ def test_an_epoch_without_logged_steps_has_no_ratios(tmp_path: Path) -> None:
 def test_a_runs_speed_is_that_of_all_settled_steps_and_its_median_that_of_an_undisturbed_one() -> None:
     """Ten steps that warm up, then 90, of which 9 wait for a straggler."""
     seconds = [5.0] * 10 + [1.0] * 9 + [0.1] * 81
-    assert timing(seconds, settle_steps=10, batch_size=38, steps_per_epoch=50) == {
+    assert timing([seconds], settle_steps=10, batch_size=38, steps_per_epoch=50) == {
         "step_ms": pytest.approx(100),
         "mean_step_ms": pytest.approx(190),
         "images_per_s": pytest.approx(200),
         "epoch_s": pytest.approx(9.5),
     }
-    assert timing([3.0, 1.0], settle_steps=10, batch_size=1, steps_per_epoch=1)["mean_step_ms"] == 1000
-    assert all(map(math.isnan, timing([], settle_steps=10, batch_size=1, steps_per_epoch=1).values()))
+    assert timing([[3.0, 1.0]], settle_steps=10, batch_size=1, steps_per_epoch=1)["mean_step_ms"] == 1000
+    assert all(map(math.isnan, timing([[]], settle_steps=10, batch_size=1, steps_per_epoch=1).values()))
+
+
+def test_the_first_steps_of_every_process_are_left_out_of_a_runs_speed() -> None:
+    """One that was killed, one that hardly got anywhere, and one that went on; starting takes 9 s and 3 s a step."""
+    pieces = [[9.0, 3.0, 0.2, 0.3], [9.0, 0.1], [9.0, 3.0, 0.1, 0.1, 0.2]]
+    speed = timing(pieces, settle_steps=2, batch_size=2, steps_per_epoch=10)
+    assert speed["mean_step_ms"] == pytest.approx(1e3 * 1.0 / 6)
+    assert speed["step_ms"] == pytest.approx(150)
+    assert speed["images_per_s"] == pytest.approx(12)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -141,11 +150,12 @@ def test_a_run_that_was_resumed_tells_the_commits_of_all_its_pieces(
 
 
 def test_the_clock_of_a_resumed_run_has_the_iterations_before_it_and_laps_of_its_own() -> None:
-    clock = recorder.StepClock(torch.device("cpu"), before=[8.0, 8.0])
+    clock = recorder.StepClock(torch.device("cpu"), before=[[8.0, 8.0], [9.0]])
     assert math.isnan(clock.lap())
     clock.start()
     clock.tick()
-    assert clock.seconds[:2] == [8.0, 8.0] and len(clock.seconds) == 3
+    assert len(clock.seconds) == 1
+    assert clock.by_process == [[8.0, 8.0], [9.0], clock.seconds]
     assert clock.lap() < 1.0
 
 

@@ -18,9 +18,12 @@ from table_rows import written
 pytest.importorskip("yaml")
 
 from scripts import study
+from scripts.plot_study import place_of
 from vit_examples.config_file import load_config
 
 GRIDS = sorted(Path(study.__file__).with_name("grids").glob("*.yaml"))
+RESULTS = Path(study.__file__).parent.parent / "docs" / "results"
+PUBLISHED = [grid for grid in GRIDS if (RESULTS / f"{grid.stem}.csv").is_file()]
 
 
 @pytest.fixture
@@ -46,6 +49,66 @@ def test_shipped_grids_are_sound_and_only_long_runs_write_checkpoints(grid: Path
     assert len({cell.folder for cell in read.cells}) == len(read.cells)
     for cell in read.cells:
         assert (load_config(read.config, cell.overrides).output.save_every > 0) == (cell.epochs > 20)
+
+
+@pytest.mark.parametrize("grid", PUBLISHED, ids=lambda grid: grid.stem)
+def test_published_rows_of_a_shipped_grid_count_as_finished(grid: Path, tmp_path: Path) -> None:
+    """Their settings are told in the very same words, so nothing of them runs again."""
+    assert study.known_rows(study.read_study(grid, tmp_path), RESULTS / f"{grid.stem}.csv")
+
+
+def ranks_of(grid: Path, **given: Any) -> dict[str, int]:
+    return {cell.name: cell.ranks for cell in study.read_study(grid, grid.parent / "runs", **given).cells}
+
+
+def test_a_cell_may_have_a_number_of_ranks_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grid, trained = tmp_path / "grid.yaml", []
+    grid.write_text("config: demo\nranks: 2\ncells:\n  of 2: {}\n  of 4: {ranks: 4, balance.mode: mig}\n")
+    assert ranks_of(grid) == {"of 2": 2, "of 4": 4}
+    assert ranks_of(grid, ranks=3) == {"of 2": 3, "of 4": 3}
+    read = study.read_study(grid, tmp_path / "runs")
+    assert [cell.settings for cell in read.cells] == [
+        "{config: demo, ranks: 2}",
+        "{balance.mode: mig, config: demo, ranks: 4}",
+    ]
+    stub_training(monkeypatch, 0)
+    monkeypatch.setattr(study, "train_command", lambda config, overrides, ranks: trained.append((ranks, overrides)))
+    for cell in read.cells:
+        study.run_cell(read, cell)
+    assert [ranks for ranks, _ in trained] == [2, 4]
+    assert not [override for _, overrides in trained for override in overrides if override.startswith("ranks")]
+
+
+@pytest.mark.parametrize("ranks", ["0", "four", "true", "2.0", "null"])
+@pytest.mark.parametrize("place", ["cell", "grid"])
+def test_ranks_that_are_no_number_of_ranks_are_refused(tmp_path: Path, place: str, ranks: str) -> None:
+    grid = tmp_path / "grid.yaml"
+    own = {"cell": "", "grid": "", place: f"ranks: {ranks}"}
+    grid.write_text(f"config: demo\n{own['grid']}\ncells:\n  Rd: {{{own['cell']}}}\n")
+    with pytest.raises(ValueError, match=f"^{grid}, cell 'Rd': ranks=.* is not allowed: a whole number of at least 1"):
+        study.read_study(grid, tmp_path / "runs")
+
+
+def test_ranks_of_a_cell_that_cannot_share_its_model_are_refused(tmp_path: Path) -> None:
+    grid = tmp_path / "grid.yaml"
+    grid.write_text("config: demo\ncells:\n  Rd: {ranks: 5}\n")
+    with pytest.raises(ValueError, match=r"cell 'Rd': model.num_heads=12 does not divide by the 5"):
+        study.read_study(grid, tmp_path / "runs")
+
+
+def test_table_1_draws_a_line_for_each_way_of_migrating_and_number_of_owners(tmp_path: Path) -> None:
+    cells = study.read_study(GRIDS[0].with_name("table1.yaml"), tmp_path).cells
+    places: dict[str, list[float | None]] = {}
+    for cell in cells:
+        line, x = place_of(cell.name, "γ")
+        places.setdefault(line, []).append(x)
+        assert line.endswith(f" of {cell.ranks}")
+        owners = load_config("cifar_small", cell.overrides).balance.ranks
+        assert owners == "stragglers" or f" ν={len(owners)} of " in line
+    ways = ("broadcast-reduce", "scatter-gather")
+    assert places == {"unmigrated of 2": [None], "unmigrated of 4": [None]} | {
+        f"{way} ν={owners}": [0.25, 0.5, 0.75, 1.0] for way in ways for owners in ("1 of 2", "1 of 4", "2 of 4")
+    }
 
 
 def test_a_grid_takes_anothers_cells_and_nothing_else_of_it(tmp_path: Path) -> None:
@@ -111,7 +174,7 @@ def test_an_unfinished_run_is_cleared_before_the_cell_runs_again(
     assert {path.name for path in cell.folder.iterdir()} == {"settings.yaml", "base.yaml", "train.log"}
 
 
-def checkpoint(cell: study.Cell, base: str, epochs: int) -> Path:
+def checkpoint(cell: study.Cell, base: str, epochs: int = 1) -> Path:
     """What a run that was cut off after so many epochs left."""
     folder = cell.checkpoint_folder / f"epoch-{epochs:04d}"
     folder.mkdir(parents=True)
@@ -121,15 +184,11 @@ def checkpoint(cell: study.Cell, base: str, epochs: int) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("changed", "epochs", "goes_on"),
-    [
-        ("{balance.mode: 'off'}", 1, True),
-        ("{balance.mode: zero-rd}", 1, False),
-        ("{balance.mode: 'off'}", 2, False),  # it ended, and badly: nothing of it was timed if it went on
-    ],
+    ("epochs", "goes_on"),
+    [(1, True), (2, False)],  # after both it ended, and badly: nothing would be left to train if it went on
 )
-def test_a_run_that_was_cut_off_goes_on_from_its_checkpoint_unless_it_was_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str, epochs: int, goes_on: bool
+def test_a_run_that_was_cut_off_goes_on_from_its_checkpoint_unless_it_had_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, epochs: int, goes_on: bool
 ) -> None:
     grid, commands = tmp_path / "grid.yaml", []
 
@@ -141,23 +200,85 @@ def test_a_run_that_was_cut_off_goes_on_from_its_checkpoint_unless_it_was_anothe
         yield SimpleNamespace(wait=lambda: 0)
 
     monkeypatch.setattr(study, "started", started)
-    for cells in ("{balance.mode: 'off'}", changed):
-        grid.write_text(f"config: demo\nshared: {{training.epochs: 2}}\ncells:\n  Baseline: {cells}\n")
-        now = study.read_study(grid, tmp_path / "runs")
-        (cell,) = now.cells
-        if not cell.folder.exists():
-            checkpoint(cell, now.base, epochs)
-    study.run_cell(now, cell)
+    grid.write_text("config: demo\nshared: {training.epochs: 2}\ncells:\n  Baseline: {}\n")
+    read = study.read_study(grid, tmp_path / "runs")
+    (cell,) = read.cells
+    checkpoint(cell, read.base, epochs)
+    assert study.run_study(read, tmp_path / "table.csv", Console(quiet=True)) == []
     assert ("--resume" in commands[0]) == goes_on
     assert not cell.checkpoint_folder.exists()
 
 
-def test_a_run_of_another_base_does_not_go_on(tmp_path: Path) -> None:
+def test_checkpoints_of_other_settings_are_an_error_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody tries one epoch of a grid that was stopped late in 200."""
+    grid, table = tmp_path / "grid.yaml", tmp_path / "table.csv"
+    grid.write_text(
+        "config: demo\nshared: {training.epochs: 200}\ncells:\n  Fresh: {}\n  Rd: {}\n  MIG: {}\n  Off: {}\n"
+    )
+    stopped = study.read_study(grid, tmp_path / "runs")
+    fresh, *others = stopped.cells
+    kept = [checkpoint(cell, stopped.base, 150) for cell in others]
+    monkeypatch.setattr(study, "run_cell", lambda *_: pytest.fail("a cell ran"))
+    changed = study.read_study(grid, tmp_path / "runs", changes=["training.epochs=1"])
+    done = {"seed": 0, "test_accuracy": 0.5, "base": changed.base}  # elsewhere: it does not run here
+    rows = {cell.key: {**done, "cell": cell.name, "settings": cell.settings} for cell in changed.cells[3:]}
+    study.write_csv(rows, table)
+    with pytest.raises(ValueError) as refused:
+        study.run_study(changed, table, Console(quiet=True))
+    assert str(refused.value).splitlines() == [
+        "these folders hold checkpoints of other settings, which would be deleted:",
+        *(f"  {cell.folder}" for cell in others[:2]),
+        "the first are of other settings:",
+        "  then {config: demo, ranks: 2, training.epochs: 200}",
+        "  now  {config: demo, ranks: 2, training.epochs: 1}",
+        "give another --output, or delete these folders",
+    ]
+    assert all(folder.is_dir() for folder in kept) and not fresh.folder.exists()
+    elsewhere = study.read_study(grid, tmp_path / "elsewhere", changes=["training.epochs=1"])
+    study.require_own_checkpoints(elsewhere, {})
+    study.require_own_checkpoints(stopped, {})
+
+
+@pytest.mark.parametrize("is_told", [True, False], ids=["other", "not told"])
+def test_a_checkpoint_of_another_base_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_told: bool
+) -> None:
+    monkeypatch.setattr(study, "run_cell", lambda *_: pytest.fail("a cell ran"))
     before = base_of("training: {epochs: 2}\n", tmp_path)
-    checkpoint(before.cells[0], before.base, 1)
-    assert before.cells[0].can_go_on(before.base)
-    after = base_of("training: {epochs: 3}\n", tmp_path)
-    assert not after.cells[0].can_go_on(after.base)
+    (cell,) = before.cells
+    kept = checkpoint(cell, before.base)
+    study.require_own_checkpoints(before, {})
+    after = base_of("training: {epochs: 3}\n", tmp_path) if is_told else before
+    if not is_told:
+        cell.base_file.unlink()
+    then = "{training.epochs: 2}" if is_told else "not told"
+    with pytest.raises(
+        ValueError, match=rf"{cell.folder}\nthe first .* settings in .*base_config.yaml:\n  then {then}\n"
+    ):
+        study.run_study(after, tmp_path / "table.csv", Console(quiet=True))
+    assert kept.is_dir()
+
+
+def test_checkpoints_that_a_killed_study_left_of_finished_runs_are_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grid = tmp_path / "grid.yaml"
+    grid.write_text("config: demo\nshared: {training.epochs: 2}\ncells:\n  done: {}\n  cut off: {}\n")
+    both = study.read_study(grid, tmp_path / "runs")
+    done, cut_off = both.cells
+    finish(done)
+    for cell in both.cells:
+        checkpoint(cell, both.base)
+
+    def run(of: study.Study, cell: study.Cell) -> None:
+        assert cell == cut_off and cell.can_go_on(of.base)
+        assert not done.checkpoint_folder.exists()
+
+    monkeypatch.setattr(study, "run_cell", run)
+    assert study.run_study(both, tmp_path / "table.csv", Console(quiet=True)) == []
+    assert cut_off.checkpoint is not None and done.row() is not None
 
 
 def test_changes_from_the_command_line_are_every_cells_and_part_of_its_settings(tmp_path: Path) -> None:
@@ -176,13 +297,28 @@ def test_a_run_that_goes_on_and_fails_shows_its_new_mistake_only(
     micro_study: study.Study, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (cell,) = micro_study.cells
-    checkpoint(cell, micro_study.base, 1)
+    checkpoint(cell, micro_study.base)
     log = cell.folder / "train.log"
-    log.write_text("error (rank 0): of yesterday\n")
+    before = "error (rank 0): von gestern, für immer"  # bytes are more than letters, and it was killed within a line
+    log.write_text(before, encoding="utf-8")
     stub_training(monkeypatch, 2, "error (rank 0): of today\n")
     with pytest.raises(RuntimeError, match=r"train\.log:\nerror \(rank 0\): of today$"):
         study.run_cell(micro_study, cell)
-    assert log.read_text() == "error (rank 0): of yesterday\nerror (rank 0): of today\n"
+    assert log.read_text(encoding="utf-8") == before + "error (rank 0): of today\n"
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_run_that_fails_as_it_goes_on_names_the_folder_to_delete(
+    micro_study: study.Study, monkeypatch: pytest.MonkeyPatch, goes_on: bool
+) -> None:
+    (cell,) = micro_study.cells
+    if goes_on:
+        checkpoint(cell, micro_study.base)
+    stub_training(monkeypatch, 1, "KeyError: of another layout\n")
+    with pytest.raises(RuntimeError, match="failed with code 1") as failed:
+        study.run_cell(micro_study, cell)
+    hint = f"(if its checkpoint no longer loads, delete {cell.folder}); from"
+    assert (hint in str(failed.value)) == goes_on
 
 
 @pytest.mark.parametrize("key", ["training.seed", "balance.seed", "output.folder"])

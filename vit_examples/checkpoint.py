@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,15 @@ class Progress:
     Attributes:
         epochs: completed.
         steps: optimizer steps over all of them.
-        step_seconds: of every iteration.
+        step_seconds: of every iteration, one sequence a process that trained.
+        timed_settings: what they were timed with (:func:`vit_examples.run_folder.timed_settings`).
         commits: of the code that trained, in order.
     """
 
     epochs: int = 0
     steps: int = 0
-    step_seconds: Sequence[float] = ()
+    step_seconds: Sequence[Sequence[float]] = ()
+    timed_settings: Mapping[str, Any] = field(default_factory=dict)
     commits: Sequence[str] = ()
 
 

@@ -29,13 +29,22 @@ class StepClock:
     time evenly; a CPU needs no synchronisation.
 
     Args:
-        before: seconds of iterations before this process's.
+        before: seconds of iterations of earlier processes, one sequence each.
+
+    Attributes:
+        seconds: of this process's iterations.
     """
 
-    def __init__(self, device: torch.device, before: Sequence[float] = ()) -> None:
+    def __init__(self, device: torch.device, before: Sequence[Sequence[float]] = ()) -> None:
         self._is_gpu = device.type == "cuda"
-        self.seconds = list(before)
-        self._pending, self._num_told = 0, len(self.seconds)
+        self._before = before
+        self.seconds: list[float] = []
+        self._pending, self._num_told = 0, 0
+
+    @property
+    def by_process(self) -> list[Sequence[float]]:
+        """Seconds of all iterations, those of this process last."""
+        return [*self._before, self.seconds]
 
     def start(self) -> None:
         """The next iteration begins now, for example after an evaluation."""
@@ -124,17 +133,20 @@ class Recorder:
                 self._board.add_scalar(name if "/" in name else prefix + name, value, step)
 
 
-def timing(seconds: Sequence[float], *, settle_steps: int, batch_size: int, steps_per_epoch: int) -> dict[str, float]:
-    """What a run's iterations, of so many ``seconds`` each, say of its speed; NaN where there are none.
+def timing(
+    by_process: Sequence[Sequence[float]], *, settle_steps: int, batch_size: int, steps_per_epoch: int
+) -> dict[str, float]:
+    """What the seconds of a run's iterations say of its speed; NaN where there are none.
 
     ``step_ms`` is their median, an undisturbed step, and ``mean_step_ms`` their mean, which also holds the steps before
     a plan follows a straggler. ``images_per_s`` and ``epoch_s``, the seconds of training of an epoch without evaluation
     and checkpoints, come from the mean.
 
     Args:
-        settle_steps: so many first iterations, at most half, are left out.
+        by_process: one sequence for each process that trained a part of the run.
+        settle_steps: so many first iterations of each, at most half, are left out.
     """
-    settled = seconds[min(settle_steps, len(seconds) // 2) :] or [math.nan]
+    settled = [one for seconds in by_process for one in seconds[min(settle_steps, len(seconds) // 2) :]] or [math.nan]
     mean_s = statistics.fmean(settled)
     return {
         "step_ms": 1e3 * statistics.median(settled),

@@ -46,12 +46,24 @@ def changed_settings(config: RunConfig) -> list[str]:
         saved = _flat(json.loads((Path(config.output.folder) / "config.json").read_text(encoding="utf-8")))
     except (OSError, json.JSONDecodeError):  # not written yet, or cut off by a crash
         return []
-    present = _flat(json.loads(json.dumps(config_to_dict(config))))
     return [
         f"{key} {json.dumps(saved[key])} → {json.dumps(value)}"
-        for key, value in present.items()
+        for key, value in _settings(config).items()
         if key in saved and saved[key] != value and not key.startswith("output.")
     ]
+
+
+def timed_settings(config: RunConfig) -> dict[str, Any]:
+    """What can change the time of a step, by ``section.key``: all but where output goes and how long a run is."""
+    untimed = ("training.epochs", "timeout_s")
+    return {
+        key: value for key, value in _settings(config).items() if key not in untimed and not key.startswith("output.")
+    }
+
+
+def _settings(config: RunConfig) -> dict[str, Any]:
+    """By ``section.key``, as they are read from JSON."""
+    return _flat(json.loads(json.dumps(config_to_dict(config))))
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:

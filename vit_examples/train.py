@@ -40,7 +40,7 @@ from vit_examples.dry_run import dry_run
 from vit_examples.host import Host
 from vit_examples.model import classification_loss, num_correct
 from vit_examples.recorder import Recorder, StepClock, timing
-from vit_examples.run_folder import checkpoint_folder, checkpoint_to_resume
+from vit_examples.run_folder import checkpoint_folder, checkpoint_to_resume, timed_settings
 from vit_examples.straggling import stragglers
 
 
@@ -90,7 +90,8 @@ def prepare(config: RunConfig, *, resume: bool) -> Run:
     dist.barrier()  # all ranks have looked at the folder before anyone writes into it
     balance_log = BalanceLog(Path(config.output.folder), host.rank, from_step=progress.steps)
     balancer.on_update = balance_log
-    clock = StepClock(host.device, progress.step_seconds)
+    is_timed_alike = progress.timed_settings == timed_settings(config)
+    clock = StepClock(host.device, progress.step_seconds if is_timed_alike else ())
     run = Run(config, host, balancer, train, test, progress, clock, balance_log)
     if host.rank == 0:
         run.recorder = Recorder(
@@ -123,10 +124,15 @@ def train(run: Run) -> dict[str, Any]:
             report_epoch(run, epoch, loss, accuracy, display)
             run.progress = Progress(epoch + 1, run.progress.steps + run.steps_per_epoch)
             if config.output.save_every and (epoch + 1) % config.output.save_every == 0:
-                commits = run.recorder.commits if run.recorder is not None else ()
+                told = dataclasses.replace(
+                    run.progress,
+                    step_seconds=run.clock.by_process,
+                    timed_settings=timed_settings(config),
+                    commits=run.recorder.commits if run.recorder is not None else (),
+                )
                 save_checkpoint(
                     checkpoint_folder(config),
-                    dataclasses.replace(run.progress, step_seconds=run.clock.seconds, commits=commits),
+                    told,
                     host=host,
                     balancer=run.balancer,
                     layout=layout_of(config, host.num_ranks),
@@ -134,7 +140,7 @@ def train(run: Run) -> dict[str, Any]:
                 )
     summary = {
         **timing(
-            run.clock.seconds,
+            run.clock.by_process,
             settle_steps=config.output.settle_steps,
             batch_size=config.training.batch_size,
             steps_per_epoch=run.steps_per_epoch,
@@ -142,7 +148,7 @@ def train(run: Run) -> dict[str, Any]:
         "test_accuracy": accuracy,
         "epochs": run.progress.epochs,
         "steps": run.progress.steps,
-        "steps_timed": len(run.clock.seconds),
+        "steps_timed": sum(map(len, run.clock.by_process)),
         "ranks": host.num_ranks,
         "device": host.device.type,
     }
