@@ -205,7 +205,7 @@ class OutputConfig:
     Attributes:
         log_every: steps between two lines of ``metrics.jsonl`` and TensorBoard, each with the mean time of the steps
             since the last one; the last step of an epoch has a line, too. On a GPU also between synchronisations.
-        settle_steps: first steps of each start (at most half of its steps) that the step times of ``summary.json`` leave out.
+        settle_steps: first steps of each start (at most half of its steps) that ``summary.json`` does not time.
         save_every: epochs between two checkpoints; 0 is never.
         keep: so many newest checkpoints are kept.
         progress: show a progress bar and tables on rank 0.
