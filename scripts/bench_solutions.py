@@ -31,10 +31,10 @@ from rich.table import Table
 import zeroresize as zr
 from scripts.benching import ColossalAIRanks, Trainer, interval_of_ratio, of_every_rank, save, slowness_of
 from vit_examples.config import ModelConfig
-from zeroresize.balanced_linear import BalancedLinear
+from zeroresize.convert import balanced_layers
 from zeroresize.injection.slow_layers import SlowLayers
 from zeroresize.plan import WorkloadPlan
-from zeroresize.policy.column_order import ALIGNMENT
+from zeroresize.policy.column_order import aligned_ratio
 
 #: Solutions whose closed loop runs, by name; Baseline and homogeneous are one more copy, in mode "off".
 SOLUTIONS = {
@@ -176,10 +176,9 @@ class Bench:
         (A pinned ratio is kept to the column.)
         """
         zero = self.copies[PINNED]
-        layers = [module for module in zero.trainer.model.modules() if isinstance(module, BalancedLinear)]
-        num_steps = max(math.gcd(*(layer.num_columns for layer in layers)) // ALIGNMENT, 1)
-        most = math.floor(zero.balancer.config.max_ratio * num_steps)
-        return min(round(ratio * num_steps), most) / num_steps
+        common = math.gcd(*(layer.num_columns for layer in balanced_layers(zero.trainer.model).values()))
+        most = zero.balancer.config.max_ratio
+        return aligned_ratio(common, min(ratio, most), most)
 
     def dropped_for(self, step_s: float) -> float:
         """What share of the group's products ZERO drops for this step time, NaN outside what was measured."""

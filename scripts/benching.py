@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import zeroresize as zr
 from vit_examples.config import ModelConfig
 from vit_examples.model import build_vit, classification_loss
-from zeroresize.balanced_linear import BalancedLinear
+from zeroresize.convert import balanced_layers
 from zeroresize.injection.delay import Delays, HostDelay
 from zeroresize.injection.slow_layers import SlowLayers
 from zeroresize.integrations.colossalai import prepare_accelerator
@@ -120,7 +120,7 @@ def slowness_of(model: nn.Module) -> SlowLayers:
 
     They are slowed by their CPU time, as ranks may share a core and would be held up the longer for having lost it.
     """
-    layers = [module for module in model.modules() if isinstance(module, BalancedLinear)]
+    layers = list(balanced_layers(model).values())
     return SlowLayers(layers, "gemm", Delays(HostDelay(work_clock=time.thread_time)))
 
 

@@ -266,7 +266,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             show_messages()
         run = prepare(config, resume=parsed.resume)
     except ValueError as error:
-        print(f"error (rank {os.environ.get('RANK', 0)}): {error}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"error (rank {os.environ.get('RANK', 0)}): {error}\n")  # whole: ranks share it
+        sys.stderr.flush()
         raise SystemExit(2) from error
     if run.progress.epochs >= config.training.epochs:
         if run.host.rank == 0:
