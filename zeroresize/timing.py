@@ -193,6 +193,7 @@ class StepTimer(Probe):
         self._drop_step()
 
     def product_begins(self) -> None:
+        waits.watch_end_of_backward()
         self._begin("products")
 
     def product_ends(self) -> None:

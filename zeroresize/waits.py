@@ -3,8 +3,9 @@
 Wall time hides a straggler, since with synchronous collectives every rank's iteration takes equally long; busy time is
 what remains without the waits. A rank waits in this package's collectives and in its host's (a gathered classifier,
 gradient clipping, a loss), so the calls themselves are watched, where all of them pass: the methods of
-``ProcessGroup`` that start a collective and ``Work.wait``. What C++ waits for by itself (a DDP reducer at the end of
-backward) is not seen.
+``ProcessGroup`` that start a collective, ``Work.wait``, and DDP's broadcast of buffers. DDP's reducer waits in C++ for
+other replicas' gradients, in a callback that autograd runs when a backward has computed everything; so all of these
+callbacks count as one wait (:func:`watch_end_of_backward`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 
 _STARTING_METHODS = (
@@ -61,6 +63,41 @@ def stop_listening(listener: WaitListener) -> None:
     _listeners.discard(listener)
 
 
+def watch_end_of_backward() -> None:
+    """Count what runs at the end of the backward under way, after its last gradient, as a wait; outside of one nothing.
+
+    Autograd carries out callbacks in the order in which they were queued, also those that a callback queues. DDP's
+    reducer queues its own with the last gradient. So of two callbacks, one that is queued now and another that the
+    first one queues, the first runs before the reducer waits, the other after it.
+    """
+    backward = torch._C._current_graph_task_id()
+    if backward in (-1, getattr(_inside, "backward", None)):
+        return
+    _inside.backward = backward
+    if getattr(_inside, "wait", False):  # what ended the last backward has failed, and its second callback never ran
+        _leave()
+    torch.autograd.Variable._execution_engine.queue_callback(_end_of_backward_begins)
+
+
+def _end_of_backward_begins() -> None:
+    if getattr(_inside, "wait", False):
+        return
+    _enter()
+    torch.autograd.Variable._execution_engine.queue_callback(_leave)
+
+
+def _enter() -> None:
+    _inside.wait, _inside.listeners = True, tuple(_listeners)
+    for listener in _inside.listeners:
+        listener.wait_begins()
+
+
+def _leave() -> None:
+    for listener in _inside.listeners:
+        listener.wait_ends()
+    _inside.wait = False
+
+
 @functools.cache
 def _watch_torch_distributed() -> None:
     """Wrap the calls once; without listeners the wrappers pass straight through."""
@@ -68,6 +105,7 @@ def _watch_torch_distributed() -> None:
         if hasattr(dist.ProcessGroup, name):
             setattr(dist.ProcessGroup, name, _watched(getattr(dist.ProcessGroup, name)))
     setattr(dist.Work, "wait", _watched(dist.Work.wait))  # noqa: B010 - a method of a C++ class
+    setattr(dist, "_broadcast_coalesced", _watched(dist._broadcast_coalesced))  # noqa: B010 - DDP's, of buffers
 
 
 def _watched(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,15 +113,10 @@ def _watched(method: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if not _listeners or getattr(_inside, "wait", False):
             return method(*args, **kwargs)
-        _inside.wait = True
-        listeners = tuple(_listeners)
-        for listener in listeners:
-            listener.wait_begins()
+        _enter()
         try:
             return method(*args, **kwargs)
         finally:
-            for listener in listeners:
-                listener.wait_ends()
-            _inside.wait = False
+            _leave()
 
     return call
