@@ -60,13 +60,14 @@ class Run:
 
     Args:
         chi: χ of this process's rank by its number in the whole job; 1 of those that it does not name.
+        model: what it trains, made of the group.
     """
 
-    def __init__(self, group, gather_s=0.001, on_update=None, chi=None, **config):
+    def __init__(self, group, gather_s=0.001, on_update=None, chi=None, model=Pair, **config):
         self.config = zr.BalanceConfig(**{"mode": "zero-rd", "update_every": 3, **config})
         self.time = VirtualTime(gather_s)
         self.time.chi = (chi or {}).get(dist.get_rank(), 1.0)
-        self.model = zr.convert(Pair(group), process_group=group, config=self.config)
+        self.model = zr.convert(model(group), process_group=group, config=self.config)
         keep_time(self.time, (self.model.up, self.model.down))
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.balancer = zr.Balancer(

@@ -56,12 +56,12 @@ class ProductContext:
 
 
 def column_parallel_products(x: Tensor, w_NK: Tensor, bias_N: Tensor | None, how: ProductContext) -> Tensor:
-    """y [..., N] of x [..., K], with the all-reduce of dx over the group in backward."""
+    """y [..., N] of x [..., K], with the all-reduce of dx over the group in backward; y may be modified in place."""
     return _ColumnParallelProducts.apply(x, w_NK, bias_N, how)
 
 
 def row_parallel_products(x: Tensor, w_NK: Tensor, how: ProductContext) -> Tensor:
-    """y [..., N], the sum over the group of the products of each rank's slice x [..., K]."""
+    """y [..., N], the sum over the group of the products of each rank's x [..., K]; it may be modified in place."""
     return _RowParallelProducts.apply(x, w_NK, how)
 
 
@@ -77,10 +77,9 @@ class _ColumnParallelProducts(torch.autograd.Function):
         ctx.save_for_backward(x, w_NK)
         ctx.how, ctx.has_bias = how, bias_N is not None
         if how.loans is None:
-            return _forward(x, w_NK, bias_N, how)
+            return _as_output(_forward(x, w_NK, bias_N, how), x)
         x_TK = x.reshape(-1, x.shape[-1])
-        y_TN = how.loans.column_forward(x_TK, lambda: _forward(x_TK, w_NK, bias_N, how))
-        return y_TN.view(*x.shape[:-1], w_NK.shape[0])
+        return _as_output(how.loans.column_forward(x_TK, lambda: _forward(x_TK, w_NK, bias_N, how)), x)
 
     @staticmethod
     @once_differentiable
@@ -119,8 +118,8 @@ class _RowParallelProducts(torch.autograd.Function):
             y, kept = _forward(x, w_NK, None, how), []
         else:
             x_TK = x.reshape(-1, x.shape[-1])
-            y_TN, kept = how.loans.row_forward(x_TK, lambda: _forward(x_TK, w_NK, None, how))
-            y = y_TN.view(*x.shape[:-1], w_NK.shape[0])
+            y, kept = how.loans.row_forward(x_TK, lambda: _forward(x_TK, w_NK, None, how))
+        y = _as_output(y, x)
         ctx.save_for_backward(x, w_NK, *kept)
         all_reduce(y, how.process_group, how.loans.name if how.loans is not None else None)
         return y
@@ -142,10 +141,16 @@ class _RowParallelProducts(torch.autograd.Function):
 
 
 def _forward(x, w_NK, bias_N, how):
-    if how.plan is None:
-        return how.probes.product(kernels.forward, x, w_NK, bias_N, None)
-    y_TN = how.probes.product(kernels.forward, x.reshape(-1, x.shape[-1]), w_NK, bias_N, how.plan)
-    return y_TN.view(*x.shape[:-1], w_NK.shape[0])
+    x = x if how.plan is None else x.reshape(-1, x.shape[-1])
+    return how.probes.product(kernels.forward, x, w_NK, bias_N, how.plan)
+
+
+def _as_output(y, x):
+    """``y`` with the leading dimensions of ``x``, for autograd not a view.
+
+    A view that was made inside a Function must not be modified in place. Nobody else holds the memory of ``y``.
+    """
+    return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
 
 
 def _dgrad(dy_TN, w_NK, how):

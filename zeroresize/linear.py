@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.balanced_linear import BalancedLinear
 from zeroresize.collectives import gather_from, group_rank, group_size, require_group, scatter_to
+from zeroresize.jagged import on_tokens
 
 
 class ColumnParallelLinear(BalancedLinear, nn.Module):
@@ -104,6 +105,9 @@ class ColumnParallelLinear(BalancedLinear, nn.Module):
             self.bias = _slice_of(linear.bias, 0, ranks, rank)
 
     def forward(self, x: Tensor) -> Tensor:
+        return on_tokens(self._forward, x)
+
+    def _forward(self, x: Tensor) -> Tensor:
         y = self.column_products(x, self.bias)
         return gather_from(y, self.process_group) if self.gather_output else y
 
@@ -192,6 +196,9 @@ class RowParallelLinear(BalancedLinear, nn.Module):
         return layer.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
+        return on_tokens(self._forward, x)
+
+    def _forward(self, x: Tensor) -> Tensor:
         if not self.input_is_parallel:
             x = scatter_to(x, self.process_group)
         y = self.row_products(x)

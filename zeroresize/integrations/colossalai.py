@@ -16,6 +16,7 @@ from colossalai.shardformer.layer._operation import split_forward_gather_backwar
 from torch import Tensor, nn
 
 from zeroresize.balanced_linear import BalancedLinear
+from zeroresize.jagged import on_tokens
 
 #: Sequence-parallel modes that gather or reduce-scatter the sequence inside the linear layer itself.
 _SEQUENCE_INSIDE_LINEAR = ("ring", "split_gather")
@@ -31,7 +32,8 @@ class BalancedLinear1D_Col(BalancedLinear, Linear1D_Col):
         return swap_layer(Linear1D_Col.from_native_module(module, process_group, **kwargs))
 
     def forward(self, input_: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        output = self.column_products(input_, None if self.skip_bias_add else self.bias)
+        bias = None if self.skip_bias_add else self.bias
+        output = on_tokens(lambda x: self.column_products(x, bias), input_)
         return (output, self.bias) if self.skip_bias_add else output
 
 
@@ -45,12 +47,14 @@ class BalancedLinear1D_Row(BalancedLinear, Linear1D_Row):
         return swap_layer(Linear1D_Row.from_native_module(module, process_group, **kwargs))
 
     def forward(self, input_: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+        output = on_tokens(self._forward, input_)
+        return (output, self.bias) if self.skip_bias_add else output
+
+    def _forward(self, x: Tensor) -> Tensor:
         if not self.parallel_input:
-            input_ = split_forward_gather_backward(input_, dim=-1, process_group=self.process_group)
-        output = self.row_products(input_)
-        if self.skip_bias_add:
-            return output, self.bias
-        return output if self.bias is None else output + self.bias.to(output.dtype)
+            x = split_forward_gather_backward(x, dim=-1, process_group=self.process_group)
+        y = self.row_products(x)
+        return y if self.bias is None or self.skip_bias_add else y + self.bias.to(y.dtype)
 
 
 _BALANCED_CLASSES: dict[type, type] = {Linear1D_Col: BalancedLinear1D_Col, Linear1D_Row: BalancedLinear1D_Row}
