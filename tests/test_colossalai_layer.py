@@ -1,5 +1,7 @@
 """Colossal-AI's layers, swapped one by one: bit for bit what they were, and which stay as they are."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -60,6 +62,52 @@ def test_a_swapped_layer_is_bitwise_colossalais(run_ranks, kind, options):
         assert expected["returns a tuple"] == expected["returns its bias"] == ("skip_bias_add" in options)
         for one, other in pairs:
             assert other is None if one is None else torch.equal(one, other)
+
+    run_ranks(check, 2)
+
+
+def transposed(shape, generator):
+    """As the gradient of attention's keys arrives."""
+    *leading, tokens, features = shape
+    return torch.randn(*leading, features, tokens, generator=generator).transpose(-1, -2)
+
+
+LAYOUTS = {
+    "contiguous": lambda shape, generator: torch.randn(shape, generator=generator),
+    "transposed": transposed,
+    "part of a cat": lambda shape, generator: torch.randn(*shape[:-1], 3 * shape[-1], generator=generator).chunk(3, -1)[
+        1
+    ],
+    "expanded": lambda shape, generator: torch.randn(shape[-1], generator=generator).expand(shape),
+}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", ["Linear1D_Col", "Linear1D_Row"])
+def test_a_swapped_layer_is_bitwise_colossalais_however_x_and_dy_lie_in_memory(run_ranks, kind, bias):
+    """Sums over tokens depend on it in the last bits."""
+
+    def make(host):
+        torch.manual_seed(0)
+        return getattr(host, kind).from_native_module(nn.Linear(64, 128, bias=bias), process_group=host.group)
+
+    def results(layer, leading, x_lies, dy_lies):
+        generator = torch.Generator().manual_seed(0)
+        layer.zero_grad()
+        x = LAYOUTS[x_lies]((*leading, layer.weight.shape[1]), generator).requires_grad_()
+        y = layer(x)
+        y.backward(LAYOUTS[dy_lies](tuple(y.shape), generator))
+        return {"y": y, "dx": x.grad, **{name: parameter.grad for name, parameter in layer.named_parameters()}}
+
+    def check(rank, group):
+        host = Host(group)
+        original, swapped = make(host), nn.Sequential(make(host))
+        convert(swapped, process_group=group, config=OFF)
+        for leading in [(1, 7), (1, 64), (3, 33), (64,)]:
+            for layouts in itertools.product(LAYOUTS, LAYOUTS):
+                expected, found = (results(layer, leading, *layouts) for layer in (original, swapped[0]))
+                for name, tensor in expected.items():
+                    assert torch.equal(tensor, found[name]), (name, leading, layouts)
 
     run_ranks(check, 2)
 

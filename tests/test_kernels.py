@@ -114,4 +114,6 @@ def test_without_a_plan_products_are_those_of_torch_bit_for_bit():
 
     assert torch.equal(kernels.forward(x_TK, w_NK, bias_N, None, multiply), F.linear(x_TK, w_NK, bias_N))
     assert torch.equal(kernels.dgrad(dy_TN, w_NK, None, None, multiply), dy_TN @ w_NK)
+    dx_TK = kernels.dgrad_by_columns(dy_TN, w_NK, multiply)
+    assert torch.equal(dx_TK, (w_NK.t() @ dy_TN.t()).t()) and dx_TK.stride() == (1, len(dy_TN))
     assert torch.equal(kernels.wgrad(dy_TN, x_TK, None, None, multiply), dy_TN.T @ x_TK)

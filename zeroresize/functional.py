@@ -87,9 +87,10 @@ class _ColumnParallelProducts(torch.autograd.Function):
         how, (x, w_NK) = ctx.how, ctx.saved_tensors
         dx = dw_NK = db_N = work = None
         dy_TN = dy.reshape(-1, dy.shape[-1])
-        x_TK = x.reshape(-1, x.shape[-1])
+        # Laid out as Colossal-AI does: the order in which a product or a sum adds up follows the layout.
+        packed_dy_TN, x_TK = dy_TN.contiguous(), x.reshape(-1, x.shape[-1]).contiguous()
         own_dgrad = (lambda: _dgrad(dy_TN, w_NK, how)) if ctx.needs_input_grad[0] else None
-        own_wgrad = (lambda: _wgrad(dy_TN, x_TK, how)) if ctx.needs_input_grad[1] else None
+        own_wgrad = (lambda: _wgrad(packed_dy_TN, x_TK, how)) if ctx.needs_input_grad[1] else None
         if how.loans is not None:
             dx, dw_NK, work = how.loans.column_backward(dy_TN, x_TK, own_dgrad=own_dgrad, own_wgrad=own_wgrad)
         else:
@@ -99,7 +100,7 @@ class _ColumnParallelProducts(torch.autograd.Function):
             if own_wgrad is not None:
                 dw_NK = own_wgrad()
         if ctx.has_bias and ctx.needs_input_grad[2]:
-            db_N = dy_TN.sum(dim=0)
+            db_N = packed_dy_TN.sum(dim=0)
         if work is not None:
             work.wait()
         return dx if dx is None else dx.view(x.shape), dw_NK, db_N, None
@@ -130,8 +131,10 @@ class _RowParallelProducts(torch.autograd.Function):
         how, (x, w_NK, *kept) = ctx.how, ctx.saved_tensors
         dy_TN = dy.reshape(-1, dy.shape[-1])
         x_TK = x.reshape(-1, x.shape[-1])
-        own_dgrad = (lambda: _dgrad(dy_TN, w_NK, how)) if ctx.needs_input_grad[0] else None
-        own_wgrad = (lambda: _wgrad(dy_TN, x_TK, how)) if ctx.needs_input_grad[1] else None
+        needs_dx, needs_dw, *_ = ctx.needs_input_grad
+        dgrad = _dgrad_by_columns if needs_dw and _lies_by_columns(x_TK) else _dgrad  # as autograd does
+        own_dgrad = (lambda: dgrad(dy_TN, w_NK, how)) if needs_dx else None
+        own_wgrad = (lambda: _wgrad(dy_TN, x_TK, how)) if needs_dw else None
         if how.loans is not None:
             dx, dw_NK = how.loans.row_backward(dy_TN, kept, own_dgrad=own_dgrad, own_wgrad=own_wgrad)
         else:
@@ -160,6 +163,16 @@ def _dgrad(dy_TN, w_NK, how):
     dx_TK = how.probes.product(kernels.dgrad, dy_TN, w_NK, how.plan, last.dx_TK)
     last.dx_TK = _remembered(dx_TK, last.dx_TK, how.plan)  # before the all-reduce: what this rank computed
     return dx_TK
+
+
+def _dgrad_by_columns(dy_TN, w_NK, how):
+    if how.plan is not None or how.last is not None:
+        return _dgrad(dy_TN, w_NK, how)
+    return how.probes.product(kernels.dgrad_by_columns, dy_TN, w_NK)
+
+
+def _lies_by_columns(x_TK):
+    return x_TK.stride() == (1, len(x_TK))
 
 
 def _wgrad(dy_TN, x_TK, how):

@@ -1,5 +1,5 @@
 """The products of a linear layer, whole or resized."""
 
-from zeroresize.kernels.reference import dgrad, forward, wgrad
+from zeroresize.kernels.reference import dgrad, dgrad_by_columns, forward, wgrad
 
-__all__ = ["dgrad", "forward", "wgrad"]
+__all__ = ["dgrad", "dgrad_by_columns", "forward", "wgrad"]

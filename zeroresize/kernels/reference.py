@@ -29,6 +29,11 @@ def dgrad(dy_TN: Tensor, w_NK: Tensor, plan: LayerPlan | None, last_dx_TK: Tenso
     return _impute(dx_TP, plan, last_dx_TK)
 
 
+def dgrad_by_columns(dy_TN: Tensor, w_NK: Tensor, gemm: Gemm) -> Tensor:
+    """dx_TK = dy · w, whole, computed as its transpose: it lies in memory column by column."""
+    return gemm(torch.matmul, w_NK.t(), dy_TN.t()).t()
+
+
 def wgrad(dy_TN: Tensor, x_TK: Tensor, plan: LayerPlan | None, last_dw_NK: Tensor | None, gemm: Gemm) -> Tensor:
     """dw_NK: dw[:, keep] = dyᵀ · x[:, keep], the other columns imputed (from ``last_dw_NK`` if that is "same")."""
     if plan is None:
