@@ -125,6 +125,8 @@ def test_layers_that_cannot_be_balanced_stay_exactly_as_they_were(run_ranks):
         "zbv_row": "use_zbv=True",
         "chunked": "stream_chunk_num > 1",
         "derived": "DerivedCol is a subclass with a forward of its own",
+        "normed": "WeightNorm makes it anew",
+        "parametrized": "the parametrization _WeightNorm makes it anew",
         "elsewhere": "it belongs to another process group",
     }
 
@@ -155,6 +157,8 @@ def test_layers_that_cannot_be_balanced_stay_exactly_as_they_were(run_ranks):
             "zbv_row": row(use_zbv=True),
             "chunked": row(stream_chunk_num=2),
             "derived": derived,
+            "normed": torch.nn.utils.weight_norm(col()),
+            "parametrized": torch.nn.utils.parametrizations.weight_norm(row()),
             "elsewhere": col(process_group=alone),
         }
         assert odd_layers.keys() == reasons.keys()
@@ -169,6 +173,40 @@ def test_layers_that_cannot_be_balanced_stay_exactly_as_they_were(run_ranks):
             assert model[name] is layer and type(layer) is layer_class and vars(layer) == state
             (line,) = [line for line in lines if f"layer {name} " in line]
             assert reasons[name] in line
+
+    run_ranks(check, 2)
+
+
+def test_fused_layers_are_left_alone_by_name(run_ranks):
+    def check(rank, group):
+        from colossalai.shardformer import layer as layers
+        from transformers.pytorch_utils import Conv1D
+
+        def fused(kind, module, **split):
+            return getattr(layers, kind).from_native_module(module, process_group=group, **split)
+
+        host = Host(group)
+        odd_layers = {
+            "GPT2FusedLinearConv1D_Col": fused("GPT2FusedLinearConv1D_Col", Conv1D(24, 8), split_sizes=[8] * 3),
+            "GPT2FusedLinearConv1D_Row": fused("GPT2FusedLinearConv1D_Row", Conv1D(8, 24)),
+            "FusedLinear1D_Col": fused("FusedLinear1D_Col", nn.Linear(8, 24), split_sizes=[8] * 3),
+            "FusedLinear1D_Row": fused("FusedLinear1D_Row", nn.Linear(24, 8), split_sizes=[8] * 3),
+        }
+        splitting = [name for name in vars(layers) if name.endswith(("_Col", "_Row")) and not name.startswith("Linear")]
+        assert sorted(odd_layers) == sorted(splitting)  # all that Colossal-AI has
+        plain = host.Linear1D_Col.from_native_module(nn.Linear(8, 8), process_group=group)
+        model = nn.ModuleDict({"plain": plain, **odd_layers})
+        with caught_log_lines() as lines:
+            convert(model, process_group=group, config=OFF)
+        assert list(balanced_layers(model)) == ["plain"]
+        for name in odd_layers:
+            (line,) = [line for line in lines if f"layer {name} " in line]
+            assert f"{name} is a fused layer" in line
+
+        del model["plain"]
+        with pytest.raises(ValueError, match=r"left alone: GPT2FusedLinearConv1D_Col: .* is a fused layer") as error:
+            convert(model, process_group=group, config=OFF)
+        assert all(f"{name}: {name} is a fused layer" in str(error.value) for name in odd_layers)
 
     run_ranks(check, 2)
 

@@ -21,6 +21,7 @@ from zeroresize.lending import Lender
 from zeroresize.optimizers import not_stepped
 from zeroresize.policy.selector import ColumnSelector
 from zeroresize.timing import StepTimer
+from zeroresize.weight_checks import is_flat_parameters, is_sharded, why_no_whole_weight
 
 Layers = Mapping[str, BalancedLinear]
 
@@ -50,6 +51,33 @@ def check_layers(layers: Layers, optimizer: Any, process_group: ProcessGroup) ->
         if len(unknown) == len(weights):
             raise ValueError(f"{told}, nor any other layer's: make it from the parameters that the model has now")
         logger.warning("%s: was it made before they were?", told)
+
+
+def check_weights(layers: Layers, config: BalanceConfig) -> None:
+    """Check that the layers' weights are what ``config`` needs: something may have been put on them after converting.
+
+    Raises:
+        ValueError: naming the layer, what was found, and what is allowed.
+    """
+    needs_whole_weights = config.mode in (*PRIORITY_MODES, *MIGRATING_MODES) or config.pruned_update == "freeze"
+    for name, layer in layers.items():
+        gone = why_no_whole_weight(layer)
+        if gone is not None:
+            raise ValueError(
+                f"layer {name} cannot be balanced: {gone}. Allowed are parameters [out, in]; of FSDP, fully_shard with "
+                "mode='off' or 'zero-rd', and FullyShardedDataParallel with NO_SHARD and use_orig_params=True"
+            )
+        if is_sharded(layer.weight) and needs_whole_weights:
+            raise ValueError(
+                f"layer {name} has a {type(layer.weight).__name__} as its weight, as fully_shard makes it: between "
+                f"forwards there are only shards of it. mode={config.mode!r}, pruned_update={config.pruned_update!r} "
+                "needs it whole; allowed are mode='off' and 'zero-rd' with pruned_update='optimizer'"
+            )
+        if is_flat_parameters(layer.weight) and config.mode in MIGRATING_MODES:
+            raise ValueError(
+                f"layer {name} is wrapped in FullyShardedDataParallel, which puts another weight in its place in every "
+                f"forward, and mode={config.mode!r} sends the weight ahead; allowed are the modes that do not migrate"
+            )
 
 
 def clear_layers(layers: Layers, config: BalanceConfig) -> None:

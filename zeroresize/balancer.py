@@ -78,6 +78,7 @@ class Balancer:
         self._rank = group_rank(process_group)
         self._num_ranks = group_size(process_group)
         self._layers = balanced_layers(model)
+        assembly.check_weights(self._layers, config)
         self._state_key = "group " + "-".join(map(str, group_ranks(process_group)))
         assembly.check_layers(self._layers, optimizer, process_group)
         assembly.clear_layers(self._layers, config)

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from zeroresize.balanced_linear import BalancedLinear
 from zeroresize.collectives import group_size, require_group, same_ranks
 from zeroresize.config import BalanceConfig
+from zeroresize.weight_checks import why_no_whole_weight
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,8 @@ def convert(model: ModelT, *, process_group: ProcessGroup, config: BalanceConfig
     Taken are this package's own layers and Colossal-AI's ``Linear1D_Col`` and ``Linear1D_Row`` (after
     ``booster.boost`` or ``ShardFormer.optimize``). A swapped layer keeps the very same Parameter objects, and without a
     plan its outputs and gradients are bitwise those of the layer it replaces. A layer that cannot be balanced (gathered
-    output, sequence parallelism inside the layer, another group, …) stays exactly as it was; one log line says why.
+    output, a fused layer, a weight that is made anew in every forward, sequence parallelism inside the layer, another
+    group, …) stays exactly as it was; one log line says why.
 
     Args:
         model: the model, or what Colossal-AI's Booster made of it.
@@ -76,7 +78,8 @@ def _swap_layers(model: nn.Module, process_group: ProcessGroup) -> dict[str, str
         host = _host_of(module)
         if host is None and not isinstance(module, BalancedLinear):
             continue
-        reason = _why_left_alone(module, process_group) or (host.why_left_alone(module) if host else None)
+        reason = why_no_whole_weight(module) or (host.why_left_alone(module) if host else None)
+        reason = reason or _why_left_alone(module, process_group)
         if reason is not None:
             left_alone[name] = reason
             # A gathered classifier is usual; anything else a user would want to know.

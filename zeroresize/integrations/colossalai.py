@@ -11,7 +11,14 @@ from typing import Any
 import torch
 from colossalai.accelerator import get_accelerator, set_accelerator
 from colossalai.accelerator.cpu_accelerator import CpuAccelerator
-from colossalai.shardformer.layer import Linear1D_Col, Linear1D_Row
+from colossalai.shardformer.layer import (
+    FusedLinear1D_Col,
+    FusedLinear1D_Row,
+    GPT2FusedLinearConv1D_Col,
+    GPT2FusedLinearConv1D_Row,
+    Linear1D_Col,
+    Linear1D_Row,
+)
 from colossalai.shardformer.layer._operation import split_forward_gather_backward
 from torch import Tensor, nn
 
@@ -57,20 +64,25 @@ class BalancedLinear1D_Row(BalancedLinear, Linear1D_Row):
         return y if self.bias is None or self.skip_bias_add else y + self.bias.to(y.dtype)
 
 
+#: Several layers in one: a shard holds parts of each of them (and GPT-2's are transposed).
+_FUSED_CLASSES = FusedLinear1D_Col | FusedLinear1D_Row | GPT2FusedLinearConv1D_Col | GPT2FusedLinearConv1D_Row
+
 _BALANCED_CLASSES: dict[type, type] = {Linear1D_Col: BalancedLinear1D_Col, Linear1D_Row: BalancedLinear1D_Row}
 
 
 def is_parallel_linear(module: nn.Module) -> bool:
-    """Whether ``module`` is one of Colossal-AI's 1D tensor-parallel linear layers, swapped or not."""
-    return isinstance(module, Linear1D_Col | Linear1D_Row)
+    """Whether ``module`` is one of Colossal-AI's 1D tensor-parallel linear layers, swapped or not, fused or not."""
+    return isinstance(module, Linear1D_Col | Linear1D_Row | _FUSED_CLASSES)
 
 
 def why_left_alone(module: nn.Module) -> str | None:
     """The reason why a layer of Colossal-AI's must stay as it is, or None if it can be balanced."""
-    if type(module) not in _BALANCED_CLASSES and type(module) not in _BALANCED_CLASSES.values():
-        return f"{type(module).__name__} is a subclass with a forward of its own"
+    if isinstance(module, _FUSED_CLASSES):
+        return f"{type(module).__name__} is a fused layer: only Linear1D_Col and Linear1D_Row are balanced"
     if getattr(module, "gather_output", False):
         return "gather_output=True"
+    if type(module) not in _BALANCED_CLASSES and type(module) not in _BALANCED_CLASSES.values():
+        return f"{type(module).__name__} is a subclass with a forward of its own"
     if module.seq_parallel_mode in _SEQUENCE_INSIDE_LINEAR:
         return f"seq_parallel_mode={module.seq_parallel_mode!r} communicates inside the layer"
     if module.fp8_communication:

@@ -1,0 +1,173 @@
+"""What a layer's weight may be: a parameter of its own, beside other parallelism too, or an error that says so."""
+
+import logging
+
+import pytest
+import torch
+from log_lines import caught_log_lines
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
+from virtual_training import FEATURES, Pair
+
+import zeroresize as zr
+from zeroresize.convert import balanced_layers
+
+MAKERS = {
+    "weight_norm": (weight_norm, "WeightNorm"),
+    "weight_norm as a parametrization": (parametrizations.weight_norm, "the parametrization _WeightNorm"),
+    "orthogonal": (parametrizations.orthogonal, "the parametrization _Orthogonal"),
+    "spectral_norm": (spectral_norm, "SpectralNorm"),
+    "pruning": (lambda layer: prune.random_unstructured(layer, "weight", amount=0.5), "RandomUnstructured"),
+}
+each_maker = pytest.mark.parametrize(("put_on", "name"), MAKERS.values(), ids=MAKERS.keys())
+
+
+@each_maker
+def test_a_layer_whose_weight_is_made_anew_is_left_alone_by_name(run_ranks, put_on, name):
+    def check(rank, group):
+        model, config = Pair(group), zr.BalanceConfig()
+        put_on(model.down)
+        with caught_log_lines() as lines:
+            zr.convert(model, process_group=group, config=config)
+        assert list(balanced_layers(model)) == ["up"]
+        assert [line for line in lines if "down" in line] == [
+            f"convert: layer down is left alone: its weight is no parameter: {name} makes it anew in every forward"
+        ]
+        x = torch.randn(3, FEATURES)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        balancer = zr.Balancer(model, optimizer, process_group=group, config=config)
+        balancer.pin(1, 0.5)
+        for _ in range(2):
+            model(x).square().sum().backward()
+            optimizer.step()
+            balancer.step()
+
+    run_ranks(check, 2)
+
+
+@each_maker
+def test_a_balancer_refuses_a_weight_that_is_made_anew_since_converting(run_ranks, put_on, name):
+    def check(rank, group):
+        config = zr.BalanceConfig(mode="off")
+        model = zr.convert(Pair(group), process_group=group, config=config)
+        put_on(model.down)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with pytest.raises(ValueError, match=rf"layer down .*{name} makes it anew.* Allowed are parameters"):
+            zr.Balancer(model, optimizer, process_group=group, config=config)
+
+    run_ranks(check, 2)
+
+
+# ---- FSDP, each tensor-parallel rank with a replica ------------------------------------------------------------------
+
+
+def shard_by_fsdp1(model, mesh, use_orig_params, strategy):
+    group, device = mesh.get_group(), torch.device("cpu")
+    return FullyShardedDataParallel(
+        model, group, ShardingStrategy[strategy], use_orig_params=use_orig_params, device_id=device
+    )
+
+
+def shard_by_fsdp2(model, mesh):
+    return fully_shard(model, mesh=mesh)
+
+
+FSDP1 = {
+    "flat": lambda model, mesh: shard_by_fsdp1(model, mesh, False, "FULL_SHARD"),
+    "original": lambda model, mesh: shard_by_fsdp1(model, mesh, True, "FULL_SHARD"),
+    "gradients": lambda model, mesh: shard_by_fsdp1(model, mesh, True, "SHARD_GRAD_OP"),
+    "flat, whole": lambda model, mesh: shard_by_fsdp1(model, mesh, False, "NO_SHARD"),
+    "original, whole": lambda model, mesh: shard_by_fsdp1(model, mesh, True, "NO_SHARD"),
+}
+
+
+class Replicated:
+    """A converted pair on two ranks, twice, wrapped in data parallelism."""
+
+    def __init__(self, wrap, **config):
+        logging.disable(logging.WARNING)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "tensor"))
+        group, replicas = mesh["tensor"].get_group(), mesh["replicas"]
+        self.config = zr.BalanceConfig(update_every=2, **config)
+        self.model = wrap(zr.convert(Pair(group), process_group=group, config=self.config), replicas)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.balancer = zr.Balancer(self.model, self.optimizer, process_group=group, config=self.config)
+        self.seed = 100 * replicas.get_local_rank()
+
+    def train(self, num_steps=6):
+        losses = []
+        for step in range(num_steps):
+            x = torch.randn(4, FEATURES, generator=torch.Generator().manual_seed(self.seed + step))
+            loss = self.model(x).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.balancer.step()
+            if step == 2:
+                self.balancer.epoch_end()
+            losses.append(loss.item())
+        self.balancer.state_dict()
+        return losses
+
+
+def replicate(model, mesh):
+    return DistributedDataParallel(model, process_group=mesh.get_group())
+
+
+FORCED = {"ratio": 0.5, "ranks": [1]}
+
+
+@pytest.mark.parametrize(
+    ("wrap", "config"),
+    [
+        (shard_by_fsdp2, {"mode": "off"}),
+        (shard_by_fsdp2, {"mode": "zero-rd", **FORCED}),
+        (shard_by_fsdp2, {"mode": "zero-rd", "imputation": "same", **FORCED}),
+        *(
+            (FSDP1["original, whole"], {"mode": "zero-pri", "priority": priority, **FORCED})
+            for priority in ("activation", "variation", "path_length")
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_allowed_beside_fsdp_trains_as_beside_ddp(run_ranks, wrap, config):
+    def train(rank, group):
+        return [Replicated(one, **config).train() for one in (replicate, wrap)]
+
+    for expected, losses in run_ranks(train, 4):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "config", "found"),
+    [
+        *((shard_by_fsdp2, {"mode": mode}, "has a DTensor") for mode in ("zero-pri", "zero-pridiff", "mig", "semi")),
+        (shard_by_fsdp2, {"mode": "zero-rd", "pruned_update": "freeze"}, "has a DTensor"),
+        (FSDP1["flat"], {"mode": "off"}, "its weight is no parameter"),
+        (FSDP1["flat, whole"], {"mode": "off"}, "its weight is no parameter"),
+        (FSDP1["original"], {"mode": "off"}, "flattens and shards its weight"),
+        (FSDP1["gradients"], {"mode": "off"}, "flattens and shards its weight"),
+        *((FSDP1["original, whole"], {"mode": mode}, "another weight in its place") for mode in ("mig", "semi")),
+    ],
+    ids=str,
+)
+def test_what_does_not_work_beside_fsdp_is_refused_by_the_balancer(run_ranks, wrap, config, found):
+    def check(rank, group):
+        with pytest.raises(ValueError, match=rf"(?i)layer .*up .*{found}.*allowed are"):
+            Replicated(wrap, **config)
+
+    run_ranks(check, 4)
+
+
+@pytest.mark.parametrize("kind", ["flat", "original"])
+def test_a_model_that_fsdp1_has_sharded_already_has_nothing_to_convert(run_ranks, kind):
+    def check(rank, group):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "tensor"))
+        group = mesh["tensor"].get_group()
+        model = FSDP1[kind](Pair(group), mesh["replicas"])
+        with pytest.raises(ValueError, match=r"left alone: .*up: .*FullyShardedDataParallel"):
+            zr.convert(model, process_group=group, config=zr.BalanceConfig())
+
+    run_ranks(check, 4)

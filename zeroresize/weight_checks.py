@@ -1,0 +1,44 @@
+"""Whether a layer holds its weight as balancing needs it: a parameter [N, K] of its own, the same one all the time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+def why_no_whole_weight(layer: Any) -> str | None:
+    """What became of the weight if the layer has none of its own; None if it has.
+
+    Parametrizations, ``torch.nn.utils.weight_norm`` and pruning make the weight anew in every forward. FSDP1 keeps it
+    in a flat parameter.
+    """
+    weight = layer._parameters.get("weight")
+    if weight is None:
+        makers = _makers_of_weight(layer)
+        if makers:
+            return f"its weight is no parameter: {', '.join(makers)} makes it anew in every forward"
+        return "its weight is no parameter: something holds it elsewhere, as FullyShardedDataParallel does"
+    if is_flat_parameters(weight) and weight.dim() != 2:
+        return "FullyShardedDataParallel flattens and shards its weight"
+    return None
+
+
+def is_flat_parameters(weight: Tensor) -> bool:
+    """Whether FSDP1 replaces this parameter by a part of a flat one while it computes (``use_orig_params=True``)."""
+    return getattr(weight, "_fsdp_flattened", False)
+
+
+def is_sharded(weight: Tensor) -> bool:
+    """Whether it is a tensor of tensors, such as the DTensor that FSDP2's ``fully_shard`` makes of a parameter."""
+    return is_traceable_wrapper_subclass(weight)
+
+
+def _makers_of_weight(layer: Any) -> list[str]:
+    if parametrize.is_parametrized(layer, "weight"):
+        return [f"the parametrization {type(one).__name__}" for one in layer.parametrizations["weight"]]
+    hooks = layer._forward_pre_hooks.values()
+    names = {"name", "_tensor_name"}  # as weight_norm and spectral_norm, and pruning, call what they make
+    return [type(hook).__name__ for hook in hooks if "weight" in {getattr(hook, name, None) for name in names}]
