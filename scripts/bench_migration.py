@@ -22,7 +22,7 @@ import zeroresize as zr
 from scripts.benching import ColossalAIRanks, Trainer, interval_of_ratio, of_every_rank, save
 from vit_examples.config import ModelConfig
 from zeroresize import waits
-from zeroresize.config import MIGRATIONS
+from zeroresize.config_keys import MIGRATIONS
 
 
 @dataclass

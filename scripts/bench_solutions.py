@@ -120,7 +120,7 @@ class Bench:
         besides = {"off": {"mode": "off"}} | ({PINNED: {"mode": "zero-pri"}} if "SEMI" in solutions else {})
         for name, changes in {**besides, **solutions}.items():
             trainer = ranks.trainer(shape, batch_size=batch_size)
-            balancer = ranks.balance(trainer, config.replace(**changes))
+            balancer = ranks.balance(trainer, config.in_mode(**changes))
             slowness = slowness_of(trainer.model)
             slowness.__enter__()
             self.copies[name] = Copy(trainer, balancer, slowness)

@@ -1,7 +1,8 @@
 """Grids of runs: YAML files of a configuration of vit_examples, seeds, and named cells with overrides of it.
 
-``ranks`` among a cell's overrides is its own number of ranks; the grid's ``ranks`` is what the others have. ``cells``
-may also name another grid beside it, whose cells it then takes: the same comparison at another scale.
+``ranks`` among a cell's overrides is its own number of ranks; the grid's ``ranks`` is what the others have. ``shared``
+overrides are of all cells; those of the section ``balance`` reach the cells in whose mode they have an effect.
+``cells`` may also name another grid beside it, whose cells it then takes: the same comparison at another scale.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import yaml
 
 from vit_examples.checkpoint import epoch_of, newest_checkpoint
 from vit_examples.config_file import config_path, load_config, parse_override
+from zeroresize.config import BalanceConfig
+from zeroresize.config_keys import without_effect
 from zeroresize.value_checks import at_least, known_keys
 from zeroresize.yaml_values import read_yaml
 
@@ -134,6 +137,8 @@ def read_study(
     name = "-".join([path.stem, *named])
     changed = dict(map(parse_override, changes))
     config = config or document["config"]
+    common = {**document.get("shared", {}), **changed}
+    idle: set[str] | None = None
     cells: dict[Path, Cell] = {}
     for seed in document.get("seeds", [0]):
         for cell, own in own_cells.items():
@@ -145,7 +150,9 @@ def read_study(
             if taken := [key for key in _OWN_KEYS if key in settings]:
                 raise ValueError(f"{path}, cell {cell!r}: {taken} are the study's to set, by 'seeds' and --output")
             values = {**settings, **dict(zip(_OWN_KEYS, (seed, seed, str(folder)), strict=True))}
-            overrides = tuple(f"{key}={as_yaml(value)}" for key, value in values.items())
+            own_idle = _without_effect(config, values) & (common.keys() - own_settings.keys())
+            idle = own_idle if idle is None else idle & own_idle
+            overrides = tuple(f"{key}={as_yaml(value)}" for key, value in values.items() if key not in own_idle)
             try:
                 at_least("ranks", num_ranks, 1)
                 run = load_config(config, overrides)
@@ -160,7 +167,19 @@ def read_study(
                 )
             told = as_yaml({"config": config, "ranks": num_ranks, **settings})
             cells[folder] = Cell(cell, seed, told, overrides, num_ranks, run.training.epochs, folder)
+    if idle:
+        raise ValueError(f"{path}: {sorted(idle)} of 'shared' or --set have no effect in the mode of any cell")
     return Study(name, config, base_settings(config), tuple(cells.values()))
+
+
+def _without_effect(config: str, values: Mapping[str, Any]) -> set[str]:
+    """Those of ``values`` for ``balance`` that have no effect beside the others."""
+    balance = {
+        **BalanceConfig(mode="off").to_dict(),
+        **read_yaml(config_path(config)).get("balance", {}),
+        **{key.removeprefix("balance."): value for key, value in values.items() if key.startswith("balance.")},
+    }
+    return {f"balance.{key}" for key in without_effect(balance)} & values.keys()
 
 
 def _read_grid(path: Path) -> Mapping[str, Any]:

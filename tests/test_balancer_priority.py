@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from virtual_training import FEATURES, Run
 
-from zeroresize.config import PRIORITIES
+from zeroresize.config_keys import PRIORITIES
 
 
 def weights(run):
@@ -184,7 +184,9 @@ def test_loading_puts_the_saved_columns_in_force_though_epoch_and_ratio_are_the_
     assert loaded == saved != overwritten
 
 
-@pytest.mark.parametrize("before", [{"priority": "activation"}, {"mode": "zero-rd"}, {"snapshot": "bf16"}])
+@pytest.mark.parametrize(
+    "before", [{"priority": "activation"}, {"mode": "zero-rd"}, {"priority": "variation", "snapshot": "bf16"}]
+)
 def test_a_statistic_of_another_kind_starts_anew(run_ranks, tmp_path, before):
     """The configuration changed between two runs: plans go on, and from the next epoch's end there is a statistic."""
 

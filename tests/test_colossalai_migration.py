@@ -10,7 +10,7 @@ from test_colossalai_vit import batch, small_vit
 from virtual_training import VirtualTime, keep_time
 
 import zeroresize as zr
-from zeroresize.config import MIGRATIONS
+from zeroresize.config_keys import MIGRATIONS
 from zeroresize.convert import balanced_layers
 
 EXACT = {torch.float64: 1e-10, torch.float32: 1e-5}

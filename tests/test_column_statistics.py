@@ -10,7 +10,7 @@ from virtual_training import Run
 
 import zeroresize as zr
 from zeroresize.column_statistics import ActivationNorms, PathLength, WeightVariation, build_statistic
-from zeroresize.config import PRIORITIES
+from zeroresize.config_keys import PRIORITIES
 from zeroresize.plan import LayerPlan
 
 COLUMNS = {"one": 6, "two": 8, "three": 5}

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroresize import BalanceConfig
+from zeroresize.config_keys import MODES, without_effect
 
 WRONG_VALUES = [
     ("mode", "zero", "['off', 'zero-rd'"),
@@ -125,8 +126,71 @@ def test_it_cannot_be_changed_but_replaced_and_is_checked_again():
         config.replace(ratio=2)
 
 
+#: Keys, where they have no effect, and where an error says that they have one.
+WITHOUT_EFFECT = [
+    ({"mode": "mig", "imputation": "average"}, "imputation='average'", "in the modes 'zero-rd', 'zero-pri'"),
+    ({"mode": "mig", "max_ratio": 0.5}, "max_ratio=0.5", "in the modes 'zero-rd', 'zero-pri'"),
+    ({"mode": "mig", "pruned_update": "freeze"}, "pruned_update='freeze'", "in the modes 'zero-rd', 'zero-pri'"),
+    ({"mode": "mig", "block": 8}, "block=8", "in the modes 'zero-rd', 'zero-pri'"),
+    ({"mode": "zero-rd", "priority": "variation"}, "priority='variation'", "in the modes 'zero-pri', 'zero-pridiff'"),
+    ({"mode": "mig", "ageing": 0.0}, "ageing=0.0", "in the modes 'zero-pri', 'zero-pridiff', 'semi'"),
+    ({"mode": "zero-pri", "snapshot": "bf16"}, "snapshot='bf16'", "with priority='variation'"),
+    ({"mode": "zero-pri", "pridiff_rule": "paper"}, "pridiff_rule='paper'", "in mode 'zero-pridiff', and in 'semi'"),
+    ({"mode": "semi", "pridiff_rule": "paper"}, "pridiff_rule='paper'", "in 'semi' with semi_rule='paper'"),
+    ({"mode": "zero-pridiff", "alpha": 0.5}, "alpha=0.5", "with pridiff_rule='paper'"),
+    ({"mode": "zero-pridiff", "theta_iter": 0.1}, "theta_iter=0.1", "with pridiff_rule='paper'"),
+    ({"mode": "zero-pri", "migrate": "scatter-gather"}, "migrate='scatter-gather'", "in the modes 'mig', 'semi'"),
+    ({"mode": "semi", "mig_rule": "paper"}, "mig_rule='paper'", "in mode 'mig' with ratio='auto'"),
+    ({"mode": "mig", "ratio": 0.5, "mig_rule": "paper"}, "mig_rule='paper'", "in mode 'mig' with ratio='auto'"),
+    ({"mode": "mig", "semi_rule": "paper"}, "semi_rule='paper'", "in mode 'semi'"),
+    ({"mode": "zero-pri", "migrating": 1}, "migrating=1", "in mode 'semi'"),
+    ({"mode": "zero-pri", "budget": 0}, "budget=0", "in mode 'semi' with semi_rule='makespan'"),
+    ({"mode": "semi", "semi_rule": "paper", "budget": 0.1}, "budget=0.1", "with semi_rule='makespan'"),
+]
+
+
+@pytest.mark.parametrize(("values", "named", "where"), WITHOUT_EFFECT, ids=lambda value: str(value))
+def test_a_key_without_effect_is_refused_and_told_where_it_has_one(values, named, where):
+    with pytest.raises(ValueError) as error:
+        BalanceConfig(**values)
+    assert str(error.value).startswith(f"{named} has no effect with mode='{values['mode']}': it is used ")
+    assert where in str(error.value) and "leave it at" in str(error.value)
+
+
+def test_all_keys_without_effect_are_named_at_once():
+    with pytest.raises(ValueError, match=r"^migrating=1 has .*; budget=0\.25 has "):
+        BalanceConfig(mode="mig", budget=0.25, migrating=1)
+
+
+@pytest.mark.parametrize("values", [values for values, *_ in WITHOUT_EFFECT], ids=str)
+def test_with_balancing_off_any_key_may_stay_as_it_is(values):
+    config = BalanceConfig(**values | {"mode": "off"})
+    assert config.in_mode("off") == config
+    used = {key: value for key, value in values.items() if key not in without_effect(vars(config) | values)}
+    assert config.in_mode(values["mode"]) == BalanceConfig(**used)
+
+
+def test_a_default_may_always_be_written_down():
+    defaults = BalanceConfig().to_dict()
+    for mode in MODES:
+        assert BalanceConfig.from_dict(defaults | {"mode": mode}).mode == mode
+
+
+def test_keys_are_judged_by_the_way_of_balancing_not_by_how_much_is_asked_for():
+    BalanceConfig(mode="semi", budget=0, imputation="average")
+    BalanceConfig(mode="zero-rd", ratio=0, imputation="average", max_ratio=0.5)
+
+
+def test_in_another_mode_what_is_changed_has_to_have_an_effect():
+    config = BalanceConfig(mode="semi", budget=0.1, tolerance=0.2)
+    assert config.in_mode("zero-pri") == BalanceConfig(mode="zero-pri", tolerance=0.2)
+    assert config.in_mode("semi", migrating=1) == config.replace(migrating=1)
+    with pytest.raises(ValueError, match=r"budget=0\.3 has no effect with mode='mig'"):
+        config.in_mode("mig", budget=0.3)
+
+
 configs = st.just(BalanceConfig()) | st.builds(
-    BalanceConfig,
+    lambda mode, **values: BalanceConfig(mode="off", **values).in_mode(mode),
     mode=st.sampled_from(["off", "zero-rd", "zero-pri"]),
     ratio=st.floats(0, 1, exclude_max=True),
     ranks=st.sampled_from(["stragglers", "all"]) | st.lists(st.integers(0, 9), min_size=1, unique=True),

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from virtual_training import Run
 
 from zeroresize import functional
-from zeroresize.config import MIGRATIONS
+from zeroresize.config_keys import MIGRATIONS
 
 
 def _train_until_one_dies(rank, num_ranks, dying, die, num_steps, config, scratch, reports):

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import zeroresize as zr
-from zeroresize.config import MIGRATIONS
+from zeroresize.config_keys import MIGRATIONS
 from zeroresize.lending import Lender
 from zeroresize.migration.ranges import bounds_of_parts
 from zeroresize.plan import LayerPlan, Loan

@@ -9,7 +9,7 @@ from parallel_layers import randn
 from test_migration import HIDDEN, IN, Pair, equal_loans, lend
 from torch.utils.checkpoint import checkpoint
 
-from zeroresize.config import MIGRATIONS
+from zeroresize.config_keys import MIGRATIONS
 from zeroresize.migration.buffers import Buffers
 
 STEPS = 20

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from parallel_layers import randn
 from test_migration import IN, Pair, equal_loans, lend
 
-from zeroresize.config import MIGRATIONS
+from zeroresize.config_keys import MIGRATIONS
 from zeroresize.migration import broadcast_reduce, carrier
 from zeroresize.migration.broadcast_reduce import BroadcastReduce
 from zeroresize.migration.carrier import Carrier

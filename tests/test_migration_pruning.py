@@ -12,7 +12,7 @@ from parallel_layers import own, randn
 from test_migration import IN, Pair, equal_loans, relative_error
 from virtual_training import FEATURES, Run
 
-from zeroresize.config import MIGRATIONS
+from zeroresize.config_keys import MIGRATIONS
 from zeroresize.lending import Lender
 from zeroresize.plan import LayerPlan, Loan
 from zeroresize.policy.column_order import num_lent

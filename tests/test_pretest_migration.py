@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroresize as zr
 from zeroresize import pretest_migration
-from zeroresize.config import MIGRATIONS
+from zeroresize.config_keys import MIGRATIONS
 from zeroresize.migration.carriers import make_carrier
 
 IN, HIDDEN, TOKENS, LENT = 24, 48, 10, 0.75

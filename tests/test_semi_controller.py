@@ -127,10 +127,8 @@ def test_simulated_semi_settles_and_drops_less_than_zero(num_ranks, chi, rule):
         MigrationCost(0.005, 0.03),
         noise=0.02,
     )
-    runs = {
-        mode: simulate(BalanceConfig(mode=mode, semi_rule=rule), cluster, 360)
-        for mode in ("zero-pridiff", "semi", "mig")
-    }
+    config = BalanceConfig(mode="semi", semi_rule=rule)
+    runs = {mode: simulate(config.in_mode(mode), cluster, 360) for mode in ("zero-pridiff", "semi", "mig")}
     semi, zero = runs["semi"], runs["zero-pridiff"]
     assert semi.pruned_share < zero.pruned_share
     steady = list(itertools.islice(zip(semi.ratios, semi.lent, strict=True), 6, 23))

@@ -14,7 +14,7 @@ from scripts.simulate_migration import (
     traffic_of_layer,
     traffic_of_step,
 )
-from zeroresize.config import MIGRATIONS
+from zeroresize.config_keys import MIGRATIONS
 
 IN, HIDDEN, TOKENS = 24, 48, 10
 

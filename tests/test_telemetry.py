@@ -7,7 +7,7 @@ import math
 import pytest
 from virtual_training import Run
 
-from zeroresize.config import MODES
+from zeroresize.config_keys import MODES
 from zeroresize.json_lines import read_json_lines
 from zeroresize.telemetry import JsonLinesTelemetry, TensorBoardTelemetry, UpdateRecord
 

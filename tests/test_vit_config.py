@@ -16,7 +16,8 @@ from vit_examples.config_file import (
     config_to_dict,
     load_config,
 )
-from zeroresize.config import MODES, BalanceConfig
+from zeroresize.config import BalanceConfig
+from zeroresize.config_keys import MODES
 
 
 @pytest.mark.parametrize("name", available_configs())

@@ -122,6 +122,22 @@ def test_a_grid_takes_anothers_cells_and_nothing_else_of_it(tmp_path: Path) -> N
     assert all(one.training.epochs == 7 for one in settings.values())
 
 
+def test_what_cells_share_reaches_those_in_whose_mode_it_has_an_effect(tmp_path: Path) -> None:
+    grid = tmp_path / "grid.yaml"
+    text = "config: demo\nshared: {balance.priority: variation}\ncells: {Rd: {balance.mode: zero-rd}"
+    grid.write_text(f"{text}, Pri: {{balance.mode: zero-pri}}, Baseline: {{balance.mode: 'off'}}}}\n")
+    read = study.read_study(grid, tmp_path / "runs", changes=["balance.ageing=0.0"])
+    balance = {cell.name: load_config("demo", cell.overrides).balance for cell in read.cells}
+    assert balance["Pri"].priority == "variation" and balance["Pri"].ageing == 0.0
+    assert balance["Rd"].mode == "zero-rd"
+    assert all("balance.priority: variation" in cell.settings for cell in read.cells)
+    with pytest.raises(ValueError, match=r"\['balance.migrating'\] of 'shared' or --set have no effect in the mode of"):
+        study.read_study(grid, tmp_path / "runs", changes=["balance.migrating=1", "balance.mode=zero-pri"])
+    grid.write_text(f"{text}, RdOwn: {{balance.mode: zero-rd, balance.ageing: 0.0}}}}\n")
+    with pytest.raises(ValueError, match=r"cell 'RdOwn': balance\.ageing=0\.0 has no effect with mode='zero-rd'"):
+        study.read_study(grid, tmp_path / "runs")
+
+
 @pytest.mark.parametrize("cells", ["[Rd]", "named.yaml", "3"])
 def test_cells_that_are_neither_a_mapping_nor_a_grid_that_has_one_are_refused(tmp_path: Path, cells: str) -> None:
     grid, named = tmp_path / "grid.yaml", tmp_path / "named.yaml"

@@ -14,7 +14,8 @@ from typing import Any
 import yaml
 
 from vit_examples.config import HOSTS, DataConfig, ModelConfig, OutputConfig, RunConfig, StragglerConfig, TrainingConfig
-from zeroresize.config import MODES, BalanceConfig
+from zeroresize.config import BalanceConfig
+from zeroresize.config_keys import MODES
 from zeroresize.value_checks import known_keys
 from zeroresize.yaml_values import load_yaml, read_yaml
 

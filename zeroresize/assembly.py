@@ -11,7 +11,8 @@ from torch.distributed import ProcessGroup
 from zeroresize import column_statistics
 from zeroresize.balanced_linear import BalancedLinear
 from zeroresize.collectives import group_size, same_ranks, world_size
-from zeroresize.config import MIGRATING_MODES, PRIORITY_MODES, PRUNING_MODES, BalanceConfig
+from zeroresize.config import BalanceConfig
+from zeroresize.config_keys import MIGRATING_MODES, PRIORITY_MODES, PRUNING_MODES
 from zeroresize.cpu_group import CpuGroup
 from zeroresize.exchange import Exchange
 from zeroresize.freezing import ColumnFreezer

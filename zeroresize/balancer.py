@@ -15,7 +15,8 @@ from torch.distributed import ProcessGroup
 
 from zeroresize import assembly
 from zeroresize.collectives import group_rank, group_ranks, group_size, require_group
-from zeroresize.config import PINNABLE_MODES, BalanceConfig
+from zeroresize.config import BalanceConfig
+from zeroresize.config_keys import PINNABLE_MODES
 from zeroresize.convert import balanced_layers
 from zeroresize.decision import GroupDecision
 from zeroresize.functional import LastGradients

@@ -8,36 +8,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zeroresize.config_keys import (
+    IMPUTATIONS,
+    MIG_RULES,
+    MIGRATING_MODES,
+    MIGRATIONS,
+    MODES,
+    PINNABLE_MODES,
+    PRIDIFF_RULES,
+    PRIORITIES,
+    PRUNABLE,
+    PRUNED_UPDATES,
+    RANK_CHOICES,
+    SEMI_RULES,
+    SNAPSHOTS,
+    TARGETS,
+    differentiates_layers,
+    without_effect,
+)
 from zeroresize.value_checks import at_least, is_number, known_keys, number, one_of
 from zeroresize.yaml_values import read_yaml
-
-MODES = ("off", "zero-rd", "zero-pri", "zero-pridiff", "mig", "semi")
-TARGETS = ("mean", "min")
-PRUNABLE = ("columns",)
-IMPUTATIONS = ("zero", "average", "same")
-RANK_CHOICES = ("stragglers", "all")
-
-PRIORITIES = ("activation", "variation", "path_length")
-SNAPSHOTS = ("host", "bf16")
-PRIDIFF_RULES = ("budget", "paper")
-PRUNED_UPDATES = ("optimizer", "freeze")
-MIGRATIONS = ("broadcast-reduce", "scatter-gather")
-MIG_RULES = ("balanced", "paper")
-SEMI_RULES = ("makespan", "paper")
-
-#: Modes in which a straggler drops columns of its products (ZERO-resizing, paper section III).
-PRUNING_MODES = ("zero-rd", "zero-pri", "zero-pridiff", "semi")
-#: Those of them that choose the columns by a statistic.
-PRIORITY_MODES = ("zero-pri", "zero-pridiff", "semi")
-#: Those in which other ranks compute a straggler's columns (migration, section IV).
-MIGRATING_MODES = ("mig", "semi")
-#: Those in which one rank's ratio is its own affair.
-PINNABLE_MODES = tuple(mode for mode in PRUNING_MODES if mode not in MIGRATING_MODES)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceConfig:
     """How a tensor-parallel group is balanced.
+
+    A key that has no effect in the mode, or beside the other keys, stays at its default; in mode "off" any may be set.
 
     Attributes:
         mode: ``"off"`` computes everything but still measures (the paper's Baseline). The others let stragglers prune
@@ -87,7 +84,7 @@ class BalanceConfig:
         seed: seed of the column orders.
 
     Raises:
-        ValueError: naming the key, the value and what is allowed.
+        ValueError: naming the key, the value and what is allowed, or where the key is used.
     """
 
     mode: str = "zero-pri"
@@ -173,11 +170,24 @@ class BalanceConfig:
                 f"pruned_update='freeze' with imputation={self.imputation!r} is not allowed: a frozen column takes no "
                 "gradient, so imputation must be 'zero'"
             )
+        self._require_effects()
+
+    def _require_effects(self) -> None:
+        """Raises ValueError for what is set and does nothing, as a wish that is passed over would."""
+        defaults = _defaults()
+        ignored = [
+            f"{key}={vars(self)[key]!r} has no effect with mode={self.mode!r}: it is used {where}; "
+            f"leave it at {defaults[key]!r}, or choose what uses it"
+            for key, where in without_effect(vars(self)).items()
+            if vars(self)[key] != defaults[key]
+        ]
+        if ignored:
+            raise ValueError("; ".join(ignored))
 
     @property
     def differentiates_layers(self) -> bool:
         """Whether each layer prunes a ratio of its own: ZERO-PriDiff, which is the paper's SEMI's resizer, too."""
-        return self.mode == "zero-pridiff" or (self.mode == "semi" and self.semi_rule == "paper")
+        return differentiates_layers(vars(self))
 
     @property
     def forced_ratio(self) -> float | None:
@@ -219,6 +229,12 @@ class BalanceConfig:
         """A copy with some keys changed, checked again."""
         return dataclasses.replace(self, **changes)
 
+    def in_mode(self, mode: str, **changes: Any) -> BalanceConfig:
+        """The same in another mode, with some keys changed; what has no effect there returns to its default."""
+        values = {**vars(self), "mode": mode}
+        kept = {key: value for key, value in values.items() if key not in without_effect(values | changes)}
+        return BalanceConfig(**(kept | changes))
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> BalanceConfig:
         """Build from a mapping such as a YAML section.
@@ -245,6 +261,10 @@ class BalanceConfig:
         """Plain values that ``from_dict`` reads back."""
         values = dataclasses.asdict(self)
         return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+
+
+def _defaults() -> dict[str, Any]:
+    return {field.name: field.default for field in dataclasses.fields(BalanceConfig)}
 
 
 def _checked_ratio(ratio: Any, mode: str) -> str | float:

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from zeroresize.config import MIGRATING_MODES, BalanceConfig
+from zeroresize.config import BalanceConfig
+from zeroresize.config_keys import MIGRATING_MODES
 from zeroresize.exchange import Exchange
 from zeroresize.plan import WorkloadPlan
 from zeroresize.policy.communication import CollectiveTimes

@@ -10,7 +10,8 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.balanced_linear import BalancedLinear
 from zeroresize.collectives import all_reduce
-from zeroresize.config import MIGRATING_MODES, BalanceConfig
+from zeroresize.config import BalanceConfig
+from zeroresize.config_keys import MIGRATING_MODES
 from zeroresize.measurement import Measurement
 from zeroresize.policy.cost_model import MigrationCost
 from zeroresize.pretest_migration import measure_migration_cost

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zeroresize.config import MIGRATING_MODES, PRUNING_MODES, BalanceConfig
+from zeroresize.config import BalanceConfig
+from zeroresize.config_keys import MIGRATING_MODES, PRUNING_MODES
 from zeroresize.plan import Loan, RankPlan, WorkloadPlan
 from zeroresize.policy.communication import CollectiveTimes, CommunicationEstimate
 from zeroresize.policy.cost_model import ResizingCost

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from zeroresize.config import PRIORITY_MODES, BalanceConfig
+from zeroresize.config import BalanceConfig
+from zeroresize.config_keys import PRIORITY_MODES
 from zeroresize.policy.column_order import decided_columns, num_lent, order_without_priority, pruned_of_order
 from zeroresize.policy.differentiated import budget_ratios, paper_ratios, relative_scores
 from zeroresize.policy.priority import ColumnPriority

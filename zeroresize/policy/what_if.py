@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from zeroresize.config import MIGRATING_MODES, MODES, PRUNING_MODES, BalanceConfig
+from zeroresize.config import BalanceConfig
+from zeroresize.config_keys import MIGRATING_MODES, MODES, PRUNING_MODES
 from zeroresize.plan import WorkloadPlan
 from zeroresize.policy.communication import CollectiveTimes
 from zeroresize.policy.controller import Controller
@@ -24,9 +25,7 @@ class WhatIf:
 
     def __init__(self, config: BalanceConfig, num_ranks: int) -> None:
         kinds = dict.fromkeys(_KIND_OF_MODE.values()) if config.mode == "off" else {}
-        self._controllers = {
-            kind: Controller(config.replace(mode=kind, ratio="auto", ranks="stragglers"), num_ranks) for kind in kinds
-        }
+        self._controllers = {kind: Controller(_deciding(config, kind), num_ranks) for kind in kinds}
         self.plans: dict[str, WorkloadPlan] = {}
         self._tell({kind: controller.initial_plan() for kind, controller in self._controllers.items()})
 
@@ -46,3 +45,8 @@ class WhatIf:
 
     def _tell(self, plans: dict[str, WorkloadPlan]) -> None:
         self.plans = {mode: plans[kind] for mode, kind in _KIND_OF_MODE.items() if kind in plans}
+
+
+def _deciding(config: BalanceConfig, mode: str) -> BalanceConfig:
+    """What decides how much in another mode as it is configured; which columns is nobody's question here."""
+    return config.in_mode(mode, ratio="auto", ranks="stragglers", pridiff_rule="budget")

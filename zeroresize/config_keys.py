@@ -1,0 +1,102 @@
+"""The named values of a configuration's keys, and where each key has an effect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+MODES = ("off", "zero-rd", "zero-pri", "zero-pridiff", "mig", "semi")
+TARGETS = ("mean", "min")
+PRUNABLE = ("columns",)
+IMPUTATIONS = ("zero", "average", "same")
+RANK_CHOICES = ("stragglers", "all")
+
+PRIORITIES = ("activation", "variation", "path_length")
+SNAPSHOTS = ("host", "bf16")
+PRIDIFF_RULES = ("budget", "paper")
+PRUNED_UPDATES = ("optimizer", "freeze")
+MIGRATIONS = ("broadcast-reduce", "scatter-gather")
+MIG_RULES = ("balanced", "paper")
+SEMI_RULES = ("makespan", "paper")
+
+#: Modes in which a straggler drops columns of its products (ZERO-resizing, paper section III).
+PRUNING_MODES = ("zero-rd", "zero-pri", "zero-pridiff", "semi")
+#: Those of them that choose the columns by a statistic.
+PRIORITY_MODES = ("zero-pri", "zero-pridiff", "semi")
+#: Those in which other ranks compute a straggler's columns (migration, section IV).
+MIGRATING_MODES = ("mig", "semi")
+#: Those in which one rank's ratio is its own affair.
+PINNABLE_MODES = tuple(mode for mode in PRUNING_MODES if mode not in MIGRATING_MODES)
+
+Values = Mapping[str, Any]
+
+
+def differentiates_layers(values: Values) -> bool:
+    """Whether each layer prunes a ratio of its own: ZERO-PriDiff, which is the paper's SEMI's resizer, too."""
+    return values["mode"] == "zero-pridiff" or (values["mode"] == "semi" and values["semi_rule"] == "paper")
+
+
+def _prunes(values: Values) -> bool:
+    return values["mode"] in PRUNING_MODES
+
+
+def _has_priority(values: Values) -> bool:
+    return values["mode"] in PRIORITY_MODES
+
+
+def _is_semi(values: Values) -> bool:
+    return values["mode"] == "semi"
+
+
+def _modes(modes: tuple[str, ...]) -> str:
+    return f"in the modes {', '.join(map(repr, modes))}"
+
+
+_IN_PRIDIFF = "in mode 'zero-pridiff', and in 'semi' with semi_rule='paper'"
+#: Where a key that not all modes use has an effect, and the same in words. It follows from which way of balancing is
+#: chosen, not from how much is asked for: with a budget of 0 nothing is pruned, and imputation may be set all the same.
+_USE: Mapping[str, tuple[Callable[[Values], bool], str]] = {
+    "imputation": (_prunes, _modes(PRUNING_MODES)),
+    "max_ratio": (_prunes, _modes(PRUNING_MODES)),
+    "pruned_update": (_prunes, _modes(PRUNING_MODES)),
+    "block": (_prunes, _modes(PRUNING_MODES)),
+    "priority": (_has_priority, _modes(PRIORITY_MODES)),
+    "ageing": (_has_priority, _modes(PRIORITY_MODES)),
+    "snapshot": (
+        lambda values: _has_priority(values) and values["priority"] == "variation",
+        f"{_modes(PRIORITY_MODES)}, with priority='variation'",
+    ),
+    "pridiff_rule": (differentiates_layers, _IN_PRIDIFF),
+    **dict.fromkeys(
+        ("alpha", "theta_iter"),
+        (
+            lambda values: differentiates_layers(values) and values["pridiff_rule"] == "paper",
+            f"with pridiff_rule='paper', {_IN_PRIDIFF}",
+        ),
+    ),
+    "migrate": (lambda values: values["mode"] in MIGRATING_MODES, _modes(MIGRATING_MODES)),
+    "mig_rule": (
+        lambda values: values["mode"] == "mig" and values["ratio"] == "auto",
+        "in mode 'mig' with ratio='auto'",
+    ),
+    "semi_rule": (_is_semi, "in mode 'semi'"),
+    "migrating": (_is_semi, "in mode 'semi'"),
+    "budget": (
+        lambda values: _is_semi(values) and values["semi_rule"] == "makespan",
+        "in mode 'semi' with semi_rule='makespan'",
+    ),
+}
+
+
+def without_effect(values: Values) -> dict[str, str]:
+    """Which keys have no effect beside these values, each with where it has one.
+
+    In mode "off" there are none: to turn balancing off is no reason to change anything else, and it tells what the
+    other modes would do.
+
+    Args:
+        values: of all keys.
+    """
+    if values["mode"] == "off":
+        return {}
+    return {key: where for key, (has_effect, where) in _USE.items() if not has_effect(values)}
