@@ -150,15 +150,19 @@ def test_what_was_measured_of_a_batch_of_another_size_is_measured_anew_on_all_ra
     assert run_ranks(train, 2) == [[True] if is_measured_anew else []] * 2
 
 
+def balancer_of(run, group, config):
+    """Another one for a model that was balanced before."""
+    zr.convert(run.model, process_group=group, config=config)
+    return zr.Balancer(run.model, run.optimizer, process_group=group, config=config)
+
+
 def test_a_balancer_that_was_dropped_leaves_nothing_to_the_next(run_ranks):
     def train(rank, group):
         expected = Run(group, mode="off").steps(6)
         run = slow_rank_1(Run(group, mode="mig", ratio=0.5, ranks=[0]), rank)
         del run.balancer
         gc.collect()
-        run.balancer = zr.Balancer(
-            run.model, run.optimizer, process_group=group, config=zr.BalanceConfig(mode="off", update_every=3)
-        )
+        run.balancer = balancer_of(run, group, zr.BalanceConfig(mode="off", update_every=3))
         return expected, run.steps(6)
 
     for expected, losses in run_ranks(train, 2):
@@ -187,7 +191,7 @@ def test_a_balancer_that_was_dropped_leaves_no_hooks(run_ranks, config):
         run.steps(run.config.update_every)  # a step that is sampled begins
         del run.balancer
         gc.collect()
-        run.balancer = zr.Balancer(run.model, run.optimizer, process_group=group, config=zr.BalanceConfig(mode="off"))
+        run.balancer = balancer_of(run, group, zr.BalanceConfig(mode="off"))
         return bool(attached), hooks_of(run)
 
     assert run_ranks(train, 2) == [(True, [])] * 2
@@ -199,7 +203,7 @@ def test_a_balancer_that_could_not_be_made_leaves_no_hooks(run_ranks, config):
         run = Run(group, mode="off")
         run.balancer.close()
         with pytest.raises(ValueError, match="do not agree on seed"):
-            zr.Balancer(run.model, run.optimizer, process_group=group, config=zr.BalanceConfig(seed=rank, **config))
+            balancer_of(run, group, zr.BalanceConfig(seed=rank, **config))
         return hooks_of(run)
 
     assert run_ranks(train, 2) == [[]] * 2

@@ -1,5 +1,7 @@
 """convert(): which layers it takes, which it leaves alone and says so, and what is a mistake."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -37,7 +39,7 @@ def test_layers_are_taken_in_place_in_the_order_of_the_model(run_ranks):
 def test_gradients_of_the_previous_step_are_kept_only_where_imputation_needs_them(run_ranks, imputation, is_kept):
     def check(rank, group):
         config = BalanceConfig(imputation=imputation)
-        model = convert(mlp(group), process_group=group, config=CONFIG)
+        model = convert(mlp(group), process_group=group, config=config)
         Balancer(model, None, process_group=group, config=config)
         model(torch.ones(3, 4).requires_grad_()).sum().backward()
         for layer in balanced_layers(model).values():
@@ -52,13 +54,38 @@ def test_gradients_of_the_previous_step_are_kept_only_where_imputation_needs_the
 
 def test_converting_twice_changes_nothing_and_says_so(run_ranks):
     def check(rank, group):
-        model = convert(mlp(group), process_group=group, config=BalanceConfig(imputation="same"))
-        layers = balanced_layers(model)
-        last = layers["0"].last
+        model = convert(mlp(group), process_group=group, config=CONFIG)
+        layers, plan = balanced_layers(model), object()
+        layers["0"].plan = plan
         with caught_log_lines() as lines:
-            assert convert(model, process_group=group, config=CONFIG) is model
-        assert balanced_layers(model) == layers and layers["0"].last is last
-        assert len(lines) == 1 and "converted already" in lines[0]
+            assert convert(model, process_group=group, config=CONFIG.replace()) is model
+        assert balanced_layers(model) == layers and layers["0"].plan is plan
+        assert len(lines) == 1 and "converted already, nothing was changed" in lines[0]
+
+    run_ranks(check, 2)
+
+
+def test_a_balancer_takes_the_configuration_that_the_model_was_last_converted_with(run_ranks):
+    """Another one for convert than for Balancer is a mistake; closing, converting again and making one anew is not."""
+    one, other = BalanceConfig(imputation="same"), BalanceConfig(update_every=3)
+
+    def check(rank, group):
+        model = convert(mlp(group), process_group=group, config=one)
+        make = functools.partial(Balancer, model, None, process_group=group)
+        with pytest.raises(
+            ValueError, match=r"imputation='same' in convert, imputation='zero' here; update_every=10 in "
+        ):
+            make(config=other)
+        balancer = make(config=BalanceConfig(imputation="same"))
+        with pytest.raises(ValueError, match=r"update_every=10 there, update_every=3 here\): close\(\) it first"):
+            convert(model, process_group=group, config=other)
+        balancer.close()
+        with pytest.raises(ValueError, match="convert again with the new one first"):
+            make(config=other)
+        with caught_log_lines() as lines:
+            assert convert(model, process_group=group, config=other) is model
+        assert len(lines) == 1 and "update_every=10 before, update_every=3 now" in lines[0]
+        make(config=other).close()
 
     run_ranks(check, 2)
 

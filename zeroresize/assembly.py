@@ -13,6 +13,7 @@ from zeroresize.balanced_linear import BalancedLinear
 from zeroresize.collectives import group_size, same_ranks, world_size
 from zeroresize.config import BalanceConfig
 from zeroresize.config_keys import MIGRATING_MODES, PRIORITY_MODES, PRUNING_MODES
+from zeroresize.convert import require_same_configuration
 from zeroresize.cpu_group import CpuGroup
 from zeroresize.exchange import Exchange
 from zeroresize.freezing import ColumnFreezer
@@ -29,7 +30,7 @@ Layers = Mapping[str, BalancedLinear]
 logger = logging.getLogger(__name__)
 
 
-def check_layers(layers: Layers, optimizer: Any, process_group: ProcessGroup) -> None:
+def check_layers(layers: Layers, optimizer: Any, process_group: ProcessGroup, config: BalanceConfig) -> None:
     """Check that these layers can be balanced over this group while this optimizer trains them.
 
     Raises:
@@ -45,6 +46,7 @@ def check_layers(layers: Layers, optimizer: Any, process_group: ProcessGroup) ->
         raise ValueError("the model has no converted layers: call zeroresize.convert(model, ...) first")
     if any(layer.probes.holds(StepTimer) for layer in layers.values()):
         raise ValueError("the model has another balancer: close() that one first")
+    require_same_configuration(layers, config)
     weights = {name: layer.weight for name, layer in layers.items()}
     unknown = not_stepped(optimizer, weights)
     if unknown:

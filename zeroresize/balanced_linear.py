@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zeroresize.autocast import cast_for_autocast
+from zeroresize.config import BalanceConfig
 from zeroresize.functional import LastGradients, ProductContext, column_parallel_products, row_parallel_products
 from zeroresize.migration.layer_loans import LayerLoans
 from zeroresize.plan import LayerPlan
@@ -31,6 +32,7 @@ class BalancedLinear:
         compute_dtype: of the last training forward's products.
         watch_input: called with every training forward's local input x [..., K]; None for nobody.
         is_converted: whether ``zeroresize.convert`` has taken the layer in.
+        configuration: what it was last given for it; None before.
         is_column_parallel: whether x is replicated and dx summed over the group, instead of x split and y summed.
         process_group: the tensor-parallel group.
     """
@@ -46,6 +48,7 @@ class BalancedLinear:
     compute_dtype: torch.dtype
     watch_input: Callable[[Tensor], None] | None
     is_converted: bool
+    configuration: BalanceConfig | None
     process_group: ProcessGroup
     weight: Tensor
     training: bool
@@ -60,6 +63,7 @@ class BalancedLinear:
         self.compute_dtype = self.weight.dtype
         self.watch_input = None
         self.is_converted = False
+        self.configuration = None
 
     def forget_forwards(self) -> None:
         """Count training forwards anew."""

@@ -50,7 +50,7 @@ class Balancer:
         model: what ``zeroresize.convert`` returned, on its device.
         optimizer: the optimizer that steps its parameters.
         process_group: the tensor-parallel group; making the balancer is collective over it.
-        config: the configuration that ``convert`` was given.
+        config: the configuration that ``convert`` was given; for another one convert again first.
         on_update: called with an :class:`~zeroresize.telemetry.UpdateRecord` at every update, on every rank.
 
     Attributes:
@@ -58,9 +58,9 @@ class Balancer:
         lineage: which columns are pruned now, ``lineage.pruned(layer_name, "x" | "w")``.
 
     Raises:
-        ValueError: if ``process_group`` is None or not the layers' own, the model has not been converted or has
-            another balancer, ``optimizer`` steps none of the layers' weights, or the ranks do not agree on the
-            configuration.
+        ValueError: if ``process_group`` is None or not the layers' own, the model has not been converted, or with
+            another configuration, or has another balancer, ``optimizer`` steps none of the layers' weights, or the
+            ranks do not agree on the configuration.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Balancer:
         self._layers = balanced_layers(model)
         assembly.check_weights(self._layers, config)
         self._state_key = "group " + "-".join(map(str, group_ranks(process_group)))
-        assembly.check_layers(self._layers, optimizer, process_group)
+        assembly.check_layers(self._layers, optimizer, process_group, config)
         assembly.clear_layers(self._layers, config)
         self.lineage = LineageTable(self._layers)
         self._selector = assembly.build_selector(config, self._layers, self._rank)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from zeroresize.balanced_linear import BalancedLinear
 from zeroresize.collectives import group_size, require_group, same_ranks
 from zeroresize.config import BalanceConfig
+from zeroresize.timing import StepTimer
 from zeroresize.weight_checks import why_no_whole_weight
 
 logger = logging.getLogger(__name__)
@@ -38,11 +40,13 @@ def convert(model: ModelT, *, process_group: ProcessGroup, config: BalanceConfig
         config: how it will be balanced; pass the same to :class:`~zeroresize.Balancer`.
 
     Returns:
-        ``model`` itself. Converting it again is a no-op with a log line.
+        ``model`` itself. Converting it again changes nothing but the configuration, which from then on is the new one;
+        one log line says so.
 
     Raises:
         ValueError: if ``process_group`` is None or lacks this rank, ``config`` names a rank outside it, the model has
-            no layer that can be balanced, or the group has one rank and the model's layers are of a larger one.
+            no layer that can be balanced, the group has one rank and the model's layers are of a larger one, or the
+            model is converted again with another configuration while a balancer works by the old one.
     """
     require_group(process_group)
     config.validate_group_size(group_size(process_group))
@@ -50,14 +54,16 @@ def convert(model: ModelT, *, process_group: ProcessGroup, config: BalanceConfig
         _require_no_other_group(model)
         logger.info("convert: the process group has one rank, so there is nothing to balance")
         return model
-    if balanced_layers(model):
-        logger.info("convert: the model is converted already, nothing was changed")
+    if layers := balanced_layers(model):
+        _configure_again(layers, config)
         return model
 
     left_alone = _swap_layers(model, process_group)
     layers = balanced_layers(model)
     if not layers:
         raise ValueError(_nothing_to_convert(left_alone))
+    for layer in layers.values():
+        layer.configuration = config
     logger.info("convert: %d layers can be balanced, %d were left alone", len(layers), len(left_alone))
     return model
 
@@ -69,6 +75,46 @@ def balanced_layers(model: nn.Module) -> dict[str, BalancedLinear]:
         for name, module in _unwrap(model).named_modules()
         if isinstance(module, BalancedLinear) and module.is_converted
     }
+
+
+def require_same_configuration(layers: Mapping[str, BalancedLinear], config: BalanceConfig) -> None:
+    """Check that the layers were converted with ``config``.
+
+    Raises:
+        ValueError: naming the keys that differ, with both values.
+    """
+    for name, layer in layers.items():
+        if layer.configuration is not None and layer.configuration != config:
+            raise ValueError(
+                f"layer {name} was converted with another configuration: "
+                f"{_difference(layer.configuration, config, 'in convert', 'here')}. Pass the same to both, or convert "
+                "again with the new one first, which then holds"
+            )
+
+
+def _configure_again(layers: Mapping[str, BalancedLinear], config: BalanceConfig) -> None:
+    """Give layers that are converted already another configuration, unless one is at work."""
+    known = next((layer.configuration for layer in layers.values() if layer.configuration != config), config)
+    if known == config or known is None:
+        logger.info("convert: the model is converted already, nothing was changed")
+    elif any(layer.probes.holds(StepTimer) for layer in layers.values()):
+        raise ValueError(
+            f"convert: a balancer works with another configuration ({_difference(known, config, 'there', 'here')}): "
+            "close() it first"
+        )
+    else:
+        told = _difference(known, config, "before", "now")
+        logger.info("convert: the model is converted already, only its configuration was changed: %s", told)
+    for layer in layers.values():
+        layer.configuration = config
+
+
+def _difference(one: BalanceConfig, other: BalanceConfig, of_one: str, of_other: str) -> str:
+    """The keys that differ, with both values."""
+    own, others = one.to_dict(), other.to_dict()
+    return "; ".join(
+        f"{key}={own[key]!r} {of_one}, {key}={others[key]!r} {of_other}" for key in own if own[key] != others[key]
+    )
 
 
 def _swap_layers(model: nn.Module, process_group: ProcessGroup) -> dict[str, str]:
