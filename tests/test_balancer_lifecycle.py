@@ -6,7 +6,6 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from log_lines import caught_log_lines
 from processes import RankFailure
 from virtual_training import Pair, Run
 
@@ -66,7 +65,7 @@ def test_another_group_than_the_layers_is_refused(run_ranks):
     run_ranks(build, 3)
 
 
-def test_an_optimizer_of_other_weights_is_refused_and_one_of_some_is_warned_of(run_ranks):
+def test_an_optimizer_of_other_weights_is_refused(run_ranks):
     """Made before the layers were split, it would train nothing."""
 
     def build(rank, group):
@@ -75,14 +74,8 @@ def test_an_optimizer_of_other_weights_is_refused_and_one_of_some_is_warned_of(r
         stale = torch.optim.SGD(Pair(group).parameters(), lr=0.1)
         with pytest.raises(ValueError, match="does not step the weights of up, down, nor any other layer's"):
             zr.Balancer(model, stale, process_group=group, config=config)
-        some = torch.optim.SGD(model.up.parameters(), lr=0.1)
-        with caught_log_lines() as lines:
-            zr.Balancer(model, some, process_group=group, config=config).close()
-        frozen = zr.convert(Pair(group).requires_grad_(False), process_group=group, config=config)
-        zr.Balancer(frozen, some, process_group=group, config=config).close()
-        return [line for line in lines if "does not step the weights of down" in line]
 
-    assert all(len(found) == 1 for found in run_ranks(build, 2))
+    run_ranks(build, 2)
 
 
 def test_a_model_that_was_not_converted_is_refused(run_ranks):

@@ -69,15 +69,15 @@ def test_a_ratio_that_is_no_column_of_a_small_layer_lends_of_the_large_ones(run_
         assert (lent_share > 0) == (rank == 0)
 
 
-@pytest.mark.parametrize("mode", ["mig", "semi"])
-def test_beside_data_parallelism_training_is_exact(run_ranks, mode):
+@pytest.mark.parametrize("own", [{"mode": "mig"}, {"mode": "semi", "budget": 0.0}], ids=["mig", "semi"])
+def test_beside_data_parallelism_training_is_exact(run_ranks, own):
     """Two replicas of two tensor-parallel ranks; each group balances for itself, gradients are averaged when whole."""
 
     def train(rank, group):
         tensor_parallel = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
         data_parallel = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
         trained = []
-        for config in ({"mode": "off"}, {"mode": mode, "budget": 0.0}):
+        for config in ({"mode": "off"}, own):
             run = Run(tensor_parallel, update_every=5, **config)
             run.model = DistributedDataParallel(run.model, process_group=data_parallel)
             run.x = torch.randn(8, FEATURES, generator=torch.Generator().manual_seed(rank // 2))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from zeroresize import column_statistics
@@ -22,20 +22,22 @@ from zeroresize.layer_work import segments_of_layers, work_of_layers
 from zeroresize.lending import Lender
 from zeroresize.optimizers import not_stepped
 from zeroresize.policy.selector import ColumnSelector
+from zeroresize.start_checks import StartCheck, check_data_parallelism, check_optimizer
 from zeroresize.timing import StepTimer
 from zeroresize.weight_checks import is_flat_parameters, is_sharded, why_no_whole_weight
 
 Layers = Mapping[str, BalancedLinear]
 
-logger = logging.getLogger(__name__)
 
-
-def check_layers(layers: Layers, optimizer: Any, process_group: ProcessGroup, config: BalanceConfig) -> None:
-    """Check that these layers can be balanced over this group while this optimizer trains them.
+def check_layers(
+    model: nn.Module, layers: Layers, optimizer: Any, process_group: ProcessGroup, config: BalanceConfig
+) -> None:
+    """Check that a model's layers can be balanced over this group while this optimizer trains them.
 
     Raises:
-        ValueError: if they are another group's, there are none, they have another balancer, or the optimizer steps none
-            of their weights.
+        ValueError: if they are another group's, there are none, they have another balancer, were converted with another
+            configuration, or the optimizer steps none of their weights; unless ``start_checks`` is off, also for what
+            :mod:`zeroresize.start_checks` finds.
     """
     for name, layer in layers.items():
         if not same_ranks(layer.process_group, process_group):
@@ -49,11 +51,14 @@ def check_layers(layers: Layers, optimizer: Any, process_group: ProcessGroup, co
     require_same_configuration(layers, config)
     weights = {name: layer.weight for name, layer in layers.items()}
     unknown = not_stepped(optimizer, weights)
-    if unknown:
-        told = f"the optimizer does not step the weights of {', '.join(unknown[:4])}{', …' if unknown[4:] else ''}"
-        if len(unknown) == len(weights):
-            raise ValueError(f"{told}, nor any other layer's: make it from the parameters that the model has now")
-        logger.warning("%s: was it made before they were?", told)
+    if unknown and len(unknown) == len(weights):
+        raise ValueError(
+            f"the optimizer does not step the weights of {', '.join(unknown[:4])}{', …' if unknown[4:] else ''}, nor "
+            "any other layer's: make it from the parameters that the model has now"
+        )
+    check_optimizer(unknown, is_error=config.start_checks)
+    if config.start_checks:
+        check_data_parallelism(model, layers, process_group)
 
 
 def check_weights(layers: Layers, config: BalanceConfig) -> None:
@@ -102,6 +107,15 @@ def meet(config: BalanceConfig, layers: Layers, process_group: ProcessGroup) -> 
     agreement = {key: repr(value) for key, value in config.to_dict().items()}
     agreement["converted layers"] = ", ".join(layers)
     return Exchange(CpuGroup(process_group, agreement))
+
+
+def build_start_check(
+    config: BalanceConfig, model: nn.Module, layers: Layers, process_group: ProcessGroup, exchange: Exchange | None
+) -> StartCheck | None:
+    """What compares the ranks' parameters when training begins."""
+    if not config.start_checks or exchange is None:
+        return None
+    return StartCheck(model, layers, process_group, exchange)
 
 
 def build_selector(config: BalanceConfig, layers: Layers, rank: int) -> ColumnSelector:

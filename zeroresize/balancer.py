@@ -60,7 +60,9 @@ class Balancer:
     Raises:
         ValueError: if ``process_group`` is None or not the layers' own, the model has not been converted, or with
             another configuration, or has another balancer, ``optimizer`` steps none of the layers' weights, or the
-            ranks do not agree on the configuration.
+            ranks do not agree on the configuration. Unless ``start_checks`` is off also if it does not step some of
+            them that want gradients, or DistributedDataParallel averages over the group; the first training forward
+            raises it if parameters that are no shards differ between the ranks.
     """
 
     def __init__(
@@ -81,11 +83,12 @@ class Balancer:
         self._layers = balanced_layers(model)
         assembly.check_weights(self._layers, config)
         self._state_key = "group " + "-".join(map(str, group_ranks(process_group)))
-        assembly.check_layers(self._layers, optimizer, process_group, config)
+        assembly.check_layers(model, self._layers, optimizer, process_group, config)
         assembly.clear_layers(self._layers, config)
         self.lineage = LineageTable(self._layers)
         self._selector = assembly.build_selector(config, self._layers, self._rank)
         exchange = assembly.meet(config, self._layers, process_group)
+        self._start_check = assembly.build_start_check(config, model, self._layers, process_group, exchange)
         # The freezer is first, so that the statistic sees weights that were put back.
         self._freezer = assembly.build_freezer(config, self._layers, optimizer, process_group)
         self._statistic = assembly.build_statistic(config, self._layers, optimizer)
@@ -290,7 +293,8 @@ class Balancer:
         for layer in self._layers.values():
             layer.last = None
         with ExitStack() as ending:  # each of them, whatever becomes of the others; the last one first
-            for attached in (self._freezer, self._statistic, self._decision, self._measurement, self._lender):
+            parts = self._start_check, self._freezer, self._statistic, self._decision, self._measurement, self._lender
+            for attached in parts:
                 if attached is not None:
                     ending.callback(attached.close)
             self._installer.clear()

@@ -26,7 +26,7 @@ from zeroresize.config_keys import (
     differentiates_layers,
     without_effect,
 )
-from zeroresize.value_checks import at_least, is_number, known_keys, number, one_of
+from zeroresize.value_checks import at_least, is_bool, is_number, known_keys, number, one_of
 from zeroresize.yaml_values import read_yaml
 
 
@@ -82,6 +82,8 @@ class BalanceConfig:
         block: columns are pruned in blocks of so many neighbours; 1 is the paper.
         iters_per_epoch: if set, ``Balancer.step`` calls ``epoch_end`` itself every so many optimizer steps.
         seed: seed of the column orders.
+        start_checks: whether ranks that begin with different weights, DistributedDataParallel over the group, and an
+            optimizer of some of the layers are errors; the last is warned of otherwise.
 
     Raises:
         ValueError: naming the key, the value and what is allowed, or where the key is used.
@@ -113,6 +115,7 @@ class BalanceConfig:
     block: int = 1
     iters_per_epoch: int | None = None
     seed: int = 0
+    start_checks: bool = True
 
     def __post_init__(self) -> None:
         one_of("mode", self.mode, MODES)
@@ -139,6 +142,7 @@ class BalanceConfig:
         at_least("update_every", self.update_every, 1)
         at_least("block", self.block, 1)
         at_least("seed", self.seed, 0)
+        is_bool("start_checks", self.start_checks)
         if self.iters_per_epoch is not None:
             at_least("iters_per_epoch", self.iters_per_epoch, 1)
         object.__setattr__(self, "ratio", _checked_ratio(self.ratio, self.mode))

@@ -49,6 +49,17 @@ class Exchange:
         work.wait()
         return [part.tolist() for part in self._parts]
 
+    def gather(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Every rank's numbers at once, in the order of the group; a rank may have fewer than others. Collective.
+
+        Raises:
+            RuntimeError: if not all ranks come within the time limit of their process group.
+        """
+        counts = [int(count) for count in self._gathered(torch.tensor([len(numbers)], device="cpu"))]
+        padded = torch.zeros(max(counts), dtype=torch.float64, device="cpu")
+        padded[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        return [part[:count].tolist() for part, count in zip(self._gathered(padded), counts, strict=True)]
+
     def require_agreement(self, agreement: Mapping[str, str]) -> None:
         """Compare values by name, with nothing under way; collective.
 
@@ -62,3 +73,8 @@ class Exchange:
         """Leave the group."""
         self._work = None
         self._group.close()
+
+    def _gathered(self, own: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(own) for _ in range(self._group.size)]
+        self._group.start_all_gather(parts, own).wait()
+        return parts

@@ -102,11 +102,19 @@ def _remove(hooks: Iterable[RemovableHandle]) -> None:
 
 
 def not_stepped(optimizer: Any, parameters: Mapping[str, Tensor]) -> list[str]:
-    """Names of parameters that want gradients and that ``optimizer`` does not know; none where it cannot be told."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    """Names of parameters that want gradients and that ``optimizer`` does not know; none where it cannot be told.
+
+    It cannot where a host's wrapper keeps all of them in a form of its own.
+    """
+    try:
+        stepped = _ids_of_stepped(torch_optimizer(optimizer))
+    except ValueError:
         return []
-    stepped = _ids_of_stepped(optimizer)
-    return [name for name, one in parameters.items() if one.requires_grad and id(one) not in stepped]
+    masters = _masters(optimizer)
+    learning = [name for name, one in parameters.items() if one.requires_grad]
+    unknown = [name for name in learning if not stepped & {id(parameters[name]), id(masters.get(id(parameters[name])))}]
+    is_wrapped = not isinstance(optimizer, torch.optim.Optimizer)
+    return [] if is_wrapped and len(unknown) == len(learning) else unknown
 
 
 def states_like(optimizer: torch.optim.Optimizer, tensor: Tensor) -> Iterable[Tensor]:
