@@ -265,7 +265,7 @@ def test_values_are_read_as_people_mean_them(tmp_path):
 def test_broken_yaml_is_a_value_error_that_names_the_file(tmp_path):
     path = tmp_path / "balance.yaml"
     path.write_text("balance: {mode: [")
-    with pytest.raises(ValueError, match=r"balance\.yaml: not YAML"):
+    with pytest.raises(ValueError, match=r"balance\.yaml: cannot be read as YAML"):
         BalanceConfig.from_yaml(path)
 
 

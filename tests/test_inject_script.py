@@ -164,7 +164,7 @@ def test_the_example_is_right(main, capsys):
         ),
         ("schedule: static", "chi is missing"),
         ("[1, 2]", "expected a mapping"),
-        ("chi: {0: 2", "not YAML"),
+        ("chi: {0: 2", "cannot be read as YAML"),
         ("chi: {2: 2}", "rank 2 is not one of the group's 2: allowed are 0 to 1"),
         ("chi: {0: 0.5}", "at least 1"),
         ("chi: {0: .nan}", "finite number"),

@@ -1,37 +1,107 @@
-"""YAML as people mean it: ``off`` is a string and ``1e-3`` a number, which YAML 1.1 reads the other way round."""
+"""YAML as people mean it: ``off`` is a string and ``1e-3`` a number, which YAML 1.1 reads the other way round.
+
+What is read may come from anybody: nothing in it runs code, and what is too deep or too large is refused with its line.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
 import yaml
+from yaml.composer import ComposerError
+from yaml.constructor import ConstructorError
+from yaml.events import AliasEvent
 
-_BOOL, _FLOAT = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:float"
+_BOOL, _FLOAT, _INT = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:float", "tag:yaml.org,2002:int"
+_TIMESTAMP, _MERGE = "tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:merge"
+_PREFIX = re.compile("[-+]?0[box]", re.I)
+_DEEPEST, _MOST_VALUES = 50, 100_000
+_LARGEST_INT, _LONGEST_INT = 2**63 - 1, 80
 
 
 class _Loader(yaml.SafeLoader):
-    pass
+    """Refuses a key that stands twice, a whole number beyond 64 bits, and what is too deep or has too many values."""
+
+    def __init__(self, stream: str | bytes) -> None:
+        super().__init__(stream)
+        self._depth = self._num_composed = 0
+        self._num_values: dict[yaml.Node, int] = {}  # within each complete node
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        mark, is_alias = self.peek_event().start_mark, self.check_event(AliasEvent)
+        self._depth += 1
+        self._num_composed += 1
+        if self._depth > _DEEPEST:
+            raise ComposerError(None, None, f"nested more than {_DEEPEST} deep", mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if node is None:
+            return None
+        if is_alias and node not in self._num_values:
+            raise ComposerError(None, None, "an alias of what it stands in", mark)
+        if not is_alias:
+            self._num_values[node] = 1 + sum(self._num_values[child] for child in _children(node))
+        if max(self._num_values[node], self._num_composed) > _MOST_VALUES:
+            raise ComposerError(None, None, f"more than {_MOST_VALUES} values, aliases resolved", mark)
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        first: dict[Any, yaml.Node] = {}
+        for key_node, _ in node.value:
+            if key_node.tag == _MERGE:
+                continue
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, Hashable) and first.setdefault(key, key_node) is not key_node:
+                line = first[key].start_mark.line + 1
+                raise ConstructorError(None, None, f"the key {key!r} stands in line {line}, too", key_node.start_mark)
+        return super().construct_mapping(node, deep)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            raise ConstructorError(None, None, f"no value of {node.tag}: {error}", node.start_mark) from error
+
+    def construct_int(self, node: yaml.ScalarNode) -> int:
+        text = str(self.construct_scalar(node)).replace("_", "")
+        if len(text) <= _LONGEST_INT:
+            value = int(text, 0 if _PREFIX.match(text) else 10)
+            if abs(value) <= _LARGEST_INT:
+                return value
+        raise ConstructorError(None, None, "a number of more than 64 bits", node.start_mark)
 
 
+def _children(node: yaml.Node) -> list[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        return [child for pair in node.value for child in pair]
+    return node.value if isinstance(node, yaml.SequenceNode) else []
+
+
+# What is not listed is a string: also dates, and 1:30.
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, regexp) for tag, regexp in resolvers if tag not in (_BOOL, _FLOAT)]
+    first: [(tag, regexp) for tag, regexp in resolvers if tag not in (_BOOL, _FLOAT, _INT, _TIMESTAMP)]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver(_BOOL, re.compile("^(true|false)$", re.I), list("tTfF"))
+_Loader.add_implicit_resolver(
+    _INT, re.compile(r"^[-+]?([0-9][0-9_]*|0b[01]+|0o[0-7]+|0x[0-9a-f]+)$", re.I), list("-+0123456789")
+)
 _Loader.add_implicit_resolver(
     _FLOAT,
     re.compile(r"^[-+]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?$|^[-+]?\.(inf|nan)$", re.I),
     list("-+0123456789."),
 )
+_Loader.add_constructor(_INT, _Loader.construct_int)
 
 
-def load_yaml(text: str) -> Any:
-    """The value of a YAML document.
+def load_yaml(text: str | bytes) -> Any:
+    """The value of a YAML document; bytes are UTF-8, or UTF-16 with a byte order mark.
 
     Raises:
-        yaml.YAMLError: if ``text`` is none.
+        yaml.YAMLError: if ``text`` is none, has a key twice, or is too deep or too large.
     """
     return yaml.load(text, _Loader)
 
@@ -40,10 +110,18 @@ def read_yaml(path: str | Path) -> Any:
     """The value of a YAML file.
 
     Raises:
-        ValueError: naming the file, if it is not YAML.
+        ValueError: naming the file and the line, if it is not YAML, has a key twice, or is too deep or too large.
         OSError: if it cannot be read.
     """
     try:
-        return load_yaml(Path(path).read_text(encoding="utf-8"))
+        return load_yaml(Path(path).read_bytes())
     except yaml.YAMLError as error:
-        raise ValueError(f"{path}: not YAML: {error}") from error
+        raise ValueError(f"{path}: cannot be read as YAML: {yaml_mistake(error)}") from error
+
+
+def yaml_mistake(error: yaml.YAMLError) -> str:
+    """What is wrong, and where if that is known, in one line."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        mark, words = error.problem_mark, (error.context, error.problem)
+        return f"line {mark.line + 1}, column {mark.column + 1}: {', '.join(word for word in words if word)}"
+    return " ".join(str(error).split())
