@@ -17,4 +17,4 @@ arguments=("$@")
 if [[ " $* " == *" --dry-run "* ]]; then
     exec "$python" -m vit_examples.train "${arguments[@]}" --ranks "$gpus"
 fi
-exec "$python" -m torch.distributed.run --standalone --nproc-per-node "$gpus" -m vit_examples.train "${arguments[@]}"
+exec "$python" -m vit_examples.one_node --nproc-per-node "$gpus" -m vit_examples.train "${arguments[@]}"

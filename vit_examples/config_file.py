@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
@@ -43,10 +43,19 @@ _SET_HELP = (
 )
 
 
+class _Parser(argparse.ArgumentParser):
+    """Raises where argparse would print its usage on every rank."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message} (--help lists all arguments)")
+
+
 def argument_parser() -> argparse.ArgumentParser:
-    """The command line of ``vit_examples.train``."""
-    parser = argparse.ArgumentParser(
-        prog="vit_examples.train", description="Train a vision transformer with balanced tensor parallelism."
+    """The command line of ``vit_examples.train``; a wrong argument is a ValueError."""
+    parser = _Parser(
+        prog="vit_examples.train",
+        description="Train a vision transformer with balanced tensor parallelism.",
+        allow_abbrev=False,
     )
     parser.add_argument("--config", default="demo", help=f"a YAML file, or one of {available_configs()}")
     parser.add_argument("--host", choices=HOSTS, help="what shards the model")

@@ -1,4 +1,4 @@
-"""Training in a torchrun of its own, which never outlives whoever started it."""
+"""Training in processes of its own, which never outlive whoever started them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PR_SET_PDEATHSIG = 1
 
 def train_command(config: str, overrides: Sequence[str], num_ranks: int) -> list[str]:
     """``vit_examples.train`` on ``num_ranks`` ranks of this machine, with overrides such as ``training.epochs=3``."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    command = [sys.executable, "-m", "vit_examples.one_node", f"--nproc-per-node={num_ranks}"]
     command += ["-m", "vit_examples.train", "--config", config]
     return [*command, *(f"--set={override}" for override in overrides)]
 
@@ -28,7 +28,7 @@ def started(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """The process of ``command``, its output at the end of ``log``; it is stopped at the end of the block.
 
-    On Linux also where this process is killed: torchrun is told, and ends its ranks.
+    On Linux also where this process is killed: the launcher is told, and ends its ranks.
 
     Args:
         environment: variables to set besides those of this process.
@@ -38,7 +38,7 @@ def started(
     with log.open("a", encoding="utf-8") as stream:
         process = subprocess.Popen(
             command, stdout=stream, stderr=subprocess.STDOUT, env=variables,
-            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            preexec_fn=end_with_parent if sys.platform == "linux" else None,
         )  # fmt: skip
     try:
         yield process
@@ -47,5 +47,6 @@ def started(
         process.wait()
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """Have Linux send this process SIGTERM when its parent dies; for ``preexec_fn``."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

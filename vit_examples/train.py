@@ -12,6 +12,7 @@ import dataclasses
 import logging
 import math
 import os
+import signal
 import statistics
 import sys
 from collections.abc import Sequence
@@ -22,6 +23,8 @@ from typing import Any
 
 if not __package__:  # started as a file: this folder's modules belong to the package beside it
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
+if __name__ == "__main__":  # Ctrl-C while torch is imported: end without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch
 import torch.distributed as dist
@@ -38,6 +41,8 @@ from vit_examples.data import Split, load_splits, num_batches, test_batches, tra
 from vit_examples.display import Display
 from vit_examples.dry_run import dry_run
 from vit_examples.host import Host
+from vit_examples.interruption import ended_by_interrupt, how_to_go_on
+from vit_examples.mistakes import refuse
 from vit_examples.model import classification_loss, num_correct
 from vit_examples.recorder import Recorder, StepClock, timing
 from vit_examples.run_folder import checkpoint_folder, checkpoint_to_resume, timed_settings
@@ -254,27 +259,28 @@ def show_messages() -> None:
 
 @record
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line; a mistake of the user's ends it with one line and status 2."""
-    parsed = argument_parser().parse_args(arguments)
+    """The command line; a mistake of the user's ends it with one line and status 2, Ctrl-C with one line and 130."""
     try:
+        parsed = argument_parser().parse_args(arguments)
         config = config_from_arguments(parsed)
         if parsed.dry_run:
             ranks = int(os.environ.get("WORLD_SIZE", "2")) if parsed.ranks is None else parsed.ranks
             dry_run(config, num_ranks=ranks)
             return
+    except ValueError as error:
+        refuse(error)
+    with ended_by_interrupt(lambda: how_to_go_on(config)):
         if os.environ.get("RANK") == "0":
             show_messages()
-        run = prepare(config, resume=parsed.resume)
-    except ValueError as error:
-        sys.stderr.write(f"error (rank {os.environ.get('RANK', 0)}): {error}\n")  # whole: ranks share it
-        sys.stderr.flush()
-        raise SystemExit(2) from error
-    if run.progress.epochs >= config.training.epochs:
-        if run.host.rank == 0:
+        try:
+            run = prepare(config, resume=parsed.resume)
+        except ValueError as error:
+            refuse(error)
+        if run.progress.epochs < config.training.epochs:
+            train(run)
+        elif run.host.rank == 0:
             print(f"nothing to do: the checkpoint has {run.progress.epochs} epochs, training.epochs asks for no more")
-    else:
-        train(run)
-    run.host.close()
+        run.host.close()
 
 
 if __name__ == "__main__":

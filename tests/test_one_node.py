@@ -1,0 +1,133 @@
+"""The launcher of one node's ranks: what they are given, how they end, and who can reach them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from training_runs import ONE_NODE, environment, launched, long_run, wait_for_epochs
+
+from vit_examples.launch import started, train_command
+from vit_examples.one_node import rank_environment
+
+LISTEN = "0A"
+LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
+SUM_OF_RANKS = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank = torch.tensor(float(dist.get_rank()))
+dist.all_reduce(rank)
+print(rank.item(), flush=True)
+dist.destroy_process_group()
+"""
+ONE_FAILS = """
+import os, signal, sys, time
+if os.environ["RANK"] == "1":
+    {end}
+time.sleep(60)
+"""
+
+
+def script(folder: Path, text: str) -> str:
+    (folder / "script.py").write_text(text)
+    return str(folder / "script.py")
+
+
+def test_the_ranks_meet(tmp_path: Path) -> None:
+    done = launched(*ONE_NODE, script(tmp_path, SUM_OF_RANKS))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["1.0", "1.0"]
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "said"),
+    [
+        ("sys.exit('had enough')", 1, "had enough\nrank 1 ended with status 1\n"),
+        ("sys.exit(2)", 2, ""),  # a mistake of the user's: the rank has said it
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 1 was ended by SIGKILL\n"),
+    ],
+)
+def test_a_rank_that_fails_ends_the_others_and_its_status_is_that_of_the_launcher(
+    tmp_path: Path, end: str, status: int, said: str
+) -> None:
+    done = launched(*ONE_NODE, script(tmp_path, ONE_FAILS.format(end=end)), seconds=50)
+    assert (done.returncode, done.stderr) == (status, said)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_launcher_alone_ends_the_ranks(tmp_path: Path, number: signal.Signals) -> None:
+    waiting = script(tmp_path, "import os, time; print(os.getpid(), flush=True); time.sleep(60)")
+    process = subprocess.Popen(
+        [*ONE_NODE, waiting], env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    ranks = [int(process.stdout.readline()) for _ in range(2)]
+    process.send_signal(number)
+    assert process.wait(50) == 128 + number
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+    process.stdout.close()
+
+
+def test_what_the_user_sets_for_gloo_and_nccl_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    variables = rank_environment(1, 2, 4321)
+    assert variables["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
+    assert variables["NCCL_SOCKET_IFNAME"] == "eth7"
+    assert (variables["RANK"], variables["MASTER_ADDR"], variables["MASTER_PORT"]) == ("1", "127.0.0.1", "4321")
+
+
+def test_at_least_one_rank_is_needed() -> None:
+    done = launched(sys.executable, "-m", "vit_examples.one_node", "--nproc-per-node=0", "script.py")
+    assert done.returncode == 2
+    assert "--nproc-per-node 0: at least 1 is needed" in done.stderr
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="no /proc/net/tcp")
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("host", ["torch", pytest.param("colossalai", marks=pytest.mark.colossalai)])
+def test_a_launched_training_listens_on_loopback_only(tmp_path: Path, host: str) -> None:
+    """Also while columns migrate, over a process group of their own."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("pyarrow")
+    from test_vit_data import write_parquet
+
+    write_parquet(tmp_path / "train.parquet", 64)
+    write_parquet(tmp_path / "test.parquet", 10)
+    mig = "balance={mode: mig, ratio: 0.5, ranks: [1], update_every: 2}"
+    _, _, config, *sets = long_run(tmp_path, tmp_path / "run", mig, f"host={host}")
+    overrides = [setting.removeprefix("--set=") for setting in sets]
+    command = train_command(config.removeprefix("--config="), overrides, 2)
+    with started(command, tmp_path / "log.txt", {"OMP_NUM_THREADS": "1"}) as process:
+        wait_for_epochs(tmp_path / "run" / "metrics.jsonl", 1, process)
+        listening = list(listeners(process.pid))
+    assert len(listening) >= 3, listening  # the store, and gloo of either rank
+    assert all(address in LOOPBACK for address, _ in listening), listening
+
+
+def listeners(pid: int) -> Iterator[tuple[str, str]]:
+    """Addresses and ports, as Linux writes them, where a process or one that it started listens."""
+    links = [link for one in tree(pid) for link in Path(f"/proc/{one}/fd").iterdir()]
+    sockets = {os.readlink(link) for link in links if link.is_symlink()}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            (
+                _,
+                local,
+                _,
+                state,
+                *_,
+            ) = line.split()
+            if state == LISTEN and f"socket:[{line.split()[9]}]" in sockets:
+                yield tuple(local.split(":"))
+
+
+def tree(pid: int) -> Iterator[int]:
+    yield pid
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            yield from tree(int(child))
