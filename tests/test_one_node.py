@@ -115,14 +115,9 @@ def listeners(pid: int) -> Iterator[tuple[str, str]]:
     sockets = {os.readlink(link) for link in links if link.is_symlink()}
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            (
-                _,
-                local,
-                _,
-                state,
-                *_,
-            ) = line.split()
-            if state == LISTEN and f"socket:[{line.split()[9]}]" in sockets:
+            fields = line.split()
+            local, state, inode = fields[1], fields[3], fields[9]
+            if state == LISTEN and f"socket:[{inode}]" in sockets:
                 yield tuple(local.split(":"))
 
 

@@ -54,13 +54,14 @@ train.main()
 def micro_arguments(pictures: Path, output: Path, *overrides: str) -> list[str]:
     settings = [
         "model={hidden_size: 32, depth: 1, num_heads: 2, num_labels: 10, image_size: 32, patch_size: 8}",
+        "data={train_size: null, test_size: null}",
         "training={epochs: 2, batch_size: 8, lr: 0.003, warmup_steps: 2, grad_clip: 0.5}",
         "straggler={schedule: round_robin, chi: 2.0, pin_ratio: 0.5}",
         "balance={mode: zero-rd, update_every: 2}",
         f"output={{folder: '{output}', log_every: 1, save_every: 1}}",
         *overrides,
     ]
-    return ["--config=demo", f"--data={pictures}", *(f"--set={setting}" for setting in settings)]
+    return ["--config=demo", *(f"--set={setting}" for setting in settings), f"--set=data.source={pictures}"]
 
 
 def torchrun(*program: str) -> subprocess.CompletedProcess[str]:
@@ -361,7 +362,8 @@ def test_the_demo_compares_its_runs(
     pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     micro = "model={hidden_size: 32, depth: 1, num_heads: 2, patch_size: 8}"
-    overrides = ("host=torch", f"data.source={pictures}", "training.batch_size=8", "training.epochs=1", micro)
+    data = f"data={{source: '{pictures}'}}"
+    overrides = ("host=torch", data, "training.batch_size=8", "training.epochs=1", micro)
     assert demo.main([f"--output={tmp_path}", *(f"--set={override}" for override in overrides)]) == 0
     printed = capsys.readouterr().out
     assert all(run.name in printed for run in demo.RUNS)

@@ -33,10 +33,6 @@ class Split:
     def __len__(self) -> int:
         return self.labels.numel()
 
-    def first(self, size: int | None) -> Split:
-        """The first ``size`` pictures, all for None."""
-        return Split(self.images[:size], self.labels[:size])
-
 
 def load_splits(data: DataConfig, model: ModelConfig) -> tuple[Split, Split]:
     """The training and test pictures that ``data`` names.
@@ -45,13 +41,18 @@ def load_splits(data: DataConfig, model: ModelConfig) -> tuple[Split, Split]:
         ValueError: naming the file or variable that is missing or damaged, or labels that the model lacks.
     """
     source = expand_variables(data.source)
+    folder = local_path(source)
     train_size, test_size = data.train_size, data.test_size
     if source == "mnist5k":
         splits = [Split(*arrays) for arrays in mnist5k(model.image_size, train_size, test_size)]
-    elif Path(source).is_dir():
-        splits = [Split(*arrays) for arrays in from_parquet(Path(source), model.image_size, train_size, test_size)]
-    elif is_local(source):
-        raise ValueError(f"data.source={source!r}: no such folder; expected one with train*.parquet and test*.parquet")
+    elif folder is not None and folder.is_dir():
+        splits = [Split(*arrays) for arrays in from_parquet(folder, model.image_size, train_size, test_size)]
+    elif folder is not None:
+        what = "a file" if folder.exists() else "no such folder"
+        raise ValueError(
+            f"data.source={source!r}: {what}; expected a folder with train*.parquet and test*.parquet, "
+            "mnist5k, or the name of a data set on the Hugging Face hub (name, or organisation/name)"
+        )
     else:
         splits = [Split(*arrays) for arrays in from_datasets(source, model.image_size, train_size, test_size)]
     for split in splits:
@@ -63,9 +64,23 @@ def load_splits(data: DataConfig, model: ModelConfig) -> tuple[Split, Split]:
     return splits[0], splits[1]
 
 
-def is_local(source: str) -> bool:
-    """Whether ``source`` can only be meant as a folder."""
-    return source.startswith((".", "/", "~"))
+def local_path(source: str) -> Path | None:
+    """Where ``source`` points on this machine, whether or not anything is there; None for a name of the hub.
+
+    The hub's names are ``name`` and ``organisation/name``, so all else is a path, and so is what begins in a folder
+    that is here.
+
+    Raises:
+        ValueError: for what no path can be.
+    """
+    first, *others = source.split("/")
+    try:
+        path = Path(source).expanduser()
+        looks_local = source.startswith((".", "/", "~")) or source.endswith((".parquet", "/")) or "\\" in source
+        is_there = path.exists() or (len(others) == 1 and Path(first).exists())
+    except (OSError, RuntimeError) as error:  # a name too long, or no such user
+        raise ValueError(f"data.source={source!r}: {error}") from error
+    return path if looks_local or is_there or len(others) > 1 else None
 
 
 def unset_variables(source: str) -> list[str]:

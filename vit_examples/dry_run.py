@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 from vit_examples.config import RunConfig
-from vit_examples.data import expand_variables, is_local, unset_variables
+from vit_examples.data import expand_variables, local_path, unset_variables
 from vit_examples.model import build_vit, parallel_style
 
 
@@ -90,7 +89,12 @@ def data_line(source: str) -> str:
     for name in unset_variables(source):
         return f"warning: data: {source} not found on this machine: the environment variable {name} is not set"
     expanded = expand_variables(source)
-    if is_local(expanded) and not Path(expanded).is_dir():
+    path = local_path(expanded)
+    if expanded == "mnist5k":
+        return f"data: {expanded}"
+    if path is None:
+        return f"data: no folder {expanded} here, so the name of a data set on the Hugging Face hub; not looked for"
+    if not path.is_dir():
         return f"warning: data: {expanded} not found on this machine: no such folder"
     return f"data: {expanded}; the pictures were not opened"
 
@@ -121,11 +125,16 @@ def _print(config: RunConfig, num_ranks: int, whole: int, needed: Requirements) 
         "activations, estimated": needed.activations,
     }
     for name, size in rows.items():
-        table.add_row(f"{name}, bytes", f"{size:,}")
+        table.add_row(name, _gib(size))
     table.add_section()
-    table.add_row("together", f"{needed.total / 2**30:.2f} GiB")
-    table.add_row("host memory while building (whole model, fp32)", f"{4 * whole / 2**30:.2f} GiB")
+    table.add_row("together", _gib(needed.total))
+    table.add_row("host memory while building (whole model, fp32)", _gib(4 * whole))
     console = Console()
     console.print(table)
     for line in (data_line(config.data.source), f"balance mode {config.balance.mode}: the configuration is sound"):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _gib(num_bytes: int) -> str:
+    """Three decimals: they tell small models apart, and align."""
+    return f"{num_bytes / 2**30:,.3f} GiB"
