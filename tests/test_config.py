@@ -206,10 +206,10 @@ configs = st.just(BalanceConfig()) | st.builds(
     max_ratio=st.floats(0, 1, exclude_min=True, exclude_max=True),
     ewma=st.floats(0.65, 1),
     dead_band=st.floats(0, 0.5),
-    update_every=st.integers(1),
-    block=st.integers(1),
-    iters_per_epoch=st.none() | st.integers(1),
-    seed=st.integers(0),
+    update_every=st.integers(1, 2**31 - 1),
+    block=st.integers(1, 2**31 - 1),
+    iters_per_epoch=st.none() | st.integers(1, 2**31 - 1),
+    seed=st.integers(0, 2**31 - 1),
 )
 
 
@@ -236,10 +236,10 @@ def test_yaml_with_and_without_a_section_of_its_own(tmp_path, text):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "expected a mapping of balance keys, found NoneType"),
+        ("", "expected a mapping of balance keys, found nothing"),
         ("- mode\n- ratio\n", "expected a mapping of balance keys, found list"),
         ("zero-rd\n", "expected a mapping of balance keys, found str"),
-        ("balance:\n", "expected a mapping of balance keys, found NoneType"),
+        ("balance:\n", "expected a mapping of balance keys, found nothing"),
         ("balance: [mode]\n", "expected a mapping of balance keys, found list"),
         ("balance: {mode: no}\n", "mode='no' is not allowed"),
         ("ratio: .nan\n", "ratio=nan is not allowed"),

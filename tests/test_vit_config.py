@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("yaml")
 
-from vit_examples.config import ModelConfig, RunConfig, StragglerConfig, TrainingConfig
+from vit_examples.config import LARGEST_SIZES, ModelConfig, RunConfig, StragglerConfig, TrainingConfig
 from vit_examples.config_file import (
     SECTIONS,
     argument_parser,
@@ -79,6 +79,18 @@ def test_yaml_is_read_as_people_mean_it(tmp_path) -> None:
         ("data.train_size=0", "data.train_size=0"),
         ("data.augment=1", "data.augment=1.*true or false"),
         ("training.lr", "expected section.key=value"),
+        ("lr=1", r"--set lr: in which section\? There is training\.lr"),
+        ("seed=1", r"There is training\.seed and balance\.seed"),
+        ("training.lr=[1", r"--set training\.lr=\[1: the value cannot be read as YAML: line 1"),
+        ("straggler={chi: 1, chi: 2}", "the key 'chi' stands in line 1, too"),
+        ("training=", "expected a mapping of training keys, found nothing"),
+        ("model.depth=10001", "model.depth=10001 is not allowed: 10000 is the largest"),
+        ("model.hidden_size=9223372036854775807", "model.hidden_size=.*131072 is the largest"),
+        ("training.batch_size=3000000000", "2147483647 is the largest"),
+        ("training.seed=1e999", "training.seed=inf is not allowed: a whole number"),
+        ("training.lr=1e999", "training.lr=inf is not allowed: a finite number"),
+        ("training.epochs=" + "9" * 5000, "a number of more than 64 bits"),
+        ("timeout_s=1e300", r"timeout_s=1e\+300 is not allowed: a finite number .*at most 1e\+06"),
     ],
 )
 def test_a_wrong_key_or_value_is_named_with_what_is_allowed(override: str, message: str) -> None:
@@ -94,6 +106,55 @@ def test_only_a_files_own_mistakes_are_blamed_on_it(tmp_path) -> None:
     assert load_config(path, ["training.lr=0.1"]).training.lr == 0.1
     with pytest.raises(ValueError, match=r"^training\.lr=-1"):
         load_config(path, ["training.lr=-1"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--epochs=x", "argument --epochs: invalid int value: 'x'"),
+        ("--epoch=3", "unrecognized arguments: --epoch=3"),  # no flag is guessed from its beginning
+        ("--host=jax", "argument --host: invalid choice: 'jax'"),
+        ("--ranks=2", "--ranks goes with --dry-run"),
+        ("train.py", "unrecognized arguments: train.py"),
+    ],
+)
+def test_a_wrong_argument_is_named(words: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_from_arguments(argument_parser().parse_args(words.split()))
+
+
+def test_what_flags_name_is_text_whatever_it_looks_like() -> None:
+    arguments = argument_parser().parse_args(["--output=2024", "--data=a: b # c"])
+    config = config_from_arguments(arguments)
+    assert (config.output.folder, config.data.source) == ("2024", "a: b # c")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"model: {depth: \xff}", "own.yaml: cannot be read as YAML"),
+        (b"training: {lr: 1}\ntraining: {lr: 2}", "own.yaml: cannot be read as YAML: line 2"),
+        (b"", "own.yaml: expected a mapping of sections, found nothing"),
+        (b"training: {lr: 1e999}", "own.yaml: training.lr=inf"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named(tmp_path, content: bytes, message: str) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        load_config(path)
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b", ".", ""])
+def test_what_is_no_file_at_all_is_named(name: str) -> None:
+    with pytest.raises(ValueError, match=r"--config .*by bare name there are"):
+        load_config(name)
+
+
+def test_the_bytes_of_the_largest_model_fit_into_64_bits() -> None:
+    depth, hidden, mlp = (LARGEST_SIZES[key] for key in ("depth", "hidden_size", "mlp_size"))
+    parameters = depth * (4 * hidden**2 + 2 * hidden * mlp)
+    assert 16 * parameters < 2**63
 
 
 def test_help_names_modes_and_sections() -> None:

@@ -16,6 +16,17 @@ HOSTS = ("colossalai", "torch")
 PRECISIONS = ("fp32", "bf16", "fp16")
 LR_SCHEDULES = ("constant", "cosine")
 STRAGGLER_KINDS = ("none", *KINDS)
+#: Sizes beyond any model's, below which numbers of parameters and bytes fit into 64 bits.
+LARGEST_SIZES = {
+    "hidden_size": 2**17,
+    "mlp_size": 2**20,
+    "depth": 10_000,
+    "num_heads": 2**17,
+    "image_size": 2**14,
+    "patch_size": 2**14,
+    "num_labels": 2**24,
+}
+LONGEST_TIMEOUT_S = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +52,13 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for key in ("hidden_size", "depth", "num_heads", "image_size", "patch_size", "num_labels"):
-            at_least(f"model.{key}", getattr(self, key), 1)
+            at_least(f"model.{key}", getattr(self, key), 1, LARGEST_SIZES[key])
         if self.num_channels != 3:
             raise ValueError(f"model.num_channels={self.num_channels!r}: pictures are loaded with 3 channels")
         number("model.position_std", self.position_std, least=0.0)
         if self.mlp_size is None:
             object.__setattr__(self, "mlp_size", 4 * self.hidden_size)
-        at_least("model.mlp_size", self.mlp_size, 1)
+        at_least("model.mlp_size", self.mlp_size, 1, LARGEST_SIZES["mlp_size"])
         divides("model.hidden_size", self.hidden_size, "model.num_heads", self.num_heads)
         divides("model.image_size", self.image_size, "model.patch_size", self.patch_size)
 
@@ -241,7 +252,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         one_of("host", self.host, HOSTS)
-        number("timeout_s", self.timeout_s, above=0.0)
+        number("timeout_s", self.timeout_s, above=0.0, most=LONGEST_TIMEOUT_S)
         if self.straggler.pin_ratio is not None:
             try:
                 self.balance.pinned(self.straggler.pin_ratio, rank=0)

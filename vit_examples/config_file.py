@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,7 +18,7 @@ from vit_examples.config import HOSTS, DataConfig, ModelConfig, OutputConfig, Ru
 from zeroresize.config import BalanceConfig
 from zeroresize.config_keys import MODES
 from zeroresize.value_checks import known_keys
-from zeroresize.yaml_values import load_yaml, read_yaml
+from zeroresize.yaml_values import load_yaml, read_yaml, yaml_mistake
 
 CONFIG_FOLDER = Path(__file__).parent / "configs"
 SECTIONS: dict[str, Any] = {
@@ -60,14 +61,16 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", default="demo", help=f"a YAML file, or one of {available_configs()}")
     parser.add_argument("--host", choices=HOSTS, help="what shards the model")
     parser.add_argument("--mode", help=f"balance.mode: one of {', '.join(MODES)}")
-    parser.add_argument("--epochs", help="training.epochs")
-    parser.add_argument("--data", help="data.source: mnist5k, a parquet folder or a data set's name")
+    parser.add_argument("--epochs", type=int, help="training.epochs")
+    parser.add_argument(
+        "--data", help="data.source: mnist5k, a folder of parquet files, or a data set's name on the hub"
+    )
     parser.add_argument("--output", help="output.folder")
-    parser.add_argument("--seed", help="training.seed and balance.seed")
+    parser.add_argument("--seed", type=int, help="training.seed and balance.seed")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=_SET_HELP)
     parser.add_argument("--resume", action="store_true", help="continue from the newest complete checkpoint")
     parser.add_argument("--dry-run", action="store_true", help="check, print memory per rank, train nothing")
-    parser.add_argument("--ranks", type=int, help="tensor-parallel ranks that --dry-run assumes")
+    parser.add_argument("--ranks", type=int, help="tensor-parallel ranks that --dry-run assumes (2)")
     return parser
 
 
@@ -77,10 +80,14 @@ def config_from_arguments(arguments: argparse.Namespace) -> RunConfig:
     Raises:
         ValueError: naming the key or file that is wrong, and what is allowed.
     """
-    flags = [f"{key}={getattr(arguments, flag)}" for flag, key in FLAGS.items() if getattr(arguments, flag) is not None]
+    if arguments.ranks is not None and not arguments.dry_run:
+        raise ValueError(
+            "--ranks goes with --dry-run; how many ranks train is said by --nproc-per-node of the launcher"
+        )
+    flags = [(key, getattr(arguments, flag)) for flag, key in FLAGS.items() if getattr(arguments, flag) is not None]
     if arguments.seed is not None:
-        flags.append(f"balance.seed={arguments.seed}")
-    return load_config(arguments.config, [*flags, *arguments.set])
+        flags.append(("balance.seed", arguments.seed))
+    return _config(arguments.config, [*flags, *map(parse_override, arguments.set)])
 
 
 def load_config(name: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -89,11 +96,18 @@ def load_config(name: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ValueError: if there is no such file, or a key or value is wrong.
     """
+    return _config(name, [parse_override(override) for override in overrides])
+
+
+def _config(name: str | Path, changes: Sequence[tuple[str, Any]]) -> RunConfig:
     path = config_path(name)
-    document = read_yaml(path)
+    try:
+        document = read_yaml(path)
+    except OSError as error:
+        raise ValueError(f"--config {name}: {error.strerror}") from error
     changed = document
-    for override in overrides:
-        changed = _with_override(changed, override)
+    for key, value in changes:
+        changed = _with_change(changed, key, value)
     try:
         return config_from_dict(changed)
     except ValueError as error:
@@ -109,9 +123,10 @@ def config_path(name: str | Path) -> Path:
         ValueError: if there is neither.
     """
     for path in (Path(name), CONFIG_FOLDER / f"{name}.yaml"):
-        if path.is_file():
+        if os.path.isfile(path):  # unlike Path.is_file, also answers for a name that is too long
             return path
-    raise ValueError(f"--config {name}: no such file; by bare name there are {available_configs()}")
+    what = "is a folder, not a file" if os.path.isdir(name) else "no such file"
+    raise ValueError(f"--config {name}: {what}; by bare name there are {available_configs()}")
 
 
 def config_from_dict(document: Any) -> RunConfig:
@@ -168,14 +183,16 @@ def parse_override(override: str) -> tuple[str, Any]:
     try:
         return key.strip(), load_yaml(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"--set {override}: the value is not YAML") from error
+        raise ValueError(f"--set {override}: the value cannot be read as YAML: {yaml_mistake(error)}") from error
 
 
-def _with_override(document: Any, override: str) -> dict[str, Any]:
-    key, value = parse_override(override)
+def _with_change(document: Any, key: str, value: Any) -> dict[str, Any]:
     section, dot, leaf = key.partition(".")
     document = dict(document) if isinstance(document, Mapping) else {}
     if not dot:
+        meant = [f"{name}.{key}" for name in SECTIONS if key in _fields(SECTIONS[name])]
+        if meant and key not in _fields(RunConfig):
+            raise ValueError(f"--set {key}: in which section? There is {' and '.join(meant)}")
         return {**document, section: value}
     inner = document.get(section)
     return {**document, section: {**(inner if isinstance(inner, Mapping) else {}), leaf: value}}

@@ -7,11 +7,16 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+#: Counts and seeds that fit into 32 bits: what is computed from them then fits into 64.
+LARGEST_COUNT = 2**31 - 1
 
-def at_least(key: str, value: Any, least: int) -> None:
-    """Check for a whole number of at least ``least``."""
+
+def at_least(key: str, value: Any, least: int, most: int = LARGEST_COUNT) -> None:
+    """Check for a whole number of at least ``least`` and at most ``most``."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{key}={value!r} is not allowed: a whole number of at least {least} is needed")
+    if value > most:
+        raise ValueError(f"{key}={value} is not allowed: {most} is the largest")
 
 
 def is_number(value: Any) -> bool:
@@ -63,7 +68,8 @@ def divides(key: str, size: int, by_key: str, by: int) -> None:
 def known_keys(what: str, values: Any, known: Sequence[str]) -> Mapping[str, Any]:
     """``values``, if it is a mapping that has no key but those ``known``; ``what`` is said of one, as "balance key"."""
     if not isinstance(values, Mapping):
-        raise ValueError(f"expected a mapping of {what}s, found {type(values).__name__}: allowed are {list(known)}")
+        found = "nothing" if values is None else type(values).__name__
+        raise ValueError(f"expected a mapping of {what}s, found {found}: allowed are {list(known)}")
     unknown = [str(key) for key in values if key not in known]
     if unknown:
         named = ", ".join(f"'{key}'{_closest(key, known)}" for key in unknown)
