@@ -1,25 +1,38 @@
 """Checkpoints of a run: whole folders, of one layout, the newest of which a run continues from.
 
 A folder is written under a temporary name and renamed when complete, so a crash never leaves half a checkpoint that
-looks newest. ``layout.json`` says which layout its shards fit, ``progress.json`` how far the run was.
+looks newest. ``layout.json`` says which layout its shards fit, ``progress.json`` how far the run was, ``manifest.json``
+what every file is like; each rank has a file of its own for model and optimizer, and two for its balancer. All of them
+are safetensors or JSON: loading them runs no code.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import logging
+import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
-import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import zeroresize as zr
 from vit_examples.config import RunConfig
 from vit_examples.host import Host
+from vit_examples.manifest import require_intact, sealed, write_manifest
+from vit_examples.plain_files import read_state, read_values, state_files, write_state, write_values
+from zeroresize.value_checks import at_least, is_number, known_keys
+
+logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+_LAYOUT, _PROGRESS = "layout.json", "progress.json"
+_COMPLETE = re.compile(r"epoch-(\d+)")
 
 
 @dataclass(frozen=True)
@@ -32,6 +45,9 @@ class Progress:
         step_seconds: of every iteration, one sequence a process that trained.
         timed_settings: what they were timed with (:func:`vit_examples.run_folder.timed_settings`).
         commits: of the code that trained, in order.
+
+    Raises:
+        ValueError: for a value of another kind.
     """
 
     epochs: int = 0
@@ -39,6 +55,17 @@ class Progress:
     step_seconds: Sequence[Sequence[float]] = ()
     timed_settings: Mapping[str, Any] = field(default_factory=dict)
     commits: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        at_least("epochs", self.epochs, 0)
+        at_least("steps", self.steps, 0)
+        is_told = (
+            _is_list(self.step_seconds, lambda own: _is_list(own, is_number))
+            and isinstance(self.timed_settings, Mapping)
+            and _is_list(self.commits, lambda one: isinstance(one, str))
+        )
+        if not is_told:
+            raise ValueError("step_seconds must be lists of numbers, timed_settings a mapping, commits a list of texts")
 
 
 def layout_of(config: RunConfig, num_ranks: int) -> dict[str, Any]:
@@ -53,8 +80,7 @@ def layout_of(config: RunConfig, num_ranks: int) -> dict[str, Any]:
 
 def newest_checkpoint(folder: Path) -> Path | None:
     """The complete checkpoint of the latest epoch under ``folder``."""
-    complete = [path for path in folder.glob("epoch-*") if path.is_dir() and path.suffix != ".tmp"]
-    return max(complete, key=epoch_of, default=None)
+    return max(_complete(folder), key=epoch_of, default=None)
 
 
 def epoch_of(checkpoint: Path) -> int:
@@ -68,11 +94,11 @@ def require_layout(checkpoint: Path, layout: dict[str, Any]) -> None:
     Raises:
         ValueError: naming both layouts, or the file that is missing or damaged.
     """
-    path = checkpoint / "layout.json"
     try:
-        saved = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: expected the layout of a checkpoint: {error}") from error
+        require_intact(checkpoint, [_LAYOUT])
+        saved = read_values(checkpoint / _LAYOUT)
+    except ValueError as error:
+        raise ValueError(f"{error}\n{_way_out(checkpoint)}") from error
     if saved != layout:
         differing = sorted(key for key in saved.keys() | layout.keys() if saved.get(key) != layout.get(key))
         raise ValueError(
@@ -84,29 +110,160 @@ def require_layout(checkpoint: Path, layout: dict[str, Any]) -> None:
 
 def save_checkpoint(
     folder: Path, progress: Progress, *, host: Host, balancer: zr.Balancer, layout: dict[str, Any], keep: int
-) -> None:
-    """Write ``folder/epoch-<n>`` and delete all but the ``keep`` newest; collective."""
+) -> bool:
+    """Write ``folder/epoch-<n>`` and delete all but the ``keep`` newest; collective.
+
+    Where it cannot be written, as on a full disk, rank 0 warns, what was begun is deleted, the older ones stay, and
+    training can go on.
+
+    Returns:
+        Whether it was written, on every rank.
+    """
     final = folder / f"epoch-{progress.epochs:04d}"
     temporary = final.with_suffix(".tmp")
-    if host.rank == 0:
+
+    def begin() -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-    dist.barrier()
-    host.save(temporary)
-    torch.save(balancer.state_dict(), temporary / f"balancer-rank{host.rank}.pt")
-    dist.barrier()
-    if host.rank == 0:
-        (temporary / "layout.json").write_text(json.dumps(layout, indent=1), encoding="utf-8")
-        (temporary / "progress.json").write_text(json.dumps(dataclasses.asdict(progress)), encoding="utf-8")
+
+    def write_own() -> dict[str, Any]:
+        host.save(temporary / _shard(host.rank))
+        write_state(temporary / _balancer(host.rank), balancer.state_dict())
+        return {name: sealed(temporary / name) for name in _own_files(host.rank)}
+
+    def complete() -> None:
+        write_values(temporary / _LAYOUT, layout)
+        write_values(temporary / _PROGRESS, dataclasses.asdict(progress))
+        shared = {name: sealed(temporary / name) for name in (_LAYOUT, _PROGRESS)}
+        write_manifest(temporary, {name: told for own in (*written, shared) for name, told in own.items()})
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
-        for old in sorted(path for path in folder.glob("epoch-*") if path.suffix != ".tmp")[:-keep]:
-            shutil.rmtree(old)
-    dist.barrier()
+
+    try:
+        _on_all_ranks(OSError, begin if host.rank == 0 else _nothing)
+        written = _of_all_ranks(_on_all_ranks(OSError, write_own))
+        _on_all_ranks(OSError, complete if host.rank == 0 else _nothing)
+    except OSError as error:
+        if host.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+            newest = newest_checkpoint(folder)
+            logger.warning(
+                "no checkpoint of epoch %d, training goes on without (the newest is %s): %s",
+                progress.epochs,
+                newest.name if newest is not None else "none",
+                error,
+            )
+        return False
+    if host.rank == 0:
+        for old in sorted(_complete(folder), key=epoch_of)[:-keep]:
+            _delete(old)
+    return True
 
 
 def load_checkpoint(checkpoint: Path, *, host: Host, balancer: zr.Balancer) -> Progress:
-    """Continue from ``checkpoint``, whose layout was checked; collective."""
-    host.load(checkpoint)
-    balancer.load_state_dict(torch.load(checkpoint / f"balancer-rank{host.rank}.pt", weights_only=True))
-    return Progress(**json.loads((checkpoint / "progress.json").read_text(encoding="utf-8")))
+    """Continue from ``checkpoint``, whose layout was checked; collective. Each rank checks the files that it reads.
+
+    Raises:
+        ValueError: on every rank, naming the file that is missing or damaged on any of them.
+    """
+    state_file = checkpoint / _balancer(host.rank)
+
+    def read() -> tuple[Progress, dict[str, Any], dict[str, Tensor]]:
+        require_intact(checkpoint, [_PROGRESS, *_own_files(host.rank)])
+        return _read_progress(checkpoint), read_state(state_file), host.read(checkpoint / _shard(host.rank))
+
+    def load_balancer() -> None:
+        try:
+            balancer.load_state_dict(state)
+        except ValueError as error:
+            raise ValueError(f"{state_files(state_file)[0]}: {error}") from error
+
+    try:
+        progress, state, shard = _on_all_ranks(ValueError, read)
+        _on_all_ranks(ValueError, load_balancer)  # before the model, since it can still refuse its state
+    except ValueError as error:
+        raise ValueError(f"{error}\n{_way_out(checkpoint)}") from error
+    host.load(shard)
+    return progress
+
+
+def _read_progress(checkpoint: Path) -> Progress:
+    path = checkpoint / _PROGRESS
+    values = read_values(path)
+    try:
+        names = [field.name for field in dataclasses.fields(Progress)]
+        known_keys("key", values, names)
+        if missing := [name for name in names if name not in values]:
+            raise ValueError(f"{missing} are missing")
+        progress = Progress(**values)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    if progress.epochs != epoch_of(checkpoint):
+        raise ValueError(f"{path}: of {progress.epochs} epochs, but the checkpoint is called {checkpoint.name}")
+    return progress
+
+
+def _way_out(checkpoint: Path) -> str:
+    """What to do about a checkpoint that cannot be loaded."""
+    others = [path for path in _complete(checkpoint.parent) if path != checkpoint]
+    before = max(others, key=epoch_of, default=None)
+    then = f"goes on from {before.name}" if before is not None else "starts anew"
+    return f"Delete {checkpoint}, and --resume {then}"
+
+
+def _complete(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("epoch-*") if _COMPLETE.fullmatch(path.name) and path.is_dir()]
+
+
+def _delete(checkpoint: Path) -> None:
+    """A kill on the way leaves no half that looks complete."""
+    going = checkpoint.with_suffix(".tmp")
+    shutil.rmtree(going, ignore_errors=True)
+    try:
+        checkpoint.rename(going)
+    except OSError as error:
+        logger.warning("the old checkpoint %s cannot be deleted: %s", checkpoint, error)
+    shutil.rmtree(going, ignore_errors=True)
+
+
+def _shard(rank: int) -> str:
+    return f"rank{rank}.safetensors"
+
+
+def _balancer(rank: int) -> str:
+    return f"balancer-rank{rank}"
+
+
+def _own_files(rank: int) -> list[str]:
+    return [_shard(rank), *(path.name for path in state_files(Path(_balancer(rank))))]
+
+
+def _on_all_ranks(kind: type[Exception], call: Callable[[], _T]) -> _T:
+    """``call()``, which is not collective itself; collective.
+
+    Raises:
+        kind: on every rank, where it is raised on any, with what each of them says.
+    """
+    try:
+        result, failure = call(), None
+    except kind as error:
+        result, failure = None, str(error)
+    failed = {rank: one for rank, one in enumerate(_of_all_ranks(failure)) if one is not None}
+    if failed:
+        raise kind("\n".join(f"rank {rank}: {one}" for rank, one in failed.items()))
+    return cast("_T", result)
+
+
+def _of_all_ranks(value: Any) -> list[Any]:
+    """Every rank's ``value``; collective."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _nothing() -> None:
+    pass
+
+
+def _is_list(value: Any, holds: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list | tuple) and all(map(holds, value))

@@ -6,7 +6,6 @@ import logging
 import os
 import warnings
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -31,8 +30,8 @@ with warnings.catch_warnings():
 class ColossalAIHost(Host):
     """1D tensor parallelism by ShardFormer; clipping, mixed precision and loss scaling by the plugin.
 
-    With bf16 and fp16 Colossal-AI rebuilds the fp32 master weights from the rounded ones on loading, so a resumed run
-    follows the uninterrupted one exactly in fp32 only.
+    Checkpoints are not the Booster's: it writes pickles of the optimizer, and drops the fp32 master weights. Ours keep
+    them, so that a resumed run follows the uninterrupted one also in bf16. In fp16 it seeks its loss scale anew.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -65,14 +64,6 @@ class ColossalAIHost(Host):
     def step(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
-
-    def save(self, folder: Path) -> None:
-        self._booster.save_model(self.model, str(folder / "model"), shard=True)
-        self._booster.save_optimizer(self.optimizer, str(folder / "optimizer"), shard=True)
-
-    def load(self, folder: Path) -> None:
-        self._booster.load_model(self.model, str(folder / "model"))
-        self._booster.load_optimizer(self.optimizer, str(folder / "optimizer"))
 
     @staticmethod
     def _join(config: RunConfig) -> None:

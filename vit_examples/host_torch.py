@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -61,28 +60,12 @@ class TorchHost(Host):
             self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def save(self, folder: Path) -> None:
-        dcp.save(self._state(), checkpoint_id=str(folder / "shards"))
-        if self._scaler is not None and self.rank == 0:
-            torch.save(self._scaler.state_dict(), folder / "scaler.pt")
+    def loss_scale(self) -> dict[str, float]:
+        return self._scaler.state_dict() if self._scaler is not None else {}
 
-    def load(self, folder: Path) -> None:
-        for parameter in self.model.parameters():  # makes the optimizer's state, to be overwritten
-            parameter.grad = torch.zeros_like(parameter)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        dcp.load(self._state(), checkpoint_id=str(folder / "shards"))
+    def set_loss_scale(self, scale: Mapping[str, float]) -> None:
         if self._scaler is not None:
-            self._scaler.load_state_dict(torch.load(folder / "scaler.pt", weights_only=True))
-
-    def _state(self) -> dict[str, Tensor]:
-        """Every tensor of this rank under a name of its own: plain tensors of one name would count as replicas."""
-        prefix = f"rank{self.rank}"
-        state = {f"{prefix}.model.{name}": tensor for name, tensor in self.model.state_dict().items()}
-        for name, parameter in self.model.named_parameters():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                state[f"{prefix}.optimizer.{name}.{key}"] = value
-        return state
+            self._scaler.load_state_dict({**scale, "_growth_tracker": int(scale["_growth_tracker"])})
 
     @staticmethod
     def _join(config: RunConfig) -> torch.device:

@@ -1,0 +1,78 @@
+"""Size and SHA-256 of every file of a checkpoint: what it was when it was written, compared before it is read.
+
+``manifest.json`` is written last. It tells damage, not malice: who can change a file can change the manifest as well.
+A rank hashes what it writes and, later, what it reads, about 1.8 GB a second on a core with SHA instructions and a
+quarter of that without.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from vit_examples.plain_files import read_values, write_values
+
+MANIFEST = "manifest.json"
+_CHUNK_BYTES = 1 << 20
+
+
+def sealed(path: Path) -> dict[str, Any]:
+    """Size and hash of a file that has just been written, which is on the disk from now on.
+
+    Raises:
+        OSError: naming the file, if it cannot be brought there.
+    """
+    try:
+        with path.open("rb+") as stream:
+            os.fsync(stream.fileno())
+    except OSError as error:
+        raise OSError(f"{path}: {error.strerror}") from error
+    return _described(path)
+
+
+def write_manifest(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write what :func:`sealed` told of all files of ``folder``, by name.
+
+    Raises:
+        OSError: naming the file, if it cannot be written.
+    """
+    write_values(folder / MANIFEST, {"files": files})
+    sealed(folder / MANIFEST)
+
+
+def require_intact(folder: Path, names: Iterable[str]) -> None:
+    """Check files of ``folder`` against its manifest.
+
+    Raises:
+        ValueError: naming the first file that is missing or is not as it was written.
+    """
+    path = folder / MANIFEST
+    if not path.exists():
+        raise ValueError(
+            f"{path}: missing: the checkpoint is of an earlier version, which cannot be loaded, or no whole one"
+        )
+    files = read_values(path).get("files")
+    if not isinstance(files, dict):
+        raise ValueError(f"{path}: damaged: it lists no files")
+    for name in names:
+        if name not in files:
+            raise ValueError(f"{folder / name}: not in {MANIFEST}: no file of this checkpoint")
+        try:
+            found = _described(folder / name)
+        except OSError as error:
+            raise ValueError(f"{folder / name}: cannot be read: {error.strerror}") from error
+        if found != files[name]:
+            raise ValueError(f"{folder / name}: damaged: {found}, but {files[name]} was written")
+
+
+def _described(path: Path) -> dict[str, Any]:
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK_BYTES))
+    size = 0
+    with path.open("rb", buffering=0) as stream:
+        while read := stream.readinto(buffer):
+            digest.update(buffer[:read])
+            size += read
+    return {"bytes": size, "sha256": digest.hexdigest()}
