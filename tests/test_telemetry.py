@@ -3,8 +3,11 @@
 import dataclasses
 import json
 import math
+import os
+import time
 
 import pytest
+from full_disk import files_of_at_most
 from virtual_training import Run
 
 from zeroresize.config_keys import MODES
@@ -84,22 +87,47 @@ def test_records_can_be_read_while_the_file_is_open(tmp_path):
         assert len(read_json_lines(tmp_path / "balance.jsonl")) == number + 1
 
 
-def test_a_disk_that_is_full_ends_no_training(tmp_path, monkeypatch, caplog):
-    telemetry = JsonLinesTelemetry(tmp_path / "balance.jsonl")
-    one, two, three = records_of_steps(10, 20, 30)
-
-    def full(values):
-        raise OSError("No space left on device")
-
+@pytest.mark.parametrize("part_that_fits", [0, 40])
+def test_a_disk_that_is_full_ends_no_training_and_leaves_whole_lines(tmp_path, caplog, part_that_fits):
+    path = tmp_path / "balance.jsonl"
+    telemetry = JsonLinesTelemetry(path)
+    one, two, three, four = records_of_steps(10, 20, 30, 40)
     telemetry(one)
-    with monkeypatch.context() as patch:
-        patch.setattr(telemetry._lines, "write", full)
+    with files_of_at_most(path.stat().st_size + part_that_fits):
         telemetry(two)
-        telemetry(two)
-    telemetry(three)
-    assert steps_in(tmp_path / "balance.jsonl") == [10, 30]
-    assert [message for message in caplog.messages if "from step 20 on: No space left" in message] == caplog.messages
+        assert steps_in(path) == [10] and path.read_text().endswith("}\n")
+        telemetry(three)
+    telemetry(four)
+    telemetry.close()
+    assert steps_in(path) == [10, 40]
+    (line,) = caplog.messages
+    assert line.startswith(f"telemetry in {path} is incomplete from step 20 on: ")
+
+
+def test_a_file_that_fails_as_it_is_closed_ends_no_training(tmp_path, caplog):
+    """As on a network file system."""
+    telemetry = JsonLinesTelemetry(tmp_path / "balance.jsonl")
+    os.close(telemetry._lines._file.fileno())
+    telemetry.close()
     assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize("line", ['{"epoch": 1}', '{"step": "10"}', '{"step": null}'])
+def test_a_line_without_a_step_is_named(tmp_path, line):
+    path = tmp_path / "balance.jsonl"
+    path.write_text(f'{{"step": 10}}\n{line}\n')
+    with pytest.raises(ValueError, match=r"balance\.jsonl, line 2: expected a number 'step': delete the line, or move"):
+        JsonLinesTelemetry(path, from_step=20)
+    assert path.read_text().endswith(f"{line}\n"), "nothing was lost"
+    JsonLinesTelemetry(path)  # which keeps all
+
+
+@pytest.mark.parametrize("damage", ["[" * 100_000 + "\n", "\x00\xff\n", "[1]\n", "5\n"])
+def test_whatever_a_file_holds_is_named(tmp_path, damage):
+    path = tmp_path / "balance.jsonl"
+    path.write_text(damage, encoding="latin-1")
+    with pytest.raises(ValueError, match=r"balance\.jsonl, line 1: expected a JSON object"):
+        read_json_lines(path)
 
 
 def test_a_damaged_file_is_named_with_its_line(tmp_path):
@@ -205,6 +233,36 @@ def test_tensorboard_shows_numbers_and_layers_by_step(tmp_path):
     assert scalars["balance/ratio"] == {20: 0.5, 30: 0.25}
     assert scalars["balance/busy_s"] == {30: 0.25}, "no point where nothing was measured"
     assert scalars["balance_layers/down"] == {20: 0.375, 30: 0.375}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the package's own thread
+def test_events_that_cannot_be_written_end_no_training(tmp_path, caplog):
+    """Neither does closing hang, though the thread that writes has died."""
+    pytest.importorskip("tensorboard")
+    board = TensorBoardTelemetry(tmp_path)
+    (file,) = tmp_path.iterdir()
+    board(record(step=10))
+    board._board._writer.flush()
+    with files_of_at_most(file.stat().st_size):
+        deadline = time.monotonic() + 30
+        while not caplog.messages and time.monotonic() < deadline:  # the thread writes when it likes
+            board(record(step=20))
+    board(record(step=200))
+    board.close()
+    (line,) = caplog.messages
+    assert line.startswith(f"TensorBoard's {tmp_path} is incomplete from step 20 on: ")
+    assert list(scalars_in(tmp_path)["balance/ratio"]) == [10]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_events_that_fail_at_the_very_end_end_no_training(tmp_path, caplog):
+    pytest.importorskip("tensorboard")
+    board = TensorBoardTelemetry(tmp_path)
+    (file,) = tmp_path.iterdir()
+    with files_of_at_most(file.stat().st_size):
+        board(record(step=10, layer_shares={}))
+        board.close()
+    assert len(caplog.messages) == 1
 
 
 def test_tensorboard_hides_what_an_interrupted_run_showed_of_later_steps(tmp_path):

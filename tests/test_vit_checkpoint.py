@@ -6,14 +6,13 @@ import importlib
 import json
 import os
 import pickle
-import resource
 import shutil
 from collections.abc import Callable
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from full_disk import files_of_at_most
 
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
@@ -314,17 +313,6 @@ def test_folders_that_are_no_checkpoints_are_left_alone(tmp_path: Path) -> None:
 
 
 # ---- a disk that is full --------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def files_of_at_most(num_bytes: int):
-    """As on a full disk, this process can write no more than so much of any file."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.mark.parametrize("full_ranks", [(0,), (1,), (0, 1)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
 import shutil
@@ -10,19 +11,24 @@ import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy
 import pytest
 import torch
 from fake_time import FakeTime
+from full_disk import files_of_at_most
 from rich.console import Console
 
 pytest.importorskip("tensorboard")
 
 from vit_examples import code_commit, host, recorder
+from vit_examples.balance_log import BalanceLog
 from vit_examples.code_commit import commit_of_code
 from vit_examples.config import OutputConfig, RunConfig
 from vit_examples.display import Display
 from vit_examples.recorder import Recorder, timing
+from zeroresize.json_lines import read_json_lines
 
 MANY = [0.5, 0.25, *[0.0] * 6]
 
@@ -157,6 +163,70 @@ def test_the_clock_of_a_resumed_run_has_the_iterations_before_it_and_laps_of_its
     assert len(clock.seconds) == 1
     assert clock.by_process == [[8.0, 8.0], [9.0], clock.seconds]
     assert clock.lap() < 1.0
+
+
+# ---- a disk that is full, files of others ---------------------------------------------------------------------------
+
+
+def recorder_in(folder: Path, from_epoch: int = 0) -> Recorder:
+    config = RunConfig(output=OutputConfig(folder=str(folder)))
+    return Recorder(config, from_epoch=from_epoch, from_step=4 * from_epoch, total_steps=8)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread
+def test_numbers_that_cannot_be_written_end_no_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    written = recorder_in(tmp_path)
+    with files_of_at_most(0):
+        deadline, steps = time.monotonic() + 30, itertools.count()
+        while len(caplog.messages) < 2 and time.monotonic() < deadline:  # TensorBoard writes when it likes
+            written.step(epoch=0, step=next(steps), loss=torch.tensor(1.0), lr=0.1, step_s=1.0, balance={})
+        written.epoch(epoch=0, step=2, numbers={"loss": 1.0}, ratios=[])
+    written.epoch(epoch=1, step=3, numbers={"loss": 1.0}, ratios=[])
+    written.close({"steps": 3})
+    assert [line["step"] for line in read_json_lines(tmp_path / "metrics.jsonl")] == [3]
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 3
+    assert len(caplog.messages) == 2
+    assert f"{tmp_path}/metrics.jsonl is incomplete from step 0 on: " in caplog.text
+    assert f"TensorBoard's {tmp_path}/tensorboard is incomplete from step " in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_summary_that_cannot_be_written_is_an_error_that_names_it(tmp_path: Path) -> None:
+    written = recorder_in(tmp_path)
+    with files_of_at_most(0), pytest.raises(OSError, match=f"{tmp_path}/summary.json: cannot be written: "):
+        written.close({"steps": 3})
+    assert not list(tmp_path.glob("*summary.json"))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_columns_that_cannot_be_written_stay_as_they_were(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log = BalanceLog(tmp_path, 0, from_step=0)
+    balancer: Any = SimpleNamespace(pruned_steps=lambda: {"up": numpy.arange(100)})
+    log.epoch(balancer)
+    balancer.pruned_steps = lambda: {"up": numpy.arange(100) ** 2}
+    with files_of_at_most(100):
+        log.epoch(balancer)
+        log.epoch(balancer)
+    assert numpy.load(tmp_path / "columns-rank0.npz")["up"].tolist() == list(range(100))
+    assert len(caplog.messages) == 1 and not list(tmp_path.glob("unfinished*"))
+    log.epoch(balancer)
+    assert numpy.load(tmp_path / "columns-rank0.npz")["up"][-1] == 99**2
+    log.close()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "tensorboard", "config.json"])
+def test_an_output_that_cannot_be_made_is_told_at_the_start(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch() if name == "tensorboard" else (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match=f"output.folder={tmp_path}: cannot be written to: .*{name}"):
+        recorder_in(tmp_path)
+
+
+def test_a_line_without_an_epoch_is_named_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"epoch": 0}\n{"step": 5}\n')
+    with pytest.raises(
+        ValueError, match=r"metrics\.jsonl, line 2: expected a number 'epoch': delete the line, or move"
+    ):
+        recorder_in(tmp_path, from_epoch=1)
 
 
 def git(folder: Path, *arguments: str) -> str:

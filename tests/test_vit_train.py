@@ -7,9 +7,12 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 
@@ -65,9 +68,24 @@ def micro_arguments(pictures: Path, output: Path, *overrides: str) -> list[str]:
 
 
 def torchrun(*program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(**command_of(*program), capture_output=True, text=True, timeout=240, check=False)
+
+
+@contextmanager
+def torchrun_started(*program: str, stdout: TextIO) -> Iterator[subprocess.Popen[str]]:
+    """While such a block lasts."""
+    process = subprocess.Popen(**command_of(*program), stdout=stdout, stderr=subprocess.STDOUT, text=True)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def command_of(*program: str) -> dict[str, Any]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *program]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    return {"args": command, "env": environment}
 
 
 def train(*arguments: str) -> str:
@@ -172,6 +190,47 @@ def died_in_second_epoch(folder: Path, arguments: list[str]) -> str:
     assert "RuntimeError: rank 1 has had enough" in died.stderr
     assert newest_checkpoint(folder / "run" / "checkpoints").name == "epoch-0001"
     return died.stderr
+
+
+#: Stops in its sixth step until a file is there.
+WAITING_RUN = """
+import sys, time
+from pathlib import Path
+from vit_examples import train
+
+backward, calls = train.backward, []
+
+def waiting_backward(*arguments):
+    calls.append(1)
+    while len(calls) == 6 and not Path(sys.argv[0]).with_name("go").exists():
+        time.sleep(0.05)
+    return backward(*arguments)
+
+train.backward = waiting_backward
+train.main()
+"""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("resume", [True, False], ids=["resumed", "fresh"])
+def test_a_second_start_beside_a_running_one_is_refused_and_that_goes_on(
+    pictures: Path, finished_runs: dict[str, Path], tmp_path: Path, resume: bool
+) -> None:
+    script, output = tmp_path / "waiting.py", tmp_path / "run"
+    script.write_text(WAITING_RUN)
+    arguments = micro_arguments(pictures, output, "host=torch")
+    expected = losses_of(finished_run("torch", pictures, finished_runs))
+    with (tmp_path / "log").open("w") as log, torchrun_started(str(script), *arguments, stdout=log) as running:
+        deadline = time.monotonic() + 100
+        while newest_checkpoint(output / "checkpoints") is None and time.monotonic() < deadline:
+            assert running.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.1)
+        second = torchrun("-m", "vit_examples.train", *arguments, *(["--resume"] if resume else []))
+        (tmp_path / "go").touch()
+        assert running.wait(100) == 0, (tmp_path / "log").read_text()
+    assert second.returncode != 0
+    assert f"error (rank 0): output.folder={output}: another run is writing there" in second.stderr
+    assert losses_of(output) == expected
 
 
 UNDISTURBED = ("host=torch", "straggler={}", "training.accumulation=2")

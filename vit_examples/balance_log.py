@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 import numpy as np
 
 import zeroresize as zr
+from vit_examples.run_folder import writable
+from zeroresize.best_effort import BestEffort
 
 
 class BalanceLog:
@@ -20,24 +23,39 @@ class BalanceLog:
 
     Args:
         from_step: records of later optimizer steps, left by an interrupted run, are dropped; 0 starts anew.
+
+    Raises:
+        ValueError: naming the file, if it cannot be made, or what is there is damaged.
     """
 
     def __init__(self, folder: Path, rank: int, *, from_step: int) -> None:
         self._columns_file = folder / f"columns-rank{rank}.npz"
-        self._writers = (
-            zr.JsonLinesTelemetry(folder / f"balance-rank{rank}.jsonl", from_step=from_step),
-            zr.TensorBoardTelemetry(folder / "tensorboard" / f"rank{rank}", from_step=from_step),
-        )
+        self._columns = BestEffort(f"{self._columns_file}")
+        with writable(folder):
+            self._writers = (
+                zr.JsonLinesTelemetry(folder / f"balance-rank{rank}.jsonl", from_step=from_step),
+                zr.TensorBoardTelemetry(folder / "tensorboard" / f"rank{rank}", from_step=from_step),
+            )
 
     def __call__(self, record: zr.UpdateRecord) -> None:
         for writer in self._writers:
             writer(record)
 
     def epoch(self, balancer: zr.Balancer) -> None:
-        """Write in how many steps each column was pruned so far: one array a layer."""
+        """Write in how many steps each column was pruned so far: one array a layer.
+
+        What cannot be written stays as it was, with one warning; training goes on.
+        """
+        content = io.BytesIO()
+        np.savez_compressed(content, **balancer.pruned_steps())
         unfinished = self._columns_file.with_name(f"unfinished-{self._columns_file.name}")
-        np.savez_compressed(unfinished, **balancer.pruned_steps())
-        unfinished.replace(self._columns_file)
+        with self._columns.writing("this epoch"):
+            try:
+                unfinished.write_bytes(content.getvalue())
+                unfinished.replace(self._columns_file)
+            except OSError:
+                unfinished.unlink(missing_ok=True)
+                raise
 
     def close(self) -> None:
         for writer in self._writers:

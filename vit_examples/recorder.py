@@ -9,6 +9,7 @@ import platform
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from torch import Tensor
 from vit_examples.code_commit import commit_of_code
 from vit_examples.config import RunConfig
 from vit_examples.config_file import config_to_dict
+from vit_examples.run_folder import writable
+from zeroresize.best_effort import BestEffort
+from zeroresize.event_board import EventBoard
 from zeroresize.json_lines import JsonLines, without_nan
 
 MOST_RANKS_SHOWN = 16
@@ -74,6 +78,8 @@ class StepClock:
 class Recorder:
     """Writes a run's numbers; one line of JSON for each logged step (``kind`` step) and each epoch (``kind`` epoch).
 
+    What cannot be written while training runs is lost, with one warning a file.
+
     The ``balance/`` numbers of a step are rank 0's own, so that logging costs no exchange; ``balance-rank<r>.jsonl``
     has every rank's. An epoch has γ of all ranks.
 
@@ -85,26 +91,30 @@ class Recorder:
 
     Attributes:
         commits: with that of the code that trains now.
+
+    Raises:
+        ValueError: naming the file, if it cannot be made, or what is there is damaged.
     """
 
     def __init__(
         self, config: RunConfig, *, from_epoch: int, from_step: int, total_steps: int, commits: Sequence[str] = ()
     ) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
         self._config = config
         self._folder = Path(config.output.folder)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._lines = JsonLines(self._folder / "metrics.jsonl", lambda line: line["epoch"] < from_epoch)
-        self._board = SummaryWriter(str(self._folder / "tensorboard"), purge_step=from_step)
         self.commits = list(dict.fromkeys([*commits, commit_of_code()]))  # now: by the end the files may be others
         described = {**config_to_dict(config), "total_steps": total_steps}
-        (self._folder / "config.json").write_text(json.dumps(described, indent=1), encoding="utf-8")
+        metrics = self._folder / "metrics.jsonl"
+        self._metrics = BestEffort(str(metrics))
+        with writable(self._folder):
+            self._lines = JsonLines(metrics, ("epoch", from_epoch - 1))
+            self._board = EventBoard(self._folder / "tensorboard", from_step=from_step)
+            (self._folder / "config.json").write_text(json.dumps(described, indent=1), encoding="utf-8")
 
     def step(self, *, epoch: int, step: int, loss: Tensor, lr: float, step_s: float, balance: dict[str, float]) -> None:
         """One logged step; ``step_s`` is the mean of the steps since the last logged one, in seconds."""
         numbers = {"loss": loss.item(), "lr": lr, "step_s": step_s, **balance}
-        self._lines.write({"kind": "step", "epoch": epoch, "step": step, **numbers})
+        with self._metrics.writing(f"step {step}"):
+            self._lines.write({"kind": "step", "epoch": epoch, "step": step, **numbers})
         self._show(numbers, "train/", step)
 
     def epoch(self, *, epoch: int, step: int, numbers: dict[str, float], ratios: list[list[float]]) -> None:
@@ -114,23 +124,34 @@ class Recorder:
         """
         by_rank = list(zip(*ratios, strict=True))[:MOST_RANKS_SHOWN]
         numbers = numbers | {f"ratio_rank{rank}": statistics.mean(own) for rank, own in enumerate(by_rank)}
-        self._lines.write({"kind": "epoch", "epoch": epoch, "step": step, **numbers, "ratios": ratios})
+        with self._metrics.writing(f"step {step}"):
+            self._lines.write({"kind": "epoch", "epoch": epoch, "step": step, **numbers, "ratios": ratios})
         self._show(numbers, "epoch/", step)
 
     def close(self, summary: dict[str, Any]) -> None:
-        """Write ``summary.json``, whole or not at all, with commits, versions and configuration added."""
+        """Write ``summary.json``, whole or not at all, with commits, versions and configuration added.
+
+        Raises:
+            OSError: naming the file, if it cannot be written: what a run has found is no telemetry.
+        """
+        self._board.close()
+        with self._metrics.writing("its end"):
+            self._lines.close()
         commit = " ".join(self.commits)
         summary = {**summary, "commit": commit, "versions": _versions(), "config": config_to_dict(self._config)}
-        unfinished = self._folder / "unfinished-summary.json"
-        unfinished.write_text(json.dumps(without_nan(summary), indent=1), encoding="utf-8")
-        unfinished.replace(self._folder / "summary.json")
-        self._lines.close()
-        self._board.close()
+        unfinished, finished = self._folder / "unfinished-summary.json", self._folder / "summary.json"
+        try:
+            unfinished.write_text(json.dumps(without_nan(summary), indent=1), encoding="utf-8")
+            unfinished.replace(finished)
+        except OSError as error:
+            with suppress(OSError):
+                unfinished.unlink(missing_ok=True)
+            raise OSError(f"{finished}: cannot be written: {error.strerror}") from error
 
     def _show(self, numbers: dict[str, float], prefix: str, step: int) -> None:
         for name, value in numbers.items():
             if not math.isnan(value):
-                self._board.add_scalar(name if "/" in name else prefix + name, value, step)
+                self._board.add(name if "/" in name else prefix + name, value, step)
 
 
 def timing(

@@ -1,21 +1,58 @@
-"""Whether a run may write into its output folder, and what it continues from there."""
+"""Whether a run may write into its output folder, alone, and what it continues from there."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from vit_examples.checkpoint import layout_of, newest_checkpoint, require_layout
 from vit_examples.config import RunConfig
 from vit_examples.config_file import config_to_dict
+from vit_examples.file_lock import locked
+from vit_examples.plain_files import read_values
 
 
 def checkpoint_folder(config: RunConfig) -> Path:
     """Where a run keeps its checkpoints."""
     return Path(config.output.folder) / "checkpoints"
+
+
+@contextmanager
+def claimed(config: RunConfig) -> Iterator[None]:
+    """The output folder is made, can be written to, and is this run's alone within such a block, on rank 0.
+
+    Raises:
+        ValueError: naming the folder, if it is no such folder, or another run has it.
+    """
+    if int(os.environ.get("RANK", "0")):
+        yield
+        return
+    folder = Path(config.output.folder)
+    with writable(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        if config.output.save_every:
+            checkpoint_folder(config).mkdir(exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    with locked(folder / "run.lock", f"output.folder={folder}: another run is writing there"):
+        yield
+
+
+@contextmanager
+def writable(folder: Path) -> Iterator[None]:
+    """Errors of writing to ``folder`` within such a block are a user's, to be told before training.
+
+    Raises:
+        ValueError: naming the folder and the file.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"output.folder={folder}: cannot be written to: {error}") from error
 
 
 def checkpoint_to_resume(config: RunConfig, *, resume: bool) -> Path | None:
@@ -43,8 +80,8 @@ def checkpoint_to_resume(config: RunConfig, *, resume: bool) -> Path | None:
 def changed_settings(config: RunConfig) -> list[str]:
     """How ``config`` differs from the ``config.json`` of its output folder, apart from where its output goes."""
     try:
-        saved = _flat(json.loads((Path(config.output.folder) / "config.json").read_text(encoding="utf-8")))
-    except (OSError, json.JSONDecodeError):  # not written yet, or cut off by a crash
+        saved = _flat(read_values(Path(config.output.folder) / "config.json"))
+    except ValueError:  # not written yet, or cut off by a crash
         return []
     return [
         f"{key} {json.dumps(saved[key])} → {json.dumps(value)}"

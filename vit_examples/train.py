@@ -16,6 +16,7 @@ import signal
 import statistics
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -45,13 +46,18 @@ from vit_examples.interruption import ended_by_interrupt, how_to_go_on
 from vit_examples.mistakes import refuse
 from vit_examples.model import classification_loss, num_correct
 from vit_examples.recorder import Recorder, StepClock, timing
-from vit_examples.run_folder import checkpoint_folder, checkpoint_to_resume, timed_settings
+from vit_examples.run_folder import checkpoint_folder, checkpoint_to_resume, claimed, timed_settings
 from vit_examples.straggling import stragglers
 
 
 @dataclass
 class Run:
-    """Everything of one run on one rank; ``trace`` holds this rank's γ at each logged step of the epoch."""
+    """Everything of one run on one rank.
+
+    Attributes:
+        trace: this rank's γ at each logged step of the epoch.
+        held: what keeps other runs out of the output folder; close it when all is written.
+    """
 
     config: RunConfig
     host: Host
@@ -63,6 +69,7 @@ class Run:
     balance_log: BalanceLog
     recorder: Recorder | None = None
     trace: list[float] = field(default_factory=list)
+    held: ExitStack = field(default_factory=ExitStack)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -84,6 +91,14 @@ def prepare(config: RunConfig, *, resume: bool) -> Run:
         ValueError: for anything a user can mend, naming it.
     """
     require_torchrun()
+    with ExitStack() as held:
+        held.enter_context(claimed(config))
+        run = _prepare(config, resume=resume)
+        run.held = held.pop_all()
+    return run
+
+
+def _prepare(config: RunConfig, *, resume: bool) -> Run:
     train, test = load_splits(config.data, config.model)
     num_batches(train, config.training.batch_size)
     checkpoint = checkpoint_to_resume(config, resume=resume)
@@ -281,6 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         elif run.host.rank == 0:
             print(f"nothing to do: the checkpoint has {run.progress.epochs} epochs, training.epochs asks for no more")
         run.host.close()
+        run.held.close()
 
 
 if __name__ == "__main__":

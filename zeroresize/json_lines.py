@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +15,44 @@ class JsonLines:
 
     Args:
         path: the file; its folder is made.
-        keep: which of the lines that are there stay, told by their contents; None keeps all. The old file is whole
-            until the new one is.
+        until: the key of a number that every line has, and the largest one of the lines that are there to stay; None
+            keeps all. The old file is whole until the new one is.
+
+    Raises:
+        ValueError: naming the file and the line that is no JSON object or has no such number.
+        OSError: if the file cannot be made.
     """
 
-    def __init__(self, path: str | Path, keep: Callable[[dict[str, Any]], bool] | None = None) -> None:
+    def __init__(self, path: str | Path, until: tuple[str, int] | None = None) -> None:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = [line for line, values in _read(path) if keep is None or keep(values)]
+        lines = [line for line, number, values in _read(path) if _stays(path, number, values, until)]
         kept = path.with_name(f"{path.name}.tmp")
-        kept.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        kept.replace(path)
-        self._file = path.open("a", encoding="utf-8")
+        try:
+            kept.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            kept.replace(path)
+        except OSError:
+            kept.unlink(missing_ok=True)
+            raise
+        self._file = path.open("ab", buffering=0)
+        self._num_bytes = self._file.tell()
 
     def write(self, values: Mapping[str, Any]) -> None:
-        """Append one object; NaN and infinity become null."""
-        self._file.write(json.dumps(without_nan(values)) + "\n")
-        self._file.flush()
+        """Append one object; NaN and infinity become null.
+
+        Raises:
+            OSError: if it cannot be written; then nothing of it is left in the file.
+        """
+        line = memoryview(json.dumps(without_nan(values)).encode() + b"\n")
+        try:
+            written = 0
+            while written < len(line):  # of a full disk the first part of a line may still be taken
+                written += self._file.write(line[written:])
+        except OSError:
+            with suppress(OSError):
+                self._file.truncate(self._num_bytes)
+            raise
+        self._num_bytes += len(line)
 
     def close(self) -> None:
         self._file.close()
@@ -42,7 +64,7 @@ def read_json_lines(path: str | Path) -> list[dict[str, Any]]:
     Raises:
         ValueError: naming the file and the line that is no JSON object.
     """
-    return [values for _, values in _read(Path(path))]
+    return [values for *_, values in _read(Path(path))]
 
 
 def without_nan(value: Any) -> Any:
@@ -54,18 +76,28 @@ def without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _read(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Every complete line, with what it says."""
+def _read(path: Path) -> list[tuple[str, int, dict[str, Any]]]:
+    """Every complete line, its number from 1, and what it says."""
     if not path.exists():
         return []
     text = path.read_text(encoding="utf-8", errors="replace")
     lines = []
-    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
+    for number, line in enumerate(text[: text.rfind("\n") + 1].split("\n")[:-1], 1):
         try:
             values = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"{path}, line {number}: expected a JSON object: {error}") from error
         if not isinstance(values, dict):
             raise ValueError(f"{path}, line {number}: expected a JSON object, found {line[:40]!r}")
-        lines.append((line, values))
+        lines.append((line, number, values))
     return lines
+
+
+def _stays(path: Path, number: int, values: Mapping[str, Any], until: tuple[str, int] | None) -> bool:
+    if until is None:
+        return True
+    key, most = until
+    found = values.get(key)
+    if not isinstance(found, int):
+        raise ValueError(f"{path}, line {number}: expected a number {key!r}: delete the line, or move the file away")
+    return found <= most

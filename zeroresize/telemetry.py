@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zeroresize.best_effort import BestEffort
+from zeroresize.event_board import EventBoard
 from zeroresize.json_lines import JsonLines, without_nan
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -60,48 +58,34 @@ class UpdateRecord:
         return without_nan(dataclasses.asdict(self))
 
 
-class Telemetry(ABC):
-    """Writes records down. What cannot be written is lost, with one warning: training goes on."""
-
-    def __init__(self) -> None:
-        self._has_failed = False
-
-    def __call__(self, record: UpdateRecord) -> None:
-        try:
-            self._write(record)
-        except OSError as error:
-            if not self._has_failed:
-                logger.warning("telemetry is incomplete from step %d on: %s", record.step, error)
-            self._has_failed = True
-
-    @abstractmethod
-    def _write(self, record: UpdateRecord) -> None: ...
-
-    @abstractmethod
-    def close(self) -> None:
-        """All is written."""
-
-
-class JsonLinesTelemetry(Telemetry):
+class JsonLinesTelemetry:
     """Appends every record to a file, one JSON object a line; each rank needs a file of its own.
 
     Pass it as ``Balancer(..., on_update=JsonLinesTelemetry(path))``. A line is complete once written, so the file can
-    be read while training runs and after it was killed.
+    be read while training runs and after it was killed. What cannot be written is lost, with one warning: training goes
+    on.
 
     Args:
         path: the file; its folder is made.
         from_step: lines of later steps, left by an interrupted run, are dropped first; 0 starts anew, None keeps all.
+
+    Raises:
+        ValueError: naming the file and the line, if what is there are no records.
+        OSError: if the file cannot be made.
     """
 
     def __init__(self, path: str | Path, *, from_step: int | None = None) -> None:
-        super().__init__()
-        self._lines = JsonLines(path, None if from_step is None else lambda line: line["step"] <= from_step)
+        self._lines = JsonLines(path, None if from_step is None else ("step", from_step))
+        self._best_effort = BestEffort(f"telemetry in {path}")
 
-    def _write(self, record: UpdateRecord) -> None:
-        self._lines.write(record.to_dict())
+    def __call__(self, record: UpdateRecord) -> None:
+        with self._best_effort.writing(f"step {record.step}"):
+            self._lines.write(record.to_dict())
 
     def close(self) -> None:
-        self._lines.close()
+        """All is written that can be."""
+        with self._best_effort.writing("its end"):
+            self._lines.close()
 
 
 _SCALARS = (
@@ -116,10 +100,11 @@ _SCALARS = (
 )
 
 
-class TensorBoardTelemetry(Telemetry):
+class TensorBoardTelemetry:
     """Shows records in TensorBoard, numbers under ``balance/``, layers' shares under ``balance_layers/``.
 
-    Needs the package ``tensorboard``; each rank needs a folder of its own.
+    Needs the package ``tensorboard``; each rank needs a folder of its own. Once something cannot be written, that and
+    all that follows is lost, with one warning: training goes on.
 
     Args:
         folder: where the events go.
@@ -127,18 +112,16 @@ class TensorBoardTelemetry(Telemetry):
     """
 
     def __init__(self, folder: str | Path, *, from_step: int | None = None) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+        self._board = EventBoard(folder, from_step=from_step + 1 if from_step is not None else None)
 
-        super().__init__()
-        self._board = SummaryWriter(str(folder), purge_step=from_step + 1 if from_step is not None else None)
-
-    def _write(self, record: UpdateRecord) -> None:
+    def __call__(self, record: UpdateRecord) -> None:
         for name in _SCALARS:
             value = getattr(record, name)
             if not math.isnan(value):
-                self._board.add_scalar(f"balance/{name}", value, record.step)
+                self._board.add(f"balance/{name}", value, record.step)
         for layer, share in record.layer_shares.items():
-            self._board.add_scalar(f"balance_layers/{layer}", share, record.step)
+            self._board.add(f"balance_layers/{layer}", share, record.step)
 
     def close(self) -> None:
+        """All is written that can be."""
         self._board.close()
