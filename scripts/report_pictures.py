@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 
 import matplotlib
 
 matplotlib.use("Agg")
 import numpy as np
 from matplotlib import pyplot
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
+from scripts.report_gain import Gain, gain_of
 from scripts.report_run import RunFolder
 
 #: Legends, rows and numbers for every rank, or every loan, are readable up to so many.
 MOST_RANKS = 16
+#: A rank's own products, and SHARES.
 WORK_LABELS = ("its own, computed here", "lent to others", "dropped", "borrowed from others")
 WORK_COLORS = ("#4c72b0", "#dd8452", "#dddddd", "#55a868")
+SHARES = ("lent_share", "pruned_share", "borrowed_share")
 
 
 def _in_ms(series: tuple[Sequence[int], Sequence[float]]) -> tuple[Sequence[int], np.ndarray]:
@@ -24,16 +30,26 @@ def _in_ms(series: tuple[Sequence[int], Sequence[float]]) -> tuple[Sequence[int]
     return steps, 1e3 * np.array(seconds)
 
 
+def _over_steps(axes: Axes) -> None:
+    """The x-axis is of optimizer steps."""
+    axes.set_xlabel("optimizer step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
 def times_picture(run: RunFolder) -> Figure:
-    """Step time beside what it would be without balancing, each rank's busy time, and its γ."""
+    """Step time, and of those steps without balancing that tell what it brought; each rank's busy time, and its γ."""
     figure, (wall, busy, ratio) = pyplot.subplots(3, 1, sharex=True, figsize=(9, 8), layout="constrained")
     # Times are of the steps before a line or record, a plan is of those after it.
-    steps, step_ms = _in_ms(run.step_times())
-    wall.stairs(step_ms, [0, *steps], baseline=None, color="black", label="measured")
-    wall.plot(*_in_ms(run.slowest_at_full_work()), "--", color="firebrick", drawstyle="steps-pre",
-              label="slowest rank at full work, without collectives: a step takes longer unbalanced")  # fmt: skip
-    wall.plot(*_in_ms(run.series(next(iter(run.records)), "predicted_step_s")), ":", color="steelblue",
-              drawstyle="steps-post", label="predicted")  # fmt: skip
+    ends, step_ms = _in_ms(([end for end, _ in run.logged], [seconds for _, seconds in run.logged]))
+    if len(ends):
+        wall.stairs(step_ms, [0, *ends], baseline=None, color="black", label="measured")
+    gain = gain_of(run)
+    if isinstance(gain, Gain):
+        points = [((one.begin + one.end) / 2, 1e3 * one.seconds) for one in gain.unbalanced if one.seconds is not None]
+        wall.plot(*zip(*points, strict=True), "o", color="firebrick", markersize=4, label="without balancing")
+    predicted = run.series(next(iter(run.records)), "predicted_step_s")
+    if np.isfinite(predicted[1]).any():
+        wall.plot(*_in_ms(predicted), ":", color="steelblue", drawstyle="steps-post", label="predicted")
     wall.set_ylabel("step time, ms")
     for rank in run.records:
         busy.plot(*_in_ms(run.series(rank, "busy_s")), label=f"rank {rank}", drawstyle="steps-pre")
@@ -41,14 +57,16 @@ def times_picture(run: RunFolder) -> Figure:
     busy.set_ylabel("busy time at\nfull work, ms")
     ratio.set_ylabel("γ, pruned and lent")
     ratio.set_ylim(-0.02, 1.02)
-    ratio.set_xlabel("optimizer step")
-    for axes in (wall, busy):
-        axes.set_ylim(bottom=0)
+    _over_steps(ratio)
+    settled_ms = step_ms[1:][np.isfinite(step_ms[1:])]  # the first steps warm up
+    wall.set_ylim(0, 1.15 * settled_ms.max() if len(settled_ms) else None)
+    busy.set_ylim(bottom=0)
     for axes in (wall, busy, ratio):
         axes.grid(alpha=0.3)
-    wall.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, fontsize="small")
-    if len(run.records) <= MOST_RANKS:
-        busy.legend(loc="upper left", ncols=4, fontsize="small")
+    if wall.get_legend_handles_labels()[0]:
+        wall.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, fontsize="small")
+    if 1 < len(run.records) <= MOST_RANKS:
+        busy.legend(loc="lower left", ncols=4, fontsize="small")
     return figure
 
 
@@ -58,17 +76,21 @@ def work_picture(run: RunFolder) -> Figure:
     size = (9, 0.8 + 1.3 * len(ranks))
     figure, rows = pyplot.subplots(len(ranks), 1, sharex=True, sharey=True, squeeze=False, figsize=size,
                                    layout="constrained")  # fmt: skip
+    shares = {rank: [np.array(run.series(rank, name)[1]) for name in SHARES] for rank in ranks}
+    is_there = [True, *(any(own[at].any() for own in shares.values()) for at in range(len(SHARES)))]
+    colors, labels = (list(compress(all_of_them, is_there)) for all_of_them in (WORK_COLORS, WORK_LABELS))
     for axes, rank in zip(rows[:, 0], ranks, strict=True):
-        steps, pruned = run.series(rank, "pruned_share")
-        lent, borrowed = (run.series(rank, name)[1] for name in ("lent_share", "borrowed_share"))
-        own = [1 - one - other for one, other in zip(pruned, lent, strict=True)]
-        axes.stackplot(steps, own, lent, pruned, borrowed, step="post", colors=WORK_COLORS, labels=WORK_LABELS)
+        steps, _ = run.series(rank, "ratio")
+        lent, pruned, _ = shares[rank]
+        areas = compress([1 - lent - pruned, *shares[rank]], is_there)
+        axes.stackplot(steps, *areas, step="post", colors=colors, labels=labels)
         axes.axhline(1, color="black", linewidth=0.8)
         axes.set_ylabel(f"rank {rank}")
-    most = max(np.nanmax(run.series(rank, "borrowed_share")[1]) for rank in ranks)
+    most = max(np.nanmax(borrowed) for *_, borrowed in shares.values())
     rows[0, 0].set_ylim(0, 1.05 * (1 + most))  # the axes share it
-    rows[-1, 0].set_xlabel("optimizer step")
-    figure.legend(*rows[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize="small")
+    _over_steps(rows[-1, 0])
+    if len(labels) > 1:
+        figure.legend(*rows[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize="small")
     return figure
 
 
@@ -76,19 +98,13 @@ def loans_picture(run: RunFolder) -> Figure:
     """Who lent how much to whom: mean over the run's steps, in units of a rank's own products."""
     ranks = list(run.records)
     lent = np.array([[run.mean_lent(owner, receiver) for receiver in ranks] for owner in ranks])
-    size = 2.5 + 0.5 * len(ranks)
+    size = 1.5 + 0.4 * len(ranks)
     figure, axes = pyplot.subplots(figsize=(size + 1, size), layout="constrained")
     image = axes.imshow(lent, vmin=0, vmax=max(lent.max(), 1e-9), cmap="viridis")
     for (owner, receiver), share in np.ndenumerate(lent) if len(ranks) <= MOST_RANKS else ():
         if share > 0:
-            axes.text(
-                receiver,
-                owner,
-                f"{share:.2f}",
-                ha="center",
-                va="center",
-                color="white" if share < lent.max() / 2 else "black",
-            )
+            color = "white" if share < lent.max() / 2 else "black"
+            axes.text(receiver, owner, f"{share:.2f}", ha="center", va="center", color=color, fontsize="small")
     axes.set_xticks(range(len(ranks)), ranks)
     axes.set_yticks(range(len(ranks)), ranks)
     axes.set_xlabel("computed by rank")
@@ -108,7 +124,7 @@ def loans_over_time_picture(run: RunFolder) -> Figure:
         axes.plot(ends, [*shares, shares[-1]], color=colors(number % colors.N), drawstyle="steps-post", linewidth=1.2,
                   label=f"rank {owner} to {receiver}")  # fmt: skip
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("optimizer step")
+    _over_steps(axes)
     axes.set_ylabel("share of the lender's products")
     axes.grid(alpha=0.3)
     if len(loans) <= MOST_RANKS:
@@ -120,14 +136,14 @@ def layers_picture(run: RunFolder, rank: int) -> Figure:
     """What share of each layer's columns a rank prunes, over the steps."""
     records = run.records[rank]
     layers = list(records[0]["layer_shares"])
-    shares = np.array([[record["layer_shares"][layer] for record in records] for layer in layers])
+    shares = np.array([[record["layer_shares"].get(layer, np.nan) for record in records] for layer in layers])
     figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.22 * len(layers)), layout="constrained")
     begins = [record["step"] for record in records]  # each is in force from its step to the next one's
     edges = [*begins, max(run.num_steps, begins[-1] + 1)]
     mesh = axes.pcolormesh(edges, np.arange(len(layers) + 1), shares, vmin=0, vmax=1, cmap="viridis")
     axes.set_yticks(np.arange(len(layers)) + 0.5, layers, fontsize=7)
     axes.invert_yaxis()
-    axes.set_xlabel("optimizer step")
+    _over_steps(axes)
     figure.colorbar(mesh, label="share of columns pruned")
     return figure
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from scripts.report_files import read_columns, read_metrics, read_records, read_values, section_of
 from vit_examples.balance_log import mean_in_force
-from zeroresize.json_lines import read_json_lines
+from vit_examples.config import OutputConfig
+from vit_examples.recorder import timing
+from vit_examples.step_times import TimedSteps, seconds_by_process, timed_steps
 
 
 @dataclass(frozen=True)
@@ -20,82 +22,99 @@ class RunFolder:
     """What a run wrote.
 
     Attributes:
-        steps: the ``kind`` step lines of ``metrics.jsonl``.
+        timed: its steps, as they were timed.
+        logged: seconds of the ``kind`` step lines of ``metrics.jsonl``, each the mean since the line before.
         records: of each rank, one an update; of ranks that have seen none yet nothing.
         columns: of each rank, by layer: in how many steps each column was pruned.
         summary: of a finished run, else empty.
+        config: its settings, by section.
+        left_out: what could not be read, a sentence each.
     """
 
     path: Path
-    steps: list[dict[str, Any]]
+    timed: list[TimedSteps]
+    logged: list[tuple[int, float]]
     records: dict[int, list[dict[str, Any]]]
-    columns: dict[int, dict[str, np.ndarray]]
-    summary: dict[str, Any]
+    columns: dict[int, dict[str, np.ndarray]] = field(default_factory=dict)
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, path: Path) -> RunFolder:
-        """Raises ValueError if ``path`` is no folder of a run, or of one without any update yet."""
+        """Read ``path``; files that only add to the page are left out where they are damaged.
+
+        Raises:
+            ValueError: if ``path`` is no folder of a run, or of one without any update yet; or naming the file that
+                is damaged.
+        """
         files = list(path.glob("balance-rank*.jsonl"))
         if not files:
             raise ValueError(f"{path}: no balance-rank*.jsonl there; give the output folder of vit_examples.train")
-        records = {rank_of(file): found for file in files if (found := read_json_lines(file))}
+        records = {rank_of(file): found for file in files if (found := read_records(file))}
         if not records:
             raise ValueError(f"{path}: the balancer has made no update yet (one in balance.update_every steps)")
-        columns = {rank_of(file): dict(np.load(file)) for file in path.glob("columns-rank*.npz")}
-        summary, metrics = path / "summary.json", path / "metrics.jsonl"
+        lines = read_metrics(path / "metrics.jsonl")
+        columns = {rank_of(file): read_columns(file) for file in sorted(path.glob("columns-rank*.npz"))}
+        summary, config = read_values(path / "summary.json"), read_values(path / "config.json")
+        told = summary if isinstance(summary, dict) else {}
         return cls(
             path=path,
-            steps=[line for line in read_json_lines(metrics) if line["kind"] == "step"],
+            timed=timed_steps(lines),
+            logged=[(line["step"] + 1, _or_nan(line["step_s"])) for line in lines if line["kind"] == "step"],
             records=dict(sorted(records.items())),
-            columns=dict(sorted(columns.items())),
-            summary=json.loads(summary.read_text(encoding="utf-8")) if summary.is_file() else {},
+            columns={rank: found for rank, found in sorted(columns.items()) if not isinstance(found, str)},
+            summary=told,
+            config=section_of(told, "config") or (config if isinstance(config, dict) else {}),
+            left_out=tuple(found for found in (*columns.values(), summary, config) if isinstance(found, str)),
         )
+
+    @property
+    def mode(self) -> str:
+        """``balance.mode``; empty where it is not told."""
+        return str(section_of(self.config, "balance").get("mode", ""))
+
+    @property
+    def settle_steps(self) -> int:
+        """First steps of each start that do not count in the speed of the run."""
+        told = section_of(self.config, "output").get("settle_steps")
+        return told if isinstance(told, int) else OutputConfig.settle_steps
+
+    def speed(self) -> dict[str, float]:
+        """``step_ms``, the median, and ``mean_step_ms`` as ``summary.json`` has them; NaN where nothing was timed.
+
+        Of a run that goes on they are of the steps that it has told so far.
+        """
+        names = ("step_ms", "mean_step_ms")
+        if all(isinstance(self.summary.get(name), int | float) for name in names):
+            return {name: float(self.summary[name]) for name in names}
+        so_far = timing(seconds_by_process(self.timed), settle_steps=self.settle_steps, batch_size=1, steps_per_epoch=1)
+        return {name: so_far[name] for name in names}
 
     def series(self, rank: int, name: str) -> tuple[list[int], list[float]]:
         """Steps and values of one number of a rank's records, NaN where there was none."""
         records = self.records[rank]
-        values = [np.nan if record[name] is None else record[name] for record in records]
-        return [record["step"] for record in records], values
+        return [record["step"] for record in records], [_or_nan(record[name]) for record in records]
 
     @property
     def num_steps(self) -> int:
         """Steps that the run has made, as far as it has told."""
-        logged = max((line["step"] + 1 for line in self.steps), default=0)
-        return max(logged, *(records[-1]["step"] for records in self.records.values()))
+        return max([*(timed.end for timed in self.timed), *(records[-1]["step"] for records in self.records.values())])
 
-    def step_times(self) -> tuple[list[int], list[float]]:
-        """Steps over and seconds: the mean step since the line before, NaN where none was timed."""
-        seconds = [np.nan if line["step_s"] is None else line["step_s"] for line in self.steps]
-        return [line["step"] + 1 for line in self.steps], seconds
-
-    def mean_step_s(self) -> float:
-        """Seconds of a step, mean over all that were timed; NaN for none."""
-        by_step = self._of_every_step(*self.step_times())
-        return float(np.nanmean(by_step)) if np.isfinite(by_step).any() else np.nan
-
-    def slowest_at_full_work(self) -> tuple[list[int], list[float]]:
-        """Steps and seconds: the busy time of the slowest rank, if every rank computed all of its own work."""
+    def slowest_at_full_work(self) -> np.ndarray:
+        """By step: seconds that the slowest rank would have been busy with all of its own work, NaN if not known."""
         by_rank = [self.series(rank, "busy_s") for rank in self.records]
         steps = min((steps for steps, _ in by_rank), key=len)  # a rank may be a record behind while the run goes on
         slowest = np.max([values[: len(steps)] for _, values in by_rank], axis=0)
-        return steps, slowest.tolist()
-
-    def measured_and_at_full_work(self) -> tuple[float, float]:
-        """Seconds of a step, means over the same steps, those of which both are known; NaN for none.
-
-        The first is measured. The second is what the slowest rank would have been busy with all of its own work, by the
-        ranks' records: an estimate of the least that the step would have taken unbalanced, without its collectives.
-        """
-        measured = self._of_every_step(*self.step_times())
-        at_full_work = self._of_every_step(*self.slowest_at_full_work())
-        known = np.isfinite(measured) & np.isfinite(at_full_work)
-        if not known.any():
-            return np.nan, np.nan
-        return float(measured[known].mean()), float(at_full_work[known].mean())
+        return np.append(slowest, np.nan)[np.searchsorted(steps, np.arange(1, self.num_steps + 1))]
 
     def mean_share(self, rank: int, name: str) -> float:
         """A share that a rank's plans name, mean over the steps of the run."""
         return mean_in_force(self.records[rank], name, self.num_steps)
+
+    def most_by_a_rank(self, name: str) -> float:
+        """The largest such share of a rank."""
+        return max(self.mean_share(rank, name) for rank in self.records)
 
     def mean_lent(self, owner: int, receiver: int) -> float:
         """The share of its products that ``owner`` lent to ``receiver``, mean over the steps of the run."""
@@ -121,10 +140,10 @@ class RunFolder:
             }
         )
 
-    def _of_every_step(self, ends: Sequence[int], values: Sequence[float]) -> np.ndarray:
-        """By step, what ``values`` tell of the steps up to each of ``ends``; NaN after the last."""
-        return np.append(values, np.nan)[np.searchsorted(ends, np.arange(1, self.num_steps + 1))]
-
 
 def rank_of(file: Path) -> int:
     return int(re.search(r"rank(\d+)", file.name)[1])  # type: ignore[index]
+
+
+def _or_nan(value: float | None) -> float:
+    return np.nan if value is None else value

@@ -1,7 +1,5 @@
 """A run's folder as pictures and a page."""
 
-import dataclasses
-import json
 import re
 import subprocess
 import sys
@@ -10,9 +8,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+
+pytest.importorskip("matplotlib")
+
+from made_up_runs import LAYERS, record, write_metrics, write_records, write_run
 from matplotlib import pyplot
 
-from scripts.report import brought_rows, table_rows, write_report
+from scripts.report import write_report
+from scripts.report_page import fact_rows, loan_rows, rank_rows
 from scripts.report_pictures import (
     layers_picture,
     loans_over_time_picture,
@@ -22,45 +25,18 @@ from scripts.report_pictures import (
 )
 from scripts.report_run import RunFolder
 from vit_examples.balance_log import BalanceLog
-from zeroresize.telemetry import JsonLinesTelemetry, UpdateRecord
 
 ROOT = Path(__file__).parent.parent
-LAYERS = ("fc1", "fc2")
-
-
-def record(rank, update, ratio):
-    return UpdateRecord(
-        update=update,
-        step=10 * update,
-        epoch=0,
-        rank=rank,
-        busy_s=float("nan") if update == 1 else 0.2,
-        products_s=float("nan") if update == 1 else 0.1,
-        is_straggler=ratio > 0,
-        ratio=ratio,
-        pruned_share=ratio,
-        lent_share=0.0,
-        borrowed_share=0.0,
-        lent_to={},
-        layer_shares=dict.fromkeys(LAYERS, ratio),
-        predicted_step_s=0.2,
-        begins_at_full_work=False,
-        balancing_s=0.05,
-    )
 
 
 @pytest.fixture
 def folder(tmp_path):
     """A run in which rank 1 straggles from its second update on."""
     for rank in range(2):
-        write = JsonLinesTelemetry(tmp_path / f"balance-rank{rank}.jsonl")
-        for update in range(1, 5):
-            write(record(rank, update, 0.5 if rank == 1 and update > 1 else 0.0))
-        write.close()
+        write_records(tmp_path, rank, [record(rank, update, 0.5 * (rank == 1 < update)) for update in range(1, 5)])
         columns = {layer: np.arange(8) * rank for layer in LAYERS}
         np.savez_compressed(tmp_path / f"columns-rank{rank}.npz", **columns)
-    steps = [{"kind": "step", "step": step, "step_s": 0.25 if step else None} for step in range(40)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
+    write_metrics(tmp_path, [{"kind": "step", "step": step, "step_s": 0.25 if step else None} for step in range(40)])
     return tmp_path
 
 
@@ -74,7 +50,7 @@ def test_the_page_shows_every_rank_and_pictures_of_those_that_pruned(folder, tmp
 
 
 def test_the_table_tells_who_was_slow_and_what_balancing_cost(folder):
-    (normal, slow) = table_rows(RunFolder.read(folder))
+    (normal, slow) = rank_rows(RunFolder.read(folder))
     assert normal[:2] == ["0", "4"] and slow[:2] == ["1", "4"]
     assert slow[2:6] == ["200.0", "100.0", "0.50", "0.50"]
     assert normal[6:10] == ["0.0 %"] * 3 + ["0 updates"] and slow[6:10] == ["25.0 %", "0.0 %", "0.0 %", "3 updates"]
@@ -82,19 +58,22 @@ def test_the_table_tells_who_was_slow_and_what_balancing_cost(folder):
     assert slow[10] == "2.00 % of a step"  # 3 × 50 ms in 30 steps of 250 ms
 
 
-def test_it_shows_who_lent_what_to_whom_and_what_the_step_would_have_taken(tmp_path):
+@pytest.fixture
+def lending(tmp_path):
+    """A run in which rank 1 of three lends from its second update on, half of it to each of the others."""
     shares = {0: (0.0, 0.25, {}), 1: (0.5, 0.0, {"0": 0.25, "2": 0.25}), 2: (0.0, 0.25, {})}
     for rank, (lent, borrowed, lent_to) in shares.items():
-        write = JsonLinesTelemetry(tmp_path / f"balance-rank{rank}.jsonl")
-        for update in (1, 2, 3):
-            told = record(rank, update, 0.0)
-            changes = {"lent_share": lent, "borrowed_share": borrowed, "lent_to": lent_to} if update > 1 else {}
-            write(dataclasses.replace(told, busy_s=0.2 * (1 + rank), **changes))
-        write.close()
-    (tmp_path / "metrics.jsonl").write_text("")
-    run = RunFolder.read(tmp_path)
+        in_force = {"lent_share": lent, "borrowed_share": borrowed, "lent_to": lent_to}
+        busy_s = 0.2 * (1 + rank)
+        records = [record(rank, update, 0.0, busy_s=busy_s, **in_force if update > 1 else {}) for update in (1, 2, 3)]
+        write_records(tmp_path, rank, records)
+    write_metrics(tmp_path, [])
+    return tmp_path
 
-    assert run.slowest_at_full_work() == ([10, 20, 30], [pytest.approx(0.6)] * 3)
+
+def test_it_shows_who_lent_what_to_whom(lending):
+    run = RunFolder.read(lending)
+    assert run.slowest_at_full_work().tolist() == pytest.approx([0.6] * 30)
     figure = loans_picture(run)
     assert {text.get_position(): text.get_text() for text in figure.axes[0].texts} == {(0, 1): "0.08", (2, 1): "0.08"}
     pyplot.close(figure)  # a quarter in steps 20 to 30 of 30
@@ -106,27 +85,43 @@ def test_it_shows_who_lent_what_to_whom_and_what_the_step_would_have_taken(tmp_p
     pyplot.close(figure)
     figure = work_picture(run)
     heights = [areas.get_paths()[0].get_extents().y1 for areas in figure.axes[0].collections]
-    assert heights == pytest.approx([1.0, 1.0, 1.0, 1.25])  # rank 0 computes its own and a quarter more
+    assert heights == pytest.approx([1.0, 1.0, 1.25])  # rank 0 computes its own and a quarter more
     pyplot.close(figure)
-    written = {path.name for path in write_report(run, tmp_path / "report").parent.glob("loans*.png")}
-    assert written == {"loans.png", "loans-over-time.png"}
 
 
-def test_it_tells_what_balancing_brought_over_the_steps_of_which_both_times_are_known(tmp_path):
-    """Records tell of steps 10 to 30, where lines of 10, 5 and 5 steps were measured."""
-    for rank in range(2):
-        write = JsonLinesTelemetry(tmp_path / f"balance-rank{rank}.jsonl")
-        for update, busy_s in ((1, float("nan")), (2, 0.6), (3, 0.9)):
-            write(dataclasses.replace(record(rank, update, 0.0), busy_s=busy_s if rank else 0.1))
-        write.close()
+def test_few_loans_are_told_in_words_and_many_are_drawn(lending, tmp_path, monkeypatch):
+    run = RunFolder.read(lending)
+    few = {path.name for path in write_report(run, tmp_path / "few").parent.glob("loans*.png")}
+    words = [(f"rank 1 lent to rank {receiver}", "0.08 of its products, mean of all steps") for receiver in (0, 2)]
+    assert few == {"loans-over-time.png"} and loan_rows(run) == words
+    monkeypatch.setattr("scripts.report_page.MOST_IN_WORDS", 1)
+    many = {path.name for path in write_report(run, tmp_path / "many").parent.glob("loans*.png")}
+    assert many == {"loans.png", "loans-over-time.png"} and loan_rows(run) == []
+
+
+def test_a_matrix_of_few_ranks_is_small(lending):
+    figure = loans_picture(RunFolder.read(lending))
+    assert max(figure.get_size_inches()) < 4.5
+    pyplot.close(figure)
+
+
+def test_the_page_has_one_mean_step_and_it_is_that_of_the_summary(tmp_path):
+    """The first steps of each start are left out of it, also while the run goes on."""
+    seconds = [9.0] * 5 + [0.2] * 30 + [0.3] * 5
+    ended = {"step_ms": 200.0, "mean_step_ms": 214.2857}
+    for name, summary in (("ended", ended), ("going on", None)):
+        run = RunFolder.read(write_run(tmp_path / name, "zero-pri", seconds, summary=summary))
+        assert run.speed() == pytest.approx(ended)
+        facts = dict(fact_rows(run))
+        assert facts["mean step, ms, without the first 5 steps of a start"] == "214.3"
+        page = write_report(run, tmp_path / "report").read_text()
+        assert page.count("mean step") == 1
+
+
+def test_measured_times_are_drawn_over_the_steps_before_their_lines(folder):
     lines = [(9, 1.0), (19, 0.3), (24, 0.4), (29, 0.6), (39, 2.0)]
-    steps = [{"kind": "step", "step": step, "step_s": step_s} for step, step_s in lines]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
-    run = RunFolder.read(tmp_path)
-    assert run.measured_and_at_full_work() == pytest.approx((0.4, 0.75))
-    page = write_report(run, tmp_path / "report").read_text()
-    assert "400.0 ms" in page and "750.0 ms" in page and "at least 1.88 times as long" in page
-    figure = times_picture(run)
+    write_metrics(folder, [{"kind": "step", "step": step, "step_s": step_s} for step, step_s in lines])
+    figure = times_picture(RunFolder.read(folder))
     (measured,) = figure.axes[0].patches
     values, edges, _ = measured.get_data()
     assert edges.tolist() == [0, 10, 20, 25, 30, 40]
@@ -134,20 +129,63 @@ def test_it_tells_what_balancing_brought_over_the_steps_of_which_both_times_are_
     pyplot.close(figure)
 
 
+def test_steps_without_balancing_are_marked(tmp_path):
+    slow = [record(1, update, 0.5 * (update > 1), busy_s=0.4) for update in range(1, 5)]
+    figure = times_picture(RunFolder.read(write_run(tmp_path, "zero-pri", [0.4] * 20 + [0.2] * 20, slow)))
+    (marked,) = [line for line in figure.axes[0].lines if line.get_label() == "without balancing"]
+    assert marked.get_xdata().tolist() == [step + 0.5 for step in range(5, 20)]
+    pyplot.close(figure)
+
+
+def legend_of(figure, axes=None):
+    legend = axes.get_legend() if axes is not None else figure.legends[0] if figure.legends else None
+    return [text.get_text() for text in legend.get_texts()] if legend else []
+
+
+def test_legends_name_only_what_is_there(folder):
+    run = RunFolder.read(folder)  # nothing is lent
+    figure = work_picture(run)
+    assert legend_of(figure) == ["its own, computed here", "dropped"]
+    pyplot.close(figure)
+    figure = times_picture(run)
+    assert legend_of(figure, figure.axes[0]) == ["measured", "without balancing", "predicted"]
+    pyplot.close(figure)
+    for rank in range(2):
+        records = [record(rank, update, 0.0, predicted_step_s=float("nan")) for update in (1, 2)]
+        write_records(folder, rank + 2, records)
+        (folder / f"balance-rank{rank}.jsonl").unlink()
+    run = RunFolder.read(folder)
+    figure = work_picture(run)
+    assert legend_of(figure) == []
+    pyplot.close(figure)
+    figure = times_picture(run)
+    assert legend_of(figure, figure.axes[0]) == ["measured"]
+    pyplot.close(figure)
+
+
+def test_axes_of_steps_have_whole_steps(tmp_path):
+    records = [record(1, update, 0.5 * (update > 1), step=update, busy_s=0.4) for update in (1, 2, 3)]
+    run = RunFolder.read(write_run(tmp_path, "zero-pri", [0.4] * 3, records))
+    for draw in (times_picture, work_picture, lambda run: layers_picture(run, 1)):
+        figure = draw(run)
+        figure.canvas.draw()
+        axes = [one for one in figure.axes if one.get_xlabel() == "optimizer step"]
+        assert axes and all(tick == round(tick) for one in axes for tick in one.get_xticks())
+        pyplot.close(figure)
+
+
 def test_without_times_it_does_not_tell_what_balancing_brought(folder, tmp_path):
     (folder / "metrics.jsonl").write_text("")
     run = RunFolder.read(folder)
-    assert brought_rows(run) == [("mean step, measured and at full work", "not known")]
-    assert table_rows(run)[1][10] == "-"
-    assert write_report(run, tmp_path / "report").is_file()
+    assert rank_rows(run)[1][10] == "-"
+    page = write_report(run, tmp_path / "report").read_text()
+    assert "not known: too few steps without balancing" in page and "mean step" not in page
 
 
 def test_what_a_rank_takes_in_is_shown_whole_below_one_that_only_lends(tmp_path):
     for rank, (lent, borrowed) in enumerate([(0.5, 0.0), (0.0, 0.5)]):
-        write = JsonLinesTelemetry(tmp_path / f"balance-rank{rank}.jsonl")
-        for update in (1, 2):
-            write(dataclasses.replace(record(rank, update, 0.0), lent_share=lent, borrowed_share=borrowed))
-        write.close()
+        in_force = {"lent_share": lent, "borrowed_share": borrowed}
+        write_records(tmp_path, rank, [record(rank, update, 0.0, **in_force) for update in (1, 2)])
     (tmp_path / "metrics.jsonl").write_text("")
     figure = work_picture(RunFolder.read(tmp_path))
     assert all(axes.get_ylim()[1] >= 1.5 for axes in figure.axes[:2])

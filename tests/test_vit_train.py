@@ -405,6 +405,17 @@ def test_logged_times_hold_every_step(monkeypatch: pytest.MonkeyPatch, num_epoch
     assert logged == [(step, pytest.approx(step_s)) for step, step_s in expected]
 
 
+@pytest.mark.timeout(300)
+def test_the_time_of_each_step_is_kept(pictures: Path, finished_runs: dict[str, Path]) -> None:
+    """Each was logged; a run of two epochs, by one process."""
+    output = finished_run("torch", pictures, finished_runs)
+    epochs = lines_of(output, "epoch")
+    assert [line["from_step"] for line in epochs] == [0] * len(epochs)
+    assert [one for line in epochs for one in line["seconds"]] == pytest.approx(
+        [line["step_s"] for line in lines_of(output, "step")], abs=1e-6
+    )
+
+
 @pytest.mark.usefixtures("as_rank_0_of_2")
 def test_missing_data_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(micro_arguments(tmp_path / "nowhere", tmp_path / "run"), capsys)

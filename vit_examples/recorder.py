@@ -37,10 +37,12 @@ class StepClock:
 
     Attributes:
         seconds: of this process's iterations.
+        is_of_each: whether they are measured one by one.
     """
 
     def __init__(self, device: torch.device, before: Sequence[Sequence[float]] = ()) -> None:
         self._is_gpu = device.type == "cuda"
+        self.is_of_each = not self._is_gpu
         self._before = before
         self.seconds: list[float] = []
         self._pending, self._num_told = 0, 0
@@ -81,7 +83,7 @@ class Recorder:
     What cannot be written while training runs is lost, with one warning a file.
 
     The ``balance/`` numbers of a step are rank 0's own, so that logging costs no exchange; ``balance-rank<r>.jsonl``
-    has every rank's. An epoch has γ of all ranks.
+    has every rank's. An epoch has γ of all ranks, and the seconds of each of its steps where they are known.
 
     Args:
         from_epoch: lines of this epoch and later ones, left by an interrupted run, are dropped; 0 starts anew.
@@ -101,6 +103,7 @@ class Recorder:
     ) -> None:
         self._config = config
         self._folder = Path(config.output.folder)
+        self._from_step = from_step
         self.commits = list(dict.fromkeys([*commits, commit_of_code()]))  # now: by the end the files may be others
         described = {**config_to_dict(config), "total_steps": total_steps}
         metrics = self._folder / "metrics.jsonl"
@@ -117,15 +120,26 @@ class Recorder:
             self._lines.write({"kind": "step", "epoch": epoch, "step": step, **numbers})
         self._show(numbers, "train/", step)
 
-    def epoch(self, *, epoch: int, step: int, numbers: dict[str, float], ratios: list[list[float]]) -> None:
-        """One epoch; ``ratios`` holds for every logged step γ of each rank.
+    def epoch(
+        self,
+        *,
+        epoch: int,
+        step: int,
+        numbers: dict[str, float],
+        ratios: list[list[float]],
+        seconds: Sequence[float] = (),
+    ) -> None:
+        """One epoch; ``ratios`` holds for every logged step γ of each rank, ``seconds`` is of each step, if known.
 
-        Their means are added as ``ratio_rank<r>`` (on TensorBoard ``epoch/ratio_rank<r>``), of 16 ranks at most.
+        The means of ``ratios`` are added as ``ratio_rank<r>`` (on TensorBoard ``epoch/ratio_rank<r>``), of 16 ranks at
+        most. ``from_step`` is the first step of this process.
         """
         by_rank = list(zip(*ratios, strict=True))[:MOST_RANKS_SHOWN]
         numbers = numbers | {f"ratio_rank{rank}": statistics.mean(own) for rank, own in enumerate(by_rank)}
+        line = {"kind": "epoch", "epoch": epoch, "step": step, "from_step": self._from_step, **numbers}
+        times = {"seconds": [round(one, 6) for one in seconds]} if seconds else {}
         with self._metrics.writing(f"step {step}"):
-            self._lines.write({"kind": "epoch", "epoch": epoch, "step": step, **numbers, "ratios": ratios})
+            self._lines.write({**line, "ratios": ratios, **times})
         self._show(numbers, "epoch/", step)
 
     def close(self, summary: dict[str, Any]) -> None:

@@ -248,7 +248,8 @@ def report_epoch(run: Run, epoch: int, loss: float, accuracy: float, display: Di
     step_ms, mean_step_ms = 1e3 * statistics.median(seconds), 1e3 * statistics.fmean(seconds)
     last_step = run.progress.steps + run.steps_per_epoch - 1
     numbers = {"loss": loss, "step_ms": step_ms, "mean_step_ms": mean_step_ms, "test_accuracy": accuracy}
-    run.recorder.epoch(epoch=epoch, step=last_step, numbers=numbers, ratios=ratios)
+    each = seconds if run.clock.is_of_each else []
+    run.recorder.epoch(epoch=epoch, step=last_step, numbers=numbers, ratios=ratios, seconds=each)
     display.epoch(epoch + 1, loss, step_ms, accuracy, ratios[-1] if ratios else [], found)
 
 

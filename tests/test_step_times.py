@@ -1,0 +1,43 @@
+"""How long each step took, as metrics.jsonl tells it."""
+
+from __future__ import annotations
+
+from vit_examples.step_times import TimedSteps, seconds_by_process, timed_steps
+
+
+def logged(step: int, step_s: float | None) -> dict[str, object]:
+    return {"kind": "step", "step": step, "step_s": step_s}
+
+
+def test_an_epoch_that_has_ended_tells_every_step_and_one_that_goes_on_what_was_logged() -> None:
+    lines = [
+        logged(1, 2.0),
+        logged(2, 1.0),
+        {"kind": "epoch", "step": 2, "from_step": 0, "seconds": [3.0, 1.0, 1.0]},
+        logged(4, 5.0),
+    ]
+    assert timed_steps(lines) == [
+        TimedSteps(0, 1, 3.0),
+        TimedSteps(1, 2, 1.0),
+        TimedSteps(2, 3, 1.0),
+        TimedSteps(3, 5, 5.0),
+    ]
+
+
+def test_steps_that_were_timed_together_stay_together() -> None:
+    """As on a GPU, and in runs of older versions."""
+    lines = [logged(9, 2.0), logged(19, None), {"kind": "epoch", "step": 19}, logged(24, 1.0)]
+    assert timed_steps(lines) == [TimedSteps(0, 10, 2.0), TimedSteps(10, 20, None), TimedSteps(20, 25, 1.0)]
+
+
+def test_steps_belong_to_the_process_that_made_them() -> None:
+    lines = [
+        {"kind": "epoch", "step": 1, "from_step": 0, "seconds": [3.0, 1.0]},
+        {"kind": "epoch", "step": 3, "from_step": 2, "seconds": [4.0, 2.0]},
+        logged(4, None),
+        {"kind": "epoch", "step": 5, "from_step": 4},
+        logged(7, 6.0),
+    ]
+    steps = timed_steps(lines)
+    assert [timed.from_step for timed in steps] == [0, 0, 2, 2, 4, 4]
+    assert seconds_by_process(steps) == [[3.0, 1.0], [4.0, 2.0], [6.0, 6.0]]

@@ -1,0 +1,55 @@
+"""How long the steps of a run took, from the lines of its ``metrics.jsonl``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TimedSteps:
+    """Steps that were timed together; one by one where the run tells it.
+
+    Attributes:
+        begin, end: the first of them, and the one after the last.
+        seconds: their mean; None where they were not timed.
+        from_step: the first step of the process that made them.
+    """
+
+    begin: int
+    end: int
+    seconds: float | None
+    from_step: int = 0
+
+
+def timed_steps(lines: Iterable[Mapping[str, Any]]) -> list[TimedSteps]:
+    """All steps of a run, in order.
+
+    An epoch that has ended tells each step's time, if the run knows it. Else the lines of logged steps tell means.
+    """
+    told: list[TimedSteps] = []
+    logged: list[TimedSteps] = []  # of the epoch that goes on
+    end = from_step = 0
+    for line in lines:
+        if line["kind"] == "step":
+            logged.append(TimedSteps(end, line["step"] + 1, line["step_s"], from_step))
+            end = line["step"] + 1
+        elif line["kind"] == "epoch":
+            end = line["step"] + 1
+            from_step = line.get("from_step", from_step)
+            begin = end - len(line.get("seconds", ()))
+            each = [TimedSteps(step, step + 1, one) for step, one in enumerate(line.get("seconds", ()), begin)]
+            told += [replace(timed, from_step=from_step) for timed in each or logged]
+            logged = []
+    return told + logged
+
+
+def seconds_by_process(steps: Sequence[TimedSteps]) -> list[list[float]]:
+    """Seconds of every step that was timed, one list for each process that trained a part of the run."""
+    by_process = groupby(steps, key=lambda timed: timed.from_step)
+    return [
+        [timed.seconds for timed in own for _ in range(timed.end - timed.begin) if timed.seconds is not None]
+        for _, own in by_process
+    ]
