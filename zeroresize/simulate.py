@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeroresize.config import BalanceConfig
+from zeroresize.noise import Noise, NoiseSource
 from zeroresize.plan import Loan, RankPlan, WorkloadPlan
 from zeroresize.policy.communication import CollectiveTimes
 from zeroresize.policy.controller import Controller
@@ -42,7 +43,7 @@ class Cluster:
         migration: what migrating really costs in communication; what the controller is told, unless :func:`simulate` is
             given another.
         reads_late: whether a step is read only when the next one is over, as on a device.
-        noise: relative standard deviation of each rank's times from step to step.
+        noise: how each rank's times vary from step to step; a number is the relative standard deviation of white noise.
         seed: of the noise.
     """
 
@@ -52,13 +53,18 @@ class Cluster:
     cost: ResizingCost
     migration: MigrationCost = field(default_factory=MigrationCost)
     reads_late: bool = False
-    noise: float = 0.0
+    noise: Noise | float = 0.0
     seed: int = 0
 
     @property
     def homogeneous_s(self) -> float:
         """A step without stragglers or noise, seconds."""
         return self.rest_s + self.gemm_s
+
+    @property
+    def noise_kind(self) -> Noise:
+        """The noise, also where a number tells it."""
+        return self.noise if isinstance(self.noise, Noise) else Noise(self.noise)
 
 
 @dataclass(frozen=True)
@@ -96,7 +102,7 @@ def simulate(
     believed = believed_cost or cluster.cost
     pretested = believed_migration or cluster.migration
     num_ranks = len(cluster.chi(0))
-    generator = np.random.default_rng(cluster.seed)
+    noise = NoiseSource(cluster.noise_kind, num_ranks, cluster.seed)
     controller = Controller(config, num_ranks)
     plan = controller.initial_plan()
     estimates = [FullWorkEstimate(believed) for _ in range(num_ranks)]
@@ -106,10 +112,9 @@ def simulate(
     step_s, ratios, lent = [], [], []
     pruned_share = lent_share = 0.0
     for step in range(num_steps):
-        noise = np.maximum(1.0 + cluster.noise * generator.standard_normal((num_ranks, 3)), 0.1)
         is_full = plan.begins_at_full_work and step % config.update_every == 0
         in_force = WorkloadPlan((RankPlan(),) * num_ranks) if is_full else plan
-        times = _step(cluster, cluster.chi(step), in_force, noise)
+        times = _step(cluster, cluster.chi(step), in_force, noise.next_step())
         unread.append(times)
         interval += unread[:-1] if cluster.reads_late else unread
         unread = unread[-1:] if cluster.reads_late else []
