@@ -7,7 +7,6 @@ interval's steps, one update late, rescaled to full work.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -145,20 +144,23 @@ def _step(cluster: Cluster, chi: Sequence[float], plan: WorkloadPlan, noise: NDA
     """Every rank's times of one step; all of them end when the slowest has finished and all has been sent."""
     borrowed = borrowed_shares(plan.loans, len(chi))
     borrowed_time = _borrowed_time(plan.loans, len(chi), cluster.cost)
-    times = []
-    for own_chi, rank, share, extra, own_noise in zip(chi, plan.ranks, borrowed, borrowed_time, noise, strict=True):
+    executed = []  # by every rank: busy, multiplying and gathering, seconds, and the share that it was spared
+    for own_chi, rank, extra, own_noise in zip(chi, plan.ranks, borrowed_time, noise.tolist(), strict=True):
         spared = rank.pruned + rank.lent
-        rest_s = cluster.rest_s * float(own_noise[0])
-        executed = cluster.cost.gemm_share_at(spared) + extra
-        gemm_s = own_chi * cluster.gemm_s * executed * float(own_noise[1])
-        overhead_s = cluster.cost.overhead_at(spared) * float(own_noise[2])
-        times.append(StepTimes(rest_s + gemm_s + overhead_s, gemm_s, overhead_s, spared, share))
-    ends_s = max(rank.busy_s for rank in times) + cluster.migration.seconds([rank.lent for rank in plan.ranks])
-    return [dataclasses.replace(rank, wait_s=ends_s - rank.busy_s) for rank in times]
+        gemm_s = own_chi * cluster.gemm_s * (cluster.cost.gemm_share_at(spared) + float(extra)) * own_noise[1]
+        overhead_s = cluster.cost.overhead_at(spared) * own_noise[2]
+        executed.append((cluster.rest_s * own_noise[0] + gemm_s + overhead_s, gemm_s, overhead_s, spared))
+    ends_s = max(busy_s for busy_s, *_ in executed) + cluster.migration.seconds([rank.lent for rank in plan.ranks])
+    return [
+        StepTimes(*times, borrowed_share=share, wait_s=ends_s - times[0])
+        for times, share in zip(executed, borrowed, strict=True)
+    ]
 
 
 def _borrowed_time(loans: Sequence[Loan], num_ranks: int, cost: ResizingCost) -> NDArray[np.float64]:
     """What every rank's borrowed products take, as shares of its own at full work; each owner's are one of its own."""
+    if not loans:
+        return np.zeros(num_ranks)
     shares = cost.borrowed_points
     times = [cost.borrowed_at(share) for share in shares]
     extra = np.zeros(num_ranks)
