@@ -1,0 +1,115 @@
+"""What became of a simulated run: how long its steps took, and when ranks were spared something, rightly or not."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from zeroresize.simulate import Simulation, settling
+
+#: So many updates after a change of speed a rank may still do what was right before.
+GRACE = 3
+#: What γ does within fewer updates of constant speed tells nothing of how it settles.
+_FEWEST_UPDATES = 6
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of one run. What a rank is spared is what it prunes and lends.
+
+    Attributes:
+        step_per_off: mean step as a ratio to that with balancing off and the same noise.
+        step: mean step as a ratio to a homogeneous one without noise.
+        false_starts: how often a rank began to be spared that had not been slow for ``GRACE`` updates, per 100 updates.
+        falsely_spared: mean share that such ranks were spared.
+        most_falsely_spared: the largest.
+        settled: for each time that a rank became slow, by how much ever, and stayed so: the update from which on what
+            it is spared stays within 0.05 of its final mean; 1 where it is never spared anything.
+        swing: the largest distance from that mean from the third update on.
+        released: for each time that a rank recovered, the update at which it is spared nothing; inf is never.
+        pruned, lent: mean share of the group's products that is dropped, and handed over.
+    """
+
+    step_per_off: float
+    step: float
+    false_starts: float
+    falsely_spared: float
+    most_falsely_spared: float
+    settled: tuple[int, ...]
+    swing: float
+    released: tuple[float, ...]
+    pruned: float
+    lent: float
+
+
+def figures(run: Simulation, chis: Sequence[Sequence[float]], step_s_off: float) -> Figures:
+    """What became of a run.
+
+    Args:
+        chis: [updates][ranks] χ.
+        step_s_off: mean seconds of a step with balancing off.
+    """
+    spared = [
+        [one + other for one, other in zip(pruned, lent, strict=True)]
+        for pruned, lent in zip(run.ratios, run.lent, strict=True)
+    ]
+    settled, swings, released, falsely, false_starts = [], [0.0], [], [], 0
+    for rank in range(len(chis[0])):
+        own, own_chi = [update[rank] for update in spared], [update[rank] for update in chis]
+        for begin, end in _periods(own_chi):
+            if own_chi[begin] > 1.0:
+                updates, swing = settling(own, begin, end)
+                settled.append(updates)
+                swings.append(swing)
+            else:
+                released.append(
+                    next((update + 1.0 for update, share in enumerate(own[begin:end]) if not share), math.inf)
+                )
+        for update, share in enumerate(own):
+            if max(own_chi[max(update - GRACE, 0) : update + 1]) == 1.0:
+                falsely.append(share)
+                false_starts += share > 0.0 and (update == 0 or own[update - 1] == 0.0)
+    step_s = statistics.fmean(run.step_s)
+    return Figures(
+        step_per_off=step_s / step_s_off,
+        step=step_s,
+        false_starts=100.0 * false_starts / len(spared),
+        falsely_spared=statistics.fmean(falsely) if falsely else 0.0,
+        most_falsely_spared=max(falsely, default=0.0),
+        settled=tuple(settled),
+        swing=max(swings),
+        released=tuple(released),
+        pruned=run.pruned_share,
+        lent=run.lent_share,
+    )
+
+
+def mean_figures(runs: Sequence[Figures]) -> Figures:
+    """Of several runs: means, all times of settling and release, and of what is the largest the largest."""
+
+    def mean(name: str) -> float:
+        return statistics.fmean(getattr(run, name) for run in runs)
+
+    return Figures(
+        step_per_off=mean("step_per_off"),
+        step=mean("step"),
+        false_starts=mean("false_starts"),
+        falsely_spared=mean("falsely_spared"),
+        most_falsely_spared=max(run.most_falsely_spared for run in runs),
+        settled=tuple(itertools.chain.from_iterable(run.settled for run in runs)),
+        swing=max(run.swing for run in runs),
+        released=tuple(itertools.chain.from_iterable(run.released for run in runs)),
+        pruned=mean("pruned"),
+        lent=mean("lent"),
+    )
+
+
+def _periods(chi: Sequence[float]) -> Iterator[tuple[int, int]]:
+    """From a change of a rank's speed to the next, or to the end, where that is long enough to settle."""
+    changes = [update for update in range(1, len(chi)) if chi[update] != chi[update - 1]]
+    for begin, end in itertools.pairwise([*changes, len(chi)]):
+        if end - begin >= _FEWEST_UPDATES:
+            yield begin, end
