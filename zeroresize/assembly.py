@@ -92,7 +92,7 @@ def clear_layers(layers: Layers, config: BalanceConfig) -> None:
     """Take from the layers what a balancer left that was dropped without being closed."""
     remembers = config.imputation == "same" and config.mode in PRUNING_MODES
     for layer in layers.values():
-        layer.plan = layer.loans = layer.watch_input = None
+        layer.plan = layer.loans = layer.watch_input = layer.watch_forward = None
         layer.last = LastGradients() if remembers else None
 
 

@@ -30,7 +30,9 @@ class BalancedLinear:
         num_forwards: how many they were, recomputations included.
         num_recomputations: how many of them activation checkpointing made, within a backward.
         compute_dtype: of the last training forward's products.
+        watch_forward: called with T and ``training`` before a forward sends anything to other ranks; None for nobody.
         watch_input: called with every training forward's local input x [..., K]; None for nobody.
+        is_compiled: whether ``torch.compile`` has taken a training forward in, which nobody watches then.
         is_converted: whether ``zeroresize.convert`` has taken the layer in.
         configuration: what it was last given for it; None before.
         is_column_parallel: whether x is replicated and dx summed over the group, instead of x split and y summed.
@@ -46,7 +48,9 @@ class BalancedLinear:
     num_forwards: int
     num_recomputations: int
     compute_dtype: torch.dtype
+    watch_forward: Callable[[int, bool], None] | None
     watch_input: Callable[[Tensor], None] | None
+    is_compiled: bool
     is_converted: bool
     configuration: BalanceConfig | None
     process_group: ProcessGroup
@@ -61,8 +65,9 @@ class BalancedLinear:
         self.last = None
         self.forget_forwards()
         self.compute_dtype = self.weight.dtype
+        self.watch_forward = None
         self.watch_input = None
-        self.is_converted = False
+        self.is_converted = self.is_compiled = False
         self.configuration = None
 
     def forget_forwards(self) -> None:
@@ -77,11 +82,13 @@ class BalancedLinear:
     def column_products(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """y [..., N] of the whole x [..., K]; in backward dx is summed over the group."""
         if self.training and self.loans is not None:
+            self._forward_begins(x)
             return self._column_products_with_loans(x, bias, self.loans)
         return self._column_products(x, bias, None)
 
     def row_products(self, x: Tensor) -> Tensor:
         """Sum over the group of y [..., N] of each rank's slice x [..., K]."""
+        self._forward_begins(x)
         if self.training and self.loans is not None:
             return self._row_products_with_loans(x, self.loans)
         return self._row_products(x, None)
@@ -97,6 +104,10 @@ class BalancedLinear:
     # A compiled graph cannot tell whether a weight is still the one that was lent.
     _column_products_with_loans = torch.compiler.disable(_column_products)
     _row_products_with_loans = torch.compiler.disable(_row_products)
+
+    def _forward_begins(self, x: Tensor) -> None:
+        if self.watch_forward is not None and not torch.compiler.is_compiling():
+            self.watch_forward(x.numel() // self.num_columns, self.training)
 
     def _context(self, x: Tensor, loans: LayerLoans | None) -> ProductContext:
         probes = self.probes if self.training else self.probes.of_evaluation()
@@ -115,7 +126,9 @@ class BalancedLinear:
             return None
         self.num_tokens += x.numel() // self.num_columns
         self.num_forwards += 1
-        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+        if torch.compiler.is_compiling():
+            self.is_compiled = True
+        elif torch._C._current_graph_task_id() != -1:
             self.num_recomputations += 1
         self.compute_dtype = x.dtype
         if self.watch_input is not None:

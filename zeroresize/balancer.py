@@ -19,6 +19,7 @@ from zeroresize.config import BalanceConfig
 from zeroresize.config_keys import PINNABLE_MODES
 from zeroresize.convert import balanced_layers
 from zeroresize.decision import GroupDecision
+from zeroresize.forward_watch import ForwardWatch
 from zeroresize.functional import LastGradients
 from zeroresize.installation import PlanInstaller
 from zeroresize.lineage import LineageTable
@@ -28,6 +29,7 @@ from zeroresize.policy.selector import Relief
 from zeroresize.policy.sharing import borrowed_shares
 from zeroresize.pretests import make_pretests
 from zeroresize.telemetry import UpdateRecord
+from zeroresize.whereabouts import Call, Whereabouts
 
 _RECORDED_METRICS = (
     "ratio",
@@ -96,6 +98,9 @@ class Balancer:
         self._lender = assembly.build_lender(config, self._layers, process_group)
         self._decision = GroupDecision(config, self._num_ranks, exchange)
         self._measurement = Measurement(self._layers, config)
+        self._forward_watch = ForwardWatch(self._layers, optimizer, exchange) if exchange is not None else None
+        self._exchange = exchange
+        self._where = exchange.where if exchange is not None else Whereabouts()
         self._num_steps = 0
         self._pins: dict[int, float] = {}
         self._is_at_full_work = self._has_pretested = self._is_closed = False
@@ -103,6 +108,7 @@ class Balancer:
         self._shares_of_step = self._shares_in_force
         self._shares_of_last_step: dict[str, float] | None = None
         self._change_plan()
+        self._where.call = Call.TRAINING
 
     def step(self) -> None:
         """One optimizer step is done: record it and, every ``update_every`` steps, exchange and decide.
@@ -119,6 +125,9 @@ class Balancer:
         began = time.perf_counter()
         self._shares_of_last_step = self._shares_of_step
         self._num_steps += 1
+        self._where.call, self._where.num_steps = Call.STEP, self._num_steps
+        if self._forward_watch is not None:
+            self._forward_watch.step_is_called()
         self._selector.count_step(self._installer.in_force)
         self._pretest()
         self._is_at_full_work = False
@@ -134,6 +143,7 @@ class Balancer:
             self.on_update(self._record())
         self._step_overhead_s = time.perf_counter() - began + self._measurement.overhead_s
         self._overhead_since_update_s = self._step_overhead_s + (0.0 if is_update else self._overhead_since_update_s)
+        self._where.call = Call.TRAINING
         self._begin_step()
 
     def epoch_end(self) -> None:
@@ -146,9 +156,11 @@ class Balancer:
             RuntimeError: in modes that migrate, if not all ranks come.
         """
         if self._lender is not None and not self._is_closed:
+            self._note(Call.EPOCH_END)
             self._decision.require_agreement(self._agreed)
         self._end_epoch()
         self._change_plan()
+        self._where.call = Call.TRAINING
 
     def pruned_steps(self) -> dict[str, NDArray[np.int64]]:
         """In how many steps so far this rank pruned each column: [K] for every layer."""
@@ -259,6 +271,7 @@ class Balancer:
         if state["layers"] != layers:
             differing = sorted(set(layers.items()) ^ set(state["layers"].items()))
             raise ValueError(f"the balancer's state is of another model: (layer, columns) differ: {differing[:6]}")
+        self._note(Call.LOADING)
         self._decision.load_state_dict(state["decision"])
         self._take_back()  # the same ratio and epoch may mean other columns
         self._selector.load_state_dict(own["selector"])
@@ -282,6 +295,7 @@ class Balancer:
         if self._lender is not None:  # what is lent at once by one plan cannot be borrowed by another
             self._decision.require_agreement(self._agreed)
         self._change_plan()
+        self._note(Call.TRAINING)
 
     def close(self) -> None:
         """Stop measuring and exchanging; the layers compute in full from now on.
@@ -293,8 +307,15 @@ class Balancer:
         for layer in self._layers.values():
             layer.last = None
         with ExitStack() as ending:  # each of them, whatever becomes of the others; the last one first
-            parts = self._start_check, self._freezer, self._statistic, self._decision, self._measurement, self._lender
-            for attached in parts:
+            for attached in (
+                self._start_check,
+                self._freezer,
+                self._statistic,
+                self._decision,
+                self._measurement,
+                self._forward_watch,
+                self._lender,
+            ):
                 if attached is not None:
                     ending.callback(attached.close)
             self._installer.clear()
@@ -348,18 +369,25 @@ class Balancer:
 
     def _pretest(self) -> None:
         """What pruning and migrating cost, after the first step of training."""
-        if not self._has_pretested and self._measurement.is_step_of_training:
+        if self._exchange is not None and not self._has_pretested and self._measurement.is_step_of_training:
             self._has_pretested = True
+            self._note(Call.STEP)
             self._decision.migration = make_pretests(
-                self._layers, self._group, self.config, self._measurement, self._decision.migration
+                self._layers, self._group, self.config, self._measurement, self._decision.migration, self._exchange.meet
             )
 
     def _update(self) -> None:
         """Measure and decide."""
+        self._note(Call.STEP)
         self._measurement.learn()
         measured = self._measurement
         self._decision.update(measured.times, measured.cost, measured.wait_s, self._agreed)
         self._is_at_full_work = self.plan.begins_at_full_work
+
+    def _note(self, call: Call) -> None:
+        """Where this rank is, for the other ranks and for what errors tell."""
+        self._where.call, self._where.num_steps, self._where.epoch = call, self._num_steps, self._selector.epoch
+        self._where.num_forwards = self._measurement.num_forwards
 
     def _end_epoch(self) -> None:
         if self._statistic is None or not self._selector.steps_of_epoch:
@@ -405,6 +433,8 @@ class Balancer:
                 self._installer.suspend()
         if self._lender is not None:
             loans = () if self._is_at_full_work else self.plan.loans
+            if self._exchange is not None and self._lender.would_be_new(loans, self._selector.epoch):
+                self._exchange.meet()  # a rank that is a step ahead would send the others what they do not await
             self._lender.install(loans, self._installer.lent_columns(), epoch=self._selector.epoch)
 
     @property

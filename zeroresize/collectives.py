@@ -7,6 +7,7 @@ which it was, with whom, and in which layer where the caller tells.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -76,6 +77,32 @@ def time_limit(process_group: ProcessGroup) -> timedelta:
     return max((limit for limit in limits if limit is not None), default=dist.default_pg_timeout)
 
 
+class Explainer(Protocol):
+    """Knows more of a failure than who was waited for."""
+
+    def tell(self, failed: str, /, *, waits: bool) -> str:
+        """The end of an error, with what each rank was doing; see :func:`explanation`."""
+
+
+_explainers: weakref.WeakKeyDictionary[ProcessGroup, weakref.WeakSet[Explainer]] = weakref.WeakKeyDictionary()
+
+
+def explain_failures(process_group: ProcessGroup, explainer: Explainer) -> None:
+    """Let errors of transfers over ``process_group`` end with what ``explainer`` tells, for as long as it lives."""
+    _explainers.setdefault(process_group, weakref.WeakSet()).add(explainer)
+
+
+def explanation(process_group: ProcessGroup, failed: str, *, waits: bool = True) -> str:
+    """The end of an error: what each rank of the group was doing, as far as anybody knows; it is told to them, too.
+
+    Args:
+        failed: on this rank.
+        waits: whether to wait some seconds for others that fail, too.
+    """
+    told = [explainer.tell(failed, waits=waits) for explainer in _explainers.get(process_group, ())]
+    return "".join(told[-1:])
+
+
 class Transfer:
     """A collective, or a transfer between two ranks, that is under way.
 
@@ -121,11 +148,12 @@ def _told_if_it_fails(
     except RuntimeError as error:
         ranks = group_ranks(process_group)
         peers = [rank for rank in range(len(ranks)) if rank != group_rank(process_group)] if peer is None else [peer]
+        in_layer = f", in layer {layer}" if layer is not None else ""
         raise RuntimeError(
-            f"{what} ranks {peers} of the group (ranks {[ranks[peer] for peer in peers]} of the job) failed"
-            f"{f', in layer {layer}' if layer is not None else ''}: one of them may have died, failed before or made "
-            f"other calls, or did not come within the time limit of their process group, "
-            f"{time_limit(process_group).total_seconds():g} s"
+            f"{what} ranks {peers} of the group (ranks {[ranks[peer] for peer in peers]} of the job) failed{in_layer}: "
+            "one of them may have died, failed before or made other calls, or did not come within the time limit of "
+            f"their process group, {time_limit(process_group).total_seconds():g} s"
+            f"{explanation(process_group, f'{what} ranks {peers} failed{in_layer}')}"
         ) from error
 
 

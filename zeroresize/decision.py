@@ -67,8 +67,7 @@ class GroupDecision:
         # Who computes for whom must be agreed on before anybody sends anything; also whether anything was received:
         # where a time limit ended an exchange, the ranks may have saved different states.
         if self._may_migrate:
-            self._exchange.post([self._fingerprint(agreed)])
-            _require_equal([number for (number,) in self._exchange.collect() or []])
+            _require_equal([number for number, *_ in self._exchange.meet(self._fingerprint(agreed))])
         self._exchange.post([fingerprint, wait_s, *_as_numbers(times, cost)])
         self._lent_when_sent = lent_in_force
 
@@ -112,8 +111,12 @@ class GroupDecision:
             ValueError: on every rank, if they differ.
             RuntimeError: if not all ranks come.
         """
-        if self._exchange is not None:
-            self._exchange.require_agreement({"the balancer's state": f"{self._fingerprint(agreed):.0f}"})
+        if self._exchange is None:
+            return
+        fingerprints = [number for number, *_ in self._exchange.meet(self._fingerprint(agreed))]
+        if len(set(fingerprints)) > 1:
+            told = "; ".join(f"rank {rank}: {number:.0f}" for rank, number in enumerate(fingerprints))
+            raise ValueError(f"the ranks of the group do not agree on the balancer's state: {told}")
 
     @property
     def what_if_plans(self) -> dict[str, WorkloadPlan]:

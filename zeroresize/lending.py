@@ -77,6 +77,10 @@ class Lender:
         for name, layer in self._layers.items():
             layer.loans = self._layer_loans(name, layer, by_layer[name])
 
+    def would_be_new(self, loans: Sequence[Loan], epoch: int) -> bool:
+        """Whether :meth:`install` would tell the group the columns of ``loans``, as they are not in force."""
+        return bool(loans) and (tuple(loans), epoch) != self._in_force
+
     def take_back(self) -> None:
         """No loans are in force any more, and nothing is on its way; their memory is given back.
 

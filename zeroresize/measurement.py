@@ -77,9 +77,13 @@ class Measurement:
         self._plan_in_force = 0.0, 0.0
         self._wait_s = math.nan
         self._has_seen_training = self._has_warned = False
+        # All ranks make these at one time, since their outputs are summed; in models without them, all there are.
+        self._counted = [layer for layer in layers.values() if not layer.is_column_parallel] or list(layers.values())
+        self._num_forwards_before_step = 0
         device = next(iter(layers.values())).weight.device if layers else torch.device("cpu")
         self._timer = StepTimer(clock_for(device))
         for layer in layers.values():
+            layer.forget_forwards()
             layer.probes.add_outermost(self._timer)
         self.close = weakref.finalize(self, _detach, self._timer, list(layers.values()))
 
@@ -105,6 +109,7 @@ class Measurement:
 
     def begin_step(self, spared_share: float, borrowed_share: float, is_forced: bool) -> None:
         """A step begins under a plan that spares this rank a share of its products and adds one of others'."""
+        self._num_forwards_before_step = self.num_forwards
         for layer in self._layers.values():
             layer.forget_forwards()
         self._plan_in_force = spared_share, borrowed_share
@@ -119,6 +124,14 @@ class Measurement:
     def is_step_of_training(self) -> bool:
         """Whether any layer has seen tokens of a training forward in this step."""
         return any(layer.num_tokens > 0 for layer in self._layers.values())
+
+    @property
+    def num_forwards(self) -> int:
+        """Training forwards of the layers since this was made, recomputations included: as many on every rank at every
+        collective of theirs; 0 where the model is compiled."""
+        if any(layer.is_compiled for layer in self._counted):
+            return 0  # compiled code and the eager code that it falls back to may count differently
+        return self._num_forwards_before_step + sum(layer.num_forwards for layer in self._counted)
 
     @property
     def is_pretested(self) -> bool:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-import torch
 from torch.distributed import ProcessGroup
 
 from zeroresize.balanced_linear import BalancedLinear
-from zeroresize.collectives import all_reduce
 from zeroresize.config import BalanceConfig
 from zeroresize.config_keys import MIGRATING_MODES
 from zeroresize.measurement import Measurement
@@ -25,6 +23,7 @@ def make_pretests(
     config: BalanceConfig,
     measurement: Measurement,
     migration: MigrationCost | None,
+    meet: Callable[..., list[list[float]]],
 ) -> MigrationCost | None:
     """Measure on the shapes of the step that has ended what is not known of such steps; a resumed run may know it.
 
@@ -33,16 +32,14 @@ def make_pretests(
     Args:
         measurement: takes what pruning costs.
         migration: what migrating costs, as far as is known.
+        meet: exchanges two numbers with all ranks; where some do not come, before any of them sends anything else.
 
     Returns:
         What migrating costs, None in a mode that does not need it.
     """
     may_migrate = config.mode in ("off", *MIGRATING_MODES)
     unknown = [not measurement.is_pretested, may_migrate and migration is None]
-    device = next(iter(layers.values())).weight.device
-    on_ranks = torch.tensor(unknown, dtype=torch.float32, device=device)
-    all_reduce(on_ranks, process_group)
-    measures_pruning, measures_migrating = (on_ranks > 0).tolist()
+    measures_pruning, measures_migrating = (any(on_ranks) for on_ranks in zip(*meet(*unknown), strict=True))
     if measures_pruning or measures_migrating:
         logger.info("pre-tests on the shapes of this step: some seconds")
     if measures_pruning:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zeroresize import kernels
-from zeroresize.collectives import Transfer, start_all_reduce
+from zeroresize.collectives import Transfer, explanation, start_all_reduce
 from zeroresize.columns import Columns
 from zeroresize.migration.carrier import Carrier, Pending, Route
 from zeroresize.migration.homecoming import Homecoming
@@ -123,10 +123,12 @@ class LayerLoans:
     def _check_weight(self, weight: Tensor) -> None:
         is_as_sent = self._sent_as == (weight._version, weight.data_ptr())
         if weight is not self._weight or self._sent is None or not is_as_sent:
+            failed = f"the weight of layer {self.name} changed, and balancer.step() was not called after it"
             raise RuntimeError(
                 f"the weight of layer {self.name} changed after its columns were lent: weights may change in "
-                "optimizer.step() only, before balancer.step(); with a model that is loaded in mid-training load the "
-                "balancer's state too"
+                "optimizer.step() only, before balancer.step(), which must follow it; with a model that is loaded in "
+                "mid-training load the balancer's state too"
+                f"{explanation(self._carrier.process_group, failed, waits=False)}"
             )
 
     def _borrowed_weights(self, like: Tensor) -> list[Tensor | None]:

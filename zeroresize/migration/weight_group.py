@@ -39,7 +39,7 @@ class WeightGroup:
         kind = process_group._get_backend(device).name()
         transport: Any = process_group
         if kind == "gloo":
-            transport = dist.ProcessGroupGloo(*ends, meeting.time_limit)
+            transport = meeting.connect(lambda: dist.ProcessGroupGloo(*ends, meeting.time_limit))
         elif kind == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = meeting.time_limit

@@ -1,0 +1,123 @@
+"""What is noticed in forwards: batches that differ between ranks, and a ``balancer.step()`` that never comes.
+
+``T`` tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from zeroresize.balanced_linear import BalancedLinear
+from zeroresize.exchange import Exchange
+from zeroresize.optimizers import hook_steps
+from zeroresize.whereabouts import Call
+
+logger = logging.getLogger(__name__)
+
+#: Without a call of ``balancer.step()``, so many optimizer steps are a mistake.
+FEW_STEPS = 10
+#: So many training forwards before the first call are one, too, unless they are micro-batches.
+MANY_FORWARDS = 100
+
+
+class ForwardWatch:
+    """Compares the ranks' T wherever it changes on this rank, and warns once where no step is called.
+
+    Ranks with unequal batches would send each other unequally much, which ends a process (gloo) or hangs (NCCL). So a
+    layer whose T changes meets the other ranks before it sends anything; where T stays as it is, nothing is exchanged.
+    One layer meets for all that have changed alike in the same forward of the model. Models that are compiled are not
+    watched.
+
+    Args:
+        layers: balanced layers by name.
+        optimizer: whose steps are counted, where it is torch's or wraps one.
+        exchange: with the other ranks.
+    """
+
+    def __init__(self, layers: Mapping[str, BalancedLinear], optimizer: Any, exchange: Exchange) -> None:
+        self._layers, self._exchange, self._names = layers, exchange, list(layers)
+        self._num_watched = sum(not layer.is_column_parallel for layer in layers.values()) or len(layers)
+        self._tokens: dict[str, int] = {}
+        self._met_in: dict[tuple[int | None, int], str] = {}
+        self._num_optimizer_steps = self._num_forwards = 0
+        self._has_stepped = self._has_warned = False
+        self._unhook: Callable[[], object] = lambda: None
+        with suppress(ValueError):  # an optimizer of its own kind: forwards are counted all the same
+            self._unhook = hook_steps(optimizer, None, self._after_optimizer_step)
+        for name, layer in layers.items():
+            layer.watch_forward = _calling(weakref.ref(self), name)
+
+    def step_is_called(self) -> None:
+        """``balancer.step()`` is called."""
+        self._num_optimizer_steps = 0
+        self._has_stepped = True
+
+    def forward(self, name: str, num_tokens: int, training: bool) -> None:
+        """Layer ``name`` is about to compute T tokens.
+
+        Raises:
+            ValueError: on every rank whose T changes, if their T differ.
+            RuntimeError: if only some ranks' T change; on the others the collective that they wait in fails.
+        """
+        if training and not self._has_stepped:
+            self._num_forwards += 1
+            if self._num_forwards == MANY_FORWARDS * self._num_watched:
+                self._warn(f"{MANY_FORWARDS} training forwards")
+        before = self._tokens.get(name)
+        if num_tokens == before:
+            return
+        if self._met_in.get((before, num_tokens), name) == name:  # else a layer before this one has met for it
+            self._compare(name, num_tokens)
+            self._met_in[before, num_tokens] = name
+        self._tokens[name] = num_tokens
+
+    def close(self) -> None:
+        """Watch nothing any more."""
+        self._unhook()
+        for layer in self._layers.values():
+            layer.watch_forward = None
+
+    def _compare(self, name: str, num_tokens: int) -> None:
+        where = self._exchange.where
+        call, where.call = where.call, Call.FORWARD
+        where.batch = f"{num_tokens} tokens in layer {name}, {self._tokens.get(name, 'none')} before"
+        try:
+            table = self._exchange.meet(num_tokens, self._names.index(name))
+        finally:
+            where.call = call
+        if any(own != table[0] for own in table):
+            told = "; ".join(
+                f"rank {rank}: {tokens:.0f} tokens in layer {self._names[int(layer)]}"
+                for rank, (tokens, layer) in enumerate(table)
+            )
+            raise ValueError(
+                f"the ranks of the group were given different batches: {told}; every rank of a tensor-parallel group "
+                "must be given the same batch"
+            )
+
+    def _after_optimizer_step(self) -> None:
+        self._num_optimizer_steps += 1
+        if self._num_optimizer_steps == FEW_STEPS:
+            self._warn(f"{FEW_STEPS} optimizer steps")
+
+    def _warn(self, seen: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "balancer.step() was not called in the last %s: nothing is balanced without it. Call it once after "
+                "every optimizer step, on every rank",
+                seen,
+            )
+
+
+def _calling(watch: weakref.ref[ForwardWatch], name: str) -> Callable[[int, bool], None]:
+    def forward(num_tokens: int, training: bool) -> None:
+        alive = watch()
+        if alive is not None:
+            alive.forward(name, num_tokens, training)
+
+    return forward

@@ -1,0 +1,96 @@
+"""Where a rank is: in which call, after how many steps; and whether the ranks of a group are at the same place."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+class Call(enum.Enum):
+    """What a rank is doing, as errors tell it."""
+
+    MAKING = "making the Balancer"
+    TRAINING = "training"
+    FORWARD = "comparing a batch of new size"
+    STEP = "balancer.step()"
+    EPOCH_END = "balancer.epoch_end()"
+    LOADING = "balancer.load_state_dict()"
+
+
+_CALLS = tuple(Call)
+#: Calls of which ranks may have counted differently until now.
+_UNCOUNTED = (Call.MAKING, Call.LOADING)
+
+
+@dataclass
+class Whereabouts:
+    """Kept up to date by the balancer.
+
+    Attributes:
+        call: what this rank is doing.
+        num_steps: calls of ``balancer.step()``, the one that it is in included.
+        epoch: how many epochs have ended.
+        num_forwards: training forwards of balanced layers.
+        batch: what is compared while ``call`` is ``Call.FORWARD``.
+    """
+
+    call: Call = Call.MAKING
+    num_steps: int = 0
+    epoch: int = 0
+    num_forwards: int = 0
+    batch: str = ""
+
+    #: Of :meth:`as_numbers`.
+    NUM_NUMBERS = 4
+
+    def as_numbers(self) -> list[float]:
+        return [float(_CALLS.index(self.call)), float(self.num_steps), float(self.epoch), float(self.num_forwards)]
+
+    @classmethod
+    def of_numbers(cls, numbers: Sequence[float]) -> Whereabouts:
+        call, num_steps, epoch, num_forwards = map(int, numbers)
+        return cls(_CALLS[call], num_steps, epoch, num_forwards)
+
+    def __str__(self) -> str:
+        if self.call is Call.STEP:
+            return f"balancer.step(), call {self.num_steps}"
+        of_batch = f" ({self.batch})" if self.call is Call.FORWARD and self.batch else ""
+        return f"{self.call.value}{of_batch}, after {self.num_steps} calls of balancer.step()"
+
+
+def require_same(ranks: Sequence[Whereabouts]) -> None:
+    """Check that the ranks of a group came to each other from the same place.
+
+    Raises:
+        RuntimeError: if they did not, naming what each of them has called, and how often.
+    """
+
+    def differ(*what: str) -> bool:
+        return len({tuple(getattr(one, name) for name in what) for one in ranks}) > 1
+
+    if differ("call"):
+        raise RuntimeError(f"the ranks of the group made different calls: {_by_rank(map(str, ranks))}")
+    if ranks[0].call in _UNCOUNTED:
+        return
+    if differ("num_steps", "num_forwards"):
+        # At one moment counts differ; an update is made at equal counts, so there the moments differ.
+        is_told = differ("num_steps")
+        told = [
+            f"{one.num_steps} calls" + ("" if is_told else f" in {one.num_forwards} training forwards of its layers")
+            for one in ranks
+        ]
+        raise RuntimeError(
+            f"the ranks of the group did not call balancer.step() equally often: {_by_rank(told)}; call it once after "
+            "every optimizer step, on every rank"
+        )
+    if differ("epoch"):
+        told = [f"{one.epoch} epochs had ended at {one}" for one in ranks]
+        raise RuntimeError(
+            f"the ranks of the group did not call balancer.epoch_end() equally often: {_by_rank(told)}; call it at the "
+            "end of an epoch, on every rank"
+        )
+
+
+def _by_rank(told: Iterable[str]) -> str:
+    return "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(told))
