@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -143,9 +142,9 @@ class GroupDecision:
         self.plan = self._controller.update(samples, collectives)
 
     def _fingerprint(self, agreed: object) -> float:
-        """48 bits of a hash of all that decisions follow from, exact as a float64."""
-        told = repr((self.plan, self._controller.state_dict(), self._lent_when_sent, self.migration, agreed))
-        return float(int.from_bytes(hashlib.sha256(told.encode()).digest()[:6], "big"))
+        """Of all that decisions follow from."""
+        migration = dataclasses.astuple(self.migration) if self.migration is not None else None
+        return self._controller.fingerprint(self.plan, self._lent_when_sent, migration, repr(agreed))
 
 
 def _require_equal(fingerprints: Sequence[float]) -> None:

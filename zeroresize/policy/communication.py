@@ -9,6 +9,7 @@ from typing import Any
 
 from zeroresize.policy.cost_model import MigrationCost
 from zeroresize.policy.smoothing import smoothed
+from zeroresize.policy.times import MOST_SECONDS
 
 #: What differs by less than this share of a step is noise: ranks that are equally busy wait for each other's jitter.
 _NOISE = 0.03
@@ -26,7 +27,8 @@ class CollectiveTimes:
     """What a group saw of its collectives in the last interval.
 
     Attributes:
-        wait_s: seconds a step that the rank which waited least waited; NaN where nothing was measured.
+        wait_s: seconds a step that the rank which waited least waited; NaN where nothing was measured. Negative or
+            endless ones count as such.
         lent: what each rank lent in those steps.
         migration: Φ1 by the pre-test; None where nobody can lend.
     """
@@ -64,17 +66,17 @@ class CommunicationEstimate:
         """Take an interval's times.
 
         Args:
-            busy_s: of a normal rank in a step, the measure of noise.
+            busy_s: of a normal rank in a step, the measure of noise; NaN before it is known.
         """
         self._pretested = seen.migration
-        if math.isnan(seen.wait_s):
+        if not 0.0 <= seen.wait_s <= MOST_SECONDS:  # NaN, or what a clock that was set tells
             return
         predicted_s = self.migration.seconds(seen.lent) if self.migration is not None else 0.0
         if not any(seen.lent):
             self.plain_s = smoothed(self.plain_s, seen.wait_s, self.weight)
             self.scale += self.forgetting * (1.0 - self.scale)
             self.scale_before = None
-        elif predicted_s > 0.0 and not math.isnan(self.plain_s):
+        elif predicted_s > 0.0 and not math.isnan(self.plain_s) and not math.isnan(busy_s):
             if self.scale_before is None:
                 self.scale_before = self.scale
             error_s = seen.wait_s - self.plain_s - predicted_s

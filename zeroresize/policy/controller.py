@@ -12,6 +12,7 @@ from zeroresize.config_keys import MIGRATING_MODES, PRUNING_MODES
 from zeroresize.plan import Loan, RankPlan, WorkloadPlan
 from zeroresize.policy.communication import CollectiveTimes, CommunicationEstimate
 from zeroresize.policy.cost_model import ResizingCost
+from zeroresize.policy.fingerprint import fingerprint
 from zeroresize.policy.full_work_steps import FullWorkSteps
 from zeroresize.policy.ratio import find_stragglers, reference_time
 from zeroresize.policy.rules import forced_division, wanted_division
@@ -123,17 +124,21 @@ class Controller:
     def update(self, samples: Sequence[RankTimes], collectives: CollectiveTimes | None = None) -> WorkloadPlan:
         """Take one sample of full-work times a rank (NaN where nothing was measured) and decide.
 
+        What no step can have taken counts as not measured, see :meth:`~zeroresize.policy.times.RankTimes.checked`.
+
         Args:
             samples: of every rank.
             collectives: what was seen of the group's collectives, if anything.
         """
         if len(samples) != self.num_ranks:
             raise ValueError(f"expected {self.num_ranks} ranks' times, found {len(samples)}")
+        samples = [sample.checked() for sample in samples]
         normal_s = min((state.busy_s for state in self._ranks if state.is_normal), default=0.0)
         for state, sample in zip(self._ranks, samples, strict=True):
             state.take(sample, self.config.ewma)
         if collectives is not None:
-            self._communication.learn(collectives, min(state.busy_s for state in self._ranks))
+            known_s = [state.busy_s for state in self._ranks if not math.isnan(state.busy_s)]
+            self._communication.learn(collectives, min(known_s, default=math.nan))
         if any(math.isnan(state.busy_s) for state in self._ranks):
             return self.current_plan()
 
@@ -180,6 +185,18 @@ class Controller:
             "communication": self._communication.state_dict(),
         }
 
+    def fingerprint(self, plan: WorkloadPlan, *values: object) -> float:
+        """A hash of all that decisions follow from, of ``plan``, and of plain ``values``."""
+        return fingerprint(
+            (self._loans, plan.loans),
+            self._full_work_steps.saved_s,
+            [tuple(vars(state).values()) for state in self._ranks],
+            self._communication.state_dict(),
+            [(rank.pruned, rank.lent, rank.is_straggler) for rank in plan.ranks],
+            (plan.predicted_step_s, plan.begins_at_full_work),
+            values,
+        )
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from ``state``; a mode that does not prune, or lend, does not take over what was pruned, or lent.
 
@@ -193,7 +210,12 @@ class Controller:
         self._full_work_steps.saved_s = state["saved_for_full_work_s"]
         self._ranks = [_RankState(**values) for values in state["ranks"]]
         self._communication.load_state_dict(state["communication"])
-        self._loans = tuple(Loan(owner, ratio, tuple(to), tuple(parts)) for owner, ratio, to, parts in state["loans"])
+        shared: dict[tuple[float, ...], tuple[float, ...]] = {}
+        loans = ((owner, ratio, tuple(to), tuple(parts)) for owner, ratio, to, parts in state["loans"])
+        self._loans = tuple(
+            Loan(owner, ratio, shared.setdefault(to, to), shared.setdefault(parts, parts))  # type: ignore[arg-type]
+            for owner, ratio, to, parts in loans
+        )
         if self._goes_beyond_configuration():
             for rank in self._ranks:
                 rank.pruned = rank.lent = 0.0

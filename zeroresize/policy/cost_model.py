@@ -16,6 +16,11 @@ from dataclasses import dataclass
 NUM_POINTS = 6
 
 
+#: Shares and factors that something can cost, and seconds.
+_LEAST_SHARE, _MOST_SHARE = 1e-9, 1e6
+_MOST_OVERHEAD_S = 1e9
+
+
 @dataclass(frozen=True)
 class ResizingCost:
     """One rank's cost of pruning, linear between measured points.
@@ -52,6 +57,23 @@ class ResizingCost:
     def max_ratio(self) -> float:
         """The largest γ that was measured."""
         return self.ratios[-1]
+
+    def checked(self) -> ResizingCost:
+        """The same, with what nothing can cost taken as proportional to FLOPs, as long as others', and without Ω."""
+        shares = [_LEAST_SHARE <= share <= _MOST_SHARE for share in self.gemm_share]
+        overheads = [0.0 <= seconds <= _MOST_OVERHEAD_S for seconds in self.overhead_s]
+        is_usual = _LEAST_SHARE <= self.borrowing <= _MOST_SHARE
+        if all(shares) and all(overheads) and is_usual:
+            return self
+        return ResizingCost(
+            self.ratios,
+            tuple(
+                share if is_sound else 1.0 - ratio
+                for share, is_sound, ratio in zip(self.gemm_share, shares, self.ratios, strict=True)
+            ),
+            tuple(seconds if is_sound else 0.0 for seconds, is_sound in zip(self.overhead_s, overheads, strict=True)),
+            self.borrowing if is_usual else 1.0,
+        )
 
     def scaled(self, factors: Sequence[float], borrowing: float = 1.0) -> ResizingCost:
         """The same cost with the gemm share of every point but the first times its factor, and that of borrowing."""

@@ -45,7 +45,11 @@ class FullWorkEstimate:
         return self.pretested.scaled([self._factor_at(point) for point in range(len(self._factors))], self._borrowing)
 
     def learn(self, steps: Sequence[StepTimes]) -> None:
-        """Take the steps of an interval: those under the last of its plans, and those at full work."""
+        """Take the steps of an interval: those under the last of its plans, and those at full work.
+
+        Left out are times that a clock which was set, or that failed, may tell.
+        """
+        steps = [step for step in steps if step.is_possible]
         if not steps:
             return
         now = self.usual_step = _median([step for step in steps if step.plan == steps[-1].plan])

@@ -64,7 +64,8 @@ def loans_of(ratios: Sequence[float], capacities: Sequence[float] | None = None)
     if capacities is not None and (able := [rank for rank in receivers if capacities[rank] > 0.0]):
         total = sum(capacities[rank] for rank in able)
         parts = tuple(capacities[rank] / total for rank in able)
-        return tuple(Loan(owner, ratios[owner], tuple(able), parts) for owner in owners)
+        shared = tuple(able)
+        return tuple(Loan(owner, ratios[owner], shared, parts) for owner in owners)
     parts = (1.0 / len(receivers),) * len(receivers)
     loans = []
     for owner in owners:

@@ -12,6 +12,11 @@ from dataclasses import dataclass
 
 from zeroresize.policy.cost_model import ResizingCost
 
+#: No step multiplies for less or takes longer.
+LEAST_SECONDS, MOST_SECONDS = 1e-9, 1e9
+#: Nor do gathers and fills take so many times as long as in the pre-test.
+_MOST_SCALE = 1e6
+
 
 @dataclass(frozen=True)
 class StepTimes:
@@ -34,6 +39,11 @@ class StepTimes:
     borrowed_share: float = 0.0
     is_forced: bool = False
     wait_s: float = 0.0
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether a step can have taken these times."""
+        return all(0.0 <= seconds <= MOST_SECONDS for seconds in (self.busy_s, self.gemm_s, self.overhead_s))
 
     @property
     def plan(self) -> tuple[float, float]:
@@ -61,6 +71,22 @@ class RankTimes:
     def busy_s(self) -> float:
         """T, seconds."""
         return self.rest_s + self.gemm_s
+
+    def checked(self) -> RankTimes:
+        """The same, with NaN for all three numbers if one of them is nothing that a step can have taken.
+
+        Such as zero, negative or infinite seconds of multiplying, which a clock that was set, or that is too coarse,
+        may tell. What pruning costs is mended number by number.
+        """
+        cost = self.cost.checked()
+        is_sound = (
+            0.0 <= self.rest_s <= MOST_SECONDS
+            and LEAST_SECONDS <= self.gemm_s <= MOST_SECONDS
+            and 0.0 <= self.overhead_scale <= _MOST_SCALE
+        )
+        if is_sound:
+            return self if cost is self.cost else RankTimes(self.rest_s, self.gemm_s, self.overhead_scale, cost)
+        return RankTimes(math.nan, math.nan, math.nan, cost)
 
     def busy_at(self, ratio: float) -> float:
         """Busy seconds when a share ``ratio`` of the columns is pruned."""
