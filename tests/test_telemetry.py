@@ -35,7 +35,7 @@ def record(**changes):
         "predicted_step_s": 0.2,
         "begins_at_full_work": False,
         "balancing_s": 0.001,
-        "would": {"zero-rd": {"ratio": 0.5, "predicted_step_s": 0.2}},
+        "would": {"zero-rd": {"predicted_step_s": 0.2, "gain": 0.25, "most_ratio": 0.5}},
     }
     return UpdateRecord(**{**values, **changes})
 
@@ -72,11 +72,11 @@ def test_an_update_is_a_line_of_json_with_every_field(tmp_path):
 
 def test_what_was_not_measured_is_null_at_any_depth(tmp_path):
     path = tmp_path / "balance.jsonl"
-    unknown = {"zero-rd": {"ratio": 0.0, "predicted_step_s": math.nan}}
+    unknown = {"zero-rd": {"most_ratio": 0.0, "predicted_step_s": math.nan}}
     write(path, [record(busy_s=math.nan, would=unknown)])
     (line,) = [json.loads(line, parse_constant=no_such_number) for line in path.read_text().splitlines()]
     assert set(line) == FIELDS
-    assert line["busy_s"] is None and line["would"] == {"zero-rd": {"ratio": 0.0, "predicted_step_s": None}}
+    assert line["busy_s"] is None and line["would"] == {"zero-rd": {"most_ratio": 0.0, "predicted_step_s": None}}
 
 
 def test_records_can_be_read_while_the_file_is_open(tmp_path):
@@ -195,18 +195,24 @@ def test_off_tells_what_every_mode_would_do_and_does_nothing(run_ranks, tmp_path
         run.updates(5)
         return run.pruned(), run.balancer.metrics(), run.balancer.what_if()
 
-    for rank, (pruned, metrics, what_if) in enumerate(run_ranks(train, 2)):
+    results = run_ranks(train, 2)
+    for rank, (pruned, metrics, what_if) in enumerate(results):
         told = read_json_lines(tmp_path / f"rank{rank}.jsonl")
         assert pruned == {"up": None, "down": None}
         assert all(one["ratio"] == one["pruned_share"] == 0.0 for one in told)
         assert all(set(one["layer_shares"].values()) == {0.0} for one in told)
-        last = told[-1]
-        assert last["would"] == what_if and list(what_if) == [mode for mode in MODES if mode != "off"]
+        assert what_if == results[0][2], "the whole group's, on every rank"
+        assert list(what_if) == list(told[-1]["would"]) == [mode for mode in MODES if mode != "off"]
         for mode, would in what_if.items():
-            assert would["ratio"] > 0.5 if rank == 1 else would["ratio"] == 0.0
-            assert would["predicted_step_s"] < last["predicted_step_s"], "a gain over computing in full"
-            for name, value in would.items():
-                assert metrics[f"balance/would/{mode}/{name}"] == value
+            assert would["ratios"] == [0.0, pytest.approx(would["pruned"][1] + would["lent"][1])]
+            assert would["ratios"][1] > 0.5
+            assert mode in ("mig", "semi") or would["lent"] == [0.0, 0.0]
+            assert mode != "mig" or would["pruned"] == [0.0, 0.0]
+            full_s, short_s = metrics["balance/predicted_step_s"], would["predicted_step_s"]
+            assert would["gain"] == pytest.approx((full_s - short_s) / full_s) and 0.0 < would["gain"] < 1.0
+            flat = {"predicted_step_s": short_s, "gain": would["gain"], "most_ratio": would["ratios"][1]}
+            assert told[-1]["would"][mode] == flat
+            assert {name: metrics[f"balance/would/{mode}/{name}"] for name in flat} == flat
 
 
 # ---- TensorBoard ----------------------------------------------------------------------------------------------------

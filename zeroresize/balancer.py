@@ -166,18 +166,24 @@ class Balancer:
         """In how many steps so far this rank pruned each column: [K] for every layer."""
         return {name: steps.copy() for name, steps in self._selector.pruned_steps.items()}
 
-    def what_if(self) -> dict[str, dict[str, float]]:
-        """In mode "off": what each mode would do now, by mode; empty in other modes.
+    def what_if(self) -> dict[str, dict[str, Any]]:
+        """In mode "off": what each mode would do with the group now, by mode; empty in other modes.
 
-        ``ratio`` (this rank's γ, pruned and lent) and ``predicted_step_s`` (seconds; NaN before the first decision).
+        ``predicted_step_s`` (seconds of a step), ``gain`` (the share of the step that it saves; both NaN before the
+        first decision), and of every rank, in lists: ``pruned``, ``lent``, and ``ratios``, the two together. The same
+        on every rank. Decided when asked, from the updates since, or the last four of them.
         """
-        return {
-            mode: {
-                "ratio": plan.ranks[self._rank].pruned + plan.ranks[self._rank].lent,
+        full_s = self.plan.predicted_step_s
+        told: dict[str, dict[str, Any]] = {}
+        for mode, plan in self._decision.what_if_plans.items():
+            told[mode] = {
                 "predicted_step_s": plan.predicted_step_s,
+                "gain": 1.0 - plan.predicted_step_s / full_s,
+                "ratios": [rank.pruned + rank.lent for rank in plan.ranks],
+                "pruned": [rank.pruned for rank in plan.ranks],
+                "lent": [rank.lent for rank in plan.ranks],
             }
-            for mode, plan in self._decision.what_if_plans.items()
-        }
+        return told
 
     def sync_gradients(self) -> None:
         """Bring lent gradients home: they are whole when backward returns, so there is nothing left to do."""
@@ -419,7 +425,14 @@ class Balancer:
             predicted_step_s=self.plan.predicted_step_s,
             begins_at_full_work=self._is_at_full_work,
             balancing_s=self._overhead_since_update_s,
-            would=self.what_if(),
+            would={
+                mode: {
+                    "predicted_step_s": told["predicted_step_s"],
+                    "gain": told["gain"],
+                    "most_ratio": max(told["ratios"]),
+                }
+                for mode, told in self.what_if().items()
+            },
         )
 
     def _install(self) -> None:

@@ -32,7 +32,9 @@ class UpdateRecord:
         predicted_step_s: of the group under the plan: its slowest rank's busy time and the collectives.
         begins_at_full_work: whether the next step prunes and lends nothing nevertheless, to be measured.
         balancing_s: what balancing cost this rank since the last update, in all.
-        would: in mode "off", what each mode would do: γ and predicted step time of the group by mode.
+        would: in mode "off", what each mode would do with the group, by mode: ``predicted_step_s``, ``gain`` (the share
+            of the step that it saves), and ``most_ratio``, the largest γ of a rank; ``Balancer.what_if`` tells every
+            rank's.
     """
 
     update: int

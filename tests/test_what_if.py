@@ -1,0 +1,72 @@
+"""In mode "off": what the other modes would decide, decided when somebody asks."""
+
+import pytest
+
+from zeroresize import BalanceConfig
+from zeroresize.config_keys import MODES
+from zeroresize.policy.communication import CollectiveTimes
+from zeroresize.policy.controller import Controller
+from zeroresize.policy.cost_model import MigrationCost, ResizingCost
+from zeroresize.policy.times import RankTimes
+from zeroresize.policy.what_if import WhatIf
+
+RANKS = 4
+OFF = BalanceConfig(mode="off", tolerance=0.2)
+
+
+def told_at(update):
+    """Rank 1 grows slower and slower."""
+    chis = [1.0, 1.0 + update, 1.0, 1.0]
+    samples = [RankTimes(0.3, 0.7 * chi, 1.0, ResizingCost.linear(0.9)) for chi in chis]
+    return samples, CollectiveTimes(0.01, (0.0,) * RANKS, MigrationCost(0.01, 0.02))
+
+
+def decided(mode, updates):
+    """By a controller of that mode, at every one of these updates."""
+    controller = Controller(OFF.in_mode(mode), RANKS)
+    plan = controller.initial_plan()
+    for update in updates:
+        plan = controller.update(*told_at(update))
+    return plan
+
+
+@pytest.mark.parametrize("asked_every", [1, 2, 4])
+def test_it_tells_what_each_mode_would_have_decided_update_after_update(asked_every):
+    what_if = WhatIf(OFF, RANKS)
+    for update in range(8):
+        what_if.update(*told_at(update))
+        if (update + 1) % asked_every == 0:
+            assert what_if.plans() == {mode: decided(mode, range(update + 1)) for mode in MODES if mode != "off"}
+
+
+def test_of_updates_that_nobody_asked_about_the_last_four_count():
+    what_if = WhatIf(OFF, RANKS)
+    for update in range(50):
+        what_if.update(*told_at(update))
+    assert what_if.plans() == {mode: decided(mode, range(46, 50)) for mode in MODES if mode != "off"}
+    assert what_if.plans() == what_if.plans()
+
+
+def test_its_state_holds_what_nobody_has_asked_for_yet():
+    what_if, resumed = WhatIf(OFF, RANKS), WhatIf(OFF, RANKS)
+    for update in range(3):
+        what_if.update(*told_at(update))
+    resumed.load_states(what_if.states())
+    assert {mode: plan.ranks for mode, plan in resumed.plans().items()} == {
+        mode: plan.ranks for mode, plan in what_if.plans().items()
+    }
+    for one in (what_if, resumed):
+        one.update(*told_at(3))
+    assert resumed.plans() == what_if.plans()
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "off"])
+def test_in_other_modes_there_is_nothing_to_ask(mode):
+    what_if = WhatIf(BalanceConfig(mode=mode), RANKS)
+    what_if.update(*told_at(0))
+    assert what_if.plans() == {} and what_if.states() == []
+
+
+def test_keys_of_any_mode_may_stand_in_the_configuration():
+    config = BalanceConfig(mode="off", ratio=0.5, ranks="all", budget=0.1, migrating=1, semi_rule="paper")
+    assert set(WhatIf(config.replace(pridiff_rule="paper", mig_rule="paper"), RANKS).plans()) == {*MODES} - {"off"}
