@@ -1,6 +1,7 @@
 """A balancer that is saved and loaded goes on as it was."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 from virtual_training import Run
 
 from zeroresize import measurement
+from zeroresize.config import MODES
 
 
 @pytest.mark.parametrize("steps_before", [9, 8])  # at an update, and just before one
@@ -206,3 +208,130 @@ def test_state_of_other_layers_is_refused(run_ranks):
             run.balancer.load_state_dict({shared: state[shared]})
 
     run_ranks(load, 2)
+
+
+# ---- damaged states -------------------------------------------------------------------------------------------------
+
+SHARED, OWN = ("group 0-1",), ("group 0-1 rank {rank}",)
+#: What is put in the place of what, and how the error tells it; GONE deletes.
+GONE = object()
+DAMAGE = [
+    (SHARED, None, "group 0-1: a mapping is needed, found None"),
+    ((*SHARED, "num_steps"), GONE, r"group 0-1\.num_steps: missing"),
+    ((*SHARED, "num_steps"), "12", r"group 0-1\.num_steps: a whole number of at least 0 is needed, found '12'"),
+    ((*SHARED, "num_steps"), 12.0, r"num_steps: a whole number of at least 0 is needed, found 12\.0"),
+    ((*SHARED, "is_at_full_work"), 1, "is_at_full_work: true or false is needed"),
+    ((*SHARED, "pins"), [None], "pins: a list of 2 is needed, found one of 1"),
+    ((*SHARED, "pins"), [None, 7.5], r"pins\[1\]: a number from 0 to 1 is needed, found 7\.5"),
+    ((*SHARED, "layers"), [], r"group 0-1\.layers: a mapping is needed"),
+    ((*SHARED, "decision", "controller"), GONE, r"decision\.controller: missing"),
+    ((*SHARED, "decision", "controller", "ranks", 1, "gemm_s"), GONE, r"controller\.ranks\[1\]\.gemm_s: missing"),
+    ((*SHARED, "decision", "controller", "ranks", 1, "wanted"), [0.5], "wanted: a list of 2 is needed, found one of 1"),
+    ((*SHARED, "decision", "controller", "loans"), [(5, 0.5, [0], [1.0])], r"loans\[0\]\[0\]: a whole number below 2"),
+    ((*SHARED, "decision", "controller", "communication", "scale"), "1", "scale: a list is needed"),
+    ((*SHARED, "decision", "lent_when_sent"), [0.0], "lent_when_sent: a list of 2 is needed"),
+    ((*SHARED, "decision", "migration"), [-1.0, 0.0], r"migration\[0\]: a number of at least 0 is needed"),
+    ((*SHARED, "decision", "received", 1, 0), [1.0], r"received\[1\]\[0\]: a list of \d+ is needed, found one of 1"),
+    (OWN, [], r"group 0-1 rank \d: a mapping is needed, found \[\]"),
+    ((*OWN, "selector"), GONE, r"group 0-1 rank \d\.selector: missing"),
+    ((*OWN, "selector", "w_var", "up"), [1.0], r"w_var\.up: a list of 48 is needed, found one of 1"),
+    ((*OWN, "selector", "pruned_steps", "down"), GONE, r"selector\.pruned_steps\.down: missing"),
+    ((*OWN, "selector", "steps"), [[0.5, 0.0, False]], r"steps\[0\]: a list of 4 is needed"),
+    ((*OWN, "measurement", "pretested_on"), ["cpu"], "pretested_on: a list of 5 is needed"),
+    ((*OWN, "measurement", "interval"), [[0.1] * 7], r"interval\[0\]\[5\]: true or false is needed, found 0\.1"),
+    ((*OWN, "measurement", "estimate", "factors"), [1.0], r"estimate\.factors: a list of \d+ is needed"),
+    ((*OWN, "measurement", "estimate", "pretested", "ratios", 0), 0.5, "pretested: the ratios of a cost ascend from 0"),
+    ((*OWN, "statistic"), ["variation host"], "statistic: a list of 2 is needed"),
+    ((*OWN, "statistic", 1, "up"), torch.zeros(3), r"statistic\[1\]\.up: a tensor of shape \[96, 48\] is needed"),
+    ((*OWN, "statistic", 1, "down"), GONE, r"statistic\[1\]\.down: missing"),
+    ((*OWN, "last_gradients"), GONE, "last_gradients: missing"),
+    ((*OWN, "last_gradients", 0, "up", "dw_NK"), torch.zeros(3), r"up\.dw_NK: a tensor of shape \[96, 48\] is needed"),
+]  # fmt: skip
+
+
+def as_lists(state):
+    """As JSON would have it, to be changed at will."""
+    if isinstance(state, dict):
+        return {key: as_lists(value) for key, value in state.items()}
+    return [as_lists(value) for value in state] if isinstance(state, list | tuple) else state
+
+
+def damaged(state, path, value, rank):
+    changed = as_lists(state)
+    *way, last = [key.format(rank=rank) if isinstance(key, str) else key for key in path]
+    place = changed
+    for key in way:
+        place = place[key]
+    if value is GONE:
+        del place[last]
+    else:
+        assert len(path) == 1 or place[last] is not None, "else the test tells nothing"
+        place[last] = value
+    return changed
+
+
+def same(one, other):
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other or (one != one and other != other)
+
+
+def test_a_damaged_state_is_refused_by_what_is_wrong_with_it_and_changes_nothing(run_ranks):
+    def load(rank, group):
+        config = {"mode": "semi", "priority": "variation", "imputation": "same", "budget": 1.0, "migrating": 0}
+        first = Run(group, chi={1: 4.0}, **config)
+        first.updates(4)
+        state = first.balancer.state_dict()
+        other = Run(group, chi={1: 4.0}, **config)  # which takes the clock
+        other.updates(2)
+        before = as_lists(other.balancer.state_dict())
+        state["group 0-1"]["decision"]["migration"] = (0.1, 0.2)  # else of no pre-test here
+        assert state["group 0-1"]["decision"]["received"][1] is not None
+        for path, value, told in DAMAGE:
+            with pytest.raises(ValueError, match=told) as refused:
+                other.balancer.load_state_dict(damaged(state, path, value, rank))
+            assert "cannot be loaded: group 0-1" in str(refused.value)
+            assert same(as_lists(other.balancer.state_dict()), before), path
+        other.balancer.load_state_dict(as_lists(state))
+        return same(as_lists(other.balancer.state_dict()), as_lists(state))
+
+    assert run_ranks(load, 2) == [True, True]
+
+
+@pytest.mark.parametrize("mode", ["mig", "semi"])
+def test_a_state_that_is_damaged_on_one_rank_is_refused_on_all_at_once(run_ranks, mode):
+    """In modes that migrate ranks meet as they load: nobody waits for the one that cannot."""
+
+    def load(rank, group):
+        run = Run(group, chi={1: 4.0}, mode=mode)
+        run.updates(3)
+        state = run.balancer.state_dict()
+        if rank == 1:
+            del state["group 0-1 rank 1"]["selector"]
+        told = r"rank 1\.selector: missing" if rank == 1 else r"ranks \[1\] of the group cannot load"
+        with pytest.raises(ValueError, match=told):
+            run.balancer.load_state_dict(state)
+        run.updates(2)  # and all goes on
+
+    run_ranks(load, 2, timeout_s=30)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_can_load_what_it_saved_also_as_json(run_ranks, mode):
+    def load(rank, group):
+        first = Run(group, chi={1: 4.0}, mode=mode)
+        first.updates(5)
+        other = Run(group, chi={1: 4.0}, mode=mode)
+        state = as_lists(first.balancer.state_dict())
+        key = f"group 0-1 rank {rank}"
+        tensors = {name: state[key].pop(name) for name in ("statistic", "last_gradients")}
+        state = json.loads(json.dumps(state))
+        state[key] |= tensors
+        other.balancer.load_state_dict(state)
+        return same(as_lists(other.balancer.state_dict()), state)
+
+    assert run_ranks(load, 2) == [True, True]

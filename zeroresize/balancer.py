@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from zeroresize import assembly
+from zeroresize import assembly, balancer_state
 from zeroresize.collectives import group_rank, group_ranks, group_size, require_group
 from zeroresize.config import BalanceConfig
 from zeroresize.config_keys import PINNABLE_MODES
@@ -266,18 +266,21 @@ class Balancer:
         A statistic of another kind than this configuration's is not taken over: it starts anew.
 
         Raises:
-            ValueError: if it was saved for other layers or another group of ranks; in modes that migrate, where it is
-                collective, also if the ranks were given different states.
+            ValueError: if it was saved for other layers or another group of ranks, or something of it is missing or of
+                another kind, naming that; nothing has changed then. In modes that migrate, where it is collective, also
+                if the ranks were given different states.
         """
-        for key in (self._state_key, self._own_state_key):
-            if key not in state_dict:
-                raise ValueError(f"no balancer state of {key!r}: there is {sorted(state_dict)}")
-        state, own = state_dict[self._state_key], state_dict[self._own_state_key]
-        layers = self._columns_of_layers()
-        if state["layers"] != layers:
-            differing = sorted(set(layers.items()) ^ set(state["layers"].items()))
-            raise ValueError(f"the balancer's state is of another model: (layer, columns) differ: {differing[:6]}")
         self._note(Call.LOADING)
+        problem = None
+        try:
+            self._require_loadable(state_dict)
+        except ValueError as error:
+            problem = error
+        if self._lender is not None:  # nobody may wait for a rank that has none to load
+            self._decision.require_loadable(problem)
+        if problem is not None:
+            raise problem
+        state, own = state_dict[self._state_key], state_dict[self._own_state_key]
         self._decision.load_state_dict(state["decision"])
         self._take_back()  # the same ratio and epoch may mean other columns
         self._selector.load_state_dict(own["selector"])
@@ -290,7 +293,8 @@ class Balancer:
         (last_gradients,) = own["last_gradients"]
         for name, layer in self._layers.items():
             if layer.last is not None and name in last_gradients:
-                layer.last = LastGradients(**last_gradients[name]).to(layer.weight.device)
+                known = {key: last_gradients[name][key] for key in vars(layer.last)}
+                layer.last = LastGradients(**known).to(layer.weight.device)
         self._num_steps = state["num_steps"]
         pins = enumerate(state["pins"]) if self.config.mode in PINNABLE_MODES else ()
         self._pins = {rank: ratio for rank, ratio in pins if ratio is not None}
@@ -302,6 +306,31 @@ class Balancer:
             self._decision.require_agreement(self._agreed)
         self._change_plan()
         self._note(Call.TRAINING)
+
+    def _require_loadable(self, state_dict: Any) -> None:
+        """Raises ValueError where :meth:`load_state_dict` could not take it over."""
+        keys = self._state_key, self._own_state_key
+        balancer_state.require_parts(state_dict, *keys)
+        shared, own = (state_dict[key] for key in keys)
+        try:
+            balancer_state.require_shared(
+                shared,
+                keys[0],
+                columns=self._columns_of_layers(),
+                decision=self._decision,
+                num_ranks=self._num_ranks,
+            )
+            balancer_state.require_own(
+                own,
+                keys[1],
+                layers=self._layers,
+                selector=self._selector,
+                measurement=self._measurement,
+                statistic=self._statistic,
+                name_of_statistic=self._name_of_statistic,
+            )
+        except ValueError as error:
+            raise ValueError(f"the balancer's state cannot be loaded: {error}") from error
 
     def close(self) -> None:
         """Stop measuring and exchanging; the layers compute in full from now on.

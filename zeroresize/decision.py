@@ -14,9 +14,10 @@ from zeroresize.exchange import Exchange
 from zeroresize.plan import WorkloadPlan
 from zeroresize.policy.communication import CollectiveTimes
 from zeroresize.policy.controller import Controller
-from zeroresize.policy.cost_model import MigrationCost, ResizingCost
+from zeroresize.policy.cost_model import NUM_POINTS, MigrationCost, ResizingCost
 from zeroresize.policy.times import RankTimes
 from zeroresize.policy.what_if import WhatIf
+from zeroresize.state_checks import Check, each, keyed, not_negative, number, optional, row, share, text
 
 
 class GroupDecision:
@@ -84,6 +85,27 @@ class GroupDecision:
             "migrate": self._migrate,
         }
 
+    @property
+    def state_check(self) -> Check:
+        """Of what :meth:`load_state_dict` can take over."""
+        num_ranks = len(self._lent_when_sent)
+
+        def received(value: Any, where: str) -> None:
+            row(text, optional(each(each(number), num_ranks)))(value, where)
+            if value[0] == self._told_config and value[1] is not None:
+                each(each(number, 6 + 3 * NUM_POINTS))(value[1], f"{where}[1]")
+
+        return keyed(
+            {
+                "controller": self._controller.state_check,
+                "what_if": each(self._controller.state_check),
+                "received": optional(received),
+                "lent_when_sent": each(share, num_ranks),
+                "migration": optional(row(not_negative, not_negative)),
+                "migrate": text,
+            }
+        )
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`; what is under way is dropped, since it belongs to what is left behind.
 
@@ -116,6 +138,26 @@ class GroupDecision:
         if len(set(fingerprints)) > 1:
             told = "; ".join(f"rank {rank}: {number:.0f}" for rank, number in enumerate(fingerprints))
             raise ValueError(f"the ranks of the group do not agree on the balancer's state: {told}")
+
+    def require_loadable(self, problem: Exception | None) -> None:
+        """Check that every rank of the group has a state that it can load; collective.
+
+        Args:
+            problem: of this rank with its own; it is this rank's to raise.
+
+        Raises:
+            ValueError: on a rank without a problem, if others have one.
+            RuntimeError: if not all ranks come.
+        """
+        if self._exchange is None:
+            return
+        told = self._exchange.meet(float(problem is not None))
+        unable = [rank for rank, (has_problem, *_) in enumerate(told) if has_problem]
+        if unable and problem is None:
+            raise ValueError(
+                f"ranks {unable} of the group cannot load their balancer's state, their errors tell why: nothing was "
+                "loaded on any rank"
+            )
 
     @property
     def what_if_plans(self) -> dict[str, WorkloadPlan]:

@@ -18,6 +18,7 @@ from zeroresize.policy.cost_model import ResizingCost
 from zeroresize.policy.estimate import FullWorkEstimate
 from zeroresize.policy.times import RankTimes, StepTimes
 from zeroresize.pretest_resizing import measure_resizing_cost
+from zeroresize.state_checks import Check, count, each, flag, keyed, number, optional, row, text
 from zeroresize.timing import StepTimer, clock_for
 
 logger = logging.getLogger(__name__)
@@ -174,6 +175,15 @@ class Measurement:
             "estimate": self._estimate.state_dict(),
             "interval": [dataclasses.astuple(step) for step in self._interval],
         }
+
+    @property
+    def state_check(self) -> Check:
+        """Of what :meth:`load_state_dict` can take over."""
+        conditions = row(text, number, number, count, optional(flag), least=2)
+        step = row(number, number, number, number, number, flag, number)
+        return keyed(
+            {"pretested_on": optional(conditions), "estimate": self._estimate.state_check, "interval": each(step)}
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from :meth:`state_dict`."""

@@ -10,6 +10,7 @@ from typing import Any
 from zeroresize.policy.cost_model import MigrationCost
 from zeroresize.policy.smoothing import smoothed
 from zeroresize.policy.times import MOST_SECONDS
+from zeroresize.state_checks import Check, keyed, not_negative, number, optional, row
 
 #: What differs by less than this share of a step is noise: ranks that are equally busy wait for each other's jitter.
 _NOISE = 0.03
@@ -101,6 +102,16 @@ class CommunicationEstimate:
         pretested = (self._pretested.fixed_s, self._pretested.per_share_s) if self._pretested is not None else None
         scale = self.scale, self.forgetting, self.scale_before
         return {"plain_s": self.plain_s, "scale": scale, "pretested": pretested}
+
+    @property
+    def state_check(self) -> Check:
+        """Of what :meth:`load_state_dict` can take over."""
+
+        def scale(value: Any, where: str) -> None:
+            (number if isinstance(value, float) else row(number, number, optional(number)))(value, where)
+
+        pretested = optional(row(not_negative, not_negative))
+        return keyed({"plain_s": number, "scale": scale, "pretested": pretested})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from :meth:`state_dict`."""

@@ -19,6 +19,7 @@ from zeroresize.policy.rules import forced_division, wanted_division
 from zeroresize.policy.sharing import loans_of, predicted_busy_s
 from zeroresize.policy.smoothing import LARGE_CHANGE, smoothed, steadied
 from zeroresize.policy.times import RankTimes
+from zeroresize.state_checks import Check, below, count, each, flag, keyed, number, row, share
 
 #: Of what is pruned and lent: much finer than a column.
 _DECIMALS = 6
@@ -197,6 +198,22 @@ class Controller:
             values,
         )
 
+    @property
+    def state_check(self) -> Check:
+        """Of what :meth:`load_state_dict` can take over."""
+        shares = dict.fromkeys(("pruned", "lent"), share)
+        times = dict.fromkeys(("rest_s", "gemm_s", "overhead_scale"), number)
+        rank = {**times, "is_straggler": flag, **shares, "wanted": row(share, share), "updates_until_heard": count}
+        index = below(self.num_ranks)
+        return keyed(
+            {
+                "saved_for_full_work_s": number,
+                "ranks": each(keyed(rank), self.num_ranks),
+                "loans": each(row(index, share, each(index), each(share))),
+                "communication": self._communication.state_check,
+            }
+        )
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from ``state``; a mode that does not prune, or lend, does not take over what was pruned, or lent.
 
@@ -208,7 +225,7 @@ class Controller:
                 f"the balancer's state is of {len(state['ranks'])} ranks, this process group has {self.num_ranks}"
             )
         self._full_work_steps.saved_s = state["saved_for_full_work_s"]
-        self._ranks = [_RankState(**values) for values in state["ranks"]]
+        self._ranks = [_RankState(**{**values, "wanted": tuple(values["wanted"])}) for values in state["ranks"]]
         self._communication.load_state_dict(state["communication"])
         shared: dict[tuple[float, ...], tuple[float, ...]] = {}
         loans = ((owner, ratio, tuple(to), tuple(parts)) for owner, ratio, to, parts in state["loans"])

@@ -14,11 +14,14 @@ from typing import Any
 
 from zeroresize.policy.cost_model import ResizingCost
 from zeroresize.policy.times import RankTimes, StepTimes, full_work
+from zeroresize.state_checks import anything, each, keyed, number, optional
 
 #: How much of what one interval shows is believed: its time at full work is that of a single step.
 _BELIEF = 0.8
 #: By more than these factors no single interval changes what is known; beyond their squares it was a hiccup.
 _LEAST_FACTOR, _MOST_FACTOR = 0.4, 2.5
+#: What a cost is told by, besides ``borrowing``.
+_POINTS = ("ratios", "gemm_share", "overhead_s")
 #: What all intervals together make of borrowing.
 _LEAST_BORROWING, _MOST_BORROWING = 0.5, 3.0
 
@@ -79,10 +82,23 @@ class FullWorkEstimate:
             "overhead_scale": self._overhead_scale,
         }
 
+    @staticmethod
+    def state_check(state: Any, where: str) -> None:
+        """Check for what :meth:`load_state_dict` can take over."""
+        points = dict.fromkeys(_POINTS, each(number))
+        numbers = {"borrowing": number, "overhead_scale": number}
+        keyed({"pretested": keyed({**points, "borrowing": number}), "factors": each(optional(number)), **numbers})(
+            state, where
+        )
+        try:
+            cost = _cost_of(state["pretested"])
+        except ValueError as error:
+            raise ValueError(f"{where}.pretested: {error}") from error
+        each(anything, len(cost.ratios))(state["factors"], f"{where}.factors")
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`; what was measured here before is forgotten."""
-        points = {name: tuple(state["pretested"][name]) for name in ("ratios", "gemm_share", "overhead_s")}
-        self.pretested = ResizingCost(**points, borrowing=state["pretested"]["borrowing"])
+        self.pretested = _cost_of(state["pretested"])
         self._factors, self._overhead_scale = list(state["factors"]), state["overhead_scale"]
         self._borrowing = state["borrowing"]
         self.times = self.usual_step = None
@@ -120,6 +136,10 @@ class FullWorkEstimate:
         seen = [(abs(other - point), factor) for other, factor in enumerate(self._factors) if factor is not None]
         distance, factor = min(seen, default=(0, 1.0))
         return factor ** (0.5**distance)
+
+
+def _cost_of(pretested: Mapping[str, Any]) -> ResizingCost:
+    return ResizingCost(**{name: tuple(pretested[name]) for name in _POINTS}, borrowing=pretested["borrowing"])
 
 
 def _median(steps: Sequence[StepTimes]) -> StepTimes:

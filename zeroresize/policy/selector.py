@@ -20,6 +20,7 @@ from zeroresize.config_keys import PRIORITY_MODES
 from zeroresize.policy.column_order import decided_columns, num_lent, order_without_priority, pruned_of_order
 from zeroresize.policy.differentiated import budget_ratios, paper_ratios, relative_scores
 from zeroresize.policy.priority import ColumnPriority
+from zeroresize.state_checks import Check, count, each, flag, keyed, number, row, share
 
 Columns = NDArray[np.int64]
 #: Names of the layers between two synchronisations of the ranks, one after the other.
@@ -193,6 +194,21 @@ class ColumnSelector:
             "w_var": {name: priority.w_var.tolist() for name, priority in self._priorities.items()},
             "age": {name: priority.age.tolist() for name, priority in self._priorities.items()},
         }
+
+    @property
+    def state_check(self) -> Check:
+        """Of what :meth:`load_state_dict` can take over."""
+        columns = {name: priority.num_columns for name, priority in self._priorities.items()}
+        return keyed(
+            {
+                "epoch": count,
+                "steps": each(row(share, share, flag, count)),
+                "steps_of_last_epoch": count,
+                "pruned_steps": keyed({name: each(count, number_of) for name, number_of in columns.items()}),
+                "w_var": keyed({name: each(number, number_of) for name, number_of in columns.items()}),
+                "age": keyed({name: each(count, number_of) for name, number_of in columns.items()}),
+            }
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict` of the same layers."""

@@ -1,0 +1,136 @@
+"""What a saved state must be like, told as data, so that all of it is checked before any of it is taken over.
+
+A check is called with a value and with where it stands, and raises ValueError, naming that, where the two do not fit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+Check = Callable[[Any, str], None]
+
+
+def anything(value: Any, where: str) -> None:
+    """Fits always."""
+
+
+def number(value: Any, where: str) -> None:
+    """A number; NaN and infinity, too."""
+    _require(_is_number(value), "a number", value, where)
+
+
+def not_negative(value: Any, where: str) -> None:
+    """A finite number of at least 0."""
+    _require(_is_number(value) and 0.0 <= value < math.inf, "a number of at least 0", value, where)
+
+
+def share(value: Any, where: str) -> None:
+    """A number from 0 to 1."""
+    _require(_is_number(value) and 0.0 <= value <= 1.0, "a number from 0 to 1", value, where)
+
+
+def count(value: Any, where: str) -> None:
+    """A whole number of at least 0."""
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    _require(is_whole and value >= 0, "a whole number of at least 0", value, where)
+
+
+def below(limit: int) -> Check:
+    """A whole number from 0 to ``limit`` − 1."""
+
+    def check(value: Any, where: str) -> None:
+        count(value, where)
+        _require(value < limit, f"a whole number below {limit}", value, where)
+
+    return check
+
+
+def flag(value: Any, where: str) -> None:
+    """True or false."""
+    _require(isinstance(value, bool), "true or false", value, where)
+
+
+def text(value: Any, where: str) -> None:
+    """A text."""
+    _require(isinstance(value, str), "a text", value, where)
+
+
+def tensor(shape: Sequence[int] | None = None) -> Check:
+    """A tensor, of that shape if any is given."""
+
+    def check(value: Any, where: str) -> None:
+        _require(isinstance(value, Tensor), "a tensor", value, where)
+        if shape is not None and value.shape != tuple(shape):
+            raise ValueError(f"{where}: a tensor of shape {list(shape)} is needed, found {list(value.shape)}")
+
+    return check
+
+
+def optional(own: Check) -> Check:
+    """None, or what ``own`` checks for."""
+    return lambda value, where: None if value is None else own(value, where)
+
+
+def each(own: Check, length: int | None = None) -> Check:
+    """A list or tuple of values alike, of that length if any is given."""
+
+    def check(value: Any, where: str) -> None:
+        _require(isinstance(value, list | tuple), "a list", value, where)
+        if length is not None and len(value) != length:
+            raise ValueError(f"{where}: a list of {length} is needed, found one of {len(value)}")
+        for position, one in enumerate(value):
+            own(one, f"{where}[{position}]")
+
+    return check
+
+
+def row(*own: Check, least: int | None = None) -> Check:
+    """A list or tuple with a value for each check, or for the first ``least`` at least."""
+
+    def check(value: Any, where: str) -> None:
+        _require(isinstance(value, list | tuple), "a list", value, where)
+        if not (len(own) if least is None else least) <= len(value) <= len(own):
+            raise ValueError(f"{where}: a list of {len(own)} is needed, found one of {len(value)}")
+        for position, (one, check_one) in enumerate(zip(value, own, strict=False)):
+            check_one(one, f"{where}[{position}]")
+
+    return check
+
+
+def keyed(own: Mapping[str, Check]) -> Check:
+    """A mapping that has these keys; what else it has is not looked at."""
+
+    def check(value: Any, where: str) -> None:
+        _require(isinstance(value, Mapping), "a mapping", value, where)
+        for key, check_one in own.items():
+            if key not in value:
+                raise ValueError(f"{where}.{key}: missing")
+            check_one(value[key], f"{where}.{key}")
+
+    return check
+
+
+def values(own: Check) -> Check:
+    """A mapping of texts to values alike."""
+
+    def check(value: Any, where: str) -> None:
+        _require(isinstance(value, Mapping), "a mapping", value, where)
+        for key, one in value.items():
+            text(key, f"the keys of {where}")
+            own(one, f"{where}.{key}")
+
+    return check
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _require(fits: bool, needed: str, value: Any, where: str) -> None:
+    if not fits:
+        found = repr(value)
+        raise ValueError(f"{where}: {needed} is needed, found {found if len(found) <= 60 else found[:60] + ' …'}")
