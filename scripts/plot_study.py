@@ -9,7 +9,6 @@ drawn across.
 from __future__ import annotations
 
 import argparse
-import csv
 import re
 import statistics
 import sys
@@ -25,7 +24,7 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from scripts.study_columns import step_time
+from scripts.study_columns import read_table, step_time
 
 NEEDED_COLUMNS = ("cell", "step_ms", "test_accuracy")
 
@@ -50,12 +49,11 @@ def read_points(table: Path, x: str, only: str = "") -> list[Point]:
     Raises:
         ValueError: if no cell's name tells ``x``, or it is no study's table.
     """
-    with table.open(newline="", encoding="utf-8") as stream:
-        reader = csv.DictReader(stream)
-        rows = [row for row in reader if re.search(only, row.get("cell") or "")]
-    missing = [name for name in NEEDED_COLUMNS if name not in (reader.fieldnames or ())]
-    if missing:
-        raise ValueError(f"{table}: not a table of scripts.study: the columns {missing} are missing")
+    try:
+        wanted = re.compile(only)
+    except re.error as error:
+        raise ValueError(f"--only {only!r}: not a regular expression: {error}") from error
+    rows = [row for row in read_table(table, NEEDED_COLUMNS) if wanted.search(row["cell"])]
     by_cell: dict[str, list[dict[str, str]]] = defaultdict(list)
     for row in rows:
         by_cell[row["cell"]].append(row)
@@ -78,7 +76,11 @@ def place_of(cell: str, x: str) -> tuple[str, float | None]:
     if found is None:
         return cell, None
     line = f"{cell[: found.start()]}{cell[found.end() :]}"
-    return re.sub(r"\s+", " ", line).strip(" ,"), float(Fraction(found[1]))
+    try:
+        place = float(Fraction(found[1]))
+    except (ValueError, ZeroDivisionError) as error:
+        raise ValueError(f"cell {cell!r}: {x}={found[1]} is no number") from error
+    return re.sub(r"\s+", " ", line).strip(" ,"), place
 
 
 def draw(points: list[Point], x: str) -> Figure:
@@ -133,7 +135,10 @@ def main() -> None:
         sys.exit(f"error: {error}")
     output = arguments.output or arguments.table.with_suffix(".png")
     figure = draw(points, arguments.x)
-    figure.savefig(output, dpi=130)
+    try:
+        figure.savefig(output, dpi=130)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {output}: cannot be written: {error}")
     pyplot.close(figure)
     print(f"written to {output}")
 

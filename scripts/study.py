@@ -25,6 +25,7 @@ from scripts.study_grid import Cell, Study, read_study
 from scripts.study_progress import StudyProgress
 from scripts.study_table import all_rows, known_rows, only_writer, require_own_checkpoints, results_table, write_csv
 from vit_examples.launch import started, train_command
+from vit_examples.run_folder import run_lock
 
 
 def run_cell(study: Study, cell: Cell) -> None:
@@ -33,15 +34,14 @@ def run_cell(study: Study, cell: Cell) -> None:
     Its output is at the end of ``train.log``. Checkpoints are deleted when it is finished.
 
     Raises:
-        RuntimeError: if training fails, with what its log says of the reason.
+        RuntimeError: if training fails, with what its log says of the reason, or another run is at that folder.
     """
     command = train_command(study.config, (*cell.overrides, "output.progress=false"), cell.ranks)
     goes_on = cell.can_go_on(study.base)
     if goes_on:
         command.append("--resume")
     else:
-        shutil.rmtree(cell.folder, ignore_errors=True)
-        cell.folder.mkdir(parents=True)
+        empty(cell.folder)
         cell.settings_file.write_text(cell.settings, encoding="utf-8")
         cell.base_file.write_text(study.base, encoding="utf-8")
     log = cell.folder / "train.log"
@@ -57,6 +57,21 @@ def run_cell(study: Study, cell: Cell) -> None:
             f"{reason_in(said.splitlines())}"
         )
     shutil.rmtree(cell.checkpoint_folder, ignore_errors=True)
+
+
+def empty(folder: Path) -> None:
+    """Make ``folder`` an empty one.
+
+    Raises:
+        RuntimeError: if a run is writing there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with run_lock(folder):
+            shutil.rmtree(folder)
+    except ValueError as error:
+        raise RuntimeError(str(error)) from error
+    folder.mkdir()
 
 
 def reason_in(lines: list[str]) -> str:
@@ -137,7 +152,7 @@ def main() -> None:
         if not arguments.report:
             failures = run_study(study, table, console)
             rows = known_rows(study, table)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     console.print(results_table(study, rows))
     if failures:

@@ -25,6 +25,8 @@ from zeroresize.yaml_values import read_yaml
 
 #: What the study itself sets, of every run.
 _OWN_KEYS = ("training.seed", "balance.seed", "output.folder")
+#: Bytes of a folder's name that every file system allows.
+_LONGEST_NAME = 240
 GRID_KEYS = ("config", "ranks", "seeds", "shared", "cells")
 
 
@@ -75,9 +77,7 @@ class Cell:
     @property
     def told(self) -> tuple[str, str]:
         """The settings and the base of the run in its folder; empty where they are not told."""
-        settings, base = (
-            file.read_text(encoding="utf-8") if file.is_file() else "" for file in (self.settings_file, self.base_file)
-        )
+        settings, base = (_text_of(file) if file.is_file() else "" for file in (self.settings_file, self.base_file))
         return settings, base
 
     def can_go_on(self, base: str) -> bool:
@@ -86,14 +86,22 @@ class Cell:
         return newest is not None and self.told == (self.settings, base) and epoch_of(newest) < self.epochs
 
     def row(self) -> dict[str, Any] | None:
-        """One flat row with the commit, versions, settings and base that it ran with, if the run is finished."""
+        """One flat row with the commit, versions, settings and base that it ran with, if the run is finished.
+
+        Raises:
+            ValueError: naming the file, if ``summary.json`` is of something else than a run.
+        """
         settings, base = self.told
         try:
             summary = json.loads(self.summary_file.read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError):
+        except (OSError, ValueError, RecursionError):  # there is none, or no whole one
             return None
         if not settings:
             return None
+        if not (isinstance(summary, Mapping) and isinstance(summary.get("versions"), Mapping)):
+            raise ValueError(
+                f"{self.summary_file}: not the summary of a run: delete {self.folder} and its cell runs again"
+            )
         plain = {key: value for key, value in summary.items() if not isinstance(value, Mapping)}
         versions = {f"version_{name}": version for name, version in summary["versions"].items()}
         return {"cell": self.name, "seed": self.seed, **plain, **versions, "settings": settings, "base": base}
@@ -140,6 +148,8 @@ def read_study(
     common = {**document.get("shared", {}), **changed}
     idle: set[str] | None = None
     cells: dict[Path, Cell] = {}
+    for cell in own_cells:
+        require_name(path, cell)
     for seed in document.get("seeds", [0]):
         for cell, own in own_cells.items():
             folder = output / name / slug(cell) / f"seed{seed}"
@@ -212,6 +222,28 @@ def base_settings(config: str) -> str:
 def as_yaml(value: Any) -> str:
     """On one line; unlike JSON it keeps keys that are numbers."""
     return yaml.safe_dump(value, default_flow_style=True, width=2**16).removesuffix("...\n").strip()
+
+
+def require_name(path: Path, cell: Any) -> None:
+    """Raises ValueError where the name of a cell of the grid ``path`` is not one of a folder below the study's.
+
+    A slash within it is none of a path, as in ``γ=1/2``.
+    """
+    parts = str(cell).replace("\\", "/").split("/")
+    if not isinstance(cell, str) or not cell.strip() or not parts[0] or {".", ".."} & set(parts):
+        raise ValueError(
+            f"{path}: a cell cannot be called {cell!r}: a text is needed that begins with no slash and has no '.' or "
+            "'..' alone or between slashes (names that are numbers in quotes)"
+        )
+    if len(slug(cell).encode()) > _LONGEST_NAME:
+        raise ValueError(f"{path}: cell {cell!r}: {_LONGEST_NAME} bytes are allowed for a name")
+
+
+def _text_of(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: damaged: delete {file.parent} and its cell runs again: {error}") from error
 
 
 def slug(name: str) -> str:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import csv
-import fcntl
-import hashlib
-import os
 import statistics
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,8 +11,11 @@ from typing import Any
 
 from rich.table import Table
 
-from scripts.study_columns import step_time
+from scripts.study_columns import read_table, step_time
 from scripts.study_grid import Cell, Study
+from vit_examples.file_lock import locked
+
+NEEDED_COLUMNS = ("cell", "seed", "test_accuracy")
 
 Rows = dict[tuple[str, str], dict[str, Any]]
 
@@ -72,11 +71,16 @@ def _difference(study: Study, cell: Cell, settings: str, base: str) -> tuple[str
 
 
 def all_rows(study: Study, table: Path) -> Rows:
-    """The study's rows in the order of its cells, and after them those that ``table`` holds of other runs."""
+    """The study's rows in the order of its cells, and after them those that ``table`` holds of other runs.
+
+    Raises:
+        ValueError: naming the file, the table or of a run, that is damaged or something else.
+    """
     rows: Rows = {}
-    if table.is_file():
-        with table.open(newline="", encoding="utf-8") as stream:
-            rows = {(row["cell"], row["seed"]): row for row in csv.DictReader(stream)}
+    if table.is_dir():
+        raise ValueError(f"{table}: a folder, not a table of scripts.study: give another --csv")
+    if table.exists():
+        rows = {(row["cell"], row["seed"]): row for row in read_table(table, NEEDED_COLUMNS)}
     rows |= {cell.key: row for cell in study.cells if (row := cell.row()) is not None}
     own = {cell.key: rows.pop(cell.key) for cell in study.cells if cell.key in rows}
     return own | rows
@@ -87,8 +91,9 @@ def write_csv(rows: Mapping[tuple[str, str], dict[str, Any]], path: Path) -> Non
     if not rows:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".tmp")
-    with unfinished.open("w", newline="", encoding="utf-8") as stream:
+    unfinished = path.with_name(f".{path.name}.tmp")
+    unfinished.unlink(missing_ok=True)
+    with unfinished.open("x", newline="", encoding="utf-8") as stream:  # a file of its own, whatever was there
         writer = csv.DictWriter(stream, fieldnames=list(dict.fromkeys(key for row in rows.values() for key in row)))
         writer.writeheader()
         writer.writerows(rows.values())
@@ -97,18 +102,17 @@ def write_csv(rows: Mapping[tuple[str, str], dict[str, Any]], path: Path) -> Non
 
 @contextmanager
 def only_writer(path: Path) -> Iterator[None]:
-    """Nobody else on this machine is within such a block of the same path.
+    """Nobody else is within such a block of the same path; the lock lies beside it.
 
     Raises:
-        ValueError: if somebody is.
+        ValueError: if somebody is, or there can be no lock.
     """
-    name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
-    lock = Path(tempfile.gettempdir()) / f"zeroresize-study-{os.getuid()}-{name}.lock"
-    with lock.open("w", encoding="utf-8") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ValueError(f"{path}: another study is at it") from error
+    whole = path.resolve()
+    try:
+        whole.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be written: {error}") from error
+    with locked(whole.with_name(f".{whole.name}.lock"), f"{path}: another study is at it"):
         yield
 
 
@@ -124,9 +128,10 @@ def results_table(study: Study, rows: Mapping[tuple[str, str], dict[str, Any]]) 
     first = None
     for name, own in by_cell.items():
         step_ms = [float(row[step_column]) for row in own if row.get(step_column)]
-        accuracy = [100 * float(row["test_accuracy"]) for row in own]
-        first = statistics.mean(accuracy) if first is None else first
-        difference = f"{statistics.mean(accuracy) - first:+.1f}"
+        accuracy = [100 * float(row["test_accuracy"]) for row in own if row.get("test_accuracy") not in ("", None)]
+        mean = statistics.mean(accuracy) if accuracy else None
+        first = mean if first is None else first
+        difference = f"{mean - first:+.1f}" if mean is not None and first is not None else "-"
         table.add_row(name, str(len(own)), _with_spread(step_ms, 0), _with_spread(accuracy, 1), difference)
     return table
 

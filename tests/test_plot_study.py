@@ -1,6 +1,7 @@
 """Pictures of studies: cells' names tell where their points are."""
 
 import csv
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -89,6 +90,20 @@ def test_another_table_is_refused_by_the_columns_that_it_lacks(tmp_path):
     (tmp_path / "other.csv").write_text("cell,step_ms\nA χ=2,1.0\n")
     with pytest.raises(ValueError, match=r"not a table of scripts.study: the columns \['test_accuracy'\] are missing"):
         read_points(tmp_path / "other.csv", "χ")
+
+
+@pytest.mark.parametrize(
+    ("cell", "only", "told"),
+    [
+        ("A χ=1/0", "", "cell 'A χ=1/0': χ=1/0 is no number"),
+        ("A χ=1.2.3", "", "is no number"),
+        ("A χ=2", "(", "--only"),
+    ],
+)
+def test_what_cannot_be_placed_or_searched_for_is_told(tmp_path, cell, only, told):
+    (tmp_path / "study.csv").write_text(f"cell,step_ms,test_accuracy\n{cell},1.0,0.5\n")
+    with pytest.raises(ValueError, match=re.escape(told)):
+        read_points(tmp_path / "study.csv", "χ", only=only)
 
 
 def test_a_cell_that_only_one_panel_shows_is_in_the_legend(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +19,9 @@ from table_rows import written
 pytest.importorskip("yaml")
 
 from scripts import study
-from scripts.plot_study import place_of
+from scripts.plot_study import place_of, read_points
 from vit_examples.config_file import load_config
+from vit_examples.run_folder import run_lock
 
 GRIDS = sorted(Path(study.__file__).with_name("grids").glob("*.yaml"))
 RESULTS = Path(study.__file__).parent.parent / "docs" / "results"
@@ -484,6 +486,124 @@ def test_two_studies_never_write_the_same(tmp_path: Path, micro_study: study.Stu
         study.run_study(micro_study, table, Console(quiet=True))
     assert not table.exists()
     assert study.run_study(micro_study, table, Console(quiet=True)) == [] and table.exists()
+
+
+def test_two_studies_never_write_the_same_whatever_their_folder_for_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And by whatever way they come to it."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "real"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    with study.only_writer(tmp_path / "real/table.csv"):
+        monkeypatch.setenv("TMPDIR", str(tmp_path))
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        same = tmp_path / "link/table.csv"
+        with pytest.raises(ValueError, match=f"^{same}: another study is at it"), study.only_writer(same):
+            pass
+
+
+def test_links_in_the_place_of_a_studys_own_files_are_not_followed(tmp_path: Path, micro_study: study.Study) -> None:
+    finish(micro_study.cells[0])
+    table, precious = tmp_path / "table.csv", tmp_path / "precious"
+    precious.write_text("precious")
+    (tmp_path / ".table.csv.tmp").symlink_to(precious)
+    assert study.run_study(micro_study, table, Console(quiet=True)) == []
+    assert written(table) == [("Baseline", "0")] and not table.is_symlink()
+    (tmp_path / ".table.csv.lock").unlink()
+    (tmp_path / ".table.csv.lock").symlink_to(precious)
+    with pytest.raises(ValueError, match=r"\.table\.csv\.lock: cannot be locked: "):
+        study.run_study(micro_study, table, Console(quiet=True))
+    assert precious.read_text() == "precious"
+
+
+def test_a_table_where_there_can_be_none_is_told_before_anything_runs(
+    tmp_path: Path, micro_study: study.Study, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(study, "run_cell", lambda *_: pytest.fail("a cell ran"))
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=f"{tmp_path}/file/table.csv: cannot be written: "):
+        study.run_study(micro_study, tmp_path / "file" / "table.csv", Console(quiet=True))
+    with pytest.raises(ValueError, match=f"{tmp_path}: a folder, not a table"):
+        study.run_study(micro_study, tmp_path, Console(quiet=True))
+
+
+NO_NAMES = ["..", ".", "", "' '", "/etc", "../up", "a/../../up", "a/..", "5", "0.5", "null", "true", "a" * 300]
+
+
+@pytest.mark.parametrize("name", NO_NAMES)
+def test_a_cell_whose_name_could_lead_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
+    grid = tmp_path / "grid.yaml"
+    grid.write_text(f"config: demo\ncells:\n  {name if name and name != '.' else repr(name)}: {{}}\n")
+    with pytest.raises(ValueError, match=f"^{grid}: "):
+        study.read_study(grid, tmp_path / "runs")
+
+
+def test_a_folder_in_which_a_run_is_writing_is_not_cleared(
+    tmp_path: Path, micro_study: study.Study, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (cell,) = micro_study.cells
+    cell.folder.mkdir(parents=True)
+    (cell.folder / "metrics.jsonl").touch()
+    stub_training(monkeypatch, 0)
+    with run_lock(cell.folder):
+        (failure,) = study.run_study(micro_study, tmp_path / "table.csv", Console(quiet=True))
+    assert f"output.folder={cell.folder}: another run is writing there" in failure
+    assert (cell.folder / "metrics.jsonl").exists()
+
+
+DAMAGED_TABLES = [
+    (
+        "cell,step_ms\nBaseline,1\n",
+        r"not a table of scripts.study: the columns \['seed', 'test_accuracy'\] are missing",
+    ),
+    ("", "not a table of scripts.study: the columns .* are missing"),
+    ("cell,seed,test_accuracy\nBaseline,0\n", "line 2: another number of values than columns"),
+    ("cell,seed,test_accuracy\nBaseline,0,0.5,7\n", "line 2: another number of values than columns"),
+    ("cell,seed,test_accuracy\nA,0,0.5\nBaseline,0,0.5x\n", "line 3: test_accuracy='0.5x' is no number"),
+    ("cell,seed,test_accuracy,step_ms\nBaseline,0,0.5,nan\n", "line 2: step_ms='nan' is no number"),
+    ('cell,seed,test_accuracy\n"Baseline,0,0.5\n', "not a table of scripts.study: unexpected end of data"),
+    ("cell,seed,test_accuracy\nBaseline,\xff,0.5\n", "not a table of scripts.study: .*codec can't decode"),
+]
+
+
+@pytest.mark.parametrize(("text", "told"), DAMAGED_TABLES)
+def test_a_damaged_table_is_named_with_its_line(tmp_path: Path, micro_study: study.Study, text: str, told: str) -> None:
+    table = tmp_path / "table.csv"
+    table.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=f"^{table}.*{told}"):
+        study.known_rows(micro_study, table)
+    with pytest.raises(ValueError, match=f"^{table}"):
+        read_points(table, "χ")
+    assert table.read_bytes() == text.encode("latin-1")
+
+
+@pytest.mark.parametrize("summary", ["[]", "5", "{}", '{"versions": 3}'])
+def test_a_summary_of_something_else_is_named(tmp_path: Path, micro_study: study.Study, summary: str) -> None:
+    (cell,) = micro_study.cells
+    finish(cell)
+    cell.summary_file.write_text(summary)
+    with pytest.raises(ValueError, match=f"^{cell.summary_file}: not the summary of a run: delete {cell.folder} and"):
+        study.known_rows(micro_study, tmp_path / "table.csv")
+
+
+def test_settings_that_are_no_text_are_named(tmp_path: Path, micro_study: study.Study) -> None:
+    (cell,) = micro_study.cells
+    finish(cell)
+    cell.settings_file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=f"^{cell.settings_file}: damaged: delete {cell.folder} and"):
+        study.known_rows(micro_study, tmp_path / "table.csv")
+
+
+def test_a_run_without_an_accuracy_is_tabulated(tmp_path: Path, micro_study: study.Study) -> None:
+    """NaN is null in its summary, and nothing in the table."""
+    (cell,) = micro_study.cells
+    finish(cell, test_accuracy=None, mean_step_ms=110.0)
+    table = tmp_path / "table.csv"
+    study.write_csv(study.all_rows(micro_study, table), table)
+    for rows in (study.known_rows(micro_study, tmp_path / "none.csv"), study.known_rows(micro_study, table)):
+        assert [str(cell) for cell in study.results_table(micro_study, rows).columns[3].cells] == ["-"]
 
 
 def test_a_table_keeps_the_rows_of_other_grids(tmp_path: Path, micro_study: study.Study) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,17 @@ def claimed(config: RunConfig) -> Iterator[None]:
         if config.output.save_every:
             checkpoint_folder(config).mkdir(exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
-    with locked(folder / "run.lock", f"output.folder={folder}: another run is writing there"):
+    with run_lock(folder):
         yield
+
+
+def run_lock(folder: Path) -> AbstractContextManager[None]:
+    """A block in which no run writes to the output folder ``folder``, and nobody else is in such a block.
+
+    Raises:
+        ValueError: naming the folder, if one does.
+    """
+    return locked(folder / "run.lock", f"output.folder={folder}: another run is writing there")
 
 
 @contextmanager
