@@ -87,3 +87,67 @@ def test_who_was_a_straggler_is_let_go_at_half_the_tolerance():
     assert find_stragglers([1.0, 1.08], 1.0, 0.1, [False, False]) == (False, False)
     assert find_stragglers([1.0, 1.08], 1.0, 0.1, [False, True]) == (False, True)
     assert find_stragglers([1.0, 1.04], 1.0, 0.1, [False, True]) == (False, False)
+
+
+@given(ranks_times, st.floats(0.0, 1.0))
+def test_no_more_than_the_budget_is_pruned_and_all_of_it_where_that_helps(times, budget):
+    reference_s = reference_time([t.busy_s for t in times], "min")
+    stragglers = find_stragglers([t.busy_s for t in times], reference_s, 0.1, [False] * len(times))
+    unbounded = pruning_ratios(times, stragglers, reference_s)
+    ratios = pruning_ratios(times, stragglers, reference_s, budget=budget)
+    dropped = sum(ratios) / len(ratios)
+    assert dropped <= budget + 1e-9
+    if sum(unbounded) / len(ratios) <= budget:
+        assert ratios == unbounded
+    assert all(ratio <= most + 1e-9 for ratio, most in zip(ratios, unbounded, strict=True))
+
+
+def test_a_budget_that_is_too_small_is_used_up():
+    times = [rank(0.2, 0.8), rank(0.2, 3.2), rank(0.2, 6.4)]
+    ratios = pruning_ratios(times, [False, True, True], reference_s=1.0, budget=0.3)
+    assert sum(ratios) == pytest.approx(0.9, abs=1e-3)
+    assert times[1].busy_at(ratios[1]) == pytest.approx(times[2].busy_at(ratios[2]), rel=1e-3)
+
+
+@given(ranks_times, st.floats(0.0, 2.0))
+def test_no_time_of_a_straggler_is_worth_more_than_the_one_that_is_chosen(times, min_gain):
+    """What is saved of the slowest straggler's time, less what each share that is pruned must save."""
+    reference_s = reference_time([t.busy_s for t in times], "min")
+    stragglers = find_stragglers([t.busy_s for t in times], reference_s, 0.1, [False] * len(times))
+    before_s = max(t.busy_s for t in times)
+
+    def worth(ratios):
+        slow = zip(times, ratios, stragglers, strict=True)
+        after_s = max((t.busy_at(ratio) for t, ratio, is_straggler in slow if is_straggler), default=before_s)
+        return 1.0 - after_s / before_s - min_gain * sum(ratios) / max(sum(stragglers), 1)
+
+    chosen = pruning_ratios(times, stragglers, reference_s, min_gain=min_gain)
+    fastest = pruning_ratios(times, stragglers, reference_s)
+    others = [
+        [min(t.ratio_to_reach(goal_s), most) for t, most in zip(times, fastest, strict=True)]
+        for goal_s in np.linspace(0.1 * before_s, before_s, 30)
+    ]
+    assert worth(chosen) >= max(0.0, *(worth(ratios) for ratios in others)) - 1e-9
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8])
+def test_where_products_are_a_tenth_of_a_step_80_percent_of_them_are_not_dropped_for_a_seventh_of_it(num_ranks):
+    times = [rank(0.09, 0.01)] * (num_ranks - 1) + [rank(0.09, 0.025)]  # 100 and 115 ms
+    stragglers = [False] * (num_ranks - 1) + [True]
+    assert pruning_ratios(times, stragglers, 0.1, 0.05)[-1] == pytest.approx(0.8)
+    assert pruning_ratios(times, stragglers, 0.1, 0.05, min_gain=0.21)[-1] == pytest.approx(0.8)
+    assert pruning_ratios(times, stragglers, 0.1, 0.05, min_gain=0.23) == [0.0] * num_ranks
+
+
+def test_who_would_drop_much_for_little_does_not_follow_who_drops_little_for_much():
+    mild = rank(1.05, 0.1)
+    times = [rank(0.1, 0.9), rank(0.1, 1.8), *[mild] * 6]
+    ratios = pruning_ratios(times, [False] + [True] * 7, reference_s=1.0, min_gain=0.5)
+    assert ratios == [0.0, pytest.approx((1.9 - mild.busy_s) / 1.8), *[0.0] * 6]
+    assert all(ratio > 0.7 for ratio in pruning_ratios(times, [False] + [True] * 7, reference_s=1.0)[2:])
+
+
+def test_thousands_of_stragglers_are_no_more_work_than_that():
+    times = [rank(0.2, 0.8)] + [rank(0.2, 0.9 + 0.001 * number, REALISTIC) for number in range(2000)]
+    ratios = pruning_ratios(times, [False] + [True] * 2000, reference_s=1.0, budget=0.3, min_gain=0.1)
+    assert 0.0 < sum(ratios) / len(times) <= 0.3

@@ -101,7 +101,10 @@ def test_a_state_that_does_more_than_is_allowed_now_is_not_carried_out(before):
     exact = Controller(BalanceConfig(mode="semi", budget=0.0), 2)
     exact.load_state_dict(saved.state_dict())
     assert [own.pruned for own in exact.current_plan().ranks] == [0.0, 0.0]
-    forced = Controller(BalanceConfig(mode="zero-rd", ratio=0.25, ranks=[1]), 2)
+    frugal = Controller(BalanceConfig(mode="zero-rd", budget=0.1), 2)
+    frugal.load_state_dict(saved.state_dict())
+    assert [(own.pruned, own.lent) for own in frugal.current_plan().ranks] == [(0.0, 0.0)] * 2
+    forced = Controller(BalanceConfig(mode="zero-rd", ratio=0.25, ranks=[1], budget=0.1), 2)
     forced.load_state_dict(saved.state_dict())
     assert [(own.pruned, own.lent) for own in forced.current_plan().ranks] == [(0.0, 0.0), (0.25, 0.0)]
 
@@ -237,9 +240,10 @@ def test_a_cost_that_is_higher_than_pre_tested_but_pays_is_no_reason_to_come_bac
     chis=st.lists(st.lists(st.sampled_from([1.0, 1.3, 2.0, 4.0, 8.0]), min_size=3, max_size=3), min_size=3, max_size=8),
     costs=st.lists(st.sampled_from([MigrationCost(), MigrationCost(0.05, 0.2), MigrationCost(0.3, 1.0)]), min_size=8),
     budget=st.sampled_from([0.05, 0.2, 0.5]),
+    mode=st.sampled_from(["semi", "zero-pri"]),
 )
-def test_the_budget_holds_on_the_way_from_one_division_to_another(chis, costs, budget):
-    config = BalanceConfig(mode="semi", budget=budget)
+def test_the_budget_holds_on_the_way_from_one_division_to_another(chis, costs, budget, mode):
+    config = BalanceConfig(mode=mode, budget=budget)
     controller = Controller(config, 3)
     for speeds, migration in zip(chis, costs, strict=False):
         lent = tuple(one.lent for one in controller.current_plan().ranks)

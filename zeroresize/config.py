@@ -78,7 +78,10 @@ class BalanceConfig:
         migrating: how many stragglers migrate in mode "semi", the slowest first (λ of Fig. 11), also where steps get
             longer by it; by ``semi_rule="makespan"`` each lends a twentieth of its products at least, or none lends
             where the other ranks have no room for that; ``"auto"`` decides.
-        budget: the largest share of the group's products that ``semi_rule="makespan"`` prunes; 0 is exact.
+        budget: the largest share of the group's products that an automatic decision prunes, but by
+            ``semi_rule="paper"``; 0 is exact.
+        min_gain: what share of a step it must save to prune all of the stragglers' products, and of less in proportion:
+            no automatic decision prunes what saves less, but by ``semi_rule="paper"``. 0 prunes for whatever it saves.
         block: columns are pruned in blocks of so many neighbours; 1 is the paper.
         iters_per_epoch: if set, ``Balancer.step`` calls ``epoch_end`` itself every so many optimizer steps.
         seed: seed of the column orders.
@@ -112,6 +115,7 @@ class BalanceConfig:
     semi_rule: str = "makespan"
     migrating: str | int = "auto"
     budget: float = 0.5
+    min_gain: float = 0.25
     block: int = 1
     iters_per_epoch: int | None = None
     seed: int = 0
@@ -134,6 +138,7 @@ class BalanceConfig:
         number("tolerance", self.tolerance, least=0.0, most=10.0)
         number("max_ratio", self.max_ratio, above=0.0, below=1.0)
         number("budget", self.budget, least=0.0, most=1.0)
+        number("min_gain", self.min_gain, least=0.0)
         number("ewma", self.ewma, least=0.65, most=1.0)
         number("dead_band", self.dead_band, least=0.0, most=0.5)
         number("ageing", self.ageing, least=0.0)

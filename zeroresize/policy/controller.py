@@ -156,6 +156,7 @@ class Controller:
             reference_s,
             self._communication.migration,
             lend_now=[state.lent > 0.0 for state in self._ranks],
+            prunes_now=any(state.pruned > 0.0 for state in self._ranks),
         )
         before = [(state.pruned, state.lent) for state in self._ranks]
         wanted = zip(division.pruned, division.lent, strict=True)
@@ -263,8 +264,9 @@ class Controller:
     @property
     def _most_pruned(self) -> float:
         """What all ranks together may prune, in units of one rank's products."""
-        has_budget = self.config.mode == "semi" and self.config.semi_rule == "makespan"
-        return self.config.budget * self.num_ranks if has_budget else math.inf
+        is_paper = self.config.mode == "semi" and self.config.semi_rule == "paper"
+        is_bounded = self.config.forced_ratio is None and not is_paper
+        return self.config.budget * self.num_ranks if is_bounded else math.inf
 
     def _goes_beyond_configuration(self) -> bool:
         """Whether what is loaded was decided by another configuration, and does what this one does not allow."""

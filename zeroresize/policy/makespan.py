@@ -11,13 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from zeroresize.policy.cost_model import MigrationCost
+from zeroresize.policy.levels import Floats, ratios_to_reach
 from zeroresize.policy.sharing import Division
 from zeroresize.policy.times import RankTimes
-
-Floats = NDArray[np.float64]
 
 #: Busy times that are tried between the fastest and the slowest; then again between the neighbours of the best.
 _NUM_LEVELS = 65
@@ -174,15 +172,7 @@ class _Group:
     def spared(self, levels_s: Floats) -> Floats:
         """[stragglers, levels] what each, slowest first, must be relieved of to take so long at most."""
         rows = np.array(self.slowest_first, dtype=np.int64)
-        busy, ratios = self._busy[rows], self._ratios[rows]
-        is_reached = busy[:, None, :] <= levels_s[:, None]
-        first = np.where(is_reached.any(axis=2), is_reached.argmax(axis=2), busy.argmin(axis=1)[:, None])
-        before = np.maximum(first - 1, 0)
-        slow_s, fast_s = np.take_along_axis(busy, before, axis=1), np.take_along_axis(busy, first, axis=1)
-        low, high = np.take_along_axis(ratios, before, axis=1), np.take_along_axis(ratios, first, axis=1)
-        drop_s = np.where(slow_s > fast_s, slow_s - fast_s, 1.0)
-        part = np.clip((slow_s - levels_s) / drop_s, 0.0, 1.0)
-        return np.where(first == 0, ratios[:, :1], low + (high - low) * part)
+        return ratios_to_reach(levels_s, self._ratios[rows], self._busy[rows])
 
     def room(self, levels_s: Floats) -> Floats:
         """[ranks, levels] how much every rank can borrow until then."""

@@ -8,10 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
+from zeroresize.policy.levels import Floats, ratios_to_reach
 from zeroresize.policy.times import RankTimes
 
 #: A step that gets shorter by less than this share is not worth what is pruned for it.
 _WORTHWHILE = 0.01
+#: So many times between the target and the slowest rank's are tried, and again so many where the budget is used up.
+_MOST_TRIED, _BETWEEN = 64, 1025
 
 
 def reference_time(busy_s: Sequence[float], target: str) -> float:
@@ -41,22 +46,65 @@ def slowest_normal_s(times: Sequence[RankTimes], are_stragglers: Sequence[bool])
 
 
 def pruning_ratios(
-    times: Sequence[RankTimes], are_stragglers: Sequence[bool], reference_s: float, headroom: float = 0.0
+    times: Sequence[RankTimes],
+    are_stragglers: Sequence[bool],
+    reference_s: float,
+    headroom: float = 0.0,
+    *,
+    budget: float = 1.0,
+    min_gain: float = 0.0,
 ) -> list[float]:
     """γ of every rank, 0 for those that are no stragglers: the least that brings a rank to the target time.
 
     With cost proportional to FLOPs this is Eq. (1), γ = (T − reference) / M. The target is the reference time, but
     never below what the slowest rank can reach: pruning past that would drop work without shortening the step. Nor is
     the last hundredth of the step pursued: a rank that is slow outside its products would prune all it can for nothing.
+    Of the times from there to the slowest rank's that take no more than ``budget`` it is the one at which what is saved
+    most exceeds what ``min_gain`` asks for.
 
     Args:
         times, are_stragglers: of every rank.
         reference_s: what a straggler is compared with, seconds.
         headroom: share by which a straggler aims below that. Ranks that take equally long on average still wait for
             each other at every collective, now this one, now that one.
+        budget: the largest share of the group's products that may be pruned.
+        min_gain: what share of a step must be saved for all of the stragglers' products, and of less in proportion.
     """
     pairs = list(zip(times, are_stragglers, strict=True))
     normal_s = slowest_normal_s(times, are_stragglers)
     least_s = max((rank.least_busy_s for rank, is_straggler in pairs if is_straggler), default=0.0)
     target_s = max((1.0 - headroom) * max(reference_s, normal_s), least_s * (1.0 + _WORTHWHILE))
+
+    if budget < 1.0 or min_gain > 0.0:
+        slow = [rank for rank, is_straggler in pairs if is_straggler]
+        target_s = _most_worthwhile(target_s, slow, len(pairs), budget, min_gain)
     return [rank.ratio_to_reach(target_s) if is_straggler else 0.0 for rank, is_straggler in pairs]
+
+
+def _most_worthwhile(
+    target_s: float, slow: Sequence[RankTimes], num_ranks: int, budget: float, min_gain: float
+) -> float:
+    """The time that stragglers should reach, from ``target_s`` to the slowest one's."""
+    slowest_s = max((rank.busy_s for rank in slow), default=0.0)
+    if target_s >= slowest_s:
+        return target_s
+    most = max(len(rank.cost.ratios) for rank in slow)
+    ratios_SP = np.array([rank.cost.ratios + rank.cost.ratios[-1:] * (most - len(rank.cost.ratios)) for rank in slow])
+    busy_s_SP = np.array([[rank.busy_at(ratio) for ratio in own] for rank, own in zip(slow, ratios_SP, strict=True)])
+
+    def pruned_for(levels_s_L: Floats) -> Floats:
+        return np.cumsum(ratios_to_reach(levels_s_L, ratios_SP, busy_s_SP), axis=0)[-1] / num_ranks
+
+    # Between these nothing bends: where they are not too many, one of them is the best.
+    bends_s = np.unique(busy_s_SP)
+    bends_s = bends_s[(bends_s > target_s) & (bends_s < slowest_s)]
+    levels_s = np.concatenate([[target_s], bends_s[:: len(bends_s) // _MOST_TRIED + 1], [slowest_s]])
+    pruned = pruned_for(levels_s)
+    if pruned[0] > budget:
+        first = int(np.argmax(pruned <= budget))
+        within_s = np.linspace(levels_s[first - 1], levels_s[first], _BETWEEN)
+        within_s = within_s[int(np.argmax(pruned_for(within_s) <= budget)) :]
+        levels_s = np.concatenate([within_s[:1], levels_s[first:]])
+        pruned = pruned_for(levels_s)
+    gain = (slowest_s - levels_s) / slowest_s - min_gain * pruned * num_ranks / len(slow)
+    return float(levels_s[int(np.argmax(gain))])

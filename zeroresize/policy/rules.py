@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from zeroresize.config import BalanceConfig
@@ -16,6 +17,8 @@ from zeroresize.policy.times import RankTimes
 HEADROOM = 0.05
 #: Migration begins where it saves this share of the step, and ends where it costs that much: what is between is noise.
 _LEAST_SAVED, _MOST_LOST = 0.03, 0.01
+#: While somebody prunes, that may save less than is asked for by this share: what is between is noise.
+_STAYING = 0.2
 
 
 def wanted_division(
@@ -25,6 +28,8 @@ def wanted_division(
     reference_s: float,
     migration: MigrationCost | None,
     lend_now: Sequence[bool] | None = None,
+    *,
+    prunes_now: bool = False,
 ) -> Division:
     """How ``config`` would divide the work of a group.
 
@@ -33,18 +38,23 @@ def wanted_division(
         reference_s: what stragglers are compared with, seconds.
         migration: Φ1; None where it is not known, which mode "semi" takes for too much and mode "mig" for nothing.
         lend_now: which ranks lend at present.
+        prunes_now: whether any rank prunes at present.
     """
     nothing = (0.0,) * len(times)
     if config.mode == "off":
         return Division(nothing, nothing)
     if config.forced_ratio is not None:
         return forced_division(config, are_stragglers)
+    if config.mode == "mig" and config.mig_rule == "paper":
+        return Division(nothing, tuple(paper_lending_ratios(times, are_stragglers, reference_s)))
     if config.mode == "mig":
-        return _migrating_division(config, times, are_stragglers, reference_s, migration or MigrationCost(), lend_now)
+        return _balanced_division(times, are_stragglers, reference_s, migration or MigrationCost(), lend_now)
+    min_gain = config.min_gain * (1.0 - _STAYING if prunes_now else 1.0)
     if config.mode == "semi":
-        return _semi_division(config, times, are_stragglers, reference_s, migration, lend_now)
+        return _semi_division(config, times, are_stragglers, reference_s, migration, lend_now, min_gain)
     headroom = HEADROOM if config.target == "min" else 0.0
-    return Division(tuple(pruning_ratios(times, are_stragglers, reference_s, headroom)), nothing)
+    ratios = pruning_ratios(times, are_stragglers, reference_s, headroom, budget=config.budget, min_gain=min_gain)
+    return Division(tuple(ratios), nothing)
 
 
 def forced_division(config: BalanceConfig, are_stragglers: Sequence[bool]) -> Division:
@@ -64,18 +74,15 @@ def forced_division(config: BalanceConfig, are_stragglers: Sequence[bool]) -> Di
     return Division(nothing, shares) if config.mode == "mig" else Division(shares, nothing)
 
 
-def _migrating_division(
-    config: BalanceConfig,
+def _balanced_division(
     times: Sequence[RankTimes],
     are_stragglers: Sequence[bool],
     reference_s: float,
     migration: MigrationCost,
     lend_now: Sequence[bool] | None,
 ) -> Division:
-    """The balanced time, or the paper's; by our rule nothing moves where moving saves too little of the step."""
+    """All ranks take equally long without pruning; nothing moves where moving saves too little of the step."""
     nothing = (0.0,) * len(times)
-    if config.mig_rule == "paper":
-        return Division(nothing, tuple(paper_lending_ratios(times, are_stragglers, reference_s)))
     lends_now = lend_now is not None and any(lend_now)
     division = makespan_division(
         times,
@@ -86,7 +93,7 @@ def _migrating_division(
         budget=0.0,
         lend_now=lend_now,
     )
-    step_s = max(division.busy_s(times)) + migration.seconds(division.lent)
+    step_s = _step_s(times, division, migration)
     most_s = max(rank.busy_s for rank in times) * (1.0 + _MOST_LOST if lends_now else 1.0 - _LEAST_SAVED)
     return division if step_s < most_s else Division(nothing, nothing)
 
@@ -98,7 +105,10 @@ def _semi_division(
     reference_s: float,
     migration: MigrationCost | None,
     lend_now: Sequence[bool] | None,
+    min_gain: float,
 ) -> Division:
+    """By our rule nothing is pruned where pruning and lending together save too little for it."""
+    may_lend = migration is not None
     num_migrating = None if isinstance(config.migrating, str) else config.migrating
     if migration is None:
         num_migrating, migration = 0, MigrationCost()
@@ -111,7 +121,7 @@ def _semi_division(
             max_ratio=config.max_ratio,
             num_migrating=num_migrating,
         )
-    return makespan_division(
+    division = makespan_division(
         times,
         are_stragglers,
         reference_s=max(reference_s, slowest_normal_s(times, are_stragglers)),
@@ -121,3 +131,16 @@ def _semi_division(
         num_migrating=num_migrating,
         lend_now=lend_now,
     )
+    if not any(division.pruned) or config.migrating != "auto":
+        return division
+    slowest_s = max(rank.busy_s for rank in times)
+    saved = 1.0 - _step_s(times, division, migration) / slowest_s
+    if saved >= min_gain * math.fsum(division.pruned) / sum(are_stragglers):
+        return division
+    if not may_lend:
+        return Division((0.0,) * len(times), (0.0,) * len(times))
+    return _balanced_division(times, are_stragglers, reference_s, migration, lend_now)
+
+
+def _step_s(times: Sequence[RankTimes], division: Division, migration: MigrationCost) -> float:
+    return max(division.busy_s(times)) + migration.seconds(division.lent)
