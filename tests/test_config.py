@@ -147,7 +147,9 @@ WITHOUT_EFFECT = [
     ({"mode": "mig", "ratio": 0.5, "mig_rule": "paper"}, "mig_rule='paper'", "in mode 'mig' with ratio='auto'"),
     ({"mode": "mig", "semi_rule": "paper"}, "semi_rule='paper'", "in mode 'semi'"),
     ({"mode": "zero-pri", "migrating": 1}, "migrating=1", "in mode 'semi'"),
-    ({"mode": "zero-pri", "budget": 0}, "budget=0", "in mode 'semi' with semi_rule='makespan'"),
+    ({"mode": "mig", "budget": 0}, "budget=0", "in the modes 'zero-rd', 'zero-pri'"),
+    ({"mode": "zero-pri", "ratio": 0.5, "budget": 0.1}, "budget=0.1", "with ratio='auto'"),
+    ({"mode": "mig", "min_gain": 0.5}, "min_gain=0.5", "in the modes 'zero-rd', 'zero-pri'"),
     ({"mode": "semi", "semi_rule": "paper", "budget": 0.1}, "budget=0.1", "with semi_rule='makespan'"),
 ]
 
@@ -184,9 +186,14 @@ def test_keys_are_judged_by_the_way_of_balancing_not_by_how_much_is_asked_for():
     BalanceConfig(mode="zero-rd", ratio=0, imputation="average", max_ratio=0.5)
 
 
+def test_a_ratio_can_be_pinned_whatever_bounds_the_ratios_that_are_decided():
+    pinned = BalanceConfig(budget=0.1, min_gain=0.5).pinned(0.5, rank=1)
+    assert pinned == BalanceConfig(ratio=0.5, ranks=(1,))
+
+
 def test_in_another_mode_what_is_changed_has_to_have_an_effect():
     config = BalanceConfig(mode="semi", budget=0.1, tolerance=0.2)
-    assert config.in_mode("zero-pri") == BalanceConfig(mode="zero-pri", tolerance=0.2)
+    assert config.in_mode("mig") == BalanceConfig(mode="mig", tolerance=0.2)
     assert config.in_mode("semi", migrating=1) == config.replace(migrating=1)
     with pytest.raises(ValueError, match=r"budget=0\.3 has no effect with mode='mig'"):
         config.in_mode("mig", budget=0.3)

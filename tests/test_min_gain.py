@@ -52,7 +52,7 @@ def test_semi_does_what_is_exact_where_pruning_is_not_worth_it():
 
 
 def test_the_paper_s_rule_prunes_for_whatever_it_saves():
-    assert division(few_products(2), DEAR, mode="semi", semi_rule="paper", min_gain=5.0).pruned[1] > 0.3
+    assert division(few_products(2), DEAR, mode="semi", semi_rule="paper").pruned[1] > 0.3
 
 
 def test_a_forced_number_of_migrating_ranks_is_kept_to():

@@ -232,7 +232,7 @@ class BalanceConfig:
             raise ValueError(
                 f"to pin a ratio needs a mode that only prunes ({list(PINNABLE_MODES)}), this one is {self.mode!r}"
             )
-        return self.replace(ratio=ratio, ranks=(rank,))
+        return self.in_mode(self.mode, ratio=ratio, ranks=(rank,))
 
     def replace(self, **changes: Any) -> BalanceConfig:
         """A copy with some keys changed, checked again."""

@@ -48,6 +48,11 @@ def _is_semi(values: Values) -> bool:
     return values["mode"] == "semi"
 
 
+def _prunes_by_our_rule(values: Values) -> bool:
+    by_paper = _is_semi(values) and values["semi_rule"] == "paper"
+    return _prunes(values) and values["ratio"] == "auto" and not by_paper
+
+
 def _modes(modes: tuple[str, ...]) -> str:
     return f"in the modes {', '.join(map(repr, modes))}"
 
@@ -81,9 +86,12 @@ _USE: Mapping[str, tuple[Callable[[Values], bool], str]] = {
     ),
     "semi_rule": (_is_semi, "in mode 'semi'"),
     "migrating": (_is_semi, "in mode 'semi'"),
-    "budget": (
-        lambda values: _is_semi(values) and values["semi_rule"] == "makespan",
-        "in mode 'semi' with semi_rule='makespan'",
+    **dict.fromkeys(
+        ("budget", "min_gain"),
+        (
+            _prunes_by_our_rule,
+            f"{_modes(PINNABLE_MODES)} with ratio='auto', and in 'semi' with semi_rule='makespan'",
+        ),
     ),
 }
 
