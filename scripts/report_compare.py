@@ -75,8 +75,8 @@ def compared_with(runs: Sequence[NamedRun]) -> str:
         return "No speed-up is told: no run in mode off has the same stragglers and the same settings."
     names = ", ".join(one.name for one in runs if one.name in references)
     return (
-        f"Speed-up: the median step of the run without balancing ({names}; the mean of several) over the run's. "
-        "Machines that do other things meanwhile disturb it."
+        f"Speed-up: the median step of {names}{', mean of several,' if len(references) > 1 else ''} over the run's. "
+        "What else the machine did meanwhile is in both."
     )
 
 

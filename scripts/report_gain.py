@@ -82,7 +82,7 @@ def gain_rows(run: RunFolder) -> list[tuple[str, str]]:
     """The same as a table."""
     gain = gain_of(run)
     if isinstance(gain, str):
-        return [("what balancing brought", gain)]
+        return [("", gain)]
     rows = [
         (f"a step {name} balancing", f"{1e3 * median_s(timed):.1f} ms, median of {num_steps(timed)} steps")
         for name, timed in (("without", gain.unbalanced), ("with", gain.balanced))

@@ -26,13 +26,14 @@ from scripts.report_pictures import (
     work_picture,
 )
 from scripts.report_run import RunFolder
+from zeroresize.config import MIGRATING_MODES
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title><style>
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
 img { max-width: 100% } table { border-collapse: collapse } figure { margin: 2rem 0 }
 td, th { padding: .15rem .8rem .15rem 0; text-align: right; vertical-align: top }
-th:first-child, td:first-child { text-align: left } figcaption, .note { color: #555 } .damage { color: #a00 }
+th:first-child, td:first-child, .facts td { text-align: left } figcaption, .note { color: #555 } .damage { color: #a00 }
 </style></head><body>
 <h1>{{ title }}</h1>
 {% for line in left_out %}<p class="damage">Left out: {{ line }}</p>{% endfor %}
@@ -42,14 +43,17 @@ th:first-child, td:first-child { text-align: left } figcaption, .note { color: #
 <td>{% if loop.first %}<a href="#{{ cell | urlencode }}">{{ cell }}</a>{% else %}{{ cell }}{% endif %}</td>
 {% endfor %}</tr>{% endfor %}</table>
 <p class="note">{{ compared_with }} Dropped and lent: shares of its products, mean over all steps, of the rank that
-drops, or lends, most. Steps: without the first ones of each start, which warm up.</p>
+drops, or lends, most. Times of steps leave out the first ones of each start, which warm up.</p>
 {% endif %}
 {% for run in runs %}
 {% if compared %}<h2 id="{{ run.title }}">{{ run.title }}</h2>{% endif %}
 {% for line in run.left_out %}<p class="damage">Left out: {{ line }}</p>{% endfor %}
-<table>{% for name, value in run.facts %}<tr><td>{{ name }}</td><td>{{ value }}</td></tr>{% endfor %}</table>
 <h3>What balancing brought</h3>
-<table>{% for name, value in run.gain %}<tr><td>{{ name }}</td><td>{{ value }}</td></tr>{% endfor %}</table>
+<table class="facts">{% for name, value in run.gain %}
+<tr><td>{{ name }}</td><td>{{ value }}</td></tr>{% endfor %}</table>
+<h3>The run</h3>
+<table class="facts">{% for name, value in run.facts %}
+<tr><td>{{ name }}</td><td>{{ value }}</td></tr>{% endfor %}</table>
 <h3>Ranks</h3>
 <table><tr>{% for heading in rank_headings %}<th>{{ heading }}</th>{% endfor %}</tr>
 {% for row in run.ranks %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>{% endfor %}</table>
@@ -149,7 +153,7 @@ def loan_rows(run: RunFolder) -> list[tuple[str, str]]:
     """What was lent, in words, unless that would be many of them."""
     loans = run.loans()
     if not loans:
-        return [("lent", "nothing")] if len(run.records) > 1 else []
+        return [("lent", "nothing")] if run.mode in MIGRATING_MODES else []
     if len(loans) > MOST_IN_WORDS:
         return []
     return [
@@ -190,8 +194,10 @@ def pictures_of(run: RunFolder) -> list[tuple[str, str, Callable[[], Figure]]]:
     """Name, caption and how to draw it, of all that shows anything."""
     pictures: list[tuple[str, str, Callable[[], Figure]]] = [
         ("times", "Step time; each rank's busy time as it would be at full work; γ.", lambda: times_picture(run)),
-        ("work", "What becomes of each rank's products, and what it computes for others.", lambda: work_picture(run)),
     ]
+    if any(run.most_by_a_rank(name) > 0 for name in SHARES):
+        caption = "What becomes of each rank's products, and what it computes for others."
+        pictures.append(("work", caption, lambda: work_picture(run)))
     loans = run.loans()
     if len(loans) > MOST_IN_WORDS:
         caption = "Who lent how much to whom, mean over the run's steps."

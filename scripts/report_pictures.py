@@ -87,7 +87,7 @@ def work_picture(run: RunFolder) -> Figure:
         axes.axhline(1, color="black", linewidth=0.8)
         axes.set_ylabel(f"rank {rank}")
     most = max(np.nanmax(borrowed) for *_, borrowed in shares.values())
-    rows[0, 0].set_ylim(0, 1.05 * (1 + most))  # the axes share it
+    rows[0, 0].set(xlim=(0, run.num_steps), ylim=(0, 1.05 * (1 + most)))  # the axes share them
     _over_steps(rows[-1, 0])
     if len(labels) > 1:
         figure.legend(*rows[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize="small")

@@ -440,8 +440,10 @@ def test_the_demo_compares_its_runs(
     assert (tmp_path / "demo.png").stat().st_size > 10_000
 
     monkeypatch.setattr(demo, "RUNS", demo.RUNS[:1])  # again, over what it left
-    results = demo.run_all("demo", overrides, tmp_path, Console())
-    assert results["homogeneous"]["summary"]["steps"] == 4
+    results = demo.run_all("demo", [*overrides, "training.epochs=2"], tmp_path, Console())
+    halved = results["homogeneous"]
+    assert (halved["summary"]["steps"], halved["summary"]["epochs"], len(halved["halves_ms"])) == (8, 2, 2)
+    assert [line["step"] for line in halved["lines"] if line["kind"] == "step"] == list(range(8))
 
 
 @pytest.mark.timeout(300)

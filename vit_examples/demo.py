@@ -1,7 +1,8 @@
 """Shows what a slow rank costs and what balancing wins back: ``python -m vit_examples.demo`` (or ``make demo``).
 
-Trains the same small vision transformer on two ranks once for each entry of :data:`RUNS`, one after the other, and ends
-with a table and a picture.
+Trains the same small vision transformer on two ranks for each entry of :data:`RUNS`, and ends with a table and a
+picture. The runs that all others are compared with train in two halves, before and after them: a machine's speed
+changes within minutes, and how far their halves differ says by how much.
 """
 
 from __future__ import annotations
@@ -21,8 +22,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from vit_examples.balance_log import mean_in_force
+from vit_examples.config import TrainingConfig
+from vit_examples.config_file import load_config
 from vit_examples.demo_picture import save_picture
 from vit_examples.launch import started, train_command
+from vit_examples.recorder import timing
+from vit_examples.step_times import seconds_by_process, timed_steps
 from zeroresize.json_lines import read_json_lines
 
 NUM_RANKS = 2
@@ -32,15 +37,25 @@ _SLOWED = ("straggler.kind=sleep", f"straggler.chi={{{STRAGGLER}: 4.0}}")
 
 @dataclass(frozen=True)
 class DemoRun:
-    """One training run: how it is called and what it changes in the configuration."""
+    """One training run: how it is called, what it changes in the configuration, whether it trains in two halves."""
 
     name: str
     overrides: tuple[str, ...]
+    in_halves: bool = False
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A run trains up to an epoch, from the start or from where it was."""
+
+    run: DemoRun
+    until_epoch: int
+    goes_on: bool = False
 
 
 RUNS = (
-    DemoRun("homogeneous", ("balance.mode=off",)),
-    DemoRun("Baseline", ("balance.mode=off", *_SLOWED)),
+    DemoRun("homogeneous", ("balance.mode=off",), in_halves=True),
+    DemoRun("Baseline", ("balance.mode=off", *_SLOWED), in_halves=True),
     DemoRun("ZERO-PriDiffR", ("balance.mode=zero-pridiff", *_SLOWED)),
     DemoRun("MIG", ("balance.mode=mig", *_SLOWED)),
     DemoRun("SEMI", ("balance.mode=semi", *_SLOWED)),
@@ -61,55 +76,93 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console()
     console.print(
         f"Training a small vision transformer on {NUM_RANKS} ranks, {len(RUNS)} times: undisturbed, then with rank "
-        f"{STRAGGLER}'s products 4 times slower (χ = 4), without and with balancing."
+        f"{STRAGGLER}'s products 4 times slower (χ = 4), without and with balancing. The first two in halves: the "
+        "others lie between, since a machine's speed changes."
     )
     try:
         results = run_all(parsed.config, parsed.set, parsed.output, console)
     except RunFailed as failure:
         console.print(str(failure), markup=False, highlight=False, soft_wrap=True)
         return 1
+    except ValueError as error:
+        console.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        return 2
     picture = parsed.output / "demo.png"
     save_picture(picture, results, straggler=STRAGGLER)
     console.print(results_table(results))
     console.print(f"Picture: {picture}   Details: {parsed.output}/<run>/metrics.jsonl, summary.json, tensorboard")
+    console.print(f"A page of all runs: python -m scripts.report {parsed.output}", highlight=False, soft_wrap=True)
     return 0
 
 
 def run_all(config: str, overrides: Sequence[str], output: Path, console: Console) -> dict[str, dict[str, Any]]:
-    """Run every entry of ``RUNS``; gives by name its ``summary``, the ``lines`` of its metrics and the
-    straggler's ``updates``.
+    """Run every entry of ``RUNS``; gives by name its ``summary``, the ``lines`` of its metrics, the straggler's
+    ``updates``, and ``halves_ms``: milliseconds of a step, the median of each of its turns.
 
     Raises:
-        RunFailed: as soon as one fails.
+        ValueError: if the configuration is wrong.
+        RunFailed: as soon as a run fails.
     """
-    results = {}
+    settings = load_config(config, overrides)
     columns = (TextColumn("{task.description:<12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    folders = {run.name: output / run.name.lower() for run in RUNS}
+    for folder in folders.values():
+        shutil.rmtree(folder, ignore_errors=True)
     with Progress(*columns, TextColumn("{task.fields[note]}"), console=console, refresh_per_second=2) as progress:
         tasks = {run.name: progress.add_task(run.name, total=None, start=False, note="waiting") for run in RUNS}
-        for run in RUNS:
-            folder = output / run.name.lower()
-            shutil.rmtree(folder, ignore_errors=True)
-            progress.start_task(tasks[run.name])
-            progress.update(tasks[run.name], note="starting torchrun")
-            for done, total, note in train(config, [*overrides, *run.overrides], folder):
-                progress.update(tasks[run.name], completed=done, total=total, note=note)
-            progress.stop_task(tasks[run.name])
-            results[run.name] = {
-                "summary": read_json(folder / "summary.json"),
-                "lines": read_lines(folder),
-                "updates": read_json_lines(folder / f"balance-rank{STRAGGLER}.jsonl"),
-            }
-    return results
+        for turn in turns(settings.training):
+            task = tasks[turn.run.name]
+            progress.start_task(task)
+            progress.update(task, note="starting torchrun")
+            is_last = turn.until_epoch == settings.training.epochs
+            for done, total, note in train(config, [*overrides, *turn.run.overrides], folders[turn.run.name], turn):
+                whole = total if total is None or is_last else total * settings.training.epochs // turn.until_epoch
+                progress.update(task, completed=done, total=whole, note=note)
+            progress.stop_task(task)
+            if not is_last:
+                progress.update(task, note="goes on at the end")
+    return {name: results_of(folder, settings.output.settle_steps) for name, folder in folders.items()}
 
 
-def train(config: str, overrides: Sequence[str], folder: Path) -> Iterator[tuple[int, int | None, str]]:
+def turns(training: TrainingConfig) -> list[Turn]:
+    """Who trains when: runs in halves first and, in reverse, last.
+
+    There are halves only where training does not depend on how many epochs are to come.
+    """
+    epochs = training.epochs
+    if epochs < 2 or training.lr_schedule != "constant":
+        return [Turn(run, epochs) for run in RUNS]
+    first = [Turn(run, epochs // 2) for run in RUNS if run.in_halves]
+    last = [Turn(turn.run, epochs, goes_on=True) for turn in reversed(first)]
+    return [*first, *(Turn(run, epochs) for run in RUNS if not run.in_halves), *last]
+
+
+def results_of(folder: Path, settle_steps: int) -> dict[str, Any]:
+    """What a finished run wrote, as :func:`run_all` gives it."""
+    lines = read_lines(folder)
+    told = [
+        timing([seconds], settle_steps=settle_steps, batch_size=1, steps_per_epoch=1)["step_ms"]
+        for seconds in seconds_by_process(timed_steps(lines))
+    ]
+    return {
+        "summary": read_json(folder / "summary.json"),
+        "lines": lines,
+        "updates": read_json_lines(folder / f"balance-rank{STRAGGLER}.jsonl"),
+        "halves_ms": told,
+    }
+
+
+def train(config: str, overrides: Sequence[str], folder: Path, turn: Turn) -> Iterator[tuple[int, int | None, str]]:
     """Train in a torchrun of its own, yielding (steps done, steps in all if known, what to say) about twice a second.
 
     Raises:
         RunFailed: if it ends with an error.
     """
-    folder.mkdir(parents=True)
-    command = train_command(config, (*overrides, "output.progress=false", f"output.folder={folder}"), NUM_RANKS)
+    folder.mkdir(parents=True, exist_ok=True)
+    own = [f"output.folder={folder}", "output.progress=false", f"training.epochs={turn.until_epoch}"]
+    if turn.run.in_halves:
+        own.append(f"output.save_every={turn.until_epoch}")
+    command = train_command(config, (*overrides, *own), NUM_RANKS) + (["--resume"] if turn.goes_on else [])
     log = folder / "log.txt"
     with started(command, log, {"OMP_NUM_THREADS": "1"}) as process:
         while True:
@@ -142,12 +195,7 @@ def results_table(results: dict[str, dict[str, Any]]) -> Table:
     step_ms = {name: result["summary"]["step_ms"] for name, result in results.items()}
     steps = max(result["summary"]["steps"] for result in results.values())
     table = Table(title="One slow rank, without and with balancing", title_justify="left", caption_justify="left")
-    table.caption = (
-        f"homogeneous: nobody slow; Baseline: rank {STRAGGLER} slow, nothing done (speed-up 1). Dropped and lent: "
-        "shares of the slow rank's products, mean over all steps; what is lent is computed by the other rank, exactly "
-        "(SEMI lends where that takes less time than it saves). After only "
-        f"{steps} steps accuracy suffers from what is dropped."
-    )
+    table.caption = caption(results, steps)
     for heading in ("run", "step, ms", "speed-up", "÷ homogen.", "dropped", "lent", "accuracy"):
         table.add_column(heading, justify="left" if heading == "run" else "right", no_wrap=True)
     for name, result in results.items():
@@ -162,6 +210,26 @@ def results_table(results: dict[str, dict[str, Any]]) -> Table:
             f"{result['summary']['test_accuracy']:.1%}",
         )
     return table
+
+
+def caption(results: dict[str, dict[str, Any]], steps: int) -> str:
+    """What the table does not say of itself."""
+    said = [
+        f"homogeneous: nobody slow; Baseline: rank {STRAGGLER} slow, nothing done (speed-up 1). Dropped and lent: "
+        "shares of the slow rank's products, mean over all steps; what is lent is computed by the other rank, exactly "
+        "(SEMI lends where that takes less time than it saves). After only "
+        f"{steps} steps accuracy suffers from what is dropped.",
+        f"Where work is dropped a step may be shorter than homogeneous: rank {STRAGGLER} then ends 5 % before the "
+        "other, which need not wait for it, and leaves memory and, asleep, a core.",
+    ]
+    halves = [
+        f"{name} {' and '.join(f'{half:.0f}' for half in result['halves_ms'])} ms"
+        for name, result in results.items()
+        if len(result["halves_ms"]) > 1
+    ]
+    if halves:
+        said.append(f"Noise of this machine, by halves before and after the other runs: {', '.join(halves)}.")
+    return "\n".join(said)
 
 
 def read_lines(folder: Path) -> list[dict[str, Any]]:

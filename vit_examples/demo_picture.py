@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,12 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from vit_examples.step_times import TimedSteps, timed_steps
+
+#: First steps of each start that may leave the picture at the top.
+WARM_UP = 3
 
 
 def save_picture(path: Path, results: dict[str, dict[str, Any]], *, straggler: int) -> None:
@@ -21,31 +28,50 @@ def save_picture(path: Path, results: dict[str, dict[str, Any]], *, straggler: i
 
 
 def draw(results: dict[str, dict[str, Any]], *, straggler: int) -> Figure:
-    """Step times of every run above, γ of those that prune below."""
+    """Step times of every run above, γ of those that prune or lend below."""
     figure, (times, ratios) = pyplot.subplots(
         2, 1, sharex=True, figsize=(8, 6), height_ratios=(2, 1), layout="constrained"
     )
+    timed = {name: timed_steps(result["lines"]) for name, result in results.items()}
     for name, result in results.items():
-        _draw_run(times, ratios, name, result["lines"], straggler)
+        color = _draw_times(times, name, timed[name])
+        _draw_ratios(ratios, name, color, result["lines"], straggler)
     times.set_ylabel("step time, ms")
-    first = [line.get_ydata()[1:] for line in times.lines]  # the first step warms up
-    times.set_ylim(0, 1.25 * max((max(values) for values in first if len(values)), default=1.0))
+    settled = [
+        1e3 * one.seconds
+        for steps in timed.values()
+        for one in steps
+        if one.seconds is not None and one.begin - one.from_step >= WARM_UP
+    ]
+    times.set_ylim(0, 1.05 * max(settled, default=1.0))
     times.set_title(f"One tensor-parallel step, rank {straggler} slowed (homogeneous: not slowed)")
     ratios.set_ylabel(f"share of rank {straggler}'s work\nthat others do or nobody")
     ratios.set_ylim(-0.02, 1.02)
     ratios.set_xlabel("optimizer step")
+    ratios.set_xlim(0, max((steps[-1].end for steps in timed.values() if steps), default=1))
+    ratios.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in (times, ratios):
         axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend(loc="upper right")
+    if times.lines:
+        figure.legend(*times.get_legend_handles_labels(), loc="outside lower center", ncols=len(results))
     return figure
 
 
-def _draw_run(times: Axes, ratios: Axes, name: str, lines: list[dict[str, Any]], straggler: int) -> None:
-    steps = [line for line in lines if line["kind"] == "step" and line["step_s"] is not None]
-    numbers = [line["step"] for line in steps]
-    (curve,) = times.plot(numbers, [1e3 * line["step_s"] for line in steps], label=name, linewidth=1.2)
+def _draw_times(axes: Axes, name: str, timed: Sequence[TimedSteps]) -> Any:
+    """A line that is broken where a process went on; gives its color."""
+    middles, step_ms = [], []
+    for before, one in zip([None, *timed], timed, strict=False):
+        if before is not None and before.from_step != one.from_step:
+            middles.append(float(one.begin))
+            step_ms.append(float("nan"))
+        middles.append((one.begin + one.end) / 2)
+        step_ms.append(float("nan") if one.seconds is None else 1e3 * one.seconds)
+    (curve,) = axes.plot(middles, step_ms, label=name, linewidth=1.2)
+    return curve.get_color()
+
+
+def _draw_ratios(axes: Axes, name: str, color: Any, lines: Sequence[dict[str, Any]], straggler: int) -> None:
+    ends = [line["step"] + 1 for line in lines if line["kind"] == "step"]  # a line's γ is in force after its step
     gammas = [ranks[straggler] for line in lines if line["kind"] == "epoch" for ranks in line["ratios"]]
     if any(gamma > 0 for gamma in gammas):
-        gammas = gammas[: len(numbers)]
-        ratios.plot(numbers, gammas, color=curve.get_color(), label=name, drawstyle="steps-post")
+        axes.plot(ends[: len(gammas)], gammas, color=color, label=name, drawstyle="steps-post")
