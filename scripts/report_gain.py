@@ -84,8 +84,11 @@ def gain_rows(run: RunFolder) -> list[tuple[str, str]]:
     if isinstance(gain, str):
         return [("", gain)]
     rows = [
-        (f"a step {name} balancing", f"{1e3 * median_s(timed):.1f} ms, median of {num_steps(timed)} steps")
-        for name, timed in (("without", gain.unbalanced), ("with", gain.balanced))
+        (f"a step {name} balancing", f"{1e3 * median_s(timed):.1f} ms, median of the {num_steps(timed)} {which}")
+        for name, timed, which in (
+            ("without", gain.unbalanced, "steps at full work: before the first plan, or made to be measured"),
+            ("with", gain.balanced, "in which ranks were as slow as then"),
+        )
     ]
     interval = gain.interval()
     told = f" ({interval[0]:.2f} to {interval[1]:.2f}: 95 % by bootstrap)" if interval else ""

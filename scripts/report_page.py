@@ -50,7 +50,7 @@ drops, or lends, most. Times of steps leave out the first ones of each start, wh
 {% for line in run.left_out %}<p class="damage">Left out: {{ line }}</p>{% endfor %}
 <h3>What balancing brought</h3>
 <table class="facts">{% for name, value in run.gain %}
-<tr><td>{{ name }}</td><td>{{ value }}</td></tr>{% endfor %}</table>
+<tr>{% if name %}<td>{{ name }}</td>{% endif %}<td>{{ value }}</td></tr>{% endfor %}</table>
 <h3>The run</h3>
 <table class="facts">{% for name, value in run.facts %}
 <tr><td>{{ name }}</td><td>{{ value }}</td></tr>{% endfor %}</table>

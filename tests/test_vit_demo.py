@@ -70,7 +70,7 @@ def test_the_table_fits_80_columns_and_explains_itself() -> None:
     caption = " ".join(" ".join(lines).split())
     for words in ("nobody slow", "rank 1 slow, nothing done", "computed by the other rank, exactly", "only 60 steps"):
         assert words in caption
-    assert "may be shorter than homogeneous: rank 1 then ends 5 % before the other" in caption
+    assert "may be shorter than homogeneous: rank 1 then ends 5% before the other" in caption
     assert "by halves before and after the other runs: homogeneous 95 and 105 ms, Baseline 2000 and 3000 ms." in caption
 
 

@@ -219,7 +219,7 @@ def caption(results: dict[str, dict[str, Any]], steps: int) -> str:
         "shares of the slow rank's products, mean over all steps; what is lent is computed by the other rank, exactly "
         "(SEMI lends where that takes less time than it saves). After only "
         f"{steps} steps accuracy suffers from what is dropped.",
-        f"Where work is dropped a step may be shorter than homogeneous: rank {STRAGGLER} then ends 5 % before the "
+        f"Where work is dropped a step may be shorter than homogeneous: rank {STRAGGLER} then ends 5% before the "
         "other, which need not wait for it, and leaves memory and, asleep, a core.",
     ]
     halves = [
