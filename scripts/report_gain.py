@@ -86,7 +86,7 @@ def gain_rows(run: RunFolder) -> list[tuple[str, str]]:
     rows = [
         (f"a step {name} balancing", f"{1e3 * median_s(timed):.1f} ms, median of the {num_steps(timed)} {which}")
         for name, timed, which in (
-            ("without", gain.unbalanced, "steps at full work: before the first plan, or made to be measured"),
+            ("without", gain.unbalanced, "at full work, before the first plan or to be measured"),
             ("with", gain.balanced, "in which ranks were as slow as then"),
         )
     ]

@@ -81,6 +81,7 @@ def work_picture(run: RunFolder) -> Figure:
     colors, labels = (list(compress(all_of_them, is_there)) for all_of_them in (WORK_COLORS, WORK_LABELS))
     for axes, rank in zip(rows[:, 0], ranks, strict=True):
         steps, _ = run.series(rank, "ratio")
+        steps[0] *= run.records[rank][0]["update"] != 1  # until the first update, the plan is that of its record
         lent, pruned, _ = shares[rank]
         areas = compress([1 - lent - pruned, *shares[rank]], is_there)
         axes.stackplot(steps, *areas, step="post", colors=colors, labels=labels)
@@ -160,5 +161,5 @@ def columns_picture(run: RunFolder, rank: int, bins: int = 192) -> Figure:
     axes.set_yticks(np.arange(len(counts)) + 0.5, list(counts), fontsize=7)
     axes.set_ylim(len(counts), 0)
     axes.set_xlabel("column, as a share of the layer's input features")
-    figure.colorbar(mesh, label="steps pruned")
+    figure.colorbar(mesh, label="steps pruned", ticks=MaxNLocator(integer=True))
     return figure

@@ -38,7 +38,7 @@ def test_balanced_steps_are_compared_with_the_runs_own_at_full_work(tmp_path: Pa
     assert gain.ratio == pytest.approx(2.5)
     assert gain.interval() == pytest.approx((2.5, 2.5))
     assert dict(gain_rows(RunFolder.read(tmp_path))) == {
-        "a step without balancing": "400.0 ms, median of the 16 steps at full work: before the first plan, or made to be measured",
+        "a step without balancing": "400.0 ms, median of the 16 at full work, before the first plan or to be measured",
         "a step with balancing": "160.0 ms, median of the 19 in which ranks were as slow as then",
         "without balancing steps took": "2.50 times as long (2.50 to 2.50: 95 % by bootstrap)",
     }
