@@ -8,7 +8,6 @@ import pickle
 import struct
 import subprocess
 import sys
-import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -45,12 +44,8 @@ def png_bomb(side: int) -> bytes:
         return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
 
     header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", header)
-        + chunk(b"IDAT", zlib.compress(b"\0" * 1000))
-        + chunk(b"IEND", b"")
-    )
+    chunks = (b"IHDR", header), (b"IDAT", zlib.compress(b"\0" * 1000)), (b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(kind, content) for kind, content in chunks)
 
 
 def refusal(folder: Path, pictures: Any, labels: Any) -> str:
@@ -98,12 +93,15 @@ def test_a_small_file_of_very_many_pixels_is_not_decoded(tmp_path: Path, side: i
     assert "row 0" in said and "pixels" in said
 
 
+POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 32 32\nshowpage\n"
+
+
 @pytest.mark.parametrize(
     "content",
     [
         png()[:60],
         b"",
-        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 32 32\nshowpage\n",
+        POSTSCRIPT,
         png().replace(b"IDAT", b"IDAX"),
     ],
     ids=["truncated", "empty", "PostScript", "chunk"],
@@ -210,16 +208,16 @@ except ValueError as error:
 def loading_says(source: str, folder: Path, **variables: str) -> str:
     """What a process of its own says in ``folder``: going offline lasts as long as a process."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HOME": str(folder / "cache"), **variables}
-    return subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", LOAD, source], cwd=folder, env=environment, capture_output=True, text=True, timeout=90
-    ).stdout
+    )
+    return done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("source", ["cifar", "data/cifar"])
-def test_where_the_hub_does_not_answer_both_readings_are_said_within_seconds(tmp_path: Path, source: str) -> None:
-    began = time.monotonic()
+def test_where_the_hub_does_not_answer_both_readings_are_said_at_once(tmp_path: Path) -> None:
+    source = "data/cifar"
     said = loading_says(source, tmp_path, HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="0")
-    assert time.monotonic() - began < 25  # with the imports, on a machine that is shared; the retries alone took 23
+    assert "Retrying" not in said
     assert f"no folder '{tmp_path}/{source}'" in said
     assert (
         "no data set of that name can be loaded from the Hugging Face hub (http://127.0.0.1:9 does not answer)" in said
@@ -243,7 +241,7 @@ class RunsCode:
 
 
 @pytest.mark.parametrize("source", ["pandas", "./data", "data/script.py", "data", "script.py"])
-def test_nothing_that_lies_about_is_run(tmp_path: Path, source: str) -> None:
+def test_nothing_that_lies_about_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
     """`datasets` unpickles the files of the current folder where it is asked for "pandas"; it once ran scripts."""
     made, folder = tmp_path / "made", tmp_path / "here"
     (folder / "data").mkdir(parents=True)
@@ -251,5 +249,7 @@ def test_nothing_that_lies_about_is_run(tmp_path: Path, source: str) -> None:
         (folder / file).write_text(f"import os; os.mkdir({str(made)!r})")
     for file in ("train.pkl", "data/train.pkl", "data/train.parquet"):
         (folder / file).write_bytes(pickle.dumps(RunsCode(made)))
-    assert "data" in loading_says(source, folder, HF_ENDPOINT="http://127.0.0.1:9")
+    monkeypatch.chdir(folder)
+    with pytest.raises(ValueError, match="data"):
+        load_splits(DataConfig(source=source), ModelConfig())
     assert not made.exists()

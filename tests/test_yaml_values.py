@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -62,12 +61,10 @@ def test_what_cannot_be_read_is_refused_at_once_with_file_and_line(
 ) -> None:
     path = tmp_path / "own.yaml"
     path.write_bytes(content)
-    began = time.monotonic()
     with pytest.raises(ValueError, match=r"own\.yaml: cannot be read as YAML: ") as refused:
         read_yaml(path)
     assert message in str(refused.value)
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 500
-    assert time.monotonic() - began < 30  # not for ever
 
 
 @pytest.mark.parametrize(

@@ -62,9 +62,7 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--host", choices=HOSTS, help="what shards the model")
     parser.add_argument("--mode", help=f"balance.mode: one of {', '.join(MODES)}")
     parser.add_argument("--epochs", type=int, help="training.epochs")
-    parser.add_argument(
-        "--data", help="data.source: mnist5k, a folder of parquet files, or a data set's name on the hub"
-    )
+    parser.add_argument("--data", help="data.source: mnist5k, a folder of parquet files or a data set of the hub")
     parser.add_argument("--output", help="output.folder")
     parser.add_argument("--seed", type=int, help="training.seed and balance.seed")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=_SET_HELP)
@@ -81,9 +79,7 @@ def config_from_arguments(arguments: argparse.Namespace) -> RunConfig:
         ValueError: naming the key or file that is wrong, and what is allowed.
     """
     if arguments.ranks is not None and not arguments.dry_run:
-        raise ValueError(
-            "--ranks goes with --dry-run; how many ranks train is said by --nproc-per-node of the launcher"
-        )
+        raise ValueError("--ranks goes with --dry-run; --nproc-per-node of the launcher says how many ranks train")
     flags = [(key, getattr(arguments, flag)) for flag, key in FLAGS.items() if getattr(arguments, flag) is not None]
     if arguments.seed is not None:
         flags.append(("balance.seed", arguments.seed))

@@ -10,7 +10,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-#: Seconds for the hub to take a connection. Where it takes none, `datasets` would try again and again for half a minute.
+#: Seconds for the hub to take a connection; where it takes none, `datasets` would try again for half a minute.
 ANSWER_S = 3.0
 
 
