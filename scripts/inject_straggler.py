@@ -193,6 +193,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _say(place, _description(config, place, stragglers))
     if options.dry_run:
         return
+    if not options.is_module and not Path(options.target).exists():
+        parser.error(f"{options.target}: no such file; it is the training script (or, with -m, a module)")
     injection = Injection(config, place)
     try:
         with injection:

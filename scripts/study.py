@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -154,6 +155,9 @@ def main() -> None:
             rows = known_rows(study, table)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted: the same command goes on where it was\n")
+        sys.exit(128 + signal.SIGINT)
     console.print(results_table(study, rows))
     if failures:
         sys.exit("\n".join(f"error: {failure}" for failure in failures))

@@ -123,6 +123,16 @@ def test_a_competitor_that_died_is_replaced(caplog):
     assert "ended by itself" in caplog.text
 
 
+def test_ctrl_c_is_for_the_rank_alone(caplog):
+    """A terminal sends it to competitors, too: their rank ends them."""
+    with Contention(core_index=0) as rank:
+        rank.chi = 2.0
+        os.kill(*rank.pids, signal.SIGINT)
+        time.sleep(0.2)
+        assert is_running(*rank.pids)
+    assert "ended by itself" not in caplog.text
+
+
 def started_in_a_child(pipe, how_to_end):
     rank = Contention(core_index=0)
     rank.__enter__()

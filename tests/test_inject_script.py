@@ -195,6 +195,14 @@ def test_missing_config_is_named(tmp_path, main, capsys):
     assert f"error: {tmp_path}/none.yaml: no such file\n" in capsys.readouterr().err
 
 
+def test_a_missing_script_is_named(tmp_path, main, capsys):
+    config = write(tmp_path / "inject.yaml", "chi: {0: 2}")
+    with pytest.raises(SystemExit) as ended:
+        main("--config", config, tmp_path / "none.py")
+    assert ended.value.code == 2
+    assert f"{tmp_path}/none.py: no such file; it is the training script" in capsys.readouterr().err
+
+
 def test_ranks_outside_torchrun_are_explained(tmp_path, main, monkeypatch, capsys):
     monkeypatch.delenv("WORLD_SIZE")
     config = write(tmp_path / "inject.yaml", "chi: {1: 2}")

@@ -142,6 +142,18 @@ def test_a_mistake_is_told_before_anything_runs(tmp_path: Path, command: Command
     assert not (tmp_path / "runs").exists()
 
 
+def test_ctrl_c_is_one_line(
+    command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(study, "run_study", interrupted)
+    status, _ = command("one")
+    assert status == 130
+    assert capsys.readouterr().err == "interrupted: the same command goes on where it was\n"
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems tell nobody that a parent was killed")
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
 def test_a_study_that_is_killed_within_a_cell_loses_that_cell_only(

@@ -19,6 +19,7 @@ def main() -> None:
     parser.add_argument("--gpu", type=int, help="the CUDA device to compete for")
     arguments = parser.parse_args()
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
     _die_with_parent()
     if arguments.gpu is None:
         os.sched_setaffinity(0, {arguments.core})
