@@ -58,9 +58,7 @@ def argument_parser() -> argparse.ArgumentParser:
         description="Train a vision transformer with balanced tensor parallelism.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--config", default="demo", help=f"a YAML file, or one of {', '.join(available_configs())} (demo)"
-    )
+    parser.add_argument("--config", default="demo", help=f"{', '.join(available_configs())}, or a YAML file (demo)")
     parser.add_argument("--host", choices=HOSTS, help="what shards the model")
     parser.add_argument("--mode", help=f"balance.mode: one of {', '.join(MODES)}")
     parser.add_argument("--epochs", type=int, help="training.epochs")
