@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -67,8 +68,8 @@ def micro_arguments(pictures: Path, output: Path, *overrides: str) -> list[str]:
     return ["--config=demo", *(f"--set={setting}" for setting in settings), f"--set=data.source={pictures}"]
 
 
-def torchrun(*program: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(**command_of(*program), capture_output=True, text=True, timeout=240, check=False)
+def torchrun(*program: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(**command_of(*program), **options, capture_output=True, text=True, timeout=240, check=False)
 
 
 @contextmanager
@@ -190,6 +191,30 @@ def died_in_second_epoch(folder: Path, arguments: list[str]) -> str:
     assert "RuntimeError: rank 1 has had enough" in died.stderr
     assert newest_checkpoint(folder / "run" / "checkpoints").name == "epoch-0001"
     return died.stderr
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_run_on_a_full_disk_trains_to_its_end_and_says_what_it_could_not_write(
+    host: str, pictures: Path, finished_runs: dict[str, Path], tmp_path: Path
+) -> None:
+    """Files grow to 3,000 bytes here, so the summary fits and checkpoints, metrics and events do not."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+
+    arguments = micro_arguments(pictures, tmp_path / "run", f"host={host}")
+    run = torchrun("-m", "vit_examples.train", *arguments, preexec_fn=limit)
+    assert run.returncode == 0, run.stdout + run.stderr
+    before, now = (
+        json.loads((output / "summary.json").read_text())
+        for output in (finished_run(host, pictures, finished_runs), tmp_path / "run")
+    )
+    assert [now[key] for key in ("steps", "test_accuracy")] == [before[key] for key in ("steps", "test_accuracy")]
+    for epoch in (1, 2):
+        assert f"no checkpoint of epoch {epoch}, training goes on without (the newest is none): rank " in run.stderr
+    assert run.stderr.count("metrics.jsonl is incomplete from step ") == 1
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
 
 #: Stops in its sixth step until a file is there.

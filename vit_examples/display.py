@@ -9,9 +9,13 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from zeroresize.best_effort import BestEffort
+
 
 class Display:
     """A context in which steps and epochs are shown; shows nothing if not ``enabled``.
+
+    Lines that a full disk does not take are lost, with one warning.
 
     Args:
         total_steps: of the whole run, with the ``done_steps`` that it had before.
@@ -28,6 +32,7 @@ class Display:
         self._table = Table(title=title, title_justify="left")
         for heading in ("epoch", "loss", "ms/step", "test accuracy", "γ", "slow ranks"):
             self._table.add_column(heading, justify="right", no_wrap=True)
+        self._shown = BestEffort("what is shown of this run")
         self._live: Live | None = None
         if enabled and self._console.is_terminal:
             self._live = Live(Group(self._table, self._progress), console=self._console, refresh_per_second=2)
@@ -60,7 +65,8 @@ class Display:
             self._line("epoch {}: loss {}, {} ms/step, accuracy {}, γ {}, slow {}".format(*row))
 
     def _line(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        with self._shown.writing("here"):
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _short_ratios(ratios: list[float]) -> str:

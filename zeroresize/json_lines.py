@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from zeroresize.growing_file import GrowingFile
 
 
 class JsonLines:
@@ -34,8 +35,7 @@ class JsonLines:
         except OSError:
             kept.unlink(missing_ok=True)
             raise
-        self._file = path.open("ab", buffering=0)
-        self._num_bytes = self._file.tell()
+        self._file = GrowingFile(path)
 
     def write(self, values: Mapping[str, Any]) -> None:
         """Append one object; NaN and infinity become null.
@@ -43,16 +43,7 @@ class JsonLines:
         Raises:
             OSError: if it cannot be written; then nothing of it is left in the file.
         """
-        line = memoryview(json.dumps(without_nan(values)).encode() + b"\n")
-        try:
-            written = 0
-            while written < len(line):  # of a full disk the first part of a line may still be taken
-                written += self._file.write(line[written:])
-        except OSError:
-            with suppress(OSError):
-                self._file.truncate(self._num_bytes)
-            raise
-        self._num_bytes += len(line)
+        self._file.write(json.dumps(without_nan(values)).encode() + b"\n")
 
     def close(self) -> None:
         self._file.close()

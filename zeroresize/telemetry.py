@@ -105,8 +105,8 @@ _SCALARS = (
 class TensorBoardTelemetry:
     """Shows records in TensorBoard, numbers under ``balance/``, layers' shares under ``balance_layers/``.
 
-    Needs the package ``tensorboard``; each rank needs a folder of its own. Once something cannot be written, that and
-    all that follows is lost, with one warning: training goes on.
+    Needs the package ``tensorboard``; each rank needs a folder of its own. What cannot be written is lost, with one
+    warning: training goes on.
 
     Args:
         folder: where the events go.
