@@ -107,7 +107,7 @@ class BalancedLinear:
 
     def _forward_begins(self, x: Tensor) -> None:
         if self.watch_forward is not None and not torch.compiler.is_compiling():
-            self.watch_forward(x.numel() // self.num_columns, self.training)
+            self.watch_forward(x.numel() // max(x.shape[-1], 1), self.training)
 
     def _context(self, x: Tensor, loans: LayerLoans | None) -> ProductContext:
         probes = self.probes if self.training else self.probes.of_evaluation()

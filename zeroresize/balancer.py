@@ -98,7 +98,7 @@ class Balancer:
         self._lender = assembly.build_lender(config, self._layers, process_group)
         self._decision = GroupDecision(config, self._num_ranks, exchange)
         self._measurement = Measurement(self._layers, config)
-        self._forward_watch = ForwardWatch(self._layers, optimizer, exchange) if exchange is not None else None
+        self._forward_watch = ForwardWatch(self._layers, exchange) if exchange is not None else None
         self._exchange = exchange
         self._where = exchange.where if exchange is not None else Whereabouts()
         self._num_steps = 0

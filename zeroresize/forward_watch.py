@@ -8,12 +8,11 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from typing import Any
+
+from torch import Tensor
 
 from zeroresize.balanced_linear import BalancedLinear
 from zeroresize.exchange import Exchange
-from zeroresize.optimizers import hook_steps
 from zeroresize.whereabouts import Call
 
 logger = logging.getLogger(__name__)
@@ -34,26 +33,23 @@ class ForwardWatch:
 
     Args:
         layers: balanced layers by name.
-        optimizer: whose steps are counted, where it is torch's or wraps one.
         exchange: with the other ranks.
     """
 
-    def __init__(self, layers: Mapping[str, BalancedLinear], optimizer: Any, exchange: Exchange) -> None:
+    def __init__(self, layers: Mapping[str, BalancedLinear], exchange: Exchange) -> None:
         self._layers, self._exchange, self._names = layers, exchange, list(layers)
-        self._num_watched = sum(not layer.is_column_parallel for layer in layers.values()) or len(layers)
         self._tokens: dict[str, int] = {}
         self._met_in: dict[tuple[int | None, int], str] = {}
-        self._num_optimizer_steps = self._num_forwards = 0
+        self._first = ""  # layer that trained, which stands for all of them
+        self._seen_weight: tuple[int, int] | None = None
+        self._num_changes = self._num_forwards = 0
         self._has_stepped = self._has_warned = False
-        self._unhook: Callable[[], object] = lambda: None
-        with suppress(ValueError):  # an optimizer of its own kind: forwards are counted all the same
-            self._unhook = hook_steps(optimizer, None, self._after_optimizer_step)
         for name, layer in layers.items():
             layer.watch_forward = _calling(weakref.ref(self), name)
 
     def step_is_called(self) -> None:
         """``balancer.step()`` is called."""
-        self._num_optimizer_steps = 0
+        self._num_changes = 0
         self._has_stepped = True
 
     def forward(self, name: str, num_tokens: int, training: bool) -> None:
@@ -63,10 +59,9 @@ class ForwardWatch:
             ValueError: on every rank whose T changes, if their T differ.
             RuntimeError: if only some ranks' T change; on the others the collective that they wait in fails.
         """
-        if training and not self._has_stepped:
-            self._num_forwards += 1
-            if self._num_forwards == MANY_FORWARDS * self._num_watched:
-                self._warn(f"{MANY_FORWARDS} training forwards")
+        if training and not self._has_warned and self._first in (name, ""):
+            self._first = name
+            self._expect_step(self._layers[name].weight)
         before = self._tokens.get(name)
         if num_tokens == before:
             return
@@ -77,7 +72,6 @@ class ForwardWatch:
 
     def close(self) -> None:
         """Watch nothing any more."""
-        self._unhook()
         for layer in self._layers.values():
             layer.watch_forward = None
 
@@ -99,19 +93,23 @@ class ForwardWatch:
                 "must be given the same batch"
             )
 
-    def _after_optimizer_step(self) -> None:
-        self._num_optimizer_steps += 1
-        if self._num_optimizer_steps == FEW_STEPS:
+    def _expect_step(self, weight: Tensor) -> None:
+        """A forward of training with ``weight``, which an optimizer step before it has changed."""
+        seen, self._seen_weight = self._seen_weight, (weight._version, weight.data_ptr())
+        self._num_changes += seen not in (None, self._seen_weight)
+        self._num_forwards += 1
+        if self._num_changes >= FEW_STEPS:
             self._warn(f"{FEW_STEPS} optimizer steps")
+        elif self._num_forwards >= MANY_FORWARDS and not self._has_stepped:
+            self._warn(f"{MANY_FORWARDS} training forwards")
 
     def _warn(self, seen: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "balancer.step() was not called in the last %s: nothing is balanced without it. Call it once after "
-                "every optimizer step, on every rank",
-                seen,
-            )
+        self._has_warned = True
+        logger.warning(
+            "balancer.step() was not called in the last %s: nothing is balanced without it. Call it once after every "
+            "optimizer step, on every rank",
+            seen,
+        )
 
 
 def _calling(watch: weakref.ref[ForwardWatch], name: str) -> Callable[[int, bool], None]:

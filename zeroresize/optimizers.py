@@ -75,13 +75,14 @@ class SteppedTensors:
         return self._tensors
 
 
-def hook_steps(optimizer: Any, before: Callable[[], None] | None, after: Callable[[], None]) -> Callable[[], object]:
-    """Call methods of one object before and after every step, until the result is called or the object is gone."""
+def hook_steps(optimizer: Any, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], object]:
+    """Call two methods of one object before and after every step, until the result is called or the object is gone."""
     inner = torch_optimizer(optimizer)
-    hooks = [inner.register_step_post_hook(_calling(weakref.WeakMethod(after)))]
-    if before is not None:
-        hooks.append(inner.register_step_pre_hook(_calling(weakref.WeakMethod(before))))
-    unhook = weakref.finalize(after.__self__, _remove, hooks)  # type: ignore[attr-defined]
+    hooks = (
+        inner.register_step_pre_hook(_calling(weakref.WeakMethod(before))),
+        inner.register_step_post_hook(_calling(weakref.WeakMethod(after))),
+    )
+    unhook = weakref.finalize(before.__self__, _remove, hooks)  # type: ignore[attr-defined]
     unhook.atexit = False
     return unhook
 
