@@ -104,7 +104,7 @@ def test_a_state_that_does_more_than_is_allowed_now_is_not_carried_out(before):
     frugal = Controller(BalanceConfig(mode="zero-rd", budget=0.1), 2)
     frugal.load_state_dict(saved.state_dict())
     assert [(own.pruned, own.lent) for own in frugal.current_plan().ranks] == [(0.0, 0.0)] * 2
-    forced = Controller(BalanceConfig(mode="zero-rd", ratio=0.25, ranks=[1], budget=0.1), 2)
+    forced = Controller(BalanceConfig(mode="zero-rd", ratio=0.25, ranks=[1]), 2)
     forced.load_state_dict(saved.state_dict())
     assert [(own.pruned, own.lent) for own in forced.current_plan().ranks] == [(0.0, 0.0), (0.25, 0.0)]
 

@@ -38,6 +38,8 @@ _RECORDED_METRICS = (
     "predicted_step_s",
     "is_straggler",
 )
+#: In larger groups records and metrics do not ask anew what the other modes would do: it takes tens of milliseconds.
+_MOST_RANKS_ASKED_FOR = 128
 
 
 class Balancer:
@@ -101,6 +103,7 @@ class Balancer:
         self._forward_watch = ForwardWatch(self._layers, exchange) if exchange is not None else None
         self._exchange = exchange
         self._where = exchange.where if exchange is not None else Whereabouts()
+        self._told_what_if: dict[str, dict[str, Any]] = {}
         self._num_steps = 0
         self._pins: dict[int, float] = {}
         self._is_at_full_work = self._has_pretested = self._is_closed = False
@@ -174,16 +177,17 @@ class Balancer:
         on every rank. Decided when asked, from the updates since, or the last four of them.
         """
         full_s = self.plan.predicted_step_s
-        told: dict[str, dict[str, Any]] = {}
-        for mode, plan in self._decision.what_if_plans.items():
-            told[mode] = {
+        self._told_what_if = {
+            mode: {
                 "predicted_step_s": plan.predicted_step_s,
                 "gain": 1.0 - plan.predicted_step_s / full_s,
                 "ratios": [rank.pruned + rank.lent for rank in plan.ranks],
                 "pruned": [rank.pruned for rank in plan.ranks],
                 "lent": [rank.lent for rank in plan.ranks],
             }
-        return told
+            for mode, plan in self._decision.what_if_plans().items()
+        }
+        return self._told_what_if
 
     def sync_gradients(self) -> None:
         """Bring lent gradients home: they are whole when backward returns, so there is nothing left to do."""
@@ -432,6 +436,7 @@ class Balancer:
 
     def _record(self) -> UpdateRecord:
         times = self._measurement.times
+        would = self.what_if() if self._num_ranks <= _MOST_RANKS_ASKED_FOR else self._told_what_if
         return UpdateRecord(
             update=self._num_steps // self.config.update_every,
             step=self._num_steps,
@@ -460,7 +465,7 @@ class Balancer:
                     "gain": told["gain"],
                     "most_ratio": max(told["ratios"]),
                 }
-                for mode, told in self.what_if().items()
+                for mode, told in would.items()
             },
         )
 

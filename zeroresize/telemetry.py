@@ -34,7 +34,7 @@ class UpdateRecord:
         balancing_s: what balancing cost this rank since the last update, in all.
         would: in mode "off", what each mode would do with the group, by mode: ``predicted_step_s``, ``gain`` (the share
             of the step that it saves), and ``most_ratio``, the largest γ of a rank; ``Balancer.what_if`` tells every
-            rank's.
+            rank's. In groups of more than 128 ranks what that last told, if anything.
     """
 
     update: int

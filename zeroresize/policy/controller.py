@@ -12,6 +12,7 @@ from zeroresize.config_keys import MIGRATING_MODES, PRUNING_MODES
 from zeroresize.plan import Loan, RankPlan, WorkloadPlan
 from zeroresize.policy.communication import CollectiveTimes, CommunicationEstimate
 from zeroresize.policy.cost_model import ResizingCost
+from zeroresize.policy.curves import GroupTimes
 from zeroresize.policy.fingerprint import fingerprint
 from zeroresize.policy.full_work_steps import FullWorkSteps
 from zeroresize.policy.ratio import find_stragglers, reference_time
@@ -240,7 +241,7 @@ class Controller:
                 rank.wanted = 0.0, 0.0
             self.initial_plan()
 
-    def _times(self, costs: Sequence[ResizingCost], normal_s: float) -> list[RankTimes]:
+    def _times(self, costs: Sequence[ResizingCost], normal_s: float) -> GroupTimes:
         """What is decided from: the averages, but what is told by pruned steps makes no rank faster than a normal one.
 
         It may be too little by a third where a rank has just recovered, and would make stragglers of all the others.
@@ -252,7 +253,7 @@ class Controller:
         for rank, cost in zip(self._ranks, costs, strict=True):
             factor = max(normal_s / rank.busy_s, 1.0) if not rank.is_known else 1.0
             times.append(RankTimes(factor * rank.rest_s, factor * rank.gemm_s, rank.overhead_scale, cost))
-        return times
+        return GroupTimes(times)
 
     def _keep_to_budget(self) -> None:
         """On the way from one division to another no more is pruned than either may prune."""

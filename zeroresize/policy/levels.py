@@ -19,10 +19,12 @@ def ratios_to_reach(levels_s_L: Floats, ratios_SP: Floats, busy_s_SP: Floats) ->
         ratios_SP: of every rank, ascending.
         busy_s_SP: what the rank takes at them, seconds.
     """
-    is_reached_SPL = busy_s_SP[:, :, None] <= levels_s_L
-    first_SL = np.where(is_reached_SPL.any(axis=1), is_reached_SPL.argmax(axis=1), busy_s_SP.argmin(axis=1)[:, None])
-    before_SL = np.maximum(first_SL - 1, 0)
-    slow_s, fast_s = (np.take_along_axis(busy_s_SP, point_SL, axis=1) for point_SL in (before_SL, first_SL))
-    low, high = (np.take_along_axis(ratios_SP, point_SL, axis=1) for point_SL in (before_SL, first_SL))
+    first_SL = np.broadcast_to(busy_s_SP.argmin(axis=1)[:, None], (len(busy_s_SP), len(levels_s_L)))
+    for point in range(busy_s_SP.shape[1] - 1, -1, -1):
+        first_SL = np.where(busy_s_SP[:, point, None] <= levels_s_L, point, first_SL)
+    row_S1 = busy_s_SP.shape[1] * np.arange(len(busy_s_SP))[:, None]
+    before_SL, at_SL = row_S1 + np.maximum(first_SL - 1, 0), row_S1 + first_SL
+    slow_s, fast_s = busy_s_SP.take(before_SL), busy_s_SP.take(at_SL)
+    low, high = ratios_SP.take(before_SL), ratios_SP.take(at_SL)
     part = np.clip((slow_s - levels_s_L) / np.where(slow_s > fast_s, slow_s - fast_s, 1.0), 0.0, 1.0)
     return np.where(first_SL == 0, ratios_SP[:, :1], low + (high - low) * part)

@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from zeroresize.policy.cost_model import MigrationCost
+from zeroresize.policy.curves import Curves
 from zeroresize.policy.levels import Floats, ratios_to_reach
 from zeroresize.policy.sharing import Division
 from zeroresize.policy.times import RankTimes
@@ -132,6 +134,7 @@ class _Group:
         num_migrating: int | None,
         most_spared: float | None = None,
     ) -> None:
+        curves = Curves.of(times)
         stragglers = [rank for rank, is_straggler in enumerate(are_stragglers) if is_straggler]
         handicap = [1.0 + _STAYING_AMONG_SLOWEST * lends for lends in lend_now]
         self.slowest_first = sorted(stragglers, key=lambda rank: -times[rank].busy_s * handicap[rank])
@@ -139,35 +142,33 @@ class _Group:
         self.counts = np.arange(most + 1) if num_migrating is None else np.array([min(num_migrating, most)])
         lenders = self.slowest_first[: self.counts[0]]
         self.least_lent = _sum(np.full(len(lenders), _LEAST_LENT))
-        ratios = [rank.cost.ratios for rank in times]
+        self._ratios = curves.ratios
         if most_spared is not None:
-            ratios = [(*own, most_spared) if own[-1] < most_spared else own for own in ratios]
-        for rank in lenders:
-            ratios[rank] = tuple(max(ratio, _LEAST_LENT) for ratio in ratios[rank])
-        self._ratios = np.array(ratios)
-        self._busy = np.array([[rank.busy_at(one) for one in own] for rank, own in zip(times, ratios, strict=True)])
+            self._ratios = np.append(self._ratios, np.maximum(self._ratios[:, -1:], most_spared), axis=1)
+        if lenders:
+            self._ratios = self._ratios.copy()
+            self._ratios[lenders] = np.maximum(self._ratios[lenders], _LEAST_LENT)
+        self._busy = curves.busy_at(self._ratios)
         self._borrows_from_s = self._busy[:, 0].copy()
         self._borrows_from_s[lenders] = np.inf
-        self._gemm_s = np.array([rank.gemm_s for rank in times])
-        self._borrowed = np.array([rank.cost.borrowed_points for rank in times])
-        borrowed_s = [
-            [rank.gemm_s * rank.cost.borrowed_at(share) for share in rank.cost.borrowed_points] for rank in times
-        ]
-        self._borrowed_s = np.maximum.accumulate(np.array(borrowed_s), axis=1)
+        self._borrowed = curves.borrowed_points
+        borrowed_s = curves.gemm_s[:, None] * curves.borrowed_at(self._borrowed)
+        self._borrowed_s = np.maximum.accumulate(borrowed_s, axis=1)
         is_normal = ~np.array(are_stragglers, dtype=bool)
         least = np.where(is_normal, self._busy[:, 0], self._busy.min(axis=1))
-        full_s = max(rank.busy_s for rank in times)
-        self.highest_s = max(full_s, float(self._busy[:, 0].max()))  # gathering may take longer than what it spares
+        self.highest_s = max(
+            float(curves.busy_s.max()), float(self._busy[:, 0].max())
+        )  # gathering may take longer than what it spares
         self.lowest_s = min(float(least.max()), self.highest_s)
 
     @property
     def num_ranks(self) -> int:
-        return len(self._gemm_s)
+        return len(self._busy)
 
     @property
     def has_room(self) -> bool:
         """Whether the ranks that borrow can take what must be lent."""
-        return _sum(self.room(np.array([self.highest_s]))[:, 0]) >= self.least_lent
+        return float(self.room_in_all(np.array([self.highest_s]))[0]) >= self.least_lent
 
     def spared(self, levels_s: Floats) -> Floats:
         """[stragglers, levels] what each, slowest first, must be relieved of to take so long at most."""
@@ -176,15 +177,27 @@ class _Group:
 
     def room(self, levels_s: Floats) -> Floats:
         """[ranks, levels] how much every rank can borrow until then."""
-        time_s = np.maximum(levels_s - self._borrows_from_s[:, None], 0.0)
-        above = (self._borrowed_s[:, None, :] <= time_s[:, :, None]).sum(axis=2)
-        above = np.clip(above, 1, self._borrowed.shape[1] - 1)
-        low_s = np.take_along_axis(self._borrowed_s, above - 1, axis=1)
-        high_s = np.take_along_axis(self._borrowed_s, above, axis=1)
-        low = np.take_along_axis(self._borrowed, above - 1, axis=1)
-        high = np.take_along_axis(self._borrowed, above, axis=1)
+        room = np.zeros((self.num_ranks, len(levels_s)))
+        able = np.flatnonzero(self._borrows_from_s < levels_s.max())
+        room[able] = self._room_of(able, levels_s)
+        return room
+
+    def room_in_all(self, levels_s: Floats) -> Floats:
+        """[levels] how much all ranks together can borrow until then."""
+        able = np.flatnonzero(self._borrows_from_s < levels_s.max())
+        return np.cumsum(self._room_of(able, levels_s), axis=0)[-1] if len(able) else np.zeros(len(levels_s))
+
+    def _room_of(self, ranks: NDArray[np.int64], levels_s: Floats) -> Floats:
+        time_s = np.maximum(levels_s - self._borrows_from_s[ranks, None], 0.0)
+        borrowed, borrowed_s = self._borrowed[ranks], self._borrowed_s[ranks]
+        above = np.ones(time_s.shape, dtype=np.intp)
+        for point in range(1, borrowed.shape[1] - 1):  # the first is 0, and beyond the last it is another line
+            above += borrowed_s[:, point, None] <= time_s
+        above += borrowed.shape[1] * np.arange(len(ranks))[:, None]
+        low_s, high_s = borrowed_s.take(above - 1), borrowed_s.take(above)
+        low, high = borrowed.take(above - 1), borrowed.take(above)
         between = low + (high - low) * (time_s - low_s) / np.where(high_s > low_s, high_s - low_s, 1.0)
-        all_s = self._borrowed_s[:, -1:]
+        all_s = borrowed_s[:, -1:]
         return np.where(time_s < all_s, between, np.maximum(time_s / all_s, 1.0))
 
     def division(self, num_migrating: int, found: _Found) -> Division:
@@ -290,7 +303,7 @@ class _Search:
         """([numbers, levels] what those that migrate want to be relieved of, [levels] all stragglers, what fits)."""
         spared = self._group.spared(levels_s)
         upto = np.concatenate([np.zeros((1, len(levels_s))), np.cumsum(spared, axis=0)])
-        room = np.cumsum(self._group.room(levels_s), axis=0)[-1]
+        room = self._group.room_in_all(levels_s)
         wanted = upto[self._counts]
         return wanted, upto[-1], np.minimum(wanted, room)
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from zeroresize.policy.curves import Curves
 from zeroresize.policy.levels import Floats, ratios_to_reach
 from zeroresize.policy.times import RankTimes
 
@@ -70,27 +71,23 @@ def pruning_ratios(
         budget: the largest share of the group's products that may be pruned.
         min_gain: what share of a step must be saved for all of the stragglers' products, and of less in proportion.
     """
-    pairs = list(zip(times, are_stragglers, strict=True))
+    curves, are_slow = Curves.of(times), np.array(are_stragglers, dtype=bool)
     normal_s = slowest_normal_s(times, are_stragglers)
-    least_s = max((rank.least_busy_s for rank, is_straggler in pairs if is_straggler), default=0.0)
+    least_s = float(curves.busy_at_points.min(axis=1)[are_slow].max(initial=0.0))
     target_s = max((1.0 - headroom) * max(reference_s, normal_s), least_s * (1.0 + _WORTHWHILE))
-
     if budget < 1.0 or min_gain > 0.0:
-        slow = [rank for rank, is_straggler in pairs if is_straggler]
-        target_s = _most_worthwhile(target_s, slow, len(pairs), budget, min_gain)
-    return [rank.ratio_to_reach(target_s) if is_straggler else 0.0 for rank, is_straggler in pairs]
+        ratios_SP, busy_s_SP = curves.ratios[are_slow], curves.busy_at_points[are_slow]
+        target_s = _most_worthwhile(target_s, ratios_SP, busy_s_SP, len(times), budget, min_gain)
+    return np.where(are_slow, curves.ratios_to_reach(target_s), 0.0).tolist()
 
 
 def _most_worthwhile(
-    target_s: float, slow: Sequence[RankTimes], num_ranks: int, budget: float, min_gain: float
+    target_s: float, ratios_SP: Floats, busy_s_SP: Floats, num_ranks: int, budget: float, min_gain: float
 ) -> float:
     """The time that stragglers should reach, from ``target_s`` to the slowest one's."""
-    slowest_s = max((rank.busy_s for rank in slow), default=0.0)
+    slowest_s = float(busy_s_SP[:, 0].max(initial=0.0))
     if target_s >= slowest_s:
         return target_s
-    most = max(len(rank.cost.ratios) for rank in slow)
-    ratios_SP = np.array([rank.cost.ratios + rank.cost.ratios[-1:] * (most - len(rank.cost.ratios)) for rank in slow])
-    busy_s_SP = np.array([[rank.busy_at(ratio) for ratio in own] for rank, own in zip(slow, ratios_SP, strict=True)])
 
     def pruned_for(levels_s_L: Floats) -> Floats:
         return np.cumsum(ratios_to_reach(levels_s_L, ratios_SP, busy_s_SP), axis=0)[-1] / num_ranks
@@ -106,5 +103,5 @@ def _most_worthwhile(
         within_s = within_s[int(np.argmax(pruned_for(within_s) <= budget)) :]
         levels_s = np.concatenate([within_s[:1], levels_s[first:]])
         pruned = pruned_for(levels_s)
-    gain = (slowest_s - levels_s) / slowest_s - min_gain * pruned * num_ranks / len(slow)
+    gain = (slowest_s - levels_s) / slowest_s - min_gain * pruned * num_ranks / len(ratios_SP)
     return float(levels_s[int(np.argmax(gain))])

@@ -9,7 +9,10 @@ from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from zeroresize.plan import Loan
+from zeroresize.policy.curves import Curves
 from zeroresize.policy.times import RankTimes
 
 
@@ -76,23 +79,27 @@ def loans_of(ratios: Sequence[float], capacities: Sequence[float] | None = None)
 
 def borrowed_shares(loans: Sequence[Loan], num_ranks: int) -> list[float]:
     """What every rank computes for others, in units of full products."""
-    lent_by_parts: dict[tuple[tuple[int, ...], tuple[float, ...]], float] = {}
+    lent: list[float] = []  # by division, of all loans that are divided so
+    divisions: dict[tuple[tuple[int, ...], tuple[float, ...]], int] = {}
+    known: dict[tuple[int, int], int] = {}  # most loans share the two tuples, which are long
     for loan in loans:
-        key = loan.receivers, loan.parts
-        if len(set(loan.parts)) == 1:  # the same for each of them, in whatever order they follow
-            key = tuple(sorted(loan.receivers)), loan.parts
-        lent_by_parts[key] = lent_by_parts.get(key, 0.0) + loan.ratio
+        same = id(loan.receivers), id(loan.parts)
+        if same not in known:
+            is_even = len(set(loan.parts)) == 1  # the same for each of them, in whatever order they follow
+            receivers = tuple(sorted(loan.receivers)) if is_even else loan.receivers
+            known[same] = divisions.setdefault((receivers, loan.parts), len(lent))
+            lent += [0.0] * (len(divisions) - len(lent))
+        lent[known[same]] += loan.ratio
     borrowed = [0.0] * num_ranks
-    for (receivers, parts), lent in lent_by_parts.items():
+    for (receivers, parts), division in divisions.items():
         for receiver, part in zip(receivers, parts, strict=True):
-            borrowed[receiver] += lent * part
+            borrowed[receiver] += lent[division] * part
     return borrowed
 
 
 def predicted_busy_s(times: Sequence[RankTimes], spared: Sequence[float], loans: Sequence[Loan]) -> list[float]:
     """Busy seconds of every rank that is spared a share of its own products and computes what others lend it."""
-    borrowed = borrowed_shares(loans, len(times))
-    return [
-        rank.busy_at(share) + rank.gemm_s * rank.cost.borrowed_at(taken_in)
-        for rank, share, taken_in in zip(times, spared, borrowed, strict=True)
-    ]
+    curves = Curves.of(times)
+    borrowed = np.array(borrowed_shares(loans, len(times)))
+    busy_s = curves.busy_at(np.array(spared)[:, None]) + curves.gemm_s[:, None] * curves.borrowed_at(borrowed[:, None])
+    return busy_s[:, 0].tolist()

@@ -1,0 +1,106 @@
+"""Every rank's times and costs at once: what ``RankTimes`` and ``ResizingCost`` tell of one, bit for bit, as arrays.
+
+``R`` ranks, ``P`` points at which costs were measured, ``X`` shares that are asked for, each its own for every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zeroresize.policy.times import RankTimes
+
+Floats = NDArray[np.float64]
+
+
+class Curves:
+    """The curves of a group.
+
+    Args:
+        times: of every rank.
+
+    Attributes:
+        gemm_s: [R] M of every rank, seconds.
+        busy_s: [R] T of every rank, seconds.
+        ratios: [R, P] of every rank's measured points.
+    """
+
+    def __init__(self, times: Sequence[RankTimes]) -> None:
+        most = max(len(rank.cost.ratios) for rank in times)
+        numbers = np.array([(rank.rest_s, rank.gemm_s, rank.overhead_scale, rank.cost.borrowing) for rank in times])
+        self._rest_s, self.gemm_s, self._scale, self._borrowing = numbers.T.copy()
+        self.busy_s = self._rest_s + self.gemm_s
+        self.ratios = _padded([rank.cost.ratios for rank in times], most)
+        self._gemm_share = _padded([rank.cost.gemm_share for rank in times], most)
+        self._overhead_s = _padded([rank.cost.overhead_s for rank in times], most)
+
+    @classmethod
+    def of(cls, times: Sequence[RankTimes]) -> Curves:
+        """Those of ``times``, made once where these are :class:`GroupTimes`."""
+        return times.curves if isinstance(times, GroupTimes) else cls(times)
+
+    def gemm_share_at(self, ratios_RX: Floats) -> Floats:
+        """:meth:`ResizingCost.gemm_share_at`."""
+        most = self.ratios[:, -1:]
+        beyond = self._gemm_share[:, -1:] * (1.0 - ratios_RX) / (1.0 - most)
+        return np.where(ratios_RX > most, beyond, _interpolated(ratios_RX, self.ratios, self._gemm_share))
+
+    def borrowed_at(self, shares_RX: Floats) -> Floats:
+        """:meth:`ResizingCost.borrowed_at`."""
+        few = self.gemm_share_at(1.0 - np.minimum(shares_RX, 1.0))
+        return self._borrowing[:, None] * np.where(shares_RX >= 1.0, shares_RX, few)
+
+    @property
+    def borrowed_points(self) -> Floats:
+        """[R, P + 1], :attr:`ResizingCost.borrowed_points`."""
+        return np.concatenate([np.zeros((len(self.ratios), 1)), 1.0 - self.ratios[:, ::-1]], axis=1)
+
+    def busy_at(self, ratios_RX: Floats) -> Floats:
+        """:meth:`RankTimes.busy_at`."""
+        shrunk_s = self.gemm_s[:, None] * self.gemm_share_at(ratios_RX)
+        overhead_s = _interpolated(ratios_RX, self.ratios, self._overhead_s)
+        return self._rest_s[:, None] + shrunk_s + self._scale[:, None] * overhead_s
+
+    @cached_property
+    def busy_at_points(self) -> Floats:
+        """[R, P] busy seconds at every rank's measured points."""
+        return self.busy_at(self.ratios)
+
+    def ratios_to_reach(self, target_s: float) -> Floats:
+        """[R], :meth:`RankTimes.ratio_to_reach`."""
+        busy, ratios = self.busy_at_points, self.ratios
+        found = ratios[np.arange(len(ratios)), busy.argmin(axis=1)]
+        for left in range(ratios.shape[1] - 2, -1, -1):
+            low, high, busy_low, busy_high = ratios[:, left], ratios[:, left + 1], busy[:, left], busy[:, left + 1]
+            drop_s = np.where(busy_low > busy_high, busy_low - busy_high, 1.0)
+            between = np.minimum(low + (high - low) * (busy_low - target_s) / drop_s, high)
+            found = np.where(busy_high <= target_s, between, found)
+        return np.where(busy[:, 0] <= target_s, 0.0, found)
+
+
+class GroupTimes(tuple[RankTimes, ...]):
+    """The times of all ranks of a group, whose curves are made when they are first wanted."""
+
+    @cached_property
+    def curves(self) -> Curves:
+        return Curves(self)
+
+
+def _padded(points: Sequence[tuple[float, ...]], most: int) -> Floats:
+    """[R, P]; who has fewer points has his last one again."""
+    return np.array([own if len(own) == most else (*own, *own[-1:] * (most - len(own))) for own in points])
+
+
+def _interpolated(x_RX: Floats, points_RP: Floats, values_RP: Floats) -> Floats:
+    """Straight lines between each rank's points, its last value beyond them."""
+    found = np.broadcast_to(values_RP[:, -1:], x_RX.shape)
+    for left in range(points_RP.shape[1] - 2, -1, -1):
+        low, high = values_RP[:, left, None], values_RP[:, left + 1, None]
+        x_low, x_high = points_RP[:, left, None], points_RP[:, left + 1, None]
+        width = np.where(x_high > x_low, x_high - x_low, 1.0)
+        line = low + (high - low) * np.maximum(x_RX - x_low, 0.0) / width
+        found = np.where(x_RX <= x_high, line, found)
+    return found
