@@ -5,8 +5,9 @@ import math
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from virtual_training import Run
 
-from zeroresize import BalanceConfig
+from zeroresize import BalanceConfig, pretest_resizing
 from zeroresize.config_keys import MODES
 from zeroresize.policy.communication import CollectiveTimes, CommunicationEstimate
 from zeroresize.policy.controller import Controller
@@ -110,3 +111,16 @@ def test_impossible_steps_are_left_out_of_an_interval(steps):
     assert estimate.times == RankTimes(pytest.approx(0.3), 0.7, 1.0, REALISTIC)
     estimate.learn(wrong)
     assert math.isfinite(estimate.cost.borrowing)
+
+
+def test_a_pre_test_whose_clock_stands_still_tells_nothing(run_ranks, monkeypatch):
+    monkeypatch.setattr(
+        pretest_resizing, "_measure_shape", lambda layer, shape, plans, budget_s: [(0.0, 0.0)] * len(plans)
+    )
+
+    def train(rank, group):
+        run = Run(group)
+        run.steps(1)
+        return run.balancer._measurement.cost == ResizingCost.linear(0.9)
+
+    assert run_ranks(train, 2) == [True, True]

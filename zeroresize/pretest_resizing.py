@@ -74,6 +74,8 @@ def measure_resizing_cost(
             pruned[point] += count * shape.work * (plan.pruned_share if plan else 0.0)
             gemm_s[point] += count * gemm
             overhead_s[point] += count * overhead
+    if not gemm_s[0] > 0.0:  # of a clock that stands still
+        return ResizingCost.linear(config.max_ratio)
     work = sum(count * shape.work for shape, count in counts.items())
     ratios = tuple(columns / work for columns in pruned)
     if any(low >= high for low, high in itertools.pairwise(ratios)):  # layers of a few columns: several plans are equal
