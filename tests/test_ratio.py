@@ -110,7 +110,7 @@ def test_a_budget_that_is_too_small_is_used_up():
 
 
 @given(ranks_times, st.floats(0.0, 2.0))
-def test_no_time_of_a_straggler_is_worth_more_than_the_one_that_is_chosen(times, min_gain):
+def test_what_is_pruned_is_all_that_helps_if_that_is_worth_it_else_what_is_worth_most(times, min_gain):
     """What is saved of the slowest straggler's time, less what each share that is pruned must save."""
     reference_s = reference_time([t.busy_s for t in times], "min")
     stragglers = find_stragglers([t.busy_s for t in times], reference_s, 0.1, [False] * len(times))
@@ -121,13 +121,16 @@ def test_no_time_of_a_straggler_is_worth_more_than_the_one_that_is_chosen(times,
         after_s = max((t.busy_at(ratio) for t, ratio, is_straggler in slow if is_straggler), default=before_s)
         return 1.0 - after_s / before_s - min_gain * sum(ratios) / max(sum(stragglers), 1)
 
-    chosen = pruning_ratios(times, stragglers, reference_s, min_gain=min_gain)
     fastest = pruning_ratios(times, stragglers, reference_s)
-    others = [
-        [min(t.ratio_to_reach(goal_s), most) for t, most in zip(times, fastest, strict=True)]
-        for goal_s in np.linspace(0.1 * before_s, before_s, 30)
-    ]
-    assert worth(chosen) >= max(0.0, *(worth(ratios) for ratios in others)) - 1e-9
+    chosen = pruning_ratios(times, stragglers, reference_s, min_gain=min_gain)
+    if worth(fastest) >= 1e-9:
+        assert chosen == fastest
+    elif worth(fastest) < -1e-9:
+        others = [
+            [min(t.ratio_to_reach(goal_s), most) for t, most in zip(times, fastest, strict=True)]
+            for goal_s in np.linspace(0.1 * before_s, before_s, 30)
+        ]
+        assert worth(chosen) >= max(0.0, *(worth(ratios) for ratios in others)) - 1e-9
 
 
 @pytest.mark.parametrize("num_ranks", [2, 8])
@@ -142,7 +145,7 @@ def test_where_products_are_a_tenth_of_a_step_80_percent_of_them_are_not_dropped
 def test_who_would_drop_much_for_little_does_not_follow_who_drops_little_for_much():
     mild = rank(1.05, 0.1)
     times = [rank(0.1, 0.9), rank(0.1, 1.8), *[mild] * 6]
-    ratios = pruning_ratios(times, [False] + [True] * 7, reference_s=1.0, min_gain=0.5)
+    ratios = pruning_ratios(times, [False] + [True] * 7, reference_s=1.0, min_gain=0.7)
     assert ratios == [0.0, pytest.approx((1.9 - mild.busy_s) / 1.8), *[0.0] * 6]
     assert all(ratio > 0.7 for ratio in pruning_ratios(times, [False] + [True] * 7, reference_s=1.0)[2:])
 

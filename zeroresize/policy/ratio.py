@@ -60,8 +60,8 @@ def pruning_ratios(
     With cost proportional to FLOPs this is Eq. (1), γ = (T − reference) / M. The target is the reference time, but
     never below what the slowest rank can reach: pruning past that would drop work without shortening the step. Nor is
     the last hundredth of the step pursued: a rank that is slow outside its products would prune all it can for nothing.
-    Of the times from there to the slowest rank's that take no more than ``budget`` it is the one at which what is saved
-    most exceeds what ``min_gain`` asks for.
+    Where that takes more than ``budget``, the target is the least time that does not. Where that saves less than
+    ``min_gain`` asks for, it is the time that most exceeds what is asked for, which may be the slowest rank's.
 
     Args:
         times, are_stragglers: of every rank.
@@ -104,4 +104,5 @@ def _most_worthwhile(
         levels_s = np.concatenate([within_s[:1], levels_s[first:]])
         pruned = pruned_for(levels_s)
     gain = (slowest_s - levels_s) / slowest_s - min_gain * pruned * num_ranks / len(ratios_SP)
-    return float(levels_s[int(np.argmax(gain))])
+    # A plan that is worth it goes as far as it can: what is tried least is what costs are least known of.
+    return float(levels_s[0 if gain[0] >= 0.0 else int(np.argmax(gain))])
