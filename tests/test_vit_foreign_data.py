@@ -228,6 +228,43 @@ def test_offline_is_respected(tmp_path: Path) -> None:
     assert "(offline: HF_HUB_OFFLINE" in loading_says("some/name", tmp_path, HF_HUB_OFFLINE="1")
 
 
+def hub_data(monkeypatch: pytest.MonkeyPatch, images: list[Any], labels: list[Any], kind: Any = None) -> None:
+    """Let any name be that of a data set with these rows in both splits."""
+    import datasets
+
+    rows = datasets.Dataset.from_dict({"image": images, "label": labels})
+    rows = rows.cast_column("image", kind or datasets.Image())
+    monkeypatch.setattr(hub, "load", lambda name: {"train": rows, "test": rows})
+
+
+def test_a_data_set_of_the_hub_is_checked_row_by_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    downloads = tmp_path / "cache"
+    downloads.mkdir()
+    (tmp_path / "outside.png").write_bytes(png())
+    (downloads / "inside.png").write_bytes(png())
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", downloads)
+    source = DataConfig(source="some/name")
+
+    hub_data(monkeypatch, [cell(png()), cell(path=str(downloads / "inside.png"))], [3, 4])
+    assert load_splits(source, ModelConfig())[0].labels.tolist() == [3, 4]
+    with pytest.raises(ValueError, match=r"data\.train_size=3 is more than the 2 train pictures of .*some/name"):
+        load_splits(DataConfig(source="some/name", train_size=3), ModelConfig())
+    for images, labels, message in (
+        ([cell(path=str(tmp_path / "outside.png"))], [0], "row 0: the picture's path .* leads out of"),
+        ([cell(path=str(downloads / ".." / "outside.png"))], [0], "row 0: the picture's path .* leads out of"),
+        ([cell(png()), cell(png_bomb(40_000))], [0, 0], "split train, row 1: .*pixels"),
+        ([cell(png())], [None], "row 0: the label is None"),
+    ):
+        hub_data(monkeypatch, images, labels)
+        with pytest.raises(ValueError, match=message):
+            load_splits(source, ModelConfig())
+    hub_data(monkeypatch, [5], [0], datasets.Value("int64"))
+    with pytest.raises(ValueError, match="column 'image' does not hold pictures"):
+        load_splits(source, ModelConfig())
+
+
 def test_a_server_that_takes_no_connection_does_not_answer() -> None:
     assert not hub.answers("http://127.0.0.1:9")
 

@@ -111,10 +111,10 @@ def _size(kind: str, limit: int | None, available: int, where: str) -> int:
 def _hub_rows(split: Any, image: str, label: str, where: str) -> Iterator[Cells]:
     import datasets
 
-    downloads = Path(datasets.config.HF_CACHE_HOME)
     try:
         for number, row in enumerate(split.cast_column(image, datasets.Image(decode=False))):
-            yield Cells(f"{where}, row {number}", row[image], row[label], downloads, may_be_absolute=True)
+            folder = hub.download_folder(row[image])
+            yield Cells(f"{where}, row {number}", row[image], row[label], folder, may_be_absolute=True)
     except Exception as error:  # datasets raises errors of many kinds
         raise ValueError(f"{where}: column {image!r} does not hold pictures: {error}") from error
 

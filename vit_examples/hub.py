@@ -44,6 +44,20 @@ def load(name: str) -> Any:
         ) from error
 
 
+def download_folder(cell: Any) -> Path:
+    """The folder of downloads that the picture of a cell is in, if it is a file and in one at all."""
+    import datasets
+    from huggingface_hub import constants
+
+    folders = [
+        Path(datasets.config.HF_CACHE_HOME),
+        Path(datasets.config.HF_DATASETS_CACHE),
+        Path(constants.HF_HUB_CACHE),
+    ]
+    path = cell.get("path") if isinstance(cell, dict) else None
+    return next((folder for folder in folders if path and Path(path).is_relative_to(folder)), folders[0])
+
+
 def answers(url: str) -> bool:
     """Whether a server, or the proxy on the way to it, takes a connection within ``ANSWER_S`` seconds."""
     scheme = urllib.parse.urlsplit(url).scheme
