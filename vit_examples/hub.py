@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
 import urllib.parse
 import urllib.request
@@ -28,7 +29,8 @@ def load(name: str) -> Any:
         raise ValueError(f"{tried}, and {name!r} is a file format of `datasets`, not a data set of the hub")
     hub = datasets.config.HF_ENDPOINT
     if os.environ.get("RANK", "0") == "0":
-        print(f"data: no folder {name!r} here; looking for it on {hub}", flush=True)
+        sys.stdout.write(f"data: no folder {name!r} here; looking for it on {hub}\n")  # whole: ranks share it
+        sys.stdout.flush()
     reason = ""
     if datasets.config.HF_HUB_OFFLINE:
         reason = " (offline: HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set)"
