@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import pickle
 import shutil
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from foreign_code import Evil
 from full_disk import files_of_at_most
 
 pytest.importorskip("transformers")
@@ -152,16 +152,6 @@ def test_a_loss_scale_goes_on_where_it_was(run_ranks, tmp_path: Path, torch_host
 
 
 # ---- what is in a checkpoint ----------------------------------------------------------------------------------------
-
-
-class Evil:
-    """Unpickling it runs a command."""
-
-    def __init__(self, marker: Path) -> None:
-        self._marker = marker
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self._marker}",)
 
 
 def evil_files(marker: Path) -> dict[str, bytes]:
