@@ -12,8 +12,14 @@ import torch
 import torch.distributed as dist
 from virtual_training import Run
 
-from zeroresize import functional
+from zeroresize import failure_reports, functional
 from zeroresize.config_keys import MIGRATIONS
+
+
+@pytest.fixture(autouse=True)
+def reports_are_not_waited_for(monkeypatch):
+    """Ranks that die here tell nothing."""
+    monkeypatch.setattr(failure_reports, "WAIT_S", 0.2)
 
 
 def _train_until_one_dies(rank, num_ranks, dying, die, num_steps, config, scratch, reports):

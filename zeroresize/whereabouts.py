@@ -82,7 +82,7 @@ def require_same(ranks: Sequence[Whereabouts]) -> None:
         ]
         raise RuntimeError(
             f"the ranks of the group did not call balancer.step() equally often: {_by_rank(told)}; call it once after "
-            "every optimizer step, on every rank"
+            "every optimizer step, and load_state_dict with what was saved together, on every rank"
         )
     if differ("epoch"):
         told = [f"{one.epoch} epochs had ended at {one}" for one in ranks]
