@@ -117,8 +117,8 @@ class Balancer:
         """One optimizer step is done: record it and, every ``update_every`` steps, exchange and decide.
 
         Raises:
-            RuntimeError: if the ranks of the group hold different plans, as after a ``pin`` on only some of them; or
-                after :meth:`close`.
+            RuntimeError: if the ranks of the group hold different plans, as after a ``pin`` on only some of them, or
+                did not call this or :meth:`epoch_end` equally often; if ranks do not come; or after :meth:`close`.
         """
         if self._is_closed:
             raise RuntimeError("this balancer is closed: make a new one to go on balancing")
@@ -156,7 +156,8 @@ class Balancer:
 
         Raises:
             ValueError: in modes that migrate, if the ranks of the group hold different plans.
-            RuntimeError: in modes that migrate, if not all ranks come.
+            RuntimeError: in modes that migrate, if not all ranks come, or some have made another call. In the others
+                the next update tells.
         """
         if self._lender is not None and not self._is_closed:
             self._note(Call.EPOCH_END)
