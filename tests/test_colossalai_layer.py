@@ -1,6 +1,8 @@
 """Colossal-AI's layers, swapped one by one: bit for bit what they were, and which stay as they are."""
 
+import copy
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch.distributed as dist
 from colossalai_host import OFF, Host
 from log_lines import caught_log_lines
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from zeroresize import convert
 from zeroresize.convert import balanced_layers
@@ -207,6 +210,27 @@ def test_fused_layers_are_left_alone_by_name(run_ranks):
         with pytest.raises(ValueError, match=r"left alone: GPT2FusedLinearConv1D_Col: .* is a fused layer") as error:
             convert(model, process_group=group, config=OFF)
         assert all(f"{name}: {name} is a fused layer" in str(error.value) for name in odd_layers)
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("kind", ["Linear1D_Col", "Linear1D_Row"])
+def test_a_copy_of_a_swapped_layer_is_another_one_alike(run_ranks, kind):
+    def check(rank, group):
+        from colossalai.tensor.d_tensor import get_global_shape, is_distributed_tensor
+
+        layer_class = getattr(Host(group), kind)
+        model = nn.Sequential(layer_class.from_native_module(nn.Linear(12, 18), process_group=group))
+        convert(model, process_group=group, config=OFF)
+        x = torch.randn(5, model[0].weight.shape[1])
+        for copied in (copy.deepcopy(model), AveragedModel(model).module):
+            assert torch.equal(copied(x), model(x))
+            assert copied[0].process_group is group and balanced_layers(copied).keys() == {"0"}
+            for one, other in zip(model.parameters(), copied.parameters(), strict=True):
+                assert one is not other and is_distributed_tensor(one) == is_distributed_tensor(other)
+            assert get_global_shape(copied[0].weight) == (18, 12)
+        with pytest.raises(TypeError, match=r"process group: save model.state_dict\(\) instead"):
+            pickle.dumps(model)
 
     run_ranks(check, 2)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from zeroresize.functional import LastGradients, ProductContext, column_parallel
 from zeroresize.migration.layer_loans import LayerLoans
 from zeroresize.plan import LayerPlan
 from zeroresize.probe import Probes
+
+#: Attributes that a balancer, or whoever else watches or slows a layer, fills.
+_OF_A_BALANCER = frozenset({"plan", "loans", "probes", "last", "watch_forward", "watch_input"})
 
 
 class BalancedLinear:
@@ -59,16 +63,38 @@ class BalancedLinear:
 
     def prepare_balancing(self) -> None:
         """Give the layer its balancing state: no plan, no probes."""
-        self.plan = None
-        self.loans = None
-        self.probes = Probes()
-        self.last = None
-        self.forget_forwards()
+        self._prepare_for_a_balancer()
         self.compute_dtype = self.weight.dtype
-        self.watch_forward = None
-        self.watch_input = None
         self.is_converted = self.is_compiled = False
         self.configuration = None
+
+    def _prepare_for_a_balancer(self) -> None:
+        self.plan = self.loans = self.last = self.watch_forward = self.watch_input = None
+        self.probes = Probes()
+        self.forget_forwards()
+
+    def __copy__(self) -> BalancedLinear:
+        return self._blank_with(self._own_state())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BalancedLinear:
+        """A layer of the same process group, converted if this one is, without what its balancer put there."""
+        memo[id(self.process_group)] = self.process_group
+        return self._blank_with(copy.deepcopy(self._own_state(), memo))
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be pickled, since it belongs to a process group: save model.state_dict() "
+            "instead of the model, and load it into one that is built and converted in the same way"
+        )
+
+    def _own_state(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in _OF_A_BALANCER}
+
+    def _blank_with(self, state: dict[str, Any]) -> BalancedLinear:
+        other = type(self).__new__(type(self))
+        vars(other).update(state)
+        other._prepare_for_a_balancer()
+        return other
 
     def forget_forwards(self) -> None:
         """Count training forwards anew."""

@@ -20,6 +20,8 @@ from colossalai.shardformer.layer import (
     Linear1D_Row,
 )
 from colossalai.shardformer.layer._operation import split_forward_gather_backward
+from colossalai.tensor.d_tensor import is_distributed_tensor
+from colossalai.tensor.d_tensor.api import init_as_dtensor
 from torch import Tensor, nn
 
 from zeroresize.balanced_linear import BalancedLinear
@@ -29,7 +31,22 @@ from zeroresize.jagged import on_tokens
 _SEQUENCE_INSIDE_LINEAR = ("ring", "split_gather")
 
 
-class BalancedLinear1D_Col(BalancedLinear, Linear1D_Col):
+class _BalancedLinear1D(BalancedLinear):
+    """What both have in common."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BalancedLinear:
+        """With the layouts of its parameters, by which Colossal-AI's checkpoints know that they are shards."""
+        copied: Any = super().__deepcopy__(memo)
+        own: Any = self
+        for name in own._parameters:
+            one, other = getattr(own, name), getattr(copied, name)
+            if is_distributed_tensor(one) and not is_distributed_tensor(other):
+                layout = one.dist_layout
+                init_as_dtensor(other, layout.device_mesh, layout.sharding_spec, layout.global_shape)
+        return copied
+
+
+class BalancedLinear1D_Col(_BalancedLinear1D, Linear1D_Col):
     """``Linear1D_Col`` (QKV, FC1) whose three products follow ``self.plan``."""
 
     is_column_parallel = True
@@ -44,7 +61,7 @@ class BalancedLinear1D_Col(BalancedLinear, Linear1D_Col):
         return (output, self.bias) if self.skip_bias_add else output
 
 
-class BalancedLinear1D_Row(BalancedLinear, Linear1D_Row):
+class BalancedLinear1D_Row(_BalancedLinear1D, Linear1D_Row):
     """``Linear1D_Row`` (attention output, FC2) whose three products follow ``self.plan``."""
 
     is_column_parallel = False
