@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo import compiled_autograd
 from virtual_training import Run
 
 LENDING = {"mode": "mig", "ratio": 0.5, "ranks": [0]}
@@ -99,3 +100,45 @@ def test_a_compiled_model_trains_as_the_model_does(run_ranks, config):
 
     for expected, losses in run_ranks(train, 2, timeout_s=90):
         assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def accumulate_two(run):
+    """The losses of a step's micro-batches."""
+    losses = []
+    for micro_batch in (1.0, 2.0):
+        loss = run.model(run.x * micro_batch).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+    run.time.now += 0.01
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    run.balancer.step()
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [{"mode": "off"}, {"mode": "zero-rd", "ratio": 0.5, "ranks": [0]}], ids=str)
+def test_compiled_autograd_changes_nothing_where_nothing_migrates(run_ranks, config):
+    def train(rank, group):
+        run = Run(group, **config)
+        expected = [accumulate_two(run) for _ in range(3)]
+        run = Run(group, **config)
+        with compiled_autograd._enable(torch.compile(backend="eager")):
+            return expected, [accumulate_two(run) for _ in range(3)]
+
+    for expected, losses in run_ranks(train, 2, timeout_s=90):
+        assert losses == [pytest.approx(micro_batches, rel=1e-5) for micro_batches in expected]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [{"mode": "semi"}, {"mode": "mig"}, LENDING], ids=str)
+def test_compiled_autograd_is_refused_in_the_first_backward_where_columns_may_migrate(run_ranks, config):
+    def train(rank, group):
+        run = Run(group, **config)
+        compiled = compiled_autograd._enable(torch.compile(backend="eager"))
+        with compiled, pytest.raises(RuntimeError, match=r"'mig', 'semi'.*compiled autograd.*only prunes"):
+            run.steps(1)
+        run.optimizer.zero_grad()
+        return run.steps(2)
+
+    run_ranks(train, 2, timeout_s=90)

@@ -94,6 +94,9 @@ def clear_layers(layers: Layers, config: BalanceConfig) -> None:
     for layer in layers.values():
         layer.plan = layer.loans = layer.watch_input = layer.watch_forward = None
         layer.last = LastGradients() if remembers else None
+        layer.needs_eager_autograd = (
+            config.mode in MIGRATING_MODES
+        )  # from the first backward on, not from the first loan
 
 
 def meet(config: BalanceConfig, layers: Layers, process_group: ProcessGroup) -> Exchange | None:

@@ -18,7 +18,7 @@ from zeroresize.plan import LayerPlan
 from zeroresize.probe import Probes
 
 #: Attributes that a balancer, or whoever else watches or slows a layer, fills.
-_OF_A_BALANCER = frozenset({"plan", "loans", "probes", "last", "watch_forward", "watch_input"})
+_OF_A_BALANCER = frozenset({"plan", "loans", "probes", "last", "watch_forward", "watch_input", "needs_eager_autograd"})
 
 
 class BalancedLinear:
@@ -35,6 +35,7 @@ class BalancedLinear:
         num_recomputations: how many of them activation checkpointing made, within a backward.
         compute_dtype: of the last training forward's products.
         watch_forward: called with T and ``training`` before a forward sends anything to other ranks; None for nobody.
+        needs_eager_autograd: whether its balancer may let columns migrate, now or later.
         watch_input: called with every training forward's local input x [..., K]; None for nobody.
         is_compiled: whether ``torch.compile`` has taken a training forward in, which nobody watches then.
         is_converted: whether ``zeroresize.convert`` has taken the layer in.
@@ -53,6 +54,7 @@ class BalancedLinear:
     num_recomputations: int
     compute_dtype: torch.dtype
     watch_forward: Callable[[int, bool], None] | None
+    needs_eager_autograd: bool
     watch_input: Callable[[Tensor], None] | None
     is_compiled: bool
     is_converted: bool
@@ -71,6 +73,7 @@ class BalancedLinear:
     def _prepare_for_a_balancer(self) -> None:
         self.plan = self.loans = self.last = self.watch_forward = self.watch_input = None
         self.probes = Probes()
+        self.needs_eager_autograd = False
         self.forget_forwards()
 
     def __copy__(self) -> BalancedLinear:
@@ -137,7 +140,9 @@ class BalancedLinear:
 
     def _context(self, x: Tensor, loans: LayerLoans | None) -> ProductContext:
         probes = self.probes if self.training else self.probes.of_evaluation()
-        return ProductContext(self._plan_in_force(x), self.process_group, probes, self.last, loans)
+        return ProductContext(
+            self._plan_in_force(x), self.process_group, probes, self.last, loans, self.needs_eager_autograd
+        )
 
     def _weight_in_force(self, loans: LayerLoans | None) -> Tensor:
         return self.weight if loans is None else loans.weight_in_force(self.weight)

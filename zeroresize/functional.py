@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from zeroresize import kernels
 from zeroresize.collectives import all_reduce, start_all_reduce
+from zeroresize.migration.homecoming import require_eager_autograd
 from zeroresize.migration.layer_loans import LayerLoans
 from zeroresize.plan import LayerPlan
 from zeroresize.probe import Probes
@@ -46,6 +47,7 @@ class ProductContext:
         probes: told of every product.
         last: gradients of the previous backward, for ``imputation="same"``; they are replaced.
         loans: what other ranks compute of the layer, and it for them; None where nothing migrates.
+        needs_eager_autograd: whether compiled autograd is an error in backward.
     """
 
     plan: LayerPlan | None
@@ -53,6 +55,7 @@ class ProductContext:
     probes: Probes
     last: LastGradients | None = None
     loans: LayerLoans | None = None
+    needs_eager_autograd: bool = False
 
 
 def column_parallel_products(x: Tensor, w_NK: Tensor, bias_N: Tensor | None, how: ProductContext) -> Tensor:
@@ -85,6 +88,8 @@ class _ColumnParallelProducts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         how, (x, w_NK) = ctx.how, ctx.saved_tensors
+        if how.needs_eager_autograd:
+            require_eager_autograd()
         dx = dw_NK = db_N = work = None
         dy_TN = dy.reshape(-1, dy.shape[-1])
         # Laid out as Colossal-AI does: the order in which a product or a sum adds up follows the layout.
@@ -129,6 +134,8 @@ class _RowParallelProducts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         how, (x, w_NK, *kept) = ctx.how, ctx.saved_tensors
+        if how.needs_eager_autograd:
+            require_eager_autograd()
         dy_TN = dy.reshape(-1, dy.shape[-1])
         x_TK = x.reshape(-1, x.shape[-1])
         needs_dx, needs_dw, *_ = ctx.needs_input_grad

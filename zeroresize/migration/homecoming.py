@@ -8,6 +8,7 @@ work; and it runs before the gradient is accumulated, so that hooks, data parall
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,24 @@ class _Expected:
     columns: Columns
     pending: Pending
     backward: int
+
+
+@torch.compiler.disable
+def require_eager_autograd() -> None:
+    """Raise where compiled autograd carries out the backward that is under way.
+
+    It captures an identity's backward once, and what several micro-batches have in common is gone after the first.
+
+    Raises:
+        RuntimeError: naming what to change.
+    """
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    if getattr(compiled_autograd, "in_compiled_autograd_region", False):
+        raise RuntimeError(
+            "the modes that migrate ('mig', 'semi') do not work with compiled autograd: gradients of lent columns come "
+            "home in the order of torch's own engine. Leave torch._dynamo.config.compiled_autograd off, or choose a "
+            "mode that only prunes"
+        )
 
 
 class Homecoming:
