@@ -113,7 +113,7 @@ def run_all(config: str, overrides: Sequence[str], output: Path, console: Consol
         for turn in turns(settings.training):
             task = tasks[turn.run.name]
             progress.start_task(task)
-            progress.update(task, note="starting torchrun")
+            progress.update(task, note="starting the ranks")
             is_last = turn.until_epoch == settings.training.epochs
             for done, total, note in train(config, [*overrides, *turn.run.overrides], folders[turn.run.name], turn):
                 whole = total if total is None or is_last else total * settings.training.epochs // turn.until_epoch
@@ -153,7 +153,7 @@ def results_of(folder: Path, settle_steps: int) -> dict[str, Any]:
 
 
 def train(config: str, overrides: Sequence[str], folder: Path, turn: Turn) -> Iterator[tuple[int, int | None, str]]:
-    """Train in a torchrun of its own, yielding (steps done, steps in all if known, what to say) about twice a second.
+    """Train in ranks of its own, yielding (steps done, steps in all if known, what to say) about twice a second.
 
     Raises:
         RunFailed: if it ends with an error.
