@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from colossalai_host import OFF, Host
 from log_lines import caught_log_lines
+from parallel_layers import plan_keeping
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -210,6 +211,25 @@ def test_fused_layers_are_left_alone_by_name(run_ranks):
         with pytest.raises(ValueError, match=r"left alone: GPT2FusedLinearConv1D_Col: .* is a fused layer") as error:
             convert(model, process_group=group, config=OFF)
         assert all(f"{name}: {name} is a fused layer" in str(error.value) for name in odd_layers)
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", ["Linear1D_Col", "Linear1D_Row"])
+def test_the_output_of_a_swapped_layer_may_be_modified_in_place(run_ranks, kind, bias):
+    def check(rank, group):
+        linear = nn.Linear(12, 18, bias=bias)
+        layer = getattr(Host(group), kind).from_native_module(linear, process_group=group)
+        convert(nn.Sequential(layer), process_group=group, config=OFF)
+        for plan in (None, plan_keeping(range(1, layer.num_columns), layer.num_columns)):
+            layer.plan, gradients = plan, []
+            for in_place in (False, True):
+                layer.zero_grad()
+                x = torch.ones(2, 5, layer.num_columns).requires_grad_()
+                nn.functional.relu(layer(x), inplace=in_place).square().sum().backward()
+                gradients.append([x.grad, *(parameter.grad for parameter in layer.parameters())])
+            assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
 
     run_ranks(check, 2)
 
