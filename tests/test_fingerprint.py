@@ -13,19 +13,22 @@ from zeroresize.policy.sharing import loans_of
 from zeroresize.policy.times import RankTimes
 
 
-def lending():
-    """A controller of four ranks of which the last lends, and its plan."""
-    controller = Controller(BalanceConfig(mode="mig"), 4)
+def lending(*chis):
+    """A controller of ranks of which the slow one lends, and its plan."""
+    chis = chis or (1, 1, 1, 4)
+    controller = Controller(BalanceConfig(mode="mig"), len(chis))
     for _ in range(3):
-        plan = controller.update([RankTimes(0.3, 0.7 * chi, 1.0, ResizingCost.linear(0.9)) for chi in (1, 1, 1, 4)])
+        plan = controller.update([RankTimes(0.3, 0.7 * chi, 1.0, ResizingCost.linear(0.9)) for chi in chis])
     assert plan.loans
     return controller, plan
 
 
-def test_equal_ones_have_one_number_also_from_a_loaded_state():
-    (one, plan), (other, same) = lending(), lending()
+@pytest.mark.parametrize("chis", [(1, 1, 1, 4), (4, 1), (1, 4)], ids=str)
+def test_equal_ones_have_one_number_also_from_a_loaded_state(chis):
+    """Rank 1 alone receives all of a loan: its number and its part are both 1."""
+    (one, plan), (other, same) = lending(*chis), lending(*chis)
     assert one.fingerprint(plan, 1, "x") == other.fingerprint(same, 1, "x")
-    loaded = Controller(one.config, 4)
+    loaded = Controller(one.config, len(chis))
     loaded.load_state_dict(one.state_dict())
     assert loaded.fingerprint(loaded.current_plan(), 1) == one.fingerprint(one.current_plan(), 1)
 

@@ -11,7 +11,8 @@ from torch.optim.swa_utils import AveragedModel
 from virtual_training import Run, keep_time
 
 import zeroresize as zr
-from zeroresize.config import MIGRATIONS
+from zeroresize import start_checks
+from zeroresize.config_keys import MIGRATIONS
 from zeroresize.convert import balanced_layers
 
 FORCED = {"ratio": 0.5, "ranks": [1]}
@@ -107,6 +108,26 @@ def test_an_average_follows_a_model_that_lends(run_ranks):
         torch.testing.assert_close(average.module.up.weight.detach(), torch.stack(seen).mean(dim=0))
 
     run_ranks(check, 2)
+
+
+def test_a_copy_that_was_made_before_training_checks_nothing(run_ranks, monkeypatch):
+    """Its forwards are its own affair, also once the balancer is closed."""
+
+    def check(rank, group):
+        compared = []
+        compare = start_checks.StartCheck.compare
+        monkeypatch.setattr(start_checks.StartCheck, "compare", lambda self: compared.append(compare(self)))
+        run = Run(group, mode="off")
+        copied = copy.deepcopy(run.model).train()
+        copied(run.x)
+        assert compared == []
+        run.steps(2)
+        copied(run.x)
+        run.balancer.close()
+        copied(run.x)
+        return len(compared)
+
+    assert run_ranks(check, 2) == [1, 1]
 
 
 def test_weights_that_layers_share_are_shared_in_the_copy(run_ranks):

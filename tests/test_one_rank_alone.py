@@ -134,20 +134,21 @@ def test_forwards_without_any_step_are_warned_of_and_micro_batches_after_a_step_
         run = Run(group)
         with caught_log_lines() as lines:
             run.model.eval()
-            for _ in range(150):
+            for _ in range(2 * MANY_FORWARDS):
                 run.model(run.x)
             run.model.train()
             run.steps(1)
-            for _ in range(150):
+            for _ in range(2 * MANY_FORWARDS):
                 run.model(run.x)
             run.steps(20)
             usual = [line for line in lines if "balancer.step()" in line]
         run.balancer.close()
         run = Run(group)
         with caught_log_lines() as lines:
-            for _ in range(250):
+            for _ in range(2 * MANY_FORWARDS):
                 run.model(run.x)
-        return usual, [line for line in lines if "balancer.step() was not called in the last 100 training" in line]
+        told = f"balancer.step() was not called in the last {MANY_FORWARDS} training forwards"
+        return usual, [line for line in lines if told in line]
 
     for usual, warned in run_ranks(train, 2):
         assert usual == [] and len(warned) == 1

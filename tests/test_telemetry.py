@@ -9,7 +9,6 @@ import pytest
 from full_disk import files_of_at_most
 from virtual_training import Run
 
-from zeroresize import balancer
 from zeroresize.config_keys import MODES
 from zeroresize.json_lines import read_json_lines
 from zeroresize.telemetry import JsonLinesTelemetry, TensorBoardTelemetry, UpdateRecord
@@ -213,22 +212,6 @@ def test_off_tells_what_every_mode_would_do_and_does_nothing(run_ranks, tmp_path
             flat = {"predicted_step_s": short_s, "gain": would["gain"], "most_ratio": would["ratios"][1]}
             assert told[-1]["would"][mode] == flat
             assert {name: metrics[f"balance/would/{mode}/{name}"] for name in flat} == flat
-
-
-def test_in_a_large_group_records_and_metrics_hold_what_was_last_asked(run_ranks, monkeypatch):
-    def train(rank, group):
-        monkeypatch.setattr(balancer, "_MOST_RANKS_ASKED_FOR", 1)
-        run = Run(group, chi={1: 4.0}, mode="off")
-        run.updates(4)
-        before = [name for name in run.balancer.metrics() if "would" in name]
-        told = run.balancer.what_if()
-        run.time.chi = 1.0
-        run.updates(4)
-        return before, {mode: one["gain"] for mode, one in told.items()}, run.balancer.metrics()
-
-    for before, gains, metrics in run_ranks(train, 2):
-        assert before == [] and gains["mig"] > 0.0
-        assert {mode: metrics[f"balance/would/{mode}/gain"] for mode in gains} == gains
 
 
 # ---- TensorBoard ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""In mode "off": what the other modes would decide, decided when somebody asks."""
+"""In mode "off": what the other modes would decide."""
 
 import pytest
 
@@ -30,43 +30,47 @@ def decided(mode, updates):
     return plan
 
 
-@pytest.mark.parametrize("asked_every", [1, 2, 4])
-def test_it_tells_what_each_mode_would_have_decided_update_after_update(asked_every):
+def test_it_tells_what_each_mode_would_have_decided_update_after_update():
     what_if = WhatIf(OFF, RANKS)
     for update in range(8):
         what_if.update(*told_at(update))
-        if (update + 1) % asked_every == 0:
-            assert what_if.plans() == {mode: decided(mode, range(update + 1)) for mode in MODES if mode != "off"}
+        assert what_if.plans == {mode: decided(mode, range(update + 1)) for mode in MODES if mode != "off"}
 
 
-def test_of_updates_that_nobody_asked_about_the_last_four_count():
+def test_in_large_groups_each_kind_decides_at_an_update_of_its_own(monkeypatch):
+    monkeypatch.setattr("zeroresize.policy.what_if._MOST_RANKS", RANKS - 1)
     what_if = WhatIf(OFF, RANKS)
-    for update in range(50):
+    before = what_if.plans
+    deciding = []
+    for update in range(67):
         what_if.update(*told_at(update))
-    assert what_if.plans() == {mode: decided(mode, range(46, 50)) for mode in MODES if mode != "off"}
-    assert what_if.plans() == what_if.plans()
+        deciding.append([mode for mode, plan in what_if.plans.items() if plan is not before[mode]])
+        before = what_if.plans
+    in_turn = [["zero-rd", "zero-pri", "zero-pridiff"], ["mig"], ["semi"], *[[]] * 29]
+    assert deciding == [*in_turn, *in_turn, *in_turn[:3]]
+    assert what_if.plans["mig"] == decided("mig", (1, 33, 65))
 
 
-def test_its_state_holds_what_nobody_has_asked_for_yet():
+def test_it_goes_on_from_its_state():
     what_if, resumed = WhatIf(OFF, RANKS), WhatIf(OFF, RANKS)
     for update in range(3):
         what_if.update(*told_at(update))
     resumed.load_states(what_if.states())
-    assert {mode: plan.ranks for mode, plan in resumed.plans().items()} == {
-        mode: plan.ranks for mode, plan in what_if.plans().items()
+    assert {mode: plan.ranks for mode, plan in resumed.plans.items()} == {
+        mode: plan.ranks for mode, plan in what_if.plans.items()
     }
     for one in (what_if, resumed):
         one.update(*told_at(3))
-    assert resumed.plans() == what_if.plans()
+    assert resumed.plans == what_if.plans
 
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "off"])
 def test_in_other_modes_there_is_nothing_to_ask(mode):
     what_if = WhatIf(BalanceConfig(mode=mode), RANKS)
     what_if.update(*told_at(0))
-    assert what_if.plans() == {} and what_if.states() == []
+    assert what_if.plans == {} and what_if.states() == []
 
 
 def test_keys_of_any_mode_may_stand_in_the_configuration():
     config = BalanceConfig(mode="off", ratio=0.5, ranks="all", budget=0.1, migrating=1, semi_rule="paper")
-    assert set(WhatIf(config.replace(pridiff_rule="paper", mig_rule="paper"), RANKS).plans()) == {*MODES} - {"off"}
+    assert set(WhatIf(config.replace(pridiff_rule="paper", mig_rule="paper"), RANKS).plans) == {*MODES} - {"off"}

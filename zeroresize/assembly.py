@@ -16,6 +16,7 @@ from zeroresize.config_keys import MIGRATING_MODES, PRIORITY_MODES, PRUNING_MODE
 from zeroresize.convert import require_same_configuration
 from zeroresize.cpu_group import CpuGroup
 from zeroresize.exchange import Exchange
+from zeroresize.forward_watch import ForwardWatch
 from zeroresize.freezing import ColumnFreezer
 from zeroresize.functional import LastGradients
 from zeroresize.layer_work import segments_of_layers, work_of_layers
@@ -94,9 +95,8 @@ def clear_layers(layers: Layers, config: BalanceConfig) -> None:
     for layer in layers.values():
         layer.plan = layer.loans = layer.watch_input = layer.watch_forward = None
         layer.last = LastGradients() if remembers else None
-        layer.needs_eager_autograd = (
-            config.mode in MIGRATING_MODES
-        )  # from the first backward on, not from the first loan
+        # From the first backward on, not from the first loan.
+        layer.needs_eager_autograd = config.mode in MIGRATING_MODES
 
 
 def meet(config: BalanceConfig, layers: Layers, process_group: ProcessGroup) -> Exchange | None:
@@ -119,6 +119,11 @@ def build_start_check(
     if not config.start_checks or exchange is None:
         return None
     return StartCheck(model, layers, process_group, exchange)
+
+
+def build_forward_watch(config: BalanceConfig, layers: Layers, exchange: Exchange | None) -> ForwardWatch | None:
+    """What watches the layers' forwards, where there are other ranks."""
+    return ForwardWatch(layers, exchange, compares=config.start_checks) if exchange is not None else None
 
 
 def build_selector(config: BalanceConfig, layers: Layers, rank: int) -> ColumnSelector:

@@ -19,7 +19,6 @@ from zeroresize.config import BalanceConfig
 from zeroresize.config_keys import PINNABLE_MODES
 from zeroresize.convert import balanced_layers
 from zeroresize.decision import GroupDecision
-from zeroresize.forward_watch import ForwardWatch
 from zeroresize.functional import LastGradients
 from zeroresize.installation import PlanInstaller
 from zeroresize.lineage import LineageTable
@@ -38,8 +37,6 @@ _RECORDED_METRICS = (
     "predicted_step_s",
     "is_straggler",
 )
-#: In larger groups records and metrics do not ask anew what the other modes would do: it takes tens of milliseconds.
-_MOST_RANKS_ASKED_FOR = 128
 
 
 class Balancer:
@@ -100,10 +97,9 @@ class Balancer:
         self._lender = assembly.build_lender(config, self._layers, process_group)
         self._decision = GroupDecision(config, self._num_ranks, exchange)
         self._measurement = Measurement(self._layers, config)
-        self._forward_watch = ForwardWatch(self._layers, exchange) if exchange is not None else None
+        self._forward_watch = assembly.build_forward_watch(config, self._layers, exchange)
         self._exchange = exchange
         self._where = exchange.where if exchange is not None else Whereabouts()
-        self._told_what_if: dict[str, dict[str, Any]] = {}
         self._num_steps = 0
         self._pins: dict[int, float] = {}
         self._is_at_full_work = self._has_pretested = self._is_closed = False
@@ -175,10 +171,10 @@ class Balancer:
 
         ``predicted_step_s`` (seconds of a step), ``gain`` (the share of the step that it saves; both NaN before the
         first decision), and of every rank, in lists: ``pruned``, ``lent``, and ``ratios``, the two together. The same
-        on every rank. Decided when asked, from the updates since, or the last four of them.
+        on every rank.
         """
         full_s = self.plan.predicted_step_s
-        self._told_what_if = {
+        return {
             mode: {
                 "predicted_step_s": plan.predicted_step_s,
                 "gain": 1.0 - plan.predicted_step_s / full_s,
@@ -186,9 +182,8 @@ class Balancer:
                 "pruned": [rank.pruned for rank in plan.ranks],
                 "lent": [rank.lent for rank in plan.ranks],
             }
-            for mode, plan in self._decision.what_if_plans().items()
+            for mode, plan in self._decision.what_if_plans.items()
         }
-        return self._told_what_if
 
     def sync_gradients(self) -> None:
         """Bring lent gradients home: they are whole when backward returns, so there is nothing left to do."""
@@ -284,6 +279,7 @@ class Balancer:
         if self._lender is not None:  # nobody may wait for a rank that has none to load
             self._decision.require_loadable(problem)
         if problem is not None:
+            self._note(Call.TRAINING)  # as before: nothing has changed
             raise problem
         state, own = state_dict[self._state_key], state_dict[self._own_state_key]
         self._decision.load_state_dict(state["decision"])
@@ -345,7 +341,7 @@ class Balancer:
         """
         self._is_closed = True
         for layer in self._layers.values():
-            layer.last = None
+            layer.last, layer.needs_eager_autograd = None, False
         with ExitStack() as ending:  # each of them, whatever becomes of the others; the last one first
             for attached in (
                 self._start_check,
@@ -437,7 +433,6 @@ class Balancer:
 
     def _record(self) -> UpdateRecord:
         times = self._measurement.times
-        would = self.what_if() if self._num_ranks <= _MOST_RANKS_ASKED_FOR else self._told_what_if
         return UpdateRecord(
             update=self._num_steps // self.config.update_every,
             step=self._num_steps,
@@ -466,7 +461,7 @@ class Balancer:
                     "gain": told["gain"],
                     "most_ratio": max(told["ratios"]),
                 }
-                for mode, told in would.items()
+                for mode, told in self.what_if().items()
             },
         )
 

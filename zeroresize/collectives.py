@@ -145,6 +145,8 @@ def _told_if_it_fails(
     """``call()``; where it fails, what a communication library says of it does not tell what it was."""
     try:
         return call()
+    except torch.cuda.OutOfMemoryError:  # this rank's own affair
+        raise
     except RuntimeError as error:
         ranks = group_ranks(process_group)
         peers = [rank for rank in range(len(ranks)) if rank != group_rank(process_group)] if peer is None else [peer]

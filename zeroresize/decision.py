@@ -159,9 +159,10 @@ class GroupDecision:
                 "loaded on any rank"
             )
 
+    @property
     def what_if_plans(self) -> dict[str, WorkloadPlan]:
         """In mode "off", what every other mode would decide, by mode; else empty."""
-        return self._what_if.plans()
+        return self._what_if.plans
 
     def close(self) -> None:
         """Leave the exchange."""

@@ -57,11 +57,13 @@ class FailureReports:
 
     def withdraw(self) -> None:
         """Take back what was told, where training went on all the same."""
-        if self._told is None:
-            return
-        self._told = None
-        with suppress(Exception):  # where the store does not answer, nobody can read it either
-            within(timedelta(0), lambda: self._meeting.store.set(self._keys[self._meeting.rank], ""))
+        with self._lock:
+            if self._told is None:
+                return
+            self._told = None
+            own = self._keys[self._meeting.rank]
+            with suppress(Exception):  # where the store does not answer, nobody can read it either
+                within(timedelta(seconds=_ANSWER_S), lambda: self._meeting.store.set(own, ""))
 
     def _exchange(self, own: str, wait_s: float) -> str:
         rank = self._meeting.rank

@@ -13,14 +13,15 @@ from torch import Tensor
 
 from zeroresize.balanced_linear import BalancedLinear
 from zeroresize.exchange import Exchange
+from zeroresize.weight_checks import is_sharded
 from zeroresize.whereabouts import Call
 
 logger = logging.getLogger(__name__)
 
 #: Without a call of ``balancer.step()``, so many optimizer steps are a mistake.
 FEW_STEPS = 10
-#: So many training forwards before the first call are one, too, unless they are micro-batches.
-MANY_FORWARDS = 100
+#: Where weights do not tell steps, as frozen ones, so many training forwards before the first call are one.
+MANY_FORWARDS = 1000
 
 
 class ForwardWatch:
@@ -28,18 +29,22 @@ class ForwardWatch:
 
     Ranks with unequal batches would send each other unequally much, which ends a process (gloo) or hangs (NCCL). So a
     layer whose T changes meets the other ranks before it sends anything; where T stays as it is, nothing is exchanged.
-    One layer meets for all that have changed alike in the same forward of the model. Models that are compiled are not
-    watched.
+    One layer meets for all after it that change alike in the same forward of the model. Models that are compiled are
+    not watched.
 
     Args:
         layers: balanced layers by name.
         exchange: with the other ranks.
+        compares: whether batches are compared.
     """
 
-    def __init__(self, layers: Mapping[str, BalancedLinear], exchange: Exchange) -> None:
+    def __init__(self, layers: Mapping[str, BalancedLinear], exchange: Exchange, *, compares: bool) -> None:
         self._layers, self._exchange, self._names = layers, exchange, list(layers)
+        self._compares = compares
         self._tokens: dict[str, int] = {}
-        self._met_in: dict[tuple[int | None, int], str] = {}
+        self._met: tuple[str, int | None, int] | None = None  # the last layer that did, its T before and then
+        # fully_shard makes its weights anew in every forward.
+        self._tells_steps = not any(is_sharded(layer.weight) for layer in layers.values())
         self._first = ""  # layer that trained, which stands for all of them
         self._seen_weight: tuple[int, int] | None = None
         self._num_changes = self._num_forwards = 0
@@ -62,12 +67,16 @@ class ForwardWatch:
         if training and not self._has_warned and self._first in (name, ""):
             self._first = name
             self._expect_step(self._layers[name].weight)
+        if not self._compares:
+            return
+        if self._met is not None and self._met[0] == name:  # another forward of the model
+            self._met = None
         before = self._tokens.get(name)
         if num_tokens == before:
             return
-        if self._met_in.get((before, num_tokens), name) == name:  # else a layer before this one has met for it
+        if self._met is None or self._met[1:] != (before, num_tokens):  # else a layer before this one has met for it
             self._compare(name, num_tokens)
-            self._met_in[before, num_tokens] = name
+            self._met = name, before, num_tokens
         self._tokens[name] = num_tokens
 
     def close(self) -> None:
@@ -96,11 +105,11 @@ class ForwardWatch:
     def _expect_step(self, weight: Tensor) -> None:
         """A forward of training with ``weight``, which an optimizer step before it has changed."""
         seen, self._seen_weight = self._seen_weight, (weight._version, weight.data_ptr())
-        self._num_changes += seen not in (None, self._seen_weight)
+        self._num_changes += self._tells_steps and seen not in (None, self._seen_weight)
         self._num_forwards += 1
         if self._num_changes >= FEW_STEPS:
             self._warn(f"{FEW_STEPS} optimizer steps")
-        elif self._num_forwards >= MANY_FORWARDS and not self._has_stepped:
+        elif self._num_forwards >= MANY_FORWARDS and not self._num_changes and not self._has_stepped:
             self._warn(f"{MANY_FORWARDS} training forwards")
 
     def _warn(self, seen: str) -> None:

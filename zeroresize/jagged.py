@@ -14,12 +14,14 @@ def on_tokens(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     (from torch 2.5 on).
 
     Raises:
-        ValueError: for a nested tensor of another layout.
+        ValueError: for a nested tensor of another layout, or an older torch.
     """
     if not x.is_nested:
         return function(x)
     if x.layout is not torch.jagged:
         raise ValueError(f"input is a nested tensor of layout {x.layout}: allowed are plain ones and torch.jagged")
+    if not hasattr(x, "_maybe_min_seqlen"):
+        raise ValueError(f"jagged inputs need torch 2.5 or newer, this is {torch.__version__}")
     return _nested_as(x, function(x.values()))
 
 

@@ -50,7 +50,10 @@ def check_optimizer(unknown: Sequence[str], *, is_error: bool) -> None:
     named = f"{', '.join(unknown[:_MOST_NAMED])}{', …' if unknown[_MOST_NAMED:] else ''}"
     told = f"the optimizer does not step the weights of {named}, which want gradients: was it made before they were?"
     if is_error:
-        raise ValueError(f"{told} Freeze them (requires_grad_(False)) where that is meant; {_HINT}")
+        raise ValueError(
+            f"{told} Freeze them (requires_grad_(False)) where that is meant; where another optimizer steps them, "
+            f"{_HINT}"
+        )
     logger.warning("%s", told)
 
 
@@ -95,12 +98,14 @@ class StartCheck:
     def __init__(self, model: nn.Module, layers: Layers, process_group: ProcessGroup, exchange: Exchange) -> None:
         self._model, self._layers, self._group, self._exchange = model, layers, process_group, exchange
         first: Any = next(iter(layers.values()))
+        self._first = first
         hook = first.register_forward_pre_hook(_calling(weakref.WeakMethod(self._training_begins)))
         self.close = weakref.finalize(self, hook.remove)
         self.close.atexit = False
 
     def _training_begins(self, layer: BalancedLinear) -> None:
-        if not layer.training:
+        is_copy = layer is not self._first  # which has the hook, too
+        if is_copy or not layer.training or not self.close.alive:
             return
         self.close()
         check_data_parallelism(self._model, self._layers, self._group)
@@ -146,23 +151,31 @@ def _calling(method: weakref.WeakMethod[Any]) -> Any:
 
 
 def _replicated(model: nn.Module, process_group: ProcessGroup) -> Iterator[tuple[str, Tensor]]:
-    """Parameters that are surely meant to be the same on all ranks of the group, by name."""
+    """Parameters that are surely meant to be the same on all ranks of the group, by name; torch sums none of 8 bits."""
     shards: set[int] = set()
     found: dict[str, Tensor] = {}
+    makers: set[int] = set()  # parametrizations of shards, such as weight_norm, hold shards
     for prefix, module in model.named_modules():
         own = dict(module.named_parameters(prefix, recurse=False))
+        parametrizations = getattr(module, "parametrizations", None)
+        if isinstance(parametrizations, nn.Module) and _holds_group(module):
+            makers |= {id(one) for one in parametrizations.modules()}
         whole: dict[str, Tensor] = own
         if isinstance(module, BalancedLinear):
             is_whole = not module.is_column_parallel and same_ranks(module.process_group, process_group)
             whole = {name: one for name, one in own.items() if is_whole and name.rpartition(".")[2] == "bias"}
-        elif any(isinstance(value, ProcessGroup) for value in vars(module).values()):
+        elif _holds_group(module) or id(module) in makers:
             whole = {}
         whole = {name: one for name, one in whole.items() if not _is_marked(one)}
         shards |= {id(one) for name, one in own.items() if name not in whole}
         found |= whole
     for name, one in found.items():
-        if id(one) not in shards and one.is_floating_point() and not one.is_meta:
+        if id(one) not in shards and one.is_floating_point() and one.itemsize > 1 and not one.is_meta:
             yield name, one
+
+
+def _holds_group(module: nn.Module) -> bool:
+    return any(isinstance(value, ProcessGroup) for value in vars(module).values())
 
 
 def _is_marked(parameter: Tensor) -> bool:

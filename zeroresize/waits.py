@@ -70,6 +70,8 @@ def watch_end_of_backward() -> None:
     reducer queues its own with the last gradient. So of two callbacks, one that is queued now and another that the
     first one queues, the first runs before the reducer waits, the other after it.
     """
+    if torch.compiler.is_compiling():  # compiled autograd's graph, which has no callbacks
+        return
     backward = torch._C._current_graph_task_id()
     if backward in (-1, getattr(_inside, "backward", None)):
         return

@@ -39,7 +39,9 @@ def require_eager_autograd() -> None:
         RuntimeError: naming what to change.
     """
     compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
-    if getattr(compiled_autograd, "in_compiled_autograd_region", False):
+    # Older versions of torch tell only whether it is switched on.
+    is_compiled = getattr(compiled_autograd, "compiled_autograd_enabled", False)
+    if getattr(compiled_autograd, "in_compiled_autograd_region", is_compiled):
         raise RuntimeError(
             "the modes that migrate ('mig', 'semi') do not work with compiled autograd: gradients of lent columns come "
             "home in the order of torch's own engine. Leave torch._dynamo.config.compiled_autograd off, or choose a "

@@ -229,10 +229,11 @@ class Controller:
         self._full_work_steps.saved_s = state["saved_for_full_work_s"]
         self._ranks = [_RankState(**{**values, "wanted": tuple(values["wanted"])}) for values in state["ranks"]]
         self._communication.load_state_dict(state["communication"])
-        shared: dict[tuple[float, ...], tuple[float, ...]] = {}
+        receivers: dict[tuple[int, ...], tuple[int, ...]] = {}  # loans have theirs in common, as decided ones have
+        shares: dict[tuple[float, ...], tuple[float, ...]] = {}
         loans = ((owner, ratio, tuple(to), tuple(parts)) for owner, ratio, to, parts in state["loans"])
         self._loans = tuple(
-            Loan(owner, ratio, shared.setdefault(to, to), shared.setdefault(parts, parts))  # type: ignore[arg-type]
+            Loan(owner, ratio, receivers.setdefault(to, to), shares.setdefault(parts, parts))
             for owner, ratio, to, parts in loans
         )
         if self._goes_beyond_configuration():
