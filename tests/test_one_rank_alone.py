@@ -9,6 +9,8 @@ import torch.distributed as dist
 from log_lines import caught_log_lines
 from virtual_training import FEATURES, Run
 
+from zeroresize import forward_watch
+
 MODES = ["off", "zero-pri", "mig", "semi"]
 each_mode = pytest.mark.parametrize("mode", MODES)
 LIMIT_S = 2
@@ -129,25 +131,27 @@ def test_a_step_that_is_never_called_is_warned_of_once(run_ranks):
         assert len(lines) == 1 and "balancer.step() was not called in the last 10 optimizer steps" in lines[0]
 
 
-def test_forwards_without_any_step_are_warned_of_and_micro_batches_after_a_step_are_not(run_ranks):
+def test_forwards_without_any_step_are_warned_of_and_micro_batches_after_a_step_are_not(run_ranks, monkeypatch):
+    monkeypatch.setattr(forward_watch, "MANY_FORWARDS", 100)
+
     def train(rank, group):
         run = Run(group)
         with caught_log_lines() as lines:
             run.model.eval()
-            for _ in range(2 * MANY_FORWARDS):
+            for _ in range(200):
                 run.model(run.x)
             run.model.train()
             run.steps(1)
-            for _ in range(2 * MANY_FORWARDS):
+            for _ in range(200):
                 run.model(run.x)
             run.steps(20)
             usual = [line for line in lines if "balancer.step()" in line]
         run.balancer.close()
         run = Run(group)
         with caught_log_lines() as lines:
-            for _ in range(2 * MANY_FORWARDS):
+            for _ in range(200):
                 run.model(run.x)
-        told = f"balancer.step() was not called in the last {MANY_FORWARDS} training forwards"
+        told = "balancer.step() was not called in the last 100 training forwards"
         return usual, [line for line in lines if told in line]
 
     for usual, warned in run_ranks(train, 2):
