@@ -26,7 +26,7 @@ from scripts.study_grid import Cell, Study, read_study
 from scripts.study_progress import StudyProgress
 from scripts.study_table import all_rows, known_rows, only_writer, require_own_checkpoints, results_table, write_csv
 from vit_examples.launch import started, train_command
-from vit_examples.run_folder import run_lock
+from vit_examples.run_folder import empty
 
 
 def run_cell(study: Study, cell: Cell) -> None:
@@ -42,7 +42,10 @@ def run_cell(study: Study, cell: Cell) -> None:
     if goes_on:
         command.append("--resume")
     else:
-        empty(cell.folder)
+        try:
+            empty(cell.folder)
+        except ValueError as error:
+            raise RuntimeError(str(error)) from error
         cell.settings_file.write_text(cell.settings, encoding="utf-8")
         cell.base_file.write_text(study.base, encoding="utf-8")
     log = cell.folder / "train.log"
@@ -58,21 +61,6 @@ def run_cell(study: Study, cell: Cell) -> None:
             f"{reason_in(said.splitlines())}"
         )
     shutil.rmtree(cell.checkpoint_folder, ignore_errors=True)
-
-
-def empty(folder: Path) -> None:
-    """Make ``folder`` an empty one.
-
-    Raises:
-        RuntimeError: if a run is writing there.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with run_lock(folder):
-            shutil.rmtree(folder)
-    except ValueError as error:
-        raise RuntimeError(str(error)) from error
-    folder.mkdir()
 
 
 def reason_in(lines: list[str]) -> str:

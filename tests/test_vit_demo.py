@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +13,14 @@ pytest.importorskip("matplotlib")
 
 from matplotlib import pyplot
 
+from vit_examples import demo
 from vit_examples.balance_log import mean_in_force
 from vit_examples.config import TrainingConfig
 from vit_examples.config_file import load_config
 from vit_examples.demo import RUNS, main, results_of, results_table, turns
 from vit_examples.demo_picture import draw
+from vit_examples.file_lock import locked
+from vit_examples.run_folder import run_lock
 from zeroresize.json_lines import JsonLines
 
 
@@ -111,6 +116,60 @@ def test_the_halves_of_a_run_are_told_without_their_first_steps(tmp_path: Any) -
 def test_a_configuration_that_is_wrong_is_told_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
     assert main([f"--output={tmp_path}", "--set=training.epochs=0"]) == 2
     assert "error: training.epochs=0" in capsys.readouterr().out
+
+
+@pytest.fixture
+def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs end as soon as they begin."""
+
+    def train(config: str, overrides: Any, folder: Path, turn: Any) -> Iterator[tuple[int, int | None, str]]:
+        assert list(folder.iterdir()) == []
+        with pytest.raises(ValueError, match="another demo"), locked(folder.parent / "demo.lock", "another demo"):
+            pass
+        yield 1, 1, "done"
+
+    monkeypatch.setattr(demo, "train", train)
+    monkeypatch.setattr(demo, "results_of", lambda *_: made_up(100, 0.0))
+    monkeypatch.setattr(demo, "save_picture", lambda *_, **__: None)
+
+
+@pytest.mark.parametrize("holder", ["demo", "run"])
+def test_a_demo_whose_folder_is_in_use_is_refused_and_deletes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], untrained: None, holder: str
+) -> None:
+    for run in RUNS:
+        (tmp_path / run.name.lower()).mkdir()
+        (tmp_path / run.name.lower() / "metrics.jsonl").touch()
+    held = run_lock(tmp_path / "semi") if holder == "run" else locked(tmp_path / "demo.lock", "taken")
+    with held:
+        assert main([f"--output={tmp_path}", "--set=training.epochs=1"]) == 2
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "error: " in line]
+    assert f"another {holder} is writing there" in line
+    assert len(list(tmp_path.glob("*/metrics.jsonl"))) == len(RUNS)
+
+
+def test_a_demo_begins_in_empty_folders_of_its_own(tmp_path: Path, untrained: None) -> None:
+    for run in RUNS:
+        (tmp_path / run.name.lower()).mkdir()
+        (tmp_path / run.name.lower() / "metrics.jsonl").touch()
+    assert main([f"--output={tmp_path}", "--set=training.epochs=1"]) == 0
+
+
+def test_ctrl_c_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "train", interrupted)
+    assert main([f"--output={tmp_path}"]) == 130
+    assert capsys.readouterr().err == "interrupted: the same command begins anew\n"
+
+
+@pytest.mark.parametrize(("epochs", "in_halves"), [(1, False), (2, True)])
+def test_halves_are_spoken_of_where_there_are_some(tmp_path: Path, epochs: int, in_halves: bool) -> None:
+    training = TrainingConfig(epochs=epochs)
+    assert ("in halves" in demo.introduction(turns(training))) == in_halves
 
 
 def test_only_runs_that_prune_are_drawn_below_and_one_legend_names_all() -> None:

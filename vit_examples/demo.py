@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,10 @@ from vit_examples.balance_log import mean_in_force
 from vit_examples.config import TrainingConfig
 from vit_examples.config_file import load_config
 from vit_examples.demo_picture import save_picture
+from vit_examples.file_lock import locked
 from vit_examples.launch import started, train_command
 from vit_examples.recorder import timing
+from vit_examples.run_folder import empty, writable
 from vit_examples.step_times import seconds_by_process, timed_steps
 from zeroresize.json_lines import read_json_lines
 
@@ -74,11 +76,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change it, such as host=torch")
     parsed = parser.parse_args(arguments)
     console = Console()
-    console.print(
-        f"Training a small vision transformer on {NUM_RANKS} ranks, {len(RUNS)} times: undisturbed, then with rank "
-        f"{STRAGGLER}'s products 4 times slower (χ = 4), without and with balancing. The first two in halves: the "
-        "others lie between, since a machine's speed changes."
-    )
     try:
         results = run_all(parsed.config, parsed.set, parsed.output, console)
     except RunFailed as failure:
@@ -87,6 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         console.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
         return 2
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted: the same command begins anew\n")
+        return 128 + signal.SIGINT
     picture = parsed.output / "demo.png"
     save_picture(picture, results, straggler=STRAGGLER)
     console.print(results_table(results))
@@ -95,33 +95,59 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def introduction(turns: Sequence[Turn]) -> str:
+    """What is going to be trained."""
+    halves = " The first two in halves: the others lie between, since a machine's speed changes."
+    return (
+        f"Training a small vision transformer on {NUM_RANKS} ranks, {len(RUNS)} times: undisturbed, then with rank "
+        f"{STRAGGLER}'s products 4 times slower (χ = 4), without and with balancing."
+        f"{halves if any(turn.goes_on for turn in turns) else ''}"
+    )
+
+
 def run_all(config: str, overrides: Sequence[str], output: Path, console: Console) -> dict[str, dict[str, Any]]:
     """Run every entry of ``RUNS``; gives by name its ``summary``, the ``lines`` of its metrics, the straggler's
     ``updates``, and ``halves_ms``: milliseconds of a step, the median of each of its turns.
 
     Raises:
-        ValueError: if the configuration is wrong.
+        ValueError: if the configuration is wrong, or ``output`` is in use or cannot be written to.
         RunFailed: as soon as a run fails.
     """
     settings = load_config(config, overrides)
-    columns = (TextColumn("{task.description:<12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     folders = {run.name: output / run.name.lower() for run in RUNS}
-    for folder in folders.values():
-        shutil.rmtree(folder, ignore_errors=True)
+    with writable(output):
+        output.mkdir(parents=True, exist_ok=True)
+    with locked(output / "demo.lock", f"--output {output}: another demo is writing there"):
+        empty(*folders.values())
+        order = turns(settings.training)
+        console.print(introduction(order))
+        train_in_order(order, config, overrides, folders, console)
+        return {name: results_of(folder, settings.output.settle_steps) for name, folder in folders.items()}
+
+
+def train_in_order(
+    order: Sequence[Turn], config: str, overrides: Sequence[str], folders: Mapping[str, Path], console: Console
+) -> None:
+    """Train turn by turn, showing how far each run is.
+
+    Raises:
+        RunFailed: as soon as a run fails.
+    """
+    columns = (TextColumn("{task.description:<12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    last_epoch = max(turn.until_epoch for turn in order)
     with Progress(*columns, TextColumn("{task.fields[note]}"), console=console, refresh_per_second=2) as progress:
         tasks = {run.name: progress.add_task(run.name, total=None, start=False, note="waiting") for run in RUNS}
-        for turn in turns(settings.training):
+        for turn in order:
             task = tasks[turn.run.name]
             progress.start_task(task)
             progress.update(task, note="starting the ranks")
-            is_last = turn.until_epoch == settings.training.epochs
+            is_last = turn.until_epoch == last_epoch
             for done, total, note in train(config, [*overrides, *turn.run.overrides], folders[turn.run.name], turn):
-                whole = total if total is None or is_last else total * settings.training.epochs // turn.until_epoch
+                whole = total if total is None or is_last else total * last_epoch // turn.until_epoch
                 progress.update(task, completed=done, total=whole, note=note)
             progress.stop_task(task)
             if not is_last:
                 progress.update(task, note="goes on at the end")
-    return {name: results_of(folder, settings.output.settle_steps) for name, folder in folders.items()}
 
 
 def turns(training: TrainingConfig) -> list[Turn]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,25 @@ def run_lock(folder: Path) -> AbstractContextManager[None]:
         ValueError: naming the folder, if one does.
     """
     return locked(folder / "run.lock", f"output.folder={folder}: another run is writing there")
+
+
+def empty(*folders: Path) -> None:
+    """Make each of ``folders`` an empty one.
+
+    Raises:
+        ValueError: naming the folder, if a run is writing in one of them, and nothing was deleted in any; or if one
+            cannot be written to.
+    """
+    with ExitStack() as held:
+        for folder in folders:
+            with writable(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+            held.enter_context(run_lock(folder))
+        for folder in folders:
+            with writable(folder):
+                shutil.rmtree(folder)
+    for folder in folders:
+        folder.mkdir()
 
 
 @contextmanager
