@@ -25,7 +25,7 @@ pytest.importorskip("tensorboard")
 from vit_examples import code_commit, host, recorder
 from vit_examples.balance_log import BalanceLog
 from vit_examples.code_commit import commit_of_code
-from vit_examples.config import OutputConfig, RunConfig
+from vit_examples.config import OutputConfig, RunConfig, TrainingConfig
 from vit_examples.display import Display
 from vit_examples.recorder import Recorder, timing
 from zeroresize.json_lines import read_json_lines
@@ -154,6 +154,16 @@ def test_a_run_that_was_resumed_tells_the_commits_of_all_its_pieces(
     config = RunConfig(output=OutputConfig(folder=str(tmp_path)))
     Recorder(config, from_epoch=1, from_step=2, total_steps=4, commits=before).close({})
     assert json.loads((tmp_path / "summary.json").read_text())["commit"] == told
+
+
+@pytest.mark.parametrize(("from_epoch", "stays"), [(0, False), (2, False), (3, True)])
+def test_a_run_that_goes_on_has_no_summary_of_before_and_one_that_is_finished_keeps_it(
+    tmp_path: Path, from_epoch: int, stays: bool
+) -> None:
+    config = RunConfig(output=OutputConfig(folder=str(tmp_path)), training=TrainingConfig(epochs=3))
+    (tmp_path / "summary.json").write_text("{}")
+    Recorder(config, from_epoch=from_epoch, from_step=from_epoch, total_steps=3)
+    assert (tmp_path / "summary.json").exists() == stays
 
 
 def test_the_clock_of_a_resumed_run_has_the_iterations_before_it_and_laps_of_its_own() -> None:

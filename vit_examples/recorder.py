@@ -80,7 +80,8 @@ class StepClock:
 class Recorder:
     """Writes a run's numbers; one line of JSON for each logged step (``kind`` step) and each epoch (``kind`` epoch).
 
-    What cannot be written while training runs is lost, with one warning a file.
+    What cannot be written while training runs is lost, with one warning a file. The ``summary.json`` of an earlier
+    process is deleted, unless nothing is left to train.
 
     The ``balance/`` numbers of a step are rank 0's own, so that logging costs no exchange; ``balance-rank<r>.jsonl``
     has every rank's. An epoch has γ of all ranks, and the seconds of each of its steps where they are known.
@@ -103,6 +104,7 @@ class Recorder:
     ) -> None:
         self._config = config
         self._folder = Path(config.output.folder)
+        self._summary = self._folder / "summary.json"
         self._from_step = from_step
         self.commits = list(dict.fromkeys([*commits, commit_of_code()]))  # now: by the end the files may be others
         described = {**config_to_dict(config), "total_steps": total_steps}
@@ -111,6 +113,8 @@ class Recorder:
         with writable(self._folder):
             self._lines = JsonLines(metrics, ("epoch", from_epoch - 1))
             self._board = EventBoard(self._folder / "tensorboard", from_step=from_step)
+            if from_epoch < config.training.epochs:
+                self._summary.unlink(missing_ok=True)
             (self._folder / "config.json").write_text(json.dumps(described, indent=1), encoding="utf-8")
 
     def step(self, *, epoch: int, step: int, loss: Tensor, lr: float, step_s: float, balance: dict[str, float]) -> None:
@@ -153,14 +157,14 @@ class Recorder:
             self._lines.close()
         commit = " ".join(self.commits)
         summary = {**summary, "commit": commit, "versions": _versions(), "config": config_to_dict(self._config)}
-        unfinished, finished = self._folder / "unfinished-summary.json", self._folder / "summary.json"
+        unfinished = self._folder / "unfinished-summary.json"
         try:
             unfinished.write_text(json.dumps(without_nan(summary), indent=1), encoding="utf-8")
-            unfinished.replace(finished)
+            unfinished.replace(self._summary)
         except OSError as error:
             with suppress(OSError):
                 unfinished.unlink(missing_ok=True)
-            raise OSError(f"{finished}: cannot be written: {error.strerror}") from error
+            raise OSError(f"{self._summary}: cannot be written: {error.strerror}") from error
 
     def _show(self, numbers: dict[str, float], prefix: str, step: int) -> None:
         for name, value in numbers.items():
