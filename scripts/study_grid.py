@@ -184,9 +184,11 @@ def read_study(
 
 def _without_effect(config: str, values: Mapping[str, Any]) -> set[str]:
     """Those of ``values`` for ``balance`` that have no effect beside the others."""
+    document = read_yaml(config_path(config))
+    base = document.get("balance") if isinstance(document, Mapping) else None
     balance = {
         **BalanceConfig(mode="off").to_dict(),
-        **read_yaml(config_path(config)).get("balance", {}),
+        **(base if isinstance(base, Mapping) else {}),  # what is none is told by load_config
         **{key.removeprefix("balance."): value for key, value in values.items() if key.startswith("balance.")},
     }
     return {f"balance.{key}" for key in without_effect(balance)} & values.keys()

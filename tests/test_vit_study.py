@@ -81,6 +81,31 @@ def test_a_cell_may_have_a_number_of_ranks_of_its_own(tmp_path: Path, monkeypatc
     assert not [override for _, overrides in trained for override in overrides if override.startswith("ranks")]
 
 
+def test_a_base_whose_section_is_empty_is_as_one_without(tmp_path: Path) -> None:
+    grid, base = tmp_path / "grid.yaml", tmp_path / "base.yaml"
+    grid.write_text(f"config: {base}\nshared: {{balance.ratio: 0.5}}\ncells:\n  Rd: {{balance.mode: zero-rd}}\n")
+    base.write_text("balance:\n")
+    (cell,) = study.read_study(grid, tmp_path / "runs").cells
+    assert "balance.ratio=0.5" in cell.overrides
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[1]", "expected a mapping of sections, found list"),
+        ("", "expected a mapping of sections, found nothing"),
+        ("balance: [1]", "expected a mapping of balance keys, found list"),
+        ("balance: 5", "expected a mapping of balance keys, found int"),
+    ],
+)
+def test_a_base_that_is_no_configuration_is_named(tmp_path: Path, text: str, told: str) -> None:
+    grid, base = tmp_path / "grid.yaml", tmp_path / "base.yaml"
+    grid.write_text(f"config: {base}\ncells:\n  Rd: {{balance.mode: zero-rd}}\n")
+    base.write_text(text)
+    with pytest.raises(ValueError, match=f"base.yaml: {told}"):
+        study.read_study(grid, tmp_path / "runs")
+
+
 @pytest.mark.parametrize("ranks", ["0", "four", "true", "2.0", "null"])
 @pytest.mark.parametrize("place", ["cell", "grid"])
 def test_ranks_that_are_no_number_of_ranks_are_refused(tmp_path: Path, place: str, ranks: str) -> None:

@@ -101,10 +101,10 @@ def _config(name: str | Path, changes: Sequence[tuple[str, Any]]) -> RunConfig:
         document = read_yaml(path)
     except OSError as error:
         raise ValueError(f"--config {name}: {error.strerror}") from error
-    changed = document
-    for key, value in changes:
-        changed = _with_change(changed, key, value)
     try:
+        changed = document
+        for key, value in changes:
+            changed = _with_change(changed, key, value)
         return config_from_dict(changed)
     except ValueError as error:
         if str(error) == _mistake_in(document):
@@ -183,12 +183,21 @@ def parse_override(override: str) -> tuple[str, Any]:
 
 
 def _with_change(document: Any, key: str, value: Any) -> dict[str, Any]:
+    """``document`` with one value changed; a section that is empty is as one that is missing.
+
+    Raises:
+        ValueError: for what is no mapping where one is needed.
+    """
     section, dot, leaf = key.partition(".")
-    document = dict(document) if isinstance(document, Mapping) else {}
+    document = dict(known_keys("section", document, _fields(RunConfig)))
     if not dot:
         meant = [f"{name}.{key}" for name in SECTIONS if key in _fields(SECTIONS[name])]
         if meant and key not in _fields(RunConfig):
             raise ValueError(f"--set {key}: in which section? There is {' and '.join(meant)}")
         return {**document, section: value}
     inner = document.get(section)
+    if inner is None:
+        inner = {}
+    elif section in SECTIONS:
+        known_keys(f"{section} key", inner, _fields(SECTIONS[section]))
     return {**document, section: {**(inner if isinstance(inner, Mapping) else {}), leaf: value}}
