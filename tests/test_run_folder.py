@@ -154,3 +154,24 @@ def test_a_folder_that_cannot_be_written_to_is_told_at_the_start(
 def test_damaged_settings_of_before_are_not_compared(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content, encoding="latin-1")
     assert changed_settings(config_of(tmp_path)) == []
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_only_rank_0_looks_at_the_folder_before_the_ranks_meet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: str
+) -> None:
+    """The others see what another run writes there, which only rank 0 is kept out of."""
+    train = pytest.importorskip("vit_examples.train")
+
+    def meet(config: RunConfig) -> None:
+        raise RuntimeError("the ranks meet")
+
+    for name in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "2")
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(train, "load_splits", lambda *_: (range(4096), range(8)))
+    monkeypatch.setattr(train, "build_host", meet)
+    (tmp_path / "metrics.jsonl").touch()
+    error, message = (ValueError, "holds an earlier run") if rank == "0" else (RuntimeError, "the ranks meet")
+    with pytest.raises(error, match=message):
+        train.prepare(config_of(tmp_path), resume=False)

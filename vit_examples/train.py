@@ -24,7 +24,8 @@ from typing import Any
 
 if not __package__:  # started as a file: this folder's modules belong to the package beside it
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
-if __name__ == "__main__":  # Ctrl-C while torch is imported: end without a traceback
+# Ctrl-C while torch is imported: end without a traceback
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch
@@ -101,8 +102,12 @@ def prepare(config: RunConfig, *, resume: bool) -> Run:
 def _prepare(config: RunConfig, *, resume: bool) -> Run:
     train, test = load_splits(config.data, config.model)
     num_batches(train, config.training.batch_size)
-    checkpoint = checkpoint_to_resume(config, resume=resume)
+    # Rank 0 has claimed the folder; the others look into it once they have met rank 0, so nobody else is writing there.
+    is_first = os.environ["RANK"] == "0"
+    checkpoint = checkpoint_to_resume(config, resume=resume) if is_first else None
     host = build_host(config)
+    if not is_first:
+        checkpoint = checkpoint_to_resume(config, resume=resume)
     require_same_on_all_ranks("the newest checkpoint", str(checkpoint))
     zr.convert(host.model, process_group=host.tp_group, config=config.balance)
     balancer = zr.Balancer(host.model, host.optimizer, process_group=host.tp_group, config=config.balance)
