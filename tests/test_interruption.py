@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import re
+import runpy
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -11,11 +16,11 @@ pytest.importorskip("transformers")
 pytest.importorskip("pyarrow")
 
 from test_vit_data import write_parquet
-from training_runs import ONE_NODE, TORCHRUN, interrupted, long_run
+from training_runs import ONE_NODE, ROOT, TORCHRUN, interrupted, long_run
 
 from vit_examples.checkpoint import newest_checkpoint
 from vit_examples.config_file import load_config
-from vit_examples.interruption import how_to_go_on
+from vit_examples.interruption import ended_by_interrupt, how_to_go_on
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +57,35 @@ def test_under_torchrun_the_ranks_add_one_line_to_its_own_traceback(pictures: Pa
     assert lines[-1].startswith("torch.distributed.elastic.multiprocessing.api.SignalException")
 
 
+@pytest.fixture
+def deaf() -> Iterator[None]:
+    """As a process that a shell without job control starts in the background."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_that_is_ignored_at_the_start_stays_ignored(deaf: None) -> None:
+    with ended_by_interrupt(lambda: ""):
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+@pytest.mark.parametrize("name", ["train", "one_node"])
+def test_a_command_leaves_an_ignored_interrupt_ignored(deaf: None, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with suppress(SystemExit):
+        runpy.run_path(str(ROOT / "vit_examples" / f"{name}.py"), run_name="__main__")
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
 def test_what_is_said_follows_from_the_folder(tmp_path: Path) -> None:
     config = load_config("demo", [f"output.folder={tmp_path}", "output.save_every=2", "training.epochs=7"])
     assert "no checkpoint is written yet (the first comes after epoch 2)" in how_to_go_on(config)
+    short = load_config("demo", [f"output.folder={tmp_path}", "output.save_every=500", "training.epochs=300"])
+    assert "no checkpoint is written yet (output.save_every=500 writes none in 300 epochs)" in how_to_go_on(short)
     for epoch in (2, 4):
         (tmp_path / "checkpoints" / f"epoch-{epoch:04d}").mkdir(parents=True)
     (tmp_path / "checkpoints" / "epoch-0006.tmp").mkdir()

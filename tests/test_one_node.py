@@ -22,7 +22,7 @@ import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 rank = torch.tensor(float(dist.get_rank()))
 dist.all_reduce(rank)
-print(rank.item(), flush=True)
+print(f"{rank.item()}\n", end="", flush=True)  # whole
 dist.destroy_process_group()
 """
 ONE_FAILS = """
@@ -70,6 +70,38 @@ def test_a_signal_to_the_launcher_alone_ends_the_ranks(tmp_path: Path, number: s
     assert process.wait(50) == 128 + number
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
     process.stdout.close()
+
+
+WAITS = """
+import os, signal, sys, time
+ignored = all(signal.getsignal(one) is signal.SIG_IGN for one in (signal.SIGHUP, signal.SIGINT))
+print(ignored, flush=True)
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.05)
+"""
+
+
+def test_signals_that_are_ignored_at_the_start_stay_ignored(tmp_path: Path) -> None:
+    """As ``nohup`` does for SIGHUP, and a shell without job control for SIGINT in the background."""
+
+    def ignore() -> None:
+        for number in (signal.SIGHUP, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+
+    process = subprocess.Popen(
+        [*ONE_NODE, script(tmp_path, WAITS), str(tmp_path / "end")],
+        env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, preexec_fn=ignore,
+    )  # fmt: skip
+    try:
+        assert [process.stdout.readline() for _ in range(2)] == ["True\n"] * 2
+        for number in (signal.SIGHUP, signal.SIGINT):
+            process.send_signal(number)
+        (tmp_path / "end").touch()
+        assert process.wait(50) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
 
 
 def test_what_the_user_sets_for_gloo_and_nccl_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ _OWN_SIGNAL_S = 0.3
 
 @contextmanager
 def ended_by_interrupt(hint: Callable[[], str]) -> Iterator[None]:
-    """A context that an interrupt ends, and the process with it.
+    """A context that an interrupt ends, and the process with it; one that is ignored, as in the background, stays so.
 
     Args:
         hint: what rank 0 says then.
@@ -31,6 +31,9 @@ def ended_by_interrupt(hint: Callable[[], str]) -> Iterator[None]:
     Raises:
         SystemExit: with status 130, on an interrupt; other errors pass.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        yield
+        return
     interrupted_at: list[float] = []
 
     def interrupt(signal_number: int, frame: FrameType | None) -> None:
@@ -64,6 +67,11 @@ def how_to_go_on(config: RunConfig) -> str:
     if newest is not None:
         done = f"epoch {epoch_of(newest)} of {config.training.epochs}"
         return f"the same command with --resume goes on after {done}, from {newest}"
-    every = config.output.save_every
-    why = f"the first comes after epoch {every}" if every else "output.save_every=0 writes none"
+    every, epochs = config.output.save_every, config.training.epochs
+    if not every:
+        why = "output.save_every=0 writes none"
+    elif every > epochs:
+        why = f"output.save_every={every} writes none in {epochs} epochs"
+    else:
+        why = f"the first comes after epoch {every}"
     return f"no checkpoint is written yet ({why}); the same command with --resume begins anew"

@@ -19,7 +19,8 @@ import time
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
-if __name__ == "__main__":  # Ctrl-C while torch is imported: end without a traceback
+# Ctrl-C while torch is imported: end without a traceback
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from torch.distributed import TCPStore
@@ -56,7 +57,8 @@ def run(command: Sequence[str], num_ranks: int) -> int:
         told.append(signal_number)
 
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signal_number, pass_on)
+        if signal.getsignal(signal_number) is not signal.SIG_IGN:  # as nohup leaves SIGHUP
+            signal.signal(signal_number, pass_on)
     store = loopback_store()
     ranks = [
         subprocess.Popen(
