@@ -17,7 +17,7 @@ from vit_examples.one_node import rank_environment
 
 LISTEN = "0A"
 LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
-SUM_OF_RANKS = """
+SUM_OF_RANKS = r"""
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 rank = torch.tensor(float(dist.get_rank()))
