@@ -46,16 +46,19 @@ def test_a_dry_run_says_whether_the_data_are_here(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("ZERORESIZE_CIFAR10", raising=False)
+    file = tmp_path / "train.parquet"
+    file.touch()
     for source, line in {
         "${ZERORESIZE_CIFAR10}": "warning: data: ${ZERORESIZE_CIFAR10} not found on this machine: "
         "the environment variable ZERORESIZE_CIFAR10 is not set",
         f"{tmp_path}/none": f"warning: data: {tmp_path}/none not found on this machine: no such folder",
+        str(file): f"warning: data: {file} is a file, not a folder",
         str(tmp_path): f"data: {tmp_path}; the pictures were not opened",
         "some/name": "data: no folder some/name here, so the name of a data set on the Hugging Face hub; "
         "not looked for",
     }.items():
         main(["--config=demo", "--dry-run", f"--data={source}"])
-        assert line in capsys.readouterr().out.splitlines()
+        assert capsys.readouterr().out.splitlines()[0] == line
 
 
 def test_a_dry_run_refuses_ranks_that_cannot_share_the_heads(capsys: pytest.CaptureFixture[str]) -> None:

@@ -95,6 +95,8 @@ def data_line(source: str) -> str:
     if path is None:
         return f"data: no folder {expanded} here, so the name of a data set on the Hugging Face hub; not looked for"
     if not path.is_dir():
+        if path.exists():
+            return f"warning: data: {expanded} is a file, not a folder"
         return f"warning: data: {expanded} not found on this machine: no such folder"
     return f"data: {expanded}; the pictures were not opened"
 
@@ -130,9 +132,10 @@ def _print(config: RunConfig, num_ranks: int, whole: int, needed: Requirements) 
     table.add_row("together", _gib(needed.total))
     table.add_row("host memory while building (whole model, fp32)", _gib(4 * whole))
     console = Console()
+    console.print(data_line(config.data.source), markup=False, highlight=False, soft_wrap=True)
     console.print(table)
-    for line in (data_line(config.data.source), f"balance mode {config.balance.mode}: the configuration is sound"):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    sound = f"balance mode {config.balance.mode}: the configuration is sound"
+    console.print(sound, markup=False, highlight=False, soft_wrap=True)
 
 
 def _gib(num_bytes: int) -> str:
