@@ -277,6 +277,18 @@ class RunsCode:
         return os.mkdir, (str(self._made),)
 
 
+@pytest.mark.parametrize("name", ["pandas", "folder_based_builder", "csv"])
+def test_a_file_format_is_no_data_set_whatever_datasets_tells_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.delattr(datasets.packaged_modules, "_PACKAGED_DATASETS_MODULES")
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("it is loaded"))
+    monkeypatch.setattr(hub, "answers", lambda _: True)
+    with pytest.raises(ValueError, match=f"{name!r} is a file format of `datasets`"):
+        hub.load(name)
+
+
 @pytest.mark.parametrize("source", ["pandas", "./data", "data/script.py", "data", "script.py"])
 def test_nothing_that_lies_about_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
     """`datasets` unpickles the files of the current folder where it is asked for "pandas"; it once ran scripts."""

@@ -13,6 +13,14 @@ from typing import Any
 
 #: Seconds for the hub to take a connection; where it takes none, `datasets` would try again for half a minute.
 ANSWER_S = 3.0
+#: Readers of files that come with `datasets` 5.0; a newer one may have more.
+# fmt: off
+FILE_FORMATS = (
+    "arrow", "audiofolder", "cache", "conll", "csv", "eval", "folder_based_builder", "generator", "hdf5", "iceberg",
+    "imagefolder", "json", "lance", "meshfolder", "niftifolder", "pandas", "parquet", "pdffolder", "spark", "sql",
+    "text", "tsfile", "videofolder", "webdataset", "xml",
+)
+# fmt: on
 
 
 def load(name: str) -> Any:
@@ -24,8 +32,9 @@ def load(name: str) -> Any:
     import datasets
 
     tried = f"data.source={name!r}: no folder {str(Path(name).absolute())!r}"
-    readers = getattr(datasets.packaged_modules, "_PACKAGED_DATASETS_MODULES", {})  # no public name
-    if name in readers:  # they read whatever lies in the current folder, and `pandas` runs what is in its pickles
+    readers = getattr(datasets.packaged_modules, "_PACKAGED_DATASETS_MODULES", ())  # no public name
+    # They read whatever lies in the current folder, and `pandas` runs what is in its pickles.
+    if name in FILE_FORMATS or name in readers:
         raise ValueError(f"{tried}, and {name!r} is a file format of `datasets`, not a data set of the hub")
     hub = datasets.config.HF_ENDPOINT
     if os.environ.get("RANK", "0") == "0":
