@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import pickle
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
 import torch
+from safetensors.torch import load_file, save_file
 
 import zeroresize as zr
 from vit_examples import checkpoint as checkpoints
@@ -151,6 +154,21 @@ def test_a_loss_scale_goes_on_where_it_was(run_ranks, tmp_path: Path, torch_host
         assert (loaded["scale"], loaded["_growth_tracker"]) == (2.0**8, 1)
 
 
+def test_a_checkpoint_of_before_the_first_step_is_loaded(run_ranks, tmp_path: Path, host: str) -> None:
+    """In fp16 the first steps may all be skipped, while the loss scale is sought."""
+    config = micro_config(host)
+
+    def train(rank: int, group: Any) -> Any:
+        first, other = Training(config), Training(config)
+        assert first.save(tmp_path)
+        other.steps(7)
+        other.load(tmp_path / "epoch-0001")
+        return first.steps(0, 1), other.steps(0, 1)
+
+    for uninterrupted, resumed in run_ranks(train, 2):
+        assert resumed == uninterrupted
+
+
 # ---- what is in a checkpoint ----------------------------------------------------------------------------------------
 
 
@@ -277,6 +295,23 @@ def test_foreign_files_are_refused_by_name_though_the_manifest_knows_them(
         tensors = {"a": torch.zeros(1)}
         checkpoints.write_state(path / "rank1", tensors)  # tensors by number
         resealed(path, "rank1.safetensors")
+        tensors = load_file(checkpoint / "rank1.safetensors")
+        name = next(name for name in tensors if name.startswith("optimizer."))
+        for what, changed in {
+            "of another dtype": {**tensors, name: tensors[name].half()},
+            "without a moment": {key: value for key, value in tensors.items() if key != name},
+        }.items():
+            path = copies[f"rank1.safetensors {what}"] = copy_of(checkpoint, len(copies))
+            save_file(changed, path / "rank1.safetensors")
+            resealed(path, "rank1.safetensors")
+        path = copies["balancer-rank1.json nested deep"] = copy_of(checkpoint, len(copies))
+        (path / "balancer-rank1.json").write_text('{"a": ' + "[" * 500 + "]" * 500 + "}")
+        resealed(path, "balancer-rank1.json")
+        for file in ("rank1.safetensors", "balancer-rank1.safetensors"):
+            path = copies[f"{file} of a dtype that torch lacks"] = copy_of(checkpoint, len(copies))
+            header = json.dumps({"a": {"dtype": "F6_E2M3", "shape": [8], "data_offsets": [0, 6]}}).encode()
+            (path / file).write_bytes(struct.pack("<Q", len(header)) + header + bytes(6))
+            resealed(path, file)
         path = copies["balancer-rank1.json halved"] = copy_of(checkpoint, len(copies))
         state = read_state(path / "balancer-rank1")
         del state["group 0-1"]
@@ -349,6 +384,29 @@ def test_a_folder_that_is_a_file_costs_the_checkpoint_only(run_ranks, tmp_path: 
         return training.save(tmp_path / "checkpoints")
 
     assert run_ranks(train, 2) == [False, False]
+
+
+def test_a_checkpoint_is_on_the_disk_before_older_ones_are_deleted(
+    run_ranks, tmp_path: Path, torch_host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = []
+
+    def fsync(file: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{file}"))
+        if path.is_dir():
+            done.append(path.name)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(checkpoints, "_delete", lambda old: done.append(f"delete {old.name}"))
+
+    def train(rank: int, group: Any) -> list[str]:
+        training = Training(micro_config(torch_host))
+        assert training.save(tmp_path / "all", Progress(1))
+        done.clear()
+        assert training.save(tmp_path / "all", Progress(2), keep=1)
+        return done
+
+    assert run_ranks(train, 2)[0] == ["epoch-0002.tmp", "all", "delete epoch-0001"]
 
 
 def test_as_many_checkpoints_as_asked_for_are_kept(run_ranks, tmp_path: Path, torch_host: str) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 import zeroresize as zr
 from vit_examples.config import RunConfig
 from vit_examples.host import Host
-from vit_examples.manifest import require_intact, sealed, write_manifest
+from vit_examples.manifest import require_intact, sealed, sync_names, write_manifest
 from vit_examples.plain_files import read_state, read_values, state_files, write_state, write_values
 from zeroresize.value_checks import at_least, is_number, known_keys
 
@@ -138,6 +138,7 @@ def save_checkpoint(
         write_manifest(temporary, {name: told for own in (*written, shared) for name, told in own.items()})
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
+        sync_names(folder)  # before older ones are deleted
 
     try:
         _on_all_ranks(OSError, begin if host.rank == 0 else _nothing)
@@ -180,7 +181,8 @@ def load_checkpoint(checkpoint: Path, *, host: Host, balancer: zr.Balancer) -> P
 
     try:
         progress, state, shard = _on_all_ranks(ValueError, read)
-        _on_all_ranks(ValueError, load_balancer)  # before the model, since it can still refuse its state
+        # Before the model, since it can still refuse its state; on no rank, where one could not read its own.
+        _on_all_ranks(ValueError, load_balancer)
     except ValueError as error:
         raise ValueError(f"{error}\n{_way_out(checkpoint)}") from error
     host.load(shard)
@@ -239,7 +241,10 @@ def _own_files(rank: int) -> list[str]:
 
 
 def _on_all_ranks(kind: type[Exception], call: Callable[[], _T]) -> _T:
-    """``call()``, which is not collective itself; collective.
+    """``call()``, then what has become of it on each rank; collective.
+
+    If ``call`` is collective itself, it raises ``kind`` only where no other rank waits for it within, as
+    ``Balancer.load_state_dict`` does.
 
     Raises:
         kind: on every rank, where it is raised on any, with what each of them says.

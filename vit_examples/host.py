@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from vit_examples.plain_files import open_tensors, write_tensors
-from vit_examples.shard import load_shard, shapes_of_shard, shard_of
+from vit_examples.shard import has_stepped, kinds_of_shard, load_shard, shard_of
 
 LEAVE_TOGETHER_S = 30.0
 
@@ -75,12 +75,16 @@ class Host(ABC):
         """
         with open_tensors(path) as file:
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-        shapes = shapes_of_shard(self.model, self.optimizer) | dict.fromkeys(self._scale_by_name(), torch.Size())
-        for name in sorted(shapes.keys() ^ found.keys()):
-            raise ValueError(f"{path}: the tensor {name!r} is {'missing' if name in shapes else 'of another model'}")
-        for name, shape in shapes.items():
-            if found[name].shape != shape:
-                raise ValueError(f"{path}: {name!r} has shape {list(found[name].shape)}, {list(shape)} is needed")
+        kinds = kinds_of_shard(self.model, self.optimizer, stepped=has_stepped(found))
+        kinds |= dict.fromkeys(self._scale_by_name(), (torch.float64, torch.Size()))
+        for name in sorted(kinds.keys() ^ found.keys()):
+            raise ValueError(f"{path}: the tensor {name!r} is {'missing' if name in kinds else 'of another model'}")
+        for name, (dtype, shape) in kinds.items():
+            tensor = found[name]
+            if tensor.shape != shape:
+                raise ValueError(f"{path}: {name!r} has shape {list(tensor.shape)}, {list(shape)} is needed")
+            if tensor.dtype != dtype:
+                raise ValueError(f"{path}: {name!r} has dtype {tensor.dtype}, {dtype} is needed")
         return found
 
     def load(self, found: Mapping[str, Tensor]) -> None:

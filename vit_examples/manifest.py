@@ -7,6 +7,7 @@ quarter of that without.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Iterable, Mapping
@@ -34,13 +35,30 @@ def sealed(path: Path) -> dict[str, Any]:
 
 
 def write_manifest(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write what :func:`sealed` told of all files of ``folder``, by name.
+    """Write what :func:`sealed` told of all files of ``folder``, by name; from now on it is on the disk with them.
 
     Raises:
         OSError: naming the file, if it cannot be written.
     """
     write_values(folder / MANIFEST, {"files": files})
     sealed(folder / MANIFEST)
+    sync_names(folder)
+
+
+def sync_names(folder: Path) -> None:
+    """Bring the names of a folder's files to the disk, as ``fsync`` of a file does not.
+
+    Raises:
+        OSError: naming the folder, if that fails; a file system that knows no such thing is left alone.
+    """
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+            raise OSError(f"{folder}: {error.strerror}") from error
+    finally:
+        os.close(opened)
 
 
 def require_intact(folder: Path, names: Iterable[str]) -> None:

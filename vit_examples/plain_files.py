@@ -17,6 +17,7 @@ from torch import Tensor
 
 #: Stands for a tensor among plain values: {_TENSOR: its name in the other file}.
 _TENSOR = "$tensor"
+_DEEPEST = 50
 
 
 def write_values(path: Path, values: Any) -> None:
@@ -33,7 +34,7 @@ def read_values(path: Path) -> dict[str, Any]:
     """The object that a JSON file holds.
 
     Raises:
-        ValueError: naming the file, if it cannot be read or holds none.
+        ValueError: naming the file, if it cannot be read, holds none, or is nested more than 50 deep.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -41,6 +42,8 @@ def read_values(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: expected a JSON object: {_reason(error)}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected a JSON object, found {type(values).__name__}")
+    if _is_deeper(values, _DEEPEST):
+        raise ValueError(f"{path}: expected a JSON object: nested more than {_DEEPEST} deep")
     return values
 
 
@@ -56,17 +59,16 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[Any]:
-    """What :func:`write_tensors` wrote, as ``safetensors.safe_open`` gives it, on CPU.
+    """What :func:`write_tensors` wrote, as ``safetensors.safe_open`` gives it, on CPU, to be read within the block.
 
     Raises:
-        ValueError: naming the file, if it cannot be read or is no such file.
+        ValueError: naming the file, if it or one of its tensors cannot be read or is no such file.
     """
     try:
-        opened = safe_open(str(path), framework="pt", device="cpu")
+        with safe_open(str(path), framework="pt", device="cpu") as file:
+            yield file
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path}: expected tensors: {_reason(error)}") from error
-    with opened as file:
-        yield file
 
 
 def state_files(path: Path) -> tuple[Path, Path]:
@@ -121,6 +123,17 @@ def _with_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
             return tensors[str(value[_TENSOR])]
         return {key: _with_tensors(one, tensors) for key, one in value.items()}
     return [_with_tensors(one, tensors) for one in value] if isinstance(value, list) else value
+
+
+def _is_deeper(value: Any, most: int) -> bool:
+    """Whether lists and objects are nested more than ``most`` deep."""
+    level = [value]
+    for _ in range(most + 1):
+        nested = [one for one in level if isinstance(one, dict | list)]
+        level = [inner for one in nested for inner in (one.values() if isinstance(one, dict) else one)]
+        if not nested:
+            return False
+    return True
 
 
 @contextmanager

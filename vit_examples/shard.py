@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from zeroresize.optimizers import stepped_tensors, torch_optimizer
 
+_MOMENTS = "optimizer."
 _ADAMW_STATE = ("exp_avg", "exp_avg_sq", "step")
 
 
@@ -26,17 +27,23 @@ def shard_of(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     return weights | moments
 
 
-def shapes_of_shard(model: nn.Module, optimizer: Any) -> dict[str, torch.Size]:
-    """Of all that :func:`shard_of` has once the optimizer has stepped."""
-    weights, stepped = _weights_and_stepped(model, optimizer)
-    shapes = {name: tensor.shape for name, tensor in weights.items()}
-    for name, tensor in stepped.items():
-        shapes |= {_moment(name, key): torch.Size() if key == "step" else tensor.shape for key in _ADAMW_STATE}
-    return shapes
+def has_stepped(names: Iterable[str]) -> bool:
+    """Whether the names of a shard are those of one whose optimizer has stepped: in fp16 it may not have yet."""
+    return any(name.startswith(_MOMENTS) for name in names)
+
+
+def kinds_of_shard(model: nn.Module, optimizer: Any, *, stepped: bool) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    """Of all that :func:`shard_of` has, before or after the optimizer has ``stepped``."""
+    weights, to_step = _weights_and_stepped(model, optimizer)
+    kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()}
+    for name, tensor in to_step.items() if stepped else ():
+        moment, count = (tensor.dtype, tensor.shape), (torch.float32, torch.Size())
+        kinds |= {_moment(name, key): count if key == "step" else moment for key in _ADAMW_STATE}
+    return kinds
 
 
 def load_shard(model: nn.Module, optimizer: Any, found: Mapping[str, Tensor]) -> None:
-    """Take over a shard, with the tensors that :func:`shapes_of_shard` names."""
+    """Take over a shard, with the tensors that :func:`kinds_of_shard` names."""
     weights, stepped = _weights_and_stepped(model, optimizer)
     with torch.no_grad():
         for name, tensor in weights.items():
@@ -47,7 +54,7 @@ def load_shard(model: nn.Module, optimizer: Any, found: Mapping[str, Tensor]) ->
     moments = {
         number: {key: found[_moment(name, key)].clone() for key in _ADAMW_STATE}
         for number, name in enumerate(order)
-        if name is not None
+        if name is not None and has_stepped(found)
     }
     inner.load_state_dict({"state": moments, "param_groups": inner.state_dict()["param_groups"]})
 
@@ -62,4 +69,4 @@ def _weights_and_stepped(model: nn.Module, optimizer: Any) -> tuple[dict[str, Te
 
 
 def _moment(name: str, key: str) -> str:
-    return f"optimizer.{name}.{key}"
+    return f"{_MOMENTS}{name}.{key}"
