@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
-from scripts.report_files import section_of
 from scripts.report_run import RunFolder
 from vit_examples.step_times import TimedSteps
 
@@ -108,14 +108,13 @@ def num_steps(timed: Sequence[TimedSteps]) -> int:
 def _kinds_of_steps(run: RunFolder) -> np.ndarray:
     """By step: whether any rank pruned or lent in it."""
     kinds = np.full(run.num_steps, _UNKNOWN)
-    if section_of(run.config, "straggler").get("pin_ratio") is not None:
-        return kinds  # what is pinned changes between updates
-    known_from = max(0 if records[0]["update"] == 1 else records[0]["step"] for records in run.records.values())
+    if run.is_pinned:
+        return kinds
+    begins_of = {rank: run.plan_begins(rank) for rank in run.records}
+    known_from = max(begins[0] for begins in begins_of.values())
     kinds[known_from:] = _FULL
-    for records in run.records.values():
-        # Before the first update the plan is that of its record, since nothing was heard of other ranks until then.
-        begins = [known_from, *(record["step"] for record in records[1:]), run.num_steps]
-        for record, begin, end in zip(records, begins[:-1], begins[1:], strict=True):
+    for rank, records in run.records.items():
+        for record, (begin, end) in zip(records, pairwise([*begins_of[rank], run.num_steps]), strict=True):
             if record["pruned_share"] + record["lent_share"] > 0:
                 at_full_work = record["begins_at_full_work"] and begin == record["step"]
                 kinds[max(begin + at_full_work, known_from) : end] = _BALANCED

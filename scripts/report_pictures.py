@@ -30,6 +30,12 @@ def _in_ms(series: tuple[Sequence[int], Sequence[float]]) -> tuple[Sequence[int]
     return steps, 1e3 * np.array(seconds)
 
 
+def _to_the_end(run: RunFolder, plans: tuple[Sequence[int], Sequence[float]]) -> tuple[list[int], np.ndarray]:
+    """The last plan is in force until the run's last step, so it is told there once more."""
+    begins, values = plans
+    return [*begins, max(run.num_steps, begins[-1])], np.array([*values, values[-1]])
+
+
 def _over_steps(axes: Axes) -> None:
     """The x-axis is of optimizer steps."""
     axes.set_xlabel("optimizer step")
@@ -47,13 +53,13 @@ def times_picture(run: RunFolder) -> Figure:
     if isinstance(gain, Gain):
         points = [((one.begin + one.end) / 2, 1e3 * one.seconds) for one in gain.unbalanced if one.seconds is not None]
         wall.plot(*zip(*points, strict=True), "o", color="firebrick", markersize=4, label="without balancing")
-    predicted = run.series(next(iter(run.records)), "predicted_step_s")
+    predicted = run.plans(next(iter(run.records)), "predicted_step_s")
     if np.isfinite(predicted[1]).any():
         wall.plot(*_in_ms(predicted), ":", color="steelblue", drawstyle="steps-post", label="predicted")
     wall.set_ylabel("step time, ms")
     for rank in run.records:
         busy.plot(*_in_ms(run.series(rank, "busy_s")), label=f"rank {rank}", drawstyle="steps-pre")
-        ratio.plot(*run.series(rank, "ratio"), label=f"rank {rank}", drawstyle="steps-post")
+        ratio.plot(*_to_the_end(run, run.plans(rank, "ratio")), label=f"rank {rank}", drawstyle="steps-post")
     busy.set_ylabel("busy time at\nfull work, ms")
     ratio.set_ylabel("γ, pruned and lent")
     ratio.set_ylim(-0.02, 1.02)
@@ -76,12 +82,11 @@ def work_picture(run: RunFolder) -> Figure:
     size = (9, 0.8 + 1.3 * len(ranks))
     figure, rows = pyplot.subplots(len(ranks), 1, sharex=True, sharey=True, squeeze=False, figsize=size,
                                    layout="constrained")  # fmt: skip
-    shares = {rank: [np.array(run.series(rank, name)[1]) for name in SHARES] for rank in ranks}
+    shares = {rank: [_to_the_end(run, run.plans(rank, name))[1] for name in SHARES] for rank in ranks}
     is_there = [True, *(any(own[at].any() for own in shares.values()) for at in range(len(SHARES)))]
     colors, labels = (list(compress(all_of_them, is_there)) for all_of_them in (WORK_COLORS, WORK_LABELS))
     for axes, rank in zip(rows[:, 0], ranks, strict=True):
-        steps, _ = run.series(rank, "ratio")
-        steps[0] *= run.records[rank][0]["update"] != 1  # until the first update, the plan is that of its record
+        steps, _ = _to_the_end(run, run.plans(rank, "ratio"))
         lent, pruned, _ = shares[rank]
         areas = compress([1 - lent - pruned, *shares[rank]], is_there)
         axes.stackplot(steps, *areas, step="post", colors=colors, labels=labels)
@@ -120,10 +125,8 @@ def loans_over_time_picture(run: RunFolder) -> Figure:
     loans = run.loans()
     colors = pyplot.get_cmap("tab20")
     for number, (owner, receiver) in enumerate(loans):
-        steps, shares = run.lent_over_time(owner, receiver)
-        ends = [*steps, max(run.num_steps, steps[-1])]
-        axes.plot(ends, [*shares, shares[-1]], color=colors(number % colors.N), drawstyle="steps-post", linewidth=1.2,
-                  label=f"rank {owner} to {receiver}")  # fmt: skip
+        axes.plot(*_to_the_end(run, run.lent_over_time(owner, receiver)), color=colors(number % colors.N),
+                  drawstyle="steps-post", linewidth=1.2, label=f"rank {owner} to {receiver}")  # fmt: skip
     axes.set_ylim(bottom=0)
     _over_steps(axes)
     axes.set_ylabel("share of the lender's products")
@@ -139,7 +142,7 @@ def layers_picture(run: RunFolder, rank: int) -> Figure:
     layers = list(records[0]["layer_shares"])
     shares = np.array([[record["layer_shares"].get(layer, np.nan) for record in records] for layer in layers])
     figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.22 * len(layers)), layout="constrained")
-    begins = [record["step"] for record in records]  # each is in force from its step to the next one's
+    begins = run.plan_begins(rank)
     edges = [*begins, max(run.num_steps, begins[-1] + 1)]
     mesh = axes.pcolormesh(edges, np.arange(len(layers) + 1), shares, vmin=0, vmax=1, cmap="viridis")
     axes.set_yticks(np.arange(len(layers)) + 0.5, layers, fontsize=7)

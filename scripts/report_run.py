@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from scripts.report_files import read_columns, read_metrics, read_records, read_values, section_of
-from vit_examples.balance_log import mean_in_force
+from vit_examples.balance_log import mean_of_plans, plan_begins
 from vit_examples.config import OutputConfig
 from vit_examples.recorder import timing
 from vit_examples.step_times import TimedSteps, seconds_by_process, timed_steps
@@ -75,6 +75,11 @@ class RunFolder:
         return str(section_of(self.config, "balance").get("mode", ""))
 
     @property
+    def is_pinned(self) -> bool:
+        """Whether ratios are pinned onto ranks, which changes plans between updates."""
+        return section_of(self.config, "straggler").get("pin_ratio") is not None
+
+    @property
     def settle_steps(self) -> int:
         """First steps of each start that do not count in the speed of the run."""
         told = section_of(self.config, "output").get("settle_steps")
@@ -108,9 +113,19 @@ class RunFolder:
         slowest = np.max([values[: len(steps)] for _, values in by_rank], axis=0)
         return np.append(slowest, np.nan)[np.searchsorted(steps, np.arange(1, self.num_steps + 1))]
 
+    def plan_begins(self, rank: int) -> list[int]:
+        """The step from which the plan of each of a rank's records is in force."""
+        balance = section_of(self.config, "balance")
+        is_forced = isinstance(balance.get("ratio"), int | float) and balance.get("ranks", "stragglers") != "stragglers"
+        return plan_begins(self.records[rank], is_forced=is_forced and not self.is_pinned)
+
+    def plans(self, rank: int, name: str) -> tuple[list[int], list[float]]:
+        """One number of a rank's plans, and the step from which each is in force; NaN where there was none."""
+        return self.plan_begins(rank), self.series(rank, name)[1]
+
     def mean_share(self, rank: int, name: str) -> float:
         """A share that a rank's plans name, mean over the steps of the run."""
-        return mean_in_force(self.records[rank], name, self.num_steps)
+        return mean_of_plans(*self.plans(rank, name), self.num_steps)
 
     def most_by_a_rank(self, name: str) -> float:
         """The largest such share of a rank."""
@@ -118,15 +133,12 @@ class RunFolder:
 
     def mean_lent(self, owner: int, receiver: int) -> float:
         """The share of its products that ``owner`` lent to ``receiver``, mean over the steps of the run."""
-        plans = [
-            {"step": step, "lent": share} for step, share in zip(*self.lent_over_time(owner, receiver), strict=True)
-        ]
-        return mean_in_force(plans, "lent", self.num_steps)
+        return mean_of_plans(*self.lent_over_time(owner, receiver), self.num_steps)
 
     def lent_over_time(self, owner: int, receiver: int) -> tuple[list[int], list[float]]:
         """Steps, and the share of its products that ``owner`` lends to ``receiver`` from each of them to the next."""
-        records = self.records[owner]
-        return [record["step"] for record in records], [record["lent_to"].get(str(receiver), 0.0) for record in records]
+        shares = [record["lent_to"].get(str(receiver), 0.0) for record in self.records[owner]]
+        return self.plan_begins(owner), shares
 
     def loans(self) -> list[tuple[int, int]]:
         """Owner and receiver of all that was ever lent."""

@@ -15,6 +15,7 @@ from made_up_runs import LAYERS, record, write_metrics, write_records, write_run
 from matplotlib import pyplot
 
 from scripts.report import write_report
+from scripts.report_gain import gain_of
 from scripts.report_page import fact_rows, loan_rows, rank_rows
 from scripts.report_pictures import (
     layers_picture,
@@ -24,7 +25,7 @@ from scripts.report_pictures import (
     work_picture,
 )
 from scripts.report_run import RunFolder
-from vit_examples.balance_log import BalanceLog
+from vit_examples.balance_log import BalanceLog, mean_in_force
 
 ROOT = Path(__file__).parent.parent
 
@@ -79,7 +80,7 @@ def test_it_shows_who_lent_what_to_whom(lending):
     pyplot.close(figure)  # a quarter in steps 20 to 30 of 30
     figure = loans_over_time_picture(run)
     drawn = {line.get_label(): line.get_xydata().tolist() for line in figure.axes[0].lines}
-    lent = [[10, 0], [20, 0.25], [30, 0.25], [30, 0.25]]
+    lent = [[0, 0], [20, 0.25], [30, 0.25], [30, 0.25]]
     assert drawn == {"rank 1 to 0": lent, "rank 1 to 2": lent}
     assert figure.axes[0].lines[0].get_drawstyle() == "steps-post"
     pyplot.close(figure)
@@ -182,6 +183,35 @@ def test_without_times_it_does_not_tell_what_balancing_brought(folder, tmp_path)
     assert "not known: too few steps without balancing" in page and "mean step" not in page
 
 
+def test_a_ratio_forced_on_named_ranks_is_in_force_from_the_first_step(tmp_path):
+    """The table and all pictures tell of the same steps."""
+    lends = {"pruned_share": 0.5, "lent_share": 0.25, "lent_to": {"0": 0.25}}
+    always = [record(1, update, 0.75, **lends) for update in (1, 2)]
+    balance = {"mode": "zero-pri", "ratio": 0.75, "ranks": [1]}
+    run = RunFolder.read(write_run(tmp_path / "whole", "zero-pri", [0.2] * 25, always, balance=balance))
+    late = RunFolder.read(write_run(tmp_path / "late", "zero-pri", [0.2] * 25, always[1:], balance=balance))
+    for told in (run, late):  # of the second one the first records were lost
+        assert rank_rows(told)[1][6:8] == ["50.0 %", "25.0 %"]
+        assert loan_rows(told) == [("rank 1 lent to rank 0", "0.25 of its products, mean of all steps")]
+    assert mean_in_force(run.records[1], "pruned_share", 25) == pytest.approx(0.5)
+    pictures = times_picture(run), work_picture(run), loans_over_time_picture(run), layers_picture(run, 1)
+    times, work, loans, layers = pictures
+    assert times.axes[2].lines[1].get_xydata().tolist() == [[0, 0.75], [20, 0.75], [25, 0.75]]
+    dropped = work.axes[1].collections[2].get_paths()[0].get_extents()
+    assert (dropped.x0, dropped.x1, dropped.y0, dropped.y1) == pytest.approx((0, 25, 0.5, 1.0))
+    assert loans.axes[0].lines[0].get_xydata().tolist() == [[0, 0.25], [20, 0.25], [25, 0.25]]
+    assert layers.axes[0].collections[0].get_coordinates()[0, :, 0].tolist() == [0, 20, 25]
+    assert isinstance(gain_of(run), str)  # no step was at full work
+    for picture in pictures:
+        pyplot.close(picture)
+
+
+def test_a_ratio_that_is_decided_before_the_first_record_that_is_there_is_not_known(tmp_path):
+    later = [record(1, update, 0.5) for update in (2, 3)]
+    run = RunFolder.read(write_run(tmp_path, "zero-pri", [0.2] * 40, later, balance={"mode": "zero-pri"}))
+    assert rank_rows(run)[1][6] == "25.0 %" and run.plan_begins(1) == [20, 30]
+
+
 def test_what_a_rank_takes_in_is_shown_whole_below_one_that_only_lends(tmp_path):
     for rank, (lent, borrowed) in enumerate([(0.5, 0.0), (0.0, 0.5)]):
         in_force = {"lent_share": lent, "borrowed_share": borrowed}
@@ -198,7 +228,7 @@ def test_a_plan_is_drawn_over_the_steps_after_its_record_and_a_time_over_those_b
     figure = layers_picture(run, 1)
     mesh = figure.axes[0].collections[0]
     columns = mesh.get_coordinates()[0, :, 0].tolist()
-    assert columns == [10, 20, 30, 40, 41]
+    assert columns == [0, 20, 30, 40, 41]
     assert mesh.get_array().reshape(len(LAYERS), -1)[0].tolist() == [0.0, 0.5, 0.5, 0.5]
     pyplot.close(figure)
     figure = times_picture(run)
