@@ -51,14 +51,14 @@ def comparison_rows(runs: Sequence[NamedRun]) -> list[list[str]]:
     """One row a run, as ``HEADINGS`` say."""
     rows = []
     for one in runs:
-        speed, summary = one.run.speed(), one.run.summary
+        speed = one.run.speed()
         references = [reference.run.speed()["step_ms"] for reference in references_of(runs, one)]
         ratio = statistics.fmean(references) / speed["step_ms"] if references else float("nan")
-        accuracy = summary.get("test_accuracy")
+        accuracy = one.run.summary.get("test_accuracy")
         rows.append(
             [
                 one.name,
-                str(one.run.num_steps) if summary else f"{one.run.num_steps}, not ended",
+                str(one.run.num_steps) if one.run.has_ended else f"{one.run.num_steps}, not ended",
                 *(_number(speed[name], ".1f") for name in ("step_ms", "mean_step_ms")),
                 _number(ratio, ".2f", "×"),
                 _number(100 * accuracy, ".1f", " %") if isinstance(accuracy, int | float) else "–",

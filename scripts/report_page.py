@@ -139,7 +139,7 @@ def fact_rows(run: RunFolder) -> list[tuple[str, str]]:
     for name, label in SUMMARY_LABELS.items():
         if (value := run.summary.get(name)) is not None:
             told.append((label, f"{value:.4g}" if isinstance(value, float) else str(value)))
-    if not run.summary:
+    if not run.has_ended:
         told.append(("state", "the run has not ended"))
     straggler, balance = section_of(run.config, "straggler"), section_of(run.config, "balance")
     if straggler.get("kind", "none") != "none":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,10 @@ class RunFolder:
         logged: seconds of the ``kind`` step lines of ``metrics.jsonl``, each the mean since the line before.
         records: of each rank, one an update; of ranks that have seen none yet nothing.
         columns: of each rank, by layer: in how many steps each column was pruned.
-        summary: of a finished run, else empty.
+        summary: of a finished run, else empty; also where it is of fewer or more steps than the run has told, as before
+            a run was resumed.
         config: its settings, by section.
+        has_ended: whether there is such a summary, be it damaged.
         left_out: what could not be read, a sentence each.
     """
 
@@ -38,6 +40,7 @@ class RunFolder:
     columns: dict[int, dict[str, np.ndarray]] = field(default_factory=dict)
     summary: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
+    has_ended: bool = False
     left_out: tuple[str, ...] = ()
 
     @classmethod
@@ -57,15 +60,19 @@ class RunFolder:
         lines = read_metrics(path / "metrics.jsonl")
         columns = {rank_of(file): read_columns(file) for file in sorted(path.glob("columns-rank*.npz"))}
         summary, config = read_values(path / "summary.json"), read_values(path / "config.json")
-        told = summary if isinstance(summary, dict) else {}
+        timed = timed_steps(lines)
+        num_steps = _num_steps(timed, records)
+        is_of_all = isinstance(summary, dict) and (not timed or summary.get("steps", num_steps) == num_steps)
+        told = summary if isinstance(summary, dict) and is_of_all else {}
         return cls(
             path=path,
-            timed=timed_steps(lines),
+            timed=timed,
             logged=[(line["step"] + 1, _or_nan(line["step_s"])) for line in lines if line["kind"] == "step"],
             records=dict(sorted(records.items())),
             columns={rank: found for rank, found in sorted(columns.items()) if not isinstance(found, str)},
             summary=told,
             config=section_of(told, "config") or (config if isinstance(config, dict) else {}),
+            has_ended=bool(told) or isinstance(summary, str),
             left_out=tuple(found for found in (*columns.values(), summary, config) if isinstance(found, str)),
         )
 
@@ -104,7 +111,7 @@ class RunFolder:
     @property
     def num_steps(self) -> int:
         """Steps that the run has made, as far as it has told."""
-        return max([*(timed.end for timed in self.timed), *(records[-1]["step"] for records in self.records.values())])
+        return _num_steps(self.timed, self.records)
 
     def slowest_at_full_work(self) -> np.ndarray:
         """By step: seconds that the slowest rank would have been busy with all of its own work, NaN if not known."""
@@ -155,6 +162,10 @@ class RunFolder:
 
 def rank_of(file: Path) -> int:
     return int(re.search(r"rank(\d+)", file.name)[1])  # type: ignore[index]
+
+
+def _num_steps(timed: Sequence[TimedSteps], records: Mapping[int, Sequence[Mapping[str, Any]]]) -> int:
+    return max([*(one.end for one in timed), *(own[-1]["step"] for own in records.values())])
 
 
 def _or_nan(value: float | None) -> float:

@@ -14,7 +14,9 @@ pytest.importorskip("matplotlib")
 from made_up_runs import record, write_run
 
 from scripts.report import runs_below, write_comparison
-from scripts.report_compare import compared_with, comparison_rows
+from scripts.report_compare import NamedRun, compared_with, comparison_rows
+from scripts.report_page import fact_rows
+from scripts.report_run import RunFolder
 
 ROOT = Path(__file__).parent.parent
 SLOW = {"kind": "sleep", "chi": {"1": 4.0}}
@@ -51,6 +53,25 @@ def test_without_one_they_are_compared_with_mode_off_of_the_same_stragglers(tmp_
         write_run(tmp_path / name, "off", seconds, summary=summary(step_ms), straggler=straggler)
         write_run(tmp_path / name.replace("off", "mig"), "mig", seconds, summary=summary(200), straggler=straggler)
     assert speed_ups(tmp_path) == {"off 4": "1.00×", "off 8": "1.00×", "mig 4": "2.00×", "mig 8": "4.00×"}
+
+
+def test_a_summary_of_before_a_run_was_resumed_does_not_count(tmp_path: Path) -> None:
+    old = {**summary(100), "steps": 20}
+    run = RunFolder.read(write_run(tmp_path / "resumed", "zero-pri", [0.2] * 40, PRUNES, summary=old))
+    assert dict(fact_rows(run))["state"] == "the run has not ended" and not run.summary
+    assert comparison_rows([NamedRun("resumed", run)]) == [
+        ["resumed", "40, not ended", "200.0", "200.0", "–", "–", "0.25", "0.00"]
+    ]
+    ended = RunFolder.read(write_run(tmp_path / "ended", "zero-pri", [0.2] * 40, PRUNES, summary={**old, "steps": 40}))
+    assert "state" not in dict(fact_rows(ended))
+
+
+def test_whether_a_run_has_ended_is_not_told_by_a_damaged_summary(tmp_path: Path) -> None:
+    write_run(tmp_path, "zero-pri", [0.2] * 40, PRUNES)
+    (tmp_path / "summary.json").write_text("{")
+    run = RunFolder.read(tmp_path)
+    assert run.left_out[0].startswith("summary.json is damaged") and "state" not in dict(fact_rows(run))
+    assert comparison_rows([NamedRun("damaged", run)])[0][1] == "40"
 
 
 def test_runs_of_other_settings_are_not_compared(tmp_path: Path) -> None:
