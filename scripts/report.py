@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import track
 
 from scripts.report_compare import NamedRun
+from scripts.report_files import files_of_ranks
 from scripts.report_page import RunSection, page_of, section_of_run
 from scripts.report_run import RunFolder
 
@@ -24,27 +25,57 @@ from scripts.report_run import RunFolder
 def write_report(run: RunFolder, folder: Path) -> Path:
     """Write ``report.html`` of one run and its pictures as PNG files into ``folder``; returns the page's path."""
     title = f"Balancing in {run.path.resolve().name}"
-    return _write(folder, title, [section_of_run(title, run, folder)])
+    return _write(folder, title, [_section(title, run, folder)])
 
 
 def write_comparison(path: Path, runs: Sequence[NamedRun], left_out: Sequence[str], folder: Path) -> Path:
-    """Write ``report.html`` of several runs into ``folder``, the pictures of each in a folder of its own there."""
+    """Write ``report.html`` of several runs into ``folder``, the pictures of each in a folder of its own there.
+
+    A run that cannot be drawn is left out.
+
+    Raises:
+        ValueError: if none can be drawn.
+    """
     console = Console(stderr=True)
-    drawn = track(runs, "drawing", console=console, disable=not console.is_terminal)
-    sections = [section_of_run(one.name, one.run, folder / one.name) for one in drawn]
-    return _write(folder, f"Balancing in the runs of {path.resolve().name}", sections, runs, left_out)
+    drawn, sections, left_out = [], [], list(left_out)
+    for one in track(runs, "drawing", console=console, disable=not console.is_terminal):
+        try:
+            sections.append(_section(one.name, one.run, folder / one.name))
+            drawn.append(one)
+        except ValueError as error:
+            left_out.append(str(error))
+    if not drawn:
+        raise ValueError("no run there can be drawn:\n" + "\n".join(left_out))
+    return _write(folder, f"Balancing in the runs of {path.resolve().name}", sections, drawn, left_out)
 
 
 def runs_below(path: Path) -> tuple[list[NamedRun], list[str]]:
     """All runs in the folders below ``path``, those without balancing first; and why others are left out."""
     runs, left_out = [], []
-    folders = sorted({file.parent for file in path.rglob("balance-rank*.jsonl")})
+    folders = sorted({file.parent for file in path.rglob("balance-rank*.jsonl")} - {path})
     for folder in folders:
         try:
             runs.append(NamedRun(folder.relative_to(path).as_posix(), RunFolder.read(folder)))
         except (ValueError, OSError) as error:
             left_out.append(str(error))
+        except Exception as error:
+            left_out.append(f"{folder}: cannot be read: {type(error).__name__}: {error}")
     return sorted(runs, key=lambda one: (not one.is_called_baseline, not one.is_reference, one.name)), left_out
+
+
+def _section(title: str, run: RunFolder, folder: Path) -> RunSection:
+    """All that the page says of a run.
+
+    Raises:
+        ValueError: naming the run, if it cannot be told or drawn.
+        OSError: if its pictures cannot be written.
+    """
+    try:
+        return section_of_run(title, run, folder)
+    except OSError:
+        raise
+    except Exception as error:  # one run's numbers must not cost the page of all others
+        raise ValueError(f"{run.path}: cannot be drawn: {type(error).__name__}: {error}") from error
 
 
 def _write(
@@ -67,7 +98,7 @@ def main() -> None:
     arguments = parser.parse_args()
     path, output = arguments.folder, arguments.output or arguments.folder / "report"
     try:
-        runs, left_out = ([], []) if any(path.glob("balance-rank*.jsonl")) else runs_below(path)
+        runs, left_out = ([], []) if files_of_ranks(path, "balance", "jsonl") else runs_below(path)
         if runs:
             page = write_comparison(path, runs, left_out, output)
         elif left_out:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import reprlib
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -15,6 +17,8 @@ import numpy as np
 from zeroresize.json_lines import read_json_lines
 from zeroresize.telemetry import UpdateRecord
 
+#: No run has more steps: a larger number is a damage, and would be asked of memory.
+MOST_STEPS = 10**7
 _MAPPINGS = ("lent_to", "layer_shares")
 _MAY_BE_UNKNOWN = ("busy_s", "products_s", "predicted_step_s")
 _NUMBERS = tuple(
@@ -22,7 +26,19 @@ _NUMBERS = tuple(
     for field in dataclasses.fields(UpdateRecord)
     if field.name not in (*_MAPPINGS, *_MAY_BE_UNKNOWN, "would")
 )
-_DAMAGES = (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error, NotImplementedError)
+_DAMAGES = (
+    OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error, NotImplementedError, MemoryError,
+)  # fmt: skip
+
+
+def files_of_ranks(folder: Path, kind: str, ending: str) -> dict[int, Path]:
+    """``<kind>-rank<r>.<ending>`` in a folder, by rank; what is called otherwise, as a copy, is none of them."""
+    found = {
+        int(match[1]): file
+        for file in folder.glob(f"{kind}-rank*.{ending}")
+        if (match := re.fullmatch(rf"{kind}-rank([0-9]{{1,6}})\.{ending}", file.name))
+    }
+    return dict(sorted(found.items()))
 
 
 def read_records(file: Path) -> list[dict[str, Any]]:
@@ -32,6 +48,7 @@ def read_records(file: Path) -> list[dict[str, Any]]:
         ValueError: naming the file, the line, and what it lacks.
     """
     records = read_json_lines(file)
+    least = 0
     for number, record in enumerate(records, 1):
         wrong = [name for name in _NUMBERS if not _is_number(record.get(name))]
         wrong += [name for name in ("update", "step") if isinstance(record.get(name), float)]
@@ -42,6 +59,11 @@ def read_records(file: Path) -> list[dict[str, Any]]:
                 f"{file}, line {number}: expected what zeroresize.UpdateRecord has; missing, or no numbers, are: "
                 f"{', '.join(wrong)}"
             )
+        if not all(re.fullmatch("[0-9]{1,6}", receiver) for receiver in record["lent_to"]):
+            found = reprlib.repr(list(record["lent_to"]))
+            raise ValueError(f"{file}, line {number}: expected ranks in lent_to, found {found}")
+        _check_step(file, number, record["step"], least)
+        least = record["step"] + 1
     return records
 
 
@@ -52,6 +74,7 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
         ValueError: naming the file and the line that is none of them.
     """
     lines = read_json_lines(file)
+    least = {"step": 0, "epoch": 0}
     for number, line in enumerate(lines, 1):
         seconds = line.get("seconds", [])
         is_step = line.get("kind") == "step" and "step_s" in line and _is_number(line["step_s"] or 0)
@@ -59,6 +82,9 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
         has_steps = all(isinstance(one, int) for one in (line.get("step"), line.get("from_step", 0)))
         if not (is_step or is_epoch) or not has_steps:
             raise ValueError(f"{file}, line {number}: expected a step's or an epoch's numbers, found {str(line)[:60]}")
+        _check_step(file, number, line["step"], max(least[line["kind"]], len(seconds) - 1 if is_epoch else 0))
+        # An epoch's line is of its last step, as is that step's own line before it.
+        least = {"step": line["step"] + 1, "epoch": line["step"] + is_epoch}
     return lines
 
 
@@ -70,9 +96,9 @@ def read_columns(file: Path) -> dict[str, np.ndarray] | str:
     except _DAMAGES as error:
         return f"{file.name} is damaged: {error}"
     if any(
-        steps.ndim != 1 or not steps.size or not np.issubdtype(steps.dtype, np.number) for steps in columns.values()
+        steps.ndim != 1 or not steps.size or not np.issubdtype(steps.dtype, np.integer) for steps in columns.values()
     ):
-        return f"{file.name} is damaged: expected numbers, one a column"
+        return f"{file.name} is damaged: expected whole numbers, one a column"
     return columns
 
 
@@ -82,7 +108,7 @@ def read_values(file: Path) -> dict[str, Any] | str:
         return {}
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return f"{file.name} is damaged: {error}"
     return values if isinstance(values, dict) else f"{file.name} is damaged: expected a mapping"
 
@@ -95,6 +121,14 @@ def section_of(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float)
+
+
+def _check_step(file: Path, number: int, step: int, least: int) -> None:
+    if not least <= step <= MOST_STEPS:
+        raise ValueError(
+            f"{file}, line {number}: step is {reprlib.repr(step)}, expected {least} to {MOST_STEPS}: steps rise from "
+            "line to line"
+        )
 
 
 def _is_of_numbers(value: Any) -> bool:

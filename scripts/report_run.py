@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from scripts.report_files import read_columns, read_metrics, read_records, read_values, section_of
+from scripts.report_files import files_of_ranks, read_columns, read_metrics, read_records, read_values, section_of
 from vit_examples.balance_log import mean_of_plans, plan_begins
 from vit_examples.config import OutputConfig
 from vit_examples.recorder import timing
@@ -51,14 +50,14 @@ class RunFolder:
             ValueError: if ``path`` is no folder of a run, or of one without any update yet; or naming the file that
                 is damaged.
         """
-        files = list(path.glob("balance-rank*.jsonl"))
+        files = files_of_ranks(path, "balance", "jsonl")
         if not files:
             raise ValueError(f"{path}: no balance-rank*.jsonl there; give the output folder of vit_examples.train")
-        records = {rank_of(file): found for file in files if (found := read_records(file))}
+        records = {rank: found for rank, file in files.items() if (found := read_records(file))}
         if not records:
             raise ValueError(f"{path}: the balancer has made no update yet (one in balance.update_every steps)")
         lines = read_metrics(path / "metrics.jsonl")
-        columns = {rank_of(file): read_columns(file) for file in sorted(path.glob("columns-rank*.npz"))}
+        columns = {rank: read_columns(file) for rank, file in files_of_ranks(path, "columns", "npz").items()}
         summary, config = read_values(path / "summary.json"), read_values(path / "config.json")
         timed = timed_steps(lines)
         num_steps = _num_steps(timed, records)
@@ -68,8 +67,8 @@ class RunFolder:
             path=path,
             timed=timed,
             logged=[(line["step"] + 1, _or_nan(line["step_s"])) for line in lines if line["kind"] == "step"],
-            records=dict(sorted(records.items())),
-            columns={rank: found for rank, found in sorted(columns.items()) if not isinstance(found, str)},
+            records=records,
+            columns={rank: found for rank, found in columns.items() if not isinstance(found, str)},
             summary=told,
             config=section_of(told, "config") or (config if isinstance(config, dict) else {}),
             has_ended=bool(told) or isinstance(summary, str),
@@ -98,8 +97,9 @@ class RunFolder:
         Of a run that goes on they are of the steps that it has told so far.
         """
         names = ("step_ms", "mean_step_ms")
-        if all(isinstance(self.summary.get(name), int | float) for name in names):
-            return {name: float(self.summary[name]) for name in names}
+        told = {name: self.summary.get(name) for name in names}
+        if all(isinstance(value, int | float) and value > 0 for value in told.values()):
+            return {name: float(value) for name, value in told.items()}
         so_far = timing(seconds_by_process(self.timed), settle_steps=self.settle_steps, batch_size=1, steps_per_epoch=1)
         return {name: so_far[name] for name in names}
 
@@ -115,9 +115,10 @@ class RunFolder:
 
     def slowest_at_full_work(self) -> np.ndarray:
         """By step: seconds that the slowest rank would have been busy with all of its own work, NaN if not known."""
-        by_rank = [self.series(rank, "busy_s") for rank in self.records]
-        steps = min((steps for steps, _ in by_rank), key=len)  # a rank may be a record behind while the run goes on
-        slowest = np.max([values[: len(steps)] for _, values in by_rank], axis=0)
+        by_rank = [dict(zip(*self.series(rank, "busy_s"), strict=True)) for rank in self.records]
+        steps = sorted({step for busy_s in by_rank for step in busy_s})
+        # A rank may be a record behind while the run goes on, or have lost one where the disk was full.
+        slowest = np.max([[busy_s.get(step, np.nan) for step in steps] for busy_s in by_rank], axis=0)
         return np.append(slowest, np.nan)[np.searchsorted(steps, np.arange(1, self.num_steps + 1))]
 
     def plan_begins(self, rank: int) -> list[int]:
@@ -158,10 +159,6 @@ class RunFolder:
                 if share > 0
             }
         )
-
-
-def rank_of(file: Path) -> int:
-    return int(re.search(r"rank(\d+)", file.name)[1])  # type: ignore[index]
 
 
 def _num_steps(timed: Sequence[TimedSteps], records: Mapping[int, Sequence[Mapping[str, Any]]]) -> int:

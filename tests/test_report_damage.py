@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from made_up_runs import record, write_run
+from made_up_runs import record, write_records, write_run
 
 from scripts import report
 from scripts.report import write_report
@@ -100,6 +100,84 @@ def test_a_line_that_is_neither_a_step_nor_an_epoch_is_named(folder: Path, line:
     file.write_text(json.dumps(line) + "\n")
     with pytest.raises(ValueError, match=f"{file}, line 1: expected a step's or an epoch's numbers"):
         RunFolder.read(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"step": 10**13}, "step is 10000000000000, expected 41 to 10000000: steps rise"),
+        ({"step": -1}, "step is -1, expected 41 to 10000000: steps rise"),
+        ({"step": 40}, "step is 40, expected 41 to 10000000: steps rise"),
+        ({"lent_to": {"all": 0.5}}, r"expected ranks in lent_to, found \['all'\]"),
+    ],
+)
+def test_a_record_of_no_possible_step_or_rank_is_named(folder: Path, changes: dict, said: str) -> None:
+    file = folder / "balance-rank1.jsonl"
+    with file.open("a") as stream:
+        stream.write(json.dumps({**record(1, 5, 0.5).to_dict(), **changes}) + "\n")
+    with pytest.raises(ValueError, match=f"{file}, line 5: {said}"):
+        RunFolder.read(folder)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"kind": "step", "step": 10**13, "step_s": 1.0},
+        {"kind": "step", "step": 39, "step_s": 1.0},
+        {"kind": "epoch", "step": 30},
+        {"kind": "epoch", "step": 40, "seconds": [1.0] * 42},
+    ],
+)
+def test_a_line_of_no_possible_step_is_named(folder: Path, line: dict) -> None:
+    file = folder / "metrics.jsonl"
+    with file.open("a") as stream:
+        stream.write(json.dumps(line) + "\n")
+    with pytest.raises(ValueError, match=f"{file}, line 2: step is {line['step']}, expected .*: steps rise"):
+        RunFolder.read(folder)
+
+
+def test_a_file_that_is_called_otherwise_is_no_ranks(folder: Path) -> None:
+    for kind, ending in (("balance", "jsonl"), ("columns", "npz")):
+        (folder / f"{kind}-rank-old.{ending}").write_text("anything")
+        (folder / f"{kind}-rank1-copy.{ending}").write_text("anything")
+    run = RunFolder.read(folder)
+    assert list(run.records) == [0, 1] and not run.left_out
+
+
+def test_a_run_that_cannot_be_drawn_is_left_out_and_the_others_are_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever is wrong with it; where it is the only one it is an error of one line."""
+    odd = write_run(folder.parent / "odd", "zero-pri", [0.2] * 40, PRUNES)
+    only_copies = folder.parent / "only copies"
+    only_copies.mkdir()
+    (only_copies / "balance-rank-old.jsonl").write_text("anything")
+
+    def facts(run: RunFolder) -> list[tuple[str, str]]:
+        if run.path == odd:
+            raise MemoryError("too much")
+        return []
+
+    monkeypatch.setattr("scripts.report_page.fact_rows", facts)
+    monkeypatch.setattr(sys, "argv", ["report", str(folder.parent)])
+    report.main()
+    page = (folder.parent / "report/report.html").read_text()
+    said = f"{odd}: cannot be drawn: MemoryError: too much"
+    assert f"Left out: {said}" in page and f"Left out: {only_copies}: no balance-rank" in page
+    assert page.count("<h2") == 1 and '<h2 id="run">' in page
+    monkeypatch.setattr(sys, "argv", ["report", str(odd)])
+    with pytest.raises(SystemExit, match=f"^error: {said}$"):
+        report.main()
+
+
+def test_a_rank_that_lost_a_record_shifts_none_of_its_later_ones(tmp_path: Path) -> None:
+    write_run(tmp_path, "zero-pri", [0.2] * 40, PRUNES)
+    busy_s = {1: 0.4, 2: 0.5, 3: 0.6, 4: 0.7}
+    (tmp_path / "balance-rank1.jsonl").unlink()
+    write_records(tmp_path, 1, [record(1, update, 0.0, busy_s=busy_s[update]) for update in (1, 2, 4)])
+    slowest = RunFolder.read(tmp_path).slowest_at_full_work()
+    assert slowest[:20].tolist() == [0.4] * 10 + [0.5] * 10 and slowest[30:].tolist() == [0.7] * 10
+    assert np.isnan(slowest[20:30]).all()
 
 
 @pytest.mark.parametrize("name", ["balance-rank0.jsonl", "metrics.jsonl"])
