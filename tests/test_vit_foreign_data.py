@@ -67,8 +67,6 @@ def cell(content: bytes | None = None, path: str | None = None) -> dict[str, Any
         ([1, None], "None"),
         ([1.0, 2.7], "2.7"),
         ([1.0, float("nan")], "nan"),
-        ([[1], [2]], "[1]"),
-        (["1", "2"], "'1'"),
         ([1, -1], "-1"),
         ([1, 2**40], str(2**40)),
     ],
@@ -77,6 +75,63 @@ def test_labels_that_are_no_whole_numbers_are_named(tmp_path: Path, labels: list
     said = refusal(tmp_path, [cell(png())] * 2, labels)
     assert f"the label is {found}, expected a whole number from 0 on" in said
     assert f"{tmp_path}/train.parquet, row {0 if labels[0] != 1 else 1}" in said
+
+
+@pytest.mark.parametrize(
+    ("kind", "labels"),
+    [
+        ("string", ["1", "2"]),
+        ("list<item: int64>", [[1], [2]]),
+        ("timestamp[us]", [2**62, 1]),
+        ("date32[day]", [2**30, 1]),
+        ("duration[us]", [2**62, 1]),
+    ],
+)
+def test_labels_of_a_type_that_has_no_whole_numbers_are_refused(tmp_path: Path, kind: str, labels: list[Any]) -> None:
+    temporal = {
+        "timestamp[us]": pyarrow.timestamp("us"),
+        "date32[day]": pyarrow.date32(),
+        "duration[us]": pyarrow.duration("us"),
+    }
+    column = pyarrow.array(labels, pyarrow.int32() if kind == "date32[day]" else None)
+    said = refusal(tmp_path, [cell(png())] * 2, column.cast(temporal[kind]) if kind in temporal else column)
+    assert said.startswith(f"{tmp_path}/train.parquet: column 'label' is of type {kind.split('<')[0]}")
+    assert said.endswith(", expected whole numbers from 0 on")
+
+
+def test_labels_may_be_numbers_in_a_dictionary(tmp_path: Path) -> None:
+    labels = pyarrow.array([4, 3]).dictionary_encode()
+    pyarrow.parquet.write_table(pyarrow.table({"img": [png()] * 2, "label": labels}), tmp_path / "train.parquet")
+    write_parquet(tmp_path / "test.parquet", 2)
+    assert load_splits(DataConfig(source=str(tmp_path)), ModelConfig())[0].labels.tolist() == [4, 3]
+
+
+def test_pictures_of_a_type_that_python_lacks_are_refused(tmp_path: Path) -> None:
+    times = pyarrow.array([2**62, 1]).cast(pyarrow.timestamp("us"))
+    twice = pyarrow.StructArray.from_arrays([pyarrow.array([b"1", b"2"])] * 2, names=["bytes", "bytes"])
+    for pictures in (times, twice):
+        said = refusal(tmp_path, pictures, [1, 2])
+        assert said.startswith(f"{tmp_path}/train.parquet: column 'img' is of type {str(pictures.type)[:9]}")
+
+
+@pytest.mark.parametrize("name", ["img", "label"])
+def test_two_columns_of_one_name_are_refused(tmp_path: Path, name: str) -> None:
+    columns = {"img": pyarrow.array([png()] * 2), "label": pyarrow.array([1, 2])}
+    table = pyarrow.table([*columns.values(), columns[name]], names=[*columns, name])
+    pyarrow.parquet.write_table(table, tmp_path / "train.parquet")
+    write_parquet(tmp_path / "test.parquet", 2)
+    with pytest.raises(ValueError, match=f"^{tmp_path}/train.parquet: 2 columns are named '{name}', expected one$"):
+        load_splits(DataConfig(source=str(tmp_path)), ModelConfig())
+
+
+def test_a_picture_file_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_bytes(self: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    (tmp_path / "a.png").write_bytes(png())
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    said = refusal(tmp_path, [cell(path="a.png")], [1])
+    assert said == f"{tmp_path}/train.parquet, row 0: {tmp_path}/a.png cannot be read: Permission denied"
 
 
 def test_whole_numbers_may_be_written_as_floats(tmp_path: Path) -> None:

@@ -127,11 +127,33 @@ def _num_rows(file: Path) -> int:
 def _parquet_rows(file: Path) -> Iterator[Cells]:
     with _opened(file) as parquet:
         image, label = _columns(parquet.schema_arrow.names, str(file))
+        _check_label_type(parquet.schema_arrow.field(label).type, f"{file}: column {label!r}")
         number = 0
         for batch in parquet.iter_batches(batch_size=100, columns=[image, label]):
-            for cells in zip(batch.column(image).to_pylist(), batch.column(label).to_pylist(), strict=True):
+            pictures, labels = (_values(batch.column(name), f"{file}: column {name!r}") for name in (image, label))
+            for cells in zip(pictures, labels, strict=True):
                 yield Cells(f"{file}, row {number}", *cells, file.parent)
                 number += 1
+
+
+def _check_label_type(kind: Any, where: str) -> None:
+    """Labels are numbers, also as a dictionary has them; each row is checked for itself.
+
+    Raises:
+        ValueError: for any other type.
+    """
+    from pyarrow import types
+
+    number = kind.value_type if types.is_dictionary(kind) else kind
+    if not (types.is_integer(number) or types.is_floating(number) or types.is_boolean(number)):
+        raise ValueError(f"{where} is of type {kind}, expected whole numbers from 0 on")
+
+
+def _values(column: Any, where: str) -> list[Any]:
+    try:
+        return column.to_pylist()
+    except (ValueError, OverflowError) as error:  # dates out of Python's range, a name twice in a struct
+        raise ValueError(f"{where} is of type {column.type}, which cannot be read: {error}") from error
 
 
 @contextmanager
@@ -159,4 +181,7 @@ def _columns(names: Iterable[str], where: str) -> tuple[str, str]:
     label = next((name for name in _LABEL_COLUMNS if name in names), None)
     if image is None or label is None:
         raise ValueError(f"{where}: columns are {names}, expected one of {_IMAGE_COLUMNS} and one of {_LABEL_COLUMNS}")
+    for name in (image, label):
+        if names.count(name) > 1:
+            raise ValueError(f"{where}: {names.count(name)} columns are named {name!r}, expected one")
     return image, label

@@ -62,7 +62,11 @@ def _pixels(row: Cells, side: int) -> np.ndarray:
     if isinstance(content, dict):
         content = content.get("bytes")
         if content is None and row.picture.get("path"):
-            content = _file_of(row, str(row.picture["path"])).read_bytes()
+            file = _file_of(row, str(row.picture["path"]))
+            try:
+                content = file.read_bytes()
+            except OSError as error:
+                raise ValueError(f"{row.where}: {file} cannot be read: {error.strerror}") from error
     if not isinstance(content, bytes):
         raise ValueError(f"{row.where}: no picture in it, found {reprlib.repr(row.picture)}")
     try:
