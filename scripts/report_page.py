@@ -130,9 +130,11 @@ def page_of(title: str, sections: Sequence[RunSection], compared: Sequence[Named
 
 def fact_rows(run: RunFolder) -> list[tuple[str, str]]:
     """What the run was, and what its summary says."""
-    speed = run.speed()
+    speed, (fewest, most) = run.speed(), run.left_out_steps()
+    how_many = "step" if most == 1 else f"{most} steps" if fewest == most else f"{fewest} to {most} steps"
+    without = f", without the first {how_many} of a start" if most else ""
     told = [
-        (f"{name} step, ms, without the first {run.settle_steps} steps of a start", f"{speed[key]:.4g}")
+        (f"{name} step, ms{without}", f"{speed[key]:.4g}")
         for key, name in (("mean_step_ms", "mean"), ("step_ms", "median"))
         if np.isfinite(speed[key])
     ]

@@ -87,9 +87,14 @@ class RunFolder:
 
     @property
     def settle_steps(self) -> int:
-        """First steps of each start that do not count in the speed of the run."""
+        """First steps of each start that do not count in the speed of the run, where it is long enough."""
         told = section_of(self.config, "output").get("settle_steps")
         return told if isinstance(told, int) else OutputConfig.settle_steps
+
+    def left_out_steps(self) -> tuple[int, int]:
+        """The fewest and the most first steps of a start that do not count in the speed: at most half of its steps."""
+        of_starts = [min(self.settle_steps, len(seconds) // 2) for seconds in seconds_by_process(self.timed) if seconds]
+        return (min(of_starts), max(of_starts)) if of_starts else (0, self.settle_steps)
 
     def speed(self) -> dict[str, float]:
         """``step_ms``, the median, and ``mean_step_ms`` as ``summary.json`` has them; NaN where nothing was timed.

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from made_up_runs import LAYERS, record, write_metrics, write_records, write_run
+from made_up_runs import LAYERS, epoch_of, record, write_metrics, write_records, write_run
 from matplotlib import pyplot
 
 from scripts.report import write_report
@@ -117,6 +117,24 @@ def test_the_page_has_one_mean_step_and_it_is_that_of_the_summary(tmp_path):
         assert facts["mean step, ms, without the first 5 steps of a start"] == "214.3"
         page = write_report(run, tmp_path / "report").read_text()
         assert page.count("mean step") == 1
+
+
+@pytest.mark.parametrize(
+    ("starts", "said"),
+    [
+        ((18,), ", without the first 9 steps of a start"),
+        ((60,), ", without the first 20 steps of a start"),
+        ((18, 60), ", without the first 9 to 20 steps of a start"),
+        ((3,), ", without the first step of a start"),
+        ((1,), ""),
+    ],
+)
+def test_so_many_first_steps_are_left_out_as_the_page_says(tmp_path, starts, said):
+    run = write_run(tmp_path, "zero-pri", [0.2] * 100, output={"settle_steps": 20})
+    begins = [sum(starts[:number]) for number in range(len(starts))]
+    epochs = zip(starts, begins, strict=True)
+    write_metrics(run, [epoch_of([0.2] * length, begin=begin, from_step=begin) for length, begin in epochs])
+    assert next(name for name, _ in fact_rows(RunFolder.read(run))) == f"mean step, ms{said}"
 
 
 def test_measured_times_are_drawn_over_the_steps_before_their_lines(folder):
