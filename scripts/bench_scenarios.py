@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -24,7 +25,7 @@ from rich.table import Table
 from scripts.scenario_figures import Figures, mean_figures
 from scripts.scenarios import CALIBRATIONS, COURSES, NOISES, Scenario
 from zeroresize.config import BalanceConfig
-from zeroresize.yaml_values import load_yaml
+from zeroresize.yaml_values import load_yaml, yaml_mistake
 
 MODES = ("zero-pri", "mig", "semi")
 OSCILLATING = ("each in turn, 1 update", "2 updates on, 2 off", "1 update on, 3 off")
@@ -148,6 +149,23 @@ def cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
+def configs_of(modes: Sequence[str], changes: Sequence[str]) -> dict[str, BalanceConfig]:
+    """By mode, with ``KEY=VALUE`` changed.
+
+    Raises:
+        ValueError: if a change is not written so, or its key or value is not allowed in one of the modes.
+    """
+    pairs = [one.partition("=") for one in changes]
+    for change, (key, separator, _) in zip(changes, pairs, strict=True):
+        if not key or not separator:
+            raise ValueError(f"{change!r}: expected KEY=VALUE, as tolerance=0.2")
+    try:
+        values = {key: load_yaml(value) for key, _, value in pairs}
+    except yaml.YAMLError as error:
+        raise ValueError(yaml_mistake(error)) from error
+    return {mode: BalanceConfig.from_dict({"mode": mode} | values) for mode in modes}
+
+
 def key_of(row: dict[str, Any]) -> tuple[str, ...]:
     return tuple(str(row[name]) for name in KEYS)
 
@@ -166,7 +184,10 @@ def main() -> None:
     parser.add_argument("--before", type=Path, help="a CSV file of another version, to compare with")
     arguments = parser.parse_args()
     seeds = arguments.seeds or (2 if arguments.quick else 8)
-    changes = [one.partition("=") for one in arguments.set]
+    try:
+        configs = configs_of(arguments.modes, arguments.set)
+    except ValueError as error:
+        parser.error(f"argument --set: {error}")
     before = {}
     if arguments.before:
         with arguments.before.open(encoding="utf-8", newline="") as file:
@@ -178,12 +199,13 @@ def main() -> None:
         for scenario, mode in own
         if mode in arguments.modes
     ]
+    if not chosen:
+        parser.error(f"sections {arguments.only} have no line with modes {arguments.modes}: choose others")
     rows, single = [], []
     for section, scenario, mode in track(
         chosen, description="simulating", console=Console(stderr=True), transient=True
     ):
-        config = BalanceConfig.from_dict({"mode": mode} | {key: load_yaml(value) for key, _, value in changes})
-        found = mean_figures([scenario.figures(config, seed) for seed in range(seeds)])
+        found = mean_figures([scenario.figures(configs[mode], seed) for seed in range(seeds)])
         rows.append(as_row(section, scenario, mode, found))
         single.append({"settled": found.settled, "released": found.released})
     print_table(rows, before)

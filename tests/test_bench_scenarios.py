@@ -42,6 +42,24 @@ def test_what_changed_stands_beside_what_it_was(bench, tmp_path):
     assert "0.000 (0.1" in " ".join(table.split()), "nothing is dropped any more"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--only", "calibration", "--modes", "mig", "--csv", "x.csv"), "sections ['calibration'] have no line with"),
+        (("--set", "tolerance"), "argument --set: 'tolerance': expected KEY=VALUE"),
+        (("--set", "tolerance=much"), "argument --set: tolerance="),
+        (("--set", "tolerance=["), "argument --set: "),
+        (("--set", "tolerant=0.2"), "argument --set: "),
+    ],
+)
+def test_what_cannot_be_simulated_is_said_before(monkeypatch, capsys, arguments, said):
+    monkeypatch.setattr(sys, "argv", ["bench_scenarios", "--quick", "--seeds", "1", *arguments])
+    monkeypatch.setattr(bench_scenarios, "print_table", lambda *_: pytest.fail("something was simulated"))
+    with pytest.raises(SystemExit) as ended:
+        bench_scenarios.main()
+    assert ended.value.code == 2 and f"error: {said}" in capsys.readouterr().err
+
+
 def test_every_line_is_another_one():
     for quick in (True, False):
         lines = [line for own in bench_scenarios.sections(quick).values() for line in set(own)]
