@@ -43,7 +43,9 @@ th:first-child, td:first-child, .facts td { text-align: left } figcaption, .note
 <td>{% if loop.first %}<a href="#{{ cell | urlencode }}">{{ cell }}</a>{% else %}{{ cell }}{% endif %}</td>
 {% endfor %}</tr>{% endfor %}</table>
 <p class="note">{{ compared_with }} Dropped and lent: shares of its products, mean over all steps, of the rank that
-drops, or lends, most. Times of steps leave out the first ones of each start, which warm up.</p>
+drops, or lends, most. Times of steps leave out the first ones of each start, which warm up. This table compares runs
+with each other; below, each run is compared with its own steps at full work. Where the two differ much, something else
+was busy during one of them.</p>
 {% endif %}
 {% for run in runs %}
 {% if compared %}<h2 id="{{ run.title }}">{{ run.title }}</h2>{% endif %}

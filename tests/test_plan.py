@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroresize.plan import LayerPlan
+from zeroresize.plan import LayerPlan, RankPlan, WorkloadPlan
 
 
 @given(st.integers(1, 60).flatmap(lambda k: st.tuples(st.just(k), st.permutations(range(k)), st.integers(0, k - 1))))
@@ -66,3 +66,10 @@ def test_a_plan_cannot_be_changed():
     plan = LayerPlan.from_pruned(torch.tensor([1]), 3)
     with pytest.raises(AttributeError):
         plan.imputation = "average"
+
+
+def test_a_plan_tells_who_is_slow_and_what_becomes_of_their_products():
+    plan = WorkloadPlan((RankPlan(), RankPlan(0.5, 0.25, True), RankPlan(0.0, 1.0, True)))
+    assert plan.stragglers == [1, 2]
+    assert plan.told == "stragglers: rank 1 (prunes 0.50, lends 0.25), rank 2 (prunes 0.00, lends 1.00)"
+    assert WorkloadPlan((RankPlan(),) * 2).told == "stragglers: none"

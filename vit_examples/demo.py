@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -91,7 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     save_picture(picture, results, straggler=STRAGGLER)
     console.print(results_table(results))
     console.print(f"Picture: {picture}   Details: {parsed.output}/<run>/metrics.jsonl, summary.json, tensorboard")
-    console.print(f"A page of all runs: python -m scripts.report {parsed.output}", highlight=False, soft_wrap=True)
+    python = os.path.relpath(sys.executable)
+    console.print(f"A page of all runs: {python} -m scripts.report {parsed.output}", highlight=False, soft_wrap=True)
     return 0
 
 
@@ -221,7 +223,7 @@ def results_table(results: dict[str, dict[str, Any]]) -> Table:
     step_ms = {name: result["summary"]["step_ms"] for name, result in results.items()}
     steps = max(result["summary"]["steps"] for result in results.values())
     table = Table(title="One slow rank, without and with balancing", title_justify="left", caption_justify="left")
-    table.caption = caption(results, steps)
+    table.caption = caption(results, steps, is_shorter=min(step_ms.values()) < step_ms["homogeneous"])
     for heading in ("run", "step, ms", "speed-up", "÷ homogen.", "dropped", "lent", "accuracy"):
         table.add_column(heading, justify="left" if heading == "run" else "right", no_wrap=True)
     for name, result in results.items():
@@ -238,16 +240,24 @@ def results_table(results: dict[str, dict[str, Any]]) -> Table:
     return table
 
 
-def caption(results: dict[str, dict[str, Any]], steps: int) -> str:
-    """What the table does not say of itself."""
+def caption(results: dict[str, dict[str, Any]], steps: int, *, is_shorter: bool) -> str:
+    """What the table does not say of itself.
+
+    Args:
+        is_shorter: whether a run's step is shorter than the undisturbed one's.
+    """
     said = [
-        f"homogeneous: nobody slow; Baseline: rank {STRAGGLER} slow, nothing done (speed-up 1). Dropped and lent: "
-        "shares of the slow rank's products, mean over all steps; what is lent is computed by the other rank, exactly "
-        "(SEMI lends where that takes less time than it saves). After only "
+        f"homogeneous: nobody slow; Baseline: rank {STRAGGLER} slow, nothing done (speed-up 1). ZERO-PriDiffR: γ by "
+        "measurement. Step: median of those after the first plan. Dropped and lent: shares of the slow rank's "
+        "products, mean over all steps, also those before the first plan; what is lent is computed by the other rank, "
+        "exactly (SEMI lends where that takes less time than it saves). After only "
         f"{steps} steps accuracy suffers from what is dropped.",
-        f"Where work is dropped a step may be shorter than homogeneous: rank {STRAGGLER} then ends 5% before the "
-        "other, which need not wait for it, and leaves memory and, asleep, a core.",
     ]
+    if is_shorter:
+        said.append(
+            f"Why a step may be shorter than homogeneous where work is dropped: rank {STRAGGLER} then ends 5% before "
+            "the other, which does not wait for it, and while it sleeps the other has more of the machine."
+        )
     halves = [
         f"{name} {' and '.join(f'{half:.0f}' for half in result['halves_ms'])} ms"
         for name, result in results.items()

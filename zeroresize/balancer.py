@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -29,6 +30,8 @@ from zeroresize.policy.sharing import borrowed_shares
 from zeroresize.pretests import make_pretests
 from zeroresize.telemetry import UpdateRecord
 from zeroresize.whereabouts import Call, Whereabouts
+
+logger = logging.getLogger(__name__)
 
 _RECORDED_METRICS = (
     "ratio",
@@ -220,12 +223,13 @@ class Balancer:
     def metrics(self) -> dict[str, float]:
         """This rank's numbers for any logger, names beginning with ``balance/``.
 
-        Of :class:`~zeroresize.telemetry.UpdateRecord`, as they are now: ``ratio``, ``busy_s``, ``products_s``,
-        ``predicted_step_s``, ``is_straggler`` (0 or 1), and in mode "off" ``would/<mode>/…``. Of the last step:
-        ``pruned_share``, ``lent_share``, ``borrowed_share``, which differ from the plan's after a step at full work or
-        a new plan. Besides: ``least_busy_s`` (busy time at the cheapest pruning ratio, by the measured cost: the floor
-        of ZERO), ``overhead_s`` (seconds balancing cost in the last step), ``statistic_bytes`` and ``migration_bytes``
-        (memory for the priority's statistic, and for lent and borrowed slices).
+        Of :class:`~zeroresize.telemetry.UpdateRecord`, as they are now: ``ratio``, ``busy_s`` and ``products_s`` (as
+        they would be at full work), ``predicted_step_s``, ``is_straggler`` (0 or 1), and in mode "off"
+        ``would/<mode>/…``. Of the last step: ``pruned_share``, ``lent_share``, ``borrowed_share``, which differ from
+        the plan's after a step at full work or a new plan. Besides: ``least_busy_s`` (busy time at the cheapest pruning
+        ratio, by the measured cost: the floor of ZERO), ``overhead_s`` (seconds balancing cost in the last step),
+        ``statistic_bytes`` and ``migration_bytes`` (memory for the priority's statistic, and for lent and borrowed
+        slices).
         """
         record, times = self._record(), self._measurement.times
         numbers = {name: float(getattr(record, name)) for name in _RECORDED_METRICS} | {
@@ -417,8 +421,11 @@ class Balancer:
         self._note(Call.STEP)
         self._measurement.learn()
         measured = self._measurement
+        before = self.plan.stragglers
         self._decision.update(measured.times, measured.cost, measured.wait_s, self._agreed)
         self._is_at_full_work = self.plan.begins_at_full_work
+        if self._rank == 0 and self.plan.stragglers != before:
+            logger.info("step %d: %s", self._num_steps, self.plan.told)
 
     def _note(self, call: Call) -> None:
         """Where this rank is, for the other ranks and for what errors tell."""

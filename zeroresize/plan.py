@@ -62,6 +62,20 @@ class WorkloadPlan:
     begins_at_full_work: bool = False
     loans: tuple[Loan, ...] = ()
 
+    @property
+    def stragglers(self) -> list[int]:
+        """Ranks that were found to be slow."""
+        return [rank for rank, plan in enumerate(self.ranks) if plan.is_straggler]
+
+    @property
+    def told(self) -> str:
+        """Who is slow and what becomes of their products, for a log."""
+        slow = [
+            f"rank {rank} (prunes {self.ranks[rank].pruned:.2f}, lends {self.ranks[rank].lent:.2f})"
+            for rank in self.stragglers
+        ]
+        return f"stragglers: {', '.join(slow) or 'none'}"
+
 
 @dataclass(frozen=True, eq=False)
 class LayerPlan:
