@@ -68,8 +68,9 @@ def test_a_plan_cannot_be_changed():
         plan.imputation = "average"
 
 
-def test_a_plan_tells_who_is_slow_and_what_becomes_of_their_products():
-    plan = WorkloadPlan((RankPlan(), RankPlan(0.5, 0.25, True), RankPlan(0.0, 1.0, True)))
-    assert plan.stragglers == [1, 2]
-    assert plan.told == "stragglers: rank 1 (prunes 0.50, lends 0.25), rank 2 (prunes 0.00, lends 1.00)"
-    assert WorkloadPlan((RankPlan(),) * 2).told == "stragglers: none"
+def test_a_plan_tells_who_prunes_and_lends():
+    plan = WorkloadPlan((RankPlan(0.0, 0.0, True), RankPlan(0.5, 0.25, True), RankPlan(0.0, 1.0, True)))
+    assert plan.relieved == [1, 2]
+    told = ("rank 1 prunes 0.50 and lends 0.25", "rank 2 prunes 0.00 and lends 1.00")
+    assert plan.told == ", ".join(f"{one} of its products" for one in told)
+    assert WorkloadPlan((RankPlan(),) * 2).told == "every rank computes all of its products"

@@ -421,10 +421,10 @@ class Balancer:
         self._note(Call.STEP)
         self._measurement.learn()
         measured = self._measurement
-        before = self.plan.stragglers
+        before = self.plan.relieved
         self._decision.update(measured.times, measured.cost, measured.wait_s, self._agreed)
         self._is_at_full_work = self.plan.begins_at_full_work
-        if self._rank == 0 and self.plan.stragglers != before:
+        if self._rank == 0 and self.plan.relieved != before:
             logger.info("step %d: %s", self._num_steps, self.plan.told)
 
     def _note(self, call: Call) -> None:

@@ -63,18 +63,18 @@ class WorkloadPlan:
     loans: tuple[Loan, ...] = ()
 
     @property
-    def stragglers(self) -> list[int]:
-        """Ranks that were found to be slow."""
-        return [rank for rank, plan in enumerate(self.ranks) if plan.is_straggler]
+    def relieved(self) -> list[int]:
+        """Ranks that prune or lend."""
+        return [rank for rank, plan in enumerate(self.ranks) if plan.pruned > 0.0 or plan.lent > 0.0]
 
     @property
     def told(self) -> str:
-        """Who is slow and what becomes of their products, for a log."""
-        slow = [
-            f"rank {rank} (prunes {self.ranks[rank].pruned:.2f}, lends {self.ranks[rank].lent:.2f})"
-            for rank in self.stragglers
+        """Who prunes and lends how much, for a log."""
+        shares = [
+            f"rank {rank} prunes {self.ranks[rank].pruned:.2f} and lends {self.ranks[rank].lent:.2f} of its products"
+            for rank in self.relieved
         ]
-        return f"stragglers: {', '.join(slow) or 'none'}"
+        return ", ".join(shares) or "every rank computes all of its products"
 
 
 @dataclass(frozen=True, eq=False)
