@@ -8,6 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: a thread pool in 
 
 import importlib
 import importlib.util
+import signal
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -25,6 +26,10 @@ COLOSSALAI_IS_REQUIRED = os.environ.get("ZERORESIZE_REQUIRE_COLOSSALAI") == "1"
 
 
 def pytest_configure() -> None:
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):  # as in the background of a script; what is started inherits it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if COLOSSALAI_IS_REQUIRED and importlib.util.find_spec("colossalai") is None:
         raise pytest.UsageError("ZERORESIZE_REQUIRE_COLOSSALAI=1, but Colossal-AI is not installed (make setup)")
 
