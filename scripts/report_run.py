@@ -12,7 +12,7 @@ import numpy as np
 from scripts.report_files import files_of_ranks, read_columns, read_metrics, read_records, read_values, section_of
 from vit_examples.balance_log import mean_of_plans, plan_begins
 from vit_examples.config import OutputConfig
-from vit_examples.recorder import timing
+from vit_examples.recorder import num_settling, timing
 from vit_examples.step_times import TimedSteps, seconds_by_process, timed_steps
 
 
@@ -93,7 +93,7 @@ class RunFolder:
 
     def left_out_steps(self) -> tuple[int, int]:
         """The fewest and the most first steps of a start that do not count in the speed: at most half of its steps."""
-        of_starts = [min(self.settle_steps, len(seconds) // 2) for seconds in seconds_by_process(self.timed) if seconds]
+        of_starts = [num_settling(own, self.settle_steps) for own in seconds_by_process(self.timed) if own]
         return (min(of_starts), max(of_starts)) if of_starts else (0, self.settle_steps)
 
     def speed(self) -> dict[str, float]:

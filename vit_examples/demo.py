@@ -248,7 +248,7 @@ def caption(results: dict[str, dict[str, Any]], steps: int, *, is_shorter: bool)
     """
     said = [
         f"homogeneous: nobody slow; Baseline: rank {STRAGGLER} slow, nothing done (speed-up 1). ZERO-PriDiffR: γ by "
-        "measurement. Step: median of those after the first plan. Dropped and lent: shares of the slow rank's "
+        "measurement. Step: median, without the first steps of each start. Dropped and lent: shares of the slow rank's "
         "products, mean over all steps, also those before the first plan; what is lent is computed by the other rank, "
         "exactly (SEMI lends where that takes less time than it saves). After only "
         f"{steps} steps accuracy suffers from what is dropped.",

@@ -172,6 +172,11 @@ class Recorder:
                 self._board.add(name if "/" in name else prefix + name, value, step)
 
 
+def num_settling(seconds: Sequence[float], settle_steps: int) -> int:
+    """How many first iterations of a process are not timed: ``settle_steps``, but at most half of them."""
+    return min(settle_steps, len(seconds) // 2)
+
+
 def timing(
     by_process: Sequence[Sequence[float]], *, settle_steps: int, batch_size: int, steps_per_epoch: int
 ) -> dict[str, float]:
@@ -185,7 +190,7 @@ def timing(
         by_process: one sequence for each process that trained a part of the run.
         settle_steps: so many first iterations of each, at most half, are left out.
     """
-    settled = [one for seconds in by_process for one in seconds[min(settle_steps, len(seconds) // 2) :]] or [math.nan]
+    settled = [one for seconds in by_process for one in seconds[num_settling(seconds, settle_steps) :]] or [math.nan]
     mean_s = statistics.fmean(settled)
     return {
         "step_ms": 1e3 * statistics.median(settled),
