@@ -14,6 +14,26 @@ from zeroresize.columns import Columns
 
 
 @dataclass(frozen=True)
+class Shares:
+    """What becomes of one rank's product FLOPs, and what it computes for others, in units of its own at full work.
+
+    Attributes:
+        pruned: nobody computes it.
+        lent: other ranks compute it.
+        borrowed: what the rank computes for other ranks.
+    """
+
+    pruned: float = 0.0
+    lent: float = 0.0
+    borrowed: float = 0.0
+
+    @property
+    def spared(self) -> float:
+        """Share of its own products that the rank does not compute, γ."""
+        return self.pruned + self.lent
+
+
+@dataclass(frozen=True)
 class RankPlan:
     """One rank's share of a plan.
 
