@@ -26,8 +26,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zeroresize.injection import Contention, SlowOps, round_robin
 from zeroresize.injection.schedule import KINDS, SCHEDULES, SCOPES, checked_chi
-from zeroresize.value_checks import at_least, known_keys, one_of
-from zeroresize.yaml_values import read_yaml
+from zeroresize.utils.value_checks import at_least, known_keys, one_of
+from zeroresize.utils.yaml_values import read_yaml
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,8 @@ from full_disk import files_of_at_most
 from virtual_training import Run
 
 from zeroresize.config_keys import MODES
-from zeroresize.json_lines import read_json_lines
 from zeroresize.telemetry import JsonLinesTelemetry, TensorBoardTelemetry, UpdateRecord
+from zeroresize.utils.json_lines import read_json_lines
 
 FIELDS = {field.name for field in dataclasses.fields(UpdateRecord)}
 

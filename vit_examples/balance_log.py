@@ -15,7 +15,7 @@ import numpy as np
 
 import zeroresize as zr
 from vit_examples.run_folder import writable
-from zeroresize.best_effort import BestEffort
+from zeroresize.utils.best_effort import BestEffort
 
 
 class BalanceLog:

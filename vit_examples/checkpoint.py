@@ -26,7 +26,7 @@ from vit_examples.config import RunConfig
 from vit_examples.host import Host
 from vit_examples.manifest import require_intact, sealed, sync_names, write_manifest
 from vit_examples.plain_files import read_state, read_values, state_files, write_state, write_values
-from zeroresize.value_checks import at_least, is_number, known_keys
+from zeroresize.utils.value_checks import at_least, is_number, known_keys
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")

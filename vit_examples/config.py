@@ -10,7 +10,7 @@ from typing import Any
 
 from zeroresize.config import BalanceConfig
 from zeroresize.injection.schedule import KINDS, SCHEDULES, SCOPES, checked_chi, round_robin
-from zeroresize.value_checks import at_least, divides, is_bool, number, one_of
+from zeroresize.utils.value_checks import at_least, divides, is_bool, number, one_of
 
 HOSTS = ("colossalai", "torch")
 PRECISIONS = ("fp32", "bf16", "fp16")

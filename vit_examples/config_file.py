@@ -17,8 +17,8 @@ import yaml
 from vit_examples.config import HOSTS, DataConfig, ModelConfig, OutputConfig, RunConfig, StragglerConfig, TrainingConfig
 from zeroresize.config import BalanceConfig
 from zeroresize.config_keys import MODES
-from zeroresize.value_checks import known_keys
-from zeroresize.yaml_values import load_yaml, read_yaml, yaml_mistake
+from zeroresize.utils.value_checks import known_keys
+from zeroresize.utils.yaml_values import load_yaml, read_yaml, yaml_mistake
 
 CONFIG_FOLDER = Path(__file__).parent / "configs"
 SECTIONS: dict[str, Any] = {

@@ -31,7 +31,7 @@ from vit_examples.launch import started, train_command
 from vit_examples.recorder import timing
 from vit_examples.run_folder import empty, writable
 from vit_examples.step_times import seconds_by_process, timed_steps
-from zeroresize.json_lines import read_json_lines
+from zeroresize.utils.json_lines import read_json_lines
 
 NUM_RANKS = 2
 STRAGGLER = 1

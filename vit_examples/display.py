@@ -9,7 +9,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from zeroresize.best_effort import BestEffort
+from zeroresize.utils.best_effort import BestEffort
 
 
 class Display:

@@ -18,7 +18,7 @@ import zeroresize as zr
 from vit_examples.config import RunConfig
 from vit_examples.host import Host
 from vit_examples.model import build_vit, parallel_style
-from zeroresize.collectives import require_group
+from zeroresize.comm.collectives import require_group
 
 
 class TorchHost(Host):

@@ -20,9 +20,9 @@ from vit_examples.code_commit import commit_of_code
 from vit_examples.config import RunConfig
 from vit_examples.config_file import config_to_dict
 from vit_examples.run_folder import writable
-from zeroresize.best_effort import BestEffort
-from zeroresize.event_board import EventBoard
-from zeroresize.json_lines import JsonLines, without_nan
+from zeroresize.utils.best_effort import BestEffort
+from zeroresize.utils.event_board import EventBoard
+from zeroresize.utils.json_lines import JsonLines, without_nan
 
 MOST_RANKS_SHOWN = 16
 _PACKAGES = ("torch", "colossalai", "transformers", "numpy")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroresize.optimizers import stepped_tensors, torch_optimizer
+from zeroresize.optim.optimizers import stepped_tensors, torch_optimizer
 
 _MOMENTS = "optimizer."
 _ADAMW_STATE = ("exp_avg", "exp_avg_sq", "step")

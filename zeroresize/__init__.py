@@ -4,7 +4,7 @@ from zeroresize.balancer import Balancer
 from zeroresize.config import BalanceConfig
 from zeroresize.convert import convert
 from zeroresize.injection import StragglerInjector, round_robin, static
-from zeroresize.linear import ColumnParallelLinear, RowParallelLinear
+from zeroresize.layers.linear import ColumnParallelLinear, RowParallelLinear
 from zeroresize.telemetry import JsonLinesTelemetry, TensorBoardTelemetry, UpdateRecord
 
 __version__ = "0.1.0"

@@ -14,22 +14,22 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from zeroresize import assembly, balancer_state
-from zeroresize.collectives import group_rank, group_ranks, group_size, require_group
+from zeroresize.comm.collectives import group_rank, group_ranks, group_size, require_group
+from zeroresize.comm.whereabouts import Call, Whereabouts
 from zeroresize.config import BalanceConfig
 from zeroresize.config_keys import PINNABLE_MODES
+from zeroresize.control import assembly, balancer_state
+from zeroresize.control.group_decision import GroupDecision
+from zeroresize.control.lineage import LineageTable
+from zeroresize.control.plan_installer import PlanInstaller
 from zeroresize.convert import balanced_layers
-from zeroresize.decision import GroupDecision
-from zeroresize.functional import LastGradients
-from zeroresize.installation import PlanInstaller
-from zeroresize.lineage import LineageTable
-from zeroresize.measurement import Measurement
-from zeroresize.plan import WorkloadPlan
-from zeroresize.policy.selector import Relief
-from zeroresize.policy.sharing import borrowed_shares
-from zeroresize.pretests import make_pretests
+from zeroresize.layers.functional import LastGradients
+from zeroresize.measure.calibration import make_pretests
+from zeroresize.measure.rank_monitor import Measurement
+from zeroresize.plan.group import WorkloadPlan
+from zeroresize.policy.columns.selector import Relief
+from zeroresize.policy.rules.sharing import borrowed_shares
 from zeroresize.telemetry import UpdateRecord
-from zeroresize.whereabouts import Call, Whereabouts
 
 logger = logging.getLogger(__name__)
 

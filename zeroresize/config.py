@@ -26,8 +26,8 @@ from zeroresize.config_keys import (
     differentiates_layers,
     without_effect,
 )
-from zeroresize.value_checks import at_least, is_bool, is_number, known_keys, number, one_of
-from zeroresize.yaml_values import read_yaml
+from zeroresize.utils.value_checks import at_least, is_bool, is_number, known_keys, number, one_of
+from zeroresize.utils.yaml_values import read_yaml
 
 
 @dataclass(frozen=True, kw_only=True)

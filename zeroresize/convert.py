@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from zeroresize.balanced_linear import BalancedLinear
-from zeroresize.collectives import group_size, require_group, same_ranks
+from zeroresize.comm.collectives import group_size, require_group, same_ranks
 from zeroresize.config import BalanceConfig
-from zeroresize.timing import StepTimer
-from zeroresize.weight_checks import why_no_whole_weight
+from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.layers.weight_checks import why_no_whole_weight
+from zeroresize.measure.step_timer import StepTimer
 
 logger = logging.getLogger(__name__)
 

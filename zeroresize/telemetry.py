@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zeroresize.best_effort import BestEffort
-from zeroresize.event_board import EventBoard
-from zeroresize.json_lines import JsonLines, without_nan
+from zeroresize.utils.best_effort import BestEffort
+from zeroresize.utils.event_board import EventBoard
+from zeroresize.utils.json_lines import JsonLines, without_nan
 
 
 @dataclass(frozen=True)

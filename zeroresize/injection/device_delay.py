@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from zeroresize.timing import DeviceClock
+from zeroresize.measure.step_timer import DeviceClock
 
 _CALIBRATION_CYCLES = 10_000_000
 

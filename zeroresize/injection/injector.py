@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from zeroresize.balanced_linear import BalancedLinear
-from zeroresize.collectives import group_rank, group_size, require_group
+from zeroresize.comm.collectives import group_rank, group_size, require_group
 from zeroresize.injection.contention import Contention
 from zeroresize.injection.schedule import KINDS, SCOPES, Schedule, checked_chi
 from zeroresize.injection.slow_layers import SlowLayers
 from zeroresize.injection.slow_ops import SlowOps
-from zeroresize.value_checks import one_of
+from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.utils.value_checks import one_of
 
 
 class StragglerInjector:
@@ -24,10 +24,10 @@ class StragglerInjector:
 
     A straggler with skewness χ takes χ times as long for every product that it really executes, in training and in
     evaluation; the delay comes before the product's result can reach a collective. With ``kind="sleep"`` the rank
-    sleeps (or spins, on a GPU's stream) after each product of the model's :class:`~zeroresize.linear.BalancedLinear`
-    layers; a model without any has the products of all its linear layers slowed, by :class:`SlowOps`. Convert the model
-    first. With ``kind="contend"`` each rank keeps to one core, and χ − 1 processes compete with a straggler for its
-    core (or its GPU), whatever it computes.
+    sleeps (or spins, on a GPU's stream) after each product of the model's balanced layers; a model without any has the
+    products of all its linear layers slowed, by :class:`SlowOps`. Convert the model first. With ``kind="contend"`` each
+    rank keeps to one core, and χ − 1 processes compete with a straggler for its core (or its GPU), whatever it
+    computes.
 
     Args:
         model: the model, already converted and on its device.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from zeroresize.value_checks import is_number
+from zeroresize.utils.value_checks import is_number
 
 Schedule = Callable[[int, int], Mapping[int, float]]
 

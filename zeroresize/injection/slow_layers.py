@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from zeroresize.balanced_linear import BalancedLinear
 from zeroresize.injection.delay import Delay, Delays
-from zeroresize.probe import Probe
+from zeroresize.kernels.probe import Probe
+from zeroresize.layers.balanced_linear import BalancedLinear
 
 
 class SlowLayers:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from zeroresize.injection.delay import Delays
 from zeroresize.injection.schedule import SCOPES
-from zeroresize.value_checks import one_of
+from zeroresize.utils.value_checks import one_of
 
 _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_addmm_activation", "aten::linear", "aten::_scaled_mm"})
 _NO_WORK = ("c10d", "_c10d", "_dtensor", "symm_mem", "prim::", "profiler::")

@@ -24,8 +24,8 @@ from colossalai.tensor.d_tensor import is_distributed_tensor
 from colossalai.tensor.d_tensor.api import init_as_dtensor
 from torch import Tensor, nn
 
-from zeroresize.balanced_linear import BalancedLinear
-from zeroresize.jagged import on_tokens
+from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.layers.jagged import on_tokens
 
 #: Sequence-parallel modes that gather or reduce-scatter the sequence inside the linear layer itself.
 _SEQUENCE_INSIDE_LINEAR = ("ring", "split_gather")

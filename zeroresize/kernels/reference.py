@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zeroresize.plan import LayerPlan
-from zeroresize.probe import Gemm
+from zeroresize.kernels.probe import Gemm
+from zeroresize.plan.layer import LayerPlan
 
 
 def forward(x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None, plan: LayerPlan | None, gemm: Gemm) -> Tensor:

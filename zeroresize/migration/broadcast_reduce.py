@@ -9,7 +9,7 @@ from collections.abc import Hashable, Sequence
 
 from torch import Tensor
 
-from zeroresize.collectives import Transfer, start_broadcast, start_reduce
+from zeroresize.comm.collectives import Transfer, start_broadcast, start_reduce
 from zeroresize.migration.carrier import Carrier, Pending, Route
 
 

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from zeroresize.collectives import Transfer
+from zeroresize.comm.collectives import Transfer
 from zeroresize.migration.pool import Pool
 
 

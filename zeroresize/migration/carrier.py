@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from zeroresize.collectives import Transfer, Transport, start_receive, start_send
+from zeroresize.comm.collectives import Transfer, Transport, start_receive, start_send
 from zeroresize.migration.buffers import Buffers
 
 

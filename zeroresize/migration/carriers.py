@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.distributed import ProcessGroup
 
-from zeroresize.collectives import Transport, group_rank
+from zeroresize.comm.collectives import Transport, group_rank
 from zeroresize.migration.broadcast_reduce import BroadcastReduce
 from zeroresize.migration.buffers import Buffers
 from zeroresize.migration.carrier import Carrier

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from zeroresize import kernels
-from zeroresize.collectives import Transfer, explanation, start_all_reduce
-from zeroresize.columns import Columns
+from zeroresize.comm.collectives import Transfer, explanation, start_all_reduce
+from zeroresize.kernels.probe import Probes
 from zeroresize.migration.carrier import Carrier, Pending, Route
-from zeroresize.migration.homecoming import Homecoming
-from zeroresize.probe import Probes
+from zeroresize.migration.gradient_return import Homecoming
+from zeroresize.plan.columns import Columns
 
 
 @dataclass(eq=False)

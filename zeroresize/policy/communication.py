@@ -10,7 +10,7 @@ from typing import Any
 from zeroresize.policy.cost_model import MigrationCost
 from zeroresize.policy.smoothing import smoothed
 from zeroresize.policy.times import MOST_SECONDS
-from zeroresize.state_checks import Check, keyed, not_negative, number, optional, row
+from zeroresize.utils.state_checks import Check, keyed, not_negative, number, optional, row
 
 #: What differs by less than this share of a step is noise: ranks that are equally busy wait for each other's jitter.
 _NOISE = 0.03

@@ -9,18 +9,18 @@ from typing import Any
 
 from zeroresize.config import BalanceConfig
 from zeroresize.config_keys import MIGRATING_MODES, PRUNING_MODES
-from zeroresize.plan import Loan, RankPlan, WorkloadPlan
+from zeroresize.plan.group import Loan, RankPlan, WorkloadPlan
 from zeroresize.policy.communication import CollectiveTimes, CommunicationEstimate
 from zeroresize.policy.cost_model import ResizingCost
 from zeroresize.policy.curves import GroupTimes
 from zeroresize.policy.fingerprint import fingerprint
 from zeroresize.policy.full_work_steps import FullWorkSteps
-from zeroresize.policy.ratio import find_stragglers, reference_time
-from zeroresize.policy.rules import forced_division, wanted_division
-from zeroresize.policy.sharing import loans_of, predicted_busy_s
+from zeroresize.policy.rules.by_mode import forced_division, wanted_division
+from zeroresize.policy.rules.ratio import find_stragglers, reference_time
+from zeroresize.policy.rules.sharing import loans_of, predicted_busy_s
 from zeroresize.policy.smoothing import LARGE_CHANGE, smoothed, steadied
 from zeroresize.policy.times import RankTimes
-from zeroresize.state_checks import Check, below, count, each, flag, keyed, number, row, share
+from zeroresize.utils.state_checks import Check, below, count, each, flag, keyed, number, row, share
 
 #: Of what is pruned and lent: much finer than a column.
 _DECIMALS = 6

@@ -14,7 +14,7 @@ from typing import Any
 
 from zeroresize.policy.cost_model import ResizingCost
 from zeroresize.policy.times import RankTimes, StepTimes, full_work
-from zeroresize.state_checks import anything, each, keyed, number, optional
+from zeroresize.utils.state_checks import anything, each, keyed, number, optional
 
 #: How much of what one interval shows is believed: its time at full work is that of a single step.
 _BELIEF = 0.8

@@ -7,7 +7,7 @@ import marshal
 from collections.abc import Sequence
 from typing import Any
 
-from zeroresize.plan import Loan
+from zeroresize.plan.group import Loan
 
 #: Of marshal's format: the last in which equal values give equal bytes; later ones tell who else refers to a value.
 _FORMAT = 2

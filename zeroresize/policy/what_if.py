@@ -7,7 +7,7 @@ from typing import Any
 
 from zeroresize.config import BalanceConfig
 from zeroresize.config_keys import MIGRATING_MODES, MODES, PRUNING_MODES
-from zeroresize.plan import WorkloadPlan
+from zeroresize.plan.group import WorkloadPlan
 from zeroresize.policy.communication import CollectiveTimes
 from zeroresize.policy.controller import Controller
 from zeroresize.policy.times import RankTimes

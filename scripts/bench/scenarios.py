@@ -1,0 +1,224 @@
+"""Balancing in scenarios of a simulated cluster, side by side: python -m scripts.bench.scenarios
+
+The policy code of training meets stragglers that come and go, noise of several kinds, pre-tests that were wrong, groups
+of 2 to 64 ranks, and intervals of 1 to 10 steps. To compare two versions write the older one's figures with ``--csv``,
+and give that file to the newer one's ``--before``: what was otherwise stands in brackets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from scripts.bench.scenario import CALIBRATIONS, COURSES, NOISES, Scenario
+from scripts.bench.scenario_figures import Figures, mean_figures
+from zeroresize.config import BalanceConfig
+from zeroresize.utils.yaml_values import load_yaml, yaml_mistake
+
+MODES = ("zero-pri", "mig", "semi")
+OSCILLATING = ("each in turn, 1 update", "2 updates on, 2 off", "1 update on, 3 off")
+
+#: Scenario and mode of every line, by what the lines of a section differ in.
+Lines = list[tuple[Scenario, str]]
+
+
+def sections(quick: bool) -> dict[str, Lines]:
+    """All lines; ``quick`` leaves out what is between the ends of a range."""
+    ranks = (2, 64) if quick else (2, 4, 8, 16, 64)
+    cadences = (1, 10) if quick else (1, 2, 4, 10)
+    deviations = (0.05,) if quick else (0.02, 0.05, 0.1)
+    factors = (0.5, 2.0) if quick else (0.5, 2**-0.5, 2**0.5, 2.0)
+    watched = ("nobody slow", "χ=4")
+
+    def lines(scenarios: Iterator[Scenario], modes: Sequence[str] = MODES) -> Lines:
+        return [(scenario, mode) for scenario in scenarios for mode in modes]
+
+    return {
+        "courses": lines(Scenario(course) for course in COURSES),
+        "ranks": lines(Scenario(course, num) for course, num in itertools.product(watched, ranks)),
+        "cadence": lines(
+            Scenario(course, update_every=every)
+            for course, every in itertools.product((*watched, *OSCILLATING), cadences)
+        ),
+        "noise": lines(
+            Scenario(course, noise=noise, deviation=deviation)
+            for course, noise, deviation in itertools.product(("nobody slow", "χ=2"), NOISES, deviations)
+        ),
+        "noise at short intervals": lines(
+            Scenario("nobody slow", update_every=every, noise=noise, deviation=deviation)
+            for every, noise, deviation in itertools.product(cadences[:-1], NOISES, deviations)
+        ),
+        "calibration": lines(
+            (
+                Scenario("χ=4", update_every=every, calibration=calibration, factor=factor)
+                for every, calibration, factor in itertools.product(cadences, CALIBRATIONS, factors)
+            ),
+            ("zero-pri", "semi"),
+        ),
+        "few products": lines(Scenario("χ=2.5", num, rest_share=rest) for num, rest in ((2, 0.9), (8, 0.9), (2, 0.6))),
+    }
+
+
+def as_row(section: str, scenario: Scenario, mode: str, found: Figures) -> dict[str, Any]:
+    """What is written of a line; of the times of release those that came."""
+    finite = [updates for updates in found.released if updates < math.inf]
+    return {
+        "section": section,
+        "scenario": scenario.course,
+        "mode": mode,
+        "ranks": scenario.num_ranks,
+        "every": scenario.update_every,
+        "noise": f"{scenario.noise} {100 * scenario.deviation:g} %",
+        "calibration": "right" if scenario.factor == 1.0 else f"{scenario.calibration} × {scenario.factor:.2f}",
+        "products": round(1.0 - scenario.rest_share, 6),
+        "step / off": found.step_per_off,
+        "step / homogeneous": found.step,
+        "false starts": found.false_starts,
+        "spared falsely": found.falsely_spared,
+        "at most": found.most_falsely_spared,
+        "settled, median": statistics.median(found.settled or [math.nan]),
+        "settled, worst": max(found.settled, default=math.nan),
+        "swing": found.swing,
+        "released, median": statistics.median(finite or [math.nan]),
+        "released, worst": max(finite, default=math.nan),
+        "never released": sum(updates == math.inf for updates in found.released),
+        "recoveries": len(found.released),
+        "dropped": found.pruned,
+        "lent": found.lent,
+    }
+
+
+#: Columns that tell which line it is.
+KEYS = ("section", "scenario", "mode", "ranks", "every", "noise", "calibration", "products")
+
+
+def print_table(rows: Sequence[dict[str, Any]], before: dict[tuple[str, ...], dict[str, str]]) -> None:
+    """The table, section by section; in brackets what it was before, where that differs."""
+    headings = (
+        "scenario", "mode", "ranks", "every", "noise", "calibration", "step / off", "step / hom.",
+        "false starts", "spared falsely", "settled", "swing", "released", "dropped", "lent",
+    )  # fmt: skip
+    for section, own in itertools.groupby(rows, key=lambda row: row["section"]):
+        table = Table(*headings, title=section, title_justify="left")
+        for row in own:
+            new, old = cells(row), cells(before.get(key_of(row), row))
+            figures = [now if now == then else f"{now} ({then})" for now, then in zip(new, old, strict=True)]
+            products = "" if section != "few products" else f", products {100 * row['products']:.0f} %"
+            table.add_row(
+                row["scenario"] + products, row["mode"], str(row["ranks"]), str(row["every"]), row["noise"],
+                row["calibration"], *figures
+            )  # fmt: skip
+        Console(width=250 if before else 190).print(table)
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """The figures of a row as the table shows them, from numbers or from what a CSV file says."""
+
+    def number(name: str, digits: int) -> str:
+        value = float(row[name])
+        return "-" if math.isnan(value) else f"{value:.{digits}f}"
+
+    def median_and_worst(name: str) -> str:
+        median, worst = number(f"{name}, median", 0), number(f"{name}, worst", 0)
+        return median if median == worst else f"{median} to {worst}"
+
+    never = int(row["never released"])
+    some = f", {never} of {row['recoveries']} never" if never else ""
+    return [
+        number("step / off", 3),
+        number("step / homogeneous", 3),
+        number("false starts", 1),
+        f"{number('spared falsely', 4)}, ≤ {number('at most', 2)}" if float(row["at most"]) else "0",
+        median_and_worst("settled"),
+        number("swing", 3),
+        median_and_worst("released") + some,
+        number("dropped", 3),
+        number("lent", 3),
+    ]
+
+
+def configs_of(modes: Sequence[str], changes: Sequence[str]) -> dict[str, BalanceConfig]:
+    """By mode, with ``KEY=VALUE`` changed.
+
+    Raises:
+        ValueError: if a change is not written so, or its key or value is not allowed in one of the modes.
+    """
+    pairs = [one.partition("=") for one in changes]
+    for change, (key, separator, _) in zip(changes, pairs, strict=True):
+        if not key or not separator:
+            raise ValueError(f"{change!r}: expected KEY=VALUE, as tolerance=0.2")
+    try:
+        values = {key: load_yaml(value) for key, _, value in pairs}
+    except yaml.YAMLError as error:
+        raise ValueError(yaml_mistake(error)) from error
+    return {mode: BalanceConfig.from_dict({"mode": mode} | values) for mode in modes}
+
+
+def key_of(row: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(str(row[name]) for name in KEYS)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer values of everything, and two seeds")
+    parser.add_argument("--seeds", type=int, help="runs of every line with other noise (8; 2 if quick)")
+    parser.add_argument("--only", nargs="+", choices=sections(quick=True), help="sections")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="of BalanceConfig: tolerance=0.2"
+    )
+    parser.add_argument("--csv", type=Path, help="write the figures here, unrounded")
+    parser.add_argument("--json", type=Path, help="the same as JSON, with every run's times of settling and release")
+    parser.add_argument("--before", type=Path, help="a CSV file of another version, to compare with")
+    arguments = parser.parse_args()
+    seeds = arguments.seeds or (2 if arguments.quick else 8)
+    try:
+        configs = configs_of(arguments.modes, arguments.set)
+    except ValueError as error:
+        parser.error(f"argument --set: {error}")
+    before = {}
+    if arguments.before:
+        with arguments.before.open(encoding="utf-8", newline="") as file:
+            before = {key_of(row): row for row in csv.DictReader(file)}
+    chosen = [
+        (section, scenario, mode)
+        for section, own in sections(arguments.quick).items()
+        if section in (arguments.only or [section])
+        for scenario, mode in own
+        if mode in arguments.modes
+    ]
+    if not chosen:
+        parser.error(f"sections {arguments.only} have no line with modes {arguments.modes}: choose others")
+    rows, single = [], []
+    for section, scenario, mode in track(
+        chosen, description="simulating", console=Console(stderr=True), transient=True
+    ):
+        found = mean_figures([scenario.figures(configs[mode], seed) for seed in range(seeds)])
+        rows.append(as_row(section, scenario, mode, found))
+        single.append({"settled": found.settled, "released": found.released})
+    print_table(rows, before)
+    if arguments.csv:
+        with arguments.csv.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+    if arguments.json:
+        arguments.json.write_text(
+            json.dumps([row | own for row, own in zip(rows, single, strict=True)]), encoding="utf-8"
+        )
+
+
+if __name__ == "__main__":
+    main()

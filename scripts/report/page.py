@@ -1,0 +1,228 @@
+"""The HTML of the report: one page of one run, or of many with a comparison first."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+import numpy as np
+from matplotlib import pyplot
+from matplotlib.figure import Figure
+
+from scripts.report.compare import HEADINGS as COMPARED
+from scripts.report.compare import NamedRun, compared_with, comparison_rows
+from scripts.report.files import section_of
+from scripts.report.gain import gain_rows
+from scripts.report.pictures import (
+    columns_picture,
+    layers_picture,
+    loans_over_time_picture,
+    loans_picture,
+    times_picture,
+    work_picture,
+)
+from scripts.report.run import RunFolder
+from zeroresize.config import MIGRATING_MODES
+
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title><style>
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
+img { max-width: 100% } table { border-collapse: collapse } figure { margin: 2rem 0 }
+td, th { padding: .15rem .8rem .15rem 0; text-align: right; vertical-align: top }
+th:first-child, td:first-child, .facts td { text-align: left } figcaption, .note { color: #555 } .damage { color: #a00 }
+</style></head><body>
+<h1>{{ title }}</h1>
+{% for line in left_out %}<p class="damage">Left out: {{ line }}</p>{% endfor %}
+{% if compared %}
+<table><tr>{% for heading in compared_headings %}<th>{{ heading }}</th>{% endfor %}</tr>
+{% for row in compared %}<tr>{% for cell in row %}
+<td>{% if loop.first %}<a href="#{{ cell | urlencode }}">{{ cell }}</a>{% else %}{{ cell }}{% endif %}</td>
+{% endfor %}</tr>{% endfor %}</table>
+<p class="note">{{ compared_with }} Dropped and lent: shares of its products, mean over all steps, of the rank that
+drops, or lends, most. Times of steps leave out the first ones of each start, which warm up. This table compares runs
+with each other; below, each run is compared with its own steps at full work. Where the two differ much, something else
+was busy during one of them.</p>
+{% endif %}
+{% for run in runs %}
+{% if compared %}<h2 id="{{ run.title }}">{{ run.title }}</h2>{% endif %}
+{% for line in run.left_out %}<p class="damage">Left out: {{ line }}</p>{% endfor %}
+<h3>What balancing brought</h3>
+<table class="facts">{% for name, value in run.gain %}
+<tr>{% if name %}<td>{{ name }}</td>{% endif %}<td>{{ value }}</td></tr>{% endfor %}</table>
+<h3>The run</h3>
+<table class="facts">{% for name, value in run.facts %}
+<tr><td>{{ name }}</td><td>{{ value }}</td></tr>{% endfor %}</table>
+<h3>Ranks</h3>
+<table><tr>{% for heading in rank_headings %}<th>{{ heading }}</th>{% endfor %}</tr>
+{% for row in run.ranks %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>{% endfor %}</table>
+{% for picture in run.pictures %}
+<figure><img alt="{{ picture.caption }}" src="data:image/png;base64,{{ picture.data }}">
+<figcaption>{{ picture.caption }}</figcaption></figure>
+{% endfor %}
+{% endfor %}
+</body></html>
+"""
+RANK_HEADINGS = (
+    "rank", "updates", "busy, ms", "products, ms", "γ", "γ, most", "dropped", "lent", "borrowed", "straggler in",
+    "balancing",
+)  # fmt: skip
+SHARES = ("pruned_share", "lent_share", "borrowed_share")
+#: What the page says of a summary's numbers, besides the times of a step.
+SUMMARY_LABELS = {
+    "images_per_s": "images a second",
+    "epoch_s": "training of an epoch, s",
+    "test_accuracy": "test accuracy",
+    "epochs": "epochs",
+    "steps": "steps",
+    "ranks": "ranks",
+    "device": "device",
+    "commit": "commit",
+}
+#: So many loans are told in words; more are drawn.
+MOST_IN_WORDS = 4
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One that is on the page: what it shows, and its PNG in base64."""
+
+    caption: str
+    data: str
+
+
+@dataclass(frozen=True)
+class RunSection:
+    """What the page says of a run."""
+
+    title: str
+    left_out: Sequence[str]
+    facts: Sequence[tuple[str, str]]
+    gain: Sequence[tuple[str, str]]
+    ranks: Sequence[Sequence[str]]
+    pictures: Sequence[Picture]
+
+
+def section_of_run(title: str, run: RunFolder, folder: Path) -> RunSection:
+    """All that the page says of ``run``; its pictures go into ``folder``, too."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures = [_written(caption, draw(), folder / f"{name}.png") for name, caption, draw in pictures_of(run)]
+    return RunSection(title, run.left_out, fact_rows(run), gain_rows(run), rank_rows(run), pictures)
+
+
+def page_of(title: str, sections: Sequence[RunSection], compared: Sequence[NamedRun], left_out: Sequence[str]) -> str:
+    """The page; with a table of those that are ``compared``, if any."""
+    return (
+        jinja2.Environment(autoescape=True)
+        .from_string(PAGE)
+        .render(
+            title=title,
+            left_out=left_out,
+            compared=comparison_rows(compared),
+            compared_headings=COMPARED,
+            compared_with=compared_with(compared),
+            rank_headings=RANK_HEADINGS,
+            runs=sections,
+        )
+    )
+
+
+def fact_rows(run: RunFolder) -> list[tuple[str, str]]:
+    """What the run was, and what its summary says."""
+    speed, (fewest, most) = run.speed(), run.left_out_steps()
+    how_many = "step" if most == 1 else f"{most} steps" if fewest == most else f"{fewest} to {most} steps"
+    without = f", without the first {how_many} of a start" if most else ""
+    told = [
+        (f"{name} step, ms{without}", f"{speed[key]:.4g}")
+        for key, name in (("mean_step_ms", "mean"), ("step_ms", "median"))
+        if np.isfinite(speed[key])
+    ]
+    for name, label in SUMMARY_LABELS.items():
+        if (value := run.summary.get(name)) is not None:
+            told.append((label, f"{value:.4g}" if isinstance(value, float) else str(value)))
+    if not run.has_ended:
+        told.append(("state", "the run has not ended"))
+    straggler, balance = section_of(run.config, "straggler"), section_of(run.config, "balance")
+    if straggler.get("kind", "none") != "none":
+        told += [(f"straggler.{name}", str(straggler.get(name))) for name in ("kind", "schedule", "chi")]
+    names = ("mode", "ratio", "priority", "target")
+    told += [(f"balance.{name}", str(balance[name])) for name in names if name in balance]
+    return told + loan_rows(run)
+
+
+def loan_rows(run: RunFolder) -> list[tuple[str, str]]:
+    """What was lent, in words, unless that would be many of them."""
+    loans = run.loans()
+    if not loans:
+        return [("lent", "nothing")] if run.mode in MIGRATING_MODES else []
+    if len(loans) > MOST_IN_WORDS:
+        return []
+    return [
+        (
+            f"rank {owner} lent to rank {receiver}",
+            f"{run.mean_lent(owner, receiver):.2f} of its products, mean of all steps",
+        )
+        for owner, receiver in loans
+    ]
+
+
+def rank_rows(run: RunFolder) -> list[list[str]]:
+    """One row a rank: its last known times, its γ, shares of its products over all steps, how often it was a straggler,
+    what balancing cost it.
+    """
+    rows = []
+    step_s = run.speed()["mean_step_ms"] / 1e3
+    for rank, records in run.records.items():
+        last = records[-1]
+        balancing_s = sum(record["balancing_s"] for record in records[1:])  # the first holds the pre-test
+        steps = max(last["step"] - records[0]["step"], 1)
+        rows.append(
+            [
+                str(rank),
+                str(len(records)),
+                *(f"{1e3 * last[name]:.1f}" if last[name] is not None else "-" for name in ("busy_s", "products_s")),
+                f"{last['ratio']:.2f}",
+                f"{max(record['ratio'] for record in records):.2f}",
+                *(f"{100 * run.mean_share(rank, name):.1f} %" for name in SHARES),
+                f"{sum(record['is_straggler'] for record in records)} updates",
+                f"{100 * balancing_s / steps / step_s:.2f} % of a step" if step_s > 0 else "-",
+            ]
+        )
+    return rows
+
+
+def pictures_of(run: RunFolder) -> list[tuple[str, str, Callable[[], Figure]]]:
+    """Name, caption and how to draw it, of all that shows anything."""
+    pictures: list[tuple[str, str, Callable[[], Figure]]] = [
+        ("times", "Step time; each rank's busy time as it would be at full work; γ.", lambda: times_picture(run)),
+    ]
+    if any(run.most_by_a_rank(name) > 0 for name in SHARES):
+        caption = "What becomes of each rank's products, and what it computes for others."
+        pictures.append(("work", caption, lambda: work_picture(run)))
+    loans = run.loans()
+    if len(loans) > MOST_IN_WORDS:
+        caption = "Who lent how much to whom, mean over the run's steps."
+        pictures.append(("loans", caption, lambda: loans_picture(run)))
+    if len(loans) > 1:  # one alone is in the picture of work
+        caption = "Who lent how much to whom, over time."
+        pictures.append(("loans-over-time", caption, lambda: loans_over_time_picture(run)))
+    for rank, records in run.records.items():
+        if any(record["pruned_share"] > 0 for record in records):
+            caption = f"Rank {rank}: share of each layer's columns that was pruned."
+            pictures.append((f"layers-rank{rank}", caption, lambda rank=rank: layers_picture(run, rank)))
+    for rank, counts in run.columns.items():
+        if any(steps.any() for steps in counts.values()):
+            caption = f"Rank {rank}: in how many steps each column was pruned (epochs that have ended)."
+            pictures.append((f"columns-rank{rank}", caption, lambda rank=rank: columns_picture(run, rank)))
+    return pictures
+
+
+def _written(caption: str, figure: Figure, file: Path) -> Picture:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, dpi=130, format="png")
+    pyplot.close(figure)
+    file.write_bytes(buffer.getvalue())
+    return Picture(caption, base64.b64encode(buffer.getvalue()).decode())

@@ -1,0 +1,337 @@
+"""A balancer that is saved and loaded goes on as it was."""
+
+import copy
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from virtual_training import Run
+
+from zeroresize.config import MODES
+from zeroresize.measure import rank_monitor
+
+
+@pytest.mark.parametrize("steps_before", [9, 8])  # at an update, and just before one
+def test_a_saved_balancer_goes_on_with_the_same_plans(run_ranks, tmp_path, steps_before):
+    """Also where gathering is dear, and where the new process would measure another cost of pruning."""
+
+    def train(rank, group):
+        def slow_run(gather_s):
+            run = Run(group, chi={1: 4.0}, gather_s=gather_s)
+            return run
+
+        first = slow_run(gather_s=0.02)
+        first.steps(steps_before)
+        saved = [p.pruned for p in first.balancer.plan.ranks]
+        dcp.save({"balancer": first.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
+        first.steps(9)  # before another run takes the clock
+        resumed = slow_run(gather_s=0.0)
+        resumed.time.gather_s = 0.02
+        dcp.load({"balancer": resumed.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
+        at_once = [p.pruned for p in resumed.balancer.plan.ranks]
+        resumed.steps(9)
+        later = [[p.pruned for p in run.balancer.plan.ranks] for run in (first, resumed)]
+        return saved, at_once, *later
+
+    for saved, at_once, uninterrupted, resumed in run_ranks(train, 2):
+        assert at_once == saved and saved[1] > 0.5
+        assert resumed == pytest.approx(uninterrupted, abs=1e-9)
+
+
+def test_pins_are_saved_and_a_mode_that_does_not_prune_ignores_them(run_ranks, tmp_path):
+    def train(rank, group):
+        run = Run(group)
+        run.balancer.pin(1, 0.25)
+        dcp.save({"balancer": run.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
+        ratios = []
+        for mode in ("zero-rd", "off"):
+            resumed = Run(group, mode=mode)
+            dcp.load({"balancer": resumed.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
+            ratios.append(resumed.balancer.metrics()["balance/ratio"])
+        return ratios
+
+    assert run_ranks(train, 2) == [[0.0, 0.0], [0.25, 0.0]]
+
+
+def test_what_each_mode_would_do_is_known_again_after_resuming(run_ranks, tmp_path):
+    def train(rank, group):
+        run = Run(group, chi={1: 4.0}, mode="off")
+        run.updates(3)
+        dcp.save({"balancer": run.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
+        would = {mode: told["ratios"] for mode, told in run.balancer.what_if().items()}
+        resumed = Run(group, mode="off")
+        dcp.load({"balancer": resumed.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
+        return would, {mode: told["ratios"] for mode, told in resumed.balancer.what_if().items()}
+
+    for would, resumed in run_ranks(train, 2):
+        assert resumed == would
+        assert all(normal == 0.0 and straggler > 0.5 for normal, straggler in would.values()) and would
+
+
+def test_a_run_that_is_resumed_before_a_step_at_full_work_makes_it_too(run_ranks, tmp_path):
+    """The losses tell: at full work they are others than under pruning."""
+
+    def train(rank, group):
+        def slow_run():
+            run = Run(group, chi={1: 2.0}, update_every=5)
+            return run
+
+        first = slow_run()
+        while not first.balancer.plan.begins_at_full_work:
+            first.steps(1)
+        columns = [first.pruned()["up"]]
+        dcp.save({"balancer": first.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
+        weights = copy.deepcopy(first.model.state_dict())
+        losses = first.steps(2)
+        columns.append(first.pruned()["up"])
+        resumed = slow_run()
+        resumed.model.load_state_dict(weights)
+        dcp.load({"balancer": resumed.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
+        columns.append(resumed.pruned()["up"])
+        return [c is not None for c in columns], losses[0], resumed.steps(1)[0]
+
+    (normal, *_), (straggler, loss, resumed_loss) = run_ranks(train, 2)
+    assert normal == [False] * 3
+    assert straggler == [False, True, False]
+    assert resumed_loss == loss
+
+
+@pytest.mark.parametrize("max_ratio", [0.5, 0.95])
+def test_a_run_that_is_resumed_with_another_max_ratio_prunes_up_to_it(run_ranks, tmp_path, max_ratio):
+    """χ = 40 wants all that is allowed; what was measured up to 0.9 says nothing beyond, and too much below."""
+
+    def train(rank, group):
+        before = Run(group, chi={1: 40.0}, max_ratio=0.9)
+        before.steps(20)
+        path = tmp_path / f"rank{rank}.pt"
+        torch.save(before.balancer.state_dict(), path)
+        run = Run(group, chi={1: 40.0}, max_ratio=max_ratio)
+        run.balancer.load_state_dict(torch.load(path, weights_only=True))
+        trace = run.updates(7)
+        return before.balancer.plan.ranks[1].pruned, [pruned for _, pruned in trace]
+
+    for before, trace in run_ranks(train, 2):
+        assert 0.85 <= before <= 0.9
+        assert max(trace) <= max_ratio
+        assert max_ratio - 0.05 <= trace[-1]
+
+
+@pytest.mark.parametrize(
+    ("mode", "resumed_mode", "num_known", "is_measured_anew"),
+    [
+        ("mig", "zero-rd", 5, True),  # where neighbours are left nothing was gathered
+        ("mig", "semi", 5, True),
+        ("zero-rd", "mig", 5, True),
+        ("zero-rd", "semi", 5, False),
+        ("mig", "mig", 5, False),
+        ("zero-rd", "zero-rd", 4, True),  # as older versions saved it
+        ("mig", "mig", 4, True),
+    ],
+)
+def test_what_pruning_costs_is_measured_anew_where_columns_are_gathered_that_were_not(
+    run_ranks, monkeypatch, mode, resumed_mode, num_known, is_measured_anew
+):
+    modes_measured_in = []
+
+    def pretest(layers, config):
+        modes_measured_in.append(config.mode)
+        return rank_monitor.ResizingCost.linear(config.max_ratio)
+
+    def train(rank, group):
+        monkeypatch.setattr(rank_monitor, "measure_resizing_cost", pretest)
+        before = Run(group, mode=mode)
+        before.steps(4)
+        state = before.balancer.state_dict()
+        own = state[f"group 0-1 rank {rank}"]["measurement"]
+        own["pretested_on"] = own["pretested_on"][:num_known]
+        resumed = Run(group, mode=resumed_mode)
+        resumed.balancer.load_state_dict(state)
+        resumed.steps(2)
+        return modes_measured_in
+
+    expected = [mode, resumed_mode] if is_measured_anew else [mode]
+    assert run_ranks(train, 2) == [expected] * 2
+
+
+@pytest.mark.parametrize("mode", ["zero-rd", "semi"])
+def test_states_of_which_only_one_holds_what_was_received_are_found_on_all_ranks(run_ranks, mode):
+    """As where a time limit ended the exchange on some of them; no rank may wait for what the others never send."""
+
+    def train(rank, group):
+        before = Run(group, chi={1: 4.0}, mode=mode)
+        before.updates(3)
+        state = before.balancer.state_dict()
+        if rank == 0:
+            decision = state["group 0-1"]["decision"]
+            decision["received"] = (decision["received"][0], None)
+        resumed = Run(group, chi={1: 4.0}, mode=mode)
+        resumed.balancer.load_state_dict(state)
+        with pytest.raises(RuntimeError, match=r"ranks \[1\] of the group hold another plan, or another state"):
+            resumed.updates(3)
+        return resumed.balancer._num_steps
+
+    assert len(set(run_ranks(train, 2, timeout_s=30))) == 1
+
+
+def test_two_tensor_parallel_groups_balance_and_save_apart(run_ranks, tmp_path):
+    """DP × TP: ranks 0, 1 and 2, 3; only rank 3 is slow. Rank 0 knows a group more than the others, as loggers do."""
+
+    def train(rank, group):
+        groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+        if rank == 0:
+            dist.new_group([0], use_local_synchronization=True)
+        own = groups[rank // 2]
+        run = Run(own, chi={3: 4.0})
+        trace = run.updates(4)
+        dcp.save({"balancer": run.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
+        resumed = Run(own)
+        dcp.load({"balancer": resumed.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
+        return trace[-1], [p.pruned for p in resumed.balancer.plan.ranks]
+
+    for rank, (ratios, resumed) in enumerate(run_ranks(train, 4)):
+        assert resumed == ratios
+        assert (ratios[1] > 0.5) == (rank >= 2) and ratios[0] == 0.0
+
+
+def test_state_of_other_layers_is_refused(run_ranks):
+    def load(rank, group):
+        run = Run(group)
+        state = run.balancer.state_dict()
+        shared, own = "group 0-1", f"group 0-1 rank {rank}"
+        with pytest.raises(ValueError, match="another model"):
+            run.balancer.load_state_dict({**state, shared: {**state[shared], "layers": {"up": 7}}})
+        with pytest.raises(ValueError, match=r"no balancer state of 'group 0-1': there is \['group 2-3'\]"):
+            run.balancer.load_state_dict({"group 2-3": state[shared]})
+        with pytest.raises(ValueError, match=f"no balancer state of '{own}'"):
+            run.balancer.load_state_dict({shared: state[shared]})
+
+    run_ranks(load, 2)
+
+
+# ---- damaged states -------------------------------------------------------------------------------------------------
+
+SHARED, OWN = ("group 0-1",), ("group 0-1 rank {rank}",)
+#: What is put in the place of what, and how the error tells it; GONE deletes.
+GONE = object()
+DAMAGE = [
+    (SHARED, None, "group 0-1: a mapping is needed, found None"),
+    ((*SHARED, "num_steps"), GONE, r"group 0-1\.num_steps: missing"),
+    ((*SHARED, "num_steps"), "12", r"group 0-1\.num_steps: a whole number of at least 0 is needed, found '12'"),
+    ((*SHARED, "num_steps"), 12.0, r"num_steps: a whole number of at least 0 is needed, found 12\.0"),
+    ((*SHARED, "is_at_full_work"), 1, "is_at_full_work: true or false is needed"),
+    ((*SHARED, "pins"), [None], "pins: a list of 2 is needed, found one of 1"),
+    ((*SHARED, "pins"), [None, 7.5], r"pins\[1\]: a number from 0 to 1 is needed, found 7\.5"),
+    ((*SHARED, "layers"), [], r"group 0-1\.layers: a mapping is needed"),
+    ((*SHARED, "decision", "controller"), GONE, r"decision\.controller: missing"),
+    ((*SHARED, "decision", "controller", "ranks", 1, "gemm_s"), GONE, r"controller\.ranks\[1\]\.gemm_s: missing"),
+    ((*SHARED, "decision", "controller", "ranks", 1, "wanted"), [0.5], "wanted: a list of 2 is needed, found one of 1"),
+    ((*SHARED, "decision", "controller", "loans"), [(5, 0.5, [0], [1.0])], r"loans\[0\]\[0\]: a whole number below 2"),
+    ((*SHARED, "decision", "controller", "communication", "scale"), "1", "scale: a list is needed"),
+    ((*SHARED, "decision", "lent_when_sent"), [0.0], "lent_when_sent: a list of 2 is needed"),
+    ((*SHARED, "decision", "migration"), [-1.0, 0.0], r"migration\[0\]: a number of at least 0 is needed"),
+    ((*SHARED, "decision", "received", 1, 0), [1.0], r"received\[1\]\[0\]: a list of \d+ is needed, found one of 1"),
+    (OWN, [], r"group 0-1 rank \d: a mapping is needed, found \[\]"),
+    ((*OWN, "selector"), GONE, r"group 0-1 rank \d\.selector: missing"),
+    ((*OWN, "selector", "w_var", "up"), [1.0], r"w_var\.up: a list of 48 is needed, found one of 1"),
+    ((*OWN, "selector", "pruned_steps", "down"), GONE, r"selector\.pruned_steps\.down: missing"),
+    ((*OWN, "selector", "steps"), [[0.5, 0.0, False]], r"steps\[0\]: a list of 4 is needed"),
+    ((*OWN, "measurement", "pretested_on"), ["cpu"], "pretested_on: a list of 5 is needed"),
+    ((*OWN, "measurement", "interval"), [[0.1] * 7], r"interval\[0\]\[5\]: true or false is needed, found 0\.1"),
+    ((*OWN, "measurement", "estimate", "factors"), [1.0], r"estimate\.factors: a list of \d+ is needed"),
+    ((*OWN, "measurement", "estimate", "pretested", "ratios", 0), 0.5, "pretested: the ratios of a cost ascend from 0"),
+    ((*OWN, "statistic"), ["variation host"], "statistic: a list of 2 is needed"),
+    ((*OWN, "statistic", 1, "up"), torch.zeros(3), r"statistic\[1\]\.up: a tensor of shape \[96, 48\] is needed"),
+    ((*OWN, "statistic", 1, "down"), GONE, r"statistic\[1\]\.down: missing"),
+    ((*OWN, "last_gradients"), GONE, "last_gradients: missing"),
+    ((*OWN, "last_gradients", 0, "up", "dw_NK"), torch.zeros(3), r"up\.dw_NK: a tensor of shape \[96, 48\] is needed"),
+]  # fmt: skip
+
+
+def as_lists(state):
+    """As JSON would have it, to be changed at will."""
+    if isinstance(state, dict):
+        return {key: as_lists(value) for key, value in state.items()}
+    return [as_lists(value) for value in state] if isinstance(state, list | tuple) else state
+
+
+def damaged(state, path, value, rank):
+    changed = as_lists(state)
+    *way, last = [key.format(rank=rank) if isinstance(key, str) else key for key in path]
+    place = changed
+    for key in way:
+        place = place[key]
+    if value is GONE:
+        del place[last]
+    else:
+        assert len(path) == 1 or place[last] is not None, "else the test tells nothing"
+        place[last] = value
+    return changed
+
+
+def same(one, other):
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other or (one != one and other != other)
+
+
+def test_a_damaged_state_is_refused_by_what_is_wrong_with_it_and_changes_nothing(run_ranks):
+    def load(rank, group):
+        config = {"mode": "semi", "priority": "variation", "imputation": "same", "budget": 1.0, "migrating": 0}
+        first = Run(group, chi={1: 4.0}, **config)
+        first.updates(4)
+        state = first.balancer.state_dict()
+        other = Run(group, chi={1: 4.0}, **config)  # which takes the clock
+        other.updates(2)
+        before = as_lists(other.balancer.state_dict())
+        state["group 0-1"]["decision"]["migration"] = (0.1, 0.2)  # else of no pre-test here
+        assert state["group 0-1"]["decision"]["received"][1] is not None
+        for path, value, told in DAMAGE:
+            with pytest.raises(ValueError, match=told) as refused:
+                other.balancer.load_state_dict(damaged(state, path, value, rank))
+            assert "cannot be loaded: group 0-1" in str(refused.value)
+            assert same(as_lists(other.balancer.state_dict()), before), path
+        other.balancer.load_state_dict(as_lists(state))
+        return same(as_lists(other.balancer.state_dict()), as_lists(state))
+
+    assert run_ranks(load, 2) == [True, True]
+
+
+@pytest.mark.parametrize("mode", ["mig", "semi"])
+def test_a_state_that_is_damaged_on_one_rank_is_refused_on_all_at_once(run_ranks, mode):
+    """In modes that migrate ranks meet as they load: nobody waits for the one that cannot."""
+
+    def load(rank, group):
+        run = Run(group, chi={1: 4.0}, mode=mode)
+        run.updates(3)
+        state = run.balancer.state_dict()
+        if rank == 1:
+            del state["group 0-1 rank 1"]["selector"]
+        told = r"rank 1\.selector: missing" if rank == 1 else r"ranks \[1\] of the group cannot load"
+        with pytest.raises(ValueError, match=told):
+            run.balancer.load_state_dict(state)
+        run.updates(2)  # and all goes on
+
+    run_ranks(load, 2, timeout_s=30)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_can_load_what_it_saved_also_as_json(run_ranks, mode):
+    def load(rank, group):
+        first = Run(group, chi={1: 4.0}, mode=mode)
+        first.updates(5)
+        other = Run(group, chi={1: 4.0}, mode=mode)
+        state = as_lists(first.balancer.state_dict())
+        key = f"group 0-1 rank {rank}"
+        tensors = {name: state[key].pop(name) for name in ("statistic", "last_gradients")}
+        state = json.loads(json.dumps(state))
+        state[key] |= tensors
+        other.balancer.load_state_dict(state)
+        return same(as_lists(other.balancer.state_dict()), state)
+
+    assert run_ranks(load, 2) == [True, True]

@@ -1,0 +1,211 @@
+"""The whole way from measured times, or from a pin, to pruned products."""
+
+import pytest
+import torch
+from log_lines import caught_log_lines
+from virtual_training import FEATURES, Run
+
+import zeroresize as zr
+from zeroresize.control.plan_installer import PlanInstaller
+from zeroresize.policy.columns.selector import ColumnSelector, Relief
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_straggler_is_found_relieved_and_let_go_and_all_ranks_agree(run_ranks, num_ranks):
+    def train(rank, group):
+        run = Run(group)
+        trace = run.updates(3)
+        run.time.chi = 4.0 if rank == 1 else 1.0
+        trace += run.updates(6)
+        busy = {key: run.balancer.metrics()[f"balance/{key}"] for key in ("busy_s", "pruned_share", "is_straggler")}
+        run.time.chi = 1.0
+        return trace + run.updates(4), busy
+
+    (trace, _), *others = results = run_ranks(train, num_ranks)
+    assert all(other == trace for other, _ in others)
+    normal = [ratios for update in trace for rank, ratios in enumerate(update) if rank != 1]
+    assert set(normal) == {0.0}
+    straggler = [update[1] for update in trace]
+    assert straggler[:3] == [0.0] * 3
+    settled = straggler[5:9]
+    assert min(settled) > 0.5 and max(settled) - min(settled) <= 0.05
+    assert straggler[11:] == [0.0, 0.0], "let go within three updates after it recovers"
+    assert results[1][1]["pruned_share"] == pytest.approx(settled[-1], abs=1 / FEATURES)
+    assert results[1][1]["is_straggler"] == 1.0 and results[0][1]["is_straggler"] == 0.0
+    assert results[1][1]["busy_s"] > 2 * results[0][1]["busy_s"], "full-work time, though it prunes"
+
+
+def test_who_is_relieved_is_told_once_whenever_that_changes(run_ranks):
+    def train(rank, group):
+        with caught_log_lines() as lines:
+            run = Run(group, chi={1: 4.0})
+            run.updates(6)
+            run.time.chi = 1.0
+            run.updates(6)
+        return [line.partition(": ")[2] for line in lines if line.startswith("step ")]
+
+    told, by_the_other = run_ranks(train, 2)
+    assert by_the_other == [] and len(told) == 2
+    assert told[0].startswith("rank 1 prunes 0.") and told[1] == "every rank computes all of its products"
+
+
+def test_a_step_at_full_work_is_one_step_and_what_is_told_is_the_plan(run_ranks):
+    """A start is followed by one, on credit."""
+
+    def train(rank, group):
+        records = []
+        run = Run(group, chi={1: 4.0}, on_update=records.append, update_every=5)
+        while not run.balancer.plan.begins_at_full_work:
+            run.steps(1)
+        told, in_it = [run.balancer.metrics()], run.pruned()
+        for _ in range(2):
+            run.steps(1)
+            told.append(run.balancer.metrics())
+        return records[-1], told, in_it, run.pruned()
+
+    record, told, in_it, after = run_ranks(train, 2)[1]
+    ratio = record.ratio
+    assert record.begins_at_full_work and ratio > 0.5
+    assert [metrics["balance/ratio"] for metrics in told] == [ratio] * 3
+    assert record.pruned_share == pytest.approx(ratio, abs=1 / FEATURES)
+    assert [metrics["balance/pruned_share"] for metrics in told[1:]] == [0.0, record.pruned_share], "of the last step"
+    assert min(record.layer_shares.values()) > 0.5
+    assert in_it == {"up": None, "down": None}
+    assert all(columns is not None for columns in after.values())
+
+
+def test_off_measures_and_computes_in_full(run_ranks):
+    def train(rank, group):
+        run = Run(group, chi={1: 4.0}, mode="off")
+        trace = run.updates(4)
+        return trace, run.pruned(), run.balancer.metrics()
+
+    for rank, (trace, pruned, metrics) in enumerate(run_ranks(train, 2)):
+        assert trace == [[0.0, 0.0]] * 4
+        assert pruned == {"up": None, "down": None}
+        assert metrics["balance/is_straggler"] == rank
+        assert metrics["balance/busy_s"] > 0.01
+
+
+def test_forced_ratio_is_in_force_from_the_first_iteration_and_the_lineage_tells_it(run_ranks):
+    def train(rank, group):
+        run = Run(group, ratio=0.5, ranks=[1])
+        before_first = run.pruned()
+        weight = run.model.up.weight.detach().clone()
+        run.steps(1)
+        run.model(run.x).sum().backward()
+        zero_columns = (run.model.up.weight.grad == 0).all(dim=0).nonzero().squeeze(1)
+        return before_first, zero_columns, weight.shape
+
+    plain, forced = run_ranks(train, 2)
+    assert plain[0] == {"up": None, "down": None} and plain[1].numel() == 0
+    assert forced[0]["up"].numel() == FEATURES // 2
+    assert torch.equal(forced[0]["up"], forced[1])
+
+
+def test_plan_changes_only_in_step(run_ranks):
+    def train(rank, group):
+        run = Run(group, chi={1: 4.0}, update_every=1)
+        plans = []
+        for _ in range(4):
+            before = run.model.up.plan
+            loss = run.model(run.x).square().mean() + run.model(run.x).square().mean()
+            after_forward = run.model.up.plan
+            loss.backward()
+            run.optimizer.step()
+            plans.append((before is after_forward) and (after_forward is run.model.up.plan))
+            run.balancer.step()
+        return all(plans) and run.model.up.plan is not None if rank == 1 else all(plans)
+
+    assert run_ranks(train, 2) == [True, True]
+
+
+def test_columns_are_drawn_once_an_epoch_and_more_of_them_are_a_superset(run_ranks):
+    def train(rank, group):
+        run = Run(group, iters_per_epoch=2)
+        sets = []
+        for ratio in (0.25, 0.5):
+            run.balancer.pin(1, ratio)
+            sets.append(set(run.pruned()["up"].tolist()) if rank == 1 else set())
+        run.steps(1)
+        sets.append(set(run.pruned()["up"].tolist()) if rank == 1 else set())
+        run.steps(1)
+        sets.append(set(run.pruned()["up"].tolist()) if rank == 1 else set())
+        return sets
+
+    few, many, same_epoch, next_epoch = run_ranks(train, 2)[1]
+    assert few < many and len(many) == FEATURES // 2
+    assert same_epoch == many
+    assert next_epoch != many and len(next_epoch) == len(many)
+
+
+def test_pin_holds_against_measurements_until_released(run_ranks):
+    def train(rank, group):
+        run = Run(group)
+        run.balancer.pin(0, 0.5)
+        run.updates(3)
+        pinned = run.balancer.metrics()["balance/ratio"]
+        run.balancer.release()
+        with pytest.raises(ValueError, match="rank=2 is outside"):
+            run.balancer.pin(2, 0.5)
+        with pytest.raises(ValueError, match=r"ratio=1.0"):
+            run.balancer.pin(0, 1.0)
+        with pytest.raises(ValueError, match="mode"):
+            Run(group, mode="off").balancer.pin(0, 0.5)
+        return pinned, run.balancer.metrics()["balance/ratio"]
+
+    assert run_ranks(train, 2) == [(0.5, 0.0), (0.0, 0.0)]
+
+
+def test_steps_are_measured_under_the_plan_that_a_pin_put_in_force(run_ranks):
+    def full_work_products(rank, group):
+        run = Run(group, update_every=1)
+        run.steps(2)
+        seen = []
+        for ratio in (None, 0.75, 0.95, 0.0):
+            if ratio is not None:
+                run.balancer.pin(0, ratio)
+            run.steps(1)
+            seen.append(run.balancer.metrics()["balance/products_s"])
+        return seen
+
+    products_s = run_ranks(full_work_products, 2)[0]
+    assert products_s == pytest.approx([products_s[0]] * 4, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [dict(), dict(mode="mig", ratio=0.5, ranks=[0]), dict(mode="semi"), dict(pruned_update="freeze")],
+    ids=["default", "forced to lend", "semi", "freeze"],
+)
+def test_a_group_of_one_rank_neither_measures_nor_balances(run_ranks, config):
+    def train(rank, group):
+        run = Run(group, **config)
+        run.time.chi = 4.0
+        run.steps(7)
+        return run.balancer._measurement._timer._step, run.balancer.metrics()["balance/ratio"], run.model.up.plan
+
+    assert run_ranks(train, 1) == [(None, 0.0, None)]
+
+
+def test_metrics_are_flat_numbers_with_the_documented_names(run_ranks):
+    def train(rank, group):
+        run = Run(group)
+        run.updates(2)
+        return run.balancer.metrics()
+
+    decided = ["ratio", "pruned_share", "lent_share", "borrowed_share", "is_straggler", "predicted_step_s"]
+    names = [*decided, "busy_s", "products_s", "least_busy_s", "overhead_s", "statistic_bytes", "migration_bytes"]
+    for metrics in run_ranks(train, 2):
+        assert sorted(metrics) == sorted(f"balance/{name}" for name in names)
+        assert all(isinstance(value, float) for value in metrics.values())
+
+
+def test_what_is_told_follows_a_decision_that_comes_while_the_plan_is_suspended():
+    selector = ColumnSelector(zr.BalanceConfig(), 0, {}, {})
+    installer = PlanInstaller({}, selector, "zero")
+    installer.install(Relief(0.5))
+    installer.suspend()
+    assert installer.relief == Relief(0.5) and installer.in_force == Relief()
+    installer.install(Relief())
+    assert installer.relief == installer.in_force == Relief()

@@ -1,0 +1,131 @@
+"""Mode "semi" on real ranks: a straggler lends what others have time for and prunes the rest."""
+
+import copy
+import time
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from virtual_training import Run
+
+import zeroresize as zr
+from zeroresize.measure import calibrate_migration
+from zeroresize.measure.calibrate_migration import measure_migration_cost
+
+
+def slow_run(group, chis, **config):
+    return Run(group, chi=dict(enumerate(chis)), mode="semi", update_every=5, **config)
+
+
+@pytest.mark.parametrize("chis", [(1.0, 4.0), (1.0, 8.0, 3.0)])
+def test_stragglers_are_relieved_to_the_normal_ranks_time_and_the_others_filled_up(run_ranks, chis):
+    def train(rank, group):
+        run = slow_run(group, chis)
+        run.updates(8)
+        began_s = run.time.now
+        run.steps(1)
+        busy_s = run.time.now - began_s
+        metrics = run.balancer.metrics()
+        plan = run.balancer.plan
+        run.time.chi = 1.0
+        run.updates(5)
+        after = [(own.pruned, own.lent) for own in run.balancer.plan.ranks]
+        shares = [metrics[f"balance/{name}_share"] for name in ("pruned", "lent", "borrowed")]
+        return busy_s, shares, plan, after
+
+    results = run_ranks(train, len(chis))
+    normal_s = results[0][0]
+    for rank, (busy_s, (pruned, lent, borrowed), plan, after) in enumerate(results):
+        assert plan == results[0][2]
+        assert after == [(0.0, 0.0)] * len(chis)
+        assert busy_s <= 1.1 * normal_s
+        if chis[rank] == 1.0:
+            assert borrowed > 0 and pruned == lent == 0
+        else:
+            assert pruned > 0 and borrowed == 0
+    assert sum(shares[1] for _, shares, *_ in results) == pytest.approx(results[0][1][2], abs=0.1)
+
+
+def test_with_no_budget_training_is_exact(run_ranks):
+    def train(rank, group):
+        expected = Run(group, mode="off").steps(40)
+        run = slow_run(group, (1.0, 4.0), budget=0.0)
+        losses = run.steps(40)
+        return expected, losses, run.balancer.plan.ranks[1]
+
+    for expected, losses, straggler in run_ranks(train, 2):
+        assert losses == pytest.approx(expected, rel=1e-4)
+        assert straggler.lent > 0.4 and straggler.pruned == 0.0
+
+
+def test_what_is_lent_is_most_important_and_what_is_pruned_least(run_ranks):
+    def train(rank, group):
+        run = slow_run(group, (1.0, 4.0), ageing=0.0, tolerance=0.5)
+        run.steps(5)
+        run.balancer.epoch_end()  # from here on the importance of every column is known
+        run.updates(6)
+        found = []
+        for name, layer in (("up", run.model.up), ("down", run.model.down)):
+            if layer.plan is not None:
+                w_var = torch.tensor(run.balancer.state_dict()[f"group 0-1 rank {rank}"]["selector"]["w_var"][name])
+                found.append([w_var[columns] for columns in (layer.plan.pruned, layer.plan.keep_P, layer.plan.lent)])
+        return found
+
+    layers = run_ranks(train, 2)[1]
+    assert layers
+    for pruned, kept, lent in layers:
+        assert lent.numel() and pruned.numel()
+        assert pruned.max() <= kept.min() and kept.max() <= lent.min()
+
+
+def test_a_run_goes_on_with_the_same_plan(run_ranks, tmp_path):
+    def train(rank, group):
+        run = slow_run(group, (1.0, 4.0))
+        run.steps(33)
+        dcp.save({"balancer": run.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
+        weights, optimizer = copy.deepcopy(run.model.state_dict()), copy.deepcopy(run.optimizer.state_dict())
+        plan = run.balancer.plan
+        expected = run.steps(12)
+        later = run.balancer.plan
+        resumed = slow_run(group, (1.0, 4.0))
+        resumed.model.load_state_dict(weights)
+        resumed.optimizer.load_state_dict(optimizer)
+        dcp.load({"balancer": resumed.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
+        at_once = resumed.balancer.plan
+        losses = resumed.steps(12)
+        return expected, losses, plan.ranks == at_once.ranks, later.ranks, resumed.balancer.plan.ranks
+
+    for expected, losses, is_same, later, resumed in run_ranks(train, 2):
+        assert is_same and losses == expected
+        assert resumed == later
+
+
+@pytest.mark.parametrize("migrate", ["broadcast-reduce", "scatter-gather"])
+def test_the_pre_test_of_migrating_tells_every_rank_the_same(run_ranks, migrate):
+    def measure(rank, group):
+        run = Run(group, mode="off")
+        layers = {"up": run.model.up, "down": run.model.down}
+        with pytest.raises(ValueError, match="no layer has seen"):
+            measure_migration_cost(layers, group, migrate)
+        run.model(run.x).mean().backward()
+        calibrate_migration.time = time
+        return measure_migration_cost(layers, group, migrate, budget_s=0.1)
+
+    results = run_ranks(measure, 3)
+    assert all(result == results[0] for result in results)
+    assert 0 < results[0].seconds([0.5]) < 5
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"ratio": 0.5}, "ratio=0.5 with mode='semi'"),
+        ({"semi_rule": "guess"}, "semi_rule='guess'"),
+        ({"migrating": -1}, "migrating=-1"),
+        ({"migrating": "all"}, "migrating='all'"),
+        ({"budget": 1.5}, "budget=1.5"),
+    ],
+)
+def test_wrong_settings_are_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        zr.BalanceConfig(mode="semi", **config)

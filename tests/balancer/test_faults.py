@@ -1,0 +1,277 @@
+"""What goes wrong while work migrates ends in an error on every rank, or in a correct step: never in a hang."""
+
+import contextlib
+import datetime
+import multiprocessing
+import os
+import re
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from virtual_training import Run
+
+from zeroresize.comm import failure_reports
+from zeroresize.config_keys import MIGRATIONS
+from zeroresize.layers import functional
+
+
+@pytest.fixture(autouse=True)
+def reports_are_not_waited_for(monkeypatch):
+    """Ranks that die here tell nothing."""
+    monkeypatch.setattr(failure_reports, "WAIT_S", 0.2)
+
+
+def _train_until_one_dies(rank, num_ranks, dying, die, num_steps, config, scratch, reports):
+    torch.set_num_threads(1)
+    store = f"file://{scratch}/store"
+    timeout = datetime.timedelta(seconds=20)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num_ranks, timeout=timeout)
+    run = Run(dist.group.WORLD, chi={0: 4.0}, update_every=5, **config)
+    run.steps(num_steps)
+    assert any(own.lent or own.pruned for own in run.balancer.plan.ranks)
+    if rank == dying:
+        die(run)
+    try:
+        run.steps(20)
+        reports.put((rank, "went on", None))
+    except RuntimeError as error:
+        assert run.balancer.state_dict()  # who is left can save what is known
+        with contextlib.suppress(RuntimeError):
+            run.balancer.close()
+        run.balancer.close()
+        is_closed = (
+            all(layer.loans is None for layer in (run.model.up, run.model.down))
+            and not run.balancer._measurement.close.alive
+        )
+        reports.put((rank, str(error) if is_closed else f"not closed after {error}", type(error.__cause__)))
+    reports.close()
+    reports.join_thread()
+    os._exit(0)
+
+
+def what_the_others_are_told(scratch, num_ranks, dying, die, num_steps, **config):
+    """By rank, when rank ``dying`` calls ``die(run)`` after so many steps: texts with the dying rank's number."""
+    fork = multiprocessing.get_context("fork")
+    reports = fork.Queue()
+    processes = [
+        fork.Process(
+            target=_train_until_one_dies, args=(rank, num_ranks, dying, die, num_steps, config, scratch, reports)
+        )
+        for rank in range(num_ranks)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        told = [reports.get(timeout=40) for _ in range(num_ranks - 1)]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    assert sorted(rank for rank, _, _ in told) == [rank for rank in range(num_ranks) if rank != dying]
+    for _, text, cause in told:
+        assert re.search(r"(with|to|from) ranks \[.*\] of the group .* failed.*: one of them may have died", text), text
+        assert cause is not None and issubclass(cause, RuntimeError), "what the library said of it is there too"
+    return {rank: text for rank, text, _ in told}
+
+
+def _train_until_one_fails(rank, failing, scratch, reports):
+    """Rank ``failing`` has a mistake of its own in mid-backward, and closes its balancer as a ``finally`` does."""
+    torch.set_num_threads(1)
+    timeout = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=f"file://{scratch}/store", rank=rank, world_size=2, timeout=timeout)
+    run = Run(dist.group.WORLD, chi={0: 4.0}, update_every=5, mode="mig", ratio=0.5, ranks=[0])
+    run.steps(20)
+
+    def fail(*_):
+        raise ArithmeticError("a mistake of this rank's own")
+
+    if rank == failing:
+        run.model.up.register_forward_hook(lambda module, inputs, output: output.register_hook(fail) and None)
+    began = time.monotonic()
+    try:
+        try:
+            run.steps(20)
+        finally:
+            run.balancer.close()
+    except (ArithmeticError, RuntimeError) as error:
+        reports.put((rank, type(error), time.monotonic() - began))
+        reports.close()
+        reports.join_thread()
+    os._exit(0)
+
+
+@pytest.mark.parametrize("failing", [0, 1], ids=["owner", "receiver"])
+def test_a_rank_that_fails_alone_closes_at_once_and_its_mistake_is_seen(tmp_path, failing):
+    fork = multiprocessing.get_context("fork")
+    reports = fork.Queue()
+    processes = [
+        fork.Process(target=_train_until_one_fails, args=(rank, failing, tmp_path, reports)) for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        told = dict((rank, (kind, seconds)) for rank, kind, seconds in (reports.get(timeout=40) for _ in processes))
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    assert told[failing][0] is ArithmeticError and told[1 - failing][0] is RuntimeError
+    assert max(seconds for _, seconds in told.values()) < 30  # far from the time limit
+
+
+def exit_now(*_, **__):
+    time.sleep(0.5)  # what it sent before arrives
+    os._exit(3)
+
+
+@pytest.mark.parametrize("mode", ["mig", "semi"])
+@pytest.mark.parametrize(("num_ranks", "dying"), [(2, 1), (3, 1), (3, 0)])
+def test_when_a_receiver_or_an_owner_dies_every_other_rank_ends_with_an_error(tmp_path, num_ranks, dying, mode):
+    config = {"ratio": 0.5, "ranks": [0]} if mode == "mig" else {"budget": 0.0}
+    what_the_others_are_told(tmp_path, num_ranks, dying, exit_now, 20, mode=mode, **config)
+
+
+def exit_with_the_gradient_of(module):
+    """Between the forward and the backward of ``module``."""
+    module.register_forward_hook(lambda module, inputs, output: output.register_hook(exit_now) and None)
+
+
+@pytest.mark.parametrize(
+    ("config", "failed"),
+    [
+        ({"mode": "semi", "budget": 0.0}, "exchanging the balancer's numbers"),
+        ({"mode": "zero-rd"}, "an all-reduce"),  # nothing in an update waits for the numbers that it sends
+    ],
+    ids=["semi", "zero-rd"],
+)
+def test_when_a_rank_dies_before_an_update_the_others_can_save_and_close(tmp_path, config, failed):
+    """Their numbers are under way then, and never come together."""
+
+    def die(run):
+        run.balancer.step = exit_now
+
+    told = what_the_others_are_told(tmp_path, 3, 1, die, 24, **config)
+    assert all(failed in text for text in told.values()), told
+
+
+#: Within a step: how a rank dies, and in which layer an owner, or a receiver, then waits for it. (In the backward
+#: of the row-parallel ``down`` receivers wait for nothing.)
+MOMENTS = {
+    "before y of the last layer is summed": (lambda run: setattr(functional, "all_reduce", exit_now), "down", "down"),
+    "before the last layer's backward": (lambda run: exit_with_the_gradient_of(run.model), "down", "up"),
+    "before dw of the first layer is there": (lambda run: exit_with_the_gradient_of(run.model.up), "up", "up"),
+    "when its gradient is whole": (lambda run: run.model.up.weight.register_hook(exit_now), "(up|down)", "(up|down)"),
+}
+
+
+@pytest.mark.parametrize("migrate", MIGRATIONS)
+@pytest.mark.parametrize(("num_ranks", "dying"), [(2, 1), (2, 0), (3, 1)])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_when_a_rank_dies_within_a_step_the_others_are_told_what_they_waited_for(
+    tmp_path, migrate, num_ranks, dying, moment
+):
+    die, layer_of_owner, layer_of_receivers = MOMENTS[moment]
+    layer = layer_of_receivers if dying == 0 else layer_of_owner
+    config = {"mode": "mig", "migrate": migrate, "ratio": 0.5, "ranks": [0]}
+    told = what_the_others_are_told(tmp_path, num_ranks, dying, die, 2, **config)
+    named = re.compile(rf"ranks \[[^]]*\b{dying}\b[^]]*\] of the group .* failed, in layer {layer}: ")
+    assert any(named.search(text) for text in told.values()), told
+
+
+def test_a_balancer_whose_loans_cannot_be_taken_back_closes_all_the_same(run_ranks):
+    def train(rank, group):
+        run = Run(group, mode="mig", ratio=0.5, ranks=[0])
+        run.steps(2)
+
+        def fail():
+            raise RuntimeError("sending failed")
+
+        real = run.model.up.loans.finish_sending
+        run.model.up.loans.finish_sending = fail
+        with pytest.raises(RuntimeError, match="sending failed"):
+            run.balancer.close()
+        real()
+        attached = [probe for layer in (run.model.up, run.model.down) for probe in layer.probes._probes]
+        run.balancer.close()
+        return [run.model.up.loans, run.model.down.loans], len(attached), run.balancer.metrics()
+
+    for loans, num_probes, metrics in run_ranks(train, 2):
+        assert loans == [None, None]
+        assert num_probes == 2  # the clocks of this test; no timer
+        assert metrics["balance/migration_bytes"] == 0
+
+
+@pytest.mark.parametrize("mode", ["mig", "semi"])
+def test_ranks_that_hold_different_loans_are_told_so(run_ranks, mode):
+    def train(rank, group):
+        run = Run(group, chi={1: 4.0}, mode=mode, update_every=5)
+        run.updates(6)
+        run.time.chi = 2.0 if rank == 1 else 1.0  # the loans of the next plan are others
+        if rank == 0:
+            run.balancer._decision._controller._ranks[1].lent = 0.0  # as a bit that flipped would have it
+        try:
+            run.steps(20)
+        except RuntimeError as error:
+            return str(error)
+        return "went on"
+
+    assert all("hold another plan" in told for told in run_ranks(train, 2, timeout_s=30))
+
+
+@pytest.mark.parametrize("mode", ["mig", "semi"])
+def test_when_another_rank_becomes_slow_in_the_middle_of_an_epoch_the_loans_follow(run_ranks, mode):
+    def train(rank, group):
+        run = Run(group, mode=mode, update_every=5)
+        owners = []
+        for slow in (1, 0, None):
+            run.time.chi = 4.0 if rank == slow else 1.0
+            run.updates(5)
+            owners.append([loan.owner for loan in run.balancer.plan.loans])
+        return owners
+
+    assert run_ranks(train, 3) == [[[1], [0], []]] * 3
+
+
+def test_losses_stay_those_of_full_work_when_loans_turn_round_in_the_middle_of_an_epoch(run_ranks):
+    def train(rank, group):
+        losses = []
+        for mode in ("off", "mig"):
+            run = Run(group, mode=mode, update_every=5)
+            own = []
+            for slow in (1, 0, None):
+                run.time.chi = 4.0 if rank == slow else 1.0
+                own += run.steps(25)
+            losses.append(own)
+        return losses
+
+    for expected, found in run_ranks(train, 3):
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("mode", ["mig", "semi"])
+def test_every_rank_slow_at_once_prunes_and_lends_nothing(run_ranks, mode, num_ranks):
+    def train(rank, group):
+        run = Run(group, mode=mode)
+        run.time.chi = 6.0
+        run.updates(4)
+        return run.balancer.plan.loans, [own.pruned for own in run.balancer.plan.ranks]
+
+    assert run_ranks(train, num_ranks) == [((), [0.0] * num_ranks)] * num_ranks
+
+
+@pytest.mark.parametrize("chis", [(4.0, 1.0), (4.0, 1.0, 6.0), (4.0, 1.0, 6.0, 3.0)])
+@pytest.mark.parametrize("changes", [{"mode": "mig"}, {"mode": "semi", "budget": 0.0}])
+def test_all_but_one_slow_lend_to_the_one(run_ranks, chis, changes):
+    def train(rank, group):
+        expected = Run(group, mode="off").steps(30)
+        run = Run(group, update_every=5, **changes)
+        run.time.chi = chis[rank]
+        return expected, run.steps(30), run.balancer.plan.loans
+
+    owners = [rank for rank, chi in enumerate(chis) if chi > 1.0]
+    for expected, losses, loans in run_ranks(train, len(chis)):
+        assert losses == pytest.approx(expected, rel=1e-4)
+        assert [(loan.owner, loan.receivers) for loan in loans] == [(owner, (1,)) for owner in owners]

@@ -1,0 +1,261 @@
+"""Calls that some ranks make and others do not, or not as often, end in an error on every rank that names them."""
+
+import datetime
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from log_lines import caught_log_lines
+from virtual_training import FEATURES, Run
+
+from zeroresize.control import forward_watch
+
+MODES = ["off", "zero-pri", "mig", "semi"]
+each_mode = pytest.mark.parametrize("mode", MODES)
+LIMIT_S = 2
+
+
+def impatient_run(rank, mode, num_ranks=2, **config):
+    """Rank 1 is slow; in the modes that migrate it lends."""
+    limit = datetime.timedelta(seconds=LIMIT_S)
+    group = dist.new_group(list(range(num_ranks)), timeout=limit)
+    config = {"update_every": 5, **({"budget": 0.0} if mode == "semi" else {}), **config}
+    return Run(group, chi={1: 4.0}, mode=mode, **config)
+
+
+def error_of(train):
+    """What ``train()`` raises, and its type."""
+    try:
+        train()
+    except (RuntimeError, ValueError) as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def step_without_balancer(run, number):
+    for _ in range(number):
+        run.model(run.x).square().mean().backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+# ---- balancer.step() ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "forgetting", "num_steps"),
+    [*((mode, 1, 23) for mode in MODES), ("off", 0, 0), ("zero-pri", 1, 0), ("mig", 1, 0), ("semi", 0, 0)],
+)
+def test_a_step_that_one_rank_does_not_call_is_named_on_every_rank(run_ranks, mode, forgetting, num_steps):
+    def train(rank, group):
+        run = impatient_run(rank, mode)
+        run.steps(num_steps)
+        return error_of(lambda: step_without_balancer(run, 30) if rank == forgetting else run.steps(30))
+
+    told = [text for _, text in run_ranks(train, 2, timeout_s=25)]
+    for text in told:
+        assert re.search(rf"rank {1 - forgetting}: [^;]*balancer.step\(\)", text), text
+        assert f"rank {forgetting}: training, after {num_steps} calls of balancer.step()" in text
+    assert re.search(rf"ranks \[{forgetting}\] .*balancer.step\(\)", told[1 - forgetting]), told[1 - forgetting]
+
+
+@each_mode
+@pytest.mark.parametrize(("wrong", "change"), [(0, 1), (1, -1)], ids=["one too many", "one too few"])
+def test_a_step_too_many_or_too_few_is_found_at_the_next_exchange(run_ranks, mode, change, wrong):
+    def train(rank, group):
+        run = impatient_run(rank, mode)
+        run.steps(22)
+
+        def go_on():
+            if rank == wrong and change > 0:
+                run.balancer.step()
+            if rank == wrong and change < 0:
+                step_without_balancer(run, 1)
+            run.steps(13)
+
+        return error_of(go_on)[1]
+
+    for text in run_ranks(train, 2, timeout_s=25):
+        counts = [re.search(rf"rank {rank}: [^;]*(call \d+|\d+ calls)", text) for rank in range(2)]
+        assert "balancer.step()" in text and all(counts), text
+
+
+def test_a_step_too_many_is_told_with_counts_of_every_rank(run_ranks):
+    def train(rank, group):
+        run = impatient_run(rank, "zero-pri", num_ranks=3)
+        run.steps(7)
+        if rank == 2:
+            run.balancer.step()
+        return error_of(lambda: run.steps(13))
+
+    for kind, text in run_ranks(train, 3, timeout_s=25):
+        assert kind == "RuntimeError"
+        assert "did not call balancer.step() equally often: " in text
+        assert all(f"rank {rank}: 10 calls in {9 if rank == 2 else 10} training forwards" in text for rank in range(3))
+
+
+@each_mode
+def test_gradient_accumulation_recomputation_and_evaluation_are_no_unequal_steps(run_ranks, mode):
+    def train(rank, group):
+        run = impatient_run(rank, mode)
+        for step in range(23):
+            for micro_batch in range(1 + step % 3):
+                torch.utils.checkpoint.checkpoint(run.model, run.x[micro_batch:], use_reentrant=False).sum().backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            run.balancer.step()
+            if step % 4 == 0:
+                run.model.eval()(run.x[:3])
+                run.model.train()
+            if step == 11:
+                run.balancer.epoch_end()
+            if step == 17:
+                run.balancer.load_state_dict(run.balancer.state_dict())
+        return run.balancer._num_steps
+
+    assert run_ranks(train, 2, timeout_s=40) == [23, 23]
+
+
+def test_a_step_that_is_never_called_is_warned_of_once(run_ranks):
+    def train(rank, group):
+        run = Run(group)
+        with caught_log_lines() as lines:
+            step_without_balancer(run, 9)
+            none_yet = list(lines)
+            step_without_balancer(run, 200)
+        return none_yet, lines
+
+    for none_yet, lines in run_ranks(train, 2):
+        assert none_yet == []
+        assert len(lines) == 1 and "balancer.step() was not called in the last 10 optimizer steps" in lines[0]
+
+
+def test_forwards_without_any_step_are_warned_of_and_micro_batches_after_a_step_are_not(run_ranks, monkeypatch):
+    monkeypatch.setattr(forward_watch, "MANY_FORWARDS", 100)
+
+    def train(rank, group):
+        run = Run(group)
+        with caught_log_lines() as lines:
+            run.model.eval()
+            for _ in range(200):
+                run.model(run.x)
+            run.model.train()
+            run.steps(1)
+            for _ in range(200):
+                run.model(run.x)
+            run.steps(20)
+            usual = [line for line in lines if "balancer.step()" in line]
+        run.balancer.close()
+        run = Run(group)
+        with caught_log_lines() as lines:
+            for _ in range(200):
+                run.model(run.x)
+        told = "balancer.step() was not called in the last 100 training forwards"
+        return usual, [line for line in lines if told in line]
+
+    for usual, warned in run_ranks(train, 2):
+        assert usual == [] and len(warned) == 1
+
+
+# ---- balancer.epoch_end() -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mode", "alone"), [("off", 0), ("zero-pri", 1), ("mig", 0), ("semi", 1)])
+def test_an_epoch_that_ends_on_one_rank_only_is_named_on_every_rank(run_ranks, mode, alone):
+    def train(rank, group):
+        run = impatient_run(rank, mode)
+        run.steps(23)
+
+        def go_on():
+            if rank == alone:
+                run.balancer.epoch_end()
+            run.steps(13)
+
+        return error_of(go_on)
+
+    for rank, (kind, text) in enumerate(run_ranks(train, 2, timeout_s=25)):
+        assert kind == "RuntimeError"
+        assert "balancer.epoch_end()" in text and "rank 0: " in text and "rank 1: " in text, text
+        if mode in ("mig", "semi"):
+            assert f"rank {alone}: balancer.epoch_end(), after 23 calls of balancer.step()" in text
+            assert rank != alone or f"ranks [{1 - alone}] of the group did not come to balancer.epoch_end()" in text
+        else:
+            assert "did not call balancer.epoch_end() equally often" in text
+
+
+@pytest.mark.parametrize("mode", ["mig", "semi"])
+def test_different_calls_at_one_time_are_told_at_once(run_ranks, mode):
+    def train(rank, group):
+        run = impatient_run(rank, mode)
+        run.steps(24)
+        step_without_balancer(run, 1)
+        return error_of(run.balancer.step if rank == 0 else run.balancer.epoch_end)
+
+    for _, text in run_ranks(train, 2, timeout_s=25):
+        assert (
+            "made different calls: rank 0: balancer.step(), call 25; "
+            "rank 1: balancer.epoch_end(), after 24 calls of balancer.step()"
+        ) in text
+
+
+# ---- batches --------------------------------------------------------------------------------------------------------
+
+
+def forward(run, num_tokens):
+    run.model(torch.ones(num_tokens, FEATURES)).sum().backward()
+
+
+@each_mode
+@pytest.mark.parametrize("num_steps", [0, 23])
+def test_unequal_batches_are_an_error_on_every_rank_before_anything_is_sent(run_ranks, mode, num_steps):
+    def train(rank, group):
+        run = impatient_run(rank, mode)
+        run.steps(num_steps)
+        return error_of(lambda: forward(run, 40 if rank == 0 else 400))
+
+    for kind, text in run_ranks(train, 2, timeout_s=25):
+        assert kind == "ValueError"
+        assert "given different batches: rank 0: 40 tokens in layer " in text and "; rank 1: 400 tokens" in text
+
+
+@pytest.mark.parametrize(
+    ("mode", "changing", "num_tokens", "trains"),
+    [
+        ("off", 0, 400, True),
+        ("zero-pri", 1, 4, True),
+        ("mig", 0, 4, True),
+        ("semi", 1, 400, True),
+        ("zero-pri", 0, 400, False),
+        ("mig", 1, 400, False),
+    ],
+)
+def test_a_batch_that_changes_on_one_rank_only_is_named_on_every_rank(run_ranks, mode, trains, changing, num_tokens):
+    def train(rank, group):
+        run = impatient_run(rank, mode)
+        run.steps(23)
+        run.model.train(trains)
+        run.model(run.x)
+        return error_of(lambda: forward(run, num_tokens if rank == changing else len(run.x)))
+
+    told = [text for _, text in run_ranks(train, 2, timeout_s=25)]
+    assert f"ranks [{1 - changing}] of the group did not come to comparing a batch of new size" in told[changing]
+    for text in told:
+        assert re.search(
+            rf"rank {changing}: comparing a batch of new size \({num_tokens} tokens in layer .*, 8 before", text
+        )
+
+
+@each_mode
+def test_batches_that_change_on_every_rank_are_compared_once_a_forward(run_ranks, mode):
+    def train(rank, group):
+        run = impatient_run(rank, mode)
+        run.steps(23)
+        met = []
+        meet = run.balancer._exchange.meet
+        run.balancer._exchange.meet = lambda *numbers: met.append(numbers) or meet(*numbers)
+        for num_tokens in (8, 4, 4, 8, 4, 6):
+            forward(run, num_tokens)
+        return len(met)
+
+    assert run_ranks(train, 2, timeout_s=25) == [4, 4]

@@ -1,0 +1,114 @@
+"""Numbers cross the group without anybody waiting in between."""
+
+import datetime
+import itertools
+import time
+
+import pytest
+import torch.distributed as dist
+from processes import RankFailure
+
+from zeroresize.comm.collectives import time_limit
+from zeroresize.comm.cpu_group import CpuGroup
+from zeroresize.comm.exchange import Exchange
+from zeroresize.comm.rendezvous import Meeting
+
+
+def test_every_rank_sees_the_table_of_the_last_post(run_ranks):
+    def exchange_twice(rank, group):
+        exchange = Exchange(CpuGroup(group, {}))
+        tables = [exchange.collect()]
+        for update in range(2):
+            exchange.post([float(rank), float(update)])
+            tables.append(exchange.collect())
+        return tables
+
+    for tables in run_ranks(exchange_twice, 3):
+        assert tables == [None, *([[float(r), float(update)] for r in range(3)] for update in range(2))]
+
+
+def test_posting_does_not_wait_for_a_late_rank(run_ranks):
+    def post(rank, group):
+        exchange = Exchange(CpuGroup(group, {}))
+        if rank == 1:
+            time.sleep(1.0)
+        began = time.perf_counter()
+        exchange.post([1.0])
+        seconds = time.perf_counter() - began
+        exchange.collect()
+        return seconds
+
+    early, _ = run_ranks(post, 2)
+    assert early < 0.5
+
+
+def test_posting_twice_without_collecting_is_an_error(run_ranks):
+    def post_twice(rank, group):
+        exchange = Exchange(CpuGroup(group, {}))
+        exchange.post([1.0])
+        with pytest.raises(RuntimeError, match="not been collected"):
+            exchange.post([1.0])
+        exchange.collect()
+
+    run_ranks(post_twice, 2)
+
+
+def test_a_dead_rank_ends_the_others_with_an_error(run_ranks):
+    def die_or_collect(rank, group):
+        exchange = Exchange(CpuGroup(group, {}))
+        if rank == 1:
+            raise KeyError("this rank dies")
+        exchange.post([1.0])
+        exchange.collect()
+
+    began = time.perf_counter()
+    with pytest.raises(RankFailure, match="this rank dies"):
+        run_ranks(die_or_collect, 2, timeout_s=30)
+    assert time.perf_counter() - began < 20
+
+
+def test_the_time_limit_is_the_groups_own_or_torchs_where_its_backend_does_not_tell(run_ranks):
+    def limits(rank, group):
+        import torch.testing._internal.distributed.fake_pg  # noqa: F401 - a backend without options
+
+        two_hours = datetime.timedelta(hours=2)
+        return [time_limit(dist.new_group([0], backend=name, timeout=two_hours)) for name in ("gloo", "fake")]
+
+    (limits_of_backends,) = run_ranks(limits, 1)
+    assert limits_of_backends == [datetime.timedelta(hours=2), dist.default_pg_timeout]
+
+
+def test_meeting_and_exchange_wait_as_long_as_their_group_may_and_no_longer(run_ranks):
+    def wait_alone(rank, group):
+        impatient = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=2))
+        cpu_group = CpuGroup(impatient, {})
+        exchange = Exchange(cpu_group)
+        if rank == 1:
+            time.sleep(5.0)  # alive, with its connections open
+            return []
+        exchange.post([1.0])
+        moments = [time.perf_counter()]
+        with pytest.raises(RuntimeError, match=r"the balancer's numbers with ranks \[1\] .* failed: .* limit .*, 2 s"):
+            exchange.collect()
+        moments.append(time.perf_counter())
+        with pytest.raises(RuntimeError, match=r"ranks \[1\] of the group did not come .* within 2 s, the time limit"):
+            cpu_group.require_agreement({})
+        moments.append(time.perf_counter())
+        return [end - begin for begin, end in itertools.pairwise(moments)]
+
+    waited_s, _ = run_ranks(wait_alone, 2, timeout_s=20)
+    assert len(waited_s) == 2 and all(1.5 < seconds < 4.5 for seconds in waited_s), waited_s
+
+
+def test_where_the_jobs_store_is_gone_that_is_what_is_told(run_ranks):
+    class Gone:
+        def __getattr__(self, name):
+            raise ConnectionResetError("Connection reset by peer")
+
+    def meet(rank, group):
+        meeting = Meeting(group, "eat")
+        meeting.store = Gone()
+        with pytest.raises(RuntimeError, match=r"the job's store cannot be reached.* did not come to eat"):
+            meeting.exchange("here")
+
+    run_ranks(meet, 1)

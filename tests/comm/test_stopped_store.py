@@ -1,0 +1,220 @@
+"""The process that keeps the job's store is stopped: nobody waits for it for ever, and processes end as usual."""
+
+import datetime
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from virtual_training import Run
+
+from zeroresize.comm import failure_reports
+from zeroresize.comm.cpu_group import CpuGroup
+from zeroresize.comm.rendezvous import Meeting
+from zeroresize.comm.weight_group import WeightGroup
+
+LIMIT = datetime.timedelta(seconds=2)
+STORE_IS_GONE = "the job's store cannot be reached"
+
+
+@pytest.fixture(autouse=True)
+def reports_are_not_waited_for(monkeypatch):
+    """They cannot be read here."""
+    monkeypatch.setattr(failure_reports, "WAIT_S", 0.2)
+
+
+class Job:
+    """This rank's view of a job whose store is kept by rank 0, or by a process of its own, as torchrun keeps it."""
+
+    def __init__(self, rank, num_ranks, *, keeper_is_rank_0):
+        self.rank = rank
+        port_and_pid = torch.zeros(2, dtype=torch.int64)
+        if rank == 0:
+            port_and_pid[:] = torch.tensor(self._keep_here() if keeper_is_rank_0 else self._keep_elsewhere())
+        dist.broadcast(port_and_pid, 0)
+        port, self.keeper = port_and_pid.tolist()
+        store = self._server if keeper_is_rank_0 and rank == 0 else dist.TCPStore("127.0.0.1", port, timeout=LIMIT)
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=LIMIT)
+
+    def _keep_here(self):
+        self._server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=LIMIT, wait_for_workers=False)
+        return self._server.port, os.getpid()
+
+    def _keep_elsewhere(self):
+        fork = multiprocessing.get_context("fork")
+        here, there = fork.Pipe()
+
+        def keep():
+            there.send(self._keep_here())
+            time.sleep(100)
+
+        fork.Process(target=keep, daemon=True).start()
+        return here.recv()
+
+    def stop_keeper(self):
+        """On all ranks; whoever keeps the store goes on only after :meth:`end`."""
+        dist.all_reduce(torch.ones(1))
+        if self.rank == 0:
+            os.kill(self.keeper, signal.SIGSTOP)
+        time.sleep(0.3)
+
+    def end(self):
+        if self.keeper != os.getpid():
+            time.sleep(1.0)  # until the other ranks are here, too
+            os.kill(self.keeper, signal.SIGCONT)
+
+
+def error_of(call):
+    """What ``call()`` raises, within the time limit and some seconds."""
+    began = time.monotonic()
+    try:
+        call()
+    except RuntimeError as error:
+        assert time.monotonic() - began < LIMIT.total_seconds() + 6
+        return str(error)
+    return "nothing"
+
+
+def test_epoch_end_names_the_rank_that_is_stopped(run_ranks):
+    def train(rank, group):
+        job = Job(rank, 3, keeper_is_rank_0=True)
+        run = Run(dist.group.WORLD, chi={1: 4.0}, mode="mig", update_every=3)
+        run.steps(8)
+        job.stop_keeper()
+        told = error_of(run.balancer.epoch_end) if rank else ""
+        job.end()
+        return told
+
+    for text in run_ranks(train, 3, timeout_s=30)[1:]:
+        at = "balancer.epoch_end(), after 8 calls of balancer.step()"
+        assert f"ranks [0] of the group did not come to {at} within 2 s" in text
+        assert STORE_IS_GONE in text
+
+
+@pytest.mark.parametrize("mode", ["zero-pri", "mig"])
+def test_training_names_where_each_rank_is(run_ranks, mode):
+    def train(rank, group):
+        job = Job(rank, 3, keeper_is_rank_0=True)
+        run = Run(dist.group.WORLD, mode=mode, update_every=3)
+        run.steps(8)
+        job.stop_keeper()
+        told = error_of(lambda: run.steps(1)) if rank else ""
+        job.end()
+        return told
+
+    for rank, text in enumerate(run_ranks(train, 3, timeout_s=30)[1:], start=1):
+        assert "failed" in text and f"This rank, {rank}, was at: training, after 8 calls of balancer.step()" in text
+
+
+@pytest.mark.parametrize("mode", ["off", "zero-pri", "mig", "semi"])
+def test_a_balancer_needs_no_store_once_it_is_made(run_ranks, mode):
+    def train(rank, group):
+        job = Job(rank, 2, keeper_is_rank_0=False)
+        run = Run(dist.group.WORLD, chi={1: 4.0}, mode=mode, update_every=3)
+        run.steps(4)
+        job.stop_keeper()
+        run.steps(10)
+        run.balancer.epoch_end()
+        run.balancer.load_state_dict(run.balancer.state_dict())
+        run.steps(10)
+        run.balancer.close()
+        job.end()
+        return run.balancer._num_steps
+
+    assert run_ranks(train, 2, timeout_s=30) == [24, 24]
+
+
+@pytest.mark.parametrize("keeper_is_rank_0", [True, False])
+def test_making_a_balancer_ends_in_an_error(run_ranks, keeper_is_rank_0):
+    def train(rank, group):
+        job = Job(rank, 3, keeper_is_rank_0=keeper_is_rank_0)
+        job.stop_keeper()
+        told = error_of(lambda: Run(dist.group.WORLD)) if rank or not keeper_is_rank_0 else ""
+        job.end()
+        return told
+
+    for text in run_ranks(train, 3, timeout_s=30)[keeper_is_rank_0:]:
+        assert text.startswith(f"{STORE_IS_GONE}: the process that keeps it, usually rank 0's or torchrun's own, ")
+        assert "did not come to agree on what to balance within 2 s" in text
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: CpuGroup(dist.group.WORLD, {}), lambda: WeightGroup(dist.group.WORLD, torch.device("cpu"))],
+    ids=["numbers", "weights"],
+)
+def test_connecting_ends_in_an_error_where_the_store_stops_after_all_have_come(run_ranks, monkeypatch, make):
+    connect = Meeting.connect
+
+    def train(rank, group):
+        job = Job(rank, 2, keeper_is_rank_0=False)
+
+        def stop_and_connect(self, make):
+            job.stop_keeper()
+            return connect(self, make)
+
+        monkeypatch.setattr(Meeting, "connect", stop_and_connect)
+        told = error_of(make)
+        job.end()
+        return told
+
+    for text in run_ranks(train, 2, timeout_s=30):
+        assert "but could not be connected within 2 s" in text and STORE_IS_GONE in text
+
+
+PROGRAM = """
+import os, signal, sys
+rank, folder, *sys.path[:0] = int(sys.argv[1]), *sys.argv[2:]
+import datetime, time, torch, torch.distributed as dist
+torch.set_num_threads(1)
+limit = datetime.timedelta(seconds=3)
+port_file = os.path.join(folder, "port")
+if rank == 0:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=limit, wait_for_workers=False)
+    with open(port_file + ".new", "w") as file:
+        file.write(str(store.port))
+    os.rename(port_file + ".new", port_file)
+else:
+    while not os.path.exists(port_file):
+        time.sleep(0.02)
+    with open(port_file) as file:
+        store = dist.TCPStore("127.0.0.1", int(file.read()), timeout=datetime.timedelta(seconds=60))
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60))
+from virtual_training import Run
+group = dist.new_group([0, 1], timeout=limit)
+run = Run(group, mode="mig", update_every=3)
+run.steps(4)
+if rank == 0:
+    os.kill(os.getpid(), signal.SIGSTOP)
+time.sleep(0.3)
+run.balancer.epoch_end()
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_waited_in_vain_for_the_store_ends_by_itself(tmp_path):
+    """The thread that still waits for an answer does not keep it."""
+    root = Path(__file__).parents[2]
+    paths = [root / "tests" / "helpers", root]
+    command = [sys.executable, "-c", textwrap.dedent(PROGRAM)]
+    ranks = [
+        subprocess.Popen([*command, str(rank), tmp_path, *paths], stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        _, told = ranks[1].communicate(timeout=60)
+        assert ranks[1].returncode == 1
+        assert "RuntimeError: ranks [0] of the group did not come to balancer.epoch_end()" in told
+        assert STORE_IS_GONE in told
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()

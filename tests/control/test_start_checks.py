@@ -1,0 +1,201 @@
+"""Mistakes in how training is set up, which train something, only not what was meant."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from colossalai_host import Host, small_vit
+from log_lines import caught_log_lines
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from virtual_training import FEATURES, Pair
+
+import zeroresize as zr
+
+CONFIG = zr.BalanceConfig()
+
+
+class Model(nn.Module):
+    """Parallel layers between replicated ones."""
+
+    def __init__(self, group):
+        super().__init__()
+        self.norm, self.pair, self.head = nn.LayerNorm(FEATURES), Pair(group), nn.Linear(FEATURES, 3)
+
+    def forward(self, x):
+        return self.head(self.pair(self.norm(x)))
+
+
+class OwnEmbedding(nn.Module):
+    """A parallel layer of somebody else's, which tells its group or marks its parameter as Megatron does."""
+
+    def __init__(self, rank, group=None):
+        super().__init__()
+        self.group, self.weight = group, nn.Parameter(torch.full((4, 4), float(rank)))
+        self.weight.tensor_model_parallel = group is None
+
+
+X = torch.ones(2, FEATURES)
+
+
+def balanced(model, group, config=CONFIG, wrapped=None, optimizer=None):
+    zr.convert(model, process_group=group, config=config)
+    return zr.Balancer(wrapped or model, optimizer, process_group=group, config=config)
+
+
+def change(model, rank, name="head.weight", by=1e-2):
+    with torch.no_grad():
+        dict(model.named_parameters())[name].view(-1)[0] += by * rank
+
+
+@pytest.mark.parametrize("name", ["head.weight", "norm.bias", "pair.down.bias"])
+def test_ranks_that_begin_with_different_weights_are_all_told_which_in_the_first_training_forward(run_ranks, name):
+    def train(rank, group):
+        model = Model(group)
+        change(model, rank, name)
+        balancer = balanced(model, group)
+        model.eval()(X)
+        with pytest.raises(ValueError) as error:
+            model.train()(X)
+        balancer.close()
+        return str(error.value)
+
+    for told in run_ranks(train, 3, timeout_s=20):
+        assert told.startswith("1 of 5 parameters that all ranks of the group should hold alike differ from rank 0's: ")
+        assert f"{name} on ranks [1, 2]. Seed the ranks alike" in told
+
+
+def test_other_seeds_are_seen_in_every_parameter_that_they_drew(run_ranks):
+    def train(rank, group):
+        torch.manual_seed(rank)
+        head = nn.Linear(FEATURES, 3)
+        model = Model(group)
+        model.head = head
+        balancer = balanced(model, group)  # noqa: F841 - it lives
+        with pytest.raises(ValueError, match=r"^2 of 5 .* head.weight on ranks \[1\]; head.bias on ranks \[1\]\. Seed"):
+            model(X)
+
+    run_ranks(train, 2, timeout_s=20)
+
+
+def test_weights_may_be_loaded_after_the_balancer_was_made(run_ranks):
+    def train(rank, group):
+        model = Model(group)
+        state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        change(model, rank)
+        balancer = balanced(model, group)  # noqa: F841
+        model.load_state_dict(state)
+        model(X)
+        change(model, rank)  # compared once
+        model(X)
+
+    run_ranks(train, 2, timeout_s=20)
+
+
+def test_what_may_be_a_shard_is_left_out_and_rounding_is_no_difference(run_ranks):
+    def train(rank, group):
+        model = Model(group)
+        model.marked, model.grouped = OwnEmbedding(rank), OwnEmbedding(rank, group)
+        model.uneven = nn.Parameter(torch.ones(3 + rank))
+        model.tied = model.grouped.weight
+        change(model, rank, by=1e-7)
+        balancer = balanced(model, group)  # noqa: F841
+        model(X)
+
+    run_ranks(train, 2, timeout_s=20)
+
+
+def test_start_checks_can_be_turned_off(run_ranks):
+    def train(rank, group):
+        model = Model(group)
+        change(model, rank)
+        some = torch.optim.SGD(model.pair.up.parameters(), lr=0.1)
+        with caught_log_lines() as lines:
+            balancer = balanced(model, group, zr.BalanceConfig(start_checks=False), optimizer=some)  # noqa: F841
+        model(X)
+        return [line for line in lines if "does not step the weights of pair.down" in line]
+
+    assert [len(lines) for lines in run_ranks(train, 2)] == [1, 1]
+
+
+def test_an_optimizer_of_some_layers_is_refused_unless_the_others_are_frozen(run_ranks):
+    def build(rank, group):
+        model = zr.convert(Pair(group), process_group=group, config=CONFIG)
+        some = torch.optim.SGD(model.up.parameters(), lr=0.1)
+        with pytest.raises(
+            ValueError, match=r"does not step the weights of down, .*requires_grad_.*start_checks=False"
+        ):
+            zr.Balancer(model, some, process_group=group, config=CONFIG)
+        model.down.requires_grad_(False)
+        zr.Balancer(model, some, process_group=group, config=CONFIG).close()
+
+    run_ranks(build, 2)
+
+
+@pytest.mark.parametrize("is_wrapped_first", [True, False])
+def test_ddp_over_the_tensor_parallel_group_is_refused(run_ranks, is_wrapped_first):
+    def build(rank, group):
+        model = Model(group)
+        zr.convert(model, process_group=group, config=CONFIG)
+        with pytest.raises(
+            ValueError, match=r"averages gradients over ranks \[0, 1\] of the job, .* start_checks=False"
+        ):
+            if is_wrapped_first:
+                balanced(model, group, wrapped=DistributedDataParallel(model))
+            else:
+                balancer = balanced(model, group)  # noqa: F841 - it lives
+                DistributedDataParallel(model)(X)
+
+    run_ranks(build, 2, timeout_s=20)
+
+
+def test_ddp_over_replicas_and_ddp_that_leaves_the_shards_alone_are_taken(run_ranks):
+    def build(rank, group):
+        alone = [dist.new_group([own]) for own in range(2)][rank]
+        model = Model(group)
+        wrapped = DistributedDataParallel(model, process_group=alone)
+        balanced(model, group, wrapped=wrapped).close()
+        wrapped(X)
+        shards = [f"pair.{name}" for name in ("up.weight", "up.bias", "down.weight")]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, shards)
+        balancer = balanced(model, group, wrapped=DistributedDataParallel(model))
+        model(X)
+        return balancer.metrics()["balance/ratio"]
+
+    assert run_ranks(build, 2, timeout_s=20) == [0.0, 0.0]
+
+
+def test_a_balancer_that_was_dropped_checks_nothing(run_ranks):
+    def train(rank, group):
+        model = Model(group)
+        change(model, rank)
+        balanced(model, group)
+        return len(model.pair.up._forward_pre_hooks), model(X) is not None
+
+    assert run_ranks(train, 2) == [(0, True)] * 2
+
+
+@pytest.mark.usefixtures("colossalai_vit_modules")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_colossalai_splits_is_left_out_and_what_it_replicates_is_compared(run_ranks, precision):
+    """A shard of the gathered classifier, or of any layer that stays as it is, is no difference; DDP of one rank no DDP
+    over the group; and the optimizer's master weights are those of all layers."""
+
+    def train(rank, group):
+        host = Host(group)
+        told = []
+        for by in (0.0, 0.5):
+            boosted = host.boost(small_vit(), precision=precision)
+            change(boosted.model, rank, next(n for n, _ in boosted.model.named_parameters() if "norm_before" in n), by)
+            balancer = balanced(boosted.model, boosted.group, optimizer=boosted.optimizer)
+            images = torch.ones(2, 3, 8, 8, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
+            try:
+                boosted.model(images)
+            except ValueError as error:
+                told.append(str(error))
+            balancer.close()
+        return told
+
+    for told in run_ranks(train, 2):
+        assert (
+            len(told) == 1 and told[0].startswith("1 of ") and "layernorm_before.weight on ranks [1]. Seed" in told[0]
+        )

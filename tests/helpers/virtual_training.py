@@ -1,0 +1,100 @@
+"""Training on real ranks with a clock that counts multiplications."""
+
+import types
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeroresize as zr
+from zeroresize.kernels.probe import Probe
+from zeroresize.measure import calibrate_migration, calibrate_resizing, step_timer
+
+FEATURES = 48
+
+
+class VirtualTime(Probe):
+    """A clock that only products move: χ × FLOPs a multiplication, and ``gather_s`` where columns are gathered."""
+
+    def __init__(self, gather_s):
+        self.now, self.chi, self.gather_s = 0.0, 1.0, gather_s
+        self._is_resized = False
+
+    def perf_counter(self):
+        return self.now
+
+    def gemm_ends(self, operands):
+        one, other = operands[:2]
+        self._is_resized = {one.shape[-1], other.shape[-1]}.isdisjoint({FEATURES, 2 * FEATURES, 4 * FEATURES})
+        outputs = other.shape[0] if one.shape[-1] == other.shape[-1] else other.shape[-1]
+        self.now += self.chi * one.numel() * outputs * 1e-6
+
+    def product_ends(self):
+        self.now += self.gather_s if self._is_resized else 0.0
+
+
+def keep_time(time, layers):
+    """What balancing measures of these layers, converted already, it reads off this clock from now on."""
+    for module in (step_timer, calibrate_resizing, calibrate_migration):
+        module.time = types.SimpleNamespace(perf_counter=time.perf_counter)
+    for layer in layers:
+        layer.probes.add_innermost(time)
+
+
+class Pair(nn.Module):
+    """Column-parallel, GELU, row-parallel: what a transformer's feed-forward part is."""
+
+    def __init__(self, group):
+        super().__init__()
+        torch.manual_seed(0)
+        up, down = nn.Linear(FEATURES, 4 * FEATURES), nn.Linear(4 * FEATURES, FEATURES)
+        self.up = zr.ColumnParallelLinear.from_linear(up, process_group=group)
+        self.down = zr.RowParallelLinear.from_linear(down, process_group=group)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+class Run:
+    """A model in training whose time is virtual.
+
+    Args:
+        chi: χ of this process's rank by its number in the whole job; 1 of those that it does not name.
+        model: what it trains, made of the group.
+    """
+
+    def __init__(self, group, gather_s=0.001, on_update=None, chi=None, model=Pair, **config):
+        self.config = zr.BalanceConfig(**{"mode": "zero-rd", "update_every": 3, **config})
+        self.time = VirtualTime(gather_s)
+        self.time.chi = (chi or {}).get(dist.get_rank(), 1.0)
+        self.model = zr.convert(model(group), process_group=group, config=self.config)
+        keep_time(self.time, (self.model.up, self.model.down))
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.balancer = zr.Balancer(
+            self.model, self.optimizer, process_group=group, config=self.config, on_update=on_update
+        )
+        self.x = torch.randn(8, FEATURES, generator=torch.Generator().manual_seed(1))
+
+    def steps(self, number):
+        """Losses of so many training steps."""
+        losses = []
+        for _ in range(number):
+            self.time.now += 0.01  # what is not a product
+            loss = self.model(self.x).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.balancer.step()
+            losses.append(loss.item())
+        return losses
+
+    def updates(self, number):
+        """γ of every rank after each update."""
+        trace = []
+        for _ in range(number):
+            self.steps(self.config.update_every)
+            trace.append([rank.pruned for rank in self.balancer.plan.ranks])
+        return trace
+
+    def pruned(self):
+        return {name: self.balancer.lineage.pruned(name, "w") for name in ("up", "down")}

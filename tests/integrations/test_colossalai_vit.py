@@ -1,0 +1,210 @@
+"""A ViT sharded by Colossal-AI: without plans bit for bit what it was, with plans what the formulas say."""
+
+from types import SimpleNamespace
+
+import formulas
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from colossalai_host import DEPTH, HIDDEN, OFF, Host, batch, small_vit
+from log_lines import caught_log_lines
+from torch import nn
+from torch.nn.utils import parametrize
+from torch.testing import assert_close
+
+from zeroresize import convert
+from zeroresize.convert import balanced_layers
+from zeroresize.plan.layer import LayerPlan
+
+pytestmark = pytest.mark.usefixtures("colossalai_vit_modules")
+
+
+def train(host, steps):
+    """Losses of training steps with Booster, or without where there is none."""
+    losses = []
+    for step in steps:
+        images, labels = batch(step)
+        loss = F.cross_entropy(host.model(images).logits, labels)
+        host.booster.backward(loss, host.optimizer) if host.booster else loss.backward()
+        host.optimizer.step()
+        host.optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def unwrap(model):
+    """The model inside Booster's wrapper, if it has one."""
+    return model.unwrap() if hasattr(model, "unwrap") else model
+
+
+def weights(model):
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def assert_same(one, other):
+    """Bit for bit."""
+    assert list(one) == list(other)
+    for name in one:
+        assert torch.equal(one[name], other[name]), name
+
+
+def plan_keeping(keep, num_columns):
+    pruned = [column for column in range(num_columns) if column not in keep]
+    return LayerPlan.from_pruned(torch.tensor(pruned), num_columns)
+
+
+# ---- without a plan -------------------------------------------------------------------------------------------------
+
+
+def test_a_sharded_model_is_converted_once_and_a_single_rank_never(run_ranks):
+    def check(rank, group):
+        host = Host(group)
+        model = host.shard(small_vit())
+        convert(model, process_group=group, config=OFF)
+        classes = [type(module) for module in model.modules()]
+        with caught_log_lines() as lines:
+            convert(model, process_group=group, config=OFF)
+        assert [type(module) for module in model.modules()] == classes
+        assert len(lines) == 1 and "converted already" in lines[0]
+
+        alone = [dist.new_group([0]), dist.new_group([1])][rank]
+        host.group = alone
+        model = host.shard(small_vit())
+        with caught_log_lines() as lines:
+            convert(model, process_group=alone, config=OFF)
+        assert balanced_layers(model) == {}
+        assert len(lines) == 1 and "one rank" in lines[0]
+
+    run_ranks(check, 2)
+
+
+TAKEN = [
+    f"vit.encoder.layer.{depth}.{name}"
+    for depth in range(DEPTH)
+    for name in (
+        "attention.attention.query",
+        "attention.attention.key",
+        "attention.attention.value",
+        "attention.output.dense",
+        "intermediate.dense",
+        "output.dense",
+    )
+]
+
+
+@pytest.mark.parametrize("from_the_start", [False, True], ids=["swapped", "by policy"])
+@pytest.mark.parametrize("by", ["ShardFormer", "Booster"])
+def test_training_is_bitwise_colossalais(run_ranks, by, from_the_start):
+    """Five steps: the same losses and weights, the very Parameter objects, and a state_dict of the same contents."""
+
+    def start(host, from_the_start):
+        if by == "Booster":
+            return host.boost(small_vit(), from_the_start)
+        model = host.shard(small_vit(), from_the_start)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return SimpleNamespace(model=model, optimizer=optimizer, booster=None, group=host.group)
+
+    def check(rank, group):
+        host = Host(group)
+        original, converted = start(host, False), start(host, from_the_start)
+        layers = [unwrap(converted.model).get_submodule(name) for name in TAKEN]
+        assert {type(layer).__name__.startswith("Balanced") for layer in layers} == {from_the_start}
+        assert balanced_layers(converted.model) == {}  # taken in by convert alone
+        identities = {name: id(parameter) for name, parameter in converted.model.named_parameters()}
+
+        assert convert(converted.model, process_group=converted.group, config=OFF) is converted.model
+
+        assert list(balanced_layers(converted.model)) == TAKEN
+        assert {name: id(parameter) for name, parameter in converted.model.named_parameters()} == identities
+        assert train(original, range(5)) == train(converted, range(5))
+        assert_same(weights(original.model), weights(converted.model))
+        whole = unwrap(original.model).state_dict()  # a collective: gathers the shards
+        assert whole["vit.encoder.layer.0.intermediate.dense.weight"].shape == (64, HIDDEN)
+        assert_same(whole, unwrap(converted.model).state_dict())
+
+    run_ranks(check, 2, timeout_s=90)
+
+
+@pytest.mark.parametrize("is_sharded", [True, False], ids=["sharded", "unsharded"])
+@pytest.mark.parametrize("saves", ["converted", "original"])
+def test_booster_checkpoints_pass_between_converted_and_original_models(run_ranks, tmp_path, saves, is_sharded):
+    """Model and optimizer: what was loaded trains on, bit for bit, as what was saved."""
+
+    def check(rank, group):
+        host = Host(group)
+        models = {"converted": host.boost(small_vit()), "original": host.boost(small_vit(initializer_range=0.5))}
+        convert(models["converted"].model, process_group=models["converted"].group, config=OFF)
+        saver = models.pop(saves)
+        (loader,) = models.values()
+        train(saver, range(2))
+
+        saver.booster.save_model(saver.model, str(tmp_path / "model"), shard=is_sharded)
+        saver.booster.save_optimizer(saver.optimizer, str(tmp_path / "optimizer"), shard=is_sharded)
+        dist.barrier(group)
+        loader.booster.load_model(loader.model, str(tmp_path / "model"))
+        loader.booster.load_optimizer(loader.optimizer, str(tmp_path / "optimizer"))
+
+        assert_same(weights(saver.model), weights(loader.model))
+        assert train(saver, [2, 3]) == train(loader, [2, 3])
+        assert_same(weights(saver.model), weights(loader.model))
+
+    run_ranks(check, 2, timeout_s=90)
+
+
+# ---- with a plan ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("from_the_start", [False, True], ids=["swapped", "by policy"])
+def test_a_pruned_vit_equals_one_with_masked_weights(run_ranks, from_the_start):
+    """Rank 1 prunes, rank 0 does not. An unsharded ViT with w ⊙ mask in place of w is what the two compute together."""
+
+    def check(rank, group):
+        model = Host(group).shard(small_vit().double(), from_the_start)
+        convert(model, process_group=group, config=OFF)
+        whole = small_vit().double()
+        for position, (name, layer) in enumerate(balanced_layers(model).items()):
+            keep = range(position % 3, layer.num_columns, 3)
+            layer.plan = plan_keeping(keep, layer.num_columns) if rank == 1 else None
+            mask_weight_of_rank_1(whole.get_submodule(name), formulas.mask(keep, layer.num_columns), is_row(name))
+
+        images, labels = batch(dtype=torch.float64)
+        logits, masked_logits = model(images).logits, whole(images).logits
+        F.cross_entropy(logits, labels).backward()
+        F.cross_entropy(masked_logits, labels).backward()
+
+        assert_close(logits, masked_logits, rtol=1e-10, atol=1e-12)
+        masked = {name.replace("parametrizations.weight.original", "weight"): p for name, p in whole.named_parameters()}
+        for name, parameter in model.named_parameters():
+            assert_close(parameter.grad, part(masked.pop(name).grad, parameter, name, rank), rtol=1e-9, atol=1e-12)
+        assert not masked
+
+        model.eval()  # computes in full
+        assert_close(model(images).logits, small_vit().double()(images).logits, rtol=1e-10, atol=1e-12)
+
+    run_ranks(check, 2)
+
+
+def is_row(layer_name):
+    return layer_name.endswith("output.dense")
+
+
+def mask_weight_of_rank_1(linear, kept_K, is_row):
+    mask = torch.ones_like(linear.weight)
+    if is_row:
+        mask[:, mask.shape[1] // 2 :] = kept_K.double()
+    else:
+        mask[mask.shape[0] // 2 :] = kept_K.double()
+
+    class Masked(nn.Module):
+        def forward(self, weight):
+            return weight * mask
+
+    parametrize.register_parametrization(linear, "weight", Masked())
+
+
+def part(whole, own, name, rank):
+    """This rank's part: rows of a column-parallel layer's tensor, columns of a row-parallel one's."""
+    if whole.shape == own.shape:
+        return whole
+    return whole.chunk(2, dim=1 if is_row(name.removesuffix(".weight")) else 0)[rank]

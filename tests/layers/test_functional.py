@@ -1,0 +1,291 @@
+"""Column- and row-parallel products with a plan, on real ranks in float64: formulas and finite differences.
+
+``x`` of a column-parallel product is the same on every rank and ``dy`` a rank's own; of a row-parallel one it is the
+other way round. Every rank prunes columns of its own choice.
+"""
+
+import itertools
+
+import formulas
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+from zeroresize.kernels.probe import Probes
+from zeroresize.layers.functional import LastGradients, ProductContext, column_parallel_products, row_parallel_products
+from zeroresize.plan.layer import LayerPlan
+
+IMPUTATIONS = ("zero", "average", "same")
+KINDS = ("column", "row")
+LEADING_SHAPES = [(), (1,), (7,), (5, 3), (2, 3, 5)]
+
+
+def randn(*shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def plan_keeping(keep, num_columns, imputation="zero"):
+    pruned = [column for column in range(num_columns) if column not in keep]
+    return LayerPlan.from_pruned(torch.tensor(pruned, dtype=torch.int64), num_columns, imputation=imputation)
+
+
+class Case:
+    """Operands of every rank, known to each, and what the formulas make of them."""
+
+    def __init__(self, kind, keeps, leading, num_outputs=4, num_columns=5, imputation="zero", seed=0):
+        self.kind, self.keeps, self.imputation = kind, keeps, imputation
+        self.num_columns, ranks = num_columns, range(len(keeps))
+        self.kept_K = [formulas.mask(keep, num_columns) for keep in keeps]
+        self.w_NK = [randn(num_outputs, num_columns, seed=seed + rank) for rank in ranks]
+        self.bias_N = [randn(num_outputs, seed=seed + 20 + rank) for rank in ranks]
+        self.x = [randn(*leading, num_columns, seed=seed + 40 + rank * (kind == "row")) for rank in ranks]
+        self.dy = [randn(*leading, num_outputs, seed=seed + 60 + rank * (kind == "column")) for rank in ranks]
+
+    def expected(self, rank, last=(None, None)):
+        """``y``, this rank's own dx before any all-reduce, dw and db."""
+        operands = zip(self.x, self.w_NK, self.kept_K, strict=True)
+        products = [formulas.forward(*operand) for operand in operands]
+        y = products[rank] + self.bias_N[rank] if self.kind == "column" else sum(products)
+        dx = formulas.dgrad(self.dy[rank], self.w_NK[rank], self.kept_K[rank], self.imputation, last[0])
+        dw_NK = formulas.wgrad(self.dy[rank], self.x[rank], self.kept_K[rank], self.imputation, last[1])
+        return y, dx, dw_NK, self.dy[rank].reshape(-1, len(dw_NK)).sum(dim=0)
+
+    def computed(self, rank, group, last=None, x=None, dy=None):
+        """``y``, dx, dw and db of the library."""
+        x = self.x[rank].clone() if x is None else x
+        x, w_NK, bias_N = (
+            tensor.requires_grad_() for tensor in (x, self.w_NK[rank].clone(), self.bias_N[rank].clone())
+        )
+        y = products(self.kind, x, w_NK, bias_N, self.plan(rank), group, last)
+        inputs = (x, w_NK, bias_N) if self.kind == "column" else (x, w_NK)
+        gradients = torch.autograd.grad(y, inputs, self.dy[rank] if dy is None else dy)
+        return y, *gradients
+
+    def plan(self, rank):
+        return plan_keeping(self.keeps[rank], self.num_columns, self.imputation)
+
+
+def products(kind, x, w_NK, bias_N, plan, group, last=None):
+    if kind == "column":
+        return column_parallel_products(x, w_NK, bias_N, ProductContext(plan, group, Probes(), last))
+    return row_parallel_products(x, w_NK, ProductContext(plan, group, Probes(), last))
+
+
+def assert_all_close(computed, expected):
+    """The first tensors of ``expected``: a row-parallel product has no bias gradient of its own."""
+    for one, other in zip(computed, expected, strict=False):
+        assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("imputation", ["zero", "average"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_and_gradients_equal_the_formulas(run_ranks, kind, imputation, num_ranks):
+    def check(rank, group):
+        for leading in LEADING_SHAPES:
+            case = Case(kind, [[0, 3], [2], [1, 2, 3, 4]][:num_ranks], leading, imputation=imputation)
+            y, dx, *rest = case.expected(rank)
+            if kind == "column":
+                dx = sum(case.expected(other)[1] for other in range(num_ranks))
+            assert_all_close(case.computed(rank, group), (y, dx, *rest))
+
+    run_ranks(check, num_ranks)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_same_imputes_what_this_rank_computed_in_its_previous_backward(run_ranks, kind):
+    """Also across a change of plan, and beginning again after a change of shape."""
+
+    def check(rank, group):
+        last = LastGradients()
+        before = [(None, None), (None, None)]  # dx and dw of the previous step by rank
+        for step, (keeps, leading) in enumerate(
+            [([[0, 3], [2]], (7,)), ([[0, 3], [2]], (7,)), ([[1], [0, 4]], (7,)), ([[1], [0, 4]], (2, 3))]
+        ):
+            case = Case(kind, keeps, leading, imputation="same", seed=100 * step)
+            if step == 3:
+                before = [(None, dw_NK) for _, dw_NK in before]  # dx has another shape, dw has not
+            expected = [case.expected(other, before[other]) for other in range(2)]
+            y, dx, *rest = expected[rank]
+            if kind == "column":
+                dx = sum(own_dx for _, own_dx, *_ in expected)
+            computed = case.computed(rank, group, last)
+            assert_all_close(computed, (y, dx, *rest))
+            for gradient in computed[1:]:
+                gradient.zero_()  # as clipping may change it: what the next step imputes must not notice
+            before = [(own_dx, dw_NK) for _, own_dx, dw_NK, _ in expected]
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_shape_and_any_kept_columns(run_ranks, kind):
+    @given(st.data(), st.sampled_from(["zero", "average"]), st.sampled_from(LEADING_SHAPES))
+    @settings(deadline=None, max_examples=100, database=None)
+    def check(group, data, imputation, leading):
+        num_outputs, num_columns = data.draw(st.tuples(*[st.sampled_from([1, 2, 5, 17, 123])] * 2))
+        keep = data.draw(st.sets(st.integers(0, num_columns - 1), min_size=1))
+        case = Case(kind, [keep], leading, num_outputs, num_columns, imputation)
+        assert_all_close(case.computed(0, group), case.expected(0))
+
+    run_ranks(lambda rank, group: check(group), 1)
+
+
+@pytest.mark.parametrize("imputation", IMPUTATIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_kept_columns_pass_finite_differences(run_ranks, kind, imputation):
+    """The pruned forward is a function of the kept columns only, and their gradients are its derivatives."""
+
+    def check(rank, group):
+        keep, num_columns = [0, 2, 3], 5
+        plan = plan_keeping(keep, num_columns, imputation)
+
+        def whole(kept):
+            """The kept columns in their places among others of any value."""
+            base = torch.full((*kept.shape[:-1], num_columns), 7.0, dtype=kept.dtype)
+            return base.index_copy(-1, torch.tensor(keep), kept)
+
+        def of_kept(x_kept, w_kept, bias_N):
+            return products(kind, whole(x_kept), whole(w_kept), bias_N, plan, group, LastGradients())
+
+        kept_operands = [randn(2, 3, 3, seed=1), randn(4, 3, seed=2), randn(4, seed=3)]
+        kept_operands[2].requires_grad_(kind == "column")
+        assert torch.autograd.gradcheck(
+            of_kept, [operand.requires_grad_() for operand in kept_operands[:2]] + kept_operands[2:]
+        )
+
+    run_ranks(check, 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_finite_differences_through_the_collectives(run_ranks, kind):
+    """With zeros imputed, all gradients are the derivatives of what the pruned group computes together."""
+
+    def check(rank, group):
+        case = Case(kind, [[0, 3], [2]], (3,))
+        x, w_NK = case.x[rank].clone(), case.w_NK[rank].clone()
+        _, dx, dw_NK, *_ = case.computed(rank, group)
+
+        def total():
+            """Σ over the group of <dy, y>, where a row-parallel y is one and the same on every rank."""
+            own = (products(kind, x, w_NK, None, case.plan(rank), group) * case.dy[rank]).sum()
+            if kind == "column":
+                dist.all_reduce(own, group=group)
+            return own.item()
+
+        def numerical_gradient(tensor, turns):
+            """Central differences; in each turn the ranks named move their ``tensor`` together."""
+            own = torch.empty_like(tensor)
+            for ranks in turns:
+                gradient = torch.empty_like(tensor)
+                for index in itertools.product(*map(range, tensor.shape)):
+                    here = tensor[index].item()
+                    values = []
+                    for step in (1e-3, -1e-3):
+                        tensor[index] = here + (step if rank in ranks else 0.0)
+                        values.append(total())
+                    tensor[index] = here
+                    gradient[index] = (values[0] - values[1]) / 2e-3
+                own = gradient if rank in ranks else own
+            return own
+
+        each_alone, together = [{0}, {1}], [{0, 1}]
+        assert_close(dx, numerical_gradient(x, together if kind == "column" else each_alone), rtol=1e-7, atol=1e-7)
+        assert_close(dw_NK, numerical_gradient(w_NK, each_alone), rtol=1e-7, atol=1e-7)
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("has_plan", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_operands_in_any_memory_layout(run_ranks, kind, has_plan):
+    def check(rank, group):
+        case = Case(kind, [[0, 3] if has_plan else range(5)], (2, 3))
+        case.plan = lambda rank: plan_keeping([0, 3], 5) if has_plan else None
+        layouts = {
+            "transposed": lambda t: t.transpose(0, -1).contiguous().transpose(0, -1),
+            "every second": lambda t: t.repeat_interleave(2, dim=-1)[..., ::2],
+        }
+        for layout in layouts.values():
+            x, dy = layout(case.x[0]), layout(case.dy[0])
+            assert not x.is_contiguous() and not dy.is_contiguous()
+            assert_all_close(case.computed(0, group, x=x.detach(), dy=dy), case.expected(0))
+
+        case.dy[0] = torch.ones(1, 1, 1, dtype=torch.float64).expand(2, 3, 4)  # what sum().backward() makes
+        assert_all_close(case.computed(0, group), case.expected(0))
+
+    run_ranks(check, 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inputs_are_never_changed(run_ranks, kind):
+    def check(rank, group):
+        case = Case(kind, [[0, 3], [2]], (3,), imputation="average")
+        x, dy = case.x[rank].clone(), case.dy[rank].clone()
+        case.computed(rank, group, x=x, dy=dy)
+        assert torch.equal(x, case.x[rank]) and torch.equal(dy, case.dy[rank])
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("x_learns", [True, False])
+@pytest.mark.parametrize("w_learns", [True, False])
+def test_only_what_learns_gets_a_gradient(run_ranks, kind, x_learns, w_learns):
+    def check(rank, group):
+        case = Case(kind, [[0, 3], [2]], (3,))
+        x, w_NK = case.x[rank].requires_grad_(x_learns), case.w_NK[rank].requires_grad_(w_learns)
+        y = products(kind, x, w_NK, None, case.plan(rank), group)
+        if not (x_learns or w_learns):
+            assert not y.requires_grad
+            return
+        y.backward(case.dy[rank])
+        with torch.no_grad():
+            _, dx, dw_NK, _ = case.expected(rank)
+            if kind == "column":
+                dx = sum(case.expected(other)[1] for other in range(2))
+        assert_close(x.grad, dx if x_learns else None)
+        assert_close(w_NK.grad, dw_NK if w_learns else None)
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_bias_is_a_zero_bias(run_ranks, kind):
+    def check(rank, group):
+        x, w_NK = randn(3, 5, seed=0), randn(4, 5, seed=1)
+        assert_close(products(kind, x, w_NK, None, None, group), F.linear(x, w_NK))
+
+    run_ranks(check, 1)
+
+
+def test_a_second_derivative_is_an_error_not_a_wrong_number(run_ranks):
+    def differentiate_twice(rank, group):
+        x, w = (torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+        y = column_parallel_products(x, w, None, ProductContext(None, group, Probes()))
+        (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            dx.sum().backward()
+
+    run_ranks(differentiate_twice, 2)
+
+
+def test_an_overflow_is_not_remembered_for_columns_that_take_the_same_values(run_ranks):
+    def train(rank, group):
+        last, plan = LastGradients(), LayerPlan.from_pruned(torch.tensor([1, 3]), 4, imputation="same")
+        x, w = torch.randn(5, 4), torch.randn(3, 4, requires_grad=True)
+
+        def backward(plan, dy):
+            w.grad = None
+            column_parallel_products(x, w, None, ProductContext(plan, group, Probes(), last)).backward(dy)
+            return w.grad.clone()
+
+        good = backward(None, torch.ones(5, 3))
+        backward(None, torch.full((5, 3), float("inf")))
+        return torch.equal(backward(plan, torch.zeros(5, 3))[:, [1, 3]], good[:, [1, 3]])
+
+    assert run_ranks(train, 2) == [True, True]

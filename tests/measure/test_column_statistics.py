@@ -1,0 +1,351 @@
+"""What training tells of the columns: each statistic is its formula, also across a checkpoint."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from virtual_training import Run
+
+import zeroresize as zr
+from zeroresize.config_keys import PRIORITIES
+from zeroresize.measure.column_statistics import ActivationNorms, PathLength, WeightVariation, build_statistic
+from zeroresize.plan.layer import LayerPlan
+
+COLUMNS = {"one": 6, "two": 8, "three": 5}
+KINDS = [*({"priority": priority} for priority in PRIORITIES), {"priority": "variation", "snapshot": "bf16"}]
+
+
+def layers_of_one_rank(group, names=tuple(COLUMNS)):
+    """The same at every call."""
+    torch.manual_seed(0)
+    return {name: zr.ColumnParallelLinear(COLUMNS[name], 4, process_group=group) for name in names}
+
+
+def random(*shape, seed):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def mean_change(now_NK, then_NK):
+    """δ_i = Σ_j |w_ji(now) − w_ji(then)| / N."""
+    return (now_NK.detach().double() - then_NK.detach().double()).abs().mean(dim=0).numpy()
+
+
+def train_step(layers, optimizer, step):
+    for position, layer in enumerate(layers.values()):
+        layer(random(3, layer.num_columns, seed=10 * step + position)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# ---- variation of the weights ---------------------------------------------------------------------------------------
+
+
+def layer_with_weight(group, weight_NK):
+    layer = zr.ColumnParallelLinear(weight_NK.shape[1], weight_NK.shape[0], process_group=group)
+    set_weight(layer, weight_NK)
+    return layer
+
+
+def set_weight(layer, weight_NK):
+    with torch.no_grad():
+        layer.weight.copy_(weight_NK)
+
+
+def test_variation_on_the_host_is_the_mean_change_since_the_last_take(run_ranks):
+    """Weights are multiples of 1/64, which makes every sum exact."""
+
+    def check(rank, group):
+        weights = [(64 * random(8, 5, seed=seed)).round() / 64 for seed in range(3)]
+        layer = layer_with_weight(group, weights[0])
+        statistic = WeightVariation({"layer": layer}, storage="host")
+        for then, now in ((weights[0], weights[1]), (weights[1], weights[2])):
+            set_weight(layer, now)
+            assert statistic.take()["layer"].tolist() == mean_change(now, then).tolist()
+        assert statistic.take()["layer"].tolist() == [0.0] * 5
+
+    run_ranks(check, 1)
+
+
+def test_variation_in_bf16_counts_changes_below_its_resolution_right_on_average(run_ranks):
+    def check(rank, group):
+        then = 0.02 * random(20_000, 6, seed=0)
+        layer = layer_with_weight(group, then)
+        statistic = WeightVariation({"layer": layer}, storage="bf16")
+        now = then + 1e-5 * random(*then.shape, seed=1) * torch.arange(1, 7)
+        resolution = 2.0**-8 * then.abs().mean()
+        assert mean_change(now, then)[0] < resolution / 4, "what the test is about"
+        set_weight(layer, now)
+        assert statistic.take()["layer"] == pytest.approx(mean_change(now, then), rel=0.1)
+        assert statistic.take()["layer"].tolist() == [0.0] * 6, "weights that stay put differ by nothing"
+
+    run_ranks(check, 1)
+
+
+def test_variation_counts_from_the_weights_that_training_begins_with(run_ranks):
+    """Which a checkpoint may bring after the balancer is made."""
+
+    def check(rank, group):
+        layer = layer_with_weight(group, random(8, 5, seed=0))
+        statistic = WeightVariation({"layer": layer}, storage="host")
+        loaded, trained = random(8, 5, seed=1), random(8, 5, seed=2)
+        layer.load_state_dict({**layer.state_dict(), "weight": loaded})
+        layer(random(3, 5, seed=3))
+        set_weight(layer, trained)
+        layer(random(3, 5, seed=4))
+        assert statistic.take()["layer"] == pytest.approx(mean_change(trained, loaded), rel=1e-6)
+
+    run_ranks(check, 1)
+
+
+@pytest.mark.parametrize(("storage", "bytes_a_weight"), [("host", 4), ("bf16", 2)])
+def test_variation_holds_a_copy_of_the_weights(run_ranks, storage, bytes_a_weight):
+    def check(rank, group):
+        statistic = WeightVariation(layers_of_one_rank(group), storage=storage)
+        assert statistic.bytes_held == bytes_a_weight * 4 * sum(COLUMNS.values())
+
+    run_ranks(check, 1)
+
+
+def test_metrics_tell_the_memory_of_the_statistic(run_ranks):
+    def bytes_held(rank, group):
+        run = Run(group, mode="zero-pri", priority="variation", snapshot="bf16")
+        weights = run.model.up.weight.numel() + run.model.down.weight.numel()
+        return run.balancer.metrics()["balance/statistic_bytes"] / weights
+
+    assert run_ranks(bytes_held, 2) == [2.0, 2.0]
+
+
+# ---- norms of activations -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_pruned", [False, True], ids=["whole", "pruned"])
+def test_activation_norms_are_of_the_training_forwards_of_sampled_steps(run_ranks, is_pruned):
+    """An epoch's first step and every tenth after it, with two forwards each; evaluation is no training. A row-parallel
+    layer sees its own slice."""
+
+    def check(rank, group):
+        torch.manual_seed(0)
+        layers = {
+            "column": zr.ColumnParallelLinear(6, 8, process_group=group),
+            "row": zr.RowParallelLinear(8, 6, process_group=group),
+            "row of whole input": zr.RowParallelLinear(12, 4, process_group=group, input_is_parallel=False),
+        }
+        for layer in layers.values() if is_pruned else ():
+            layer.plan = LayerPlan.from_pruned(torch.tensor([0, 2]), layer.num_columns)
+        statistic = ActivationNorms(layers)
+        statistic.take()
+        seen = {name: [] for name in layers}
+        for step in range(3, 24):
+            statistic.begin_step(step)
+            for half in range(2):
+                inputs = {
+                    "column": random(3, 2, 6, seed=20 * step + half),
+                    "row": random(3, 2, 4, seed=20 * step + half + 2 * (1 + rank)),
+                    "row of whole input": random(5, 12, seed=20 * step + half + 10),
+                }
+                for name, layer in layers.items():
+                    x = inputs[name]
+                    layer.eval()(100.0 * x)
+                    layer.train()(x)
+                    own = x.chunk(2, dim=-1)[rank] if name == "row of whole input" else x
+                    if step in (3, 13, 23):
+                        seen[name].append(own.reshape(-1, layer.num_columns).double())
+        taken = statistic.take()
+        for name, layer in layers.items():
+            rms_K = torch.cat(seen[name]).square().mean(dim=0).sqrt()
+            norms_K = layer.weight.detach().double().square().sum(dim=0).sqrt()
+            assert taken[name] == pytest.approx((rms_K * norms_K).numpy(), rel=1e-5)
+        assert all(np.isnan(values).all() for values in statistic.take().values()), "a new epoch"
+
+    run_ranks(check, 2)
+
+
+def test_a_forward_that_overflows_tells_nothing(run_ranks):
+    """As under a loss scale that is still too high: the step is skipped, and the epoch's statistic must survive."""
+
+    def check(rank, group):
+        layer = zr.ColumnParallelLinear(6, 8, process_group=group)
+        statistics = [ActivationNorms({"layer": layer}) for _ in range(2)]
+        x, overflown = random(4, 6, seed=0), random(4, 6, seed=1)
+        overflown[2, 3] = torch.inf
+        for statistic, inputs in zip(statistics, ([x], [overflown, x]), strict=True):
+            statistic.begin_step(0)
+            for one in inputs:
+                layer(one)
+        expected, taken = (statistic.take()["layer"].tolist() for statistic in statistics)
+        assert taken == expected and np.isfinite(taken).all()
+        statistics[1].begin_step(1)
+        layer(overflown)
+        assert np.isnan(statistics[1].take()["layer"]).all(), "nothing else was seen"
+
+    run_ranks(check, 1)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind.values()))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_layers_of_any_precision_have_a_statistic(run_ranks, dtype, kind):
+    def check(rank, group):
+        layer = zr.ColumnParallelLinear(6, 8, process_group=group, dtype=dtype)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        statistic = build_statistic(zr.BalanceConfig(mode="zero-pri", **kind), {"layer": layer}, optimizer)
+        for step in range(2):
+            statistic.begin_step(step)
+            layer(random(4, 6, seed=step).to(dtype)).square().mean().backward()
+            optimizer.step()
+        return bool(np.isfinite(statistic.take()["layer"]).all())
+
+    assert run_ranks(check, 1) == [True]
+
+
+def test_activation_norms_sample_the_first_step_of_every_epoch_of_the_balancer(run_ranks):
+    """However short it is, and however often is decided; a change of plan within a step changes nothing."""
+
+    def sampled(rank, group):
+        run = Run(group, mode="zero-pri", priority="activation", update_every=1)
+        is_sampled = []
+        for step in range(24):
+            if step in (2, 15):
+                run.balancer.epoch_end()
+            run.balancer.pin(0, 0.25)
+            if run.model.up.watch_input is not None:
+                is_sampled.append(step)
+            run.steps(1)
+        return is_sampled
+
+    assert run_ranks(sampled, 2) == [[0, 2, 12, 15]] * 2
+
+
+# ---- path length ----------------------------------------------------------------------------------------------------
+
+
+def changes_by_step(layers, optimizer, steps):
+    """δ of every step and layer, from own copies."""
+    changes = []
+    for step in steps:
+        then = {name: layer.weight.detach().clone() for name, layer in layers.items()}
+        train_step(layers, optimizer, step)
+        changes.append({name: mean_change(layer.weight, then[name]) for name, layer in layers.items()})
+    return changes
+
+
+def test_path_length_of_one_layer_is_the_sum_of_its_steps(run_ranks):
+    def check(rank, group):
+        layers = layers_of_one_rank(group, ["two"])
+        optimizer = torch.optim.SGD(layers["two"].parameters(), lr=0.02, momentum=0.5)
+        statistic = PathLength(layers, optimizer)
+        began = layers["two"].weight.detach().clone()
+        changes = changes_by_step(layers, optimizer, range(5))
+        taken = statistic.take()["two"]
+        assert taken == pytest.approx(sum(change["two"] for change in changes), rel=1e-4)
+        assert (taken > 1.01 * mean_change(layers["two"].weight, began)).any(), "a path, no distance"
+
+    run_ranks(check, 1)
+
+
+def test_path_length_looks_at_the_layers_by_turns_and_each_stands_for_all_steps(run_ranks):
+    def check(rank, group):
+        layers = layers_of_one_rank(group)
+        optimizer = torch.optim.AdamW([layer.weight for layer in layers.values()], lr=0.1)
+        statistic = PathLength(layers, optimizer)
+        changes = changes_by_step(layers, optimizer, range(7))
+        taken = statistic.take()
+        for turn, name in enumerate(layers):
+            own = [changes[step][name] for step in range(turn, 7, 3)]
+            assert taken[name] == pytest.approx(7 / len(own) * sum(own), rel=1e-4)
+
+        change = changes_by_step(layers, optimizer, [7])[0]["two"]  # whose turn it is
+        taken = statistic.take()
+        assert taken["two"] == pytest.approx(change, rel=1e-4)
+        assert np.isnan(taken["one"]).all() and np.isnan(taken["three"]).all(), "an epoch too short to see them"
+
+    run_ranks(check, 1)
+
+
+def test_path_length_does_not_count_steps_that_freezing_takes_back(run_ranks):
+    """Column by column: what the optimizer moved and freezing put back was never travelled."""
+
+    def check(rank, group):
+        run = Run(group, mode="zero-pri", priority="path_length", ratio=0.5, ranks="all", pruned_update="freeze")
+        run.steps(4)
+        pruned = run.pruned()
+        taken = run.balancer._statistic.take()
+        for name, values in taken.items():
+            kept = np.setdiff1d(np.arange(len(values)), pruned[name])
+            assert values[pruned[name]].tolist() == [0.0] * len(pruned[name])
+            assert (values[kept] > 0).all()
+
+    run_ranks(check, 2)
+
+
+# ---- all of them ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind.values()))
+def test_a_statistic_saved_within_an_epoch_goes_on_as_if_uninterrupted(run_ranks, kind):
+    def check(rank, group):
+        config = zr.BalanceConfig(mode="zero-pri", update_every=2, **kind)
+
+        def start():
+            layers = layers_of_one_rank(group)
+            optimizer = torch.optim.AdamW([layer.weight for layer in layers.values()], lr=0.1)
+            return nn.ModuleDict(layers), optimizer, build_statistic(config, layers, optimizer)
+
+        def train(training, steps):
+            layers, optimizer, statistic = training
+            for step in steps:
+                statistic.begin_step(step)
+                train_step(layers, optimizer, step)
+
+        uninterrupted = start()
+        train(uninterrupted, range(6))
+        uninterrupted[2].take()
+        train(uninterrupted, range(6, 8))  # two of three layers have had their turn
+        saved = copy.deepcopy([part.state_dict() for part in uninterrupted])
+        train(uninterrupted, range(8, 12))
+
+        resumed = start()
+        for part, state in zip(resumed, saved, strict=True):
+            part.load_state_dict(state)
+        train(resumed, range(8, 12))
+
+        one, other = uninterrupted[2].take(), resumed[2].take()
+        for name in COLUMNS:
+            assert np.isfinite(one[name]).all() and (one[name] > 0).any()
+            assert one[name].tolist() == other[name].tolist()
+
+    run_ranks(check, 1)
+
+
+@pytest.mark.parametrize("kind", KINDS[1:], ids=lambda kind: "-".join(kind.values()))
+def test_change_of_a_weight_that_is_not_trained_is_unknown(run_ranks, kind):
+    """It does not move because nobody trains it, which says nothing of its importance."""
+
+    def check(rank, group):
+        layers = layers_of_one_rank(group)
+        layers["two"].weight.requires_grad_(False)
+        optimizer = torch.optim.AdamW([layer.weight for layer in layers.values()], lr=0.1)
+        statistic = build_statistic(zr.BalanceConfig(mode="zero-pri", **kind), layers, optimizer)
+        for step in range(4):
+            statistic.begin_step(step)
+            train_step(layers, optimizer, step)
+        return {name: bool(np.isnan(values).all()) for name, values in statistic.take().items()}
+
+    assert run_ranks(check, 1) == [{"one": False, "two": True, "three": False}]
+
+
+@pytest.mark.parametrize("priority", ["activation", "path_length"])
+def test_a_closed_statistic_sees_nothing_more(run_ranks, priority):
+    def check(rank, group):
+        run = Run(group, mode="zero-pri", priority=priority, update_every=1)
+        run.steps(2)
+        statistic = run.balancer._statistic
+        assert np.isfinite(statistic.take()["up"]).all()
+        run.balancer.close()
+        assert run.model.up.watch_input is None and run.model.down.watch_input is None
+        run.model(run.x).square().mean().backward()
+        run.optimizer.step()
+        assert all(np.isnan(values).all() for values in statistic.take().values())
+
+    run_ranks(check, 2)

@@ -1,0 +1,256 @@
+"""Busy time and product time: what counts, what does not, and when it can be read."""
+
+import math
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zeroresize.config import BalanceConfig
+from zeroresize.measure import rank_monitor, step_timer, waits
+from zeroresize.measure.step_timer import HostClock, StepTimer
+
+
+class FakeClock:
+    """Time that stands still but for ``advance``; marks pass when the test says so, as device events do."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.passed = float("inf")
+        self.on_main_stream = True
+        self.recycled = []
+
+    def advance(self, seconds):
+        self.now += seconds
+
+    def mark(self):
+        return self.now
+
+    def seconds(self, begin, end):
+        return end - begin
+
+    def has_passed(self, mark):
+        return mark <= self.passed
+
+    def enter_main_stream(self):
+        pass
+
+    def is_on_main_stream(self):
+        return self.on_main_stream
+
+    def recycle(self, marks):
+        self.recycled += marks
+
+
+@pytest.fixture
+def clock():
+    return FakeClock()
+
+
+@pytest.fixture
+def timer(clock):
+    timer = StepTimer(clock)
+    yield timer
+    timer.close()
+
+
+def one_step(clock, timer, spared_share=0.5):
+    """1 s of other work, a product of 2 s of which 1.5 s are multiplication, a wait of 4 s."""
+    timer.begin_step(spared_share)
+    clock.advance(1.0)
+    timer.product_begins()
+    clock.advance(0.5)
+    timer.gemm_begins(())
+    clock.advance(1.5)
+    timer.gemm_ends(())
+    timer.product_ends()
+    timer.wait_begins()
+    clock.advance(4.0)
+    timer.wait_ends()
+
+
+def test_busy_time_leaves_out_waits_and_splits_products(clock, timer):
+    one_step(clock, timer)
+    (times,) = timer.end_step()
+    assert (times.busy_s, times.gemm_s, times.overhead_s, times.spared_share) == (3.0, 1.5, 0.5, 0.5)
+
+
+def test_nothing_is_counted_outside_a_step(clock, timer):
+    one_step(clock, timer)
+    timer.end_step()
+    clock.advance(100.0)
+    timer.product_begins()
+    clock.advance(100.0)
+    timer.product_ends()
+    one_step(clock, timer)
+    assert timer.end_step()[0].busy_s == 3.0
+
+
+def test_step_that_the_device_has_not_passed_is_read_at_the_next_end(clock, timer):
+    clock.passed = 0.0
+    one_step(clock, timer, 0.25)
+    assert timer.end_step() == []
+    clock.passed = clock.now
+    one_step(clock, timer, 0.75)
+    assert timer.end_step()[0].spared_share == 0.25
+
+
+def test_a_wait_belongs_to_the_plan_in_force_or_to_none(clock, timer, monkeypatch):
+    """On a device an interval of one step holds the step before, or none."""
+    monkeypatch.setattr(rank_monitor, "StepTimer", lambda clock: timer)
+    measured = rank_monitor.Measurement({}, BalanceConfig(update_every=1))
+    seen = []
+    for wait_s, spared_share, device_keeps_up in (
+        (1.0, 0.0, True), (2.0, 0.0, True), (3.0, 0.5, True), (4.0, 0.5, True), (5.0, 0.5, False)
+    ):  # fmt: skip
+        clock.passed = clock.now if seen and device_keeps_up else -1.0
+        measured.begin_step(spared_share, 0.0, is_forced=False)
+        clock.advance(1.0)
+        timer.wait_begins()
+        clock.advance(wait_s)
+        timer.wait_ends()
+        measured.end_step()
+        measured.learn()
+        seen.append(measured.wait_s)
+    nothing_read, of_another_plan = math.nan, math.nan
+    assert seen == pytest.approx([nothing_read, 1.0, of_another_plan, 3.0, nothing_read], nan_ok=True)
+
+
+def test_closed_timer_no_longer_hears_waits(clock, timer):
+    timer.close()
+    timer.begin_step()
+    assert timer not in waits._listeners
+
+
+def test_measuring_has_a_price_in_proportion_to_what_was_measured(clock, timer):
+    timer.begin_step()
+    timer.end_step()
+    empty = timer.overhead_s
+    one_step(clock, timer)
+    timer.end_step()
+    assert timer.overhead_s == pytest.approx(4 * empty)  # 8 marks against 2
+
+
+def collectives_of_torch(group):
+    x = torch.ones(4)
+    return {
+        "all_reduce": lambda: dist.all_reduce(x, group=group),
+        "async all_reduce": lambda: dist.all_reduce(x, group=group, async_op=True).wait(),
+        "all_gather": lambda: dist.all_gather([torch.empty(4) for _ in range(2)], x, group=group),
+        "broadcast": lambda: dist.broadcast(x, src=0, group=group),
+        "barrier": lambda: dist.barrier(group=group),
+    }
+
+
+def test_waiting_for_a_late_rank_is_not_busy_time_whoever_calls_the_collective(run_ranks):
+    """The late rank sleeps before each collective; the other's busy time does not see it, nor does it lose its own."""
+
+    def measure(rank, group):
+        timer = StepTimer(HostClock())
+        busy = {}
+        for name, collective in collectives_of_torch(group).items():
+            dist.barrier(group=group)
+            timer.begin_step()
+            time.sleep(0.3 if rank == 1 else 0.05)
+            collective()
+            busy[name] = timer.end_step()[0].busy_s
+        return busy
+
+    early, late = run_ranks(measure, 2)
+    for name in early:
+        if name != "broadcast":  # its source waits for nobody
+            assert early[name] < 0.2, name
+        assert early[name] >= 0.05
+        assert 0.3 <= late[name] < 0.5, name
+
+
+def test_waits_of_other_threads_hold_up_nobody(run_ranks):
+    """A checkpoint saved in the background waits for its collectives while this thread computes."""
+
+    def measure(rank, group):
+        background = dist.new_group([0, 1])
+        timer = StepTimer(HostClock())
+        dist.barrier(group=group)
+        timer.begin_step()
+        thread = threading.Thread(target=dist.barrier, kwargs={"group": background})
+        if rank == 0:
+            thread.start()
+        time.sleep(0.4)
+        busy_s = timer.end_step()[0].busy_s
+        if rank == 1:
+            thread.start()
+        thread.join()
+        return busy_s
+
+    assert min(run_ranks(measure, 2)) >= 0.4
+
+
+def test_what_happens_beside_the_main_stream_is_not_counted(clock, timer):
+    timer.begin_step()
+    clock.on_main_stream = False
+    timer.wait_begins()
+    clock.advance(5.0)
+    timer.wait_ends()
+    assert timer.end_step()[0].busy_s == 5.0
+
+
+def test_marks_are_given_back_once_read_and_when_dropped(clock, timer):
+    clock.recycled.clear()
+    one_step(clock, timer)
+    timer.end_step()
+    assert len(clock.recycled) == 8
+    one_step(clock, timer)
+    timer.begin_step()
+    assert len(clock.recycled) == 15  # the end of a dropped step was never marked
+
+
+def test_a_step_of_any_number_of_products_is_measured_in_little_memory(clock, timer):
+    timer.begin_step()
+    for _ in range(200_000):
+        timer.product_begins()
+        timer.gemm_begins(())
+        clock.advance(0.25)
+        timer.gemm_ends(())
+        timer.product_ends()
+    assert len(timer._step.marks) < 10_000
+    assert timer.end_step()[0].gemm_s == 50_000.0
+
+
+def test_marks_that_the_device_has_not_passed_are_kept_however_many(clock, timer):
+    clock.passed = 0.0
+    for _ in range(2):
+        timer.begin_step()
+        for _ in range(5_000):
+            timer.product_begins()
+            clock.advance(0.25)
+            timer.product_ends()
+        assert timer.end_step() == []
+    clock.passed = clock.now
+    assert [times.overhead_s for times in timer.end_step()] == [1250.0, 1250.0]
+
+
+@pytest.mark.gpu
+def test_device_events_tell_products_and_waits_apart():
+    device = torch.device("cuda")
+    timer = StepTimer(step_timer.clock_for(device))
+    x = torch.randn(4096, 4096, device=device)
+    for _ in range(2):
+        timer.begin_step()
+        timer.product_begins()
+        timer.gemm_begins(())
+        y = x @ x
+        timer.gemm_ends(())
+        y.index_select(1, torch.arange(0, 4096, 2, device=device))
+        timer.product_ends()
+        timer.wait_begins()
+        torch.cuda._sleep(100_000_000)
+        timer.wait_ends()
+        timer.end_step()
+        torch.cuda.synchronize()
+    timer.begin_step()
+    times = timer.end_step()[0]
+    timer.close()
+    assert times.gemm_s > 0 and times.overhead_s > 0
+    assert times.busy_s < 0.05, "the wait of some 50 ms is left out"

@@ -1,0 +1,286 @@
+"""Migration is exact: with any loan a layer gives the outputs and gradients of the whole ``nn.Linear``."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from lending_layers import IN, Pair, equal_loans, lend
+from parallel_layers import Comparison, own, randn
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+from zeroresize.config_keys import MIGRATIONS
+from zeroresize.migration.ranges import bounds_of_parts
+from zeroresize.plan.group import Loan
+
+OUT = 12  # divides by 2, 3 and 4 ranks
+EXACT = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+
+@pytest.mark.parametrize("migrate", MIGRATIONS)
+@pytest.mark.parametrize(("num_ranks", "owners"), [(2, [0]), (3, [1]), (3, [0, 2]), (4, [2]), (4, [0, 3])])
+@pytest.mark.parametrize("dtype", EXACT)
+def test_training_is_exact_whoever_lends_how_much(run_ranks, migrate, num_ranks, owners, dtype):
+    """Five optimizer steps with every γ, every other with checkpointing, the last of two micro-batches; other columns
+    are lent from every other step on."""
+
+    def train_lending(ratio, group):
+        model = Pair(group, dtype)
+        optimizers = [torch.optim.SGD(layers.parameters(), lr=0.01) for layers in (model.whole, model.parallel)]
+        errors, held, lender = [], [], None
+        loans = equal_loans(dict.fromkeys(owners, ratio), num_ranks)
+        for step in range(5):
+            lender = lend(model.layers(), group, loans, migrate, seed=step // 2, lender=lender)
+            for micro_batch in range(2 if step == 4 else 1):
+                model.checkpoints = (step + micro_batch) % 2 == 1
+                x = randn(7, 3, IN, seed=10 * step + micro_batch, dtype=dtype)
+                losses = [model.run(layers, x).square().mean() for layers in (model.whole, model.parallel)]
+                for loss in losses:
+                    loss.backward()
+                errors.append(abs(losses[1].item() - losses[0].item()) / losses[0].item())
+                held.append(lender.bytes_held)
+            errors.append(model.worst_error(group))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return max(errors), held
+
+    def train(rank, group):
+        return {ratio: train_lending(ratio, group) for ratio in (0.25, 0.5, 0.75, 1.0)}
+
+    for by_ratio in run_ranks(train, num_ranks):
+        for ratio, (error, held) in by_ratio.items():
+            assert error <= EXACT[dtype], ratio
+            assert held == held[:1] * 6 and held[0] > 0, "buffers do not grow, nor do they with other columns"
+
+
+@pytest.mark.parametrize("migrate", MIGRATIONS)
+@pytest.mark.parametrize("kind", ["column", "row"])
+@pytest.mark.parametrize("learns", ["x", "w", "x and w"])
+def test_only_what_is_asked_for_is_computed(run_ranks, migrate, kind, learns):
+    def train(rank, group):
+        torch.manual_seed(0)
+        linear = nn.Linear(12, 18).double()
+        linear.weight.requires_grad_("w" in learns)
+        compared = Comparison(kind, linear, group)
+        lend({"layer": compared.layer}, group, equal_loans({1: 0.5}, 3), migrate)
+        compared.forward(5, x_learns="x" in learns)
+        compared.backward()
+        compared.assert_close()
+
+    run_ranks(train, 3)
+
+
+@pytest.mark.parametrize("migrate", MIGRATIONS)
+def test_parts_may_be_uneven_and_empty(run_ranks, migrate):
+    def train(rank, group):
+        model = Pair(group, torch.float64, layers=1)
+        lend(model.layers(), group, (Loan(1, 0.7, (2, 3, 0), (0.9, 0.0, 0.1)),), migrate)
+        x = randn(5, IN, dtype=torch.float64)
+        for layers in (model.whole, model.parallel):
+            model.run(layers, x).square().mean().backward()
+        return model.worst_error(group)
+
+    assert max(run_ranks(train, 4)) <= 1e-10
+
+
+@pytest.mark.parametrize("migrate", MIGRATIONS)
+def test_a_layer_that_is_used_twice_in_a_step_gets_both_gradients(run_ranks, migrate):
+    def train(rank, group):
+        model = Pair(group, torch.float64, layers=1)
+        lend(model.layers(), group, equal_loans({0: 0.5}, 2), migrate)
+        x = randn(5, IN, dtype=torch.float64)
+        for layers in (model.whole, model.parallel):
+            model.run(layers, model.run(layers, x)).square().mean().backward()
+        return model.worst_error(group)
+
+    assert max(run_ranks(train, 2)) <= 1e-10
+
+
+@pytest.mark.parametrize("migrate", MIGRATIONS)
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_data_parallelism_sees_whole_gradients(run_ranks, migrate, reentrant):
+    """DDP averages what is accumulated, and copies its buckets back: whatever came later would be lost."""
+
+    def train(rank, group):
+        alone = [dist.new_group([other]) for other in range(2)][rank]
+        model = Pair(group, torch.float64)
+
+        class Body(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layers = model.parallel
+
+            def forward(self, x):
+                if reentrant is None:
+                    return model.run(self.layers, x)
+                return checkpoint(model.run, self.layers, x, use_reentrant=reentrant)
+
+        replicated = DistributedDataParallel(Body(), process_group=alone)
+        lend(model.layers(), group, equal_loans({0: 0.5}, 2), migrate)
+        x = randn(5, IN, dtype=torch.float64).requires_grad_()
+        for run in (lambda: model.run(model.whole, x), lambda: replicated(x)):
+            run().square().mean().backward()
+        return model.worst_error(group)
+
+    assert max(run_ranks(train, 2)) <= 1e-10
+
+
+def test_hooks_and_autograd_grad_see_whole_gradients(run_ranks):
+    def train(rank, group):
+        model = Pair(group, torch.float64)
+        lend(model.layers(), group, equal_loans({0: 0.5}, 2), "broadcast-reduce")
+        seen = []
+        for layers in (model.whole, model.parallel):
+            layers[0].weight.register_hook(lambda gradient: 2 * gradient)
+            layers[1].weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.clone()))
+        x = randn(5, IN, dtype=torch.float64).requires_grad_()
+        losses = [model.run(layers, x).square().mean() for layers in (model.whole, model.parallel)]
+        of_x = [torch.autograd.grad(loss, x, retain_graph=True)[0] for loss in losses]
+        assert_close(*of_x)
+        of_weights = [
+            torch.autograd.grad(loss, layers[0].weight, retain_graph=True)[0]
+            for loss, layers in zip(losses, (model.whole, model.parallel), strict=True)
+        ]
+        assert_close(of_weights[1], own(of_weights[0], 0, group))
+        for loss in losses:
+            loss.backward()
+        assert_close(seen[1], own(seen[0], 1, group))
+        return model.worst_error(group)
+
+    assert max(run_ranks(train, 2)) <= 1e-10
+
+
+def test_after_a_backward_that_failed_on_every_rank_the_next_ones_are_exact(run_ranks):
+    def train(rank, group):
+        model = Pair(group, torch.float64)
+        lender = lend(model.layers(), group, equal_loans({0: 0.5}, 2), "broadcast-reduce")
+        held = []
+
+        def fail(gradient):
+            raise KeyError("a hook")
+
+        for step in range(4):
+            x = randn(5, IN, seed=step, dtype=torch.float64).requires_grad_()
+            if step % 2 == 0:
+                x.register_hook(fail)
+                with pytest.raises(KeyError):
+                    model.run(model.parallel, x).square().mean().backward()
+                model.zero_grad()
+            else:
+                for layers in (model.whole, model.parallel):
+                    model.run(layers, x).square().mean().backward()
+                held.append((lender.bytes_held, model.worst_error(group)))
+                model.zero_grad()
+            lender.send_weights()
+        return held
+
+    for (before, error), (after, later_error) in run_ranks(train, 2):
+        assert max(error, later_error) <= 1e-10 and after == before
+
+
+@pytest.mark.parametrize("migrate", MIGRATIONS)
+def test_passes_for_gradients_of_the_input_alone_take_no_memory(run_ranks, migrate):
+    """As for adversarial examples or saliency maps: nobody asks for the gradients of the weights."""
+
+    def train(rank, group):
+        model, held = Pair(group, torch.float64), []
+        lender = lend(model.layers(), group, equal_loans({0: 0.5}, 2), migrate)
+        for seed in range(5):
+            x = randn(5, IN, seed=seed, dtype=torch.float64).requires_grad_()
+            torch.autograd.grad(model.run(model.parallel, x).square().mean(), x)
+            held.append(lender.bytes_held)
+        for layers in (model.whole, model.parallel):
+            model.run(layers, x.detach()).square().mean().backward()
+        return held, model.worst_error(group)
+
+    for held, error in run_ranks(train, 2):
+        assert held == held[:1] * 5 and error <= 1e-10
+
+
+def test_memory_is_given_back_when_others_lend_or_nobody_does(run_ranks):
+    def train(rank, group):
+        model, lender, held = Pair(group, torch.float32), None, []
+        for owner in (0, 1, 2, 0):
+            lender = lend(model.layers(), group, equal_loans({owner: 0.5}, 3), "scatter-gather", lender=lender)
+            model.run(model.parallel, randn(5, IN).requires_grad_()).square().mean().backward()
+            held.append(lender.bytes_held)
+        lender.install((), {})
+        return held, lender.bytes_held
+
+    for held, at_the_end in run_ranks(train, 3):
+        assert held[0] == held[-1] and at_the_end == 0
+
+
+def test_a_forward_in_inference_mode_leaves_training_as_it_is(run_ranks):
+    def train(rank, group):
+        model = Pair(group, torch.float64)
+        lend(model.layers(), group, equal_loans({0: 0.5}, 2), "scatter-gather")
+        x = randn(5, IN, dtype=torch.float64)
+        with torch.inference_mode():
+            model.run(model.parallel, x)
+        for layers in (model.whole, model.parallel):
+            model.run(layers, x).square().mean().backward()
+        return model.worst_error(group)
+
+    assert max(run_ranks(train, 2)) <= 1e-10
+
+
+def test_evaluation_computes_in_full_and_lends_nothing(run_ranks):
+    def evaluate(rank, group):
+        model = Pair(group, torch.float64).eval()
+        lender = lend(model.layers(), group, equal_loans({0: 0.5}, 2), "broadcast-reduce")
+        moved = lender.bytes_moved
+        x = randn(5, IN, dtype=torch.float64)
+        assert_close(model.run(model.parallel, x), model.run(model.whole, x))
+        return lender.bytes_moved - moved
+
+    assert run_ranks(evaluate, 2) == [0, 0]
+
+
+def test_weights_that_changed_after_they_were_sent_are_an_error(run_ranks):
+    def train(rank, group):
+        model = Pair(group, torch.float32)
+        lend(model.layers(), group, equal_loans({0: 0.5}, 2), "broadcast-reduce")
+        first = model.parallel[0]
+        changes = (
+            lambda: setattr(first.weight, "data", first.weight.clone()),
+            lambda: first.weight.mul_(2.0),
+            lambda: setattr(first, "weight", nn.Parameter(first.weight)),
+        )
+        for change in changes:
+            with torch.no_grad():
+                change()
+            with pytest.raises(RuntimeError, match="layer 0 changed after its columns were lent"):
+                model.run(model.parallel, randn(5, IN))
+
+    run_ranks(train, 2)
+
+
+@given(st.integers(1, 5000), st.lists(st.floats(0.0, 1.0), min_size=1, max_size=9).filter(sum))
+def test_parts_cover_the_slice_once(num_columns, weights):
+    parts = [weight / sum(weights) for weight in weights]
+    bounds = bounds_of_parts(num_columns, parts)
+    assert len(bounds) == len(parts) + 1 and bounds[0] == 0 and bounds[-1] == num_columns
+    assert all(low <= high for low, high in itertools.pairwise(bounds))
+    unit = 8 if num_columns >= 160 * len(parts) else 1
+    for (low, high), part in zip(itertools.pairwise(bounds), parts, strict=True):
+        assert abs((high - low) - part * num_columns) <= unit + 1e-6
+
+
+@given(st.integers(2, 12), st.data())
+def test_receivers_are_the_papers_renumbering(num_ranks, data):
+    """One owner s: rank r is receiver number r' = (r + e − s) mod e, counted from 1, and computes m = L / (e − 1)."""
+    owner = data.draw(st.integers(0, num_ranks - 1))
+    (loan,) = equal_loans({owner: 0.5}, num_ranks)
+    assert [(rank + num_ranks - owner) % num_ranks for rank in loan.receivers] == list(range(1, num_ranks))
+    assert loan.parts == pytest.approx([1 / (num_ranks - 1)] * (num_ranks - 1))
+    owners = data.draw(st.sets(st.integers(0, num_ranks - 1), min_size=1, max_size=num_ranks - 1))
+    for loan in equal_loans(dict.fromkeys(owners, 0.5), num_ranks):
+        following = ((loan.owner + number) % num_ranks for number in range(1, num_ranks))
+        assert list(loan.receivers) == [rank for rank in following if rank not in owners]

@@ -1,0 +1,312 @@
+"""pruned_update="freeze": pruned columns of weights and optimizer state stay, bit for bit; all others step as ever."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from colossalai_host import Host, batch, small_vit
+from torch import nn
+from virtual_training import Run
+
+import zeroresize as zr
+from zeroresize.convert import balanced_layers
+from zeroresize.optim.freezing import ColumnFreezer
+from zeroresize.optim.optimizers import stepped_tensors, torch_optimizer
+from zeroresize.plan.layer import LayerPlan
+
+COLUMNS = 7
+OPTIMIZERS = {
+    "AdamW, foreach": lambda weights: torch.optim.AdamW(weights, lr=0.1, weight_decay=0.1, foreach=True),
+    "AdamW, loop": lambda weights: torch.optim.AdamW(weights, lr=0.1, weight_decay=0.1, foreach=False),
+    "AdamW, fused": lambda weights: torch.optim.AdamW(weights, lr=0.1, weight_decay=0.1, fused=True),
+    "AMSGrad": lambda weights: torch.optim.AdamW(weights, lr=0.1, weight_decay=0.1, amsgrad=True),
+    "SGD": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "Adagrad": lambda weights: torch.optim.Adagrad(weights, lr=0.1, weight_decay=0.1, initial_accumulator_value=0.5),
+}
+#: Pruned columns, step by step; the very first step makes the optimizer's state.
+PLANS = [[0, 3], [0, 3], [3, 5, 6], None, [1]]
+
+
+def make_optimizer(name, weights):
+    try:
+        return OPTIMIZERS[name](weights)
+    except RuntimeError as error:  # torch 2.2 has no fused AdamW for CPUs
+        pytest.skip(f"{name}: {error}")
+
+
+def plan_of(pruned):
+    return None if pruned is None else LayerPlan.from_pruned(torch.tensor(pruned), COLUMNS)
+
+
+def gradient(step, pruned):
+    """As backward leaves it: nothing in pruned columns."""
+    grad = torch.randn(4, COLUMNS, generator=torch.Generator().manual_seed(step))
+    grad[:, pruned or []] = 0.0
+    return grad
+
+
+def tensors_of(optimizer, weight):
+    """Copies of a weight and of its state by name."""
+    state = optimizer.state.get(weight, {})
+    of_its_shape = {name: s for name, s in state.items() if isinstance(s, torch.Tensor) and s.shape == weight.shape}
+    return {name: tensor.detach().clone() for name, tensor in {"weight": weight, **of_its_shape}.items()}
+
+
+def step_of_unfrozen_copy(name, optimizer, weight, grad):
+    """What the same optimizer makes of the same weight and state when nothing is frozen."""
+    free_weight = nn.Parameter(weight.detach().clone())
+    free = make_optimizer(name, [free_weight])
+    free.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    free_weight.grad = grad
+    free.step()
+    return tensors_of(free, free_weight)
+
+
+def is_same(one, other, columns):
+    return torch.equal(one[:, columns], other[:, columns])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_pruned_columns_of_weight_and_state_stay_and_the_others_step_as_ever(run_ranks, name):
+    def check(rank, group):
+        torch.manual_seed(0)
+        layer = zr.ColumnParallelLinear(COLUMNS, 4, process_group=group)
+        optimizer = make_optimizer(name, [layer.weight])
+        freezer = ColumnFreezer({"layer": layer}, optimizer)
+        moved_when_free = set()
+        for step, pruned in enumerate(PLANS):
+            layer.plan = plan_of(pruned)
+            before = tensors_of(optimizer, layer.weight)
+            free = step_of_unfrozen_copy(name, optimizer, layer.weight, gradient(step, pruned))
+            layer.weight.grad = gradient(step, pruned)
+            optimizer.step()
+            after = tensors_of(optimizer, layer.weight)
+
+            pruned = pruned or []
+            kept = [column for column in range(COLUMNS) if column not in pruned]
+            assert list(after) == list(free) and len(after) > 1
+            for key in after:
+                was = before.get(key, torch.zeros_like(after[key]))  # state that this step made
+                assert is_same(after[key], was, pruned), (step, key)
+                assert is_same(after[key], free[key], kept), (step, key)
+                if not is_same(free[key], was, pruned):
+                    moved_when_free.add(key)
+        never_moved = {"max_exp_avg_sq"}  # a maximum cannot, without a gradient
+        assert moved_when_free == set(after) - never_moved, "what freezing is for"
+        freezer.close()
+
+    make_optimizer(name, [nn.Parameter(torch.zeros(1))])  # skips here, not in a rank
+    run_ranks(check, 1)
+
+
+def test_a_closed_freezer_lets_columns_step_again(run_ranks):
+    def check(rank, group):
+        layer = zr.ColumnParallelLinear(COLUMNS, 4, process_group=group)
+        optimizer = make_optimizer("SGD", [layer.weight])
+        freezer = ColumnFreezer({"layer": layer}, optimizer)
+        layer.plan = plan_of([2])
+        moved = []
+        for step in range(2):
+            before = layer.weight.detach().clone()
+            layer.weight.grad = gradient(step, [2])
+            optimizer.step()
+            moved.append(not is_same(before, layer.weight, [2]))
+            freezer.close()
+        assert moved == [False, True]
+
+    run_ranks(check, 1)
+
+
+def test_what_the_optimizer_is_given_later_is_frozen_too(run_ranks):
+    """As layers are unfrozen one after the other."""
+
+    def check(rank, group):
+        layers = {name: zr.ColumnParallelLinear(COLUMNS, 4, process_group=group) for name in ("early", "late")}
+        layers["late"].weight.requires_grad_(False)
+        optimizer = torch.optim.SGD([layers["early"].weight], lr=0.1, weight_decay=0.1)
+        freezer = ColumnFreezer(layers, optimizer)
+        layers["late"].weight.requires_grad_(True)
+        optimizer.add_param_group({"params": [layers["late"].weight]})
+        for layer in layers.values():
+            layer.plan = plan_of([2])
+            layer.weight.grad = gradient(0, [2])
+        before = {name: layer.weight.detach().clone() for name, layer in layers.items()}
+        optimizer.step()
+        for name, layer in layers.items():
+            assert is_same(before[name], layer.weight, [2]), name
+            assert not is_same(before[name], layer.weight, [3]), name
+        freezer.close()
+
+    run_ranks(check, 1)
+
+
+# ---- in training ----------------------------------------------------------------------------------------------------
+
+
+def state_of(run):
+    return {name: tensors_of(run.optimizer, getattr(run.model, name).weight) for name in ("up", "down")}
+
+
+@pytest.mark.parametrize("pruned_update", ["freeze", "optimizer"])
+def test_in_training_pruned_columns_stay_for_the_epoch_only_when_frozen(run_ranks, pruned_update):
+    """Two epochs of four steps, with columns of their own. By the second all columns have moments."""
+
+    def train(rank, group):
+        run = Run(group, ratio=0.5, ranks="all", iters_per_epoch=4, pruned_update=pruned_update, block=2)
+        outcomes = []
+        for _ in range(2):
+            before, pruned = state_of(run), run.pruned()
+            run.steps(3)
+            after = state_of(run)
+            for layer, tensors in after.items():
+                assert list(tensors) == ["weight", "exp_avg", "exp_avg_sq"]
+                for key, tensor in tensors.items():
+                    was = before[layer].get(key, torch.zeros_like(tensor))
+                    outcomes.append(is_same(tensor, was, pruned[layer]))
+                    kept = [column for column in range(tensor.shape[1]) if column not in pruned[layer].tolist()]
+                    assert (tensor != was)[:, kept].any(dim=0).all()
+            run.steps(1)
+        return outcomes
+
+    for outcomes in run_ranks(train, 2):
+        first_weights, second_epoch = [outcomes[0], outcomes[3]], outcomes[6:]
+        assert set(first_weights + second_epoch) == {pruned_update == "freeze"}
+
+
+def test_clipping_sees_the_same_norm_and_training_the_same_losses_while_columns_are_pruned(run_ranks):
+    """Pruned columns take part in nothing, so freezing them changes nothing until they are computed again."""
+
+    def train(rank, group, pruned_update):
+        run = Run(group, ratio=0.5, ranks="all", pruned_update=pruned_update)
+        seen = []
+        for _ in range(5):
+            loss = run.model(run.x).square().mean()
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(run.model.parameters(), 0.01)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            run.balancer.step()
+            seen.append((loss.item(), norm.item()))
+        return seen
+
+    frozen, free = (run_ranks(train, 2, pruned_update) for pruned_update in ("freeze", "optimizer"))
+    assert frozen == free
+    assert all(norm > 0.01 for _, norm in frozen[0]), "all steps were clipped"
+
+
+def test_freezing_under_data_parallelism_is_refused(run_ranks):
+    def build(rank, group):
+        groups = [torch.distributed.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+        with pytest.raises(ValueError, match="needs a tensor-parallel group of all 4 ranks, this one has 2"):
+            Run(groups[rank // 2], pruned_update="freeze")
+
+    run_ranks(build, 4)
+
+
+# ---- wrapped optimizers ---------------------------------------------------------------------------------------------
+
+
+class WithMasters:
+    """The part of Colossal-AI's wrappers that matters here, with master copies of any shape."""
+
+    def __init__(self, masters):
+        """``masters``: (working, master) pairs."""
+        self.optim = torch.optim.SGD([master for _, master in masters], lr=0.1)
+        self._map = {id(working): master for working, master in masters}
+
+    def get_working_to_master_map(self):
+        return self._map
+
+
+def test_the_torch_optimizer_is_found_inside_its_wrappers():
+    weight = nn.Parameter(torch.zeros(2, 3))
+    inner = torch.optim.SGD([weight], lr=0.1)
+    assert torch_optimizer(SimpleNamespace(optim=SimpleNamespace(optim=inner))) is inner
+    for wrong in (None, SimpleNamespace(), SimpleNamespace(optim=None)):
+        with pytest.raises(ValueError, match=f"{type(wrong).__name__} is no torch.optim.Optimizer and has none"):
+            stepped_tensors(wrong, {"layer": weight})
+
+
+def test_master_copies_are_what_is_stepped_and_parameters_of_others_are_left_out():
+    working, frozen = (nn.Parameter(torch.zeros(2, 3, dtype=torch.bfloat16)) for _ in range(2))
+    master = torch.zeros(2, 3)
+    found = stepped_tensors(WithMasters([(working, master)]), {"layer": working, "frozen": frozen})
+    assert list(found) == ["layer"] and found["layer"] is master
+
+
+def test_flat_shards_are_refused_with_the_layers_name():
+    working = nn.Parameter(torch.zeros(2, 4))
+    optimizer = WithMasters([(working, torch.zeros(4))])
+    with pytest.raises(ValueError, match=r"^up: the optimizer keeps it as \(4,\) instead of \(2, 4\), as ZeRO's"):
+        stepped_tensors(optimizer, {"up": working})
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("pruned_update", ["freeze", "optimizer"])
+def test_colossalais_masters_moments_and_working_weights_stay(run_ranks, colossalai_module, precision, pruned_update):
+    def check(rank, group):
+        host = Host(group)
+        booster = host.boost(small_vit(), precision=precision)
+        config = zr.BalanceConfig(ratio=0.5, ranks="all", pruned_update=pruned_update, update_every=100)
+        zr.convert(booster.model, process_group=booster.group, config=config)
+        balancer = zr.Balancer(booster.model, booster.optimizer, process_group=booster.group, config=config)
+        layers = balanced_layers(booster.model)
+        inner = torch_optimizer(booster.optimizer)
+        masters = stepped_tensors(booster.optimizer, {name: layer.weight for name, layer in layers.items()})
+
+        def snapshot():
+            return {
+                name: {**tensors_of(inner, masters[name]), "working": layer.weight.detach().clone()}
+                for name, layer in layers.items()
+            }
+
+        images, labels = batch()
+        stays = {"weight": set(), "exp_avg": set(), "exp_avg_sq": set(), "working": set()}
+        for epoch in range(2):
+            before = snapshot()
+            for _ in range(2):
+                loss = nn.functional.cross_entropy(booster.model(images).logits, labels)
+                booster.booster.backward(loss, booster.optimizer)
+                booster.optimizer.step()
+                booster.optimizer.zero_grad()
+                balancer.step()
+            for name, tensors in snapshot().items():
+                pruned = layers[name].plan.pruned
+                assert masters[name].dtype == torch.float32
+                for key, tensor in tensors.items():
+                    was = before[name].get(key, torch.zeros_like(tensor))
+                    assert not torch.equal(tensor, was), "the others step"
+                    if epoch == 1:
+                        stays[key].add(is_same(tensor, was, pruned))
+            balancer.epoch_end()
+        assert all(outcome == {pruned_update == "freeze"} for outcome in stays.values())
+
+    run_ranks(check, 2, timeout_s=90)
+
+
+def test_a_step_that_failed_leaves_nothing_behind():
+    layer = SimpleNamespace(weight=nn.Parameter(torch.ones(4, COLUMNS)), plan=plan_of([0, 3]), training=True)
+    optimizer = torch.optim.SGD([layer.weight], lr=0.1)
+    freezer = ColumnFreezer({"layer": layer}, optimizer)
+
+    def fails():
+        raise RuntimeError("in the closure")
+
+    with pytest.raises(RuntimeError, match="in the closure"):
+        optimizer.step(fails)
+    layer.plan = None
+    layer.weight.grad = torch.ones_like(layer.weight)
+    optimizer.step()
+    assert torch.equal(layer.weight.detach(), torch.full((4, COLUMNS), 0.9))
+    freezer.close()
+
+
+def test_layers_that_share_their_weight_are_refused(run_ranks):
+    def check(rank, group):
+        one, other = (zr.ColumnParallelLinear(4, 4, process_group=group) for _ in range(2))
+        other.weight = one.weight
+        with pytest.raises(ValueError, match="layers one and other share their weight"):
+            ColumnFreezer({"one": one, "other": other}, torch.optim.SGD([one.weight], lr=0.1))
+
+    run_ranks(check, 1)

@@ -1,0 +1,41 @@
+"""Columns of a matrix: a view and a gather say the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from zeroresize.plan.columns import Columns
+
+ORDERS = {
+    "neighbours": [2, 3, 4],
+    "descending": [4, 3, 2],
+    "apart": [5, 0, 3],
+    "one": [6],
+    "none": [],
+    "all": list(range(7)),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_reading_and_writing_meet_the_columns_named_in_their_order(order: list[int]) -> None:
+    columns = Columns.at(torch.tensor(order, dtype=torch.int64))
+    matrix = torch.arange(21.0).reshape(3, 7)
+    values = -torch.arange(1.0, 3 * len(order) + 1).reshape(3, len(order))
+    for i, column in enumerate(order):
+        assert torch.equal(columns.of(matrix)[:, i], matrix[:, column])
+    put, added = matrix.clone(), matrix.clone()
+    columns.put(put, values)
+    columns.add(added, values)
+    for column in range(7):
+        named = column in order
+        value = values[:, order.index(column)] if named else torch.zeros(3)
+        assert torch.equal(put[:, column], value if named else matrix[:, column])
+        assert torch.equal(added[:, column], matrix[:, column] + value)
+
+
+def test_neighbours_are_read_without_a_copy() -> None:
+    matrix = torch.zeros(2, 6)
+    neighbours, others = (Columns.at(torch.tensor(indices)).of(matrix) for indices in ([1, 2, 3], [1, 3]))
+    assert neighbours.untyped_storage().data_ptr() == matrix.untyped_storage().data_ptr()
+    assert others.untyped_storage().data_ptr() != matrix.untyped_storage().data_ptr()

@@ -1,0 +1,77 @@
+"""A layer's plan: kept and pruned columns are sorted, disjoint and all of them together."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeroresize.plan.group import RankPlan, WorkloadPlan
+from zeroresize.plan.layer import LayerPlan
+
+
+@given(st.integers(1, 60).flatmap(lambda k: st.tuples(st.just(k), st.permutations(range(k)), st.integers(0, k - 1))))
+def test_kept_and_pruned_are_sorted_and_make_up_all_columns(drawn):
+    num_columns, order, num_pruned = drawn
+
+    plan = LayerPlan.from_pruned(torch.tensor(order[:num_pruned], dtype=torch.int64), num_columns)
+
+    assert plan.pruned.tolist() == sorted(order[:num_pruned])
+    assert plan.keep_P.tolist() == sorted(order[num_pruned:])
+    assert plan.keep_P.dtype == plan.pruned.dtype == torch.int64
+    assert plan.num_columns == num_columns
+    assert plan.pruned_share == num_pruned / num_columns
+
+
+def test_imputation_is_zero_unless_named():
+    pruned = torch.tensor([1])
+    assert LayerPlan.from_pruned(pruned, 3).imputation == "zero"
+    assert LayerPlan.from_pruned(pruned, 3, imputation="average").imputation == "average"
+
+
+def test_index_lists_lie_on_the_device_of_the_layer():
+    plan = LayerPlan.from_pruned(torch.tensor([1]), 3, device="meta")
+    assert plan.keep_P.device.type == plan.pruned.device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    ("pruned", "message"),
+    [
+        ([0, 4], r"pruned and lent columns must lie in 0 to 3, found \[0, 4\]"),
+        ([-1], r"must lie in 0 to 3, found \[-1\]"),
+        ([2, 2], "different from each other"),
+        ([3, 0, 1, 2], "keep at least one of 4 columns"),
+    ],
+)
+def test_impossible_columns_are_errors(pruned, message):
+    with pytest.raises(ValueError, match=message):
+        LayerPlan.from_pruned(torch.tensor(pruned), 4)
+
+
+def test_beside_pruned_columns_one_is_kept():
+    """Else there would be nothing of which to impute an average."""
+    with pytest.raises(ValueError, match="keep at least one of 4 columns, or lend all"):
+        LayerPlan.from_pruned(torch.tensor([0, 1]), 4, lent=torch.tensor([2, 3]))
+    assert LayerPlan.from_pruned(torch.tensor([], dtype=torch.int64), 4, lent=torch.arange(4)).lent_share == 1.0
+
+
+def test_lent_columns_are_neither_kept_nor_pruned_and_stay_in_their_order():
+    plan = LayerPlan.from_pruned(torch.tensor([4, 1]), 6, lent=torch.tensor([5, 0]))
+    assert (plan.keep_P.tolist(), plan.pruned.tolist(), plan.lent.tolist()) == ([2, 3], [1, 4], [5, 0])
+    assert (plan.num_columns, plan.pruned_share, plan.lent_share) == (6, 1 / 3, 1 / 3)
+    with pytest.raises(ValueError, match="different from each other"):
+        LayerPlan.from_pruned(torch.tensor([1]), 3, lent=torch.tensor([1]))
+    assert LayerPlan.from_pruned(torch.tensor([], dtype=torch.int64), 2, lent=torch.tensor([1, 0])).keep_P.numel() == 0
+
+
+def test_a_plan_cannot_be_changed():
+    plan = LayerPlan.from_pruned(torch.tensor([1]), 3)
+    with pytest.raises(AttributeError):
+        plan.imputation = "average"
+
+
+def test_a_plan_tells_who_prunes_and_lends():
+    plan = WorkloadPlan((RankPlan(0.0, 0.0, True), RankPlan(0.5, 0.25, True), RankPlan(0.0, 1.0, True)))
+    assert plan.relieved == [1, 2]
+    told = ("rank 1 prunes 0.50 and lends 0.25", "rank 2 prunes 0.00 and lends 1.00")
+    assert plan.told == ", ".join(f"{one} of its products" for one in told)
+    assert WorkloadPlan((RankPlan(),) * 2).told == "every rank computes all of its products"

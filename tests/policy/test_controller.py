@@ -1,0 +1,157 @@
+"""The controller in a closed loop of virtual ranks, and update by update."""
+
+import math
+
+import numpy as np
+import pytest
+from uneven_groups import LINEAR, REALISTIC
+
+from zeroresize.config import BalanceConfig
+from zeroresize.policy.controller import Controller
+from zeroresize.policy.cost_model import ResizingCost
+from zeroresize.policy.estimate import FullWorkEstimate
+from zeroresize.policy.rules.by_mode import HEADROOM
+from zeroresize.policy.times import RankTimes, StepTimes
+
+
+def rank(rest_s, gemm_s, cost=LINEAR, overhead_scale=1.0):
+    return RankTimes(rest_s, gemm_s, overhead_scale, cost)
+
+
+class SimulatedRank:
+    """A rank whose products take χ times their time; tells what it would measure under a ratio."""
+
+    def __init__(self, rest_s=0.3, gemm_s=0.7, cost=REALISTIC, noise=None, believed=None):
+        self.rest_s, self.gemm_s, self.cost, self.chi = rest_s, gemm_s, cost, 1.0
+        self._estimate = FullWorkEstimate(believed or cost)
+        self._noise = noise or (lambda: 1.0)
+
+    def measure(self, ratio, begins_at_full_work):
+        steps = [self._step(0.0 if begins_at_full_work else ratio)] + [self._step(ratio) for _ in range(9)]
+        self._estimate.learn(steps)
+        return self._estimate.times
+
+    def _step(self, ratio):
+        truth = rank(self.rest_s * self._noise(), self.gemm_s * self.chi * self._noise(), self.cost)
+        gemm_s = truth.gemm_s * self.cost.gemm_share_at(ratio)
+        return StepTimes(truth.busy_at(ratio), gemm_s, self.cost.overhead_at(ratio), ratio)
+
+
+def run_closed_loop(config, ranks, chi_at_update, num_updates):
+    """γ of every rank after every update; what is measured in an interval is decided on one update later."""
+    controller = Controller(config, len(ranks))
+    plan, posted, trace = controller.initial_plan(), None, []
+    for update in range(num_updates):
+        for rank_number, simulated in enumerate(ranks):
+            simulated.chi = chi_at_update(update).get(rank_number, 1.0)
+        measured = [r.measure(p.pruned, plan.begins_at_full_work) for r, p in zip(ranks, plan.ranks, strict=True)]
+        if posted is not None:
+            plan = controller.update(posted)
+        posted = measured
+        trace.append([p.pruned for p in plan.ranks])
+    return np.array(trace)
+
+
+@pytest.mark.parametrize("chi", [2.0, 4.0, 8.0])
+@pytest.mark.parametrize("noise", [0.0, 0.03])
+def test_ratio_settles_in_three_updates_stays_and_lets_go_in_three(chi, noise):
+    generator = np.random.default_rng(0)
+    jitter = lambda: 1.0 + noise * generator.standard_normal()  # noqa: E731
+    ranks = [SimulatedRank(noise=jitter) for _ in range(4)]
+    trace = run_closed_loop(
+        BalanceConfig(mode="zero-rd"), ranks, lambda update: {2: chi} if 5 <= update < 30 else {}, 40
+    )[:, 2]
+    steady = trace[8:30]
+    assert steady.mean() > 0.3
+    assert np.abs(steady - steady.mean()).max() <= 0.05
+    assert (trace[33:] == 0.0).all()
+    assert (trace[:5] == 0.0).all()
+
+
+@pytest.mark.parametrize("chi", [1.5, 2.0, 4.0, 8.0])
+@pytest.mark.parametrize("error", [0.8, 0.9, 1.0, 1.2, 1.4])
+def test_a_wrong_pre_test_keeps_nobody_from_being_let_go(chi, error):
+    """Where multiplications really take ``error`` times the share that was measured, at every ratio but 0."""
+    truth = ResizingCost((0.0, 0.3, 0.6, 0.9), (1.0, *(min(1.0, error * s) for s in (0.75, 0.5, 0.15))), (0.0,) * 4)
+    believed = ResizingCost((0.0, 0.3, 0.6, 0.9), (1.0, 0.75, 0.5, 0.15), (0.0,) * 4)
+    ranks = [SimulatedRank(cost=truth, believed=believed) for _ in range(2)]
+    chi_at = lambda update: {1: chi} if 5 <= update < 30 else {}  # noqa: E731
+    trace = run_closed_loop(BalanceConfig(mode="zero-rd"), ranks, chi_at, 45)[:, 1]
+    assert (trace[8:30] > 0.0).all()
+    assert (trace[32:] == 0.0).all()
+
+
+def test_a_recovered_rank_that_is_taken_for_fast_makes_nobody_slow():
+    """What pruned steps tell of its full work, by a cost learned while it was slow, is too little once it is not."""
+    ranks = [SimulatedRank() for _ in range(4)]
+    cheap = ResizingCost(REALISTIC.ratios, (1.0, 0.5, 0.3, 0.07), REALISTIC.overhead_s)
+
+    def chi_at(update):
+        ranks[3].cost = REALISTIC if update < 16 else cheap
+        return {3: 8.0} if 4 <= update < 16 else {}
+
+    trace = run_closed_loop(BalanceConfig(mode="zero-rd"), ranks, chi_at, 24)
+    assert (trace[6:16, 3] > 0.8).all()
+    assert (trace[18:, 3] == 0.0).all()
+    assert (trace[:, :3] == 0.0).all()
+
+
+def test_mean_target_asks_less_of_a_straggler_than_min():
+    settled = {}
+    for target in ("mean", "min"):
+        ranks = [SimulatedRank(cost=LINEAR) for _ in range(4)]
+        trace = run_closed_loop(BalanceConfig(mode="zero-rd", target=target), ranks, lambda _: {0: 2.0}, 6)
+        settled[target] = trace[-1, 0]
+    mean_busy = (3 * 1.0 + 1.7) / 4
+    assert settled["mean"] == pytest.approx((1.7 - mean_busy) / 1.4)
+    assert settled["min"] == pytest.approx((1.7 - (1 - HEADROOM) * 1.0) / 1.4)
+
+
+def test_every_rank_slow_at_once_is_nobody_slow():
+    ranks = [SimulatedRank() for _ in range(4)]
+    trace = run_closed_loop(BalanceConfig(mode="zero-rd"), ranks, lambda _: dict.fromkeys(range(4), 6.0), 6)
+    assert (trace == 0.0).all()
+
+
+def test_off_measures_but_never_prunes():
+    controller = Controller(BalanceConfig(mode="off"), 2)
+    plan = controller.update([rank(0.3, 0.7), rank(0.3, 5.6)])
+    assert [p.pruned for p in plan.ranks] == [0.0, 0.0]
+    assert [p.is_straggler for p in plan.ranks] == [False, True]
+
+
+def test_forced_ratio_on_named_ranks_holds_from_the_start_and_whatever_is_measured():
+    controller = Controller(BalanceConfig(mode="zero-rd", ratio=0.5, ranks=[1]), 3)
+    assert [p.pruned for p in controller.initial_plan().ranks] == [0.0, 0.5, 0.0]
+    plan = controller.update([rank(0.3, 5.6), rank(0.3, 0.7), rank(0.3, 0.7)])
+    assert [p.pruned for p in plan.ranks] == [0.0, 0.5, 0.0]
+
+
+def test_forced_ratio_on_stragglers_waits_for_one_to_be_found():
+    controller = Controller(BalanceConfig(mode="zero-rd", ratio=0.5), 2)
+    assert [p.pruned for p in controller.initial_plan().ranks] == [0.0, 0.0]
+    assert [p.pruned for p in controller.update([rank(0.3, 0.7), rank(0.3, 2.8)]).ranks] == [0.0, 0.5]
+
+
+def test_a_rank_that_measured_nothing_yet_changes_nothing():
+    controller = Controller(BalanceConfig(mode="zero-rd"), 2)
+    plan = controller.update([rank(0.3, 0.7), rank(math.nan, math.nan)])
+    assert [p.pruned for p in plan.ranks] == [0.0, 0.0]
+
+
+def test_controller_goes_on_from_its_state():
+    samples = [rank(0.3, 0.7), rank(0.3, 2.8)]
+    one, other = (Controller(BalanceConfig(mode="zero-rd"), 2) for _ in range(2))
+    one.update(samples)
+    other.load_state_dict(one.state_dict())
+    assert other.current_plan().ranks == one.current_plan().ranks
+    assert other.update(samples) == one.update(samples)
+    with pytest.raises(ValueError, match="of 2 ranks, this process group has 3"):
+        Controller(BalanceConfig(), 3).load_state_dict(one.state_dict())
+
+
+def test_a_missing_sample_of_a_known_rank_changes_nothing():
+    controller = Controller(BalanceConfig(mode="zero-rd"), 2)
+    before = controller.update([rank(0.3, 0.7), rank(0.3, 2.8)])
+    missing = RankTimes(math.nan, math.nan, math.nan, LINEAR)
+    assert controller.update([rank(0.3, 0.7), missing]).ranks == before.ranks

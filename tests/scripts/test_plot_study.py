@@ -1,0 +1,113 @@
+"""Pictures of studies: cells' names tell where their points are."""
+
+import csv
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from matplotlib import pyplot
+
+from scripts.study.plot import draw, place_of, read_points
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("cell", "x", "expected"),
+    [
+        ("SEMI χ=4", "χ", ("SEMI", 4.0)),
+        ("Pri γ=9/10 all, attention last", "γ", ("Pri all, attention last", 0.9)),
+        ("SEMI paper λ=0", "λ", ("SEMI paper", 0.0)),
+        ("Baseline", "χ", ("Baseline", None)),
+    ],
+)
+def test_a_cells_name_tells_line_and_place(cell, x, expected):
+    assert place_of(cell, x) == expected
+
+
+@pytest.fixture
+def table(tmp_path):
+    path = tmp_path / "study.csv"
+    rows = [("homogeneous", 0, 100, 0.5), ("homogeneous", 1, 100, 0.52)]
+    rows += [
+        (f"{line} χ={chi}", seed, 100 * chi, 0.4 + 0.1 * seed)
+        for line in ("A", "B")
+        for chi in (4, 2)
+        for seed in (0, 1)
+    ]
+    with path.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(["cell", "seed", "step_ms", "test_accuracy"])
+        writer.writerows(rows)
+    return path
+
+
+def test_means_and_spreads_are_drawn_in_order_and_other_cells_across(table):
+    figure = draw(read_points(table, "χ"), "χ")
+    times, accuracy = figure.axes
+    assert [axes.get_ylabel() for axes in figure.axes] == ["median step, ms", "test accuracy, %"]  # it knows no mean
+    lines = {container.get_label(): container[0] for container in times.containers}
+    assert list(lines) == ["A", "B"]
+    assert lines["A"].get_xdata().tolist() == [2, 4] and lines["A"].get_ydata().tolist() == [200, 400]
+    (_, _, (bars,)) = accuracy.containers[0]
+    low, high = bars.get_segments()[0][:, 1]
+    assert (high + low) / 2 == pytest.approx(45) and (high - low) / 2 == pytest.approx(100 * 0.1 / 2**0.5)
+    across = [line for line in times.lines if line.get_label() == "homogeneous"]
+    assert across[0].get_ydata()[0] == 100
+    pyplot.close(figure)
+
+
+def test_step_times_are_means_where_every_row_tells_them_and_else_medians(tmp_path):
+    """Rows of older runs know medians only, and the two are never drawn as one."""
+    path = tmp_path / "study.csv"
+    rows = ["A χ=2,0,100,110,0.5", "A χ=4,0,200,260,0.5", "B χ=2,0,,,0.5"]
+    for more, label, expected in (
+        ([], "mean step, ms", [110, 260]),
+        (["A χ=8,0,300,,0.5"], "median step, ms", [100, 200, 300]),
+    ):
+        path.write_text("\n".join(["cell,seed,step_ms,mean_step_ms,test_accuracy", *rows, *more]))
+        figure = draw(read_points(path, "χ"), "χ")
+        assert figure.axes[0].get_ylabel() == label
+        assert figure.axes[0].containers[0][0].get_ydata().tolist() == expected
+        pyplot.close(figure)
+
+
+def test_the_command_writes_a_picture_or_says_what_is_wrong(table, tmp_path):
+    def run(*arguments):
+        command = [sys.executable, "-m", "scripts.study.plot", *map(str, arguments)]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+    assert run(table).returncode == 0 and table.with_suffix(".png").stat().st_size > 1000
+    wrong = run(table, "--x", "λ")
+    assert wrong.returncode == 1 and "no cell is called anything like 'λ=1'" in wrong.stderr
+    missing = run(tmp_path / "none.csv")
+    assert missing.returncode == 1 and "error:" in missing.stderr
+
+
+def test_another_table_is_refused_by_the_columns_that_it_lacks(tmp_path):
+    (tmp_path / "other.csv").write_text("cell,step_ms\nA χ=2,1.0\n")
+    with pytest.raises(ValueError, match=r"not a table of scripts.study: the columns \['test_accuracy'\] are missing"):
+        read_points(tmp_path / "other.csv", "χ")
+
+
+@pytest.mark.parametrize(
+    ("cell", "only", "told"),
+    [
+        ("A χ=1/0", "", "cell 'A χ=1/0': χ=1/0 is no number"),
+        ("A χ=1.2.3", "", "is no number"),
+        ("A χ=2", "(", "--only"),
+    ],
+)
+def test_what_cannot_be_placed_or_searched_for_is_told(tmp_path, cell, only, told):
+    (tmp_path / "study.csv").write_text(f"cell,step_ms,test_accuracy\n{cell},1.0,0.5\n")
+    with pytest.raises(ValueError, match=re.escape(told)):
+        read_points(tmp_path / "study.csv", "χ", only=only)
+
+
+def test_a_cell_that_only_one_panel_shows_is_in_the_legend(tmp_path):
+    (tmp_path / "study.csv").write_text("cell,step_ms,test_accuracy\nA χ=2,1.0,0.5\nB χ=2,,0.5\n")
+    figure = draw(read_points(tmp_path / "study.csv", "χ"), "χ")
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["A", "B"]
+    pyplot.close(figure)

@@ -1,0 +1,298 @@
+"""A run's folder as pictures and a page."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from made_up_runs import LAYERS, epoch_of, record, write_metrics, write_records, write_run
+from matplotlib import pyplot
+
+from scripts.report.__main__ import write_report
+from scripts.report.gain import gain_of
+from scripts.report.page import fact_rows, loan_rows, rank_rows
+from scripts.report.pictures import (
+    layers_picture,
+    loans_over_time_picture,
+    loans_picture,
+    times_picture,
+    work_picture,
+)
+from scripts.report.run import RunFolder
+from vit_examples.balance_log import BalanceLog, mean_in_force
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A run in which rank 1 straggles from its second update on."""
+    for rank in range(2):
+        write_records(tmp_path, rank, [record(rank, update, 0.5 * (rank == 1 < update)) for update in range(1, 5)])
+        columns = {layer: np.arange(8) * rank for layer in LAYERS}
+        np.savez_compressed(tmp_path / f"columns-rank{rank}.npz", **columns)
+    write_metrics(tmp_path, [{"kind": "step", "step": step, "step_s": 0.25 if step else None} for step in range(40)])
+    return tmp_path
+
+
+def test_the_page_shows_every_rank_and_pictures_of_those_that_pruned(folder, tmp_path):
+    page = write_report(RunFolder.read(folder), tmp_path / "report").read_text()
+    assert len(re.findall(r"<img [^>]*base64,[A-Za-z0-9+/=]{1000,}", page)) == 4
+    assert "Rank 1: share" in page and "Rank 0: share" not in page
+    assert "the run has not ended" in page
+    pictures = sorted(path.name for path in (tmp_path / "report").glob("*.png"))
+    assert pictures == ["columns-rank1.png", "layers-rank1.png", "times.png", "work.png"]
+
+
+def test_the_table_tells_who_was_slow_and_what_balancing_cost(folder):
+    (normal, slow) = rank_rows(RunFolder.read(folder))
+    assert normal[:2] == ["0", "4"] and slow[:2] == ["1", "4"]
+    assert slow[2:6] == ["200.0", "100.0", "0.50", "0.50"]
+    assert normal[6:10] == ["0.0 %"] * 3 + ["0 updates"] and slow[6:10] == ["25.0 %", "0.0 %", "0.0 %", "3 updates"]
+    # It dropped half in steps 20 to 40 of 40; what it decided at step 40 was never in force.
+    assert slow[10] == "2.00 % of a step"  # 3 × 50 ms in 30 steps of 250 ms
+
+
+@pytest.fixture
+def lending(tmp_path):
+    """A run in which rank 1 of three lends from its second update on, half of it to each of the others."""
+    shares = {0: (0.0, 0.25, {}), 1: (0.5, 0.0, {"0": 0.25, "2": 0.25}), 2: (0.0, 0.25, {})}
+    for rank, (lent, borrowed, lent_to) in shares.items():
+        in_force = {"lent_share": lent, "borrowed_share": borrowed, "lent_to": lent_to}
+        busy_s = 0.2 * (1 + rank)
+        records = [record(rank, update, 0.0, busy_s=busy_s, **in_force if update > 1 else {}) for update in (1, 2, 3)]
+        write_records(tmp_path, rank, records)
+    write_metrics(tmp_path, [])
+    return tmp_path
+
+
+def test_it_shows_who_lent_what_to_whom(lending):
+    run = RunFolder.read(lending)
+    assert run.slowest_at_full_work().tolist() == pytest.approx([0.6] * 30)
+    figure = loans_picture(run)
+    assert {text.get_position(): text.get_text() for text in figure.axes[0].texts} == {(0, 1): "0.08", (2, 1): "0.08"}
+    pyplot.close(figure)  # a quarter in steps 20 to 30 of 30
+    figure = loans_over_time_picture(run)
+    drawn = {line.get_label(): line.get_xydata().tolist() for line in figure.axes[0].lines}
+    lent = [[0, 0], [20, 0.25], [30, 0.25], [30, 0.25]]
+    assert drawn == {"rank 1 to 0": lent, "rank 1 to 2": lent}
+    assert figure.axes[0].lines[0].get_drawstyle() == "steps-post"
+    pyplot.close(figure)
+    figure = work_picture(run)
+    heights = [areas.get_paths()[0].get_extents().y1 for areas in figure.axes[0].collections]
+    assert heights == pytest.approx([1.0, 1.0, 1.25])  # rank 0 computes its own and a quarter more
+    pyplot.close(figure)
+
+
+def test_few_loans_are_told_in_words_and_many_are_drawn(lending, tmp_path, monkeypatch):
+    run = RunFolder.read(lending)
+    few = {path.name for path in write_report(run, tmp_path / "few").parent.glob("loans*.png")}
+    words = [(f"rank 1 lent to rank {receiver}", "0.08 of its products, mean of all steps") for receiver in (0, 2)]
+    assert few == {"loans-over-time.png"} and loan_rows(run) == words
+    monkeypatch.setattr("scripts.report.page.MOST_IN_WORDS", 1)
+    many = {path.name for path in write_report(run, tmp_path / "many").parent.glob("loans*.png")}
+    assert many == {"loans.png", "loans-over-time.png"} and loan_rows(run) == []
+
+
+def test_a_matrix_of_few_ranks_is_small(lending):
+    figure = loans_picture(RunFolder.read(lending))
+    assert max(figure.get_size_inches()) < 4.5
+    pyplot.close(figure)
+
+
+def test_the_page_has_one_mean_step_and_it_is_that_of_the_summary(tmp_path):
+    """The first steps of each start are left out of it, also while the run goes on."""
+    seconds = [9.0] * 5 + [0.2] * 30 + [0.3] * 5
+    ended = {"step_ms": 200.0, "mean_step_ms": 214.2857}
+    for name, summary in (("ended", ended), ("going on", None)):
+        run = RunFolder.read(write_run(tmp_path / name, "zero-pri", seconds, summary=summary))
+        assert run.speed() == pytest.approx(ended)
+        facts = dict(fact_rows(run))
+        assert facts["mean step, ms, without the first 5 steps of a start"] == "214.3"
+        page = write_report(run, tmp_path / "report").read_text()
+        assert page.count("mean step") == 1
+
+
+@pytest.mark.parametrize(
+    ("starts", "said"),
+    [
+        ((18,), ", without the first 9 steps of a start"),
+        ((60,), ", without the first 20 steps of a start"),
+        ((18, 60), ", without the first 9 to 20 steps of a start"),
+        ((3,), ", without the first step of a start"),
+        ((1,), ""),
+    ],
+)
+def test_so_many_first_steps_are_left_out_as_the_page_says(tmp_path, starts, said):
+    run = write_run(tmp_path, "zero-pri", [0.2] * 100, output={"settle_steps": 20})
+    begins = [sum(starts[:number]) for number in range(len(starts))]
+    epochs = zip(starts, begins, strict=True)
+    write_metrics(run, [epoch_of([0.2] * length, begin=begin, from_step=begin) for length, begin in epochs])
+    assert next(name for name, _ in fact_rows(RunFolder.read(run))) == f"mean step, ms{said}"
+
+
+def test_measured_times_are_drawn_over_the_steps_before_their_lines(folder):
+    lines = [(9, 1.0), (19, 0.3), (24, 0.4), (29, 0.6), (39, 2.0)]
+    write_metrics(folder, [{"kind": "step", "step": step, "step_s": step_s} for step, step_s in lines])
+    figure = times_picture(RunFolder.read(folder))
+    (measured,) = figure.axes[0].patches
+    values, edges, _ = measured.get_data()
+    assert edges.tolist() == [0, 10, 20, 25, 30, 40]
+    assert values == pytest.approx([1e3 * step_s for _, step_s in lines])
+    pyplot.close(figure)
+
+
+def test_steps_without_balancing_are_marked(tmp_path):
+    slow = [record(1, update, 0.5 * (update > 1), busy_s=0.4) for update in range(1, 5)]
+    figure = times_picture(RunFolder.read(write_run(tmp_path, "zero-pri", [0.4] * 20 + [0.2] * 20, slow)))
+    (marked,) = [line for line in figure.axes[0].lines if line.get_label() == "without balancing"]
+    assert marked.get_xdata().tolist() == [step + 0.5 for step in range(5, 20)]
+    pyplot.close(figure)
+
+
+def legend_of(figure, axes=None):
+    legend = axes.get_legend() if axes is not None else figure.legends[0] if figure.legends else None
+    return [text.get_text() for text in legend.get_texts()] if legend else []
+
+
+def test_legends_name_only_what_is_there(folder):
+    run = RunFolder.read(folder)  # nothing is lent
+    figure = work_picture(run)
+    assert legend_of(figure) == ["its own, computed here", "dropped"]
+    pyplot.close(figure)
+    figure = times_picture(run)
+    assert legend_of(figure, figure.axes[0]) == ["measured", "without balancing", "predicted"]
+    pyplot.close(figure)
+    for rank in range(2):
+        records = [record(rank, update, 0.0, predicted_step_s=float("nan")) for update in (1, 2)]
+        write_records(folder, rank + 2, records)
+        (folder / f"balance-rank{rank}.jsonl").unlink()
+    run = RunFolder.read(folder)
+    figure = work_picture(run)
+    assert legend_of(figure) == []
+    pyplot.close(figure)
+    figure = times_picture(run)
+    assert legend_of(figure, figure.axes[0]) == ["measured"]
+    pyplot.close(figure)
+
+
+def test_axes_of_steps_have_whole_steps(tmp_path):
+    records = [record(1, update, 0.5 * (update > 1), step=update, busy_s=0.4) for update in (1, 2, 3)]
+    run = RunFolder.read(write_run(tmp_path, "zero-pri", [0.4] * 3, records))
+    for draw in (times_picture, work_picture, lambda run: layers_picture(run, 1)):
+        figure = draw(run)
+        figure.canvas.draw()
+        axes = [one for one in figure.axes if one.get_xlabel() == "optimizer step"]
+        assert axes and all(tick == round(tick) for one in axes for tick in one.get_xticks())
+        pyplot.close(figure)
+
+
+def test_without_times_it_does_not_tell_what_balancing_brought(folder, tmp_path):
+    (folder / "metrics.jsonl").write_text("")
+    run = RunFolder.read(folder)
+    assert rank_rows(run)[1][10] == "-"
+    page = write_report(run, tmp_path / "report").read_text()
+    assert "not known: too few steps without balancing" in page and "mean step" not in page
+
+
+def test_a_ratio_forced_on_named_ranks_is_in_force_from_the_first_step(tmp_path):
+    """The table and all pictures tell of the same steps."""
+    lends = {"pruned_share": 0.5, "lent_share": 0.25, "lent_to": {"0": 0.25}}
+    always = [record(1, update, 0.75, **lends) for update in (1, 2)]
+    balance = {"mode": "zero-pri", "ratio": 0.75, "ranks": [1]}
+    run = RunFolder.read(write_run(tmp_path / "whole", "zero-pri", [0.2] * 25, always, balance=balance))
+    late = RunFolder.read(write_run(tmp_path / "late", "zero-pri", [0.2] * 25, always[1:], balance=balance))
+    for told in (run, late):  # of the second one the first records were lost
+        assert rank_rows(told)[1][6:8] == ["50.0 %", "25.0 %"]
+        assert loan_rows(told) == [("rank 1 lent to rank 0", "0.25 of its products, mean of all steps")]
+    assert mean_in_force(run.records[1], "pruned_share", 25) == pytest.approx(0.5)
+    pictures = times_picture(run), work_picture(run), loans_over_time_picture(run), layers_picture(run, 1)
+    times, work, loans, layers = pictures
+    assert times.axes[2].lines[1].get_xydata().tolist() == [[0, 0.75], [20, 0.75], [25, 0.75]]
+    dropped = work.axes[1].collections[2].get_paths()[0].get_extents()
+    assert (dropped.x0, dropped.x1, dropped.y0, dropped.y1) == pytest.approx((0, 25, 0.5, 1.0))
+    assert loans.axes[0].lines[0].get_xydata().tolist() == [[0, 0.25], [20, 0.25], [25, 0.25]]
+    assert layers.axes[0].collections[0].get_coordinates()[0, :, 0].tolist() == [0, 20, 25]
+    assert isinstance(gain_of(run), str)  # no step was at full work
+    for picture in pictures:
+        pyplot.close(picture)
+
+
+def test_a_ratio_that_is_decided_before_the_first_record_that_is_there_is_not_known(tmp_path):
+    later = [record(1, update, 0.5) for update in (2, 3)]
+    run = RunFolder.read(write_run(tmp_path, "zero-pri", [0.2] * 40, later, balance={"mode": "zero-pri"}))
+    assert rank_rows(run)[1][6] == "25.0 %" and run.plan_begins(1) == [20, 30]
+
+
+def test_what_a_rank_takes_in_is_shown_whole_below_one_that_only_lends(tmp_path):
+    for rank, (lent, borrowed) in enumerate([(0.5, 0.0), (0.0, 0.5)]):
+        in_force = {"lent_share": lent, "borrowed_share": borrowed}
+        write_records(tmp_path, rank, [record(rank, update, 0.0, **in_force) for update in (1, 2)])
+    (tmp_path / "metrics.jsonl").write_text("")
+    figure = work_picture(RunFolder.read(tmp_path))
+    assert all(axes.get_ylim()[1] >= 1.5 for axes in figure.axes[:2])
+    pyplot.close(figure)
+
+
+def test_a_plan_is_drawn_over_the_steps_after_its_record_and_a_time_over_those_before(folder):
+    """Rank 1 prunes from step 20 on; what it needed until step 20 was measured in steps 10 to 20."""
+    run = RunFolder.read(folder)
+    figure = layers_picture(run, 1)
+    mesh = figure.axes[0].collections[0]
+    columns = mesh.get_coordinates()[0, :, 0].tolist()
+    assert columns == [0, 20, 30, 40, 41]
+    assert mesh.get_array().reshape(len(LAYERS), -1)[0].tolist() == [0.0, 0.5, 0.5, 0.5]
+    pyplot.close(figure)
+    figure = times_picture(run)
+    busy, gamma = figure.axes[1].lines[1], figure.axes[2].lines[1]
+    assert busy.get_drawstyle() == "steps-pre" and gamma.get_drawstyle() == "steps-post"
+    pyplot.close(figure)
+
+
+def test_a_run_that_was_killed_in_the_middle_of_a_line_is_read(folder):
+    with (folder / "balance-rank1.jsonl").open("a") as lines:
+        lines.write('{"update": 5, "st')
+    assert len(RunFolder.read(folder).records[1]) == 4
+
+
+def test_a_run_of_which_some_rank_or_file_is_not_written_yet_is_read(folder, tmp_path):
+    (folder / "balance-rank2.jsonl").touch()
+    (folder / "unfinished-columns-rank0.npz").write_bytes(b"half")
+    run = RunFolder.read(folder)
+    assert sorted(run.records) == sorted(run.columns) == [0, 1]
+    assert write_report(run, tmp_path / "report").is_file()
+    for file in folder.glob("balance-rank*.jsonl"):
+        file.write_text("")
+    with pytest.raises(ValueError, match="no update yet"):
+        RunFolder.read(folder)
+
+
+def test_a_file_of_columns_is_never_seen_unfinished(tmp_path, monkeypatch):
+    """Whatever is there while it is being written is not taken for it."""
+    seen = []
+    write_bytes = Path.write_bytes
+
+    def write(path, content):
+        write_bytes(path, content[: len(content) // 2])
+        seen.extend(tmp_path.glob("columns-rank*.npz"))
+        write_bytes(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", write)
+    log = BalanceLog(tmp_path, 0, from_step=0)
+    log.epoch(SimpleNamespace(pruned_steps=lambda: {"up": np.arange(3)}))
+    log.close()
+    assert seen == []
+    assert np.load(tmp_path / "columns-rank0.npz")["up"].tolist() == [0, 1, 2]
+
+
+def test_what_is_no_run_is_named(tmp_path):
+    command = [sys.executable, "-m", "scripts.report", str(tmp_path)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert f"error: {tmp_path}: no balance-rank*.jsonl there" in result.stderr

@@ -1,0 +1,77 @@
+"""Noise of simulations: as large, as lasting and as common as was asked for."""
+
+import numpy as np
+import pytest
+
+from zeroresize.simulate.noise import Noise, NoiseSource
+
+NUM_STEPS = 4000
+
+
+def factors(num_ranks=4, seed=0, **noise):
+    source = NoiseSource(Noise(**noise), num_ranks, seed)
+    return np.array([source.next_step() for _ in range(NUM_STEPS)])
+
+
+def correlation(series):
+    return np.corrcoef(series[:-1], series[1:])[0, 1]
+
+
+def test_no_noise_is_none():
+    assert (factors() == 1.0).all()
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.5, 0.9])
+def test_normal_noise_has_its_deviation_and_its_correlation_from_step_to_step(rho):
+    drawn = factors(deviation=0.05, correlation=rho)
+    assert drawn.mean() == pytest.approx(1.0, abs=0.01)
+    assert drawn.std() == pytest.approx(0.05, rel=0.1)
+    for series in drawn.reshape(NUM_STEPS, -1).T:
+        assert correlation(series) == pytest.approx(rho, abs=0.06)
+    assert abs(np.corrcoef(drawn[:, 0, 0], drawn[:, 1, 0])[0, 1]) < 0.2, "ranks vary apart"
+
+
+def test_correlated_noise_is_as_large_in_the_first_step():
+    firsts = [NoiseSource(Noise(0.05, 0.9), 8, seed).next_step() for seed in range(100)]
+    assert np.std(firsts) == pytest.approx(0.05, rel=0.1)
+
+
+def test_bursts_last_as_long_and_are_as_strong_as_was_asked_for():
+    drawn = factors(num_ranks=1, burst_rate=0.02, burst_steps=7, burst_factors=(1.3, 2.0))[:, 0]
+    assert (drawn == drawn[:, :1]).all(), "all of a step is slow"
+    is_on = drawn[:, 0] > 1.0
+    bounds = np.flatnonzero(np.diff(is_on.astype(int), prepend=0, append=0))
+    begins, ends = bounds[::2], bounds[1::2]
+    assert (np.isin(ends[:-1] - begins[:-1], [7, 14, 21])).all()
+    assert is_on.mean() == pytest.approx(0.02 * 7 / (1 + 0.02 * 7), rel=0.25)
+    strengths = drawn[begins, 0]
+    assert 1.3 <= strengths.min() < 1.4 and 1.9 < strengths.max() <= 2.0
+
+
+def test_a_machine_s_ranks_have_their_bursts_in_common():
+    drawn = factors(num_ranks=6, burst_rate=0.02, ranks_per_machine=4)[:, :, 0]
+    assert (drawn[:, :4] == drawn[:, :1]).all() and (drawn[:, 4] == drawn[:, 5]).all()
+    assert (drawn[:, 0] != drawn[:, 4]).any()
+
+
+def test_equal_seeds_give_equal_noise():
+    noise = {"deviation": 0.1, "correlation": 0.5, "burst_rate": 0.1}
+    assert (factors(seed=3, **noise) == factors(seed=3, **noise)).all()
+    assert (factors(seed=3, **noise) != factors(seed=4, **noise)).any()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("deviation", -0.1),
+        ("correlation", 1.0),
+        ("burst_rate", 1.5),
+        ("burst_steps", 0),
+        ("burst_factors", (2.0, 1.0)),
+        ("burst_factors", (0.0, 1.0)),
+        ("ranks_per_machine", 0),
+    ],
+)
+def test_noise_that_cannot_be_names_what_is_wrong(name, value):
+    with pytest.raises(ValueError, match=name):
+        Noise(**{name: value})

@@ -1,0 +1,149 @@
+"""Pictures of training runs: where they come from, and that every rank sees the same batches."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("pyarrow")
+
+import pyarrow
+import pyarrow.parquet
+from picture_files import write_parquet
+
+from vit_examples.config import DataConfig, ModelConfig
+from vit_examples.data import Split, augmented, load_splits, normalise, test_batches, training_batches
+
+test_batches.__test__ = False  # a function under test, not a test
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_parquet(tmp_path / "train-00000-of-00001.parquet", 30)
+    write_parquet(tmp_path / "test-00000-of-00001.parquet", 20)
+    return tmp_path
+
+
+def test_mnist5k_is_shuffled_padded_and_split() -> None:
+    train, test = load_splits(DataConfig(train_size=3000), ModelConfig())
+    assert train.images.shape == (3000, 3, 32, 32)
+    assert test.images.shape == (1000, 3, 32, 32)
+    assert train.images.dtype == torch.uint8
+    assert train.images[:, :, :2].max() == 0  # the border
+    assert (train.images[:, 0] == train.images[:, 2]).all()
+    assert test.labels.bincount(minlength=10).min() > 60  # sorted digits would leave classes out
+
+
+def test_a_parquet_folder_gives_its_first_pictures(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_PICTURES", str(folder))
+    train, test = load_splits(DataConfig(source="${SOME_PICTURES}", train_size=25), ModelConfig())
+    assert (len(train), len(test)) == (25, 20)
+    assert train.labels.tolist() == [n % 10 for n in range(25)]
+    expected = np.random.default_rng(0).integers(0, 256, (30, 32, 32, 3), dtype=np.uint8)[:25]
+    assert torch.equal(train.images, torch.from_numpy(expected).permute(0, 3, 1, 2))
+
+
+def test_other_column_names_and_sizes_are_read(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "train.parquet", 4, image="image", side=20)
+    write_parquet(tmp_path / "validation.parquet", 3, image="image", side=20)
+    train, test = load_splits(DataConfig(source=str(tmp_path)), ModelConfig())
+    assert train.images.shape == (4, 3, 32, 32)
+    assert len(test) == 3
+
+
+def test_a_variable_that_is_not_set_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ZERORESIZE_CIFAR10", raising=False)
+    with pytest.raises(ValueError, match="ZERORESIZE_CIFAR10 is not set; export ZERORESIZE_CIFAR10="):
+        load_splits(DataConfig(source="${ZERORESIZE_CIFAR10}"), ModelConfig())
+
+
+def test_a_missing_folder_or_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"nowhere'.*no such folder"):
+        load_splits(DataConfig(source=str(tmp_path / "nowhere")), ModelConfig())
+    with pytest.raises(ValueError, match=r"no train\*.parquet in it; expected columns img or image, and label"):
+        load_splits(DataConfig(source=str(tmp_path)), ModelConfig())
+
+
+def test_a_damaged_file_is_named(folder: Path) -> None:
+    damaged = folder / "test-00000-of-00001.parquet"
+    damaged.write_bytes(damaged.read_bytes()[:2000])
+    with pytest.raises(ValueError, match=r"test-00000-of-00001\.parquet: damaged"):
+        load_splits(DataConfig(source=str(folder)), ModelConfig())
+
+
+def test_a_damaged_picture_or_wrong_column_is_named(folder: Path) -> None:
+    table = pyarrow.table({"img": [{"bytes": b"no picture", "path": None}], "label": [0]})
+    pyarrow.parquet.write_table(table, folder / "train-00000-of-00001.parquet")
+    with pytest.raises(ValueError, match=r"train-00000-of-00001\.parquet, row 0: the picture is damaged"):
+        load_splits(DataConfig(source=str(folder)), ModelConfig())
+    pyarrow.parquet.write_table(pyarrow.table({"x": [1]}), folder / "train-00000-of-00001.parquet")
+    with pytest.raises(ValueError, match=r"columns are \['x'\], expected one of"):
+        load_splits(DataConfig(source=str(folder)), ModelConfig())
+
+
+def test_labels_beyond_the_models_are_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"labels 0 to 9, but model.num_labels=5 allows 0 to 4"):
+        load_splits(DataConfig(source=str(folder)), ModelConfig(num_labels=5))
+
+
+@pytest.fixture
+def split() -> Split:
+    generator = torch.Generator().manual_seed(0)
+    return Split(torch.randint(0, 256, (23, 3, 32, 32), dtype=torch.uint8, generator=generator), torch.arange(23))
+
+
+def labels_of(split: Split, **keys) -> list[list[int]]:
+    return [labels.tolist() for _, labels in training_batches(split, 5, **keys)]
+
+
+@pytest.mark.parametrize("augment", [False, True])
+def test_batches_depend_on_seed_and_epoch_only(split: Split, augment: bool) -> None:
+    first = list(training_batches(split, 5, seed=1, epoch=2, augment=augment))
+    torch.manual_seed(99)
+    state = torch.get_rng_state()
+    second = list(training_batches(split, 5, seed=1, epoch=2, augment=augment))
+    assert torch.equal(state, torch.get_rng_state())
+    assert len(first) == 4  # the last three pictures are dropped
+    for (images, labels), (same_images, same_labels) in zip(first, second, strict=True):
+        assert torch.equal(images, same_images)
+        assert torch.equal(labels, same_labels)
+    assert labels_of(split, seed=1, epoch=2) != labels_of(split, seed=1, epoch=3)
+    assert labels_of(split, seed=1, epoch=2) != labels_of(split, seed=2, epoch=2)
+
+
+def test_an_epoch_holds_every_picture_at_most_once(split: Split) -> None:
+    seen = [label for batch in labels_of(split, seed=0, epoch=0) for label in batch]
+    assert len(seen) == len(set(seen)) == 20
+
+
+def test_more_pictures_in_a_batch_than_there_are_is_refused(split: Split) -> None:
+    with pytest.raises(ValueError, match="batch_size=24 is more than the 23"):
+        next(training_batches(split, 24, seed=0, epoch=0))
+
+
+def test_evaluation_sees_every_picture_in_order(split: Split) -> None:
+    batches = list(test_batches(split, 10))
+    assert [len(labels) for _, labels in batches] == [10, 10, 3]
+    assert torch.equal(torch.cat([images for images, _ in batches]), normalise(split.images))
+
+
+def test_augmentation_shifts_and_mirrors_whole_pictures(split: Split) -> None:
+    for original, changed in zip(split.images, augmented(split.images, torch.Generator().manual_seed(0)), strict=True):
+        padded = torch.nn.functional.pad(original, (4, 4, 4, 4))
+        windows = padded.unfold(1, 32, 1).unfold(2, 32, 1).permute(1, 2, 0, 3, 4).reshape(-1, 3, 32, 32)
+        matches = (windows == changed).flatten(1).all(1) | (windows.flip(-1) == changed).flatten(1).all(1)
+        assert matches.sum() == 1
+
+
+@pytest.mark.skipif("ZERORESIZE_CIFAR10" not in os.environ, reason="ZERORESIZE_CIFAR10 names no CIFAR-10 folder")
+def test_cifar10_is_read_as_it_is() -> None:
+    source = DataConfig(source="${ZERORESIZE_CIFAR10}", train_size=500, test_size=200)
+    train, test = load_splits(source, ModelConfig())
+    assert (len(train), len(test)) == (500, 200)
+    assert train.images.shape[1:] == (3, 32, 32)
+    assert set(train.labels.tolist()) == set(range(10))
+    assert train.images.float().std() > 30  # of 0 to 255: pictures, not blanks

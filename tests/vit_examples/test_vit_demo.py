@@ -1,0 +1,212 @@
+"""The demo's table and picture, from made-up runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+pytest.importorskip("matplotlib")
+
+from matplotlib import pyplot
+
+from vit_examples import demo
+from vit_examples.balance_log import mean_in_force
+from vit_examples.config import TrainingConfig
+from vit_examples.config_file import load_config
+from vit_examples.demo import RUNS, main, results_of, results_table, turns
+from vit_examples.demo_picture import draw
+from vit_examples.file_lock import locked
+from vit_examples.run_folder import run_lock
+from zeroresize.utils.json_lines import JsonLines
+
+
+def made_up(step_ms: float, gamma: float, halves_ms: tuple[float, ...] = ()) -> dict[str, Any]:
+    steps = [
+        {"kind": "step", "step": step, "step_s": (100 if step in (0, 6) else 1) * step_ms / 1e3} for step in range(12)
+    ]
+    epochs = [{"kind": "epoch", "step": step, "from_step": step - 5, "ratios": [[0.0, gamma]] * 6} for step in (5, 11)]
+    return {
+        "summary": {"step_ms": step_ms, "test_accuracy": 0.75, "steps": 60},
+        "lines": [*steps[:6], epochs[0], *steps[6:], epochs[1]],
+        "updates": [
+            {"step": 0, "pruned_share": gamma, "lent_share": gamma / 3},
+            {"step": 60, "pruned_share": 0.0, "lent_share": 0.0},  # decided after the last step
+        ],
+        "halves_ms": list(halves_ms or (step_ms,)),
+    }
+
+
+RESULTS = {
+    "homogeneous": made_up(100, 0.0, (95, 105)),
+    "Baseline": made_up(2500, 0.0, (2000, 3000)),
+    "SEMI": made_up(1250, 0.9),
+}
+
+
+def printed(results: dict[str, dict[str, Any]]) -> list[str]:
+    console = Console(width=80)
+    with console.capture() as captured:
+        console.print(results_table(results))
+    return captured.get().splitlines()
+
+
+def test_the_table_fits_80_columns_and_explains_itself() -> None:
+    lines = printed(RESULTS)
+    assert max(map(len, lines)) <= 80
+    assert lines[0].strip() == "One slow rank, without and with balancing"
+    headings = lines[2]
+    for heading in ("run", "step, ms", "speed-up", "÷ homogen.", "dropped", "lent", "accuracy"):
+        assert heading in headings
+    row = next(line for line in lines if "SEMI" in line)
+    cells = [cell.strip() for cell in row.strip("│").split("│")]
+    assert cells == [
+        "SEMI",
+        "1250",
+        "2.00×",
+        "12.50×",
+        "0.90",
+        "0.30",
+        "75.0%",
+    ]
+    caption = " ".join(" ".join(lines).split())
+    for words in ("nobody slow", "rank 1 slow, nothing done", "computed by the other rank, exactly", "only 60 steps"):
+        assert words in caption
+    assert "shorter than homogeneous" not in caption, "none is"
+    assert "by halves before and after the other runs: homogeneous 95 and 105 ms, Baseline 2000 and 3000 ms." in caption
+
+
+def test_why_a_step_may_be_shorter_than_undisturbed_is_said_where_one_is() -> None:
+    caption = " ".join(" ".join(printed(RESULTS | {"SEMI": made_up(90, 0.9)})).split())
+    assert "shorter than homogeneous where work is dropped: rank 1 then ends 5% before the other" in caption
+
+
+def test_without_halves_the_caption_does_not_speak_of_them() -> None:
+    assert "halves" not in " ".join(printed({name: made_up(100, 0.0) for name in RESULTS}))
+
+
+def told(training: TrainingConfig) -> list[tuple[str, int, bool]]:
+    return [(turn.run.name, turn.until_epoch, turn.goes_on) for turn in turns(training)]
+
+
+def test_what_all_are_compared_with_trains_before_and_after_them() -> None:
+    assert told(load_config("demo", ()).training) == [
+        ("homogeneous", 1, False),
+        ("Baseline", 1, False),
+        ("ZERO-PriDiffR", 2, False),
+        ("MIG", 2, False),
+        ("SEMI", 2, False),
+        ("Baseline", 2, True),
+        ("homogeneous", 2, True),
+    ]
+
+
+@pytest.mark.parametrize("training", [TrainingConfig(epochs=1), TrainingConfig(epochs=4, lr_schedule="cosine")])
+def test_a_run_that_cannot_be_halved_trains_at_once(training: TrainingConfig) -> None:
+    assert told(training) == [(run.name, training.epochs, False) for run in RUNS]
+
+
+def test_the_halves_of_a_run_are_told_without_their_first_steps(tmp_path: Any) -> None:
+    lines = JsonLines(tmp_path / "metrics.jsonl")
+    for begin, seconds in ((0, [9.0, 3.0, 0.2, 0.3, 0.2]), (5, [9.0, 0.5, 0.4, 0.5])):
+        step = begin + len(seconds) - 1
+        lines.write({"kind": "epoch", "step": step, "from_step": begin, "ratios": [], "seconds": seconds})
+    lines.close()
+    assert results_of(tmp_path, settle_steps=2)["halves_ms"] == pytest.approx([200, 450])
+
+
+def test_a_configuration_that_is_wrong_is_told_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
+    assert main([f"--output={tmp_path}", "--set=training.epochs=0"]) == 2
+    assert "error: training.epochs=0" in capsys.readouterr().out
+
+
+@pytest.fixture
+def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs end as soon as they begin."""
+
+    def train(config: str, overrides: Any, folder: Path, turn: Any) -> Iterator[tuple[int, int | None, str]]:
+        assert list(folder.iterdir()) == []
+        with pytest.raises(ValueError, match="another demo"), locked(folder.parent / "demo.lock", "another demo"):
+            pass
+        yield 1, 1, "done"
+
+    monkeypatch.setattr(demo, "train", train)
+    monkeypatch.setattr(demo, "results_of", lambda *_: made_up(100, 0.0))
+    monkeypatch.setattr(demo, "save_picture", lambda *_, **__: None)
+
+
+@pytest.mark.parametrize("holder", ["demo", "run"])
+def test_a_demo_whose_folder_is_in_use_is_refused_and_deletes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], untrained: None, holder: str
+) -> None:
+    for run in RUNS:
+        (tmp_path / run.name.lower()).mkdir()
+        (tmp_path / run.name.lower() / "metrics.jsonl").touch()
+    held = run_lock(tmp_path / "semi") if holder == "run" else locked(tmp_path / "demo.lock", "taken")
+    with held:
+        assert main([f"--output={tmp_path}", "--set=training.epochs=1"]) == 2
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "error: " in line]
+    assert f"another {holder} is writing there" in line
+    assert len(list(tmp_path.glob("*/metrics.jsonl"))) == len(RUNS)
+
+
+def test_a_demo_begins_in_empty_folders_of_its_own(tmp_path: Path, untrained: None) -> None:
+    for run in RUNS:
+        (tmp_path / run.name.lower()).mkdir()
+        (tmp_path / run.name.lower() / "metrics.jsonl").touch()
+    assert main([f"--output={tmp_path}", "--set=training.epochs=1"]) == 0
+
+
+def test_ctrl_c_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "train", interrupted)
+    assert main([f"--output={tmp_path}"]) == 130
+    assert capsys.readouterr().err == "interrupted: the same command begins anew\n"
+
+
+@pytest.mark.parametrize(("epochs", "in_halves"), [(1, False), (2, True)])
+def test_halves_are_spoken_of_where_there_are_some(tmp_path: Path, epochs: int, in_halves: bool) -> None:
+    training = TrainingConfig(epochs=epochs)
+    assert ("in halves" in demo.introduction(turns(training))) == in_halves
+
+
+def test_only_runs_that_prune_are_drawn_below_and_one_legend_names_all() -> None:
+    figure = draw(RESULTS, straggler=1)
+    times, ratios = figure.axes
+    assert [line.get_label() for line in times.lines] == list(RESULTS)
+    assert [line.get_label() for line in ratios.lines] == ["SEMI"]
+    assert times.get_legend() is None and ratios.get_legend() is None  # neither covers a curve
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == list(RESULTS)
+    assert ratios.lines[0].get_color() == times.lines[2].get_color()
+    pyplot.close(figure)
+
+
+def test_the_picture_shows_all_but_the_first_steps_of_each_start() -> None:
+    figure = draw(RESULTS, straggler=1)
+    times, ratios = figure.axes
+    assert times.get_ylim() == (0, pytest.approx(1.05 * 2500))  # not 250,000, which the first steps took
+    assert ratios.get_xlim() == (0, 12)
+    curve = times.lines[0].get_xydata()
+    assert [x for x, y in curve if y != y] == [6.0]  # it is broken where the second half began
+    pyplot.close(figure)
+
+
+def test_a_picture_without_times_has_no_legend() -> None:
+    figure = draw({}, straggler=1)
+    assert not figure.legends
+    pyplot.close(figure)
+
+
+def test_what_was_dropped_is_told_over_all_steps() -> None:
+    records = [{"step": 10, "lent_share": 0.0}, {"step": 20, "lent_share": 0.5}, {"step": 40, "lent_share": 1.0}]
+    assert mean_in_force(records, "lent_share", 40) == pytest.approx(0.25)
+    assert mean_in_force(records, "lent_share", 50) == pytest.approx(0.4)
+    assert mean_in_force([], "lent_share", 50) == 0.0

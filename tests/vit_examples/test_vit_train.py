@@ -1,0 +1,477 @@
+"""Training runs as users start them: torchrun, two ranks, each host; interrupted, resumed, and refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TextIO
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("pyarrow")
+
+import torch
+from fake_time import FakeTime
+from picture_files import write_parquet
+from rich.console import Console
+from training_runs import refused
+
+from vit_examples import demo, recorder
+from vit_examples.checkpoint import Progress, newest_checkpoint
+from vit_examples.config_file import config_to_dict, load_config
+from vit_examples.data import Split
+from vit_examples.run_folder import changed_settings, checkpoint_to_resume, timed_settings
+from vit_examples.step_times import seconds_by_process, timed_steps
+from vit_examples.train import Run, train_epoch
+from zeroresize.utils.json_lines import read_json_lines
+
+ROOT = Path(__file__).resolve().parents[2]
+HOSTS = ("torch", pytest.param("colossalai", marks=pytest.mark.colossalai))
+NUM_STEPS = 8  # two epochs of four
+
+#: Dies on rank 1 in the third step of the second epoch, as a bug in a user's code would.
+DYING_RUN = """
+import os
+from vit_examples import train
+
+backward, calls = train.backward, []
+
+def dying_backward(*arguments):
+    calls.append(1)
+    if len(calls) == 7 and os.environ["RANK"] == "1":
+        raise RuntimeError("rank 1 has had enough")
+    return backward(*arguments)
+
+train.backward = dying_backward
+train.main()
+"""
+
+
+def micro_arguments(pictures: Path, output: Path, *overrides: str) -> list[str]:
+    settings = [
+        "model={hidden_size: 32, depth: 1, num_heads: 2, num_labels: 10, image_size: 32, patch_size: 8}",
+        "data={train_size: null, test_size: null}",
+        "training={epochs: 2, batch_size: 8, lr: 0.003, warmup_steps: 2, grad_clip: 0.5}",
+        "straggler={schedule: round_robin, chi: 2.0, pin_ratio: 0.5}",
+        "balance={mode: zero-rd, update_every: 2}",
+        f"output={{folder: '{output}', log_every: 1, save_every: 1}}",
+        *overrides,
+    ]
+    return ["--config=demo", *(f"--set={setting}" for setting in settings), f"--set=data.source={pictures}"]
+
+
+def torchrun(*program: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(**command_of(*program), **options, capture_output=True, text=True, timeout=240, check=False)
+
+
+@contextmanager
+def torchrun_started(*program: str, stdout: TextIO) -> Iterator[subprocess.Popen[str]]:
+    """While such a block lasts."""
+    process = subprocess.Popen(**command_of(*program), stdout=stdout, stderr=subprocess.STDOUT, text=True)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def command_of(*program: str) -> dict[str, Any]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *program]
+    return {"args": command, "env": environment}
+
+
+def train(*arguments: str) -> str:
+    """What the run says on its standard output."""
+    finished = torchrun("-m", "vit_examples.train", *arguments)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return finished.stdout
+
+
+def lines_of(output: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [line for line in map(json.loads, lines) if line["kind"] == kind]
+
+
+def losses_of(output: Path) -> list[float]:
+    steps = lines_of(output, "step")
+    assert [line["step"] for line in steps] == list(range(NUM_STEPS))
+    return [line["loss"] for line in steps]
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pictures")
+    write_parquet(folder / "train.parquet", 35)
+    write_parquet(folder / "test.parquet", 10)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished_runs(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Output folders of finished runs by host, filled by :func:`finished_run`."""
+    return {"": tmp_path_factory.mktemp("runs")}
+
+
+def finished_run(host: str, pictures: Path, finished_runs: dict[str, Path]) -> Path:
+    if host not in finished_runs:
+        output = finished_runs[""] / host
+        said = train(*micro_arguments(pictures, output, f"host={host}"), "--resume")  # nothing to resume yet
+        assert said.count(f"no checkpoint in {output}/checkpoints: starting anew\n") == 1
+        finished_runs[host] = output
+    return finished_runs[host]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_run_leaves_its_numbers(host: str, pictures: Path, finished_runs: dict[str, Path]) -> None:
+    output = finished_run(host, pictures, finished_runs)
+    summary = json.loads((output / "summary.json").read_text())
+    assert summary["steps"] == NUM_STEPS
+    assert summary["ranks"] == 2
+    assert summary["step_ms"] > 0
+    assert summary["epoch_s"] == pytest.approx(4 * summary["mean_step_ms"] / 1e3)
+    assert summary["images_per_s"] == pytest.approx(8 / (summary["mean_step_ms"] / 1e3))
+    assert summary["steps_timed"] == NUM_STEPS
+    assert isinstance(summary["commit"], str)
+    assert 0 <= summary["test_accuracy"] <= 1
+    assert summary["versions"]["torch"]
+    assert list((output / "tensorboard").iterdir())
+    epochs = lines_of(output, "epoch")
+    assert [line["ratios"] for line in epochs] == [[[0.5, 0.0]] * 4, [[0.0, 0.5]] * 4]  # pinned in turn
+    assert not list(output.glob("checkpoints/*.tmp"))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_dying_rank_ends_the_job_and_the_resumed_run_equals_the_uninterrupted_one(
+    host: str, pictures: Path, finished_runs: dict[str, Path], tmp_path: Path
+) -> None:
+    arguments = micro_arguments(pictures, tmp_path / "run", f"host={host}")
+    assert "dying_backward" in died_in_second_epoch(tmp_path, arguments)  # the rank's own traceback
+
+    said = train(*arguments, "--resume", "--set=timeout_s=500")
+    assert said.count("resuming with changed settings: timeout_s 600.0 → 500\n") == 1
+    assert losses_of(tmp_path / "run") == losses_of(finished_run(host, pictures, finished_runs))
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps_timed"] == NUM_STEPS
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.colossalai
+def test_both_hosts_train_alike(pictures: Path, finished_runs: dict[str, Path]) -> None:
+    by_host = [losses_of(finished_run(host, pictures, finished_runs)) for host in ("torch", "colossalai")]
+    assert by_host[0] == pytest.approx(by_host[1], rel=1e-4)
+
+
+@pytest.mark.timeout(300)
+def test_accumulation_and_checkpointing_of_activations_change_nothing(
+    pictures: Path, finished_runs: dict[str, Path], tmp_path: Path
+) -> None:
+    changes = ("host=torch", "training.accumulation=2", "training.activation_checkpointing=true")
+    train(*micro_arguments(pictures, tmp_path / "run", *changes))
+    assert losses_of(tmp_path / "run") == pytest.approx(
+        losses_of(finished_run("torch", pictures, finished_runs)), rel=1e-4
+    )
+
+
+def died_in_second_epoch(folder: Path, arguments: list[str]) -> str:
+    """What it said; its first epoch is in a checkpoint."""
+    script = folder / "dying.py"
+    script.write_text(DYING_RUN)
+    died = torchrun(str(script), *arguments)
+    assert died.returncode != 0
+    assert "RuntimeError: rank 1 has had enough" in died.stderr
+    assert newest_checkpoint(folder / "run" / "checkpoints").name == "epoch-0001"
+    return died.stderr
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_run_on_a_full_disk_trains_to_its_end_and_says_what_it_could_not_write(
+    host: str, pictures: Path, finished_runs: dict[str, Path], tmp_path: Path
+) -> None:
+    """Files grow to 3,000 bytes here, so the summary fits and checkpoints, metrics and events do not."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+
+    arguments = micro_arguments(pictures, tmp_path / "run", f"host={host}")
+    run = torchrun("-m", "vit_examples.train", *arguments, preexec_fn=limit)
+    assert run.returncode == 0, run.stdout + run.stderr
+    before, now = (
+        json.loads((output / "summary.json").read_text())
+        for output in (finished_run(host, pictures, finished_runs), tmp_path / "run")
+    )
+    assert [now[key] for key in ("steps", "test_accuracy")] == [before[key] for key in ("steps", "test_accuracy")]
+    for epoch in (1, 2):
+        assert f"no checkpoint of epoch {epoch}, training goes on without (the newest is none): rank " in run.stderr
+    assert run.stderr.count("metrics.jsonl is incomplete from step ") == 1
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
+#: Stops in its sixth step until a file is there.
+WAITING_RUN = """
+import sys, time
+from pathlib import Path
+from vit_examples import train
+
+backward, calls = train.backward, []
+
+def waiting_backward(*arguments):
+    calls.append(1)
+    while len(calls) == 6 and not Path(sys.argv[0]).with_name("go").exists():
+        time.sleep(0.05)
+    return backward(*arguments)
+
+train.backward = waiting_backward
+train.main()
+"""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("resume", [True, False], ids=["resumed", "fresh"])
+def test_a_second_start_beside_a_running_one_is_refused_and_that_goes_on(
+    pictures: Path, finished_runs: dict[str, Path], tmp_path: Path, resume: bool
+) -> None:
+    script, output = tmp_path / "waiting.py", tmp_path / "run"
+    script.write_text(WAITING_RUN)
+    arguments = micro_arguments(pictures, output, "host=torch")
+    expected = losses_of(finished_run("torch", pictures, finished_runs))
+    with (tmp_path / "log").open("w") as log, torchrun_started(str(script), *arguments, stdout=log) as running:
+        deadline = time.monotonic() + 100
+        while newest_checkpoint(output / "checkpoints") is None and time.monotonic() < deadline:
+            assert running.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.1)
+        second = torchrun("-m", "vit_examples.train", *arguments, *(["--resume"] if resume else []))
+        (tmp_path / "go").touch()
+        assert running.wait(100) == 0, (tmp_path / "log").read_text()
+    assert second.returncode != 0
+    (said,) = [line for line in second.stderr.splitlines() if line.startswith("error (rank")]
+    assert said.startswith(f"error (rank 0): output.folder={output}: another run is writing there")
+    assert losses_of(output) == expected
+
+
+UNDISTURBED = ("host=torch", "straggler={}", "training.accumulation=2")
+
+
+@pytest.fixture(scope="module")
+def undisturbed_losses(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Of each step, nobody slow and nothing balanced."""
+    output = tmp_path_factory.mktemp("undisturbed")
+    train(*micro_arguments(pictures, output, *UNDISTURBED, "balance={mode: 'off'}"))
+    return losses_of(output)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("way", ["broadcast-reduce", "scatter-gather"])
+def test_migration_trains_as_if_nothing_migrated_also_after_a_death(
+    pictures: Path, undisturbed_losses: list[float], tmp_path: Path, way: str
+) -> None:
+    balance = f"balance={{mode: mig, migrate: {way}, ratio: 0.5, ranks: [1], update_every: 2}}"
+    arguments = micro_arguments(pictures, tmp_path / "run", *UNDISTURBED, balance)
+    died_in_second_epoch(tmp_path, arguments)
+    until_death = [line["loss"] for line in lines_of(tmp_path / "run", "step")]
+    assert len(until_death) == 6
+    assert until_death == pytest.approx(undisturbed_losses[:6], rel=1e-4)
+
+    train(*arguments, "--resume")
+    assert losses_of(tmp_path / "run") == pytest.approx(undisturbed_losses, rel=1e-4)
+    lender = read_json_lines(tmp_path / "run" / "balance-rank1.jsonl")
+    assert [(line["step"], line["ratio"]) for line in lender] == [(step, 0.5) for step in (2, 4, 6, 8)]
+    assert all(0.4 < line["lent_share"] < 0.6 and line["pruned_share"] == 0.0 for line in lender)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("migrating", "does", "never"), [(1, "lent_share", "pruned_share"), (0, "pruned_share", "lent_share")]
+)
+def test_semi_relieves_a_straggler_as_it_is_told(
+    pictures: Path, tmp_path: Path, migrating: int, does: str, never: str
+) -> None:
+    """By its own choice it would not lend in so small a model."""
+    slow = "straggler={kind: sleep, chi: {1: 20.0}}"
+    wide = "model.mlp_size=4096"  # so that products with fewer columns take less time
+    balance = f"balance={{mode: semi, migrating: {migrating}, update_every: 2}}"
+    train(*micro_arguments(pictures, tmp_path, "host=torch", wide, slow, balance))
+    assert len(losses_of(tmp_path)) == NUM_STEPS
+    normal, straggler = (read_json_lines(tmp_path / f"balance-rank{rank}.jsonl") for rank in range(2))
+    assert straggler[-1]["is_straggler"] and straggler[-1][does] > 0.3
+    assert all(line[never] == 0.0 for line in straggler)
+    assert (normal[-1]["borrowed_share"] > 0.3) == bool(migrating)
+
+
+@pytest.fixture
+def as_rank_0_of_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment that torchrun makes, for mistakes found before the ranks meet."""
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("as_rank_0_of_2")
+def test_a_checkpoint_of_another_layout_is_refused(
+    pictures: Path, finished_runs: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = finished_run("torch", pictures, finished_runs)
+    arguments = micro_arguments(pictures, output, "host=torch")
+    assert "add --resume, or choose another --output" in refused(arguments, capsys)
+    said = refused([*arguments, "--resume", "--set=host=colossalai"], capsys)
+    assert "another layout (host differ)" in said
+    assert '"host": "torch"' in said
+    assert '"host": "colossalai"' in said
+    assert '"hidden_size": 64' in refused([*arguments, "--resume", "--set=model.hidden_size=64"], capsys)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert '"tp_size": 2' in refused([*arguments, "--resume"], capsys)
+
+
+def test_an_earlier_run_without_checkpoints_is_not_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config("demo", [f"output.folder={tmp_path}"])
+    assert checkpoint_to_resume(config, resume=False) is None
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(ValueError, match=f"{tmp_path} holds an earlier run: add --resume, or choose another --output"):
+        checkpoint_to_resume(config, resume=False)
+    assert checkpoint_to_resume(config, resume=True) is None
+    assert capsys.readouterr().out == f"no checkpoint in {tmp_path}/checkpoints: starting anew\n"
+    monkeypatch.setenv("RANK", "1")
+    checkpoint_to_resume(config, resume=True)
+    assert capsys.readouterr().out == ""
+
+
+def test_settings_that_changed_since_the_last_start_are_named(tmp_path: Path) -> None:
+    before = load_config("demo", [f"output.folder={tmp_path}", "straggler={kind: sleep, chi: {1: 4.0}}"])
+    (tmp_path / "config.json").write_text(json.dumps({**config_to_dict(before), "total_steps": 60}))
+    assert changed_settings(before) == []
+    changes = ["data.train_size=300", "straggler.chi={0: 2.0}", "host=torch", "output.log_every=7"]
+    after = load_config("demo", [f"output.folder={tmp_path}", "straggler.kind=sleep", *changes])
+    assert changed_settings(after) == [
+        'host "colossalai" → "torch"',
+        "data.train_size 4000 → 300",
+        'straggler.chi {"1": 4.0} → {"0": 2.0}',
+    ]
+
+
+def test_times_are_of_settings_that_a_step_takes_its_time_by(tmp_path: Path) -> None:
+    before = load_config("demo", [f"output.folder={tmp_path}", "straggler={kind: sleep, chi: {1: 4.0}}"])
+    same = load_config(
+        "demo",
+        ["straggler={kind: sleep, chi: {1: 4.0}}", "output.log_every=7", "training.epochs=9", "timeout_s=5"],
+    )
+    told = json.loads(json.dumps(timed_settings(before)))  # as a checkpoint has them
+    assert timed_settings(same) == told
+    for change in ("training.batch_size=32", "straggler.chi={1: 5.0}", "balance.mode=zero-rd", "host=torch"):
+        assert timed_settings(load_config("demo", ["straggler={kind: sleep, chi: {1: 4.0}}", change])) != told
+
+
+@pytest.mark.timeout(300)
+def test_a_run_that_goes_on_with_another_batch_size_is_timed_from_there(
+    pictures: Path, finished_runs: dict[str, Path], tmp_path: Path
+) -> None:
+    """Its summary says nothing of the steps of 8 pictures."""
+    shutil.copytree(finished_run("torch", pictures, finished_runs), tmp_path / "run")
+    arguments = micro_arguments(pictures, tmp_path / "run", "host=torch", "training.batch_size=16")
+    train(*arguments, "--resume", "--set=training.epochs=3")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["steps"], summary["steps_timed"]) == (NUM_STEPS + 2, 2)
+
+
+def test_the_steps_in_all_are_those_done_and_those_left() -> None:
+    """A run that was resumed with half of the pictures: 2 epochs of 10 steps, then 3 of 5."""
+    config = load_config("demo", ["training.epochs=5", "training.max_steps_per_epoch=null", "training.batch_size=10"])
+    split = Split(torch.zeros(50, 3, 32, 32, dtype=torch.uint8), torch.zeros(50, dtype=torch.int64))
+    anything: Any = None
+    run = Run(config, anything, anything, split, split, Progress(2, 20), anything, anything)
+    assert run.total_steps == 20 + 3 * 5
+
+
+@pytest.mark.parametrize("num_epochs_before", [0, 1], ids=["begun", "resumed"])
+def test_logged_times_hold_every_step(monkeypatch: pytest.MonkeyPatch, num_epochs_before: int) -> None:
+    """Also those right after an update, which no logged step follows, and those at the end of an epoch of 7 steps."""
+    passed, steps_s, logged = FakeTime(), [1.0, 4.0, 1.0, 5.0, 1.0, 1.0, 3.0], []
+    monkeypatch.setattr(recorder, "time", SimpleNamespace(perf_counter=passed.clock))
+    monkeypatch.setattr("vit_examples.train.backward", lambda *_: torch.zeros(()))
+    config = load_config("demo", ["output.log_every=3", "training.batch_size=8", "data.train_size=56"])
+    remaining_s = iter(steps_s * 2)
+    host: Any = SimpleNamespace(
+        model=torch.nn.Linear(1, 1), set_lr=lambda lr: None, step=lambda: passed.sleep(next(remaining_s))
+    )
+    balancer: Any = SimpleNamespace(step=lambda: None, metrics=lambda: {"balance/ratio": 0.0})
+    log: Any = SimpleNamespace(step=lambda **line: logged.append((line["step"], line["step_s"])))
+    display: Any = SimpleNamespace(step=lambda epoch: None)
+    split = Split(torch.zeros(56, 3, 32, 32, dtype=torch.uint8), torch.zeros(56, dtype=torch.int64))
+    clock = recorder.StepClock(torch.device("cpu"))
+    anything: Any = None
+    progress = Progress(num_epochs_before, 7 * num_epochs_before)
+    run = Run(config, host, balancer, split, split, progress, clock, anything, log)
+    for epoch in range(num_epochs_before, 2):
+        train_epoch(run, epoch, display)
+        run.progress = Progress(epoch + 1, run.progress.steps + 7)
+        passed.sleep(100.0)  # an evaluation
+    first = [(2, 2.0), (5, 7 / 3), (6, 3.0)]
+    second = [(8, 2.5), (11, 7 / 3), (13, 2.0)]
+    expected = second if num_epochs_before else first + second
+    assert logged == [(step, pytest.approx(step_s)) for step, step_s in expected]
+
+
+@pytest.mark.timeout(300)
+def test_the_time_of_each_step_is_kept(pictures: Path, finished_runs: dict[str, Path]) -> None:
+    """Each was logged; they tell the summary's speed again."""
+    output = finished_run("torch", pictures, finished_runs)
+    kept = seconds_by_process(timed_steps(lines_of(output, "epoch")))
+    logged = [line["step_s"] for line in lines_of(output, "step")]
+    assert kept == [pytest.approx(logged, abs=1e-6)]
+    summary = json.loads((output / "summary.json").read_text())
+    speed = recorder.timing(kept, settle_steps=20, batch_size=1, steps_per_epoch=1)
+    for name in ("step_ms", "mean_step_ms"):
+        assert speed[name] == pytest.approx(summary[name], abs=1e-3)
+
+
+@pytest.mark.usefixtures("as_rank_0_of_2")
+def test_missing_data_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(micro_arguments(tmp_path / "nowhere", tmp_path / "run"), capsys)
+    assert f"data.source='{tmp_path}/nowhere': no such folder" in said
+
+
+def test_without_torchrun_the_right_command_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(["--config=demo", f"--output={tmp_path}"], capsys)
+    assert "torchrun --nproc-per-node 2 -m vit_examples.train --config demo" in said
+
+
+@pytest.mark.timeout(300)
+def test_the_demo_compares_its_runs(
+    pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    micro = "model={hidden_size: 32, depth: 1, num_heads: 2, patch_size: 8}"
+    data = f"data={{source: '{pictures}'}}"
+    overrides = ("host=torch", data, "training.batch_size=8", "training.epochs=1", micro)
+    assert demo.main([f"--output={tmp_path}", *(f"--set={override}" for override in overrides)]) == 0
+    printed = capsys.readouterr().out
+    assert all(run.name in printed for run in demo.RUNS)
+    assert (tmp_path / "demo.png").stat().st_size > 10_000
+
+    monkeypatch.setattr(demo, "RUNS", demo.RUNS[:1])  # again, over what it left
+    results = demo.run_all("demo", [*overrides, "training.epochs=2"], tmp_path, Console())
+    halved = results["homogeneous"]
+    assert (halved["summary"]["steps"], halved["summary"]["epochs"], len(halved["halves_ms"])) == (8, 2, 2)
+    assert [line["step"] for line in halved["lines"] if line["kind"] == "step"] == list(range(8))
+
+
+@pytest.mark.timeout(300)
+def test_the_demo_shows_why_a_run_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "RUNS", (demo.DemoRun("broken", ("model.num_heads=7",)),))
+    assert demo.main([f"--output={tmp_path}"]) == 1
+    assert "model.hidden_size=192 does not divide by model.num_heads=7" in capsys.readouterr().out

@@ -1,0 +1,132 @@
+"""The ranks of a group once more, on CPU, where they agree on what to do and exchange numbers."""
+
+from __future__ import annotations
+
+import json
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from zeroresize.comm.collectives import explain_failures, group_ranks
+from zeroresize.comm.failure_reports import FailureReports
+from zeroresize.comm.rendezvous import Meeting
+from zeroresize.comm.whereabouts import Whereabouts
+
+
+class NotAllCameError(RuntimeError):
+    """Some ranks did not take part.
+
+    Attributes:
+        ranks: which, within the group.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        super().__init__(f"nothing came from ranks {list(ranks)} of the group")
+        self.ranks = list(ranks)
+
+
+class CpuGroup:
+    """The ranks of a group once more, on CPU (gloo), for numbers: no device synchronisation, nothing in between the
+    host's collectives.
+
+    Making it is collective over ``process_group`` only, in the way of :class:`~zeroresize.comm.rendezvous.Meeting`.
+    From then on the job's store is asked only for what to tell of a failure.
+
+    Args:
+        process_group: whose ranks.
+        agreement: what must be the same on all of them, by name.
+
+    Attributes:
+        rank, size: this rank within the group, and how many there are.
+        ranks: the group's, counted over the whole world.
+        time_limit: of every wait.
+        where: this rank is, for what errors tell: of waits here, and of the layers' collectives over ``process_group``.
+        reports: of failures.
+
+    Raises:
+        ValueError: on every rank, if the ranks do not agree, naming what differs and where.
+        RuntimeError: if not all ranks come within the time limit of ``process_group``.
+    """
+
+    def __init__(self, process_group: ProcessGroup, agreement: Mapping[str, str]) -> None:
+        self._meeting = Meeting(process_group, "agree on what to balance")
+        self.rank, self.size, self.time_limit = self._meeting.rank, self._meeting.size, self._meeting.time_limit
+        self.ranks = group_ranks(process_group)
+        self._num_agreements = 0
+        self.require_agreement(agreement)
+        ends = self._meeting.store, self.rank, self.size, self.time_limit
+        # A process that ends with gloo's threads alive can abort; dropping the group, also at exit, ends them.
+        self._gloo: list[Any] = [self._meeting.connect(lambda: dist.ProcessGroupGloo(*ends))]
+        self.close = weakref.finalize(self, self._gloo.clear)
+        self._meeting.exchange("connected")  # nobody may leave again while others are still connecting
+        self.where = Whereabouts()
+        self.reports = FailureReports(self._meeting, self.where)
+        explain_failures(process_group, self.reports)
+
+    def start_round(self, numbers: Sequence[float], tag: int) -> Round:
+        """Start sending ``numbers`` to every rank, and receiving as many of each; rounds of one ``tag`` keep order."""
+        return Round(self._gloo[0], self.rank, self.size, numbers, tag, self.time_limit)
+
+    def require_agreement(self, agreement: Mapping[str, str]) -> None:
+        """Compare values by name, over the store; collective.
+
+        Raises:
+            ValueError: on every rank, if the ranks do not agree, naming what differs and where.
+            RuntimeError: if not all ranks come within the time limit of ``process_group``.
+        """
+        self._num_agreements += 1
+        messages = self._meeting.exchange(f"agreement {self._num_agreements}", json.dumps(dict(agreement)))
+        by_rank = [json.loads(message) for message in messages]
+        for what in by_rank[0]:
+            said = [values.get(what) for values in by_rank]
+            if len(set(said)) > 1:
+                detail = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(said))
+                raise ValueError(f"the ranks of the group do not agree on {what}: {detail}")
+
+
+class Round:
+    """Numbers of every rank on their way to every other.
+
+    They go from rank to rank and not by a collective, which could not tell who did not come.
+    """
+
+    def __init__(
+        self, gloo: Any, rank: int, size: int, numbers: Sequence[float], tag: int, time_limit: timedelta
+    ) -> None:
+        own = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        self._parts: list[Tensor] = [own if peer == rank else torch.empty_like(own) for peer in range(size)]
+        self._received: dict[int, Any] = {}
+        self._sent: dict[int, Any] = {}
+        self._failures: dict[int, RuntimeError] = {}
+        self._time_limit = time_limit
+        for peer in range(size):
+            if peer != rank:
+                try:
+                    self._received[peer] = gloo.recv([self._parts[peer]], peer, tag)
+                    self._sent[peer] = gloo.send([own], peer, tag)
+                except RuntimeError as error:  # it has left
+                    self._failures[peer] = error
+
+    def wait(self) -> list[list[float]]:
+        """Every rank's numbers, in the order of the group.
+
+        Raises:
+            NotAllCameError: if ranks did not start this round within the time limit, or have died.
+        """
+        deadline = time.monotonic() + self._time_limit.total_seconds()
+        for works in (self._received, self._sent):
+            for peer, work in works.items():
+                try:
+                    work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+                except RuntimeError as error:
+                    self._failures.setdefault(peer, error)
+            if self._failures:  # gloo's time limit closes all connections: what is sent fails with all
+                raise NotAllCameError(sorted(self._failures)) from next(iter(self._failures.values()))
+        return [part.tolist() for part in self._parts]

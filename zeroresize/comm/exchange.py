@@ -1,0 +1,112 @@
+"""Small vectors of numbers, one a rank: exchanged while training goes on, or at a meeting of all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zeroresize.comm.cpu_group import CpuGroup, NotAllCameError, Round
+from zeroresize.comm.whereabouts import Whereabouts, require_same
+
+_POSTED, _MET = 0, 1  # tags: what is posted and what is met for never wait for each other
+#: How many numbers every meeting exchanges: of unequal ones gloo would end the process.
+_NUM_AT_MEETING = 2
+
+
+class Exchange:
+    """What the ranks of a group tell each other, beside where each of them is.
+
+    Numbers are posted at one time, usually an update, and waited for at another, usually the next. They are waited for,
+    never polled, so every rank sees the same table at the same update.
+
+    Args:
+        group: the ranks, on a CPU group of their own.
+
+    Attributes:
+        where: this rank is, to be kept up to date.
+    """
+
+    def __init__(self, group: CpuGroup) -> None:
+        self._group = group
+        self.where = group.where
+        self._round: Round | None = None
+        self._posted_at = ""
+
+    def post(self, numbers: Sequence[float]) -> None:
+        """Send this rank's numbers; all ranks must send equally many.
+
+        Raises:
+            RuntimeError: if the numbers posted before have not been collected.
+        """
+        if self._round is not None:
+            raise RuntimeError("the last exchange has not been collected")
+        self._round = self._group.start_round([*self.where.as_numbers(), *numbers], _POSTED)
+        self._posted_at = str(self.where)
+
+    def collect(self) -> list[list[float]] | None:
+        """Every rank's numbers in the order of the group, or None if nothing was posted.
+
+        Raises:
+            RuntimeError: if not all ranks have posted within the time limit of their process group, or not at the same
+                place.
+        """
+        if self._round is None:
+            return None
+        posted, self._round = self._round, None  # also where it fails: a state can be saved all the same
+        return self._received(posted, self._posted_at)
+
+    def gather(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Every rank's numbers at once, in the order of the group; a rank may have fewer than others. Collective.
+
+        Raises:
+            RuntimeError: if not all ranks come, or not from the same place.
+        """
+        counts = [int(count) for count, *_ in self.meet(len(numbers))]
+        padded = [*numbers, *[0.0] * (max(counts) - len(numbers))]
+        here = self._group.start_round([*self.where.as_numbers(), *padded], _MET)
+        table = self._received(here, str(self.where))
+        return [own[:count] for own, count in zip(table, counts, strict=True)]
+
+    def meet(self, *numbers: float) -> list[list[float]]:
+        """Exchange up to ``_NUM_AT_MEETING`` numbers now: every rank's in the order of the group; collective.
+
+        Raises:
+            RuntimeError: if not all ranks come, or not from the same place.
+        """
+        padded = [*numbers, *[0.0] * (_NUM_AT_MEETING - len(numbers))]
+        here = self._group.start_round([*self.where.as_numbers(), *padded], _MET)
+        return self._received(here, str(self.where))
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._round = None
+        self._group.close()
+
+    def _received(self, under_way: Round, started_at: str) -> list[list[float]]:
+        """Every rank's numbers without what told where it was, if that was the same place.
+
+        Raises:
+            RuntimeError: if not all have come, or not to the same place; the others are told why this rank fails.
+        """
+        try:
+            table = under_way.wait()
+        except NotAllCameError as error:
+            limit_s, missing = self._group.time_limit.total_seconds(), error.ranks
+            in_job = [self._group.ranks[rank] for rank in missing]
+            raise RuntimeError(
+                f"ranks {missing} of the group did not come to {started_at} within {limit_s:g} s: exchanging the "
+                f"balancer's numbers with ranks {missing} of the group (ranks {in_job} of the job) failed: one of them "
+                "may have died, failed before, made other calls, or does something longer, such as writing a "
+                "checkpoint, than the time limit of their process group (timeout=... where it is made), "
+                f"{limit_s:g} s"
+                f"{self._group.reports.tell(f'ranks {missing} did not come')}"
+            ) from error.__cause__
+        num_of_place = Whereabouts.NUM_NUMBERS
+        places = [Whereabouts.of_numbers(numbers[:num_of_place]) for numbers in table]
+        self._group.reports.last_heard = places
+        try:
+            require_same(places)
+        except RuntimeError as error:
+            self._group.reports.tell(str(error), waits=False)
+            raise
+        self._group.reports.withdraw()
+        return [numbers[num_of_place:] for numbers in table]

@@ -1,0 +1,95 @@
+"""What the ranks of a group were doing when waiting for each other failed, told by each of them to all.
+
+A communication library tells that something failed, at best with whom. Which call the others were in, only they know,
+so each leaves it in the job's store when it fails, and reads what the others left. While all goes well, nothing is
+written or read.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+
+from zeroresize.comm.rendezvous import Meeting
+from zeroresize.comm.whereabouts import Whereabouts
+from zeroresize.utils.deadline import within
+
+#: Seconds that a rank waits for the others' reports: they mostly fail together, at one time limit.
+WAIT_S = 2.0
+#: Seconds after which a store that has not answered is given up.
+_ANSWER_S = 1.0
+
+
+class FailureReports:
+    """One rank's view of what the ranks of a group tell when they fail.
+
+    Args:
+        meeting: of the ranks, whose store they write to.
+        where: this rank is, kept up to date by the balancer.
+
+    Attributes:
+        last_heard: where all ranks were when they last exchanged numbers; nothing before that.
+    """
+
+    def __init__(self, meeting: Meeting, where: Whereabouts) -> None:
+        self._meeting, self._where = meeting, where
+        self._keys = [f"failure/{rank}" for rank in range(meeting.size)]
+        self.last_heard: list[Whereabouts] = []
+        self._told: tuple[str, str] | None = None
+        self._lock = threading.Lock()
+
+    def tell(self, failed: str, *, waits: bool = True) -> str:
+        """Leave where this rank is and what failed there; what all ranks left, as the end of an error.
+
+        What fails at the same place because something failed there before is not told again.
+
+        Args:
+            failed: as the others will read it.
+            waits: whether to wait for the others' reports, ``WAIT_S`` seconds at most.
+        """
+        with self._lock:
+            where = str(self._where)
+            if self._told is None or self._told[0] != where:
+                self._told = where, self._exchange(f"{where}: {failed}", WAIT_S if waits else 0.0)
+            return self._told[1]
+
+    def withdraw(self) -> None:
+        """Take back what was told, where training went on all the same."""
+        with self._lock:
+            if self._told is None:
+                return
+            self._told = None
+            own = self._keys[self._meeting.rank]
+            with suppress(Exception):  # where the store does not answer, nobody can read it either
+                within(timedelta(seconds=_ANSWER_S), lambda: self._meeting.store.set(own, ""))
+
+    def _exchange(self, own: str, wait_s: float) -> str:
+        rank = self._meeting.rank
+        try:
+            reports = within(timedelta(seconds=wait_s + _ANSWER_S), lambda: self._leave_and_read(own, wait_s))
+        except Exception:
+            return (
+                f". This rank, {rank}, was at: {own}. What the others were doing is not known: the job's store cannot "
+                "be reached, as the process that keeps it, usually rank 0's or torchrun's own, is stopped or gone"
+            )
+        told = (f"rank {rank}: {report or self._last_heard_of(rank)}" for rank, report in enumerate(reports))
+        return f". What the ranks of the group were doing: {'; '.join(told)}"
+
+    def _last_heard_of(self, rank: int) -> str:
+        heard = f", last heard of at {self.last_heard[rank]}" if self.last_heard else ""
+        return f"has not told{heard} (may be dead, stopped or busy)"
+
+    def _leave_and_read(self, own: str, wait_s: float) -> list[str]:
+        store = self._meeting.store
+        store.set(self._keys[self._meeting.rank], own)
+        deadline = time.monotonic() + wait_s
+        reports = [""] * len(self._keys)
+        while True:
+            for rank, key in enumerate(self._keys):
+                if not reports[rank] and store.check([key]):
+                    reports[rank] = store.get(key).decode()
+            if all(reports) or time.monotonic() >= deadline:
+                return reports
+            time.sleep(0.05)

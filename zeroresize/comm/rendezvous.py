@@ -1,0 +1,102 @@
+"""A place where the ranks of a group meet before they have a connection of their own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, ClassVar, TypeVar
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from zeroresize.comm.collectives import group_rank, group_ranks, time_limit
+from zeroresize.utils.deadline import within
+
+_T = TypeVar("_T")
+
+#: Beyond the time limit, for the store itself to say that it is over, and for asking who came.
+_GRACE = timedelta(seconds=1)
+
+
+class Meeting:
+    """A part of the default group's store that is the ranks' own, for one purpose.
+
+    (``torch.distributed.new_group`` with local synchronisation names it after how many groups a rank knows, so it hangs
+    where ranks know different ones.) Nothing here needs any rank outside ``process_group``, which makes it safe under
+    DP × TP, but the process that keeps the store. Waits may last as long as those in ``process_group``: who is late to
+    one, as after a checkpoint, is late to both.
+
+    Args:
+        process_group: whose ranks.
+        purpose: what they come for, as an error says it.
+
+    Attributes:
+        rank, size: this rank within the group, and how many there are.
+        time_limit: of every wait.
+        store: what they share; a call to it can block for ever, so only :func:`~zeroresize.utils.deadline.within` a
+            limit.
+    """
+
+    _num_made: ClassVar[Counter[tuple[str, tuple[int, ...]]]] = Counter()
+
+    def __init__(self, process_group: ProcessGroup, purpose: str) -> None:
+        ranks = tuple(group_ranks(process_group))
+        self.rank, self.size, self.time_limit = group_rank(process_group), len(ranks), time_limit(process_group)
+        self._purpose = purpose
+        name = f"zeroresize, to {purpose}/{'-'.join(map(str, ranks))}/{self._num_made[purpose, ranks]}"
+        self._num_made[purpose, ranks] += 1
+        self.store: Any = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+
+    def exchange(self, where: str, message: str = "") -> list[str]:
+        """Leave a message and wait for those of all ranks.
+
+        Args:
+            where: the name of this exchange, used once.
+
+        Raises:
+            RuntimeError: if not all ranks come within the time limit, naming those that did not.
+        """
+        keys = [f"{where}/{rank}" for rank in range(self.size)]
+
+        def exchange() -> list[str]:
+            self.store.set(keys[self.rank], message)
+            self.store.wait(keys, self.time_limit)
+            return [self.store.get(key).decode() for key in keys]
+
+        try:
+            return within(self.time_limit + _GRACE, exchange)
+        except Exception as error:
+            raise RuntimeError(f"{self._missing(keys)} did not come to {self._purpose} {self._limit_told}") from error
+
+    def connect(self, make: Callable[[], _T]) -> _T:
+        """``make()``, which connects the ranks over the store.
+
+        Raises:
+            RuntimeError: if it fails, or takes longer than the time limit.
+        """
+        try:
+            return within(self.time_limit + _GRACE, make)
+        except Exception as error:
+            raise RuntimeError(
+                f"all ranks of the group came to {self._purpose}, but could not be connected {self._limit_told}; or "
+                "the job's store cannot be reached: the process that keeps it, usually rank 0's or torchrun's own, is "
+                "stopped or gone"
+            ) from error
+
+    @property
+    def _limit_told(self) -> str:
+        return (
+            f"within {self.time_limit.total_seconds():g} s, the time limit of their process group (timeout=... where "
+            "it is made): they may have died, or do something longer, such as writing a checkpoint"
+        )
+
+    def _missing(self, keys: list[str]) -> str:
+        try:
+            missing = within(_GRACE, lambda: [rank for rank, key in enumerate(keys) if not self.store.check([key])])
+        except Exception:
+            return (
+                "the job's store cannot be reached: the process that keeps it, usually rank 0's or torchrun's own, is "
+                "stopped or gone, or other ranks"
+            )
+        return f"ranks {missing} of the group"

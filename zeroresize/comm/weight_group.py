@@ -1,0 +1,59 @@
+"""The ranks of a group once more, for lent weights alone, so that nothing else waits for them."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+from zeroresize.comm.rendezvous import Meeting
+
+
+class WeightGroup:
+    """A transport of a group's own kind, gloo or NCCL, between the same ranks.
+
+    Transfers of one group wait for each other: gloo begins its collectives in their order, two at a time, and has one
+    connection a pair of ranks; NCCL has a stream. The weights of all layers set out at once, so on the layers' own
+    group the first sums would wait for the last weights. Every rank starts the transfers of both groups in one order,
+    as NCCL asks of several communicators. A backend of any other kind is not made twice: there weights travel on the
+    layers' own group.
+
+    Making it is collective over ``process_group`` only, in the way of :class:`~zeroresize.comm.rendezvous.Meeting`.
+
+    Args:
+        process_group: whose ranks.
+        device: where the weights are.
+
+    Raises:
+        RuntimeError: if not all ranks come within the time limit of ``process_group``, naming those that did not.
+    """
+
+    def __init__(self, process_group: ProcessGroup, device: torch.device) -> None:
+        meeting = Meeting(process_group, "connect for the weights that are lent")
+        meeting.exchange("here")  # gloo connects when it is made, and does not tell who did not come
+        ends = meeting.store, meeting.rank, meeting.size
+        kind = process_group._get_backend(device).name()
+        transport: Any = process_group
+        if kind == "gloo":
+            transport = meeting.connect(lambda: dist.ProcessGroupGloo(*ends, meeting.time_limit))
+        elif kind == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = meeting.time_limit
+            transport = dist.ProcessGroupNCCL(*ends, options)
+        # Nobody else holds it: a process that ends with a backend's threads alive can abort.
+        self._transport: list[Any] = [transport]
+        self.close = weakref.finalize(self, self._transport.clear)
+        meeting.exchange("connected")  # nobody may leave again while others are still connecting
+
+    def broadcast(self, tensor: Tensor, root: int, /) -> Work:
+        return self._transport[0].broadcast(tensor, root)
+
+    def send(self, tensors: list[Tensor], receiver: int, tag: int, /) -> Work:
+        return self._transport[0].send(tensors, receiver, tag)
+
+    def recv(self, tensors: list[Tensor], sender: int, tag: int, /) -> Work:
+        return self._transport[0].recv(tensors, sender, tag)

@@ -1,0 +1,1 @@
+"""The parts of a balancer, between measuring and the layers' plans."""

@@ -1,0 +1,211 @@
+"""What a group decides: every rank's numbers go out at one update, and at the next everybody has the same plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from zeroresize.comm.exchange import Exchange
+from zeroresize.config import BalanceConfig
+from zeroresize.config_keys import MIGRATING_MODES
+from zeroresize.plan.group import WorkloadPlan
+from zeroresize.policy.communication import CollectiveTimes
+from zeroresize.policy.controller import Controller
+from zeroresize.policy.cost_model import NUM_POINTS, MigrationCost, ResizingCost
+from zeroresize.policy.times import RankTimes
+from zeroresize.policy.what_if import WhatIf
+from zeroresize.utils.state_checks import Check, each, keyed, not_negative, number, optional, row, share, text
+
+
+class GroupDecision:
+    """Keeps the group's plan, from one exchange to the next.
+
+    Args:
+        config: how to balance.
+        num_ranks: size of the group.
+        exchange: with the other ranks; None in a group of one.
+
+    Attributes:
+        plan: what is decided.
+        migration: Φ1 by the pre-test, the same on every rank; None where nobody can lend, or before it is known.
+    """
+
+    def __init__(self, config: BalanceConfig, num_ranks: int, exchange: Exchange | None) -> None:
+        self._exchange, self._migrate = exchange, config.migrate
+        self._may_migrate = config.mode in MIGRATING_MODES
+        self._told_config = repr(config)
+        self._controller = Controller(config, num_ranks)
+        self._what_if = WhatIf(config, num_ranks)
+        self._received: list[list[float]] | None = None
+        self._lent_when_sent = (0.0,) * num_ranks
+        self.migration: MigrationCost | None = None
+        self.plan: WorkloadPlan = self._controller.initial_plan()
+
+    def update(self, times: RankTimes | None, cost: ResizingCost, wait_s: float, agreed: object) -> None:
+        """Decide from what was sent at the last update, and send this rank's numbers.
+
+        Args:
+            times: this rank's full-work times, None before any were measured.
+            cost: of pruning on this rank.
+            wait_s: seconds a step that it waited in collectives under the plan in force, NaN where none was measured.
+            agreed: whatever every rank must have decided alike, with a ``repr`` that tells it.
+
+        Raises:
+            RuntimeError: if the ranks of the group do not agree on their plans, or on ``agreed``.
+        """
+        if self._exchange is None:
+            return
+        fingerprint = self._fingerprint(agreed)
+        lent_in_force = tuple(rank.lent for rank in self.plan.ranks)
+        self._collect()
+        if self._received is not None:
+            self._decide(self._received)
+            self._received = None
+        # Who computes for whom must be agreed on before anybody sends anything; also whether anything was received:
+        # where a time limit ended an exchange, the ranks may have saved different states.
+        if self._may_migrate:
+            _require_equal([number for number, *_ in self._exchange.meet(self._fingerprint(agreed))])
+        self._exchange.post([fingerprint, wait_s, *_as_numbers(times, cost)])
+        self._lent_when_sent = lent_in_force
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, the same on every rank; collects what is under way, or goes without where ranks have died."""
+        with suppress(RuntimeError):
+            self._collect()
+        return {
+            "controller": self._controller.state_dict(),
+            # A tuple is one entry of a checkpoint, which another mode finds too and leaves alone.
+            "what_if": tuple(self._what_if.states()),
+            "received": (self._told_config, self._received),
+            "lent_when_sent": list(self._lent_when_sent),
+            "migration": dataclasses.astuple(self.migration) if self.migration is not None else None,
+            "migrate": self._migrate,
+        }
+
+    @property
+    def state_check(self) -> Check:
+        """Of what :meth:`load_state_dict` can take over."""
+        num_ranks = len(self._lent_when_sent)
+
+        def received(value: Any, where: str) -> None:
+            row(text, optional(each(each(number), num_ranks)))(value, where)
+            if value[0] == self._told_config and value[1] is not None:
+                each(each(number, 6 + 3 * NUM_POINTS))(value[1], f"{where}[1]")
+
+        return keyed(
+            {
+                "controller": self._controller.state_check,
+                "what_if": each(self._controller.state_check),
+                "received": optional(received),
+                "lent_when_sent": each(share, num_ranks),
+                "migration": optional(row(not_negative, not_negative)),
+                "migrate": text,
+            }
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict`; what is under way is dropped, since it belongs to what is left behind.
+
+        Numbers that were sent under another configuration are dropped, too: what they tell of pruning may be of other
+        ratios, or of columns that were not gathered.
+
+        Raises:
+            ValueError: if it was saved in a group of another size.
+        """
+        self._collect()
+        self._controller.load_state_dict(state["controller"])
+        self._what_if.load_states(state["what_if"])
+        received = state["received"]  # of older versions the table alone, or None
+        self._received = received[1] if received and received[0] == self._told_config else None
+        self._lent_when_sent = tuple(state["lent_when_sent"])
+        is_known = state["migration"] is not None and state["migrate"] == self._migrate
+        self.migration = MigrationCost(*state["migration"]) if is_known else None
+        self.plan = self._controller.current_plan()
+
+    def require_agreement(self, agreed: object) -> None:
+        """Compare now what the ranks of the group would decide from; collective.
+
+        Raises:
+            ValueError: on every rank, if they differ.
+            RuntimeError: if not all ranks come.
+        """
+        if self._exchange is None:
+            return
+        fingerprints = [number for number, *_ in self._exchange.meet(self._fingerprint(agreed))]
+        if len(set(fingerprints)) > 1:
+            told = "; ".join(f"rank {rank}: {number:.0f}" for rank, number in enumerate(fingerprints))
+            raise ValueError(f"the ranks of the group do not agree on the balancer's state: {told}")
+
+    def require_loadable(self, problem: Exception | None) -> None:
+        """Check that every rank of the group has a state that it can load; collective.
+
+        Args:
+            problem: of this rank with its own; it is this rank's to raise.
+
+        Raises:
+            ValueError: on a rank without a problem, if others have one.
+            RuntimeError: if not all ranks come.
+        """
+        if self._exchange is None:
+            return
+        told = self._exchange.meet(float(problem is not None))
+        unable = [rank for rank, (has_problem, *_) in enumerate(told) if has_problem]
+        if unable and problem is None:
+            raise ValueError(
+                f"ranks {unable} of the group cannot load their balancer's state, their errors tell why: nothing was "
+                "loaded on any rank"
+            )
+
+    @property
+    def what_if_plans(self) -> dict[str, WorkloadPlan]:
+        """In mode "off", what every other mode would decide, by mode; else empty."""
+        return self._what_if.plans
+
+    def close(self) -> None:
+        """Leave the exchange."""
+        if self._exchange is not None:
+            self._exchange.close()
+
+    def _collect(self) -> None:
+        received = self._exchange.collect() if self._exchange is not None else None
+        if received is not None:
+            self._received = received
+
+    def _decide(self, received: list[list[float]]) -> None:
+        _require_equal([numbers[0] for numbers in received])
+        samples = [_as_rank_times(numbers[2:]) for numbers in received]
+        waits_s = [numbers[1] for numbers in received]
+        wait_s = math.nan if any(map(math.isnan, waits_s)) else min(waits_s)
+        collectives = CollectiveTimes(wait_s, self._lent_when_sent, self.migration)
+        self._what_if.update(samples, collectives)
+        self.plan = self._controller.update(samples, collectives)
+
+    def _fingerprint(self, agreed: object) -> float:
+        """Of all that decisions follow from."""
+        migration = dataclasses.astuple(self.migration) if self.migration is not None else None
+        return self._controller.fingerprint(self.plan, self._lent_when_sent, migration, repr(agreed))
+
+
+def _require_equal(fingerprints: Sequence[float]) -> None:
+    differing = [rank for rank, value in enumerate(fingerprints) if value != fingerprints[0]]
+    if differing:
+        raise RuntimeError(
+            f"ranks {differing} of the group hold another plan, or another state behind it, than rank 0: call pin, "
+            "release and load_state_dict alike on every rank, with what was saved together"
+        )
+
+
+def _as_numbers(times: RankTimes | None, cost: ResizingCost) -> list[float]:
+    own = [times.rest_s, times.gemm_s, times.overhead_scale] if times is not None else [math.nan] * 3
+    return [*own, cost.borrowing, *cost.ratios, *cost.gemm_share, *cost.overhead_s]
+
+
+def _as_rank_times(numbers: list[float]) -> RankTimes:
+    rest_s, gemm_s, overhead_scale, borrowing, *points = numbers
+    third = len(points) // 3
+    ratios, gemm_share, overhead_s = (tuple(points[i * third : (i + 1) * third]) for i in range(3))
+    cost = ResizingCost(ratios, gemm_share, overhead_s, borrowing)
+    return RankTimes(rest_s, gemm_s, overhead_scale, cost)

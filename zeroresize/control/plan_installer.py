@@ -1,0 +1,87 @@
+"""Carrying out a rank's plan: which columns of which layer, written to the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.layers.segments import work_of_layers
+from zeroresize.plan.layer import LayerPlan
+from zeroresize.policy.columns.selector import ColumnSelector, Relief
+
+
+class PlanInstaller:
+    """Turns what this rank is relieved of into one ``LayerPlan`` a layer.
+
+    Attributes:
+        relief: what is decided.
+        pruned_share, lent_share: shares of this rank's product FLOPs that it drops and leaves to others, after rounding
+            to columns and blocks (layers weighted by their matrices' sizes).
+        layer_shares: share of every layer's columns that is pruned.
+        in_force: what the next step does, ``relief`` unless suspended.
+    """
+
+    def __init__(self, layers: Mapping[str, BalancedLinear], selector: ColumnSelector, imputation: str) -> None:
+        self._layers, self._selector, self._imputation = layers, selector, imputation
+        self.relief = self.in_force = Relief()
+        self.pruned_share = self.lent_share = 0.0
+        self.layer_shares = dict.fromkeys(layers, 0.0)
+        self._epoch_in_force = 0
+
+    def install(self, relief: Relief) -> None:
+        """Prune, and leave to others, the columns that the selector names in its epoch, from the next forward on."""
+        is_new = self._carry_out(relief)
+        if not is_new and relief == self.relief:
+            return
+        self.relief = relief
+        plans = {name: layer.plan for name, layer in self._layers.items()}
+        self.layer_shares = {name: plan.pruned_share if plan else 0.0 for name, plan in plans.items()}
+        self.pruned_share = self._share_of_work(self.layer_shares)
+        self.lent_share = self._share_of_work({name: plan.lent_share if plan else 0.0 for name, plan in plans.items()})
+
+    def suspend(self) -> None:
+        """Compute everything here until the next :meth:`install`, whatever is decided."""
+        self._carry_out(Relief())
+
+    def clear(self) -> None:
+        """No plan in any layer."""
+        self.install(Relief())
+
+    @property
+    def shares_in_force(self) -> tuple[float, float]:
+        """(pruned, lent) of this rank's product FLOPs in the next step."""
+        return (self.pruned_share, self.lent_share) if self.in_force == self.relief else (0.0, 0.0)
+
+    def lent_columns(self) -> dict[str, Tensor]:
+        """What is lent of every layer, in the order in which it is divided; on the layers' devices."""
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
+        return {name: layer.plan.lent if layer.plan is not None else none for name, layer in self._layers.items()}
+
+    def _carry_out(self, relief: Relief) -> bool:
+        """Whether it was not in force already."""
+        wanted = (relief, self._selector.epoch)
+        if wanted == (self.in_force, self._epoch_in_force):
+            return False
+        self.in_force, self._epoch_in_force = wanted
+        pruned_columns, lent_columns = self._selector.pruned_columns(relief), self._selector.lent_columns(relief)
+        for name, layer in self._layers.items():
+            layer.plan = self._layer_plan(layer, pruned_columns[name].tolist(), lent_columns[name].tolist())
+        return True
+
+    def _share_of_work(self, shares: Mapping[str, float]) -> float:
+        work = work_of_layers(self._layers)
+        return sum(work[name] * share for name, share in shares.items()) / max(sum(work.values()), 1)
+
+    def _layer_plan(self, layer: BalancedLinear, pruned: list[int], lent: list[int]) -> LayerPlan | None:
+        if not pruned and not lent:
+            return None
+        return LayerPlan.from_pruned(
+            torch.tensor(pruned, dtype=torch.int64, device="cpu"),
+            layer.num_columns,
+            layer.weight.device,
+            self._imputation,
+            torch.tensor(lent, dtype=torch.int64, device="cpu"),
+        )

@@ -1,0 +1,1 @@
+"""The parallel linear layers, whose products follow a plan."""

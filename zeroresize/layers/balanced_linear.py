@@ -1,0 +1,167 @@
+"""What a parallel linear layer needs to be balanced: its plan, its loans, who measures it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, ClassVar, NoReturn, SupportsIndex
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from zeroresize.config import BalanceConfig
+from zeroresize.kernels.probe import Probes
+from zeroresize.layers.autocast import cast_for_autocast
+from zeroresize.layers.functional import LastGradients, ProductContext, column_parallel_products, row_parallel_products
+from zeroresize.migration.layer_loans import LayerLoans
+from zeroresize.plan.layer import LayerPlan
+
+#: Attributes that a balancer, or whoever else watches or slows a layer, fills.
+_OF_A_BALANCER = frozenset({"plan", "loans", "probes", "last", "watch_forward", "watch_input", "needs_eager_autograd"})
+
+
+class BalancedLinear:
+    """What a parallel linear layer needs to be balanced; mixed into a ``torch.nn.Module``.
+
+    Attributes:
+        plan: the layer's current :class:`~zeroresize.plan.layer.LayerPlan`, None for the whole product. Evaluation
+            (``training`` False, with gradients or without) always computes in full.
+        loans: what other ranks compute of the layer, and it for them; None where nothing migrates.
+        probes: what measures or slows the products.
+        last: gradients of the previous backward, held only for ``imputation="same"``.
+        num_tokens: T, summed over the training forwards since :meth:`forget_forwards`.
+        num_forwards: how many they were, recomputations included.
+        num_recomputations: how many of them activation checkpointing made, within a backward.
+        compute_dtype: of the last training forward's products.
+        watch_forward: called with T and ``training`` before a forward sends anything to other ranks; None for nobody.
+        needs_eager_autograd: whether its balancer may let columns migrate, now or later.
+        watch_input: called with every training forward's local input x [..., K]; None for nobody.
+        is_compiled: whether ``torch.compile`` has taken a training forward in, which nobody watches then.
+        is_converted: whether ``zeroresize.convert`` has taken the layer in.
+        configuration: what it was last given for it; None before.
+        is_column_parallel: whether x is replicated and dx summed over the group, instead of x split and y summed.
+        process_group: the tensor-parallel group.
+    """
+
+    is_column_parallel: ClassVar[bool]
+    plan: LayerPlan | None
+    loans: LayerLoans | None
+    probes: Probes
+    last: LastGradients | None
+    num_tokens: int
+    num_forwards: int
+    num_recomputations: int
+    compute_dtype: torch.dtype
+    watch_forward: Callable[[int, bool], None] | None
+    needs_eager_autograd: bool
+    watch_input: Callable[[Tensor], None] | None
+    is_compiled: bool
+    is_converted: bool
+    configuration: BalanceConfig | None
+    process_group: ProcessGroup
+    weight: Tensor
+    training: bool
+
+    def prepare_balancing(self) -> None:
+        """Give the layer its balancing state: no plan, no probes."""
+        self._prepare_for_a_balancer()
+        self.compute_dtype = self.weight.dtype
+        self.is_converted = self.is_compiled = False
+        self.configuration = None
+
+    def _prepare_for_a_balancer(self) -> None:
+        self.plan = self.loans = self.last = self.watch_forward = self.watch_input = None
+        self.probes = Probes()
+        self.needs_eager_autograd = False
+        self.forget_forwards()
+
+    def __copy__(self) -> BalancedLinear:
+        return self._blank_with(self._own_state())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BalancedLinear:
+        """A layer of the same process group, converted if this one is, without what its balancer put there."""
+        memo[id(self.process_group)] = self.process_group
+        return self._blank_with(copy.deepcopy(self._own_state(), memo))
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be pickled, since it belongs to a process group: save model.state_dict() "
+            "instead of the model, and load it into one that is built and converted in the same way"
+        )
+
+    def _own_state(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in _OF_A_BALANCER}
+
+    def _blank_with(self, state: dict[str, Any]) -> BalancedLinear:
+        other = type(self).__new__(type(self))
+        vars(other).update(state)
+        other._prepare_for_a_balancer()
+        return other
+
+    def forget_forwards(self) -> None:
+        """Count training forwards anew."""
+        self.num_tokens = self.num_forwards = self.num_recomputations = 0
+
+    @property
+    def num_columns(self) -> int:
+        """K, the columns a plan chooses from."""
+        return self.weight.shape[1]
+
+    def column_products(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """y [..., N] of the whole x [..., K]; in backward dx is summed over the group."""
+        if self.training and self.loans is not None:
+            self._forward_begins(x)
+            return self._column_products_with_loans(x, bias, self.loans)
+        return self._column_products(x, bias, None)
+
+    def row_products(self, x: Tensor) -> Tensor:
+        """Sum over the group of y [..., N] of each rank's slice x [..., K]."""
+        self._forward_begins(x)
+        if self.training and self.loans is not None:
+            return self._row_products_with_loans(x, self.loans)
+        return self._row_products(x, None)
+
+    def _column_products(self, x: Tensor, bias: Tensor | None, loans: LayerLoans | None) -> Tensor:
+        x, weight, bias = cast_for_autocast(x, self._weight_in_force(loans), bias)
+        return column_parallel_products(x, weight, bias, self._context(x, loans))
+
+    def _row_products(self, x: Tensor, loans: LayerLoans | None) -> Tensor:
+        x, weight, _ = cast_for_autocast(x, self._weight_in_force(loans), None)
+        return row_parallel_products(x, weight, self._context(x, loans))
+
+    # A compiled graph cannot tell whether a weight is still the one that was lent.
+    _column_products_with_loans = torch.compiler.disable(_column_products)
+    _row_products_with_loans = torch.compiler.disable(_row_products)
+
+    def _forward_begins(self, x: Tensor) -> None:
+        if self.watch_forward is not None and not torch.compiler.is_compiling():
+            self.watch_forward(x.numel() // max(x.shape[-1], 1), self.training)
+
+    def _context(self, x: Tensor, loans: LayerLoans | None) -> ProductContext:
+        probes = self.probes if self.training else self.probes.of_evaluation()
+        return ProductContext(
+            self._plan_in_force(x), self.process_group, probes, self.last, loans, self.needs_eager_autograd
+        )
+
+    def _weight_in_force(self, loans: LayerLoans | None) -> Tensor:
+        return self.weight if loans is None else loans.weight_in_force(self.weight)
+
+    def _plan_in_force(self, x: Tensor) -> LayerPlan | None:
+        if x.shape[-1] != self.num_columns:
+            raise ValueError(
+                f"input {tuple(x.shape)} does not fit weight {tuple(self.weight.shape)}: "
+                f"its last dimension must be {self.num_columns}"
+            )
+        if not self.training:
+            return None
+        self.num_tokens += x.numel() // self.num_columns
+        self.num_forwards += 1
+        if torch.compiler.is_compiling():
+            self.is_compiled = True
+        elif torch._C._current_graph_task_id() != -1:
+            self.num_recomputations += 1
+        self.compute_dtype = x.dtype
+        if self.watch_input is not None:
+            self.watch_input(x)
+        return self.plan

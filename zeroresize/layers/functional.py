@@ -1,0 +1,206 @@
+"""Column- and row-parallel linear products as autograd Functions: whole, or resized by a plan.
+
+``T`` tokens, ``K`` input and ``N`` output features on this rank, ``P`` of the K columns kept. Between forward and
+backward nothing is held but ``x`` and ``w`` by reference and the plan's indices (its lineage), no pruned copies; and
+what a receiver of a row-parallel layer's columns was sent of the owner's x.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from zeroresize import kernels
+from zeroresize.comm.collectives import all_reduce, start_all_reduce
+from zeroresize.kernels.probe import Probes
+from zeroresize.migration.gradient_return import require_eager_autograd
+from zeroresize.migration.layer_loans import LayerLoans
+from zeroresize.plan.layer import LayerPlan
+
+
+@dataclass
+class LastGradients:
+    """One layer's gradients of its previous backward, kept only for ``imputation="same"``.
+
+    They are those of the scaled loss where a loss is scaled. A step whose gradients overflow is not remembered.
+    """
+
+    dx_TK: Tensor | None = None
+    dw_NK: Tensor | None = None
+
+    def to(self, device: torch.device) -> LastGradients:
+        """The same on ``device``."""
+        return LastGradients(*(None if one is None else one.to(device) for one in (self.dx_TK, self.dw_NK)))
+
+
+@dataclass(frozen=True)
+class ProductContext:
+    """What a layer's products follow in one forward and its backward, besides their operands.
+
+    Attributes:
+        plan: which columns are computed here; None for all.
+        process_group: over which dx, or y, is summed.
+        probes: told of every product.
+        last: gradients of the previous backward, for ``imputation="same"``; they are replaced.
+        loans: what other ranks compute of the layer, and it for them; None where nothing migrates.
+        needs_eager_autograd: whether compiled autograd is an error in backward.
+    """
+
+    plan: LayerPlan | None
+    process_group: ProcessGroup
+    probes: Probes
+    last: LastGradients | None = None
+    loans: LayerLoans | None = None
+    needs_eager_autograd: bool = False
+
+
+def column_parallel_products(x: Tensor, w_NK: Tensor, bias_N: Tensor | None, how: ProductContext) -> Tensor:
+    """y [..., N] of x [..., K], with the all-reduce of dx over the group in backward; y may be modified in place."""
+    return _ColumnParallelProducts.apply(x, w_NK, bias_N, how)
+
+
+def row_parallel_products(x: Tensor, w_NK: Tensor, how: ProductContext) -> Tensor:
+    """y [..., N], the sum over the group of the products of each rank's x [..., K]; it may be modified in place."""
+    return _RowParallelProducts.apply(x, w_NK, how)
+
+
+class _ColumnParallelProducts(torch.autograd.Function):
+    """y = x[:, keep] w[:, keep]ᵀ + b; dx = Σ_r impute(dy w[:, keep]); dw = impute(dyᵀ x[:, keep]); db = Σ_t dy.
+
+    To each of them is added what other ranks compute of lent columns. The all-reduce of dx runs while dw and db are
+    computed.
+    """
+
+    @staticmethod
+    def forward(ctx, x, w_NK, bias_N, how):
+        ctx.save_for_backward(x, w_NK)
+        ctx.how, ctx.has_bias = how, bias_N is not None
+        if how.loans is None:
+            return _as_output(_forward(x, w_NK, bias_N, how), x)
+        x_TK = x.reshape(-1, x.shape[-1])
+        return _as_output(how.loans.column_forward(x_TK, lambda: _forward(x_TK, w_NK, bias_N, how)), x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        how, (x, w_NK) = ctx.how, ctx.saved_tensors
+        if how.needs_eager_autograd:
+            require_eager_autograd()
+        dx = dw_NK = db_N = work = None
+        dy_TN = dy.reshape(-1, dy.shape[-1])
+        # Laid out as Colossal-AI does: the order in which a product or a sum adds up follows the layout.
+        packed_dy_TN, x_TK = dy_TN.contiguous(), x.reshape(-1, x.shape[-1]).contiguous()
+        own_dgrad = (lambda: _dgrad(dy_TN, w_NK, how)) if ctx.needs_input_grad[0] else None
+        own_wgrad = (lambda: _wgrad(packed_dy_TN, x_TK, how)) if ctx.needs_input_grad[1] else None
+        if how.loans is not None:
+            dx, dw_NK, work = how.loans.column_backward(dy_TN, x_TK, own_dgrad=own_dgrad, own_wgrad=own_wgrad)
+        else:
+            if own_dgrad is not None:
+                dx = own_dgrad()
+                work = start_all_reduce(dx, how.process_group)
+            if own_wgrad is not None:
+                dw_NK = own_wgrad()
+        if ctx.has_bias and ctx.needs_input_grad[2]:
+            db_N = packed_dy_TN.sum(dim=0)
+        if work is not None:
+            work.wait()
+        return dx if dx is None else dx.view(x.shape), dw_NK, db_N, None
+
+
+class _RowParallelProducts(torch.autograd.Function):
+    """y = Σ_r x[:, keep] w[:, keep]ᵀ; dx = impute(dy w[:, keep]); dw = impute(dyᵀ x[:, keep]).
+
+    To each of them is added what other ranks compute of lent columns.
+    """
+
+    @staticmethod
+    def forward(ctx, x, w_NK, how):
+        ctx.how = how
+        if how.loans is None:
+            y, kept = _forward(x, w_NK, None, how), []
+        else:
+            x_TK = x.reshape(-1, x.shape[-1])
+            y, kept = how.loans.row_forward(x_TK, lambda: _forward(x_TK, w_NK, None, how))
+        y = _as_output(y, x)
+        ctx.save_for_backward(x, w_NK, *kept)
+        all_reduce(y, how.process_group, how.loans.name if how.loans is not None else None)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        how, (x, w_NK, *kept) = ctx.how, ctx.saved_tensors
+        if how.needs_eager_autograd:
+            require_eager_autograd()
+        dy_TN = dy.reshape(-1, dy.shape[-1])
+        x_TK = x.reshape(-1, x.shape[-1])
+        needs_dx, needs_dw, *_ = ctx.needs_input_grad
+        dgrad = _dgrad_by_columns if needs_dw and _lies_by_columns(x_TK) else _dgrad  # as autograd does
+        own_dgrad = (lambda: dgrad(dy_TN, w_NK, how)) if needs_dx else None
+        own_wgrad = (lambda: _wgrad(dy_TN, x_TK, how)) if needs_dw else None
+        if how.loans is not None:
+            dx, dw_NK = how.loans.row_backward(dy_TN, kept, own_dgrad=own_dgrad, own_wgrad=own_wgrad)
+        else:
+            dx = own_dgrad() if own_dgrad is not None else None
+            dw_NK = own_wgrad() if own_wgrad is not None else None
+        return dx if dx is None else dx.view(x.shape), dw_NK, None
+
+
+def _forward(x, w_NK, bias_N, how):
+    x = x if how.plan is None else x.reshape(-1, x.shape[-1])
+    return how.probes.product(kernels.forward, x, w_NK, bias_N, how.plan)
+
+
+def _as_output(y, x):
+    """``y`` with the leading dimensions of ``x``, for autograd not a view.
+
+    A view that was made inside a Function must not be modified in place. Nobody else holds the memory of ``y``.
+    """
+    return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
+
+
+def _dgrad(dy_TN, w_NK, how):
+    last = how.last
+    if last is None:
+        return how.probes.product(kernels.dgrad, dy_TN, w_NK, how.plan, None)
+    dx_TK = how.probes.product(kernels.dgrad, dy_TN, w_NK, how.plan, last.dx_TK)
+    last.dx_TK = _remembered(dx_TK, last.dx_TK, how.plan)  # before the all-reduce: what this rank computed
+    return dx_TK
+
+
+def _dgrad_by_columns(dy_TN, w_NK, how):
+    if how.plan is not None or how.last is not None:
+        return _dgrad(dy_TN, w_NK, how)
+    return how.probes.product(kernels.dgrad_by_columns, dy_TN, w_NK)
+
+
+def _lies_by_columns(x_TK):
+    return x_TK.stride() == (1, len(x_TK))
+
+
+def _wgrad(dy_TN, x_TK, how):
+    last = how.last
+    if last is None:
+        return how.probes.product(kernels.wgrad, dy_TN, x_TK, how.plan, None)
+    dw_NK = how.probes.product(kernels.wgrad, dy_TN, x_TK, how.plan, last.dw_NK)
+    last.dw_NK = _remembered(dw_NK, last.dw_NK, how.plan)
+    return dw_NK
+
+
+def _remembered(computed, last, plan):
+    """A copy of ``computed`` (the optimizer or clipping may change it in place), or ``last`` if it is not finite.
+
+    Decided on the device: an overflow copied into pruned columns would overflow every later step. Of columns that are
+    lent this rank knows nothing new.
+    """
+    is_finite = torch.isfinite(computed).all()
+    if last is None or last.shape != computed.shape:
+        last = torch.zeros_like(computed)
+    remembered = torch.where(is_finite, computed, last)
+    if plan is not None and plan.lent.numel():
+        remembered.index_copy_(1, plan.lent, last.index_select(1, plan.lent))
+    return remembered

@@ -1,0 +1,223 @@
+"""Column- and row-parallel linear layers whose products follow a plan.
+
+``K`` input and ``N`` output features on this rank, ``R`` ranks:
+
+========================  ==============  ===============  =====================  ====================
+layer                     weight          input            forward collective     backward collective
+========================  ==============  ===============  =====================  ====================
+``ColumnParallelLinear``  [out/R, in]     replicated       none (or all-gather)   all-reduce of dx
+``RowParallelLinear``     [out, in/R]     split (or full)  all-reduce of y        none (or all-gather)
+========================  ==============  ===============  =====================  ====================
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from zeroresize.comm.collectives import gather_from, group_rank, group_size, require_group, scatter_to
+from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.layers.jagged import on_tokens
+
+
+class ColumnParallelLinear(BalancedLinear, nn.Module):
+    """y = x Aᵀ + b with A split by rows (output features) over the group.
+
+    Args:
+        in_features: size of the replicated input's last dimension.
+        out_features: size of the whole output's last dimension; must divide by the number of ranks.
+        process_group: the tensor-parallel group; None is an error.
+        bias: whether to learn b, split like the output.
+        gather_output: return the whole output on every rank instead of this rank's slice. Such a layer is left alone
+            by balancing.
+        device, dtype: of the parameters.
+
+    Shapes: x [..., in] → y [..., out / R], or [..., out] with ``gather_output``.
+
+    Raises:
+        ValueError: for features that do not divide, or a missing group.
+    """
+
+    is_column_parallel = True
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        process_group: ProcessGroup,
+        bias: bool = True,
+        gather_output: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.process_group = require_group(process_group)
+        self.in_features, self.out_features = in_features, out_features
+        self.gather_output = gather_output
+        num_rows = _divide("out_features", out_features, group_size(process_group))
+        self.weight = nn.Parameter(torch.empty(num_rows, in_features, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(num_rows, device=device, dtype=dtype)) if bias else None
+        self.prepare_balancing()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the whole layer as ``torch.nn.Linear`` does and keep this rank's slice.
+
+        Seeded alike, the ranks together hold what one rank would.
+        """
+        if self.weight.device.type == "meta":
+            return
+        whole = nn.Linear(
+            self.in_features,
+            self.out_features,
+            bias=self.bias is not None,
+            device=self.weight.device,
+            dtype=self.weight.dtype,
+        )
+        self._take_slice_of(whole)
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, *, process_group: ProcessGroup, gather_output: bool = False
+    ) -> ColumnParallelLinear:
+        """This rank's slice of a full ``linear`` that every rank holds alike.
+
+        Raises:
+            ValueError: for features that do not divide by the number of ranks, or a missing group.
+        """
+        layer = cls(
+            linear.in_features,
+            linear.out_features,
+            bias=linear.bias is not None,
+            process_group=process_group,
+            gather_output=gather_output,
+            device="meta",
+        )
+        layer._take_slice_of(linear)
+        return layer.train(linear.training)
+
+    def _take_slice_of(self, linear: nn.Linear) -> None:
+        ranks, rank = group_size(self.process_group), group_rank(self.process_group)
+        self.weight = _slice_of(linear.weight, 0, ranks, rank)
+        if linear.bias is not None:
+            self.bias = _slice_of(linear.bias, 0, ranks, rank)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return on_tokens(self._forward, x)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        y = self.column_products(x, self.bias)
+        return gather_from(y, self.process_group) if self.gather_output else y
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"ranks={group_size(self.process_group)}, bias={self.bias is not None}, gather_output={self.gather_output}"
+        )
+
+
+class RowParallelLinear(BalancedLinear, nn.Module):
+    """y = x Aᵀ + b with A split by columns (input features) over the group; b is replicated and added once.
+
+    Args:
+        in_features: size of the whole input's last dimension; must divide by the number of ranks.
+        out_features: size of the output's last dimension.
+        process_group: the tensor-parallel group; None is an error.
+        bias: whether to learn b.
+        input_is_parallel: the input is this rank's slice [..., in / R]; otherwise the whole [..., in] is taken
+            and split.
+        device, dtype: of the parameters.
+
+    Shapes: x [..., in / R] (or [..., in]) → y [..., out], the same on every rank.
+
+    Raises:
+        ValueError: for features that do not divide, or a missing group.
+    """
+
+    is_column_parallel = False
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        process_group: ProcessGroup,
+        bias: bool = True,
+        input_is_parallel: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.process_group = require_group(process_group)
+        self.in_features, self.out_features = in_features, out_features
+        self.input_is_parallel = input_is_parallel
+        num_columns = _divide("in_features", in_features, group_size(process_group))
+        self.weight = nn.Parameter(torch.empty(out_features, num_columns, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
+        self.prepare_balancing()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the whole weight as ``torch.nn.Linear`` does and keep this rank's slice; the bias is zero.
+
+        Seeded alike, the ranks together hold what one rank would.
+        """
+        if self.weight.device.type == "meta":
+            return
+        device, dtype = self.weight.device, self.weight.dtype
+        whole = nn.Linear(self.in_features, self.out_features, bias=False, device=device, dtype=dtype)
+        ranks, rank = group_size(self.process_group), group_rank(self.process_group)
+        self.weight = _slice_of(whole.weight, 1, ranks, rank)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, *, process_group: ProcessGroup, input_is_parallel: bool = True
+    ) -> RowParallelLinear:
+        """This rank's slice of a full ``linear`` that every rank holds alike.
+
+        Raises:
+            ValueError: for features that do not divide by the number of ranks, or a missing group.
+        """
+        layer = cls(
+            linear.in_features,
+            linear.out_features,
+            bias=linear.bias is not None,
+            process_group=process_group,
+            input_is_parallel=input_is_parallel,
+            device="meta",
+        )
+        layer.weight = _slice_of(linear.weight, 1, group_size(process_group), group_rank(process_group))
+        if linear.bias is not None:
+            layer.bias = nn.Parameter(linear.bias.detach().clone(), requires_grad=linear.bias.requires_grad)
+        return layer.train(linear.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return on_tokens(self._forward, x)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        if not self.input_is_parallel:
+            x = scatter_to(x, self.process_group)
+        y = self.row_products(x)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"ranks={group_size(self.process_group)}, bias={self.bias is not None}, "
+            f"input_is_parallel={self.input_is_parallel}"
+        )
+
+
+def _divide(name: str, size: int, num_ranks: int) -> int:
+    if size % num_ranks:
+        raise ValueError(f"{name}={size} does not divide by the {num_ranks} ranks of the process group")
+    return size // num_ranks
+
+
+def _slice_of(parameter: Tensor, dim: int, num_ranks: int, rank: int) -> nn.Parameter:
+    own = parameter.detach().chunk(num_ranks, dim=dim)[rank].clone(memory_format=torch.contiguous_format)
+    return nn.Parameter(own, requires_grad=parameter.requires_grad)

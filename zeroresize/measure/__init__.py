@@ -1,0 +1,1 @@
+"""How long a rank is busy, what balancing would cost it, and which columns matter."""

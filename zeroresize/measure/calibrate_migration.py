@@ -1,0 +1,181 @@
+"""The pre-test of migrating: what communication adds to a step in which one rank lends (Φ1 of section IV-B)."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from zeroresize.comm.collectives import all_reduce, group_size
+from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.migration.buffers import Buffers
+from zeroresize.migration.carrier import Carrier, Route
+from zeroresize.migration.carriers import make_carrier
+from zeroresize.migration.ranges import bounds_of_parts
+from zeroresize.policy.columns.order import num_lent
+from zeroresize.policy.cost_model import MigrationCost
+
+#: Shares of its columns that one rank lends in the pre-test: between and beyond, the cost is a straight line.
+_LENT = (0.25, 0.75)
+#: Rounds that fit into the budget, no more and no less than these: the least of them counts, noise is one-sided.
+_FEWEST_ROUNDS, _MOST_ROUNDS = 3, 5
+
+
+@dataclass(frozen=True)
+class _Shape:
+    num_tokens: int  # of one forward
+    num_micro_batches: int
+    num_recomputations: int  # forwards of activation checkpointing, beyond one a micro-batch
+    num_columns: int
+    num_outputs: int
+    is_column_parallel: bool
+    weight_dtype: torch.dtype
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, layer: BalancedLinear) -> _Shape:
+        num_outputs, num_columns = layer.weight.shape
+        return cls(
+            num_tokens=layer.num_tokens // layer.num_forwards,
+            num_micro_batches=layer.num_forwards - layer.num_recomputations,
+            num_recomputations=layer.num_recomputations,
+            num_columns=num_columns,
+            num_outputs=num_outputs,
+            is_column_parallel=layer.is_column_parallel,
+            weight_dtype=layer.weight.dtype,
+            dtype=layer.compute_dtype,
+            device=layer.weight.device,
+        )
+
+
+def measure_migration_cost(
+    layers: Mapping[str, BalancedLinear], process_group: ProcessGroup, migrate: str, budget_s: float = 1.0
+) -> MigrationCost:
+    """What all transfers of a step take when one rank lends, none of them hidden behind work; collective.
+
+    Every distinct shape is measured once and counted as often as layers have it. In training some of it overlaps, and
+    ranks wait for each other's results: what training shows corrects the scale.
+
+    Args:
+        layers: balanced layers by name; those are measured that have seen the training forwards of one iteration.
+        process_group: their tensor-parallel group.
+        migrate: how slices travel.
+        budget_s: seconds it may take, roughly; ``_FEWEST_ROUNDS`` rounds run in any case.
+
+    Raises:
+        ValueError: before any layer has been seen.
+    """
+    shapes = Counter(_Shape.of(layer) for layer in layers.values() if layer.num_tokens > 0)
+    if not shapes:
+        raise ValueError("no layer has seen a training forward yet: there is nothing to measure")
+    rounds = [_round(shapes, process_group, migrate)]
+    affordable = int(budget_s / max(sum(rounds[0]), 1e-6))
+    num_rounds = max(_FEWEST_ROUNDS, min(affordable, _MOST_ROUNDS))
+    rounds += [_round(shapes, process_group, migrate) for _ in range(num_rounds - 1)]
+    small_s, large_s = (min(seconds) for seconds in zip(*rounds, strict=True))
+    per_share_s = max(large_s - small_s, 0.0) / (_LENT[1] - _LENT[0])
+    return MigrationCost(max(small_s - _LENT[0] * per_share_s, 0.0), per_share_s)
+
+
+def _round(shapes: Mapping[_Shape, int], process_group: ProcessGroup, migrate: str) -> list[float]:
+    """Seconds of a step's transfers at each of ``_LENT``, of the slowest rank: the same numbers on all."""
+    buffers = Buffers()
+    carrier = make_carrier(migrate, process_group, buffers)
+    seconds = [sum(count * _time_transfers(shape, lent, carrier) for shape, count in shapes.items()) for lent in _LENT]
+    device = next(iter(shapes)).device
+    every_rank = torch.zeros(group_size(process_group), len(_LENT), dtype=torch.float64, device=device)
+    every_rank[carrier.rank] = torch.tensor(seconds, dtype=torch.float64)
+    all_reduce(every_rank, process_group)
+    return every_rank.max(dim=0).values.tolist()
+
+
+def _time_transfers(shape: _Shape, lent: float, carrier: Carrier) -> float:
+    """Seconds of a layer's transfers in a step in which rank 0 lends to all others."""
+    transfers = _Transfers(shape, lent, carrier)
+    transfers.send_weights()  # first calls set up buffers and connections
+    transfers.forward_and_backward()
+    seconds = transfers.time(transfers.send_weights)
+    seconds += shape.num_micro_batches * transfers.time(transfers.forward_and_backward)
+    if shape.num_recomputations:
+        seconds += shape.num_recomputations * transfers.time(transfers.forward)
+    return seconds
+
+
+class _Transfers:
+    """What travels for one layer, made up of zeros."""
+
+    def __init__(self, shape: _Shape, lent: float, carrier: Carrier) -> None:
+        self._shape, self._carrier = shape, carrier
+        num_receivers = group_size(carrier.process_group) - 1
+        num_columns = num_lent(shape.num_columns, lent)
+        bounds = bounds_of_parts(num_columns, [1.0 / num_receivers] * num_receivers)
+        self._route = Route(0, tuple(range(1, num_receivers + 1)), bounds)
+        self._is_owner = carrier.rank == 0
+        columns = torch.arange(num_columns, device=shape.device)
+        self._own = columns if self._is_owner else columns[self._route.part_of(carrier.rank)]
+        self._x_TK = self._zeros(shape.num_tokens, shape.num_columns)
+        self._y_TN = self._zeros(shape.num_tokens, shape.num_outputs)
+        self._dw_NK = self._zeros(shape.num_outputs, shape.num_columns)
+        self._w_NK = self._dw_NK.to(shape.weight_dtype)
+
+    def send_weights(self) -> None:
+        """Once a step."""
+        self._send_out(self._w_NK, "w")
+
+    def forward_and_backward(self) -> None:
+        """Once a micro-batch."""
+        self.forward()
+        self._backward()
+
+    def forward(self) -> None:
+        """Once more for every recomputation."""
+        if not self._shape.is_column_parallel:
+            self._send_out(self._x_TK, "x")
+        if self._shape.is_column_parallel or not self._carrier.merges:
+            self._sum_up()
+
+    def time(self, transfer: Callable[[], None]) -> float:
+        """Seconds until it is done on every rank."""
+        self._meet()
+        began = time.perf_counter()
+        transfer()
+        self._carrier.buffers.finish_sending()
+        self._meet()
+        return time.perf_counter() - began
+
+    def _backward(self) -> None:
+        if self._shape.is_column_parallel:
+            self._carrier.send_whole(self._route, self._y_TN, "dy").wait()
+        if not self._shape.is_column_parallel or not self._carrier.merges:
+            self._send_home(self._x_TK, "dx")
+        self._send_home(self._dw_NK, "dw")
+
+    def _sum_up(self) -> None:
+        y_TN = self._y_TN
+        if self._is_owner:
+            expected = self._carrier.expect_addends(self._route, tuple(y_TN.shape), y_TN, "y")
+            self._carrier.add_up(self._route, y_TN, expected).wait()
+        else:
+            self._carrier.give(self._route, y_TN, "y")
+
+    def _send_out(self, matrix: Tensor, name: str) -> None:
+        packed = matrix.index_select(1, self._own) if self._is_owner else None
+        self._carrier.send_slice(self._route, packed, len(matrix), matrix, name).wait()
+
+    def _send_home(self, matrix: Tensor, name: str) -> None:
+        part = None if self._is_owner else matrix.index_select(1, self._own)
+        self._carrier.send_home(self._route, part, len(matrix), matrix, name).wait()
+
+    def _meet(self) -> None:
+        all_reduce(torch.zeros(1, device=self._shape.device), self._carrier.process_group)
+        if self._shape.device.type == "cuda":
+            torch.cuda.synchronize(self._shape.device)
+
+    def _zeros(self, *size: int) -> Tensor:
+        return torch.zeros(*size, dtype=self._shape.dtype, device=self._shape.device)

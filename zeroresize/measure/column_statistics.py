@@ -1,0 +1,281 @@
+"""What training tells of each column of a layer, epoch by epoch: the numbers behind ZERO-Pri's choice.
+
+``N`` output and ``K`` input features of a layer on this rank. A statistic is a [K] vector a layer, larger for columns
+that matter more.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from zeroresize.config import BalanceConfig
+from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.optim.optimizers import SteppedTensors, hook_steps
+
+#: Of so many steps an epoch's activations are looked at in one, the first: a look costs some per cent of a step.
+_SAMPLE_EVERY = 10
+
+Layers = Mapping[str, BalancedLinear]
+Fresh = dict[str, NDArray[np.float64]]
+
+
+class ColumnStatistic(ABC):
+    """One kind of statistic over all balanced layers of this rank.
+
+    Attributes:
+        incremental: whether pruning a column spoils its statistic, so that the last one taken while it was computed
+            must be kept.
+    """
+
+    incremental: bool = True
+
+    @abstractmethod
+    def take(self) -> Fresh:
+        """The statistic of the epoch that ends, [K] a layer, NaN where there is none; the next epoch begins."""
+
+    def begin_step(self, step: int) -> None:  # noqa: B027 - most statistics need not know
+        """Optimizer step number ``step`` (from 0) begins."""
+
+    @property
+    @abstractmethod
+    def bytes_held(self) -> int:
+        """Memory that it keeps from step to step."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Tensor]:
+        """What it has seen of the epoch so far, this rank's own."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from :meth:`state_dict`."""
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to take back
+        """Take back what it attached."""
+
+
+def build_statistic(config: BalanceConfig, layers: Layers, optimizer: Any) -> ColumnStatistic:
+    """The statistic that ``config.priority`` names.
+
+    Raises:
+        ValueError: if the optimizer does not fit it.
+    """
+    if config.priority == "activation":
+        return ActivationNorms(layers)
+    if config.priority == "path_length":
+        return PathLength(layers, optimizer)
+    return WeightVariation(layers, storage=config.snapshot)
+
+
+class WeightVariation(ColumnStatistic):
+    """δ_i = Σ_j |w_ji(now) − w_ji(at the last epoch's end)| / N (paper, section III-B).
+
+    The first epoch counts from the weights of the first training forward: a checkpoint may be loaded until then.
+
+    Args:
+        layers: balanced layers by name.
+        storage: ``"host"`` keeps the second copy of the weights on the host, as they are; ``"bf16"`` beside them with
+            two bytes a value. There both ends of the difference are rounded alike, so that a weight that stays put
+            differs by nothing, and small changes are counted right on average.
+    """
+
+    def __init__(self, layers: Layers, *, storage: str) -> None:
+        self._layers, self._storage = layers, storage
+        self._then = {name: self._copy_of(layer.weight) for name, layer in layers.items()}
+        for name, layer in layers.items():
+            layer.watch_input = self._first_forward(name)
+
+    @torch.no_grad()
+    def take(self) -> Fresh:
+        fresh = {}
+        for name, layer in self._layers.items():
+            now = self._copy_of(layer.weight)
+            change_NK = now.to(torch.float32) - self._then[name].to(torch.float32)
+            fresh[name] = change_NK.abs_().mean(dim=0, dtype=torch.float64).cpu().numpy()
+            if not layer.weight.requires_grad:
+                fresh[name][:] = np.nan  # it does not move because nobody trains it, which says nothing
+            self._then[name] = now
+        return fresh
+
+    @property
+    def bytes_held(self) -> int:
+        return sum(copy.numel() * copy.element_size() for copy in self._then.values())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return dict(self._then)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.close()
+        for name, then in self._then.items():
+            self._then[name] = state[name].to(then, copy=True)
+
+    def close(self) -> None:
+        for layer in self._layers.values():
+            layer.watch_input = None
+
+    def _first_forward(self, name: str) -> Callable[[Tensor], None]:
+        layer = self._layers[name]
+        version = layer.weight._version
+
+        @torch.no_grad()
+        def look(_: Tensor) -> None:
+            layer.watch_input = None
+            if layer.weight._version != version:
+                self._then[name] = self._copy_of(layer.weight)
+
+        return look
+
+    def _copy_of(self, weight: Tensor) -> Tensor:
+        detached = weight.detach()
+        if self._storage == "bf16":
+            return detached.to(torch.bfloat16, copy=True)
+        return detached.to("cpu", copy=True)
+
+
+class ActivationNorms(ColumnStatistic):
+    """‖x_i‖ · ‖w_i‖, what column i can add to y = Σ_i x_i w_iᵀ at most, with ‖x_i‖ a token's root mean square.
+
+    x is whole also while columns are pruned, so every epoch tells of all columns. Looked at are an epoch's first step
+    and every tenth after it, but for forwards in which a column overflows, as half precision does while a loss scale is
+    sought.
+    """
+
+    incremental = False
+
+    def __init__(self, layers: Layers) -> None:
+        self._layers = layers
+        self._first_step: int | None = None
+        self._squares = {name: self._zeros(layer) for name, layer in layers.items()}
+        self._num_tokens = {
+            name: torch.zeros((), dtype=torch.int64, device=layer.weight.device) for name, layer in layers.items()
+        }
+
+    def begin_step(self, step: int) -> None:
+        if self._first_step is None:
+            self._first_step = step
+        is_sampled = (step - self._first_step) % _SAMPLE_EVERY == 0
+        for name, layer in self._layers.items():
+            layer.watch_input = self._watcher(name) if is_sampled else None
+
+    @torch.no_grad()
+    def take(self) -> Fresh:
+        fresh = {}
+        for name, layer in self._layers.items():
+            mean_squares_K = self._squares[name] / self._num_tokens[name]  # NaN where there were none
+            norms_K = _norms_of_columns(layer.weight.detach())
+            fresh[name] = (norms_K * mean_squares_K.sqrt()).to("cpu", torch.float64).numpy()
+            self._squares[name].zero_()
+            self._num_tokens[name].zero_()
+        self._first_step = None
+        return fresh
+
+    @property
+    def bytes_held(self) -> int:
+        return sum(squares.numel() * squares.element_size() for squares in self._squares.values())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        seen = {f"{name}.squares": squares.clone() for name, squares in self._squares.items()}
+        seen |= {f"{name}.num_tokens": number.clone() for name, number in self._num_tokens.items()}
+        return seen | {"first_step": torch.tensor(self._first_step or 0)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self._first_step = int(state["first_step"])
+        for name, squares in self._squares.items():
+            self._squares[name] = state[f"{name}.squares"].to(squares, copy=True)
+            self._num_tokens[name] = state[f"{name}.num_tokens"].to(self._num_tokens[name], copy=True)
+
+    def close(self) -> None:
+        for layer in self._layers.values():
+            layer.watch_input = None
+
+    def _watcher(self, name: str) -> Callable[[Tensor], None]:
+        @torch.no_grad()
+        def watch(x: Tensor) -> None:
+            x_TK = x.detach().reshape(-1, x.shape[-1])
+            squares_K = _norms_of_columns(x_TK).square()
+            is_finite = squares_K.isfinite().all()  # stays on the device
+            self._squares[name] += squares_K.where(is_finite, 0.0)
+            self._num_tokens[name] += is_finite * x_TK.shape[0]
+
+        return watch
+
+    @staticmethod
+    def _zeros(layer: BalancedLinear) -> Tensor:
+        return torch.zeros(layer.num_columns, dtype=torch.float32, device=layer.weight.device)
+
+
+def _norms_of_columns(x_TK: Tensor) -> Tensor:
+    """[K], in single precision at least."""
+    return torch.linalg.vector_norm(x_TK, dim=0, dtype=torch.promote_types(x_TK.dtype, torch.float32))
+
+
+class PathLength(ColumnStatistic):
+    """Σ over the epoch's steps of Σ_j |Δw_ji| / N: how far column i travelled, not how far it got.
+
+    No second copy of the weights: every step looks at one layer, all in turn, and a layer's looks stand for all of the
+    epoch's steps. An epoch of fewer steps than layers says nothing of some of them, and none of what nobody trains.
+    """
+
+    def __init__(self, layers: Layers, optimizer: Any) -> None:
+        self._layers = layers
+        self._stepped = SteppedTensors(optimizer, {name: layer.weight for name, layer in layers.items()})
+        self._paths = {name: torch.zeros(layer.num_columns) for name, layer in layers.items()}
+        self._num_looks = dict.fromkeys(layers, 0)
+        self._turn = self._num_steps = 0
+        self._looked_at: tuple[str, Tensor, Tensor] | None = None
+        self._unhook = hook_steps(optimizer, self._before_step, self._after_step)
+
+    def take(self) -> Fresh:
+        fresh = {}
+        for name, path in self._paths.items():
+            steps_a_look = self._num_steps / self._num_looks[name] if self._num_looks[name] else math.nan
+            fresh[name] = path.to("cpu", torch.float64).numpy() * steps_a_look
+            self._paths[name] = torch.zeros_like(path)
+            self._num_looks[name] = 0
+        self._num_steps = 0
+        return fresh
+
+    @property
+    def bytes_held(self) -> int:
+        return sum(path.numel() * path.element_size() for path in self._paths.values())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        looks = {f"{name}.looks": number for name, number in self._num_looks.items()}
+        numbers = {"turn": self._turn, "steps": self._num_steps, **looks}
+        paths = {f"{name}.path": path for name, path in self._paths.items()}
+        return {**paths, **{name: torch.tensor(number) for name, number in numbers.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self._turn, self._num_steps = int(state["turn"]), int(state["steps"])
+        for name, path in self._paths.items():
+            self._paths[name] = state[f"{name}.path"].to(path, copy=True)
+            self._num_looks[name] = int(state[f"{name}.looks"])
+
+    def close(self) -> None:
+        self._unhook()
+
+    @torch.no_grad()
+    def _before_step(self) -> None:
+        stepped = self._stepped.now()
+        trained = [name for name in stepped if self._layers[name].weight.requires_grad]
+        if trained:
+            name = trained[self._turn % len(trained)]
+            self._looked_at = name, stepped[name], stepped[name].detach().clone()
+
+    @torch.no_grad()
+    def _after_step(self) -> None:
+        if self._looked_at is None:
+            return
+        name, now, before = self._looked_at
+        change_NK = now.detach() - before
+        step_K = change_NK.abs_().mean(dim=0, dtype=torch.float32)
+        self._paths[name] = self._paths[name].to(step_K.device) + step_K
+        self._num_looks[name] += 1
+        self._looked_at, self._turn, self._num_steps = None, self._turn + 1, self._num_steps + 1

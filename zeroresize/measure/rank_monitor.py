@@ -1,0 +1,198 @@
+"""Measuring one rank's steps: a timer in its balanced layers, and what is learned from it at every update."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zeroresize.config import BalanceConfig
+from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.measure.calibrate_resizing import measure_resizing_cost
+from zeroresize.measure.step_timer import StepTimer, clock_for
+from zeroresize.policy.cost_model import ResizingCost
+from zeroresize.policy.estimate import FullWorkEstimate
+from zeroresize.policy.times import RankTimes, StepTimes
+from zeroresize.utils.state_checks import Check, count, each, flag, keyed, number, optional, row, text
+
+logger = logging.getLogger(__name__)
+
+#: A pre-test holds for steps of up to so many times as much work, or as little.
+_LIKE = 1.5
+
+
+@dataclass(frozen=True)
+class _Conditions:
+    """What a pre-test depends on.
+
+    Attributes:
+        device: its name, and the dtypes that layers compute in.
+        work: tokens of a step times the sizes of the weights they meet.
+        max_ratio, block: of the configuration: up to which ratio, and by which columns, pruning was measured.
+        is_gathered: whether columns were gathered; in mode "mig" neighbours are left, which are a view.
+    """
+
+    device: str
+    work: float
+    max_ratio: float = math.nan  # not known of states that were saved without
+    block: int = 0
+    is_gathered: bool | None = None
+
+    @classmethod
+    def of_step(cls, layers: Mapping[str, BalancedLinear], config: BalanceConfig) -> _Conditions:
+        """Those of the step that has just ended."""
+        seen = [layer for layer in layers.values() if layer.num_tokens > 0]
+        names = {
+            torch.cuda.get_device_name(layer.weight.device) if layer.weight.is_cuda else layer.weight.device.type
+            for layer in seen
+        }
+        dtypes = {str(layer.compute_dtype) for layer in seen}
+        work = sum(layer.num_tokens * layer.weight.numel() for layer in seen)
+        device = " ".join(sorted(names) + sorted(dtypes))
+        return cls(device, float(work), config.max_ratio, config.block, config.mode != "mig")
+
+    def is_like(self, other: _Conditions) -> bool:
+        is_like = 1 / _LIKE <= self.work / max(other.work, 1.0) <= _LIKE
+        return is_like and dataclasses.replace(self, work=other.work) == other
+
+
+class Measurement:
+    """Times the steps of this rank's balanced layers, from update to update.
+
+    Args:
+        layers: balanced layers by name, all on one device.
+        config: how to balance.
+    """
+
+    def __init__(self, layers: Mapping[str, BalancedLinear], config: BalanceConfig) -> None:
+        self._layers, self._config = layers, config
+        self._estimate = FullWorkEstimate(ResizingCost.linear(config.max_ratio))
+        self._pretested_on: _Conditions | None = None
+        self._interval: list[StepTimes] = []
+        self._plan_in_force = 0.0, 0.0
+        self._wait_s = math.nan
+        self._has_seen_training = self._has_warned = False
+        # All ranks make these at one time, since their outputs are summed; in models without them, all there are.
+        self._counted = [layer for layer in layers.values() if not layer.is_column_parallel] or list(layers.values())
+        self._num_forwards_before_step = 0
+        device = next(iter(layers.values())).weight.device if layers else torch.device("cpu")
+        self._timer = StepTimer(clock_for(device))
+        for layer in layers.values():
+            layer.forget_forwards()
+            layer.probes.add_outermost(self._timer)
+        self.close = weakref.finalize(self, _detach, self._timer, list(layers.values()))
+
+    @property
+    def times(self) -> RankTimes | None:
+        """Full-work times of the last update's interval, None before the first."""
+        return self._estimate.times
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds of waiting in a usual step under the last update's last plan, NaN where none was read."""
+        return self._wait_s
+
+    @property
+    def cost(self) -> ResizingCost:
+        """What pruning costs; proportional to FLOPs until :meth:`pretest`."""
+        return self._estimate.cost
+
+    @property
+    def overhead_s(self) -> float:
+        """Seconds that timing cost in the last step."""
+        return self._timer.overhead_s
+
+    def begin_step(self, spared_share: float, borrowed_share: float, is_forced: bool) -> None:
+        """A step begins under a plan that spares this rank a share of its products and adds one of others'."""
+        self._num_forwards_before_step = self.num_forwards
+        for layer in self._layers.values():
+            layer.forget_forwards()
+        self._plan_in_force = spared_share, borrowed_share
+        self._timer.begin_step(spared_share, borrowed_share, is_forced)
+
+    def end_step(self) -> None:
+        """The step is over."""
+        self._interval += self._timer.end_step()
+        self._has_seen_training |= self.is_step_of_training
+
+    @property
+    def is_step_of_training(self) -> bool:
+        """Whether any layer has seen tokens of a training forward in this step."""
+        return any(layer.num_tokens > 0 for layer in self._layers.values())
+
+    @property
+    def num_forwards(self) -> int:
+        """Training forwards of the layers since this was made, recomputations included: as many on every rank at every
+        collective of theirs; 0 where the model is compiled."""
+        if any(layer.is_compiled for layer in self._counted):
+            return 0  # compiled code and the eager code that it falls back to may count differently
+        return self._num_forwards_before_step + sum(layer.num_forwards for layer in self._counted)
+
+    @property
+    def is_pretested(self) -> bool:
+        """Whether what pruning costs was measured on such a device, as far as it may go now, in steps like the one that
+        has just ended."""
+        now = _Conditions.of_step(self._layers, self._config)
+        return self._pretested_on is not None and self._pretested_on.is_like(now)
+
+    def pretest(self) -> None:
+        """Measure what pruning costs on the shapes of the step that has just ended; takes about a second."""
+        self._estimate = FullWorkEstimate(measure_resizing_cost(self._layers, self._config))
+        self._pretested_on = _Conditions.of_step(self._layers, self._config)
+        cost = self._estimate.pretested
+        logger.info(
+            "pre-test of pruning: at γ = %.2f multiplications take %.2f of their time, gathers and fills %.1f ms",
+            cost.max_ratio,
+            cost.gemm_share[-1],
+            1e3 * cost.overhead_s[-1],
+        )
+
+    def learn(self) -> None:
+        """Full-work times, and what pruning costs, from the interval that ends."""
+        if self._interval and not self._has_seen_training and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "no converted layer was in training in %d steps: layers in eval() compute in full and are not balanced",
+                len(self._interval),
+            )
+        self._estimate.learn(self._interval)
+        usual = self._estimate.usual_step
+        self._wait_s = math.nan
+        if self._interval and usual is not None and usual.plan == self._plan_in_force:
+            self._wait_s = usual.wait_s
+        self._interval, self._has_seen_training = [], False
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's own, plain values."""
+        return {
+            "pretested_on": dataclasses.astuple(self._pretested_on) if self._pretested_on is not None else None,
+            "estimate": self._estimate.state_dict(),
+            "interval": [dataclasses.astuple(step) for step in self._interval],
+        }
+
+    @property
+    def state_check(self) -> Check:
+        """Of what :meth:`load_state_dict` can take over."""
+        conditions = row(text, number, number, count, optional(flag), least=2)
+        step = row(number, number, number, number, number, flag, number)
+        return keyed(
+            {"pretested_on": optional(conditions), "estimate": self._estimate.state_check, "interval": each(step)}
+        )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from :meth:`state_dict`."""
+        self._pretested_on = _Conditions(*state["pretested_on"]) if state["pretested_on"] is not None else None
+        self._interval = [StepTimes(*values) for values in state["interval"]]
+        self._estimate.load_state_dict(state["estimate"])
+
+
+def _detach(timer: StepTimer, layers: list[BalancedLinear]) -> None:
+    timer.close()
+    for layer in layers:
+        layer.probes.remove(timer)

@@ -1,0 +1,258 @@
+"""Busy time and product time of an iteration, on the host's clock or by device events.
+
+On a GPU the times come from events that are read one iteration late, when the device has long passed them, so nothing
+is ever synchronised.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from zeroresize.kernels.probe import Probe
+from zeroresize.measure import waits
+from zeroresize.policy.times import StepTimes
+
+#: So many pairs of marks are kept at most, but for those that the device has not passed yet.
+_MOST_PAIRS = 1024
+
+
+class Clock(Protocol):
+    """Takes marks now and turns two of them into seconds later."""
+
+    def mark(self) -> Any: ...
+
+    def seconds(self, begin: Any, end: Any) -> float: ...
+
+    def has_passed(self, mark: Any) -> bool: ...
+
+    def enter_main_stream(self) -> None:
+        """A step begins, on the stream that is current now."""
+
+    def is_on_main_stream(self) -> bool:
+        """Whether work that is started now holds up the work of the step."""
+
+    def recycle(self, marks: list[Any]) -> None:
+        """These marks have been read and are not needed again."""
+
+
+class HostClock:
+    """``time.perf_counter``: wall time, so that sleeping and being preempted count."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, begin: float, end: float) -> float:
+        return end - begin
+
+    def has_passed(self, mark: float) -> bool:
+        return True
+
+    def enter_main_stream(self) -> None:
+        pass
+
+    def is_on_main_stream(self) -> bool:
+        return True
+
+    def recycle(self, marks: list[float]) -> None:
+        pass
+
+
+class DeviceClock:
+    """CUDA events on the current stream of ``device``; events are used again once they have been read.
+
+    Args:
+        device: a CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._main_stream = torch.cuda.current_stream(device)
+        self._free: list[torch.cuda.Event] = []
+
+    def mark(self) -> torch.cuda.Event:
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return begin.elapsed_time(end) / 1e3
+
+    def has_passed(self, mark: torch.cuda.Event) -> bool:
+        return mark.query()
+
+    def enter_main_stream(self) -> None:
+        self._main_stream = torch.cuda.current_stream(self._device)
+
+    def is_on_main_stream(self) -> bool:
+        return torch.cuda.current_stream(self._device) == self._main_stream
+
+    def recycle(self, marks: list[torch.cuda.Event]) -> None:
+        self._free.extend(marks)
+
+
+def clock_for(device: torch.device) -> Clock:
+    """Device events for a GPU, else the host's clock."""
+    return DeviceClock(device) if device.type == "cuda" else HostClock()
+
+
+@dataclass
+class _Step:
+    """One iteration while it is measured.
+
+    ``pairs`` are the intervals of which the clock has not told the seconds yet, ``seconds`` the sums of the others.
+    """
+
+    begin: Any
+    spared_share: float = 0.0
+    borrowed_share: float = 0.0
+    is_forced: bool = False
+    end: Any = None
+    num_marks: int = 1
+    pairs: deque[tuple[str, Any, Any]] = field(default_factory=deque)
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    @property
+    def marks(self) -> list[Any]:
+        """Those that are kept."""
+        pairs = [(self.begin, self.end), *((begin, end) for _, begin, end in self.pairs)]
+        return [mark for pair in pairs for mark in pair if mark is not None]
+
+    def add(self, kind: str, begin: Any, end: Any, clock: Clock) -> None:
+        self.pairs.append((kind, begin, end))
+        self.num_marks += 2
+        if len(self.pairs) >= _MOST_PAIRS:
+            self.sum_up(clock)
+
+    def sum_up(self, clock: Clock) -> None:
+        """Turn what the clock has passed into seconds."""
+        while self.pairs and clock.has_passed(self.pairs[0][2]):
+            kind, begin, end = self.pairs.popleft()
+            self.seconds[kind] += clock.seconds(begin, end)
+            clock.recycle([begin, end])
+
+
+class StepTimer(Probe):
+    """Sums the products of the layers it probes and the waits of training, iteration by iteration.
+
+    Training is the thread that begins the steps, and autograd's threads. What other threads wait for (a checkpoint that
+    is saved in the background, batches that are fetched ahead) holds up nobody here. Nor do products of an
+    evaluation count: no plan relieves them.
+    """
+
+    sees_evaluation = False
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._unread: deque[_Step] = deque()
+        self._step: _Step | None = None
+        self._thread = threading.get_ident()
+        self._begun = threading.local()
+        self._last_num_marks = 0
+        self._mark_s = self._measure_mark_s()
+        waits.listen(self)
+
+    def begin_step(self, spared_share: float = 0.0, borrowed_share: float = 0.0, is_forced: bool = False) -> None:
+        """An iteration begins under a plan that spares this rank a share of its products and adds one of others'.
+
+        Whatever was measured since the last ``end_step`` is dropped.
+        """
+        self._drop_step()
+        self._thread = threading.get_ident()
+        self._clock.enter_main_stream()
+        self._step = _Step(self._clock.mark(), spared_share, borrowed_share, is_forced)
+
+    def end_step(self) -> list[StepTimes]:
+        """The iteration is over: the times of all that can be read without waiting and have not been yet.
+
+        On the host's clock that is this iteration, on a device the one before, or none or several.
+        """
+        if self._step is not None:
+            self._step.end = self._clock.mark()
+            self._last_num_marks = self._step.num_marks + 1
+            self._unread.append(self._step)
+            self._step = None
+        read = []
+        while self._unread and all(map(self._clock.has_passed, self._unread[0].marks)):
+            read.append(self._read(self._unread.popleft()))
+        return read
+
+    @property
+    def overhead_s(self) -> float:
+        """What measuring cost in the last finished iteration: its marks times the cost of one, in seconds."""
+        return self._last_num_marks * self._mark_s
+
+    def close(self) -> None:
+        """Stop listening to waits, and record nothing more."""
+        waits.stop_listening(self)
+        self._drop_step()
+
+    def product_begins(self) -> None:
+        waits.watch_end_of_backward()
+        self._begin("products")
+
+    def product_ends(self) -> None:
+        self._end("products")
+
+    def gemm_begins(self, operands: tuple[Any, ...]) -> None:
+        self._begin("gemms")
+
+    def gemm_ends(self, operands: tuple[Any, ...]) -> None:
+        self._end("gemms")
+
+    def wait_begins(self) -> None:
+        self._begin("waits")
+
+    def wait_ends(self) -> None:
+        self._end("waits")
+
+    def _begin(self, kind: str) -> None:
+        if self._step is not None and self._is_training_thread() and self._clock.is_on_main_stream():
+            setattr(self._begun, kind, self._clock.mark())
+
+    def _end(self, kind: str) -> None:
+        begin = getattr(self._begun, kind, None)
+        setattr(self._begun, kind, None)
+        if self._step is None or begin is None:
+            return
+        self._step.add(kind, begin, self._clock.mark(), self._clock)
+
+    def _is_training_thread(self) -> bool:
+        return threading.get_ident() == self._thread or torch._C._current_graph_task_id() != -1
+
+    def _drop_step(self) -> None:
+        if self._step is not None:
+            self._clock.recycle(self._step.marks)
+            self._step = None
+
+    def _measure_mark_s(self, num_pairs: int = 500) -> float:
+        """Seconds that one mark costs the host, bookkeeping included."""
+        self.begin_step()
+        began = time.perf_counter()
+        for _ in range(num_pairs):
+            self.product_begins()
+            self.product_ends()
+        elapsed_s = time.perf_counter() - began
+        self._step = None
+        return elapsed_s / (2 * num_pairs)
+
+    def _read(self, step: _Step) -> StepTimes:
+        step.sum_up(self._clock)
+        wall_s = self._clock.seconds(step.begin, step.end)
+        self._clock.recycle([step.begin, step.end])
+        products_s, gemm_s, waits_s = (step.seconds[kind] for kind in ("products", "gemms", "waits"))
+        busy_s = max(wall_s - waits_s, products_s)
+        return StepTimes(
+            busy_s=busy_s,
+            gemm_s=gemm_s,
+            overhead_s=max(products_s - gemm_s, 0.0),
+            spared_share=step.spared_share,
+            borrowed_share=step.borrowed_share,
+            is_forced=step.is_forced,
+            wait_s=max(wall_s - busy_s, 0.0),
+        )

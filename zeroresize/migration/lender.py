@@ -1,0 +1,165 @@
+"""Carrying out a plan's loans: which columns of which layer travel, and sending them once a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from zeroresize.comm.collectives import broadcast, group_rank, group_size, world_size
+from zeroresize.comm.weight_group import WeightGroup
+from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.migration.buffers import Buffers
+from zeroresize.migration.carrier import Route
+from zeroresize.migration.carriers import make_carrier
+from zeroresize.migration.gradient_return import Homecoming
+from zeroresize.migration.layer_loans import LayerLoan, LayerLoans
+from zeroresize.migration.ranges import bounds_of_parts
+from zeroresize.plan.columns import Columns
+from zeroresize.plan.group import Loan
+from zeroresize.policy.columns.order import num_lent
+
+
+class Lender:
+    """Gives the layers of one rank their part in the group's loans; making it is collective over the group.
+
+    Args:
+        layers: balanced layers by name, the same names in the same order on every rank.
+        process_group: their tensor-parallel group.
+        migrate: how slices travel, one of ``MIGRATIONS``.
+        is_forced: whether a loan is of just its ratio, instead of as many columns as are fast to multiply.
+    """
+
+    def __init__(
+        self, layers: Mapping[str, BalancedLinear], process_group: ProcessGroup, migrate: str, *, is_forced: bool = True
+    ) -> None:
+        self._layers, self._group, self._is_forced = layers, process_group, is_forced
+        self._rank = group_rank(process_group)
+        # Replicas lend differently, and their gradients must come in one order, or buckets of them would be mixed up.
+        self._has_replicas = world_size() > group_size(process_group)
+        self._buffers = Buffers()
+        self._carrier = make_carrier(migrate, process_group, self._buffers)
+        self._weight_group = WeightGroup(process_group, self._device)
+        self._weight_carrier = make_carrier(migrate, process_group, self._buffers, self._weight_group)
+        self._homecoming = Homecoming(self._buffers)
+        self._in_force: tuple[tuple[Loan, ...], int] | None = None
+
+    def install(self, loans: Sequence[Loan], lent: Mapping[str, Tensor], epoch: int = 0) -> None:
+        """Put ``loans`` in force; collective over the group if they are new.
+
+        The weights of new loans go out with :meth:`send_weights`, or when the first training forward needs one: until
+        then they may still change.
+
+        Args:
+            loans: the same on every rank.
+            lent: if this rank is an owner, its lent columns of every layer, int64, in the order in which they are
+                divided among the receivers.
+            epoch: of the columns that ``lent`` names, the same on every rank; the same loans in another one are new.
+        """
+        if not (loans or self._has_replicas):
+            self.take_back()
+            return
+        if (tuple(loans), epoch) == self._in_force:
+            return
+        self.take_back()
+        self._in_force = (tuple(loans), epoch)
+        by_layer: dict[str, list[LayerLoan]] = {name: [] for name in self._layers}
+        for loan in loans:
+            columns = self._tell_columns(loan, lent)
+            for name, layer in self._layers.items():
+                bounds = bounds_of_parts(self._num_lent(layer, loan), loan.parts)
+                route = Route.of_parts(loan.owner, loan.receivers, bounds, name)
+                if route.receivers:  # a ratio may be no column at all of a small layer
+                    by_layer[name].append(LayerLoan(route, Columns.at(self._own_columns(route, columns[name]))))
+        for name, layer in self._layers.items():
+            layer.loans = self._layer_loans(name, layer, by_layer[name])
+
+    def would_be_new(self, loans: Sequence[Loan], epoch: int) -> bool:
+        """Whether :meth:`install` would tell the group the columns of ``loans``, as they are not in force."""
+        return bool(loans) and (tuple(loans), epoch) != self._in_force
+
+    def take_back(self) -> None:
+        """No loans are in force any more, and nothing is on its way; their memory is given back.
+
+        Raises:
+            RuntimeError: if what was on its way failed; nothing is in force then either.
+        """
+        if self._in_force is None:
+            return
+        self._in_force = None
+        in_force = [layer.loans for layer in self._layers.values() if layer.loans is not None]
+        for layer in self._layers.values():
+            layer.loans = None
+        with ExitStack() as ending:  # each of them, whatever becomes of the others; the last one first
+            ending.callback(self._buffers.clear)
+            for loans in in_force:
+                ending.callback(loans.finish_sending)
+            ending.callback(self._homecoming.forget)
+
+    def close(self) -> None:
+        """Take back what is lent, and leave the group of the weights for good.
+
+        Raises:
+            RuntimeError: as of :meth:`take_back`; the group is left then too.
+        """
+        with ExitStack() as ending:
+            ending.callback(self._weight_group.close)
+            ending.callback(self.take_back)
+
+    def send_weights(self) -> None:
+        """Send the lent columns of all weights, as they are from now until the next optimizer step.
+
+        Every rank must come here at the same place among its collectives.
+        """
+        self._homecoming.forget()
+        self._buffers.finish_sending()
+        for layer in self._layers.values():
+            if layer.loans is not None:
+                layer.loans.send_weights()
+
+    @property
+    def bytes_held(self) -> int:
+        """Memory that migration uses again and again, for what forwards keep of other ranks' x too."""
+        return self._buffers.bytes_held
+
+    @property
+    def bytes_moved(self) -> int:
+        """All that was sent and received so far; a transfer counts at one of its ends."""
+        return self._carrier.bytes_moved + self._weight_carrier.bytes_moved
+
+    def _tell_columns(self, loan: Loan, lent: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The owner's lent columns of every layer, on every rank."""
+        counts = [self._num_lent(layer, loan) for layer in self._layers.values()]
+        if loan.owner == self._rank:
+            told = torch.cat([lent[name].to(self._device) for name in self._layers])
+        else:
+            told = torch.empty(sum(counts), dtype=torch.int64, device=self._device)
+        broadcast(told, loan.owner, self._group)
+        return dict(zip(self._layers, told.split(counts), strict=True))
+
+    def _num_lent(self, layer: BalancedLinear, loan: Loan) -> int:
+        return num_lent(layer.num_columns, loan.ratio, is_forced=self._is_forced)
+
+    def _own_columns(self, route: Route, columns: Tensor) -> Tensor:
+        if self._rank == route.owner:
+            return columns
+        return columns[route.part_of(self._rank)] if self._rank in route.receivers else columns[:0]
+
+    def _layer_loans(self, name: str, layer: BalancedLinear, loans: Sequence[LayerLoan]) -> LayerLoans:
+        return LayerLoans(
+            name,
+            loans,
+            carrier=self._carrier,
+            weight_carrier=self._weight_carrier,
+            weight=layer.weight,
+            probes=layer.probes,
+            homecoming=self._homecoming,
+            send_all_weights=self.send_weights,
+        )
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._layers.values())).weight.device

@@ -1,0 +1,1 @@
+"""What balancing needs of optimizers."""

@@ -1,0 +1,85 @@
+"""pruned_update="freeze": an optimizer step leaves the weights and moments of pruned columns untouched.
+
+A gradient of zero still gets momentum and weight decay, so a column that is pruned for an epoch would lose much of its
+magnitude. Works for every torch optimizer, whatever its implementation (foreach, fused), since the columns are set
+aside before its step and put back after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.optim.optimizers import SteppedTensors, hook_steps, states_like, torch_optimizer
+
+
+class ColumnFreezer:
+    """Hooks an optimizer so that its steps pass over pruned columns.
+
+    Moments of a parameter's very first step start from zero in its pruned columns. State that does not have the
+    parameter's shape (a step count, factored moments) is the optimizer's own affair. Between a step's two ends it holds
+    copies of the pruned columns of the weights and of the state.
+
+    Args:
+        layers: balanced layers by name; their plans say which columns are pruned.
+        optimizer: a torch optimizer, or Colossal-AI's wrapper of one.
+
+    Raises:
+        ValueError: if the optimizer's parameters cannot be told by column, or two layers share a weight.
+    """
+
+    def __init__(self, layers: Mapping[str, BalancedLinear], optimizer: Any) -> None:
+        _require_own_weights(layers)
+        self._layers = layers
+        self._optimizer = torch_optimizer(optimizer)
+        self._stepped = SteppedTensors(optimizer, {name: layer.weight for name, layer in layers.items()})
+        self._set_aside: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._without_state: list[tuple[Tensor, Tensor]] = []
+        self._unhook = hook_steps(optimizer, self._before_step, self._after_step)
+
+    def close(self) -> None:
+        """Let the optimizer step everything again."""
+        self._unhook()
+        self._forget()
+
+    @torch.no_grad()
+    def _before_step(self) -> None:
+        self._forget()  # of a step that failed
+        for name, tensor in self._stepped.now().items():
+            layer = self._layers[name]
+            plan = layer.plan
+            if plan is None or not layer.training:  # what is in evaluation is never pruned
+                continue
+            states = states_like(self._optimizer, tensor)
+            if not states:
+                self._without_state.append((tensor, plan.pruned))
+            for kept in (tensor, *states):
+                self._set_aside.append((kept, plan.pruned, kept.index_select(1, plan.pruned)))
+
+    @torch.no_grad()
+    def _after_step(self) -> None:
+        for tensor, pruned, values in self._set_aside:
+            tensor.index_copy_(1, pruned, values)
+        for tensor, pruned in self._without_state:
+            for state in states_like(self._optimizer, tensor):
+                state.index_fill_(1, pruned, 0.0)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._set_aside.clear()
+        self._without_state.clear()
+
+
+def _require_own_weights(layers: Mapping[str, BalancedLinear]) -> None:
+    owners: dict[int, str] = {}
+    for name, layer in layers.items():
+        other = owners.setdefault(id(layer.weight), name)
+        if other != name:
+            raise ValueError(
+                f"layers {other} and {name} share their weight: pruned_update='freeze' cannot tell whose pruned "
+                "columns to leave alone; use 'optimizer'"
+            )

@@ -1,0 +1,1 @@
+"""Which columns of a layer a rank prunes or lends."""

@@ -1,0 +1,1 @@
+"""How much each rank prunes and lends: one file a rule."""

@@ -1,0 +1,189 @@
+"""What if: the very policy code of training, run against a model of a cluster instead of a cluster.
+
+A rank's step is ``rest_s`` seconds that pruning does not touch and χ · ``gemm_s`` seconds of multiplications; all ranks
+wait for the slowest, and for what migrates. Measurements reach the controller as they do in training: medians of an
+interval's steps, one update late, rescaled to full work.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zeroresize.config import BalanceConfig
+from zeroresize.plan.group import Loan, RankPlan, WorkloadPlan
+from zeroresize.policy.communication import CollectiveTimes
+from zeroresize.policy.controller import Controller
+from zeroresize.policy.cost_model import MigrationCost, ResizingCost
+from zeroresize.policy.estimate import FullWorkEstimate
+from zeroresize.policy.rules.sharing import borrowed_shares
+from zeroresize.policy.times import RankTimes, StepTimes
+from zeroresize.simulate.noise import Noise, NoiseSource
+
+#: The update after a change of speed from which on a rank's γ is to be steady.
+_STEADY_FROM = 3
+#: χ of every rank in a step.
+Speeds = Callable[[int], Sequence[float]]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Ranks that are equal but for their χ.
+
+    Attributes:
+        chi: χ of every rank, by step from 0.
+        rest_s: seconds of a step outside the balanced layers' multiplications.
+        gemm_s: seconds of them at χ = 1.
+        cost: what pruning really costs; what the controller is told, unless :func:`simulate` is given another.
+        migration: what migrating really costs in communication; what the controller is told, unless :func:`simulate` is
+            given another.
+        reads_late: whether a step is read only when the next one is over, as on a device.
+        noise: how each rank's times vary from step to step; a number is the relative standard deviation of white noise.
+        seed: of the noise.
+    """
+
+    chi: Speeds
+    rest_s: float
+    gemm_s: float
+    cost: ResizingCost
+    migration: MigrationCost = field(default_factory=MigrationCost)
+    reads_late: bool = False
+    noise: Noise | float = 0.0
+    seed: int = 0
+
+    @property
+    def homogeneous_s(self) -> float:
+        """A step without stragglers or noise, seconds."""
+        return self.rest_s + self.gemm_s
+
+    @property
+    def noise_kind(self) -> Noise:
+        """The noise, also where a number tells it."""
+        return self.noise if isinstance(self.noise, Noise) else Noise(self.noise)
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What happened.
+
+    Attributes:
+        step_s: seconds of every step, that is of its slowest rank.
+        ratios: [updates][ranks] γ in force after every update: what a rank prunes.
+        lent: [updates][ranks] what it lends.
+        pruned_share, lent_share: mean over all steps and ranks of the share of products that was dropped, and handed
+            over.
+    """
+
+    step_s: list[float]
+    ratios: list[list[float]]
+    lent: list[list[float]]
+    pruned_share: float
+    lent_share: float
+
+
+def simulate(
+    config: BalanceConfig,
+    cluster: Cluster,
+    num_steps: int,
+    *,
+    believed_cost: ResizingCost | None = None,
+    believed_migration: MigrationCost | None = None,
+) -> Simulation:
+    """Train ``num_steps`` steps.
+
+    Args:
+        believed_cost, believed_migration: what the pre-tests measured, where it differs from the cluster's own.
+    """
+    believed = believed_cost or cluster.cost
+    pretested = believed_migration or cluster.migration
+    num_ranks = len(cluster.chi(0))
+    noise = NoiseSource(cluster.noise_kind, num_ranks, cluster.seed)
+    controller = Controller(config, num_ranks)
+    plan = controller.initial_plan()
+    estimates = [FullWorkEstimate(believed) for _ in range(num_ranks)]
+    interval: list[list[StepTimes]] = []
+    unread: list[list[StepTimes]] = []
+    received: tuple[list[RankTimes], CollectiveTimes] | None = None
+    step_s, ratios, lent = [], [], []
+    pruned_share = lent_share = 0.0
+    for step in range(num_steps):
+        is_full = plan.begins_at_full_work and step % config.update_every == 0
+        in_force = WorkloadPlan((RankPlan(),) * num_ranks) if is_full else plan
+        times = _step(cluster, cluster.chi(step), in_force, noise.next_step())
+        unread.append(times)
+        interval += unread[:-1] if cluster.reads_late else unread
+        unread = unread[-1:] if cluster.reads_late else []
+        step_s.append(max(rank.busy_s + rank.wait_s for rank in times))
+        pruned_share += sum(rank.pruned for rank in in_force.ranks) / num_ranks / num_steps
+        lent_share += sum(rank.lent for rank in in_force.ranks) / num_ranks / num_steps
+        if (step + 1) % config.update_every:
+            continue
+        for rank, estimate in enumerate(estimates):
+            estimate.learn([times[rank] for times in interval])
+        interval = []
+        measured_under = plan
+        if received is not None:
+            plan = controller.update(*received)
+        usual = [estimate.usual_step for estimate in estimates if estimate.usual_step is not None]
+        if usual:
+            samples = [estimate.times for estimate in estimates if estimate.times is not None]
+            are_of_plan = all(own.plan == last.plan for own, last in zip(usual, times, strict=True))
+            wait_s = min(own.wait_s for own in usual) if are_of_plan else math.nan
+            lent_then = tuple(rank.lent for rank in measured_under.ranks)
+            received = samples, CollectiveTimes(wait_s, lent_then, pretested)
+        ratios.append([rank.pruned for rank in plan.ranks])
+        lent.append([rank.lent for rank in plan.ranks])
+    return Simulation(step_s, ratios, lent, pruned_share, lent_share)
+
+
+def _step(cluster: Cluster, chi: Sequence[float], plan: WorkloadPlan, noise: NDArray[np.float64]) -> list[StepTimes]:
+    """Every rank's times of one step; all of them end when the slowest has finished and all has been sent."""
+    borrowed = borrowed_shares(plan.loans, len(chi))
+    borrowed_time = _borrowed_time(plan.loans, len(chi), cluster.cost)
+    executed = []  # by every rank: busy, multiplying and gathering, seconds, and the share that it was spared
+    for own_chi, rank, extra, own_noise in zip(chi, plan.ranks, borrowed_time, noise.tolist(), strict=True):
+        spared = rank.pruned + rank.lent
+        gemm_s = own_chi * cluster.gemm_s * (cluster.cost.gemm_share_at(spared) + float(extra)) * own_noise[1]
+        overhead_s = cluster.cost.overhead_at(spared) * own_noise[2]
+        executed.append((cluster.rest_s * own_noise[0] + gemm_s + overhead_s, gemm_s, overhead_s, spared))
+    ends_s = max(busy_s for busy_s, *_ in executed) + cluster.migration.seconds([rank.lent for rank in plan.ranks])
+    return [
+        StepTimes(*times, borrowed_share=share, wait_s=ends_s - times[0])
+        for times, share in zip(executed, borrowed, strict=True)
+    ]
+
+
+def _borrowed_time(loans: Sequence[Loan], num_ranks: int, cost: ResizingCost) -> NDArray[np.float64]:
+    """What every rank's borrowed products take, as shares of its own at full work; each owner's are one of its own."""
+    if not loans:
+        return np.zeros(num_ranks)
+    shares = cost.borrowed_points
+    times = [cost.borrowed_at(share) for share in shares]
+    extra = np.zeros(num_ranks)
+    for loan in loans:
+        np.add.at(extra, list(loan.receivers), np.interp(loan.ratio * np.array(loan.parts), shares, times))
+    return extra
+
+
+def settling(ratios: Sequence[float], change: int, until: int, band: float = 0.05) -> tuple[int, float]:
+    """How a rank's γ met a change of speed.
+
+    Args:
+        ratios: γ after every update, from 0.
+        change: the first update whose interval was measured at the new speed.
+        until: the update before which the speed changes again.
+        band: how far from its mean γ may be in the steady state.
+
+    Returns:
+        After how many updates γ stays within ``band`` of its final mean (of the period's second half), and its largest
+        distance from that from the third update on, by which it is to have settled.
+    """
+    period = np.asarray(ratios[change:until])
+    final = period[len(period) // 2 :].mean()
+    outside = np.flatnonzero(np.abs(period - final) > band)
+    settled = int(outside[-1]) + 1 if len(outside) else 0
+    return settled + 1, float(np.abs(period[_STEADY_FROM - 1 :] - final).max(initial=0.0))

@@ -1,0 +1,1 @@
+"""Files, values and saved states, checked and written with care."""
