@@ -14,7 +14,7 @@ from zeroresize.config import BalanceConfig
 from zeroresize.kernels.probe import Probes
 from zeroresize.layers.autocast import cast_for_autocast
 from zeroresize.layers.functional import LastGradients, ProductContext, column_parallel_products, row_parallel_products
-from zeroresize.migration.layer_loans import LayerLoans
+from zeroresize.layers.shared_products import SharedProducts
 from zeroresize.plan.layer import LayerPlan
 
 #: Attributes that a balancer, or whoever else watches or slows a layer, fills.
@@ -46,7 +46,7 @@ class BalancedLinear:
 
     is_column_parallel: ClassVar[bool]
     plan: LayerPlan | None
-    loans: LayerLoans | None
+    loans: SharedProducts | None
     probes: Probes
     last: LastGradients | None
     num_tokens: int
@@ -122,11 +122,11 @@ class BalancedLinear:
             return self._row_products_with_loans(x, self.loans)
         return self._row_products(x, None)
 
-    def _column_products(self, x: Tensor, bias: Tensor | None, loans: LayerLoans | None) -> Tensor:
+    def _column_products(self, x: Tensor, bias: Tensor | None, loans: SharedProducts | None) -> Tensor:
         x, weight, bias = cast_for_autocast(x, self._weight_in_force(loans), bias)
         return column_parallel_products(x, weight, bias, self._context(x, loans))
 
-    def _row_products(self, x: Tensor, loans: LayerLoans | None) -> Tensor:
+    def _row_products(self, x: Tensor, loans: SharedProducts | None) -> Tensor:
         x, weight, _ = cast_for_autocast(x, self._weight_in_force(loans), None)
         return row_parallel_products(x, weight, self._context(x, loans))
 
@@ -138,13 +138,13 @@ class BalancedLinear:
         if self.watch_forward is not None and not torch.compiler.is_compiling():
             self.watch_forward(x.numel() // max(x.shape[-1], 1), self.training)
 
-    def _context(self, x: Tensor, loans: LayerLoans | None) -> ProductContext:
+    def _context(self, x: Tensor, loans: SharedProducts | None) -> ProductContext:
         probes = self.probes if self.training else self.probes.of_evaluation()
         return ProductContext(
             self._plan_in_force(x), self.process_group, probes, self.last, loans, self.needs_eager_autograd
         )
 
-    def _weight_in_force(self, loans: LayerLoans | None) -> Tensor:
+    def _weight_in_force(self, loans: SharedProducts | None) -> Tensor:
         return self.weight if loans is None else loans.weight_in_force(self.weight)
 
     def _plan_in_force(self, x: Tensor) -> LayerPlan | None:

@@ -17,8 +17,7 @@ from torch.distributed import ProcessGroup
 from zeroresize import kernels
 from zeroresize.comm.collectives import all_reduce, start_all_reduce
 from zeroresize.kernels.probe import Probes
-from zeroresize.migration.gradient_return import require_eager_autograd
-from zeroresize.migration.layer_loans import LayerLoans
+from zeroresize.layers.shared_products import SharedProducts, require_eager_autograd
 from zeroresize.plan.layer import LayerPlan
 
 
@@ -54,7 +53,7 @@ class ProductContext:
     process_group: ProcessGroup
     probes: Probes
     last: LastGradients | None = None
-    loans: LayerLoans | None = None
+    loans: SharedProducts | None = None
     needs_eager_autograd: bool = False
 
 

@@ -8,7 +8,6 @@ work; and it runs before the gradient is accumulated, so that hooks, data parall
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,26 +26,6 @@ class _Expected:
     columns: Columns
     pending: Pending
     backward: int
-
-
-@torch.compiler.disable
-def require_eager_autograd() -> None:
-    """Raise where compiled autograd carries out the backward that is under way.
-
-    It captures an identity's backward once, and what several micro-batches have in common is gone after the first.
-
-    Raises:
-        RuntimeError: naming what to change.
-    """
-    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
-    # Older versions of torch tell only whether it is switched on.
-    is_compiled = getattr(compiled_autograd, "compiled_autograd_enabled", False)
-    if getattr(compiled_autograd, "in_compiled_autograd_region", is_compiled):
-        raise RuntimeError(
-            "the modes that migrate ('mig', 'semi') do not work with compiled autograd: gradients of lent columns come "
-            "home in the order of torch's own engine. Leave torch._dynamo.config.compiled_autograd off, or choose a "
-            "mode that only prunes"
-        )
 
 
 class Homecoming:

@@ -46,6 +46,7 @@ class Lender:
         self._weight_carrier = make_carrier(migrate, process_group, self._buffers, self._weight_group)
         self._homecoming = Homecoming(self._buffers)
         self._in_force: tuple[tuple[Loan, ...], int] | None = None
+        self._layer_loans: list[LayerLoans] = []
 
     def install(self, loans: Sequence[Loan], lent: Mapping[str, Tensor], epoch: int = 0) -> None:
         """Put ``loans`` in force; collective over the group if they are new.
@@ -75,7 +76,8 @@ class Lender:
                 if route.receivers:  # a ratio may be no column at all of a small layer
                     by_layer[name].append(LayerLoan(route, Columns.at(self._own_columns(route, columns[name]))))
         for name, layer in self._layers.items():
-            layer.loans = self._layer_loans(name, layer, by_layer[name])
+            layer.loans = loans_of_layer = self._loans_of(name, layer, by_layer[name])
+            self._layer_loans.append(loans_of_layer)
 
     def would_be_new(self, loans: Sequence[Loan], epoch: int) -> bool:
         """Whether :meth:`install` would tell the group the columns of ``loans``, as they are not in force."""
@@ -90,7 +92,7 @@ class Lender:
         if self._in_force is None:
             return
         self._in_force = None
-        in_force = [layer.loans for layer in self._layers.values() if layer.loans is not None]
+        in_force, self._layer_loans = self._layer_loans, []
         for layer in self._layers.values():
             layer.loans = None
         with ExitStack() as ending:  # each of them, whatever becomes of the others; the last one first
@@ -116,9 +118,8 @@ class Lender:
         """
         self._homecoming.forget()
         self._buffers.finish_sending()
-        for layer in self._layers.values():
-            if layer.loans is not None:
-                layer.loans.send_weights()
+        for loans in self._layer_loans:
+            loans.send_weights()
 
     @property
     def bytes_held(self) -> int:
@@ -148,7 +149,7 @@ class Lender:
             return columns
         return columns[route.part_of(self._rank)] if self._rank in route.receivers else columns[:0]
 
-    def _layer_loans(self, name: str, layer: BalancedLinear, loans: Sequence[LayerLoan]) -> LayerLoans:
+    def _loans_of(self, name: str, layer: BalancedLinear, loans: Sequence[LayerLoan]) -> LayerLoans:
         return LayerLoans(
             name,
             loans,

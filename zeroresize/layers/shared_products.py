@@ -1,0 +1,73 @@
+"""What a layer knows of products that other ranks compute for it, and it for them: a protocol, and when it works.
+
+``T`` tokens, ``K`` input and ``N`` output features on a rank.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from zeroresize.comm.collectives import Transfer
+
+#: Computes this rank's own part of a product when it is called.
+OwnProduct = Callable[[], Tensor]
+
+
+class SharedProducts(Protocol):
+    """One layer's products, of which other ranks compute some columns, or this rank some of theirs.
+
+    Attributes:
+        name: of the layer.
+    """
+
+    name: str
+
+    def weight_in_force(self, weight: Tensor) -> Tensor:
+        """The layer's ``weight`` [N, K] as the tensor that its products take; its gradient will be whole."""
+
+    def column_forward(self, x_TK: Tensor, own: OwnProduct) -> Tensor:
+        """y [T, N] of a column-parallel layer: ``own()`` with what others computed of it."""
+
+    def column_backward(
+        self, dy_TN: Tensor, x_TK: Tensor, *, own_dgrad: OwnProduct | None, own_wgrad: OwnProduct | None
+    ) -> tuple[Tensor | None, Tensor | None, Transfer | None]:
+        """(dx [T, K], dw [N, K], the all-reduce of dx that is under way); None for what is not asked for."""
+
+    def row_forward(self, x_TK: Tensor, own: OwnProduct) -> tuple[Tensor, list[Tensor]]:
+        """(y [T, N] of a row-parallel layer, not yet summed over the group; what backward needs)."""
+
+    def row_backward(
+        self,
+        dy_TN: Tensor,
+        kept: Sequence[Tensor],
+        *,
+        own_dgrad: OwnProduct | None,
+        own_wgrad: OwnProduct | None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """(dx [T, K], dw [N, K]) as :meth:`column_backward` gives them; ``kept`` is from :meth:`row_forward`."""
+
+
+@torch.compiler.disable
+def require_eager_autograd() -> None:
+    """Raise where compiled autograd carries out the backward that is under way.
+
+    It captures once what waits for other ranks' gradients, and what several micro-batches have in common is gone after
+    the first.
+
+    Raises:
+        RuntimeError: naming what to change.
+    """
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    # Older versions of torch tell only whether it is switched on.
+    is_compiled = getattr(compiled_autograd, "compiled_autograd_enabled", False)
+    if getattr(compiled_autograd, "in_compiled_autograd_region", is_compiled):
+        raise RuntimeError(
+            "the modes that migrate ('mig', 'semi') do not work with compiled autograd: gradients of lent columns come "
+            "home in the order of torch's own engine. Leave torch._dynamo.config.compiled_autograd off, or choose a "
+            "mode that only prunes"
+        )
