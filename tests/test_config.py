@@ -19,7 +19,7 @@ WRONG_VALUES = [
     ("target", "median", "['mean', 'min']"),
     ("imputation", "zeros", "['zero', 'average', 'same']"),
     ("prune", "units", "['columns']"),
-    ("migrate", "units", "['broadcast-reduce', 'scatter-gather']"),
+    ("migration_transport", "units", "['broadcast-reduce', 'scatter-gather']"),
     ("ratio", 1, "0 <= ratio < 1"),
     ("ratio", 1.5, "0 <= ratio < 1"),
     ("ratio", -0.1, "0 <= ratio < 1"),
@@ -142,11 +142,15 @@ WITHOUT_EFFECT = [
     ({"mode": "semi", "pridiff_rule": "paper"}, "pridiff_rule='paper'", "in 'semi' with semi_rule='paper'"),
     ({"mode": "zero-pridiff", "alpha": 0.5}, "alpha=0.5", "with pridiff_rule='paper'"),
     ({"mode": "zero-pridiff", "theta_iter": 0.1}, "theta_iter=0.1", "with pridiff_rule='paper'"),
-    ({"mode": "zero-pri", "migrate": "scatter-gather"}, "migrate='scatter-gather'", "in the modes 'mig', 'semi'"),
+    (
+        {"mode": "zero-pri", "migration_transport": "scatter-gather"},
+        "migration_transport='scatter-gather'",
+        "in the modes 'mig', 'semi'",
+    ),
     ({"mode": "semi", "mig_rule": "paper"}, "mig_rule='paper'", "in mode 'mig' with ratio='auto'"),
     ({"mode": "mig", "ratio": 0.5, "mig_rule": "paper"}, "mig_rule='paper'", "in mode 'mig' with ratio='auto'"),
     ({"mode": "mig", "semi_rule": "paper"}, "semi_rule='paper'", "in mode 'semi'"),
-    ({"mode": "zero-pri", "migrating": 1}, "migrating=1", "in mode 'semi'"),
+    ({"mode": "zero-pri", "num_migrating": 1}, "num_migrating=1", "in mode 'semi'"),
     ({"mode": "mig", "budget": 0}, "budget=0", "in the modes 'zero-rd', 'zero-pri'"),
     ({"mode": "zero-pri", "ratio": 0.5, "budget": 0.1}, "budget=0.1", "with ratio='auto'"),
     ({"mode": "mig", "min_gain": 0.5}, "min_gain=0.5", "in the modes 'zero-rd', 'zero-pri'"),
@@ -163,8 +167,8 @@ def test_a_key_without_effect_is_refused_and_told_where_it_has_one(values, named
 
 
 def test_all_keys_without_effect_are_named_at_once():
-    with pytest.raises(ValueError, match=r"^migrating=1 has .*; budget=0\.25 has "):
-        BalanceConfig(mode="mig", budget=0.25, migrating=1)
+    with pytest.raises(ValueError, match=r"^num_migrating=1 has .*; budget=0\.25 has "):
+        BalanceConfig(mode="mig", budget=0.25, num_migrating=1)
 
 
 @pytest.mark.parametrize("values", [values for values, *_ in WITHOUT_EFFECT], ids=str)
@@ -194,7 +198,7 @@ def test_a_ratio_can_be_pinned_whatever_bounds_the_ratios_that_are_decided():
 def test_in_another_mode_what_is_changed_has_to_have_an_effect():
     config = BalanceConfig(mode="semi", budget=0.1, tolerance=0.2)
     assert config.in_mode("mig") == BalanceConfig(mode="mig", tolerance=0.2)
-    assert config.in_mode("semi", migrating=1) == config.replace(migrating=1)
+    assert config.in_mode("semi", num_migrating=1) == config.replace(num_migrating=1)
     with pytest.raises(ValueError, match=r"budget=0\.3 has no effect with mode='mig'"):
         config.in_mode("mig", budget=0.3)
 
@@ -290,7 +294,7 @@ def test_a_number_beyond_floats_is_outside_like_any_other():
     ("config", "message"),
     [
         ({"ranks": "all", "ratio": 0.5}, "nobody would be left"),
-        ({"migrate": "carrier-pigeon"}, "migrate='carrier-pigeon'"),
+        ({"migration_transport": "carrier-pigeon"}, "migration_transport='carrier-pigeon'"),
         ({"mig_rule": "wishful"}, "mig_rule='wishful'"),
         ({"ratio": 1.5}, "0 <= ratio <= 1"),
     ],

@@ -270,7 +270,7 @@ def learning_rate(run: Run, step: int) -> float:
 
 
 def show_messages() -> None:
-    """What the library has to say: which layers it took, what its pre-tests found."""
+    """What the library has to say: which layers it took, what its calibrations found."""
     library = logging.getLogger("zeroresize")
     library.setLevel(logging.INFO)
     library.propagate = False  # hosts that show everything would show it twice

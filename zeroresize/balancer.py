@@ -24,8 +24,8 @@ from zeroresize.control.lineage import LineageTable
 from zeroresize.control.plan_installer import PlanInstaller
 from zeroresize.convert import balanced_layers
 from zeroresize.layers.functional import LastGradients
-from zeroresize.measure.calibration import make_pretests
-from zeroresize.measure.rank_monitor import Measurement
+from zeroresize.measure.calibration import calibrate_group
+from zeroresize.measure.rank_monitor import RankMonitor
 from zeroresize.plan.group import WorkloadPlan
 from zeroresize.policy.columns.selector import Relief
 from zeroresize.policy.rules.sharing import borrowed_shares
@@ -99,14 +99,14 @@ class Balancer:
         self._installer = PlanInstaller(self._layers, self._selector, config.imputation)
         self._lender = assembly.build_lender(config, self._layers, process_group)
         self._decision = GroupDecision(config, self._num_ranks, exchange)
-        self._measurement = Measurement(self._layers, config)
+        self._monitor = RankMonitor(self._layers, config)
         self._forward_watch = assembly.build_forward_watch(config, self._layers, exchange)
         self._exchange = exchange
         self._where = exchange.where if exchange is not None else Whereabouts()
         self._num_steps = 0
         self._pins: dict[int, float] = {}
-        self._is_at_full_work = self._has_pretested = self._is_closed = False
-        self._step_overhead_s = self._overhead_since_update_s = 0.0
+        self._is_at_full_work = self._has_calibrated = self._is_closed = False
+        self._balancing_s = self._balancing_since_update_s = 0.0
         self._shares_of_step = self._shares_in_force
         self._shares_of_last_step: dict[str, float] | None = None
         self._change_plan()
@@ -123,7 +123,7 @@ class Balancer:
             raise RuntimeError("this balancer is closed: make a new one to go on balancing")
         if self._num_ranks == 1:
             return
-        self._measurement.end_step()
+        self._monitor.end_step()
         began = time.perf_counter()
         self._shares_of_last_step = self._shares_of_step
         self._num_steps += 1
@@ -131,7 +131,7 @@ class Balancer:
         if self._forward_watch is not None:
             self._forward_watch.step_is_called()
         self._selector.count_step(self._installer.in_force)
-        self._pretest()
+        self._calibrate()
         self._is_at_full_work = False
         is_update = self._num_steps % self.config.update_every == 0
         if is_update:
@@ -143,8 +143,8 @@ class Balancer:
             self._lender.send_weights()
         if is_update and self.on_update is not None:
             self.on_update(self._record())
-        self._step_overhead_s = time.perf_counter() - began + self._measurement.overhead_s
-        self._overhead_since_update_s = self._step_overhead_s + (0.0 if is_update else self._overhead_since_update_s)
+        self._balancing_s = time.perf_counter() - began + self._monitor.timer_s
+        self._balancing_since_update_s = self._balancing_s + (0.0 if is_update else self._balancing_since_update_s)
         self._where.call = Call.TRAINING
         self._begin_step()
 
@@ -227,15 +227,15 @@ class Balancer:
         they would be at full work), ``predicted_step_s``, ``is_straggler`` (0 or 1), and in mode "off"
         ``would/<mode>/…``. Of the last step: ``pruned_share``, ``lent_share``, ``borrowed_share``, which differ from
         the plan's after a step at full work or a new plan. Besides: ``least_busy_s`` (busy time at the cheapest pruning
-        ratio, by the measured cost: the floor of ZERO), ``overhead_s`` (seconds balancing cost in the last step),
+        ratio, by the measured cost: the floor of ZERO), ``step_balancing_s`` (seconds balancing cost in the last step),
         ``statistic_bytes`` and ``migration_bytes`` (memory for the priority's statistic, and for lent and borrowed
         slices).
         """
-        record, times = self._record(), self._measurement.times
+        record, times = self._record(), self._monitor.times
         numbers = {name: float(getattr(record, name)) for name in _RECORDED_METRICS} | {
             **(self._shares_of_last_step or self._shares_of_step),
             "least_busy_s": times.least_busy_s if times else math.nan,
-            "overhead_s": self._step_overhead_s,
+            "step_balancing_s": self._balancing_s,
             "statistic_bytes": float(self._statistic.bytes_held if self._statistic is not None else 0),
             "migration_bytes": float(self._lender.bytes_held if self._lender is not None else 0),
         }
@@ -257,7 +257,7 @@ class Balancer:
         }
         own = {
             "selector": self._selector.state_dict(),
-            "measurement": self._measurement.state_dict(),
+            "measurement": self._monitor.state_dict(),
             # A tuple is one entry of a checkpoint, which another kind of statistic finds too and leaves alone.
             "statistic": (self._name_of_statistic, self._statistic.state_dict() if self._statistic is not None else {}),
             "last_gradients": ({name: dict(vars(layer.last)) for name, layer in self._layers.items() if layer.last},),
@@ -303,9 +303,9 @@ class Balancer:
         self._num_steps = state["num_steps"]
         pins = enumerate(state["pins"]) if self.config.mode in PINNABLE_MODES else ()
         self._pins = {rank: ratio for rank, ratio in pins if ratio is not None}
-        self._measurement.load_state_dict(own["measurement"])
+        self._monitor.load_state_dict(own["measurement"])
         self._is_at_full_work = state["is_at_full_work"]
-        self._has_pretested = False
+        self._has_calibrated = False
         self._shares_of_last_step = None
         if self._lender is not None:  # what is lent at once by one plan cannot be borrowed by another
             self._decision.require_agreement(self._agreed)
@@ -330,7 +330,7 @@ class Balancer:
                 keys[1],
                 layers=self._layers,
                 selector=self._selector,
-                measurement=self._measurement,
+                monitor=self._monitor,
                 statistic=self._statistic,
                 name_of_statistic=self._name_of_statistic,
             )
@@ -352,7 +352,7 @@ class Balancer:
                 self._freezer,
                 self._statistic,
                 self._decision,
-                self._measurement,
+                self._monitor,
                 self._forward_watch,
                 self._lender,
             ):
@@ -401,26 +401,26 @@ class Balancer:
         if self._statistic is not None:
             self._statistic.begin_step(self._num_steps)
         shares = self._shares_of_step = self._shares_in_force
-        self._measurement.begin_step(
+        self._monitor.begin_step(
             shares["pruned_share"] + shares["lent_share"],
             shares["borrowed_share"],
             self._installer.in_force.is_forced,
         )
 
-    def _pretest(self) -> None:
+    def _calibrate(self) -> None:
         """What pruning and migrating cost, after the first step of training."""
-        if self._exchange is not None and not self._has_pretested and self._measurement.is_step_of_training:
-            self._has_pretested = True
+        if self._exchange is not None and not self._has_calibrated and self._monitor.is_step_of_training:
+            self._has_calibrated = True
             self._note(Call.STEP)
-            self._decision.migration = make_pretests(
-                self._layers, self._group, self.config, self._measurement, self._decision.migration, self._exchange.meet
+            self._decision.migration = calibrate_group(
+                self._layers, self._group, self.config, self._monitor, self._decision.migration, self._exchange.meet
             )
 
     def _update(self) -> None:
         """Measure and decide."""
         self._note(Call.STEP)
-        self._measurement.learn()
-        measured = self._measurement
+        self._monitor.learn()
+        measured = self._monitor
         before = self.plan.relieved
         self._decision.update(measured.times, measured.cost, measured.wait_s, self._agreed)
         self._is_at_full_work = self.plan.begins_at_full_work
@@ -430,7 +430,7 @@ class Balancer:
     def _note(self, call: Call) -> None:
         """Where this rank is, for the other ranks and for what errors tell."""
         self._where.call, self._where.num_steps, self._where.epoch = call, self._num_steps, self._selector.epoch
-        self._where.num_forwards = self._measurement.num_forwards
+        self._where.num_forwards = self._monitor.num_forwards
 
     def _end_epoch(self) -> None:
         if self._statistic is None or not self._selector.steps_of_epoch:
@@ -439,7 +439,7 @@ class Balancer:
             self._selector.end_epoch(self._statistic.take(), incremental=self._statistic.incremental)
 
     def _record(self) -> UpdateRecord:
-        times = self._measurement.times
+        times = self._monitor.times
         return UpdateRecord(
             update=self._num_steps // self.config.update_every,
             step=self._num_steps,
@@ -461,7 +461,7 @@ class Balancer:
             layer_shares=self._installer.layer_shares,
             predicted_step_s=self.plan.predicted_step_s,
             begins_at_full_work=self._is_at_full_work,
-            balancing_s=self._overhead_since_update_s,
+            balancing_s=self._balancing_since_update_s,
             would={
                 mode: {
                     "predicted_step_s": told["predicted_step_s"],

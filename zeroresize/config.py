@@ -12,7 +12,7 @@ from zeroresize.config_keys import (
     IMPUTATIONS,
     MIG_RULES,
     MIGRATING_MODES,
-    MIGRATIONS,
+    MIGRATION_TRANSPORTS,
     MODES,
     PINNABLE_MODES,
     PRIDIFF_RULES,
@@ -68,16 +68,16 @@ class BalanceConfig:
         alpha, theta_iter: α and θ of one iteration, for the paper's rule.
         pruned_update: whether the ``"optimizer"`` steps pruned columns, with a gradient of zero but with momentum and
             weight decay, or they ``"freeze"``; that needs ``imputation="zero"``.
-        migrate: how migrated columns travel: ``"broadcast-reduce"`` by collectives, merged with those that run anyway,
-            or ``"scatter-gather"`` from rank to rank.
+        migration_transport: how migrated columns travel: ``"broadcast-reduce"`` by collectives, merged with those that
+            run anyway, or ``"scatter-gather"`` from rank to rank.
         mig_rule: what ``"mig"`` aims at: the time at which all ranks are ``"balanced"``, or the ``"paper"``'s Eq. (1)
             with the time of ``target``.
         semi_rule: how ``"semi"`` divides: ``"makespan"`` prunes the least that keeps a step within half the
             ``tolerance`` of the normal ranks' time, and lends the rest; ``"paper"`` follows Eq. (2) and (3), and prunes
             by ZERO-PriDiff.
-        migrating: how many stragglers migrate in mode "semi", the slowest first (λ of Fig. 11), also where steps get
-            longer by it; by ``semi_rule="makespan"`` each lends a twentieth of its products at least, or none lends
-            where the other ranks have no room for that; ``"auto"`` decides.
+        num_migrating: how many stragglers migrate in mode "semi", the slowest first (λ of Fig. 11), also where steps
+            get longer by it; by ``semi_rule="makespan"`` each lends a twentieth of its products at least, or none lends
+            where the other ranks have too little slack for that; ``"auto"`` decides.
         budget: the largest share of the group's products that an automatic decision prunes, but by
             ``semi_rule="paper"``; 0 is exact.
         min_gain: what share of a step it must save to prune all of the stragglers' products, and of less in proportion:
@@ -112,10 +112,10 @@ class BalanceConfig:
     alpha: float = 0.8
     theta_iter: float = 1e-3
     pruned_update: str = "optimizer"
-    migrate: str = "broadcast-reduce"
+    migration_transport: str = "broadcast-reduce"
     mig_rule: str = "balanced"
     semi_rule: str = "makespan"
-    migrating: str | int = "auto"
+    num_migrating: str | int = "auto"
     budget: float = 0.5
     min_gain: float = 0.25
     block: int = 1
@@ -132,11 +132,11 @@ class BalanceConfig:
         one_of("snapshot", self.snapshot, SNAPSHOTS)
         one_of("pridiff_rule", self.pridiff_rule, PRIDIFF_RULES)
         one_of("pruned_update", self.pruned_update, PRUNED_UPDATES)
-        one_of("migrate", self.migrate, MIGRATIONS)
+        one_of("migration_transport", self.migration_transport, MIGRATION_TRANSPORTS)
         one_of("mig_rule", self.mig_rule, MIG_RULES)
         one_of("semi_rule", self.semi_rule, SEMI_RULES)
-        if self.migrating != "auto":
-            at_least("migrating", self.migrating, 0)
+        if self.num_migrating != "auto":
+            at_least("num_migrating", self.num_migrating, 0)
         number("tolerance", self.tolerance, least=0.0, most=10.0)
         number("max_ratio", self.max_ratio, above=0.0, below=1.0)
         number("budget", self.budget, least=0.0, most=1.0)

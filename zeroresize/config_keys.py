@@ -15,7 +15,7 @@ PRIORITIES = ("activation", "variation", "path_length")
 SNAPSHOTS = ("host", "bf16")
 PRIDIFF_RULES = ("budget", "paper")
 PRUNED_UPDATES = ("optimizer", "freeze")
-MIGRATIONS = ("broadcast-reduce", "scatter-gather")
+MIGRATION_TRANSPORTS = ("broadcast-reduce", "scatter-gather")
 MIG_RULES = ("balanced", "paper")
 SEMI_RULES = ("makespan", "paper")
 
@@ -79,13 +79,13 @@ _USE: Mapping[str, tuple[Callable[[Values], bool], str]] = {
             f"with pridiff_rule='paper', {_IN_PRIDIFF}",
         ),
     ),
-    "migrate": (lambda values: values["mode"] in MIGRATING_MODES, _modes(MIGRATING_MODES)),
+    "migration_transport": (lambda values: values["mode"] in MIGRATING_MODES, _modes(MIGRATING_MODES)),
     "mig_rule": (
         lambda values: values["mode"] == "mig" and values["ratio"] == "auto",
         "in mode 'mig' with ratio='auto'",
     ),
     "semi_rule": (_is_semi, "in mode 'semi'"),
-    "migrating": (_is_semi, "in mode 'semi'"),
+    "num_migrating": (_is_semi, "in mode 'semi'"),
     **dict.fromkeys(
         ("budget", "min_gain"),
         (

@@ -21,7 +21,7 @@ from rich.table import Table
 import zeroresize as zr
 from scripts.bench.common import ColossalAIRanks, Trainer, interval_of_ratio, of_every_rank, save
 from vit_examples.config import ModelConfig
-from zeroresize.config_keys import MIGRATIONS
+from zeroresize.config_keys import MIGRATION_TRANSPORTS
 from zeroresize.measure import waits
 
 
@@ -45,7 +45,7 @@ class WaitClock:
 class Setting:
     """One way of migrating at one γ, and what was measured of it."""
 
-    migrate: str
+    migration_transport: str
     ratio: float
     trainer: Trainer
     balancer: zr.Balancer
@@ -68,14 +68,19 @@ def settings_of(
     ranks: ColossalAIRanks, shape: ModelConfig, batch_size: int, ratios: list[float], num_owners: int
 ) -> list[Setting]:
     """The unmigrated model first, then every way at every γ."""
-    wanted = [("", 0.0), *((migrate, ratio) for migrate in MIGRATIONS for ratio in ratios)]
+    wanted = [
+        ("", 0.0),
+        *((migration_transport, ratio) for migration_transport in MIGRATION_TRANSPORTS for ratio in ratios),
+    ]
     settings = []
-    for migrate, ratio in wanted:
+    for migration_transport, ratio in wanted:
         trainer = ranks.trainer(shape, batch_size=batch_size)
         config = zr.BalanceConfig(mode="off", update_every=2)
-        if migrate:
-            config = zr.BalanceConfig(mode="mig", migrate=migrate, ratio=ratio, ranks=tuple(range(num_owners)))
-        settings.append(Setting(migrate, ratio, trainer, ranks.balance(trainer, config)))
+        if migration_transport:
+            config = zr.BalanceConfig(
+                mode="mig", migration_transport=migration_transport, ratio=ratio, ranks=tuple(range(num_owners))
+            )
+        settings.append(Setting(migration_transport, ratio, trainer, ranks.balance(trainer, config)))
     return settings
 
 
@@ -117,10 +122,10 @@ def main() -> None:
         megabytes = sum(of_every_rank(statistics.median(setting.bytes_moved))) / 1e6
         waited_s = sorted(of_every_rank(statistics.median(setting.waited_s)))
         table.add_row(
-            setting.migrate or "none", f"{setting.ratio:g}", f"{ratio:.3f}", f"[{low:.3f}, {high:.3f}]",
+            setting.migration_transport or "none", f"{setting.ratio:g}", f"{ratio:.3f}", f"[{low:.3f}, {high:.3f}]",
             f"{least:.3f}", f"{ratio - least:+.3f}", f"{megabytes:.1f}", f"{waited_s[0]:.3f} to {waited_s[-1]:.3f}",
         )  # fmt: skip
-        rows.append({"way": setting.migrate, "ratio": setting.ratio, "step": ratio, "interval": [low, high],
+        rows.append({"way": setting.migration_transport, "ratio": setting.ratio, "step": ratio, "interval": [low, high],
                      "least": least, "megabytes": megabytes, "collectives_s": waited_s})  # fmt: skip
     if ranks.rank == 0:
         Console(width=120).print(table)

@@ -80,8 +80,8 @@ NOISES: dict[str, Callable[[float], Noise]] = {
     ),
 }
 
-#: How a pre-test can be wrong by a factor → (share of multiplications at γ, factor) → what it took it for: above 1 for
-#: less than it is, so that one believes that pruning saves more than it does, below 1 for more.
+#: How a calibration can be wrong by a factor → (share of multiplications at γ, factor) → what it took it for: above 1
+#: for less than it is, so that one believes that pruning saves more than it does, below 1 for more.
 CALIBRATIONS: dict[str, Callable[[float, float], float]] = {
     "share": lambda share, factor: share / factor,
     "savings": lambda share, factor: 1.0 - (1.0 - share) * factor,
@@ -91,10 +91,10 @@ _LEAST_SHARE = 0.02
 
 
 def believed_cost(truth: ResizingCost, calibration: str, factor: float) -> ResizingCost:
-    """What a pre-test found that was wrong by ``factor``; 1 is right, above 1 it promises too much."""
+    """What a calibration found that was wrong by ``factor``; 1 is right, above 1 it promises too much."""
     wrong = CALIBRATIONS[calibration]
     shares = (max(wrong(share, factor), _LEAST_SHARE) for share in truth.gemm_share[1:])
-    return ResizingCost(truth.ratios, (1.0, *shares), truth.overhead_s)
+    return ResizingCost(truth.ratios, (1.0, *shares), truth.gather_fill_s)
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,8 @@ class Scenario:
         """One run; its ``update_every`` is the scenario's."""
         course, every = COURSES[self.course], self.update_every
         gemm_s = 1.0 - self.rest_share
-        overhead_s = tuple(seconds * gemm_s / (1.0 - REST_SHARE) for seconds in COST.overhead_s)
-        cost = ResizingCost(COST.ratios, COST.gemm_share, overhead_s)
+        gather_fill_s = tuple(seconds * gemm_s / (1.0 - REST_SHARE) for seconds in COST.gather_fill_s)
+        cost = ResizingCost(COST.ratios, COST.gemm_share, gather_fill_s)
         cluster = Cluster(
             chi=lambda step: course.chi(step // every, self.num_ranks),
             rest_s=self.rest_share,

@@ -1,8 +1,8 @@
 """Balancing in scenarios of a simulated cluster, side by side: python -m scripts.bench.scenarios
 
-The policy code of training meets stragglers that come and go, noise of several kinds, pre-tests that were wrong, groups
-of 2 to 64 ranks, and intervals of 1 to 10 steps. To compare two versions write the older one's figures with ``--csv``,
-and give that file to the newer one's ``--before``: what was otherwise stands in brackets.
+The policy code of training meets stragglers that come and go, noise of several kinds, calibrations that were wrong,
+groups of 2 to 64 ranks, and intervals of 1 to 10 steps. To compare two versions write the older one's figures with
+``--csv``, and give that file to the newer one's ``--before``: what was otherwise stands in brackets.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from zeroresize.config_keys import MIGRATIONS
+from zeroresize.config_keys import MIGRATION_TRANSPORTS
 
 BYTES_PER_VALUE = 4
 #: y, dx and dw.
@@ -134,14 +134,15 @@ def main() -> None:
     values_per_s = arguments.gigabytes * 1e9 / BYTES_PER_VALUE
     all_reduces_s = all_reduce_values(layers, arguments.tokens, arguments.ranks) / values_per_s
     for num_owners in arguments.owners:
-        table = Table("γ", *(f"{way}: {what}" for way in MIGRATIONS for what in ("GB a step", "ms on a link", "RT")),
+        table = Table("γ", *(f"{way}: {what}" for way in MIGRATION_TRANSPORTS
+                             for what in ("GB a step", "ms on a link", "RT")),
                       title=f"ν = {num_owners} of {arguments.ranks} ranks; RT(0): products {1e3 * products_s:.0f} ms, "
                       f"all-reduces {1e3 * all_reduces_s:.0f} ms",
                       title_justify="left")  # fmt: skip
         for ratio in arguments.ratios:
             cells = []
             computed = 1.0 + ratio * num_owners / (arguments.ranks - num_owners)
-            for way in MIGRATIONS:
+            for way in MIGRATION_TRANSPORTS:
                 own = traffic_of_step(way, layers, arguments.tokens, ratio, arguments.ranks, num_owners)
                 seconds = own.link_values / values_per_s + own.transfers * arguments.latency_us / 1e6
                 ratio_of_steps = (computed * products_s + all_reduces_s + seconds) / (products_s + all_reduces_s)

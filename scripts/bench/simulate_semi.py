@@ -42,11 +42,11 @@ def main() -> None:
     num_stragglers = sum(chi > 1 for chi in arguments.chi)
     for rule in ("makespan", "paper"):
         for choice in (*range(num_stragglers + 1), "auto"):
-            config = BalanceConfig(mode="semi", semi_rule=rule, migrating=choice)
+            config = BalanceConfig(mode="semi", semi_rule=rule, num_migrating=choice)
             run = simulate(config, cluster(arguments.chi), arguments.steps)
             step = statistics.fmean(run.step_s[60:]) / homogeneous_s
-            migrating = sum(share > 0 for share in run.lent[-1])
-            name = f"its own choice: {migrating}" if choice == "auto" else str(choice)
+            num_migrating = sum(share > 0 for share in run.lent[-1])
+            name = f"its own choice: {num_migrating}" if choice == "auto" else str(choice)
             table.add_row(rule, name, f"{step:.3f}", f"{statistics.fmean(run.ratios[-1]):.3f}",
                           f"{statistics.fmean(run.lent[-1]):.3f}")  # fmt: skip
     Console(width=110).print(table)

@@ -52,7 +52,7 @@ OFFSETS = (-0.2, -0.1, 0.0, 0.1)
 def fixed_lambdas(num_stragglers: int) -> dict[str, dict[str, object]]:
     """SEMI by both rules, with every number of migrating stragglers and with its own choice."""
     rules = {"SEMI": {"mode": "semi"}, "SEMI paper": {"mode": "semi", "semi_rule": "paper"}}
-    choices = {f"λ={count}": {"migrating": count} for count in range(num_stragglers + 1)}
+    choices = {f"λ={count}": {"num_migrating": count} for count in range(num_stragglers + 1)}
     return {
         f"{rule}, {choice}": {**changes, **more}
         for rule, changes in rules.items()
@@ -264,7 +264,7 @@ def main() -> None:
     parser.add_argument("--update-every", type=int, default=5)
     parser.add_argument("--tolerance", type=float, default=0.1, help="SEMI's steps may take half of it longer")
     parser.add_argument("--max-ratio", type=float, default=zr.BalanceConfig().max_ratio, help="γ_max")
-    parser.add_argument("--migrate", choices=("broadcast-reduce", "scatter-gather"), default="broadcast-reduce")
+    parser.add_argument("--migration-transport", choices=("broadcast-reduce", "scatter-gather"), default="broadcast-reduce")
     arguments = parser.parse_args()
     if arguments.unequal and 1.0 not in arguments.unequal:
         parser.error("--unequal: one rank at least must be normal, χ = 1")
@@ -274,7 +274,7 @@ def main() -> None:
     config = zr.BalanceConfig(
         mode="off",
         update_every=arguments.update_every,
-        migrate=arguments.migrate,
+        migration_transport=arguments.migration_transport,
         tolerance=arguments.tolerance,
         max_ratio=arguments.max_ratio,
     )
@@ -307,7 +307,7 @@ def main() -> None:
         kind = "lambda" if arguments.unequal else "solutions"
         setting = f"e{ranks.num_ranks}_h{arguments.hidden}_b{arguments.batch}_t{arguments.tolerance:g}"
         setting += f"_g{arguments.max_ratio:g}_x{arguments.everyone:g}"
-        name = f"{kind}_{setting}_{arguments.migrate}_chi{slowness}"
+        name = f"{kind}_{setting}_{arguments.migration_transport}_chi{slowness}"
         save(name, {"arguments": vars(arguments), "rows": rows, "prediction_errors": errors})
     dist.destroy_process_group()
 

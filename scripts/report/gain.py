@@ -15,7 +15,7 @@ import numpy as np
 from scripts.report.run import RunFolder
 from vit_examples.step_times import TimedSteps
 
-#: First steps of each process: allocators and thread pools warm up, and costs are pre-tested.
+#: First steps of each process: allocators and thread pools warm up, and costs are calibrated.
 WARM_UP = 5
 #: Steps are alike where the slowest rank's busy time at full work differs by less than this share.
 ALIKE = 0.25

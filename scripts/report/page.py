@@ -177,7 +177,7 @@ def rank_rows(run: RunFolder) -> list[list[str]]:
     step_s = run.speed()["mean_step_ms"] / 1e3
     for rank, records in run.records.items():
         last = records[-1]
-        balancing_s = sum(record["balancing_s"] for record in records[1:])  # the first holds the pre-test
+        balancing_s = sum(record["balancing_s"] for record in records[1:])  # the first holds the calibration
         steps = max(last["step"] - records[0]["step"], 1)
         rows.append(
             [

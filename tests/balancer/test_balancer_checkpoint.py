@@ -135,17 +135,17 @@ def test_what_pruning_costs_is_measured_anew_where_columns_are_gathered_that_wer
 ):
     modes_measured_in = []
 
-    def pretest(layers, config):
+    def calibrate(layers, config):
         modes_measured_in.append(config.mode)
         return rank_monitor.ResizingCost.linear(config.max_ratio)
 
     def train(rank, group):
-        monkeypatch.setattr(rank_monitor, "measure_resizing_cost", pretest)
+        monkeypatch.setattr(rank_monitor, "measure_resizing_cost", calibrate)
         before = Run(group, mode=mode)
         before.steps(4)
         state = before.balancer.state_dict()
         own = state[f"group 0-1 rank {rank}"]["measurement"]
-        own["pretested_on"] = own["pretested_on"][:num_known]
+        own["calibrated_on"] = own["calibrated_on"][:num_known]
         resumed = Run(group, mode=resumed_mode)
         resumed.balancer.load_state_dict(state)
         resumed.steps(2)
@@ -237,10 +237,10 @@ DAMAGE = [
     ((*OWN, "selector", "w_var", "up"), [1.0], r"w_var\.up: a list of 48 is needed, found one of 1"),
     ((*OWN, "selector", "pruned_steps", "down"), GONE, r"selector\.pruned_steps\.down: missing"),
     ((*OWN, "selector", "steps"), [[0.5, 0.0, False]], r"steps\[0\]: a list of 4 is needed"),
-    ((*OWN, "measurement", "pretested_on"), ["cpu"], "pretested_on: a list of 5 is needed"),
+    ((*OWN, "measurement", "calibrated_on"), ["cpu"], "calibrated_on: a list of 5 is needed"),
     ((*OWN, "measurement", "interval"), [[0.1] * 7], r"interval\[0\]\[5\]: true or false is needed, found 0\.1"),
     ((*OWN, "measurement", "estimate", "factors"), [1.0], r"estimate\.factors: a list of \d+ is needed"),
-    ((*OWN, "measurement", "estimate", "pretested", "ratios", 0), 0.5, "pretested: the ratios of a cost ascend from 0"),
+    ((*OWN, "measurement", "estimate", "calibrated", "ratios", 0), 0.5, "the ratios of a cost ascend from 0"),
     ((*OWN, "statistic"), ["variation host"], "statistic: a list of 2 is needed"),
     ((*OWN, "statistic", 1, "up"), torch.zeros(3), r"statistic\[1\]\.up: a tensor of shape \[96, 48\] is needed"),
     ((*OWN, "statistic", 1, "down"), GONE, r"statistic\[1\]\.down: missing"),
@@ -282,14 +282,14 @@ def same(one, other):
 
 def test_a_damaged_state_is_refused_by_what_is_wrong_with_it_and_changes_nothing(run_ranks):
     def load(rank, group):
-        config = {"mode": "semi", "priority": "variation", "imputation": "same", "budget": 1.0, "migrating": 0}
+        config = {"mode": "semi", "priority": "variation", "imputation": "same", "budget": 1.0, "num_migrating": 0}
         first = Run(group, chi={1: 4.0}, **config)
         first.updates(4)
         state = first.balancer.state_dict()
         other = Run(group, chi={1: 4.0}, **config)  # which takes the clock
         other.updates(2)
         before = as_lists(other.balancer.state_dict())
-        state["group 0-1"]["decision"]["migration"] = (0.1, 0.2)  # else of no pre-test here
+        state["group 0-1"]["decision"]["migration"] = (0.1, 0.2)  # else of no calibration here
         assert state["group 0-1"]["decision"]["received"][1] is not None
         for path, value, told in DAMAGE:
             with pytest.raises(ValueError, match=told) as refused:

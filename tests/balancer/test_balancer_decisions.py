@@ -183,7 +183,7 @@ def test_a_group_of_one_rank_neither_measures_nor_balances(run_ranks, config):
         run = Run(group, **config)
         run.time.chi = 4.0
         run.steps(7)
-        return run.balancer._measurement._timer._step, run.balancer.metrics()["balance/ratio"], run.model.up.plan
+        return run.balancer._monitor._timer._step, run.balancer.metrics()["balance/ratio"], run.model.up.plan
 
     assert run_ranks(train, 1) == [(None, 0.0, None)]
 
@@ -195,7 +195,7 @@ def test_metrics_are_flat_numbers_with_the_documented_names(run_ranks):
         return run.balancer.metrics()
 
     decided = ["ratio", "pruned_share", "lent_share", "borrowed_share", "is_straggler", "predicted_step_s"]
-    names = [*decided, "busy_s", "products_s", "least_busy_s", "overhead_s", "statistic_bytes", "migration_bytes"]
+    names = [*decided, "busy_s", "products_s", "least_busy_s", "step_balancing_s", "statistic_bytes", "migration_bytes"]
     for metrics in run_ranks(train, 2):
         assert sorted(metrics) == sorted(f"balance/{name}" for name in names)
         assert all(isinstance(value, float) for value in metrics.values())

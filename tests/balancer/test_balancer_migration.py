@@ -17,13 +17,13 @@ def trained(group, steps=5, **config):
     return run, run.steps(steps)
 
 
-@pytest.mark.parametrize("migrate", ["broadcast-reduce", "scatter-gather"])
+@pytest.mark.parametrize("migration_transport", ["broadcast-reduce", "scatter-gather"])
 @pytest.mark.parametrize(("num_ranks", "owners"), [(2, [1]), (3, [0, 2])])
 @pytest.mark.parametrize("ratio", [0.25, 1.0])
-def test_forced_migration_trains_as_if_nothing_migrated(run_ranks, migrate, num_ranks, owners, ratio):
+def test_forced_migration_trains_as_if_nothing_migrated(run_ranks, migration_transport, num_ranks, owners, ratio):
     def train(rank, group):
         _, expected = trained(group, mode="off")
-        run, losses = trained(group, mode="mig", migrate=migrate, ratio=ratio, ranks=owners)
+        run, losses = trained(group, mode="mig", migration_transport=migration_transport, ratio=ratio, ranks=owners)
         metrics = run.balancer.metrics()
         return expected, losses, [metrics[f"balance/{key}"] for key in ("lent_share", "borrowed_share")]
 
@@ -149,16 +149,19 @@ FIRST_USES = [
 ]
 
 
-@pytest.mark.parametrize("migrate", ["broadcast-reduce", "scatter-gather"])
+@pytest.mark.parametrize("migration_transport", ["broadcast-reduce", "scatter-gather"])
 @pytest.mark.parametrize("use_first", FIRST_USES, ids=lambda use: use.__name__)
-def test_a_model_may_be_loaded_when_its_balancer_has_been_made(run_ranks, migrate, use_first):
+def test_a_model_may_be_loaded_when_its_balancer_has_been_made(run_ranks, migration_transport, use_first):
     """With a forced ratio loans are in force at once, and whoever loads pretrained weights has no balancer's state."""
 
     def train(rank, group):
         pretrained, _ = trained(group, mode="off")
         weights = copy.deepcopy(pretrained.model.state_dict())
         found = []
-        for config in ({"mode": "off"}, {"mode": "mig", "migrate": migrate, "ratio": 0.5, "ranks": [0]}):
+        for config in (
+            {"mode": "off"},
+            {"mode": "mig", "migration_transport": migration_transport, "ratio": 0.5, "ranks": [0]},
+        ):
             run = Run(group, **config)
             run.model.load_state_dict(weights)
             use_first(run)

@@ -100,16 +100,16 @@ def test_a_run_goes_on_with_the_same_plan(run_ranks, tmp_path):
         assert resumed == later
 
 
-@pytest.mark.parametrize("migrate", ["broadcast-reduce", "scatter-gather"])
-def test_the_pre_test_of_migrating_tells_every_rank_the_same(run_ranks, migrate):
+@pytest.mark.parametrize("migration_transport", ["broadcast-reduce", "scatter-gather"])
+def test_the_pre_test_of_migrating_tells_every_rank_the_same(run_ranks, migration_transport):
     def measure(rank, group):
         run = Run(group, mode="off")
         layers = {"up": run.model.up, "down": run.model.down}
         with pytest.raises(ValueError, match="no layer has seen"):
-            measure_migration_cost(layers, group, migrate)
+            measure_migration_cost(layers, group, migration_transport)
         run.model(run.x).mean().backward()
         calibrate_migration.time = time
-        return measure_migration_cost(layers, group, migrate, budget_s=0.1)
+        return measure_migration_cost(layers, group, migration_transport, budget_s=0.1)
 
     results = run_ranks(measure, 3)
     assert all(result == results[0] for result in results)
@@ -121,8 +121,8 @@ def test_the_pre_test_of_migrating_tells_every_rank_the_same(run_ranks, migrate)
     [
         ({"ratio": 0.5}, "ratio=0.5 with mode='semi'"),
         ({"semi_rule": "guess"}, "semi_rule='guess'"),
-        ({"migrating": -1}, "migrating=-1"),
-        ({"migrating": "all"}, "migrating='all'"),
+        ({"num_migrating": -1}, "num_migrating=-1"),
+        ({"num_migrating": "all"}, "num_migrating='all'"),
         ({"budget": 1.5}, "budget=1.5"),
     ],
 )

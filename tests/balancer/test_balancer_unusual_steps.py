@@ -104,12 +104,12 @@ def test_an_interval_without_the_balanced_layers_tells_nothing_and_breaks_nothin
 def test_a_balancer_made_after_training_measures_what_pruning_costs_in_one_step(run_ranks, monkeypatch):
     seen = []
 
-    def pretest(layers, config):
+    def calibrate(layers, config):
         seen.append([layer.num_tokens for layer in layers.values()])
         return rank_monitor.ResizingCost.linear(config.max_ratio)
 
     def train(rank, group):
-        monkeypatch.setattr(rank_monitor, "measure_resizing_cost", pretest)
+        monkeypatch.setattr(rank_monitor, "measure_resizing_cost", calibrate)
         run = Run(group)
         run.steps(20)
         run.balancer.close()
@@ -127,19 +127,19 @@ def test_what_was_measured_of_a_batch_of_another_size_is_measured_anew_on_all_ra
 ):
     seen = []
 
-    def pretest(layers, config):
+    def calibrate(layers, config):
         seen.append(True)
         return rank_monitor.ResizingCost.linear(config.max_ratio)
 
     def train(rank, group):
-        monkeypatch.setattr(rank_monitor, "measure_resizing_cost", pretest)
+        monkeypatch.setattr(rank_monitor, "measure_resizing_cost", calibrate)
         first = Run(group)
         first.steps(4)
         state = first.balancer.state_dict()
         if rank == 0:  # known there, as if only rank 1 ran on another device now
             own = state[f"group 0-1 rank {rank}"]["measurement"]
-            device, work, *config = own["pretested_on"]
-            own["pretested_on"] = (device, work * num_samples / 8, *config)
+            device, work, *config = own["calibrated_on"]
+            own["calibrated_on"] = (device, work * num_samples / 8, *config)
         resumed = Run(group)
         resumed.x = torch.randn(num_samples, FEATURES, generator=torch.Generator().manual_seed(1))
         resumed.balancer.load_state_dict(state)

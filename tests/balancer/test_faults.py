@@ -13,7 +13,7 @@ import torch.distributed as dist
 from virtual_training import Run
 
 from zeroresize.comm import failure_reports
-from zeroresize.config_keys import MIGRATIONS
+from zeroresize.config_keys import MIGRATION_TRANSPORTS
 from zeroresize.layers import functional
 
 
@@ -43,7 +43,7 @@ def _train_until_one_dies(rank, num_ranks, dying, die, num_steps, config, scratc
         run.balancer.close()
         is_closed = (
             all(layer.loans is None for layer in (run.model.up, run.model.down))
-            and not run.balancer._measurement.close.alive
+            and not run.balancer._monitor.close.alive
         )
         reports.put((rank, str(error) if is_closed else f"not closed after {error}", type(error.__cause__)))
     reports.close()
@@ -166,15 +166,15 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("migrate", MIGRATIONS)
+@pytest.mark.parametrize("migration_transport", MIGRATION_TRANSPORTS)
 @pytest.mark.parametrize(("num_ranks", "dying"), [(2, 1), (2, 0), (3, 1)])
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_when_a_rank_dies_within_a_step_the_others_are_told_what_they_waited_for(
-    tmp_path, migrate, num_ranks, dying, moment
+    tmp_path, migration_transport, num_ranks, dying, moment
 ):
     die, layer_of_owner, layer_of_receivers = MOMENTS[moment]
     layer = layer_of_receivers if dying == 0 else layer_of_owner
-    config = {"mode": "mig", "migrate": migrate, "ratio": 0.5, "ranks": [0]}
+    config = {"mode": "mig", "migration_transport": migration_transport, "ratio": 0.5, "ranks": [0]}
     told = what_the_others_are_told(tmp_path, num_ranks, dying, die, 2, **config)
     named = re.compile(rf"ranks \[[^]]*\b{dying}\b[^]]*\] of the group .* failed, in layer {layer}: ")
     assert any(named.search(text) for text in told.values()), told

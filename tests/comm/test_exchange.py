@@ -11,7 +11,7 @@ from processes import RankFailure
 from zeroresize.comm.collectives import time_limit
 from zeroresize.comm.cpu_group import CpuGroup
 from zeroresize.comm.exchange import Exchange
-from zeroresize.comm.rendezvous import Meeting
+from zeroresize.comm.rendezvous import Rendezvous
 
 
 def test_every_rank_sees_the_table_of_the_last_post(run_ranks):
@@ -106,7 +106,7 @@ def test_where_the_jobs_store_is_gone_that_is_what_is_told(run_ranks):
             raise ConnectionResetError("Connection reset by peer")
 
     def meet(rank, group):
-        meeting = Meeting(group, "eat")
+        meeting = Rendezvous(group, "eat")
         meeting.store = Gone()
         with pytest.raises(RuntimeError, match=r"the job's store cannot be reached.* did not come to eat"):
             meeting.exchange("here")

@@ -17,7 +17,7 @@ from virtual_training import Run
 
 from zeroresize.comm import failure_reports
 from zeroresize.comm.cpu_group import CpuGroup
-from zeroresize.comm.rendezvous import Meeting
+from zeroresize.comm.rendezvous import Rendezvous
 from zeroresize.comm.weight_group import WeightGroup
 
 LIMIT = datetime.timedelta(seconds=2)
@@ -152,7 +152,7 @@ def test_making_a_balancer_ends_in_an_error(run_ranks, keeper_is_rank_0):
     ids=["numbers", "weights"],
 )
 def test_connecting_ends_in_an_error_where_the_store_stops_after_all_have_come(run_ranks, monkeypatch, make):
-    connect = Meeting.connect
+    connect = Rendezvous.connect
 
     def train(rank, group):
         job = Job(rank, 2, keeper_is_rank_0=False)
@@ -161,7 +161,7 @@ def test_connecting_ends_in_an_error_where_the_store_stops_after_all_have_come(r
             job.stop_keeper()
             return connect(self, make)
 
-        monkeypatch.setattr(Meeting, "connect", stop_and_connect)
+        monkeypatch.setattr(Rendezvous, "connect", stop_and_connect)
         told = error_of(make)
         job.end()
         return told

@@ -20,9 +20,9 @@ def equal_loans(ratios, num_ranks):
     return loans_of([ratios.get(rank, 0.0) for rank in range(num_ranks)])
 
 
-def lend(layers, group, loans, migrate, seed=0, lender=None):
+def lend(layers, group, loans, migration_transport, seed=0, lender=None):
     """Put ``loans`` in force; the owners lend columns drawn at random."""
-    lender = lender or Lender(layers, group, migrate)
+    lender = lender or Lender(layers, group, migration_transport)
     rank = dist.get_rank(group)
     own_loan = next((loan for loan in loans if loan.owner == rank), None)
     lent = {}

@@ -9,7 +9,7 @@ from colossalai_host import Host, batch, small_vit
 from virtual_training import VirtualTime, keep_time
 
 import zeroresize as zr
-from zeroresize.config_keys import MIGRATIONS
+from zeroresize.config_keys import MIGRATION_TRANSPORTS
 from zeroresize.convert import balanced_layers
 
 EXACT = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -73,7 +73,10 @@ def errors_of_steps(group, dtype, owners, settings):
     """
     host = Host(group)
     plain = Training(host, dtype)
-    migrated = {(way, ratio): Training(host, dtype, migrate=way, ratio=ratio, ranks=owners) for way, ratio in settings}
+    migrated = {
+        (way, ratio): Training(host, dtype, migration_transport=way, ratio=ratio, ranks=owners)
+        for way, ratio in settings
+    }
     errors = dict.fromkeys(migrated, 0.0)
     for step in range(5):
         batches = [batch(10 * step + micro_batch, dtype) for micro_batch in range(2 if step >= 3 else 1)]
@@ -94,20 +97,21 @@ def errors_of_steps(group, dtype, owners, settings):
 @pytest.mark.parametrize(("num_ranks", "owners"), [(2, [0]), (3, [1]), (3, [0, 2]), (4, [1]), (4, [0, 3])])
 @pytest.mark.parametrize("dtype", EXACT)
 def test_training_is_exact(run_ranks, num_ranks, owners, dtype):
-    settings = list(itertools.product(MIGRATIONS, (0.25, 0.5, 0.75, 1.0)))
+    settings = list(itertools.product(MIGRATION_TRANSPORTS, (0.25, 0.5, 0.75, 1.0)))
     train = lambda rank, group: errors_of_steps(group, dtype, owners, settings)  # noqa: E731
     for errors in run_ranks(train, num_ranks, timeout_s=110):
         assert max(errors.values()) <= EXACT[dtype], errors
 
 
-@pytest.mark.parametrize("migrate", MIGRATIONS)
-def test_loans_that_follow_a_straggler_change_nothing(run_ranks, migrate):
+@pytest.mark.parametrize("migration_transport", MIGRATION_TRANSPORTS)
+def test_loans_that_follow_a_straggler_change_nothing(run_ranks, migration_transport):
     """The loop is closed: the straggler changes in the middle of an epoch, and the loans after it."""
 
     def train(rank, group):
         host = Host(group)
         plain, balanced = (
-            Training(host, torch.float64, **own) for own in ({}, {"migrate": migrate, "update_every": 3})
+            Training(host, torch.float64, **own)
+            for own in ({}, {"migration_transport": migration_transport, "update_every": 3})
         )
         time = VirtualTime(gather_s=0.0)
         keep_time(time, balanced_layers(balanced.model).values())
@@ -129,9 +133,9 @@ def test_loans_that_follow_a_straggler_change_nothing(run_ranks, migrate):
         assert error <= EXACT[torch.float64]
 
 
-@pytest.mark.parametrize("migrate", ["broadcast-reduce", "scatter-gather"])
+@pytest.mark.parametrize("migration_transport", ["broadcast-reduce", "scatter-gather"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_training_under_booster_is_exact(run_ranks, migrate, precision):
+def test_training_under_booster_is_exact(run_ranks, migration_transport, precision):
     """Booster wraps the model in DDP even where there is one replica."""
 
     def train(rank, group):
@@ -139,7 +143,7 @@ def test_training_under_booster_is_exact(run_ranks, migrate, precision):
         losses, gradients = [], []
         for config in (
             zr.BalanceConfig(mode="off"),
-            zr.BalanceConfig(mode="mig", migrate=migrate, ratio=0.5, ranks=[1]),
+            zr.BalanceConfig(mode="mig", migration_transport=migration_transport, ratio=0.5, ranks=[1]),
         ):
             run = host.boost(small_vit(num_labels=8), precision=precision)
             zr.convert(run.model, process_group=run.group, config=config)

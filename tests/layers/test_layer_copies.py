@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel
 from virtual_training import Run, keep_time
 
 import zeroresize as zr
-from zeroresize.config_keys import MIGRATIONS
+from zeroresize.config_keys import MIGRATION_TRANSPORTS
 from zeroresize.control import start_checks
 from zeroresize.convert import balanced_layers
 
@@ -20,7 +20,10 @@ FORCED = {"ratio": 0.5, "ranks": [1]}
 CONFIGS = {
     "off": {"mode": "off"},
     "prunes": {"mode": "zero-pri", "priority": "variation", "imputation": "same", **FORCED},
-    **{migrate: {"mode": "mig", "migrate": migrate, **FORCED} for migrate in MIGRATIONS},
+    **{
+        migration_transport: {"mode": "mig", "migration_transport": migration_transport, **FORCED}
+        for migration_transport in MIGRATION_TRANSPORTS
+    },
 }
 each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 

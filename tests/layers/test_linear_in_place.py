@@ -11,11 +11,11 @@ from parallel_layers import LAYERS, Comparison, own, plan_keeping, randn
 from torch import nn
 from virtual_training import Pair, Run
 
-from zeroresize.config import MIGRATIONS
+from zeroresize.config import MIGRATION_TRANSPORTS
 
 IN, OUT = 12, 24  # a rank's slice of y has an even number of features
 
-STATES = ["no plan", "plan", *MIGRATIONS]
+STATES = ["no plan", "plan", *MIGRATION_TRANSPORTS]
 
 LEADING = [(7,), (4, 5), (2, 3, 5), (), (1,), (0,), (0, 5)]
 
@@ -68,7 +68,7 @@ class InState(Comparison):
         super().__init__(kind, nn.Linear(IN, OUT, bias=bias, dtype=torch.float64), group, **options)
         if state == "plan":
             self._prune(range(1, self.layer.num_columns))
-        elif state in MIGRATIONS:
+        elif state in MIGRATION_TRANSPORTS:
             lend({"layer": self.layer}, group, equal_loans({1: 0.5}, dist.get_world_size(group)), state)
 
     def _prune(self, keep):
@@ -99,7 +99,7 @@ class InState(Comparison):
 
 
 def num_ranks(state):
-    return 3 if state in MIGRATIONS else 2
+    return 3 if state in MIGRATION_TRANSPORTS else 2
 
 
 each_layer_in_each_state = pytest.mark.parametrize(
@@ -108,7 +108,9 @@ each_layer_in_each_state = pytest.mark.parametrize(
         pytest.param(kind, options, state, id=f"{name}, {state}")
         for name, (kind, options) in LAYERS.items()
         for state in STATES
-        if not (options.get("gather_output") and state in MIGRATIONS)  # such layers are left alone by balancing
+        if not (
+            options.get("gather_output") and state in MIGRATION_TRANSPORTS
+        )  # such layers are left alone by balancing
     ],
 )
 
@@ -207,8 +209,12 @@ class PairOutOfPlace(PairInPlace):
 
 @pytest.mark.parametrize(
     "config",
-    [{}, {"mode": "semi"}, *({"mode": "mig", "migrate": migrate} for migrate in MIGRATIONS)],
-    ids=["default", "semi", *MIGRATIONS],
+    [
+        {},
+        {"mode": "semi"},
+        *({"mode": "mig", "migration_transport": migration_transport} for migration_transport in MIGRATION_TRANSPORTS),
+    ],
+    ids=["default", "semi", *MIGRATION_TRANSPORTS],
 )
 def test_training_in_place_goes_on_when_a_rank_is_relieved(run_ranks, config):
     def train(rank, group):

@@ -1,4 +1,4 @@
-"""The pre-test of migrating counts what a step of training moves."""
+"""The calibration of migrating counts what a step of training moves."""
 
 import logging
 import types
@@ -9,36 +9,36 @@ from parallel_layers import randn
 from torch.utils.checkpoint import checkpoint
 
 import zeroresize as zr
-from zeroresize.config_keys import MIGRATIONS
+from zeroresize.config_keys import MIGRATION_TRANSPORTS
 from zeroresize.measure import calibrate_migration
-from zeroresize.migration.carriers import make_carrier
+from zeroresize.migration.transports import make_transport
 
 IN, HIDDEN, TOKENS, LENT = 24, 48, 10, 0.75
 
 
-def pretested_bytes(layers, group, migrate):
-    """Of the step that these layers have seen: the pre-test on a clock that only what arrives at this rank moves."""
-    carriers = []
+def calibrated_bytes(layers, group, migration_transport):
+    """Of the step that these layers have seen: the calibration on a clock that only what arrives at this rank moves."""
+    transports = []
 
-    def make_watched_carrier(*args):
-        carriers.append(make_carrier(*args))
-        return carriers[-1]
+    def make_watched_transport(*args):
+        transports.append(make_transport(*args))
+        return transports[-1]
 
-    calibrate_migration.make_carrier = make_watched_carrier
-    calibrate_migration.time = types.SimpleNamespace(perf_counter=lambda: carriers[-1].bytes_moved)
-    return calibrate_migration.measure_migration_cost(layers, group, migrate).seconds([LENT])
+    calibrate_migration.make_transport = make_watched_transport
+    calibrate_migration.time = types.SimpleNamespace(perf_counter=lambda: transports[-1].bytes_moved)
+    return calibrate_migration.measure_migration_cost(layers, group, migration_transport).seconds([LENT])
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("migrate", MIGRATIONS)
+@pytest.mark.parametrize("migration_transport", MIGRATION_TRANSPORTS)
 @pytest.mark.parametrize("use_reentrant", [None, False, True], ids=["whole", "checkpointed", "checkpointed reentrant"])
 def test_it_counts_what_a_step_moves_whether_forwards_are_recomputed_or_not(
-    run_ranks, use_reentrant, migrate, num_ranks
+    run_ranks, use_reentrant, migration_transport, num_ranks
 ):
     def count(rank, group):
         up = zr.ColumnParallelLinear(IN, HIDDEN, process_group=group)
         down = zr.RowParallelLinear(HIDDEN, IN, process_group=group)
-        config = zr.BalanceConfig(mode="mig", ratio=LENT, ranks=[0], migrate=migrate)
+        config = zr.BalanceConfig(mode="mig", ratio=LENT, ranks=[0], migration_transport=migration_transport)
         model = zr.convert(torch.nn.Sequential(up, down), process_group=group, config=config)
         balancer = zr.Balancer(model, torch.optim.SGD(model.parameters()), process_group=group, config=config)
         for micro_batch in range(2):
@@ -47,11 +47,11 @@ def test_it_counts_what_a_step_moves_whether_forwards_are_recomputed_or_not(
             y.square().sum().backward()
         moved = balancer.bytes_migrated
         balancer.close()
-        return moved, pretested_bytes({"up": up, "down": down}, group, migrate)
+        return moved, calibrated_bytes({"up": up, "down": down}, group, migration_transport)
 
     results = run_ranks(count, num_ranks)
     most = max(moved for moved, _ in results)
-    assert [pretested for _, pretested in results] == [pytest.approx(most)] * num_ranks
+    assert [calibrated for _, calibrated in results] == [pytest.approx(most)] * num_ranks
 
 
 @pytest.mark.parametrize(("mode", "measured"), [("zero-rd", ["pruning"]), ("semi", ["pruning", "migrating"])])
@@ -69,8 +69,8 @@ def test_it_says_that_it_begins_and_what_it_found(run_ranks, mode, measured):
         model(randn(TOKENS, IN)).square().sum().backward()
         balancer.step()
         balancer.close()
-        return [line for line in said if line.startswith("pre-test")]
+        return [line for line in said if line.startswith("calibration")]
 
     for first, *found in run_ranks(train, 2):
-        assert first.startswith("pre-tests on the shapes of this step")
-        assert [line.partition(":")[0] for line in found] == [f"pre-test of {what}" for what in measured]
+        assert first.startswith("calibrations on the shapes of this step")
+        assert [line.partition(":")[0] for line in found] == [f"calibration of {what}" for what in measured]

@@ -45,10 +45,10 @@ def test_an_impossible_time_counts_as_none(config, seconds):
         assert repr(one.state_dict()) == repr(other.state_dict())
 
 
-def a_cost(overhead_s, share, borrowing):
+def a_cost(gather_fill_s, share, borrowing):
     """Others are refused where they are made."""
     try:
-        return ResizingCost(REALISTIC.ratios, (1.0, share, 0.5, 0.15), (0.0, overhead_s, 0.01, 0.01), borrowing)
+        return ResizingCost(REALISTIC.ratios, (1.0, share, 0.5, 0.15), (0.0, gather_fill_s, 0.01, 0.01), borrowing)
     except ValueError:
         return REALISTIC
 
@@ -122,6 +122,6 @@ def test_a_pre_test_whose_clock_stands_still_tells_nothing(run_ranks, monkeypatc
     def train(rank, group):
         run = Run(group)
         run.steps(1)
-        return run.balancer._measurement.cost == ResizingCost.linear(0.9)
+        return run.balancer._monitor.cost == ResizingCost.linear(0.9)
 
     assert run_ranks(train, 2) == [True, True]

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from zeroresize.config_keys import MIGRATIONS
+from zeroresize.config_keys import MIGRATION_TRANSPORTS
 from zeroresize.migration.ranges import bounds_of_parts
 from zeroresize.plan.group import Loan
 
@@ -22,10 +22,10 @@ OUT = 12  # divides by 2, 3 and 4 ranks
 EXACT = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
-@pytest.mark.parametrize("migrate", MIGRATIONS)
+@pytest.mark.parametrize("migration_transport", MIGRATION_TRANSPORTS)
 @pytest.mark.parametrize(("num_ranks", "owners"), [(2, [0]), (3, [1]), (3, [0, 2]), (4, [2]), (4, [0, 3])])
 @pytest.mark.parametrize("dtype", EXACT)
-def test_training_is_exact_whoever_lends_how_much(run_ranks, migrate, num_ranks, owners, dtype):
+def test_training_is_exact_whoever_lends_how_much(run_ranks, migration_transport, num_ranks, owners, dtype):
     """Five optimizer steps with every γ, every other with checkpointing, the last of two micro-batches; other columns
     are lent from every other step on."""
 
@@ -35,7 +35,7 @@ def test_training_is_exact_whoever_lends_how_much(run_ranks, migrate, num_ranks,
         errors, held, lender = [], [], None
         loans = equal_loans(dict.fromkeys(owners, ratio), num_ranks)
         for step in range(5):
-            lender = lend(model.layers(), group, loans, migrate, seed=step // 2, lender=lender)
+            lender = lend(model.layers(), group, loans, migration_transport, seed=step // 2, lender=lender)
             for micro_batch in range(2 if step == 4 else 1):
                 model.checkpoints = (step + micro_batch) % 2 == 1
                 x = randn(7, 3, IN, seed=10 * step + micro_batch, dtype=dtype)
@@ -59,16 +59,16 @@ def test_training_is_exact_whoever_lends_how_much(run_ranks, migrate, num_ranks,
             assert held == held[:1] * 6 and held[0] > 0, "buffers do not grow, nor do they with other columns"
 
 
-@pytest.mark.parametrize("migrate", MIGRATIONS)
+@pytest.mark.parametrize("migration_transport", MIGRATION_TRANSPORTS)
 @pytest.mark.parametrize("kind", ["column", "row"])
 @pytest.mark.parametrize("learns", ["x", "w", "x and w"])
-def test_only_what_is_asked_for_is_computed(run_ranks, migrate, kind, learns):
+def test_only_what_is_asked_for_is_computed(run_ranks, migration_transport, kind, learns):
     def train(rank, group):
         torch.manual_seed(0)
         linear = nn.Linear(12, 18).double()
         linear.weight.requires_grad_("w" in learns)
         compared = Comparison(kind, linear, group)
-        lend({"layer": compared.layer}, group, equal_loans({1: 0.5}, 3), migrate)
+        lend({"layer": compared.layer}, group, equal_loans({1: 0.5}, 3), migration_transport)
         compared.forward(5, x_learns="x" in learns)
         compared.backward()
         compared.assert_close()
@@ -76,11 +76,11 @@ def test_only_what_is_asked_for_is_computed(run_ranks, migrate, kind, learns):
     run_ranks(train, 3)
 
 
-@pytest.mark.parametrize("migrate", MIGRATIONS)
-def test_parts_may_be_uneven_and_empty(run_ranks, migrate):
+@pytest.mark.parametrize("migration_transport", MIGRATION_TRANSPORTS)
+def test_parts_may_be_uneven_and_empty(run_ranks, migration_transport):
     def train(rank, group):
         model = Pair(group, torch.float64, layers=1)
-        lend(model.layers(), group, (Loan(1, 0.7, (2, 3, 0), (0.9, 0.0, 0.1)),), migrate)
+        lend(model.layers(), group, (Loan(1, 0.7, (2, 3, 0), (0.9, 0.0, 0.1)),), migration_transport)
         x = randn(5, IN, dtype=torch.float64)
         for layers in (model.whole, model.parallel):
             model.run(layers, x).square().mean().backward()
@@ -89,11 +89,11 @@ def test_parts_may_be_uneven_and_empty(run_ranks, migrate):
     assert max(run_ranks(train, 4)) <= 1e-10
 
 
-@pytest.mark.parametrize("migrate", MIGRATIONS)
-def test_a_layer_that_is_used_twice_in_a_step_gets_both_gradients(run_ranks, migrate):
+@pytest.mark.parametrize("migration_transport", MIGRATION_TRANSPORTS)
+def test_a_layer_that_is_used_twice_in_a_step_gets_both_gradients(run_ranks, migration_transport):
     def train(rank, group):
         model = Pair(group, torch.float64, layers=1)
-        lend(model.layers(), group, equal_loans({0: 0.5}, 2), migrate)
+        lend(model.layers(), group, equal_loans({0: 0.5}, 2), migration_transport)
         x = randn(5, IN, dtype=torch.float64)
         for layers in (model.whole, model.parallel):
             model.run(layers, model.run(layers, x)).square().mean().backward()
@@ -102,9 +102,9 @@ def test_a_layer_that_is_used_twice_in_a_step_gets_both_gradients(run_ranks, mig
     assert max(run_ranks(train, 2)) <= 1e-10
 
 
-@pytest.mark.parametrize("migrate", MIGRATIONS)
+@pytest.mark.parametrize("migration_transport", MIGRATION_TRANSPORTS)
 @pytest.mark.parametrize("reentrant", [None, False, True])
-def test_data_parallelism_sees_whole_gradients(run_ranks, migrate, reentrant):
+def test_data_parallelism_sees_whole_gradients(run_ranks, migration_transport, reentrant):
     """DDP averages what is accumulated, and copies its buckets back: whatever came later would be lost."""
 
     def train(rank, group):
@@ -122,7 +122,7 @@ def test_data_parallelism_sees_whole_gradients(run_ranks, migrate, reentrant):
                 return checkpoint(model.run, self.layers, x, use_reentrant=reentrant)
 
         replicated = DistributedDataParallel(Body(), process_group=alone)
-        lend(model.layers(), group, equal_loans({0: 0.5}, 2), migrate)
+        lend(model.layers(), group, equal_loans({0: 0.5}, 2), migration_transport)
         x = randn(5, IN, dtype=torch.float64).requires_grad_()
         for run in (lambda: model.run(model.whole, x), lambda: replicated(x)):
             run().square().mean().backward()
@@ -184,13 +184,13 @@ def test_after_a_backward_that_failed_on_every_rank_the_next_ones_are_exact(run_
         assert max(error, later_error) <= 1e-10 and after == before
 
 
-@pytest.mark.parametrize("migrate", MIGRATIONS)
-def test_passes_for_gradients_of_the_input_alone_take_no_memory(run_ranks, migrate):
+@pytest.mark.parametrize("migration_transport", MIGRATION_TRANSPORTS)
+def test_passes_for_gradients_of_the_input_alone_take_no_memory(run_ranks, migration_transport):
     """As for adversarial examples or saliency maps: nobody asks for the gradients of the weights."""
 
     def train(rank, group):
         model, held = Pair(group, torch.float64), []
-        lender = lend(model.layers(), group, equal_loans({0: 0.5}, 2), migrate)
+        lender = lend(model.layers(), group, equal_loans({0: 0.5}, 2), migration_transport)
         for seed in range(5):
             x = randn(5, IN, seed=seed, dtype=torch.float64).requires_grad_()
             torch.autograd.grad(model.run(model.parallel, x).square().mean(), x)

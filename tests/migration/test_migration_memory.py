@@ -9,7 +9,7 @@ from lending_layers import HIDDEN, IN, Pair, equal_loans, lend
 from parallel_layers import randn
 from torch.utils.checkpoint import checkpoint
 
-from zeroresize.config_keys import MIGRATIONS
+from zeroresize.config_keys import MIGRATION_TRANSPORTS
 from zeroresize.migration.buffers import Buffers
 
 STEPS = 20
@@ -59,10 +59,10 @@ def batches_of_any_size(model, layers, step):
 ORDERS = [accumulate, all_forwards_first, recompute, forwards_without_backward, backward_twice, batches_of_any_size]
 
 
-@pytest.mark.parametrize("migrate", MIGRATIONS)
+@pytest.mark.parametrize("migration_transport", MIGRATION_TRANSPORTS)
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.__name__)
 def test_what_is_kept_lies_where_it_lay_in_the_first_step_and_gradients_are_exact(
-    run_ranks, monkeypatch, migrate, order
+    run_ranks, monkeypatch, migration_transport, order
 ):
     """Other tensors take whatever memory is freed meanwhile, so what is allocated anew lies elsewhere."""
 
@@ -76,7 +76,7 @@ def test_what_is_kept_lies_where_it_lay_in_the_first_step_and_gradients_are_exac
 
         monkeypatch.setattr(Buffers, "keep", recorded)
         model, held, errors = Pair(group, torch.float64), [], []
-        lender = lend(model.layers(), group, equal_loans({0: 0.5}, 2), migrate)
+        lender = lend(model.layers(), group, equal_loans({0: 0.5}, 2), migration_transport)
         for step in range(STEPS):
             kept.append(set())
             for layers in (model.whole, model.parallel):
@@ -96,8 +96,8 @@ def test_what_is_kept_lies_where_it_lay_in_the_first_step_and_gradients_are_exac
 
 
 @pytest.mark.parametrize("num_receivers", [1, 2])
-@pytest.mark.parametrize("migrate", MIGRATIONS)
-def test_the_memory_is_what_is_documented(run_ranks, migrate, num_receivers):
+@pytest.mark.parametrize("migration_transport", MIGRATION_TRANSPORTS)
+def test_the_memory_is_what_is_documented(run_ranks, migration_transport, num_receivers):
     """After a step of a column-parallel [N₁, K₁] and a row-parallel layer [N₂, K₂]."""
     num_ranks, num_tokens = num_receivers + 1, 5
     (n1, k1), (n2, k2) = (HIDDEN // num_ranks, IN), (IN, HIDDEN // num_ranks)
@@ -106,12 +106,12 @@ def test_the_memory_is_what_is_documented(run_ranks, migrate, num_receivers):
 
     def train(rank, group):
         model = Pair(group, torch.float64, layers=1)
-        lender = lend(model.layers(), group, equal_loans({0: 0.5}, num_ranks), migrate)
+        lender = lend(model.layers(), group, equal_loans({0: 0.5}, num_ranks), migration_transport)
         loss(model, model.parallel, 0, num_tokens).backward()
         return lender.bytes_held / 8
 
     whole = num_receivers > 1  # several parts are put side by side
-    reduces = whole and migrate == "broadcast-reduce"
+    reduces = whole and migration_transport == "broadcast-reduce"
     lent_weights, lent_x = n1 * l1 + n2 * l2, num_tokens * l2
     owner = lent_weights + lent_x  # packed
     owner += (1 + whole) * (lent_weights + lent_x)  # dw and the row-parallel layer's dx, come home
@@ -119,7 +119,7 @@ def test_the_memory_is_what_is_documented(run_ranks, migrate, num_receivers):
     receiver = num_tokens * m2  # kept from forward to backward
     receiver += num_tokens * n1  # dy
     receiver += n1 * m1 + n2 * m2  # dw, on its way home
-    if migrate == "broadcast-reduce":
+    if migration_transport == "broadcast-reduce":
         receiver += lent_weights + lent_x + num_tokens * m2  # the row-parallel layer's dx, on its way home
     else:
         receiver += n1 * m1 + n2 * m2 + num_tokens * m2 + num_tokens * max(m1, m2)

@@ -9,12 +9,12 @@ from virtual_training import Run
 LENDING = {"mode": "mig", "ratio": 0.5, "ranks": [0]}
 
 
-@pytest.mark.parametrize("migrate", ["broadcast-reduce", "scatter-gather"])
+@pytest.mark.parametrize("migration_transport", ["broadcast-reduce", "scatter-gather"])
 @pytest.mark.parametrize("layer", ["up", "down"])
-def test_weights_may_be_frozen_and_unfrozen_while_they_are_lent(run_ranks, migrate, layer):
+def test_weights_may_be_frozen_and_unfrozen_while_they_are_lent(run_ranks, migration_transport, layer):
     def train(rank, group):
         found = []
-        for config in ({"mode": "off"}, {**LENDING, "migrate": migrate}):
+        for config in ({"mode": "off"}, {**LENDING, "migration_transport": migration_transport}):
             run = Run(group, **config)
             losses = []
             for is_trained in (True, False, True):

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from lending_layers import IN, Pair, equal_loans, lend
 from parallel_layers import randn
 
-from zeroresize.config_keys import MIGRATIONS
+from zeroresize.config_keys import MIGRATION_TRANSPORTS
 from zeroresize.kernels.probe import Probe
-from zeroresize.migration import broadcast_reduce, carrier
+from zeroresize.migration import broadcast_reduce, transport
 from zeroresize.migration.broadcast_reduce import BroadcastReduce
-from zeroresize.migration.carrier import Carrier
 from zeroresize.migration.layer_loans import LayerLoans
 from zeroresize.migration.scatter_gather import ScatterGather
+from zeroresize.migration.transport import Transport
 
 LAYERS = "0123"  # two pairs of a column- and a row-parallel layer, in the order of the forward
 
@@ -37,10 +37,14 @@ class Transfers:
 
     def __init__(self, log, monkeypatch):
         self.log, self.what = log, None
-        for kind, method in ((BroadcastReduce, "send_slice"), (ScatterGather, "send_slice"), (Carrier, "send_home")):
+        for kind, method in (
+            (BroadcastReduce, "send_slice"),
+            (ScatterGather, "send_slice"),
+            (Transport, "return_slice"),
+        ):
             monkeypatch.setattr(kind, method, self.named(getattr(kind, method)))
         for name in ("start_send", "start_receive"):
-            monkeypatch.setattr(carrier, name, self.started(getattr(carrier, name)))
+            monkeypatch.setattr(transport, name, self.started(getattr(transport, name)))
         monkeypatch.setattr(broadcast_reduce, "start_broadcast", self.started(broadcast_reduce.start_broadcast))
 
     def named(self, method):
@@ -84,10 +88,10 @@ class Waited:
 OWNERS = [(2, [0]), (3, [1]), (3, [0, 2])]  # of so many ranks
 
 
-@pytest.fixture(params=itertools.product(MIGRATIONS, OWNERS), ids=str)
+@pytest.fixture(params=itertools.product(MIGRATION_TRANSPORTS, OWNERS), ids=str)
 def logs(request, run_ranks, monkeypatch):
     """``(before and in forward, in backward)`` of every rank, when the owners lend half of their columns."""
-    migrate, (num_ranks, owners) = request.param
+    migration_transport, (num_ranks, owners) = request.param
 
     def train(rank, group):
         log = []
@@ -95,7 +99,7 @@ def logs(request, run_ranks, monkeypatch):
         model = Pair(group, torch.float64)
         for name, layer in model.layers().items():
             layer.probes.add_outermost(Products(log, name))
-        lend(model.layers(), group, equal_loans(dict.fromkeys(owners, 0.5), num_ranks), migrate)
+        lend(model.layers(), group, equal_loans(dict.fromkeys(owners, 0.5), num_ranks), migration_transport)
         loss = model.run(model.parallel, randn(5, IN, dtype=torch.float64)).square().mean()
         forward = log.copy()
         log.clear()
@@ -206,15 +210,17 @@ class Queues:
         return call
 
 
-@pytest.mark.parametrize("migrate", MIGRATIONS)
+@pytest.mark.parametrize("migration_transport", MIGRATION_TRANSPORTS)
 @pytest.mark.parametrize(("num_ranks", "owner"), [(2, 0), (3, 1)])
-def test_first_layers_do_not_wait_for_the_weights_of_the_last(run_ranks, monkeypatch, migrate, num_ranks, owner):
+def test_first_layers_do_not_wait_for_the_weights_of_the_last(
+    run_ranks, monkeypatch, migration_transport, num_ranks, owner
+):
     """Those of the second pair are on their way when the first pair's output is there."""
 
     def train(rank, group):
         model = Pair(group, torch.float64)
         queues = Queues(monkeypatch, held="23", limit_s=2.0)
-        lend(model.layers(), group, equal_loans({owner: 0.5}, num_ranks), migrate)
+        lend(model.layers(), group, equal_loans({owner: 0.5}, num_ranks), migration_transport)
         x = randn(5, IN, dtype=torch.float64)
         for layers in (model.whole, model.parallel):
             y = model.run(layers[:2], x)

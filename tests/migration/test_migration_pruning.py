@@ -12,7 +12,7 @@ from lending_layers import IN, Pair, equal_loans, relative_error
 from parallel_layers import own, randn
 from virtual_training import FEATURES, Run
 
-from zeroresize.config_keys import MIGRATIONS
+from zeroresize.config_keys import MIGRATION_TRANSPORTS
 from zeroresize.migration.lender import Lender
 from zeroresize.plan.group import Loan
 from zeroresize.plan.layer import LayerPlan
@@ -49,9 +49,9 @@ def whole_mask(pruned_of_ranks, whole, is_row_parallel):
     return torch.cat(masks)
 
 
-@pytest.mark.parametrize("migrate", MIGRATIONS)
+@pytest.mark.parametrize("migration_transport", MIGRATION_TRANSPORTS)
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_only_pruned_columns_are_missing(run_ranks, migrate, setting):
+def test_only_pruned_columns_are_missing(run_ranks, migration_transport, setting):
     shares, loans = SETTINGS[setting]
     loans = loans or equal_loans({rank: lent for rank, (_, lent) in enumerate(shares)}, len(shares))
 
@@ -64,7 +64,7 @@ def test_only_pruned_columns_are_missing(run_ranks, migrate, setting):
             whole = model.whole[position]
             mask = whole_mask([pruned for pruned, _ in columns], whole.weight, is_row_parallel=position % 2 == 1)
             masked.append(lambda x, whole=whole, mask=mask: F.linear(x, whole.weight * mask, whole.bias))
-        lender = Lender(model.layers(), group, migrate)
+        lender = Lender(model.layers(), group, migration_transport)
         lender.install(loans, lent_columns)
         optimizer, errors = torch.optim.SGD(model.parameters(), lr=0.05), []
         for step in range(3):
@@ -105,14 +105,14 @@ def masked_loss_and_gradients(run, group):
     return loss.item(), [own(weight.grad, dim, group) for dim, weight in enumerate(weights)]
 
 
-@pytest.mark.parametrize("migrate", MIGRATIONS)
-def test_by_the_papers_rule_a_straggler_that_only_prunes_borrows(run_ranks, migrate):
+@pytest.mark.parametrize("migration_transport", MIGRATION_TRANSPORTS)
+def test_by_the_papers_rule_a_straggler_that_only_prunes_borrows(run_ranks, migration_transport):
     """λ = 1 of ν = 2 stragglers migrates, and every rank that does not receives (Eq. (3))."""
 
     def train(rank, group):
         torch.set_default_dtype(torch.float64)
-        config = {"semi_rule": "paper", "migrating": 1, "priority": "variation", "update_every": 5}
-        run = Run(group, mode="semi", migrate=migrate, **config)
+        config = {"semi_rule": "paper", "num_migrating": 1, "priority": "variation", "update_every": 5}
+        run = Run(group, mode="semi", migration_transport=migration_transport, **config)
         run.x = torch.randn(8, FEATURES, generator=torch.Generator().manual_seed(1))
         run.time.chi = (8.0, 3.0, 1.0)[rank]
         errors, at_once = [], 0

@@ -14,8 +14,8 @@ from zeroresize.policy.rules.by_mode import HEADROOM
 from zeroresize.policy.times import RankTimes, StepTimes
 
 
-def rank(rest_s, gemm_s, cost=LINEAR, overhead_scale=1.0):
-    return RankTimes(rest_s, gemm_s, overhead_scale, cost)
+def rank(rest_s, gemm_s, cost=LINEAR, gather_fill_scale=1.0):
+    return RankTimes(rest_s, gemm_s, gather_fill_scale, cost)
 
 
 class SimulatedRank:
@@ -34,7 +34,7 @@ class SimulatedRank:
     def _step(self, ratio):
         truth = rank(self.rest_s * self._noise(), self.gemm_s * self.chi * self._noise(), self.cost)
         gemm_s = truth.gemm_s * self.cost.gemm_share_at(ratio)
-        return StepTimes(truth.busy_at(ratio), gemm_s, self.cost.overhead_at(ratio), ratio)
+        return StepTimes(truth.busy_at(ratio), gemm_s, self.cost.gather_fill_at(ratio), ratio)
 
 
 def run_closed_loop(config, ranks, chi_at_update, num_updates):
@@ -84,7 +84,7 @@ def test_a_wrong_pre_test_keeps_nobody_from_being_let_go(chi, error):
 def test_a_recovered_rank_that_is_taken_for_fast_makes_nobody_slow():
     """What pruned steps tell of its full work, by a cost learned while it was slow, is too little once it is not."""
     ranks = [SimulatedRank() for _ in range(4)]
-    cheap = ResizingCost(REALISTIC.ratios, (1.0, 0.5, 0.3, 0.07), REALISTIC.overhead_s)
+    cheap = ResizingCost(REALISTIC.ratios, (1.0, 0.5, 0.3, 0.07), REALISTIC.gather_fill_s)
 
     def chi_at(update):
         ranks[3].cost = REALISTIC if update < 16 else cheap

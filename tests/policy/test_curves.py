@@ -73,9 +73,9 @@ def test_room_is_what_fits_into_the_time_that_is_left(times, levels_s):
     if len(num_points) > 1:
         times = [rank for rank in times if len(rank.cost.ratios) == min(num_points)]
     group = _Group(times, [False] * len(times), [False] * len(times), None)
-    room = group.room(levels)
-    assert group.room_in_all(levels).tolist() == np.cumsum(room, axis=0)[-1].tolist()
-    for rank, own in zip(times, room.tolist(), strict=True):
+    slack = group.slack(levels)
+    assert group.slack_in_all(levels).tolist() == np.cumsum(slack, axis=0)[-1].tolist()
+    for rank, own in zip(times, slack.tolist(), strict=True):
         for level_s, share in zip(levels.tolist(), own, strict=True):
             left_s = max(level_s - rank.busy_s, 0.0)
             assert share >= 0.0 and (left_s > 0.0 or share == 0.0)

@@ -39,7 +39,7 @@ def test_it_is_a_whole_number_that_a_float_holds_exactly():
 
 
 @pytest.mark.parametrize(
-    "name", ["rest_s", "gemm_s", "overhead_scale", "is_straggler", "pruned", "lent", "wanted", "updates_until_heard"]
+    "name", ["rest_s", "gemm_s", "gather_fill_scale", "is_straggler", "pruned", "lent", "wanted", "updates_until_heard"]
 )
 def test_anything_of_a_rank_that_differs_shows(name):
     controller, plan = lending()
@@ -66,11 +66,11 @@ def test_anything_of_a_plan_that_differs_shows(change):
     assert controller.fingerprint(dataclasses.replace(plan, **change)) != controller.fingerprint(plan)
 
 
-@pytest.mark.parametrize("name", ["plain_s", "scale", "forgetting", "scale_before", "_pretested"])
+@pytest.mark.parametrize("name", ["plain_s", "scale", "forgetting", "scale_before", "_calibrated"])
 def test_what_is_known_of_communication_shows(name):
     controller, plan = lending()
     before = controller.fingerprint(plan)
-    setattr(controller._communication, name, MigrationCost(1.0, 1.0) if name == "_pretested" else 0.125)
+    setattr(controller._communication, name, MigrationCost(1.0, 1.0) if name == "_calibrated" else 0.125)
     assert controller.fingerprint(plan) != before
 
 

@@ -14,7 +14,7 @@ from scripts.bench.simulate_migration import (
     traffic_of_layer,
     traffic_of_step,
 )
-from zeroresize.config_keys import MIGRATIONS
+from zeroresize.config_keys import MIGRATION_TRANSPORTS
 
 IN, HIDDEN, TOKENS = 24, 48, 10
 
@@ -25,34 +25,36 @@ def test_it_counts_the_bytes_that_a_step_moves(run_ranks, num_ranks, num_owners)
         up = zr.ColumnParallelLinear(IN, HIDDEN, process_group=group)
         down = zr.RowParallelLinear(HIDDEN, IN, process_group=group)
         counted = {}
-        for migrate in MIGRATIONS:
-            config = zr.BalanceConfig(mode="mig", ratio=0.5, ranks=tuple(range(num_owners)), migrate=migrate)
+        for migration_transport in MIGRATION_TRANSPORTS:
+            config = zr.BalanceConfig(
+                mode="mig", ratio=0.5, ranks=tuple(range(num_owners)), migration_transport=migration_transport
+            )
             model = zr.convert(torch.nn.Sequential(up, down), process_group=group, config=config)
             balancer = zr.Balancer(model, torch.optim.SGD(model.parameters()), process_group=group, config=config)
             x = randn(TOKENS, IN, dtype=torch.float32).requires_grad_(True)
             model(x).square().sum().backward()
             total = torch.tensor(float(balancer.bytes_migrated))
             dist.all_reduce(total, group=group)
-            counted[migrate] = total.item()
+            counted[migration_transport] = total.item()
             balancer.close()
         return counted
 
     up, down = Layer(HIDDEN // num_ranks, IN, True), Layer(IN, HIDDEN // num_ranks, False)
     expected = {
-        migrate: sum(
+        migration_transport: sum(
             4.0
             * num_owners
-            * traffic_of_layer(migrate, layer, TOKENS, layer.num_columns // 2, num_ranks, num_owners).values
+            * traffic_of_layer(migration_transport, layer, TOKENS, layer.num_columns // 2, num_ranks, num_owners).values
             for layer in (up, down)
         )
-        for migrate in MIGRATIONS
+        for migration_transport in MIGRATION_TRANSPORTS
     }
     assert run_ranks(moved, num_ranks) == [expected] * num_ranks
 
 
 def test_what_one_receiver_gets_costs_the_link_the_same_either_way_but_for_what_is_merged():
     layer = Layer(8, 16, False)
-    by_collectives, apart = (traffic_of_layer(way, layer, 100, 4, 2, 1) for way in MIGRATIONS)
+    by_collectives, apart = (traffic_of_layer(way, layer, 100, 4, 2, 1) for way in MIGRATION_TRANSPORTS)
     assert apart.link_values - by_collectives.link_values == 8 * 100, "y is merged"
 
 

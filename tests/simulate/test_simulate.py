@@ -77,7 +77,7 @@ def test_a_wrong_pre_test_does_not_make_the_ratio_swing():
 @pytest.mark.parametrize("chi", [1.5, 2.0, 4.0, 8.0])
 @pytest.mark.parametrize("slope", [0.8, 0.85, 0.9, 1.0, 1.2])
 def test_a_wrong_pre_test_does_not_make_a_straggler_start_and_stop_for_ever(slope, chi):
-    """Where pruning really saves γ and the pre-test says slope · γ."""
+    """Where pruning really saves γ and the calibration says slope · γ."""
     ratios = LINEAR.ratios
     believed = ResizingCost(ratios, tuple(max(1 - slope * ratio, 0.05) for ratio in ratios), (0.0,) * len(ratios))
     slow = cluster(1.0, chi, rest_s=0.5, gemm_s=1.0, noise=0.02)

@@ -277,7 +277,7 @@ def undisturbed_losses(pictures: Path, tmp_path_factory: pytest.TempPathFactory)
 def test_migration_trains_as_if_nothing_migrated_also_after_a_death(
     pictures: Path, undisturbed_losses: list[float], tmp_path: Path, way: str
 ) -> None:
-    balance = f"balance={{mode: mig, migrate: {way}, ratio: 0.5, ranks: [1], update_every: 2}}"
+    balance = f"balance={{mode: mig, migration_transport: {way}, ratio: 0.5, ranks: [1], update_every: 2}}"
     arguments = micro_arguments(pictures, tmp_path / "run", *UNDISTURBED, balance)
     died_in_second_epoch(tmp_path, arguments)
     until_death = [line["loss"] for line in lines_of(tmp_path / "run", "step")]
@@ -293,21 +293,21 @@ def test_migration_trains_as_if_nothing_migrated_also_after_a_death(
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("migrating", "does", "never"), [(1, "lent_share", "pruned_share"), (0, "pruned_share", "lent_share")]
+    ("num_migrating", "does", "never"), [(1, "lent_share", "pruned_share"), (0, "pruned_share", "lent_share")]
 )
 def test_semi_relieves_a_straggler_as_it_is_told(
-    pictures: Path, tmp_path: Path, migrating: int, does: str, never: str
+    pictures: Path, tmp_path: Path, num_migrating: int, does: str, never: str
 ) -> None:
     """By its own choice it would not lend in so small a model."""
     slow = "straggler={kind: sleep, chi: {1: 20.0}}"
     wide = "model.mlp_size=4096"  # so that products with fewer columns take less time
-    balance = f"balance={{mode: semi, migrating: {migrating}, update_every: 2}}"
+    balance = f"balance={{mode: semi, num_migrating: {num_migrating}, update_every: 2}}"
     train(*micro_arguments(pictures, tmp_path, "host=torch", wide, slow, balance))
     assert len(losses_of(tmp_path)) == NUM_STEPS
     normal, straggler = (read_json_lines(tmp_path / f"balance-rank{rank}.jsonl") for rank in range(2))
     assert straggler[-1]["is_straggler"] and straggler[-1][does] > 0.3
     assert all(line[never] == 0.0 for line in straggler)
-    assert (normal[-1]["borrowed_share"] > 0.3) == bool(migrating)
+    assert (normal[-1]["borrowed_share"] > 0.3) == bool(num_migrating)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 _T = TypeVar("_T")
 
 
-class Transport(Protocol):
+class Channel(Protocol):
     """What starts transfers between the ranks of a group, by their numbers within it: the group itself, or another."""
 
     def broadcast(self, tensor: Tensor, root: int, /) -> dist.Work: ...
@@ -180,7 +180,7 @@ def broadcast(tensor: Tensor, root: int, process_group: ProcessGroup) -> None:
 
 
 def start_broadcast(
-    tensor: Tensor, root: int, process_group: ProcessGroup, layer: str | None = None, over: Transport | None = None
+    tensor: Tensor, root: int, process_group: ProcessGroup, layer: str | None = None, over: Channel | None = None
 ) -> Transfer:
     """Start :func:`broadcast`, by the group itself or ``over`` another transport between its ranks."""
     start = partial((over or process_group).broadcast, tensor, root)
@@ -195,7 +195,7 @@ def start_reduce(tensor: Tensor, root: int, process_group: ProcessGroup, layer: 
 
 
 def start_send(
-    tensor: Tensor, receiver: int, process_group: ProcessGroup, layer: str | None = None, over: Transport | None = None
+    tensor: Tensor, receiver: int, process_group: ProcessGroup, layer: str | None = None, over: Channel | None = None
 ) -> list[Transfer]:
     """Start sending ``tensor`` to rank ``receiver`` within the group, unless it is empty: what is to be waited for."""
     if tensor.numel() == 0:
@@ -205,7 +205,7 @@ def start_send(
 
 
 def start_receive(
-    tensor: Tensor, sender: int, process_group: ProcessGroup, layer: str | None = None, over: Transport | None = None
+    tensor: Tensor, sender: int, process_group: ProcessGroup, layer: str | None = None, over: Channel | None = None
 ) -> list[Transfer]:
     """Start filling ``tensor`` with what rank ``sender`` within the group sends, as :func:`start_send` does."""
     if tensor.numel() == 0:
@@ -214,14 +214,14 @@ def start_receive(
     return [Transfer(start, "receiving from", process_group, sender, layer)]
 
 
-def gather_from(x: Tensor, process_group: ProcessGroup) -> Tensor:
+def gather_from_tp_region(x: Tensor, process_group: ProcessGroup) -> Tensor:
     """All ranks' ``x`` side by side on the last dimension in forward, this rank's slice of the gradient in backward."""
-    return x if group_size(process_group) == 1 else _GatherFrom.apply(x, process_group)
+    return x if group_size(process_group) == 1 else _GatherFromTpRegion.apply(x, process_group)
 
 
-def scatter_to(x: Tensor, process_group: ProcessGroup) -> Tensor:
+def scatter_to_tp_region(x: Tensor, process_group: ProcessGroup) -> Tensor:
     """This rank's slice of the last dimension in forward, all-gather of the gradient in backward."""
-    return x if group_size(process_group) == 1 else _ScatterTo.apply(x, process_group)
+    return x if group_size(process_group) == 1 else _ScatterToTpRegion.apply(x, process_group)
 
 
 def _all_gather_last_dim(x: Tensor, process_group: ProcessGroup) -> Tensor:
@@ -236,7 +236,7 @@ def _own_slice_of_last_dim(x: Tensor, process_group: ProcessGroup) -> Tensor:
     return x.chunk(group_size(process_group), dim=-1)[group_rank(process_group)].contiguous()
 
 
-class _GatherFrom(torch.autograd.Function):
+class _GatherFromTpRegion(torch.autograd.Function):
     """y = [x_0 … x_(R−1)] on the last dimension; dx = this rank's slice of dy."""
 
     @staticmethod
@@ -249,7 +249,7 @@ class _GatherFrom(torch.autograd.Function):
         return _own_slice_of_last_dim(dy, ctx.process_group), None
 
 
-class _ScatterTo(torch.autograd.Function):
+class _ScatterToTpRegion(torch.autograd.Function):
     """y = this rank's slice of x on the last dimension; dx = [dy_0 … dy_(R−1)]."""
 
     @staticmethod

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import explain_failures, group_ranks
 from zeroresize.comm.failure_reports import FailureReports
-from zeroresize.comm.rendezvous import Meeting
+from zeroresize.comm.rendezvous import Rendezvous
 from zeroresize.comm.whereabouts import Whereabouts
 
 
@@ -36,7 +36,7 @@ class CpuGroup:
     """The ranks of a group once more, on CPU (gloo), for numbers: no device synchronisation, nothing in between the
     host's collectives.
 
-    Making it is collective over ``process_group`` only, in the way of :class:`~zeroresize.comm.rendezvous.Meeting`.
+    Making it is collective over ``process_group`` only, in the way of :class:`~zeroresize.comm.rendezvous.Rendezvous`.
     From then on the job's store is asked only for what to tell of a failure.
 
     Args:
@@ -56,7 +56,7 @@ class CpuGroup:
     """
 
     def __init__(self, process_group: ProcessGroup, agreement: Mapping[str, str]) -> None:
-        self._meeting = Meeting(process_group, "agree on what to balance")
+        self._meeting = Rendezvous(process_group, "agree on what to balance")
         self.rank, self.size, self.time_limit = self._meeting.rank, self._meeting.size, self._meeting.time_limit
         self.ranks = group_ranks(process_group)
         self._num_agreements = 0

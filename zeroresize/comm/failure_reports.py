@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 
-from zeroresize.comm.rendezvous import Meeting
+from zeroresize.comm.rendezvous import Rendezvous
 from zeroresize.comm.whereabouts import Whereabouts
 from zeroresize.utils.deadline import within
 
@@ -33,7 +33,7 @@ class FailureReports:
         last_heard: where all ranks were when they last exchanged numbers; nothing before that.
     """
 
-    def __init__(self, meeting: Meeting, where: Whereabouts) -> None:
+    def __init__(self, meeting: Rendezvous, where: Whereabouts) -> None:
         self._meeting, self._where = meeting, where
         self._keys = [f"failure/{rank}" for rank in range(meeting.size)]
         self.last_heard: list[Whereabouts] = []

@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 _GRACE = timedelta(seconds=1)
 
 
-class Meeting:
+class Rendezvous:
     """A part of the default group's store that is the ranks' own, for one purpose.
 
     (``torch.distributed.new_group`` with local synchronisation names it after how many groups a rank knows, so it hangs

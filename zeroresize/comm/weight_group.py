@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from zeroresize.comm.rendezvous import Meeting
+from zeroresize.comm.rendezvous import Rendezvous
 
 
 class WeightGroup:
@@ -22,7 +22,7 @@ class WeightGroup:
     as NCCL asks of several communicators. A backend of any other kind is not made twice: there weights travel on the
     layers' own group.
 
-    Making it is collective over ``process_group`` only, in the way of :class:`~zeroresize.comm.rendezvous.Meeting`.
+    Making it is collective over ``process_group`` only, in the way of :class:`~zeroresize.comm.rendezvous.Rendezvous`.
 
     Args:
         process_group: whose ranks.
@@ -33,7 +33,7 @@ class WeightGroup:
     """
 
     def __init__(self, process_group: ProcessGroup, device: torch.device) -> None:
-        meeting = Meeting(process_group, "connect for the weights that are lent")
+        meeting = Rendezvous(process_group, "connect for the weights that are lent")
         meeting.exchange("here")  # gloo connects when it is made, and does not tell who did not come
         ends = meeting.store, meeting.rank, meeting.size
         kind = process_group._get_backend(device).name()

@@ -166,4 +166,4 @@ def build_lender(config: BalanceConfig, layers: Layers, process_group: ProcessGr
     """What carries out loans."""
     if config.mode not in MIGRATING_MODES or group_size(process_group) == 1:
         return None
-    return Lender(layers, process_group, config.migrate, is_forced=config.forced_ratio is not None)
+    return Lender(layers, process_group, config.migration_transport, is_forced=config.forced_ratio is not None)

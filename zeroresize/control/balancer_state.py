@@ -8,7 +8,7 @@ from typing import Any
 from zeroresize.control.group_decision import GroupDecision
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.measure.column_statistics import ColumnStatistic
-from zeroresize.measure.rank_monitor import Measurement
+from zeroresize.measure.rank_monitor import RankMonitor
 from zeroresize.policy.columns.selector import ColumnSelector
 from zeroresize.utils.state_checks import anything, count, each, flag, keyed, optional, row, share, tensor, text, values
 
@@ -52,7 +52,7 @@ def require_own(
     *,
     layers: Mapping[str, BalancedLinear],
     selector: ColumnSelector,
-    measurement: Measurement,
+    monitor: RankMonitor,
     statistic: ColumnStatistic | None,
     name_of_statistic: str | None,
 ) -> None:
@@ -78,7 +78,7 @@ def require_own(
     keyed(
         {
             "selector": selector.state_check,
-            "measurement": measurement.state_check,
+            "measurement": monitor.state_check,
             "statistic": check_statistic,
             "last_gradients": check_last_gradients,
         }

@@ -30,11 +30,11 @@ class GroupDecision:
 
     Attributes:
         plan: what is decided.
-        migration: Φ1 by the pre-test, the same on every rank; None where nobody can lend, or before it is known.
+        migration: Φ1 by the calibration, the same on every rank; None where nobody can lend, or before it is known.
     """
 
     def __init__(self, config: BalanceConfig, num_ranks: int, exchange: Exchange | None) -> None:
-        self._exchange, self._migrate = exchange, config.migrate
+        self._exchange, self._migration_transport = exchange, config.migration_transport
         self._may_migrate = config.mode in MIGRATING_MODES
         self._told_config = repr(config)
         self._controller = Controller(config, num_ranks)
@@ -82,7 +82,7 @@ class GroupDecision:
             "received": (self._told_config, self._received),
             "lent_when_sent": list(self._lent_when_sent),
             "migration": dataclasses.astuple(self.migration) if self.migration is not None else None,
-            "migrate": self._migrate,
+            "migration_transport": self._migration_transport,
         }
 
     @property
@@ -102,7 +102,7 @@ class GroupDecision:
                 "received": optional(received),
                 "lent_when_sent": each(share, num_ranks),
                 "migration": optional(row(not_negative, not_negative)),
-                "migrate": text,
+                "migration_transport": text,
             }
         )
 
@@ -121,7 +121,7 @@ class GroupDecision:
         received = state["received"]  # of older versions the table alone, or None
         self._received = received[1] if received and received[0] == self._told_config else None
         self._lent_when_sent = tuple(state["lent_when_sent"])
-        is_known = state["migration"] is not None and state["migrate"] == self._migrate
+        is_known = state["migration"] is not None and state["migration_transport"] == self._migration_transport
         self.migration = MigrationCost(*state["migration"]) if is_known else None
         self.plan = self._controller.current_plan()
 
@@ -199,13 +199,13 @@ def _require_equal(fingerprints: Sequence[float]) -> None:
 
 
 def _as_numbers(times: RankTimes | None, cost: ResizingCost) -> list[float]:
-    own = [times.rest_s, times.gemm_s, times.overhead_scale] if times is not None else [math.nan] * 3
-    return [*own, cost.borrowing, *cost.ratios, *cost.gemm_share, *cost.overhead_s]
+    own = [times.rest_s, times.gemm_s, times.gather_fill_scale] if times is not None else [math.nan] * 3
+    return [*own, cost.borrowing, *cost.ratios, *cost.gemm_share, *cost.gather_fill_s]
 
 
 def _as_rank_times(numbers: list[float]) -> RankTimes:
-    rest_s, gemm_s, overhead_scale, borrowing, *points = numbers
+    rest_s, gemm_s, gather_fill_scale, borrowing, *points = numbers
     third = len(points) // 3
-    ratios, gemm_share, overhead_s = (tuple(points[i * third : (i + 1) * third]) for i in range(3))
-    cost = ResizingCost(ratios, gemm_share, overhead_s, borrowing)
-    return RankTimes(rest_s, gemm_s, overhead_scale, cost)
+    ratios, gemm_share, gather_fill_s = (tuple(points[i * third : (i + 1) * third]) for i in range(3))
+    cost = ResizingCost(ratios, gemm_share, gather_fill_s, borrowing)
+    return RankTimes(rest_s, gemm_s, gather_fill_scale, cost)

@@ -16,7 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from zeroresize.comm.collectives import gather_from, group_rank, group_size, require_group, scatter_to
+from zeroresize.comm.collectives import (
+    gather_from_tp_region,
+    group_rank,
+    group_size,
+    require_group,
+    scatter_to_tp_region,
+)
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.jagged import on_tokens
 
@@ -109,7 +115,7 @@ class ColumnParallelLinear(BalancedLinear, nn.Module):
 
     def _forward(self, x: Tensor) -> Tensor:
         y = self.column_products(x, self.bias)
-        return gather_from(y, self.process_group) if self.gather_output else y
+        return gather_from_tp_region(y, self.process_group) if self.gather_output else y
 
     def extra_repr(self) -> str:
         return (
@@ -200,7 +206,7 @@ class RowParallelLinear(BalancedLinear, nn.Module):
 
     def _forward(self, x: Tensor) -> Tensor:
         if not self.input_is_parallel:
-            x = scatter_to(x, self.process_group)
+            x = scatter_to_tp_region(x, self.process_group)
         y = self.row_products(x)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 

@@ -1,4 +1,4 @@
-"""The pre-test of migrating: what communication adds to a step in which one rank lends (Φ1 of section IV-B)."""
+"""The calibration of migrating: what communication adds to a step in which one rank lends (Φ1 of section IV-B)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch.distributed import ProcessGroup
 from zeroresize.comm.collectives import all_reduce, group_size
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.migration.buffers import Buffers
-from zeroresize.migration.carrier import Carrier, Route
-from zeroresize.migration.carriers import make_carrier
 from zeroresize.migration.ranges import bounds_of_parts
+from zeroresize.migration.transport import Route, Transport
+from zeroresize.migration.transports import make_transport
 from zeroresize.policy.columns.order import num_lent
 from zeroresize.policy.cost_model import MigrationCost
 
-#: Shares of its columns that one rank lends in the pre-test: between and beyond, the cost is a straight line.
+#: Shares of its columns that one rank lends in the calibration: between and beyond, the cost is a straight line.
 _LENT = (0.25, 0.75)
 #: Rounds that fit into the budget, no more and no less than these: the least of them counts, noise is one-sided.
 _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 5
@@ -55,7 +55,7 @@ class _Shape:
 
 
 def measure_migration_cost(
-    layers: Mapping[str, BalancedLinear], process_group: ProcessGroup, migrate: str, budget_s: float = 1.0
+    layers: Mapping[str, BalancedLinear], process_group: ProcessGroup, migration_transport: str, budget_s: float = 1.0
 ) -> MigrationCost:
     """What all transfers of a step take when one rank lends, none of them hidden behind work; collective.
 
@@ -65,7 +65,7 @@ def measure_migration_cost(
     Args:
         layers: balanced layers by name; those are measured that have seen the training forwards of one iteration.
         process_group: their tensor-parallel group.
-        migrate: how slices travel.
+        migration_transport: how slices travel.
         budget_s: seconds it may take, roughly; ``_FEWEST_ROUNDS`` rounds run in any case.
 
     Raises:
@@ -74,30 +74,32 @@ def measure_migration_cost(
     shapes = Counter(_Shape.of(layer) for layer in layers.values() if layer.num_tokens > 0)
     if not shapes:
         raise ValueError("no layer has seen a training forward yet: there is nothing to measure")
-    rounds = [_round(shapes, process_group, migrate)]
+    rounds = [_round(shapes, process_group, migration_transport)]
     affordable = int(budget_s / max(sum(rounds[0]), 1e-6))
     num_rounds = max(_FEWEST_ROUNDS, min(affordable, _MOST_ROUNDS))
-    rounds += [_round(shapes, process_group, migrate) for _ in range(num_rounds - 1)]
+    rounds += [_round(shapes, process_group, migration_transport) for _ in range(num_rounds - 1)]
     small_s, large_s = (min(seconds) for seconds in zip(*rounds, strict=True))
     per_share_s = max(large_s - small_s, 0.0) / (_LENT[1] - _LENT[0])
     return MigrationCost(max(small_s - _LENT[0] * per_share_s, 0.0), per_share_s)
 
 
-def _round(shapes: Mapping[_Shape, int], process_group: ProcessGroup, migrate: str) -> list[float]:
+def _round(shapes: Mapping[_Shape, int], process_group: ProcessGroup, migration_transport: str) -> list[float]:
     """Seconds of a step's transfers at each of ``_LENT``, of the slowest rank: the same numbers on all."""
     buffers = Buffers()
-    carrier = make_carrier(migrate, process_group, buffers)
-    seconds = [sum(count * _time_transfers(shape, lent, carrier) for shape, count in shapes.items()) for lent in _LENT]
+    transport = make_transport(migration_transport, process_group, buffers)
+    seconds = [
+        sum(count * _time_transfers(shape, lent, transport) for shape, count in shapes.items()) for lent in _LENT
+    ]
     device = next(iter(shapes)).device
     every_rank = torch.zeros(group_size(process_group), len(_LENT), dtype=torch.float64, device=device)
-    every_rank[carrier.rank] = torch.tensor(seconds, dtype=torch.float64)
+    every_rank[transport.rank] = torch.tensor(seconds, dtype=torch.float64)
     all_reduce(every_rank, process_group)
     return every_rank.max(dim=0).values.tolist()
 
 
-def _time_transfers(shape: _Shape, lent: float, carrier: Carrier) -> float:
+def _time_transfers(shape: _Shape, lent: float, transport: Transport) -> float:
     """Seconds of a layer's transfers in a step in which rank 0 lends to all others."""
-    transfers = _Transfers(shape, lent, carrier)
+    transfers = _Transfers(shape, lent, transport)
     transfers.send_weights()  # first calls set up buffers and connections
     transfers.forward_and_backward()
     seconds = transfers.time(transfers.send_weights)
@@ -110,15 +112,15 @@ def _time_transfers(shape: _Shape, lent: float, carrier: Carrier) -> float:
 class _Transfers:
     """What travels for one layer, made up of zeros."""
 
-    def __init__(self, shape: _Shape, lent: float, carrier: Carrier) -> None:
-        self._shape, self._carrier = shape, carrier
-        num_receivers = group_size(carrier.process_group) - 1
+    def __init__(self, shape: _Shape, lent: float, transport: Transport) -> None:
+        self._shape, self._transport = shape, transport
+        num_receivers = group_size(transport.process_group) - 1
         num_columns = num_lent(shape.num_columns, lent)
         bounds = bounds_of_parts(num_columns, [1.0 / num_receivers] * num_receivers)
         self._route = Route(0, tuple(range(1, num_receivers + 1)), bounds)
-        self._is_owner = carrier.rank == 0
+        self._is_owner = transport.rank == 0
         columns = torch.arange(num_columns, device=shape.device)
-        self._own = columns if self._is_owner else columns[self._route.part_of(carrier.rank)]
+        self._own = columns if self._is_owner else columns[self._route.part_of(transport.rank)]
         self._x_TK = self._zeros(shape.num_tokens, shape.num_columns)
         self._y_TN = self._zeros(shape.num_tokens, shape.num_outputs)
         self._dw_NK = self._zeros(shape.num_outputs, shape.num_columns)
@@ -137,7 +139,7 @@ class _Transfers:
         """Once more for every recomputation."""
         if not self._shape.is_column_parallel:
             self._send_out(self._x_TK, "x")
-        if self._shape.is_column_parallel or not self._carrier.merges:
+        if self._shape.is_column_parallel or not self._transport.merges:
             self._sum_up()
 
     def time(self, transfer: Callable[[], None]) -> float:
@@ -145,35 +147,35 @@ class _Transfers:
         self._meet()
         began = time.perf_counter()
         transfer()
-        self._carrier.buffers.finish_sending()
+        self._transport.buffers.finish_sending()
         self._meet()
         return time.perf_counter() - began
 
     def _backward(self) -> None:
         if self._shape.is_column_parallel:
-            self._carrier.send_whole(self._route, self._y_TN, "dy").wait()
-        if not self._shape.is_column_parallel or not self._carrier.merges:
-            self._send_home(self._x_TK, "dx")
-        self._send_home(self._dw_NK, "dw")
+            self._transport.send_whole(self._route, self._y_TN, "dy").wait()
+        if not self._shape.is_column_parallel or not self._transport.merges:
+            self._return_slice(self._x_TK, "dx")
+        self._return_slice(self._dw_NK, "dw")
 
     def _sum_up(self) -> None:
         y_TN = self._y_TN
         if self._is_owner:
-            expected = self._carrier.expect_addends(self._route, tuple(y_TN.shape), y_TN, "y")
-            self._carrier.add_up(self._route, y_TN, expected).wait()
+            expected = self._transport.expect_addends(self._route, tuple(y_TN.shape), y_TN, "y")
+            self._transport.add_up(self._route, y_TN, expected).wait()
         else:
-            self._carrier.give(self._route, y_TN, "y")
+            self._transport.give(self._route, y_TN, "y")
 
     def _send_out(self, matrix: Tensor, name: str) -> None:
         packed = matrix.index_select(1, self._own) if self._is_owner else None
-        self._carrier.send_slice(self._route, packed, len(matrix), matrix, name).wait()
+        self._transport.send_slice(self._route, packed, len(matrix), matrix, name).wait()
 
-    def _send_home(self, matrix: Tensor, name: str) -> None:
+    def _return_slice(self, matrix: Tensor, name: str) -> None:
         part = None if self._is_owner else matrix.index_select(1, self._own)
-        self._carrier.send_home(self._route, part, len(matrix), matrix, name).wait()
+        self._transport.return_slice(self._route, part, len(matrix), matrix, name).wait()
 
     def _meet(self) -> None:
-        all_reduce(torch.zeros(1, device=self._shape.device), self._carrier.process_group)
+        all_reduce(torch.zeros(1, device=self._shape.device), self._transport.process_group)
         if self._shape.device.type == "cuda":
             torch.cuda.synchronize(self._shape.device)
 

@@ -1,4 +1,4 @@
-"""The pre-test: what pruning costs on this rank, on the shapes that training really uses."""
+"""The calibration: what pruning costs on this rank, on the shapes that training really uses."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def measure_resizing_cost(
         examples.setdefault(shape, layer)
         counts[shape] += 1
 
-    pruned, gemm_s, overhead_s = [0.0] * NUM_POINTS, [0.0] * NUM_POINTS, [0.0] * NUM_POINTS
+    pruned, gemm_s, gather_fill_s = [0.0] * NUM_POINTS, [0.0] * NUM_POINTS, [0.0] * NUM_POINTS
     for shape, count in counts.items():
         plans = [_spread_plan(ratio, shape, config) for ratio in spread_ratios(config.max_ratio)]
         measured = _measure_shape(examples[shape], shape, plans, budget_s / len(counts))
         for point, (plan, (gemm, overhead)) in enumerate(zip(plans, measured, strict=True)):
             pruned[point] += count * shape.work * (plan.pruned_share if plan else 0.0)
             gemm_s[point] += count * gemm
-            overhead_s[point] += count * overhead
+            gather_fill_s[point] += count * overhead
     if not gemm_s[0] > 0.0:  # of a clock that stands still
         return ResizingCost.linear(config.max_ratio)
     work = sum(count * shape.work for shape, count in counts.items())
@@ -83,7 +83,7 @@ def measure_resizing_cost(
     return ResizingCost(
         ratios=ratios,
         gemm_share=tuple(max(seconds / gemm_s[0], 1e-6) for seconds in gemm_s),
-        overhead_s=(0.0, *overhead_s[1:]),
+        gather_fill_s=(0.0, *gather_fill_s[1:]),
     )
 
 

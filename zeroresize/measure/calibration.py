@@ -1,4 +1,4 @@
-"""Which pre-tests a group makes: of what pruning costs, and of what migrating does."""
+"""Which calibrations a group makes: of what pruning costs, and of what migrating does."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from zeroresize.config import BalanceConfig
 from zeroresize.config_keys import MIGRATING_MODES
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.measure.calibrate_migration import measure_migration_cost
-from zeroresize.measure.rank_monitor import Measurement
+from zeroresize.measure.rank_monitor import RankMonitor
 from zeroresize.policy.cost_model import MigrationCost
 
 logger = logging.getLogger(__name__)
 
 
-def make_pretests(
+def calibrate_group(
     layers: Mapping[str, BalancedLinear],
     process_group: ProcessGroup,
     config: BalanceConfig,
-    measurement: Measurement,
+    monitor: RankMonitor,
     migration: MigrationCost | None,
     meet: Callable[..., list[list[float]]],
 ) -> MigrationCost | None:
@@ -30,7 +30,7 @@ def make_pretests(
     Collective: what one rank does not know all measure.
 
     Args:
-        measurement: takes what pruning costs.
+        monitor: takes what pruning costs.
         migration: what migrating costs, as far as is known.
         meet: exchanges two numbers with all ranks; where some do not come, before any of them sends anything else.
 
@@ -38,16 +38,16 @@ def make_pretests(
         What migrating costs, None in a mode that does not need it.
     """
     may_migrate = config.mode in ("off", *MIGRATING_MODES)
-    unknown = [not measurement.is_pretested, may_migrate and migration is None]
+    unknown = [not monitor.is_calibrated, may_migrate and migration is None]
     measures_pruning, measures_migrating = (any(on_ranks) for on_ranks in zip(*meet(*unknown), strict=True))
     if measures_pruning or measures_migrating:
-        logger.info("pre-tests on the shapes of this step: some seconds")
+        logger.info("calibrations on the shapes of this step: some seconds")
     if measures_pruning:
-        measurement.pretest()
+        monitor.calibrate()
     if may_migrate and (measures_pruning or measures_migrating):
-        migration = measure_migration_cost(layers, process_group, config.migrate)
+        migration = measure_migration_cost(layers, process_group, config.migration_transport)
         logger.info(
-            "pre-test of migrating: %.1f ms a loan, and %.1f ms for all of a rank's columns",
+            "calibration of migrating: %.1f ms a loan, and %.1f ms for all of a rank's columns",
             1e3 * migration.fixed_s,
             1e3 * migration.per_share_s,
         )

@@ -23,13 +23,13 @@ from zeroresize.utils.state_checks import Check, count, each, flag, keyed, numbe
 
 logger = logging.getLogger(__name__)
 
-#: A pre-test holds for steps of up to so many times as much work, or as little.
+#: A calibration holds for steps of up to so many times as much work, or as little.
 _LIKE = 1.5
 
 
 @dataclass(frozen=True)
 class _Conditions:
-    """What a pre-test depends on.
+    """What a calibration depends on.
 
     Attributes:
         device: its name, and the dtypes that layers compute in.
@@ -62,7 +62,7 @@ class _Conditions:
         return is_like and dataclasses.replace(self, work=other.work) == other
 
 
-class Measurement:
+class RankMonitor:
     """Times the steps of this rank's balanced layers, from update to update.
 
     Args:
@@ -73,7 +73,7 @@ class Measurement:
     def __init__(self, layers: Mapping[str, BalancedLinear], config: BalanceConfig) -> None:
         self._layers, self._config = layers, config
         self._estimate = FullWorkEstimate(ResizingCost.linear(config.max_ratio))
-        self._pretested_on: _Conditions | None = None
+        self._calibrated_on: _Conditions | None = None
         self._interval: list[StepTimes] = []
         self._plan_in_force = 0.0, 0.0
         self._wait_s = math.nan
@@ -100,13 +100,13 @@ class Measurement:
 
     @property
     def cost(self) -> ResizingCost:
-        """What pruning costs; proportional to FLOPs until :meth:`pretest`."""
+        """What pruning costs; proportional to FLOPs until :meth:`calibrate`."""
         return self._estimate.cost
 
     @property
-    def overhead_s(self) -> float:
+    def timer_s(self) -> float:
         """Seconds that timing cost in the last step."""
-        return self._timer.overhead_s
+        return self._timer.timer_s
 
     def begin_step(self, spared_share: float, borrowed_share: float, is_forced: bool) -> None:
         """A step begins under a plan that spares this rank a share of its products and adds one of others'."""
@@ -135,22 +135,22 @@ class Measurement:
         return self._num_forwards_before_step + sum(layer.num_forwards for layer in self._counted)
 
     @property
-    def is_pretested(self) -> bool:
+    def is_calibrated(self) -> bool:
         """Whether what pruning costs was measured on such a device, as far as it may go now, in steps like the one that
         has just ended."""
         now = _Conditions.of_step(self._layers, self._config)
-        return self._pretested_on is not None and self._pretested_on.is_like(now)
+        return self._calibrated_on is not None and self._calibrated_on.is_like(now)
 
-    def pretest(self) -> None:
+    def calibrate(self) -> None:
         """Measure what pruning costs on the shapes of the step that has just ended; takes about a second."""
         self._estimate = FullWorkEstimate(measure_resizing_cost(self._layers, self._config))
-        self._pretested_on = _Conditions.of_step(self._layers, self._config)
-        cost = self._estimate.pretested
+        self._calibrated_on = _Conditions.of_step(self._layers, self._config)
+        cost = self._estimate.calibrated
         logger.info(
-            "pre-test of pruning: at γ = %.2f multiplications take %.2f of their time, gathers and fills %.1f ms",
+            "calibration of pruning: at γ = %.2f multiplications take %.2f of their time, gathers and fills %.1f ms",
             cost.max_ratio,
             cost.gemm_share[-1],
-            1e3 * cost.overhead_s[-1],
+            1e3 * cost.gather_fill_s[-1],
         )
 
     def learn(self) -> None:
@@ -171,7 +171,7 @@ class Measurement:
     def state_dict(self) -> dict[str, Any]:
         """This rank's own, plain values."""
         return {
-            "pretested_on": dataclasses.astuple(self._pretested_on) if self._pretested_on is not None else None,
+            "calibrated_on": dataclasses.astuple(self._calibrated_on) if self._calibrated_on is not None else None,
             "estimate": self._estimate.state_dict(),
             "interval": [dataclasses.astuple(step) for step in self._interval],
         }
@@ -182,12 +182,12 @@ class Measurement:
         conditions = row(text, number, number, count, optional(flag), least=2)
         step = row(number, number, number, number, number, flag, number)
         return keyed(
-            {"pretested_on": optional(conditions), "estimate": self._estimate.state_check, "interval": each(step)}
+            {"calibrated_on": optional(conditions), "estimate": self._estimate.state_check, "interval": each(step)}
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from :meth:`state_dict`."""
-        self._pretested_on = _Conditions(*state["pretested_on"]) if state["pretested_on"] is not None else None
+        self._calibrated_on = _Conditions(*state["calibrated_on"]) if state["calibrated_on"] is not None else None
         self._interval = [StepTimes(*values) for values in state["interval"]]
         self._estimate.load_state_dict(state["estimate"])
 

@@ -183,7 +183,7 @@ class StepTimer(Probe):
         return read
 
     @property
-    def overhead_s(self) -> float:
+    def timer_s(self) -> float:
         """What measuring cost in the last finished iteration: its marks times the cost of one, in seconds."""
         return self._last_num_marks * self._mark_s
 
@@ -250,7 +250,7 @@ class StepTimer(Probe):
         return StepTimes(
             busy_s=busy_s,
             gemm_s=gemm_s,
-            overhead_s=max(products_s - gemm_s, 0.0),
+            gather_fill_s=max(products_s - gemm_s, 0.0),
             spared_share=step.spared_share,
             borrowed_share=step.borrowed_share,
             is_forced=step.is_forced,

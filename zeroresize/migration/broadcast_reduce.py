@@ -10,10 +10,10 @@ from collections.abc import Hashable, Sequence
 from torch import Tensor
 
 from zeroresize.comm.collectives import Transfer, start_broadcast, start_reduce
-from zeroresize.migration.carrier import Carrier, Pending, Route
+from zeroresize.migration.transport import Pending, Route, Transport
 
 
-class BroadcastReduce(Carrier):
+class BroadcastReduce(Transport):
     """Every rank gets the whole slice, a receiver uses its part; partial sums come back by one reduce."""
 
     merges = True

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from zeroresize.migration.buffers import Buffers
-from zeroresize.migration.carrier import Pending
+from zeroresize.migration.transport import Pending
 from zeroresize.plan.columns import Columns
 
 
@@ -28,7 +28,7 @@ class _Expected:
     backward: int
 
 
-class Homecoming:
+class GradientReturn:
     """What this rank's lent columns still wait for, and what it sends to others.
 
     Args:
@@ -47,10 +47,10 @@ class Homecoming:
             self._last_backward = backward
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._backward_ends(backward))
 
-    def homebound(self, weight: Tensor) -> Tensor:
+    def awaiting_return(self, weight: Tensor) -> Tensor:
         """``weight`` itself, as a tensor whose gradient [N, K] waits for the columns that were lent."""
         with torch.enable_grad():
-            return _ComesHome.apply(weight, self)
+            return _AwaitReturn.apply(weight, self)
 
     def expect(self, weight: Tensor, columns: Columns, pending: Pending) -> None:
         """``pending`` will be the gradient of ``columns`` of ``weight`` in the backward that is under way."""
@@ -89,15 +89,15 @@ class Homecoming:
             one.pending.wait()
 
 
-class _ComesHome(torch.autograd.Function):
+class _AwaitReturn(torch.autograd.Function):
     """w → w; dw → dw with the lent columns."""
 
     @staticmethod
-    def forward(ctx, weight, homecoming):
-        ctx.weight, ctx.homecoming = weight, homecoming
+    def forward(ctx, weight, gradient_return):
+        ctx.weight, ctx.gradient_return = weight, gradient_return
         return weight.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dw_NK):
-        return ctx.homecoming.whole(ctx.weight, dw_NK), None
+        return ctx.gradient_return.whole(ctx.weight, dw_NK), None

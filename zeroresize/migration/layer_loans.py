@@ -15,8 +15,8 @@ from torch import Tensor
 from zeroresize import kernels
 from zeroresize.comm.collectives import Transfer, explanation, start_all_reduce
 from zeroresize.kernels.probe import Probes
-from zeroresize.migration.carrier import Carrier, Pending, Route
-from zeroresize.migration.gradient_return import Homecoming
+from zeroresize.migration.gradient_return import GradientReturn
+from zeroresize.migration.transport import Pending, Route, Transport
 from zeroresize.plan.columns import Columns
 
 
@@ -39,11 +39,11 @@ class LayerLoans:
     Args:
         name: of the layer.
         loans: in the order in which every rank carries them out.
-        carrier: how slices travel.
-        weight_carrier: how those of weights do.
+        transport: how slices travel.
+        weight_transport: how those of weights do.
         weight: the layer's own, [N, K].
         probes: the layer's, so that borrowed products are measured and slowed as own ones are.
-        homecoming: where gradients of lent columns are waited for.
+        gradient_return: where gradients of lent columns are waited for.
         send_all_weights: calls :meth:`send_weights` of all layers, the same ones in the same order on every rank.
 
     Attributes:
@@ -56,20 +56,20 @@ class LayerLoans:
         name: str,
         loans: Sequence[LayerLoan],
         *,
-        carrier: Carrier,
-        weight_carrier: Carrier,
+        transport: Transport,
+        weight_transport: Transport,
         weight: Tensor,
         probes: Probes,
-        homecoming: Homecoming,
+        gradient_return: GradientReturn,
         send_all_weights: Callable[[], None],
     ) -> None:
-        self.name, self._loans, self._carrier = name, tuple(loans), carrier
-        self._weight, self._probes, self._homecoming = weight, probes, homecoming
-        self._weight_carrier, self._send_all_weights = weight_carrier, send_all_weights
+        self.name, self._loans, self._transport = name, tuple(loans), transport
+        self._weight, self._probes, self._gradient_return = weight, probes, gradient_return
+        self._weight_transport, self._send_all_weights = weight_transport, send_all_weights
         self._sent: list[Pending] | None = None
         self._sent_as: tuple[int, int] | None = None
-        self._homebound = weight
-        self._rank = carrier.rank
+        self._awaiting_return = weight
+        self._rank = transport.rank
         self.lends = any(loan.route.owner == self._rank for loan in loans)
 
     # ---- weights, once a step ----------------------------------------------------------------------------------------
@@ -79,18 +79,18 @@ class LayerLoans:
         """Send the lent columns of the weight as it is now; it must not change until the next call."""
         self.finish_sending()
         weight_NK = self._weight.detach()
-        self._homebound = self._homecoming.homebound(self._weight)
+        self._awaiting_return = self._gradient_return.awaiting_return(self._weight)
         self._sent = []
         for loan in self._loans:
             owner = loan.route.owner
             packed = None
             if owner == self._rank:
-                packed = self._weight_carrier.buffers.take(
+                packed = self._weight_transport.buffers.take(
                     ("w", self.name, owner), (len(weight_NK), loan.route.num_columns), weight_NK
                 )
                 loan.columns.copy_to(packed, weight_NK)
             name = ("w", self.name, owner)
-            self._sent.append(self._weight_carrier.send_slice(loan.route, packed, len(weight_NK), weight_NK, name))
+            self._sent.append(self._weight_transport.send_slice(loan.route, packed, len(weight_NK), weight_NK, name))
         self._sent_as = self._weight._version, self._weight.data_ptr()
 
     def finish_sending(self) -> None:
@@ -115,10 +115,12 @@ class LayerLoans:
             self._check_weight(weight)
         elif weight is not self._weight:  # replaced, and nothing of it is lent
             return weight
-        is_other = self._homebound.data_ptr() != weight.data_ptr()  # put there through .data, or on another device
-        if is_other or self._homebound.requires_grad != weight.requires_grad:  # frozen, or not any more
-            self._homebound = self._homecoming.homebound(weight)
-        return self._homebound
+        is_other = (
+            self._awaiting_return.data_ptr() != weight.data_ptr()
+        )  # put there through .data, or on another device
+        if is_other or self._awaiting_return.requires_grad != weight.requires_grad:  # frozen, or not any more
+            self._awaiting_return = self._gradient_return.awaiting_return(weight)
+        return self._awaiting_return
 
     def _check_weight(self, weight: Tensor) -> None:
         is_as_sent = self._sent_as == (weight._version, weight.data_ptr())
@@ -128,7 +130,7 @@ class LayerLoans:
                 f"the weight of layer {self.name} changed after its columns were lent: weights may change in "
                 "optimizer.step() only, before balancer.step(), which must follow it; with a model that is loaded in "
                 "mid-training load the balancer's state too"
-                f"{explanation(self._carrier.process_group, failed, waits=False)}"
+                f"{explanation(self._transport.process_group, failed, waits=False)}"
             )
 
     def _borrowed_weights(self, like: Tensor) -> list[Tensor | None]:
@@ -149,17 +151,17 @@ class LayerLoans:
         y_TN = own() if self.lends else None  # an owner's is what the receivers' parts are added to
         whole: Pending | None = None
         for loan, w_Nm in zip(self._loans, weights, strict=True):
-            if not self._carrier.takes_part_in_sum(loan.route):
+            if not self._transport.takes_part_in_sum(loan.route):
                 continue
             if loan.route.owner == self._rank:
                 assert y_TN is not None
-                whole = self._carrier.add_up(loan.route, y_TN, expected)
+                whole = self._transport.add_up(loan.route, y_TN, expected)
             elif w_Nm is not None:
                 part_TN = self._probes.product(kernels.forward, loan.columns.of(x_TK), w_Nm, None, None)
-                self._carrier.give(loan.route, part_TN, ("y", loan.route.owner))
+                self._transport.give(loan.route, part_TN, ("y", loan.route.owner))
             else:
                 zeros_TN = x_TK.new_zeros(len(x_TK), len(self._weight))
-                self._carrier.give(loan.route, zeros_TN, ("y", loan.route.owner))
+                self._transport.give(loan.route, zeros_TN, ("y", loan.route.owner))
         if whole is not None:
             whole.wait()
         return own() if y_TN is None else y_TN
@@ -171,7 +173,7 @@ class LayerLoans:
             addend
             for loan in self._loans
             if loan.route.owner == self._rank
-            for addend in self._carrier.expect_addends(loan.route, shape, x_TK, ("y", self._rank))
+            for addend in self._transport.expect_addends(loan.route, shape, x_TK, ("y", self._rank))
         ]
 
     def column_backward(
@@ -186,9 +188,9 @@ class LayerLoans:
 
         The lent columns of dw come home by the way of :meth:`weight_in_force`.
         """
-        self._homecoming.backward_begins()
+        self._gradient_return.backward_begins()
         weights = self._borrowed_weights(x_TK)
-        sent = [self._carrier.send_whole(loan.route, dy_TN, ("dy", loan.route.owner)) for loan in self._loans]
+        sent = [self._transport.send_whole(loan.route, dy_TN, ("dy", loan.route.owner)) for loan in self._loans]
         dx_TK = own_dgrad() if own_dgrad is not None else None
         borrowed = []
         for loan, w_Nm, pending in zip(self._loans, weights, sent, strict=True):
@@ -200,7 +202,7 @@ class LayerLoans:
                 if w_Nm is not None:
                     dx_Tm = self._probes.product(kernels.dgrad, dy_of_owner_TN, w_Nm, None, None)
                 self._add_to_dx(loan, dx_TK, dx_Tm)
-        work = start_all_reduce(dx_TK, self._carrier.process_group, self.name) if dx_TK is not None else None
+        work = start_all_reduce(dx_TK, self._transport.process_group, self.name) if dx_TK is not None else None
         dw_NK = own_wgrad() if own_wgrad is not None else None
         if own_wgrad is not None:
             for loan, w_Nm, dy_of_owner_TN in borrowed:
@@ -208,15 +210,15 @@ class LayerLoans:
                 if w_Nm is not None:
                     x_Tm = loan.columns.of(x_TK)
                     dw_Nm = self._probes.product(kernels.wgrad, dy_of_owner_TN, x_Tm, None, None)
-                self._send_dw_home(loan, dw_Nm, dw_NK)
+                self._return_dw(loan, dw_Nm, dw_NK)
         return dx_TK, dw_NK, work
 
     def _add_to_dx(self, loan: LayerLoan, dx_TK: Tensor, dx_Tm: Tensor | None) -> None:
-        if self._carrier.merges:
+        if self._transport.merges:
             if dx_Tm is not None:
                 loan.columns.add(dx_TK, dx_Tm)
             return
-        home = self._carrier.send_home(loan.route, dx_Tm, len(dx_TK), dx_TK, ("dx", loan.route.owner)).wait()
+        home = self._transport.return_slice(loan.route, dx_Tm, len(dx_TK), dx_TK, ("dx", loan.route.owner)).wait()
         if home is not None:
             loan.columns.put(dx_TK, home)
 
@@ -230,10 +232,10 @@ class LayerLoans:
             owner = loan.route.owner
             x_TL = None
             if owner == self._rank:
-                x_TL = self._carrier.buffers.take(("x", owner), (len(x_TK), loan.route.num_columns), x_TK)
+                x_TL = self._transport.buffers.take(("x", owner), (len(x_TK), loan.route.num_columns), x_TK)
                 loan.columns.copy_to(x_TL, x_TK)
-            sent.append(self._carrier.send_slice(loan.route, x_TL, len(x_TK), x_TK, ("x", owner)))
-        expected = [] if self._carrier.merges else self._expect_y(x_TK)
+            sent.append(self._transport.send_slice(loan.route, x_TL, len(x_TK), x_TK, ("x", owner)))
+        expected = [] if self._transport.merges else self._expect_y(x_TK)
         y_TN = own()
         kept = []
         for loan, w_Nm, pending in zip(self._loans, weights, sent, strict=True):
@@ -241,7 +243,7 @@ class LayerLoans:
             part_TN = None
             if w_Nm is not None:
                 assert x_Tm is not None
-                kept.append(self._carrier.buffers.keep(x_Tm))
+                kept.append(self._transport.buffers.keep(x_Tm))
                 part_TN = self._probes.product(kernels.forward, kept[-1], w_Nm, None, None)
             self._add_to_y(loan, y_TN, part_TN, expected)
         return y_TN, kept
@@ -255,7 +257,7 @@ class LayerLoans:
         own_wgrad: Callable[[], Tensor] | None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """(dx [T, K], dw [N, K]) as :meth:`column_backward` gives them."""
-        self._homecoming.backward_begins()
+        self._gradient_return.backward_begins()
         weights = self._borrowed_weights(dy_TN)
         pieces = iter(kept)
         x_parts = [next(pieces) if w_Nm is not None else None for w_Nm in weights]
@@ -264,13 +266,13 @@ class LayerLoans:
             for loan, w_Nm in zip(self._loans, weights, strict=True):
                 dx_Tm = self._probes.product(kernels.dgrad, dy_TN, w_Nm, None, None) if w_Nm is not None else None
                 name = ("dx", loan.route.owner)
-                home.append(self._carrier.send_home(loan.route, dx_Tm, len(dy_TN), dy_TN, name))
+                home.append(self._transport.return_slice(loan.route, dx_Tm, len(dy_TN), dy_TN, name))
         dx_TK = own_dgrad() if own_dgrad is not None else None
         dw_NK = own_wgrad() if own_wgrad is not None else None
         if own_wgrad is not None:
             for loan, x_Tm in zip(self._loans, x_parts, strict=True):
                 dw_Nm = self._probes.product(kernels.wgrad, dy_TN, x_Tm, None, None) if x_Tm is not None else None
-                self._send_dw_home(loan, dw_Nm, dw_NK)
+                self._return_dw(loan, dw_Nm, dw_NK)
         for loan, pending in zip(self._loans, home, strict=bool(home)):
             dx_TL = pending.wait()
             if dx_TL is not None:
@@ -279,18 +281,18 @@ class LayerLoans:
         return dx_TK, dw_NK
 
     def _add_to_y(self, loan: LayerLoan, y_TN: Tensor, part_TN: Tensor | None, expected: Sequence[Pending]) -> None:
-        if self._carrier.merges:
+        if self._transport.merges:
             if part_TN is not None:
                 y_TN.add_(part_TN)
         elif loan.route.owner == self._rank:
-            self._carrier.add_up(loan.route, y_TN, expected).wait()
+            self._transport.add_up(loan.route, y_TN, expected).wait()
         elif part_TN is not None:
-            self._carrier.give(loan.route, part_TN, ("y", loan.route.owner))
+            self._transport.give(loan.route, part_TN, ("y", loan.route.owner))
 
     # ---- dw ----------------------------------------------------------------------------------------------------------
 
-    def _send_dw_home(self, loan: LayerLoan, dw_Nm: Tensor | None, like: Any) -> None:
-        name = ("dw", self.name, loan.route.owner, self._homecoming.num_expected(self._weight))
-        pending = self._carrier.send_home(loan.route, dw_Nm, len(self._weight), like, name)
+    def _return_dw(self, loan: LayerLoan, dw_Nm: Tensor | None, like: Any) -> None:
+        name = ("dw", self.name, loan.route.owner, self._gradient_return.num_expected(self._weight))
+        pending = self._transport.return_slice(loan.route, dw_Nm, len(self._weight), like, name)
         if loan.route.owner == self._rank:
-            self._homecoming.expect(self._weight, loan.columns, pending)
+            self._gradient_return.expect(self._weight, loan.columns, pending)

@@ -13,11 +13,11 @@ from zeroresize.comm.collectives import broadcast, group_rank, group_size, world
 from zeroresize.comm.weight_group import WeightGroup
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.migration.buffers import Buffers
-from zeroresize.migration.carrier import Route
-from zeroresize.migration.carriers import make_carrier
-from zeroresize.migration.gradient_return import Homecoming
+from zeroresize.migration.gradient_return import GradientReturn
 from zeroresize.migration.layer_loans import LayerLoan, LayerLoans
 from zeroresize.migration.ranges import bounds_of_parts
+from zeroresize.migration.transport import Route
+from zeroresize.migration.transports import make_transport
 from zeroresize.plan.columns import Columns
 from zeroresize.plan.group import Loan
 from zeroresize.policy.columns.order import num_lent
@@ -29,22 +29,27 @@ class Lender:
     Args:
         layers: balanced layers by name, the same names in the same order on every rank.
         process_group: their tensor-parallel group.
-        migrate: how slices travel, one of ``MIGRATIONS``.
+        migration_transport: how slices travel, one of ``MIGRATIONS``.
         is_forced: whether a loan is of just its ratio, instead of as many columns as are fast to multiply.
     """
 
     def __init__(
-        self, layers: Mapping[str, BalancedLinear], process_group: ProcessGroup, migrate: str, *, is_forced: bool = True
+        self,
+        layers: Mapping[str, BalancedLinear],
+        process_group: ProcessGroup,
+        migration_transport: str,
+        *,
+        is_forced: bool = True,
     ) -> None:
         self._layers, self._group, self._is_forced = layers, process_group, is_forced
         self._rank = group_rank(process_group)
         # Replicas lend differently, and their gradients must come in one order, or buckets of them would be mixed up.
         self._has_replicas = world_size() > group_size(process_group)
         self._buffers = Buffers()
-        self._carrier = make_carrier(migrate, process_group, self._buffers)
+        self._transport = make_transport(migration_transport, process_group, self._buffers)
         self._weight_group = WeightGroup(process_group, self._device)
-        self._weight_carrier = make_carrier(migrate, process_group, self._buffers, self._weight_group)
-        self._homecoming = Homecoming(self._buffers)
+        self._weight_transport = make_transport(migration_transport, process_group, self._buffers, self._weight_group)
+        self._gradient_return = GradientReturn(self._buffers)
         self._in_force: tuple[tuple[Loan, ...], int] | None = None
         self._layer_loans: list[LayerLoans] = []
 
@@ -99,7 +104,7 @@ class Lender:
             ending.callback(self._buffers.clear)
             for loans in in_force:
                 ending.callback(loans.finish_sending)
-            ending.callback(self._homecoming.forget)
+            ending.callback(self._gradient_return.forget)
 
     def close(self) -> None:
         """Take back what is lent, and leave the group of the weights for good.
@@ -116,7 +121,7 @@ class Lender:
 
         Every rank must come here at the same place among its collectives.
         """
-        self._homecoming.forget()
+        self._gradient_return.forget()
         self._buffers.finish_sending()
         for loans in self._layer_loans:
             loans.send_weights()
@@ -129,7 +134,7 @@ class Lender:
     @property
     def bytes_moved(self) -> int:
         """All that was sent and received so far; a transfer counts at one of its ends."""
-        return self._carrier.bytes_moved + self._weight_carrier.bytes_moved
+        return self._transport.bytes_moved + self._weight_transport.bytes_moved
 
     def _tell_columns(self, loan: Loan, lent: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The owner's lent columns of every layer, on every rank."""
@@ -142,7 +147,7 @@ class Lender:
         return dict(zip(self._layers, told.split(counts), strict=True))
 
     def _num_lent(self, layer: BalancedLinear, loan: Loan) -> int:
-        return num_lent(layer.num_columns, loan.ratio, is_forced=self._is_forced)
+        return num_lent(layer.num_columns, loan.share, is_forced=self._is_forced)
 
     def _own_columns(self, route: Route, columns: Tensor) -> Tensor:
         if self._rank == route.owner:
@@ -153,11 +158,11 @@ class Lender:
         return LayerLoans(
             name,
             loans,
-            carrier=self._carrier,
-            weight_carrier=self._weight_carrier,
+            transport=self._transport,
+            weight_transport=self._weight_transport,
             weight=layer.weight,
             probes=layer.probes,
-            homecoming=self._homecoming,
+            gradient_return=self._gradient_return,
             send_all_weights=self.send_weights,
         )
 

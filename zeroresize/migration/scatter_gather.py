@@ -6,10 +6,10 @@ from collections.abc import Hashable
 
 from torch import Tensor
 
-from zeroresize.migration.carrier import Carrier, Pending, Route
+from zeroresize.migration.transport import Pending, Route, Transport
 
 
-class ScatterGather(Carrier):
+class ScatterGather(Transport):
     """A receiver gets its part only; whatever it computed goes back to the owner, who adds it up."""
 
     merges = False

@@ -46,13 +46,13 @@ class Loan:
 
     Attributes:
         owner: whose columns.
-        ratio: γ, the share of the owner's columns.
+        share: γ, the share of the owner's columns.
         receivers: who computes them, in the order in which they are divided.
         parts: which share of them each receiver computes; their sum is 1.
     """
 
     owner: int
-    ratio: float
+    share: float
     receivers: tuple[int, ...]
     parts: tuple[float, ...]
 

@@ -14,7 +14,7 @@ from zeroresize.utils.state_checks import Check, keyed, not_negative, number, op
 
 #: What differs by less than this share of a step is noise: ranks that are equally busy wait for each other's jitter.
 _NOISE = 0.03
-#: By more than these factors no single interval changes what the pre-test told of migrating.
+#: By more than these factors no single interval changes what the calibration told of migrating.
 _LEAST_FACTOR, _MOST_FACTOR = 0.5, 2.0
 #: Nor do all of them together.
 _LEAST_SCALE, _MOST_SCALE = 0.05, 20.0
@@ -31,7 +31,7 @@ class CollectiveTimes:
         wait_s: seconds a step that the rank which waited least waited; NaN where nothing was measured. Negative or
             endless ones count as such.
         lent: what each rank lent in those steps.
-        migration: Φ1 by the pre-test; None where nobody can lend.
+        migration: Φ1 by the calibration; None where nobody can lend.
     """
 
     wait_s: float
@@ -46,7 +46,7 @@ class CommunicationEstimate:
     Attributes:
         weight: of the newest sample.
         plain_s: seconds without loans, NaN before they were seen.
-        scale: what loans cost, relative to the pre-test.
+        scale: what loans cost, relative to the calibration.
         forgetting: share of what was learned that an update without loans forgets.
         scale_before: what loans were taken to cost when lending began; None while nothing is lent.
     """
@@ -56,12 +56,12 @@ class CommunicationEstimate:
     scale: float = 1.0
     forgetting: float = _FORGETTING
     scale_before: float | None = None
-    _pretested: MigrationCost | None = None
+    _calibrated: MigrationCost | None = None
 
     @property
     def migration(self) -> MigrationCost | None:
         """Φ1 as far as is known; None where nobody can lend."""
-        return self._pretested.scaled(self.scale) if self._pretested is not None else None
+        return self._calibrated.scaled(self.scale) if self._calibrated is not None else None
 
     def learn(self, seen: CollectiveTimes, busy_s: float) -> None:
         """Take an interval's times.
@@ -69,7 +69,7 @@ class CommunicationEstimate:
         Args:
             busy_s: of a normal rank in a step, the measure of noise; NaN before it is known.
         """
-        self._pretested = seen.migration
+        self._calibrated = seen.migration
         if not 0.0 <= seen.wait_s <= MOST_SECONDS:  # NaN, or what a clock that was set tells
             return
         predicted_s = self.migration.seconds(seen.lent) if self.migration is not None else 0.0
@@ -99,9 +99,9 @@ class CommunicationEstimate:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values."""
-        pretested = (self._pretested.fixed_s, self._pretested.per_share_s) if self._pretested is not None else None
+        calibrated = (self._calibrated.fixed_s, self._calibrated.per_share_s) if self._calibrated is not None else None
         scale = self.scale, self.forgetting, self.scale_before
-        return {"plain_s": self.plain_s, "scale": scale, "pretested": pretested}
+        return {"plain_s": self.plain_s, "scale": scale, "calibrated": calibrated}
 
     @property
     def state_check(self) -> Check:
@@ -110,8 +110,8 @@ class CommunicationEstimate:
         def scale(value: Any, where: str) -> None:
             (number if isinstance(value, float) else row(number, number, optional(number)))(value, where)
 
-        pretested = optional(row(not_negative, not_negative))
-        return keyed({"plain_s": number, "scale": scale, "pretested": pretested})
+        calibrated = optional(row(not_negative, not_negative))
+        return keyed({"plain_s": number, "scale": scale, "calibrated": calibrated})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from :meth:`state_dict`."""
@@ -119,4 +119,4 @@ class CommunicationEstimate:
         if isinstance(scale, float):  # as older versions saved it; a new key would not be found in their checkpoints
             scale = scale, _FORGETTING, None
         self.scale, self.forgetting, self.scale_before = scale
-        self._pretested = MigrationCost(*state["pretested"]) if state["pretested"] is not None else None
+        self._calibrated = MigrationCost(*state["calibrated"]) if state["calibrated"] is not None else None

@@ -38,7 +38,7 @@ def _part(lent: float, pruned: float) -> float:
 class _RankState:
     rest_s: float = math.nan
     gemm_s: float = math.nan
-    overhead_scale: float = math.nan
+    gather_fill_scale: float = math.nan
     is_straggler: bool = False
     pruned: float = 0.0
     lent: float = 0.0
@@ -49,7 +49,7 @@ class _RankState:
         """Take a sample into the averages, which start anew when a rank is first heard of after it was let go."""
         weight = 1.0 if self.updates_until_heard == 1 else weight
         self.updates_until_heard = max(self.updates_until_heard - 1, 0)
-        for name in ("rest_s", "gemm_s", "overhead_scale"):
+        for name in ("rest_s", "gemm_s", "gather_fill_scale"):
             setattr(self, name, smoothed(getattr(self, name), getattr(sample, name), weight))
 
     def want(self, pruned: float, lent: float, dead_band: float) -> None:
@@ -169,7 +169,7 @@ class Controller:
         if any(still_slow) and not any(state.lent for state in self._ranks):
             self._communication.give_up()
         is_new = [(state.pruned, state.lent) for state in self._ranks] != before
-        self._divide(times, division.room, is_new)
+        self._divide(times, division.slack, is_new)
         busy_s = self._predicted_busy_s(times, self._loans)
         step_s = max(busy_s) + self._communication.seconds([state.lent for state in self._ranks])
         spared_before = [pruned + lent for pruned, lent in before]
@@ -184,7 +184,7 @@ class Controller:
         return {
             "saved_for_full_work_s": self._full_work_steps.saved_s,
             "ranks": [vars(state).copy() for state in self._ranks],
-            "loans": [(loan.owner, loan.ratio, list(loan.receivers), list(loan.parts)) for loan in self._loans],
+            "loans": [(loan.owner, loan.share, list(loan.receivers), list(loan.parts)) for loan in self._loans],
             "communication": self._communication.state_dict(),
         }
 
@@ -204,7 +204,7 @@ class Controller:
     def state_check(self) -> Check:
         """Of what :meth:`load_state_dict` can take over."""
         shares = dict.fromkeys(("pruned", "lent"), share)
-        times = dict.fromkeys(("rest_s", "gemm_s", "overhead_scale"), number)
+        times = dict.fromkeys(("rest_s", "gemm_s", "gather_fill_scale"), number)
         rank = {**times, "is_straggler": flag, **shares, "wanted": row(share, share), "updates_until_heard": count}
         index = below(self.num_ranks)
         return keyed(
@@ -253,7 +253,7 @@ class Controller:
         times = []
         for rank, cost in zip(self._ranks, costs, strict=True):
             factor = max(normal_s / rank.busy_s, 1.0) if not rank.is_known else 1.0
-            times.append(RankTimes(factor * rank.rest_s, factor * rank.gemm_s, rank.overhead_scale, cost))
+            times.append(RankTimes(factor * rank.rest_s, factor * rank.gemm_s, rank.gather_fill_scale, cost))
         return GroupTimes(times)
 
     def _keep_to_budget(self) -> None:
@@ -307,10 +307,10 @@ class Controller:
             loans=self._loans,
         )
 
-    def _divide(self, times: Sequence[RankTimes] | None, room: tuple[float, ...] | None, is_new: bool) -> None:
+    def _divide(self, times: Sequence[RankTimes] | None, slack: tuple[float, ...] | None, is_new: bool) -> None:
         """Divide what is lent among the receivers, anew only where that is worth sending everything anew."""
         lent = [state.lent for state in self._ranks]
-        rounded = tuple(round(one, _DECIMALS) for one in room) if room is not None else None
+        rounded = tuple(round(one, _DECIMALS) for one in slack) if slack is not None else None
         newly_divided = loans_of(lent, rounded)
         if not is_new and times is not None and self._loans:
             newly_s, now_s = (max(self._predicted_busy_s(times, loans)) for loans in (newly_divided, self._loans))

@@ -18,7 +18,7 @@ NUM_POINTS = 6
 
 #: Shares and factors that something can cost, and seconds.
 _LEAST_SHARE, _MOST_SHARE = 1e-9, 1e6
-_MOST_OVERHEAD_S = 1e9
+_MOST_GATHER_FILL_S = 1e9
 
 
 @dataclass(frozen=True)
@@ -28,21 +28,21 @@ class ResizingCost:
     Attributes:
         ratios: pruning ratios γ, ascending, the first 0.
         gemm_share: time of the matrix multiplications at γ, as a share of theirs at γ = 0; the first 1.
-        overhead_s: Ω(γ), seconds an iteration that gathers and fills take at γ; the first 0.
+        gather_fill_s: Ω(γ), seconds an iteration that gathers and fills take at γ; the first 0.
         borrowing: how many times as long as so many columns of its own another rank's take here.
     """
 
     ratios: tuple[float, ...]
     gemm_share: tuple[float, ...]
-    overhead_s: tuple[float, ...]
+    gather_fill_s: tuple[float, ...]
     borrowing: float = 1.0
 
     def __post_init__(self) -> None:
-        if not len(self.ratios) == len(self.gemm_share) == len(self.overhead_s) >= 2:
+        if not len(self.ratios) == len(self.gemm_share) == len(self.gather_fill_s) >= 2:
             raise ValueError(f"a cost needs as many points of each kind, two or more: {self}")
         if self.ratios[0] != 0.0 or any(a >= b for a, b in itertools.pairwise(self.ratios)):
             raise ValueError(f"the ratios of a cost ascend from 0: {self.ratios}")
-        if min(self.gemm_share) <= 0 or min(self.overhead_s) < 0:
+        if min(self.gemm_share) <= 0 or min(self.gather_fill_s) < 0:
             raise ValueError(f"gemm shares must be positive and overheads not negative: {self}")
         if not self.borrowing > 0.0:
             raise ValueError(f"borrowed columns take some time: {self}")
@@ -61,7 +61,7 @@ class ResizingCost:
     def checked(self) -> ResizingCost:
         """The same, with what nothing can cost taken as proportional to FLOPs, as long as others', and without Ω."""
         shares = [_LEAST_SHARE <= share <= _MOST_SHARE for share in self.gemm_share]
-        overheads = [0.0 <= seconds <= _MOST_OVERHEAD_S for seconds in self.overhead_s]
+        overheads = [0.0 <= seconds <= _MOST_GATHER_FILL_S for seconds in self.gather_fill_s]
         is_usual = _LEAST_SHARE <= self.borrowing <= _MOST_SHARE
         if all(shares) and all(overheads) and is_usual:
             return self
@@ -71,14 +71,16 @@ class ResizingCost:
                 share if is_sound else 1.0 - ratio
                 for share, is_sound, ratio in zip(self.gemm_share, shares, self.ratios, strict=True)
             ),
-            tuple(seconds if is_sound else 0.0 for seconds, is_sound in zip(self.overhead_s, overheads, strict=True)),
+            tuple(
+                seconds if is_sound else 0.0 for seconds, is_sound in zip(self.gather_fill_s, overheads, strict=True)
+            ),
             self.borrowing if is_usual else 1.0,
         )
 
     def scaled(self, factors: Sequence[float], borrowing: float = 1.0) -> ResizingCost:
         """The same cost with the gemm share of every point but the first times its factor, and that of borrowing."""
         shares = (share * factor for share, factor in zip(self.gemm_share[1:], factors[1:], strict=True))
-        return ResizingCost(self.ratios, (1.0, *shares), self.overhead_s, self.borrowing * borrowing)
+        return ResizingCost(self.ratios, (1.0, *shares), self.gather_fill_s, self.borrowing * borrowing)
 
     def gemm_share_at(self, ratio: float) -> float:
         """Share of the full multiplication time at γ; beyond the last point in proportion to the columns left."""
@@ -98,9 +100,9 @@ class ResizingCost:
         """Shares from 0 to 1, ascending, between which :meth:`borrowed_at` is a straight line."""
         return 0.0, *(1.0 - ratio for ratio in reversed(self.ratios))
 
-    def overhead_at(self, ratio: float) -> float:
+    def gather_fill_at(self, ratio: float) -> float:
         """Ω(γ) in seconds an iteration; beyond the last point its value."""
-        return _interpolated(ratio, self.ratios, self.overhead_s)
+        return _interpolated(ratio, self.ratios, self.gather_fill_s)
 
 
 @dataclass(frozen=True)

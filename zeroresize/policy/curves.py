@@ -30,12 +30,12 @@ class Curves:
 
     def __init__(self, times: Sequence[RankTimes]) -> None:
         most = max(len(rank.cost.ratios) for rank in times)
-        numbers = np.array([(rank.rest_s, rank.gemm_s, rank.overhead_scale, rank.cost.borrowing) for rank in times])
+        numbers = np.array([(rank.rest_s, rank.gemm_s, rank.gather_fill_scale, rank.cost.borrowing) for rank in times])
         self._rest_s, self.gemm_s, self._scale, self._borrowing = numbers.T.copy()
         self.busy_s = self._rest_s + self.gemm_s
         self.ratios = _padded([rank.cost.ratios for rank in times], most)
         self._gemm_share = _padded([rank.cost.gemm_share for rank in times], most)
-        self._overhead_s = _padded([rank.cost.overhead_s for rank in times], most)
+        self._overhead_s = _padded([rank.cost.gather_fill_s for rank in times], most)
 
     @classmethod
     def of(cls, times: Sequence[RankTimes]) -> Curves:
@@ -61,8 +61,8 @@ class Curves:
     def busy_at(self, ratios_RX: Floats) -> Floats:
         """:meth:`RankTimes.busy_at`."""
         shrunk_s = self.gemm_s[:, None] * self.gemm_share_at(ratios_RX)
-        overhead_s = _interpolated(ratios_RX, self.ratios, self._overhead_s)
-        return self._rest_s[:, None] + shrunk_s + self._scale[:, None] * overhead_s
+        gather_fill_s = _interpolated(ratios_RX, self.ratios, self._overhead_s)
+        return self._rest_s[:, None] + shrunk_s + self._scale[:, None] * gather_fill_s
 
     @cached_property
     def busy_at_points(self) -> Floats:

@@ -1,7 +1,7 @@
 """From the times of one rank's steps to its full-work numbers, update after update.
 
-What was measured under pruning is rescaled by what pruning costs. That cost comes from a pre-test, which can be off by
-a third: so it is corrected by what training shows, wherever a step at full work and steps under pruning lie in one
+What was measured under pruning is rescaled by what pruning costs. That cost comes from a calibration, which can be off
+by a third: so it is corrected by what training shows, wherever a step at full work and steps under pruning lie in one
 interval. (Not by what two intervals show: between them the rank's speed may have changed.)
 """
 
@@ -21,7 +21,7 @@ _BELIEF = 0.8
 #: By more than these factors no single interval changes what is known; beyond their squares it was a hiccup.
 _LEAST_FACTOR, _MOST_FACTOR = 0.4, 2.5
 #: What a cost is told by, besides ``borrowing``.
-_POINTS = ("ratios", "gemm_share", "overhead_s")
+_POINTS = ("ratios", "gemm_share", "gather_fill_s")
 #: What all intervals together make of borrowing.
 _LEAST_BORROWING, _MOST_BORROWING = 0.5, 3.0
 
@@ -32,20 +32,20 @@ class FullWorkEstimate:
     Attributes:
         times: of the last interval, None before the first.
         usual_step: of the last interval, as it was measured.
-        pretested: what pruning costs as measured apart from training.
+        calibrated: what pruning costs as measured apart from training.
     """
 
-    def __init__(self, pretested: ResizingCost) -> None:
+    def __init__(self, calibrated: ResizingCost) -> None:
         self.times: RankTimes | None = None
         self.usual_step: StepTimes | None = None
-        self.pretested = pretested
-        self._factors: list[float | None] = [None] * len(pretested.ratios)
-        self._borrowing = self._overhead_scale = 1.0
+        self.calibrated = calibrated
+        self._factors: list[float | None] = [None] * len(calibrated.ratios)
+        self._borrowing = self._gather_fill_scale = 1.0
 
     @property
     def cost(self) -> ResizingCost:
         """What pruning and borrowing cost, as far as is known."""
-        return self.pretested.scaled([self._factor_at(point) for point in range(len(self._factors))], self._borrowing)
+        return self.calibrated.scaled([self._factor_at(point) for point in range(len(self._factors))], self._borrowing)
 
     def learn(self, steps: Sequence[StepTimes]) -> None:
         """Take the steps of an interval: those under the last of its plans, and those at full work.
@@ -65,41 +65,41 @@ class FullWorkEstimate:
         self.times = full_work(
             busy_s=now.busy_s,
             gemm_s=now.gemm_s,
-            overhead_s=now.overhead_s,
+            gather_fill_s=now.gather_fill_s,
             ratio=now.spared_share,
             borrowed=now.borrowed_share,
             cost=self.cost,
-            last_scale=self._overhead_scale,
+            last_scale=self._gather_fill_scale,
         )
-        self._overhead_scale = self.times.overhead_scale
+        self._gather_fill_scale = self.times.gather_fill_scale
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values."""
         return {
-            "pretested": dataclasses.asdict(self.pretested),
+            "calibrated": dataclasses.asdict(self.calibrated),
             "factors": list(self._factors),
             "borrowing": self._borrowing,
-            "overhead_scale": self._overhead_scale,
+            "gather_fill_scale": self._gather_fill_scale,
         }
 
     @staticmethod
     def state_check(state: Any, where: str) -> None:
         """Check for what :meth:`load_state_dict` can take over."""
         points = dict.fromkeys(_POINTS, each(number))
-        numbers = {"borrowing": number, "overhead_scale": number}
-        keyed({"pretested": keyed({**points, "borrowing": number}), "factors": each(optional(number)), **numbers})(
+        numbers = {"borrowing": number, "gather_fill_scale": number}
+        keyed({"calibrated": keyed({**points, "borrowing": number}), "factors": each(optional(number)), **numbers})(
             state, where
         )
         try:
-            cost = _cost_of(state["pretested"])
+            cost = _cost_of(state["calibrated"])
         except ValueError as error:
-            raise ValueError(f"{where}.pretested: {error}") from error
+            raise ValueError(f"{where}.calibrated: {error}") from error
         each(anything, len(cost.ratios))(state["factors"], f"{where}.factors")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`; what was measured here before is forgotten."""
-        self.pretested = _cost_of(state["pretested"])
-        self._factors, self._overhead_scale = list(state["factors"]), state["overhead_scale"]
+        self.calibrated = _cost_of(state["calibrated"])
+        self._factors, self._gather_fill_scale = list(state["factors"]), state["gather_fill_scale"]
         self._borrowing = state["borrowing"]
         self.times = self.usual_step = None
 
@@ -111,7 +111,7 @@ class FullWorkEstimate:
         if not _LEAST_FACTOR**2 <= factor <= _MOST_FACTOR**2:
             return
         factor = min(max(factor, _LEAST_FACTOR), _MOST_FACTOR)
-        ratios = self.pretested.ratios
+        ratios = self.calibrated.ratios
         above = next((point for point, ratio in enumerate(ratios) if ratio >= pruned.spared_share), len(ratios) - 1)
         # A point of which nothing was seen yet takes all of it; of others the nearer takes more, which tells the slope.
         upper = (pruned.spared_share - ratios[above - 1]) / (ratios[above] - ratios[above - 1])
@@ -138,8 +138,8 @@ class FullWorkEstimate:
         return factor ** (0.5**distance)
 
 
-def _cost_of(pretested: Mapping[str, Any]) -> ResizingCost:
-    return ResizingCost(**{name: tuple(pretested[name]) for name in _POINTS}, borrowing=pretested["borrowing"])
+def _cost_of(calibrated: Mapping[str, Any]) -> ResizingCost:
+    return ResizingCost(**{name: tuple(calibrated[name]) for name in _POINTS}, borrowing=calibrated["borrowing"])
 
 
 def _median(steps: Sequence[StepTimes]) -> StepTimes:
@@ -147,7 +147,7 @@ def _median(steps: Sequence[StepTimes]) -> StepTimes:
     return StepTimes(
         busy_s=statistics.median(times.busy_s for times in steps),
         gemm_s=statistics.median(times.gemm_s for times in steps),
-        overhead_s=statistics.median(times.overhead_s for times in steps),
+        gather_fill_s=statistics.median(times.gather_fill_s for times in steps),
         spared_share=steps[-1].spared_share,
         borrowed_share=steps[-1].borrowed_share,
         is_forced=steps[-1].is_forced,

@@ -21,7 +21,7 @@ def fingerprint(loans: Sequence[Sequence[Loan]], *values: object) -> float:
         values: numbers, texts, None, and lists, tuples and dictionaries of such.
     """
     seen: dict[int, bytes] = {}
-    told = [[(one.owner, one.ratio, _of(one.receivers, seen), _of(one.parts, seen)) for one in own] for own in loans]
+    told = [[(one.owner, one.share, _of(one.receivers, seen), _of(one.parts, seen)) for one in own] for own in loans]
     return float(int.from_bytes(_digest((told, values))[:6], "big"))
 
 

@@ -14,7 +14,7 @@ from zeroresize.policy.cost_model import ResizingCost
 
 #: No step multiplies for less or takes longer.
 LEAST_SECONDS, MOST_SECONDS = 1e-9, 1e9
-#: Nor do gathers and fills take so many times as long as in the pre-test.
+#: Nor do gathers and fills take so many times as long as in the calibration.
 _MOST_SCALE = 1e6
 
 
@@ -25,7 +25,7 @@ class StepTimes:
     Attributes:
         busy_s: its time without waits in collectives, and without what balancing costs between two of them.
         gemm_s: the part of it spent multiplying matrices in the balanced layers.
-        overhead_s: the part of it spent in their products outside the multiplication: gathers and fills.
+        gather_fill_s: the part of it spent in their products outside the multiplication: gathers and fills.
         spared_share: share of the rank's own product FLOPs that it did not compute, pruned or lent.
         borrowed_share: what it computed for others, in units of its own products at full work.
         is_forced: whether someone forced just this share, whatever it costs.
@@ -34,7 +34,7 @@ class StepTimes:
 
     busy_s: float
     gemm_s: float
-    overhead_s: float
+    gather_fill_s: float
     spared_share: float = 0.0
     borrowed_share: float = 0.0
     is_forced: bool = False
@@ -43,7 +43,7 @@ class StepTimes:
     @property
     def is_possible(self) -> bool:
         """Whether a step can have taken these times."""
-        return all(0.0 <= seconds <= MOST_SECONDS for seconds in (self.busy_s, self.gemm_s, self.overhead_s))
+        return all(0.0 <= seconds <= MOST_SECONDS for seconds in (self.busy_s, self.gemm_s, self.gather_fill_s))
 
     @property
     def plan(self) -> tuple[float, float]:
@@ -58,13 +58,13 @@ class RankTimes:
     Attributes:
         rest_s: T − M, busy seconds that pruning does not touch.
         gemm_s: M, seconds.
-        overhead_scale: how many times as long as in the pre-test gathers and fills take now.
+        gather_fill_scale: how many times as long as in the calibration gathers and fills take now.
         cost: of pruning on this rank.
     """
 
     rest_s: float
     gemm_s: float
-    overhead_scale: float
+    gather_fill_scale: float
     cost: ResizingCost
 
     @property
@@ -82,16 +82,16 @@ class RankTimes:
         is_sound = (
             0.0 <= self.rest_s <= MOST_SECONDS
             and LEAST_SECONDS <= self.gemm_s <= MOST_SECONDS
-            and 0.0 <= self.overhead_scale <= _MOST_SCALE
+            and 0.0 <= self.gather_fill_scale <= _MOST_SCALE
         )
         if is_sound:
-            return self if cost is self.cost else RankTimes(self.rest_s, self.gemm_s, self.overhead_scale, cost)
+            return self if cost is self.cost else RankTimes(self.rest_s, self.gemm_s, self.gather_fill_scale, cost)
         return RankTimes(math.nan, math.nan, math.nan, cost)
 
     def busy_at(self, ratio: float) -> float:
         """Busy seconds when a share ``ratio`` of the columns is pruned."""
         shrunk_s = self.gemm_s * self.cost.gemm_share_at(ratio)
-        return self.rest_s + shrunk_s + self.overhead_scale * self.cost.overhead_at(ratio)
+        return self.rest_s + shrunk_s + self.gather_fill_scale * self.cost.gather_fill_at(ratio)
 
     @property
     def least_busy_s(self) -> float:
@@ -112,7 +112,7 @@ class RankTimes:
 def full_work(
     busy_s: float,
     gemm_s: float,
-    overhead_s: float,
+    gather_fill_s: float,
     ratio: float,
     cost: ResizingCost,
     last_scale: float,
@@ -123,7 +123,7 @@ def full_work(
     Fed back as measured, they would oscillate: once a straggler prunes, it no longer looks like one.
 
     Args:
-        busy_s, gemm_s, overhead_s: measured seconds an iteration: in all, multiplying, gathering and filling.
+        busy_s, gemm_s, gather_fill_s: measured seconds an iteration: in all, multiplying, gathering and filling.
         ratio: γ in force in that iteration.
         cost: of pruning on this rank.
         last_scale: the overhead's scale as last known, kept where nothing was gathered.
@@ -131,10 +131,10 @@ def full_work(
     """
     executed = cost.gemm_share_at(ratio) + cost.borrowed_at(borrowed)
     is_measured = ratio >= cost.ratios[1]  # below, the overhead is only guessed to grow from nothing
-    expected_overhead_s = cost.overhead_at(ratio) if is_measured else 0.0
+    expected_gather_fill_s = cost.gather_fill_at(ratio) if is_measured else 0.0
     return RankTimes(
-        rest_s=max(busy_s - gemm_s - overhead_s, 0.0),
+        rest_s=max(busy_s - gemm_s - gather_fill_s, 0.0),
         gemm_s=gemm_s / executed if executed > 0.0 < gemm_s else math.nan,  # who computed nothing tells nothing
-        overhead_scale=overhead_s / expected_overhead_s if expected_overhead_s > 0 else last_scale,
+        gather_fill_scale=gather_fill_s / expected_gather_fill_s if expected_gather_fill_s > 0 else last_scale,
         cost=cost,
     )

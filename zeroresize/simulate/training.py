@@ -96,10 +96,10 @@ def simulate(
     """Train ``num_steps`` steps.
 
     Args:
-        believed_cost, believed_migration: what the pre-tests measured, where it differs from the cluster's own.
+        believed_cost, believed_migration: what the calibrations measured, where it differs from the cluster's own.
     """
     believed = believed_cost or cluster.cost
-    pretested = believed_migration or cluster.migration
+    calibrated = believed_migration or cluster.migration
     num_ranks = len(cluster.chi(0))
     noise = NoiseSource(cluster.noise_kind, num_ranks, cluster.seed)
     controller = Controller(config, num_ranks)
@@ -134,7 +134,7 @@ def simulate(
             are_of_plan = all(own.plan == last.plan for own, last in zip(usual, times, strict=True))
             wait_s = min(own.wait_s for own in usual) if are_of_plan else math.nan
             lent_then = tuple(rank.lent for rank in measured_under.ranks)
-            received = samples, CollectiveTimes(wait_s, lent_then, pretested)
+            received = samples, CollectiveTimes(wait_s, lent_then, calibrated)
         ratios.append([rank.pruned for rank in plan.ranks])
         lent.append([rank.lent for rank in plan.ranks])
     return Simulation(step_s, ratios, lent, pruned_share, lent_share)
@@ -148,8 +148,8 @@ def _step(cluster: Cluster, chi: Sequence[float], plan: WorkloadPlan, noise: NDA
     for own_chi, rank, extra, own_noise in zip(chi, plan.ranks, borrowed_time, noise.tolist(), strict=True):
         spared = rank.pruned + rank.lent
         gemm_s = own_chi * cluster.gemm_s * (cluster.cost.gemm_share_at(spared) + float(extra)) * own_noise[1]
-        overhead_s = cluster.cost.overhead_at(spared) * own_noise[2]
-        executed.append((cluster.rest_s * own_noise[0] + gemm_s + overhead_s, gemm_s, overhead_s, spared))
+        gather_fill_s = cluster.cost.gather_fill_at(spared) * own_noise[2]
+        executed.append((cluster.rest_s * own_noise[0] + gemm_s + gather_fill_s, gemm_s, gather_fill_s, spared))
     ends_s = max(busy_s for busy_s, *_ in executed) + cluster.migration.seconds([rank.lent for rank in plan.ranks])
     return [
         StepTimes(*times, borrowed_share=share, wait_s=ends_s - times[0])
@@ -165,7 +165,7 @@ def _borrowed_time(loans: Sequence[Loan], num_ranks: int, cost: ResizingCost) ->
     times = [cost.borrowed_at(share) for share in shares]
     extra = np.zeros(num_ranks)
     for loan in loans:
-        np.add.at(extra, list(loan.receivers), np.interp(loan.ratio * np.array(loan.parts), shares, times))
+        np.add.at(extra, list(loan.receivers), np.interp(loan.share * np.array(loan.parts), shares, times))
     return extra
 
 

@@ -132,7 +132,7 @@ def test_a_number_that_is_given_migrates_whatever_it_costs(count, budget, migrat
     slowest_first = (1, 3, 2, 0)
     assert [rank for rank in slowest_first if division.lent[rank] >= 0.05] == list(slowest_first[:count])
     assert pruned_share(division) <= budget + 1e-3
-    assert sum(division.lent) <= sum(division.room) + 5e-3
+    assert sum(division.lent) <= sum(division.slack) + 5e-3
 
 
 @given(
@@ -168,7 +168,7 @@ def test_of_a_number_that_is_given_each_lends_wherever_a_little_of_each_makes_no
         assert all(division.lent[rank] >= 0.05 for rank in owners)
     assert all(pruned >= 0 and pruned + lent <= 1 for pruned, lent in zip(division.pruned, division.lent, strict=True))
     assert pruned_share(division) <= budget + 1e-4
-    assert sum(division.lent) <= sum(division.room or ()) + 5e-3
+    assert sum(division.lent) <= sum(division.slack or ()) + 5e-3
     assert step_s(times, division, migration) <= max(1.05, (longest_s + migration.seconds(little)) * 1.02) * 1.005
 
 
@@ -178,7 +178,7 @@ def test_who_lends_only_because_of_the_given_number_lends_the_least_and_borrows_
         times, [True, True, False, False], reference_s=1.0, tolerance=0.05, migration=FREE, budget=0.0, num_migrating=2
     )
     assert division.lent[1] == pytest.approx(0.05)
-    assert division.room[1] == 0.0
+    assert division.slack[1] == 0.0
     assert step_s(times, division) == pytest.approx((4 - 0.95) / (1 / 8 + 2), rel=5e-3)  # the others' work and speed
 
 

@@ -65,7 +65,7 @@ def test_no_grid_of_loans_is_faster_where_few_columns_take_longer_than_their_sha
         for slower in grid
     )
     assert step_s(times, found, migration) <= fastest_s * 1.01
-    shares_work = [found.lent[rank] > 0.0 or found.room[rank] > 0.0 for rank in range(4)]
+    shares_work = [found.lent[rank] > 0.0 or found.slack[rank] > 0.0 for rank in range(4)]
     ends_s = [end_s for end_s, takes_part in zip(found.busy_s(times), shares_work, strict=True) if takes_part]
     assert len(ends_s) >= 3 and ends_s == pytest.approx([max(ends_s)] * len(ends_s), rel=0.01)
 

@@ -57,8 +57,8 @@ def test_the_paper_s_rule_prunes_for_whatever_it_saves():
 
 def test_a_forced_number_of_migrating_ranks_is_kept_to():
     times = few_products(8)
-    found = division(times, CHEAP, mode="semi", migrating=0, min_gain=5.0)
-    assert found == division(times, CHEAP, mode="semi", migrating=0, min_gain=0.0)
+    found = division(times, CHEAP, mode="semi", num_migrating=0, min_gain=5.0)
+    assert found == division(times, CHEAP, mode="semi", num_migrating=0, min_gain=0.0)
 
 
 @pytest.mark.parametrize("mode", ["zero-pri", "semi"])

@@ -16,8 +16,8 @@ ranks_times = st.lists(
 )
 
 
-def rank(rest_s, gemm_s, cost=LINEAR, overhead_scale=1.0):
-    return RankTimes(rest_s, gemm_s, overhead_scale, cost)
+def rank(rest_s, gemm_s, cost=LINEAR, gather_fill_scale=1.0):
+    return RankTimes(rest_s, gemm_s, gather_fill_scale, cost)
 
 
 def test_ratio_is_equation_1_where_cost_is_linear():
@@ -59,18 +59,18 @@ def test_a_useless_ratio_is_not_chosen():
 
 @given(seconds, seconds, st.floats(0.0, 0.9))
 def test_full_work_undoes_the_plan_that_was_in_force(rest_s, gemm_s, ratio):
-    truth = rank(rest_s, gemm_s, REALISTIC, overhead_scale=1.7)
+    truth = rank(rest_s, gemm_s, REALISTIC, gather_fill_scale=1.7)
     measured_gemm_s = gemm_s * REALISTIC.gemm_share_at(ratio)
-    measured_overhead_s = 1.7 * REALISTIC.overhead_at(ratio)
-    seen = full_work(truth.busy_at(ratio), measured_gemm_s, measured_overhead_s, ratio, REALISTIC, last_scale=1.7)
+    measured_gather_fill_s = 1.7 * REALISTIC.gather_fill_at(ratio)
+    seen = full_work(truth.busy_at(ratio), measured_gemm_s, measured_gather_fill_s, ratio, REALISTIC, last_scale=1.7)
     assert seen.busy_s == pytest.approx(truth.busy_s)
     assert seen.gemm_s == pytest.approx(gemm_s)
-    assert seen.overhead_scale == pytest.approx(1.7)
+    assert seen.gather_fill_scale == pytest.approx(1.7)
 
 
 def test_overhead_below_the_first_measured_ratio_says_nothing_of_its_scale():
     seen = full_work(1.0, 0.7, 0.045, ratio=0.005, cost=REALISTIC, last_scale=1.3)
-    assert seen.overhead_scale == 1.3
+    assert seen.gather_fill_scale == 1.3
 
 
 def test_beyond_what_was_measured_cost_follows_the_columns_left():

@@ -28,7 +28,7 @@ def test_the_share_of_equation_2_balances_both_overheads(ratio, fixed_s, per_sha
     beta = migrated_share(straggler, ratio, migration, normal_gemm_s=0.8, num_ranks=4)
 
     def excess(share):
-        resizing_s = REALISTIC.overhead_at(ratio * (1 - share))
+        resizing_s = REALISTIC.gather_fill_at(ratio * (1 - share))
         return resizing_s - migration.seconds([ratio * share]) - 0.8 * ratio * share / 3
 
     assert 0.0 <= beta <= 1.0

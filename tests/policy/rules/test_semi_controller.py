@@ -17,12 +17,12 @@ from zeroresize.simulate import Cluster, simulate
 
 def test_the_cost_of_migrating_is_learned_from_training():
     estimate = CommunicationEstimate(0.7)
-    pretested, true_factor = MigrationCost(0.1, 0.4), 1.7
-    estimate.learn(CollectiveTimes(0.05, (0.0, 0.0), pretested), busy_s=0.5)
+    calibrated, true_factor = MigrationCost(0.1, 0.4), 1.7
+    estimate.learn(CollectiveTimes(0.05, (0.0, 0.0), calibrated), busy_s=0.5)
     for _ in range(6):
-        waited_s = 0.05 + true_factor * pretested.seconds([0.5])
-        estimate.learn(CollectiveTimes(waited_s, (0.5, 0.0), pretested), busy_s=0.5)
-    assert estimate.seconds((0.25, 0.0)) == pytest.approx(0.05 + true_factor * pretested.seconds([0.25]), rel=0.1)
+        waited_s = 0.05 + true_factor * calibrated.seconds([0.5])
+        estimate.learn(CollectiveTimes(waited_s, (0.5, 0.0), calibrated), busy_s=0.5)
+    assert estimate.seconds((0.25, 0.0)) == pytest.approx(0.05 + true_factor * calibrated.seconds([0.25]), rel=0.1)
 
     restored = CommunicationEstimate(0.7)
     restored.load_state_dict(estimate.state_dict())
@@ -31,7 +31,7 @@ def test_the_cost_of_migrating_is_learned_from_training():
 
 def test_a_state_of_a_version_that_forgot_at_one_pace_is_gone_on_from():
     estimate = CommunicationEstimate(0.7)
-    estimate.load_state_dict({"plain_s": 0.05, "scale": 3.0, "pretested": (0.1, 0.4)})
+    estimate.load_state_dict({"plain_s": 0.05, "scale": 3.0, "calibrated": (0.1, 0.4)})
     assert estimate.seconds((0.5, 0.0)) == pytest.approx(0.05 + 3.0 * 0.3)
     assert estimate.forgetting == CommunicationEstimate(0.7).forgetting
 
@@ -203,13 +203,14 @@ def test_a_pre_test_that_told_five_times_the_cost_does_no_harm(truth, lent_from)
 
 
 def lending_while_it_costs(factors):
-    """Whether anything is lent after every update, while migrating costs these multiples of what the pre-test told."""
-    controller, pretested = Controller(BalanceConfig(mode="mig"), 2), DEAR.scaled(0.2)
+    """Whether anything is lent after every update, while migrating costs these multiples of what the calibration
+    told."""
+    controller, calibrated = Controller(BalanceConfig(mode="mig"), 2), DEAR.scaled(0.2)
     times, _ = group(2.0, 1.0)
     lends = []
     for factor in factors:
         lent = tuple(own.lent for own in controller.current_plan().ranks)
-        seen = CollectiveTimes(factor * pretested.seconds(lent), lent, pretested)
+        seen = CollectiveTimes(factor * calibrated.seconds(lent), lent, calibrated)
         lends.append(bool(controller.update(times, seen).loans))
     return lends
 
@@ -226,11 +227,11 @@ def test_where_the_network_becomes_cheap_again_lending_comes_back(num_dear):
 def test_a_cost_that_is_higher_than_pre_tested_but_pays_is_no_reason_to_come_back_later():
     """Stragglers came and went before the network was dear for a while."""
     chis = ([2.0] * 30 + [1.0] * 30) * 6
-    controller, pretested = Controller(BalanceConfig(mode="mig"), 2), DEAR.scaled(0.2)
+    controller, calibrated = Controller(BalanceConfig(mode="mig"), 2), DEAR.scaled(0.2)
     lends = []
     for chi, factor in [(chi, 1.5) for chi in chis] + [(2.0, 1.5)] * 20 + [(2.0, 5.0)] * 10 + [(2.0, 1.5)] * 150:
         lent = tuple(own.lent for own in controller.current_plan().ranks)
-        seen = CollectiveTimes(factor * pretested.seconds(lent), lent, pretested)
+        seen = CollectiveTimes(factor * calibrated.seconds(lent), lent, calibrated)
         lends.append(bool(controller.update(group(chi, 1.0)[0], seen).loans))
     assert not lends[-150] and lends[-1]
 

@@ -3,7 +3,7 @@
 import pytest
 from uneven_groups import REALISTIC, rank
 
-from zeroresize.migration.carrier import Route
+from zeroresize.migration.transport import Route
 from zeroresize.plan.group import Loan
 from zeroresize.policy.rules.sharing import borrowed_shares, loans_of, paper_lending_ratios, predicted_busy_s
 from zeroresize.policy.times import full_work
@@ -16,7 +16,7 @@ def test_the_papers_rule_is_equation_1_with_the_fastest_time():
 
 def test_what_is_lent_is_borrowed_by_those_who_have_room():
     loans = loans_of([0.0, 0.5, 0.0, 0.25], capacities=[0.2, -1.0, 0.6, -1.0])
-    assert [(loan.owner, loan.ratio, loan.receivers) for loan in loans] == [(1, 0.5, (0, 2)), (3, 0.25, (0, 2))]
+    assert [(loan.owner, loan.share, loan.receivers) for loan in loans] == [(1, 0.5, (0, 2)), (3, 0.25, (0, 2))]
     assert loans[0].parts == pytest.approx((0.25, 0.75))
     assert borrowed_shares(loans, 4) == pytest.approx([0.1875, 0.0, 0.5625, 0.0])
 

@@ -109,7 +109,7 @@ def _semi_division(
 ) -> Division:
     """By our rule nothing is pruned where pruning and lending together save too little for it."""
     may_lend = migration is not None
-    num_migrating = None if isinstance(config.migrating, str) else config.migrating
+    num_migrating = None if isinstance(config.num_migrating, str) else config.num_migrating
     if migration is None:
         num_migrating, migration = 0, MigrationCost()
     if config.semi_rule == "paper":
@@ -131,7 +131,7 @@ def _semi_division(
         num_migrating=num_migrating,
         lend_now=lend_now,
     )
-    if not any(division.pruned) or config.migrating != "auto":
+    if not any(division.pruned) or config.num_migrating != "auto":
         return division
     slowest_s = max(rank.busy_s for rank in times)
     saved = 1.0 - _step_s(times, division, migration) / slowest_s

@@ -69,7 +69,7 @@ def makespan_division(
     if not any(are_stragglers):
         return Division((0.0,) * len(times), (0.0,) * len(times))
     now = [False] * len(times) if lend_now is None else list(lend_now)
-    if num_migrating is not None and not _Group(times, are_stragglers, now, num_migrating).has_room:
+    if num_migrating is not None and not _Group(times, are_stragglers, now, num_migrating).has_slack:
         num_migrating = 0
     exact = _Search(_Group(times, are_stragglers, now, num_migrating, _MOST_LENT), migration, 0.0)
     fastest_exact = exact.fastest()
@@ -166,28 +166,28 @@ class _Group:
         return len(self._busy)
 
     @property
-    def has_room(self) -> bool:
+    def has_slack(self) -> bool:
         """Whether the ranks that borrow can take what must be lent."""
-        return float(self.room_in_all(np.array([self.highest_s]))[0]) >= self.least_lent
+        return float(self.slack_in_all(np.array([self.highest_s]))[0]) >= self.least_lent
 
     def spared(self, levels_s: Floats) -> Floats:
         """[stragglers, levels] what each, slowest first, must be relieved of to take so long at most."""
         rows = np.array(self.slowest_first, dtype=np.int64)
         return ratios_to_reach(levels_s, self._ratios[rows], self._busy[rows])
 
-    def room(self, levels_s: Floats) -> Floats:
+    def slack(self, levels_s: Floats) -> Floats:
         """[ranks, levels] how much every rank can borrow until then."""
-        room = np.zeros((self.num_ranks, len(levels_s)))
+        slack = np.zeros((self.num_ranks, len(levels_s)))
         able = np.flatnonzero(self._borrows_from_s < levels_s.max())
-        room[able] = self._room_of(able, levels_s)
-        return room
+        slack[able] = self._slack_of(able, levels_s)
+        return slack
 
-    def room_in_all(self, levels_s: Floats) -> Floats:
+    def slack_in_all(self, levels_s: Floats) -> Floats:
         """[levels] how much all ranks together can borrow until then."""
         able = np.flatnonzero(self._borrows_from_s < levels_s.max())
-        return np.cumsum(self._room_of(able, levels_s), axis=0)[-1] if len(able) else np.zeros(len(levels_s))
+        return np.cumsum(self._slack_of(able, levels_s), axis=0)[-1] if len(able) else np.zeros(len(levels_s))
 
-    def _room_of(self, ranks: NDArray[np.int64], levels_s: Floats) -> Floats:
+    def _slack_of(self, ranks: NDArray[np.int64], levels_s: Floats) -> Floats:
         time_s = np.maximum(levels_s - self._borrows_from_s[ranks, None], 0.0)
         borrowed, borrowed_s = self._borrowed[ranks], self._borrowed_s[ranks]
         above = np.ones(time_s.shape, dtype=np.intp)
@@ -216,7 +216,7 @@ class _Group:
             pruned[migrating] -= lent[migrating]
         if not prunes:
             pruned[:] = 0.0
-        return Division(tuple(pruned.tolist()), tuple(lent.tolist()), tuple(self.room(level_s)[:, 0].tolist()))
+        return Division(tuple(pruned.tolist()), tuple(lent.tolist()), tuple(self.slack(level_s)[:, 0].tolist()))
 
 
 class _Search:
@@ -303,9 +303,9 @@ class _Search:
         """([numbers, levels] what those that migrate want to be relieved of, [levels] all stragglers, what fits)."""
         spared = self._group.spared(levels_s)
         upto = np.concatenate([np.zeros((1, len(levels_s))), np.cumsum(spared, axis=0)])
-        room = self._group.room_in_all(levels_s)
+        slack = self._group.slack_in_all(levels_s)
         wanted = upto[self._counts]
-        return wanted, upto[-1], np.minimum(wanted, room)
+        return wanted, upto[-1], np.minimum(wanted, slack)
 
     def _step_s(self, levels_s: Floats, lent: Floats) -> Floats:
         communication_s = self._migration.fixed_s * self._counts[:, None] + self._migration.per_share_s * lent

@@ -78,7 +78,7 @@ def migrated_share(
     """
 
     def resizing_costs_more(beta: float) -> bool:
-        resizing_s = straggler.overhead_scale * straggler.cost.overhead_at(ratio * (1.0 - beta))
+        resizing_s = straggler.gather_fill_scale * straggler.cost.gather_fill_at(ratio * (1.0 - beta))
         return resizing_s > migration.seconds([ratio * beta]) + normal_gemm_s * ratio * beta / (num_ranks - 1)
 
     if resizing_costs_more(1.0):

@@ -23,17 +23,17 @@ class Division:
     Attributes:
         pruned: what each rank drops of its own products.
         lent: what each rank hands over.
-        room: how much more each rank can take, in any unit; None divides evenly.
+        slack: how much more each rank can take, in any unit; None divides evenly.
     """
 
     pruned: tuple[float, ...]
     lent: tuple[float, ...]
-    room: tuple[float, ...] | None = None
+    slack: tuple[float, ...] | None = None
 
     def busy_s(self, times: Sequence[RankTimes]) -> list[float]:
         """Busy seconds of every rank when the work is divided so."""
         spared = [pruned + lent for pruned, lent in zip(self.pruned, self.lent, strict=True)]
-        return predicted_busy_s(times, spared, loans_of(self.lent, self.room))
+        return predicted_busy_s(times, spared, loans_of(self.lent, self.slack))
 
 
 def paper_lending_ratios(times: Sequence[RankTimes], are_stragglers: Sequence[bool], reference_s: float) -> list[float]:
@@ -89,7 +89,7 @@ def borrowed_shares(loans: Sequence[Loan], num_ranks: int) -> list[float]:
             receivers = tuple(sorted(loan.receivers)) if is_even else loan.receivers
             known[same] = divisions.setdefault((receivers, loan.parts), len(lent))
             lent += [0.0] * (len(divisions) - len(lent))
-        lent[known[same]] += loan.ratio
+        lent[known[same]] += loan.share
     borrowed = [0.0] * num_ranks
     for (receivers, parts), division in divisions.items():
         for receiver, part in zip(receivers, parts, strict=True):

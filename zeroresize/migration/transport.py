@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from zeroresize.comm.collectives import Transfer, Transport, start_receive, start_send
+from zeroresize.comm.collectives import Channel, Transfer, start_receive, start_send
 from zeroresize.migration.buffers import Buffers
 
 
@@ -70,7 +70,7 @@ class Pending:
         return self.tensor
 
 
-class Carrier(ABC):
+class Transport(ABC):
     """One way of migrating.
 
     Args:
@@ -86,7 +86,7 @@ class Carrier(ABC):
 
     merges: bool
 
-    def __init__(self, process_group: ProcessGroup, rank: int, buffers: Buffers, over: Transport | None = None) -> None:
+    def __init__(self, process_group: ProcessGroup, rank: int, buffers: Buffers, over: Channel | None = None) -> None:
         self.process_group, self.rank, self.buffers, self.over = process_group, rank, buffers, over
         self.bytes_moved = 0
 
@@ -134,7 +134,9 @@ class Carrier(ABC):
     def _start_giving(self, route: Route, partial: Tensor) -> list[Transfer]:
         return self._send(route, partial, route.owner)
 
-    def send_home(self, route: Route, part_Rm: Tensor | None, num_rows: int, like: Tensor, name: Hashable) -> Pending:
+    def return_slice(
+        self, route: Route, part_Rm: Tensor | None, num_rows: int, like: Tensor, name: Hashable
+    ) -> Pending:
         """The receivers' parts [rows, m_i] arrive side by side at the owner as [rows, L], None elsewhere.
 
         They are disjoint, so nothing is summed: each goes from its receiver to the owner.
