@@ -299,7 +299,7 @@ class Balancer:
         for name, layer in self._layers.items():
             if layer.last is not None and name in last_gradients:
                 known = {key: last_gradients[name][key] for key in vars(layer.last)}
-                layer.last = LastGradients(**known).to(layer.weight.device)
+                layer.last = LastGradients(**known).to(layer.local_weight.device)
         self._num_steps = state["num_steps"]
         pins = enumerate(state["pins"]) if self.config.mode in PINNABLE_MODES else ()
         self._pins = {rank: ratio for rank, ratio in pins if ratio is not None}

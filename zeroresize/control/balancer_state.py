@@ -72,7 +72,7 @@ def require_own(
         row(values(anything))(saved, where)
         for name, layer in layers.items():
             if layer.last is not None and name in saved[0]:
-                kinds = {"dx_TK": optional(tensor()), "dw_NK": optional(tensor(layer.weight.shape))}
+                kinds = {"dx_TK": optional(tensor()), "dw_NK": optional(tensor(layer.local_weight.shape))}
                 keyed(kinds)(saved[0][name], f"{where}[0].{name}")
 
     keyed(

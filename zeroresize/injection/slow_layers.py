@@ -91,4 +91,4 @@ class _SlowProduct(Probe):
 
     @property
     def _delay(self) -> Delay:
-        return self._delays.on(self._layer.weight.device)
+        return self._delays.on(self._layer.local_weight.device)

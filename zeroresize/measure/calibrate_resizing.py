@@ -61,7 +61,7 @@ def measure_resizing_cost(
     examples: dict[_Shape, BalancedLinear] = {}
     counts: Counter[_Shape] = Counter()
     for layer in layers.values():
-        weight = layer.weight
+        weight = layer.local_weight
         shape = _Shape(layer.num_tokens, weight.shape[1], weight.shape[0], layer.compute_dtype, weight.device)
         examples.setdefault(shape, layer)
         counts[shape] += 1

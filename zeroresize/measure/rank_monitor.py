@@ -49,11 +49,11 @@ class _Conditions:
         """Those of the step that has just ended."""
         seen = [layer for layer in layers.values() if layer.num_tokens > 0]
         names = {
-            torch.cuda.get_device_name(layer.weight.device) if layer.weight.is_cuda else layer.weight.device.type
-            for layer in seen
+            torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+            for device in {layer.local_weight.device for layer in seen}
         }
         dtypes = {str(layer.compute_dtype) for layer in seen}
-        work = sum(layer.num_tokens * layer.weight.numel() for layer in seen)
+        work = sum(layer.num_tokens * layer.local_weight.numel() for layer in seen)
         device = " ".join(sorted(names) + sorted(dtypes))
         return cls(device, float(work), config.max_ratio, config.block, config.mode != "mig")
 
@@ -81,7 +81,7 @@ class RankMonitor:
         # All ranks make these at one time, since their outputs are summed; in models without them, all there are.
         self._counted = [layer for layer in layers.values() if not layer.is_column_parallel] or list(layers.values())
         self._num_forwards_before_step = 0
-        device = next(iter(layers.values())).weight.device if layers else torch.device("cpu")
+        device = next(iter(layers.values())).local_weight.device if layers else torch.device("cpu")
         self._timer = StepTimer(clock_for(device))
         for layer in layers.values():
             layer.forget_forwards()
