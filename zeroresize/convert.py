@@ -16,7 +16,7 @@ from zeroresize.comm.collectives import group_size, require_group, same_ranks
 from zeroresize.config import BalanceConfig
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.weight_checks import why_no_whole_weight
-from zeroresize.measure.step_timer import StepTimer
+from zeroresize.measure.step_timer import LayerTimer
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ def _configure_again(layers: Mapping[str, BalancedLinear], config: BalanceConfig
     known = next((layer.configuration for layer in layers.values() if layer.configuration != config), config)
     if known == config or known is None:
         logger.info("convert: the model is converted already, nothing was changed")
-    elif any(layer.probes.holds(StepTimer) for layer in layers.values()):
+    elif any(layer.probes.holds(LayerTimer) for layer in layers.values()):
         raise ValueError(
             f"convert: a balancer works with another configuration ({_difference(known, config, 'there', 'here')}): "
             "close() it first"

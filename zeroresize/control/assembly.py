@@ -21,7 +21,7 @@ from zeroresize.layers.functional import LastGradients
 from zeroresize.layers.segments import segments_of_layers, work_of_layers
 from zeroresize.layers.weight_checks import is_flat_parameters, is_sharded, why_no_whole_weight
 from zeroresize.measure import column_statistics
-from zeroresize.measure.step_timer import StepTimer
+from zeroresize.measure.step_timer import LayerTimer
 from zeroresize.migration.lender import Lender
 from zeroresize.optim.freezing import ColumnFreezer
 from zeroresize.optim.optimizers import not_stepped
@@ -47,7 +47,7 @@ def check_layers(
         return
     if not layers:
         raise ValueError("the model has no converted layers: call zeroresize.convert(model, ...) first")
-    if any(layer.probes.holds(StepTimer) for layer in layers.values()):
+    if any(layer.probes.holds(LayerTimer) for layer in layers.values()):
         raise ValueError("the model has another balancer: close() that one first")
     require_same_configuration(layers, config)
     weights = {name: layer.weight for name, layer in layers.items()}

@@ -10,6 +10,7 @@ import torch
 from zeroresize.injection.delay import Delay, Delays
 from zeroresize.kernels.probe import Probe
 from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.plan.layer import LayerPlan
 
 
 class SlowLayers:
@@ -87,7 +88,9 @@ class _SlowProduct(Probe):
         """Tells apart what may take different times; nothing where nothing is slowed."""
         if self._delays.chi == 1.0:
             return None
-        return tuple((x.shape, x.dtype) for x in operands if isinstance(x, torch.Tensor))
+        plans = [x for x in operands if isinstance(x, LayerPlan)]  # a fused kernel's
+        shapes = [(x.shape, x.dtype) for x in operands if isinstance(x, torch.Tensor)]
+        return (*shapes, *(plan.keep_P.numel() for plan in plans))
 
     @property
     def _delay(self) -> Delay:
