@@ -22,6 +22,7 @@ from zeroresize.control import assembly, balancer_state
 from zeroresize.control.group_decision import GroupDecision
 from zeroresize.control.lineage import LineageTable
 from zeroresize.control.plan_installer import PlanInstaller
+from zeroresize.control.planner import Planner
 from zeroresize.convert import balanced_layers
 from zeroresize.layers.functional import LastGradients
 from zeroresize.measure.calibration import calibrate_group
@@ -98,7 +99,7 @@ class Balancer:
         self._statistic = assembly.build_statistic(config, self._layers, optimizer)
         self._installer = PlanInstaller(self._layers, self._selector, config.imputation)
         self._lender = assembly.build_lender(config, self._layers, process_group)
-        self._decision = GroupDecision(config, self._num_ranks, exchange)
+        self._decision: Planner = GroupDecision(config, self._num_ranks, exchange)
         self._monitor = RankMonitor(self._layers, config)
         self._forward_watch = assembly.build_forward_watch(config, self._layers, exchange)
         self._exchange = exchange

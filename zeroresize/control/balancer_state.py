@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from zeroresize.control.group_decision import GroupDecision
+from zeroresize.control.planner import Planner
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.measure.column_statistics import ColumnStatistic
 from zeroresize.measure.rank_monitor import RankMonitor
@@ -21,9 +21,7 @@ def require_parts(state_dict: Any, *keys: str) -> None:
             raise ValueError(f"no balancer state of {key!r}: there is {there_is}")
 
 
-def require_shared(
-    state: Any, where: str, *, columns: Mapping[str, int], decision: GroupDecision, num_ranks: int
-) -> None:
+def require_shared(state: Any, where: str, *, columns: Mapping[str, int], decision: Planner, num_ranks: int) -> None:
     """Check the part that is the same on every rank of the group.
 
     Args:
