@@ -19,7 +19,7 @@ class SlowLayers:
     Args:
         layers: the balanced layers.
         scope: ``"gemm"`` delays by the matrix multiplication alone, ``"all"`` by the whole product with its gathers
-            and fills.
+            and fills. Of fused kernels, which show no multiplication, both delay by the whole product.
         delays: how products are delayed.
     """
 
