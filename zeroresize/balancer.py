@@ -194,8 +194,8 @@ class Balancer:
 
         Forward and backward together, as measured in the interval that the last update ended, under its last plan: what
         is spared is not in it, what the rank computes for others is. Waits in collectives are not, nor evaluation.
-        Empty before the first update, where none of its steps could be read (on a GPU with ``update_every=1`` that
-        happens), and in a group of one.
+        Empty before the first update, where no product of its steps could be read (on a GPU with ``update_every=1``
+        that happens), and in a group of one.
         """
         return self._monitor.layer_times
 

@@ -123,6 +123,21 @@ def test_a_balancer_tells_the_times_of_its_layers(run_ranks):
         assert own == pytest.approx({"up": 8 * PRODUCT_S * kept["up"], "down": 12 * PRODUCT_S * kept["down"]})
 
 
+def test_steps_of_a_loaded_state_take_no_part(run_ranks):
+    """Most of the interval was trained by the process that saved it; what the others took is told all the same."""
+
+    def train(rank, group):
+        before = Run(group, gather_s=0.0, update_every=5)
+        before.steps(4)
+        resumed = Run(group, gather_s=0.0, update_every=5)
+        resumed.balancer.load_state_dict(before.balancer.state_dict())
+        resumed.steps(1)
+        return resumed.balancer.layer_times()
+
+    for own in run_ranks(train, 2):
+        assert own == pytest.approx({"up": 2 * PRODUCT_S, "down": 3 * PRODUCT_S})
+
+
 def test_what_a_receiver_computes_for_others_is_in_its_layers_times(run_ranks):
     def train(rank, group):
         run = Run(group, gather_s=0.0, mode="mig", ratio=0.5, ranks=[1])

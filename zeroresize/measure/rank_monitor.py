@@ -181,7 +181,8 @@ class RankMonitor:
         self._wait_s = math.nan
         if self._interval and usual is not None and usual.plan == self._plan_in_force:
             self._wait_s = usual.wait_s
-        under_last_plan = [step.layers for step in self._interval if step.plan == self._plan_in_force]
+        # Of steps from a loaded state it is not known.
+        under_last_plan = [step.layers for step in self._interval if step.layers and step.plan == self._plan_in_force]
         self._layer_times = {
             name: statistics.median(layers.get(name, 0.0) for layers in under_last_plan)
             for name in self._layers
