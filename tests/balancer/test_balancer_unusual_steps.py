@@ -32,7 +32,7 @@ def test_products_of_an_evaluation_are_not_those_of_the_step_it_falls_into(run_r
             if evaluates:
                 evaluate(run)
             run.steps(1)
-            seen.append(run.balancer.metrics()["balance/products_s"])
+            seen.append(run.balancer.metrics()["balance/gemm_s"])
         return seen
 
     for seen in run_ranks(train, 2):

@@ -122,6 +122,6 @@ def test_a_pre_test_whose_clock_stands_still_tells_nothing(run_ranks, monkeypatc
     def train(rank, group):
         run = Run(group)
         run.steps(1)
-        return run.balancer._monitor.cost == ResizingCost.linear(0.9)
+        return run.balancer._parts.monitor.cost == ResizingCost.linear(0.9)
 
     assert run_ranks(train, 2) == [True, True]
