@@ -31,7 +31,7 @@ def lend(layers, group, loans, migration_transport, seed=0, lender=None):
         if own_loan is not None:
             generator = torch.Generator().manual_seed(100 * seed + 10 * rank + position)
             order = torch.randperm(layer.num_columns, generator=generator)
-            lent[name] = order[: num_lent(layer.num_columns, own_loan.ratio)]
+            lent[name] = order[: num_lent(layer.num_columns, own_loan.share)]
             none = torch.empty(0, dtype=torch.int64)
             layer.plan = LayerPlan.from_pruned(none, layer.num_columns, lent=lent[name])
     lender.install(loans, lent, epoch=seed)
