@@ -77,7 +77,7 @@ def test_what_is_known_of_communication_shows(name):
 def test_whether_loans_share_their_receivers_makes_no_difference():
     shared = loans_of([0.5, 0.0, 0.5, 0.0], [1.0, 2.0, 1.0, 3.0])
     assert shared[0].receivers is shared[1].receivers
-    apart = tuple(Loan(one.owner, one.ratio, (*one.receivers,), (*one.parts,)) for one in shared)
+    apart = tuple(Loan(one.owner, one.share, (*one.receivers,), (*one.parts,)) for one in shared)
     apart = tuple(dataclasses.replace(one, parts=tuple(list(one.parts))) for one in apart)
     assert apart[0].parts is not shared[0].parts
     assert fingerprint((shared,)) == fingerprint((apart,)) != fingerprint((shared[:1],)) != fingerprint((shared, ()))
