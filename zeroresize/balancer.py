@@ -59,7 +59,7 @@ class Balancer:
         config: BalanceConfig,
         on_update: Callable[[UpdateRecord], None] | None = None,
     ) -> None:
-        self.config, self.optimizer, self.on_update = config, optimizer, on_update
+        self.config, self.on_update = config, on_update
         self._parts = build(model, optimizer, process_group, config)
         self.lineage = self._parts.lineage
         self._num_steps = 0

@@ -173,7 +173,8 @@ def _prepare_layers(layers: Layers, config: BalanceConfig) -> None:
 def _release_layers(layers: Layers) -> None:
     """Let the layers compute without a balancer."""
     for layer in layers.values():
-        layer.last, layer.needs_eager_autograd = None, False
+        layer.plan = layer.loans = layer.last = layer.watch_input = layer.watch_forward = None
+        layer.needs_eager_autograd = False
 
 
 def _meet(config: BalanceConfig, layers: Layers, process_group: ProcessGroup) -> Exchange:
