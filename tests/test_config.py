@@ -18,7 +18,6 @@ WRONG_VALUES = [
     ("mode", True, "['off', 'zero-rd'"),
     ("target", "median", "['mean', 'min']"),
     ("imputation", "zeros", "['zero', 'average', 'same']"),
-    ("prune", "units", "['columns']"),
     ("migration_transport", "units", "['broadcast-reduce', 'scatter-gather']"),
     ("ratio", 1, "0 <= ratio < 1"),
     ("ratio", 1.5, "0 <= ratio < 1"),

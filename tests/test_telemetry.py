@@ -23,17 +23,17 @@ def record(**changes):
         "epoch": 1,
         "rank": 3,
         "busy_s": 0.25,
-        "products_s": 0.125,
+        "gemm_s": 0.125,
         "is_straggler": True,
         "ratio": 0.5,
-        "pruned_share": 0.4375,
-        "lent_share": 0.0,
-        "borrowed_share": 0.25,
+        "pruned": 0.4375,
+        "lent": 0.0,
+        "borrowed": 0.25,
         "lent_to": {},
         "layer_shares": {"up": 0.5, "down": 0.375},
         "predicted_step_s": 0.2,
         "begins_at_full_work": False,
-        "balancing_s": 0.001,
+        "balancing_since_update_s": 0.001,
         "would": {"zero-rd": {"predicted_step_s": 0.2, "gain": 0.25, "most_ratio": 0.5}},
     }
     return UpdateRecord(**{**values, **changes})
@@ -178,7 +178,7 @@ def test_records_in_training_agree_with_metrics_and_the_lineage_table(run_ranks,
         assert [(one["update"], one["step"], one["rank"]) for one in told] == [(n, 3 * n, rank) for n in range(1, 6)]
         for one, (metrics, shares) in zip(told, seen, strict=True):
             assert set(one) == FIELDS and one["would"] == {}
-            for name in ("ratio", "busy_s", "products_s", "is_straggler"):
+            for name in ("ratio", "busy_s", "gemm_s", "is_straggler"):
                 assert one[name] == metrics[f"balance/{name}"]
             assert one["layer_shares"] == shares
         assert [one["epoch"] for one in told] == [0, 1, 1, 2, 2], "an epoch of six steps, an update each third"
@@ -198,7 +198,7 @@ def test_off_tells_what_every_mode_would_do_and_does_nothing(run_ranks, tmp_path
     for rank, (pruned, metrics, what_if) in enumerate(results):
         told = read_json_lines(tmp_path / f"rank{rank}.jsonl")
         assert pruned == {"up": None, "down": None}
-        assert all(one["ratio"] == one["pruned_share"] == 0.0 for one in told)
+        assert all(one["ratio"] == one["pruned"] == 0.0 for one in told)
         assert all(set(one["layer_shares"].values()) == {0.0} for one in told)
         assert what_if == results[0][2], "the whole group's, on every rank"
         assert list(what_if) == list(told[-1]["would"]) == [mode for mode in MODES if mode != "off"]

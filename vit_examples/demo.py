@@ -227,7 +227,7 @@ def results_table(results: dict[str, dict[str, Any]]) -> Table:
     for heading in ("run", "step, ms", "speed-up", "÷ homogen.", "dropped", "lent", "accuracy"):
         table.add_column(heading, justify="left" if heading == "run" else "right", no_wrap=True)
     for name, result in results.items():
-        dropped, lent = (mean_in_force(result["updates"], share, steps) for share in ("pruned_share", "lent_share"))
+        dropped, lent = (mean_in_force(result["updates"], share, steps) for share in ("pruned", "lent"))
         table.add_row(
             name,
             f"{step_ms[name]:.0f}",

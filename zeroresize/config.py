@@ -17,7 +17,6 @@ from zeroresize.config_keys import (
     PINNABLE_MODES,
     PRIDIFF_RULES,
     PRIORITIES,
-    PRUNABLE,
     PRUNED_UPDATES,
     RANK_CHOICES,
     SEMI_RULES,
@@ -48,7 +47,6 @@ class BalanceConfig:
         ranks: whom a forced ratio applies to: ``"stragglers"`` (as measured), ``"all"``, or ranks counted within the
             group. With ``"all"`` or a list the ratio is in force from the first iteration.
         target: the reference time of Eq. (1): the ``"mean"`` over the ranks (paper) or their ``"min"``.
-        prune: what a resize drops: ``"columns"`` of both operands of a product; nothing else so far.
         imputation: what the pruned columns of dw and dx become: ``"zero"``, the ``"average"`` of the computed columns
             row by row, or the ``"same"`` values as in the previous iteration (costs a stored copy of both).
         update_every: optimizer steps between two updates; an update is one exchange and one decision.
@@ -98,7 +96,6 @@ class BalanceConfig:
     ratio: str | float = "auto"
     ranks: str | tuple[int, ...] = "stragglers"
     target: str = "min"
-    prune: str = "columns"
     imputation: str = "zero"
     update_every: int = 10
     tolerance: float = 0.1
@@ -126,7 +123,6 @@ class BalanceConfig:
     def __post_init__(self) -> None:
         one_of("mode", self.mode, MODES)
         one_of("target", self.target, TARGETS)
-        one_of("prune", self.prune, PRUNABLE)
         one_of("imputation", self.imputation, IMPUTATIONS)
         one_of("priority", self.priority, PRIORITIES)
         one_of("snapshot", self.snapshot, SNAPSHOTS)

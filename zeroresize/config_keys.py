@@ -7,7 +7,6 @@ from typing import Any
 
 MODES = ("off", "zero-rd", "zero-pri", "zero-pridiff", "mig", "semi")
 TARGETS = ("mean", "min")
-PRUNABLE = ("columns",)
 IMPUTATIONS = ("zero", "average", "same")
 RANK_CHOICES = ("stragglers", "all")
 

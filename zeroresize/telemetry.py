@@ -22,16 +22,18 @@ class UpdateRecord:
         update, step, epoch: how many of each are over.
         rank: within the tensor-parallel group.
         busy_s: T̂, busy time at full work.
-        products_s: M̂, the part of it spent multiplying.
+        gemm_s: M̂, the part of it spent multiplying.
         is_straggler: whether the rank was found to be one.
-        ratio: γ in force from now on, pruned and lent, also where the next step is at full work to be measured.
-        pruned_share: share of this rank's product FLOPs that it drops.
-        lent_share, borrowed_share: what others compute for it and it for others, in units of its own product FLOPs.
-        lent_to: what each other rank computes of ``lent_share``, by its number as text (as JSON has it).
+        ratio: γ of the plan that is in force from now on, pruned and lent, also where the next step is at full work to
+            be measured. So are the shares that follow.
+        pruned, lent: γ's two parts once they are columns, as shares of this rank's product FLOPs: what nobody computes,
+            and what other ranks do.
+        borrowed: what it computes for others, in units of its own product FLOPs.
+        lent_to: what each other rank computes of ``lent``, by its number as text (as JSON has it).
         layer_shares: share of every layer's columns that is pruned, by layer name.
         predicted_step_s: of the group under the plan: its slowest rank's busy time and the collectives.
         begins_at_full_work: whether the next step prunes and lends nothing nevertheless, to be measured.
-        balancing_s: what balancing cost this rank since the last update, in all.
+        balancing_since_update_s: what balancing cost this rank since the last update, in all.
         would: in mode "off", what each mode would do with the group, by mode: ``predicted_step_s``, ``gain`` (the share
             of the step that it saves), and ``most_ratio``, the largest γ of a rank; ``Balancer.what_if`` tells every
             rank's. In groups of more than 128 ranks what that last told, if anything.
@@ -42,17 +44,17 @@ class UpdateRecord:
     epoch: int
     rank: int
     busy_s: float
-    products_s: float
+    gemm_s: float
     is_straggler: bool
     ratio: float
-    pruned_share: float
-    lent_share: float
-    borrowed_share: float
+    pruned: float
+    lent: float
+    borrowed: float
     lent_to: Mapping[str, float]
     layer_shares: Mapping[str, float]
     predicted_step_s: float
     begins_at_full_work: bool
-    balancing_s: float
+    balancing_since_update_s: float
     would: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -92,13 +94,13 @@ class JsonLinesTelemetry:
 
 _SCALARS = (
     "busy_s",
-    "products_s",
+    "gemm_s",
     "ratio",
-    "pruned_share",
-    "lent_share",
-    "borrowed_share",
+    "pruned",
+    "lent",
+    "borrowed",
     "predicted_step_s",
-    "balancing_s",
+    "balancing_since_update_s",
 )
 
 

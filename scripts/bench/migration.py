@@ -107,7 +107,7 @@ def main() -> None:
 
     metrics = settings[0].balancer.metrics()
     free = statistics.median(settings[0].step_s)
-    product_share = statistics.fmean(of_every_rank(metrics["balance/products_s"])) / free
+    product_share = statistics.fmean(of_every_rank(metrics["balance/gemm_s"])) / free
     table = Table(
         "way", "γ", "step / unmigrated", "95 %", "at least", "excess", "MB a step", "s in collectives",
         title=f"ν = {arguments.owners} of {ranks.num_ranks} ranks, unmigrated step {1e3 * free:.0f} ms, "

@@ -58,7 +58,7 @@ def main() -> None:
     for _ in range(5 + arguments.pairs):
         for name in next(orders):
             seconds[name].append(trainers[name].timed_step())
-        measuring_s.append(balancer.metrics()["balance/step_balancing_s"])
+        measuring_s.append(balancer.metrics()["balance/balancing_s"])
     if ranks.rank == 0:
         timed = {name: values[5:] for name, values in seconds.items()}
         own = timed["own"]

@@ -20,7 +20,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from itertools import groupby
 
 import numpy as np
@@ -33,7 +33,7 @@ from scripts.bench.common import ColossalAIRanks, Trainer, interval_of_ratio, of
 from vit_examples.config import ModelConfig
 from zeroresize.convert import balanced_layers
 from zeroresize.injection.slow_layers import SlowLayers
-from zeroresize.plan.group import WorkloadPlan
+from zeroresize.plan.group import Shares, WorkloadPlan
 from zeroresize.policy.columns.order import aligned_ratio
 
 #: Solutions whose closed loop runs, by name; Baseline and homogeneous are one more copy, in mode "off".
@@ -62,11 +62,11 @@ def fixed_lambdas(num_stragglers: int) -> dict[str, dict[str, object]]:
 
 @dataclass(frozen=True)
 class TimedStep:
-    """One step, the plan that was in force, and the shares of its products that this rank pruned and lent."""
+    """One step, the plan that was in force, and what became of this rank's products."""
 
     seconds: float
     plan: WorkloadPlan
-    shares: tuple[float, float]
+    shares: Shares
 
 
 @dataclass
@@ -82,7 +82,8 @@ class Copy:
         plan = self.balancer.plan
         seconds = self.trainer.timed_step()
         metrics = self.balancer.metrics()
-        return TimedStep(seconds, plan, (metrics["balance/pruned_share"], metrics["balance/lent_share"]))
+        shares = Shares(*(metrics[f"balance/{name}_share"] for name in ("pruned", "lent", "borrowed")))
+        return TimedStep(seconds, plan, shares)
 
     def window(self, num_steps: int) -> list[TimedStep]:
         """Some steps after one that is not counted."""
@@ -159,13 +160,13 @@ class Bench:
     def _window_of_zero_beside_semi(self, offset: float, num_steps: int) -> list[tuple[float, float]]:
         """(share of the group's products dropped, seconds) of ZERO's steps, pinned beside what SEMI spares now."""
         zero, semi = self.copies[PINNED], self.copies["SEMI"]
-        spared = [rank.pruned + rank.lent for rank in semi.balancer.plan.ranks]
+        spared = [rank.spared for rank in semi.balancer.plan.ranks]
         pins = [self._fast_ratio(max(own + offset, 0.0)) if own > 0.0 else 0.0 for own in spared]
         for rank, ratio in enumerate(pins):
             zero.balancer.pin(rank, ratio)
         try:
             steps = zero.window(num_steps)
-            pruned, _ = shares_of(steps)
+            pruned = shares_of(steps).pruned
             return [(pruned, step.seconds) for step in steps]
         finally:
             zero.balancer.release()
@@ -188,11 +189,9 @@ class Bench:
 
     def bound(self, chis: Sequence[float], homogeneous_s: float) -> float:
         """T*, seconds: what is not a product stays, products are shared out by speed; collectives cost nothing more."""
-        own = self.copies["off"].balancer.metrics()["balance/products_s"]
-        products_s = statistics.fmean(
-            seconds for seconds, chi in zip(of_every_rank(own), chis, strict=True) if chi == 1
-        )
-        return homogeneous_s - products_s + products_s * len(chis) / sum(1 / chi for chi in chis)
+        own = self.copies["off"].balancer.metrics()["balance/gemm_s"]
+        gemm_s = statistics.fmean(seconds for seconds, chi in zip(of_every_rank(own), chis, strict=True) if chi == 1)
+        return homogeneous_s - gemm_s + gemm_s * len(chis) / sum(1 / chi for chi in chis)
 
 
 def report(bench: Bench, chis: Sequence[float], seconds: dict[str, list[float]]) -> list[dict[str, object]]:
@@ -202,7 +201,7 @@ def report(bench: Bench, chis: Sequence[float], seconds: dict[str, list[float]])
     shares = {name: shares_of(bench.copies[name].steps) for name in bench.solutions}
     if bench.pinned:
         seconds[SAME_TIME], medians[SAME_TIME] = seconds["SEMI"], medians["SEMI"]
-        shares[SAME_TIME] = bench.dropped_for(medians["SEMI"]), 0.0
+        shares[SAME_TIME] = Shares(pruned=bench.dropped_for(medians["SEMI"]))
     rows, table = [], Table(
         "solution", "step / homogeneous", "95 %", "step / T*", "pruned", "lent", "predicted / measured",
         title=f"χ = {' '.join(f'{chi:g}' for chi in chis)}: homogeneous {1e3 * homogeneous_s:.0f} ms, "
@@ -210,27 +209,25 @@ def report(bench: Bench, chis: Sequence[float], seconds: dict[str, list[float]])
     )  # fmt: skip
     for name, step_s in medians.items():
         low, high = interval_of_ratio(seconds[name], seconds["homogeneous"])
-        pruned, lent = shares.get(name, (0.0, 0.0))
+        own_shares = shares.get(name, Shares())
         own = bench.copies[name].steps if name in bench.solutions else []
         predicted = statistics.median(step.plan.predicted_step_s for step in own) / step_s if own else None
         table.add_row(
             name, f"{step_s / homogeneous_s:.3f}", f"[{low:.3f}, {high:.3f}]", f"{step_s / bound_s:.3f}",
-            f"{pruned:.3f}", f"{lent:.3f}", "" if predicted is None else f"{predicted:.3f}",
+            f"{own_shares.pruned:.3f}", f"{own_shares.lent:.3f}", "" if predicted is None else f"{predicted:.3f}",
         )  # fmt: skip
         rows.append({"chi": list(chis), "solution": name, "step": step_s / homogeneous_s, "interval": [low, high],
-                     "to_bound": step_s / bound_s, "pruned": pruned, "lent": lent,
+                     "to_bound": step_s / bound_s, "pruned": own_shares.pruned, "lent": own_shares.lent,
                      "predicted_to_measured": predicted})  # fmt: skip
     if bench.ranks.rank == 0:
         Console(width=120).print(table)
     return rows
 
 
-def shares_of(steps: Sequence[TimedStep]) -> tuple[float, float]:
-    """Shares of the group's products that were pruned and lent, by each rank's median step (few are at full work, to be
-    measured); collective."""
-    own = map(statistics.median, zip(*(step.shares for step in steps), strict=True))
-    pruned, lent = (statistics.fmean(of_every_rank(share)) for share in own)
-    return pruned, lent
+def shares_of(steps: Sequence[TimedStep]) -> Shares:
+    """Of the group's products, by each rank's median step (few are at full work, to be measured); collective."""
+    own = map(statistics.median, zip(*(astuple(step.shares) for step in steps), strict=True))
+    return Shares(*(statistics.fmean(of_every_rank(share)) for share in own))
 
 
 def predictions_of_new_plans(steps: Sequence[TimedStep]) -> list[float]:
@@ -264,7 +261,9 @@ def main() -> None:
     parser.add_argument("--update-every", type=int, default=5)
     parser.add_argument("--tolerance", type=float, default=0.1, help="SEMI's steps may take half of it longer")
     parser.add_argument("--max-ratio", type=float, default=zr.BalanceConfig().max_ratio, help="γ_max")
-    parser.add_argument("--migration-transport", choices=("broadcast-reduce", "scatter-gather"), default="broadcast-reduce")
+    parser.add_argument(
+        "--migration-transport", choices=("broadcast-reduce", "scatter-gather"), default="broadcast-reduce"
+    )
     arguments = parser.parse_args()
     if arguments.unequal and 1.0 not in arguments.unequal:
         parser.error("--unequal: one rank at least must be normal, χ = 1")

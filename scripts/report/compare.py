@@ -62,7 +62,7 @@ def comparison_rows(runs: Sequence[NamedRun]) -> list[list[str]]:
                 *(_number(speed[name], ".1f") for name in ("step_ms", "mean_step_ms")),
                 _number(ratio, ".2f", "×"),
                 _number(100 * accuracy, ".1f", " %") if isinstance(accuracy, int | float) else "–",
-                *(f"{one.run.most_by_a_rank(name):.2f}" for name in ("pruned_share", "lent_share")),
+                *(f"{one.run.most_by_a_rank(name):.2f}" for name in ("pruned", "lent")),
             ]
         )
     return rows

@@ -20,7 +20,7 @@ from zeroresize.utils.json_lines import read_json_lines
 #: No run has more steps: a larger number is a damage, and would be asked of memory.
 MOST_STEPS = 10**7
 _MAPPINGS = ("lent_to", "layer_shares")
-_MAY_BE_UNKNOWN = ("busy_s", "products_s", "predicted_step_s")
+_MAY_BE_UNKNOWN = ("busy_s", "gemm_s", "predicted_step_s")
 _NUMBERS = tuple(
     field.name
     for field in dataclasses.fields(UpdateRecord)

@@ -115,7 +115,7 @@ def _kinds_of_steps(run: RunFolder) -> np.ndarray:
     kinds[known_from:] = _FULL
     for rank, records in run.records.items():
         for record, (begin, end) in zip(records, pairwise([*begins_of[rank], run.num_steps]), strict=True):
-            if record["pruned_share"] + record["lent_share"] > 0:
+            if record["pruned"] + record["lent"] > 0:
                 at_full_work = record["begins_at_full_work"] and begin == record["step"]
                 kinds[max(begin + at_full_work, known_from) : end] = _BALANCED
     return kinds

@@ -67,10 +67,10 @@ was busy during one of them.</p>
 </body></html>
 """
 RANK_HEADINGS = (
-    "rank", "updates", "busy, ms", "products, ms", "γ", "γ, most", "dropped", "lent", "borrowed", "straggler in",
+    "rank", "updates", "busy, ms", "multiplying, ms", "γ", "γ, most", "dropped", "lent", "borrowed", "straggler in",
     "balancing",
 )  # fmt: skip
-SHARES = ("pruned_share", "lent_share", "borrowed_share")
+SHARES = ("pruned", "lent", "borrowed")
 #: What the page says of a summary's numbers, besides the times of a step.
 SUMMARY_LABELS = {
     "images_per_s": "images a second",
@@ -177,13 +177,14 @@ def rank_rows(run: RunFolder) -> list[list[str]]:
     step_s = run.speed()["mean_step_ms"] / 1e3
     for rank, records in run.records.items():
         last = records[-1]
-        balancing_s = sum(record["balancing_s"] for record in records[1:])  # the first holds the calibration
+        # The first holds the calibration.
+        balancing_s = sum(record["balancing_since_update_s"] for record in records[1:])
         steps = max(last["step"] - records[0]["step"], 1)
         rows.append(
             [
                 str(rank),
                 str(len(records)),
-                *(f"{1e3 * last[name]:.1f}" if last[name] is not None else "-" for name in ("busy_s", "products_s")),
+                *(f"{1e3 * last[name]:.1f}" if last[name] is not None else "-" for name in ("busy_s", "gemm_s")),
                 f"{last['ratio']:.2f}",
                 f"{max(record['ratio'] for record in records):.2f}",
                 *(f"{100 * run.mean_share(rank, name):.1f} %" for name in SHARES),
@@ -210,7 +211,7 @@ def pictures_of(run: RunFolder) -> list[tuple[str, str, Callable[[], Figure]]]:
         caption = "Who lent how much to whom, over time."
         pictures.append(("loans-over-time", caption, lambda: loans_over_time_picture(run)))
     for rank, records in run.records.items():
-        if any(record["pruned_share"] > 0 for record in records):
+        if any(record["pruned"] > 0 for record in records):
             caption = f"Rank {rank}: share of each layer's columns that was pruned."
             pictures.append((f"layers-rank{rank}", caption, lambda rank=rank: layers_picture(run, rank)))
     for rank, counts in run.columns.items():

@@ -22,7 +22,7 @@ MOST_RANKS = 16
 #: A rank's own products, and SHARES.
 WORK_LABELS = ("its own, computed here", "lent to others", "dropped", "borrowed from others")
 WORK_COLORS = ("#4c72b0", "#dd8452", "#dddddd", "#55a868")
-SHARES = ("lent_share", "pruned_share", "borrowed_share")
+SHARES = ("lent", "pruned", "borrowed")
 
 
 def _in_ms(series: tuple[Sequence[int], Sequence[float]]) -> tuple[Sequence[int], np.ndarray]:

@@ -67,8 +67,8 @@ def test_a_step_at_full_work_is_one_step_and_what_is_told_is_the_plan(run_ranks)
     ratio = record.ratio
     assert record.begins_at_full_work and ratio > 0.5
     assert [metrics["balance/ratio"] for metrics in told] == [ratio] * 3
-    assert record.pruned_share == pytest.approx(ratio, abs=1 / FEATURES)
-    assert [metrics["balance/pruned_share"] for metrics in told[1:]] == [0.0, record.pruned_share], "of the last step"
+    assert record.pruned == pytest.approx(ratio, abs=1 / FEATURES)
+    assert [metrics["balance/pruned_share"] for metrics in told[1:]] == [0.0, record.pruned], "of the last step"
     assert min(record.layer_shares.values()) > 0.5
     assert in_it == {"up": None, "down": None}
     assert all(columns is not None for columns in after.values())
@@ -158,7 +158,7 @@ def test_pin_holds_against_measurements_until_released(run_ranks):
 
 
 def test_steps_are_measured_under_the_plan_that_a_pin_put_in_force(run_ranks):
-    def full_work_products(rank, group):
+    def gemm_times_at_full_work(rank, group):
         run = Run(group, update_every=1)
         run.steps(2)
         seen = []
@@ -166,11 +166,11 @@ def test_steps_are_measured_under_the_plan_that_a_pin_put_in_force(run_ranks):
             if ratio is not None:
                 run.balancer.pin(0, ratio)
             run.steps(1)
-            seen.append(run.balancer.metrics()["balance/products_s"])
+            seen.append(run.balancer.metrics()["balance/gemm_s"])
         return seen
 
-    products_s = run_ranks(full_work_products, 2)[0]
-    assert products_s == pytest.approx([products_s[0]] * 4, rel=0.05)
+    gemm_s = run_ranks(gemm_times_at_full_work, 2)[0]
+    assert gemm_s == pytest.approx([gemm_s[0]] * 4, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_a_group_of_one_rank_neither_measures_nor_balances(run_ranks, config):
         run = Run(group, **config)
         run.time.chi = 4.0
         run.steps(7)
-        return run.balancer._monitor._timer._step, run.balancer.metrics()["balance/ratio"], run.model.up.plan
+        return run.balancer._parts.monitor._timer._step, run.balancer.metrics()["balance/ratio"], run.model.up.plan
 
     assert run_ranks(train, 1) == [(None, 0.0, None)]
 
@@ -195,7 +195,7 @@ def test_metrics_are_flat_numbers_with_the_documented_names(run_ranks):
         return run.balancer.metrics()
 
     decided = ["ratio", "pruned_share", "lent_share", "borrowed_share", "is_straggler", "predicted_step_s"]
-    names = [*decided, "busy_s", "products_s", "least_busy_s", "step_balancing_s", "statistic_bytes", "migration_bytes"]
+    names = [*decided, "busy_s", "gemm_s", "least_busy_s", "balancing_s", "statistic_bytes", "migration_bytes"]
     for metrics in run_ranks(train, 2):
         assert sorted(metrics) == sorted(f"balance/{name}" for name in names)
         assert all(isinstance(value, float) for value in metrics.values())

@@ -32,7 +32,7 @@ def test_products_of_an_evaluation_are_not_those_of_the_step_it_falls_into(run_r
             if evaluates:
                 evaluate(run)
             run.steps(1)
-            seen.append(run.balancer.metrics()["balance/products_s"])
+            seen.append(run.balancer.metrics()["balance/gemm_s"])
         return seen
 
     for seen in run_ranks(train, 2):
@@ -95,7 +95,7 @@ def test_an_interval_without_the_balanced_layers_tells_nothing_and_breaks_nothin
             run.balancer.step()
         run.steps(8)
         own = run.balancer.plan.ranks[1]
-        return own.pruned + own.lent
+        return own.spared
 
     for spared in run_ranks(train, 2):
         assert (spared > 0.3) == (mode != "off")

@@ -43,7 +43,7 @@ def _train_until_one_dies(rank, num_ranks, dying, die, num_steps, config, scratc
         run.balancer.close()
         is_closed = (
             all(layer.loans is None for layer in (run.model.up, run.model.down))
-            and not run.balancer._monitor.close.alive
+            and not run.balancer._parts.monitor.close.alive
         )
         reports.put((rank, str(error) if is_closed else f"not closed after {error}", type(error.__cause__)))
     reports.close()
@@ -210,7 +210,7 @@ def test_ranks_that_hold_different_loans_are_told_so(run_ranks, mode):
         run.updates(6)
         run.time.chi = 2.0 if rank == 1 else 1.0  # the loans of the next plan are others
         if rank == 0:
-            run.balancer._decision._controller._ranks[1].lent = 0.0  # as a bit that flipped would have it
+            run.balancer._parts.decision._controller._ranks[1].lent = 0.0  # as a bit that flipped would have it
         try:
             run.steps(20)
         except RuntimeError as error:

@@ -252,8 +252,8 @@ def test_batches_that_change_on_every_rank_are_compared_once_a_forward(run_ranks
         run = impatient_run(rank, mode)
         run.steps(23)
         met = []
-        meet = run.balancer._exchange.meet
-        run.balancer._exchange.meet = lambda *numbers: met.append(numbers) or meet(*numbers)
+        meet = run.balancer._parts.exchange.meet
+        run.balancer._parts.exchange.meet = lambda *numbers: met.append(numbers) or meet(*numbers)
         for num_tokens in (8, 4, 4, 8, 4, 6):
             forward(run, num_tokens)
         return len(met)

@@ -6,6 +6,7 @@ import pytest
 from virtual_training import Run
 
 import zeroresize as zr
+from zeroresize.control import assembly
 from zeroresize.control.group_decision import GroupDecision
 from zeroresize.control.planner import Planner
 from zeroresize.plan.group import RankPlan, WorkloadPlan
@@ -53,19 +54,19 @@ class Prescribed:
         self.is_closed = True
 
 
-def test_a_balancer_carries_out_what_any_planner_decides(run_ranks):
+def test_a_balancer_carries_out_what_any_planner_decides(run_ranks, monkeypatch):
     def train(rank, group):
+        monkeypatch.setattr(assembly, "GroupDecision", lambda *_: Prescribed(2, at_update=2))
         run = Run(group)
-        run.balancer._decision = planner = Prescribed(2, at_update=2)
         seen = []
         for _ in range(3):
             run.steps(run.config.update_every)
             seen.append(run.balancer.metrics()["balance/ratio"])
         state = run.balancer.state_dict()
         resumed = Run(group)
-        resumed.balancer._decision = Prescribed(2, at_update=2)
         resumed.balancer.load_state_dict(state)
         resumed_ratio = resumed.balancer.metrics()["balance/ratio"]
+        planner = run.balancer._parts.decision
         run.balancer.close()
         times = [own[0].busy_s for own in planner.updates]
         return seen, resumed_ratio, planner.is_closed, times

@@ -20,17 +20,17 @@ def record(rank: int, update: int, ratio: float, **changes: Any) -> UpdateRecord
         "epoch": 0,
         "rank": rank,
         "busy_s": float("nan") if update == 1 else 0.2,
-        "products_s": float("nan") if update == 1 else 0.1,
+        "gemm_s": float("nan") if update == 1 else 0.1,
         "is_straggler": ratio > 0,
         "ratio": ratio,
-        "pruned_share": ratio,
-        "lent_share": 0.0,
-        "borrowed_share": 0.0,
+        "pruned": ratio,
+        "lent": 0.0,
+        "borrowed": 0.0,
         "lent_to": {},
         "layer_shares": dict.fromkeys(LAYERS, ratio),
         "predicted_step_s": 0.2,
         "begins_at_full_work": False,
-        "balancing_s": 0.05,
+        "balancing_since_update_s": 0.05,
     }
     return UpdateRecord(**{**values, **changes})
 

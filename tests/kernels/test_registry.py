@@ -124,7 +124,7 @@ def test_a_fused_kernel_trains_bitwise_alike_and_is_balanced_alike(run_ranks, im
                 run.time.chi = 0.02
             losses += run.steps(run.config.update_every)
             shares.append([(own.pruned, own.lent) for own in run.balancer.plan.ranks])
-            times = run.balancer._monitor.times
+            times = run.balancer._parts.monitor.times
             measured += [times.busy_s, times.gemm_s, times.gather_fill_scale] if update < 8 else []
         return losses, shares, measured
 

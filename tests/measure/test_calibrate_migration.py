@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import zeroresize as zr
 from zeroresize.config_keys import MIGRATION_TRANSPORTS
 from zeroresize.measure import calibrate_migration
-from zeroresize.migration.transports import make_transport
+from zeroresize.migration.lender import make_transport
 
 IN, HIDDEN, TOKENS, LENT = 24, 48, 10, 0.75
 

@@ -270,7 +270,7 @@ def test_path_length_does_not_count_steps_that_freezing_takes_back(run_ranks):
         run = Run(group, mode="zero-pri", priority="path_length", ratio=0.5, ranks="all", pruned_update="freeze")
         run.steps(4)
         pruned = run.pruned()
-        taken = run.balancer._statistic.take()
+        taken = run.balancer._parts.statistic.take()
         for name, values in taken.items():
             kept = np.setdiff1d(np.arange(len(values)), pruned[name])
             assert values[pruned[name]].tolist() == [0.0] * len(pruned[name])
@@ -340,7 +340,7 @@ def test_a_closed_statistic_sees_nothing_more(run_ranks, priority):
     def check(rank, group):
         run = Run(group, mode="zero-pri", priority=priority, update_every=1)
         run.steps(2)
-        statistic = run.balancer._statistic
+        statistic = run.balancer._parts.statistic
         assert np.isfinite(statistic.take()["up"]).all()
         run.balancer.close()
         assert run.model.up.watch_input is None and run.model.down.watch_input is None

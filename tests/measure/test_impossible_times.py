@@ -79,7 +79,7 @@ def test_whatever_is_told_plans_stay_within_limits_and_are_the_same_on_all_ranks
         assert math.isnan(plan.predicted_step_s) or 0.0 < plan.predicted_step_s < math.inf
         for rank in plan.ranks:
             assert 0.0 <= rank.pruned <= config.max_ratio and 0.0 <= rank.lent <= 1.0
-            assert rank.pruned + rank.lent <= 1.0
+            assert rank.spared <= 1.0
         for loan in plan.loans:
             assert math.fsum(loan.parts) == pytest.approx(1.0) and min(loan.parts) >= 0.0
             assert loan.owner not in loan.receivers
@@ -122,6 +122,6 @@ def test_a_pre_test_whose_clock_stands_still_tells_nothing(run_ranks, monkeypatc
     def train(rank, group):
         run = Run(group)
         run.steps(1)
-        return run.balancer._monitor.cost == ResizingCost.linear(0.9)
+        return run.balancer._parts.monitor.cost == ResizingCost.linear(0.9)
 
     assert run_ranks(train, 2) == [True, True]

@@ -166,7 +166,7 @@ def test_real_products_take_the_longer_the_larger_their_layer(run_ranks):
             model(x).sum().backward()
             optimizer.step()
             balancer.step()
-        times = balancer._monitor.times
+        times = balancer._parts.monitor.times
         return balancer.layer_times(), times.gemm_s
 
     for layers, gemm_s in run_ranks(train, 2):

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from zeroresize.config_keys import MIGRATION_TRANSPORTS
-from zeroresize.migration.ranges import bounds_of_parts
+from zeroresize.migration.transport import bounds_of_parts
 from zeroresize.plan.group import Loan
 
 OUT = 12  # divides by 2, 3 and 4 ranks

@@ -9,13 +9,13 @@ pytest.importorskip("colossalai")
 
 from scripts.bench import solutions as bench_solutions
 from scripts.bench.solutions import Bench, TimedStep, predictions_of_new_plans
-from zeroresize.plan.group import RankPlan, WorkloadPlan
+from zeroresize.plan.group import RankPlan, Shares, WorkloadPlan
 
 pytestmark = pytest.mark.colossalai
 
 
 def steps_under(plan, *seconds):
-    return [TimedStep(own, plan, (0.0, 0.0)) for own in seconds]
+    return [TimedStep(own, plan, Shares()) for own in seconds]
 
 
 def plan_of(pruned, predicted_s, begins_at_full_work=False):
@@ -46,6 +46,6 @@ def test_what_zero_drops_for_a_step_time_lies_between_what_was_measured():
 def test_the_bound_shares_products_out_by_speed(monkeypatch, chis, expected):
     """Of a homogeneous step of 10 s normal ranks multiply for 8; slow ones take longer for it, which is left out."""
     monkeypatch.setattr(bench_solutions, "of_every_rank", lambda own: [own * chi for chi in chis])
-    off = SimpleNamespace(balancer=SimpleNamespace(metrics=lambda: {"balance/products_s": 8.0}))
+    off = SimpleNamespace(balancer=SimpleNamespace(metrics=lambda: {"balance/gemm_s": 8.0}))
     bench = SimpleNamespace(copies={"off": off})
     assert Bench.bound(bench, chis, 10.0) == pytest.approx(expected)

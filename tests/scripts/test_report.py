@@ -64,7 +64,7 @@ def lending(tmp_path):
     """A run in which rank 1 of three lends from its second update on, half of it to each of the others."""
     shares = {0: (0.0, 0.25, {}), 1: (0.5, 0.0, {"0": 0.25, "2": 0.25}), 2: (0.0, 0.25, {})}
     for rank, (lent, borrowed, lent_to) in shares.items():
-        in_force = {"lent_share": lent, "borrowed_share": borrowed, "lent_to": lent_to}
+        in_force = {"lent": lent, "borrowed": borrowed, "lent_to": lent_to}
         busy_s = 0.2 * (1 + rank)
         records = [record(rank, update, 0.0, busy_s=busy_s, **in_force if update > 1 else {}) for update in (1, 2, 3)]
         write_records(tmp_path, rank, records)
@@ -203,7 +203,7 @@ def test_without_times_it_does_not_tell_what_balancing_brought(folder, tmp_path)
 
 def test_a_ratio_forced_on_named_ranks_is_in_force_from_the_first_step(tmp_path):
     """The table and all pictures tell of the same steps."""
-    lends = {"pruned_share": 0.5, "lent_share": 0.25, "lent_to": {"0": 0.25}}
+    lends = {"pruned": 0.5, "lent": 0.25, "lent_to": {"0": 0.25}}
     always = [record(1, update, 0.75, **lends) for update in (1, 2)]
     balance = {"mode": "zero-pri", "ratio": 0.75, "ranks": [1]}
     run = RunFolder.read(write_run(tmp_path / "whole", "zero-pri", [0.2] * 25, always, balance=balance))
@@ -211,7 +211,7 @@ def test_a_ratio_forced_on_named_ranks_is_in_force_from_the_first_step(tmp_path)
     for told in (run, late):  # of the second one the first records were lost
         assert rank_rows(told)[1][6:8] == ["50.0 %", "25.0 %"]
         assert loan_rows(told) == [("rank 1 lent to rank 0", "0.25 of its products, mean of all steps")]
-    assert mean_in_force(run.records[1], "pruned_share", 25) == pytest.approx(0.5)
+    assert mean_in_force(run.records[1], "pruned", 25) == pytest.approx(0.5)
     pictures = times_picture(run), work_picture(run), loans_over_time_picture(run), layers_picture(run, 1)
     times, work, loans, layers = pictures
     assert times.axes[2].lines[1].get_xydata().tolist() == [[0, 0.75], [20, 0.75], [25, 0.75]]
@@ -232,7 +232,7 @@ def test_a_ratio_that_is_decided_before_the_first_record_that_is_there_is_not_kn
 
 def test_what_a_rank_takes_in_is_shown_whole_below_one_that_only_lends(tmp_path):
     for rank, (lent, borrowed) in enumerate([(0.5, 0.0), (0.0, 0.5)]):
-        in_force = {"lent_share": lent, "borrowed_share": borrowed}
+        in_force = {"lent": lent, "borrowed": borrowed}
         write_records(tmp_path, rank, [record(rank, update, 0.0, **in_force) for update in (1, 2)])
     (tmp_path / "metrics.jsonl").write_text("")
     figure = work_picture(RunFolder.read(tmp_path))

@@ -33,8 +33,8 @@ def made_up(step_ms: float, gamma: float, halves_ms: tuple[float, ...] = ()) -> 
         "summary": {"step_ms": step_ms, "test_accuracy": 0.75, "steps": 60},
         "lines": [*steps[:6], epochs[0], *steps[6:], epochs[1]],
         "updates": [
-            {"step": 0, "pruned_share": gamma, "lent_share": gamma / 3},
-            {"step": 60, "pruned_share": 0.0, "lent_share": 0.0},  # decided after the last step
+            {"step": 0, "pruned": gamma, "lent": gamma / 3},
+            {"step": 60, "pruned": 0.0, "lent": 0.0},  # decided after the last step
         ],
         "halves_ms": list(halves_ms or (step_ms,)),
     }
@@ -206,7 +206,7 @@ def test_a_picture_without_times_has_no_legend() -> None:
 
 
 def test_what_was_dropped_is_told_over_all_steps() -> None:
-    records = [{"step": 10, "lent_share": 0.0}, {"step": 20, "lent_share": 0.5}, {"step": 40, "lent_share": 1.0}]
-    assert mean_in_force(records, "lent_share", 40) == pytest.approx(0.25)
-    assert mean_in_force(records, "lent_share", 50) == pytest.approx(0.4)
-    assert mean_in_force([], "lent_share", 50) == 0.0
+    records = [{"step": 10, "lent": 0.0}, {"step": 20, "lent": 0.5}, {"step": 40, "lent": 1.0}]
+    assert mean_in_force(records, "lent", 40) == pytest.approx(0.25)
+    assert mean_in_force(records, "lent", 50) == pytest.approx(0.4)
+    assert mean_in_force([], "lent", 50) == 0.0

@@ -288,13 +288,11 @@ def test_migration_trains_as_if_nothing_migrated_also_after_a_death(
     assert losses_of(tmp_path / "run") == pytest.approx(undisturbed_losses, rel=1e-4)
     lender = read_json_lines(tmp_path / "run" / "balance-rank1.jsonl")
     assert [(line["step"], line["ratio"]) for line in lender] == [(step, 0.5) for step in (2, 4, 6, 8)]
-    assert all(0.4 < line["lent_share"] < 0.6 and line["pruned_share"] == 0.0 for line in lender)
+    assert all(0.4 < line["lent"] < 0.6 and line["pruned"] == 0.0 for line in lender)
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("num_migrating", "does", "never"), [(1, "lent_share", "pruned_share"), (0, "pruned_share", "lent_share")]
-)
+@pytest.mark.parametrize(("num_migrating", "does", "never"), [(1, "lent", "pruned"), (0, "pruned", "lent")])
 def test_semi_relieves_a_straggler_as_it_is_told(
     pictures: Path, tmp_path: Path, num_migrating: int, does: str, never: str
 ) -> None:
@@ -307,7 +305,7 @@ def test_semi_relieves_a_straggler_as_it_is_told(
     normal, straggler = (read_json_lines(tmp_path / f"balance-rank{rank}.jsonl") for rank in range(2))
     assert straggler[-1]["is_straggler"] and straggler[-1][does] > 0.3
     assert all(line[never] == 0.0 for line in straggler)
-    assert (normal[-1]["borrowed_share"] > 0.3) == bool(num_migrating)
+    assert (normal[-1]["borrowed"] > 0.3) == bool(num_migrating)
 
 
 @pytest.fixture

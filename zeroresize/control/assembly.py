@@ -1,96 +1,168 @@
-"""What a balancer is made of: checked and built before training, each part only where the configuration needs it."""
+"""What a balancer is made of: :func:`build` checks and makes it, each part only where the configuration needs it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from zeroresize.comm.collectives import group_size, same_ranks, world_size
+from zeroresize.comm.collectives import group_rank, group_size, require_group, world_size
 from zeroresize.comm.cpu_group import CpuGroup
 from zeroresize.comm.exchange import Exchange
+from zeroresize.comm.whereabouts import Whereabouts
 from zeroresize.config import BalanceConfig
 from zeroresize.config_keys import MIGRATING_MODES, PRIORITY_MODES, PRUNING_MODES
 from zeroresize.control.forward_watch import ForwardWatch
-from zeroresize.control.start_checks import StartCheck, check_data_parallelism, check_optimizer
-from zeroresize.convert import require_same_configuration
-from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.control.group_decision import GroupDecision
+from zeroresize.control.lineage import LineageTable
+from zeroresize.control.plan_in_force import PlanInForce
+from zeroresize.control.plan_installer import PlanInstaller
+from zeroresize.control.planner import Planner
+from zeroresize.control.setup_checks import Layers, check_layers, check_weights
+from zeroresize.control.start_checks import StartCheck
+from zeroresize.convert import balanced_layers
 from zeroresize.layers.functional import LastGradients
 from zeroresize.layers.segments import segments_of_layers, work_of_layers
-from zeroresize.layers.weight_checks import is_flat_parameters, is_sharded, why_no_whole_weight
-from zeroresize.measure import column_statistics
-from zeroresize.measure.step_timer import LayerTimer
+from zeroresize.measure.column_statistics import ColumnStatistic, build_statistic
+from zeroresize.measure.rank_monitor import RankMonitor
 from zeroresize.migration.lender import Lender
 from zeroresize.optim.freezing import ColumnFreezer
-from zeroresize.optim.optimizers import not_stepped
 from zeroresize.policy.columns.selector import ColumnSelector
 
-Layers = Mapping[str, BalancedLinear]
+
+@dataclass(frozen=True)
+class Parts:
+    """What a balancer is made of, on one rank; None for what its mode, or a group of one rank, does not need.
+
+    Attributes:
+        config: how to balance.
+        process_group: the tensor-parallel group, of ``num_ranks``; this process is ``rank`` in it.
+        layers: balanced layers by name, in the order of the model.
+        lineage: which of their columns are pruned.
+        where: this rank is, for the other ranks and for what errors tell.
+        exchange: of numbers with the other ranks.
+        start_check: compares the ranks' parameters when training begins.
+        forward_watch: compares the ranks' batches, and notices where no step is called.
+        monitor: measures this rank's steps.
+        statistic: tells the columns' importance.
+        decision: the group's, from exchanged numbers to a plan.
+        selector: which columns a share is.
+        plan_in_force: carries out a plan.
+        lender: carries out its loans.
+        freezer: keeps the optimizer off pruned columns.
+        attached: takes back what all of them attached to the layers, the optimizer and the group, the last one first.
+    """
+
+    config: BalanceConfig
+    process_group: ProcessGroup
+    rank: int
+    num_ranks: int
+    layers: Layers
+    lineage: LineageTable
+    where: Whereabouts
+    exchange: Exchange | None
+    start_check: StartCheck | None
+    forward_watch: ForwardWatch | None
+    monitor: RankMonitor
+    statistic: ColumnStatistic | None
+    decision: Planner
+    selector: ColumnSelector
+    plan_in_force: PlanInForce
+    lender: Lender | None
+    freezer: ColumnFreezer | None
+    attached: ExitStack
+
+    def close(self) -> None:
+        """Take back all that is attached, whatever fails; afterwards the layers compute in full.
+
+        Raises:
+            RuntimeError: if what was lent cannot be taken back.
+        """
+        self.attached.close()
 
 
-def check_layers(
-    model: nn.Module, layers: Layers, optimizer: Any, process_group: ProcessGroup, config: BalanceConfig
-) -> None:
-    """Check that a model's layers can be balanced over this group while this optimizer trains them.
+def build(model: nn.Module, optimizer: Any, process_group: ProcessGroup, config: BalanceConfig) -> Parts:
+    """Check what a balancer is given, and make its parts; collective over ``process_group``.
+
+    The order matters: what needs no other rank is checked before the ranks meet, and an optimizer calls hooks in the
+    order in which they were made. Where something fails, what was attached until then is taken back.
 
     Raises:
-        ValueError: if they are another group's, there are none, they have another balancer, were converted with another
-            configuration, or the optimizer steps none of their weights; unless ``start_checks`` is off, also for what
-            :mod:`zeroresize.control.start_checks` finds.
+        ValueError: as :class:`~zeroresize.balancer.Balancer` tells.
+        RuntimeError: if not all ranks come within the time limit of ``process_group``.
     """
-    for name, layer in layers.items():
-        if not same_ranks(layer.process_group, process_group):
-            raise ValueError(f"layer {name} belongs to another process group: pass the one that convert was given")
-    if group_size(process_group) == 1:
-        return
-    if not layers:
-        raise ValueError("the model has no converted layers: call zeroresize.convert(model, ...) first")
-    if any(layer.probes.holds(LayerTimer) for layer in layers.values()):
-        raise ValueError("the model has another balancer: close() that one first")
-    require_same_configuration(layers, config)
-    weights = {name: layer.weight for name, layer in layers.items()}
-    unknown = not_stepped(optimizer, weights)
-    if unknown and len(unknown) == len(weights):
-        raise ValueError(
-            f"the optimizer does not step the weights of {', '.join(unknown[:4])}{', …' if unknown[4:] else ''}, nor "
-            "any other layer's: make it from the parameters that the model has now"
+    require_group(process_group)
+    rank, num_ranks = group_rank(process_group), group_size(process_group)
+    layers = balanced_layers(model)
+    check_weights(layers, config)
+    check_layers(model, layers, optimizer, process_group, config)
+    with ExitStack() as attached:
+        _prepare_layers(layers, config)
+        attached.callback(_release_layers, layers)
+        exchange = start_check = forward_watch = lender = statistic = None
+        if num_ranks > 1:
+            exchange = _kept(_meet(config, layers, process_group), attached)
+        decision = _kept(GroupDecision(config, num_ranks, exchange), attached)
+        if exchange is not None and config.start_checks:
+            start_check = _kept(StartCheck(model, layers, process_group, exchange), attached)
+        # The freezer before the statistic, which so sees weights that were put back.
+        freezer = _kept(_build_freezer(config, layers, optimizer, process_group), attached)
+        if layers and config.mode in PRIORITY_MODES:
+            statistic = _kept(build_statistic(config, layers, optimizer), attached)
+        is_forced = config.forced_ratio is not None
+        if num_ranks > 1 and config.mode in MIGRATING_MODES:
+            lender = _kept(Lender(layers, process_group, config.migration_transport, is_forced=is_forced), attached)
+        monitor = _kept(RankMonitor(layers, config), attached)
+        if exchange is not None:
+            forward_watch = _kept(ForwardWatch(layers, exchange, compares=config.start_checks), attached)
+        selector = _build_selector(config, layers, rank)
+        installer = PlanInstaller(layers, selector, config.imputation)
+        attached.callback(installer.clear)
+        plan_in_force = PlanInForce(
+            config, rank, num_ranks, selector=selector, installer=installer, lender=lender, exchange=exchange
         )
-    check_optimizer(unknown, is_error=config.start_checks)
-    if config.start_checks:
-        check_data_parallelism(model, layers, process_group)
+        return Parts(
+            config=config,
+            process_group=process_group,
+            rank=rank,
+            num_ranks=num_ranks,
+            layers=layers,
+            lineage=LineageTable(layers),
+            where=exchange.where if exchange is not None else Whereabouts(),
+            exchange=exchange,
+            start_check=start_check,
+            forward_watch=forward_watch,
+            monitor=monitor,
+            statistic=statistic,
+            decision=decision,
+            selector=selector,
+            plan_in_force=plan_in_force,
+            lender=lender,
+            freezer=freezer,
+            attached=attached.pop_all(),
+        )
 
 
-def check_weights(layers: Layers, config: BalanceConfig) -> None:
-    """Check that the layers' weights are what ``config`` needs: something may have been put on them after converting.
-
-    Raises:
-        ValueError: naming the layer, what was found, and what is allowed.
-    """
-    needs_whole_weights = config.mode in (*PRIORITY_MODES, *MIGRATING_MODES) or config.pruned_update == "freeze"
-    for name, layer in layers.items():
-        gone = why_no_whole_weight(layer)
-        if gone is not None:
-            raise ValueError(
-                f"layer {name} cannot be balanced: {gone}. Allowed are parameters [out, in]; of FSDP, fully_shard with "
-                "mode='off' or 'zero-rd', and FullyShardedDataParallel with NO_SHARD and use_orig_params=True"
-            )
-        if is_sharded(layer.weight) and needs_whole_weights:
-            raise ValueError(
-                f"layer {name} has a {type(layer.weight).__name__} as its weight, as fully_shard makes it: between "
-                f"forwards there are only shards of it. mode={config.mode!r}, pruned_update={config.pruned_update!r} "
-                "needs it whole; allowed are mode='off' and 'zero-rd' with pruned_update='optimizer'"
-            )
-        if is_flat_parameters(layer.weight) and config.mode in MIGRATING_MODES:
-            raise ValueError(
-                f"layer {name} is wrapped in FullyShardedDataParallel, which puts another weight in its place in every "
-                f"forward, and mode={config.mode!r} sends the weight ahead; allowed are the modes that do not migrate"
-            )
+class _Closable(Protocol):
+    @property
+    def close(self) -> Any: ...
 
 
-def clear_layers(layers: Layers, config: BalanceConfig) -> None:
-    """Take from the layers what a balancer left that was dropped without being closed."""
+_Part = TypeVar("_Part", bound="_Closable | None")
+
+
+def _kept(part: _Part, attached: ExitStack) -> _Part:
+    """``part``, which is closed when what is attached is taken back."""
+    if part is not None:
+        attached.callback(part.close)
+    return part
+
+
+def _prepare_layers(layers: Layers, config: BalanceConfig) -> None:
+    """Take from the layers what a balancer left that was dropped without being closed, and give what this one needs."""
     remembers = config.imputation == "same" and config.mode in PRUNING_MODES
     for layer in layers.values():
         layer.plan = layer.loans = layer.watch_input = layer.watch_forward = None
@@ -99,34 +171,25 @@ def clear_layers(layers: Layers, config: BalanceConfig) -> None:
         layer.needs_eager_autograd = config.mode in MIGRATING_MODES
 
 
-def meet(config: BalanceConfig, layers: Layers, process_group: ProcessGroup) -> Exchange | None:
-    """Join the other ranks for exchanging numbers, once all agree on what they will do; None where there are none.
+def _release_layers(layers: Layers) -> None:
+    """Let the layers compute without a balancer."""
+    for layer in layers.values():
+        layer.plan = layer.loans = layer.last = layer.watch_input = layer.watch_forward = None
+        layer.needs_eager_autograd = False
+
+
+def _meet(config: BalanceConfig, layers: Layers, process_group: ProcessGroup) -> Exchange:
+    """Join the other ranks for exchanging numbers, once all agree on what they will do.
 
     Raises:
         ValueError: if they do not agree.
     """
-    if group_size(process_group) == 1:
-        return None
     agreement = {key: repr(value) for key, value in config.to_dict().items()}
     agreement["converted layers"] = ", ".join(layers)
     return Exchange(CpuGroup(process_group, agreement))
 
 
-def build_start_check(
-    config: BalanceConfig, model: nn.Module, layers: Layers, process_group: ProcessGroup, exchange: Exchange | None
-) -> StartCheck | None:
-    """What compares the ranks' parameters when training begins."""
-    if not config.start_checks or exchange is None:
-        return None
-    return StartCheck(model, layers, process_group, exchange)
-
-
-def build_forward_watch(config: BalanceConfig, layers: Layers, exchange: Exchange | None) -> ForwardWatch | None:
-    """What watches the layers' forwards, where there are other ranks."""
-    return ForwardWatch(layers, exchange, compares=config.start_checks) if exchange is not None else None
-
-
-def build_selector(config: BalanceConfig, layers: Layers, rank: int) -> ColumnSelector:
+def _build_selector(config: BalanceConfig, layers: Layers, rank: int) -> ColumnSelector:
     """What chooses ``rank``'s columns."""
     return ColumnSelector(
         config,
@@ -137,7 +200,7 @@ def build_selector(config: BalanceConfig, layers: Layers, rank: int) -> ColumnSe
     )
 
 
-def build_freezer(
+def _build_freezer(
     config: BalanceConfig, layers: Layers, optimizer: Any, process_group: ProcessGroup
 ) -> ColumnFreezer | None:
     """What keeps the optimizer off pruned columns.
@@ -154,16 +217,3 @@ def build_freezer(
             f"{num_ranks}: if the others are data-parallel replicas, what each freezes lets them drift apart"
         )
     return ColumnFreezer(layers, optimizer)
-
-
-def build_statistic(config: BalanceConfig, layers: Layers, optimizer: Any) -> column_statistics.ColumnStatistic | None:
-    """What tells the columns' importance."""
-    is_needed = config.mode in PRIORITY_MODES and layers
-    return column_statistics.build_statistic(config, layers, optimizer) if is_needed else None
-
-
-def build_lender(config: BalanceConfig, layers: Layers, process_group: ProcessGroup) -> Lender | None:
-    """What carries out loans."""
-    if config.mode not in MIGRATING_MODES or group_size(process_group) == 1:
-        return None
-    return Lender(layers, process_group, config.migration_transport, is_forced=config.forced_ratio is not None)

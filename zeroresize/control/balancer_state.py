@@ -1,82 +1,136 @@
-"""Whether a balancer can take over a saved state, found out before it takes over any of it."""
+"""A balancer's state: saved, checked whole before any of it is taken over, and loaded."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from zeroresize.control.planner import Planner
-from zeroresize.layers.balanced_linear import BalancedLinear
-from zeroresize.measure.column_statistics import ColumnStatistic
-from zeroresize.measure.rank_monitor import RankMonitor
-from zeroresize.policy.columns.selector import ColumnSelector
+from zeroresize.comm.collectives import group_ranks
+from zeroresize.config_keys import PINNABLE_MODES
+from zeroresize.control.assembly import Parts
+from zeroresize.layers.functional import LastGradients
 from zeroresize.utils.state_checks import anything, count, each, flag, keyed, optional, row, share, tensor, text, values
 
 
-def require_parts(state_dict: Any, *keys: str) -> None:
-    """Raises ValueError where ``state_dict`` has no part of one of these names."""
+def state_of(parts: Parts, num_steps: int) -> dict[str, Any]:
+    """What :meth:`zeroresize.balancer.Balancer.state_dict` tells after ``num_steps`` steps."""
+    in_force, statistic = parts.plan_in_force, parts.statistic
+    shared = {
+        "num_steps": num_steps,
+        "decision": parts.decision.state_dict(),
+        "is_at_full_work": in_force.is_at_full_work,
+        "pins": [in_force.pins.get(rank) for rank in range(parts.num_ranks)],
+        "layers": _columns_of_layers(parts),
+    }
+    own = {
+        "selector": parts.selector.state_dict(),
+        "measurement": parts.monitor.state_dict(),
+        # A tuple is one entry of a checkpoint, which another kind of statistic finds too and leaves alone.
+        "statistic": (_name_of_statistic(parts), statistic.state_dict() if statistic is not None else {}),
+        "last_gradients": ({name: dict(vars(layer.last)) for name, layer in parts.layers.items() if layer.last},),
+    }
+    return dict(zip(_keys(parts), (shared, own), strict=True))
+
+
+def why_not_loadable(parts: Parts, state_dict: Any) -> ValueError | None:
+    """The error of what is missing in ``state_dict``, or of another kind or model; None where it can be loaded."""
+    keys = _keys(parts)
     for key in keys:
         if not isinstance(state_dict, Mapping) or key not in state_dict:
             there_is = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else type(state_dict).__name__
-            raise ValueError(f"no balancer state of {key!r}: there is {there_is}")
+            return ValueError(f"no balancer state of {key!r}: there is {there_is}")
+    try:
+        _require_shared(parts, state_dict[keys[0]], keys[0])
+        _require_own(parts, state_dict[keys[1]], keys[1])
+    except ValueError as error:
+        problem = ValueError(f"the balancer's state cannot be loaded: {error}")
+        problem.__cause__ = error
+        return problem
+    return None
 
 
-def require_shared(state: Any, where: str, *, columns: Mapping[str, int], decision: Planner, num_ranks: int) -> None:
-    """Check the part that is the same on every rank of the group.
+def load_state(parts: Parts, state_dict: Mapping[str, Any]) -> int:
+    """Take over a state that can be loaded; nothing of a plan is in force then.
 
-    Args:
-        columns: of every layer, by name.
-
-    Raises:
-        ValueError: naming what is missing or of another kind, or layers that are others.
+    Returns:
+        The number of steps.
     """
+    shared, own = (state_dict[key] for key in _keys(parts))
+    in_force, statistic = parts.plan_in_force, parts.statistic
+    parts.decision.load_state_dict(shared["decision"])
+    in_force.take_back()  # the same ratio and epoch may mean other columns
+    parts.selector.load_state_dict(own["selector"])
+    name_of_statistic, seen = own["statistic"]
+    if statistic is not None:
+        if name_of_statistic == _name_of_statistic(parts):
+            statistic.load_state_dict(seen)
+        else:
+            statistic.take()  # what it saw until now was of other weights
+    (last_gradients,) = own["last_gradients"]
+    for name, layer in parts.layers.items():
+        if layer.last is not None and name in last_gradients:
+            known = {key: last_gradients[name][key] for key in vars(layer.last)}
+            layer.last = LastGradients(**known).to(layer.local_weight.device)
+    pins = enumerate(shared["pins"]) if parts.config.mode in PINNABLE_MODES else ()
+    in_force.pins = {rank: ratio for rank, ratio in pins if ratio is not None}
+    parts.monitor.load_state_dict(own["measurement"])
+    in_force.is_at_full_work = shared["is_at_full_work"]
+    in_force.shares_of_last_step = None
+    num_steps: int = shared["num_steps"]
+    return num_steps
+
+
+def _keys(parts: Parts) -> tuple[str, str]:
+    """Of the part that is the same on every rank of the group, and of this rank's own."""
+    shared = "group " + "-".join(map(str, group_ranks(parts.process_group)))
+    return shared, f"{shared} rank {parts.rank}"
+
+
+def _name_of_statistic(parts: Parts) -> str | None:
+    return f"{parts.config.priority} {parts.config.snapshot}" if parts.statistic is not None else None
+
+
+def _columns_of_layers(parts: Parts) -> dict[str, int]:
+    return {name: layer.num_columns for name, layer in parts.layers.items()}
+
+
+def _require_shared(parts: Parts, state: Any, where: str) -> None:
+    """Raises ValueError, naming what is missing or of another kind, or layers that are others."""
     keyed({"layers": values(count)})(state, where)
+    columns = _columns_of_layers(parts)
     if state["layers"] != columns:
         differing = sorted(set(columns.items()) ^ set(state["layers"].items()))
         raise ValueError(f"it is of another model: (layer, columns) differ: {differing[:6]}")
     keyed(
         {
             "num_steps": count,
-            "decision": decision.state_check,
+            "decision": parts.decision.state_check,
             "is_at_full_work": flag,
-            "pins": each(optional(share), num_ranks),
+            "pins": each(optional(share), parts.num_ranks),
         }
     )(state, where)
 
 
-def require_own(
-    state: Any,
-    where: str,
-    *,
-    layers: Mapping[str, BalancedLinear],
-    selector: ColumnSelector,
-    monitor: RankMonitor,
-    statistic: ColumnStatistic | None,
-    name_of_statistic: str | None,
-) -> None:
-    """Check the part that is a rank's own.
-
-    Raises:
-        ValueError: naming what is missing or of another kind.
-    """
+def _require_own(parts: Parts, state: Any, where: str) -> None:
+    """Raises ValueError, naming what is missing or of another kind."""
 
     def check_statistic(saved: Any, where: str) -> None:
         row(optional(text), values(tensor()))(saved, where)
-        if statistic is not None and saved[0] == name_of_statistic:  # else it starts anew
-            shapes = {name: tensor(value.shape) for name, value in statistic.state_dict().items()}
+        if parts.statistic is not None and saved[0] == _name_of_statistic(parts):  # else it starts anew
+            shapes = {name: tensor(value.shape) for name, value in parts.statistic.state_dict().items()}
             keyed(shapes)(saved[1], f"{where}[1]")
 
     def check_last_gradients(saved: Any, where: str) -> None:
         row(values(anything))(saved, where)
-        for name, layer in layers.items():
+        for name, layer in parts.layers.items():
             if layer.last is not None and name in saved[0]:
                 kinds = {"dx_TK": optional(tensor()), "dw_NK": optional(tensor(layer.local_weight.shape))}
                 keyed(kinds)(saved[0][name], f"{where}[0].{name}")
 
     keyed(
         {
-            "selector": selector.state_check,
-            "measurement": monitor.state_check,
+            "selector": parts.selector.state_check,
+            "measurement": parts.monitor.state_check,
             "statistic": check_statistic,
             "last_gradients": check_last_gradients,
         }

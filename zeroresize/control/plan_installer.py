@@ -9,6 +9,7 @@ from torch import Tensor
 
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segments import work_of_layers
+from zeroresize.plan.group import Shares
 from zeroresize.plan.layer import LayerPlan
 from zeroresize.policy.columns.selector import ColumnSelector, Relief
 
@@ -18,8 +19,8 @@ class PlanInstaller:
 
     Attributes:
         relief: what is decided.
-        pruned_share, lent_share: shares of this rank's product FLOPs that it drops and leaves to others, after rounding
-            to columns and blocks (layers weighted by their matrices' sizes).
+        shares: of this rank's product FLOPs, what it drops and leaves to others, after rounding to columns and blocks
+            (layers weighted by their matrices' sizes).
         layer_shares: share of every layer's columns that is pruned.
         in_force: what the next step does, ``relief`` unless suspended.
     """
@@ -27,7 +28,7 @@ class PlanInstaller:
     def __init__(self, layers: Mapping[str, BalancedLinear], selector: ColumnSelector, imputation: str) -> None:
         self._layers, self._selector, self._imputation = layers, selector, imputation
         self.relief = self.in_force = Relief()
-        self.pruned_share = self.lent_share = 0.0
+        self.shares = Shares()
         self.layer_shares = dict.fromkeys(layers, 0.0)
         self._epoch_in_force = 0
 
@@ -39,8 +40,8 @@ class PlanInstaller:
         self.relief = relief
         plans = {name: layer.plan for name, layer in self._layers.items()}
         self.layer_shares = {name: plan.pruned_share if plan else 0.0 for name, plan in plans.items()}
-        self.pruned_share = self._share_of_work(self.layer_shares)
-        self.lent_share = self._share_of_work({name: plan.lent_share if plan else 0.0 for name, plan in plans.items()})
+        lent_shares = {name: plan.lent_share if plan else 0.0 for name, plan in plans.items()}
+        self.shares = Shares(self._share_of_work(self.layer_shares), self._share_of_work(lent_shares))
 
     def suspend(self) -> None:
         """Compute everything here until the next :meth:`install`, whatever is decided."""
@@ -51,9 +52,9 @@ class PlanInstaller:
         self.install(Relief())
 
     @property
-    def shares_in_force(self) -> tuple[float, float]:
-        """(pruned, lent) of this rank's product FLOPs in the next step."""
-        return (self.pruned_share, self.lent_share) if self.in_force == self.relief else (0.0, 0.0)
+    def shares_in_force(self) -> Shares:
+        """``shares`` in the next step, none while suspended."""
+        return self.shares if self.in_force == self.relief else Shares()
 
     def lent_columns(self) -> dict[str, Tensor]:
         """What is lent of every layer, in the order in which it is divided; on the layers' devices."""

@@ -1,13 +1,8 @@
-"""Mistakes in how tensor-parallel training is set up, found before they have trained anything.
-
-DDP over the tensor-parallel group averages shards that belong to different columns; an optimizer of some layers leaves
-the others as they are; ranks that begin with different weights train different models. None of them fails by itself.
-"""
+"""Ranks that begin with different weights train different models, and nothing fails: they are compared at the start."""
 
 from __future__ import annotations
 
 import hashlib
-import logging
 import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,68 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.nn.parallel import DistributedDataParallel
 
-from zeroresize.comm.collectives import group_ranks, same_ranks
+from zeroresize.comm.collectives import same_ranks
 from zeroresize.comm.exchange import Exchange
+from zeroresize.control.setup_checks import HINT, MOST_NAMED, Layers, check_data_parallelism
 from zeroresize.layers.balanced_linear import BalancedLinear
-
-logger = logging.getLogger(__name__)
-
-Layers = Mapping[str, BalancedLinear]
 
 #: Of its norm: what two ranks' copies of a parameter may differ by in sum. Rounding in another order, as atomic
 #: additions on a GPU do it, stays below over a long training; other seeds, or another checkpoint, are far above.
 _TOLERANCE = 1e-3
 #: Elements that are summed at once.
 _PIECE = 2**22
-#: So many of what differs an error names.
-_MOST_NAMED = 4
-_HINT = "start_checks=False in the configuration turns this check off"
-
-
-def check_optimizer(unknown: Sequence[str], *, is_error: bool) -> None:
-    """Check that the optimizer steps every layer that is to learn.
-
-    Args:
-        unknown: names of layers whose weights it does not step although they want gradients.
-
-    Raises:
-        ValueError: if there are any; with ``is_error`` False they are warned of.
-    """
-    if not unknown:
-        return
-    named = f"{', '.join(unknown[:_MOST_NAMED])}{', …' if unknown[_MOST_NAMED:] else ''}"
-    told = f"the optimizer does not step the weights of {named}, which want gradients: was it made before they were?"
-    if is_error:
-        raise ValueError(
-            f"{told} Freeze them (requires_grad_(False)) where that is meant; where another optimizer steps them, "
-            f"{_HINT}"
-        )
-    logger.warning("%s", told)
-
-
-def check_data_parallelism(model: nn.Module, layers: Layers, process_group: ProcessGroup) -> None:
-    """Check that no DistributedDataParallel around ``layers`` averages over ranks that hold different shards.
-
-    Raises:
-        ValueError: naming the ranks that it averages over.
-    """
-    around = [*model.modules(), getattr(DistributedDataParallel, "_active_ddp_module", None)]
-    for module in around:
-        if not isinstance(module, DistributedDataParallel):
-            continue
-        shared = sorted(set(group_ranks(module.process_group)) & set(group_ranks(process_group)))
-        ignored = module.parameters_to_ignore
-        averaged = {
-            id(one) for name, one in module.module.named_parameters() if one.requires_grad and name not in ignored
-        }
-        if len(shared) > 1 and any(id(layer.weight) in averaged for layer in layers.values()):
-            raise ValueError(
-                f"DistributedDataParallel averages gradients over ranks {shared} of the job, which hold different "
-                "shards of the layers: give it the data-parallel group (process_group=...), whose ranks hold the same "
-                f"shards, or leave it away where there is no data parallelism; {_HINT}"
-            )
 
 
 class StartCheck:
@@ -131,12 +75,12 @@ class StartCheck:
                 if ranks:
                     differing[name] = ranks
         if differing:
-            named = [f"{name} on ranks {ranks}" for name, ranks in list(differing.items())[:_MOST_NAMED]]
+            named = [f"{name} on ranks {ranks}" for name, ranks in list(differing.items())[:MOST_NAMED]]
             raise ValueError(
                 f"{len(differing)} of {len(replicated)} parameters that all ranks of the group should hold alike "
-                f"differ from rank 0's: {'; '.join(named)}{'; …' if len(differing) > _MOST_NAMED else ''}. Seed the "
+                f"differ from rank 0's: {'; '.join(named)}{'; …' if len(differing) > MOST_NAMED else ''}. Seed the "
                 "ranks alike before the model is built, or load the same checkpoint on all. A shard of a layer of "
-                f"your own is left out where its parameter has tensor_model_parallel=True; {_HINT}"
+                f"your own is left out where its parameter has tensor_model_parallel=True; {HINT}"
             )
 
 

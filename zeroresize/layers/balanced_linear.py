@@ -12,7 +12,6 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.config import BalanceConfig
 from zeroresize.kernels.probe import Probes
-from zeroresize.layers.autocast import cast_for_autocast
 from zeroresize.layers.functional import LastGradients, ProductContext, column_parallel_products, row_parallel_products
 from zeroresize.layers.shared_products import SharedProducts
 from zeroresize.plan.layer import LayerPlan
@@ -133,11 +132,11 @@ class BalancedLinear:
         return self._row_products(x, None)
 
     def _column_products(self, x: Tensor, bias: Tensor | None, loans: SharedProducts | None) -> Tensor:
-        x, weight, bias = cast_for_autocast(x, self._weight_in_force(loans), bias)
+        x, weight, bias = _cast_for_autocast(x, self._weight_in_force(loans), bias)
         return column_parallel_products(x, weight, bias, self._context(x, loans))
 
     def _row_products(self, x: Tensor, loans: SharedProducts | None) -> Tensor:
-        x, weight, _ = cast_for_autocast(x, self._weight_in_force(loans), None)
+        x, weight, _ = _cast_for_autocast(x, self._weight_in_force(loans), None)
         return row_parallel_products(x, weight, self._context(x, loans))
 
     # A compiled graph cannot tell whether a weight is still the one that was lent.
@@ -175,3 +174,25 @@ class BalancedLinear:
         if self.watch_input is not None:
             self.watch_input(x)
         return self.plan
+
+
+def _cast_for_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What ``torch.autocast`` does to the operands of ``F.linear``; gradients are cast back by autograd."""
+    dtype = _autocast_dtype(x.device.type)
+    if dtype is None:
+        return x, weight, bias
+    return _cast(x, dtype), _cast(weight, dtype), None if bias is None else _cast(bias, dtype)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Autocast leaves float64 as it is."""
+    return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
+
+
+def _autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The dtype that autocast computes in on ``device_type``, or None where it is off (any torch from 2.2 on)."""
+    if hasattr(torch, "get_autocast_dtype"):
+        return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    if device_type == "cpu":
+        return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
+    return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None

@@ -14,9 +14,8 @@ from torch.distributed import ProcessGroup
 from zeroresize.comm.collectives import all_reduce, group_size
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.migration.buffers import Buffers
-from zeroresize.migration.ranges import bounds_of_parts
-from zeroresize.migration.transport import Route, Transport
-from zeroresize.migration.transports import make_transport
+from zeroresize.migration.lender import make_transport
+from zeroresize.migration.transport import Route, Transport, bounds_of_parts
 from zeroresize.policy.columns.order import num_lent
 from zeroresize.policy.cost_model import MigrationCost
 

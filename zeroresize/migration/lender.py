@@ -9,18 +9,27 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from zeroresize.comm.collectives import broadcast, group_rank, group_size, world_size
+from zeroresize.comm.collectives import Channel, broadcast, group_rank, group_size, world_size
 from zeroresize.comm.weight_group import WeightGroup
 from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.migration.broadcast_reduce import BroadcastReduce
 from zeroresize.migration.buffers import Buffers
 from zeroresize.migration.gradient_return import GradientReturn
 from zeroresize.migration.layer_loans import LayerLoan, LayerLoans
-from zeroresize.migration.ranges import bounds_of_parts
-from zeroresize.migration.transport import Route
-from zeroresize.migration.transports import make_transport
+from zeroresize.migration.scatter_gather import ScatterGather
+from zeroresize.migration.transport import Route, Transport, bounds_of_parts
 from zeroresize.plan.columns import Columns
 from zeroresize.plan.group import Loan
 from zeroresize.policy.columns.order import num_lent
+
+_TRANSPORTS: dict[str, type[Transport]] = {"broadcast-reduce": BroadcastReduce, "scatter-gather": ScatterGather}
+
+
+def make_transport(
+    migration_transport: str, process_group: ProcessGroup, buffers: Buffers, over: Channel | None = None
+) -> Transport:
+    """What carries slices by the configuration's ``migration_transport``, ``over`` the group or another channel."""
+    return _TRANSPORTS[migration_transport](process_group, group_rank(process_group), buffers, over)
 
 
 class Lender:

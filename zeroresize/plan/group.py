@@ -26,17 +26,13 @@ class Shares:
 
 
 @dataclass(frozen=True)
-class RankPlan:
-    """One rank's share of a plan.
+class RankPlan(Shares):
+    """One rank's part in a plan: its shares, of which the pruned one may differ from layer to layer.
 
     Attributes:
-        pruned: γ, the share of its products that nobody computes; layers may differ.
-        lent: the share of every layer's columns that other ranks compute.
         is_straggler: whether the rank was found to be one.
     """
 
-    pruned: float = 0.0
-    lent: float = 0.0
     is_straggler: bool = False
 
 
@@ -77,7 +73,7 @@ class WorkloadPlan:
     @property
     def relieved(self) -> list[int]:
         """Ranks that prune or lend."""
-        return [rank for rank, plan in enumerate(self.ranks) if plan.pruned > 0.0 or plan.lent > 0.0]
+        return [rank for rank, shares in enumerate(self.ranks) if shares.spared > 0.0]
 
     @property
     def told(self) -> str:

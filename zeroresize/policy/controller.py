@@ -17,7 +17,7 @@ from zeroresize.policy.fingerprint import fingerprint
 from zeroresize.policy.full_work_steps import FullWorkSteps
 from zeroresize.policy.rules.by_mode import forced_division, wanted_division
 from zeroresize.policy.rules.ratio import find_stragglers, reference_time
-from zeroresize.policy.rules.sharing import loans_of, predicted_busy_s
+from zeroresize.policy.rules.sharing import borrowed_shares, loans_of, predicted_busy_s
 from zeroresize.policy.smoothing import LARGE_CHANGE, smoothed, steadied
 from zeroresize.policy.times import RankTimes
 from zeroresize.utils.state_checks import Check, below, count, each, flag, keyed, number, row, share
@@ -300,8 +300,12 @@ class Controller:
         )
 
     def _plan(self, predicted_step_s: float, begins_at_full_work: bool) -> WorkloadPlan:
+        borrowed = borrowed_shares(self._loans, self.num_ranks)
         return WorkloadPlan(
-            ranks=tuple(RankPlan(state.pruned, state.lent, state.is_straggler) for state in self._ranks),
+            ranks=tuple(
+                RankPlan(state.pruned, state.lent, share, state.is_straggler)
+                for state, share in zip(self._ranks, borrowed, strict=True)
+            ),
             predicted_step_s=predicted_step_s,
             begins_at_full_work=begins_at_full_work,
             loans=self._loans,

@@ -10,13 +10,14 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zeroresize.config import BalanceConfig
 from zeroresize.config_keys import PRIORITY_MODES
+from zeroresize.plan.group import Shares
 from zeroresize.policy.columns.differentiated import budget_ratios, paper_ratios, relative_scores
 from zeroresize.policy.columns.order import decided_columns, num_lent, order_without_priority, pruned_of_order
 from zeroresize.policy.columns.priority import ColumnPriority
@@ -32,17 +33,14 @@ logger = logging.getLogger(__name__)
 _LONG_EPOCH = 20_000
 
 
-class Relief(NamedTuple):
-    """What a rank is relieved of.
+@dataclass(frozen=True, order=True)
+class Relief(Shares):
+    """The shares of a rank's products that are to become columns.
 
     Attributes:
-        pruned: γ, the share of its columns that nobody computes.
-        lent: the share that other ranks compute.
         is_forced: whether someone forced just these. What a controller decides is rounded so that products are fast.
     """
 
-    pruned: float = 0.0
-    lent: float = 0.0
     is_forced: bool = False
 
 
@@ -188,7 +186,7 @@ class ColumnSelector:
         """Plain lists and numbers; this rank's own, unlike the controller's."""
         return {
             "epoch": self.epoch,
-            "steps": [(*relief, steps) for relief, steps in self._steps.items()],
+            "steps": [(one.pruned, one.lent, one.is_forced, steps) for one, steps in self._steps.items()],
             "steps_of_last_epoch": self._steps_of_last_epoch,
             "pruned_steps": {name: steps.tolist() for name, steps in self.pruned_steps.items()},
             "w_var": {name: priority.w_var.tolist() for name, priority in self._priorities.items()},
@@ -213,7 +211,9 @@ class ColumnSelector:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict` of the same layers."""
         self.epoch = state["epoch"]
-        self._steps = Counter({Relief(*relief): steps for *relief, steps in state["steps"]})
+        self._steps = Counter(
+            {Relief(pruned, lent, is_forced=is_forced): steps for pruned, lent, is_forced, steps in state["steps"]}
+        )
         self.steps_of_epoch = sum(self._steps.values())
         self._steps_of_last_epoch = state["steps_of_last_epoch"]
         for name, priority in self._priorities.items():

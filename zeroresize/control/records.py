@@ -1,0 +1,75 @@
+"""What a balancer tells of itself: a record an update, flat numbers at any time, and what other modes would do."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+from zeroresize.control.assembly import Parts
+from zeroresize.telemetry import UpdateRecord
+
+_RECORDED_METRICS = ("ratio", "busy_s", "gemm_s", "predicted_step_s", "is_straggler")
+
+
+def update_record(parts: Parts, num_steps: int, balancing_since_update_s: float) -> UpdateRecord:
+    """This rank's numbers after ``num_steps`` steps."""
+    times, plan, in_force = parts.monitor.times, parts.decision.plan, parts.plan_in_force
+    return UpdateRecord(
+        update=num_steps // parts.config.update_every,
+        step=num_steps,
+        epoch=parts.selector.epoch,
+        rank=parts.rank,
+        busy_s=times.busy_s if times else math.nan,
+        gemm_s=times.gemm_s if times else math.nan,
+        is_straggler=plan.ranks[parts.rank].is_straggler,
+        ratio=in_force.ratio,
+        **asdict(in_force.planned),
+        lent_to={str(receiver): share for receiver, share in in_force.lent_to.items()},
+        layer_shares=in_force.layer_shares,
+        predicted_step_s=plan.predicted_step_s,
+        begins_at_full_work=in_force.is_at_full_work,
+        balancing_since_update_s=balancing_since_update_s,
+        would={
+            mode: {
+                "predicted_step_s": told["predicted_step_s"],
+                "gain": told["gain"],
+                "most_ratio": max(told["ratios"]),
+            }
+            for mode, told in what_if(parts).items()
+        },
+    )
+
+
+def metrics(parts: Parts, num_steps: int, balancing_s: float) -> dict[str, float]:
+    """What :meth:`zeroresize.balancer.Balancer.metrics` tells.
+
+    Args:
+        balancing_s: of the last step.
+    """
+    record, times = update_record(parts, num_steps, math.nan), parts.monitor.times
+    executed = parts.plan_in_force.shares_of_last_step or parts.plan_in_force.shares_of_step
+    numbers = {name: float(getattr(record, name)) for name in _RECORDED_METRICS} | {
+        **{f"{name}_share": share for name, share in asdict(executed).items()},
+        "least_busy_s": times.least_busy_s if times else math.nan,
+        "balancing_s": balancing_s,
+        "statistic_bytes": float(parts.statistic.bytes_held if parts.statistic is not None else 0),
+        "migration_bytes": float(parts.lender.bytes_held if parts.lender is not None else 0),
+    }
+    numbers |= {f"would/{mode}/{name}": value for mode, own in record.would.items() for name, value in own.items()}
+    return {f"balance/{name}": value for name, value in numbers.items()}
+
+
+def what_if(parts: Parts) -> dict[str, dict[str, Any]]:
+    """What :meth:`zeroresize.balancer.Balancer.what_if` tells."""
+    full_s = parts.decision.plan.predicted_step_s
+    return {
+        mode: {
+            "predicted_step_s": plan.predicted_step_s,
+            "gain": 1.0 - plan.predicted_step_s / full_s,
+            "ratios": [rank.spared for rank in plan.ranks],
+            "pruned": [rank.pruned for rank in plan.ranks],
+            "lent": [rank.lent for rank in plan.ranks],
+        }
+        for mode, plan in parts.decision.what_if_plans.items()
+    }
