@@ -38,7 +38,7 @@ class Exchange:
             RuntimeError: if the numbers posted before have not been collected.
         """
         if self._round is not None:
-            raise RuntimeError("the last exchange has not been collected")
+            raise RuntimeError("post() was called twice without collect() in between")
         self._round = self._group.start_round([*self.where.as_numbers(), *numbers], _POSTED)
         self._posted_at = str(self.where)
 
@@ -95,9 +95,8 @@ class Exchange:
             raise RuntimeError(
                 f"ranks {missing} of the group did not come to {started_at} within {limit_s:g} s: exchanging the "
                 f"balancer's numbers with ranks {missing} of the group (ranks {in_job} of the job) failed: one of them "
-                "may have died, failed before, made other calls, or does something longer, such as writing a "
-                "checkpoint, than the time limit of their process group (timeout=... where it is made), "
-                f"{limit_s:g} s"
+                "may have died, failed before, made other calls, or be busy, as with a checkpoint, for longer than the "
+                f"time limit of their process group, {limit_s:g} s (timeout=... where it is made)"
                 f"{self._group.reports.tell(f'ranks {missing} did not come')}"
             ) from error.__cause__
         num_of_place = Whereabouts.NUM_NUMBERS

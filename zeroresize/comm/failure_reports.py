@@ -72,14 +72,14 @@ class FailureReports:
         except Exception:
             return (
                 f". This rank, {rank}, was at: {own}. What the others were doing is not known: the job's store cannot "
-                "be reached, as the process that keeps it, usually rank 0's or torchrun's own, is stopped or gone"
+                "be reached; the process that keeps it, usually rank 0's or torchrun's own, is stopped or gone"
             )
         told = (f"rank {rank}: {report or self._last_heard_of(rank)}" for rank, report in enumerate(reports))
         return f". What the ranks of the group were doing: {'; '.join(told)}"
 
     def _last_heard_of(self, rank: int) -> str:
-        heard = f", last heard of at {self.last_heard[rank]}" if self.last_heard else ""
-        return f"has not told{heard} (may be dead, stopped or busy)"
+        heard = f", last heard from at {self.last_heard[rank]}" if self.last_heard else ""
+        return f"has not reported{heard} (may be dead, stopped or busy)"
 
     def _leave_and_read(self, own: str, wait_s: float) -> list[str]:
         store = self._meeting.store

@@ -88,7 +88,7 @@ class Rendezvous:
     def _limit_told(self) -> str:
         return (
             f"within {self.time_limit.total_seconds():g} s, the time limit of their process group (timeout=... where "
-            "it is made): they may have died, or do something longer, such as writing a checkpoint"
+            "it is made): they may have died, or be busy for longer, as with a checkpoint"
         )
 
     def _missing(self, keys: list[str]) -> str:
