@@ -86,7 +86,7 @@ class BalancedLinear:
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
             f"a {type(self).__name__} cannot be pickled, since it belongs to a process group: save model.state_dict() "
-            "instead of the model, and load it into one that is built and converted in the same way"
+            "instead of the model, and load that into a model that is built and converted in the same way"
         )
 
     def _own_state(self) -> dict[str, Any]:

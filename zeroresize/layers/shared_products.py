@@ -67,7 +67,7 @@ def require_eager_autograd() -> None:
     is_compiled = getattr(compiled_autograd, "compiled_autograd_enabled", False)
     if getattr(compiled_autograd, "in_compiled_autograd_region", is_compiled):
         raise RuntimeError(
-            "the modes that migrate ('mig', 'semi') do not work with compiled autograd: gradients of lent columns come "
-            "home in the order of torch's own engine. Leave torch._dynamo.config.compiled_autograd off, or choose a "
-            "mode that only prunes"
+            "the modes that migrate ('mig', 'semi') do not work with compiled autograd: gradients of lent columns need "
+            "the order in which torch's own engine runs backward. Turn torch._dynamo.config.compiled_autograd off, or "
+            "choose a mode that only prunes"
         )

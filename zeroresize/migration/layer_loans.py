@@ -127,9 +127,9 @@ class LayerLoans:
         if weight is not self._weight or self._sent is None or not is_as_sent:
             failed = f"the weight of layer {self.name} changed, and balancer.step() was not called after it"
             raise RuntimeError(
-                f"the weight of layer {self.name} changed after its columns were lent: weights may change in "
-                "optimizer.step() only, before balancer.step(), which must follow it; with a model that is loaded in "
-                "mid-training load the balancer's state too"
+                f"the weight of layer {self.name} changed after its columns were lent: weights may change only in "
+                "optimizer.step(), and balancer.step() must follow it; when a model is loaded during training, load "
+                "the balancer's state too"
                 f"{explanation(self._transport.process_group, failed, waits=False)}"
             )
 
