@@ -33,10 +33,11 @@ class NotAllCameError(RuntimeError):
 
 
 class CpuGroup:
-    """A gloo group of the same ranks, for numbers, apart from the device and from the host's collectives.
+    """A gloo group of the same ranks, for numbers.
 
-    Making it is collective over ``process_group`` only, by a :class:`~zeroresize.comm.rendezvous.Rendezvous`. After
-    that the job's store is used only to explain failures.
+    It synchronises no device and puts nothing between the host's collectives. Making it is collective over
+    ``process_group`` only, by a :class:`~zeroresize.comm.rendezvous.Rendezvous`. After that the job's store only serves
+    to explain failures.
 
     Args:
         process_group: the group of these ranks.
