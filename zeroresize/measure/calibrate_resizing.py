@@ -1,4 +1,4 @@
-"""Calibration of pruning: what it costs on this rank, on the shapes that training uses."""
+"""The calibration: what pruning costs on this rank, on the shapes that training really uses."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Shape:
 
     @property
     def work(self) -> int:
-        """Relative FLOPs of the products."""
+        """In proportion to the products' FLOPs."""
         return self.num_tokens * self.num_columns * self.num_outputs
 
 
@@ -51,7 +51,7 @@ def measure_resizing_cost(
     budget.
 
     Args:
-        layers: balanced layers by name; measured are those that ran training forwards in the last iteration.
+        layers: balanced layers by name; those are measured that have seen the training forwards of one iteration.
         config: up to which ratio, and in which blocks, layers prune.
         budget_s: seconds it may take, roughly.
     """
@@ -74,7 +74,7 @@ def measure_resizing_cost(
             pruned[point] += count * shape.work * (plan.pruned_share if plan else 0.0)
             gemm_s[point] += count * gemm
             gather_fill_s[point] += count * overhead
-    if not gemm_s[0] > 0.0:  # the clock did not advance
+    if not gemm_s[0] > 0.0:  # of a clock that stands still
         return ResizingCost.linear(config.max_ratio)
     work = sum(count * shape.work for shape, count in counts.items())
     ratios = tuple(columns / work for columns in pruned)
@@ -90,9 +90,9 @@ def measure_resizing_cost(
 def _measure_shape(
     layer: BalancedLinear, shape: _Shape, plans: Sequence[LayerPlan | None], budget_s: float
 ) -> list[tuple[float, float]]:
-    """(multiplying, gathering and filling) seconds of the three products under every plan, for all the layer's tokens.
+    """(gemm, overhead) seconds of the three products under every plan for all the layer's tokens.
 
-    The best of three rounds. Rounds interleave the plans, so drift hits all alike.
+    The best of three rounds, with the plans interleaved so that drift hits all alike.
     """
     num_tokens = min(shape.num_tokens, _FIRST_TOKENS)
     operands = _operands(shape, num_tokens)
@@ -110,7 +110,7 @@ def _measure_shape(
 
 
 def _operands(shape: _Shape, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator(shape.device).manual_seed(0)  # its own, so training's random numbers do not change
+    generator = torch.Generator(shape.device).manual_seed(0)  # its own: training's random numbers stay as they are
 
     def random(*size: int) -> Tensor:
         return torch.randn(*size, generator=generator, device=shape.device).to(shape.dtype)
@@ -123,7 +123,7 @@ def _operands(shape: _Shape, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _spread_plan(ratio: float, shape: _Shape, config: BalanceConfig) -> LayerPlan | None:
-    """Prunes as many columns as training would at this ratio, in a selector's order without priorities."""
+    """Spares as many columns as training would for this ratio, in the order that a selector has without a priority."""
     order = order_without_priority(config, shape.num_columns)
     pruned = decided_columns(order, ratio, config.block, config.max_ratio)
     if len(pruned) == 0:
@@ -134,7 +134,7 @@ def _spread_plan(ratio: float, shape: _Shape, config: BalanceConfig) -> LayerPla
 def _time_products(
     layer: BalancedLinear, x_TK: Tensor, dy_TN: Tensor, w_NK: Tensor, plan: LayerPlan | None
 ) -> tuple[float, float]:
-    """(multiplying, gathering and filling) seconds of the three products under ``plan``."""
+    """(gemm, overhead) seconds of the three products under ``plan``."""
     stopwatch = _Stopwatch(x_TK.device)
     layer.probes.add_outermost(stopwatch)
     try:
@@ -147,7 +147,7 @@ def _time_products(
 
 
 class _Stopwatch(Probe):
-    """Times products and multiplications with the device synchronised; used only here, never in an iteration."""
+    """Times products and multiplications with the device at rest: only here, never inside an iteration."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

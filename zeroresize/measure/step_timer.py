@@ -1,7 +1,7 @@
 """Busy time and product time of an iteration, on the host's clock or by device events.
 
-On a GPU the times come from events that are read one iteration late, when the device has passed them, so nothing is
-synchronised.
+On a GPU the times come from events that are read one iteration late, when the device has long passed them, so nothing
+is ever synchronised.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zeroresize.kernels.probe import Probe
 from zeroresize.measure import waits
 from zeroresize.policy.times import StepTimes
 
-#: At most so many pairs of marks are kept, besides those that the device has not passed yet.
+#: So many pairs of marks are kept at most, but for those that the device has not passed yet.
 _MOST_PAIRS = 1024
 
 
@@ -35,7 +35,7 @@ class Clock(Protocol):
         """A step begins, on the stream that is current now."""
 
     def is_on_main_stream(self) -> bool:
-        """Whether work that is started now delays the step."""
+        """Whether work that is started now holds up the work of the step."""
 
     def recycle(self, marks: list[Any]) -> None:
         """These marks have been read and are not needed again."""
@@ -105,7 +105,7 @@ def clock_for(device: torch.device) -> Clock:
 class _Step:
     """One iteration while it is measured.
 
-    ``pairs`` are the intervals that have not been read from the clock yet, ``seconds`` the sums of the others.
+    ``pairs`` are the intervals of which the clock has not told the seconds yet, ``seconds`` the sums of the others.
     """
 
     begin: Any
@@ -140,9 +140,9 @@ class _Step:
 class StepTimer(Probe):
     """Sums the products of the layers it probes and the waits of training, iteration by iteration.
 
-    Training runs in the thread that begins the steps and in autograd's threads. Waits of other threads (a checkpoint
-    saved in the background, batches fetched ahead) delay no step and do not count. Products of an evaluation do not
-    count either, since no plan changes them.
+    Training is the thread that begins the steps, and autograd's threads. What other threads wait for (a checkpoint that
+    is saved in the background, batches that are fetched ahead) holds up nobody here. Nor do products of an
+    evaluation count: no plan relieves them.
     """
 
     sees_evaluation = False
@@ -168,9 +168,9 @@ class StepTimer(Probe):
         self._step = _Step(self._clock.mark(), spared_share, borrowed_share, is_forced)
 
     def end_step(self) -> list[StepTimes]:
-        """The iteration is over; returns the times of the iterations that can be read now without waiting.
+        """The iteration is over: the times of all that can be read without waiting and have not been yet.
 
-        On the host's clock that is this iteration; on a device the one before, none, or several.
+        On the host's clock that is this iteration, on a device the one before, or none or several.
         """
         if self._step is not None:
             self._step.end = self._clock.mark()
