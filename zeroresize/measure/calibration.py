@@ -41,7 +41,7 @@ def calibrate_group(
     unknown = [not monitor.is_calibrated, may_migrate and migration is None]
     measures_pruning, measures_migrating = (any(on_ranks) for on_ranks in zip(*meet(*unknown), strict=True))
     if measures_pruning or measures_migrating:
-        logger.info("calibrating costs on the shapes of this step; this takes some seconds")
+        logger.info("calibration begins, on the shapes of this step; it takes some seconds")
     if measures_pruning:
         monitor.calibrate()
     if may_migrate and (measures_pruning or measures_migrating):
