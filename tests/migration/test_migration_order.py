@@ -130,8 +130,11 @@ def test_compiled_autograd_changes_nothing_where_nothing_migrates(run_ranks, con
         assert losses == [pytest.approx(micro_batches, rel=1e-5) for micro_batches in expected]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("config", [{"mode": "semi"}, {"mode": "mig"}, LENDING], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [{"mode": "semi"}, *(pytest.param(config, marks=pytest.mark.slow) for config in ({"mode": "mig"}, LENDING))],
+    ids=str,
+)
 def test_compiled_autograd_is_refused_in_the_first_backward_where_columns_may_migrate(run_ranks, config):
     def train(rank, group):
         run = Run(group, **config)

@@ -22,7 +22,7 @@ def run(script, *arguments):
     ("arguments", "parameters"),
     [
         (["launch_8gpu.sh"], "1,208,870,928"),
-        (["slurm_8gpu.sbatch"], "1,208,870,928"),
+        pytest.param(["slurm_8gpu.sbatch"], "1,208,870,928", marks=pytest.mark.slow),
         (["slurm_8gpu.sbatch", "--config", "vit_3b"], "2,719,276,048"),
     ],
 )

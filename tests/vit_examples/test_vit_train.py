@@ -40,6 +40,8 @@ from vit_examples.train import Run, train_epoch
 from zeroresize.utils.json_lines import read_json_lines
 
 ROOT = Path(__file__).resolve().parents[2]
+#: In tests that start processes for each host.
+SLOW_COLOSSALAI = pytest.param("colossalai", marks=[pytest.mark.colossalai, pytest.mark.slow])
 NUM_STEPS = 8  # two epochs of four
 
 
@@ -160,6 +162,7 @@ def test_a_run_leaves_its_numbers(host: str, pictures: Path, finished_runs: dict
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("host", ["torch", SLOW_COLOSSALAI], indirect=True)
 def test_a_dying_rank_ends_the_job_and_the_resumed_run_equals_the_uninterrupted_one(
     host: str, pictures: Path, finished_runs: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -201,6 +204,7 @@ def require_death_in_second_epoch(died: subprocess.CompletedProcess[str], output
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("host", ["torch", SLOW_COLOSSALAI], indirect=True)
 def test_a_run_on_a_full_disk_trains_to_its_end_and_says_what_it_could_not_write(
     host: str, pictures: Path, finished_runs: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -445,6 +449,7 @@ def test_without_torchrun_the_right_command_is_named(tmp_path: Path, capsys: pyt
     assert "torchrun --nproc-per-node 2 -m vit_examples.train --config demo" in said
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_demo_compares_its_runs(
     pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
