@@ -102,7 +102,7 @@ def stop(ranks: Sequence[ForkProcess]) -> None:
 def _keep_store(pipe: Connection) -> None:
     store = loopback_store()
     pipe.send(store.port)
-    signal.pause()
+    time.sleep(300.0)  # until it is killed; not for ever, should the test process be killed itself
 
 
 def _rank_main(arguments: Sequence[str], environment: dict[str, str], folder: Path, before: Callable[[], None]) -> None:

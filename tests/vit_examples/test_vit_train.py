@@ -87,8 +87,7 @@ def micro_arguments(pictures: Path, output: Path, *overrides: str) -> list[str]:
 def torchrun(*program: str, **options: Any) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *program]
-    options = {"env": environment, "capture_output": True, "text": True, "timeout": 240, "check": False, **options}
-    return subprocess.run(command, **options)
+    return subprocess.run(command, env=environment, **options, capture_output=True, text=True, timeout=240, check=False)
 
 
 def train(folder: Path, *arguments: str) -> str:
