@@ -83,6 +83,7 @@ def error_of(call):
     return "nothing"
 
 
+@pytest.mark.slow
 def test_epoch_end_names_the_rank_that_is_stopped(run_ranks):
     def train(rank, group):
         job = Job(rank, 3, keeper_is_rank_0=True)
@@ -148,12 +149,14 @@ def test_making_a_balancer_ends_in_an_error(run_ranks, keeper_is_rank_0):
         assert "did not come to agree on what to balance within 2 s" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [
-        pytest.param(lambda: CpuGroup(dist.group.WORLD, {}), id="numbers", marks=pytest.mark.slow),
-        pytest.param(lambda: WeightGroup(dist.group.WORLD, torch.device("cpu")), id="weights"),
+        lambda: CpuGroup(dist.group.WORLD, {}),
+        lambda: WeightGroup(dist.group.WORLD, torch.device("cpu")),
     ],
+    ids=["numbers", "weights"],
 )
 def test_connecting_ends_in_an_error_where_the_store_stops_after_all_have_come(run_ranks, monkeypatch, make):
     connect = Rendezvous.connect

@@ -87,7 +87,13 @@ def test_beside_replicas_a_layer_without_loans_computes_with_the_weight_that_it_
     assert run_ranks(train, 4) == [[True] * 4] * 4
 
 
-@pytest.mark.parametrize("config", [{"mode": "zero-rd", "ratio": 0.5, "ranks": [0]}, LENDING], ids=["prunes", "lends"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param({"mode": "zero-rd", "ratio": 0.5, "ranks": [0]}, id="prunes", marks=pytest.mark.slow),
+        pytest.param(LENDING, id="lends"),
+    ],
+)
 def test_a_compiled_model_trains_as_the_model_does(run_ranks, config):
     def train(rank, group):
         found = []

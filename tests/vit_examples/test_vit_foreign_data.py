@@ -279,6 +279,7 @@ def test_where_the_hub_does_not_answer_both_readings_are_said_at_once(tmp_path: 
     )
 
 
+@pytest.mark.slow
 def test_offline_is_respected(tmp_path: Path) -> None:
     assert "(offline: HF_HUB_OFFLINE" in loading_says("some/name", tmp_path, HF_HUB_OFFLINE="1")
 

@@ -40,8 +40,6 @@ from vit_examples.train import Run, train_epoch
 from zeroresize.utils.json_lines import read_json_lines
 
 ROOT = Path(__file__).resolve().parents[2]
-#: In tests that start processes for each host.
-SLOW_COLOSSALAI = pytest.param("colossalai", marks=[pytest.mark.colossalai, pytest.mark.slow])
 NUM_STEPS = 8  # two epochs of four
 
 
@@ -134,9 +132,8 @@ def finished_run(host: str, pictures: Path, finished_runs: dict[str, Path]) -> P
     if host not in finished_runs:
         output = finished_runs[""] / host
         arguments = micro_arguments(pictures, output, f"host={host}")
-        finished = torchrun("-m", "vit_examples.train", *arguments, "--resume")  # nothing to resume yet
-        assert finished.returncode == 0, finished.stdout + finished.stderr
-        assert finished.stdout.count(f"no checkpoint in {output}/checkpoints: starting anew\n") == 1
+        said = train(finished_runs[""] / f"{host} said", *arguments, "--resume")  # nothing to resume yet
+        assert said.count(f"no checkpoint in {output}/checkpoints: starting anew\n") == 1
         finished_runs[host] = output
     return finished_runs[host]
 
@@ -161,7 +158,9 @@ def test_a_run_leaves_its_numbers(host: str, pictures: Path, finished_runs: dict
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("host", ["torch", SLOW_COLOSSALAI], indirect=True)
+@pytest.mark.parametrize(
+    "host", ["torch", pytest.param("colossalai", marks=[pytest.mark.colossalai, pytest.mark.slow])], indirect=True
+)
 def test_a_dying_rank_ends_the_job_and_the_resumed_run_equals_the_uninterrupted_one(
     host: str, pictures: Path, finished_runs: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -171,14 +170,15 @@ def test_a_dying_rank_ends_the_job_and_the_resumed_run_equals_the_uninterrupted_
     assert "dying_backward" in died.stderr  # the rank's own traceback
     require_death_in_second_epoch(died, tmp_path / "run")
 
-    said = train(tmp_path / "resumed", *arguments, "--resume", "--set=timeout_s=500")
-    assert said.count("resuming with changed settings: timeout_s 600.0 → 500\n") == 1
+    resumed = torchrun("-m", "vit_examples.train", *arguments, "--resume", "--set=timeout_s=500")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert resumed.stdout.count("resuming with changed settings: timeout_s 600.0 → 500\n") == 1
     assert losses_of(tmp_path / "run") == losses_of(finished_run(host, pictures, finished_runs))
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps_timed"] == NUM_STEPS
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.colossalai
+@pytest.mark.usefixtures("colossalai_vit_modules")
 def test_both_hosts_train_alike(pictures: Path, finished_runs: dict[str, Path]) -> None:
     by_host = [losses_of(finished_run(host, pictures, finished_runs)) for host in ("torch", "colossalai")]
     assert by_host[0] == pytest.approx(by_host[1], rel=1e-4)
@@ -202,8 +202,8 @@ def require_death_in_second_epoch(died: subprocess.CompletedProcess[str], output
     assert newest_checkpoint(output / "checkpoints").name == "epoch-0001"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("host", ["torch", SLOW_COLOSSALAI], indirect=True)
 def test_a_run_on_a_full_disk_trains_to_its_end_and_says_what_it_could_not_write(
     host: str, pictures: Path, finished_runs: dict[str, Path], tmp_path: Path
 ) -> None:
