@@ -449,7 +449,7 @@ def test_without_torchrun_the_right_command_is_named(tmp_path: Path, capsys: pyt
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_demo_compares_its_runs(
     pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
