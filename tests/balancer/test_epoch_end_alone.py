@@ -14,8 +14,8 @@ from virtual_training import Run
 @pytest.mark.parametrize(
     ("alone", "mode"),
     [
-        (0, "mig"),
         (1, "semi"),
+        pytest.param(0, "mig", marks=pytest.mark.slow),
         pytest.param(1, "mig", marks=pytest.mark.slow),
         pytest.param(0, "semi", marks=pytest.mark.slow),
     ],

@@ -167,7 +167,9 @@ MOMENTS = {
 
 
 @pytest.mark.parametrize("migration_transport", MIGRATION_TRANSPORTS)
-@pytest.mark.parametrize(("num_ranks", "dying"), [(2, 1), (2, 0), pytest.param(3, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("num_ranks", "dying"), [(2, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(2, 0), (3, 1)])]
+)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_when_a_rank_dies_within_a_step_the_others_are_told_what_they_waited_for(
     tmp_path, migration_transport, num_ranks, dying, moment

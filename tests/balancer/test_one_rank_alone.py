@@ -13,10 +13,6 @@ from zeroresize.control import forward_watch
 
 MODES = ["off", "zero-pri", "mig", "semi"]
 each_mode = pytest.mark.parametrize("mode", MODES)
-#: For tests in which ranks wait until the time limit.
-each_mode_that_waits = pytest.mark.parametrize(
-    "mode", ["zero-pri", "mig", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("off", "semi"))]
-)
 LIMIT_S = 2
 
 
@@ -73,8 +69,17 @@ def test_a_step_that_one_rank_does_not_call_is_named_on_every_rank(run_ranks, mo
     assert re.search(rf"ranks \[{forgetting}\] .*balancer.step\(\)", told[1 - forgetting]), told[1 - forgetting]
 
 
-@each_mode_that_waits
-@pytest.mark.parametrize(("wrong", "change"), [(0, 1), (1, -1)], ids=["one too many", "one too few"])
+@pytest.mark.parametrize(
+    ("mode", "wrong", "change"),
+    [
+        pytest.param(mode, wrong, change, id=f"{name}-{mode}", marks=[] if stays else pytest.mark.slow)
+        for mode in MODES
+        for name, wrong, change, stays in (
+            ("one too many", 0, 1, mode == "zero-pri"),
+            ("one too few", 1, -1, mode == "mig"),
+        )
+    ],
+)
 def test_a_step_too_many_or_too_few_is_found_at_the_next_exchange(run_ranks, mode, change, wrong):
     def train(rank, group):
         run = impatient_run(rank, mode)

@@ -100,7 +100,8 @@ def test_epoch_end_names_the_rank_that_is_stopped(run_ranks):
         assert STORE_IS_GONE in text
 
 
-@pytest.mark.parametrize("mode", [pytest.param("zero-pri", marks=pytest.mark.slow), "mig"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["zero-pri", "mig"])
 def test_training_names_where_each_rank_is(run_ranks, mode):
     def train(rank, group):
         job = Job(rank, 3, keeper_is_rank_0=True)

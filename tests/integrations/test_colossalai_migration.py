@@ -98,8 +98,7 @@ def errors_of_steps(group, dtype, owners, settings):
     ("num_ranks", "owners"),
     [
         (2, [0]),
-        (3, [0, 2]),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(3, [1]), (4, [1]), (4, [0, 3])]),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(3, [1]), (3, [0, 2]), (4, [1]), (4, [0, 3])]),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)])

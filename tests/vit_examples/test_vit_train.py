@@ -468,6 +468,7 @@ def test_the_demo_compares_its_runs(
     assert [line["step"] for line in halved["lines"] if line["kind"] == "step"] == list(range(8))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_demo_shows_why_a_run_failed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
