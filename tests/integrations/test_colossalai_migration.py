@@ -139,8 +139,15 @@ def test_loans_that_follow_a_straggler_change_nothing(run_ranks, migration_trans
         assert error <= EXACT[torch.float64]
 
 
-@pytest.mark.parametrize("migration_transport", ["broadcast-reduce", "scatter-gather"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("precision", "migration_transport"),
+    [
+        ("fp32", "scatter-gather"),
+        ("bf16", "broadcast-reduce"),
+        pytest.param("fp32", "broadcast-reduce", marks=pytest.mark.slow),
+        pytest.param("bf16", "scatter-gather", marks=pytest.mark.slow),
+    ],
+)
 def test_training_under_booster_is_exact(run_ranks, migration_transport, precision):
     """Booster wraps the model in DDP even where there is one replica."""
 

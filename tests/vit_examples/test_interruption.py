@@ -31,6 +31,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_ctrl_c_says_in_one_line_how_to_go_on_and_ends_with_130(pictures: Path, tmp_path: Path) -> None:
     command = [*ONE_NODE, *long_run(pictures, tmp_path, "output.progress=false")]

@@ -27,8 +27,9 @@ def mistakes(said: str) -> list[str]:
     return [line for line in said.splitlines() if line.startswith("error")]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
-@each_launcher
+@pytest.mark.parametrize("launcher", [ONE_NODE, TORCHRUN], ids=["one_node", "torchrun"])
 def test_what_all_ranks_find_is_said_once(tmp_path: Path, launcher: list[str]) -> None:
     arguments = ["--config=demo", "--host=torch", f"--output={tmp_path}", f"--data={tmp_path}/nowhere"]
     done = launched(*launcher, "-m", "vit_examples.train", *arguments)

@@ -157,10 +157,8 @@ def test_a_run_leaves_its_numbers(host: str, pictures: Path, finished_runs: dict
     assert not list(output.glob("checkpoints/*.tmp"))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "host", ["torch", pytest.param("colossalai", marks=[pytest.mark.colossalai, pytest.mark.slow])], indirect=True
-)
 def test_a_dying_rank_ends_the_job_and_the_resumed_run_equals_the_uninterrupted_one(
     host: str, pictures: Path, finished_runs: dict[str, Path], tmp_path: Path
 ) -> None:
