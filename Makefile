@@ -2,6 +2,7 @@
 #   make test PYTHON=python3.12                       another interpreter (3.11 or newer, for the pinned requirements)
 #   make setup PIP_ARGS="--extra-index-url <index>"   another package index, such as one with CPU builds of torch
 #   make test PYTEST_ARGS="-k convert"                some tests only
+#   make test-all PYTEST_ARGS="-k convert"            some tests only, slow ones among them
 
 PYTHON ?= python3
 PIP_ARGS ?=
@@ -10,13 +11,14 @@ PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test demo lint format clean
+.PHONY: help setup test test-slow test-all demo lint format clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1@\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F@ '{ printf "%-14s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1@\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F@ '{ printf "%-15s %s\n", $$1, $$2 }'
 
 setup: $(STAMP)  ## create .venv and install everything, pinned (again only when the requirements change)
 
@@ -35,9 +37,17 @@ $(STAMP): requirements/torch.txt requirements/base.txt requirements/colossalai.t
 	@touch $(STAMP)
 	@echo "Ready: $(VENV)"
 
-test: setup  ## run the tests
-	@echo "Running the tests"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+test: setup  ## run the tests, but for slow ones that rarely fail
+	@echo "Running the tests, without slow ones"
+	@$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+test-slow: setup  ## run the slow tests
+	@echo "Running the slow tests"
+	@$(PYTEST) -m slow $(PYTEST_ARGS)
+
+test-all: setup  ## run all tests
+	@echo "Running all tests"
+	@$(PYTEST) $(PYTEST_ARGS)
 
 demo: setup  ## train a small ViT with one slow rank, with and without balancing
 	@$(BIN)/python -m vit_examples.demo

@@ -61,7 +61,7 @@ class InjectionConfig:
         try:
             known_keys("key", values, [field.name for field in dataclasses.fields(cls)])
             if "chi" not in values:
-                raise ValueError("chi is missing: who is how slow, such as {0: 4.0}")
+                raise ValueError("chi is missing: expected {rank: χ}, such as {0: 4.0}")
             config = cls(**values)
             config._check()
         except ValueError as error:

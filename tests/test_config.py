@@ -292,7 +292,7 @@ def test_a_number_beyond_floats_is_outside_like_any_other():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"ranks": "all", "ratio": 0.5}, "nobody would be left"),
+        ({"ranks": "all", "ratio": 0.5}, "no rank would be left"),
         ({"migration_transport": "carrier-pigeon"}, "migration_transport='carrier-pigeon'"),
         ({"mig_rule": "wishful"}, "mig_rule='wishful'"),
         ({"ratio": 1.5}, "0 <= ratio <= 1"),
@@ -305,5 +305,5 @@ def test_what_cannot_migrate_is_refused(config, message):
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_all_ranks_by_name_are_refused_where_the_group_is_known(num_ranks):
-    with pytest.raises(ValueError, match="at least one must be left"):
+    with pytest.raises(ValueError, match="at least one rank must be left"):
         BalanceConfig(mode="mig", ratio=0.5, ranks=list(range(num_ranks))).validate_group_size(num_ranks)

@@ -193,7 +193,7 @@ def _with_change(document: Any, key: str, value: Any) -> dict[str, Any]:
     if not dot:
         meant = [f"{name}.{key}" for name in SECTIONS if key in _fields(SECTIONS[name])]
         if meant and key not in _fields(RunConfig):
-            raise ValueError(f"--set {key}: in which section? There is {' and '.join(meant)}")
+            raise ValueError(f"--set {key}: name the section: {' or '.join(meant)}")
         return {**document, section: value}
     inner = document.get(section)
     if inner is None:

@@ -70,7 +70,7 @@ def require_intact(folder: Path, names: Iterable[str]) -> None:
     path = folder / MANIFEST
     if not path.exists():
         raise ValueError(
-            f"{path}: missing: the checkpoint is of an earlier version, which cannot be loaded, or no whole one"
+            f"{path}: missing: the checkpoint is incomplete, or of an earlier version, which cannot be loaded"
         )
     files = read_values(path).get("files")
     if not isinstance(files, dict):

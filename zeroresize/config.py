@@ -157,16 +157,18 @@ class BalanceConfig:
             )
         if self.mode == "zero-pridiff" and self.forced_ratio is not None and self.forced_ratio > self.max_ratio:
             raise ValueError(
-                f"ratio={self.ratio} exceeds max_ratio={self.max_ratio}, which no layer may in mode 'zero-pridiff': "
-                "lower ratio or raise max_ratio"
+                f"ratio={self.ratio} exceeds max_ratio={self.max_ratio}, the most that a layer may prune in mode "
+                "'zero-pridiff': lower ratio or raise max_ratio"
             )
         if self.mode == "semi" and self.ratio != "auto":
             raise ValueError(
-                f"ratio={self.ratio!r} with mode='semi': its cost model decides, so ratio must be 'auto'; to force one "
-                "use mode 'mig' or a mode that only prunes"
+                f"ratio={self.ratio!r} with mode='semi' is not allowed: a cost model decides, so ratio must be 'auto'. "
+                f"To force a ratio use mode 'mig' or one of {list(PINNABLE_MODES)}"
             )
         if self.mode in MIGRATING_MODES and self.ranks == "all":
-            raise ValueError(f"ranks='all' with mode={self.mode!r}: nobody would be left to take the work over")
+            raise ValueError(
+                f"ranks='all' with mode={self.mode!r} is not allowed: no rank would be left to compute what others lend"
+            )
         if self.differentiates_layers and self.pridiff_rule == "paper" and self.priority != "variation":
             raise ValueError(
                 f"pridiff_rule='paper' with priority={self.priority!r} is not allowed: its threshold is a change of "
@@ -217,7 +219,7 @@ class BalanceConfig:
             if self.mode in MIGRATING_MODES and len(self.ranks) == num_ranks > 1:
                 raise ValueError(
                     f"ranks={list(self.ranks)} with mode={self.mode!r} names all {num_ranks} ranks of the process "
-                    "group: at least one must be left to take the work over"
+                    "group: at least one rank must be left to compute what the others lend"
                 )
 
     def pinned(self, ratio: float, rank: int) -> BalanceConfig:
@@ -228,7 +230,7 @@ class BalanceConfig:
         """
         if self.mode not in PINNABLE_MODES:
             raise ValueError(
-                f"to pin a ratio needs a mode that only prunes ({list(PINNABLE_MODES)}), this one is {self.mode!r}"
+                f"mode={self.mode!r} cannot pin a ratio: allowed are the modes that only prune, {list(PINNABLE_MODES)}"
             )
         return self.in_mode(self.mode, ratio=ratio, ranks=(rank,))
 

@@ -104,7 +104,7 @@ def require_same_configuration(layers: Mapping[str, BalancedLinear], config: Bal
             raise ValueError(
                 f"layer {name} was converted with another configuration: "
                 f"{_difference(layer.configuration, config, 'in convert', 'here')}. Pass the same to both, or convert "
-                "again with the new one first, which then holds"
+                "again with the new one first"
             )
 
 

@@ -30,7 +30,7 @@ def read_table(path: Path, needed: Sequence[str]) -> list[dict[str, str]]:
                 raise ValueError(f"{path}: not a table of scripts.study: the columns {missing} are missing")
             for row in reader:
                 if problem := _problem_of(row):
-                    raise ValueError(f"{path}, line {reader.line_num}: {problem}: mend or delete that row")
+                    raise ValueError(f"{path}, line {reader.line_num}: {problem}: correct or delete that row")
                 rows.append(row)
         except (csv.Error, UnicodeDecodeError) as error:
             raise ValueError(f"{path}, line {reader.line_num + 1}: not a table of scripts.study: {error}") from error

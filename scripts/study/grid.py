@@ -158,7 +158,7 @@ def read_study(
             num_ranks = own_ranks if ranks is None else ranks
             settings = {**document.get("shared", {}), **own_settings, **changed}
             if taken := [key for key in _OWN_KEYS if key in settings]:
-                raise ValueError(f"{path}, cell {cell!r}: {taken} are the study's to set, by 'seeds' and --output")
+                raise ValueError(f"{path}, cell {cell!r}: {taken} are set by the study itself, by 'seeds' and --output")
             values = {**settings, **dict(zip(_OWN_KEYS, (seed, seed, str(folder)), strict=True))}
             own_idle = _without_effect(config, values) & (common.keys() - own_settings.keys())
             idle = own_idle if idle is None else idle & own_idle

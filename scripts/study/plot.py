@@ -66,7 +66,7 @@ def read_points(table: Path, x: str, only: str = "") -> list[Point]:
         }
         points.append(Point(*place_of(cell, x), values))
     if all(point.x is None for point in points):
-        raise ValueError(f"{table}: no cell is called anything like '{x}=1'; there are {list(by_cell)[:5]}")
+        raise ValueError(f"{table}: no cell's name holds '{x}=' and a number; there are {list(by_cell)[:5]}")
     return points
 
 

@@ -240,7 +240,7 @@ DAMAGE = [
     ((*OWN, "measurement", "calibrated_on"), ["cpu"], "calibrated_on: a list of 5 is needed"),
     ((*OWN, "measurement", "interval"), [[0.1] * 7], r"interval\[0\]\[5\]: true or false is needed, found 0\.1"),
     ((*OWN, "measurement", "estimate", "factors"), [1.0], r"estimate\.factors: a list of \d+ is needed"),
-    ((*OWN, "measurement", "estimate", "calibrated", "ratios", 0), 0.5, "the ratios of a cost ascend from 0"),
+    ((*OWN, "measurement", "estimate", "calibrated", "ratios", 0), 0.5, "must ascend from 0"),
     ((*OWN, "statistic"), ["variation host"], "statistic: a list of 2 is needed"),
     ((*OWN, "statistic", 1, "up"), torch.zeros(3), r"statistic\[1\]\.up: a tensor of shape \[96, 48\] is needed"),
     ((*OWN, "statistic", 1, "down"), GONE, r"statistic\[1\]\.down: missing"),

@@ -149,7 +149,9 @@ FIRST_USES = [
 ]
 
 
-@pytest.mark.parametrize("migration_transport", ["broadcast-reduce", "scatter-gather"])
+@pytest.mark.parametrize(
+    "migration_transport", ["broadcast-reduce", pytest.param("scatter-gather", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("use_first", FIRST_USES, ids=lambda use: use.__name__)
 def test_a_model_may_be_loaded_when_its_balancer_has_been_made(run_ranks, migration_transport, use_first):
     """With a forced ratio loans are in force at once, and whoever loads pretrained weights has no balancer's state."""

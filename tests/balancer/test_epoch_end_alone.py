@@ -11,8 +11,15 @@ import torch.distributed as dist
 from virtual_training import Run
 
 
-@pytest.mark.parametrize("mode", ["mig", "semi"])
-@pytest.mark.parametrize("alone", [0, 1])
+@pytest.mark.parametrize(
+    ("alone", "mode"),
+    [
+        (1, "semi"),
+        pytest.param(0, "mig", marks=pytest.mark.slow),
+        pytest.param(1, "mig", marks=pytest.mark.slow),
+        pytest.param(0, "semi", marks=pytest.mark.slow),
+    ],
+)
 def test_an_epoch_that_ends_on_one_rank_only_is_an_error_on_every_rank(run_ranks, mode, alone):
     """Who ends it says who did not come; who trains on finds nobody to sum with, instead of that one's weights."""
 

@@ -127,7 +127,7 @@ def exit_now(*_, **__):
 
 
 @pytest.mark.parametrize("mode", ["mig", "semi"])
-@pytest.mark.parametrize(("num_ranks", "dying"), [(2, 1), (3, 1), (3, 0)])
+@pytest.mark.parametrize(("num_ranks", "dying"), [(2, 1), pytest.param(3, 1, marks=pytest.mark.slow), (3, 0)])
 def test_when_a_receiver_or_an_owner_dies_every_other_rank_ends_with_an_error(tmp_path, num_ranks, dying, mode):
     config = {"ratio": 0.5, "ranks": [0]} if mode == "mig" else {"budget": 0.0}
     what_the_others_are_told(tmp_path, num_ranks, dying, exit_now, 20, mode=mode, **config)
@@ -167,7 +167,9 @@ MOMENTS = {
 
 
 @pytest.mark.parametrize("migration_transport", MIGRATION_TRANSPORTS)
-@pytest.mark.parametrize(("num_ranks", "dying"), [(2, 1), (2, 0), (3, 1)])
+@pytest.mark.parametrize(
+    ("num_ranks", "dying"), [(2, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(2, 0), (3, 1)])]
+)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_when_a_rank_dies_within_a_step_the_others_are_told_what_they_waited_for(
     tmp_path, migration_transport, num_ranks, dying, moment
@@ -262,7 +264,9 @@ def test_every_rank_slow_at_once_prunes_and_lends_nothing(run_ranks, mode, num_r
     assert run_ranks(train, num_ranks) == [((), [0.0] * num_ranks)] * num_ranks
 
 
-@pytest.mark.parametrize("chis", [(4.0, 1.0), (4.0, 1.0, 6.0), (4.0, 1.0, 6.0, 3.0)])
+@pytest.mark.parametrize(
+    "chis", [(4.0, 1.0), (4.0, 1.0, 6.0), pytest.param((4.0, 1.0, 6.0, 3.0), marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("changes", [{"mode": "mig"}, {"mode": "semi", "budget": 0.0}])
 def test_all_but_one_slow_lend_to_the_one(run_ranks, chis, changes):
     def train(rank, group):

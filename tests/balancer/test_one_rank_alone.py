@@ -45,7 +45,16 @@ def step_without_balancer(run, number):
 
 @pytest.mark.parametrize(
     ("mode", "forgetting", "num_steps"),
-    [*((mode, 1, 23) for mode in MODES), ("off", 0, 0), ("zero-pri", 1, 0), ("mig", 1, 0), ("semi", 0, 0)],
+    [
+        ("off", 0, 0),
+        ("zero-pri", 1, 23),
+        ("mig", 1, 23),
+        pytest.param("off", 1, 23, marks=pytest.mark.slow),
+        pytest.param("zero-pri", 1, 0, marks=pytest.mark.slow),
+        pytest.param("mig", 1, 0, marks=pytest.mark.slow),
+        pytest.param("semi", 1, 23, marks=pytest.mark.slow),
+        pytest.param("semi", 0, 0, marks=pytest.mark.slow),
+    ],
 )
 def test_a_step_that_one_rank_does_not_call_is_named_on_every_rank(run_ranks, mode, forgetting, num_steps):
     def train(rank, group):
@@ -60,8 +69,17 @@ def test_a_step_that_one_rank_does_not_call_is_named_on_every_rank(run_ranks, mo
     assert re.search(rf"ranks \[{forgetting}\] .*balancer.step\(\)", told[1 - forgetting]), told[1 - forgetting]
 
 
-@each_mode
-@pytest.mark.parametrize(("wrong", "change"), [(0, 1), (1, -1)], ids=["one too many", "one too few"])
+@pytest.mark.parametrize(
+    ("mode", "wrong", "change"),
+    [
+        pytest.param(mode, wrong, change, id=f"{name}-{mode}", marks=[] if stays else pytest.mark.slow)
+        for mode in MODES
+        for name, wrong, change, stays in (
+            ("one too many", 0, 1, mode == "zero-pri"),
+            ("one too few", 1, -1, mode == "mig"),
+        )
+    ],
+)
 def test_a_step_too_many_or_too_few_is_found_at_the_next_exchange(run_ranks, mode, change, wrong):
     def train(rank, group):
         run = impatient_run(rank, mode)
@@ -161,7 +179,15 @@ def test_forwards_without_any_step_are_warned_of_and_micro_batches_after_a_step_
 # ---- balancer.epoch_end() -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("mode", "alone"), [("off", 0), ("zero-pri", 1), ("mig", 0), ("semi", 1)])
+@pytest.mark.parametrize(
+    ("mode", "alone"),
+    [
+        ("zero-pri", 1),
+        ("mig", 0),
+        pytest.param("off", 0, marks=pytest.mark.slow),
+        pytest.param("semi", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_an_epoch_that_ends_on_one_rank_only_is_named_on_every_rank(run_ranks, mode, alone):
     def train(rank, group):
         run = impatient_run(rank, mode)
@@ -222,12 +248,12 @@ def test_unequal_batches_are_an_error_on_every_rank_before_anything_is_sent(run_
 @pytest.mark.parametrize(
     ("mode", "changing", "num_tokens", "trains"),
     [
-        ("off", 0, 400, True),
         ("zero-pri", 1, 4, True),
-        ("mig", 0, 4, True),
-        ("semi", 1, 400, True),
-        ("zero-pri", 0, 400, False),
         ("mig", 1, 400, False),
+        pytest.param("off", 0, 400, True, marks=pytest.mark.slow),
+        pytest.param("mig", 0, 4, True, marks=pytest.mark.slow),
+        pytest.param("semi", 1, 400, True, marks=pytest.mark.slow),
+        pytest.param("zero-pri", 0, 400, False, marks=pytest.mark.slow),
     ],
 )
 def test_a_batch_that_changes_on_one_rank_only_is_named_on_every_rank(run_ranks, mode, trains, changing, num_tokens):

@@ -27,7 +27,7 @@ def test_ranks_that_fail_together_read_each_other_and_one_that_does_not_fail_is_
             "rank 0: training, after 10 calls of balancer.step(): an all-reduce failed; rank 1: training, after 11"
             in told
         )
-        assert "rank 2: has not told, last heard of at balancer.step(), call 7" in told
+        assert "rank 2: has not reported, last heard from at balancer.step(), call 7" in told
         assert is_told_once and seconds < failure_reports.WAIT_S + 1
 
 

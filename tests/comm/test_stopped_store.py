@@ -83,6 +83,7 @@ def error_of(call):
     return "nothing"
 
 
+@pytest.mark.slow
 def test_epoch_end_names_the_rank_that_is_stopped(run_ranks):
     def train(rank, group):
         job = Job(rank, 3, keeper_is_rank_0=True)
@@ -99,6 +100,7 @@ def test_epoch_end_names_the_rank_that_is_stopped(run_ranks):
         assert STORE_IS_GONE in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["zero-pri", "mig"])
 def test_training_names_where_each_rank_is(run_ranks, mode):
     def train(rank, group):
@@ -114,7 +116,9 @@ def test_training_names_where_each_rank_is(run_ranks, mode):
         assert "failed" in text and f"This rank, {rank}, was at: training, after 8 calls of balancer.step()" in text
 
 
-@pytest.mark.parametrize("mode", ["off", "zero-pri", "mig", "semi"])
+@pytest.mark.parametrize(
+    "mode", ["zero-pri", "mig", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("off", "semi"))]
+)
 def test_a_balancer_needs_no_store_once_it_is_made(run_ranks, mode):
     def train(rank, group):
         job = Job(rank, 2, keeper_is_rank_0=False)
@@ -132,7 +136,7 @@ def test_a_balancer_needs_no_store_once_it_is_made(run_ranks, mode):
     assert run_ranks(train, 2, timeout_s=30) == [24, 24]
 
 
-@pytest.mark.parametrize("keeper_is_rank_0", [True, False])
+@pytest.mark.parametrize("keeper_is_rank_0", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_making_a_balancer_ends_in_an_error(run_ranks, keeper_is_rank_0):
     def train(rank, group):
         job = Job(rank, 3, keeper_is_rank_0=keeper_is_rank_0)
@@ -146,9 +150,13 @@ def test_making_a_balancer_ends_in_an_error(run_ranks, keeper_is_rank_0):
         assert "did not come to agree on what to balance within 2 s" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
-    [lambda: CpuGroup(dist.group.WORLD, {}), lambda: WeightGroup(dist.group.WORLD, torch.device("cpu"))],
+    [
+        lambda: CpuGroup(dist.group.WORLD, {}),
+        lambda: WeightGroup(dist.group.WORLD, torch.device("cpu")),
+    ],
     ids=["numbers", "weights"],
 )
 def test_connecting_ends_in_an_error_where_the_store_stops_after_all_have_come(run_ranks, monkeypatch, make):

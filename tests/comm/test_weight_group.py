@@ -9,6 +9,7 @@ import torch.distributed as dist
 from zeroresize.comm.weight_group import WeightGroup
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes_is_named(run_ranks):
     def build(rank, group):
         impatient = dist.new_group([0, 1, 2], timeout=datetime.timedelta(seconds=2))

@@ -94,8 +94,14 @@ def errors_of_steps(group, dtype, owners, settings):
     return errors
 
 
-@pytest.mark.parametrize(("num_ranks", "owners"), [(2, [0]), (3, [1]), (3, [0, 2]), (4, [1]), (4, [0, 3])])
-@pytest.mark.parametrize("dtype", EXACT)
+@pytest.mark.parametrize(
+    ("num_ranks", "owners"),
+    [
+        (2, [0]),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(3, [1]), (3, [0, 2]), (4, [1]), (4, [0, 3])]),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)])
 def test_training_is_exact(run_ranks, num_ranks, owners, dtype):
     settings = list(itertools.product(MIGRATION_TRANSPORTS, (0.25, 0.5, 0.75, 1.0)))
     train = lambda rank, group: errors_of_steps(group, dtype, owners, settings)  # noqa: E731
@@ -133,8 +139,15 @@ def test_loans_that_follow_a_straggler_change_nothing(run_ranks, migration_trans
         assert error <= EXACT[torch.float64]
 
 
-@pytest.mark.parametrize("migration_transport", ["broadcast-reduce", "scatter-gather"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("precision", "migration_transport"),
+    [
+        ("fp32", "scatter-gather"),
+        ("bf16", "broadcast-reduce"),
+        pytest.param("fp32", "broadcast-reduce", marks=pytest.mark.slow),
+        pytest.param("bf16", "scatter-gather", marks=pytest.mark.slow),
+    ],
+)
 def test_training_under_booster_is_exact(run_ranks, migration_transport, precision):
     """Booster wraps the model in DDP even where there is one replica."""
 

@@ -72,5 +72,5 @@ def test_it_says_that_it_begins_and_what_it_found(run_ranks, mode, measured):
         return [line for line in said if line.startswith("calibration")]
 
     for first, *found in run_ranks(train, 2):
-        assert first.startswith("calibrations on the shapes of this step")
+        assert first.startswith("calibration begins, on the shapes of this step")
         assert [line.partition(":")[0] for line in found] == [f"calibration of {what}" for what in measured]

@@ -23,7 +23,14 @@ EXACT = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
 @pytest.mark.parametrize("migration_transport", MIGRATION_TRANSPORTS)
-@pytest.mark.parametrize(("num_ranks", "owners"), [(2, [0]), (3, [1]), (3, [0, 2]), (4, [2]), (4, [0, 3])])
+@pytest.mark.parametrize(
+    ("num_ranks", "owners"),
+    [
+        (2, [0]),
+        (3, [0, 2]),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(3, [1]), (4, [2]), (4, [0, 3])]),
+    ],
+)
 @pytest.mark.parametrize("dtype", EXACT)
 def test_training_is_exact_whoever_lends_how_much(run_ranks, migration_transport, num_ranks, owners, dtype):
     """Five optimizer steps with every γ, every other with checkpointing, the last of two micro-batches; other columns

@@ -87,7 +87,13 @@ def test_beside_replicas_a_layer_without_loans_computes_with_the_weight_that_it_
     assert run_ranks(train, 4) == [[True] * 4] * 4
 
 
-@pytest.mark.parametrize("config", [{"mode": "zero-rd", "ratio": 0.5, "ranks": [0]}, LENDING], ids=["prunes", "lends"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param({"mode": "zero-rd", "ratio": 0.5, "ranks": [0]}, id="prunes", marks=pytest.mark.slow),
+        pytest.param(LENDING, id="lends"),
+    ],
+)
 def test_a_compiled_model_trains_as_the_model_does(run_ranks, config):
     def train(rank, group):
         found = []
@@ -130,8 +136,11 @@ def test_compiled_autograd_changes_nothing_where_nothing_migrates(run_ranks, con
         assert losses == [pytest.approx(micro_batches, rel=1e-5) for micro_batches in expected]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("config", [{"mode": "semi"}, {"mode": "mig"}, LENDING], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [{"mode": "semi"}, *(pytest.param(config, marks=pytest.mark.slow) for config in ({"mode": "mig"}, LENDING))],
+    ids=str,
+)
 def test_compiled_autograd_is_refused_in_the_first_backward_where_columns_may_migrate(run_ranks, config):
     def train(rank, group):
         run = Run(group, **config)

@@ -22,8 +22,8 @@ def run(script, *arguments):
     ("arguments", "parameters"),
     [
         (["launch_8gpu.sh"], "1,208,870,928"),
-        (["slurm_8gpu.sbatch"], "1,208,870,928"),
-        (["slurm_8gpu.sbatch", "--config", "vit_3b"], "2,719,276,048"),
+        pytest.param(["slurm_8gpu.sbatch"], "1,208,870,928", marks=pytest.mark.slow),
+        pytest.param(["slurm_8gpu.sbatch", "--config", "vit_3b"], "2,719,276,048", marks=pytest.mark.slow),
     ],
 )
 def test_dry_run_checks_the_model_on_eight_ranks(arguments, parameters):
@@ -33,6 +33,7 @@ def test_dry_run_checks_the_model_on_eight_ranks(arguments, parameters):
     assert parameters in finished.stdout
 
 
+@pytest.mark.slow
 def test_dry_run_refuses_what_eight_gpus_cannot_share():
     finished = run("launch_8gpu.sh", "--dry-run", "--set", "model.num_heads=4")
     assert finished.returncode == 2

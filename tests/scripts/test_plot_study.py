@@ -81,7 +81,7 @@ def test_the_command_writes_a_picture_or_says_what_is_wrong(table, tmp_path):
 
     assert run(table).returncode == 0 and table.with_suffix(".png").stat().st_size > 1000
     wrong = run(table, "--x", "λ")
-    assert wrong.returncode == 1 and "no cell is called anything like 'λ=1'" in wrong.stderr
+    assert wrong.returncode == 1 and "no cell's name holds 'λ=' and a number" in wrong.stderr
     missing = run(tmp_path / "none.csv")
     assert missing.returncode == 1 and "error:" in missing.stderr
 

@@ -370,7 +370,7 @@ def test_a_run_that_fails_as_it_goes_on_names_the_folder_to_delete(
 def test_what_the_study_sets_cannot_be_set(tmp_path: Path, key: str) -> None:
     grid = tmp_path / "grid.yaml"
     grid.write_text("config: demo\ncells:\n  Baseline: {}\n")
-    with pytest.raises(ValueError, match=f"cell 'Baseline': \\['{key}'\\] are the study's to set"):
+    with pytest.raises(ValueError, match=f"cell 'Baseline': \\['{key}'\\] are set by the study itself"):
         study.read_study(grid, tmp_path, changes=[f"{key}=5"])
 
 

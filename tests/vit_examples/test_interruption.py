@@ -31,6 +31,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_ctrl_c_says_in_one_line_how_to_go_on_and_ends_with_130(pictures: Path, tmp_path: Path) -> None:
     command = [*ONE_NODE, *long_run(pictures, tmp_path, "output.progress=false")]
@@ -44,6 +45,7 @@ def test_ctrl_c_says_in_one_line_how_to_go_on_and_ends_with_130(pictures: Path, 
     assert len([line for line in lines if not re.match("convert: |calibration", line)]) == 1, lines
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_under_torchrun_the_ranks_add_one_line_to_its_own_traceback(pictures: Path, tmp_path: Path) -> None:
     command = [*TORCHRUN, *long_run(pictures, tmp_path, "output.progress=false", "output.save_every=0")]

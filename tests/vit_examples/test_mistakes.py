@@ -17,11 +17,17 @@ from vit_examples.train import main
 main(["--config=demo", "--host=torch", "--output={output}", *({wrong} if os.environ["RANK"] == "1" else [])])
 """
 
+each_launcher = pytest.mark.parametrize(
+    "launcher",
+    [pytest.param(ONE_NODE, id="one_node"), pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.slow)],
+)
+
 
 def mistakes(said: str) -> list[str]:
     return [line for line in said.splitlines() if line.startswith("error")]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("launcher", [ONE_NODE, TORCHRUN], ids=["one_node", "torchrun"])
 def test_what_all_ranks_find_is_said_once(tmp_path: Path, launcher: list[str]) -> None:
@@ -34,6 +40,7 @@ def test_what_all_ranks_find_is_said_once(tmp_path: Path, launcher: list[str]) -
         assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_wrong_flag_is_said_once(tmp_path: Path) -> None:
     done = launched(*ONE_NODE, "-m", "vit_examples.train", "--cofnig=demo")
@@ -44,12 +51,12 @@ def test_a_wrong_flag_is_said_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("launcher", [ONE_NODE, TORCHRUN], ids=["one_node", "torchrun"])
+@each_launcher
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
         (["--data=/nowhere"], "data.source='/nowhere': no such folder"),  # while rank 0 waits for it
-        (["--mode=fast"], "balance.mode='fast'"),
+        pytest.param(["--mode=fast"], "balance.mode='fast'", marks=pytest.mark.slow),
     ],
 )
 def test_what_one_rank_alone_finds_is_said(tmp_path: Path, launcher: list[str], wrong: list[str], message: str) -> None:

@@ -121,6 +121,7 @@ def test_at_least_one_rank_is_needed() -> None:
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="no /proc/net/tcp")
 @pytest.mark.timeout(200)
+@pytest.mark.slow
 @pytest.mark.parametrize("host", ["torch", pytest.param("colossalai", marks=pytest.mark.colossalai)])
 def test_a_launched_training_listens_on_loopback_only(tmp_path: Path, host: str) -> None:
     """Also while columns migrate, over a process group of their own."""

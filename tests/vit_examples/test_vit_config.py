@@ -79,10 +79,10 @@ def test_yaml_is_read_as_people_mean_it(tmp_path) -> None:
         ("data.train_size=0", "data.train_size=0"),
         ("data.augment=1", "data.augment=1.*true or false"),
         ("training.lr", "expected section.key=value"),
-        ("lr=1", r"--set lr: in which section\? There is training\.lr"),
-        ("seed=1", r"There is training\.seed and balance\.seed"),
+        ("lr=1", r"--set lr: name the section: training\.lr"),
+        ("seed=1", r"name the section: training\.seed or balance\.seed"),
         ("training.lr=[1", r"--set training\.lr=\[1: the value cannot be read as YAML: line 1"),
-        ("straggler={chi: 1, chi: 2}", "the key 'chi' stands in line 1, too"),
+        ("straggler={chi: 1, chi: 2}", "the key 'chi' is in line 1 already"),
         ("training=", "expected a mapping of training keys, found nothing"),
         ("model.depth=10001", "model.depth=10001 is not allowed: 10000 is the largest"),
         ("model.hidden_size=9223372036854775807", "model.hidden_size=.*131072 is the largest"),
@@ -188,9 +188,9 @@ def test_what_the_ranks_cannot_run_is_refused(overrides: list[str], num_ranks: i
 @pytest.mark.parametrize(
     ("balance", "message"),
     [
-        ({"mode": "off"}, "this one is 'off'"),
-        ({"mode": "mig"}, "this one is 'mig'"),
-        ({"mode": "semi"}, "this one is 'semi'"),
+        ({"mode": "off"}, "mode='off' cannot pin a ratio"),
+        ({"mode": "mig"}, "mode='mig' cannot pin a ratio"),
+        ({"mode": "semi"}, "mode='semi' cannot pin a ratio"),
         ({"mode": "zero-pridiff", "max_ratio": 0.4}, "exceeds max_ratio=0.4"),
     ],
 )

@@ -269,6 +269,7 @@ def loading_says(source: str, folder: Path, **variables: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_where_the_hub_does_not_answer_both_readings_are_said_at_once(tmp_path: Path) -> None:
     source = "data/cifar"
     said = loading_says(source, tmp_path, HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="0")
@@ -279,6 +280,7 @@ def test_where_the_hub_does_not_answer_both_readings_are_said_at_once(tmp_path: 
     )
 
 
+@pytest.mark.slow
 def test_offline_is_respected(tmp_path: Path) -> None:
     assert "(offline: HF_HUB_OFFLINE" in loading_says("some/name", tmp_path, HF_HUB_OFFLINE="1")
 

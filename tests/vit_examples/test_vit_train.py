@@ -1,7 +1,11 @@
-"""Training runs as users start them: torchrun, two ranks, each host; interrupted, resumed, and refused."""
+"""Training runs of two ranks, each host: as users start them, with torchrun; interrupted, resumed, and refused.
+
+What a training computes, however it was started, is seen in ranks that are forks of this process.
+"""
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import resource
@@ -9,11 +13,9 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TextIO
+from typing import Any
 
 import pytest
 
@@ -22,10 +24,12 @@ pytest.importorskip("pyarrow")
 
 import torch
 from fake_time import FakeTime
+from forked_training import forked_training, training_started
 from picture_files import write_parquet
 from rich.console import Console
 from training_runs import refused
 
+import vit_examples.train
 from vit_examples import demo, recorder
 from vit_examples.checkpoint import Progress, newest_checkpoint
 from vit_examples.config_file import config_to_dict, load_config
@@ -36,24 +40,32 @@ from vit_examples.train import Run, train_epoch
 from zeroresize.utils.json_lines import read_json_lines
 
 ROOT = Path(__file__).resolve().parents[2]
-HOSTS = ("torch", pytest.param("colossalai", marks=pytest.mark.colossalai))
 NUM_STEPS = 8  # two epochs of four
 
-#: Dies on rank 1 in the third step of the second epoch, as a bug in a user's code would.
-DYING_RUN = """
+
+def die_in_second_epoch() -> None:
+    """On rank 1, in the third step, as by a bug in a user's code."""
+    backward, calls = vit_examples.train.backward, []
+
+    def dying_backward(*arguments: Any) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 7 and os.environ["RANK"] == "1":
+            raise RuntimeError("rank 1 has had enough")
+        return backward(*arguments)
+
+    vit_examples.train.backward = dying_backward
+
+
+#: The same under torchrun.
+DYING_RUN = f"""
 import os
-from vit_examples import train
+from typing import Any
+import torch
+import vit_examples.train
 
-backward, calls = train.backward, []
-
-def dying_backward(*arguments):
-    calls.append(1)
-    if len(calls) == 7 and os.environ["RANK"] == "1":
-        raise RuntimeError("rank 1 has had enough")
-    return backward(*arguments)
-
-train.backward = dying_backward
-train.main()
+{inspect.getsource(die_in_second_epoch)}
+die_in_second_epoch()
+vit_examples.train.main()
 """
 
 
@@ -71,29 +83,14 @@ def micro_arguments(pictures: Path, output: Path, *overrides: str) -> list[str]:
 
 
 def torchrun(*program: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(**command_of(*program), **options, capture_output=True, text=True, timeout=240, check=False)
-
-
-@contextmanager
-def torchrun_started(*program: str, stdout: TextIO) -> Iterator[subprocess.Popen[str]]:
-    """While such a block lasts."""
-    process = subprocess.Popen(**command_of(*program), stdout=stdout, stderr=subprocess.STDOUT, text=True)
-    try:
-        yield process
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def command_of(*program: str) -> dict[str, Any]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *program]
-    return {"args": command, "env": environment}
+    return subprocess.run(command, env=environment, **options, capture_output=True, text=True, timeout=240, check=False)
 
 
-def train(*arguments: str) -> str:
-    """What the run says on its standard output."""
-    finished = torchrun("-m", "vit_examples.train", *arguments)
+def train(folder: Path, *arguments: str) -> str:
+    """What the run says on its standard output; its ranks are forks of this process."""
+    finished = forked_training(arguments, folder)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return finished.stdout
 
@@ -117,6 +114,14 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(params=["torch", pytest.param("colossalai", marks=pytest.mark.colossalai)])
+def host(request: pytest.FixtureRequest) -> str:
+    """Its name; Colossal-AI is imported here, from which forked ranks inherit it."""
+    if request.param == "colossalai":
+        request.getfixturevalue("colossalai_vit_modules")
+    return request.param
+
+
 @pytest.fixture(scope="module")
 def finished_runs(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Output folders of finished runs by host, filled by :func:`finished_run`."""
@@ -126,14 +131,14 @@ def finished_runs(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> d
 def finished_run(host: str, pictures: Path, finished_runs: dict[str, Path]) -> Path:
     if host not in finished_runs:
         output = finished_runs[""] / host
-        said = train(*micro_arguments(pictures, output, f"host={host}"), "--resume")  # nothing to resume yet
+        arguments = micro_arguments(pictures, output, f"host={host}")
+        said = train(finished_runs[""] / f"{host} said", *arguments, "--resume")  # nothing to resume yet
         assert said.count(f"no checkpoint in {output}/checkpoints: starting anew\n") == 1
         finished_runs[host] = output
     return finished_runs[host]
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("host", HOSTS)
 def test_a_run_leaves_its_numbers(host: str, pictures: Path, finished_runs: dict[str, Path]) -> None:
     output = finished_run(host, pictures, finished_runs)
     summary = json.loads((output / "summary.json").read_text())
@@ -152,22 +157,26 @@ def test_a_run_leaves_its_numbers(host: str, pictures: Path, finished_runs: dict
     assert not list(output.glob("checkpoints/*.tmp"))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("host", HOSTS)
 def test_a_dying_rank_ends_the_job_and_the_resumed_run_equals_the_uninterrupted_one(
     host: str, pictures: Path, finished_runs: dict[str, Path], tmp_path: Path
 ) -> None:
+    (tmp_path / "dying.py").write_text(DYING_RUN)
     arguments = micro_arguments(pictures, tmp_path / "run", f"host={host}")
-    assert "dying_backward" in died_in_second_epoch(tmp_path, arguments)  # the rank's own traceback
+    died = torchrun(str(tmp_path / "dying.py"), *arguments)
+    assert "dying_backward" in died.stderr  # the rank's own traceback
+    require_death_in_second_epoch(died, tmp_path / "run")
 
-    said = train(*arguments, "--resume", "--set=timeout_s=500")
-    assert said.count("resuming with changed settings: timeout_s 600.0 → 500\n") == 1
+    resumed = torchrun("-m", "vit_examples.train", *arguments, "--resume", "--set=timeout_s=500")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert resumed.stdout.count("resuming with changed settings: timeout_s 600.0 → 500\n") == 1
     assert losses_of(tmp_path / "run") == losses_of(finished_run(host, pictures, finished_runs))
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps_timed"] == NUM_STEPS
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.colossalai
+@pytest.mark.usefixtures("colossalai_vit_modules")
 def test_both_hosts_train_alike(pictures: Path, finished_runs: dict[str, Path]) -> None:
     by_host = [losses_of(finished_run(host, pictures, finished_runs)) for host in ("torch", "colossalai")]
     assert by_host[0] == pytest.approx(by_host[1], rel=1e-4)
@@ -178,25 +187,21 @@ def test_accumulation_and_checkpointing_of_activations_change_nothing(
     pictures: Path, finished_runs: dict[str, Path], tmp_path: Path
 ) -> None:
     changes = ("host=torch", "training.accumulation=2", "training.activation_checkpointing=true")
-    train(*micro_arguments(pictures, tmp_path / "run", *changes))
+    train(tmp_path / "said", *micro_arguments(pictures, tmp_path / "run", *changes))
     assert losses_of(tmp_path / "run") == pytest.approx(
         losses_of(finished_run("torch", pictures, finished_runs)), rel=1e-4
     )
 
 
-def died_in_second_epoch(folder: Path, arguments: list[str]) -> str:
-    """What it said; its first epoch is in a checkpoint."""
-    script = folder / "dying.py"
-    script.write_text(DYING_RUN)
-    died = torchrun(str(script), *arguments)
+def require_death_in_second_epoch(died: subprocess.CompletedProcess[str], output: Path) -> None:
+    """By :func:`die_in_second_epoch`; the first epoch is in a checkpoint."""
     assert died.returncode != 0
     assert "RuntimeError: rank 1 has had enough" in died.stderr
-    assert newest_checkpoint(folder / "run" / "checkpoints").name == "epoch-0001"
-    return died.stderr
+    assert newest_checkpoint(output / "checkpoints").name == "epoch-0001"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("host", HOSTS)
 def test_a_run_on_a_full_disk_trains_to_its_end_and_says_what_it_could_not_write(
     host: str, pictures: Path, finished_runs: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -219,42 +224,35 @@ def test_a_run_on_a_full_disk_trains_to_its_end_and_says_what_it_could_not_write
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
 
-#: Stops in its sixth step until a file is there.
-WAITING_RUN = """
-import sys, time
-from pathlib import Path
-from vit_examples import train
-
-backward, calls = train.backward, []
-
-def waiting_backward(*arguments):
-    calls.append(1)
-    while len(calls) == 6 and not Path(sys.argv[0]).with_name("go").exists():
-        time.sleep(0.05)
-    return backward(*arguments)
-
-train.backward = waiting_backward
-train.main()
-"""
-
-
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("resume", [True, False], ids=["resumed", "fresh"])
 def test_a_second_start_beside_a_running_one_is_refused_and_that_goes_on(
     pictures: Path, finished_runs: dict[str, Path], tmp_path: Path, resume: bool
 ) -> None:
-    script, output = tmp_path / "waiting.py", tmp_path / "run"
-    script.write_text(WAITING_RUN)
+    output, go = tmp_path / "run", tmp_path / "go"
     arguments = micro_arguments(pictures, output, "host=torch")
     expected = losses_of(finished_run("torch", pictures, finished_runs))
-    with (tmp_path / "log").open("w") as log, torchrun_started(str(script), *arguments, stdout=log) as running:
+
+    def wait_in_sixth_step() -> None:
+        backward, calls = vit_examples.train.backward, []
+
+        def waiting_backward(*arguments: Any) -> torch.Tensor:
+            calls.append(1)
+            while len(calls) == 6 and not go.exists():
+                time.sleep(0.05)
+            return backward(*arguments)
+
+        vit_examples.train.backward = waiting_backward
+
+    with training_started(arguments, tmp_path / "first", wait_in_sixth_step) as running:
         deadline = time.monotonic() + 100
-        while newest_checkpoint(output / "checkpoints") is None and time.monotonic() < deadline:
-            assert running.poll() is None, (tmp_path / "log").read_text()
+        while newest_checkpoint(output / "checkpoints") is None:
+            assert time.monotonic() < deadline, running.said()
             time.sleep(0.1)
-        second = torchrun("-m", "vit_examples.train", *arguments, *(["--resume"] if resume else []))
-        (tmp_path / "go").touch()
-        assert running.wait(100) == 0, (tmp_path / "log").read_text()
+        second = forked_training([*arguments, *(["--resume"] if resume else [])], tmp_path / "second")
+        go.touch()
+        first = running.wait(100)
+    assert first.returncode == 0, first.stderr
     assert second.returncode != 0
     (said,) = [line for line in second.stderr.splitlines() if line.startswith("error (rank")]
     assert said.startswith(f"error (rank 0): output.folder={output}: another run is writing there")
@@ -268,7 +266,7 @@ UNDISTURBED = ("host=torch", "straggler={}", "training.accumulation=2")
 def undisturbed_losses(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """Of each step, nobody slow and nothing balanced."""
     output = tmp_path_factory.mktemp("undisturbed")
-    train(*micro_arguments(pictures, output, *UNDISTURBED, "balance={mode: 'off'}"))
+    train(output / "said", *micro_arguments(pictures, output, *UNDISTURBED, "balance={mode: 'off'}"))
     return losses_of(output)
 
 
@@ -279,12 +277,13 @@ def test_migration_trains_as_if_nothing_migrated_also_after_a_death(
 ) -> None:
     balance = f"balance={{mode: mig, migration_transport: {way}, ratio: 0.5, ranks: [1], update_every: 2}}"
     arguments = micro_arguments(pictures, tmp_path / "run", *UNDISTURBED, balance)
-    died_in_second_epoch(tmp_path, arguments)
+    died = forked_training(arguments, tmp_path / "died", die_in_second_epoch)
+    require_death_in_second_epoch(died, tmp_path / "run")
     until_death = [line["loss"] for line in lines_of(tmp_path / "run", "step")]
     assert len(until_death) == 6
     assert until_death == pytest.approx(undisturbed_losses[:6], rel=1e-4)
 
-    train(*arguments, "--resume")
+    train(tmp_path / "resumed", *arguments, "--resume")
     assert losses_of(tmp_path / "run") == pytest.approx(undisturbed_losses, rel=1e-4)
     lender = read_json_lines(tmp_path / "run" / "balance-rank1.jsonl")
     assert [(line["step"], line["ratio"]) for line in lender] == [(step, 0.5) for step in (2, 4, 6, 8)]
@@ -300,7 +299,7 @@ def test_semi_relieves_a_straggler_as_it_is_told(
     slow = "straggler={kind: sleep, chi: {1: 20.0}}"
     wide = "model.mlp_size=4096"  # so that products with fewer columns take less time
     balance = f"balance={{mode: semi, num_migrating: {num_migrating}, update_every: 2}}"
-    train(*micro_arguments(pictures, tmp_path, "host=torch", wide, slow, balance))
+    train(tmp_path / "said", *micro_arguments(pictures, tmp_path, "host=torch", wide, slow, balance))
     assert len(losses_of(tmp_path)) == NUM_STEPS
     normal, straggler = (read_json_lines(tmp_path / f"balance-rank{rank}.jsonl") for rank in range(2))
     assert straggler[-1]["is_straggler"] and straggler[-1][does] > 0.3
@@ -380,7 +379,7 @@ def test_a_run_that_goes_on_with_another_batch_size_is_timed_from_there(
     """Its summary says nothing of the steps of 8 pictures."""
     shutil.copytree(finished_run("torch", pictures, finished_runs), tmp_path / "run")
     arguments = micro_arguments(pictures, tmp_path / "run", "host=torch", "training.batch_size=16")
-    train(*arguments, "--resume", "--set=training.epochs=3")
+    train(tmp_path / "said", *arguments, "--resume", "--set=training.epochs=3")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["steps"], summary["steps_timed"]) == (NUM_STEPS + 2, 2)
 
@@ -447,7 +446,8 @@ def test_without_torchrun_the_right_command_is_named(tmp_path: Path, capsys: pyt
     assert "torchrun --nproc-per-node 2 -m vit_examples.train --config demo" in said
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_demo_compares_its_runs(
     pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -466,6 +466,7 @@ def test_the_demo_compares_its_runs(
     assert [line["step"] for line in halved["lines"] if line["kind"] == "step"] == list(range(8))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_demo_shows_why_a_run_failed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -1,8 +1,8 @@
 """Every collective of training, in the field's terms; ranks are counted within the group.
 
-The all-reduces of the column-parallel dx and the row-parallel y stand inside the products' backward and forward, which
-start them here, because one is overlapped and the other works in place on the product's own output. What fails says
-which it was, with whom, and in which layer where the caller tells.
+The products' forward and backward call the all-reduces of the row-parallel y and the column-parallel dx themselves: one
+works in place on the product's output, the other overlaps dw. An error names the transfer, its peers, and the layer if
+the caller gave one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 
 class Channel(Protocol):
-    """What starts transfers between the ranks of a group, by their numbers within it: the group itself, or another."""
+    """Starts transfers between the ranks of a group, by their numbers within it: the group itself, or another."""
 
     def broadcast(self, tensor: Tensor, root: int, /) -> dist.Work: ...
 
@@ -49,7 +49,7 @@ def group_size(process_group: ProcessGroup) -> int:
 
 
 def world_size() -> int:
-    """All ranks of the job, whatever group they are in."""
+    """Number of ranks of the job, in whatever groups."""
     return dist.get_world_size()
 
 
@@ -68,9 +68,9 @@ def same_ranks(one: ProcessGroup, other: ProcessGroup) -> bool:
 
 
 def time_limit(process_group: ProcessGroup) -> timedelta:
-    """How long a wait for other ranks of the group may last: what it was made with, by gloo or NCCL.
+    """How long a wait for other ranks of the group may last: the timeout that a gloo or NCCL group was made with.
 
-    Other backends do not tell; they count as made with torch's default.
+    Other backends do not expose it and count as made with torch's default.
     """
     backends = [process_group._get_backend(device) for device in process_group._device_types]
     limits = [getattr(getattr(backend, "options", None), "_timeout", None) for backend in backends]
@@ -78,7 +78,7 @@ def time_limit(process_group: ProcessGroup) -> timedelta:
 
 
 class Explainer(Protocol):
-    """Knows more of a failure than who was waited for."""
+    """Knows more about a failure than which ranks were waited for."""
 
     def tell(self, failed: str, /, *, waits: bool) -> str:
         """The end of an error, with what each rank was doing; see :func:`explanation`."""
@@ -88,15 +88,15 @@ _explainers: weakref.WeakKeyDictionary[ProcessGroup, weakref.WeakSet[Explainer]]
 
 
 def explain_failures(process_group: ProcessGroup, explainer: Explainer) -> None:
-    """Let errors of transfers over ``process_group`` end with what ``explainer`` tells, for as long as it lives."""
+    """Errors of transfers over ``process_group`` end with ``explainer``'s text for as long as it lives."""
     _explainers.setdefault(process_group, weakref.WeakSet()).add(explainer)
 
 
 def explanation(process_group: ProcessGroup, failed: str, *, waits: bool = True) -> str:
-    """The end of an error: what each rank of the group was doing, as far as anybody knows; it is told to them, too.
+    """The end of an error: what each rank of the group was doing, as far as known; the other ranks can read it, too.
 
     Args:
-        failed: on this rank.
+        failed: what failed on this rank.
         waits: whether to wait some seconds for others that fail, too.
     """
     told = [explainer.tell(failed, waits=waits) for explainer in _explainers.get(process_group, ())]
@@ -108,10 +108,10 @@ class Transfer:
 
     Args:
         start: starts it.
-        what: it is, as an error begins.
-        process_group: whose ranks take part.
-        peer: the only other one, within the group; None for all of them.
-        layer: whose numbers travel, if that is known.
+        what: its name, with which an error begins.
+        process_group: the group whose ranks take part.
+        peer: the only other rank, within the group; None for all of them.
+        layer: name of the layer, if known.
 
     Raises:
         RuntimeError: if it cannot be started, naming all of these.
@@ -142,10 +142,10 @@ class Transfer:
 def _told_if_it_fails(
     call: Callable[[], _T], what: str, process_group: ProcessGroup, peer: int | None = None, layer: str | None = None
 ) -> _T:
-    """``call()``; where it fails, what a communication library says of it does not tell what it was."""
+    """``call()``, with an error that names what failed, which communication libraries do not."""
     try:
         return call()
-    except torch.cuda.OutOfMemoryError:  # this rank's own affair
+    except torch.cuda.OutOfMemoryError:  # no other rank is to blame
         raise
     except RuntimeError as error:
         ranks = group_ranks(process_group)
@@ -197,7 +197,7 @@ def start_reduce(tensor: Tensor, root: int, process_group: ProcessGroup, layer: 
 def start_send(
     tensor: Tensor, receiver: int, process_group: ProcessGroup, layer: str | None = None, over: Channel | None = None
 ) -> list[Transfer]:
-    """Start sending ``tensor`` to rank ``receiver`` within the group, unless it is empty: what is to be waited for."""
+    """Start sending ``tensor`` to rank ``receiver`` within the group, unless it is empty; returns what to wait for."""
     if tensor.numel() == 0:
         return []
     start = partial((over or process_group).send, [tensor], receiver, 0)
@@ -207,7 +207,7 @@ def start_send(
 def start_receive(
     tensor: Tensor, sender: int, process_group: ProcessGroup, layer: str | None = None, over: Channel | None = None
 ) -> list[Transfer]:
-    """Start filling ``tensor`` with what rank ``sender`` within the group sends, as :func:`start_send` does."""
+    """Start receiving ``tensor`` from rank ``sender`` within the group, as :func:`start_send` sends it."""
     if tensor.numel() == 0:
         return []
     start = partial((over or process_group).recv, [tensor], sender, 0)

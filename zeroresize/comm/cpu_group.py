@@ -1,4 +1,4 @@
-"""The ranks of a group once more, on CPU, where they agree on what to do and exchange numbers."""
+"""A second process group of the same ranks, on CPU, to agree on what to do and to exchange numbers."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ class NotAllCameError(RuntimeError):
 
 
 class CpuGroup:
-    """The ranks of a group once more, on CPU (gloo), for numbers: no device synchronisation, nothing in between the
-    host's collectives.
+    """A gloo group of the same ranks, for numbers.
 
-    Making it is collective over ``process_group`` only, in the way of :class:`~zeroresize.comm.rendezvous.Rendezvous`.
-    From then on the job's store is asked only for what to tell of a failure.
+    It synchronises no device and puts nothing between the host's collectives. Making it is collective over
+    ``process_group`` only, by a :class:`~zeroresize.comm.rendezvous.Rendezvous`. After that the job's store only serves
+    to explain failures.
 
     Args:
-        process_group: whose ranks.
-        agreement: what must be the same on all of them, by name.
+        process_group: the group of these ranks.
+        agreement: values that must be the same on all of them, by name.
 
     Attributes:
         rank, size: this rank within the group, and how many there are.
         ranks: the group's, counted over the whole world.
         time_limit: of every wait.
-        where: this rank is, for what errors tell: of waits here, and of the layers' collectives over ``process_group``.
+        where: this rank's whereabouts, for errors of waits here and of the layers' collectives over ``process_group``.
         reports: of failures.
 
     Raises:
@@ -62,7 +62,7 @@ class CpuGroup:
         self._num_agreements = 0
         self.require_agreement(agreement)
         ends = self._meeting.store, self.rank, self.size, self.time_limit
-        # A process that ends with gloo's threads alive can abort; dropping the group, also at exit, ends them.
+        # A process that ends while gloo's threads live can abort. Dropping the group, also at exit, ends them.
         self._gloo: list[Any] = [self._meeting.connect(lambda: dist.ProcessGroupGloo(*ends))]
         self.close = weakref.finalize(self, self._gloo.clear)
         self._meeting.exchange("connected")  # nobody may leave again while others are still connecting
@@ -92,10 +92,7 @@ class CpuGroup:
 
 
 class Round:
-    """Numbers of every rank on their way to every other.
-
-    They go from rank to rank and not by a collective, which could not tell who did not come.
-    """
+    """Numbers that every rank sends to every other, from rank to rank: a collective could not tell who did not come."""
 
     def __init__(
         self, gloo: Any, rank: int, size: int, numbers: Sequence[float], tag: int, time_limit: timedelta

@@ -1,4 +1,4 @@
-"""Small vectors of numbers, one a rank: exchanged while training goes on, or at a meeting of all."""
+"""Small vectors of numbers, one a rank: exchanged while training goes on, or by all ranks at once."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Sequence
 from zeroresize.comm.cpu_group import CpuGroup, NotAllCameError, Round
 from zeroresize.comm.whereabouts import Whereabouts, require_same
 
-_POSTED, _MET = 0, 1  # tags: what is posted and what is met for never wait for each other
-#: How many numbers every meeting exchanges: of unequal ones gloo would end the process.
+_POSTED, _MET = 0, 1  # tags: the two kinds of exchange never wait for each other
+#: How many numbers meet() always exchanges: gloo ends the process if ranks send unequally many.
 _NUM_AT_MEETING = 2
 
 
 class Exchange:
-    """What the ranks of a group tell each other, beside where each of them is.
+    """Numbers that the ranks of a group send each other, with each rank's whereabouts.
 
-    Numbers are posted at one time, usually an update, and waited for at another, usually the next. They are waited for,
-    never polled, so every rank sees the same table at the same update.
+    Numbers are posted at one update and waited for at the next. They are waited for, never polled, so every rank sees
+    the same table at the same update.
 
     Args:
         group: the ranks, on a CPU group of their own.
 
     Attributes:
-        where: this rank is, to be kept up to date.
+        where: this rank's whereabouts, to be kept up to date.
     """
 
     def __init__(self, group: CpuGroup) -> None:
@@ -38,7 +38,7 @@ class Exchange:
             RuntimeError: if the numbers posted before have not been collected.
         """
         if self._round is not None:
-            raise RuntimeError("the last exchange has not been collected")
+            raise RuntimeError("post() was called twice without collect() in between")
         self._round = self._group.start_round([*self.where.as_numbers(), *numbers], _POSTED)
         self._posted_at = str(self.where)
 
@@ -51,7 +51,7 @@ class Exchange:
         """
         if self._round is None:
             return None
-        posted, self._round = self._round, None  # also where it fails: a state can be saved all the same
+        posted, self._round = self._round, None  # cleared even if waiting fails, so a state can still be saved
         return self._received(posted, self._posted_at)
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
@@ -82,10 +82,10 @@ class Exchange:
         self._group.close()
 
     def _received(self, under_way: Round, started_at: str) -> list[list[float]]:
-        """Every rank's numbers without what told where it was, if that was the same place.
+        """Every rank's numbers, without the whereabouts, which must be the same on all ranks.
 
         Raises:
-            RuntimeError: if not all have come, or not to the same place; the others are told why this rank fails.
+            RuntimeError: if not all ranks have come, or not to the same place; the others can read why.
         """
         try:
             table = under_way.wait()
@@ -95,9 +95,8 @@ class Exchange:
             raise RuntimeError(
                 f"ranks {missing} of the group did not come to {started_at} within {limit_s:g} s: exchanging the "
                 f"balancer's numbers with ranks {missing} of the group (ranks {in_job} of the job) failed: one of them "
-                "may have died, failed before, made other calls, or does something longer, such as writing a "
-                "checkpoint, than the time limit of their process group (timeout=... where it is made), "
-                f"{limit_s:g} s"
+                "may have died, failed before, made other calls, or be busy, as with a checkpoint, for longer than the "
+                f"time limit of their process group, {limit_s:g} s (timeout=... where it is made)"
                 f"{self._group.reports.tell(f'ranks {missing} did not come')}"
             ) from error.__cause__
         num_of_place = Whereabouts.NUM_NUMBERS

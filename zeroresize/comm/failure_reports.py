@@ -1,8 +1,8 @@
-"""What the ranks of a group were doing when waiting for each other failed, told by each of them to all.
+"""What each rank of a group was doing when waiting for another failed.
 
-A communication library tells that something failed, at best with whom. Which call the others were in, only they know,
-so each leaves it in the job's store when it fails, and reads what the others left. While all goes well, nothing is
-written or read.
+A communication library says that something failed, at best with which rank. Only the ranks themselves know in which
+call they were. So each rank writes that into the job's store when it fails, and reads what the others wrote. While
+nothing fails, nothing is written or read.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from zeroresize.comm.rendezvous import Rendezvous
 from zeroresize.comm.whereabouts import Whereabouts
 from zeroresize.utils.deadline import within
 
-#: Seconds that a rank waits for the others' reports: they mostly fail together, at one time limit.
+#: Seconds that a rank waits for the others' reports; ranks mostly fail together, at one time limit.
 WAIT_S = 2.0
-#: Seconds after which a store that has not answered is given up.
+#: Seconds to wait for an answer of the store.
 _ANSWER_S = 1.0
 
 
 class FailureReports:
-    """One rank's view of what the ranks of a group tell when they fail.
+    """Writes this rank's report and reads the others'.
 
     Args:
-        meeting: of the ranks, whose store they write to.
-        where: this rank is, kept up to date by the balancer.
+        meeting: of the ranks; they write to its store.
+        where: this rank's whereabouts, kept up to date by the balancer.
 
     Attributes:
-        last_heard: where all ranks were when they last exchanged numbers; nothing before that.
+        last_heard: whereabouts of all ranks when they last exchanged numbers; empty before that.
     """
 
     def __init__(self, meeting: Rendezvous, where: Whereabouts) -> None:
@@ -41,12 +41,12 @@ class FailureReports:
         self._lock = threading.Lock()
 
     def tell(self, failed: str, *, waits: bool = True) -> str:
-        """Leave where this rank is and what failed there; what all ranks left, as the end of an error.
+        """Report where this rank is and what failed there; returns all ranks' reports, as the end of an error.
 
-        What fails at the same place because something failed there before is not told again.
+        A second failure at the same place, which follows from the first, is not reported.
 
         Args:
-            failed: as the others will read it.
+            failed: text that the others will read.
             waits: whether to wait for the others' reports, ``WAIT_S`` seconds at most.
         """
         with self._lock:
@@ -56,7 +56,7 @@ class FailureReports:
             return self._told[1]
 
     def withdraw(self) -> None:
-        """Take back what was told, where training went on all the same."""
+        """Withdraw this rank's report, since training went on after all."""
         with self._lock:
             if self._told is None:
                 return
@@ -72,14 +72,14 @@ class FailureReports:
         except Exception:
             return (
                 f". This rank, {rank}, was at: {own}. What the others were doing is not known: the job's store cannot "
-                "be reached, as the process that keeps it, usually rank 0's or torchrun's own, is stopped or gone"
+                "be reached; the process that keeps it, usually rank 0's or torchrun's own, is stopped or gone"
             )
         told = (f"rank {rank}: {report or self._last_heard_of(rank)}" for rank, report in enumerate(reports))
         return f". What the ranks of the group were doing: {'; '.join(told)}"
 
     def _last_heard_of(self, rank: int) -> str:
-        heard = f", last heard of at {self.last_heard[rank]}" if self.last_heard else ""
-        return f"has not told{heard} (may be dead, stopped or busy)"
+        heard = f", last heard from at {self.last_heard[rank]}" if self.last_heard else ""
+        return f"has not reported{heard} (may be dead, stopped or busy)"
 
     def _leave_and_read(self, own: str, wait_s: float) -> list[str]:
         store = self._meeting.store

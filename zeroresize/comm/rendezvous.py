@@ -1,4 +1,4 @@
-"""A place where the ranks of a group meet before they have a connection of their own."""
+"""Where the ranks of a group meet before they have a connection of their own."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from zeroresize.utils.deadline import within
 
 _T = TypeVar("_T")
 
-#: Beyond the time limit, for the store itself to say that it is over, and for asking who came.
+#: Added to the time limit, so the store can report it first, and for asking who came.
 _GRACE = timedelta(seconds=1)
 
 
 class Rendezvous:
-    """A part of the default group's store that is the ranks' own, for one purpose.
+    """The ranks' own part of the default group's store, for one purpose.
 
-    (``torch.distributed.new_group`` with local synchronisation names it after how many groups a rank knows, so it hangs
-    where ranks know different ones.) Nothing here needs any rank outside ``process_group``, which makes it safe under
-    DP × TP, but the process that keeps the store. Waits may last as long as those in ``process_group``: who is late to
-    one, as after a checkpoint, is late to both.
+    It needs no rank outside ``process_group``, only the process that keeps the store, so it is safe under DP × TP.
+    (``torch.distributed.new_group`` with local synchronisation is not: it names a group after how many groups a rank
+    knows, and hangs where ranks know different ones.) Waits may last as long as those in ``process_group``: a rank that
+    is late to one, as after a checkpoint, is late to both.
 
     Args:
-        process_group: whose ranks.
-        purpose: what they come for, as an error says it.
+        process_group: the group of these ranks.
+        purpose: why they meet, for errors.
 
     Attributes:
         rank, size: this rank within the group, and how many there are.
         time_limit: of every wait.
-        store: what they share; a call to it can block for ever, so only :func:`~zeroresize.utils.deadline.within` a
-            limit.
+        store: shared by the ranks. A call to it can block for ever, so call it only
+            :func:`~zeroresize.utils.deadline.within` a limit.
     """
 
     _num_made: ClassVar[Counter[tuple[str, tuple[int, ...]]]] = Counter()
@@ -88,7 +88,7 @@ class Rendezvous:
     def _limit_told(self) -> str:
         return (
             f"within {self.time_limit.total_seconds():g} s, the time limit of their process group (timeout=... where "
-            "it is made): they may have died, or do something longer, such as writing a checkpoint"
+            "it is made): they may have died, or be busy for longer, as with a checkpoint"
         )
 
     def _missing(self, keys: list[str]) -> str:

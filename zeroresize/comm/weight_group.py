@@ -1,4 +1,4 @@
-"""The ranks of a group once more, for lent weights alone, so that nothing else waits for them."""
+"""A second process group of the same ranks, for lent weights alone, so nothing else waits for them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from zeroresize.comm.rendezvous import Rendezvous
 
 
 class WeightGroup:
-    """A transport of a group's own kind, gloo or NCCL, between the same ranks.
+    """A second gloo or NCCL group of the same ranks.
 
-    Transfers of one group wait for each other: gloo begins its collectives in their order, two at a time, and has one
-    connection a pair of ranks; NCCL has a stream. The weights of all layers set out at once, so on the layers' own
-    group the first sums would wait for the last weights. Every rank starts the transfers of both groups in one order,
-    as NCCL asks of several communicators. A backend of any other kind is not made twice: there weights travel on the
-    layers' own group.
+    Transfers of one group wait for each other: gloo starts its collectives in order, two at a time, and has one
+    connection for each pair of ranks; NCCL has a stream. The weights of all layers are sent at once, so on the layers'
+    own group the first sums would wait for the last weights. Every rank starts the transfers of both groups in one
+    order, as NCCL asks of several communicators. With another backend weights travel on the layers' own group.
 
-    Making it is collective over ``process_group`` only, in the way of :class:`~zeroresize.comm.rendezvous.Rendezvous`.
+    Making it is collective over ``process_group`` only, by a :class:`~zeroresize.comm.rendezvous.Rendezvous`.
 
     Args:
-        process_group: whose ranks.
+        process_group: the group of these ranks.
         device: where the weights are.
 
     Raises:
@@ -44,7 +43,7 @@ class WeightGroup:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = meeting.time_limit
             transport = dist.ProcessGroupNCCL(*ends, options)
-        # Nobody else holds it: a process that ends with a backend's threads alive can abort.
+        # The only reference, so close() ends the backend's threads: a process that ends while they live can abort.
         self._transport: list[Any] = [transport]
         self.close = weakref.finalize(self, self._transport.clear)
         meeting.exchange("connected")  # nobody may leave again while others are still connecting

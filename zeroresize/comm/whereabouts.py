@@ -1,4 +1,4 @@
-"""Where a rank is: in which call, after how many steps; and whether the ranks of a group are at the same place."""
+"""A rank's whereabouts: in which call it is, after how many steps; and whether all ranks are at the same place."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Call(enum.Enum):
 
 
 _CALLS = tuple(Call)
-#: Calls of which ranks may have counted differently until now.
+#: Calls before which ranks may have counted differently.
 _UNCOUNTED = (Call.MAKING, Call.LOADING)
 
 
@@ -74,7 +74,7 @@ def require_same(ranks: Sequence[Whereabouts]) -> None:
     if ranks[0].call in _UNCOUNTED:
         return
     if differ("num_steps", "num_forwards"):
-        # At one moment counts differ; an update is made at equal counts, so there the moments differ.
+        # Ranks that meet at an update have equal counts of steps, so their counts of forwards tell.
         is_told = differ("num_steps")
         told = [
             f"{one.num_steps} calls" + ("" if is_told else f" in {one.num_forwards} training forwards of its layers")

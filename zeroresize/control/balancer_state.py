@@ -100,7 +100,7 @@ def _require_shared(parts: Parts, state: Any, where: str) -> None:
     columns = _columns_of_layers(parts)
     if state["layers"] != columns:
         differing = sorted(set(columns.items()) ^ set(state["layers"].items()))
-        raise ValueError(f"it is of another model: (layer, columns) differ: {differing[:6]}")
+        raise ValueError(f"it is of another model, whose (layer, columns) differ: {differing[:6]}")
     keyed(
         {
             "num_steps": count,

@@ -155,8 +155,8 @@ class GroupDecision:
         unable = [rank for rank, (has_problem, *_) in enumerate(told) if has_problem]
         if unable and problem is None:
             raise ValueError(
-                f"ranks {unable} of the group cannot load their balancer's state, their errors tell why: nothing was "
-                "loaded on any rank"
+                f"ranks {unable} of the group cannot load their balancer's state (their errors say why): no rank has "
+                "loaded anything"
             )
 
     @property
@@ -193,8 +193,8 @@ def _require_equal(fingerprints: Sequence[float]) -> None:
     differing = [rank for rank, value in enumerate(fingerprints) if value != fingerprints[0]]
     if differing:
         raise RuntimeError(
-            f"ranks {differing} of the group hold another plan, or another state behind it, than rank 0: call pin, "
-            "release and load_state_dict alike on every rank, with what was saved together"
+            f"ranks {differing} of the group hold another plan, or another state, than rank 0: call pin, release "
+            "and load_state_dict alike on every rank, and load states that were saved together"
         )
 
 

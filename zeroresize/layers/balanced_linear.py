@@ -1,4 +1,4 @@
-"""What a parallel linear layer needs to be balanced: its plan, its loans, who measures it."""
+"""What a parallel linear layer needs to be balanced: its plan, its loans, its probes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zeroresize.layers.functional import LastGradients, ProductContext, column_p
 from zeroresize.layers.shared_products import SharedProducts
 from zeroresize.plan.layer import LayerPlan
 
-#: Attributes that a balancer, or whoever else watches or slows a layer, fills.
+#: Attributes that a balancer, or an injector of slowness, fills.
 _OF_A_BALANCER = frozenset({"plan", "loans", "probes", "last", "watch_forward", "watch_input", "needs_eager_autograd"})
 
 
@@ -26,19 +26,19 @@ class BalancedLinear:
     Attributes:
         plan: the layer's current :class:`~zeroresize.plan.layer.LayerPlan`, None for the whole product. Evaluation
             (``training`` False, with gradients or without) always computes in full.
-        loans: what other ranks compute of the layer, and it for them; None where nothing migrates.
+        loans: products that other ranks compute for the layer, and it for them; None where nothing migrates.
         probes: what measures or slows the products.
         last: gradients of the previous backward, held only for ``imputation="same"``.
         num_tokens: T, summed over the training forwards since :meth:`forget_forwards`.
-        num_forwards: how many they were, recomputations included.
-        num_recomputations: how many of them activation checkpointing made, within a backward.
+        num_forwards: number of these forwards, recomputations included.
+        num_recomputations: number of them that activation checkpointing made, within a backward.
         compute_dtype: of the last training forward's products.
-        watch_forward: called with T and ``training`` before a forward sends anything to other ranks; None for nobody.
-        needs_eager_autograd: whether its balancer may let columns migrate, now or later.
-        watch_input: called with every training forward's local input x [..., K]; None for nobody.
-        is_compiled: whether ``torch.compile`` has taken a training forward in, which nobody watches then.
-        is_converted: whether ``zeroresize.convert`` has taken the layer in.
-        configuration: what it was last given for it; None before.
+        watch_forward: called with T and ``training`` before a forward sends anything to other ranks; may be None.
+        needs_eager_autograd: whether columns may migrate, now or later.
+        watch_input: called with every training forward's local input x [..., K]; may be None.
+        is_compiled: whether ``torch.compile`` compiled a training forward; such forwards are not watched.
+        is_converted: whether ``zeroresize.convert`` took the layer.
+        configuration: the one that ``convert`` was last given; None before.
         is_column_parallel: whether x is replicated and dx summed over the group, instead of x split and y summed.
         process_group: the tensor-parallel group.
         weight: the host's parameter; what this rank multiplies by is :attr:`local_weight`.
@@ -87,7 +87,7 @@ class BalancedLinear:
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
             f"a {type(self).__name__} cannot be pickled, since it belongs to a process group: save model.state_dict() "
-            "instead of the model, and load it into one that is built and converted in the same way"
+            "instead of the model, and load that into a model that is built and converted in the same way"
         )
 
     def _own_state(self) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class BalancedLinear:
         return other
 
     def forget_forwards(self) -> None:
-        """Count training forwards anew."""
+        """Restart the counts of training forwards."""
         self.num_tokens = self.num_forwards = self.num_recomputations = 0
 
     @property

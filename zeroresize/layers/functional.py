@@ -1,8 +1,8 @@
 """Column- and row-parallel linear products as autograd Functions: whole, or resized by a plan.
 
 ``T`` tokens, ``K`` input and ``N`` output features on this rank, ``P`` of the K columns kept. Between forward and
-backward nothing is held but ``x`` and ``w`` by reference and the plan's indices (its lineage), no pruned copies; and
-what a receiver of a row-parallel layer's columns was sent of the owner's x.
+backward a Function holds ``x`` and ``w`` by reference and the plan's indices (its lineage), but no pruned copies. A
+receiver of a row-parallel layer's columns also holds the columns of the owner's x that it was sent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zeroresize.plan.layer import LayerPlan
 class LastGradients:
     """One layer's gradients of its previous backward, kept only for ``imputation="same"``.
 
-    They are those of the scaled loss where a loss is scaled. A step whose gradients overflow is not remembered.
+    With loss scaling they are those of the scaled loss. Gradients that overflow are not remembered.
     """
 
     dx_TK: Tensor | None = None
@@ -38,14 +38,14 @@ class LastGradients:
 
 @dataclass(frozen=True)
 class ProductContext:
-    """What a layer's products follow in one forward and its backward, besides their operands.
+    """Everything that a layer's products need in one forward and its backward, besides their operands.
 
     Attributes:
         plan: which columns are computed here; None for all.
         process_group: over which dx, or y, is summed.
         probes: told of every product.
         last: gradients of the previous backward, for ``imputation="same"``; they are replaced.
-        loans: what other ranks compute of the layer, and it for them; None where nothing migrates.
+        loans: products that other ranks compute for the layer, and it for them; None where nothing migrates.
         needs_eager_autograd: whether compiled autograd is an error in backward.
     """
 
@@ -70,8 +70,7 @@ def row_parallel_products(x: Tensor, w_NK: Tensor, how: ProductContext) -> Tenso
 class _ColumnParallelProducts(torch.autograd.Function):
     """y = x[:, keep] w[:, keep]ᵀ + b; dx = Σ_r impute(dy w[:, keep]); dw = impute(dyᵀ x[:, keep]); db = Σ_t dy.
 
-    To each of them is added what other ranks compute of lent columns. The all-reduce of dx runs while dw and db are
-    computed.
+    What other ranks compute of lent columns is added to y, dx and dw. The all-reduce of dx overlaps dw and db.
     """
 
     @staticmethod
@@ -91,7 +90,7 @@ class _ColumnParallelProducts(torch.autograd.Function):
             require_eager_autograd()
         dx = dw_NK = db_N = work = None
         dy_TN = dy.reshape(-1, dy.shape[-1])
-        # Laid out as Colossal-AI does: the order in which a product or a sum adds up follows the layout.
+        # The same layout as Colossal-AI's: the layout decides the order in which a product or a sum adds up.
         packed_dy_TN, x_TK = dy_TN.contiguous(), x.reshape(-1, x.shape[-1]).contiguous()
         own_dgrad = (lambda: _dgrad(dy_TN, w_NK, how)) if ctx.needs_input_grad[0] else None
         own_wgrad = (lambda: _wgrad(packed_dy_TN, x_TK, how)) if ctx.needs_input_grad[1] else None
@@ -113,7 +112,7 @@ class _ColumnParallelProducts(torch.autograd.Function):
 class _RowParallelProducts(torch.autograd.Function):
     """y = Σ_r x[:, keep] w[:, keep]ᵀ; dx = impute(dy w[:, keep]); dw = impute(dyᵀ x[:, keep]).
 
-    To each of them is added what other ranks compute of lent columns.
+    What other ranks compute of lent columns is added to y, dx and dw.
     """
 
     @staticmethod
@@ -155,9 +154,9 @@ def _forward(x, w_NK, bias_N, how):
 
 
 def _as_output(y, x):
-    """``y`` with the leading dimensions of ``x``, for autograd not a view.
+    """``y`` with the leading dimensions of ``x``, and not a view for autograd.
 
-    A view that was made inside a Function must not be modified in place. Nobody else holds the memory of ``y``.
+    Autograd forbids modifying in place a view that a Function made. Nobody else holds the memory of ``y``.
     """
     return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
 
@@ -193,8 +192,8 @@ def _wgrad(dy_TN, x_TK, how):
 def _remembered(computed, last, plan):
     """A copy of ``computed`` (the optimizer or clipping may change it in place), or ``last`` if it is not finite.
 
-    Decided on the device: an overflow copied into pruned columns would overflow every later step. Of columns that are
-    lent this rank knows nothing new.
+    An overflow that is copied into pruned columns would overflow every later step. The check stays on the device. Lent
+    columns keep their last values, since this rank has not computed them.
     """
     is_finite = torch.isfinite(computed).all()
     if last is None or last.shape != computed.shape:

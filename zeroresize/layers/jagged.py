@@ -31,6 +31,6 @@ def _nested_as(x: Any, tokens: Tensor) -> Tensor:
         x.offsets(),
         x.lengths(),
         x._ragged_idx,
-        x._maybe_min_seqlen,  # as far as they are known: asking for them waits for the device
+        x._maybe_min_seqlen,  # None where unknown: computing them would wait for the device
         x._maybe_max_seqlen,
     )

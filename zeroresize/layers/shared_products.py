@@ -1,4 +1,4 @@
-"""What a layer knows of products that other ranks compute for it, and it for them: a protocol, and when it works.
+"""How a layer sees products that other ranks compute for it, and it for them: a protocol.
 
 ``T`` tokens, ``K`` input and ``N`` output features on a rank.
 """
@@ -19,7 +19,7 @@ OwnProduct = Callable[[], Tensor]
 
 
 class SharedProducts(Protocol):
-    """One layer's products, of which other ranks compute some columns, or this rank some of theirs.
+    """One layer's products where other ranks compute some of its columns, or this rank some of theirs.
 
     Attributes:
         name: of the layer.
@@ -28,15 +28,15 @@ class SharedProducts(Protocol):
     name: str
 
     def weight_in_force(self, weight: Tensor) -> Tensor:
-        """The layer's ``weight`` [N, K] as the tensor that its products take; its gradient will be whole."""
+        """The layer's ``weight`` [N, K] as the tensor to multiply with; its gradient will hold all columns."""
 
     def column_forward(self, x_TK: Tensor, own: OwnProduct) -> Tensor:
-        """y [T, N] of a column-parallel layer: ``own()`` with what others computed of it."""
+        """y [T, N] of a column-parallel layer: ``own()`` plus what other ranks computed of it."""
 
     def column_backward(
         self, dy_TN: Tensor, x_TK: Tensor, *, own_dgrad: OwnProduct | None, own_wgrad: OwnProduct | None
     ) -> tuple[Tensor | None, Tensor | None, Transfer | None]:
-        """(dx [T, K], dw [N, K], the all-reduce of dx that is under way); None for what is not asked for."""
+        """(dx [T, K], dw [N, K], the running all-reduce of dx); None for what is not asked for."""
 
     def row_forward(self, x_TK: Tensor, own: OwnProduct) -> tuple[Tensor, list[Tensor]]:
         """(y [T, N] of a row-parallel layer, not yet summed over the group; what backward needs)."""
@@ -54,10 +54,10 @@ class SharedProducts(Protocol):
 
 @torch.compiler.disable
 def require_eager_autograd() -> None:
-    """Raise where compiled autograd carries out the backward that is under way.
+    """Raise if compiled autograd runs the current backward.
 
-    It captures once what waits for other ranks' gradients, and what several micro-batches have in common is gone after
-    the first.
+    It would capture the waits for other ranks' gradients once, and lose what several micro-batches share after the
+    first.
 
     Raises:
         RuntimeError: naming what to change.
@@ -67,7 +67,7 @@ def require_eager_autograd() -> None:
     is_compiled = getattr(compiled_autograd, "compiled_autograd_enabled", False)
     if getattr(compiled_autograd, "in_compiled_autograd_region", is_compiled):
         raise RuntimeError(
-            "the modes that migrate ('mig', 'semi') do not work with compiled autograd: gradients of lent columns come "
-            "home in the order of torch's own engine. Leave torch._dynamo.config.compiled_autograd off, or choose a "
-            "mode that only prunes"
+            "the modes that migrate ('mig', 'semi') do not work with compiled autograd: gradients of lent columns need "
+            "the order in which torch's own engine runs backward. Turn torch._dynamo.config.compiled_autograd off, or "
+            "choose a mode that only prunes"
         )

@@ -1,4 +1,4 @@
-"""Whether a layer holds its weight as balancing needs it: a parameter [N, K] of its own, the same one all the time."""
+"""Whether a layer's weight is what balancing needs: a parameter [N, K] of its own that is never replaced."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def why_no_whole_weight(layer: Any) -> str | None:
-    """What became of the weight if the layer has none of its own; None if it has.
+    """Why the layer has no weight parameter of its own; None if it has one.
 
     Parametrizations, ``torch.nn.utils.weight_norm`` and pruning make the weight anew in every forward. FSDP1 keeps it
     in a flat parameter.

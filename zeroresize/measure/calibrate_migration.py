@@ -1,4 +1,4 @@
-"""The calibration of migrating: what communication adds to a step in which one rank lends (Φ1 of section IV-B)."""
+"""Calibration of migration: what communication adds to a step in which one rank lends (Φ1 of section IV-B)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from zeroresize.migration.transport import Route, Transport, bounds_of_parts
 from zeroresize.policy.columns.order import num_lent
 from zeroresize.policy.cost_model import MigrationCost
 
-#: Shares of its columns that one rank lends in the calibration: between and beyond, the cost is a straight line.
+#: Shares of its columns that one rank lends in the calibration. The cost is taken to be a straight line through them.
 _LENT = (0.25, 0.75)
-#: Rounds that fit into the budget, no more and no less than these: the least of them counts, noise is one-sided.
+#: Bounds of the number of rounds, which follows from the budget. The fastest round counts: noise only adds time.
 _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 5
 
 
@@ -56,19 +56,19 @@ class _Shape:
 def measure_migration_cost(
     layers: Mapping[str, BalancedLinear], process_group: ProcessGroup, migration_transport: str, budget_s: float = 1.0
 ) -> MigrationCost:
-    """What all transfers of a step take when one rank lends, none of them hidden behind work; collective.
+    """Seconds of all transfers of a step when one rank lends and nothing overlaps; collective.
 
-    Every distinct shape is measured once and counted as often as layers have it. In training some of it overlaps, and
-    ranks wait for each other's results: what training shows corrects the scale.
+    Every distinct shape is measured once and counted as often as layers have it. In training some transfers overlap,
+    and ranks wait for each other's results; what training shows corrects the scale later.
 
     Args:
-        layers: balanced layers by name; those are measured that have seen the training forwards of one iteration.
+        layers: balanced layers by name; measured are those that ran training forwards in the last iteration.
         process_group: their tensor-parallel group.
         migration_transport: how slices travel.
         budget_s: seconds it may take, roughly; ``_FEWEST_ROUNDS`` rounds run in any case.
 
     Raises:
-        ValueError: before any layer has been seen.
+        ValueError: if no layer has run a training forward.
     """
     shapes = Counter(_Shape.of(layer) for layer in layers.values() if layer.num_tokens > 0)
     if not shapes:
@@ -109,7 +109,7 @@ def _time_transfers(shape: _Shape, lent: float, transport: Transport) -> float:
 
 
 class _Transfers:
-    """What travels for one layer, made up of zeros."""
+    """The transfers of one layer, with zeros as content."""
 
     def __init__(self, shape: _Shape, lent: float, transport: Transport) -> None:
         self._shape, self._transport = shape, transport

@@ -1,4 +1,4 @@
-"""Which calibrations a group makes: of what pruning costs, and of what migrating does."""
+"""Which calibrations a group makes: of pruning, of migration, or both."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ def calibrate_group(
     migration: MigrationCost | None,
     meet: Callable[..., list[list[float]]],
 ) -> MigrationCost | None:
-    """Measure on the shapes of the step that has ended what is not known of such steps; a resumed run may know it.
+    """Measure the costs that are not known yet, on the shapes of the step that has ended; a resumed run may know them.
 
-    Collective: what one rank does not know all measure.
+    Collective: all ranks measure what one of them does not know.
 
     Args:
-        monitor: takes what pruning costs.
-        migration: what migrating costs, as far as is known.
-        meet: exchanges two numbers with all ranks; where some do not come, before any of them sends anything else.
+        monitor: measures and keeps the cost of pruning.
+        migration: the cost of migration, None if unknown.
+        meet: exchanges two numbers with all ranks, so a missing rank is found before anything else is sent.
 
     Returns:
-        What migrating costs, None in a mode that does not need it.
+        The cost of migration, None in a mode that does not need it.
     """
     may_migrate = config.mode in ("off", *MIGRATING_MODES)
     unknown = [not monitor.is_calibrated, may_migrate and migration is None]
     measures_pruning, measures_migrating = (any(on_ranks) for on_ranks in zip(*meet(*unknown), strict=True))
     if measures_pruning or measures_migrating:
-        logger.info("calibrations on the shapes of this step: some seconds")
+        logger.info("calibration begins, on the shapes of this step; it takes some seconds")
     if measures_pruning:
         monitor.calibrate()
     if may_migrate and (measures_pruning or measures_migrating):

@@ -1,4 +1,4 @@
-"""What training tells of each column of a layer, epoch by epoch: the numbers behind ZERO-Pri's choice.
+"""Statistics of each column of a layer, epoch by epoch, by which ZERO-Pri chooses.
 
 ``N`` output and ``K`` input features of a layer on this rank. A statistic is a [K] vector a layer, larger for columns
 that matter more.
@@ -20,7 +20,7 @@ from zeroresize.config import BalanceConfig
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.optim.optimizers import SteppedTensors, hook_steps
 
-#: Of so many steps an epoch's activations are looked at in one, the first: a look costs some per cent of a step.
+#: Activations are sampled in one of so many steps, beginning with the first: a sample costs some per cent of a step.
 _SAMPLE_EVERY = 10
 
 Layers = Mapping[str, BalancedLinear]
@@ -31,15 +31,14 @@ class ColumnStatistic(ABC):
     """One kind of statistic over all balanced layers of this rank.
 
     Attributes:
-        incremental: whether pruning a column spoils its statistic, so that the last one taken while it was computed
-            must be kept.
+        incremental: whether pruning a column spoils its statistic, so the last value from before must be kept.
     """
 
     incremental: bool = True
 
     @abstractmethod
     def take(self) -> Fresh:
-        """The statistic of the epoch that ends, [K] a layer, NaN where there is none; the next epoch begins."""
+        """The statistic of the epoch that ends, [K] a layer, NaN where there is none. Begins the next epoch."""
 
     def begin_step(self, step: int) -> None:  # noqa: B027 - most statistics need not know
         """Optimizer step number ``step`` (from 0) begins."""
@@ -51,14 +50,14 @@ class ColumnStatistic(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Tensor]:
-        """What it has seen of the epoch so far, this rank's own."""
+        """Its state within the epoch, this rank's own."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from :meth:`state_dict`."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing to take back
-        """Take back what it attached."""
+        """Detach its hooks."""
 
 
 def build_statistic(config: BalanceConfig, layers: Layers, optimizer: Any) -> ColumnStatistic:
@@ -81,9 +80,9 @@ class WeightVariation(ColumnStatistic):
 
     Args:
         layers: balanced layers by name.
-        storage: ``"host"`` keeps the second copy of the weights on the host, as they are; ``"bf16"`` beside them with
-            two bytes a value. There both ends of the difference are rounded alike, so that a weight that stays put
-            differs by nothing, and small changes are counted right on average.
+        storage: ``"host"`` keeps the second copy of the weights on the host, unchanged; ``"bf16"`` on the device, two
+            bytes a value. Then both ends of the difference are rounded alike: a weight that did not move differs by
+            nothing, and small changes are right on average.
     """
 
     def __init__(self, layers: Layers, *, storage: str) -> None:
@@ -100,7 +99,7 @@ class WeightVariation(ColumnStatistic):
             change_NK = now.to(torch.float32) - self._then[name].to(torch.float32)
             fresh[name] = change_NK.abs_().mean(dim=0, dtype=torch.float64).cpu().numpy()
             if not layer.weight.requires_grad:
-                fresh[name][:] = np.nan  # it does not move because nobody trains it, which says nothing
+                fresh[name][:] = np.nan  # a frozen weight does not move, which says nothing
             self._then[name] = now
         return fresh
 
@@ -140,11 +139,10 @@ class WeightVariation(ColumnStatistic):
 
 
 class ActivationNorms(ColumnStatistic):
-    """‖x_i‖ · ‖w_i‖, what column i can add to y = Σ_i x_i w_iᵀ at most, with ‖x_i‖ a token's root mean square.
+    """‖x_i‖ · ‖w_i‖, the most that column i can add to y = Σ_i x_i w_iᵀ, with ‖x_i‖ the root mean square over tokens.
 
-    x is whole also while columns are pruned, so every epoch tells of all columns. Looked at are an epoch's first step
-    and every tenth after it, but for forwards in which a column overflows, as half precision does while a loss scale is
-    sought.
+    x is whole even while columns are pruned, so every epoch tells of all columns. An epoch's first step and every tenth
+    after it are sampled, except forwards in which a column overflows, as in half precision while a loss scale settles.
     """
 
     incremental = False
@@ -217,10 +215,10 @@ def _norms_of_columns(x_TK: Tensor) -> Tensor:
 
 
 class PathLength(ColumnStatistic):
-    """Σ over the epoch's steps of Σ_j |Δw_ji| / N: how far column i travelled, not how far it got.
+    """Σ over the epoch's steps of Σ_j |Δw_ji| / N: the length of column i's way, not the distance between its ends.
 
-    No second copy of the weights: every step looks at one layer, all in turn, and a layer's looks stand for all of the
-    epoch's steps. An epoch of fewer steps than layers says nothing of some of them, and none of what nobody trains.
+    There is no second copy of the weights: each step samples one layer, in turn, and a layer's samples stand for all of
+    the epoch's steps. With fewer steps in an epoch than layers, some layers get no value; nor do frozen ones.
     """
 
     def __init__(self, layers: Layers, optimizer: Any) -> None:

@@ -1,4 +1,4 @@
-"""Measuring one rank's steps: a timer in its balanced layers, and what is learned from it at every update."""
+"""Measures one rank's steps: a timer in its balanced layers, and what each update learns from it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from zeroresize.utils.state_checks import Check, count, each, flag, keyed, numbe
 
 logger = logging.getLogger(__name__)
 
-#: A calibration holds for steps of up to so many times as much work, or as little.
+#: A calibration stays valid while a step's work changes by at most this factor, up or down.
 _LIKE = 1.5
 
 
@@ -37,12 +37,12 @@ class _Conditions:
         device: its name, the dtypes that layers compute in, and by which kernels.
         work: tokens of a step times the sizes of the weights they meet.
         max_ratio, block: of the configuration: up to which ratio, and by which columns, pruning was measured.
-        is_gathered: whether columns were gathered; in mode "mig" neighbours are left, which are a view.
+        is_gathered: whether columns were gathered; in mode "mig" the kept columns are neighbours, which are a view.
     """
 
     device: str
     work: float
-    max_ratio: float = math.nan  # not known of states that were saved without
+    max_ratio: float = math.nan  # unknown in older saved states
     block: int = 0
     is_gathered: bool | None = None
 
@@ -81,7 +81,7 @@ class RankMonitor:
         self._plan_in_force = 0.0, 0.0
         self._wait_s = math.nan
         self._has_seen_training = self._has_warned = False
-        # All ranks make these at one time, since their outputs are summed; in models without them, all there are.
+        # Ranks run row-parallel layers together, since their outputs are summed; a model without any counts all layers.
         self._counted = [layer for layer in layers.values() if not layer.is_column_parallel] or list(layers.values())
         self._num_forwards_before_step = 0
         device = next(iter(layers.values())).local_weight.device if layers else torch.device("cpu")
@@ -122,7 +122,7 @@ class RankMonitor:
         return self._timer.timer_s
 
     def begin_step(self, spared_share: float, borrowed_share: float, is_forced: bool) -> None:
-        """A step begins under a plan that spares this rank a share of its products and adds one of others'."""
+        """A step begins; by its plan this rank skips ``spared_share`` of its products and adds ``borrowed_share``."""
         self._num_forwards_before_step = self.num_forwards
         for layer in self._layers.values():
             layer.forget_forwards()
@@ -141,16 +141,16 @@ class RankMonitor:
 
     @property
     def num_forwards(self) -> int:
-        """Training forwards of the layers since this was made, recomputations included: as many on every rank at every
-        collective of theirs; 0 where the model is compiled."""
+        """Training forwards of the counted layers so far, recomputations included: equal on all ranks at each of these
+        layers' collectives; 0 where the model is compiled."""
         if any(layer.is_compiled for layer in self._counted):
-            return 0  # compiled code and the eager code that it falls back to may count differently
+            return 0  # compiled code and its eager fallback may count differently
         return self._num_forwards_before_step + sum(layer.num_forwards for layer in self._counted)
 
     @property
     def is_calibrated(self) -> bool:
-        """Whether what pruning costs was measured on such a device, as far as it may go now, in steps like the one that
-        has just ended."""
+        """Whether the cost of pruning was measured under the present conditions: this device, this configuration, and
+        steps like the one that has just ended."""
         now = _Conditions.of_step(self._layers, self._config)
         return self._calibrated_on is not None and self._calibrated_on.is_like(now)
 

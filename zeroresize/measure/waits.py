@@ -1,11 +1,11 @@
-"""Who waits in collectives, and when: every ``torch.distributed`` call of this process, whoever makes it.
+"""When this process waits in a collective: every ``torch.distributed`` call is watched, whoever makes it.
 
-Wall time hides a straggler, since with synchronous collectives every rank's iteration takes equally long; busy time is
-what remains without the waits. A rank waits in this package's collectives and in its host's (a gathered classifier,
-gradient clipping, a loss), so the calls themselves are watched, where all of them pass: the methods of
-``ProcessGroup`` that start a collective, ``Work.wait``, and DDP's broadcast of buffers. DDP's reducer waits in C++ for
-other replicas' gradients, in a callback that autograd runs when a backward has computed everything; so all of these
-callbacks count as one wait (:func:`watch_end_of_backward`).
+Wall time hides a straggler, since with synchronous collectives every rank's iteration takes equally long. Busy time is
+wall time without the waits. A rank waits in this package's collectives and in its host's (a gathered classifier,
+gradient clipping, a loss). So the functions that all of them call are wrapped: the methods of ``ProcessGroup`` that
+start a collective, ``Work.wait``, and DDP's broadcast of buffers. DDP's reducer waits in C++ for other replicas'
+gradients, in a callback that autograd runs at the end of a backward. So these callbacks count as one wait
+(:func:`watch_end_of_backward`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _STARTING_METHODS = (
 
 
 class WaitListener(Protocol):
-    """Told when this process enters and leaves a wait."""
+    """Called when this process enters and leaves a wait."""
 
     def wait_begins(self) -> None: ...
 
@@ -54,7 +54,7 @@ _inside = threading.local()
 
 
 def listen(listener: WaitListener) -> None:
-    """Tell ``listener`` of every wait from now on, for as long as it lives."""
+    """Call ``listener`` at every wait from now on, for as long as it lives."""
     _watch_torch_distributed()
     _listeners.add(listener)
 
@@ -64,19 +64,19 @@ def stop_listening(listener: WaitListener) -> None:
 
 
 def watch_end_of_backward() -> None:
-    """Count what runs at the end of the backward under way, after its last gradient, as a wait; outside of one nothing.
+    """Count what runs at the end of the current backward, after its last gradient, as a wait; outside one, do nothing.
 
-    Autograd carries out callbacks in the order in which they were queued, also those that a callback queues. DDP's
-    reducer queues its own with the last gradient. So of two callbacks, one that is queued now and another that the
-    first one queues, the first runs before the reducer waits, the other after it.
+    Autograd runs callbacks in the order in which they were queued, also those that a callback queues. DDP's reducer
+    queues its own with the last gradient. So a callback that is queued now runs before the reducer waits, and one that
+    this callback queues runs after it.
     """
-    if torch.compiler.is_compiling():  # compiled autograd's graph, which has no callbacks
+    if torch.compiler.is_compiling():  # compiled autograd's graph has no callbacks
         return
     backward = torch._C._current_graph_task_id()
     if backward in (-1, getattr(_inside, "backward", None)):
         return
     _inside.backward = backward
-    if getattr(_inside, "wait", False):  # what ended the last backward has failed, and its second callback never ran
+    if getattr(_inside, "wait", False):  # the end of the last backward failed, so its second callback never ran
         _leave()
     torch.autograd.Variable._execution_engine.queue_callback(_end_of_backward_begins)
 
@@ -102,7 +102,7 @@ def _leave() -> None:
 
 @functools.cache
 def _watch_torch_distributed() -> None:
-    """Wrap the calls once; without listeners the wrappers pass straight through."""
+    """Wrap the functions once; without listeners a wrapper only calls its function."""
     for name in _STARTING_METHODS:
         if hasattr(dist.ProcessGroup, name):
             setattr(dist.ProcessGroup, name, _watched(getattr(dist.ProcessGroup, name)))

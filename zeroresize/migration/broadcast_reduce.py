@@ -1,6 +1,6 @@
 """Broadcast-reduce (paper, section IV-A): collectives over the whole group, merged with those that run anyway.
 
-Where there is a single receiver, its sum is one addend: it is sent and added, which gloo does faster than a reduce.
+A single receiver's sum has one addend: it is sent and added, which is faster than a reduce under gloo.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from zeroresize.migration.transport import Pending, Route, Transport
 
 
 class BroadcastReduce(Transport):
-    """Every rank gets the whole slice, a receiver uses its part; partial sums come back by one reduce."""
+    """Every rank gets the whole slice and a receiver uses its part; one reduce brings the partial sums to the owner."""
 
     merges = True
 
@@ -22,7 +22,8 @@ class BroadcastReduce(Transport):
         if self.rank == route.owner:
             assert slice_RL is not None
             return Pending(None, (self._broadcast(route, slice_RL),))
-        slice_RL = self.buffers.take(name, (num_rows, route.num_columns), like)  # also where only passed on to others
+        # Ranks that only take part in the broadcast need the whole buffer, too.
+        slice_RL = self.buffers.take(name, (num_rows, route.num_columns), like)
         work = self._broadcast(route, slice_RL)
         is_receiver = self.rank in route.receivers
         return Pending(slice_RL[:, route.part_of(self.rank)] if is_receiver else None, (work,))

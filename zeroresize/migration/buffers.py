@@ -1,4 +1,4 @@
-"""Memory that migration uses again and again: it is taken by name and never grows from step to step."""
+"""Memory that migration reuses: taken by name, it does not grow from step to step."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Buffers:
         self._kept = Pool()
 
     def take(self, name: Hashable, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """A tensor of ``shape`` with the dtype and device of ``like``; what it holds is left over.
+        """A tensor of ``shape``, uninitialised, with the dtype and device of ``like``.
 
-        It is the same memory at every call with this name, or larger memory from now on.
+        It is the same memory at every call with this name, until a call needs a larger one.
         """
         size = 1
         for length in shape:
@@ -42,18 +42,21 @@ class Buffers:
         self._sending.setdefault(tensor.untyped_storage().data_ptr(), []).append(work)
 
     def hold(self, name: Hashable, tensor: Tensor, works: Sequence[Transfer]) -> None:
-        """Keep a ``tensor`` that nobody changes until ``works`` are done; what was held by this name has left then."""
+        """Keep ``tensor`` alive until ``works`` are done, after waiting for what this name held before.
+
+        Nobody may change it meanwhile.
+        """
         if name in self._held:
             for work in self._held.pop(name)[1]:
                 work.wait()
         self._held[name] = tensor, tuple(works)
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """A copy of ``tensor``, contiguous, for as long as autograd or anybody else needs it."""
+        """A contiguous copy of ``tensor``, for as long as autograd or another holder needs it."""
         return self._kept.copy(tensor)
 
     def finish_sending(self) -> None:
-        """Wait until all that was sent has left; what failed to is not waited for again."""
+        """Wait until all transfers are done; one that failed is not waited for again."""
         sending, held = self._sending, self._held
         self._sending, self._held = {}, {}
         for works in (*sending.values(), *(works for _, works in held.values())):

@@ -1,9 +1,9 @@
-"""Gradients of lent columns come home while backward goes on, before anybody sees the gradient of their weight.
+"""Gradients of lent columns arrive at their owner during backward, before anybody reads the gradient of their weight.
 
-A lent weight enters its layer through an identity that is made before any layer computes. Autograd carries out what was
-made first last, so the identity's backward, which waits for the lent columns, runs when all layers have done their
-work; and it runs before the gradient is accumulated, so that hooks, data parallelism, clipping and
-``torch.autograd.grad`` see whole gradients.
+A lent weight enters its layer through an identity that is made before any layer computes. Autograd runs this node last
+because it was created first. So its backward waits for the lent columns only when all layers have done their work. It
+runs before the gradient is accumulated, so hooks, data parallelism, clipping and ``torch.autograd.grad`` see whole
+gradients.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class _Expected:
 
 
 class GradientReturn:
-    """What this rank's lent columns still wait for, and what it sends to others.
+    """Gradients that this rank's lent columns still wait for.
 
     Args:
-        buffers: what is sent from.
+        buffers: memory that this rank sends from.
     """
 
     def __init__(self, buffers: Buffers) -> None:
@@ -41,7 +41,7 @@ class GradientReturn:
         self._last_backward = -1
 
     def backward_begins(self) -> None:
-        """Called in every layer's backward: when all of it is done, nothing of it is under way any more."""
+        """Called in every layer's backward: at the end of the whole backward all its transfers are waited for."""
         backward = torch._C._current_graph_task_id()
         if self._last_backward != backward:
             self._last_backward = backward
@@ -61,7 +61,7 @@ class GradientReturn:
         return sum(one.weight is weight for one in self._expected)
 
     def whole(self, weight: Tensor, dw_NK: Tensor) -> Tensor:
-        """``dw_NK`` with what others have computed of it in this backward."""
+        """``dw_NK`` with the columns that other ranks computed in this backward."""
         backward = torch._C._current_graph_task_id()
         arriving = [one for one in self._expected if one.weight is weight and one.backward == backward]
         self._expected = [one for one in self._expected if one not in arriving]
@@ -75,11 +75,11 @@ class GradientReturn:
         return dw_NK
 
     def forget(self) -> None:
-        """Wait for what no backward will ask for any more, as one that failed."""
+        """Wait for transfers that no backward will ask for, for example because it failed."""
         self._forget(self._expected)
 
     def _backward_ends(self, backward: int) -> None:
-        """What it sent has left, even if this rank ends; what it was not asked for (dw, for dx alone) has arrived."""
+        """Wait for all that was sent, so this rank may end now, and for a dw that nobody asked for (dx alone was)."""
         self._forget([one for one in self._expected if one.backward == backward])
         self._buffers.finish_sending()
 

@@ -1,4 +1,4 @@
-"""What a layer computes for other ranks, and what others compute for it, around its own products.
+"""One layer's loans: what it computes for other ranks, and other ranks for it, around its own products.
 
 ``T`` tokens, ``K`` input and ``N`` output features on a rank, ``L`` columns lent, ``m`` of them computed here.
 """
@@ -26,7 +26,7 @@ class LayerLoan:
 
     Attributes:
         route: from whom to whom.
-        columns: which columns of K are meant: on the owner [L], on a receiver its [m], none elsewhere.
+        columns: indices into K: the L lent ones on the owner, its own m on a receiver, none on other ranks.
     """
 
     route: Route
@@ -38,12 +38,12 @@ class LayerLoans:
 
     Args:
         name: of the layer.
-        loans: in the order in which every rank carries them out.
-        transport: how slices travel.
-        weight_transport: how those of weights do.
+        loans: in the same order on every rank.
+        transport: carries slices of activations and gradients.
+        weight_transport: carries slices of weights.
         weight: the layer's own, [N, K].
-        probes: the layer's, so that borrowed products are measured and slowed as own ones are.
-        gradient_return: where gradients of lent columns are waited for.
+        probes: the layer's, so borrowed products are measured and slowed as own ones are.
+        gradient_return: waits for the gradients of lent columns.
         send_all_weights: calls :meth:`send_weights` of all layers, the same ones in the same order on every rank.
 
     Attributes:
@@ -76,7 +76,7 @@ class LayerLoans:
 
     @torch.no_grad()
     def send_weights(self) -> None:
-        """Send the lent columns of the weight as it is now; it must not change until the next call."""
+        """Send the lent columns of the weight, which must not change until the next call."""
         self.finish_sending()
         weight_NK = self._weight.detach()
         self._awaiting_return = self._gradient_return.awaiting_return(self._weight)
@@ -94,20 +94,20 @@ class LayerLoans:
         self._sent_as = self._weight._version, self._weight.data_ptr()
 
     def finish_sending(self) -> None:
-        """Wait for the weights that were sent last."""
+        """Wait until the last weights have been sent."""
         for pending in self._sent or ():
             pending.wait()
         self._sent = None
 
     def weight_in_force(self, weight: Tensor) -> Tensor:
-        """The layer's ``weight`` as a tensor whose gradient waits for the columns that are lent, if any are.
+        """The layer's ``weight`` as a tensor whose gradient waits for the lent columns.
 
-        On every rank, so that autograd accumulates gradients, and calls their hooks, in the same order everywhere.
-        The first layer that asks after loans have changed sends the weights of all: every rank's forward, of whatever
-        mode, asks there.
+        It is called on every rank, whether columns are lent or not, so autograd accumulates gradients and calls their
+        hooks in the same order everywhere. After loans have changed, the first layer that calls it sends the weights of
+        all layers; every rank's forward comes here, so all ranks send at the same place.
 
         Raises:
-            RuntimeError: if it is no longer the weight whose columns were lent.
+            RuntimeError: if the weight has changed since its columns were lent.
         """
         if self._sent is None:
             self._send_all_weights()
@@ -127,14 +127,14 @@ class LayerLoans:
         if weight is not self._weight or self._sent is None or not is_as_sent:
             failed = f"the weight of layer {self.name} changed, and balancer.step() was not called after it"
             raise RuntimeError(
-                f"the weight of layer {self.name} changed after its columns were lent: weights may change in "
-                "optimizer.step() only, before balancer.step(), which must follow it; with a model that is loaded in "
-                "mid-training load the balancer's state too"
+                f"the weight of layer {self.name} changed after its columns were lent: weights may change only in "
+                "optimizer.step(), and balancer.step() must follow it; when a model is loaded during training, load "
+                "the balancer's state too"
                 f"{explanation(self._transport.process_group, failed, waits=False)}"
             )
 
     def _borrowed_weights(self, like: Tensor) -> list[Tensor | None]:
-        """[N, m] of every loan that this rank receives, in the dtype of the product."""
+        """For each loan, the borrowed columns [N, m] in the dtype of ``like``; None where this rank receives none."""
         if not self._loans:
             return []
         self._check_weight(self._weight)
@@ -145,10 +145,10 @@ class LayerLoans:
     # ---- column-parallel: x is everywhere, y is the owner's ----------------------------------------------------------
 
     def column_forward(self, x_TK: Tensor, own: Callable[[], Tensor]) -> Tensor:
-        """y [T, N] of this rank's rows, ``own()`` with what others computed of it."""
+        """y [T, N] of this rank's rows: ``own()`` plus what other ranks computed of it."""
         weights = self._borrowed_weights(x_TK)
         expected = self._expect_y(x_TK)
-        y_TN = own() if self.lends else None  # an owner's is what the receivers' parts are added to
+        y_TN = own() if self.lends else None  # an owner's own part: the receivers' parts are added to it
         whole: Pending | None = None
         for loan, w_Nm in zip(self._loans, weights, strict=True):
             if not self._transport.takes_part_in_sum(loan.route):
@@ -167,7 +167,7 @@ class LayerLoans:
         return own() if y_TN is None else y_TN
 
     def _expect_y(self, x_TK: Tensor) -> list[Pending]:
-        """On an owner: what receivers will send of y [T, N]; nothing elsewhere."""
+        """On an owner: the addends to y [T, N] that receivers will send; none on other ranks."""
         shape = len(x_TK), len(self._weight)
         return [
             addend
@@ -184,9 +184,9 @@ class LayerLoans:
         own_dgrad: Callable[[], Tensor] | None,
         own_wgrad: Callable[[], Tensor] | None,
     ) -> tuple[Tensor | None, Tensor | None, Transfer | None]:
-        """(dx [T, K], dw [N, K], the all-reduce of dx that is under way); None for what is not asked for.
+        """(dx [T, K], dw [N, K], the running all-reduce of dx); None for what is not asked for.
 
-        The lent columns of dw come home by the way of :meth:`weight_in_force`.
+        The lent columns of dw arrive later, through the tensor that :meth:`weight_in_force` returned.
         """
         self._gradient_return.backward_begins()
         weights = self._borrowed_weights(x_TK)
@@ -218,14 +218,14 @@ class LayerLoans:
             if dx_Tm is not None:
                 loan.columns.add(dx_TK, dx_Tm)
             return
-        home = self._transport.return_slice(loan.route, dx_Tm, len(dx_TK), dx_TK, ("dx", loan.route.owner)).wait()
-        if home is not None:
-            loan.columns.put(dx_TK, home)
+        dx_TL = self._transport.return_slice(loan.route, dx_Tm, len(dx_TK), dx_TK, ("dx", loan.route.owner)).wait()
+        if dx_TL is not None:
+            loan.columns.put(dx_TK, dx_TL)
 
     # ---- row-parallel: y is summed over all ranks, x and dx are the owner's ------------------------------------------
 
     def row_forward(self, x_TK: Tensor, own: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """(y [T, N], not yet summed over the group; the owners' columns of x [T, m] that backward needs)."""
+        """(y [T, N], not yet summed over the group; the borrowed columns [T, m] of the owners' x, for backward)."""
         weights = self._borrowed_weights(x_TK)
         sent = []
         for loan in self._loans:
@@ -261,19 +261,19 @@ class LayerLoans:
         weights = self._borrowed_weights(dy_TN)
         pieces = iter(kept)
         x_parts = [next(pieces) if w_Nm is not None else None for w_Nm in weights]
-        home: list[Pending] = []
+        returned: list[Pending] = []
         if own_dgrad is not None:
             for loan, w_Nm in zip(self._loans, weights, strict=True):
                 dx_Tm = self._probes.product(kernels.dgrad, dy_TN, w_Nm, None, None) if w_Nm is not None else None
                 name = ("dx", loan.route.owner)
-                home.append(self._transport.return_slice(loan.route, dx_Tm, len(dy_TN), dy_TN, name))
+                returned.append(self._transport.return_slice(loan.route, dx_Tm, len(dy_TN), dy_TN, name))
         dx_TK = own_dgrad() if own_dgrad is not None else None
         dw_NK = own_wgrad() if own_wgrad is not None else None
         if own_wgrad is not None:
             for loan, x_Tm in zip(self._loans, x_parts, strict=True):
                 dw_Nm = self._probes.product(kernels.wgrad, dy_TN, x_Tm, None, None) if x_Tm is not None else None
                 self._return_dw(loan, dw_Nm, dw_NK)
-        for loan, pending in zip(self._loans, home, strict=bool(home)):
+        for loan, pending in zip(self._loans, returned, strict=bool(returned)):
             dx_TL = pending.wait()
             if dx_TL is not None:
                 assert dx_TK is not None

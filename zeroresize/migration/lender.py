@@ -1,4 +1,4 @@
-"""Carrying out a plan's loans: which columns of which layer travel, and sending them once a step."""
+"""Carries out a plan's loans: which columns of which layer travel, and their weights once a step."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def make_transport(
 
 
 class Lender:
-    """Gives the layers of one rank their part in the group's loans; making it is collective over the group.
+    """Gives the layers of one rank their loans; making it is collective over the group.
 
     Args:
         layers: balanced layers by name, the same names in the same order on every rank.
         process_group: their tensor-parallel group.
         migration_transport: how slices travel, one of ``MIGRATIONS``.
-        is_forced: whether a loan is of just its ratio, instead of as many columns as are fast to multiply.
+        is_forced: whether a loan keeps exactly to its ratio, instead of rounding to columns that multiply fast.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Lender:
     ) -> None:
         self._layers, self._group, self._is_forced = layers, process_group, is_forced
         self._rank = group_rank(process_group)
-        # Replicas lend differently, and their gradients must come in one order, or buckets of them would be mixed up.
+        # Replicas lend differently, yet their gradients must come in one order: DDP fills buckets in order of arrival.
         self._has_replicas = world_size() > group_size(process_group)
         self._buffers = Buffers()
         self._transport = make_transport(migration_transport, process_group, self._buffers)
@@ -65,8 +65,8 @@ class Lender:
     def install(self, loans: Sequence[Loan], lent: Mapping[str, Tensor], epoch: int = 0) -> None:
         """Put ``loans`` in force; collective over the group if they are new.
 
-        The weights of new loans go out with :meth:`send_weights`, or when the first training forward needs one: until
-        then they may still change.
+        :meth:`send_weights` sends the weights of new loans, or the first training forward that needs one does. Until
+        then they may change.
 
         Args:
             loans: the same on every rank.
@@ -94,14 +94,14 @@ class Lender:
             self._layer_loans.append(loans_of_layer)
 
     def would_be_new(self, loans: Sequence[Loan], epoch: int) -> bool:
-        """Whether :meth:`install` would tell the group the columns of ``loans``, as they are not in force."""
+        """Whether ``loans`` are not in force yet, so :meth:`install` would send their columns to the group."""
         return bool(loans) and (tuple(loans), epoch) != self._in_force
 
     def take_back(self) -> None:
-        """No loans are in force any more, and nothing is on its way; their memory is given back.
+        """End all loans: wait for their transfers and free their memory.
 
         Raises:
-            RuntimeError: if what was on its way failed; nothing is in force then either.
+            RuntimeError: if a transfer failed; the loans have ended then, too.
         """
         if self._in_force is None:
             return
@@ -109,26 +109,26 @@ class Lender:
         in_force, self._layer_loans = self._layer_loans, []
         for layer in self._layers.values():
             layer.loans = None
-        with ExitStack() as ending:  # each of them, whatever becomes of the others; the last one first
+        with ExitStack() as ending:  # each runs even if others fail; the last one runs first
             ending.callback(self._buffers.clear)
             for loans in in_force:
                 ending.callback(loans.finish_sending)
             ending.callback(self._gradient_return.forget)
 
     def close(self) -> None:
-        """Take back what is lent, and leave the group of the weights for good.
+        """End all loans and leave the weights' process group.
 
         Raises:
-            RuntimeError: as of :meth:`take_back`; the group is left then too.
+            RuntimeError: as :meth:`take_back` does; the group is left then, too.
         """
         with ExitStack() as ending:
             ending.callback(self._weight_group.close)
             ending.callback(self.take_back)
 
     def send_weights(self) -> None:
-        """Send the lent columns of all weights, as they are from now until the next optimizer step.
+        """Send the lent columns of all weights, which must not change until the next optimizer step.
 
-        Every rank must come here at the same place among its collectives.
+        Every rank must call it at the same place among its collectives.
         """
         self._gradient_return.forget()
         self._buffers.finish_sending()
@@ -137,12 +137,12 @@ class Lender:
 
     @property
     def bytes_held(self) -> int:
-        """Memory that migration uses again and again, for what forwards keep of other ranks' x too."""
+        """Memory that migration reuses, and what forwards keep of other ranks' x."""
         return self._buffers.bytes_held
 
     @property
     def bytes_moved(self) -> int:
-        """All that was sent and received so far; a transfer counts at one of its ends."""
+        """Bytes of all transfers so far; each counts at one of its ends."""
         return self._transport.bytes_moved + self._weight_transport.bytes_moved
 
     def _tell_columns(self, loan: Loan, lent: Mapping[str, Tensor]) -> dict[str, Tensor]:

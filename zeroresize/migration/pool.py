@@ -1,4 +1,4 @@
-"""Memory for what autograd keeps: it is used again once nothing that lies in it is left."""
+"""Memory for what autograd keeps: it is reused once no tensor lies in it any more."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 
 @dataclass(frozen=True, eq=False)
 class _Memory:
-    """Bytes, and the storage that was last made upon them."""
+    """Bytes, and the storage that was last put into them."""
 
     data: Tensor
     tenant: StorageWeakRef
@@ -28,12 +28,12 @@ class _Memory:
 
 
 class Pool:
-    """Copies whose end nobody tells: each lives until the last tensor upon its storage is gone.
+    """Copies without an explicit end: each lives until the last tensor on its storage is gone.
 
-    When a backward is done with what its forward saved, only autograd knows: it may come twice (``retain_graph``) or
-    never, and after checkpointing it uses what a recomputation saved, whose own node is long gone. So a copy has a
-    storage of its own upon memory of the pool, and the memory is free when that storage has ended. There are never more
-    memories than there were copies at one time, and none is larger than the largest copy.
+    Only autograd knows when it is done with what a forward saved: backward may come twice (``retain_graph``) or never,
+    and after checkpointing it uses what a recomputation saved, whose own node is gone by then. So each copy has its own
+    storage in the pool's memory, and the memory is free when that storage is freed. There are never more memories than
+    there were copies at one time, and none is larger than the largest copy.
     """
 
     def __init__(self) -> None:
@@ -48,16 +48,19 @@ class Pool:
         return copied.copy_(tensor)
 
     def clear(self) -> None:
-        """Keep no memory; copies that are in use keep theirs."""
+        """Drop all memory; copies in use keep theirs."""
         self._memories.clear()
 
     @property
     def bytes_held(self) -> int:
-        """Of copies in use and of memory that waits for the next ones."""
+        """Bytes of copies in use and of free memory."""
         return sum(memory.size for memory in self._memories)
 
     def _take(self, num_bytes: int, device: torch.device) -> Tensor:
-        """At least so many bytes, which leave the pool; if no free memory has them, its largest makes room for them."""
+        """At least ``num_bytes``, which leave the pool.
+
+        If no free memory is large enough, the largest free one is dropped and new memory is allocated.
+        """
         free = [memory for memory in self._memories if memory.is_free and memory.data.device == device]
         free.sort(key=lambda memory: memory.size)
         place = bisect_left(free, num_bytes, key=lambda memory: memory.size)
@@ -65,5 +68,5 @@ class Pool:
             self._memories.remove(free[place])
             return free[place].data
         if free:
-            self._memories.remove(free.pop())  # gone before its successor is there
+            self._memories.remove(free.pop())  # freed before its successor is allocated
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)

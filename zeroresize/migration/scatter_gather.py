@@ -1,4 +1,4 @@
-"""Scatter-gather, what broadcast-reduce is compared with (paper, Table I): point to point, and nothing is merged."""
+"""Scatter-gather (paper, Table I, where broadcast-reduce is compared with it): point to point, nothing is merged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zeroresize.migration.transport import Pending, Route, Transport
 
 
 class ScatterGather(Transport):
-    """A receiver gets its part only; whatever it computed goes back to the owner, who adds it up."""
+    """A receiver gets its part only; its results go back to the owner, which adds them up."""
 
     merges = False
 

@@ -1,7 +1,7 @@
-"""How slices travel between the rank that owns them and those that compute them.
+"""How slices travel between the rank that owns them and the ranks that compute them.
 
-``L`` columns are migrated, receiver i computes ``m_i`` of them. Every rank of the group makes the same calls in the
-same order, whatever its part in them, and nothing is waited for until a result is needed.
+``L`` columns are migrated; receiver i computes ``m_i`` of them. Every rank of the group makes the same calls in the
+same order, whatever its role, and waits only when it needs a result.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def bounds_of_parts(num_columns: int, parts: Sequence[float]) -> tuple[int, ...]
 
 @dataclass(frozen=True)
 class Route:
-    """One rank's columns on their way.
+    """From which rank to which others a slice of columns travels.
 
     Attributes:
         owner: whose columns, within the group.
         receivers: who computes them, in the order of the parts.
         bounds: part i is columns ``bounds[i]`` to ``bounds[i + 1]`` of the slice.
-        layer: whose columns they are, if errors are to tell.
+        layer: name of the layer, for errors; None leaves it out.
     """
 
     owner: int
@@ -56,7 +56,7 @@ class Route:
 
     @classmethod
     def of_parts(cls, owner: int, receivers: Sequence[int], bounds: Sequence[int], layer: str | None = None) -> Route:
-        """Without receivers whose part is empty, so that nothing travels in vain."""
+        """A route without the receivers whose part is empty."""
         of_all = zip(receivers, itertools.pairwise(bounds), strict=True)
         parts = [(receiver, end) for receiver, (begin, end) in of_all if end > begin]
         return cls(owner, tuple(receiver for receiver, _ in parts), (0, *(end for _, end in parts)), layer)
@@ -74,14 +74,14 @@ class Route:
 
 @dataclass(frozen=True)
 class Pending:
-    """A tensor that is on its way."""
+    """A tensor whose transfer is under way."""
 
     tensor: Tensor | None
     works: tuple[Transfer, ...] = ()
     finish: Callable[[], None] | None = None
 
     def wait(self) -> Tensor | None:
-        """The tensor once it is here."""
+        """The tensor, once it has arrived."""
         for work in self.works:
             work.wait()
         if self.finish is not None:
@@ -96,11 +96,11 @@ class Transport(ABC):
         process_group: the tensor-parallel group.
         rank: this rank within it.
         buffers: where what arrives is put.
-        over: what carries all but sums; None for the group itself.
+        over: carries everything but sums; None for the group itself.
 
     Attributes:
         bytes_moved: so far; each transfer is counted once in the group, by the rank that receives it or adds to it.
-        merges: whether what a receiver adds to a sum over the group is left to the collective that runs anyway.
+        merges: whether a receiver's addend to a sum over the group goes into the collective that runs anyway.
     """
 
     merges: bool
@@ -111,20 +111,20 @@ class Transport(ABC):
 
     @abstractmethod
     def send_slice(self, route: Route, slice_RL: Tensor | None, num_rows: int, like: Tensor, name: Hashable) -> Pending:
-        """The owner's packed columns [rows, L] go out; a receiver's part [rows, m_i] arrives, None elsewhere.
+        """Send the owner's packed columns [rows, L]; a receiver gets its part [rows, m_i], other ranks None.
 
         Args:
             slice_RL: on the owner, contiguous; it must not change until the pending transfer has been waited for.
-            like: of the dtype and device of what is sent.
-            name: of the buffer it arrives in.
+            like: has the dtype and device of what is sent.
+            name: of the buffer that receives it.
         """
 
     @abstractmethod
     def send_whole(self, route: Route, tensor: Tensor, name: Hashable) -> Pending:
-        """The owner's ``tensor`` arrives at every receiver; elsewhere its shape and dtype are told by the own one."""
+        """Send the owner's ``tensor`` to every receiver; other ranks pass one of the same shape and dtype."""
 
     def expect_addends(self, route: Route, shape: tuple[int, ...], like: Tensor, name: Hashable) -> list[Pending]:
-        """On the owner of a sum, before its own part is there: what others add to it, as far as it comes apart."""
+        """On the owner of a sum, before its own part is computed: the addends that arrive one by one."""
         expected = []
         for receiver in route.receivers:
             addend = self.buffers.take((*_key(name), receiver), shape, like)
@@ -132,7 +132,7 @@ class Transport(ABC):
         return expected
 
     def add_up(self, route: Route, own: Tensor, expected: Sequence[Pending]) -> Pending:
-        """On the owner of a sum: all is added to its ``own`` part, in place, when the pending sum is waited for."""
+        """On the owner of a sum: waiting for the result adds all addends to ``own``, in place."""
 
         def add() -> None:
             for pending in expected:
@@ -143,11 +143,11 @@ class Transport(ABC):
         return Pending(own, finish=add)
 
     def takes_part_in_sum(self, route: Route) -> bool:
-        """Whether this rank must :meth:`add_up` or :meth:`give`, zeros if it computed nothing."""
+        """Whether this rank must call :meth:`add_up` or :meth:`give`, with zeros if it computed nothing."""
         return self.rank == route.owner or self.rank in route.receivers
 
     def give(self, route: Route, partial: Tensor, name: Hashable) -> None:
-        """On the others that take part in a sum: send their part of it, which must not change any more."""
+        """On the other ranks of a sum: send this rank's addend, which must not change any more."""
         self.buffers.hold((*_key(name), "given"), partial, self._start_giving(route, partial))
 
     def _start_giving(self, route: Route, partial: Tensor) -> list[Transfer]:
@@ -156,9 +156,9 @@ class Transport(ABC):
     def return_slice(
         self, route: Route, part_Rm: Tensor | None, num_rows: int, like: Tensor, name: Hashable
     ) -> Pending:
-        """The receivers' parts [rows, m_i] arrive side by side at the owner as [rows, L], None elsewhere.
+        """Send the receivers' parts [rows, m_i] to the owner, which gets [rows, L]; other ranks get None.
 
-        They are disjoint, so nothing is summed: each goes from its receiver to the owner.
+        The parts are disjoint, so nothing is summed.
         """
         if self.rank == route.owner:
             parts = []
@@ -188,7 +188,7 @@ class Transport(ABC):
         return start_send(tensor, receiver, self.process_group, route.layer, self.over)
 
     def _send_from_buffer(self, route: Route, tensor: Tensor, receiver: int, name: Hashable) -> None:
-        """Send a copy, so that the caller's tensor is free at once."""
+        """Send a copy, so the caller may change its tensor at once."""
         copy = self.buffers.take((*_key(name), "to", receiver), tuple(tensor.shape), tensor)
         copy.copy_(tensor)
         for work in self._send(route, copy, receiver):

@@ -1,8 +1,8 @@
 """pruned_update="freeze": an optimizer step leaves the weights and moments of pruned columns untouched.
 
-A gradient of zero still gets momentum and weight decay, so a column that is pruned for an epoch would lose much of its
-magnitude. Works for every torch optimizer, whatever its implementation (foreach, fused), since the columns are set
-aside before its step and put back after.
+Momentum and weight decay act on a gradient of zero, too, so a column that is pruned for an epoch would lose much of its
+magnitude. The columns are copied before an optimizer's step and put back after it, so this works for every torch
+optimizer and implementation (foreach, fused).
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from zeroresize.optim.optimizers import SteppedTensors, hook_steps, states_like,
 
 
 class ColumnFreezer:
-    """Hooks an optimizer so that its steps pass over pruned columns.
+    """Hooks an optimizer so that its steps leave pruned columns unchanged.
 
-    Moments of a parameter's very first step start from zero in its pruned columns. State that does not have the
-    parameter's shape (a step count, factored moments) is the optimizer's own affair. Between a step's two ends it holds
-    copies of the pruned columns of the weights and of the state.
+    In a parameter's first step the moments of its pruned columns start from zero. State that does not have the
+    parameter's shape (a step count, factored moments) is not frozen. During a step it holds copies of the pruned
+    columns of the weights and of the state.
 
     Args:
         layers: balanced layers by name; their plans say which columns are pruned.
         optimizer: a torch optimizer, or Colossal-AI's wrapper of one.
 
     Raises:
-        ValueError: if the optimizer's parameters cannot be told by column, or two layers share a weight.
+        ValueError: if the optimizer does not keep whole parameters, or two layers share a weight.
     """
 
     def __init__(self, layers: Mapping[str, BalancedLinear], optimizer: Any) -> None:
@@ -48,11 +48,11 @@ class ColumnFreezer:
 
     @torch.no_grad()
     def _before_step(self) -> None:
-        self._forget()  # of a step that failed
+        self._forget()  # copies of a step that failed
         for name, tensor in self._stepped.now().items():
             layer = self._layers[name]
             plan = layer.plan
-            if plan is None or not layer.training:  # what is in evaluation is never pruned
+            if plan is None or not layer.training:  # layers in evaluation are never pruned
                 continue
             states = states_like(self._optimizer, tensor)
             if not states:

@@ -1,4 +1,4 @@
-"""What the package must know of an optimizer: the torch optimizer inside a host's wrapper, and what it really steps."""
+"""What the package needs of an optimizer: the torch optimizer inside a host's wrapper, and the tensors it steps."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def stepped_tensors(optimizer: Any, parameters: Mapping[str, Tensor]) -> dict[st
 
 
 class SteppedTensors:
-    """What an optimizer updates for each named parameter, also for those that it is given later.
+    """What an optimizer updates for each named parameter, including parameters that it is given later.
 
     Args:
         optimizer, parameters: as of :func:`stepped_tensors`, which raises what this does.
@@ -67,7 +67,7 @@ class SteppedTensors:
         self.now()
 
     def now(self) -> dict[str, Tensor]:
-        """As :func:`stepped_tensors` has them at present."""
+        """What :func:`stepped_tensors` returns at present."""
         num_stepped = sum(len(group["params"]) for group in self._inner.param_groups)
         if num_stepped != self._num_stepped:
             self._tensors = stepped_tensors(self._optimizer, self._parameters)
@@ -76,7 +76,7 @@ class SteppedTensors:
 
 
 def hook_steps(optimizer: Any, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], object]:
-    """Call two methods of one object before and after every step, until the result is called or the object is gone."""
+    """Call two methods of one object before and after every step; ends when the result is called or the object dies."""
     inner = torch_optimizer(optimizer)
     hooks = (
         inner.register_step_pre_hook(_calling(weakref.WeakMethod(before))),
@@ -102,9 +102,9 @@ def _remove(hooks: Iterable[RemovableHandle]) -> None:
 
 
 def not_stepped(optimizer: Any, parameters: Mapping[str, Tensor]) -> list[str]:
-    """Names of parameters that want gradients and that ``optimizer`` does not know; none where it cannot be told.
+    """Names of parameters that require gradients and that ``optimizer`` does not step; empty where that is unknown.
 
-    It cannot where a host's wrapper keeps all of them in a form of its own.
+    It is unknown where a host's wrapper keeps all parameters in a form of its own.
     """
     try:
         stepped = _ids_of_stepped(torch_optimizer(optimizer))

@@ -21,7 +21,7 @@ class LayerPlan:
         kept: the P columns computed here, sorted, on the layer's device. P ≥ 1 unless all are lent.
         pruned: columns that nobody computes, sorted, int64, on the layer's device.
         lent: columns that other ranks compute, in the order in which they are divided among them, int64, on the layer's
-            device; their gradients are zero here until those ranks' results come home.
+            device; their gradients are zero here until those ranks' results arrive.
         imputation: ``"zero"``, ``"average"`` or ``"same"``, see :class:`~zeroresize.BalanceConfig`.
     """
 

@@ -39,13 +39,13 @@ class ResizingCost:
 
     def __post_init__(self) -> None:
         if not len(self.ratios) == len(self.gemm_share) == len(self.gather_fill_s) >= 2:
-            raise ValueError(f"a cost needs as many points of each kind, two or more: {self}")
+            raise ValueError(f"ratios, gemm_share and gather_fill_s need equally many points, at least two: {self}")
         if self.ratios[0] != 0.0 or any(a >= b for a, b in itertools.pairwise(self.ratios)):
-            raise ValueError(f"the ratios of a cost ascend from 0: {self.ratios}")
+            raise ValueError(f"ratios={self.ratios} must ascend from 0")
         if min(self.gemm_share) <= 0 or min(self.gather_fill_s) < 0:
-            raise ValueError(f"gemm shares must be positive and overheads not negative: {self}")
+            raise ValueError(f"gemm_share must be positive and gather_fill_s not negative: {self}")
         if not self.borrowing > 0.0:
-            raise ValueError(f"borrowed columns take some time: {self}")
+            raise ValueError(f"borrowing must be positive: {self}")
 
     @classmethod
     def linear(cls, max_ratio: float) -> ResizingCost:

@@ -41,7 +41,7 @@ class _Loader(yaml.SafeLoader):
         if node is None:
             return None
         if is_alias and node not in self._num_values:
-            raise ComposerError(None, None, "an alias of what it stands in", mark)
+            raise ComposerError(None, None, "an alias of a node that contains it", mark)
         if not is_alias:
             self._num_values[node] = 1 + sum(self._num_values[child] for child in _children(node))
         if max(self._num_values[node], self._num_composed) > _MOST_VALUES:
@@ -56,7 +56,7 @@ class _Loader(yaml.SafeLoader):
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, Hashable) and first.setdefault(key, key_node) is not key_node:
                 line = first[key].start_mark.line + 1
-                raise ConstructorError(None, None, f"the key {key!r} stands in line {line}, too", key_node.start_mark)
+                raise ConstructorError(None, None, f"the key {key!r} is in line {line} already", key_node.start_mark)
         return super().construct_mapping(node, deep)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:

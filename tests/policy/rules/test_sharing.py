@@ -42,7 +42,7 @@ def test_without_room_anywhere_work_is_divided_evenly():
 
 
 def test_somebody_must_be_left_to_compute():
-    with pytest.raises(ValueError, match="nobody is left"):
+    with pytest.raises(ValueError, match="no rank is left to compute"):
         loans_of([0.5, 0.5])
 
 

@@ -62,7 +62,7 @@ def loans_of(ratios: Sequence[float], capacities: Sequence[float] | None = None)
     num_ranks = len(ratios)
     owners = [rank for rank, ratio in enumerate(ratios) if ratio > 0.0]
     if len(owners) == num_ranks:
-        raise ValueError(f"every rank of {num_ranks} lends, nobody is left to compute: γ is {list(ratios)}")
+        raise ValueError(f"all {num_ranks} ranks lend, so no rank is left to compute: γ is {list(ratios)}")
     receivers = [rank for rank, ratio in enumerate(ratios) if ratio == 0.0]
     if capacities is not None and (able := [rank for rank in receivers if capacities[rank] > 0.0]):
         total = sum(capacities[rank] for rank in able)
