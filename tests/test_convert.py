@@ -174,3 +174,86 @@ def test_ranks_outside_the_group_are_an_error_before_anything_is_changed(run_ran
         assert balanced_layers(model) == {}
 
     run_ranks(check, 2)
+
+
+# ---- module_filter_fn -----------------------------------------------------------------------------------------------
+
+
+def blocks(group):
+    return nn.ModuleDict({"first": mlp(group), "norm": nn.LayerNorm(4), "last": mlp(group)})
+
+
+def not_last(module, name):
+    return not name.startswith("last")
+
+
+def test_a_filter_is_asked_of_every_parallel_layer_with_its_name_and_of_nothing_else(run_ranks):
+    def check(rank, group):
+        model, asked = blocks(group), []
+
+        def choose(module, name):
+            asked.append((name, module))
+            return name != "last.0"
+
+        with caught_log_lines() as lines:
+            assert convert(model, process_group=group, config=CONFIG, module_filter_fn=choose) is model
+        assert asked == [(name, model.get_submodule(name)) for name in ("first.0", "first.2", "last.0", "last.2")]
+        assert list(balanced_layers(model)) == ["first.0", "first.2", "last.2"]
+        assert not model["last"][0].is_converted and model["last"][0].configuration is None
+        assert "3 layers can be balanced, 0 were left alone, 1 were left out by module_filter_fn" in lines[-1]
+        assert len(lines) == 1
+
+    run_ranks(check, 2)
+
+
+def test_layers_that_are_left_out_compute_in_full_while_others_prune(run_ranks):
+    def check(rank, group):
+        config = BalanceConfig(mode="zero-rd", ratio=0.5, ranks="all")
+        model = convert(blocks(group), process_group=group, config=config, module_filter_fn=not_last)
+        Balancer(model, None, process_group=group, config=config)
+        assert [layer.plan is not None for layer in (*model["first"][::2], *model["last"][::2])] == [True] * 2 + [
+            False
+        ] * 2
+
+    run_ranks(check, 2)
+
+
+def test_a_filter_that_leaves_nothing_is_an_error(run_ranks):
+    def check(rank, group):
+        with pytest.raises(ValueError, match=r"no layer that can be balanced.*module_filter_fn left out 0, 2"):
+            convert(mlp(group), process_group=group, config=CONFIG, module_filter_fn=lambda module, name: False)
+
+    run_ranks(check, 2)
+
+
+def test_converting_again_keeps_the_choice_and_refuses_another_one(run_ranks):
+    def check(rank, group):
+        model = blocks(group)
+        model["gathered"] = ColumnParallelLinear(4, 4, process_group=group, gather_output=True)
+        convert(model, process_group=group, config=CONFIG, module_filter_fn=not_last)
+        other = BalanceConfig(update_every=3)
+        # The same choice, or none at all.
+        convert(model, process_group=group, config=other, module_filter_fn=not_last)
+        convert(model, process_group=group, config=other)
+        kept = balanced_layers(model)
+        assert list(kept) == ["first.0", "first.2"]
+        with pytest.raises(ValueError, match=r"chooses other layers: last\.0, last\.2 would be new\. Convert"):
+            convert(model, process_group=group, config=CONFIG, module_filter_fn=lambda module, name: True)
+        with pytest.raises(ValueError, match=r"other layers: last\.0 would be new; first\.2 would be left out"):
+            convert(model, process_group=group, config=CONFIG, module_filter_fn=lambda module, name: name.endswith("0"))
+        assert balanced_layers(model) == kept
+        assert all(layer.configuration == other for layer in kept.values()), "nothing has changed"
+
+    run_ranks(check, 2)
+
+
+def test_ranks_that_filter_differently_find_out_before_training(run_ranks):
+    def check(rank, group):
+        def choose(module, name):
+            return rank == 0 or not_last(module, name)
+
+        model = convert(blocks(group), process_group=group, config=CONFIG, module_filter_fn=choose)
+        with pytest.raises(ValueError, match="converted layers"):
+            Balancer(model, None, process_group=group, config=CONFIG)
+
+    run_ranks(check, 2)

@@ -135,6 +135,16 @@ class Balancer:
         """
         return records.what_if(self._parts)
 
+    def layer_times(self) -> dict[str, float]:
+        """Seconds that this rank's products of each layer took in a usual step, by layer name.
+
+        Forward and backward together, as measured in the interval that the last update ended, under its last plan: what
+        is spared is not in it, what the rank computes for others is. Waits in collectives are not, nor evaluation.
+        Empty before the first update, where no product of its steps could be read (on a GPU with ``update_every=1``
+        that happens), and in a group of one.
+        """
+        return self._parts.monitor.layer_times
+
     def sync_gradients(self) -> None:
         """Bring lent gradients home: they are whole when backward returns, so there is nothing left to do."""
 

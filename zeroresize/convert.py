@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Mapping
-from types import ModuleType
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from torch import nn
@@ -14,39 +12,50 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zeroresize.comm.collectives import group_size, require_group, same_ranks
 from zeroresize.config import BalanceConfig
+from zeroresize.integrations.hosts import HostAdapter, host_of, known_kinds
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.weight_checks import why_no_whole_weight
-from zeroresize.measure.step_timer import StepTimer
+from zeroresize.measure.step_timer import LayerTimer
 
 logger = logging.getLogger(__name__)
 
 GATHERED = "gather_output=True"
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
+#: Whether a parallel linear layer may be balanced, of the layer and its name.
+ModuleFilter = Callable[[nn.Module, str], bool]
 
 
-def convert(model: ModelT, *, process_group: ProcessGroup, config: BalanceConfig) -> ModelT:
+def convert(
+    model: ModelT, *, process_group: ProcessGroup, config: BalanceConfig, module_filter_fn: ModuleFilter | None = None
+) -> ModelT:
     """Swap the column- and row-parallel linear layers of ``model`` for balanced ones, in place.
 
-    Taken are this package's own layers and Colossal-AI's ``Linear1D_Col`` and ``Linear1D_Row`` (after
-    ``booster.boost`` or ``ShardFormer.optimize``). A swapped layer keeps the very same Parameter objects, and without a
-    plan its outputs and gradients are bitwise those of the layer it replaces. A layer that cannot be balanced (gathered
-    output, a fused layer, a weight that is made anew in every forward, sequence parallelism inside the layer, another
-    group, …) stays exactly as it was; one log line says why.
+    Taken are this package's own layers, Colossal-AI's ``Linear1D_Col`` and ``Linear1D_Row`` (after ``booster.boost`` or
+    ``ShardFormer.optimize``), and those of any host that ``zeroresize.integrations.register_host`` was given. A swapped
+    layer keeps the very same Parameter objects, and without a plan its outputs and gradients are bitwise those of the
+    layer it replaces. A layer that cannot be balanced (gathered output, a fused layer, a weight that is made anew in
+    every forward, sequence parallelism inside the layer, another group, …) stays exactly as it was; one log line says
+    why.
 
     Args:
         model: the model, or what Colossal-AI's Booster made of it.
         process_group: the 1D tensor-parallel group. A group of one rank is a no-op with a log line.
         config: how it will be balanced; pass the same to :class:`~zeroresize.Balancer`.
+        module_filter_fn: called with every parallel linear layer and its name in the model (without the wrappers of
+            Booster and DDP); returns whether it may be balanced. Layers that it refuses stay exactly as they are; one
+            log line counts them. It must choose alike on every rank. None for all layers.
 
     Returns:
         ``model`` itself. Converting it again changes nothing but the configuration, which from then on is the new one;
-        one log line says so.
+        one log line says so. Without a filter the layers of the first time stay; with one it must choose the same.
 
     Raises:
         ValueError: if ``process_group`` is None or lacks this rank, ``config`` names a rank outside it, the model has
             no layer that can be balanced, the group has one rank and the model's layers are of a larger one, or the
-            model is converted again with another configuration while a balancer works by the old one.
+            model is converted again with another configuration while a balancer works by the old one, or with a filter
+            that chooses other layers.
+        TypeError: if a host adapter does not make a layer balanceable in place.
     """
     require_group(process_group)
     config.validate_group_size(group_size(process_group))
@@ -55,16 +64,23 @@ def convert(model: ModelT, *, process_group: ProcessGroup, config: BalanceConfig
         logger.info("convert: the process group has one rank, so there is nothing to balance")
         return model
     if layers := balanced_layers(model):
+        if module_filter_fn is not None:
+            _require_same_choice(model, layers, process_group, module_filter_fn)
         _configure_again(layers, config)
         return model
 
-    left_alone = _swap_layers(model, process_group)
+    left_alone, filtered = _swap_layers(model, process_group, module_filter_fn)
     layers = balanced_layers(model)
     if not layers:
-        raise ValueError(_nothing_to_convert(left_alone))
+        raise ValueError(_nothing_to_convert(left_alone, filtered))
     for layer in layers.values():
         layer.configuration = config
-    logger.info("convert: %d layers can be balanced, %d were left alone", len(layers), len(left_alone))
+    logger.info(
+        "convert: %d layers can be balanced, %d were left alone, %d were left out by module_filter_fn",
+        len(layers),
+        len(left_alone),
+        len(filtered),
+    )
     return model
 
 
@@ -97,7 +113,7 @@ def _configure_again(layers: Mapping[str, BalancedLinear], config: BalanceConfig
     known = next((layer.configuration for layer in layers.values() if layer.configuration != config), config)
     if known == config or known is None:
         logger.info("convert: the model is converted already, nothing was changed")
-    elif any(layer.probes.holds(StepTimer) for layer in layers.values()):
+    elif any(layer.probes.holds(LayerTimer) for layer in layers.values()):
         raise ValueError(
             f"convert: a balancer works with another configuration ({_difference(known, config, 'there', 'here')}): "
             "close() it first"
@@ -117,49 +133,82 @@ def _difference(one: BalanceConfig, other: BalanceConfig, of_one: str, of_other:
     )
 
 
-def _swap_layers(model: nn.Module, process_group: ProcessGroup) -> dict[str, str]:
-    """Swap what can be swapped and mark it as converted; returns the reasons for the others by layer name."""
+def _require_same_choice(
+    model: nn.Module,
+    layers: Mapping[str, BalancedLinear],
+    process_group: ProcessGroup,
+    module_filter_fn: ModuleFilter,
+) -> None:
+    """Check that the filter chooses the layers that are converted already."""
+    chosen = {
+        name
+        for name, module, host in _parallel_layers(model)
+        if module_filter_fn(module, name) and (name in layers or _why_left_alone(module, host, process_group) is None)
+    }
+    if chosen != set(layers):
+        told = {
+            "would be new": [name for name in chosen if name not in layers],
+            "would be left out": [name for name in layers if name not in chosen],
+        }
+        raise ValueError(
+            "convert: the model is converted already, and module_filter_fn chooses other layers: "
+            f"{'; '.join(f'{_first_of(sorted(names))} {what}' for what, names in told.items() if names)}. Convert a "
+            "model that is not converted yet with this filter, or this one without a filter"
+        )
+
+
+def _swap_layers(
+    model: nn.Module, process_group: ProcessGroup, module_filter_fn: ModuleFilter | None
+) -> tuple[dict[str, str], list[str]]:
+    """Swap what can be swapped and mark it as converted.
+
+    Returns:
+        (the reasons for the others by layer name, names of those that the filter refuses).
+    """
     left_alone: dict[str, str] = {}
-    for name, module in _unwrap(model).named_modules():
-        host = _host_of(module)
-        if host is None and not isinstance(module, BalancedLinear):
+    filtered: list[str] = []
+    for name, module, host in _parallel_layers(model):
+        if module_filter_fn is not None and not module_filter_fn(module, name):
+            filtered.append(name)
             continue
-        reason = why_no_whole_weight(module) or (host.why_left_alone(module) if host else None)
-        reason = reason or _why_left_alone(module, process_group)
+        reason = _why_left_alone(module, host, process_group)
         if reason is not None:
             left_alone[name] = reason
             # A gathered classifier is usual; anything else a user would want to know.
             level = logging.INFO if reason == GATHERED else logging.WARNING
             logger.log(level, "convert: layer %s is left alone: %s", name, reason)
             continue
-        layer = host.swap_layer(module) if host else module
-        layer.is_converted = True
-    return left_alone
+        layer = host.swap_layer(module)
+        if layer is not module or not isinstance(module, BalancedLinear):
+            raise TypeError(
+                f"convert: the adapter {type(host).__name__} did not make layer {name} ({type(module).__name__}) a "
+                "BalancedLinear in place: swap_layer must change the layer's class and return the same layer"
+            )
+        module.is_converted = True
+    return left_alone, filtered
 
 
 def _require_no_other_group(model: nn.Module) -> None:
-    for name, module in _unwrap(model).named_modules():
-        is_parallel = isinstance(module, BalancedLinear) or _host_of(module) is not None
-        if is_parallel and group_size(module.process_group) > 1:
+    for name, module, _ in _parallel_layers(model):
+        if group_size(module.process_group) > 1:
             raise ValueError(
                 f"convert: process_group has one rank, and layer {name} is split over "
                 f"{group_size(module.process_group)}: pass the tensor-parallel group"
             )
 
 
-def _host_of(module: nn.Module) -> ModuleType | None:
-    """The integration that knows this kind of parallel linear layer, if it is not this package's own.
-
-    Colossal-AI is asked only if the caller uses it at all: importing it takes ten seconds.
-    """
-    if "colossalai" not in sys.modules:
-        return None
-    from zeroresize.integrations import colossalai
-
-    return colossalai if colossalai.is_parallel_linear(module) else None
+def _parallel_layers(model: nn.Module) -> Iterator[tuple[str, Any, HostAdapter]]:
+    """Parallel linear layers of all hosts: name, layer, and the adapter that knows it."""
+    for name, module in _unwrap(model).named_modules():
+        host = host_of(module)
+        if host is not None:
+            yield name, module, host
 
 
-def _why_left_alone(module: Any, process_group: ProcessGroup) -> str | None:
+def _why_left_alone(module: Any, host: HostAdapter, process_group: ProcessGroup) -> str | None:
+    reason = why_no_whole_weight(module) or host.why_left_alone(module)
+    if reason is not None:
+        return reason
     if getattr(module, "gather_output", False):
         return GATHERED
     if not same_ranks(module.process_group, process_group):
@@ -176,10 +225,14 @@ def _unwrap(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def _nothing_to_convert(left_alone: dict[str, str]) -> str:
+def _nothing_to_convert(left_alone: Mapping[str, str], filtered: list[str]) -> str:
     found = "; ".join(f"{name}: {reason}" for name, reason in left_alone.items()) or "none"
+    refused = f". module_filter_fn left out {_first_of(filtered)}" if filtered else ""
     return (
-        "convert: the model has no layer that can be balanced. Wanted are Colossal-AI's Linear1D_Col / Linear1D_Row "
-        "(convert after booster.boost or ShardFormer.optimize) or zeroresize.ColumnParallelLinear / RowParallelLinear "
-        f"(made by from_linear). Parallel layers found but left alone: {found}"
+        f"convert: the model has no layer that can be balanced. Wanted are {known_kinds()}. Parallel layers found but "
+        f"left alone: {found}{refused}"
     )
+
+
+def _first_of(names: list[str]) -> str:
+    return f"{', '.join(names[:4])}{', …' if names[4:] else ''}"

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from virtual_training import Run
 
 from zeroresize.config import MODES
-from zeroresize.measure import rank_monitor
+from zeroresize.measure import calibrate_resizing, rank_monitor
 
 
 @pytest.mark.parametrize("steps_before", [9, 8])  # at an update, and just before one
@@ -137,7 +137,7 @@ def test_what_pruning_costs_is_measured_anew_where_columns_are_gathered_that_wer
 
     def calibrate(layers, config):
         modes_measured_in.append(config.mode)
-        return rank_monitor.ResizingCost.linear(config.max_ratio)
+        return calibrate_resizing.proportional_to_flops(config)
 
     def train(rank, group):
         monkeypatch.setattr(rank_monitor, "measure_resizing_cost", calibrate)

@@ -18,7 +18,9 @@ PLAN = WorkloadPlan(
 
 @pytest.fixture
 def layers():
-    return {name: SimpleNamespace(weight=torch.zeros(4, 64), num_columns=64, plan=None) for name in ("up", "down")}
+    return {
+        name: SimpleNamespace(local_weight=torch.zeros(4, 64), num_columns=64, plan=None) for name in ("up", "down")
+    }
 
 
 def rank_under(layers, rank, **config):

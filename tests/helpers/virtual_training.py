@@ -9,6 +9,7 @@ from torch import nn
 import zeroresize as zr
 from zeroresize.kernels.probe import Probe
 from zeroresize.measure import calibrate_migration, calibrate_resizing, step_timer
+from zeroresize.plan.layer import LayerPlan
 
 FEATURES = 48
 
@@ -18,16 +19,36 @@ class VirtualTime(Probe):
 
     def __init__(self, gather_s):
         self.now, self.chi, self.gather_s = 0.0, 1.0, gather_s
-        self._is_resized = False
+        self._is_resized = self._has_multiplied = False
 
     def perf_counter(self):
         return self.now
 
+    def product_begins(self):
+        self._has_multiplied = False
+
+    def whole_begins(self, operands):
+        pass
+
     def gemm_ends(self, operands):
+        self._has_multiplied = True
         one, other = operands[:2]
         self._is_resized = {one.shape[-1], other.shape[-1]}.isdisjoint({FEATURES, 2 * FEATURES, 4 * FEATURES})
         outputs = other.shape[0] if one.shape[-1] == other.shape[-1] else other.shape[-1]
         self.now += self.chi * one.numel() * outputs * 1e-6
+
+    def whole_ends(self, operands):
+        """A fused product takes as long as one that is gathered, multiplied and filled in turn."""
+        if self._has_multiplied:  # by the reference, to which the fused kernel left it
+            return
+        one, other = operands[:2]
+        plan = next((operand for operand in operands if isinstance(operand, LayerPlan)), None)
+        self._is_resized = plan is not None and one.shape[-1] != other.shape[0]  # not of dx, as above
+        outputs = other.shape[0] if one.shape[-1] == other.shape[-1] else other.shape[-1]
+        work = one.numel() * outputs
+        if plan is not None:
+            work = work * plan.keep_P.numel() // plan.num_columns
+        self.now += self.chi * work * 1e-6
 
     def product_ends(self):
         self.now += self.gather_s if self._is_resized else 0.0

@@ -116,7 +116,7 @@ def test_impossible_steps_are_left_out_of_an_interval(steps):
 
 def test_a_pre_test_whose_clock_stands_still_tells_nothing(run_ranks, monkeypatch):
     monkeypatch.setattr(
-        calibrate_resizing, "_measure_shape", lambda layer, shape, plans, budget_s: [(0.0, 0.0)] * len(plans)
+        calibrate_resizing, "_measure_shape", lambda layer, shape, plans, budget_s: [(0.0,) * 4] * len(plans)
     )
 
     def train(rank, group):

@@ -286,7 +286,8 @@ def test_colossalais_masters_moments_and_working_weights_stay(run_ranks, colossa
 
 
 def test_a_step_that_failed_leaves_nothing_behind():
-    layer = SimpleNamespace(weight=nn.Parameter(torch.ones(4, COLUMNS)), plan=plan_of([0, 3]), training=True)
+    weight = nn.Parameter(torch.ones(4, COLUMNS))
+    layer = SimpleNamespace(weight=weight, local_weight=weight, plan=plan_of([0, 3]), training=True)
     optimizer = torch.optim.SGD([layer.weight], lr=0.1)
     freezer = ColumnFreezer({"layer": layer}, optimizer)
 

@@ -20,6 +20,7 @@ from zeroresize.control.group_decision import GroupDecision
 from zeroresize.control.lineage import LineageTable
 from zeroresize.control.plan_in_force import PlanInForce
 from zeroresize.control.plan_installer import PlanInstaller
+from zeroresize.control.planner import Planner
 from zeroresize.control.setup_checks import Layers, check_layers, check_weights
 from zeroresize.control.start_checks import StartCheck
 from zeroresize.convert import balanced_layers
@@ -67,7 +68,7 @@ class Parts:
     forward_watch: ForwardWatch | None
     monitor: RankMonitor
     statistic: ColumnStatistic | None
-    decision: GroupDecision
+    decision: Planner
     selector: ColumnSelector
     plan_in_force: PlanInForce
     lender: Lender | None

@@ -70,7 +70,7 @@ def load_state(parts: Parts, state_dict: Mapping[str, Any]) -> int:
     for name, layer in parts.layers.items():
         if layer.last is not None and name in last_gradients:
             known = {key: last_gradients[name][key] for key in vars(layer.last)}
-            layer.last = LastGradients(**known).to(layer.weight.device)
+            layer.last = LastGradients(**known).to(layer.local_weight.device)
     pins = enumerate(shared["pins"]) if parts.config.mode in PINNABLE_MODES else ()
     in_force.pins = {rank: ratio for rank, ratio in pins if ratio is not None}
     parts.monitor.load_state_dict(own["measurement"])
@@ -124,7 +124,7 @@ def _require_own(parts: Parts, state: Any, where: str) -> None:
         row(values(anything))(saved, where)
         for name, layer in parts.layers.items():
             if layer.last is not None and name in saved[0]:
-                kinds = {"dx_TK": optional(tensor()), "dw_NK": optional(tensor(layer.weight.shape))}
+                kinds = {"dx_TK": optional(tensor()), "dw_NK": optional(tensor(layer.local_weight.shape))}
                 keyed(kinds)(saved[0][name], f"{where}[0].{name}")
 
     keyed(

@@ -82,7 +82,7 @@ class PlanInstaller:
         return LayerPlan.from_pruned(
             torch.tensor(pruned, dtype=torch.int64, device="cpu"),
             layer.num_columns,
-            layer.weight.device,
+            layer.local_weight.device,
             self._imputation,
             torch.tensor(lent, dtype=torch.int64, device="cpu"),
         )

@@ -20,7 +20,7 @@ from zeroresize.config_keys import MIGRATING_MODES, PRIORITY_MODES
 from zeroresize.convert import require_same_configuration
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.weight_checks import is_flat_parameters, is_sharded, why_no_whole_weight
-from zeroresize.measure.step_timer import StepTimer
+from zeroresize.measure.step_timer import LayerTimer
 from zeroresize.optim.optimizers import not_stepped
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def check_layers(
         return
     if not layers:
         raise ValueError("the model has no converted layers: call zeroresize.convert(model, ...) first")
-    if any(layer.probes.holds(StepTimer) for layer in layers.values()):
+    if any(layer.probes.holds(LayerTimer) for layer in layers.values()):
         raise ValueError("the model has another balancer: close() that one first")
     require_same_configuration(layers, config)
     weights = {name: layer.weight for name, layer in layers.items()}

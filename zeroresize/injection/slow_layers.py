@@ -10,6 +10,7 @@ import torch
 from zeroresize.injection.delay import Delay, Delays
 from zeroresize.kernels.probe import Probe
 from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.plan.layer import LayerPlan
 
 
 class SlowLayers:
@@ -18,7 +19,7 @@ class SlowLayers:
     Args:
         layers: the balanced layers.
         scope: ``"gemm"`` delays by the matrix multiplication alone, ``"all"`` by the whole product with its gathers
-            and fills.
+            and fills. Of fused kernels, which show no multiplication, both delay by the whole product.
         delays: how products are delayed.
     """
 
@@ -87,8 +88,10 @@ class _SlowProduct(Probe):
         """Tells apart what may take different times; nothing where nothing is slowed."""
         if self._delays.chi == 1.0:
             return None
-        return tuple((x.shape, x.dtype) for x in operands if isinstance(x, torch.Tensor))
+        plans = [x for x in operands if isinstance(x, LayerPlan)]  # a fused kernel's
+        shapes = [(x.shape, x.dtype) for x in operands if isinstance(x, torch.Tensor)]
+        return (*shapes, *(plan.keep_P.numel() for plan in plans))
 
     @property
     def _delay(self) -> Delay:
-        return self._delays.on(self._layer.weight.device)
+        return self._delays.on(self._layer.local_weight.device)

@@ -1,5 +1,25 @@
-"""The products of a linear layer, whole or resized."""
+"""The products of a linear layer, whole or resized, by the implementation that is registered for device and dtype."""
 
-from zeroresize.kernels.reference import dgrad, dgrad_by_columns, forward, wgrad
+from zeroresize.kernels.registry import (
+    REFERENCE,
+    Implementation,
+    dgrad,
+    dgrad_by_columns,
+    forward,
+    implementation_for,
+    implementation_on,
+    register,
+    wgrad,
+)
 
-__all__ = ["dgrad", "dgrad_by_columns", "forward", "wgrad"]
+__all__ = [
+    "REFERENCE",
+    "Implementation",
+    "dgrad",
+    "dgrad_by_columns",
+    "forward",
+    "implementation_for",
+    "implementation_on",
+    "register",
+    "wgrad",
+]

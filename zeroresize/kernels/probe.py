@@ -1,15 +1,25 @@
 """Where measuring and injected slowness attach to a layer's products, so that the products know neither.
 
 A *product* is one of y = x wᵀ, dx = dy w and dw = dyᵀ x as a layer carries it out, with its gathers and fills; the
-*gemm* is the matrix multiplication inside it.
+*gemm* is the matrix multiplication inside it. A fused kernel does all of a product in one piece, and shows no gemm.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
+
+
+class Gemm(Protocol):
+    """How a kernel must multiply, so that probes see it."""
+
+    def __call__(self, multiply: Callable[..., Tensor], *operands: Any) -> Tensor:
+        """``multiply(*operands)``, the matrix multiplication inside a product."""
+
+    def whole(self, kernel: Callable[..., Tensor], *operands: Any) -> Tensor:
+        """``kernel(*operands, gemm)`` of a fused kernel, which does all of a product in one piece."""
 
 
 class Probe:
@@ -32,6 +42,14 @@ class Probe:
 
     def gemm_ends(self, operands: tuple[Any, ...]) -> None:
         """Called after the matrix multiplication of ``operands``."""
+
+    def whole_begins(self, operands: tuple[Any, ...]) -> None:
+        """Called before a fused kernel, which takes ``operands``; by default as if all of it were a multiplication."""
+        self.gemm_begins(operands)
+
+    def whole_ends(self, operands: tuple[Any, ...]) -> None:
+        """Called after a fused kernel; by default as if all of it were a multiplication."""
+        self.gemm_ends(operands)
 
 
 class Probes:
@@ -58,15 +76,15 @@ class Probes:
         return any(isinstance(probe, kind) for probe in self._probes)
 
     def product(self, kernel: Callable[..., Tensor], *operands: Any) -> Tensor:
-        """Carry out ``kernel(*operands, gemm)``, where ``gemm`` is how the kernel must multiply."""
+        """Carry out ``kernel(*operands, gemm)``, where ``gemm`` is how the kernel must multiply (these probes)."""
         for probe in self._probes:
             probe.product_begins()
-        result = kernel(*operands, self.gemm)
+        result = kernel(*operands, self)
         for probe in reversed(self._probes):
             probe.product_ends()
         return result
 
-    def gemm(self, multiply: Callable[..., Tensor], *operands: Any) -> Tensor:
+    def __call__(self, multiply: Callable[..., Tensor], *operands: Any) -> Tensor:
         """Carry out ``multiply(*operands)``.
 
         Inner probes act first, before and after: what one adds before is not part of the multiplication that the outer
@@ -79,6 +97,11 @@ class Probes:
             probe.gemm_ends(operands)
         return result
 
-
-#: How a kernel multiplies: ``gemm(multiply, *operands)`` returns ``multiply(*operands)``.
-Gemm = Callable[..., Tensor]
+    def whole(self, kernel: Callable[..., Tensor], *operands: Any) -> Tensor:
+        """Carry out ``kernel(*operands, gemm)`` of a fused kernel; probes act in the order of a multiplication."""
+        for probe in reversed(self._probes):
+            probe.whole_begins(operands)
+        result = kernel(*operands, self)
+        for probe in reversed(self._probes):
+            probe.whole_ends(operands)
+        return result

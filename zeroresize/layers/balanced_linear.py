@@ -41,6 +41,7 @@ class BalancedLinear:
         configuration: the one that ``convert`` was last given; None before.
         is_column_parallel: whether x is replicated and dx summed over the group, instead of x split and y summed.
         process_group: the tensor-parallel group.
+        weight: the host's parameter; what this rank multiplies by is :attr:`local_weight`.
     """
 
     is_column_parallel: ClassVar[bool]
@@ -65,7 +66,7 @@ class BalancedLinear:
     def prepare_balancing(self) -> None:
         """Give the layer its balancing state: no plan, no probes."""
         self._prepare_for_a_balancer()
-        self.compute_dtype = self.weight.dtype
+        self.compute_dtype = self.local_weight.dtype
         self.is_converted = self.is_compiled = False
         self.configuration = None
 
@@ -103,9 +104,18 @@ class BalancedLinear:
         self.num_tokens = self.num_forwards = self.num_recomputations = 0
 
     @property
+    def local_weight(self) -> Tensor:
+        """[N, K]: this rank's own part of the layer, of which its products are made.
+
+        Plans, loans, optimizer state and statistics refer to its columns. It is :attr:`weight` unless a subclass keeps
+        its parameter in another form; one whose columns may be lent or frozen must give the same tensor every time.
+        """
+        return self.weight
+
+    @property
     def num_columns(self) -> int:
         """K, the columns a plan chooses from."""
-        return self.weight.shape[1]
+        return self.local_weight.shape[1]
 
     def column_products(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """y [..., N] of the whole x [..., K]; in backward dx is summed over the group."""
@@ -144,12 +154,12 @@ class BalancedLinear:
         )
 
     def _weight_in_force(self, loans: SharedProducts | None) -> Tensor:
-        return self.weight if loans is None else loans.weight_in_force(self.weight)
+        return self.local_weight if loans is None else loans.weight_in_force(self.local_weight)
 
     def _plan_in_force(self, x: Tensor) -> LayerPlan | None:
         if x.shape[-1] != self.num_columns:
             raise ValueError(
-                f"input {tuple(x.shape)} does not fit weight {tuple(self.weight.shape)}: "
+                f"input {tuple(x.shape)} does not fit weight {tuple(self.local_weight.shape)}: "
                 f"its last dimension must be {self.num_columns}"
             )
         if not self.training:

@@ -9,7 +9,7 @@ from zeroresize.layers.balanced_linear import BalancedLinear
 
 def work_of_layers(layers: Mapping[str, BalancedLinear]) -> dict[str, float]:
     """What every layer's products take on this rank, relative to each other: the size of its weight."""
-    return {name: float(layer.weight.numel()) for name, layer in layers.items()}
+    return {name: float(layer.local_weight.numel()) for name, layer in layers.items()}
 
 
 def segments_of_layers(layers: Mapping[str, BalancedLinear]) -> list[list[str]]:

@@ -39,7 +39,7 @@ class _Shape:
 
     @classmethod
     def of(cls, layer: BalancedLinear) -> _Shape:
-        num_outputs, num_columns = layer.weight.shape
+        num_outputs, num_columns = layer.local_weight.shape
         return cls(
             num_tokens=layer.num_tokens // layer.num_forwards,
             num_micro_batches=layer.num_forwards - layer.num_recomputations,
@@ -47,9 +47,9 @@ class _Shape:
             num_columns=num_columns,
             num_outputs=num_outputs,
             is_column_parallel=layer.is_column_parallel,
-            weight_dtype=layer.weight.dtype,
+            weight_dtype=layer.local_weight.dtype,
             dtype=layer.compute_dtype,
-            device=layer.weight.device,
+            device=layer.local_weight.device,
         )
 
 

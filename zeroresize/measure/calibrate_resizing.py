@@ -7,8 +7,9 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,10 +42,48 @@ class _Shape:
         return self.num_tokens * self.num_columns * self.num_outputs
 
 
+class _Seconds(NamedTuple):
+    """What products take, the fused ones among them also apart."""
+
+    gemm: float = 0.0
+    gather_fill: float = 0.0
+    whole_gemm: float = 0.0
+    whole_gather_fill: float = 0.0
+
+    def plus(self, count: int, other: _Seconds) -> _Seconds:
+        """``count`` times the other on top."""
+        return _Seconds(*(own + count * more for own, more in zip(self, other, strict=True)))
+
+
+@dataclass(frozen=True)
+class ProductSplit:
+    """What a step's fused products take by the calibration, which training cannot see apart.
+
+    Attributes:
+        ratios: pruning ratios γ, ascending, the first 0.
+        gemm_s: seconds a step that they multiply at each of them; all zero where no kernel is fused.
+        gather_fill_s: seconds a step that they gather and fill.
+    """
+
+    ratios: tuple[float, ...]
+    gemm_s: tuple[float, ...]
+    gather_fill_s: tuple[float, ...]
+
+    def gemm_part(self, spared_share: float, borrowed_share: float) -> float:
+        """Which part of their time is multiplying, where a rank is spared one share and borrows another."""
+        own_s = float(np.interp(spared_share, self.ratios, self.gemm_s))
+        gather_fill_s = float(np.interp(spared_share, self.ratios, self.gather_fill_s))
+        gemm_s = own_s + borrowed_share * self.gemm_s[0]  # others' columns come packed
+        return gemm_s / (gemm_s + gather_fill_s) if gemm_s > 0.0 else 1.0
+
+
 def measure_resizing_cost(
     layers: Mapping[str, BalancedLinear], config: BalanceConfig, budget_s: float = 1.0
-) -> ResizingCost:
+) -> tuple[ResizingCost, ProductSplit]:
     """What pruning costs this rank at ``NUM_POINTS`` ratios from 0 to γ_max, over all layers together.
+
+    Where a fused kernel gathers inside its multiplication, multiplying takes as long as of the same columns packed, and
+    gathering the rest.
 
     Every distinct shape is measured once for all layers that have it. The products run through the
     layers' probes, so injected slowness counts as it does in training. Fewer tokens are used where all do not fit the
@@ -57,56 +96,63 @@ def measure_resizing_cost(
     """
     layers = {name: layer for name, layer in layers.items() if layer.num_tokens > 0}
     if not layers:
-        return ResizingCost.linear(config.max_ratio)
+        return proportional_to_flops(config)
     examples: dict[_Shape, BalancedLinear] = {}
     counts: Counter[_Shape] = Counter()
     for layer in layers.values():
-        weight = layer.weight
+        weight = layer.local_weight
         shape = _Shape(layer.num_tokens, weight.shape[1], weight.shape[0], layer.compute_dtype, weight.device)
         examples.setdefault(shape, layer)
         counts[shape] += 1
 
-    pruned, gemm_s, gather_fill_s = [0.0] * NUM_POINTS, [0.0] * NUM_POINTS, [0.0] * NUM_POINTS
+    pruned, seconds = [0.0] * NUM_POINTS, [_Seconds() for _ in range(NUM_POINTS)]
     for shape, count in counts.items():
         plans = [_spread_plan(ratio, shape, config) for ratio in spread_ratios(config.max_ratio)]
         measured = _measure_shape(examples[shape], shape, plans, budget_s / len(counts))
-        for point, (plan, (gemm, overhead)) in enumerate(zip(plans, measured, strict=True)):
+        for point, (plan, of_shape) in enumerate(zip(plans, measured, strict=True)):
             pruned[point] += count * shape.work * (plan.pruned_share if plan else 0.0)
-            gemm_s[point] += count * gemm
-            gather_fill_s[point] += count * overhead
+            seconds[point] = _Seconds(
+                *(sum_s + count * own_s for sum_s, own_s in zip(seconds[point], of_shape, strict=True))
+            )
+    gemm_s, gather_fill_s, whole_gemm_s, whole_gather_fill_s = zip(*seconds, strict=True)
     if not gemm_s[0] > 0.0:  # of a clock that stands still
-        return ResizingCost.linear(config.max_ratio)
+        return proportional_to_flops(config)
     work = sum(count * shape.work for shape, count in counts.items())
     ratios = tuple(columns / work for columns in pruned)
     if any(low >= high for low, high in itertools.pairwise(ratios)):  # layers of a few columns: several plans are equal
         ratios = spread_ratios(config.max_ratio)
-    return ResizingCost(
+    cost = ResizingCost(
         ratios=ratios,
         gemm_share=tuple(max(seconds / gemm_s[0], 1e-6) for seconds in gemm_s),
         gather_fill_s=(0.0, *gather_fill_s[1:]),
     )
+    return cost, ProductSplit(ratios, whole_gemm_s, whole_gather_fill_s)
+
+
+def proportional_to_flops(config: BalanceConfig) -> tuple[ResizingCost, ProductSplit]:
+    """What pruning is taken to cost where it cannot be measured."""
+    cost = ResizingCost.linear(config.max_ratio)
+    return cost, ProductSplit(cost.ratios, cost.gather_fill_s, cost.gather_fill_s)
 
 
 def _measure_shape(
     layer: BalancedLinear, shape: _Shape, plans: Sequence[LayerPlan | None], budget_s: float
-) -> list[tuple[float, float]]:
-    """(gemm, overhead) seconds of the three products under every plan for all the layer's tokens.
+) -> list[_Seconds]:
+    """Of the three products under every plan for all the layer's tokens.
 
     The best of three rounds, with the plans interleaved so that drift hits all alike.
     """
     num_tokens = min(shape.num_tokens, _FIRST_TOKENS)
     operands = _operands(shape, num_tokens)
     _time_products(layer, *operands, None)  # first calls set up threads and libraries
-    seconds_a_token = sum(_time_products(layer, *operands, None)) / num_tokens
+    first = _time_products(layer, *operands, None)
+    seconds_a_token = (first.gemm + first.gather_fill + first.whole_gemm) / num_tokens  # fused ones are timed twice
     affordable = budget_s / (seconds_a_token * len(plans) * _REPEATS * _MEAN_COST)
     num_tokens = min(shape.num_tokens, max(num_tokens // 2, int(affordable)))
     x_TK, dy_TN, w_NK = _operands(shape, num_tokens)
     rounds = [[_time_products(layer, x_TK, dy_TN, w_NK, plan) for plan in plans] for _ in range(_REPEATS)]
     scale = shape.num_tokens / num_tokens
-    return [
-        (scale * min(gemm for gemm, _ in point), scale * min(overhead for _, overhead in point))
-        for point in zip(*rounds, strict=True)
-    ]
+    return [_Seconds(*(scale * min(own) for own in zip(*point, strict=True))) for point in zip(*rounds, strict=True)]
 
 
 def _operands(shape: _Shape, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -133,8 +179,25 @@ def _spread_plan(ratio: float, shape: _Shape, config: BalanceConfig) -> LayerPla
 
 def _time_products(
     layer: BalancedLinear, x_TK: Tensor, dy_TN: Tensor, w_NK: Tensor, plan: LayerPlan | None
-) -> tuple[float, float]:
-    """(gemm, overhead) seconds of the three products under ``plan``."""
+) -> _Seconds:
+    """Of the three products under ``plan``."""
+    watched = _watch_products(layer, x_TK, dy_TN, w_NK, plan)
+    gather_fill_s = max(watched.products_s - watched.gemm_s - watched.whole_s, 0.0)
+    whole_gemm_s = watched.whole_s
+    if whole_gemm_s > 0.0 and plan is not None:
+        packed_x_TP, packed_w_NP = (plan.kept.of(matrix).contiguous() for matrix in (x_TK, w_NK))
+        packed_s = _watch_products(layer, packed_x_TP, dy_TN, packed_w_NP, None).whole_s
+        whole_gemm_s = min(watched.whole_s, packed_s)
+    whole_gather_fill_s = watched.whole_s - whole_gemm_s
+    return _Seconds(
+        watched.gemm_s + whole_gemm_s, gather_fill_s + whole_gather_fill_s, whole_gemm_s, whole_gather_fill_s
+    )
+
+
+def _watch_products(
+    layer: BalancedLinear, x_TK: Tensor, dy_TN: Tensor, w_NK: Tensor, plan: LayerPlan | None
+) -> _Stopwatch:
+    """Carry out the three products under ``plan``."""
     stopwatch = _Stopwatch(x_TK.device)
     layer.probes.add_outermost(stopwatch)
     try:
@@ -143,24 +206,41 @@ def _time_products(
         layer.probes.product(kernels.wgrad, dy_TN, x_TK, plan, None)
     finally:
         layer.probes.remove(stopwatch)
-    return stopwatch.gemm_s, max(stopwatch.products_s - stopwatch.gemm_s, 0.0)
+    return stopwatch
 
 
 class _Stopwatch(Probe):
-    """Times products and multiplications with the device at rest: only here, never inside an iteration."""
+    """Times products and multiplications with the device at rest: only here, never inside an iteration.
+
+    Attributes:
+        products_s: of whole products.
+        gemm_s: of multiplications inside of them.
+        whole_s: of fused products that showed no multiplication.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._begun: list[float] = []
-        self.products_s = self.gemm_s = 0.0
+        self._is_whole = False
+        self.products_s = self.gemm_s = self.whole_s = 0.0
 
     def product_begins(self) -> None:
+        self._is_whole = False
         self._begun.append(self._now())
 
     def product_ends(self) -> None:
-        self.products_s += self._now() - self._begun.pop()
+        elapsed_s = self._now() - self._begun.pop()
+        self.products_s += elapsed_s
+        self.whole_s += elapsed_s if self._is_whole else 0.0
+
+    def whole_begins(self, operands: tuple[Any, ...]) -> None:
+        self._is_whole = True
+
+    def whole_ends(self, operands: tuple[Any, ...]) -> None:
+        pass
 
     def gemm_begins(self, operands: tuple[Any, ...]) -> None:
+        self._is_whole = False
         self._begun.append(self._now())
 
     def gemm_ends(self, operands: tuple[Any, ...]) -> None:

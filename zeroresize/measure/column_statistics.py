@@ -87,7 +87,7 @@ class WeightVariation(ColumnStatistic):
 
     def __init__(self, layers: Layers, *, storage: str) -> None:
         self._layers, self._storage = layers, storage
-        self._then = {name: self._copy_of(layer.weight) for name, layer in layers.items()}
+        self._then = {name: self._copy_of(layer.local_weight) for name, layer in layers.items()}
         for name, layer in layers.items():
             layer.watch_input = self._first_forward(name)
 
@@ -95,7 +95,7 @@ class WeightVariation(ColumnStatistic):
     def take(self) -> Fresh:
         fresh = {}
         for name, layer in self._layers.items():
-            now = self._copy_of(layer.weight)
+            now = self._copy_of(layer.local_weight)
             change_NK = now.to(torch.float32) - self._then[name].to(torch.float32)
             fresh[name] = change_NK.abs_().mean(dim=0, dtype=torch.float64).cpu().numpy()
             if not layer.weight.requires_grad:
@@ -121,13 +121,13 @@ class WeightVariation(ColumnStatistic):
 
     def _first_forward(self, name: str) -> Callable[[Tensor], None]:
         layer = self._layers[name]
-        version = layer.weight._version
+        version = layer.local_weight._version
 
         @torch.no_grad()
         def look(_: Tensor) -> None:
             layer.watch_input = None
-            if layer.weight._version != version:
-                self._then[name] = self._copy_of(layer.weight)
+            if layer.local_weight._version != version:
+                self._then[name] = self._copy_of(layer.local_weight)
 
         return look
 
@@ -152,7 +152,7 @@ class ActivationNorms(ColumnStatistic):
         self._first_step: int | None = None
         self._squares = {name: self._zeros(layer) for name, layer in layers.items()}
         self._num_tokens = {
-            name: torch.zeros((), dtype=torch.int64, device=layer.weight.device) for name, layer in layers.items()
+            name: torch.zeros((), dtype=torch.int64, device=layer.local_weight.device) for name, layer in layers.items()
         }
 
     def begin_step(self, step: int) -> None:
@@ -167,7 +167,7 @@ class ActivationNorms(ColumnStatistic):
         fresh = {}
         for name, layer in self._layers.items():
             mean_squares_K = self._squares[name] / self._num_tokens[name]  # NaN where there were none
-            norms_K = _norms_of_columns(layer.weight.detach())
+            norms_K = _norms_of_columns(layer.local_weight.detach())
             fresh[name] = (norms_K * mean_squares_K.sqrt()).to("cpu", torch.float64).numpy()
             self._squares[name].zero_()
             self._num_tokens[name].zero_()
@@ -206,7 +206,7 @@ class ActivationNorms(ColumnStatistic):
 
     @staticmethod
     def _zeros(layer: BalancedLinear) -> Tensor:
-        return torch.zeros(layer.num_columns, dtype=torch.float32, device=layer.weight.device)
+        return torch.zeros(layer.num_columns, dtype=torch.float32, device=layer.local_weight.device)
 
 
 def _norms_of_columns(x_TK: Tensor) -> Tensor:
@@ -223,7 +223,7 @@ class PathLength(ColumnStatistic):
 
     def __init__(self, layers: Layers, optimizer: Any) -> None:
         self._layers = layers
-        self._stepped = SteppedTensors(optimizer, {name: layer.weight for name, layer in layers.items()})
+        self._stepped = SteppedTensors(optimizer, {name: layer.local_weight for name, layer in layers.items()})
         self._paths = {name: torch.zeros(layer.num_columns) for name, layer in layers.items()}
         self._num_looks = dict.fromkeys(layers, 0)
         self._turn = self._num_steps = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import statistics
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,10 +14,11 @@ from typing import Any
 import torch
 
 from zeroresize.config import BalanceConfig
+from zeroresize.kernels import implementation_on
 from zeroresize.layers.balanced_linear import BalancedLinear
-from zeroresize.measure.calibrate_resizing import measure_resizing_cost
-from zeroresize.measure.step_timer import StepTimer, clock_for
-from zeroresize.policy.cost_model import ResizingCost
+from zeroresize.measure.calibrate_resizing import ProductSplit, measure_resizing_cost
+from zeroresize.measure.step_timer import LayerTimer, StepTimer, clock_for
+from zeroresize.policy.cost_model import NUM_POINTS, ResizingCost
 from zeroresize.policy.estimate import FullWorkEstimate
 from zeroresize.policy.times import RankTimes, StepTimes
 from zeroresize.utils.state_checks import Check, count, each, flag, keyed, number, optional, row, text
@@ -32,7 +34,7 @@ class _Conditions:
     """What a calibration depends on.
 
     Attributes:
-        device: its name, and the dtypes that layers compute in.
+        device: its name, the dtypes that layers compute in, and by which kernels.
         work: tokens of a step times the sizes of the weights they meet.
         max_ratio, block: of the configuration: up to which ratio, and by which columns, pruning was measured.
         is_gathered: whether columns were gathered; in mode "mig" the kept columns are neighbours, which are a view.
@@ -49,12 +51,13 @@ class _Conditions:
         """Those of the step that has just ended."""
         seen = [layer for layer in layers.values() if layer.num_tokens > 0]
         names = {
-            torch.cuda.get_device_name(layer.weight.device) if layer.weight.is_cuda else layer.weight.device.type
-            for layer in seen
+            torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+            for device in {layer.local_weight.device for layer in seen}
         }
         dtypes = {str(layer.compute_dtype) for layer in seen}
-        work = sum(layer.num_tokens * layer.weight.numel() for layer in seen)
-        device = " ".join(sorted(names) + sorted(dtypes))
+        kernels = {implementation_on(layer.local_weight.device.type, layer.compute_dtype).name for layer in seen}
+        work = sum(layer.num_tokens * layer.local_weight.numel() for layer in seen)
+        device = " ".join(sorted(names) + sorted(dtypes) + sorted(kernels))
         return cls(device, float(work), config.max_ratio, config.block, config.mode != "mig")
 
     def is_like(self, other: _Conditions) -> bool:
@@ -81,12 +84,16 @@ class RankMonitor:
         # Ranks run row-parallel layers together, since their outputs are summed; a model without any counts all layers.
         self._counted = [layer for layer in layers.values() if not layer.is_column_parallel] or list(layers.values())
         self._num_forwards_before_step = 0
-        device = next(iter(layers.values())).weight.device if layers else torch.device("cpu")
+        device = next(iter(layers.values())).local_weight.device if layers else torch.device("cpu")
         self._timer = StepTimer(clock_for(device))
-        for layer in layers.values():
+        self._split: ProductSplit | None = None
+        self._layer_times: dict[str, float] = {}
+        probes = []
+        for name, layer in layers.items():
             layer.forget_forwards()
-            layer.probes.add_outermost(self._timer)
-        self.close = weakref.finalize(self, _detach, self._timer, list(layers.values()))
+            probes.append((layer, LayerTimer(self._timer, name)))
+            layer.probes.add_outermost(probes[-1][1])
+        self.close = weakref.finalize(self, _detach, self._timer, probes)
 
     @property
     def times(self) -> RankTimes | None:
@@ -102,6 +109,12 @@ class RankMonitor:
     def cost(self) -> ResizingCost:
         """What pruning costs; proportional to FLOPs until :meth:`calibrate`."""
         return self._estimate.cost
+
+    @property
+    def layer_times(self) -> dict[str, float]:
+        """Seconds of each layer's products in a usual step under the last update's last plan, by name; empty where
+        none was read."""
+        return dict(self._layer_times)
 
     @property
     def timer_s(self) -> float:
@@ -143,7 +156,9 @@ class RankMonitor:
 
     def calibrate(self) -> None:
         """Measure what pruning costs on the shapes of the step that has just ended; takes about a second."""
-        self._estimate = FullWorkEstimate(measure_resizing_cost(self._layers, self._config))
+        cost, split = measure_resizing_cost(self._layers, self._config)
+        self._estimate = FullWorkEstimate(cost)
+        self._take_split(split)
         self._calibrated_on = _Conditions.of_step(self._layers, self._config)
         cost = self._estimate.calibrated
         logger.info(
@@ -166,14 +181,27 @@ class RankMonitor:
         self._wait_s = math.nan
         if self._interval and usual is not None and usual.plan == self._plan_in_force:
             self._wait_s = usual.wait_s
+        # Of steps from a loaded state it is not known.
+        under_last_plan = [step.layers for step in self._interval if step.layers and step.plan == self._plan_in_force]
+        self._layer_times = {
+            name: statistics.median(layers.get(name, 0.0) for layers in under_last_plan)
+            for name in self._layers
+            if under_last_plan
+        }
         self._interval, self._has_seen_training = [], False
+
+    def _take_split(self, split: ProductSplit) -> None:
+        self._split = split
+        self._timer.gemm_part = split.gemm_part
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's own, plain values."""
         return {
             "calibrated_on": dataclasses.astuple(self._calibrated_on) if self._calibrated_on is not None else None,
             "estimate": self._estimate.state_dict(),
-            "interval": [dataclasses.astuple(step) for step in self._interval],
+            "split": dataclasses.astuple(self._split) if self._split is not None else None,
+            # Without the times of layers, which the next interval tells anew.
+            "interval": [dataclasses.astuple(dataclasses.replace(step, layers={}))[:-1] for step in self._interval],
         }
 
     @property
@@ -181,18 +209,26 @@ class RankMonitor:
         """Of what :meth:`load_state_dict` can take over."""
         conditions = row(text, number, number, count, optional(flag), least=2)
         step = row(number, number, number, number, number, flag, number)
+        split = row(*[each(number, NUM_POINTS)] * 3)
         return keyed(
-            {"calibrated_on": optional(conditions), "estimate": self._estimate.state_check, "interval": each(step)}
+            {
+                "calibrated_on": optional(conditions),
+                "estimate": self._estimate.state_check,
+                "split": optional(split),
+                "interval": each(step),
+            }
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from :meth:`state_dict`."""
         self._calibrated_on = _Conditions(*state["calibrated_on"]) if state["calibrated_on"] is not None else None
+        if state["split"] is not None:
+            self._take_split(ProductSplit(*map(tuple, state["split"])))
         self._interval = [StepTimes(*values) for values in state["interval"]]
         self._estimate.load_state_dict(state["estimate"])
 
 
-def _detach(timer: StepTimer, layers: list[BalancedLinear]) -> None:
+def _detach(timer: StepTimer, probes: list[tuple[BalancedLinear, LayerTimer]]) -> None:
     timer.close()
-    for layer in layers:
-        layer.probes.remove(timer)
+    for layer, probe in probes:
+        layer.probes.remove(probe)

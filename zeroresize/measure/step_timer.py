@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -105,7 +106,8 @@ def clock_for(device: torch.device) -> Clock:
 class _Step:
     """One iteration while it is measured.
 
-    ``pairs`` are the intervals of which the clock has not told the seconds yet, ``seconds`` the sums of the others.
+    ``pairs`` are the intervals of which the clock has not told the seconds yet, each with its kind and its layer;
+    ``seconds`` are the sums of the others by kind, ``layers`` those of products by layer.
     """
 
     begin: Any
@@ -114,26 +116,30 @@ class _Step:
     is_forced: bool = False
     end: Any = None
     num_marks: int = 1
-    pairs: deque[tuple[str, Any, Any]] = field(default_factory=deque)
+    pairs: deque[tuple[str, str | None, Any, Any]] = field(default_factory=deque)
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    layers: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     @property
     def marks(self) -> list[Any]:
         """Those that are kept."""
-        pairs = [(self.begin, self.end), *((begin, end) for _, begin, end in self.pairs)]
+        pairs = [(self.begin, self.end), *((begin, end) for *_, begin, end in self.pairs)]
         return [mark for pair in pairs for mark in pair if mark is not None]
 
-    def add(self, kind: str, begin: Any, end: Any, clock: Clock) -> None:
-        self.pairs.append((kind, begin, end))
+    def add(self, kind: str, layer: str | None, begin: Any, end: Any, clock: Clock) -> None:
+        self.pairs.append((kind, layer, begin, end))
         self.num_marks += 2
         if len(self.pairs) >= _MOST_PAIRS:
             self.sum_up(clock)
 
     def sum_up(self, clock: Clock) -> None:
         """Turn what the clock has passed into seconds."""
-        while self.pairs and clock.has_passed(self.pairs[0][2]):
-            kind, begin, end = self.pairs.popleft()
-            self.seconds[kind] += clock.seconds(begin, end)
+        while self.pairs and clock.has_passed(self.pairs[0][-1]):
+            kind, layer, begin, end = self.pairs.popleft()
+            elapsed_s = clock.seconds(begin, end)
+            self.seconds[kind] += elapsed_s
+            if layer is not None:
+                self.layers[layer] += elapsed_s
             clock.recycle([begin, end])
 
 
@@ -143,12 +149,17 @@ class StepTimer(Probe):
     Training is the thread that begins the steps, and autograd's threads. What other threads wait for (a checkpoint that
     is saved in the background, batches that are fetched ahead) holds up nobody here. Nor do products of an
     evaluation count: no plan relieves them.
+
+    Attributes:
+        gemm_part: which part of the time of fused products is multiplying, of the shares of a rank's products that it
+            is spared and that it borrows; all of it until a calibration tells.
     """
 
     sees_evaluation = False
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
+        self.gemm_part: Callable[[float, float], float] = lambda spared_share, borrowed_share: 1.0
         self._unread: deque[_Step] = deque()
         self._step: _Step | None = None
         self._thread = threading.get_ident()
@@ -194,12 +205,21 @@ class StepTimer(Probe):
 
     def product_begins(self) -> None:
         waits.watch_end_of_backward()
+        self._begun.is_whole = False
         self._begin("products")
 
-    def product_ends(self) -> None:
-        self._end("products")
+    def product_ends(self, layer: str | None = None) -> None:
+        """``layer`` is the name of the layer whose product it is."""
+        self._end("wholes" if getattr(self._begun, "is_whole", False) else "products", layer, begun="products")
+
+    def whole_begins(self, operands: tuple[Any, ...]) -> None:
+        self._begun.is_whole = True
+
+    def whole_ends(self, operands: tuple[Any, ...]) -> None:
+        """The product ends right after it."""
 
     def gemm_begins(self, operands: tuple[Any, ...]) -> None:
+        self._begun.is_whole = False  # a fused kernel has left this product to one that shows its multiplication
         self._begin("gemms")
 
     def gemm_ends(self, operands: tuple[Any, ...]) -> None:
@@ -215,12 +235,12 @@ class StepTimer(Probe):
         if self._step is not None and self._is_training_thread() and self._clock.is_on_main_stream():
             setattr(self._begun, kind, self._clock.mark())
 
-    def _end(self, kind: str) -> None:
-        begin = getattr(self._begun, kind, None)
-        setattr(self._begun, kind, None)
+    def _end(self, kind: str, layer: str | None = None, begun: str = "") -> None:
+        begin = getattr(self._begun, begun or kind, None)
+        setattr(self._begun, begun or kind, None)
         if self._step is None or begin is None:
             return
-        self._step.add(kind, begin, self._clock.mark(), self._clock)
+        self._step.add(kind, layer, begin, self._clock.mark(), self._clock)
 
     def _is_training_thread(self) -> bool:
         return threading.get_ident() == self._thread or torch._C._current_graph_task_id() != -1
@@ -233,10 +253,11 @@ class StepTimer(Probe):
     def _measure_mark_s(self, num_pairs: int = 500) -> float:
         """Seconds that one mark costs the host, bookkeeping included."""
         self.begin_step()
+        probe = LayerTimer(self, "")
         began = time.perf_counter()
         for _ in range(num_pairs):
-            self.product_begins()
-            self.product_ends()
+            probe.product_begins()
+            probe.product_ends()
         elapsed_s = time.perf_counter() - began
         self._step = None
         return elapsed_s / (2 * num_pairs)
@@ -245,7 +266,10 @@ class StepTimer(Probe):
         step.sum_up(self._clock)
         wall_s = self._clock.seconds(step.begin, step.end)
         self._clock.recycle([step.begin, step.end])
-        products_s, gemm_s, waits_s = (step.seconds[kind] for kind in ("products", "gemms", "waits"))
+        split_s, whole_s, gemm_s, waits_s = (step.seconds[kind] for kind in ("products", "wholes", "gemms", "waits"))
+        products_s = split_s + whole_s
+        if whole_s > 0.0:
+            gemm_s += whole_s * self.gemm_part(step.spared_share, step.borrowed_share)
         busy_s = max(wall_s - waits_s, products_s)
         return StepTimes(
             busy_s=busy_s,
@@ -255,4 +279,37 @@ class StepTimer(Probe):
             borrowed_share=step.borrowed_share,
             is_forced=step.is_forced,
             wait_s=max(wall_s - busy_s, 0.0),
+            layers=dict(step.layers),
         )
+
+
+class LayerTimer(Probe):
+    """The probe of one layer, whose products ``timer`` sums.
+
+    Args:
+        timer: of all layers of this rank.
+        layer: its name.
+    """
+
+    sees_evaluation = False
+
+    def __init__(self, timer: StepTimer, layer: str) -> None:
+        self.timer, self._layer = timer, layer
+
+    def product_begins(self) -> None:
+        self.timer.product_begins()
+
+    def product_ends(self) -> None:
+        self.timer.product_ends(self._layer)
+
+    def whole_begins(self, operands: tuple[Any, ...]) -> None:
+        self.timer.whole_begins(operands)
+
+    def whole_ends(self, operands: tuple[Any, ...]) -> None:
+        self.timer.whole_ends(operands)
+
+    def gemm_begins(self, operands: tuple[Any, ...]) -> None:
+        self.timer.gemm_begins(operands)
+
+    def gemm_ends(self, operands: tuple[Any, ...]) -> None:
+        self.timer.gemm_ends(operands)

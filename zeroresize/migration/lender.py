@@ -169,7 +169,7 @@ class Lender:
             loans,
             transport=self._transport,
             weight_transport=self._weight_transport,
-            weight=layer.weight,
+            weight=layer.local_weight,
             probes=layer.probes,
             gradient_return=self._gradient_return,
             send_all_weights=self.send_weights,
@@ -177,4 +177,4 @@ class Lender:
 
     @property
     def _device(self) -> torch.device:
-        return next(iter(self._layers.values())).weight.device
+        return next(iter(self._layers.values())).local_weight.device

@@ -36,7 +36,7 @@ class ColumnFreezer:
         _require_own_weights(layers)
         self._layers = layers
         self._optimizer = torch_optimizer(optimizer)
-        self._stepped = SteppedTensors(optimizer, {name: layer.weight for name, layer in layers.items()})
+        self._stepped = SteppedTensors(optimizer, {name: layer.local_weight for name, layer in layers.items()})
         self._set_aside: list[tuple[Tensor, Tensor, Tensor]] = []
         self._without_state: list[tuple[Tensor, Tensor]] = []
         self._unhook = hook_steps(optimizer, self._before_step, self._after_step)
@@ -77,7 +77,7 @@ class ColumnFreezer:
 def _require_own_weights(layers: Mapping[str, BalancedLinear]) -> None:
     owners: dict[int, str] = {}
     for name, layer in layers.items():
-        other = owners.setdefault(id(layer.weight), name)
+        other = owners.setdefault(id(layer.local_weight), name)
         if other != name:
             raise ValueError(
                 f"layers {other} and {name} share their weight: pruned_update='freeze' cannot tell whose pruned "

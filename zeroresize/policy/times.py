@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from zeroresize.policy.cost_model import ResizingCost
 
@@ -30,6 +31,7 @@ class StepTimes:
         borrowed_share: what it computed for others, in units of its own products at full work.
         is_forced: whether someone forced just this share, whatever it costs.
         wait_s: the rest of the time between the two ends, waiting in collectives.
+        layers: by name, what the products of each layer took that had any, in forward and backward together.
     """
 
     busy_s: float
@@ -39,6 +41,7 @@ class StepTimes:
     borrowed_share: float = 0.0
     is_forced: bool = False
     wait_s: float = 0.0
+    layers: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     @property
     def is_possible(self) -> bool:

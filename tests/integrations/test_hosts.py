@@ -1,0 +1,170 @@
+"""The registry of hosts, and docs/adding_a_host.md: its example runs as it stands and does what it says."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from log_lines import caught_log_lines
+from torch import nn
+
+import zeroresize as zr
+from zeroresize.convert import balanced_layers
+from zeroresize.integrations import SwappedClasses, hosts, register_host
+from zeroresize.layers.balanced_linear import BalancedLinear
+
+ROOT = Path(__file__).parents[2]
+CONFIG = zr.BalanceConfig(mode="zero-rd")
+
+
+@pytest.fixture
+def example(monkeypatch):
+    """The names of the program in the docs; its host is forgotten again when the test ends."""
+    monkeypatch.setattr(hosts, "_hosts", list(hosts._hosts))
+    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/adding_a_host.md").read_text(), re.DOTALL)
+    names = {"__name__": "adding_a_host"}
+    exec(compile(program, "docs/adding_a_host.md", "exec"), names)
+    return names
+
+
+def test_the_example_of_the_docs_trains_while_a_rank_prunes(run_ranks, example):
+    (losses, plan), (losses_1, plan_1) = run_ranks(lambda rank, group: example["main"](group), 2)
+    assert losses == losses_1 and plan == plan_1
+    assert losses[-1] < losses[0]
+    assert [rank.pruned for rank in plan.ranks] == [0.0, 0.5]
+
+
+def test_the_hosts_layers_are_swapped_in_place_and_compute_bitwise_alike(run_ranks, example):
+    def gradients(rank, group):
+        torch.manual_seed(rank)
+        model = nn.Sequential(example["HostColumn"](12, 24, group), nn.GELU(), example["HostRow"](24, 12, group))
+        results, parameters = [], [id(one) for one in model.parameters()]
+        for is_converted in (False, True):
+            if is_converted:
+                zr.convert(model, process_group=group, config=CONFIG)
+            model.zero_grad()
+            x = torch.randn(5, 12, generator=torch.Generator().manual_seed(1)).requires_grad_()
+            y = model(x)
+            y.square().sum().backward()
+            results.append([y.detach(), x.grad, *(one.grad.clone() for one in model.parameters())])
+        assert [id(one) for one in model.parameters()] == parameters
+        assert list(balanced_layers(model)) == ["0", "2"]
+        return all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+    assert run_ranks(gradients, 2) == [True, True]
+
+
+def test_a_hosts_reason_and_its_subclasses_leave_layers_alone(run_ranks, example):
+    class Special(example["HostColumn"]):
+        pass
+
+    def check(rank, group):
+        classes = {
+            example["HostColumn"]: example["BalancedColumn"],
+            example["HostRow"]: example["BalancedRow"],
+        }
+        register_host(SwappedClasses(classes, lambda layer: "it is wide" if layer.in_features > 12 else None))
+        model = nn.ModuleDict(
+            {
+                "taken": example["HostColumn"](12, 24, group),
+                "wide": example["HostColumn"](16, 24, group),
+                "special": Special(12, 24, group),
+            }
+        )
+        with caught_log_lines() as lines:
+            zr.convert(model, process_group=group, config=CONFIG)
+        assert list(balanced_layers(model)) == ["taken"]
+        assert type(model["wide"]) is example["HostColumn"] and type(model["special"]) is Special
+        assert any("layer wide is left alone: it is wide" in line for line in lines)
+        assert any("layer special is left alone: Special is a subclass" in line for line in lines)
+
+    run_ranks(check, 2)
+
+
+def test_the_last_registered_host_is_asked_first_and_one_object_is_registered_once(monkeypatch):
+    monkeypatch.setattr(hosts, "_hosts", list(hosts._hosts))
+
+    class Knows:
+        kinds = "anything"
+
+        def is_parallel_linear(self, module):
+            return True
+
+        def why_left_alone(self, module):
+            return None
+
+        def swap_layer(self, module):
+            return module
+
+    first, second = Knows(), Knows()
+    for adapter in (first, second, first):
+        register_host(adapter)
+    assert hosts.host_of(nn.Linear(2, 2)) is second
+    assert hosts._hosts[:2] == [second, first]
+    assert "anything" in hosts.known_kinds()
+
+
+def test_what_is_no_adapter_is_told_what_it_lacks():
+    class Half:
+        kinds = "half of it"
+
+        def is_parallel_linear(self, module):
+            return False
+
+    with pytest.raises(TypeError, match="Half is no host adapter, since it has no why_left_alone, swap_layer"):
+        register_host(Half())
+
+
+def test_classes_that_are_not_balanced_ones_of_the_host_are_an_error():
+    with pytest.raises(ValueError, match="Linear must be a subclass of BalancedLinear and of Linear"):
+        SwappedClasses({nn.Linear: nn.Linear})
+    with pytest.raises(ValueError, match="ColumnParallelLinear must be a subclass of BalancedLinear and of Linear"):
+        SwappedClasses({nn.Linear: zr.ColumnParallelLinear})
+
+
+def test_an_adapter_that_does_not_swap_in_place_is_an_error(run_ranks, monkeypatch):
+    class Careless:
+        kinds = "nn.Linear"
+
+        def is_parallel_linear(self, module):
+            return type(module) is nn.Linear
+
+        def why_left_alone(self, module):
+            return None
+
+        def swap_layer(self, module):
+            return module
+
+    def check(rank, group):
+        register_host(Careless())
+        model = nn.Sequential(nn.Linear(4, 4))
+        model[0].process_group = group
+        with pytest.raises(TypeError, match=r"Careless did not make layer 0 \(Linear\) a BalancedLinear in place"):
+            zr.convert(model, process_group=group, config=CONFIG)
+
+    run_ranks(check, 2)
+
+
+def test_this_packages_own_layers_are_known_without_any_other_library():
+    """In a process of its own: importing Colossal-AI takes ten seconds, and nothing here needs it."""
+    program = (
+        "import sys, torch, zeroresize as zr\n"
+        "from zeroresize.integrations import hosts\n"
+        "assert hosts.host_of(torch.nn.Linear(2, 2)) is None\n"
+        "assert 'Linear1D_Col' in hosts.known_kinds()\n"
+        "assert 'colossalai' not in sys.modules and 'zeroresize.integrations.colossalai' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, timeout=60)
+
+
+def test_a_layer_that_is_swapped_is_still_known_by_its_host(example, run_ranks):
+    def check(rank, group):
+        layer = example["HostColumn"](4, 4, group)
+        host = hosts.host_of(layer)
+        assert host.swap_layer(layer) is layer and isinstance(layer, BalancedLinear)
+        assert hosts.host_of(layer) is host and host.why_left_alone(layer) is None
+        assert host.swap_layer(layer) is layer
+
+    run_ranks(check, 1)

@@ -1,0 +1,193 @@
+"""How long each layer's products take: by the timer's marks, by real ranks, under loans and beside evaluation."""
+
+import sys
+
+import pytest
+import torch
+from test_step_timer import FakeClock
+from torch import nn
+from virtual_training import FEATURES, Run
+
+import zeroresize as zr
+from zeroresize.kernels.probe import Probes
+from zeroresize.measure import step_timer
+from zeroresize.measure.step_timer import LayerTimer, StepTimer
+
+
+@pytest.fixture
+def clock():
+    return FakeClock()
+
+
+@pytest.fixture
+def timer(clock):
+    timer = StepTimer(clock)
+    yield timer
+    timer.close()
+
+
+def product(clock, probe, seconds):
+    """Half of it multiplies."""
+    probe.product_begins()
+    clock.advance(seconds / 2)
+    probe.gemm_begins(())
+    clock.advance(seconds / 2)
+    probe.gemm_ends(())
+    probe.product_ends()
+
+
+def test_each_layers_products_are_summed_and_make_up_those_of_all(clock, timer):
+    up, down = LayerTimer(timer, "up"), LayerTimer(timer, "down")
+    timer.begin_step()
+    for probe, seconds in ((up, 1.0), (down, 2.0), (down, 4.0), (up, 8.0)):
+        clock.advance(0.5)
+        product(clock, probe, seconds)
+    (times,) = timer.end_step()
+    assert times.layers == {"up": 9.0, "down": 6.0}
+    assert times.gemm_s + times.gather_fill_s == sum(times.layers.values())
+    timer.begin_step()
+    product(clock, down, 3.0)
+    assert timer.end_step()[0].layers == {"down": 3.0}
+
+
+def test_times_of_layers_come_late_where_the_device_does(clock, timer):
+    clock.passed = 0.0
+    timer.begin_step()
+    product(clock, LayerTimer(timer, "up"), 1.0)
+    assert timer.end_step() == []
+    clock.passed = clock.now
+    timer.begin_step()
+    assert timer.end_step()[0].layers == {"up": 1.0}
+
+
+def test_layers_take_no_more_marks_and_no_more_memory(clock, timer):
+    """As many marks as without names, and sums that do not grow with the number of products."""
+    probes = [LayerTimer(timer, f"layer {number}") for number in range(20)]
+    timer.begin_step()
+    for _ in range(5_000):
+        for probe in probes:
+            product(clock, probe, 0.5)
+    assert len(timer._step.marks) < 10_000 and len(timer._step.layers) == 20
+    num_marks = timer._step.num_marks
+    timer.end_step()
+    assert num_marks == 1 + 4 * 5_000 * 20
+    assert sys.getsizeof(timer._unread) < 1_000 and not timer._unread
+
+
+def test_a_fused_product_counts_for_its_layer(clock, timer):
+    timer.gemm_part = lambda spared_share, borrowed_share: 1.0 - spared_share
+    probes = Probes([LayerTimer(timer, "up")])
+
+    def fused(x, gemm):
+        clock.advance(2.0)
+        return x
+
+    timer.begin_step(spared_share=0.25)
+    probes.product(lambda x, gemm: gemm.whole(fused, x), torch.ones(1))
+    (times,) = timer.end_step()
+    assert times.layers == {"up": 2.0}
+    assert (times.gemm_s, times.gather_fill_s) == (1.5, 0.5)
+
+
+#: x without a gradient, so dx of the first layer is never computed; a product of all of a rank's columns in float32.
+PRODUCT_S = 8 * FEATURES * 2 * FEATURES * 1e-6
+
+
+def test_a_balancer_tells_the_times_of_its_layers(run_ranks):
+    """In virtual time, so exactly: χ shows in every layer, and what a plan spares is not in it any more."""
+
+    def train(rank, group):
+        run = Run(group, chi={1: 4.0}, gather_s=0.0)
+        told = [run.balancer.layer_times()]
+        run.steps(2)
+        told.append(run.balancer.layer_times())
+        for _ in range(5):
+            run.steps(run.config.update_every)
+            told.append(run.balancer.layer_times())
+        run.model.eval()
+        run.model(run.x)
+        run.model.train()
+        run.steps(run.config.update_every)
+        told.append(run.balancer.layer_times())
+        return told, {name: len(columns) for name, columns in (run.pruned()).items() if columns is not None}
+
+    (fast, _), (slow, pruned) = run_ranks(train, 2)
+    for told in (fast, slow):
+        assert told[:2] == [{}, {}], "nothing before the first update"
+    for own in fast[2:]:
+        assert own == pytest.approx({"up": 2 * PRODUCT_S, "down": 3 * PRODUCT_S})
+    assert slow[2] == pytest.approx({"up": 8 * PRODUCT_S, "down": 12 * PRODUCT_S})
+    kept = {"up": 1 - pruned["up"] / FEATURES, "down": 1 - pruned["down"] / (2 * FEATURES)}
+    assert max(kept.values()) < 0.5
+    for own in slow[-2:]:  # the evaluation in between took no part
+        assert own == pytest.approx({"up": 8 * PRODUCT_S * kept["up"], "down": 12 * PRODUCT_S * kept["down"]})
+
+
+def test_steps_of_a_loaded_state_take_no_part(run_ranks):
+    """Most of the interval was trained by the process that saved it; what the others took is told all the same."""
+
+    def train(rank, group):
+        before = Run(group, gather_s=0.0, update_every=5)
+        before.steps(4)
+        resumed = Run(group, gather_s=0.0, update_every=5)
+        resumed.balancer.load_state_dict(before.balancer.state_dict())
+        resumed.steps(1)
+        return resumed.balancer.layer_times()
+
+    for own in run_ranks(train, 2):
+        assert own == pytest.approx({"up": 2 * PRODUCT_S, "down": 3 * PRODUCT_S})
+
+
+def test_what_a_receiver_computes_for_others_is_in_its_layers_times(run_ranks):
+    def train(rank, group):
+        run = Run(group, gather_s=0.0, mode="mig", ratio=0.5, ranks=[1])
+        run.steps(2 * run.config.update_every)
+        return run.balancer.layer_times()
+
+    receiver, owner = run_ranks(train, 2)
+    for name, products in (("up", 2), ("down", 3)):
+        assert owner[name] == pytest.approx(0.5 * products * PRODUCT_S)
+        assert receiver[name] == pytest.approx(1.5 * products * PRODUCT_S)
+
+
+def test_real_products_take_the_longer_the_larger_their_layer(run_ranks):
+    def train(rank, group):
+        torch.manual_seed(0)
+        config = zr.BalanceConfig(mode="off", update_every=4)
+        model = nn.Sequential(
+            zr.ColumnParallelLinear(256, 2048, process_group=group),
+            zr.RowParallelLinear(2048, 64, process_group=group),
+        )
+        model = zr.convert(model, process_group=group, config=config)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        balancer = zr.Balancer(model, optimizer, process_group=group, config=config)
+        x = torch.randn(512, 256).requires_grad_()
+        for _ in range(8):
+            model(x).sum().backward()
+            optimizer.step()
+            balancer.step()
+        times = balancer._parts.monitor.times
+        return balancer.layer_times(), times.gemm_s
+
+    for layers, gemm_s in run_ranks(train, 2):
+        assert layers["0"] > 1.5 * layers["1"] > 0.0, "four times the work"
+        assert sum(layers.values()) == pytest.approx(gemm_s, rel=0.2), "nothing is gathered"
+
+
+@pytest.mark.gpu
+def test_device_events_tell_layers_apart():
+    device = torch.device("cuda")
+    timer = StepTimer(step_timer.clock_for(device))
+    small, large = LayerTimer(timer, "small"), LayerTimer(timer, "large")
+    for _ in range(2):
+        timer.begin_step()
+        for probe, cycles in ((small, 10_000_000), (large, 40_000_000)):
+            probe.product_begins()
+            torch.cuda._sleep(cycles)
+            probe.product_ends()
+        timer.end_step()
+        torch.cuda.synchronize()
+    timer.begin_step()
+    layers = timer.end_step()[0].layers
+    timer.close()
+    assert layers["large"] == pytest.approx(4 * layers["small"], rel=0.3)

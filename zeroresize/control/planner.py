@@ -1,0 +1,75 @@
+"""What a balancer needs of whoever decides: one plan for the group, from update to update."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from zeroresize.plan.group import WorkloadPlan
+from zeroresize.policy.cost_model import MigrationCost, ResizingCost
+from zeroresize.policy.times import RankTimes
+from zeroresize.utils.state_checks import Check
+
+
+class Planner(Protocol):
+    """Decides for the group; each rank has one, and all of them decide alike.
+
+    Attributes:
+        migration: what the calibration says that migrating costs, the same on every rank; None where nobody lends, or
+            before it is known. The balancer fills it.
+    """
+
+    migration: MigrationCost | None
+
+    @property
+    def plan(self) -> WorkloadPlan:
+        """What is decided; it changes in :meth:`update` and :meth:`load_state_dict` only."""
+
+    @property
+    def what_if_plans(self) -> Mapping[str, WorkloadPlan]:
+        """What other modes would decide, by mode; empty where nobody asks."""
+
+    def update(self, times: RankTimes | None, cost: ResizingCost, wait_s: float, agreed: object) -> None:
+        """An interval of training is over: take this rank's numbers, and decide.
+
+        Args:
+            times: this rank's full-work times, None before any were measured.
+            cost: of pruning on this rank.
+            wait_s: seconds a step that it waited in collectives under the plan in force, NaN where none was measured.
+            agreed: whatever every rank must have decided alike, with a ``repr`` that tells it.
+
+        Raises:
+            RuntimeError: if the ranks of the group do not agree on their plans, or on ``agreed``.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, the same on every rank."""
+
+    @property
+    def state_check(self) -> Check:
+        """Of what :meth:`load_state_dict` can take over."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict`."""
+
+    def require_agreement(self, agreed: object) -> None:
+        """Compare now what the ranks of the group would decide from; collective.
+
+        Raises:
+            ValueError: on every rank, if they differ.
+            RuntimeError: if not all ranks come.
+        """
+
+    def require_loadable(self, problem: Exception | None) -> None:
+        """Check that every rank of the group has a state that it can load; collective.
+
+        Args:
+            problem: of this rank with its own; it is this rank's to raise.
+
+        Raises:
+            ValueError: on a rank without a problem, if others have one.
+            RuntimeError: if not all ranks come.
+        """
+
+    def close(self) -> None:
+        """Nothing is decided any more."""

@@ -1,0 +1,146 @@
+"""Whose parallel linear layers can be balanced: a registry of adapters, one a library, to which a user can add.
+
+A host is the library that a model's parallel layers come from. Its layers are balanced in place, so that they keep
+their parameters, names and hooks.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from torch import nn
+
+from zeroresize.layers.balanced_linear import BalancedLinear
+
+
+class HostAdapter(Protocol):
+    """What ``zeroresize.convert`` must know of a library's parallel linear layers.
+
+    Attributes:
+        kinds: which layers it can balance, as error messages name them.
+    """
+
+    @property
+    def kinds(self) -> str: ...
+
+    def is_parallel_linear(self, module: nn.Module) -> bool:
+        """Whether ``module`` is a parallel linear layer of this library, one that can be balanced or not."""
+
+    def why_left_alone(self, module: Any) -> str | None:
+        """The reason why a parallel linear layer must stay as it is, for a log line; None if it can be balanced."""
+
+    def swap_layer(self, module: Any) -> Any:
+        """Make ``module`` a :class:`BalancedLinear` in place (by its class), and return it; one that is, stays."""
+
+
+class SwappedClasses:
+    """An adapter for a host whose layers are balanced by giving them another class.
+
+    Args:
+        classes: for every class of the host, a subclass of it and of ``BalancedLinear`` whose forward calls
+            ``column_products`` or ``row_products``.
+        why_left_alone: the reason why a layer of one of these classes must stay as it is, None if it can be balanced.
+    """
+
+    def __init__(
+        self, classes: Mapping[type, type], why_left_alone: Callable[[Any], str | None] = lambda module: None
+    ) -> None:
+        for host_class, balanced_class in classes.items():
+            if not issubclass(balanced_class, BalancedLinear) or not issubclass(balanced_class, host_class):
+                raise ValueError(
+                    f"{balanced_class.__name__} must be a subclass of BalancedLinear and of {host_class.__name__}"
+                )
+        self._classes, self._why_left_alone = dict(classes), why_left_alone
+
+    @property
+    def kinds(self) -> str:
+        return " / ".join(host_class.__qualname__ for host_class in self._classes)
+
+    def is_parallel_linear(self, module: nn.Module) -> bool:
+        return isinstance(module, tuple(self._classes))
+
+    def why_left_alone(self, module: Any) -> str | None:
+        if type(module) not in self._classes and type(module) not in self._classes.values():
+            return f"{type(module).__name__} is a subclass with a forward of its own"
+        return self._why_left_alone(module)
+
+    def swap_layer(self, module: Any) -> Any:
+        if type(module) in self._classes:
+            module.__class__ = self._classes[type(module)]
+            module.prepare_balancing()
+        return module
+
+
+class _OwnLayers:
+    """This package's layers, and any other that is a ``BalancedLinear`` from the start."""
+
+    kinds = "zeroresize.ColumnParallelLinear / RowParallelLinear (made by from_linear)"
+
+    def is_parallel_linear(self, module: nn.Module) -> bool:
+        return isinstance(module, BalancedLinear)
+
+    def why_left_alone(self, module: Any) -> str | None:
+        return None
+
+    def swap_layer(self, module: Any) -> Any:
+        return module
+
+
+class _OnceImported:
+    """An adapter in a module that is imported only where its library is in use already."""
+
+    def __init__(self, library: str, adapter_module: str, kinds: str) -> None:
+        self._library, self._adapter_module, self.kinds = library, adapter_module, kinds
+
+    def is_parallel_linear(self, module: nn.Module) -> bool:
+        return self._library in sys.modules and self._adapter.is_parallel_linear(module)
+
+    def why_left_alone(self, module: Any) -> str | None:
+        return self._adapter.why_left_alone(module)
+
+    def swap_layer(self, module: Any) -> Any:
+        return self._adapter.swap_layer(module)
+
+    @property
+    def _adapter(self) -> Any:
+        return importlib.import_module(self._adapter_module)
+
+
+#: The first that knows a layer is asked about it.
+_hosts: list[HostAdapter] = [
+    _OnceImported(  # importing it takes ten seconds
+        "colossalai",
+        "zeroresize.integrations.colossalai",
+        "Colossal-AI's Linear1D_Col / Linear1D_Row (convert after booster.boost or ShardFormer.optimize)",
+    ),
+    _OwnLayers(),
+]
+
+
+def register_host(adapter: HostAdapter) -> None:
+    """Let ``zeroresize.convert`` balance the layers that ``adapter`` knows, too; it is asked before all others.
+
+    Call alike on every rank, before ``convert``. See docs/adding_a_host.md.
+
+    Raises:
+        TypeError: naming what the adapter lacks.
+    """
+    wanted = ("kinds", "is_parallel_linear", "why_left_alone", "swap_layer")
+    missing = [name for name in wanted if not hasattr(adapter, name)]
+    if missing:
+        raise TypeError(f"{type(adapter).__name__} is no host adapter, since it has no {', '.join(missing)}")
+    if adapter not in _hosts:
+        _hosts.insert(0, adapter)
+
+
+def host_of(module: nn.Module) -> HostAdapter | None:
+    """The adapter that knows this kind of layer; None for a module that is no parallel linear layer."""
+    return next((host for host in _hosts if host.is_parallel_linear(module)), None)
+
+
+def known_kinds() -> str:
+    """Which layers can be balanced, for error messages."""
+    return " or ".join(host.kinds for host in _hosts)

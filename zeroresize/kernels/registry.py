@@ -1,0 +1,99 @@
+"""Which implementation computes the three products, by device type and dtype: plain torch unless another is registered.
+
+``T`` tokens, ``N`` output features, ``K`` input features. The functions of this module are what layers, loans and
+calibrations call; a product's first operand says where it is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zeroresize.kernels import reference
+from zeroresize.kernels.probe import Gemm
+from zeroresize.plan.layer import LayerPlan
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """The three products of a linear layer on one kind of device.
+
+    Each function has the signature and the result of its namesake in :mod:`zeroresize.kernels.reference`. For what one
+    does not support it may call that namesake, handing ``gemm`` on.
+
+    Attributes:
+        name: for log lines; a calibration holds for the implementation that it was made with.
+        is_fused: whether products gather and fill inside the multiplication, without calling ``gemm``. What gathers
+            and fills take is then not measured in training: the calibration tells which part of a product they are.
+    """
+
+    name: str
+    forward: Callable[..., Tensor]
+    dgrad: Callable[..., Tensor]
+    dgrad_by_columns: Callable[..., Tensor]
+    wgrad: Callable[..., Tensor]
+    is_fused: bool = False
+
+
+#: Plain torch, for every device and dtype.
+REFERENCE = Implementation("reference", reference.forward, reference.dgrad, reference.dgrad_by_columns, reference.wgrad)
+
+_registered: dict[tuple[str, torch.dtype], Implementation] = {}
+
+
+def register(implementation: Implementation, *, device_type: str, dtype: torch.dtype) -> None:
+    """Compute products of ``dtype`` on ``device_type`` ("cuda", "cpu", …) by ``implementation`` from now on.
+
+    It replaces what was registered before; ``REFERENCE`` takes it back. Register alike on every rank, before training:
+    ranks whose products round differently still train one model, but steps that were calibrated with another
+    implementation are predicted wrongly.
+
+    Raises:
+        RuntimeError: for a device type that torch does not know.
+    """
+    _registered[torch.device(device_type).type, dtype] = implementation
+
+
+def implementation_on(device_type: str, dtype: torch.dtype) -> Implementation:
+    """What computes products of ``dtype`` on ``device_type``."""
+    return _registered.get((device_type, dtype), REFERENCE)
+
+
+def implementation_for(operand: Tensor) -> Implementation:
+    """What computes products of tensors like ``operand``."""
+    return _registered.get((operand.device.type, operand.dtype), REFERENCE)
+
+
+def forward(x_TK: Tensor, w_NK: Tensor, bias_N: Tensor | None, plan: LayerPlan | None, gemm: Gemm) -> Tensor:
+    """y_TN, as :func:`zeroresize.kernels.reference.forward`."""
+    how = implementation_for(x_TK)
+    if how.is_fused:
+        return gemm.whole(how.forward, x_TK, w_NK, bias_N, plan)
+    return how.forward(x_TK, w_NK, bias_N, plan, gemm)
+
+
+def dgrad(dy_TN: Tensor, w_NK: Tensor, plan: LayerPlan | None, last_dx_TK: Tensor | None, gemm: Gemm) -> Tensor:
+    """dx_TK, as :func:`zeroresize.kernels.reference.dgrad`."""
+    how = implementation_for(dy_TN)
+    if how.is_fused:
+        return gemm.whole(how.dgrad, dy_TN, w_NK, plan, last_dx_TK)
+    return how.dgrad(dy_TN, w_NK, plan, last_dx_TK, gemm)
+
+
+def dgrad_by_columns(dy_TN: Tensor, w_NK: Tensor, gemm: Gemm) -> Tensor:
+    """dx_TK, as :func:`zeroresize.kernels.reference.dgrad_by_columns`."""
+    how = implementation_for(dy_TN)
+    if how.is_fused:
+        return gemm.whole(how.dgrad_by_columns, dy_TN, w_NK)
+    return how.dgrad_by_columns(dy_TN, w_NK, gemm)
+
+
+def wgrad(dy_TN: Tensor, x_TK: Tensor, plan: LayerPlan | None, last_dw_NK: Tensor | None, gemm: Gemm) -> Tensor:
+    """dw_NK, as :func:`zeroresize.kernels.reference.wgrad`."""
+    how = implementation_for(dy_TN)
+    if how.is_fused:
+        return gemm.whole(how.wgrad, dy_TN, x_TK, plan, last_dw_NK)
+    return how.wgrad(dy_TN, x_TK, plan, last_dw_NK, gemm)
