@@ -32,7 +32,7 @@ def record(**changes):
         "lent_to": {},
         "layer_shares": {"up": 0.5, "down": 0.375},
         "predicted_step_s": 0.2,
-        "begins_at_full_work": False,
+        "calibration_steps": 0,
         "balancing_since_update_s": 0.001,
         "would": {"zero-rd": {"predicted_step_s": 0.2, "gain": 0.25, "most_ratio": 0.5}},
     }

@@ -81,7 +81,7 @@ class Balancer:
         """
         if self._is_closed:
             raise RuntimeError("this balancer is closed: make a new one to go on balancing")
-        parts, in_force = self._parts, self._parts.plan_in_force
+        parts = self._parts
         if parts.num_ranks == 1:
             return
         parts.monitor.end_step()  # measure
@@ -90,14 +90,15 @@ class Balancer:
         is_update = self._num_steps % self.config.update_every == 0
         self._count_step()
         self._calibrate()
-        in_force.is_at_full_work = False
         if is_update:
             parts.monitor.learn()
             self._decide()  # a plan
+        else:
+            parts.decision.next_step()
         if self.config.iters_per_epoch and self._num_steps % self.config.iters_per_epoch == 0:
             self._end_epoch()
-        in_force.install(self.plan)  # apply
-        in_force.send_weights()
+        parts.plan_in_force.install(self.plan, parts.decision.calibration)  # apply
+        parts.plan_in_force.send_weights()
         if is_update and self.on_update is not None:
             self.on_update(records.update_record(parts, self._num_steps, self._balancing_since_update_s))
         self._balancing_s = time.perf_counter() - began + parts.monitor.timer_s
@@ -150,8 +151,13 @@ class Balancer:
 
     @property
     def plan(self) -> WorkloadPlan:
-        """The plan that is decided; a :meth:`pin`, or a step at full work, may stand above it."""
+        """The plan that is decided; a :meth:`pin`, or a calibration step, may stand above it."""
         return self._parts.decision.plan
+
+    @property
+    def is_calibrating(self) -> bool:
+        """Whether the next step is a calibration step: all ranks compute all of their products, to be measured."""
+        return self._parts.decision.calibration is not None
 
     @property
     def bytes_migrated(self) -> int:
@@ -184,7 +190,7 @@ class Balancer:
         ``predicted_step_s``, ``is_straggler`` (0 or 1), and in mode "off" ``would/<mode>/…``. Measured: ``busy_s`` and
         ``gemm_s`` (as they would be at full work), ``least_busy_s`` (busy time at the cheapest pruning ratio, by the
         measured cost: the floor of ZERO). Of the last step as it was executed: ``pruned_share``, ``lent_share``,
-        ``borrowed_share`` (of this rank's products; other than the plan's after a step at full work or a new plan), and
+        ``borrowed_share`` (of this rank's products; other than the plan's after a calibration step or a new plan), and
         ``balancing_s`` (what balancing cost). Memory: ``statistic_bytes`` for the priority's statistic,
         ``migration_bytes`` for lent and borrowed slices.
         """
@@ -239,7 +245,7 @@ class Balancer:
         """
         if self._is_closed:
             return
-        self._parts.plan_in_force.install(self.plan)
+        self._parts.plan_in_force.install(self.plan, self._parts.decision.calibration)
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -250,8 +256,7 @@ class Balancer:
         if parts.statistic is not None:
             parts.statistic.begin_step(self._num_steps)
         parts.plan_in_force.begin_step()
-        shares = parts.plan_in_force.shares_of_step
-        parts.monitor.begin_step(shares.spared, shares.borrowed, parts.plan_in_force.is_forced)
+        parts.monitor.begin_step(parts.plan_in_force.shares_of_step, parts.plan_in_force.is_forced)
 
     def _count_step(self) -> None:
         """One more step is over, wherever that counts."""
@@ -280,7 +285,6 @@ class Balancer:
         self._is_at(Call.STEP)
         measured, before = self._parts.monitor, self.plan.relieved
         self._parts.decision.update(measured.times, measured.cost, measured.wait_s, self._agreed)
-        self._parts.plan_in_force.is_at_full_work = self.plan.begins_at_full_work
         if self._parts.rank == 0 and self.plan.relieved != before:
             logger.info("step %d: %s", self._num_steps, self.plan.told)
 

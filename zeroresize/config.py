@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroresize.config_keys import (
+    GONE,
     IMPUTATIONS,
     MIG_RULES,
     MIGRATING_MODES,
@@ -53,8 +54,6 @@ class BalanceConfig:
         tolerance: a rank is a straggler when its time exceeds the reference by more than this share.
         max_ratio: γ_max, the largest share that an automatic decision spares a rank; where nothing is pruned
             (``"mig"``, or ``budget`` 0) all but a few columns may be lent.
-        ewma: weight of the newest sample when measurements are smoothed, 0.65 to 1.
-        dead_band: a change of γ smaller than this share of what a rank still computes is not carried out.
         priority: what makes a column important: its ``"activation"`` norm times its weights' norm, the ``"variation"``
             of its weights over an epoch (paper's δ), or their ``"path_length"`` over the epoch.
         snapshot: where ``"variation"`` keeps its second copy of the weights: on the ``"host"``, or in ``"bf16"`` on
@@ -100,8 +99,6 @@ class BalanceConfig:
     update_every: int = 10
     tolerance: float = 0.1
     max_ratio: float = 0.9
-    ewma: float = 0.7
-    dead_band: float = 0.02
     priority: str = "activation"
     snapshot: str = "host"
     ageing: float = 0.1
@@ -137,8 +134,6 @@ class BalanceConfig:
         number("max_ratio", self.max_ratio, above=0.0, below=1.0)
         number("budget", self.budget, least=0.0, most=1.0)
         number("min_gain", self.min_gain, least=0.0)
-        number("ewma", self.ewma, least=0.65, most=1.0)
-        number("dead_band", self.dead_band, least=0.0, most=0.5)
         number("ageing", self.ageing, least=0.0)
         number("alpha", self.alpha, least=0.0, most=1.0)
         number("theta_iter", self.theta_iter, least=0.0)
@@ -249,8 +244,10 @@ class BalanceConfig:
         """Build from a mapping such as a YAML section.
 
         Raises:
-            ValueError: for a key that does not exist, naming those that do.
+            ValueError: for a key that does not exist, naming those that do, or that no longer exists, saying why.
         """
+        if isinstance(values, Mapping) and (gone := [key for key in GONE if key in values]):
+            raise ValueError("; ".join(f"the balance key '{key}' no longer exists: {GONE[key]}" for key in gone))
         return cls(**known_keys("balance key", values, [field.name for field in dataclasses.fields(cls)]))
 
     @classmethod

@@ -56,6 +56,11 @@ def _modes(modes: tuple[str, ...]) -> str:
     return f"in the modes {', '.join(map(repr, modes))}"
 
 
+#: Keys that there were once, and what is instead.
+GONE = {
+    "ewma": "how much a new measurement weighs follows from the noise that is measured; leave the key out",
+    "dead_band": "a plan changes where that saves more than it costs; leave the key out",
+}
 _IN_PRIDIFF = "in mode 'zero-pridiff', and in 'semi' with semi_rule='paper'"
 #: Where a key that not all modes use has an effect, and the same in words. It follows from which way of balancing is
 #: chosen, not from how much is asked for: with a budget of 0 nothing is pruned, and imputation may be set all the same.

@@ -24,15 +24,16 @@ class UpdateRecord:
         busy_s: T̂, busy time at full work.
         gemm_s: M̂, the part of it spent multiplying.
         is_straggler: whether the rank was found to be one.
-        ratio: γ of the plan that is in force from now on, pruned and lent, also where the next step is at full work to
-            be measured. So are the shares that follow.
+        ratio: γ of the plan that is in force from now on, pruned and lent, also where calibration steps come first. So
+            are the shares that follow.
         pruned, lent: γ's two parts once they are columns, as shares of this rank's product FLOPs: what nobody computes,
             and what other ranks do.
         borrowed: what it computes for others, in units of its own product FLOPs.
         lent_to: what each other rank computes of ``lent``, by its number as text (as JSON has it).
         layer_shares: share of every layer's columns that is pruned, by layer name.
         predicted_step_s: of the group under the plan: its slowest rank's busy time and the collectives.
-        begins_at_full_work: whether the next step prunes and lends nothing nevertheless, to be measured.
+        calibration_steps: in so many of the next steps all ranks compute all of their products nevertheless, to be
+            measured.
         balancing_since_update_s: what balancing cost this rank since the last update, in all.
         would: in mode "off", what each mode would do with the group, by mode: ``predicted_step_s``, ``gain`` (the share
             of the step that it saves), and ``most_ratio``, the largest γ of a rank; ``Balancer.what_if`` tells every
@@ -53,7 +54,7 @@ class UpdateRecord:
     lent_to: Mapping[str, float]
     layer_shares: Mapping[str, float]
     predicted_step_s: float
-    begins_at_full_work: bool
+    calibration_steps: int
     balancing_since_update_s: float
     would: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
 

@@ -62,11 +62,12 @@ def fixed_lambdas(num_stragglers: int) -> dict[str, dict[str, object]]:
 
 @dataclass(frozen=True)
 class TimedStep:
-    """One step, the plan that was in force, and what became of this rank's products."""
+    """One step, the plan that was decided, this rank's shares, and whether it was a calibration step."""
 
     seconds: float
     plan: WorkloadPlan
     shares: Shares
+    calibrates: bool = False
 
 
 @dataclass
@@ -79,11 +80,11 @@ class Copy:
     steps: list[TimedStep] = field(default_factory=list)
 
     def timed_step(self) -> TimedStep:
-        plan = self.balancer.plan
+        plan, calibrates = self.balancer.plan, self.balancer.is_calibrating
         seconds = self.trainer.timed_step()
         metrics = self.balancer.metrics()
         shares = Shares(*(metrics[f"balance/{name}_share"] for name in ("pruned", "lent", "borrowed")))
-        return TimedStep(seconds, plan, shares)
+        return TimedStep(seconds, plan, shares, calibrates)
 
     def window(self, num_steps: int) -> list[TimedStep]:
         """Some steps after one that is not counted."""
@@ -225,7 +226,7 @@ def report(bench: Bench, chis: Sequence[float], seconds: dict[str, list[float]])
 
 
 def shares_of(steps: Sequence[TimedStep]) -> Shares:
-    """Of the group's products, by each rank's median step (few are at full work, to be measured); collective."""
+    """Of the group's products, by each rank's median step (few are calibration steps); collective."""
     own = map(statistics.median, zip(*(astuple(step.shares) for step in steps), strict=True))
     return Shares(*(statistics.fmean(of_every_rank(share)) for share in own))
 
@@ -233,14 +234,14 @@ def shares_of(steps: Sequence[TimedStep]) -> Shares:
 def predictions_of_new_plans(steps: Sequence[TimedStep]) -> list[float]:
     """Predicted / measured step time of each plan whose shares are others than those of the plan before it.
 
-    What it predicted was said before its first step; measured are its steps but for one at full work.
+    What it predicted was said before its first step; measured are its steps but for calibration steps.
     """
     ratios, before = [], None
     for _, run in groupby(steps, key=lambda step: id(step.plan)):
         own = list(run)
         plan = own[0].plan
         shares = [(rank.pruned, rank.lent) for rank in plan.ranks]
-        measured_s = [step.seconds for step in own[plan.begins_at_full_work :]]
+        measured_s = [step.seconds for step in own if not step.calibrates]
         if before is not None and shares != before and measured_s:
             ratios.append(plan.predicted_step_s / statistics.median(measured_s))
         before = shares

@@ -116,6 +116,6 @@ def _kinds_of_steps(run: RunFolder) -> np.ndarray:
     for rank, records in run.records.items():
         for record, (begin, end) in zip(records, pairwise([*begins_of[rank], run.num_steps]), strict=True):
             if record["pruned"] + record["lent"] > 0:
-                at_full_work = record["begins_at_full_work"] and begin == record["step"]
+                at_full_work = record["calibration_steps"] if begin == record["step"] else 0
                 kinds[max(begin + at_full_work, known_from) : end] = _BALANCED
     return kinds

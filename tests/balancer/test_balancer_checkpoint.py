@@ -79,7 +79,7 @@ def test_a_run_that_is_resumed_before_a_step_at_full_work_makes_it_too(run_ranks
             return run
 
         first = slow_run()
-        while not first.balancer.plan.begins_at_full_work:
+        while not first.balancer.is_calibrating:
             first.steps(1)
         columns = [first.pruned()["up"]]
         dcp.save({"balancer": first.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
@@ -220,13 +220,14 @@ DAMAGE = [
     ((*SHARED, "num_steps"), GONE, r"group 0-1\.num_steps: missing"),
     ((*SHARED, "num_steps"), "12", r"group 0-1\.num_steps: a whole number of at least 0 is needed, found '12'"),
     ((*SHARED, "num_steps"), 12.0, r"num_steps: a whole number of at least 0 is needed, found 12\.0"),
-    ((*SHARED, "is_at_full_work"), 1, "is_at_full_work: true or false is needed"),
+    ((*SHARED, "decision", "num_calibration_steps"), True, "num_calibration_steps: a whole number of at least 0"),
     ((*SHARED, "pins"), [None], "pins: a list of 2 is needed, found one of 1"),
     ((*SHARED, "pins"), [None, 7.5], r"pins\[1\]: a number from 0 to 1 is needed, found 7\.5"),
     ((*SHARED, "layers"), [], r"group 0-1\.layers: a mapping is needed"),
     ((*SHARED, "decision", "controller"), GONE, r"decision\.controller: missing"),
-    ((*SHARED, "decision", "controller", "ranks", 1, "gemm_s"), GONE, r"controller\.ranks\[1\]\.gemm_s: missing"),
-    ((*SHARED, "decision", "controller", "ranks", 1, "wanted"), [0.5], "wanted: a list of 2 is needed, found one of 1"),
+    ((*SHARED, "decision", "controller", "times", 1), [0.5], r"times\[1\]: a list of 5 is needed, found one of 1"),
+    ((*SHARED, "decision", "controller", "shares", 1), [0.5], r"shares\[1\]: a list of 2 is needed, found one of 1"),
+    ((*SHARED, "decision", "controller", "spells"), GONE, r"controller\.spells: missing"),
     ((*SHARED, "decision", "controller", "loans"), [(5, 0.5, [0], [1.0])], r"loans\[0\]\[0\]: a whole number below 2"),
     ((*SHARED, "decision", "controller", "communication", "scale"), "1", "scale: a list is needed"),
     ((*SHARED, "decision", "lent_when_sent"), [0.0], "lent_when_sent: a list of 2 is needed"),
@@ -238,9 +239,9 @@ DAMAGE = [
     ((*OWN, "selector", "pruned_steps", "down"), GONE, r"selector\.pruned_steps\.down: missing"),
     ((*OWN, "selector", "steps"), [[0.5, 0.0, False]], r"steps\[0\]: a list of 4 is needed"),
     ((*OWN, "measurement", "calibrated_on"), ["cpu"], "calibrated_on: a list of 5 is needed"),
-    ((*OWN, "measurement", "interval"), [[0.1] * 7], r"interval\[0\]\[5\]: true or false is needed, found 0\.1"),
-    ((*OWN, "measurement", "estimate", "factors"), [1.0], r"estimate\.factors: a list of \d+ is needed"),
-    ((*OWN, "measurement", "estimate", "calibrated", "ratios", 0), 0.5, "must ascend from 0"),
+    ((*OWN, "measurement", "interval"), [[0.1, 0.1, 0.1, [0.1] * 3, 0.1, 0.1]], r"interval\[0\]\[4\]: true or false"),
+    ((*OWN, "measurement", "estimator", "mean"), [1.0], r"estimator\.mean: a list of \d+ is needed"),
+    ((*OWN, "measurement", "estimator", "calibrated", "ratios", 0), 0.5, "must ascend from 0"),
     ((*OWN, "statistic"), ["variation host"], "statistic: a list of 2 is needed"),
     ((*OWN, "statistic", 1, "up"), torch.zeros(3), r"statistic\[1\]\.up: a tensor of shape \[96, 48\] is needed"),
     ((*OWN, "statistic", 1, "down"), GONE, r"statistic\[1\]\.down: missing"),

@@ -5,10 +5,6 @@ import torch
 from log_lines import caught_log_lines
 from virtual_training import FEATURES, Run
 
-import zeroresize as zr
-from zeroresize.control.plan_installer import PlanInstaller
-from zeroresize.policy.columns.selector import ColumnSelector, Relief
-
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_a_straggler_is_found_relieved_and_let_go_and_all_ranks_agree(run_ranks, num_ranks):
@@ -55,7 +51,7 @@ def test_a_step_at_full_work_is_one_step_and_what_is_told_is_the_plan(run_ranks)
     def train(rank, group):
         records = []
         run = Run(group, chi={1: 4.0}, on_update=records.append, update_every=5)
-        while not run.balancer.plan.begins_at_full_work:
+        while not run.balancer.is_calibrating:
             run.steps(1)
         told, in_it = [run.balancer.metrics()], run.pruned()
         for _ in range(2):
@@ -65,7 +61,7 @@ def test_a_step_at_full_work_is_one_step_and_what_is_told_is_the_plan(run_ranks)
 
     record, told, in_it, after = run_ranks(train, 2)[1]
     ratio = record.ratio
-    assert record.begins_at_full_work and ratio > 0.5
+    assert record.calibration_steps == 1 and ratio > 0.5
     assert [metrics["balance/ratio"] for metrics in told] == [ratio] * 3
     assert record.pruned == pytest.approx(ratio, abs=1 / FEATURES)
     assert [metrics["balance/pruned_share"] for metrics in told[1:]] == [0.0, record.pruned], "of the last step"
@@ -199,13 +195,3 @@ def test_metrics_are_flat_numbers_with_the_documented_names(run_ranks):
     for metrics in run_ranks(train, 2):
         assert sorted(metrics) == sorted(f"balance/{name}" for name in names)
         assert all(isinstance(value, float) for value in metrics.values())
-
-
-def test_what_is_told_follows_a_decision_that_comes_while_the_plan_is_suspended():
-    selector = ColumnSelector(zr.BalanceConfig(), 0, {}, {})
-    installer = PlanInstaller({}, selector, "zero")
-    installer.install(Relief(0.5))
-    installer.suspend()
-    assert installer.relief == Relief(0.5) and installer.in_force == Relief()
-    installer.install(Relief())
-    assert installer.relief == installer.in_force == Relief()

@@ -15,6 +15,7 @@ from virtual_training import Run
 from zeroresize.comm import failure_reports
 from zeroresize.config_keys import MIGRATION_TRANSPORTS
 from zeroresize.layers import functional
+from zeroresize.plan.group import Shares
 
 
 @pytest.fixture(autouse=True)
@@ -212,7 +213,7 @@ def test_ranks_that_hold_different_loans_are_told_so(run_ranks, mode):
         run.updates(6)
         run.time.chi = 2.0 if rank == 1 else 1.0  # the loans of the next plan are others
         if rank == 0:
-            run.balancer._parts.decision._controller._ranks[1].lent = 0.0  # as a bit that flipped would have it
+            run.balancer._parts.decision._controller._shares[1] = Shares()  # as a bit that flipped would have it
         try:
             run.steps(20)
         except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""What a rank does under a plan, a pin above it, and at full work."""
+"""What a rank does under a plan, a pin above it, and in a calibration step."""
 
 from types import SimpleNamespace
 
@@ -45,10 +45,9 @@ def test_a_rank_does_its_own_part_of_the_plan(layers):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_step_at_full_work_does_nothing_of_the_plan_that_is_told(layers, rank):
+def test_a_calibration_step_does_nothing_of_the_plan_that_is_told(layers, rank):
     _, in_force = rank_under(layers, rank)
-    in_force.is_at_full_work = True
-    in_force.install(PLAN)
+    in_force.install(PLAN, WorkloadPlan((RankPlan(), RankPlan())))
     in_force.begin_step()
     assert in_force.shares_of_step == Shares() and all(layer.plan is None for layer in layers.values())
     assert (in_force.planned.spared, in_force.planned.borrowed) == (PLAN.ranks[rank].spared, PLAN.ranks[rank].borrowed)

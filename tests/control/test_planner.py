@@ -23,6 +23,7 @@ class Prescribed:
     def __init__(self, num_ranks, at_update):
         self.migration = None
         self.what_if_plans = {}
+        self.calibration, self.num_calibration_steps = None, 0
         self.updates, self.is_closed = [], False
         self._num_ranks, self._at_update = num_ranks, at_update
 
@@ -33,6 +34,9 @@ class Prescribed:
 
     def update(self, times, cost, wait_s, agreed):
         self.updates.append((times, cost, wait_s, agreed))
+
+    def next_step(self):
+        pass
 
     def state_dict(self):
         return {"num_updates": len(self.updates)}

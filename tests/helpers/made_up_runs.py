@@ -29,7 +29,7 @@ def record(rank: int, update: int, ratio: float, **changes: Any) -> UpdateRecord
         "lent_to": {},
         "layer_shares": dict.fromkeys(LAYERS, ratio),
         "predicted_step_s": 0.2,
-        "begins_at_full_work": False,
+        "calibration_steps": 0,
         "balancing_since_update_s": 0.05,
     }
     return UpdateRecord(**{**values, **changes})

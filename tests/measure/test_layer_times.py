@@ -12,6 +12,7 @@ import zeroresize as zr
 from zeroresize.kernels.probe import Probes
 from zeroresize.measure import step_timer
 from zeroresize.measure.step_timer import LayerTimer, StepTimer
+from zeroresize.plan.group import Shares
 
 
 @pytest.fixture
@@ -82,7 +83,7 @@ def test_a_fused_product_counts_for_its_layer(clock, timer):
         clock.advance(2.0)
         return x
 
-    timer.begin_step(spared_share=0.25)
+    timer.begin_step(Shares(0.25))
     probes.product(lambda x, gemm: gemm.whole(fused, x), torch.ones(1))
     (times,) = timer.end_step()
     assert times.layers == {"up": 2.0}

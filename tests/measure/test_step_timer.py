@@ -11,6 +11,7 @@ import torch.distributed as dist
 from zeroresize.config import BalanceConfig
 from zeroresize.measure import rank_monitor, step_timer, waits
 from zeroresize.measure.step_timer import HostClock, StepTimer
+from zeroresize.plan.group import Shares
 
 
 class FakeClock:
@@ -58,7 +59,7 @@ def timer(clock):
 
 def one_step(clock, timer, spared_share=0.5):
     """1 s of other work, a product of 2 s of which 1.5 s are multiplication, a wait of 4 s."""
-    timer.begin_step(spared_share)
+    timer.begin_step(Shares(spared_share))
     clock.advance(1.0)
     timer.product_begins()
     clock.advance(0.5)
@@ -74,7 +75,7 @@ def one_step(clock, timer, spared_share=0.5):
 def test_busy_time_leaves_out_waits_and_splits_products(clock, timer):
     one_step(clock, timer)
     (times,) = timer.end_step()
-    assert (times.busy_s, times.gemm_s, times.gather_fill_s, times.spared_share) == (3.0, 1.5, 0.5, 0.5)
+    assert (times.busy_s, times.gemm_s, times.gather_fill_s, times.shares.spared) == (3.0, 1.5, 0.5, 0.5)
 
 
 def test_nothing_is_counted_outside_a_step(clock, timer):
@@ -94,7 +95,7 @@ def test_step_that_the_device_has_not_passed_is_read_at_the_next_end(clock, time
     assert timer.end_step() == []
     clock.passed = clock.now
     one_step(clock, timer, 0.75)
-    assert timer.end_step()[0].spared_share == 0.25
+    assert timer.end_step()[0].shares.spared == 0.25
 
 
 def test_a_wait_belongs_to_the_plan_in_force_or_to_none(clock, timer, monkeypatch):
@@ -106,7 +107,7 @@ def test_a_wait_belongs_to_the_plan_in_force_or_to_none(clock, timer, monkeypatc
         (1.0, 0.0, True), (2.0, 0.0, True), (3.0, 0.5, True), (4.0, 0.5, True), (5.0, 0.5, False)
     ):  # fmt: skip
         clock.passed = clock.now if seen and device_keeps_up else -1.0
-        measured.begin_step(spared_share, 0.0, is_forced=False)
+        measured.begin_step(Shares(spared_share), is_forced=False)
         clock.advance(1.0)
         timer.wait_begins()
         clock.advance(wait_s)

@@ -1,15 +1,20 @@
 """The controller in a closed loop of virtual ranks, and update by update."""
 
+import itertools
 import math
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from uneven_groups import LINEAR, REALISTIC
 
 from zeroresize.config import BalanceConfig
+from zeroresize.plan.group import Shares
+from zeroresize.policy.communication import CollectiveTimes
 from zeroresize.policy.controller import Controller
-from zeroresize.policy.cost_model import ResizingCost
-from zeroresize.policy.estimate import FullWorkEstimate
+from zeroresize.policy.cost_model import MigrationCost, ResizingCost
+from zeroresize.policy.estimator import RankEstimator
 from zeroresize.policy.rules.by_mode import HEADROOM
 from zeroresize.policy.times import RankTimes, StepTimes
 
@@ -23,18 +28,19 @@ class SimulatedRank:
 
     def __init__(self, rest_s=0.3, gemm_s=0.7, cost=REALISTIC, noise=None, believed=None):
         self.rest_s, self.gemm_s, self.cost, self.chi = rest_s, gemm_s, cost, 1.0
-        self._estimate = FullWorkEstimate(believed or cost)
+        self._estimate = RankEstimator(believed or cost)
         self._noise = noise or (lambda: 1.0)
 
-    def measure(self, ratio, begins_at_full_work):
-        steps = [self._step(0.0 if begins_at_full_work else ratio)] + [self._step(ratio) for _ in range(9)]
+    def measure(self, ratio, num_calibration_steps):
+        full = [self._step(0.0) for _ in range(num_calibration_steps)]
+        steps = full + [self._step(ratio) for _ in range(10 - num_calibration_steps)]
         self._estimate.learn(steps)
         return self._estimate.times
 
     def _step(self, ratio):
         truth = rank(self.rest_s * self._noise(), self.gemm_s * self.chi * self._noise(), self.cost)
         gemm_s = truth.gemm_s * self.cost.gemm_share_at(ratio)
-        return StepTimes(truth.busy_at(ratio), gemm_s, self.cost.gather_fill_at(ratio), ratio)
+        return StepTimes(truth.busy_at(ratio), gemm_s, self.cost.gather_fill_at(ratio), Shares(ratio))
 
 
 def run_closed_loop(config, ranks, chi_at_update, num_updates):
@@ -44,7 +50,8 @@ def run_closed_loop(config, ranks, chi_at_update, num_updates):
     for update in range(num_updates):
         for rank_number, simulated in enumerate(ranks):
             simulated.chi = chi_at_update(update).get(rank_number, 1.0)
-        measured = [r.measure(p.pruned, plan.begins_at_full_work) for r, p in zip(ranks, plan.ranks, strict=True)]
+        calibration = controller.num_calibration_steps
+        measured = [r.measure(p.pruned, calibration) for r, p in zip(ranks, plan.ranks, strict=True)]
         if posted is not None:
             plan = controller.update(posted)
         posted = measured
@@ -155,3 +162,83 @@ def test_a_missing_sample_of_a_known_rank_changes_nothing():
     before = controller.update([rank(0.3, 0.7), rank(0.3, 2.8)])
     missing = RankTimes(math.nan, math.nan, math.nan, LINEAR)
     assert controller.update([rank(0.3, 0.7), missing]).ranks == before.ranks
+
+
+def unsure(chi, deviation):
+    return RankTimes(0.2, 0.8 * chi, 1.0, LINEAR, deviation)
+
+
+@pytest.mark.parametrize(
+    ("mode", "deviation", "is_relieved"),
+    [("zero-pri", 0.02, True), ("zero-pri", 0.08, False), ("mig", 0.05, True), ("mig", 0.15, False)],
+)
+def test_a_start_needs_certainty(mode, deviation, is_relieved):
+    """χ = 1.3: 24 % more than the reference."""
+    controller = Controller(BalanceConfig(mode=mode), 4)
+    for _ in range(4):
+        plan = controller.update([unsure(chi, deviation) for chi in (1.0, 1.0, 1.0, 1.3)])
+    assert bool(plan.relieved) == is_relieved
+
+
+def test_who_has_seen_little_noise_is_as_unsure_as_the_others():
+    controller = Controller(BalanceConfig(mode="zero-pri"), 4)
+    for _ in range(4):
+        plan = controller.update([*[unsure(1.0, 0.2)] * 3, unsure(1.3, 0.001)])
+    assert plan.relieved == []
+
+
+def test_a_straggler_of_which_little_is_known_any_more_is_let_go():
+    controller = Controller(BalanceConfig(mode="zero-pri"), 4)
+    normal = [unsure(1.0, 0.01)] * 3
+    for _ in range(2):
+        plan = controller.update([*normal, unsure(4.0, 0.01)])
+    assert plan.relieved == [3]
+    assert controller.update([*normal, unsure(3.5, 0.3)]).relieved == [3], "slow in any case"
+    assert controller.update([*normal, unsure(1.2, 0.3)]).relieved == []
+
+
+@pytest.mark.parametrize("mode", ["zero-pri", "mig", "semi"])
+def test_noise_changes_no_plan(mode):
+    generator = np.random.default_rng(0)
+    controller = Controller(BalanceConfig(mode=mode), 4)
+    plans = []
+    for _ in range(60):
+        chis = np.array([1.0, 1.0, 1.0, 3.0]) * (1.0 + 0.005 * generator.standard_normal(4))
+        plans.append(controller.update([unsure(chi, 0.005) for chi in chis]).ranks)
+    assert sum(one != other for one, other in itertools.pairwise(plans[2:])) <= 1
+
+
+def test_a_receiver_that_is_slow_for_a_moment_goes_on_receiving():
+    controller = Controller(BalanceConfig(mode="mig"), 4)
+    times = [unsure(chi, 0.01) for chi in (1.0, 1.0, 1.0, 3.0)]
+    for _ in range(3):
+        before = controller.update(times)
+    assert before.loans
+    assert controller.update([times[0], unsure(1.3, 0.01), *times[2:]]).loans == before.loans
+    for _ in range(4):
+        later = controller.update([times[0], unsure(1.3, 0.01), *times[2:]])
+    assert later.loans != before.loans
+
+
+many_times = st.lists(
+    st.tuples(*[st.tuples(st.sampled_from([1.0, 1.1, 1.3, 2.0, 8.0]), st.floats(0.0, 0.3))] * 3), min_size=2, max_size=8
+)
+
+
+@settings(deadline=None)
+@given(many_times, st.sampled_from(["zero-pri", "mig", "semi"]), st.integers(1, 7))
+def test_equal_inputs_give_equal_plans_also_from_a_saved_state(updates, mode, half):
+    seen = CollectiveTimes(0.0, (0.0,) * 3, MigrationCost(0.01, 0.02))
+    one, other = (Controller(BalanceConfig(mode=mode), 3) for _ in range(2))
+    for number, told in enumerate(updates):
+        if number == half:
+            resumed = Controller(BalanceConfig(mode=mode), 3)
+            one.state_check(one.state_dict(), "state")
+            resumed.load_state_dict(one.state_dict())
+            other = resumed
+        plans = [controller.update([unsure(*times) for times in told], seen) for controller in (one, other)]
+        assert plans[0] == plans[1]
+        assert one.num_calibration_steps == other.num_calibration_steps
+        assert one.fingerprint(plans[0]) == other.fingerprint(plans[1])
+        assert all(0.0 <= rank.pruned + rank.lent <= 1.0 for rank in plans[0].ranks)
+        assert math.isfinite(plans[0].predicted_step_s)

@@ -72,7 +72,7 @@ def test_room_is_what_fits_into_the_time_that_is_left(times, levels_s):
     num_points = {len(rank.cost.ratios) for rank in times}
     if len(num_points) > 1:
         times = [rank for rank in times if len(rank.cost.ratios) == min(num_points)]
-    group = _Group(times, [False] * len(times), [False] * len(times), None)
+    group = _Group(times, [False] * len(times), None)
     slack = group.slack(levels)
     assert group.slack_in_all(levels).tolist() == np.cumsum(slack, axis=0)[-1].tolist()
     for rank, own in zip(times, slack.tolist(), strict=True):

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from zeroresize import BalanceConfig
-from zeroresize.plan.group import Loan
+from zeroresize.plan.group import Loan, Shares
 from zeroresize.policy.controller import Controller
 from zeroresize.policy.cost_model import MigrationCost, ResizingCost
 from zeroresize.policy.fingerprint import fingerprint
@@ -39,22 +39,38 @@ def test_it_is_a_whole_number_that_a_float_holds_exactly():
 
 
 @pytest.mark.parametrize(
-    "name", ["rest_s", "gemm_s", "gather_fill_scale", "is_straggler", "pruned", "lent", "wanted", "updates_until_heard"]
+    ("part", "value"),
+    [
+        ("_times", RankTimes(0.3, 0.7, 1.0, ResizingCost.linear(0.9), 2**-40)),
+        ("_usual", RankTimes(0.3, 0.7, 1.0 + 2**-40, ResizingCost.linear(0.9))),
+        ("_shares", Shares(2**-40)),
+        ("_measured_under", Shares(0.0, 2**-40)),
+        ("_are_stragglers", True),
+    ],
 )
-def test_anything_of_a_rank_that_differs_shows(name):
+def test_anything_of_a_rank_that_differs_shows(part, value):
     controller, plan = lending()
     before = controller.fingerprint(plan)
-    state = controller._ranks[1]
-    changed = {"wanted": (0.25, 0.0), "is_straggler": not state.is_straggler, "updates_until_heard": 1}
-    setattr(state, name, changed[name] if name in changed else getattr(state, name) + 2**-40)
+    of_ranks = list(getattr(controller, part))
+    assert of_ranks[1] != value
+    of_ranks[1] = value
+    setattr(controller, part, of_ranks)
     assert controller.fingerprint(plan) != before
+
+
+def test_how_long_ranks_were_slow_shows():
+    controller, plan = lending()
+    before = controller.fingerprint(plan)
+    controller._spells.ages[0] += 1
+    later = controller.fingerprint(plan)
+    controller._spells.past.append((0, 0.5, 3, 1.0))
+    assert len({before, later, controller.fingerprint(plan)}) == 3
 
 
 @pytest.mark.parametrize(
     "change",
     [
         {"predicted_step_s": 1.0},
-        {"begins_at_full_work": True},
         {"loans": ()},
         {"loans": (Loan(3, 0.5, (0, 1, 2), (0.25, 0.25, 0.5)),)},
     ],
@@ -62,7 +78,6 @@ def test_anything_of_a_rank_that_differs_shows(name):
 )
 def test_anything_of_a_plan_that_differs_shows(change):
     controller, plan = lending()
-    plan = dataclasses.replace(plan, begins_at_full_work=False)
     assert controller.fingerprint(dataclasses.replace(plan, **change)) != controller.fingerprint(plan)
 
 

@@ -14,20 +14,20 @@ from zeroresize.plan.group import RankPlan, Shares, WorkloadPlan
 pytestmark = pytest.mark.colossalai
 
 
-def steps_under(plan, *seconds):
-    return [TimedStep(own, plan, Shares()) for own in seconds]
+def steps_under(plan, *seconds, calibrates=0):
+    return [TimedStep(own, plan, Shares(), number < calibrates) for number, own in enumerate(seconds)]
 
 
-def plan_of(pruned, predicted_s, begins_at_full_work=False):
-    return WorkloadPlan((RankPlan(), RankPlan(pruned)), predicted_s, begins_at_full_work)
+def plan_of(pruned, predicted_s):
+    return WorkloadPlan((RankPlan(), RankPlan(pruned)), predicted_s)
 
 
 def test_a_plan_is_new_where_its_shares_are():
     steps = [
         *steps_under(plan_of(0.0, math.nan), 5.0, 5.0),  # nothing came before it
-        *steps_under(plan_of(0.5, 2.0, begins_at_full_work=True), 5.0, 1.0, 1.0),
+        *steps_under(plan_of(0.5, 2.0), 5.0, 1.0, 1.0, calibrates=1),
         *steps_under(plan_of(0.5, 3.0), 1.0, 1.0),  # what it says of its own past
-        *steps_under(plan_of(0.6, 1.5, begins_at_full_work=True), 5.0),  # nothing but a step at full work
+        *steps_under(plan_of(0.6, 1.5), 5.0, calibrates=1),  # nothing but a calibration step
         *steps_under(plan_of(0.4, 1.0), 2.0, 4.0, 3.0),
     ]
     assert predictions_of_new_plans(steps) == pytest.approx([2.0 / 1.0, 1.0 / 3.0])

@@ -21,7 +21,7 @@ def straggler(ratio: float = 0.75, busy_s: float = 0.4) -> list:
     """Rank 1 prunes from its second update on, and does all of its work in step 30."""
     shares = {1: 0.0, 2: ratio, 3: ratio, 4: ratio}
     return [
-        record(1, update, share, busy_s=busy_s, begins_at_full_work=update == 3) for update, share in shares.items()
+        record(1, update, share, busy_s=busy_s, calibration_steps=int(update == 3)) for update, share in shares.items()
     ]
 
 

@@ -43,25 +43,9 @@ def figures(mode, seeds=1, **scenario):
 CADENCES = (1, 2, 3, 4, 10)
 
 
-@cases(
-    ("update_every", "calibration"),
-    list(itertools.product(CADENCES, CALIBRATIONS)),
-    wanted="each of 12 recovered stragglers released within 3 updates (never: not within 24)",
-    today={
-        (1, "savings"): "8 later, 4 of them never",
-        (1, "power"): "6 later, 4 of them never",
-        (2, "savings"): "8 later, 4 of them never",
-        (2, "power"): "6 later, 4 of them never",
-        (3, "savings"): "8 later, 4 of them never",
-        (3, "power"): "6 later, 4 of them never",
-        (4, "savings"): "8 later",
-        (4, "power"): "6 later",
-        (10, "savings"): "8 later",
-        (10, "power"): "6 later",
-    },
-)
+@pytest.mark.parametrize(("update_every", "calibration"), list(itertools.product(CADENCES, CALIBRATIONS)))
 def test_a_straggler_is_released_soon_at_every_cadence_however_wrong_the_pre_test_was(update_every, calibration):
-    """Relieved it is all the same, while it is slow."""
+    """Each of twelve, within three updates; relieved it is all the same, while it is slow."""
     released = {}
     for chi, factor, deviation in itertools.product(("χ=2", "χ=4"), (0.5, 1.41, 2.0), (0.0, 0.02)):
         found = figures(
@@ -84,11 +68,9 @@ def test_a_straggler_is_released_soon_at_every_cadence_however_wrong_the_pre_tes
     list(itertools.product(CADENCES, CALIBRATIONS)),
     wanted="at most 1.1 of the time with a right one",
     today={
-        (1, "savings"): "1.28",
-        (2, "savings"): "1.28",
-        (3, "savings"): "1.28",
-        (4, "savings"): "1.27",
-        (10, "savings"): "1.27",
+        (1, "savings"): "1.12",
+        (2, "savings"): "1.13",
+        (3, "savings"): "1.12",
     },
 )
 def test_a_wrong_pre_test_makes_steps_little_longer(update_every, calibration):
@@ -146,23 +128,10 @@ BUSY_MACHINES = [
     BUSY_MACHINES,
     wanted="at most 2 starts per 100 updates, and no more than exact ones",
     today={
-        ("white", 0.05, 1): "12.5, 0.0 exact ones, γ up to 0.13",
-        ("white", 0.05, 2): "2.1, 0.0 exact ones, γ up to 0.13",
-        ("white", 0.1, 1): "71.9, 52.1 exact ones, γ up to 0.34",
-        ("white", 0.1, 2): "41.7, 25.0 exact ones, γ up to 0.22",
-        ("white", 0.1, 4): "17.7, 5.2 exact ones, γ up to 0.23",
-        ("white", 0.1, 10): "4.2, 0.0 exact ones, γ up to 0.18",
-        ("correlated", 0.05, 1): "14.6, 12.5 exact ones, γ up to 0.24",
-        ("correlated", 0.05, 2): "20.8, 15.6 exact ones, γ up to 0.23",
-        ("correlated", 0.05, 4): "29.2, 24.0 exact ones, γ up to 0.22",
-        ("correlated", 0.05, 10): "15.6, 8.3 exact ones, γ up to 0.16",
-        ("hiccups", 0.05, 1): "32.3, 18.8 exact ones, γ up to 0.86",
-        ("hiccups", 0.05, 2): "26.0, 17.7 exact ones, γ up to 0.76",
-        ("hiccups", 0.05, 4): "3.1, 2.1 exact ones, γ up to 0.66",
-        ("bursts", 0.05, 4): "7.3, 7.3 exact ones, γ up to 0.60",
-        ("bursts", 0.05, 10): "9.4, 4.2 exact ones, γ up to 0.61",
-        ("bursts of 4 ranks", 0.05, 4): "8.3, 8.3 exact ones, γ up to 0.52",
-        ("bursts of 4 ranks", 0.05, 10): "8.3, 0.0 exact ones, γ up to 0.65",
+        ("correlated", 0.05, 1): "4.2, 0.0 exact ones, γ up to 0.22",
+        ("bursts", 0.05, 4): "6.2, 6.2 exact ones, γ up to 0.60",
+        ("bursts of 4 ranks", 0.05, 4): "4.2, 7.3 exact ones, γ up to 0.40",
+        ("bursts of 4 ranks", 0.05, 10): "4.2, 4.2 exact ones, γ up to 0.64",
     },
 )
 def test_noise_starts_no_pruning_and_sooner_a_loan(noise, deviation, update_every):
@@ -173,18 +142,8 @@ def test_noise_starts_no_pruning_and_sooner_a_loan(noise, deviation, update_ever
     assert lossy.false_starts <= exact.false_starts
 
 
-@cases(
-    ("noise", "deviation", "update_every", "mode"),
-    [(*machine, mode) for machine in BUSY_MACHINES for mode in MODES],
-    wanted="at most 1.01 of the time with balancing off",
-    today={
-        ("white", 0.1, 1, "mig"): "1.011",
-        ("hiccups", 0.05, 1, "mig"): "1.022",
-        ("hiccups", 0.05, 1, "semi"): "1.014",
-        ("hiccups", 0.05, 2, "mig"): "1.020",
-        ("hiccups", 0.05, 2, "semi"): "1.014",
-        ("bursts of 4 ranks", 0.05, 4, "mig"): "1.010",
-    },
+@pytest.mark.parametrize(
+    ("noise", "deviation", "update_every", "mode"), [(*machine, mode) for machine in BUSY_MACHINES for mode in MODES]
 )
 def test_where_nobody_is_slow_balancing_is_no_slower_than_none(noise, deviation, update_every, mode):
     found = figures(mode, 2, course="nobody slow", noise=noise, deviation=deviation, update_every=update_every)
@@ -205,33 +164,8 @@ def test_a_straggler_is_met_and_released_soon_on_a_busy_machine(chi, most, noise
     list(itertools.product(("each in turn, 1 update", "2 updates on, 2 off", "1 update on, 3 off"), MODES, (1, 4, 10))),
     wanted="at most 1.01 of the time with balancing off, and at most 0.01 dropped",
     today={
-        ("each in turn, 1 update", "zero-pri", 1): "1.000, 0.097 dropped",
-        ("each in turn, 1 update", "zero-pri", 4): "1.000, 0.093 dropped",
-        ("each in turn, 1 update", "zero-pri", 10): "1.000, 0.095 dropped",
-        ("each in turn, 1 update", "mig", 1): "1.141, 0.000 dropped",
-        ("each in turn, 1 update", "mig", 4): "1.137, 0.000 dropped",
-        ("each in turn, 1 update", "mig", 10): "1.140, 0.000 dropped",
-        ("each in turn, 1 update", "semi", 1): "1.068, 0.051 dropped",
-        ("each in turn, 1 update", "semi", 4): "1.058, 0.054 dropped",
-        ("each in turn, 1 update", "semi", 10): "1.057, 0.057 dropped",
-        ("2 updates on, 2 off", "zero-pri", 1): "1.000, 0.050 dropped",
-        ("2 updates on, 2 off", "zero-pri", 4): "1.000, 0.047 dropped",
-        ("2 updates on, 2 off", "zero-pri", 10): "1.000, 0.049 dropped",
-        ("2 updates on, 2 off", "mig", 1): "1.032, 0.000 dropped",
-        ("2 updates on, 2 off", "mig", 4): "1.029, 0.000 dropped",
-        ("2 updates on, 2 off", "mig", 10): "1.031, 0.000 dropped",
-        ("2 updates on, 2 off", "semi", 1): "1.015, 0.027 dropped",
-        ("2 updates on, 2 off", "semi", 4): "1.012, 0.027 dropped",
-        ("2 updates on, 2 off", "semi", 10): "1.012, 0.030 dropped",
-        ("1 update on, 3 off", "zero-pri", 1): "1.000, 0.025 dropped",
-        ("1 update on, 3 off", "zero-pri", 4): "1.000, 0.022 dropped",
-        ("1 update on, 3 off", "zero-pri", 10): "1.000, 0.024 dropped",
-        ("1 update on, 3 off", "mig", 1): "1.023, 0.000 dropped",
-        ("1 update on, 3 off", "mig", 4): "1.018, 0.000 dropped",
-        ("1 update on, 3 off", "mig", 10): "1.020, 0.000 dropped",
-        ("1 update on, 3 off", "semi", 1): "1.011, 0.013 dropped",
-        ("1 update on, 3 off", "semi", 4): "1.008, 0.012 dropped",
-        ("1 update on, 3 off", "semi", 10): "1.008, 0.015 dropped",
+        ("2 updates on, 2 off", "zero-pri", 1): "0.880, 0.040 dropped",
+        ("2 updates on, 2 off", "semi", 1): "0.825, 0.023 dropped",
     },
 )
 def test_what_does_not_last_is_left_alone(course, mode, update_every):

@@ -9,7 +9,7 @@ from zeroresize.comm.collectives import group_ranks
 from zeroresize.config_keys import PINNABLE_MODES
 from zeroresize.control.assembly import Parts
 from zeroresize.layers.functional import LastGradients
-from zeroresize.utils.state_checks import anything, count, each, flag, keyed, optional, row, share, tensor, text, values
+from zeroresize.utils.state_checks import anything, count, each, keyed, optional, row, share, tensor, text, values
 
 
 def state_of(parts: Parts, num_steps: int) -> dict[str, Any]:
@@ -18,7 +18,6 @@ def state_of(parts: Parts, num_steps: int) -> dict[str, Any]:
     shared = {
         "num_steps": num_steps,
         "decision": parts.decision.state_dict(),
-        "is_at_full_work": in_force.is_at_full_work,
         "pins": [in_force.pins.get(rank) for rank in range(parts.num_ranks)],
         "layers": _columns_of_layers(parts),
     }
@@ -74,7 +73,6 @@ def load_state(parts: Parts, state_dict: Mapping[str, Any]) -> int:
     pins = enumerate(shared["pins"]) if parts.config.mode in PINNABLE_MODES else ()
     in_force.pins = {rank: ratio for rank, ratio in pins if ratio is not None}
     parts.monitor.load_state_dict(own["measurement"])
-    in_force.is_at_full_work = shared["is_at_full_work"]
     in_force.shares_of_last_step = None
     num_steps: int = shared["num_steps"]
     return num_steps
@@ -105,7 +103,6 @@ def _require_shared(parts: Parts, state: Any, where: str) -> None:
         {
             "num_steps": count,
             "decision": parts.decision.state_check,
-            "is_at_full_work": flag,
             "pins": each(optional(share), parts.num_ranks),
         }
     )(state, where)

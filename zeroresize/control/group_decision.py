@@ -17,7 +17,7 @@ from zeroresize.policy.controller import Controller
 from zeroresize.policy.cost_model import NUM_POINTS, MigrationCost, ResizingCost
 from zeroresize.policy.times import RankTimes
 from zeroresize.policy.what_if import WhatIf
-from zeroresize.utils.state_checks import Check, each, keyed, not_negative, number, optional, row, share, text
+from zeroresize.utils.state_checks import Check, count, each, keyed, not_negative, number, optional, row, share, text
 
 
 class GroupDecision:
@@ -30,6 +30,7 @@ class GroupDecision:
 
     Attributes:
         plan: what is decided.
+        num_calibration_steps: for how many of the next steps another plan is in force, :attr:`calibration`.
         migration: Φ1 by the calibration, the same on every rank; None where nobody can lend, or before it is known.
     """
 
@@ -43,6 +44,7 @@ class GroupDecision:
         self._lent_when_sent = (0.0,) * num_ranks
         self.migration: MigrationCost | None = None
         self.plan: WorkloadPlan = self._controller.initial_plan()
+        self.num_calibration_steps = 0
 
     def update(self, times: RankTimes | None, cost: ResizingCost, wait_s: float, agreed: object) -> None:
         """Decide from what was sent at the last update, and send this rank's numbers.
@@ -59,7 +61,8 @@ class GroupDecision:
         if self._exchange is None:
             return
         fingerprint = self._fingerprint(agreed)
-        lent_in_force = tuple(rank.lent for rank in self.plan.ranks)
+        lent_in_force = tuple(rank.lent for rank in (self.calibration or self.plan).ranks)
+        self.num_calibration_steps = 0
         self._collect()
         if self._received is not None:
             self._decide(self._received)
@@ -71,6 +74,10 @@ class GroupDecision:
         self._exchange.post([fingerprint, wait_s, *_as_numbers(times, cost)])
         self._lent_when_sent = lent_in_force
 
+    def next_step(self) -> None:
+        """A step is over that ends without an update."""
+        self.num_calibration_steps = max(self.num_calibration_steps - 1, 0)
+
     def state_dict(self) -> dict[str, Any]:
         """Plain values, the same on every rank; collects what is under way, or goes without where ranks have died."""
         with suppress(RuntimeError):
@@ -81,6 +88,7 @@ class GroupDecision:
             "what_if": tuple(self._what_if.states()),
             "received": (self._told_config, self._received),
             "lent_when_sent": list(self._lent_when_sent),
+            "num_calibration_steps": self.num_calibration_steps,
             "migration": dataclasses.astuple(self.migration) if self.migration is not None else None,
             "migration_transport": self._migration_transport,
         }
@@ -93,7 +101,7 @@ class GroupDecision:
         def received(value: Any, where: str) -> None:
             row(text, optional(each(each(number), num_ranks)))(value, where)
             if value[0] == self._told_config and value[1] is not None:
-                each(each(number, 6 + 3 * NUM_POINTS))(value[1], f"{where}[1]")
+                each(each(number, 7 + 3 * NUM_POINTS))(value[1], f"{where}[1]")
 
         return keyed(
             {
@@ -101,6 +109,7 @@ class GroupDecision:
                 "what_if": each(self._controller.state_check),
                 "received": optional(received),
                 "lent_when_sent": each(share, num_ranks),
+                "num_calibration_steps": count,
                 "migration": optional(row(not_negative, not_negative)),
                 "migration_transport": text,
             }
@@ -124,6 +133,7 @@ class GroupDecision:
         is_known = state["migration"] is not None and state["migration_transport"] == self._migration_transport
         self.migration = MigrationCost(*state["migration"]) if is_known else None
         self.plan = self._controller.current_plan()
+        self.num_calibration_steps = state["num_calibration_steps"] if self.plan.relieved else 0
 
     def require_agreement(self, agreed: object) -> None:
         """Compare now what the ranks of the group would decide from; collective.
@@ -160,6 +170,11 @@ class GroupDecision:
             )
 
     @property
+    def calibration(self) -> WorkloadPlan | None:
+        """The plan of a calibration step, if the next step is one: it spares nobody, to be measured."""
+        return self._controller.calibration_plan if self.num_calibration_steps else None
+
+    @property
     def what_if_plans(self) -> dict[str, WorkloadPlan]:
         """In mode "off", what every other mode would decide, by mode; else empty."""
         return self._what_if.plans
@@ -182,11 +197,13 @@ class GroupDecision:
         collectives = CollectiveTimes(wait_s, self._lent_when_sent, self.migration)
         self._what_if.update(samples, collectives)
         self.plan = self._controller.update(samples, collectives)
+        self.num_calibration_steps = self._controller.num_calibration_steps
 
     def _fingerprint(self, agreed: object) -> float:
         """Of all that decisions follow from."""
         migration = dataclasses.astuple(self.migration) if self.migration is not None else None
-        return self._controller.fingerprint(self.plan, self._lent_when_sent, migration, repr(agreed))
+        of_step = self._lent_when_sent, self.num_calibration_steps
+        return self._controller.fingerprint(self.plan, *of_step, migration, repr(agreed))
 
 
 def _require_equal(fingerprints: Sequence[float]) -> None:
@@ -199,13 +216,15 @@ def _require_equal(fingerprints: Sequence[float]) -> None:
 
 
 def _as_numbers(times: RankTimes | None, cost: ResizingCost) -> list[float]:
-    own = [times.rest_s, times.gemm_s, times.gather_fill_scale] if times is not None else [math.nan] * 3
+    own = (
+        [times.rest_s, times.gemm_s, times.gather_fill_scale, times.deviation] if times is not None else [math.nan] * 4
+    )
     return [*own, cost.borrowing, *cost.ratios, *cost.gemm_share, *cost.gather_fill_s]
 
 
 def _as_rank_times(numbers: list[float]) -> RankTimes:
-    rest_s, gemm_s, gather_fill_scale, borrowing, *points = numbers
+    rest_s, gemm_s, gather_fill_scale, deviation, borrowing, *points = numbers
     third = len(points) // 3
     ratios, gemm_share, gather_fill_s = (tuple(points[i * third : (i + 1) * third]) for i in range(3))
     cost = ResizingCost(ratios, gemm_share, gather_fill_s, borrowing)
-    return RankTimes(rest_s, gemm_s, gather_fill_scale, cost)
+    return RankTimes(rest_s, gemm_s, gather_fill_scale, cost, deviation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from zeroresize.comm.exchange import Exchange
@@ -25,7 +26,10 @@ class PlanInForce:
 
     Attributes:
         pins: γ that is forced in place of the plan's, by rank; the same on every rank.
-        is_at_full_work: whether the next step prunes and lends nothing nevertheless, to be measured.
+        planned: this rank's shares by what is decided, or by its pin, also while a calibration step is made; those of
+            its own products are rounded to columns.
+        ratio: γ of it, before it is rounded.
+        layer_shares: share of every layer's columns that is pruned by it.
         shares_of_step: what this rank does in the iteration under way.
         shares_of_last_step: in the one before it; None before the first.
     """
@@ -43,33 +47,32 @@ class PlanInForce:
     ) -> None:
         self._config, self._rank, self._num_ranks = config, rank, num_ranks
         self._selector, self._installer, self._lender, self._exchange = selector, installer, lender, exchange
-        self._plan = WorkloadPlan(())
-        self._borrowed = 0.0
+        self._decided = self._plan = WorkloadPlan(())
         self.pins: dict[int, float] = {}
-        self.is_at_full_work = False
+        self.planned, self.ratio = Shares(), 0.0
+        self.layer_shares: Mapping[str, float] = {}
         self.shares_of_step = Shares()
         self.shares_of_last_step: Shares | None = None
 
-    def install(self, plan: WorkloadPlan) -> None:
-        """Carry out ``plan``, from the next iteration on; collective over the group where its loans are new.
+    def install(self, decided: WorkloadPlan, calibration: WorkloadPlan | None = None) -> None:
+        """Carry out ``decided``, or ``calibration`` if one comes before it, from the next iteration on.
+
+        Collective over the group where loans are new.
 
         Raises:
             RuntimeError: if loans are new and not all ranks come.
         """
-        own = plan.ranks[self._rank]
-        self._plan, self._borrowed = plan, own.borrowed
-        if self._rank in self.pins:
-            self._installer.install(Relief(self.pins[self._rank], is_forced=True))
-        else:
-            is_forced = self._config.forced_ratio is not None
-            self._installer.install(Relief(own.pruned, own.lent, is_forced=is_forced))
-            if self.is_at_full_work:
-                self._installer.suspend()
+        plan = calibration or decided
+        self._decided, self._plan = decided, plan
+        self._installer.install(self._relief(decided))
+        self.planned = replace(self._installer.shares, borrowed=decided.ranks[self._rank].borrowed)
+        self.ratio, self.layer_shares = self._installer.relief.spared, self._installer.layer_shares
+        if plan is not decided:
+            self._installer.install(self._relief(plan))
         if self._lender is not None:
-            loans = () if self.is_at_full_work else plan.loans
-            if self._exchange is not None and self._lender.would_be_new(loans, self._selector.epoch):
+            if self._exchange is not None and self._lender.would_be_new(plan.loans, self._selector.epoch):
                 self._exchange.meet()  # a rank that is a step ahead would send the others what they do not await
-            self._lender.install(loans, self._installer.lent_columns(), epoch=self._selector.epoch)
+            self._lender.install(plan.loans, self._installer.lent_columns(), epoch=self._selector.epoch)
 
     def send_weights(self) -> None:
         """Send the lent columns of all weights, as they are from now until the next optimizer step."""
@@ -84,13 +87,12 @@ class PlanInForce:
 
     def begin_step(self) -> None:
         """An iteration begins under what is installed."""
-        borrowed = 0.0 if self.is_at_full_work else self._borrowed
-        self.shares_of_step = replace(self._installer.shares_in_force, borrowed=borrowed)
+        self.shares_of_step = replace(self._installer.shares, borrowed=self._plan.ranks[self._rank].borrowed)
 
     def end_step(self) -> None:
         """The iteration is over: count it for the selector."""
         self.shares_of_last_step = self.shares_of_step
-        self._selector.count_step(self._installer.in_force)
+        self._selector.count_step(self._installer.relief)
 
     def pin(self, rank: int, ratio: float) -> None:
         """Let ``rank`` prune ``ratio`` from the next :meth:`install` on, whatever is decided.
@@ -114,26 +116,11 @@ class PlanInForce:
             self.pins.pop(rank, None)
 
     @property
-    def ratio(self) -> float:
-        """γ of this rank by the plan, or by its pin."""
-        return self._installer.relief.spared
-
-    @property
-    def planned(self) -> Shares:
-        """This rank's shares by the plan, or by its pin; those of its own products are rounded to columns."""
-        return replace(self._installer.shares, borrowed=self._borrowed)
-
-    @property
-    def layer_shares(self) -> dict[str, float]:
-        """Share of every layer's columns that is pruned by the plan, or by a pin."""
-        return self._installer.layer_shares
-
-    @property
     def lent_to(self) -> dict[int, float]:
         """What each other rank computes of this rank's lent share."""
         return {
-            receiver: self._installer.shares.lent * part
-            for loan in self._plan.loans
+            receiver: self.planned.lent * part
+            for loan in self._decided.loans
             if loan.owner == self._rank
             for receiver, part in zip(loan.receivers, loan.parts, strict=True)
         }
@@ -141,12 +128,19 @@ class PlanInForce:
     @property
     def is_forced(self) -> bool:
         """Whether someone forced just the ratio of the next step."""
-        return self._installer.in_force.is_forced
+        return self._installer.relief.is_forced
 
     @property
     def agreed(self) -> tuple[object, ...]:
         """What every rank of the group must have alike, besides what is decided."""
-        return self._selector.epoch, sorted(self.pins.items()), self.is_at_full_work
+        return self._selector.epoch, sorted(self.pins.items())
+
+    def _relief(self, plan: WorkloadPlan) -> Relief:
+        """What this rank is relieved of under ``plan``, or by its pin."""
+        if self._rank in self.pins:
+            return Relief(self.pins[self._rank], is_forced=True)
+        own = plan.ranks[self._rank]
+        return Relief(own.pruned, own.lent, is_forced=self._config.forced_ratio is not None)
 
     def _require_rank(self, rank: int) -> None:
         if not isinstance(rank, int) or not 0 <= rank < self._num_ranks:

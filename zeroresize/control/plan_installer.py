@@ -18,59 +18,40 @@ class PlanInstaller:
     """Turns what this rank is relieved of into one ``LayerPlan`` a layer.
 
     Attributes:
-        relief: what is decided.
+        relief: what is in force.
         shares: of this rank's product FLOPs, what it drops and leaves to others, after rounding to columns and blocks
             (layers weighted by their matrices' sizes).
         layer_shares: share of every layer's columns that is pruned.
-        in_force: what the next step does, ``relief`` unless suspended.
     """
 
     def __init__(self, layers: Mapping[str, BalancedLinear], selector: ColumnSelector, imputation: str) -> None:
         self._layers, self._selector, self._imputation = layers, selector, imputation
-        self.relief = self.in_force = Relief()
+        self.relief = Relief()
         self.shares = Shares()
         self.layer_shares = dict.fromkeys(layers, 0.0)
         self._epoch_in_force = 0
 
     def install(self, relief: Relief) -> None:
         """Prune, and leave to others, the columns that the selector names in its epoch, from the next forward on."""
-        is_new = self._carry_out(relief)
-        if not is_new and relief == self.relief:
+        if (relief, self._selector.epoch) == (self.relief, self._epoch_in_force):
             return
-        self.relief = relief
+        self.relief, self._epoch_in_force = relief, self._selector.epoch
+        pruned_columns, lent_columns = self._selector.pruned_columns(relief), self._selector.lent_columns(relief)
+        for name, layer in self._layers.items():
+            layer.plan = self._layer_plan(layer, pruned_columns[name].tolist(), lent_columns[name].tolist())
         plans = {name: layer.plan for name, layer in self._layers.items()}
         self.layer_shares = {name: plan.pruned_share if plan else 0.0 for name, plan in plans.items()}
         lent_shares = {name: plan.lent_share if plan else 0.0 for name, plan in plans.items()}
         self.shares = Shares(self._share_of_work(self.layer_shares), self._share_of_work(lent_shares))
 
-    def suspend(self) -> None:
-        """Compute everything here until the next :meth:`install`, whatever is decided."""
-        self._carry_out(Relief())
-
     def clear(self) -> None:
         """No plan in any layer."""
         self.install(Relief())
-
-    @property
-    def shares_in_force(self) -> Shares:
-        """``shares`` in the next step, none while suspended."""
-        return self.shares if self.in_force == self.relief else Shares()
 
     def lent_columns(self) -> dict[str, Tensor]:
         """What is lent of every layer, in the order in which it is divided; on the layers' devices."""
         none = torch.empty(0, dtype=torch.int64, device="cpu")
         return {name: layer.plan.lent if layer.plan is not None else none for name, layer in self._layers.items()}
-
-    def _carry_out(self, relief: Relief) -> bool:
-        """Whether it was not in force already."""
-        wanted = (relief, self._selector.epoch)
-        if wanted == (self.in_force, self._epoch_in_force):
-            return False
-        self.in_force, self._epoch_in_force = wanted
-        pruned_columns, lent_columns = self._selector.pruned_columns(relief), self._selector.lent_columns(relief)
-        for name, layer in self._layers.items():
-            layer.plan = self._layer_plan(layer, pruned_columns[name].tolist(), lent_columns[name].tolist())
-        return True
 
     def _share_of_work(self, shares: Mapping[str, float]) -> float:
         work = work_of_layers(self._layers)

@@ -26,6 +26,14 @@ class Planner(Protocol):
         """What is decided; it changes in :meth:`update` and :meth:`load_state_dict` only."""
 
     @property
+    def calibration(self) -> WorkloadPlan | None:
+        """The plan of the next step if that is a calibration step, which spares nobody, to be measured; else None."""
+
+    @property
+    def num_calibration_steps(self) -> int:
+        """How many of the next steps are calibration steps."""
+
+    @property
     def what_if_plans(self) -> Mapping[str, WorkloadPlan]:
         """What other modes would decide, by mode; empty where nobody asks."""
 
@@ -41,6 +49,9 @@ class Planner(Protocol):
         Raises:
             RuntimeError: if the ranks of the group do not agree on their plans, or on ``agreed``.
         """
+
+    def next_step(self) -> None:
+        """A step is over that ends no interval."""
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, the same on every rank."""

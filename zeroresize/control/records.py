@@ -28,7 +28,7 @@ def update_record(parts: Parts, num_steps: int, balancing_since_update_s: float)
         lent_to={str(receiver): share for receiver, share in in_force.lent_to.items()},
         layer_shares=in_force.layer_shares,
         predicted_step_s=plan.predicted_step_s,
-        begins_at_full_work=in_force.is_at_full_work,
+        calibration_steps=parts.decision.num_calibration_steps,
         balancing_since_update_s=balancing_since_update_s,
         would={
             mode: {

@@ -7,7 +7,7 @@ import logging
 import math
 import statistics
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,23 @@ from zeroresize.kernels import implementation_on
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.measure.calibrate_resizing import ProductSplit, measure_resizing_cost
 from zeroresize.measure.step_timer import LayerTimer, StepTimer, clock_for
+from zeroresize.plan.group import Shares
 from zeroresize.policy.cost_model import NUM_POINTS, ResizingCost
-from zeroresize.policy.estimate import FullWorkEstimate
+from zeroresize.policy.estimator import RankEstimator
 from zeroresize.policy.times import RankTimes, StepTimes
-from zeroresize.utils.state_checks import Check, count, each, flag, keyed, number, optional, row, text
+from zeroresize.utils.state_checks import (
+    Check,
+    count,
+    each,
+    flag,
+    keyed,
+    not_negative,
+    number,
+    optional,
+    row,
+    share,
+    text,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -75,10 +88,10 @@ class RankMonitor:
 
     def __init__(self, layers: Mapping[str, BalancedLinear], config: BalanceConfig) -> None:
         self._layers, self._config = layers, config
-        self._estimate = FullWorkEstimate(ResizingCost.linear(config.max_ratio))
+        self._estimator = RankEstimator(ResizingCost.linear(config.max_ratio))
         self._calibrated_on: _Conditions | None = None
         self._interval: list[StepTimes] = []
-        self._plan_in_force = 0.0, 0.0
+        self._shares_in_force = Shares()
         self._wait_s = math.nan
         self._has_seen_training = self._has_warned = False
         # Ranks run row-parallel layers together, since their outputs are summed; a model without any counts all layers.
@@ -97,8 +110,8 @@ class RankMonitor:
 
     @property
     def times(self) -> RankTimes | None:
-        """Full-work times of the last update's interval, None before the first."""
-        return self._estimate.times
+        """Times at full work as far as is known, None before the first update."""
+        return self._estimator.times
 
     @property
     def wait_s(self) -> float:
@@ -108,7 +121,7 @@ class RankMonitor:
     @property
     def cost(self) -> ResizingCost:
         """What pruning costs; proportional to FLOPs until :meth:`calibrate`."""
-        return self._estimate.cost
+        return self._estimator.cost
 
     @property
     def layer_times(self) -> dict[str, float]:
@@ -121,13 +134,13 @@ class RankMonitor:
         """Seconds that timing cost in the last step."""
         return self._timer.timer_s
 
-    def begin_step(self, spared_share: float, borrowed_share: float, is_forced: bool) -> None:
-        """A step begins; by its plan this rank skips ``spared_share`` of its products and adds ``borrowed_share``."""
+    def begin_step(self, shares: Shares, is_forced: bool) -> None:
+        """A step begins; by its plan this rank skips ``shares.spared`` of its products and adds ``shares.borrowed``."""
         self._num_forwards_before_step = self.num_forwards
         for layer in self._layers.values():
             layer.forget_forwards()
-        self._plan_in_force = spared_share, borrowed_share
-        self._timer.begin_step(spared_share, borrowed_share, is_forced)
+        self._shares_in_force = shares
+        self._timer.begin_step(shares, is_forced)
 
     def end_step(self) -> None:
         """The step is over."""
@@ -157,10 +170,10 @@ class RankMonitor:
     def calibrate(self) -> None:
         """Measure what pruning costs on the shapes of the step that has just ended; takes about a second."""
         cost, split = measure_resizing_cost(self._layers, self._config)
-        self._estimate = FullWorkEstimate(cost)
+        self._estimator = RankEstimator(cost)
         self._take_split(split)
         self._calibrated_on = _Conditions.of_step(self._layers, self._config)
-        cost = self._estimate.calibrated
+        cost = self._estimator.calibrated
         logger.info(
             "calibration of pruning: at γ = %.2f multiplications take %.2f of their time, gathers and fills %.1f ms",
             cost.max_ratio,
@@ -176,13 +189,15 @@ class RankMonitor:
                 "no converted layer was in training in %d steps: layers in eval() compute in full and are not balanced",
                 len(self._interval),
             )
-        self._estimate.learn(self._interval)
-        usual = self._estimate.usual_step
+        self._estimator.learn(self._interval)
+        usual = self._estimator.usual_step
         self._wait_s = math.nan
-        if self._interval and usual is not None and usual.plan == self._plan_in_force:
+        if self._interval and usual is not None and usual.shares == self._shares_in_force:
             self._wait_s = usual.wait_s
         # Of steps from a loaded state it is not known.
-        under_last_plan = [step.layers for step in self._interval if step.layers and step.plan == self._plan_in_force]
+        under_last_plan = [
+            step.layers for step in self._interval if step.layers and step.shares == self._shares_in_force
+        ]
         self._layer_times = {
             name: statistics.median(layers.get(name, 0.0) for layers in under_last_plan)
             for name in self._layers
@@ -198,7 +213,7 @@ class RankMonitor:
         """This rank's own, plain values."""
         return {
             "calibrated_on": dataclasses.astuple(self._calibrated_on) if self._calibrated_on is not None else None,
-            "estimate": self._estimate.state_dict(),
+            "estimator": self._estimator.state_dict(),
             "split": dataclasses.astuple(self._split) if self._split is not None else None,
             # Without the times of layers, which the next interval tells anew.
             "interval": [dataclasses.astuple(dataclasses.replace(step, layers={}))[:-1] for step in self._interval],
@@ -208,12 +223,12 @@ class RankMonitor:
     def state_check(self) -> Check:
         """Of what :meth:`load_state_dict` can take over."""
         conditions = row(text, number, number, count, optional(flag), least=2)
-        step = row(number, number, number, number, number, flag, number)
+        step = row(number, number, number, row(share, share, not_negative), flag, number)
         split = row(*[each(number, NUM_POINTS)] * 3)
         return keyed(
             {
                 "calibrated_on": optional(conditions),
-                "estimate": self._estimate.state_check,
+                "estimator": self._estimator.state_check,
                 "split": optional(split),
                 "interval": each(step),
             }
@@ -224,8 +239,12 @@ class RankMonitor:
         self._calibrated_on = _Conditions(*state["calibrated_on"]) if state["calibrated_on"] is not None else None
         if state["split"] is not None:
             self._take_split(ProductSplit(*map(tuple, state["split"])))
-        self._interval = [StepTimes(*values) for values in state["interval"]]
-        self._estimate.load_state_dict(state["estimate"])
+        self._interval = [_step_of(*values) for values in state["interval"]]
+        self._estimator.load_state_dict(state["estimator"])
+
+
+def _step_of(busy_s: float, gemm_s: float, gather_fill_s: float, shares: Sequence[float], *others: Any) -> StepTimes:
+    return StepTimes(busy_s, gemm_s, gather_fill_s, Shares(*shares), *others)
 
 
 def _detach(timer: StepTimer, probes: list[tuple[BalancedLinear, LayerTimer]]) -> None:

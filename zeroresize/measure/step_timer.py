@@ -17,6 +17,7 @@ import torch
 
 from zeroresize.kernels.probe import Probe
 from zeroresize.measure import waits
+from zeroresize.plan.group import Shares
 from zeroresize.policy.times import StepTimes
 
 #: So many pairs of marks are kept at most, but for those that the device has not passed yet.
@@ -102,6 +103,9 @@ def clock_for(device: torch.device) -> Clock:
     return DeviceClock(device) if device.type == "cuda" else HostClock()
 
 
+_WHOLE = Shares()
+
+
 @dataclass
 class _Step:
     """One iteration while it is measured.
@@ -111,8 +115,7 @@ class _Step:
     """
 
     begin: Any
-    spared_share: float = 0.0
-    borrowed_share: float = 0.0
+    shares: Shares = _WHOLE
     is_forced: bool = False
     end: Any = None
     num_marks: int = 1
@@ -168,15 +171,15 @@ class StepTimer(Probe):
         self._mark_s = self._measure_mark_s()
         waits.listen(self)
 
-    def begin_step(self, spared_share: float = 0.0, borrowed_share: float = 0.0, is_forced: bool = False) -> None:
-        """An iteration begins under a plan that spares this rank a share of its products and adds one of others'.
+    def begin_step(self, shares: Shares = _WHOLE, is_forced: bool = False) -> None:
+        """An iteration begins in which this rank computes what ``shares`` leaves it.
 
         Whatever was measured since the last ``end_step`` is dropped.
         """
         self._drop_step()
         self._thread = threading.get_ident()
         self._clock.enter_main_stream()
-        self._step = _Step(self._clock.mark(), spared_share, borrowed_share, is_forced)
+        self._step = _Step(self._clock.mark(), shares, is_forced)
 
     def end_step(self) -> list[StepTimes]:
         """The iteration is over: the times of all that can be read without waiting and have not been yet.
@@ -269,14 +272,13 @@ class StepTimer(Probe):
         split_s, whole_s, gemm_s, waits_s = (step.seconds[kind] for kind in ("products", "wholes", "gemms", "waits"))
         products_s = split_s + whole_s
         if whole_s > 0.0:
-            gemm_s += whole_s * self.gemm_part(step.spared_share, step.borrowed_share)
+            gemm_s += whole_s * self.gemm_part(step.shares.spared, step.shares.borrowed)
         busy_s = max(wall_s - waits_s, products_s)
         return StepTimes(
             busy_s=busy_s,
             gemm_s=gemm_s,
             gather_fill_s=max(products_s - gemm_s, 0.0),
-            spared_share=step.spared_share,
-            borrowed_share=step.borrowed_share,
+            shares=step.shares,
             is_forced=step.is_forced,
             wait_s=max(wall_s - busy_s, 0.0),
             layers=dict(step.layers),

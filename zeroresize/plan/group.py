@@ -24,6 +24,11 @@ class Shares:
         """Share of its own products that the rank does not compute, γ."""
         return self.pruned + self.lent
 
+    @property
+    def work(self) -> tuple[float, float]:
+        """What the rank computes: two that differ in nothing else take equally long."""
+        return self.spared, self.borrowed
+
 
 @dataclass(frozen=True)
 class RankPlan(Shares):
@@ -61,13 +66,11 @@ class WorkloadPlan:
         ranks: one ``RankPlan`` a rank, in the order of the group.
         predicted_step_s: seconds of a step under this plan, the busy time of the slowest rank and what collectives add;
             NaN before anything was measured.
-        begins_at_full_work: whether the first iteration under this plan computes everything, to be measured.
         loans: what migrates, in the order in which every rank carries it out.
     """
 
     ranks: tuple[RankPlan, ...]
     predicted_step_s: float = float("nan")
-    begins_at_full_work: bool = False
     loans: tuple[Loan, ...] = ()
 
     @property

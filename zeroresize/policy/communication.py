@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from zeroresize.policy.cost_model import MigrationCost
-from zeroresize.policy.smoothing import smoothed
 from zeroresize.policy.times import MOST_SECONDS
 from zeroresize.utils.state_checks import Check, keyed, not_negative, number, optional, row
 
 #: What differs by less than this share of a step is noise: ranks that are equally busy wait for each other's jitter.
 _NOISE = 0.03
+#: Of the newest interval.
+_WEIGHT = 0.7
 #: By more than these factors no single interval changes what the calibration told of migrating.
 _LEAST_FACTOR, _MOST_FACTOR = 0.5, 2.0
 #: Nor do all of them together.
@@ -44,14 +45,12 @@ class CommunicationEstimate:
     """The seconds that a step takes beyond its slowest rank's work.
 
     Attributes:
-        weight: of the newest sample.
         plain_s: seconds without loans, NaN before they were seen.
         scale: what loans cost, relative to the calibration.
         forgetting: share of what was learned that an update without loans forgets.
         scale_before: what loans were taken to cost when lending began; None while nothing is lent.
     """
 
-    weight: float
     plain_s: float = math.nan
     scale: float = 1.0
     forgetting: float = _FORGETTING
@@ -74,7 +73,8 @@ class CommunicationEstimate:
             return
         predicted_s = self.migration.seconds(seen.lent) if self.migration is not None else 0.0
         if not any(seen.lent):
-            self.plain_s = smoothed(self.plain_s, seen.wait_s, self.weight)
+            is_first = math.isnan(self.plain_s)
+            self.plain_s = seen.wait_s if is_first else _WEIGHT * seen.wait_s + (1.0 - _WEIGHT) * self.plain_s
             self.scale += self.forgetting * (1.0 - self.scale)
             self.scale_before = None
         elif predicted_s > 0.0 and not math.isnan(self.plain_s) and not math.isnan(busy_s):
@@ -83,7 +83,7 @@ class CommunicationEstimate:
             error_s = seen.wait_s - self.plain_s - predicted_s
             beyond_noise_s = math.copysign(max(abs(error_s) - _NOISE * busy_s, 0.0), error_s)
             factor = min(max(1.0 + beyond_noise_s / predicted_s, _LEAST_FACTOR), _MOST_FACTOR)
-            self.scale = min(max(self.scale * (1.0 + self.weight * (factor - 1.0)), _LEAST_SCALE), _MOST_SCALE)
+            self.scale = min(max(self.scale * (1.0 + _WEIGHT * (factor - 1.0)), _LEAST_SCALE), _MOST_SCALE)
             if self.scale <= self.scale_before:
                 self.forgetting = _FORGETTING
 

@@ -2,129 +2,86 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from zeroresize.config import BalanceConfig
 from zeroresize.config_keys import MIGRATING_MODES, PRUNING_MODES
-from zeroresize.plan.group import Loan, RankPlan, WorkloadPlan
+from zeroresize.plan.group import Loan, RankPlan, Shares, WorkloadPlan
+from zeroresize.policy.calibration_steps import CalibrationSteps
 from zeroresize.policy.communication import CollectiveTimes, CommunicationEstimate
 from zeroresize.policy.cost_model import ResizingCost
-from zeroresize.policy.curves import GroupTimes
+from zeroresize.policy.curves import Floats, GroupTimes
 from zeroresize.policy.fingerprint import fingerprint
-from zeroresize.policy.full_work_steps import FullWorkSteps
 from zeroresize.policy.rules.by_mode import forced_division, wanted_division
 from zeroresize.policy.rules.ratio import find_stragglers, reference_time
-from zeroresize.policy.rules.sharing import borrowed_shares, loans_of, predicted_busy_s
-from zeroresize.policy.smoothing import LARGE_CHANGE, smoothed, steadied
-from zeroresize.policy.times import RankTimes
-from zeroresize.utils.state_checks import Check, below, count, each, flag, keyed, number, row, share
+from zeroresize.policy.rules.sharing import Division, borrowed_shares, loans_of, predicted_busy_s
+from zeroresize.policy.spells import COST_IN_VAIN, Spells
+from zeroresize.policy.times import DURATION, RankTimes
+from zeroresize.utils.state_checks import Check, below, count, each, flag, keyed, number, optional, row, share
 
+#: A rank is relieved if it is slower than the reference by so many standard deviations: to begin with pruning, to begin
+#: with lending, and to go on.
+CERTAINTY_LOSSY, CERTAINTY_EXACT, CERTAINTY_KEPT = 3.5, 2.5, 2.0
+#: Of a rank that is relieved of something, its time at full work is not known: a standard deviation, as a share of it.
+UNSURE = 0.3
+#: Who prunes goes on where that saves this part of what it must save to begin.
+KEPT_GAIN = 0.5
+#: A step at full work is due where γ changes by so much.
+_NEW = 0.1
 #: Of what is pruned and lent: much finer than a column.
 _DECIMALS = 6
-#: Decisions follow from what was measured before the last one.
-_UNTIL_HEARD = 2
-#: Receivers' parts are divided anew where that makes the step shorter by this share.
-_WORTH_DIVIDING = 0.01
 
 
-def _part(lent: float, pruned: float) -> float:
-    return lent / (lent + pruned) if lent > 0.0 else 0.0
-
-
-@dataclass
-class _RankState:
-    rest_s: float = math.nan
-    gemm_s: float = math.nan
-    gather_fill_scale: float = math.nan
-    is_straggler: bool = False
-    pruned: float = 0.0
-    lent: float = 0.0
-    wanted: tuple[float, float] = (0.0, 0.0)
-    updates_until_heard: int = 0  # of a rank that was let go: until a sample comes that was measured since then
-
-    def take(self, sample: RankTimes, weight: float) -> None:
-        """Take a sample into the averages, which start anew when a rank is first heard of after it was let go."""
-        weight = 1.0 if self.updates_until_heard == 1 else weight
-        self.updates_until_heard = max(self.updates_until_heard - 1, 0)
-        for name in ("rest_s", "gemm_s", "gather_fill_scale"):
-            setattr(self, name, smoothed(getattr(self, name), getattr(sample, name), weight))
-
-    def want(self, pruned: float, lent: float, dead_band: float) -> None:
-        """Move to what is wanted, or towards it, as far as noise allows; what is spared and how it is split apart.
-
-        All of it is rounded, so that machines that differ in the last bit of a sum have the same plan.
-        """
-        if self.updates_until_heard:
-            pruned = lent = 0.0
-        # Noise of a rank's speed moves what it is to be spared in proportion to what it computes.
-        spared = steadied(self.spared, pruned + lent, sum(self.wanted), dead_band * (1.0 - self.spared))
-        is_let_go = spared == 0.0 < self.spared
-        wanted_part, before = _part(lent, pruned), _part(self.wanted[1], self.wanted[0])
-        part = _part(self.lent, self.pruned) if self.spared > 0.0 else wanted_part
-        if spared * abs(wanted_part - part) >= LARGE_CHANGE:
-            part = wanted_part
-        elif spared * min(abs(wanted_part - part), abs(before - part)) >= dead_band:
-            part = min(wanted_part, before, key=lambda one: abs(one - part))
-        self.lent = round(spared * part, _DECIMALS)
-        self.pruned = round(spared - spared * part, _DECIMALS)
-        self.wanted = round(pruned, _DECIMALS), round(lent, _DECIMALS)
-        if is_let_go:
-            self.wanted, self.is_straggler, self.updates_until_heard = (0.0, 0.0), False, _UNTIL_HEARD
-
-    @property
-    def busy_s(self) -> float:
-        """T, seconds; NaN before the rank was measured."""
-        return self.rest_s + self.gemm_s
-
-    @property
-    def is_normal(self) -> bool:
-        """Whether it was found to be no straggler."""
-        return self.is_known and not self.is_straggler and not math.isnan(self.busy_s)
-
-    @property
-    def is_known(self) -> bool:
-        """Whether its times at full work were measured, and not told from steps in which it did less."""
-        return self.spared == 0.0 and not self.updates_until_heard
-
-    @property
-    def spared(self) -> float:
-        """Share of its own products that the rank does not compute."""
-        return self.pruned + self.lent
+def _rounded_down(share: float) -> float:
+    """So that machines that differ in the last bit of a sum have the same plan, and no budget is exceeded."""
+    return math.floor(round(share * 10**_DECIMALS, 3)) / 10**_DECIMALS
 
 
 @dataclass
 class Controller:
-    """Keeps the smoothed times of a group and decides its plans; equal inputs give equal plans on every rank.
+    """Keeps the times of a group and decides its plans; equal inputs give equal plans on every rank.
 
     Attributes:
         config: how to balance.
         num_ranks: size of the group.
+        num_calibration_steps: with how many steps that spare nobody the interval after the last update begins.
     """
 
     config: BalanceConfig
     num_ranks: int
-    _ranks: list[_RankState] = field(init=False)
-    _full_work_steps: FullWorkSteps = field(default_factory=FullWorkSteps, init=False)
+    num_calibration_steps: int = field(default=0, init=False)
+    _times: list[RankTimes | None] = field(init=False)
+    _shares: list[Shares] = field(init=False)
+    _are_stragglers: list[bool] = field(init=False)
+    _spells: Spells = field(init=False)
+    _calibration: CalibrationSteps = field(default_factory=CalibrationSteps, init=False)
     _loans: tuple[Loan, ...] = field(default=(), init=False)
-    _communication: CommunicationEstimate = field(init=False)
+    _communication: CommunicationEstimate = field(default_factory=CommunicationEstimate, init=False)
 
     def __post_init__(self) -> None:
         self.config.validate_group_size(self.num_ranks)
-        self._ranks = [_RankState() for _ in range(self.num_ranks)]
-        self._communication = CommunicationEstimate(self.config.ewma)
+        self._times = [None] * self.num_ranks
+        self._usual: list[RankTimes | None] = [None] * self.num_ranks
+        self._shares = [Shares()] * self.num_ranks
+        self._measured_under = self._shares
+        self._are_stragglers = [False] * self.num_ranks
+        self._spells = Spells(self.num_ranks)
 
     def initial_plan(self) -> WorkloadPlan:
         """The plan in force from the first iteration: a ratio forced on named ranks, else full work."""
-        for state, (pruned, lent) in zip(self._ranks, self._forced_from_start(), strict=True):
-            state.pruned, state.lent = pruned, lent
-        self._divide(None, None, is_new=True)
+        forced = forced_division(self.config, [False] * self.num_ranks)
+        self._shares = [Shares(*shares) for shares in zip(forced.pruned, forced.lent, strict=True)]
+        self._loans = loans_of(forced.lent)
         return self.current_plan()
 
     def update(self, samples: Sequence[RankTimes], collectives: CollectiveTimes | None = None) -> WorkloadPlan:
-        """Take one sample of full-work times a rank (NaN where nothing was measured) and decide.
+        """Take every rank's estimate of its times at full work (NaN where nothing was measured) and decide.
 
         What no step can have taken counts as not measured, see :meth:`~zeroresize.policy.times.RankTimes.checked`.
 
@@ -134,83 +91,92 @@ class Controller:
         """
         if len(samples) != self.num_ranks:
             raise ValueError(f"expected {self.num_ranks} ranks' times, found {len(samples)}")
+        self.num_calibration_steps = 0
         samples = [sample.checked() for sample in samples]
-        normal_s = min((state.busy_s for state in self._ranks if state.is_normal), default=0.0)
-        for state, sample in zip(self._ranks, samples, strict=True):
-            state.take(sample, self.config.ewma)
+        self._times = [
+            known if math.isnan(sample.gemm_s) else sample for known, sample in zip(self._times, samples, strict=True)
+        ]
         if collectives is not None:
-            known_s = [state.busy_s for state in self._ranks if not math.isnan(state.busy_s)]
+            known_s = [times.busy_s for times in self._times if times is not None]
             self._communication.learn(collectives, min(known_s, default=math.nan))
-        if any(math.isnan(state.busy_s) for state in self._ranks):
+        if any(times is None for times in self._times):
             return self.current_plan()
 
-        times = self._times([sample.cost for sample in samples], normal_s)
-        busy_s = [rank.busy_s for rank in times]
-        reference_s = reference_time(busy_s, self.config.target)
-        are_stragglers = find_stragglers(
-            busy_s, reference_s, self.config.tolerance, [state.is_straggler for state in self._ranks]
-        )
-        division = wanted_division(
-            self.config,
-            times,
-            are_stragglers,
-            reference_s,
-            self._communication.migration,
-            lend_now=[state.lent > 0.0 for state in self._ranks],
-            prunes_now=any(state.pruned > 0.0 for state in self._ranks),
-        )
-        before = [(state.pruned, state.lent) for state in self._ranks]
-        wanted = zip(division.pruned, division.lent, strict=True)
-        for state, is_straggler, shares in zip(self._ranks, are_stragglers, wanted, strict=True):
-            state.is_straggler = is_straggler
-            state.want(*shares, self.config.dead_band)
-        self._keep_to_budget()
-        still_slow = [lent for (_, lent), is_straggler in zip(before, are_stragglers, strict=True) if is_straggler]
-        if any(still_slow) and not any(state.lent for state in self._ranks):
+        times = self._floored([times for times in self._times if times is not None])
+        busy_s = times.curves.busy_s
+        reference_s = reference_time(busy_s.tolist(), self.config.target)
+        deviations, usual = self._deviations(times)
+        are_slow = self._are_slow(times, deviations, reference_s)
+        saved = np.maximum(1.0 - reference_s / busy_s, 0.0).tolist()
+        self._spells.learn(are_slow, saved)
+        self._are_stragglers = [
+            is_slow and (was or self._spells.is_worth_it(rank, saved[rank], self.config.update_every))
+            for rank, (is_slow, was) in enumerate(zip(are_slow, self._are_stragglers, strict=True))
+        ]
+        told, times = times, self._lasting(times, are_slow)
+        division = wanted_division(self.config, times, self._are_stragglers, reference_s, self._communication.migration)
+        before = self._measured_under = self._shares
+        self._change_to(division, times, usual)
+        lent_before = any(own.lent for own, slow in zip(before, self._are_stragglers, strict=True) if slow)
+        if lent_before and not any(own.lent for own in self._shares):
             self._communication.give_up()
-        is_new = [(state.pruned, state.lent) for state in self._ranks] != before
-        self._divide(times, division.slack, is_new)
-        busy_s = self._predicted_busy_s(times, self._loans)
-        step_s = max(busy_s) + self._communication.seconds([state.lent for state in self._ranks])
-        spared_before = [pruned + lent for pruned, lent in before]
-        return self._plan(step_s, self._begins_at_full_work(times, max(busy_s), spared_before))
+        step_s = self._step_s(told, self._shares, self._loans)
+        self._calibrate(told, deviations, step_s, before)
+        return self._plan(step_s)
 
     def current_plan(self) -> WorkloadPlan:
         """The plan of the last update, or of a loaded state."""
-        return self._plan(math.nan, begins_at_full_work=False)
+        return self._plan(math.nan)
+
+    @property
+    def calibration_plan(self) -> WorkloadPlan:
+        """Spares nobody but whom something is forced on: in force in the first ``num_calibration_steps``."""
+        return WorkloadPlan(tuple(RankPlan(is_straggler=slow) for slow in self._are_stragglers))
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values: the same on every rank."""
         return {
-            "saved_for_full_work_s": self._full_work_steps.saved_s,
-            "ranks": [vars(state).copy() for state in self._ranks],
+            "saved_for_calibration_s": self._calibration.saved_s,
+            "num_calibration_steps": self.num_calibration_steps,
+            "shares": [(own.pruned, own.lent) for own in self._shares],
+            "measured_under": [(own.pruned, own.lent) for own in self._measured_under],
+            "are_stragglers": list(self._are_stragglers),
+            # A tuple is one entry of a checkpoint, whatever is known by then.
+            "times": tuple(_as_plain(times) for times in self._times),
+            "usual": tuple(_as_plain(times) for times in self._usual),
+            "spells": self._spells.state_dict(),
             "loans": [(loan.owner, loan.share, list(loan.receivers), list(loan.parts)) for loan in self._loans],
             "communication": self._communication.state_dict(),
         }
 
     def fingerprint(self, plan: WorkloadPlan, *values: object) -> float:
         """A hash of all that decisions follow from, of ``plan``, and of plain ``values``."""
+        state = self.state_dict()
+        del state["loans"]
         return fingerprint(
             (self._loans, plan.loans),
-            self._full_work_steps.saved_s,
-            [tuple(vars(state).values()) for state in self._ranks],
-            self._communication.state_dict(),
+            state,
             [(rank.pruned, rank.lent, rank.is_straggler) for rank in plan.ranks],
-            (plan.predicted_step_s, plan.begins_at_full_work),
+            plan.predicted_step_s,
             values,
         )
 
     @property
     def state_check(self) -> Check:
         """Of what :meth:`load_state_dict` can take over."""
-        shares = dict.fromkeys(("pruned", "lent"), share)
-        times = dict.fromkeys(("rest_s", "gemm_s", "gather_fill_scale"), number)
-        rank = {**times, "is_straggler": flag, **shares, "wanted": row(share, share), "updates_until_heard": count}
         index = below(self.num_ranks)
+        points = each(number)
+        times = row(number, number, number, number, row(points, points, points, number))
         return keyed(
             {
-                "saved_for_full_work_s": number,
-                "ranks": each(keyed(rank), self.num_ranks),
+                "saved_for_calibration_s": number,
+                "num_calibration_steps": count,
+                "shares": each(row(share, share), self.num_ranks),
+                "measured_under": each(row(share, share), self.num_ranks),
+                "are_stragglers": each(flag, self.num_ranks),
+                "times": each(optional(times), self.num_ranks),
+                "usual": each(optional(times), self.num_ranks),
+                "spells": self._spells.state_check,
                 "loans": each(row(index, share, each(index), each(share))),
                 "communication": self._communication.state_check,
             }
@@ -222,12 +188,18 @@ class Controller:
         Raises:
             ValueError: if it was saved in a group of another size.
         """
-        if len(state["ranks"]) != self.num_ranks:
+        if len(state["shares"]) != self.num_ranks:
             raise ValueError(
-                f"the balancer's state is of {len(state['ranks'])} ranks, this process group has {self.num_ranks}"
+                f"the balancer's state is of {len(state['shares'])} ranks, this process group has {self.num_ranks}"
             )
-        self._full_work_steps.saved_s = state["saved_for_full_work_s"]
-        self._ranks = [_RankState(**{**values, "wanted": tuple(values["wanted"])}) for values in state["ranks"]]
+        self._calibration.saved_s = state["saved_for_calibration_s"]
+        self.num_calibration_steps = state["num_calibration_steps"]
+        self._shares = [Shares(*shares) for shares in state["shares"]]
+        self._measured_under = [Shares(*shares) for shares in state["measured_under"]]
+        self._are_stragglers = list(state["are_stragglers"])
+        self._times = [_from_plain(times) for times in state["times"]]
+        self._usual = [_from_plain(times) for times in state["usual"]]
+        self._spells.load_state_dict(state["spells"])
         self._communication.load_state_dict(state["communication"])
         receivers: dict[tuple[int, ...], tuple[int, ...]] = {}  # loans have theirs in common, as decided ones have
         shares: dict[tuple[float, ...], tuple[float, ...]] = {}
@@ -237,31 +209,8 @@ class Controller:
             for owner, ratio, to, parts in loans
         )
         if self._goes_beyond_configuration():
-            for rank in self._ranks:
-                rank.pruned = rank.lent = 0.0
-                rank.wanted = 0.0, 0.0
+            self.num_calibration_steps = 0
             self.initial_plan()
-
-    def _times(self, costs: Sequence[ResizingCost], normal_s: float) -> GroupTimes:
-        """What is decided from: the averages, but what is told by pruned steps makes no rank faster than a normal one.
-
-        It may be too little by a third where a rank has just recovered, and would make stragglers of all the others.
-
-        Args:
-            normal_s: busy time of the fastest normal rank at the last update, 0 where there was none.
-        """
-        times = []
-        for rank, cost in zip(self._ranks, costs, strict=True):
-            factor = max(normal_s / rank.busy_s, 1.0) if not rank.is_known else 1.0
-            times.append(RankTimes(factor * rank.rest_s, factor * rank.gemm_s, rank.gather_fill_scale, cost))
-        return GroupTimes(times)
-
-    def _keep_to_budget(self) -> None:
-        """On the way from one division to another no more is pruned than either may prune."""
-        pruned = math.fsum(state.pruned for state in self._ranks)
-        if pruned > self._most_pruned:
-            for state in self._ranks:
-                state.pruned = math.floor(state.pruned * self._most_pruned / pruned * 10**_DECIMALS) / 10**_DECIMALS
 
     @property
     def _most_pruned(self) -> float:
@@ -273,54 +222,135 @@ class Controller:
     def _goes_beyond_configuration(self) -> bool:
         """Whether what is loaded was decided by another configuration, and does what this one does not allow."""
         config = self.config
-        pruned = [rank.pruned for rank in self._ranks]
-        is_forced_from_start = any(sum(shares) for shares in self._forced_from_start())
+        pruned = [rank.pruned for rank in self._shares]
+        forced = forced_division(config, [False] * self.num_ranks)
         return (
             (config.mode not in PRUNING_MODES and any(pruned))
             or (config.mode not in MIGRATING_MODES and bool(self._loans))
             or (config.forced_ratio is None and max(pruned) > config.max_ratio)
             or math.fsum(pruned) > self._most_pruned
-            or is_forced_from_start
+            or any(forced.pruned + forced.lent)
         )
 
-    def _forced_from_start(self) -> list[tuple[float, float]]:
-        """(pruned, lent) of every rank."""
-        forced = forced_division(self.config, [False] * self.num_ranks)
-        return list(zip(forced.pruned, forced.lent, strict=True))
-
-    def _begins_at_full_work(self, times: Sequence[RankTimes], step_s: float, spared_before: Sequence[float]) -> bool:
-        if self.config.forced_ratio is not None or not any(state.spared > 0.0 for state in self._ranks):
-            return False
-        is_new = any(
-            state.spared > 0.0 and abs(state.spared - before) >= LARGE_CHANGE
-            for before, state in zip(spared_before, self._ranks, strict=True)
-        )
-        return self._full_work_steps.is_due(
-            self.config.update_every, step_s, max(rank.busy_s for rank in times), is_new=is_new
-        )
-
-    def _plan(self, predicted_step_s: float, begins_at_full_work: bool) -> WorkloadPlan:
+    def _plan(self, predicted_step_s: float) -> WorkloadPlan:
         borrowed = borrowed_shares(self._loans, self.num_ranks)
         return WorkloadPlan(
             ranks=tuple(
-                RankPlan(state.pruned, state.lent, share, state.is_straggler)
-                for state, share in zip(self._ranks, borrowed, strict=True)
+                RankPlan(own.pruned, own.lent, share, slow)
+                for own, share, slow in zip(self._shares, borrowed, self._are_stragglers, strict=True)
             ),
             predicted_step_s=predicted_step_s,
-            begins_at_full_work=begins_at_full_work,
             loans=self._loans,
         )
 
-    def _divide(self, times: Sequence[RankTimes] | None, slack: tuple[float, ...] | None, is_new: bool) -> None:
-        """Divide what is lent among the receivers, anew only where that is worth sending everything anew."""
-        lent = [state.lent for state in self._ranks]
-        rounded = tuple(round(one, _DECIMALS) for one in slack) if slack is not None else None
-        newly_divided = loans_of(lent, rounded)
-        if not is_new and times is not None and self._loans:
-            newly_s, now_s = (max(self._predicted_busy_s(times, loans)) for loans in (newly_divided, self._loans))
-            if newly_s >= now_s * (1.0 - _WORTH_DIVIDING):
-                return
-        self._loans = newly_divided
+    def _floored(self, times: Sequence[RankTimes]) -> GroupTimes:
+        """The times, but what is told by steps in which a rank did less makes it no faster than one that did all.
 
-    def _predicted_busy_s(self, times: Sequence[RankTimes], loans: Sequence[Loan]) -> list[float]:
-        return predicted_busy_s(times, [state.spared for state in self._ranks], loans)
+        The curve may have changed with the speed; a rank that only seems fast would make stragglers of all the others.
+        """
+        spared = [now.spared or then.spared for now, then in zip(self._shares, self._measured_under, strict=True)]
+        usual = zip(self._usual, spared, self._are_stragglers, strict=True)
+        whole_s = min((own.busy_s for own, was, slow in usual if own and not was and not slow), default=0.0)
+        return GroupTimes(
+            dataclasses.replace(own, rest_s=own.rest_s * whole_s / own.busy_s, gemm_s=own.gemm_s * whole_s / own.busy_s)
+            if was and own.busy_s < whole_s
+            else own
+            for own, was in zip(times, spared, strict=True)
+        )
+
+    def _lasting(self, times: GroupTimes, are_slow: Sequence[bool]) -> GroupTimes:
+        """The times, but those of ranks that are slow for a moment only: what they took before."""
+        for rank, (own, slow, straggles) in enumerate(zip(times, are_slow, self._are_stragglers, strict=True)):
+            if not slow or straggles or self._usual[rank] is None:
+                self._usual[rank] = own
+        if all(own is usual for own, usual in zip(times, self._usual, strict=True)):
+            return times
+        return GroupTimes(usual for usual in self._usual if usual is not None)
+
+    def _deviations(self, times: Sequence[RankTimes]) -> tuple[Floats, float]:
+        """([ranks] relative standard deviations, that of a rank that is spared nothing).
+
+        Who has seen little noise so far may expect what others have seen.
+        """
+        own = np.array([one.deviation for one in times])
+        whole = own[[not now.spared for now in self._shares]]
+        usual = math.sqrt(float(np.cumsum(whole**2)[-1]) / len(whole)) if len(whole) else 0.0
+        return np.maximum(own, usual), usual
+
+    def _are_slow(self, times: GroupTimes, deviations: Floats, reference_s: float) -> tuple[bool, ...]:
+        were, busy_s = self._are_stragglers, times.curves.busy_s
+        first = CERTAINTY_LOSSY if self.config.mode in PRUNING_MODES else CERTAINTY_EXACT
+        surely_s = busy_s / (1.0 + np.where(were, CERTAINTY_KEPT, first) * deviations)
+        return find_stragglers(busy_s.tolist(), reference_s, self.config.tolerance, were, surely_s.tolist())
+
+    def _change_to(self, division: Division, times: GroupTimes, deviation: float) -> None:
+        """Change the plan if what that saves exceeds what it costs, and noise, or if somebody has recovered.
+
+        Costs are in seconds a step: of a step's length, and of what is pruned in it.
+        """
+        pruned = [_rounded_down(one) for one in division.pruned]
+        lent = [round(one, _DECIMALS) for one in division.lent]
+        wanted = [Shares(*shares) for shares in zip(pruned, lent, strict=True)]
+        slack = tuple(round(one, _DECIMALS) for one in division.slack) if division.slack is not None else None
+        loans = loans_of(lent, slack)
+        if self.config.forced_ratio is None and self._is_possible():
+            slowest_s = float(times.curves.busy_s.max())
+            price_s = KEPT_GAIN * self.config.min_gain * slowest_s / max(sum(self._are_stragglers), 1)
+            new_s, now_s = (
+                self._step_s(times, shares, own) for shares, own in ((wanted, loans), (self._shares, self._loans))
+            )
+            fewer = math.fsum(now.pruned - new.pruned for now, new in zip(self._shares, wanted, strict=True))
+            saved_s = now_s - new_s + price_s * max(fewer, 0.0)
+            if not self._minimises:
+                same = all(bool(now.spared) == bool(new.spared) for now, new in zip(self._shares, wanted, strict=True))
+                saved_s = abs(saved_s) if same else math.inf
+            if saved_s <= (COST_IN_VAIN / DURATION + CERTAINTY_KEPT * deviation) * now_s:
+                return
+        self._shares, self._loans = wanted, loans
+
+    def _is_possible(self) -> bool:
+        """Whether the plan in force relieves nobody that is no straggler."""
+        return all(slow or not now.spared for slow, now in zip(self._are_stragglers, self._shares, strict=True))
+
+    @property
+    def _minimises(self) -> bool:
+        """Whether the configuration asks for the shortest steps, and not for a rule's plan whatever it costs."""
+        config = self.config
+        return config.num_migrating == "auto" and "paper" not in (
+            config.semi_rule if config.mode == "semi" else config.mig_rule if config.mode == "mig" else ""
+        )
+
+    def _step_s(self, times: GroupTimes, shares: Sequence[Shares], loans: Sequence[Loan]) -> float:
+        busy_s = predicted_busy_s(times, [own.spared for own in shares], loans)
+        return max(busy_s) + self._communication.seconds([own.lent for own in shares])
+
+    def _calibrate(self, times: GroupTimes, deviations: Floats, step_s: float, before: Sequence[Shares]) -> None:
+        spared = [now.spared > 0.0 for now in self._shares]
+        if self.config.forced_ratio is not None or not any(spared):
+            return
+        is_new = any(
+            now.spared and abs(now.spared - then.spared) >= _NEW for now, then in zip(self._shares, before, strict=True)
+        )
+        self.num_calibration_steps = self._calibration.due(
+            self.config.update_every,
+            step_s,
+            float(times.curves.busy_s.max()),
+            is_new=is_new,
+            is_unsure=float(deviations[spared].max()) > UNSURE,
+        )
+
+
+def _as_plain(times: RankTimes | None) -> tuple[Any, ...] | None:
+    if times is None:
+        return None
+    cost = times.cost
+    points = cost.ratios, cost.gemm_share, cost.gather_fill_s, cost.borrowing
+    return times.rest_s, times.gemm_s, times.gather_fill_scale, times.deviation, points
+
+
+def _from_plain(values: Sequence[Any] | None) -> RankTimes | None:
+    if values is None:
+        return None
+    rest_s, gemm_s, scale, deviation, (ratios, gemm_share, gather_fill_s, borrowing) = values
+    cost = ResizingCost(tuple(ratios), tuple(gemm_share), tuple(gather_fill_s), borrowing)
+    return RankTimes(rest_s, gemm_s, scale, cost, deviation)

@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeroresize.config import BalanceConfig
-from zeroresize.plan.group import Loan, RankPlan, WorkloadPlan
+from zeroresize.plan.group import Loan, Shares, WorkloadPlan
 from zeroresize.policy.communication import CollectiveTimes
 from zeroresize.policy.controller import Controller
 from zeroresize.policy.cost_model import MigrationCost, ResizingCost
-from zeroresize.policy.estimate import FullWorkEstimate
+from zeroresize.policy.estimator import RankEstimator
 from zeroresize.policy.rules.sharing import borrowed_shares
 from zeroresize.policy.times import RankTimes, StepTimes
 from zeroresize.simulate.noise import Noise, NoiseSource
@@ -104,15 +104,15 @@ def simulate(
     noise = NoiseSource(cluster.noise_kind, num_ranks, cluster.seed)
     controller = Controller(config, num_ranks)
     plan = controller.initial_plan()
-    estimates = [FullWorkEstimate(believed) for _ in range(num_ranks)]
+    estimates = [RankEstimator(believed) for _ in range(num_ranks)]
     interval: list[list[StepTimes]] = []
     unread: list[list[StepTimes]] = []
     received: tuple[list[RankTimes], CollectiveTimes] | None = None
     step_s, ratios, lent = [], [], []
     pruned_share = lent_share = 0.0
     for step in range(num_steps):
-        is_full = plan.begins_at_full_work and step % config.update_every == 0
-        in_force = WorkloadPlan((RankPlan(),) * num_ranks) if is_full else plan
+        calibrates = step % config.update_every < controller.num_calibration_steps
+        in_force = controller.calibration_plan if calibrates else plan
         times = _step(cluster, cluster.chi(step), in_force, noise.next_step())
         unread.append(times)
         interval += unread[:-1] if cluster.reads_late else unread
@@ -125,13 +125,13 @@ def simulate(
         for rank, estimate in enumerate(estimates):
             estimate.learn([times[rank] for times in interval])
         interval = []
-        measured_under = plan
+        measured_under = in_force
         if received is not None:
             plan = controller.update(*received)
         usual = [estimate.usual_step for estimate in estimates if estimate.usual_step is not None]
         if usual:
             samples = [estimate.times for estimate in estimates if estimate.times is not None]
-            are_of_plan = all(own.plan == last.plan for own, last in zip(usual, times, strict=True))
+            are_of_plan = all(own.shares == last.shares for own, last in zip(usual, times, strict=True))
             wait_s = min(own.wait_s for own in usual) if are_of_plan else math.nan
             lent_then = tuple(rank.lent for rank in measured_under.ranks)
             received = samples, CollectiveTimes(wait_s, lent_then, calibrated)
@@ -144,17 +144,16 @@ def _step(cluster: Cluster, chi: Sequence[float], plan: WorkloadPlan, noise: NDA
     """Every rank's times of one step; all of them end when the slowest has finished and all has been sent."""
     borrowed = borrowed_shares(plan.loans, len(chi))
     borrowed_time = _borrowed_time(plan.loans, len(chi), cluster.cost)
-    executed = []  # by every rank: busy, multiplying and gathering, seconds, and the share that it was spared
-    for own_chi, rank, extra, own_noise in zip(chi, plan.ranks, borrowed_time, noise.tolist(), strict=True):
-        spared = rank.pruned + rank.lent
-        gemm_s = own_chi * cluster.gemm_s * (cluster.cost.gemm_share_at(spared) + float(extra)) * own_noise[1]
-        gather_fill_s = cluster.cost.gather_fill_at(spared) * own_noise[2]
-        executed.append((cluster.rest_s * own_noise[0] + gemm_s + gather_fill_s, gemm_s, gather_fill_s, spared))
-    ends_s = max(busy_s for busy_s, *_ in executed) + cluster.migration.seconds([rank.lent for rank in plan.ranks])
-    return [
-        StepTimes(*times, borrowed_share=share, wait_s=ends_s - times[0])
-        for times, share in zip(executed, borrowed, strict=True)
-    ]
+    executed = []  # by every rank: seconds in all, multiplying and gathering, and what it did
+    every_rank = zip(chi, plan.ranks, borrowed, borrowed_time.tolist(), noise.tolist(), strict=True)
+    for own_chi, rank, share, extra, own_noise in every_rank:
+        shares = Shares(rank.pruned, rank.lent, share)
+        gemm_s = own_chi * cluster.gemm_s * (cluster.cost.gemm_share_at(shares.spared) + extra) * own_noise[1]
+        gather_fill_s = cluster.cost.gather_fill_at(shares.spared) * own_noise[2]
+        executed.append((cluster.rest_s * own_noise[0] + gemm_s + gather_fill_s, gemm_s, gather_fill_s, shares))
+    sent_s = cluster.migration.seconds([rank.lent for rank in plan.ranks])
+    ends_s = max(busy_s for busy_s, *_ in executed) + sent_s
+    return [StepTimes(*times, wait_s=ends_s - times[0]) for times in executed]
 
 
 def _borrowed_time(loans: Sequence[Loan], num_ranks: int, cost: ResizingCost) -> NDArray[np.float64]:

@@ -8,7 +8,6 @@ from uneven_groups import LINEAR, REALISTIC, balanced_s, group, rank, step_s
 from zeroresize.config import BalanceConfig
 from zeroresize.policy.cost_model import MigrationCost, ResizingCost, spread_ratios
 from zeroresize.policy.rules.by_mode import wanted_division
-from zeroresize.policy.rules.makespan import makespan_division
 from zeroresize.policy.rules.ratio import find_stragglers
 from zeroresize.policy.rules.sharing import Division
 from zeroresize.simulate import Cluster, simulate
@@ -17,8 +16,8 @@ MIG = BalanceConfig(mode="mig")
 uneven = st.lists(st.floats(1.0, 20.0), min_size=2, max_size=9)
 
 
-def division(times, slow, migration=None, **changes):
-    return wanted_division(MIG, times, slow, min(rank.busy_s for rank in times), migration, **changes)
+def division(times, slow, migration=None):
+    return wanted_division(MIG, times, slow, min(rank.busy_s for rank in times), migration)
 
 
 @given(chis=uneven, rest_s=st.floats(0.0, 1.0))
@@ -71,36 +70,19 @@ def test_no_grid_of_loans_is_faster_where_few_columns_take_longer_than_their_sha
 
 
 @pytest.mark.parametrize("per_share_s", [0.0, 0.3])
-def test_where_moving_saves_too_little_nothing_moves_and_what_moves_stays_for_noise(per_share_s):
+def test_where_moving_saves_nothing_nothing_moves(per_share_s):
     times, slow = group(1.3, 1.0, cost=LINEAR)
     unmoved_s = max(one.busy_s for one in times)
     moved = division(times, slow, MigrationCost(0.0, per_share_s))
     saving_s = unmoved_s - step_s(times, moved, MigrationCost(0.0, per_share_s))
-    dear = MigrationCost(saving_s, per_share_s)  # moving pays back nothing
-    assert sum(division(times, slow, dear).lent) == 0.0
-    assert division(times, slow, dear, lend_now=[True, False]).lent == pytest.approx(moved.lent)
+    assert sum(division(times, slow, MigrationCost(saving_s * 1.001, per_share_s)).lent) == 0.0
 
 
 @pytest.mark.parametrize("per_share_s", [1.7, 5.0])
-def test_where_every_column_costs_more_than_it_saves_none_stays_moved(per_share_s):
+def test_where_every_column_costs_more_than_it_saves_none_moves(per_share_s):
     """Not a single one."""
     times, slow = group(2.0, 1.0, 1.0, 1.0)
-    found = division(times, slow, MigrationCost(0.002, per_share_s), lend_now=[True, False, False, False])
-    assert found.lent == (0.0,) * 4
-    semi = makespan_division(
-        times, slow, reference_s=1.0, tolerance=0.05, migration=MigrationCost(0.002, per_share_s), budget=0.5,
-        lend_now=[True, False, False, False],
-    )  # fmt: skip
-    fresh = makespan_division(
-        times, slow, reference_s=1.0, tolerance=0.05, migration=MigrationCost(0.002, per_share_s), budget=0.5
-    )
-    assert sum(semi.pruned) <= sum(fresh.pruned) + 2e-3
-
-
-def test_among_equal_plans_noise_changes_nothing_and_costs_an_exact_plan_no_more_than_it_is_allowed():
-    times, slow = group(1.0, 4.0, 1.0, 1.5)
-    free = step_s(times, division(times, slow))
-    assert step_s(times, division(times, slow, lend_now=[False, True, False, False])) <= 1.021 * free
+    assert division(times, slow, MigrationCost(0.002, per_share_s)).lent == (0.0,) * 4
 
 
 def closed_loop(chi_at, believed=LINEAR, truth=LINEAR, num_ranks=8, mode="mig", steps=400, **config):

@@ -18,11 +18,9 @@ def few_products(num_ranks):
     return [rank(1.0, rest_s=0.09, gemm_s=0.01)] * (num_ranks - 1) + [rank(2.5, rest_s=0.09, gemm_s=0.01)]
 
 
-def division(times, migration=None, prunes_now=False, **config):
+def division(times, migration=None, **config):
     stragglers = [False] * (len(times) - 1) + [True]
-    return wanted_division(
-        BalanceConfig(**config), times, stragglers, times[0].busy_s, migration, prunes_now=prunes_now
-    )
+    return wanted_division(BalanceConfig(**config), times, stragglers, times[0].busy_s, migration)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 8])
@@ -59,16 +57,6 @@ def test_a_forced_number_of_migrating_ranks_is_kept_to():
     times = few_products(8)
     found = division(times, CHEAP, mode="semi", num_migrating=0, min_gain=5.0)
     assert found == division(times, CHEAP, mode="semi", num_migrating=0, min_gain=0.0)
-
-
-@pytest.mark.parametrize("mode", ["zero-pri", "semi"])
-def test_who_prunes_goes_on_where_it_saves_a_little_less_than_it_must_to_begin(mode):
-    times = few_products(2)
-    begins = next(
-        gain / 100 for gain in range(100) if not sum(division(times, DEAR, mode=mode, min_gain=gain / 100).pruned)
-    )
-    assert sum(division(times, DEAR, True, mode=mode, min_gain=1.1 * begins).pruned) > 0.3
-    assert sum(division(times, DEAR, True, mode=mode, min_gain=1.4 * begins).pruned) == 0.0
 
 
 def test_noise_around_the_threshold_does_not_make_a_rank_begin_and_stop():

@@ -8,7 +8,7 @@ from uneven_groups import LINEAR, REALISTIC
 
 from zeroresize.policy.cost_model import ResizingCost
 from zeroresize.policy.rules.ratio import find_stragglers, pruning_ratios, reference_time
-from zeroresize.policy.times import RankTimes, full_work
+from zeroresize.policy.times import RankTimes
 
 seconds = st.floats(0.01, 10.0)
 ranks_times = st.lists(
@@ -57,22 +57,6 @@ def test_a_useless_ratio_is_not_chosen():
     assert rank(0.0, 1.0, cost).ratio_to_reach(0.5) == 0.5
 
 
-@given(seconds, seconds, st.floats(0.0, 0.9))
-def test_full_work_undoes_the_plan_that_was_in_force(rest_s, gemm_s, ratio):
-    truth = rank(rest_s, gemm_s, REALISTIC, gather_fill_scale=1.7)
-    measured_gemm_s = gemm_s * REALISTIC.gemm_share_at(ratio)
-    measured_gather_fill_s = 1.7 * REALISTIC.gather_fill_at(ratio)
-    seen = full_work(truth.busy_at(ratio), measured_gemm_s, measured_gather_fill_s, ratio, REALISTIC, last_scale=1.7)
-    assert seen.busy_s == pytest.approx(truth.busy_s)
-    assert seen.gemm_s == pytest.approx(gemm_s)
-    assert seen.gather_fill_scale == pytest.approx(1.7)
-
-
-def test_overhead_below_the_first_measured_ratio_says_nothing_of_its_scale():
-    seen = full_work(1.0, 0.7, 0.045, ratio=0.005, cost=REALISTIC, last_scale=1.3)
-    assert seen.gather_fill_scale == 1.3
-
-
 def test_beyond_what_was_measured_cost_follows_the_columns_left():
     assert REALISTIC.gemm_share_at(0.95) == pytest.approx(0.15 / 2)
 
@@ -87,6 +71,8 @@ def test_who_was_a_straggler_is_let_go_at_half_the_tolerance():
     assert find_stragglers([1.0, 1.08], 1.0, 0.1, [False, False]) == (False, False)
     assert find_stragglers([1.0, 1.08], 1.0, 0.1, [False, True]) == (False, True)
     assert find_stragglers([1.0, 1.04], 1.0, 0.1, [False, True]) == (False, False)
+    assert find_stragglers([1.0, 1.3], 1.0, 0.1, [False, False], [0.9, 1.01]) == (False, True)
+    assert find_stragglers([1.0, 1.3], 1.0, 0.1, [False, True], [0.9, 0.99]) == (False, False)
 
 
 @given(ranks_times, st.floats(0.0, 1.0))

@@ -16,7 +16,7 @@ from zeroresize.simulate import Cluster, simulate
 
 
 def test_the_cost_of_migrating_is_learned_from_training():
-    estimate = CommunicationEstimate(0.7)
+    estimate = CommunicationEstimate()
     calibrated, true_factor = MigrationCost(0.1, 0.4), 1.7
     estimate.learn(CollectiveTimes(0.05, (0.0, 0.0), calibrated), busy_s=0.5)
     for _ in range(6):
@@ -24,16 +24,16 @@ def test_the_cost_of_migrating_is_learned_from_training():
         estimate.learn(CollectiveTimes(waited_s, (0.5, 0.0), calibrated), busy_s=0.5)
     assert estimate.seconds((0.25, 0.0)) == pytest.approx(0.05 + true_factor * calibrated.seconds([0.25]), rel=0.1)
 
-    restored = CommunicationEstimate(0.7)
+    restored = CommunicationEstimate()
     restored.load_state_dict(estimate.state_dict())
     assert restored == estimate
 
 
 def test_a_state_of_a_version_that_forgot_at_one_pace_is_gone_on_from():
-    estimate = CommunicationEstimate(0.7)
+    estimate = CommunicationEstimate()
     estimate.load_state_dict({"plain_s": 0.05, "scale": 3.0, "calibrated": (0.1, 0.4)})
     assert estimate.seconds((0.5, 0.0)) == pytest.approx(0.05 + 3.0 * 0.3)
-    assert estimate.forgetting == CommunicationEstimate(0.7).forgetting
+    assert estimate.forgetting == CommunicationEstimate().forgetting
 
 
 def test_where_migrating_cannot_be_measured_semi_only_resizes():

@@ -6,7 +6,6 @@ from uneven_groups import REALISTIC, rank
 from zeroresize.migration.transport import Route
 from zeroresize.plan.group import Loan
 from zeroresize.policy.rules.sharing import borrowed_shares, loans_of, paper_lending_ratios, predicted_busy_s
-from zeroresize.policy.times import full_work
 
 
 def test_the_papers_rule_is_equation_1_with_the_fastest_time():
@@ -29,11 +28,6 @@ def test_few_columns_take_longer_than_their_share_whoever_owns_them():
     assert tenth_s == pytest.approx(0.2 + 0.8 * 1.15)
     assert three_tenths_s == pytest.approx(0.2 + 0.8 * (1 + 0.15 + 0.35 * 2 / 3))
     assert predicted_busy_s(times, [0.0] * 3, [Loan(0, 1.5, (1, 2), (0.0, 1.0))])[2] == pytest.approx(0.2 + 0.8 * 2.5)
-
-
-def test_what_was_measured_with_borrowed_columns_is_rescaled_by_what_they_cost():
-    times = full_work(1.2, 1.15, 0.0, ratio=0.0, cost=REALISTIC, last_scale=1.0, borrowed=0.1)
-    assert times.gemm_s == pytest.approx(1.0) and times.rest_s == pytest.approx(0.05)
 
 
 def test_without_room_anywhere_work_is_divided_evenly():

@@ -15,10 +15,6 @@ from zeroresize.policy.times import RankTimes
 
 #: How far below the fastest rank's time a straggler aims, as a share; with target "mean" (the paper's) not at all.
 HEADROOM = 0.05
-#: Migration begins where it saves this share of the step, and ends where it costs that much: what is between is noise.
-_LEAST_SAVED, _MOST_LOST = 0.03, 0.01
-#: While somebody prunes, that may save less than is asked for by this share: what is between is noise.
-_STAYING = 0.2
 
 
 def wanted_division(
@@ -27,9 +23,6 @@ def wanted_division(
     are_stragglers: Sequence[bool],
     reference_s: float,
     migration: MigrationCost | None,
-    lend_now: Sequence[bool] | None = None,
-    *,
-    prunes_now: bool = False,
 ) -> Division:
     """How ``config`` would divide the work of a group.
 
@@ -37,8 +30,6 @@ def wanted_division(
         times, are_stragglers: of every rank.
         reference_s: what stragglers are compared with, seconds.
         migration: Φ1; None where it is not known, which mode "semi" takes for too much and mode "mig" for nothing.
-        lend_now: which ranks lend at present.
-        prunes_now: whether any rank prunes at present.
     """
     nothing = (0.0,) * len(times)
     if config.mode == "off":
@@ -48,12 +39,13 @@ def wanted_division(
     if config.mode == "mig" and config.mig_rule == "paper":
         return Division(nothing, tuple(paper_lending_ratios(times, are_stragglers, reference_s)))
     if config.mode == "mig":
-        return _balanced_division(times, are_stragglers, reference_s, migration or MigrationCost(), lend_now)
-    min_gain = config.min_gain * (1.0 - _STAYING if prunes_now else 1.0)
+        return _balanced_division(times, are_stragglers, reference_s, migration or MigrationCost())
     if config.mode == "semi":
-        return _semi_division(config, times, are_stragglers, reference_s, migration, lend_now, min_gain)
+        return _semi_division(config, times, are_stragglers, reference_s, migration)
     headroom = HEADROOM if config.target == "min" else 0.0
-    ratios = pruning_ratios(times, are_stragglers, reference_s, headroom, budget=config.budget, min_gain=min_gain)
+    ratios = pruning_ratios(
+        times, are_stragglers, reference_s, headroom, budget=config.budget, min_gain=config.min_gain
+    )
     return Division(tuple(ratios), nothing)
 
 
@@ -79,23 +71,19 @@ def _balanced_division(
     are_stragglers: Sequence[bool],
     reference_s: float,
     migration: MigrationCost,
-    lend_now: Sequence[bool] | None,
 ) -> Division:
-    """All ranks take equally long without pruning; nothing moves where moving saves too little of the step."""
+    """All ranks take equally long without pruning; nothing moves where moving takes longer than it saves."""
     nothing = (0.0,) * len(times)
-    lends_now = lend_now is not None and any(lend_now)
     division = makespan_division(
         times,
         are_stragglers,
         reference_s=reference_s,
         tolerance=0.0,
-        migration=MigrationCost(0.0, migration.per_share_s) if lends_now else migration,
+        migration=migration,
         budget=0.0,
-        lend_now=lend_now,
     )
-    step_s = _step_s(times, division, migration)
-    most_s = max(rank.busy_s for rank in times) * (1.0 + _MOST_LOST if lends_now else 1.0 - _LEAST_SAVED)
-    return division if step_s < most_s else Division(nothing, nothing)
+    saves = _step_s(times, division, migration) < max(rank.busy_s for rank in times)
+    return division if saves else Division(nothing, nothing)
 
 
 def _semi_division(
@@ -104,8 +92,6 @@ def _semi_division(
     are_stragglers: Sequence[bool],
     reference_s: float,
     migration: MigrationCost | None,
-    lend_now: Sequence[bool] | None,
-    min_gain: float,
 ) -> Division:
     """By our rule nothing is pruned where pruning and lending together save too little for it."""
     may_lend = migration is not None
@@ -129,17 +115,16 @@ def _semi_division(
         migration=migration,
         budget=config.budget,
         num_migrating=num_migrating,
-        lend_now=lend_now,
     )
     if not any(division.pruned) or config.num_migrating != "auto":
         return division
     slowest_s = max(rank.busy_s for rank in times)
     saved = 1.0 - _step_s(times, division, migration) / slowest_s
-    if saved >= min_gain * math.fsum(division.pruned) / sum(are_stragglers):
+    if saved >= config.min_gain * math.fsum(division.pruned) / sum(are_stragglers):
         return division
     if not may_lend:
         return Division((0.0,) * len(times), (0.0,) * len(times))
-    return _balanced_division(times, are_stragglers, reference_s, migration, lend_now)
+    return _balanced_division(times, are_stragglers, reference_s, migration)
 
 
 def _step_s(times: Sequence[RankTimes], division: Division, migration: MigrationCost) -> float:

@@ -27,14 +27,10 @@ _NOTHING = 2e-3
 #: Where the goal is out of reach, a plan may take longer than the fastest by this share. Little: what pruning costs is
 #: corrected only where something is pruned, so a plan that stays away from the fastest never learns that it is faster.
 _WORTHWHILE = 0.02
-#: As many migrating ranks as there are now may take longer by this share before another number is taken.
-_STAYING = 0.02
 #: Where nothing is pruned a straggler lends no more than this: what is left is what tells that it has recovered.
 _MOST_LENT = 0.99
 #: Where the number of migrating ranks is given, each lends so much of its products at least, also if it is fast enough.
 _LEAST_LENT = 0.05
-#: A rank that lends now counts as slower by this share where the slowest are chosen.
-_STAYING_AMONG_SLOWEST = 0.05
 
 
 def makespan_division(
@@ -46,7 +42,6 @@ def makespan_division(
     migration: MigrationCost,
     budget: float,
     num_migrating: int | None = None,
-    lend_now: Sequence[bool] | None = None,
 ) -> Division:
     """The division that prunes least among those whose predicted step is no longer than the goal.
 
@@ -64,24 +59,22 @@ def makespan_division(
         budget: the largest share of the group's products that may be pruned, 0 to 1; 0 is exact.
         num_migrating: how many stragglers migrate, also where that makes steps longer, unless the others have no room
             for ``_LEAST_LENT`` of each until the slowest rank's time: then none does. None tries all numbers.
-        lend_now: which ranks do now, which noise should not change; None where it does not matter.
     """
     if not any(are_stragglers):
         return Division((0.0,) * len(times), (0.0,) * len(times))
-    now = [False] * len(times) if lend_now is None else list(lend_now)
-    if num_migrating is not None and not _Group(times, are_stragglers, now, num_migrating).has_slack:
+    if num_migrating is not None and not _Group(times, are_stragglers, num_migrating).has_slack:
         num_migrating = 0
-    exact = _Search(_Group(times, are_stragglers, now, num_migrating, _MOST_LENT), migration, 0.0)
+    exact = _Search(_Group(times, are_stragglers, num_migrating, _MOST_LENT), migration, 0.0)
     fastest_exact = exact.fastest()
     if budget == 0.0:
-        return exact.division(fastest_exact, goal_s=fastest_exact.step_s, num_now=sum(now))
-    pruning = _Search(_Group(times, are_stragglers, now, num_migrating), migration, budget * len(times))
+        return exact.division(fastest_exact, goal_s=fastest_exact.step_s)
+    pruning = _Search(_Group(times, are_stragglers, num_migrating), migration, budget * len(times))
     fastest = pruning.fastest()
     goal_s = min(fastest.step_s, fastest_exact.step_s) * (1.0 + _WORTHWHILE)
     goal_s = max(reference_s * (1.0 + tolerance), goal_s)
     if fastest_exact.step_s <= goal_s:  # without pruning, and where nothing is pruned γ_max is no bound
-        return exact.division(fastest_exact, goal_s, num_now=sum(now))
-    return pruning.division(fastest, goal_s, num_now=sum(now))
+        return exact.division(fastest_exact, goal_s)
+    return pruning.division(fastest, goal_s)
 
 
 @dataclass(frozen=True)
@@ -130,14 +123,12 @@ class _Group:
         self,
         times: Sequence[RankTimes],
         are_stragglers: Sequence[bool],
-        lend_now: Sequence[bool],
         num_migrating: int | None,
         most_spared: float | None = None,
     ) -> None:
         curves = Curves.of(times)
         stragglers = [rank for rank, is_straggler in enumerate(are_stragglers) if is_straggler]
-        handicap = [1.0 + _STAYING_AMONG_SLOWEST * lends for lends in lend_now]
-        self.slowest_first = sorted(stragglers, key=lambda rank: -times[rank].busy_s * handicap[rank])
+        self.slowest_first = sorted(stragglers, key=lambda rank: -times[rank].busy_s)
         most = min(len(stragglers), len(times) - 1)
         self.counts = np.arange(most + 1) if num_migrating is None else np.array([min(num_migrating, most)])
         lenders = self.slowest_first[: self.counts[0]]
@@ -230,15 +221,9 @@ class _Search:
     def __init__(self, group: _Group, migration: MigrationCost, budget: float) -> None:
         self._group, self._counts, self._migration, self._budget = group, group.counts, migration, budget
 
-    def division(self, fastest: _Found, goal_s: float, num_now: int) -> Division:
-        """The best within the goal, by as many migrating ranks as there are now if that is about as good."""
+    def division(self, fastest: _Found, goal_s: float) -> Division:
+        """The best within the goal."""
         best = self.least_pruned(goal_s, fastest) or fastest
-        stays = np.flatnonzero(self._counts == num_now)
-        if num_now > 0 and len(stays) and stays[0] != best.row:
-            most_s = max(goal_s, best.step_s * (1.0 + _STAYING))
-            staying = self.least_pruned(most_s, fastest, only=int(stays[0]))
-            if staying is not None and staying.pruned <= best.pruned + _NOTHING:
-                best = staying
         return self._group.division(int(self._counts[best.row]), best)
 
     def fastest(self) -> _Found:
@@ -254,12 +239,11 @@ class _Search:
         assert found is not None  # at the slowest rank's time no more is lent than must be, and nothing pruned
         return found
 
-    def least_pruned(self, goal_s: float, fastest: _Found, only: int | None = None) -> _Found | None:
+    def least_pruned(self, goal_s: float, fastest: _Found) -> _Found | None:
         """Of the steps within the goal the one that prunes least, of equals the fastest; None if none is within it.
 
         Args:
             fastest: a level to look at in any case.
-            only: the row to which the search is confined.
         """
 
         def look(levels_s: Floats) -> _Candidates:
@@ -274,8 +258,6 @@ class _Search:
             # What is no more than nothing counts as nothing: of such plans the fastest is taken.
             merit = np.maximum(pruned, _NOTHING) + 1e-3 * _NOTHING * step_s / goal_s
             merit = np.where(is_possible, merit, np.inf)
-            if only is not None:
-                merit[np.arange(len(merit)) != only] = np.inf
             return _Candidates(merit, pruned, lent, step_s)
 
         return self._best(look, min(goal_s, self._group.highest_s), fastest.level_s)

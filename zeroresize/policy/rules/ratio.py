@@ -32,12 +32,20 @@ def reference_time(busy_s: Sequence[float], target: str) -> float:
 
 
 def find_stragglers(
-    busy_s: Sequence[float], reference_s: float, tolerance: float, were_stragglers: Sequence[bool]
+    busy_s: Sequence[float],
+    reference_s: float,
+    tolerance: float,
+    were_stragglers: Sequence[bool],
+    surely_s: Sequence[float] | None = None,
 ) -> tuple[bool, ...]:
-    """Who exceeds the reference by more than ``tolerance``; who was one already is let go at half of it."""
+    """Who exceeds the reference by more than ``tolerance``; who was one already is let go at half of it.
+
+    Args:
+        surely_s: what every rank takes at least, as far as is known: who may be as fast as the reference is none.
+    """
     return tuple(
-        time > reference_s * (1.0 + (tolerance / 2 if was else tolerance))
-        for time, was in zip(busy_s, were_stragglers, strict=True)
+        time > reference_s * (1.0 + (tolerance / 2 if was else tolerance)) and surely > reference_s
+        for time, was, surely in zip(busy_s, were_stragglers, surely_s or busy_s, strict=True)
     )
 
 

@@ -1,0 +1,107 @@
+"""How long ranks stay slow: what a plan that comes late can expect to be good for.
+
+A rank that was slow in ``a`` intervals in a row is met by a plan that is in force from the next but one on, and until
+one interval after the first that shows that the rank has recovered. A spell of ``d`` intervals so leaves d − a − 1 of
+them in which the plan is good for something, and one or two in which it is good for nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from zeroresize.utils.state_checks import Check, count, each, keyed, number, row
+
+#: What an interval under a plan that is good for nothing costs, as a share of its time.
+COST_IN_VAIN = 0.055
+#: Past spells that the prior counts as much as.
+PRIOR_SPELLS = 0.5
+#: Share of what was seen of past spells that is forgotten at an update.
+FORGETTING = 1 / 64
+
+#: Past spells are as useful as that many intervals at most, and so many are kept.
+_MOST_USEFUL, _MOST_SPELLS = 32, 16
+#: A past spell counts if it was this much as costly as the present one, or more.
+_ALIKE = 0.75
+#: Steps: a spell of one step in intervals of one may be a hiccup.
+_HICCUP = 0.35
+
+
+@dataclass
+class Spells:
+    """Those of a group.
+
+    Attributes:
+        ages: for how many updates each rank has been slow.
+        costs: the largest share of a step that it could have been spared since.
+        past: (rank, share, age when it ended, weight) of those that have ended.
+    """
+
+    num_ranks: int
+    ages: list[int] = field(init=False)
+    costs: list[float] = field(init=False)
+    past: list[tuple[int, float, int, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.ages, self.costs = [0] * self.num_ranks, [0.0] * self.num_ranks
+
+    def learn(self, are_slow: Sequence[bool], costs: Sequence[float]) -> None:
+        """Take an update's ranks: who is slow, and what share of a step it costs."""
+        self.past = [(rank, cost, age, weight * (1.0 - FORGETTING)) for rank, cost, age, weight in self.past]
+        for rank, (is_slow, cost) in enumerate(zip(are_slow, costs, strict=True)):
+            if is_slow:
+                self.ages[rank] += 1
+                self.costs[rank] = max(self.costs[rank], cost)
+            elif self.ages[rank]:
+                self.past.append((rank, self.costs[rank], self.ages[rank], 1.0))
+                self.ages[rank], self.costs[rank] = 0, 0.0
+        self.past = self.past[-_MOST_SPELLS:]
+
+    def is_worth_it(self, rank: int, saved: float, steps_of_update: int) -> bool:
+        """Whether a plan for a rank that is slow is expected to save more than it costs.
+
+        Before anything was seen, spells of four times the length are a 32nd as frequent: P(d ≥ t) ∝ t^−2.5.
+
+        Args:
+            saved: share of a step that it saves while it is good for something.
+            steps_of_update: steps between two updates.
+        """
+        age = self.ages[rank] * steps_of_update / (steps_of_update + _HICCUP)
+        # Σ of P(d ≥ t) / P(d ≥ age) over t ≥ age + 2, nearly, with roots, which all machines have alike.
+        useful = PRIOR_SPELLS * _survives(age, age + 1.5) * (age + 1.5) / 1.5
+        in_vain = PRIOR_SPELLS * (1.0 + _survives(age, age + 1.0))
+        for whose, cost, end, weight in self.past:
+            if end >= self.ages[rank] and cost >= _ALIKE * saved:
+                if whose != rank and end > self.ages[rank] + 1:
+                    continue  # that another rank was slow for long says nothing of this one
+                useful += weight * min(max(end - self.ages[rank] - 1, 0), _MOST_USEFUL)
+                in_vain += weight * (1.0 if end == self.ages[rank] else 2.0)
+        return saved * useful >= COST_IN_VAIN * in_vain
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        # A tuple is one entry of a checkpoint, however long it is.
+        return {"ages": list(self.ages), "costs": list(self.costs), "past": tuple(self.past)}
+
+    @property
+    def state_check(self) -> Check:
+        """Of what :meth:`load_state_dict` can take over."""
+        return keyed(
+            {
+                "ages": each(count, self.num_ranks),
+                "costs": each(number, self.num_ranks),
+                "past": each(row(count, number, count, number)),
+            }
+        )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from :meth:`state_dict`."""
+        self.ages, self.costs = list(state["ages"]), list(state["costs"])
+        self.past = [(rank, cost, age, weight) for rank, cost, age, weight in state["past"]]
+
+
+def _survives(age: float, longer: float) -> float:
+    """P(d ≥ ``longer``) / P(d ≥ ``age``)."""
+    return (age / longer) ** 2 * math.sqrt(age / longer)
