@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from test_step_timer import FakeClock
+from fake_time import FakeClock
 from torch import nn
 from virtual_training import FEATURES, Run
 

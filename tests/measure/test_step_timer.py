@@ -7,42 +7,12 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from fake_time import FakeClock
 
 from zeroresize.config import BalanceConfig
 from zeroresize.measure import rank_monitor, step_timer, waits
 from zeroresize.measure.step_timer import HostClock, StepTimer
 from zeroresize.plan.group import Shares
-
-
-class FakeClock:
-    """Time that stands still but for ``advance``; marks pass when the test says so, as device events do."""
-
-    def __init__(self):
-        self.now = 0.0
-        self.passed = float("inf")
-        self.on_main_stream = True
-        self.recycled = []
-
-    def advance(self, seconds):
-        self.now += seconds
-
-    def mark(self):
-        return self.now
-
-    def seconds(self, begin, end):
-        return end - begin
-
-    def has_passed(self, mark):
-        return mark <= self.passed
-
-    def enter_main_stream(self):
-        pass
-
-    def is_on_main_stream(self):
-        return self.on_main_stream
-
-    def recycle(self, marks):
-        self.recycled += marks
 
 
 @pytest.fixture
