@@ -214,6 +214,6 @@ def _build_freezer(
     if world_size() > num_ranks:
         raise ValueError(
             f"pruned_update='freeze' needs a tensor-parallel group of all {world_size()} ranks, this one has "
-            f"{num_ranks}: if the others are data-parallel replicas, what each freezes lets them drift apart"
+            f"{num_ranks}: data-parallel replicas that freeze different columns would drift apart"
         )
     return ColumnFreezer(layers, optimizer)

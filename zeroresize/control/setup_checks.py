@@ -54,8 +54,8 @@ def check_weights(layers: Layers, config: BalanceConfig) -> None:
             )
         if is_flat_parameters(layer.weight) and config.mode in MIGRATING_MODES:
             raise ValueError(
-                f"layer {name} is wrapped in FullyShardedDataParallel, which puts another weight in its place in every "
-                f"forward, and mode={config.mode!r} sends the weight ahead; allowed are the modes that do not migrate"
+                f"layer {name} is wrapped in FullyShardedDataParallel, which replaces its weight in every forward, and "
+                f"mode={config.mode!r} sends the weight before that; allowed are the modes that do not migrate"
             )
 
 

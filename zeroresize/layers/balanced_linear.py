@@ -177,7 +177,7 @@ class BalancedLinear:
 
 
 def _cast_for_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What ``torch.autocast`` does to the operands of ``F.linear``; gradients are cast back by autograd."""
+    """The operands as ``torch.autocast`` casts those of ``F.linear``; autograd casts gradients back."""
     dtype = _autocast_dtype(x.device.type)
     if dtype is None:
         return x, weight, bias

@@ -1,4 +1,4 @@
-"""How the work of a step lies in a model's layers: how much in each, and between which synchronisations."""
+"""How much of a step's work lies in each layer, and between which synchronisations of the ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from zeroresize.layers.balanced_linear import BalancedLinear
 
 
 def work_of_layers(layers: Mapping[str, BalancedLinear]) -> dict[str, float]:
-    """What every layer's products take on this rank, relative to each other: the size of its weight."""
+    """Work of every layer's products on this rank, in relative units: the size of its weight."""
     return {name: float(layer.local_weight.numel()) for name, layer in layers.items()}
 
 
@@ -16,7 +16,7 @@ def segments_of_layers(layers: Mapping[str, BalancedLinear]) -> list[list[str]]:
     """Names of the layers between two synchronisations: ranks meet after row-parallel ones.
 
     Args:
-        layers: by name, in the order in which the model registers them, which is taken for that of computing.
+        layers: by name, in the order in which the model registers them; they are taken to compute in this order.
     """
     segments: list[list[str]] = []
     has_ended = True

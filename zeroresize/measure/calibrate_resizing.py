@@ -1,4 +1,4 @@
-"""The calibration: what pruning costs on this rank, on the shapes that training really uses."""
+"""Calibration of pruning: what it costs on this rank, on the shapes that training uses."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Shape:
 
     @property
     def work(self) -> int:
-        """In proportion to the products' FLOPs."""
+        """Relative FLOPs of the products."""
         return self.num_tokens * self.num_columns * self.num_outputs
 
 
@@ -90,7 +90,7 @@ def measure_resizing_cost(
     budget.
 
     Args:
-        layers: balanced layers by name; those are measured that have seen the training forwards of one iteration.
+        layers: balanced layers by name; measured are those that ran training forwards in the last iteration.
         config: up to which ratio, and in which blocks, layers prune.
         budget_s: seconds it may take, roughly.
     """
@@ -115,7 +115,7 @@ def measure_resizing_cost(
                 *(sum_s + count * own_s for sum_s, own_s in zip(seconds[point], of_shape, strict=True))
             )
     gemm_s, gather_fill_s, whole_gemm_s, whole_gather_fill_s = zip(*seconds, strict=True)
-    if not gemm_s[0] > 0.0:  # of a clock that stands still
+    if not gemm_s[0] > 0.0:  # the clock did not advance
         return proportional_to_flops(config)
     work = sum(count * shape.work for shape, count in counts.items())
     ratios = tuple(columns / work for columns in pruned)
@@ -156,7 +156,7 @@ def _measure_shape(
 
 
 def _operands(shape: _Shape, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator(shape.device).manual_seed(0)  # its own: training's random numbers stay as they are
+    generator = torch.Generator(shape.device).manual_seed(0)  # its own, so training's random numbers do not change
 
     def random(*size: int) -> Tensor:
         return torch.randn(*size, generator=generator, device=shape.device).to(shape.dtype)
@@ -169,7 +169,7 @@ def _operands(shape: _Shape, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _spread_plan(ratio: float, shape: _Shape, config: BalanceConfig) -> LayerPlan | None:
-    """Spares as many columns as training would for this ratio, in the order that a selector has without a priority."""
+    """Prunes as many columns as training would at this ratio, in a selector's order without priorities."""
     order = order_without_priority(config, shape.num_columns)
     pruned = decided_columns(order, ratio, config.block, config.max_ratio)
     if len(pruned) == 0:

@@ -1,7 +1,7 @@
 """Busy time and product time of an iteration, on the host's clock or by device events.
 
-On a GPU the times come from events that are read one iteration late, when the device has long passed them, so nothing
-is ever synchronised.
+On a GPU the times come from events that are read one iteration late, when the device has passed them, so nothing is
+synchronised.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zeroresize.measure import waits
 from zeroresize.plan.group import Shares
 from zeroresize.policy.times import StepTimes
 
-#: So many pairs of marks are kept at most, but for those that the device has not passed yet.
+#: At most so many pairs of marks are kept, besides those that the device has not passed yet.
 _MOST_PAIRS = 1024
 
 
@@ -37,7 +37,7 @@ class Clock(Protocol):
         """A step begins, on the stream that is current now."""
 
     def is_on_main_stream(self) -> bool:
-        """Whether work that is started now holds up the work of the step."""
+        """Whether work that is started now delays the step."""
 
     def recycle(self, marks: list[Any]) -> None:
         """These marks have been read and are not needed again."""
@@ -182,9 +182,9 @@ class StepTimer(Probe):
         self._step = _Step(self._clock.mark(), shares, is_forced)
 
     def end_step(self) -> list[StepTimes]:
-        """The iteration is over: the times of all that can be read without waiting and have not been yet.
+        """The iteration is over; returns the times of the iterations that can be read now without waiting.
 
-        On the host's clock that is this iteration, on a device the one before, or none or several.
+        On the host's clock that is this iteration; on a device the one before, none, or several.
         """
         if self._step is not None:
             self._step.end = self._clock.mark()

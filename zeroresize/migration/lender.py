@@ -28,7 +28,7 @@ _TRANSPORTS: dict[str, type[Transport]] = {"broadcast-reduce": BroadcastReduce, 
 def make_transport(
     migration_transport: str, process_group: ProcessGroup, buffers: Buffers, over: Channel | None = None
 ) -> Transport:
-    """What carries slices by the configuration's ``migration_transport``, ``over`` the group or another channel."""
+    """The transport that the configuration names, ``over`` the group itself or another channel."""
     return _TRANSPORTS[migration_transport](process_group, group_rank(process_group), buffers, over)
 
 

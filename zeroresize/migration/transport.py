@@ -30,8 +30,8 @@ def bounds_of_parts(num_columns: int, parts: Sequence[float]) -> tuple[int, ...]
 
     Args:
         num_columns: of the migrated slice, L_mig.
-        parts: how much of it each receiver computes; shares that sum to 1. With equal ones this is the paper's
-            m = L_mig / (e − x), but nothing needs to divide evenly.
+        parts: share of it that each receiver computes; they sum to 1. Equal parts are the paper's
+            m = L_mig / (e − x), but need not divide evenly.
     """
     unit = _UNIT if num_columns >= _UNIT * _FEWEST_UNITS * len(parts) else 1
     ends = [min(unit * round(num_columns * end / unit), num_columns) for end in itertools.accumulate(parts)]
