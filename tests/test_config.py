@@ -83,7 +83,14 @@ def test_unknown_keys_are_named_with_those_that_exist():
 
 
 @pytest.mark.parametrize(
-    ("key", "why"), [("ewma", "follows from the noise"), ("dead_band", "saves more than it costs")]
+    ("key", "why"),
+    [
+        ("ewma", "follows from the noise"),
+        ("dead_band", "saves more than it costs"),
+        ("migrate", "called migration_transport"),
+        ("migrating", "called num_migrating"),
+        ("prune", "leave the key out"),
+    ],
 )
 def test_a_key_that_no_longer_exists_is_an_error_that_says_why(key, why):
     with pytest.raises(ValueError, match=f"the balance key '{key}' no longer exists: .*{why}"):

@@ -60,6 +60,9 @@ def _modes(modes: tuple[str, ...]) -> str:
 GONE = {
     "ewma": "how much a new measurement weighs follows from the noise that is measured; leave the key out",
     "dead_band": "a plan changes where that saves more than it costs; leave the key out",
+    "migrate": "it is called migration_transport",
+    "migrating": "it is called num_migrating",
+    "prune": "columns are all that a resize drops; leave the key out",
 }
 _IN_PRIDIFF = "in mode 'zero-pridiff', and in 'semi' with semi_rule='paper'"
 #: Where a key that not all modes use has an effect, and the same in words. It follows from which way of balancing is
