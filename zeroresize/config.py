@@ -84,7 +84,7 @@ class BalanceConfig:
         seed: seed of the column orders.
         start_checks: whether ranks that begin with different weights, DistributedDataParallel over the group, and an
             optimizer of some of the layers are errors (the last is warned of otherwise), and whether ranks compare
-            the size of their batches wherever it changes: for batches of varying length a meeting of the hosts, some
+            the size of their batches wherever it changes: for batches of varying length a rendezvous of the hosts, some
             tenths of a millisecond, in every forward.
 
     Raises:

@@ -79,7 +79,7 @@ def test_the_time_limit_is_the_groups_own_or_torchs_where_its_backend_does_not_t
 
 
 @pytest.mark.slow
-def test_meeting_and_exchange_wait_as_long_as_their_group_may_and_no_longer(run_ranks):
+def test_rendezvous_and_exchange_wait_as_long_as_their_group_may_and_no_longer(run_ranks):
     def wait_alone(rank, group):
         impatient = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=2))
         cpu_group = CpuGroup(impatient, {})
@@ -107,9 +107,9 @@ def test_where_the_jobs_store_is_gone_that_is_what_is_told(run_ranks):
             raise ConnectionResetError("Connection reset by peer")
 
     def meet(rank, group):
-        meeting = Rendezvous(group, "eat")
-        meeting.store = Gone()
+        rendezvous = Rendezvous(group, "eat")
+        rendezvous.store = Gone()
         with pytest.raises(RuntimeError, match=r"the job's store cannot be reached.* did not come to eat"):
-            meeting.exchange("here")
+            rendezvous.exchange("here")
 
     run_ranks(meet, 1)

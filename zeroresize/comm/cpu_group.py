@@ -56,18 +56,18 @@ class CpuGroup:
     """
 
     def __init__(self, process_group: ProcessGroup, agreement: Mapping[str, str]) -> None:
-        self._meeting = Rendezvous(process_group, "agree on what to balance")
-        self.rank, self.size, self.time_limit = self._meeting.rank, self._meeting.size, self._meeting.time_limit
+        rendezvous = self._rendezvous = Rendezvous(process_group, "agree on what to balance")
+        self.rank, self.size, self.time_limit = rendezvous.rank, rendezvous.size, rendezvous.time_limit
         self.ranks = group_ranks(process_group)
         self._num_agreements = 0
         self.require_agreement(agreement)
-        ends = self._meeting.store, self.rank, self.size, self.time_limit
+        ends = self._rendezvous.store, self.rank, self.size, self.time_limit
         # A process that ends while gloo's threads live can abort. Dropping the group, also at exit, ends them.
-        self._gloo: list[Any] = [self._meeting.connect(lambda: dist.ProcessGroupGloo(*ends))]
+        self._gloo: list[Any] = [self._rendezvous.connect(lambda: dist.ProcessGroupGloo(*ends))]
         self.close = weakref.finalize(self, self._gloo.clear)
-        self._meeting.exchange("connected")  # nobody may leave again while others are still connecting
+        self._rendezvous.exchange("connected")  # nobody may leave again while others are still connecting
         self.where = Whereabouts()
-        self.reports = FailureReports(self._meeting, self.where)
+        self.reports = FailureReports(self._rendezvous, self.where)
         explain_failures(process_group, self.reports)
 
     def start_round(self, numbers: Sequence[float], tag: int) -> Round:
@@ -82,7 +82,7 @@ class CpuGroup:
             RuntimeError: if not all ranks come within the time limit of ``process_group``.
         """
         self._num_agreements += 1
-        messages = self._meeting.exchange(f"agreement {self._num_agreements}", json.dumps(dict(agreement)))
+        messages = self._rendezvous.exchange(f"agreement {self._num_agreements}", json.dumps(dict(agreement)))
         by_rank = [json.loads(message) for message in messages]
         for what in by_rank[0]:
             said = [values.get(what) for values in by_rank]

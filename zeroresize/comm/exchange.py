@@ -9,7 +9,7 @@ from zeroresize.comm.whereabouts import Whereabouts, require_same
 
 _POSTED, _MET = 0, 1  # tags: the two kinds of exchange never wait for each other
 #: How many numbers meet() always exchanges: gloo ends the process if ranks send unequally many.
-_NUM_AT_MEETING = 2
+_MOST_NUMBERS = 2
 
 
 class Exchange:
@@ -67,12 +67,12 @@ class Exchange:
         return [own[:count] for own, count in zip(table, counts, strict=True)]
 
     def meet(self, *numbers: float) -> list[list[float]]:
-        """Exchange up to ``_NUM_AT_MEETING`` numbers now: every rank's in the order of the group; collective.
+        """Exchange up to ``_MOST_NUMBERS`` numbers now: every rank's in the order of the group; collective.
 
         Raises:
             RuntimeError: if not all ranks come, or not from the same place.
         """
-        padded = [*numbers, *[0.0] * (_NUM_AT_MEETING - len(numbers))]
+        padded = [*numbers, *[0.0] * (_MOST_NUMBERS - len(numbers))]
         here = self._group.start_round([*self.where.as_numbers(), *padded], _MET)
         return self._received(here, str(self.where))
 

@@ -26,16 +26,16 @@ class FailureReports:
     """Writes this rank's report and reads the others'.
 
     Args:
-        meeting: of the ranks; they write to its store.
+        rendezvous: of the ranks; they write to its store.
         where: this rank's whereabouts, kept up to date by the balancer.
 
     Attributes:
         last_heard: whereabouts of all ranks when they last exchanged numbers; empty before that.
     """
 
-    def __init__(self, meeting: Rendezvous, where: Whereabouts) -> None:
-        self._meeting, self._where = meeting, where
-        self._keys = [f"failure/{rank}" for rank in range(meeting.size)]
+    def __init__(self, rendezvous: Rendezvous, where: Whereabouts) -> None:
+        self._rendezvous, self._where = rendezvous, where
+        self._keys = [f"failure/{rank}" for rank in range(rendezvous.size)]
         self.last_heard: list[Whereabouts] = []
         self._told: tuple[str, str] | None = None
         self._lock = threading.Lock()
@@ -61,12 +61,12 @@ class FailureReports:
             if self._told is None:
                 return
             self._told = None
-            own = self._keys[self._meeting.rank]
+            own = self._keys[self._rendezvous.rank]
             with suppress(Exception):  # where the store does not answer, nobody can read it either
-                within(timedelta(seconds=_ANSWER_S), lambda: self._meeting.store.set(own, ""))
+                within(timedelta(seconds=_ANSWER_S), lambda: self._rendezvous.store.set(own, ""))
 
     def _exchange(self, own: str, wait_s: float) -> str:
-        rank = self._meeting.rank
+        rank = self._rendezvous.rank
         try:
             reports = within(timedelta(seconds=wait_s + _ANSWER_S), lambda: self._leave_and_read(own, wait_s))
         except Exception:
@@ -82,8 +82,8 @@ class FailureReports:
         return f"has not reported{heard} (may be dead, stopped or busy)"
 
     def _leave_and_read(self, own: str, wait_s: float) -> list[str]:
-        store = self._meeting.store
-        store.set(self._keys[self._meeting.rank], own)
+        store = self._rendezvous.store
+        store.set(self._keys[self._rendezvous.rank], own)
         deadline = time.monotonic() + wait_s
         reports = [""] * len(self._keys)
         while True:

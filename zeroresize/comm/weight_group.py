@@ -32,21 +32,21 @@ class WeightGroup:
     """
 
     def __init__(self, process_group: ProcessGroup, device: torch.device) -> None:
-        meeting = Rendezvous(process_group, "connect for the weights that are lent")
-        meeting.exchange("here")  # gloo connects when it is made, and does not tell who did not come
-        ends = meeting.store, meeting.rank, meeting.size
+        rendezvous = Rendezvous(process_group, "connect for the weights that are lent")
+        rendezvous.exchange("here")  # gloo connects when it is made, and does not tell who did not come
+        ends = rendezvous.store, rendezvous.rank, rendezvous.size
         kind = process_group._get_backend(device).name()
         transport: Any = process_group
         if kind == "gloo":
-            transport = meeting.connect(lambda: dist.ProcessGroupGloo(*ends, meeting.time_limit))
+            transport = rendezvous.connect(lambda: dist.ProcessGroupGloo(*ends, rendezvous.time_limit))
         elif kind == "nccl":
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = meeting.time_limit
+            options._timeout = rendezvous.time_limit
             transport = dist.ProcessGroupNCCL(*ends, options)
         # The only reference, so close() ends the backend's threads: a process that ends while they live can abort.
         self._transport: list[Any] = [transport]
         self.close = weakref.finalize(self, self._transport.clear)
-        meeting.exchange("connected")  # nobody may leave again while others are still connecting
+        rendezvous.exchange("connected")  # nobody may leave again while others are still connecting
 
     def broadcast(self, tensor: Tensor, root: int, /) -> Work:
         return self._transport[0].broadcast(tensor, root)

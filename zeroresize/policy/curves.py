@@ -35,7 +35,7 @@ class Curves:
         self.busy_s = self._rest_s + self.gemm_s
         self.ratios = _padded([rank.cost.ratios for rank in times], most)
         self._gemm_share = _padded([rank.cost.gemm_share for rank in times], most)
-        self._overhead_s = _padded([rank.cost.gather_fill_s for rank in times], most)
+        self._gather_fill_s = _padded([rank.cost.gather_fill_s for rank in times], most)
 
     @classmethod
     def of(cls, times: Sequence[RankTimes]) -> Curves:
@@ -61,7 +61,7 @@ class Curves:
     def busy_at(self, ratios_RX: Floats) -> Floats:
         """:meth:`RankTimes.busy_at`."""
         shrunk_s = self.gemm_s[:, None] * self.gemm_share_at(ratios_RX)
-        gather_fill_s = _interpolated(ratios_RX, self.ratios, self._overhead_s)
+        gather_fill_s = _interpolated(ratios_RX, self.ratios, self._gather_fill_s)
         return self._rest_s[:, None] + shrunk_s + self._scale[:, None] * gather_fill_s
 
     @cached_property

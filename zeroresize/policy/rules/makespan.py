@@ -57,8 +57,9 @@ def makespan_division(
         tolerance: a share of it.
         migration: Φ1, what lending costs.
         budget: the largest share of the group's products that may be pruned, 0 to 1; 0 is exact.
-        num_migrating: how many stragglers migrate, also where that makes steps longer, unless the others have no room
-            for ``_LEAST_LENT`` of each until the slowest rank's time: then none does. None tries all numbers.
+        num_migrating: how many stragglers migrate, also where that makes steps longer, unless the others have too
+            little slack for ``_LEAST_LENT`` of each until the slowest rank's time: then none does. None tries all
+            numbers.
     """
     if not any(are_stragglers):
         return Division((0.0,) * len(times), (0.0,) * len(times))
@@ -214,7 +215,7 @@ class _Search:
     """Tries busy times for several numbers of migrating ranks at once; tables are [numbers, levels].
 
     Args:
-        group: has room for what must be lent.
+        group: has slack for what must be lent.
         budget: what may be pruned, in ranks' full products.
     """
 
