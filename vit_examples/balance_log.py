@@ -1,6 +1,6 @@
 """What balancing did in a run, every rank for itself: ``balance-rank<r>.jsonl``, TensorBoard events, pruned columns.
 
-``scripts/report.py`` draws them.
+``scripts.report`` draws them.
 """
 
 from __future__ import annotations

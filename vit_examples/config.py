@@ -77,7 +77,7 @@ class ModelConfig:
             size = getattr(self, key)
             if size % num_ranks:
                 raise ValueError(
-                    f"model.{key}={size} does not divide by the {num_ranks} tensor-parallel ranks: "
+                    f"model.{key}={size} is not divisible by the {num_ranks} tensor-parallel ranks: "
                     f"choose a multiple of {num_ranks}, or another number of ranks"
                 )
 

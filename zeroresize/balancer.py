@@ -97,7 +97,7 @@ class Balancer:
             parts.decision.next_step()
         if self.config.iters_per_epoch and self._num_steps % self.config.iters_per_epoch == 0:
             self._end_epoch()
-        parts.plan_in_force.install(self.plan, parts.decision.calibration)  # apply
+        parts.plan_in_force.install(self.plan, parts.decision.calibration_plan)  # apply
         parts.plan_in_force.send_weights()
         if is_update and self.on_update is not None:
             self.on_update(records.update_record(parts, self._num_steps, self._balancing_since_update_s))
@@ -157,7 +157,7 @@ class Balancer:
     @property
     def is_calibrating(self) -> bool:
         """Whether the next step is a calibration step: all ranks compute all of their products, to be measured."""
-        return self._parts.decision.calibration is not None
+        return self._parts.decision.calibration_plan is not None
 
     @property
     def bytes_migrated(self) -> int:
@@ -245,7 +245,7 @@ class Balancer:
         """
         if self._is_closed:
             return
-        self._parts.plan_in_force.install(self.plan, self._parts.decision.calibration)
+        self._parts.plan_in_force.install(self.plan, self._parts.decision.calibration_plan)
         self._begin_step()
 
     def _begin_step(self) -> None:

@@ -58,6 +58,11 @@ def convert(
         TypeError: if a host adapter does not make a layer balanceable in place.
     """
     require_group(process_group)
+    if not isinstance(config, BalanceConfig):
+        raise ValueError(
+            f"config must be a BalanceConfig, found {type(config).__name__}: use BalanceConfig(...), "
+            "BalanceConfig.from_dict(...) or BalanceConfig.from_yaml(...)"
+        )
     config.validate_group_size(group_size(process_group))
     if group_size(process_group) == 1:
         _require_no_other_group(model)
@@ -229,8 +234,8 @@ def _nothing_to_convert(left_alone: Mapping[str, str], filtered: list[str]) -> s
     found = "; ".join(f"{name}: {reason}" for name, reason in left_alone.items()) or "none"
     refused = f". module_filter_fn left out {_first_of(filtered)}" if filtered else ""
     return (
-        f"convert: the model has no layer that can be balanced. Wanted are {known_kinds()}. Parallel layers found but "
-        f"left alone: {found}{refused}"
+        f"convert: the model has no layer that can be balanced. Wanted are {known_kinds()}, or layers of a host that "
+        f"zeroresize.integrations.register_host was given. Parallel layers found but left alone: {found}{refused}"
     )
 
 

@@ -71,7 +71,7 @@ def traffic_of_layer(
     """What one owner's ``num_lent`` columns of a layer move in a step, in each direction.
 
     Args:
-        way: one of :data:`~zeroresize.config_keys.MIGRATIONS`.
+        way: one of :data:`~zeroresize.config_keys.MIGRATION_TRANSPORTS`.
     """
     receivers = num_ranks - num_owners
     w, y, x = layer.num_rows * num_lent, layer.num_rows * num_tokens, num_lent * num_tokens

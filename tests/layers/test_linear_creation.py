@@ -46,13 +46,13 @@ def test_features_that_do_not_divide_are_named(run_ranks):
             lambda: ColumnParallelLinear(4, 5, process_group=group),
             lambda: ColumnParallelLinear.from_linear(nn.Linear(4, 5), process_group=group),
         ):
-            with pytest.raises(ValueError, match="out_features=5 does not divide by the 2 ranks"):
+            with pytest.raises(ValueError, match="out_features=5 is not divisible by the 2 ranks"):
                 make()
         for make in (
             lambda: RowParallelLinear(5, 4, process_group=group),
             lambda: RowParallelLinear.from_linear(nn.Linear(5, 4), process_group=group),
         ):
-            with pytest.raises(ValueError, match="in_features=5 does not divide by the 2 ranks"):
+            with pytest.raises(ValueError, match="in_features=5 is not divisible by the 2 ranks"):
                 make()
 
     run_ranks(check, 2)

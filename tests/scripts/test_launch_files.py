@@ -37,7 +37,7 @@ def test_dry_run_checks_the_model_on_eight_ranks(arguments, parameters):
 def test_dry_run_refuses_what_eight_gpus_cannot_share():
     finished = run("launch_8gpu.sh", "--dry-run", "--set", "model.num_heads=4")
     assert finished.returncode == 2
-    assert "model.num_heads=4 does not divide by the 8" in finished.stderr
+    assert "model.num_heads=4 is not divisible by the 8" in finished.stderr
 
 
 def test_outside_slurm_the_right_command_is_named():

@@ -119,7 +119,7 @@ def test_ranks_that_are_no_number_of_ranks_are_refused(tmp_path: Path, place: st
 def test_ranks_of_a_cell_that_cannot_share_its_model_are_refused(tmp_path: Path) -> None:
     grid = tmp_path / "grid.yaml"
     grid.write_text("config: demo\ncells:\n  Rd: {ranks: 5}\n")
-    with pytest.raises(ValueError, match=r"cell 'Rd': model.num_heads=12 does not divide by the 5"):
+    with pytest.raises(ValueError, match=r"cell 'Rd': model.num_heads=12 is not divisible by the 5"):
         study.read_study(grid, tmp_path / "runs")
 
 

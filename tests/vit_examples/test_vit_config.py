@@ -59,10 +59,10 @@ def test_yaml_is_read_as_people_mean_it(tmp_path) -> None:
         ("training.lr=-1", "training.lr=-1.*above 0"),
         ("training.epochs=0", "training.epochs=0.*at least 1"),
         ("training.epochs=1.5", "training.epochs=1.5.*whole number"),
-        ("training.accumulation=3", "training.batch_size=64 does not divide by training.accumulation=3"),
+        ("training.accumulation=3", "training.batch_size=64 is not divisible by training.accumulation=3"),
         ("training.precision=fp8", "'fp32', 'bf16', 'fp16'"),
         ("training=5", "expected a mapping of training keys, found int"),
-        ("model.num_heads=7", "model.hidden_size=192 does not divide by model.num_heads=7"),
+        ("model.num_heads=7", "model.hidden_size=192 is not divisible by model.num_heads=7"),
         ("balance.mode=fast", r"balance\.mode='fast'.*zero-rd"),
         ("balance.ratio=1.5", r"balance\.ratio=1.5 is not allowed"),
         ("host=jax", r"host='jax'.*\['colossalai', 'torch'\]"),
@@ -172,8 +172,8 @@ def test_a_missing_file_is_named_with_those_that_exist() -> None:
 @pytest.mark.parametrize(
     ("overrides", "num_ranks", "message"),
     [
-        ([], 5, "model.num_heads=12 does not divide by the 5 tensor-parallel ranks"),
-        (["model.mlp_size=770"], 4, "model.mlp_size=770 does not divide by the 4"),
+        ([], 5, "model.num_heads=12 is not divisible by the 5 tensor-parallel ranks"),
+        (["model.mlp_size=770"], 4, "model.mlp_size=770 is not divisible by the 4"),
         (["straggler={kind: sleep, chi: {2: 4.0}}"], 2, "rank 2 is not one of the group's 2"),
         (["straggler={kind: sleep, chi: {1: 0.5}}"], 2, "straggler.chi={1: 0.5}"),
         (["straggler.kind=contend", "straggler.chi={1: 2.5}"], 2, "whole number"),

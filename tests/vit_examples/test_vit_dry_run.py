@@ -63,4 +63,4 @@ def test_a_dry_run_says_whether_the_data_are_here(
 
 def test_a_dry_run_refuses_ranks_that_cannot_share_the_heads(capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(["--config=vit_1b", "--ranks=3", "--dry-run"], capsys)
-    assert "model.num_heads=16 does not divide by the 3" in said
+    assert "model.num_heads=16 is not divisible by the 3" in said

@@ -473,4 +473,4 @@ def test_the_demo_shows_why_a_run_failed(
 ) -> None:
     monkeypatch.setattr(demo, "RUNS", (demo.DemoRun("broken", ("model.num_heads=7",)),))
     assert demo.main([f"--output={tmp_path}"]) == 1
-    assert "model.hidden_size=192 does not divide by model.num_heads=7" in capsys.readouterr().out
+    assert "model.hidden_size=192 is not divisible by model.num_heads=7" in capsys.readouterr().out

@@ -38,7 +38,10 @@ def require_group(process_group: ProcessGroup | None) -> ProcessGroup:
         ValueError: if it is None, or this rank is not a member.
     """
     if process_group is None:
-        raise ValueError("process_group=None is not allowed: name the tensor-parallel group explicitly")
+        raise ValueError(
+            "process_group=None is not allowed: pass the tensor-parallel group, such as torch.distributed.group.WORLD "
+            "(which is None before init_process_group) or torch.distributed.new_group(ranks)"
+        )
     if dist.get_rank(process_group) < 0:
         raise ValueError("this rank is not a member of process_group: pass the tensor-parallel group that it is in")
     return process_group

@@ -61,7 +61,7 @@ class GroupDecision:
         if self._exchange is None:
             return
         fingerprint = self._fingerprint(agreed)
-        lent_in_force = tuple(rank.lent for rank in (self.calibration or self.plan).ranks)
+        lent_in_force = tuple(rank.lent for rank in (self.calibration_plan or self.plan).ranks)
         self.num_calibration_steps = 0
         self._collect()
         if self._received is not None:
@@ -107,7 +107,7 @@ class GroupDecision:
             {
                 "controller": self._controller.state_check,
                 "what_if": each(self._controller.state_check),
-                "received": optional(received),
+                "received": received,
                 "lent_when_sent": each(share, num_ranks),
                 "num_calibration_steps": count,
                 "migration": optional(row(not_negative, not_negative)),
@@ -127,13 +127,13 @@ class GroupDecision:
         self._collect()
         self._controller.load_state_dict(state["controller"])
         self._what_if.load_states(state["what_if"])
-        received = state["received"]  # of older versions the table alone, or None
-        self._received = received[1] if received and received[0] == self._told_config else None
+        told_config, received = state["received"]
+        self._received = received if told_config == self._told_config else None
         self._lent_when_sent = tuple(state["lent_when_sent"])
         is_known = state["migration"] is not None and state["migration_transport"] == self._migration_transport
         self.migration = MigrationCost(*state["migration"]) if is_known else None
         self.plan = self._controller.current_plan()
-        self.num_calibration_steps = state["num_calibration_steps"] if self.plan.relieved else 0
+        self.num_calibration_steps = min(state["num_calibration_steps"], self._controller.num_calibration_steps)
 
     def require_agreement(self, agreed: object) -> None:
         """Compare now what the ranks of the group would decide from; collective.
@@ -170,7 +170,7 @@ class GroupDecision:
             )
 
     @property
-    def calibration(self) -> WorkloadPlan | None:
+    def calibration_plan(self) -> WorkloadPlan | None:
         """The plan of a calibration step, if the next step is one: it spares nobody, to be measured."""
         return self._controller.calibration_plan if self.num_calibration_steps else None
 

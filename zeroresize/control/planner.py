@@ -26,7 +26,7 @@ class Planner(Protocol):
         """What is decided; it changes in :meth:`update` and :meth:`load_state_dict` only."""
 
     @property
-    def calibration(self) -> WorkloadPlan | None:
+    def calibration_plan(self) -> WorkloadPlan | None:
         """The plan of the next step if that is a calibration step, which spares nobody, to be measured; else None."""
 
     @property

@@ -39,6 +39,11 @@ def check_weights(layers: Layers, config: BalanceConfig) -> None:
         ValueError: naming the layer, what was found, and what is allowed.
     """
     needs_whole_weights = config.mode in (*PRIORITY_MODES, *MIGRATING_MODES) or config.pruned_update == "freeze"
+    needs_own_parameter = (
+        config.mode in MIGRATING_MODES
+        or config.pruned_update == "freeze"
+        or (config.mode in PRIORITY_MODES and config.priority == "path_length")
+    )
     for name, layer in layers.items():
         gone = why_no_whole_weight(layer)
         if gone is not None:
@@ -46,15 +51,21 @@ def check_weights(layers: Layers, config: BalanceConfig) -> None:
                 f"layer {name} cannot be balanced: {gone}. Allowed are parameters [out, in]; of FSDP, fully_shard with "
                 "mode='off' or 'zero-rd', and FullyShardedDataParallel with NO_SHARD and use_orig_params=True"
             )
-        if is_sharded(layer.weight) and needs_whole_weights:
+        if is_sharded(layer.local_weight) and needs_whole_weights:
             raise ValueError(
-                f"layer {name} has a {type(layer.weight).__name__} as its weight, as fully_shard makes it: between "
-                f"forwards there are only shards of it. mode={config.mode!r}, pruned_update={config.pruned_update!r} "
+                f"layer {name} has a {type(layer.local_weight).__name__} as its weight, as fully_shard makes it: "
+                f"between forwards there are only shards of it. mode={config.mode!r}, pruned_update={config.pruned_update!r} "
                 "needs it whole; allowed are mode='off' and 'zero-rd' with pruned_update='optimizer'"
+            )
+        if needs_own_parameter and layer.local_weight is not layer.weight:
+            raise ValueError(
+                f"layer {name} multiplies by a local_weight that is not its parameter: mode={config.mode!r}, "
+                f"priority={config.priority!r}, pruned_update={config.pruned_update!r} need the parameter itself; "
+                "allowed are the modes that do not migrate, other priorities than 'path_length', and pruned_update='optimizer'"
             )
         if is_flat_parameters(layer.weight) and config.mode in MIGRATING_MODES:
             raise ValueError(
-                f"layer {name} is wrapped in FullyShardedDataParallel, which replaces its weight in every forward, and "
+                f"layer {name} is wrapped in FullyShardedDataParallel, which replaces its weight in every forward; "
                 f"mode={config.mode!r} sends the weight before that; allowed are the modes that do not migrate"
             )
 
@@ -79,6 +90,11 @@ def check_layers(
     if any(layer.probes.holds(LayerTimer) for layer in layers.values()):
         raise ValueError("the model has another balancer: close() that one first")
     require_same_configuration(layers, config)
+    if not hasattr(optimizer, "param_groups") and not hasattr(optimizer, "optim"):
+        raise ValueError(
+            f"optimizer is a {type(optimizer).__name__}, which has no parameters to step: pass the torch optimizer, or "
+            "the host's wrapper of it"
+        )
     weights = {name: layer.weight for name, layer in layers.items()}
     unknown = not_stepped(optimizer, weights)
     if unknown and len(unknown) == len(weights):

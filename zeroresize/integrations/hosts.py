@@ -53,6 +53,11 @@ class SwappedClasses:
                 raise ValueError(
                     f"{balanced_class.__name__} must be a subclass of BalancedLinear and of {host_class.__name__}"
                 )
+            if getattr(balanced_class, "forward", None) is getattr(host_class, "forward", None):
+                raise ValueError(
+                    f"{balanced_class.__name__} has the forward of {host_class.__name__}: it must have its own, which "
+                    "calls column_products or row_products"
+                )
         self._classes, self._why_left_alone = dict(classes), why_left_alone
 
     @property

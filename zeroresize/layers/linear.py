@@ -91,8 +91,10 @@ class ColumnParallelLinear(BalancedLinear, nn.Module):
         """This rank's slice of a full ``linear`` that every rank holds alike.
 
         Raises:
-            ValueError: for features that do not divide by the number of ranks, or a missing group.
+            ValueError: for features that do not divide by the number of ranks, a missing group, or what is no
+                ``nn.Linear`` or split already.
         """
+        _require_whole(linear)
         layer = cls(
             linear.in_features,
             linear.out_features,
@@ -186,8 +188,10 @@ class RowParallelLinear(BalancedLinear, nn.Module):
         """This rank's slice of a full ``linear`` that every rank holds alike.
 
         Raises:
-            ValueError: for features that do not divide by the number of ranks, or a missing group.
+            ValueError: for features that do not divide by the number of ranks, a missing group, or what is no
+                ``nn.Linear`` or split already.
         """
+        _require_whole(linear)
         layer = cls(
             linear.in_features,
             linear.out_features,
@@ -218,9 +222,17 @@ class RowParallelLinear(BalancedLinear, nn.Module):
         )
 
 
+def _require_whole(linear: nn.Module) -> None:
+    if isinstance(linear, BalancedLinear) or not isinstance(linear, nn.Linear):
+        raise ValueError(
+            f"from_linear needs a whole torch.nn.Linear, found a {type(linear).__name__}"
+            f"{', which is split already' if isinstance(linear, BalancedLinear) else ''}"
+        )
+
+
 def _divide(name: str, size: int, num_ranks: int) -> int:
     if size % num_ranks:
-        raise ValueError(f"{name}={size} does not divide by the {num_ranks} ranks of the process group")
+        raise ValueError(f"{name}={size} is not divisible by the {num_ranks} ranks of the process group")
     return size // num_ranks
 
 

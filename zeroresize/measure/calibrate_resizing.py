@@ -111,9 +111,7 @@ def measure_resizing_cost(
         measured = _measure_shape(examples[shape], shape, plans, budget_s / len(counts))
         for point, (plan, of_shape) in enumerate(zip(plans, measured, strict=True)):
             pruned[point] += count * shape.work * (plan.pruned_share if plan else 0.0)
-            seconds[point] = _Seconds(
-                *(sum_s + count * own_s for sum_s, own_s in zip(seconds[point], of_shape, strict=True))
-            )
+            seconds[point] = seconds[point].plus(count, of_shape)
     gemm_s, gather_fill_s, whole_gemm_s, whole_gather_fill_s = zip(*seconds, strict=True)
     if not gemm_s[0] > 0.0:  # the clock did not advance
         return proportional_to_flops(config)

@@ -55,9 +55,9 @@ class _Conditions:
 
     device: str
     work: float
-    max_ratio: float = math.nan  # unknown in older saved states
-    block: int = 0
-    is_gathered: bool | None = None
+    max_ratio: float
+    block: int
+    is_gathered: bool
 
     @classmethod
     def of_step(cls, layers: Mapping[str, BalancedLinear], config: BalanceConfig) -> _Conditions:
@@ -222,7 +222,7 @@ class RankMonitor:
     @property
     def state_check(self) -> Check:
         """Of what :meth:`load_state_dict` can take over."""
-        conditions = row(text, number, number, count, optional(flag), least=2)
+        conditions = row(text, number, number, count, flag)
         step = row(number, number, number, row(share, share, not_negative), flag, number)
         split = row(*[each(number, NUM_POINTS)] * 3)
         return keyed(

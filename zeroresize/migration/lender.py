@@ -38,7 +38,7 @@ class Lender:
     Args:
         layers: balanced layers by name, the same names in the same order on every rank.
         process_group: their tensor-parallel group.
-        migration_transport: how slices travel, one of ``MIGRATIONS``.
+        migration_transport: how slices travel, one of ``MIGRATION_TRANSPORTS``.
         is_forced: whether a loan keeps exactly to its ratio, instead of rounding to columns that multiply fast.
     """
 

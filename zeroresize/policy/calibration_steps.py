@@ -35,6 +35,8 @@ class CalibrationSteps:
         """
         number = 1 if num_steps >= _FEWEST_STEPS else num_steps
         price_s = number * max(full_step_s - step_s, _LEAST_PRICE * step_s)
+        # What was owed for long steps is not paid off by short ones for ever.
+        self.saved_s = max(self.saved_s, -CREDIT * step_s)
         self.saved_s = min(self.saved_s + BUDGET * num_steps * step_s, price_s)
         has_credit = is_unsure or (is_new and number < num_steps)
         if self.saved_s + (CREDIT * step_s if has_credit else 0.0) < price_s:

@@ -130,7 +130,7 @@ class Controller:
 
     @property
     def calibration_plan(self) -> WorkloadPlan:
-        """Spares nobody but whom something is forced on: in force in the first ``num_calibration_steps``."""
+        """Spares nobody: in force in the first ``num_calibration_steps``."""
         return WorkloadPlan(tuple(RankPlan(is_straggler=slow) for slow in self._are_stragglers))
 
     def state_dict(self) -> dict[str, Any]:
@@ -211,6 +211,8 @@ class Controller:
         if self._goes_beyond_configuration():
             self.num_calibration_steps = 0
             self.initial_plan()
+        if self.config.forced_ratio is not None:
+            self.num_calibration_steps = 0
 
     @property
     def _most_pruned(self) -> float:
@@ -304,7 +306,9 @@ class Controller:
             if not self._minimises:
                 same = all(bool(now.spared) == bool(new.spared) for now, new in zip(self._shares, wanted, strict=True))
                 saved_s = abs(saved_s) if same else math.inf
-            if saved_s <= (COST_IN_VAIN / DURATION + CERTAINTY_KEPT * deviation) * now_s:
+            # What is no longer dropped needs no certainty: it is dropped for something, or it is not dropped.
+            certainty = 0.0 if fewer > 0.0 and not any(pruned) else CERTAINTY_KEPT
+            if saved_s <= (COST_IN_VAIN / DURATION + certainty * deviation) * now_s:
                 return
         self._shares, self._loans = wanted, loans
 

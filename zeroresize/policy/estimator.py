@@ -7,7 +7,7 @@ Measured under shares (γ, β), each with the noise that the filter learns from 
 
     log rest     = log r
     log gemm     = log M + log(s(γ) + e^b φ(β)),   s linear between the points s_p e^{c_p}
-    log overhead = log ω + log Ω(γ)
+    log gather_fill = log ω + log Ω(γ)
 
 An innovation of more than ``JUMP`` standard deviations is a change of speed: the speeds' variances open up, the curve's
 hardly. So a change of plan at constant speed informs the curve, a change of times under one plan the speed.
@@ -46,7 +46,7 @@ USUAL_NOISE, LEAST_NOISE = 0.03, 0.003
 #: Innovations that the learned noise is the mean of, at most.
 MEMORY = 24
 #: Parts of a step, in the order of the state; then the corrections.
-_REST, _GEMM, _OVERHEAD, _CURVE = 0, 1, 2, 3
+_REST, _GEMM, _GATHER_FILL, _CURVE = 0, 1, 2, 3
 #: Of a step's busy time a part is not known more finely.
 _LEAST_PART = 1e-4
 #: Standard deviations of a part that was never measured.
@@ -67,7 +67,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclasses.dataclass
-class Noise:
+class PartNoise:
     """How one part's logarithm varies from interval to interval, under one plan at one speed.
 
     With y the measured logarithm and d its differences: E[d²] = q + 2r, E[d d'] = −r.
@@ -139,7 +139,7 @@ class RankEstimator:
     def __init__(self, calibrated: ResizingCost) -> None:
         self.calibrated = calibrated
         self.usual_step: StepTimes | None = None
-        self._noise = [Noise(), Noise(), Noise()]
+        self._noise = [PartNoise(), PartNoise(), PartNoise()]
         self._shares: Shares | None = None
         self._is_known = False
         self._cost: ResizingCost | None = None
@@ -148,7 +148,7 @@ class RankEstimator:
         self._p = np.zeros((len(self._x), len(self._x)))
         self._identity = np.eye(len(self._x))
         self._p[_REST, _REST] = self._p[_GEMM, _GEMM] = _UNKNOWN**2
-        self._p[_OVERHEAD, _OVERHEAD] = _UNKNOWN**2
+        self._p[_GATHER_FILL, _GATHER_FILL] = _UNKNOWN**2
         distance = np.abs(np.subtract.outer(np.arange(num_points), np.arange(num_points)))
         least = LEAST_OF_FLOPS * (1.0 - np.array(calibrated.ratios[1:]))
         believed = np.maximum(calibrated.gemm_share[1:], least)
@@ -214,7 +214,7 @@ class RankEstimator:
         self._x, self._p = np.array(state["mean"]), np.array(state["covariance"])
         self._identity, self._cost = np.eye(len(self._x)), None
         self._noise = [
-            Noise(weight, square, product, tuple(last), scatter)
+            PartNoise(weight, square, product, tuple(last), scatter)
             for weight, square, product, last, scatter in state["noise"]
         ]
         self._shares = Shares(*state["shares"]) if state["shares"] is not None else None
@@ -223,13 +223,14 @@ class RankEstimator:
     def learn(self, steps: Sequence[StepTimes]) -> None:
         """Take the steps of an interval, plan by plan in the order in which they were made.
 
-        Left out are times that no step can have taken.
+        Left out are times that no step can have taken, and what a rank tells that computes no products at all.
         """
         steps = [step for step in steps if step.is_possible]
         if steps:
             last = steps[-1].shares.work
             self.usual_step = _median([step for step in steps if step.shares.work == last])
         steps = [step for step in steps if step.gemm_s >= LEAST_SECONDS]
+        steps = [step for step in steps if step.shares.spared < 1.0 or step.shares.borrowed > 0.0]
         own = [list(alike) for _, alike in itertools.groupby(steps, key=lambda step: step.shares.work)]
         for alike in own:
             self._learn_plan(alike, is_new_interval=alike is own[0])

@@ -104,4 +104,5 @@ class Spells:
 
 def _survives(age: float, longer: float) -> float:
     """P(d ≥ ``longer``) / P(d ≥ ``age``)."""
-    return (age / longer) ** 2 * math.sqrt(age / longer)
+    ratio = age / longer
+    return ratio * ratio * math.sqrt(ratio)  # multiplied, since machines need not have powers alike

@@ -62,7 +62,7 @@ def is_bool(key: str, value: Any) -> None:
 def divides(key: str, size: int, by_key: str, by: int) -> None:
     """Check that ``size`` is a multiple of ``by``."""
     if size % by:
-        raise ValueError(f"{key}={size} does not divide by {by_key}={by}")
+        raise ValueError(f"{key}={size} is not divisible by {by_key}={by}")
 
 
 def known_keys(what: str, values: Any, known: Sequence[str]) -> Mapping[str, Any]:
