@@ -40,7 +40,7 @@ def test_gradients_of_the_previous_step_are_kept_only_where_imputation_needs_the
     def check(rank, group):
         config = BalanceConfig(imputation=imputation)
         model = convert(mlp(group), process_group=group, config=config)
-        Balancer(model, None, process_group=group, config=config)
+        Balancer(model, torch.optim.SGD(model.parameters(), lr=0.1), process_group=group, config=config)
         model(torch.ones(3, 4).requires_grad_()).sum().backward()
         for layer in balanced_layers(model).values():
             assert (layer.last is not None) == is_kept
@@ -71,7 +71,7 @@ def test_a_balancer_takes_the_configuration_that_the_model_was_last_converted_wi
 
     def check(rank, group):
         model = convert(mlp(group), process_group=group, config=one)
-        make = functools.partial(Balancer, model, None, process_group=group)
+        make = functools.partial(Balancer, model, torch.optim.SGD(model.parameters(), lr=0.1), process_group=group)
         with pytest.raises(
             ValueError, match=r"imputation='same' in convert, imputation='zero' here; update_every=10 in "
         ):
@@ -210,7 +210,7 @@ def test_layers_that_are_left_out_compute_in_full_while_others_prune(run_ranks):
     def check(rank, group):
         config = BalanceConfig(mode="zero-rd", ratio=0.5, ranks="all")
         model = convert(blocks(group), process_group=group, config=config, module_filter_fn=not_last)
-        Balancer(model, None, process_group=group, config=config)
+        Balancer(model, torch.optim.SGD(model.parameters(), lr=0.1), process_group=group, config=config)
         assert [layer.plan is not None for layer in (*model["first"][::2], *model["last"][::2])] == [True] * 2 + [
             False
         ] * 2
@@ -254,6 +254,6 @@ def test_ranks_that_filter_differently_find_out_before_training(run_ranks):
 
         model = convert(blocks(group), process_group=group, config=CONFIG, module_filter_fn=choose)
         with pytest.raises(ValueError, match="converted layers"):
-            Balancer(model, None, process_group=group, config=CONFIG)
+            Balancer(model, torch.optim.SGD(model.parameters(), lr=0.1), process_group=group, config=CONFIG)
 
     run_ranks(check, 2)

@@ -39,6 +39,7 @@ X = torch.ones(2, FEATURES)
 
 def balanced(model, group, config=CONFIG, wrapped=None, optimizer=None):
     zr.convert(model, process_group=group, config=config)
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
     return zr.Balancer(wrapped or model, optimizer, process_group=group, config=config)
 
 

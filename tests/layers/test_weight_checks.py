@@ -149,7 +149,7 @@ def test_what_is_allowed_beside_fsdp_trains_as_beside_ddp(run_ranks, wrap, confi
         (FSDP1["flat, whole"], {"mode": "off"}, "its weight is no parameter"),
         (FSDP1["original"], {"mode": "off"}, "flattens and shards its weight"),
         (FSDP1["gradients"], {"mode": "off"}, "flattens and shards its weight"),
-        *((FSDP1["original, whole"], {"mode": mode}, "another weight in its place") for mode in ("mig", "semi")),
+        *((FSDP1["original, whole"], {"mode": mode}, "replaces its weight") for mode in ("mig", "semi")),
     ],
     ids=str,
 )

@@ -75,3 +75,11 @@ def test_those_that_cost_nothing_are_rare_all_the_same(price):
 
 def test_no_credit_is_given_for_what_takes_longer_than_all_of_it():
     assert paid(CalibrationSteps(), 2 * CREDIT, 1, is_unsure=True) == 0.0
+
+
+def test_what_was_spent_on_long_steps_is_not_owed_by_short_ones_for_ever() -> None:
+    steps = CalibrationSteps()
+    for _ in range(10):
+        steps.due(NUM_STEPS, 10.0, 100.0, is_new=False, is_unsure=True)
+    due = [steps.due(NUM_STEPS, 0.1, 0.2, is_new=False, is_unsure=False) for _ in range(400)]
+    assert any(due)

@@ -204,3 +204,15 @@ def test_whatever_it_is_told_it_stays_finite_and_its_variances_positive(interval
             assert estimator.times.checked() == estimator.times
             assert estimator.cost.checked() == estimator.cost
             assert 0.0 < estimator.times.deviation < math.inf
+
+
+def test_a_rank_that_computes_no_products_tells_nothing_of_its_speed():
+    """Products of no columns take microseconds all the same."""
+    estimator = RankEstimator(CALIBRATED)
+    estimator.learn([StepTimes(1.0, 0.8, 0.0)] * 5)
+    before = estimator.times
+    for _ in range(20):
+        estimator.learn([StepTimes(0.3, 2e-5, 0.0, Shares(lent=1.0))] * 5)
+    assert estimator.times == before
+    estimator.learn([StepTimes(1.0, 0.8, 0.0)] * 5)
+    assert estimator.times.gemm_s == pytest.approx(before.gemm_s, rel=0.05)

@@ -44,7 +44,7 @@ class ForwardWatch:
         self._tokens: dict[str, int] = {}
         self._met: tuple[str, int | None, int] | None = None  # the last layer that did, its T before and then
         # fully_shard makes its weights anew in every forward.
-        self._tells_steps = not any(is_sharded(layer.local_weight) for layer in layers.values())
+        self._tells_steps = not any(is_sharded(layer.weight) for layer in layers.values())
         self._first = ""  # layer that trained, which stands for all of them
         self._seen_weight: tuple[int, int] | None = None
         self._num_changes = self._num_forwards = 0

@@ -54,14 +54,16 @@ def check_weights(layers: Layers, config: BalanceConfig) -> None:
         if is_sharded(layer.local_weight) and needs_whole_weights:
             raise ValueError(
                 f"layer {name} has a {type(layer.local_weight).__name__} as its weight, as fully_shard makes it: "
-                f"between forwards there are only shards of it. mode={config.mode!r}, pruned_update={config.pruned_update!r} "
-                "needs it whole; allowed are mode='off' and 'zero-rd' with pruned_update='optimizer'"
+                f"between forwards there are only shards of it. mode={config.mode!r}, "
+                f"pruned_update={config.pruned_update!r} needs it whole; allowed are mode='off' and 'zero-rd' with "
+                "pruned_update='optimizer'"
             )
         if needs_own_parameter and layer.local_weight is not layer.weight:
             raise ValueError(
                 f"layer {name} multiplies by a local_weight that is not its parameter: mode={config.mode!r}, "
                 f"priority={config.priority!r}, pruned_update={config.pruned_update!r} need the parameter itself; "
-                "allowed are the modes that do not migrate, other priorities than 'path_length', and pruned_update='optimizer'"
+                "allowed are the modes that do not migrate, other priorities than 'path_length', and "
+                "pruned_update='optimizer'"
             )
         if is_flat_parameters(layer.weight) and config.mode in MIGRATING_MODES:
             raise ValueError(
