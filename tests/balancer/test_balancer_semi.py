@@ -101,7 +101,7 @@ def test_a_run_goes_on_with_the_same_plan(run_ranks, tmp_path):
 
 
 @pytest.mark.parametrize("migration_transport", ["broadcast-reduce", "scatter-gather"])
-def test_the_pre_test_of_migrating_tells_every_rank_the_same(run_ranks, migration_transport):
+def test_the_calibration_of_migrating_tells_every_rank_the_same(run_ranks, migration_transport):
     def measure(rank, group):
         run = Run(group, mode="off")
         layers = {"up": run.model.up, "down": run.model.down}

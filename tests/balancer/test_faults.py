@@ -127,6 +127,7 @@ def exit_now(*_, **__):
     os._exit(3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["mig", "semi"])
 @pytest.mark.parametrize(("num_ranks", "dying"), [(2, 1), pytest.param(3, 1, marks=pytest.mark.slow), (3, 0)])
 def test_when_a_receiver_or_an_owner_dies_every_other_rank_ends_with_an_error(tmp_path, num_ranks, dying, mode):

@@ -136,6 +136,7 @@ def test_a_balancer_needs_no_store_once_it_is_made(run_ranks, mode):
     assert run_ranks(train, 2, timeout_s=30) == [24, 24]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keeper_is_rank_0", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_making_a_balancer_ends_in_an_error(run_ranks, keeper_is_rank_0):
     def train(rank, group):

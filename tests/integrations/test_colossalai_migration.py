@@ -109,6 +109,7 @@ def test_training_is_exact(run_ranks, num_ranks, owners, dtype):
         assert max(errors.values()) <= EXACT[dtype], errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("migration_transport", MIGRATION_TRANSPORTS)
 def test_loans_that_follow_a_straggler_change_nothing(run_ranks, migration_transport):
     """The loop is closed: the straggler changes in the middle of an epoch, and the loans after it."""

@@ -126,6 +126,7 @@ def test_training_is_bitwise_colossalais(run_ranks, by, from_the_start):
     run_ranks(check, 2, timeout_s=90)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_sharded", [True, False], ids=["sharded", "unsharded"])
 @pytest.mark.parametrize("saves", ["converted", "original"])
 def test_booster_checkpoints_pass_between_converted_and_original_models(run_ranks, tmp_path, saves, is_sharded):

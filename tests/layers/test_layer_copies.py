@@ -48,6 +48,7 @@ def gradients(model, x):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_copy", COPIES.values(), ids=COPIES.keys())
 @each_config
 def test_a_copy_is_whole_and_in_no_balancers_hands(run_ranks, config, make_copy):

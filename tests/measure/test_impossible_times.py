@@ -115,7 +115,7 @@ def test_impossible_steps_are_left_out_of_an_interval(steps):
     assert math.isfinite(estimate.cost.borrowing)
 
 
-def test_a_pre_test_whose_clock_stands_still_tells_nothing(run_ranks, monkeypatch):
+def test_a_calibration_whose_clock_stands_still_tells_nothing(run_ranks, monkeypatch):
     monkeypatch.setattr(
         calibrate_resizing, "_measure_shape", lambda layer, shape, plans, budget_s: [(0.0,) * 4] * len(plans)
     )

@@ -136,6 +136,7 @@ def test_compiled_autograd_changes_nothing_where_nothing_migrates(run_ranks, con
         assert losses == [pytest.approx(micro_batches, rel=1e-5) for micro_batches in expected]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [{"mode": "semi"}, *(pytest.param(config, marks=pytest.mark.slow) for config in ({"mode": "mig"}, LENDING))],

@@ -49,7 +49,7 @@ def test_nothing_is_known_before_the_first_interval():
 
 
 @given(st.floats(0.0, 0.9), st.floats(0.3, 8.0))
-def test_a_rank_that_is_first_seen_under_a_plan_is_told_by_the_pre_test(ratio, chi):
+def test_a_rank_that_is_first_seen_under_a_plan_is_told_by_the_calibration(ratio, chi):
     times = learned(steps(ratio, chi=chi)).times
     assert times.gemm_s == pytest.approx(chi * GEMM_S, rel=1e-6)
     assert times.rest_s == pytest.approx(REST_S, rel=1e-6)
@@ -57,7 +57,7 @@ def test_a_rank_that_is_first_seen_under_a_plan_is_told_by_the_pre_test(ratio, c
 
 @settings(deadline=None)
 @given(st.floats(0.6, 1.6), st.floats(0.1, 0.9), st.booleans())
-def test_a_wrong_pre_test_is_corrected_by_calibration_steps_or_by_a_change_of_plan(factor, ratio, calibrates):
+def test_a_wrong_calibration_is_corrected_by_calibration_steps_or_by_a_change_of_plan(factor, ratio, calibrates):
     truth = CALIBRATED.scaled([factor] * 4)
     begins = [with_calibration_step(ratio, truth)] if calibrates else [steps(0.0, truth), steps(ratio, truth)]
     estimator = learned(*begins, *[steps(ratio, truth)] * 4)
@@ -161,7 +161,7 @@ def test_the_noisy_time_of_a_few_borrowed_columns_says_little():
 
 
 @pytest.mark.parametrize("shares", [(0.7, 0.36, 0.02, 0.02, 0.02), (0.1,) * 5])
-def test_a_pre_test_that_flops_contradict_is_not_believed(shares):
+def test_a_calibration_that_flops_contradict_is_not_believed(shares):
     ratios = (0.0, 0.18, 0.36, 0.54, 0.72, 0.9)
     estimator = RankEstimator(ResizingCost(ratios, (1.0, *shares), (0.0,) * 6))
     assert all(share >= 0.79 * (1.0 - ratio) for ratio, share in zip(ratios, estimator.cost.gemm_share, strict=True))

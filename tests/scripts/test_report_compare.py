@@ -110,6 +110,7 @@ def test_the_page_has_the_table_first_and_a_section_of_every_run(tmp_path: Path)
     assert (tmp_path / "report/zero/seed 0/times.png").is_file()
 
 
+@pytest.mark.slow
 def test_the_command_makes_one_page_of_a_folder_of_runs(tmp_path: Path) -> None:
     for name in ("baseline", "mig"):
         write_run(tmp_path / name, "off" if name == "baseline" else name, [0.2] * 40, summary=summary(200))

@@ -36,7 +36,7 @@ def test_a_straggler_that_recovers_right_after_it_began_to_prune_is_let_go_at_on
 
 @pytest.mark.parametrize("reads_late", [False, True])
 @pytest.mark.parametrize("chi", [2.0, 4.0, 8.0])
-def test_a_cost_that_no_pre_test_foresaw_does_not_make_the_ratio_swing_for_ever(chi, reads_late):
+def test_a_cost_that_no_calibration_foresaw_does_not_make_the_ratio_swing_for_ever(chi, reads_late):
     """Small ratios cost more than nothing at all."""
     truth = ResizingCost(LINEAR.ratios, (1.0, 1.05, 1.0, 0.85, 0.6, 0.3), (0.0,) * 6)
     for seed in range(3):
@@ -67,7 +67,7 @@ def test_a_straggler_reaches_its_target_by_the_third_update(chi, num_ranks, targ
     assert at_full_work == pytest.approx([slowest_s] * len(at_full_work)) and len(at_full_work) <= 1
 
 
-def test_a_wrong_pre_test_does_not_make_the_ratio_swing():
+def test_a_wrong_calibration_does_not_make_the_ratio_swing():
     truth = ResizingCost((0.0, 0.45, 0.9), (1.0, 0.65, 0.2), (0.0, 0.05, 0.05))
     result = simulate(BalanceConfig(mode="zero-rd"), cluster(1.0, 4.0, cost=truth), 300, believed_cost=LINEAR)
     ratios = [update[1] for update in result.ratios]
@@ -76,7 +76,7 @@ def test_a_wrong_pre_test_does_not_make_the_ratio_swing():
 
 @pytest.mark.parametrize("chi", [1.5, 2.0, 4.0, 8.0])
 @pytest.mark.parametrize("slope", [0.8, 0.85, 0.9, 1.0, 1.2])
-def test_a_wrong_pre_test_does_not_make_a_straggler_start_and_stop_for_ever(slope, chi):
+def test_a_wrong_calibration_does_not_make_a_straggler_start_and_stop_for_ever(slope, chi):
     """Where pruning really saves γ and the calibration says slope · γ."""
     ratios = LINEAR.ratios
     believed = ResizingCost(ratios, tuple(max(1 - slope * ratio, 0.05) for ratio in ratios), (0.0,) * len(ratios))
@@ -96,7 +96,7 @@ def test_steps_at_full_work_cost_a_hundredth(chi):
 
 @pytest.mark.parametrize("slope", [0.7, 0.85, 1.0, 1.1])
 @pytest.mark.parametrize("chi", [2.0, 4.0])
-def test_a_straggler_that_recovers_slowly_is_let_go_whatever_the_pre_test_said(slope, chi):
+def test_a_straggler_that_recovers_slowly_is_let_go_whatever_the_calibration_said(slope, chi):
     """χ falls over 600 steps, by so little an update that nothing jumps."""
     ratios = LINEAR.ratios
     believed = ResizingCost(ratios, tuple(max(1 - slope * ratio, 0.05) for ratio in ratios), (0.0,) * len(ratios))

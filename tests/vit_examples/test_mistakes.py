@@ -50,6 +50,7 @@ def test_a_wrong_flag_is_said_once(tmp_path: Path) -> None:
     assert "--help" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 @each_launcher
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ def test_the_ranks_meet(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["1.0", "1.0"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "status", "said"),
     [
@@ -59,6 +60,7 @@ def test_a_rank_that_fails_ends_the_others_and_its_status_is_that_of_the_launche
     assert (done.returncode, done.stderr) == (status, said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_the_launcher_alone_ends_the_ranks(tmp_path: Path, number: signal.Signals) -> None:
     waiting = script(tmp_path, "import os, time; print(os.getpid(), flush=True); time.sleep(60)")
@@ -81,6 +83,7 @@ while not os.path.exists(sys.argv[1]):
 """
 
 
+@pytest.mark.slow
 def test_signals_that_are_ignored_at_the_start_stay_ignored(tmp_path: Path) -> None:
     """As ``nohup`` does for SIGHUP, and a shell without job control for SIGINT in the background."""
 

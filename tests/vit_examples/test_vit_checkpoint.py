@@ -154,6 +154,7 @@ def test_a_loss_scale_goes_on_where_it_was(run_ranks, tmp_path: Path, torch_host
         assert (loaded["scale"], loaded["_growth_tracker"]) == (2.0**8, 1)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_before_the_first_step_is_loaded(run_ranks, tmp_path: Path, host: str) -> None:
     """In fp16 the first steps may all be skipped, while the loss scale is sought."""
     config = micro_config(host)
@@ -340,6 +341,7 @@ def test_folders_that_are_no_checkpoints_are_left_alone(tmp_path: Path) -> None:
 # ---- a disk that is full --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("full_ranks", [(0,), (1,), (0, 1)])
 @pytest.mark.parametrize("num_bytes", [0, 2000])
 def test_a_checkpoint_that_cannot_be_written_leaves_the_older_ones_and_training_goes_on(

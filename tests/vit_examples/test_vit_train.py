@@ -270,6 +270,7 @@ def undisturbed_losses(pictures: Path, tmp_path_factory: pytest.TempPathFactory)
     return losses_of(output)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("way", ["broadcast-reduce", "scatter-gather"])
 def test_migration_trains_as_if_nothing_migrated_also_after_a_death(

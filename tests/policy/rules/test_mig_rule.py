@@ -102,7 +102,7 @@ def test_a_rank_that_lent_all_it_could_is_seen_to_recover(config, chi):
 @pytest.mark.parametrize(
     "believed", [(1.0, 1.1, 0.7, 0.8, 0.4, 0.3), (1.0, 0.6, 0.5, 0.3, 0.2, 0.05), (1.0, 0.85, 0.68, 0.51, 0.33, 0.14)]
 )
-def test_a_wrong_pre_test_neither_makes_what_is_lent_swing_nor_the_step_long(believed, num_ranks):
+def test_a_wrong_calibration_neither_makes_what_is_lent_swing_nor_the_step_long(believed, num_ranks):
     """A planner that solves on a curve whose slope is wrong would go back and forth between two plans."""
     wrong = ResizingCost(spread_ratios(0.9), believed, (0.0,) * 6)
     lent = [own[0] for own in closed_loop(lambda step: 8.0, wrong, num_ranks=num_ranks).lent[20:]]

@@ -162,6 +162,7 @@ def test_a_migration_that_takes_longer_than_it_saves_is_left():
     assert math.isclose(max(run.step_s), 0.2 + 1.3 * 0.8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("chi", "num_ranks"), [(2.0, 2), (4.0, 8)])
 def test_near_break_even_migration_does_not_come_and_go(chi, num_ranks):
     """Whatever it costs: somewhere in between it neither pays nor does not."""
@@ -181,9 +182,10 @@ def begins_of_lending(lends):
     return [update for update, (before, now) in enumerate(itertools.pairwise(lends), 1) if now and not before]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reads_late", [False, True])
 @pytest.mark.parametrize("factor", [0.2, 0.3])
-def test_a_loss_that_the_pre_test_takes_for_a_gain_is_tried_ever_more_rarely(factor, reads_late):
+def test_a_loss_that_the_calibration_takes_for_a_gain_is_tried_ever_more_rarely(factor, reads_late):
     cluster = Cluster(lambda step: [2.0, 1.0], 0.2, 0.8, LINEAR, DEAR, reads_late=reads_late)
     config = BalanceConfig(mode="mig", update_every=1)
     lends = [any(shares) for shares in simulate(config, cluster, 1000, believed_migration=DEAR.scaled(factor)).lent]
@@ -195,7 +197,7 @@ def test_a_loss_that_the_pre_test_takes_for_a_gain_is_tried_ever_more_rarely(fac
 
 
 @pytest.mark.parametrize(("truth", "lent_from"), [(DEAR, None), (CHEAP, 2)])
-def test_a_pre_test_that_told_five_times_the_cost_does_no_harm(truth, lent_from):
+def test_a_calibration_that_told_five_times_the_cost_does_no_harm(truth, lent_from):
     cluster = Cluster(lambda step: [2.0, 1.0], 0.2, 0.8, LINEAR, truth)
     config = BalanceConfig(mode="mig", update_every=1)
     lends = [any(shares) for shares in simulate(config, cluster, 400, believed_migration=truth.scaled(5.0)).lent]
