@@ -17,8 +17,6 @@ from zeroresize.policy.cost_model import ResizingCost
 
 #: Of a step in which a rank computes its own products and no others.
 _WHOLE = Shares()
-#: A plan is to hold for so many intervals: in these a change has to pay, and a rank's speed drifts on.
-DURATION = 5.0
 #: Relative standard deviation of an interval's times, before any were compared. As ranks that are equally busy wait for
 #: each other's jitter, waits that differ by less, as a share of a step, tell nothing.
 USUAL_NOISE = 0.03
