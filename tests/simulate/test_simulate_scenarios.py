@@ -75,7 +75,7 @@ def test_a_straggler_is_released_soon_at_every_cadence_however_wrong_the_calibra
     today={
         (1, "savings"): "1.12",
         (2, "savings"): "1.13",
-        (3, "savings"): "1.13",
+        (3, "savings"): "1.12",
     },
 )
 def test_a_wrong_calibration_makes_steps_little_longer(update_every, calibration):
@@ -133,8 +133,8 @@ BUSY_MACHINES = [
     BUSY_MACHINES,
     wanted="at most 2 starts per 100 updates, and no more than exact ones",
     today={
-        ("bursts", 0.05, 4): "7.3, 7.3 exact ones, γ up to 0.61",
-        ("bursts of 4 ranks", 0.05, 4): "4.2, 7.3 exact ones, γ up to 0.39",
+        ("bursts", 0.05, 4): "6.2, 6.2 exact ones, γ up to 0.60",
+        ("bursts of 4 ranks", 0.05, 4): "4.2, 7.3 exact ones, γ up to 0.40",
         ("bursts of 4 ranks", 0.05, 10): "4.2, 4.2 exact ones, γ up to 0.64",
     },
 )
@@ -168,8 +168,8 @@ def test_a_straggler_is_met_and_released_soon_on_a_busy_machine(chi, most, noise
     list(itertools.product(("each in turn, 1 update", "2 updates on, 2 off", "1 update on, 3 off"), MODES, (1, 4, 10))),
     wanted="at most 1.01 of the time with balancing off, and at most 0.01 dropped",
     today={
-        ("2 updates on, 2 off", "zero-pri", 1): "0.846, 0.045 dropped",
-        ("2 updates on, 2 off", "semi", 1): "0.856, 0.021 dropped",
+        ("2 updates on, 2 off", "zero-pri", 1): "0.880, 0.040 dropped",
+        ("2 updates on, 2 off", "semi", 1): "0.825, 0.023 dropped",
     },
 )
 def test_what_does_not_last_is_left_alone(course, mode, update_every):

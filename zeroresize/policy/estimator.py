@@ -51,10 +51,6 @@ _LEAST_LOG, _MOST_LOG = math.log(2.0 * LEAST_SECONDS), math.log(0.5e6)
 _MOST_CORRECTION = math.log(50.0)
 #: Correlation of neighbouring points' errors.
 _NEIGHBOURS = 0.7
-#: Variance of a median to that of a mean; standard deviation to the median deviation: both of normal noise.
-_MEDIAN, _NORMAL = 1.57, 1.4826
-#: The scatter of fewer steps tells nothing.
-_FEWEST = 3
 _POINTS = ("ratios", "gemm_share", "gather_fill_s")
 
 Floats = NDArray[np.float64]
@@ -70,14 +66,12 @@ class PartNoise:
         weight: how many differences were seen, at most ``MEMORY``.
         square, product: their mean square, and the mean product of two that follow each other.
         last: y of the last interval, and its difference to the one before; NaN where that cannot be compared.
-        scatter: variance of a single step, by what it was within intervals; 0 where these were too short.
     """
 
     weight: float = 1.0
     square: float = 2.0 * USUAL_NOISE**2
     product: float = -(USUAL_NOISE**2)
     last: tuple[float, float] = (math.nan, math.nan)
-    scatter: float = 0.0
 
     @property
     def white(self) -> float:
@@ -88,19 +82,6 @@ class PartNoise:
     def drift(self) -> float:
         """q, variance of the speed's change in an interval."""
         return max(self.square - 2.0 * self.white, (LEAST_NOISE / 2.0) ** 2)
-
-    def of_steps(self, number: int) -> float:
-        """Variance of the median of so many steps."""
-        return max(self.white, self.scatter * (_MEDIAN if number > 2 else 1.0) / number)
-
-    def learn_scatter(self, values: Sequence[float]) -> None:
-        """Take the logarithms of an interval's steps."""
-        middle = _middle(values)
-        variance = (_NORMAL * _middle([abs(value - middle) for value in values])) ** 2
-        if self.scatter == 0.0:
-            self.scatter = variance
-        else:  # an interval within which the speed jumps scatters widely
-            self.scatter += (min(variance, 4.0 * self.scatter) - self.scatter) / 4.0
 
     def learn(self, value: float) -> None:
         """Take the next interval's y, measured under the same plan and at the same speed as the last."""
@@ -190,7 +171,7 @@ class RankEstimator:
         except ValueError as error:
             raise ValueError(f"{where}.calibrated: {error}") from error
         size = _CURVE + len(cost.ratios)
-        noise = row(number, number, number, row(number, number), number)
+        noise = row(number, number, number, row(number, number))
         keyed(
             {
                 "is_known": flag,
@@ -208,8 +189,7 @@ class RankEstimator:
         self._x, self._p = np.array(state["mean"]), np.array(state["covariance"])
         self._identity, self._cost = np.eye(len(self._x)), None
         self._noise = [
-            PartNoise(weight, square, product, tuple(last), scatter)
-            for weight, square, product, last, scatter in state["noise"]
+            PartNoise(weight, square, product, tuple(last)) for weight, square, product, last in state["noise"]
         ]
         self._shares = Shares(*state["shares"]) if state["shares"] is not None else None
         self.usual_step = None
@@ -242,14 +222,11 @@ class RankEstimator:
             noise = self._noise[part]
             if is_new_interval:
                 self._p[part, part] += noise.drift
-            if len(own) >= _FEWEST:
-                noise.learn_scatter(own)
             value = usual_of(own)
-            variance = noise.of_steps(len(own))
             if part == _GEMM:
                 has_jumped = self._measure_gemm(
                     value,
-                    variance,
+                    noise.white,
                     steps[-1],
                     is_same=is_same,
                     is_after_others=not is_new_interval,
@@ -257,7 +234,7 @@ class RankEstimator:
                 )
             else:
                 change = value - float(self._x[part])
-                has_jumped = self._measure(part, value, variance)
+                has_jumped = self._measure(part, value, noise.white)
                 rest_change = change if has_jumped and part == _REST else rest_change
             if has_jumped or not is_same:
                 noise.forget_last(value)
