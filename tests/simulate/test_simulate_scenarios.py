@@ -133,6 +133,7 @@ BUSY_MACHINES = [
     BUSY_MACHINES,
     wanted="at most 2 starts per 100 updates, and no more than exact ones",
     today={
+        ("correlated", 0.05, 1): "4.2, 0.0 exact ones, γ up to 0.22",
         ("bursts", 0.05, 4): "6.2, 6.2 exact ones, γ up to 0.60",
         ("bursts of 4 ranks", 0.05, 4): "4.2, 7.3 exact ones, γ up to 0.40",
         ("bursts of 4 ranks", 0.05, 10): "4.2, 4.2 exact ones, γ up to 0.64",

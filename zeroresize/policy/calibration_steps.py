@@ -30,7 +30,7 @@ class CalibrationSteps:
         Args:
             num_steps: of an interval.
             step_s, full_step_s: seconds of a step under the plan, and at full work.
-            is_new: whether a rank is spared something that was spared nothing before.
+            is_new: whether a rank is spared much more or less than before.
             is_unsure: whether little is known of the speed of a rank that is spared something.
         """
         number = 1 if num_steps >= _FEWEST_STEPS else num_steps

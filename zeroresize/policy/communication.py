@@ -8,13 +8,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from zeroresize.policy.cost_model import MigrationCost
-from zeroresize.policy.times import MEMORY, MOST_SECONDS, USUAL_NOISE
+from zeroresize.policy.times import MOST_SECONDS
 from zeroresize.utils.state_checks import Check, keyed, not_negative, number, optional, row
 
-#: By more than this factor, up or down, no single interval changes what the calibration told of migrating.
-_MOST_FACTOR = 2.0
+#: What differs by less than this share of a step is noise: ranks that are equally busy wait for each other's jitter.
+_NOISE = 0.03
+#: Of the newest interval.
+_WEIGHT = 0.7
+#: By more than these factors no single interval changes what the calibration told of migrating.
+_LEAST_FACTOR, _MOST_FACTOR = 0.5, 2.0
 #: Nor do all of them together.
-_MOST_SCALE = 20.0
+_LEAST_SCALE, _MOST_SCALE = 0.05, 20.0
+#: While nothing is lent what was learned is forgotten by this share an update: it may have been a bad hour. Each try
+#: that shows that it was not halves the share, down to the least: such tries grow rare, but never cease.
+_FORGETTING, _LEAST_FORGETTING = 0.02, 0.02 / 64
 
 
 @dataclass(frozen=True)
@@ -40,14 +47,13 @@ class CommunicationEstimate:
     Attributes:
         plain_s: seconds without loans, NaN before they were seen.
         scale: what loans cost, relative to the calibration.
-        forgetting: share of what was learned that an update without loans forgets: it may have been a bad hour. Each
-            try that shows that it was not halves the share: such tries grow rare, but never cease.
+        forgetting: share of what was learned that an update without loans forgets.
         scale_before: what loans were taken to cost when lending began; None while nothing is lent.
     """
 
     plain_s: float = math.nan
     scale: float = 1.0
-    forgetting: float = 1.0 / MEMORY
+    forgetting: float = _FORGETTING
     scale_before: float | None = None
     _calibrated: MigrationCost | None = None
 
@@ -67,23 +73,24 @@ class CommunicationEstimate:
             return
         predicted_s = self.migration.seconds(seen.lent) if self.migration is not None else 0.0
         if not any(seen.lent):
-            self.plain_s = seen.wait_s
+            is_first = math.isnan(self.plain_s)
+            self.plain_s = seen.wait_s if is_first else _WEIGHT * seen.wait_s + (1.0 - _WEIGHT) * self.plain_s
             self.scale += self.forgetting * (1.0 - self.scale)
             self.scale_before = None
         elif predicted_s > 0.0 and not math.isnan(self.plain_s) and not math.isnan(busy_s):
             if self.scale_before is None:
                 self.scale_before = self.scale
             error_s = seen.wait_s - self.plain_s - predicted_s
-            beyond_noise_s = math.copysign(max(abs(error_s) - USUAL_NOISE * busy_s, 0.0), error_s)
-            factor = min(max(1.0 + beyond_noise_s / predicted_s, 1.0 / _MOST_FACTOR), _MOST_FACTOR)
-            self.scale = min(max(self.scale * factor, 1.0 / _MOST_SCALE), _MOST_SCALE)
+            beyond_noise_s = math.copysign(max(abs(error_s) - _NOISE * busy_s, 0.0), error_s)
+            factor = min(max(1.0 + beyond_noise_s / predicted_s, _LEAST_FACTOR), _MOST_FACTOR)
+            self.scale = min(max(self.scale * (1.0 + _WEIGHT * (factor - 1.0)), _LEAST_SCALE), _MOST_SCALE)
             if self.scale <= self.scale_before:
-                self.forgetting = 1.0 / MEMORY
+                self.forgetting = _FORGETTING
 
     def give_up(self) -> None:
         """Lending ends although ranks are as slow as when it began: forget more slowly if that is for what it costs."""
         if self.scale_before is not None and self.scale > self.scale_before:
-            self.forgetting /= 2
+            self.forgetting = max(self.forgetting / 2, _LEAST_FORGETTING)
 
     def seconds(self, lent: Sequence[float]) -> float:
         """Of a step in which ranks lend these shares; what is not known counts as nothing."""
@@ -110,6 +117,6 @@ class CommunicationEstimate:
         """Go on from :meth:`state_dict`."""
         self.plain_s, scale = state["plain_s"], state["scale"]
         if isinstance(scale, float):  # as older versions saved it; a new key would not be found in their checkpoints
-            scale = scale, 1.0 / MEMORY, None
+            scale = scale, _FORGETTING, None
         self.scale, self.forgetting, self.scale_before = scale
         self._calibrated = MigrationCost(*state["calibrated"]) if state["calibrated"] is not None else None

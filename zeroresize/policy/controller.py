@@ -21,14 +21,19 @@ from zeroresize.policy.fingerprint import fingerprint
 from zeroresize.policy.rules.by_mode import forced_division, wanted_division
 from zeroresize.policy.rules.ratio import find_stragglers, reference_time
 from zeroresize.policy.rules.sharing import Division, borrowed_shares, loans_of, predicted_busy_s
-from zeroresize.policy.spells import Spells
-from zeroresize.policy.times import CURVE_ERROR, WORTHWHILE, RankTimes
+from zeroresize.policy.spells import COST_IN_VAIN, Spells
+from zeroresize.policy.times import DURATION, RankTimes
 from zeroresize.utils.state_checks import Check, below, count, each, flag, keyed, number, optional, row, share
 
-#: A rank is relieved if it is slower than the reference by so many standard deviations; to begin with pruning, by more.
-CERTAINTY, CERTAINTY_LOSSY = 2.5, 3.5
+#: A rank is relieved if it is slower than the reference by so many standard deviations: to begin with pruning, to begin
+#: with lending, and to go on.
+CERTAINTY_LOSSY, CERTAINTY_EXACT, CERTAINTY_KEPT = 3.5, 2.5, 2.0
+#: Of a rank that is relieved of something, its time at full work is not known: a standard deviation, as a share of it.
+UNSURE = 0.3
 #: Who prunes goes on where that saves this part of what it must save to begin.
 KEPT_GAIN = 0.5
+#: A step at full work is due where γ changes by so much.
+_NEW = 0.1
 #: Of what is pruned and lent: much finer than a column.
 _DECIMALS = 6
 
@@ -276,8 +281,8 @@ class Controller:
 
     def _are_slow(self, times: GroupTimes, deviations: Floats, reference_s: float) -> tuple[bool, ...]:
         were, busy_s = self._are_stragglers, times.curves.busy_s
-        first = CERTAINTY_LOSSY if self.config.mode in PRUNING_MODES else CERTAINTY
-        surely_s = busy_s / (1.0 + np.where(were, CERTAINTY, first) * deviations)
+        first = CERTAINTY_LOSSY if self.config.mode in PRUNING_MODES else CERTAINTY_EXACT
+        surely_s = busy_s / (1.0 + np.where(were, CERTAINTY_KEPT, first) * deviations)
         return find_stragglers(busy_s.tolist(), reference_s, self.config.tolerance, were, surely_s.tolist())
 
     def _change_to(self, division: Division, times: GroupTimes, deviation: float) -> None:
@@ -302,8 +307,8 @@ class Controller:
                 same = all(bool(now.spared) == bool(new.spared) for now, new in zip(self._shares, wanted, strict=True))
                 saved_s = abs(saved_s) if same else math.inf
             # What is no longer dropped needs no certainty: it is dropped for something, or it is not dropped.
-            certainty = 0.0 if fewer > 0.0 and not any(pruned) else CERTAINTY
-            if saved_s <= (WORTHWHILE + certainty * deviation) * now_s:
+            certainty = 0.0 if fewer > 0.0 and not any(pruned) else CERTAINTY_KEPT
+            if saved_s <= (COST_IN_VAIN / DURATION + certainty * deviation) * now_s:
                 return
         self._shares, self._loans = wanted, loans
 
@@ -327,13 +332,15 @@ class Controller:
         spared = [now.spared > 0.0 for now in self._shares]
         if self.config.forced_ratio is not None or not any(spared):
             return
-        is_new = any(now.spared and not then.spared for now, then in zip(self._shares, before, strict=True))
+        is_new = any(
+            now.spared and abs(now.spared - then.spared) >= _NEW for now, then in zip(self._shares, before, strict=True)
+        )
         self.num_calibration_steps = self._calibration.due(
             self.config.update_every,
             step_s,
             float(times.curves.busy_s.max()),
             is_new=is_new,
-            is_unsure=float(deviations[spared].max()) > CURVE_ERROR,
+            is_unsure=float(deviations[spared].max()) > UNSURE,
         )
 
 

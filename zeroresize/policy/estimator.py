@@ -10,7 +10,7 @@ Measured under shares (γ, β), each with the noise that the filter learns from 
     log gather_fill = log ω + log Ω(γ)
 
 An innovation of more than ``JUMP`` standard deviations is a change of speed: the speeds' variances open up, the curve's
-do not. So a change of plan at constant speed informs the curve, a change of times under one plan the speed.
+hardly. So a change of plan at constant speed informs the curve, a change of times under one plan the speed.
 """
 
 from __future__ import annotations
@@ -26,24 +26,30 @@ from numpy.typing import NDArray
 
 from zeroresize.plan.group import Shares
 from zeroresize.policy.cost_model import ResizingCost
-from zeroresize.policy.times import CURVE_ERROR, LEAST_SECONDS, MEMORY, USUAL_NOISE, RankTimes, StepTimes
+from zeroresize.policy.times import DURATION, LEAST_SECONDS, RankTimes, StepTimes
 from zeroresize.utils.state_checks import each, flag, keyed, not_negative, number, optional, row, share
 
 #: An innovation of so many standard deviations is a jump of the rank's speed.
 JUMP = 4.0
+#: Standard deviation of a jump's logarithm: a factor of 4.
+JUMP_SIZE = math.log(4.0)
 #: A rank's speed jumps in that share of the intervals.
 HAZARD = 0.05
-#: A plan is to hold for so many intervals, in which speeds drift on.
-DURATION = 5
+#: Standard deviation of what borrowing was taken to cost, and of a calibrated share s, times 1 − log s: its logarithm.
+CURVE_ERROR = 0.3
+#: What a jump of speed adds to that: what made the rank slow may slow other sizes of products otherwise.
+CURVE_CHANGE = 0.1
 #: A calibration is not believed where columns take less than this part of their share of FLOPs.
 LEAST_OF_FLOPS = 0.8
-#: Of the noise of an interval's times, which is learned: the least relative standard deviation.
-LEAST_NOISE = 0.003
+#: Relative standard deviation of an interval's times before any were compared, and the least there is.
+USUAL_NOISE, LEAST_NOISE = 0.03, 0.003
+#: Innovations that the learned noise is the mean of, at most.
+MEMORY = 24
 #: Parts of a step, in the order of the state; then the corrections.
 _REST, _GEMM, _GATHER_FILL, _CURVE = 0, 1, 2, 3
 #: Of a step's busy time a part is not known more finely.
 _LEAST_PART = 1e-4
-#: Standard deviation of a part's logarithm that was never measured, or not since it jumped.
+#: Standard deviations of a part that was never measured.
 _UNKNOWN = 10.0
 #: Of seconds, and of how many times as long gathers take.
 _LEAST_LOG, _MOST_LOG = math.log(2.0 * LEAST_SECONDS), math.log(0.5e6)
@@ -51,6 +57,10 @@ _LEAST_LOG, _MOST_LOG = math.log(2.0 * LEAST_SECONDS), math.log(0.5e6)
 _MOST_CORRECTION = math.log(50.0)
 #: Correlation of neighbouring points' errors.
 _NEIGHBOURS = 0.7
+#: Variance of a median to that of a mean; standard deviation to the median deviation: both of normal noise.
+_MEDIAN, _NORMAL = 1.57, 1.4826
+#: The scatter of fewer steps tells nothing.
+_FEWEST = 3
 _POINTS = ("ratios", "gemm_share", "gather_fill_s")
 
 Floats = NDArray[np.float64]
@@ -66,12 +76,14 @@ class PartNoise:
         weight: how many differences were seen, at most ``MEMORY``.
         square, product: their mean square, and the mean product of two that follow each other.
         last: y of the last interval, and its difference to the one before; NaN where that cannot be compared.
+        scatter: variance of a single step, by what it was within intervals; 0 where these were too short.
     """
 
     weight: float = 1.0
     square: float = 2.0 * USUAL_NOISE**2
     product: float = -(USUAL_NOISE**2)
     last: tuple[float, float] = (math.nan, math.nan)
+    scatter: float = 0.0
 
     @property
     def white(self) -> float:
@@ -82,6 +94,19 @@ class PartNoise:
     def drift(self) -> float:
         """q, variance of the speed's change in an interval."""
         return max(self.square - 2.0 * self.white, (LEAST_NOISE / 2.0) ** 2)
+
+    def of_steps(self, number: int) -> float:
+        """Variance of the median of so many steps."""
+        return max(self.white, self.scatter * (_MEDIAN if number > 2 else 1.0) / number)
+
+    def learn_scatter(self, values: Sequence[float]) -> None:
+        """Take the logarithms of an interval's steps."""
+        middle = _middle(values)
+        variance = (_NORMAL * _middle([abs(value - middle) for value in values])) ** 2
+        if self.scatter == 0.0:
+            self.scatter = variance
+        else:  # an interval within which the speed jumps scatters widely
+            self.scatter += (min(variance, 4.0 * self.scatter) - self.scatter) / 4.0
 
     def learn(self, value: float) -> None:
         """Take the next interval's y, measured under the same plan and at the same speed as the last."""
@@ -171,7 +196,7 @@ class RankEstimator:
         except ValueError as error:
             raise ValueError(f"{where}.calibrated: {error}") from error
         size = _CURVE + len(cost.ratios)
-        noise = row(number, number, number, row(number, number))
+        noise = row(number, number, number, row(number, number), number)
         keyed(
             {
                 "is_known": flag,
@@ -189,7 +214,8 @@ class RankEstimator:
         self._x, self._p = np.array(state["mean"]), np.array(state["covariance"])
         self._identity, self._cost = np.eye(len(self._x)), None
         self._noise = [
-            PartNoise(weight, square, product, tuple(last)) for weight, square, product, last in state["noise"]
+            PartNoise(weight, square, product, tuple(last), scatter)
+            for weight, square, product, last, scatter in state["noise"]
         ]
         self._shares = Shares(*state["shares"]) if state["shares"] is not None else None
         self.usual_step = None
@@ -222,11 +248,14 @@ class RankEstimator:
             noise = self._noise[part]
             if is_new_interval:
                 self._p[part, part] += noise.drift
+            if len(own) >= _FEWEST:
+                noise.learn_scatter(own)
             value = usual_of(own)
+            variance = noise.of_steps(len(own))
             if part == _GEMM:
                 has_jumped = self._measure_gemm(
                     value,
-                    noise.white,
+                    variance,
                     steps[-1],
                     is_same=is_same,
                     is_after_others=not is_new_interval,
@@ -234,7 +263,7 @@ class RankEstimator:
                 )
             else:
                 change = value - float(self._x[part])
-                has_jumped = self._measure(part, value, noise.white)
+                has_jumped = self._measure(part, value, variance)
                 rest_change = change if has_jumped and part == _REST else rest_change
             if has_jumped or not is_same:
                 noise.forget_last(value)
@@ -248,7 +277,7 @@ class RankEstimator:
         before = float(self._p[part, part])
         has_jumped = innovation**2 > JUMP**2 * (before + variance)
         if has_jumped:
-            before = _UNKNOWN**2
+            before += max(JUMP_SIZE, abs(innovation)) ** 2
         self._x[part] = min(max(self._x[part] + before / (before + variance) * innovation, _LEAST_LOG), _MOST_LOG)
         self._p[part, part] = before * variance / (before + variance)
         return has_jumped
@@ -283,9 +312,11 @@ class RankEstimator:
         # What no plan changes has changed as much, within a factor of 2: so the rank's speed has.
         has_rest_jumped = innovation**2 / 2.0 < rest_change * innovation < innovation**2 * 2.0
         is_ambiguous = not is_same and not step.is_forced and bool(own.any()) and not has_rest_jumped
-        has_jumped = has_rest_jumped or (not is_ambiguous and innovation**2 > JUMP**2 * own_variance)
+        has_jumped = not is_ambiguous and (has_rest_jumped or innovation**2 > JUMP**2 * own_variance)
         if has_jumped:
-            self._p[_GEMM, _GEMM] += _UNKNOWN**2
+            self._p[_GEMM, _GEMM] += max(JUMP_SIZE, abs(innovation)) ** 2
+            curve = np.arange(_CURVE, len(self._x))
+            self._p[curve, curve] += np.where(self._p[curve, curve] < CURVE_ERROR**2, CURVE_CHANGE**2, 0.0)
             gain = self._p @ gradient
             own_variance = float(gradient @ gain) + variance
         gain /= own_variance
@@ -333,8 +364,9 @@ def _add_gradient(gradient: Floats, cost: ResizingCost, ratio: float, factor: fl
 
 def _share_of_jumps(innovation: float, variance: float) -> float:
     """How likely an innovation under a new plan comes from a jump, by Bayes."""
-    jump = HAZARD * _density(innovation, variance + innovation**2)
-    return jump / (jump + (1.0 - HAZARD) * _density(innovation, variance) + 1e-300)
+    jump = HAZARD * _density(innovation, variance + JUMP_SIZE**2)
+    likely = jump / (jump + (1.0 - HAZARD) * _density(innovation, variance) + 1e-300)
+    return likely
 
 
 def _density(distance: float, variance: float) -> float:

@@ -12,15 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zeroresize.policy.times import MEMORY
 from zeroresize.utils.state_checks import Check, count, each, keyed, number, row
 
 #: What an interval under a plan that is good for nothing costs, as a share of its time.
 COST_IN_VAIN = 0.055
 #: Past spells that the prior counts as much as.
 PRIOR_SPELLS = 0.5
-#: So many past spells are kept.
-_MOST_SPELLS = 16
+#: Share of what was seen of past spells that is forgotten at an update.
+FORGETTING = 1 / 64
+
+#: Past spells are as useful as that many intervals at most, and so many are kept.
+_MOST_USEFUL, _MOST_SPELLS = 32, 16
 #: A past spell counts if it was this much as costly as the present one, or more.
 _ALIKE = 0.75
 #: Steps: a spell of one step in intervals of one may be a hiccup.
@@ -47,7 +49,7 @@ class Spells:
 
     def learn(self, are_slow: Sequence[bool], costs: Sequence[float]) -> None:
         """Take an update's ranks: who is slow, and what share of a step it costs."""
-        self.past = [(rank, cost, age, weight * (1.0 - 1.0 / MEMORY)) for rank, cost, age, weight in self.past]
+        self.past = [(rank, cost, age, weight * (1.0 - FORGETTING)) for rank, cost, age, weight in self.past]
         for rank, (is_slow, cost) in enumerate(zip(are_slow, costs, strict=True)):
             if is_slow:
                 self.ages[rank] += 1
@@ -74,7 +76,7 @@ class Spells:
             if end >= self.ages[rank] and cost >= _ALIKE * saved:
                 if whose != rank and end > self.ages[rank] + 1:
                     continue  # that another rank was slow for long says nothing of this one
-                useful += weight * max(end - self.ages[rank] - 1, 0)
+                useful += weight * min(max(end - self.ages[rank] - 1, 0), _MOST_USEFUL)
                 in_vain += weight * (1.0 if end == self.ages[rank] else 2.0)
         return saved * useful >= COST_IN_VAIN * in_vain
 

@@ -17,16 +17,8 @@ from zeroresize.policy.cost_model import ResizingCost
 
 #: Of a step in which a rank computes its own products and no others.
 _WHOLE = Shares()
-#: Relative standard deviation of an interval's times, before any were compared. As ranks that are equally busy wait for
-#: each other's jitter, waits that differ by less, as a share of a step, tell nothing.
-USUAL_NOISE = 0.03
-#: Standard deviation of what borrowing was taken to cost, and of a calibrated share s, times 1 − log s: its logarithm.
-#: A rank whose full time is less sure than that is worth a calibration step ahead of the budget.
-CURVE_ERROR = 0.3
-#: What is learned from updates is the mean of so many, or forgotten by one part of so many at an update.
-MEMORY = 50
-#: A step that gets shorter by less than this share is worth neither a change of plan nor what is pruned for it.
-WORTHWHILE = 0.01
+#: A plan is to hold for so many intervals: in these a change has to pay, and a rank's speed drifts on.
+DURATION = 5.0
 #: No step multiplies for less or takes longer.
 LEAST_SECONDS, MOST_SECONDS = 1e-9, 1e9
 #: Nor do gathers and fills take so many times as long as in the calibration.

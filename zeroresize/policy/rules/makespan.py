@@ -17,13 +17,16 @@ from zeroresize.policy.cost_model import MigrationCost
 from zeroresize.policy.curves import Curves
 from zeroresize.policy.levels import Floats, ratios_to_reach
 from zeroresize.policy.rules.sharing import Division
-from zeroresize.policy.times import WORTHWHILE, RankTimes
+from zeroresize.policy.times import RankTimes
 
 #: Busy times that are tried between the fastest and the slowest; then again between the neighbours of the best.
 _NUM_LEVELS = 65
 _NUM_PASSES = 3
 #: Less than so much of one rank's products is nothing.
 _NOTHING = 2e-3
+#: Where the goal is out of reach, a plan may take longer than the fastest by this share. Little: what pruning costs is
+#: corrected only where something is pruned, so a plan that stays away from the fastest never learns that it is faster.
+_WORTHWHILE = 0.02
 #: Where nothing is pruned a straggler lends no more than this: what is left is what tells that it has recovered.
 _MOST_LENT = 0.99
 #: Where the number of migrating ranks is given, each lends so much of its products at least, also if it is fast enough.
@@ -68,9 +71,7 @@ def makespan_division(
         return exact.division(fastest_exact, goal_s=fastest_exact.step_s)
     pruning = _Search(_Group(times, are_stragglers, num_migrating), migration, budget * len(times))
     fastest = pruning.fastest()
-    # Little more: what pruning costs is corrected only where something is pruned, so a plan that stays away from the
-    # fastest never learns that it is faster.
-    goal_s = min(fastest.step_s, fastest_exact.step_s) * (1.0 + WORTHWHILE)
+    goal_s = min(fastest.step_s, fastest_exact.step_s) * (1.0 + _WORTHWHILE)
     goal_s = max(reference_s * (1.0 + tolerance), goal_s)
     if fastest_exact.step_s <= goal_s:  # without pruning, and where nothing is pruned γ_max is no bound
         return exact.division(fastest_exact, goal_s)

@@ -12,8 +12,10 @@ import numpy as np
 
 from zeroresize.policy.curves import Curves
 from zeroresize.policy.levels import Floats, ratios_to_reach
-from zeroresize.policy.times import WORTHWHILE, RankTimes
+from zeroresize.policy.times import RankTimes
 
+#: A step that gets shorter by less than this share is not worth what is pruned for it.
+_WORTHWHILE = 0.01
 #: So many times between the target and the slowest rank's are tried, and again so many where the budget is used up.
 _MOST_TRIED, _BETWEEN = 64, 1025
 
@@ -80,7 +82,7 @@ def pruning_ratios(
     curves, are_slow = Curves.of(times), np.array(are_stragglers, dtype=bool)
     normal_s = slowest_normal_s(times, are_stragglers)
     least_s = float(curves.busy_at_points.min(axis=1)[are_slow].max(initial=0.0))
-    target_s = max((1.0 - headroom) * max(reference_s, normal_s), least_s * (1.0 + WORTHWHILE))
+    target_s = max((1.0 - headroom) * max(reference_s, normal_s), least_s * (1.0 + _WORTHWHILE))
     if budget < 1.0 or min_gain > 0.0:
         ratios_SP, busy_s_SP = curves.ratios[are_slow], curves.busy_at_points[are_slow]
         target_s = _most_worthwhile(target_s, ratios_SP, busy_s_SP, len(times), budget, min_gain)
