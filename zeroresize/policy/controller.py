@@ -71,6 +71,7 @@ class Controller:
         self._shares = [Shares()] * self.num_ranks
         self._measured_under = self._shares
         self._are_stragglers = [False] * self.num_ranks
+        self._may_have_recovered = False
         self._spells = Spells(self.num_ranks)
 
     def initial_plan(self) -> WorkloadPlan:
@@ -295,6 +296,7 @@ class Controller:
         wanted = [Shares(*shares) for shares in zip(pruned, lent, strict=True)]
         slack = tuple(round(one, _DECIMALS) for one in division.slack) if division.slack is not None else None
         loans = loans_of(lent, slack)
+        self._may_have_recovered = False
         if self.config.forced_ratio is None and self._is_possible():
             slowest_s = float(times.curves.busy_s.max())
             price_s = KEPT_GAIN * self.config.min_gain * slowest_s / max(sum(self._are_stragglers), 1)
@@ -309,6 +311,8 @@ class Controller:
             # What is no longer dropped needs no certainty: it is dropped for something, or it is not dropped.
             certainty = 0.0 if fewer > 0.0 and not any(pruned) else CERTAINTY_KEPT
             if saved_s <= (COST_IN_VAIN / DURATION + certainty * deviation) * now_s:
+                pairs = zip(self._shares, wanted, strict=True)
+                self._may_have_recovered = any(now.spared - new.spared >= _NEW for now, new in pairs)
                 return
         self._shares, self._loans = wanted, loans
 
@@ -339,7 +343,7 @@ class Controller:
             self.config.update_every,
             step_s,
             float(times.curves.busy_s.max()),
-            is_new=is_new,
+            is_new=is_new or self._may_have_recovered,
             is_unsure=float(deviations[spared].max()) > UNSURE,
         )
 
