@@ -4,7 +4,6 @@ import sys
 
 import pytest
 import torch
-from fake_time import FakeClock
 from torch import nn
 from virtual_training import FEATURES, Run
 
@@ -13,18 +12,6 @@ from zeroresize.kernels.probe import Probes
 from zeroresize.measure import step_timer
 from zeroresize.measure.step_timer import LayerTimer, StepTimer
 from zeroresize.plan.group import Shares
-
-
-@pytest.fixture
-def clock():
-    return FakeClock()
-
-
-@pytest.fixture
-def timer(clock):
-    timer = StepTimer(clock)
-    yield timer
-    timer.close()
 
 
 def product(clock, probe, seconds):

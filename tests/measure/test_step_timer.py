@@ -7,24 +7,11 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from fake_time import FakeClock
 
 from zeroresize.config import BalanceConfig
 from zeroresize.measure import rank_monitor, step_timer, waits
 from zeroresize.measure.step_timer import HostClock, StepTimer
 from zeroresize.plan.group import Shares
-
-
-@pytest.fixture
-def clock():
-    return FakeClock()
-
-
-@pytest.fixture
-def timer(clock):
-    timer = StepTimer(clock)
-    yield timer
-    timer.close()
 
 
 def one_step(clock, timer, spared_share=0.5):

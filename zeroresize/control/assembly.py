@@ -163,9 +163,9 @@ def _kept(part: _Part, attached: ExitStack) -> _Part:
 
 def _prepare_layers(layers: Layers, config: BalanceConfig) -> None:
     """Take from the layers what a balancer left that was dropped without being closed, and give what this one needs."""
+    _release_layers(layers)
     remembers = config.imputation == "same" and config.mode in PRUNING_MODES
     for layer in layers.values():
-        layer.plan = layer.loans = layer.watch_input = layer.watch_forward = None
         layer.last = LastGradients() if remembers else None
         # From the first backward on, not from the first loan.
         layer.needs_eager_autograd = config.mode in MIGRATING_MODES

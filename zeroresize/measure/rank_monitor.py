@@ -173,7 +173,6 @@ class RankMonitor:
         self._estimator = RankEstimator(cost)
         self._take_split(split)
         self._calibrated_on = _Conditions.of_step(self._layers, self._config)
-        cost = self._estimator.calibrated
         logger.info(
             "calibration of pruning: at γ = %.2f multiplications take %.2f of their time, gathers and fills %.1f ms",
             cost.max_ratio,

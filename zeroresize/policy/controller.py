@@ -71,7 +71,6 @@ class Controller:
         self._shares = [Shares()] * self.num_ranks
         self._measured_under = self._shares
         self._are_stragglers = [False] * self.num_ranks
-        self._may_have_recovered = False
         self._spells = Spells(self.num_ranks)
 
     def initial_plan(self) -> WorkloadPlan:
@@ -117,12 +116,12 @@ class Controller:
         told, times = times, self._lasting(times, are_slow)
         division = wanted_division(self.config, times, self._are_stragglers, reference_s, self._communication.migration)
         before = self._measured_under = self._shares
-        self._change_to(division, times, usual)
+        is_in_doubt = self._change_to(division, times, usual)
         lent_before = any(own.lent for own, slow in zip(before, self._are_stragglers, strict=True) if slow)
         if lent_before and not any(own.lent for own in self._shares):
             self._communication.give_up()
         step_s = self._step_s(told, self._shares, self._loans)
-        self._calibrate(told, deviations, step_s, before)
+        self._calibrate(told, deviations, step_s, before, is_in_doubt=is_in_doubt)
         return self._plan(step_s)
 
     def current_plan(self) -> WorkloadPlan:
@@ -286,17 +285,19 @@ class Controller:
         surely_s = busy_s / (1.0 + np.where(were, CERTAINTY_KEPT, first) * deviations)
         return find_stragglers(busy_s.tolist(), reference_s, self.config.tolerance, were, surely_s.tolist())
 
-    def _change_to(self, division: Division, times: GroupTimes, deviation: float) -> None:
+    def _change_to(self, division: Division, times: GroupTimes, deviation: float) -> bool:
         """Change the plan if what that saves exceeds what it costs, and noise, or if somebody has recovered.
 
         Costs are in seconds a step: of a step's length, and of what is pruned in it.
+
+        Returns:
+            Whether the plan stays although a rank may have recovered, as much less is wanted for it.
         """
         pruned = [_rounded_down(one) for one in division.pruned]
         lent = [round(one, _DECIMALS) for one in division.lent]
         wanted = [Shares(*shares) for shares in zip(pruned, lent, strict=True)]
         slack = tuple(round(one, _DECIMALS) for one in division.slack) if division.slack is not None else None
         loans = loans_of(lent, slack)
-        self._may_have_recovered = False
         if self.config.forced_ratio is None and self._is_possible():
             slowest_s = float(times.curves.busy_s.max())
             price_s = KEPT_GAIN * self.config.min_gain * slowest_s / max(sum(self._are_stragglers), 1)
@@ -312,9 +313,9 @@ class Controller:
             certainty = 0.0 if fewer > 0.0 and not any(pruned) else CERTAINTY_KEPT
             if saved_s <= (COST_IN_VAIN / DURATION + certainty * deviation) * now_s:
                 pairs = zip(self._shares, wanted, strict=True)
-                self._may_have_recovered = any(now.spared - new.spared >= _NEW for now, new in pairs)
-                return
+                return any(now.spared - new.spared >= _NEW for now, new in pairs)
         self._shares, self._loans = wanted, loans
+        return False
 
     def _is_possible(self) -> bool:
         """Whether the plan in force relieves nobody that is no straggler."""
@@ -332,7 +333,9 @@ class Controller:
         busy_s = predicted_busy_s(times, [own.spared for own in shares], loans)
         return max(busy_s) + self._communication.seconds([own.lent for own in shares])
 
-    def _calibrate(self, times: GroupTimes, deviations: Floats, step_s: float, before: Sequence[Shares]) -> None:
+    def _calibrate(
+        self, times: GroupTimes, deviations: Floats, step_s: float, before: Sequence[Shares], *, is_in_doubt: bool
+    ) -> None:
         spared = [now.spared > 0.0 for now in self._shares]
         if self.config.forced_ratio is not None or not any(spared):
             return
@@ -343,7 +346,7 @@ class Controller:
             self.config.update_every,
             step_s,
             float(times.curves.busy_s.max()),
-            is_new=is_new or self._may_have_recovered,
+            is_new=is_new or is_in_doubt,
             is_unsure=float(deviations[spared].max()) > UNSURE,
         )
 

@@ -123,7 +123,7 @@ class PartNoise:
                 self.product += (-0.5 * difference**2 - self.product) / self.weight
         self.last = value, difference
 
-    def forget_last(self, value: float = math.nan) -> None:
+    def forget_last(self, value: float) -> None:
         """The next interval cannot be compared with what was before ``value``."""
         self.last = value, math.nan
 
@@ -365,8 +365,7 @@ def _add_gradient(gradient: Floats, cost: ResizingCost, ratio: float, factor: fl
 def _share_of_jumps(innovation: float, variance: float) -> float:
     """How likely an innovation under a new plan comes from a jump, by Bayes."""
     jump = HAZARD * _density(innovation, variance + JUMP_SIZE**2)
-    likely = jump / (jump + (1.0 - HAZARD) * _density(innovation, variance) + 1e-300)
-    return likely
+    return jump / (jump + (1.0 - HAZARD) * _density(innovation, variance) + 1e-300)
 
 
 def _density(distance: float, variance: float) -> float:
