@@ -1,0 +1,85 @@
+"""A segment of a model on one rank: which of its tensors hold units, and where in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from zeroresize.plan.ownership import OwnershipMap
+
+
+@dataclass(frozen=True)
+class Segment:
+    """What a user says of a segment that ``convert`` cannot find by itself.
+
+    Attributes:
+        column: the column-parallel layers that read one replicated x, as names in the model or as modules.
+        row: the row-parallel layer whose y is summed.
+        unit_size: how many of the row-parallel layer's input features are one unit, such as a head's size. What lies
+            between the layers must treat units independently of each other: that is the user's word.
+        num_blocks: of a column-parallel layer whose weight holds several parts one after another, each with all units
+            (q, k and v in one): how many.
+        on_change: called with the number of units that this rank owns whenever that changes, so that what lies between
+            the layers can follow (``num_heads`` of an attention module).
+        min_units: how many units every rank must keep, where what lies between cannot do with none.
+    """
+
+    column: Sequence[str | nn.Module]
+    row: str | nn.Module
+    unit_size: int = 1
+    num_blocks: int = 1
+    on_change: Callable[[int], None] | None = None
+    min_units: int = 0
+
+
+@dataclass(frozen=True)
+class UnitTensor:
+    """A parameter whose dimension ``dim`` holds this rank's units.
+
+    Along it lie ``num_blocks`` blocks, in each block all of the rank's units in ascending order, and of every unit
+    ``rows`` neighbours: the dimension's size is ``num_blocks × units × rows``.
+
+    Attributes:
+        owner, attribute: where the parameter is: ``getattr(owner, attribute)``.
+        name: of the parameter in the model.
+    """
+
+    owner: nn.Module
+    attribute: str
+    name: str
+    dim: int
+    rows: int
+    num_blocks: int = 1
+
+    @property
+    def parameter(self) -> Tensor:
+        found: Tensor = getattr(self.owner, self.attribute)
+        return found
+
+
+@dataclass(eq=False)
+class OwnedSegment:
+    """A segment as one rank holds it; the same on every rank but for what its tensors hold.
+
+    Attributes:
+        name: of the row-parallel layer, in the model.
+        kind: what a unit is: ``"neurons"``, ``"heads"``, ``"KV groups"`` or ``"units"``.
+        layers: names of its column- and row-parallel layers.
+        tensors: what changes hands, in an order that is the same on every rank.
+        quantum, min_units: as of :class:`~zeroresize.plan.ownership.SegmentWork`.
+        on_change: as of :class:`Segment`.
+        owned: who owns which units now.
+    """
+
+    name: str
+    kind: str
+    layers: tuple[str, ...]
+    tensors: tuple[UnitTensor, ...]
+    owned: OwnershipMap
+    quantum: int = 1
+    min_units: int = 0
+    on_change: Callable[[int], None] | None = None
+    modules: tuple[Any, ...] = field(default=(), repr=False)

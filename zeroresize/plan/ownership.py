@@ -1,0 +1,165 @@
+"""Who owns which units of a segment: pure functions of plain numbers.
+
+A **segment** is what lies between two meetings of the ranks: the column-parallel layers that read one replicated x,
+what is element-wise or head-wise between, and the row-parallel layer whose y is summed. A **unit** is an index of its
+inner axis: a feed-forward neuron, an attention head, a group of heads that share keys and values. Any assignment of
+units to ranks gives the same step but for the order of a sum.
+
+``U`` units of a segment, ``R`` ranks.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class SegmentWork:
+    """What a decision must know of a segment.
+
+    Attributes:
+        num_units: U, of all ranks together; divides by their number.
+        quantum: units change hands in multiples of so many.
+        work: of a rank's product FLOPs at even shares, the share that lies in this segment, 0 to 1.
+        min_units: what every rank keeps at least.
+    """
+
+    num_units: int
+    quantum: int
+    work: float
+    min_units: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class OwnershipMap:
+    """Which rank owns each unit; on a rank units lie in ascending order.
+
+    Attributes:
+        owners: [U], int64: for every unit the rank that owns it.
+        num_ranks: R.
+    """
+
+    owners: Indices
+    num_ranks: int
+
+    @classmethod
+    def even(cls, num_units: int, num_ranks: int) -> OwnershipMap:
+        """As hosts shard: rank r owns the r-th U / R units.
+
+        Raises:
+            ValueError: if the units do not divide by the ranks.
+        """
+        if num_units % num_ranks:
+            raise ValueError(f"{num_units} units do not divide by {num_ranks} ranks")
+        return cls(np.repeat(np.arange(num_ranks), num_units // num_ranks), num_ranks)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, OwnershipMap):
+            return NotImplemented
+        return self.num_ranks == other.num_ranks and np.array_equal(self.owners, other.owners)
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """How many units each rank owns."""
+        return tuple(np.bincount(self.owners, minlength=self.num_ranks).tolist())
+
+    @property
+    def is_even(self) -> bool:
+        """Whether every rank owns what hosts give it."""
+        return self == OwnershipMap.even(len(self.owners), self.num_ranks)
+
+    def units_of(self, rank: int) -> Indices:
+        """The units that ``rank`` owns, in the order in which they lie there."""
+        return np.flatnonzero(self.owners == rank)
+
+    def with_counts(self, counts: Sequence[int]) -> OwnershipMap:
+        """The map in which rank r owns ``counts[r]`` units, and no more change hands than must; even counts are home.
+
+        Ranks give away what came from others before what hosts gave them, and that from its end; they take back their
+        own first.
+
+        Raises:
+            ValueError: if the counts are not those of all units.
+        """
+        if len(counts) != self.num_ranks or sum(counts) != len(self.owners) or min(counts) < 0:
+            raise ValueError(
+                f"counts={list(counts)} do not share {len(self.owners)} units among {self.num_ranks} ranks"
+            )
+        home = OwnershipMap.even(len(self.owners), self.num_ranks)
+        if tuple(counts) == home.counts:
+            return home
+        owners = self.owners.copy()
+        given: list[int] = []
+        for rank, count in enumerate(counts):
+            own = self.units_of(rank)
+            foreign, native = own[home.owners[own] != rank], own[home.owners[own] == rank]
+            given += [*foreign[::-1], *native[::-1]][: max(len(own) - count, 0)]
+        wanted = [max(count - had, 0) for count, had in zip(counts, self.counts, strict=True)]
+        left: list[int] = []
+        for unit in sorted(given):
+            native_rank = int(home.owners[unit])
+            if wanted[native_rank] and owners[unit] != native_rank:
+                wanted[native_rank] -= 1
+                owners[unit] = native_rank
+            else:
+                left.append(unit)
+        takers = np.repeat(np.arange(self.num_ranks), wanted)
+        owners[left] = takers
+        return OwnershipMap(owners, self.num_ranks)
+
+
+def unit_counts(shares: Sequence[float], segment: SegmentWork) -> tuple[int, ...]:
+    """How many units each rank owns so that the largest of ``count / share`` is least (D'Hondt's apportionment).
+
+    That is what a step waits for: a rank with share s of the group's speed takes count / s. Equal shares are even.
+
+    Args:
+        shares: of the ranks, in any unit; not negative, not all zero. Whose share is zero owns ``min_units``.
+    """
+    num_ranks, quantum = len(shares), segment.quantum
+    if len(set(shares)) == 1:
+        return (segment.num_units // num_ranks,) * num_ranks
+    counts = [segment.min_units] * num_ranks
+    left = segment.num_units - sum(counts)
+    # Down to what each rank gets in any case, so that the loop is over the remainders only.
+    total = math.fsum(shares)
+    for rank, share in enumerate(shares):
+        sure = math.floor(segment.num_units * share / total / quantum - num_ranks) * quantum - counts[rank]
+        sure = max(sure, 0) // quantum * quantum
+        counts[rank] += sure
+        left -= sure
+    queue = [
+        ((count + quantum) / share, rank)
+        for rank, (count, share) in enumerate(zip(counts, shares, strict=True))
+        if share > 0.0
+    ]
+    heapq.heapify(queue)
+    while left > 0:
+        _, rank = queue[0]
+        part = min(quantum, left)
+        counts[rank] += part
+        left -= part
+        heapq.heapreplace(queue, ((counts[rank] + quantum) / shares[rank], rank))
+    return tuple(counts)
+
+
+def owned_shares(shares: Sequence[float], segments: Sequence[SegmentWork]) -> tuple[float, ...]:
+    """What each rank then owns of the products, in units of a rank's at even shares; what is in no segment stays.
+
+    Args:
+        shares: of the ranks, as :func:`unit_counts` takes them.
+    """
+    owned = [1.0 - math.fsum(segment.work for segment in segments)] * len(shares)
+    for segment in segments:
+        for rank, count in enumerate(unit_counts(shares, segment)):
+            owned[rank] += segment.work * count * len(shares) / segment.num_units
+    return tuple(owned)
