@@ -13,11 +13,14 @@ from torch.distributed import ProcessGroup
 from zeroresize.config import BalanceConfig
 from zeroresize.kernels.probe import Probes
 from zeroresize.layers.functional import LastGradients, ProductContext, column_parallel_products, row_parallel_products
+from zeroresize.layers.segment import OwnedSegment
 from zeroresize.layers.shared_products import SharedProducts
 from zeroresize.plan.layer import LayerPlan
 
 #: Attributes that a balancer, or an injector of slowness, fills.
-_OF_A_BALANCER = frozenset({"plan", "loans", "probes", "last", "watch_forward", "watch_input", "needs_eager_autograd"})
+_OF_A_BALANCER = frozenset(
+    {"plan", "loans", "probes", "last", "watch_forward", "watch_input", "needs_eager_autograd", "segment"}
+)
 
 
 class BalancedLinear:
@@ -39,6 +42,8 @@ class BalancedLinear:
         is_compiled: whether ``torch.compile`` compiled a training forward; such forwards are not watched.
         is_converted: whether ``zeroresize.convert`` took the layer.
         configuration: the one that ``convert`` was last given; None before.
+        even_shape: [N, K] of :attr:`local_weight` as the host made it, whatever this rank owns now.
+        segment: in which it lies, if its units may change hands; ``zeroresize.convert`` finds it. A copy has none.
         is_column_parallel: whether x is replicated and dx summed over the group, instead of x split and y summed.
         process_group: the tensor-parallel group.
         weight: the host's parameter; what this rank multiplies by is :attr:`local_weight`.
@@ -59,6 +64,8 @@ class BalancedLinear:
     is_compiled: bool
     is_converted: bool
     configuration: BalanceConfig | None
+    even_shape: torch.Size
+    segment: OwnedSegment | None
     process_group: ProcessGroup
     weight: Tensor
     training: bool
@@ -66,12 +73,12 @@ class BalancedLinear:
     def prepare_balancing(self) -> None:
         """Give the layer its balancing state: no plan, no probes."""
         self._prepare_for_a_balancer()
-        self.compute_dtype = self.local_weight.dtype
+        self.compute_dtype, self.even_shape = self.local_weight.dtype, self.local_weight.shape
         self.is_converted = self.is_compiled = False
         self.configuration = None
 
     def _prepare_for_a_balancer(self) -> None:
-        self.plan = self.loans = self.last = self.watch_forward = self.watch_input = None
+        self.plan = self.loans = self.last = self.watch_forward = self.watch_input = self.segment = None
         self.probes = Probes()
         self.needs_eager_autograd = False
         self.forget_forwards()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -72,6 +71,7 @@ class OwnedSegment:
         quantum, min_units: as of :class:`~zeroresize.plan.ownership.SegmentWork`.
         on_change: as of :class:`Segment`.
         owned: who owns which units now.
+        shares: of the ranks, by which they were divided.
     """
 
     name: str
@@ -82,4 +82,7 @@ class OwnedSegment:
     quantum: int = 1
     min_units: int = 0
     on_change: Callable[[int], None] | None = None
-    modules: tuple[Any, ...] = field(default=(), repr=False)
+    shares: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.shares = self.shares or (1.0,) * self.owned.num_ranks

@@ -1,15 +1,18 @@
-"""How much of a step's work lies in each layer, and between which synchronisations of the ranks."""
+"""How much of a step's work lies in each layer and in each segment, and which segments there are."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.layers.segment import OwnedSegment
+from zeroresize.plan.ownership import SegmentWork
 
 
 def work_of_layers(layers: Mapping[str, BalancedLinear]) -> dict[str, float]:
-    """Work of every layer's products on this rank, in relative units: the size of its weight."""
-    return {name: float(layer.local_weight.numel()) for name, layer in layers.items()}
+    """Work of every layer's products on a rank at even shares, in relative units: the size of its weight."""
+    return {name: float(math.prod(layer.even_shape)) for name, layer in layers.items()}
 
 
 def segments_of_layers(layers: Mapping[str, BalancedLinear]) -> list[list[str]]:
@@ -26,3 +29,23 @@ def segments_of_layers(layers: Mapping[str, BalancedLinear]) -> list[list[str]]:
         segments[-1].append(name)
         has_ended = not layer.is_column_parallel
     return segments
+
+
+def owned_segments(layers: Mapping[str, BalancedLinear]) -> list[OwnedSegment]:
+    """The segments whose units may change hands, in the order of the model."""
+    return list(dict.fromkeys(layer.segment for layer in layers.values() if layer.segment is not None))
+
+
+def segment_works(layers: Mapping[str, BalancedLinear]) -> tuple[SegmentWork, ...]:
+    """What decisions must know of :func:`owned_segments`, in the same order."""
+    work = work_of_layers(layers)
+    total = sum(work.values())
+    return tuple(
+        SegmentWork(
+            num_units=len(segment.owned.owners),
+            quantum=segment.quantum,
+            work=sum(work[name] for name in segment.layers) / total,
+            min_units=segment.min_units,
+        )
+        for segment in owned_segments(layers)
+    )

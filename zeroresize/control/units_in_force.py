@@ -1,0 +1,153 @@
+"""Which units of its segments this rank owns, and how they change hands."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.layers.segment import OwnedSegment
+from zeroresize.layers.segments import owned_segments, segment_works
+from zeroresize.plan.ownership import SegmentWork, owned_shares, unit_counts
+from zeroresize.resharding.transfer import MoveReport, bytes_of_units, move_units
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Move:
+    """Units that changed hands, as one rank saw it.
+
+    Attributes:
+        before, after: shares by which units were divided.
+        sent_bytes, received_bytes: of this rank.
+        largest_bytes: sent or received by the rank that sent or received most; the same on every rank.
+        seconds: that it took the slowest rank; the same on every rank.
+        num_units: of every kind, how many changed hands.
+    """
+
+    before: tuple[float, ...]
+    after: tuple[float, ...]
+    sent_bytes: int
+    received_bytes: int
+    largest_bytes: int
+    seconds: float
+    num_units: Mapping[str, int]
+
+
+class UnitsInForce:
+    """Carries out one ownership after another; every call that moves is collective over the group.
+
+    Args:
+        model, layers, optimizer, process_group: as of :class:`~zeroresize.balancer.Balancer`.
+        rank, num_ranks: this rank within its group, and the group's size.
+        meet: exchanges up to two numbers with all ranks of the group.
+
+    Attributes:
+        segments: of the model, in its order.
+        works: what decisions must know of them.
+        shares: by which the units are divided now, one a rank.
+        moves: that were made since :meth:`forget_moves`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Mapping[str, BalancedLinear],
+        optimizer: Any,
+        process_group: ProcessGroup,
+        *,
+        rank: int,
+        num_ranks: int,
+        meet: Callable[..., list[list[float]]],
+    ) -> None:
+        self._model, self._optimizer, self._group, self._meet = model, optimizer, process_group, meet
+        self._rank, self._num_ranks = rank, num_ranks
+        self.segments: Sequence[OwnedSegment] = owned_segments(layers)
+        self.works: tuple[SegmentWork, ...] = segment_works(layers)
+        self.shares = next((segment.shares for segment in self.segments), self.home)
+        self.moves: list[Move] = []
+
+    @property
+    def home(self) -> tuple[float, ...]:
+        """The shares by which hosts shard."""
+        return (1.0,) * self._num_ranks
+
+    @property
+    def is_home(self) -> bool:
+        """Whether every rank owns what its host gave it."""
+        return all(segment.owned.is_even for segment in self.segments)
+
+    @property
+    def owned(self) -> float:
+        """What this rank owns of the products, in units of a rank's at even shares."""
+        return owned_shares(self.shares, self.works)[self._rank]
+
+    @property
+    def num_units(self) -> dict[str, int]:
+        """How many units of every kind this rank owns, of all segments."""
+        counts: dict[str, int] = {}
+        for segment in self.segments:
+            counts[segment.kind] = counts.get(segment.kind, 0) + segment.owned.counts[self._rank]
+        return counts
+
+    @property
+    def bytes_of_units(self) -> int:
+        """Bytes of what a rank sends that gives away all units it has at even shares, optimizer state included."""
+        return bytes_of_units(self.segments, self._optimizer) if self.segments else 0
+
+    def move(self, shares: Sequence[float]) -> Move | None:
+        """Divide the units by ``shares``; None where that is how they are divided already.
+
+        Raises:
+            NotEnoughMemoryError: on every rank, if one lacks the memory; nothing has changed.
+            RuntimeError: if the ranks do not agree, or one has died; nothing has changed here.
+        """
+        before, after = self.shares, tuple(shares)
+        if after == before or not self.segments:
+            return None
+        targets = {
+            segment.name: segment.owned.with_counts(unit_counts(after, work))
+            for segment, work in zip(self.segments, self.works, strict=True)
+        }
+        report: MoveReport = move_units(
+            self.segments,
+            targets,
+            process_group=self._group,
+            optimizer=self._optimizer,
+            model=self._model,
+            meet=self._meet,
+        )
+        for segment in self.segments:
+            segment.shares = after
+        self.shares = after
+        told = self._meet(report.seconds, max(report.sent_bytes, report.received_bytes))
+        move = Move(
+            before,
+            after,
+            report.sent_bytes,
+            report.received_bytes,
+            int(max(largest for _, largest, *_ in told)),
+            max(seconds for seconds, *_ in told),
+            report.num_units,
+        )
+        self.moves.append(move)
+        return move
+
+    def forget_moves(self) -> None:
+        """What was moved so far has been told."""
+        self.moves = []
+
+    @contextmanager
+    def at_home(self) -> Iterator[None]:
+        """Every rank owns what its host gave it, for as long as this lasts."""
+        away = self.shares
+        self.move(self.home)
+        yield
+        self.move(away)
