@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,10 @@ from zeroresize.comm.whereabouts import Call
 from zeroresize.config import BalanceConfig
 from zeroresize.control import balancer_state, records
 from zeroresize.control.assembly import build
+from zeroresize.control.move_log import MoveLog
 from zeroresize.measure.calibration import calibrate_group
 from zeroresize.plan.group import WorkloadPlan
+from zeroresize.resharding.transfer import NotEnoughMemoryError
 from zeroresize.telemetry import UpdateRecord
 
 logger = logging.getLogger(__name__)
@@ -63,8 +66,9 @@ class Balancer:
         self._parts = build(model, optimizer, process_group, config)
         self.lineage = self._parts.lineage
         self._num_steps = 0
-        self._has_calibrated = self._is_closed = False
+        self._has_calibrated = self._is_closed = self._is_at_home = False
         self._balancing_s = self._balancing_since_update_s = 0.0
+        self._move_log = MoveLog()
         try:
             self._change_plan()
         except BaseException:
@@ -81,6 +85,8 @@ class Balancer:
         """
         if self._is_closed:
             raise RuntimeError("this balancer is closed: make a new one to go on balancing")
+        if self._is_at_home:
+            raise RuntimeError("step() was called within at_home(): train outside of it")
         parts = self._parts
         if parts.num_ranks == 1:
             return
@@ -97,10 +103,13 @@ class Balancer:
             parts.decision.next_step()
         if self.config.iters_per_epoch and self._num_steps % self.config.iters_per_epoch == 0:
             self._end_epoch()
-        parts.plan_in_force.install(self.plan, parts.decision.calibration_plan)  # apply
+        self._move_units()  # apply
+        parts.plan_in_force.install(self.plan, parts.decision.calibration_plan)
         parts.plan_in_force.send_weights()
         if is_update and self.on_update is not None:
             self.on_update(records.update_record(parts, self._num_steps, self._balancing_since_update_s))
+        if is_update and parts.units is not None:
+            parts.units.forget_moves()
         self._balancing_s = time.perf_counter() - began + parts.monitor.timer_s
         self._balancing_since_update_s = self._balancing_s + (0.0 if is_update else self._balancing_since_update_s)
         parts.where.call = Call.TRAINING
@@ -164,6 +173,60 @@ class Balancer:
         """Bytes of migration so far; each transfer counts on one rank, that which receives it or adds to it."""
         return self._parts.lender.bytes_moved if self._parts.lender is not None else 0
 
+    def move(self, shares: Sequence[float] | None) -> None:
+        """Divide the units of all segments by ``shares``, whatever is measured; None lets measurements decide again.
+
+        Units are neurons between feed-forward layers, and attention heads. Weights and optimizer state change hands at
+        once, and cost nothing afterwards. Call alike on every rank, between optimizer steps; collective.
+
+        Args:
+            shares: of every rank of the group, in any unit, such as ``(2, 1, 1)``; 0 for none. Ranks own units as near
+                to that as whole units allow.
+
+        Raises:
+            ValueError: for shares that are negative, all zero, or not one a rank; in a mode that prunes or lends only;
+                or where no unit may change hands, saying why.
+            RuntimeError: if the ranks do not agree, one lacks the memory, or has died; nothing has changed then.
+        """
+        parts = self._parts
+        if parts.units is None:
+            return
+        checked = parts.units.checked(shares, self.config) if shares is not None else None
+        held_before = parts.decision.plan.owned
+        parts.decision.hold_owned(checked)
+        self._is_at(Call.MOVING)
+        try:
+            self._move_units(by_hand=True)
+        except BaseException:
+            parts.decision.hold_owned(held_before)
+            raise
+        self._change_plan()
+        self._is_at(Call.TRAINING)
+
+    @contextmanager
+    def at_home(self) -> Iterator[None]:
+        """Every rank owns what its host gave it, for as long as this lasts: for the host's checkpoints.
+
+        Call alike on every rank, between optimizer steps; collective: units travel home, and back again. Nothing
+        happens where they are at home.
+
+        Raises:
+            RuntimeError: as :meth:`move` does.
+        """
+        parts = self._parts
+        if parts.units is None or self._is_at_home or parts.units.is_home:
+            yield
+            return
+        self._is_at(Call.MOVING)
+        self._is_at_home = True
+        try:
+            with parts.units.at_home():
+                yield
+        finally:
+            self._is_at_home = False
+        self._change_plan()
+        self._is_at(Call.TRAINING)
+
     def pin(self, rank: int, ratio: float) -> None:
         """Force ``rank`` (within the group) to prune a share ``ratio`` of its columns from the next iteration on.
 
@@ -224,6 +287,7 @@ class Balancer:
             raise problem
         self._num_steps = balancer_state.load_state(self._parts, state_dict)
         self._has_calibrated = False
+        self._move_units()
         if migrates:  # what is lent at once by one plan cannot be borrowed by another
             self._parts.decision.require_agreement(self._agreed)
         self._change_plan()
@@ -247,6 +311,30 @@ class Balancer:
             return
         self._parts.plan_in_force.install(self.plan, self._parts.decision.calibration_plan)
         self._begin_step()
+
+    def _move_units(self, *, by_hand: bool = False) -> None:
+        """Let units change hands where the plan's division is another than the one in force; collective then."""
+        parts, units = self._parts, self._parts.units
+        if self._is_closed or units is None or not units.segments or self.plan.owned == units.shares:
+            return
+        parts.plan_in_force.take_back()
+        try:
+            move = units.move(self.plan.owned)
+        except NotEnoughMemoryError as error:
+            if by_hand:
+                raise
+            logger.warning("step %d: units stay where they are: %s", self._num_steps, error)
+            parts.decision.refuse_move(str(error))
+            return
+        if parts.statistic is not None:
+            if units.is_home:
+                parts.statistic.resume()
+            else:
+                parts.statistic.pause()
+        if move is not None:
+            parts.decision.moved(move.largest_bytes, move.seconds)
+            if parts.rank == 0:
+                logger.info("step %d: %s", self._num_steps, self._move_log.line(move, self.plan, parts.decision.busy_s))
 
     def _begin_step(self) -> None:
         """What is measured from now on is measured under the plan that is installed now."""
@@ -284,6 +372,7 @@ class Balancer:
         """A new plan, from what all ranks measured until the last update; this rank's numbers go out for the next."""
         self._is_at(Call.STEP)
         measured, before = self._parts.monitor, self.plan.relieved
+        self._move_log.planned(self.plan)
         self._parts.decision.update(measured.times, measured.cost, measured.wait_s, self._agreed)
         if self._parts.rank == 0 and self.plan.relieved != before:
             logger.info("step %d: %s", self._num_steps, self.plan.told)
@@ -291,7 +380,7 @@ class Balancer:
     def _end_epoch(self) -> None:
         """Order the columns anew, by what the epoch told of them."""
         selector, statistic = self._parts.selector, self._parts.statistic
-        if statistic is None or not selector.steps_of_epoch:
+        if statistic is None or statistic.is_paused or not selector.steps_of_epoch:
             selector.end_epoch({}, incremental=False)
         else:
             selector.end_epoch(statistic.take(), incremental=statistic.incremental)

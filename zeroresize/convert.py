@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from zeroresize.comm.collectives import group_size, require_group, same_ranks
+from zeroresize.comm.collectives import gather_numbers, group_size, require_group, same_ranks, world_size
 from zeroresize.config import BalanceConfig
+from zeroresize.config_keys import MOVING_MODES
+from zeroresize.integrations.find_segments import find_segments
 from zeroresize.integrations.hosts import HostAdapter, host_of, known_kinds
 from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.layers.segment import Segment
+from zeroresize.layers.segments import owned_segments
 from zeroresize.layers.weight_checks import why_no_whole_weight
+from zeroresize.measure.device_speed import measured_shares
 from zeroresize.measure.step_timer import LayerTimer
+from zeroresize.plan.ownership import checked_shares
+from zeroresize.resharding.state_dicts import guard_modules
+from zeroresize.resharding.units_in_force import UnitsInForce
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +35,14 @@ ModuleFilter = Callable[[nn.Module, str], bool]
 
 
 def convert(
-    model: ModelT, *, process_group: ProcessGroup, config: BalanceConfig, module_filter_fn: ModuleFilter | None = None
+    model: ModelT,
+    *,
+    process_group: ProcessGroup,
+    config: BalanceConfig,
+    module_filter_fn: ModuleFilter | None = None,
+    segments: Sequence[Segment] = (),
+    shares: Sequence[float] | Literal["auto"] | None = None,
+    optimizer: Any = None,
 ) -> ModelT:
     """Swap the column- and row-parallel linear layers of ``model`` for balanced ones, in place.
 
@@ -45,6 +60,13 @@ def convert(
         module_filter_fn: called with every parallel linear layer and its name in the model (without the wrappers of
             Booster and DDP); returns whether it may be balanced. Layers that it refuses stay exactly as they are; one
             log line counts them. It must choose alike on every rank. None for all layers.
+        segments: what lies between which layers and can be divided by units, where that is not found: see
+            :class:`~zeroresize.Segment`.
+        shares: how to divide the units from the start, one number a rank, such as ``(2, 1, 1)`` where rank 0 is twice
+            as fast, or has twice the memory; ``"auto"`` measures how fast the ranks multiply. Collective then. None
+            leaves them as the host made them, until a balancer moves them.
+        optimizer: only where ``shares`` are given and the optimizer has stepped, or keeps copies of the weights, as in
+            mixed precision.
 
     Returns:
         ``model`` itself. Converting it again changes nothing but the configuration, which from then on is the new one;
@@ -54,10 +76,13 @@ def convert(
         ValueError: if ``process_group`` is None or lacks this rank, ``config`` names a rank outside it, the model has
             no layer that can be balanced, the group has one rank and the model's layers are of a larger one, or the
             model is converted again with another configuration while a balancer works by the old one, or with a filter
-            that chooses other layers.
+            that chooses other layers; for ``segments`` that do not fit the model, and ``shares`` that are no division
+            of it.
         TypeError: if a host adapter does not make a layer balanceable in place.
     """
     require_group(process_group)
+    if shares is not None and shares != "auto":
+        shares = checked_shares(shares, group_size(process_group))
     if not isinstance(config, BalanceConfig):
         raise ValueError(
             f"config must be a BalanceConfig, found {type(config).__name__}: use BalanceConfig(...), "
@@ -72,6 +97,11 @@ def convert(
         if module_filter_fn is not None:
             _require_same_choice(model, layers, process_group, module_filter_fn)
         _configure_again(layers, config)
+        if segments or shares is not None:
+            raise ValueError(
+                "convert: the model is converted already: its segments stay as they are, and a balancer's move(shares) "
+                "divides them anew"
+            )
         return model
 
     left_alone, filtered = _swap_layers(model, process_group, module_filter_fn)
@@ -80,6 +110,9 @@ def convert(
         raise ValueError(_nothing_to_convert(left_alone, filtered))
     for layer in layers.values():
         layer.configuration = config
+    _find_segments(model, layers, process_group, segments)
+    if shares is not None:
+        _divide(model, layers, process_group, config, shares, optimizer)
     logger.info(
         "convert: %d layers can be balanced, %d were left alone, %d were left out by module_filter_fn",
         len(layers),
@@ -87,6 +120,58 @@ def convert(
         len(filtered),
     )
     return model
+
+
+def _find_segments(
+    model: nn.Module, layers: Mapping[str, BalancedLinear], process_group: ProcessGroup, named: Sequence[Segment]
+) -> None:
+    """Tell every layer in which segment it lies."""
+    found, staying_even = find_segments(_unwrap(model), layers, group_size(process_group), named)
+    for segment in found:
+        for name in segment.layers:
+            layers[name].segment = segment
+    guard_modules(found)
+    reasons: dict[str, list[str]] = {}
+    for name, reason in staying_even.items():
+        reasons.setdefault(reason, []).append(name)
+    for reason, names in reasons.items():
+        logger.info("convert: %d layers stay evenly divided (%s): %s", len(names), _first_of(names), reason)
+
+
+def _divide(
+    model: nn.Module,
+    layers: Mapping[str, BalancedLinear],
+    process_group: ProcessGroup,
+    config: BalanceConfig,
+    shares: Sequence[float] | Literal["auto"],
+    optimizer: Any,
+) -> None:
+    """Divide the units of all segments by ``shares``; collective."""
+    if config.mode not in ("off", *MOVING_MODES):
+        raise ValueError(
+            f"shares={shares!r} with mode={config.mode!r} is not allowed: units own by shares in the modes "
+            f"{', '.join(map(repr, MOVING_MODES))} and 'off' only"
+        )
+    found = owned_segments(layers)
+    if not found:
+        raise ValueError(
+            f"shares={shares!r}: the model has no segment that is known to be divisible unevenly: name them by segments="
+        )
+    if shares == "auto":
+        if world_size() > group_size(process_group):
+            raise ValueError(
+                "shares='auto' is not allowed beside data parallelism, where all replicas must be divided alike and "
+                "may measure differently: give the shares as numbers"
+            )
+        shares = measured_shares(layers, process_group)
+        logger.info("convert: by their speed the ranks take the shares %s", [round(share, 2) for share in shares])
+    UnitsInForce(
+        model,
+        layers,
+        optimizer,
+        process_group,
+        meet=lambda *numbers: gather_numbers(numbers, process_group),
+    ).move(tuple(shares))
 
 
 def balanced_layers(model: nn.Module) -> dict[str, BalancedLinear]:

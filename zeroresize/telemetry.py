@@ -29,12 +29,16 @@ class UpdateRecord:
         pruned, lent: γ's two parts once they are columns, as shares of this rank's product FLOPs: what nobody computes,
             and what other ranks do.
         borrowed: what it computes for others, in units of its own product FLOPs.
+        owned: what it owns of the products, as a multiple of what its host gave it.
+        units: how many neurons, heads, … it owns, of all segments, by what they are.
         lent_to: what each other rank computes of ``lent``, by its number as text (as JSON has it).
         layer_shares: share of every layer's columns that is pruned, by layer name.
         predicted_step_s: of the group under the plan: its slowest rank's busy time and the collectives.
         calibration_steps: in so many of the next steps all ranks compute all of their products nevertheless, to be
             measured.
         balancing_since_update_s: what balancing cost this rank since the last update, in all.
+        moved_bytes: that this rank sent and received of units that changed hands since the last update.
+        moving_s: how long that took the slowest rank.
         would: in mode "off", what each mode would do with the group, by mode: ``predicted_step_s``, ``gain`` (the share
             of the step that it saves), and ``most_ratio``, the largest γ of a rank; ``Balancer.what_if`` tells every
             rank's. In groups of more than 128 ranks what that last told, if anything.
@@ -51,11 +55,15 @@ class UpdateRecord:
     pruned: float
     lent: float
     borrowed: float
+    owned: float
+    units: Mapping[str, int]
     lent_to: Mapping[str, float]
     layer_shares: Mapping[str, float]
     predicted_step_s: float
     calibration_steps: int
     balancing_since_update_s: float
+    moved_bytes: int = 0
+    moving_s: float = 0.0
     would: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -100,6 +108,9 @@ _SCALARS = (
     "pruned",
     "lent",
     "borrowed",
+    "owned",
+    "moved_bytes",
+    "moving_s",
     "predicted_step_s",
     "balancing_since_update_s",
 )

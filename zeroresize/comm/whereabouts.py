@@ -16,6 +16,7 @@ class Call(enum.Enum):
     STEP = "balancer.step()"
     EPOCH_END = "balancer.epoch_end()"
     LOADING = "balancer.load_state_dict()"
+    MOVING = "balancer.move() or at_home()"
 
 
 _CALLS = tuple(Call)

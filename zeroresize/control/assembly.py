@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -14,7 +15,7 @@ from zeroresize.comm.cpu_group import CpuGroup
 from zeroresize.comm.exchange import Exchange
 from zeroresize.comm.whereabouts import Whereabouts
 from zeroresize.config import BalanceConfig
-from zeroresize.config_keys import MIGRATING_MODES, PRIORITY_MODES, PRUNING_MODES
+from zeroresize.config_keys import MIGRATING_MODES, MOVING_MODES, PRIORITY_MODES, PRUNING_MODES
 from zeroresize.control.forward_watch import ForwardWatch
 from zeroresize.control.group_decision import GroupDecision
 from zeroresize.control.lineage import LineageTable
@@ -25,12 +26,17 @@ from zeroresize.control.setup_checks import Layers, check_layers, check_weights
 from zeroresize.control.start_checks import StartCheck
 from zeroresize.convert import balanced_layers
 from zeroresize.layers.functional import LastGradients
-from zeroresize.layers.segments import segments_of_layers, work_of_layers
-from zeroresize.measure.column_statistics import ColumnStatistic, build_statistic
+from zeroresize.layers.segments import owned_segments, segments_of_layers, work_of_layers
+from zeroresize.measure.column_statistics import build_statistic
 from zeroresize.measure.rank_monitor import RankMonitor
+from zeroresize.measure.restartable_statistic import RestartableStatistic
 from zeroresize.migration.lender import Lender
 from zeroresize.optim.freezing import ColumnFreezer
 from zeroresize.policy.columns.selector import ColumnSelector
+from zeroresize.resharding.state_dicts import guard_optimizer
+from zeroresize.resharding.units_in_force import UnitsInForce
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,7 @@ class Parts:
         plan_in_force: carries out a plan.
         lender: carries out its loans.
         freezer: keeps the optimizer off pruned columns.
+        units: which units this rank owns; None in a group of one.
         attached: takes back what all of them attached to the layers, the optimizer and the group, the last one first.
     """
 
@@ -67,12 +74,13 @@ class Parts:
     start_check: StartCheck | None
     forward_watch: ForwardWatch | None
     monitor: RankMonitor
-    statistic: ColumnStatistic | None
+    statistic: RestartableStatistic | None
     decision: Planner
     selector: ColumnSelector
     plan_in_force: PlanInForce
     lender: Lender | None
     freezer: ColumnFreezer | None
+    units: UnitsInForce | None
     attached: ExitStack
 
     def close(self) -> None:
@@ -102,16 +110,19 @@ def build(model: nn.Module, optimizer: Any, process_group: ProcessGroup, config:
     with ExitStack() as attached:
         _prepare_layers(layers, config)
         attached.callback(_release_layers, layers)
-        exchange = start_check = forward_watch = lender = statistic = None
+        exchange = start_check = forward_watch = lender = statistic = units = None
         if num_ranks > 1:
             exchange = _kept(_meet(config, layers, process_group), attached)
-        decision = _kept(GroupDecision(config, num_ranks, exchange), attached)
+            units = UnitsInForce(model, layers, optimizer, process_group, meet=exchange.meet)
+            attached.callback(guard_optimizer(optimizer, units.are_away))
+        decision = _kept(_build_decision(config, num_ranks, exchange, units), attached)
         if exchange is not None and config.start_checks:
             start_check = _kept(StartCheck(model, layers, process_group, exchange), attached)
         # The freezer before the statistic, which so sees weights that were put back.
         freezer = _kept(_build_freezer(config, layers, optimizer, process_group), attached)
         if layers and config.mode in PRIORITY_MODES:
-            statistic = _kept(build_statistic(config, layers, optimizer), attached)
+            statistic = RestartableStatistic(lambda: build_statistic(config, layers, optimizer))
+            _kept(statistic, attached)
         is_forced = config.forced_ratio is not None
         if num_ranks > 1 and config.mode in MIGRATING_MODES:
             lender = _kept(Lender(layers, process_group, config.migration_transport, is_forced=is_forced), attached)
@@ -122,7 +133,14 @@ def build(model: nn.Module, optimizer: Any, process_group: ProcessGroup, config:
         installer = PlanInstaller(layers, selector, config.imputation)
         attached.callback(installer.clear)
         plan_in_force = PlanInForce(
-            config, rank, num_ranks, selector=selector, installer=installer, lender=lender, exchange=exchange
+            config,
+            rank,
+            num_ranks,
+            selector=selector,
+            installer=installer,
+            lender=lender,
+            exchange=exchange,
+            units=units,
         )
         return Parts(
             config=config,
@@ -142,6 +160,7 @@ def build(model: nn.Module, optimizer: Any, process_group: ProcessGroup, config:
             plan_in_force=plan_in_force,
             lender=lender,
             freezer=freezer,
+            units=units,
             attached=attached.pop_all(),
         )
 
@@ -186,7 +205,22 @@ def _meet(config: BalanceConfig, layers: Layers, process_group: ProcessGroup) ->
     """
     agreement = {key: repr(value) for key, value in config.to_dict().items()}
     agreement["converted layers"] = ", ".join(layers)
+    agreement["segments whose units may change hands"] = "; ".join(
+        f"{segment.name} ({len(segment.owned.owners)} {segment.kind} by {segment.shares})"
+        for segment in owned_segments(layers)
+    )
     return Exchange(CpuGroup(process_group, agreement))
+
+
+def _build_decision(
+    config: BalanceConfig, num_ranks: int, exchange: Exchange | None, units: UnitsInForce | None
+) -> GroupDecision:
+    if units is None:
+        return GroupDecision(config, num_ranks, exchange)
+    if units.why_not_movable is not None and config.mode in MOVING_MODES and config.moves:
+        logger.info("no units change hands: %s", units.why_not_movable)
+    works = units.works if units.why_not_movable is None else ()
+    return GroupDecision(config, num_ranks, exchange, works, units.shares if units.segments else None)
 
 
 def _build_selector(config: BalanceConfig, layers: Layers, rank: int) -> ColumnSelector:
@@ -194,7 +228,7 @@ def _build_selector(config: BalanceConfig, layers: Layers, rank: int) -> ColumnS
     return ColumnSelector(
         config,
         rank,
-        num_columns={name: layer.num_columns for name, layer in layers.items()},
+        num_columns={name: layer.even_shape[1] for name, layer in layers.items()},
         costs=work_of_layers(layers),
         segments=segments_of_layers(layers),
     )

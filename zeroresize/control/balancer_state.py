@@ -26,7 +26,7 @@ def state_of(parts: Parts, num_steps: int) -> dict[str, Any]:
         "measurement": parts.monitor.state_dict(),
         # A tuple is one entry of a checkpoint, which another kind of statistic finds too and leaves alone.
         "statistic": (_name_of_statistic(parts), statistic.state_dict() if statistic is not None else {}),
-        "last_gradients": ({name: dict(vars(layer.last)) for name, layer in parts.layers.items() if layer.last},),
+        "last_gradients": ({name: dict(vars(last)) for name, last in _last_gradients(parts).items()},),
     }
     return dict(zip(_keys(parts), (shared, own), strict=True))
 
@@ -60,7 +60,7 @@ def load_state(parts: Parts, state_dict: Mapping[str, Any]) -> int:
     in_force.take_back()  # the same ratio and epoch may mean other columns
     parts.selector.load_state_dict(own["selector"])
     name_of_statistic, seen = own["statistic"]
-    if statistic is not None:
+    if statistic is not None and not statistic.is_paused:
         if name_of_statistic == _name_of_statistic(parts):
             statistic.load_state_dict(seen)
         else:
@@ -85,11 +85,24 @@ def _keys(parts: Parts) -> tuple[str, str]:
 
 
 def _name_of_statistic(parts: Parts) -> str | None:
-    return f"{parts.config.priority} {parts.config.snapshot}" if parts.statistic is not None else None
+    return f"{parts.config.priority} {parts.config.snapshot}" if _statistic_at_work(parts) else None
+
+
+def _statistic_at_work(parts: Parts) -> bool:
+    return parts.statistic is not None and not parts.statistic.is_paused
+
+
+def _last_gradients(parts: Parts) -> dict[str, LastGradients]:
+    """Of the layers that have the shape their host gave them."""
+    return {
+        name: layer.last
+        for name, layer in parts.layers.items()
+        if layer.last is not None and layer.local_weight.shape == layer.even_shape
+    }
 
 
 def _columns_of_layers(parts: Parts) -> dict[str, int]:
-    return {name: layer.num_columns for name, layer in parts.layers.items()}
+    return {name: layer.even_shape[1] for name, layer in parts.layers.items()}
 
 
 def _require_shared(parts: Parts, state: Any, where: str) -> None:
@@ -113,7 +126,7 @@ def _require_own(parts: Parts, state: Any, where: str) -> None:
 
     def check_statistic(saved: Any, where: str) -> None:
         row(optional(text), values(tensor()))(saved, where)
-        if parts.statistic is not None and saved[0] == _name_of_statistic(parts):  # else it starts anew
+        if _statistic_at_work(parts) and saved[0] == _name_of_statistic(parts):  # else it starts anew
             shapes = {name: tensor(value.shape) for name, value in parts.statistic.state_dict().items()}
             keyed(shapes)(saved[1], f"{where}[1]")
 
@@ -121,7 +134,7 @@ def _require_own(parts: Parts, state: Any, where: str) -> None:
         row(values(anything))(saved, where)
         for name, layer in parts.layers.items():
             if layer.last is not None and name in saved[0]:
-                kinds = {"dx_TK": optional(tensor()), "dw_NK": optional(tensor(layer.local_weight.shape))}
+                kinds = {"dx_TK": optional(tensor()), "dw_NK": optional(tensor(layer.even_shape))}
                 keyed(kinds)(saved[0][name], f"{where}[0].{name}")
 
     keyed(

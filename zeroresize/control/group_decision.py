@@ -12,9 +12,11 @@ from zeroresize.comm.exchange import Exchange
 from zeroresize.config import BalanceConfig
 from zeroresize.config_keys import MIGRATING_MODES
 from zeroresize.plan.group import WorkloadPlan
+from zeroresize.plan.ownership import SegmentWork
 from zeroresize.policy.communication import CollectiveTimes
 from zeroresize.policy.controller import Controller
 from zeroresize.policy.cost_model import NUM_POINTS, MigrationCost, ResizingCost
+from zeroresize.policy.moving import MoveCost
 from zeroresize.policy.times import RankTimes
 from zeroresize.policy.what_if import WhatIf
 from zeroresize.utils.state_checks import Check, count, each, keyed, not_negative, number, optional, row, share, text
@@ -27,6 +29,8 @@ class GroupDecision:
         config: how to balance.
         num_ranks: size of the group.
         exchange: with the other ranks; None in a group of one.
+        segments: whose units may change hands.
+        owned: shares by which they are divided now; None for even ones.
 
     Attributes:
         plan: what is decided.
@@ -34,11 +38,20 @@ class GroupDecision:
         migration: Φ1 by the calibration, the same on every rank; None where nobody can lend, or before it is known.
     """
 
-    def __init__(self, config: BalanceConfig, num_ranks: int, exchange: Exchange | None) -> None:
+    def __init__(
+        self,
+        config: BalanceConfig,
+        num_ranks: int,
+        exchange: Exchange | None,
+        segments: Sequence[SegmentWork] = (),
+        owned: Sequence[float] | None = None,
+    ) -> None:
         self._exchange, self._migration_transport = exchange, config.migration_transport
         self._may_migrate = config.mode in MIGRATING_MODES
         self._told_config = repr(config)
-        self._controller = Controller(config, num_ranks)
+        self._controller = Controller(config, num_ranks, segments)
+        if owned is not None:
+            self._controller.set_owned(owned)
         self._what_if = WhatIf(config, num_ranks)
         self._received: list[list[float]] | None = None
         self._lent_when_sent = (0.0,) * num_ranks
@@ -73,6 +86,24 @@ class GroupDecision:
             _require_equal([number for number, *_ in self._exchange.meet(self._fingerprint(agreed))])
         self._exchange.post([fingerprint, wait_s, *_as_numbers(times, cost)])
         self._lent_when_sent = lent_in_force
+
+    def expect_moves(self, cost: MoveCost, bytes_of_units: float) -> None:
+        """What a move costs by the calibration, and the bytes of all units of a rank; alike on all ranks."""
+        self._controller.expect_moves(cost, bytes_of_units)
+
+    def moved(self, num_bytes: float, seconds: float) -> None:
+        """Units have changed hands as planned: what the rank that sent or received most did, and how long it took."""
+        self._controller.moved(num_bytes, seconds)
+
+    def refuse_move(self, reason: str) -> None:
+        """Nothing has changed hands: the ownership in force stays, and another move is not planned for a while."""
+        self._controller.refuse_move(reason)
+        self.plan = self._controller.current_plan()
+
+    def hold_owned(self, shares: Sequence[float] | None) -> None:
+        """Own by these shares whatever is measured; None to decide again."""
+        self._controller.hold_owned(shares)
+        self.plan = self._controller.current_plan()
 
     def next_step(self) -> None:
         """A step is over that ends without an update."""
@@ -173,6 +204,11 @@ class GroupDecision:
     def calibration_plan(self) -> WorkloadPlan | None:
         """The plan of a calibration step, if the next step is one: it spares nobody, to be measured."""
         return self._controller.calibration_plan if self.num_calibration_steps else None
+
+    @property
+    def busy_s(self) -> Sequence[float]:
+        """Of every rank, seconds of a step at full work as far as is known; empty before all were measured."""
+        return self._controller.busy_s
 
     @property
     def what_if_plans(self) -> dict[str, WorkloadPlan]:

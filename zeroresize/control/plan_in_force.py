@@ -11,6 +11,7 @@ from zeroresize.control.plan_installer import PlanInstaller
 from zeroresize.migration.lender import Lender
 from zeroresize.plan.group import Shares, WorkloadPlan
 from zeroresize.policy.columns.selector import ColumnSelector, Relief
+from zeroresize.resharding.units_in_force import UnitsInForce
 
 
 class PlanInForce:
@@ -23,6 +24,7 @@ class PlanInForce:
         installer: prunes and leaves to others in this rank's layers.
         lender: carries out loans; None where nothing migrates.
         exchange: with the other ranks; None in a group of one.
+        units: of this rank; None in a group of one.
 
     Attributes:
         pins: γ that is forced in place of the plan's, by rank; the same on every rank.
@@ -44,9 +46,11 @@ class PlanInForce:
         installer: PlanInstaller,
         lender: Lender | None,
         exchange: Exchange | None,
+        units: UnitsInForce | None = None,
     ) -> None:
         self._config, self._rank, self._num_ranks = config, rank, num_ranks
         self._selector, self._installer, self._lender, self._exchange = selector, installer, lender, exchange
+        self._units = units
         self._decided = self._plan = WorkloadPlan(())
         self.pins: dict[int, float] = {}
         self.planned, self.ratio = Shares(), 0.0
@@ -65,7 +69,7 @@ class PlanInForce:
         plan = calibration or decided
         self._decided, self._plan = decided, plan
         self._installer.install(self._relief(decided))
-        self.planned = replace(self._installer.shares, borrowed=decided.ranks[self._rank].borrowed)
+        self.planned = self._with_others(decided)
         self.ratio, self.layer_shares = self._installer.relief.spared, self._installer.layer_shares
         if plan is not decided:
             self._installer.install(self._relief(plan))
@@ -87,7 +91,7 @@ class PlanInForce:
 
     def begin_step(self) -> None:
         """An iteration begins under what is installed."""
-        self.shares_of_step = replace(self._installer.shares, borrowed=self._plan.ranks[self._rank].borrowed)
+        self.shares_of_step = self._with_others(self._plan)
 
     def end_step(self) -> None:
         """The iteration is over: count it for the selector."""
@@ -134,6 +138,11 @@ class PlanInForce:
     def agreed(self) -> tuple[object, ...]:
         """What every rank of the group must have alike, besides what is decided."""
         return self._selector.epoch, sorted(self.pins.items())
+
+    def _with_others(self, plan: WorkloadPlan) -> Shares:
+        """What is installed, with what this rank computes for others by ``plan``, and the units that it owns."""
+        borrowed, owned = plan.ranks[self._rank].borrowed, 1.0 if self._units is None else self._units.owned
+        return replace(self._installer.shares, borrowed=borrowed, owned=owned)
 
     def _relief(self, plan: WorkloadPlan) -> Relief:
         """What this rank is relieved of under ``plan``, or by its pin."""

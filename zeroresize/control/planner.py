@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from zeroresize.plan.group import WorkloadPlan
 from zeroresize.policy.cost_model import MigrationCost, ResizingCost
+from zeroresize.policy.moving import MoveCost
 from zeroresize.policy.times import RankTimes
 from zeroresize.utils.state_checks import Check
 
@@ -37,6 +38,10 @@ class Planner(Protocol):
     def what_if_plans(self) -> Mapping[str, WorkloadPlan]:
         """What other modes would decide, by mode; empty where nobody asks."""
 
+    @property
+    def busy_s(self) -> Sequence[float]:
+        """Of every rank, seconds of a step at full work as far as is known; empty before all were measured."""
+
     def update(self, times: RankTimes | None, cost: ResizingCost, wait_s: float, agreed: object) -> None:
         """An interval of training is over: take this rank's numbers, and decide.
 
@@ -49,6 +54,18 @@ class Planner(Protocol):
         Raises:
             RuntimeError: if the ranks of the group do not agree on their plans, or on ``agreed``.
         """
+
+    def expect_moves(self, cost: MoveCost, bytes_of_units: float) -> None:
+        """What a move costs by the calibration, and the bytes of all units of a rank; alike on all ranks."""
+
+    def moved(self, num_bytes: float, seconds: float) -> None:
+        """Units have changed hands as planned: what the rank that sent or received most did, and how long it took."""
+
+    def refuse_move(self, reason: str) -> None:
+        """Nothing has changed hands: the ownership in force stays, and another move is not planned for a while."""
+
+    def hold_owned(self, shares: Sequence[float] | None) -> None:
+        """Own by these shares whatever is measured; None to decide again."""
 
     def next_step(self) -> None:
         """A step is over that ends no interval."""

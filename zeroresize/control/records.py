@@ -15,6 +15,7 @@ _RECORDED_METRICS = ("ratio", "busy_s", "gemm_s", "predicted_step_s", "is_stragg
 def update_record(parts: Parts, num_steps: int, balancing_since_update_s: float) -> UpdateRecord:
     """This rank's numbers after ``num_steps`` steps."""
     times, plan, in_force = parts.monitor.times, parts.decision.plan, parts.plan_in_force
+    moves = parts.units.moves if parts.units is not None else []
     return UpdateRecord(
         update=num_steps // parts.config.update_every,
         step=num_steps,
@@ -25,6 +26,9 @@ def update_record(parts: Parts, num_steps: int, balancing_since_update_s: float)
         is_straggler=plan.ranks[parts.rank].is_straggler,
         ratio=in_force.ratio,
         **asdict(in_force.planned),
+        units={kind: own[parts.rank] for kind, own in parts.units.num_units.items()} if parts.units else {},
+        moved_bytes=sum(move.sent_bytes + move.received_bytes for move in moves),
+        moving_s=sum(move.seconds for move in moves),
         lent_to={str(receiver): share for receiver, share in in_force.lent_to.items()},
         layer_shares=in_force.layer_shares,
         predicted_step_s=plan.predicted_step_s,

@@ -117,6 +117,24 @@ class OwnershipMap:
         return OwnershipMap(owners, self.num_ranks)
 
 
+def checked_shares(shares: object, num_ranks: int) -> tuple[float, ...]:
+    """What a user gives as the ranks' shares, scaled so that their mean is 1: ``(2, 1, 1)`` is (1.5, 0.75, 0.75).
+
+    Raises:
+        ValueError: unless they are ``num_ranks`` finite numbers, none negative and not all zero.
+    """
+    is_row = isinstance(shares, Sequence) and not isinstance(shares, str)
+    numbers = [one for one in shares if isinstance(one, int | float) and not isinstance(one, bool)] if is_row else []
+    is_sound = is_row and len(numbers) == len(shares) == num_ranks
+    if not is_sound or not all(math.isfinite(one) and one >= 0.0 for one in numbers) or not any(numbers):
+        raise ValueError(
+            f"shares={shares!r} is not allowed: wanted are {num_ranks} numbers, one for each rank of the group, none "
+            "negative and not all zero, such as (2, 1, 1)"
+        )
+    mean = math.fsum(numbers) / num_ranks
+    return tuple(one / mean for one in numbers)
+
+
 def unit_counts(shares: Sequence[float], segment: SegmentWork) -> tuple[int, ...]:
     """How many units each rank owns so that the largest of ``count / share`` is least (D'Hondt's apportionment).
 

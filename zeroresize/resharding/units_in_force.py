@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,10 +12,11 @@ from typing import Any
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from zeroresize.comm.collectives import group_rank, group_size, world_size
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.layers.segments import owned_segments, segment_works
-from zeroresize.plan.ownership import SegmentWork, owned_shares, unit_counts
+from zeroresize.plan.ownership import SegmentWork, checked_shares, owned_shares, unit_counts
 from zeroresize.resharding.transfer import MoveReport, bytes_of_units, move_units
 
 logger = logging.getLogger(__name__)
@@ -29,7 +31,8 @@ class Move:
         sent_bytes, received_bytes: of this rank.
         largest_bytes: sent or received by the rank that sent or received most; the same on every rank.
         seconds: that it took the slowest rank; the same on every rank.
-        num_units: of every kind, how many changed hands.
+        changes: of every kind, by how many units of all segments each rank has more now; negative for fewer.
+        owned_before: of every kind, how many each rank had.
     """
 
     before: tuple[float, ...]
@@ -38,7 +41,8 @@ class Move:
     received_bytes: int
     largest_bytes: int
     seconds: float
-    num_units: Mapping[str, int]
+    changes: Mapping[str, tuple[int, ...]]
+    owned_before: Mapping[str, tuple[int, ...]]
 
 
 class UnitsInForce:
@@ -46,7 +50,6 @@ class UnitsInForce:
 
     Args:
         model, layers, optimizer, process_group: as of :class:`~zeroresize.balancer.Balancer`.
-        rank, num_ranks: this rank within its group, and the group's size.
         meet: exchanges up to two numbers with all ranks of the group.
 
     Attributes:
@@ -54,6 +57,7 @@ class UnitsInForce:
         works: what decisions must know of them.
         shares: by which the units are divided now, one a rank.
         moves: that were made since :meth:`forget_moves`.
+        why_not_movable: why no unit may change hands; None where they may.
     """
 
     def __init__(
@@ -63,16 +67,15 @@ class UnitsInForce:
         optimizer: Any,
         process_group: ProcessGroup,
         *,
-        rank: int,
-        num_ranks: int,
         meet: Callable[..., list[list[float]]],
     ) -> None:
         self._model, self._optimizer, self._group, self._meet = model, optimizer, process_group, meet
-        self._rank, self._num_ranks = rank, num_ranks
+        self._rank, self._num_ranks = group_rank(process_group), group_size(process_group)
         self.segments: Sequence[OwnedSegment] = owned_segments(layers)
         self.works: tuple[SegmentWork, ...] = segment_works(layers)
         self.shares = next((segment.shares for segment in self.segments), self.home)
         self.moves: list[Move] = []
+        self.why_not_movable = _why_not_movable(self.segments, self._num_ranks)
 
     @property
     def home(self) -> tuple[float, ...]:
@@ -84,23 +87,39 @@ class UnitsInForce:
         """Whether every rank owns what its host gave it."""
         return all(segment.owned.is_even for segment in self.segments)
 
+    def are_away(self) -> bool:
+        """Whether some rank owns something else than its host gave it."""
+        return not self.is_home
+
     @property
     def owned(self) -> float:
         """What this rank owns of the products, in units of a rank's at even shares."""
         return owned_shares(self.shares, self.works)[self._rank]
 
     @property
-    def num_units(self) -> dict[str, int]:
-        """How many units of every kind this rank owns, of all segments."""
-        counts: dict[str, int] = {}
+    def num_units(self) -> dict[str, tuple[int, ...]]:
+        """How many units of every kind each rank owns, of all segments."""
+        counts: dict[str, tuple[int, ...]] = {}
         for segment in self.segments:
-            counts[segment.kind] = counts.get(segment.kind, 0) + segment.owned.counts[self._rank]
+            known = counts.get(segment.kind, (0,) * self._num_ranks)
+            counts[segment.kind] = tuple(map(operator.add, known, segment.owned.counts))
         return counts
 
     @property
     def bytes_of_units(self) -> int:
         """Bytes of what a rank sends that gives away all units it has at even shares, optimizer state included."""
         return bytes_of_units(self.segments, self._optimizer) if self.segments else 0
+
+    def checked(self, shares: Any) -> tuple[float, ...]:
+        """``shares`` for :meth:`move`, or an error.
+
+        Raises:
+            ValueError: for shares that are negative, all zero, or not one a rank; or where no unit may change hands.
+        """
+        checked = checked_shares(shares, self._num_ranks)
+        if self.why_not_movable is not None:
+            raise ValueError(f"shares={list(checked)}: no unit can change hands: {self.why_not_movable}")
+        return checked
 
     def move(self, shares: Sequence[float]) -> Move | None:
         """Divide the units by ``shares``; None where that is how they are divided already.
@@ -116,6 +135,7 @@ class UnitsInForce:
             segment.name: segment.owned.with_counts(unit_counts(after, work))
             for segment, work in zip(self.segments, self.works, strict=True)
         }
+        owned_before = self.num_units
         report: MoveReport = move_units(
             self.segments,
             targets,
@@ -135,7 +155,8 @@ class UnitsInForce:
             report.received_bytes,
             int(max(largest for _, largest, *_ in told)),
             max(seconds for seconds, *_ in told),
-            report.num_units,
+            {kind: tuple(map(operator.sub, now, owned_before[kind])) for kind, now in self.num_units.items()},
+            owned_before,
         )
         self.moves.append(move)
         return move
@@ -151,3 +172,14 @@ class UnitsInForce:
         self.move(self.home)
         yield
         self.move(away)
+
+
+def _why_not_movable(segments: Sequence[OwnedSegment], num_ranks: int) -> str | None:
+    if not segments:
+        return "the model has no segment that is known to be divisible unevenly (the log of convert says why)"
+    if world_size() > num_ranks:
+        return (
+            f"there are {world_size()} ranks, {num_ranks} of them in this tensor-parallel group, and data-parallel "
+            "replicas would have to own the same units"
+        )
+    return None

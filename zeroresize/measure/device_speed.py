@@ -1,0 +1,65 @@
+"""How fast the ranks of a group are, by a few products before training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from zeroresize.comm.collectives import gather_numbers
+from zeroresize.layers.balanced_linear import BalancedLinear
+
+#: Tokens of a product, the least time that a measurement takes, and its repetitions, of which the fastest counts:
+#: whatever disturbs only adds time.
+_NUM_TOKENS, _LEAST_S, _REPETITIONS = 512, 0.05, 5
+#: Ranks whose speeds differ by less are taken to be equally fast.
+_ALIKE = 0.05
+
+
+def measured_shares(layers: Mapping[str, BalancedLinear], process_group: ProcessGroup) -> tuple[float, ...]:
+    """Shares of the work at which all ranks take equally long, with a mean of 1; collective, takes about a second.
+
+    Every rank multiplies at the same time, forward and backward, by the weight of its largest layer.
+    """
+    weight = max((layer.local_weight for layer in layers.values()), key=Tensor.numel).detach()
+    seconds = [own for own, *_ in gather_numbers([_seconds(weight)], process_group)]
+    mean = sum(seconds) / len(seconds)
+    if max(seconds) - min(seconds) <= _ALIKE * mean:
+        return (1.0,) * len(seconds)
+    speeds = [1.0 / own for own in seconds]
+    return tuple(len(speeds) * own / sum(speeds) for own in speeds)
+
+
+@torch.no_grad()
+def _seconds(weight: Tensor) -> float:
+    """Of the three products of one layer."""
+    x = torch.ones(_NUM_TOKENS, weight.shape[1], dtype=weight.dtype, device=weight.device)
+
+    def products() -> None:
+        y = x @ weight.t()
+        y @ weight
+        y.t() @ x
+
+    products()  # what is set up once
+    fastest_s, num_products = float("inf"), 1
+    for _ in range(_REPETITIONS):
+        elapsed_s = 0.0
+        while elapsed_s < _LEAST_S:
+            _synchronize(weight.device)
+            began = time.perf_counter()
+            for _ in range(num_products):
+                products()
+            _synchronize(weight.device)
+            elapsed_s = time.perf_counter() - began
+            if elapsed_s < _LEAST_S:
+                num_products *= 2
+        fastest_s = min(fastest_s, elapsed_s / num_products)
+    return fastest_s
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
