@@ -18,8 +18,10 @@ from zeroresize.config import BalanceConfig
 from zeroresize.control import balancer_state, records
 from zeroresize.control.assembly import build
 from zeroresize.control.move_log import MoveLog
+from zeroresize.measure.calibrate_moves import measure_move_cost
 from zeroresize.measure.calibration import calibrate_group
 from zeroresize.plan.group import WorkloadPlan
+from zeroresize.policy.moving import MoveCost
 from zeroresize.resharding.transfer import NotEnoughMemoryError
 from zeroresize.telemetry import UpdateRecord
 
@@ -367,6 +369,11 @@ class Balancer:
                 parts.decision.migration,
                 parts.exchange.meet,
             )
+            if parts.units is not None and parts.units.segments:
+                cost = measure_move_cost(parts.process_group, parts.device)
+                told = parts.exchange.gather([*cost, parts.units.bytes_of_units])
+                per_byte_s, fixed_s, num_bytes = (max(column) for column in zip(*told, strict=True))
+                parts.decision.expect_moves(MoveCost(per_byte_s, fixed_s), num_bytes)
 
     def _decide(self) -> None:
         """A new plan, from what all ranks measured until the last update; this rank's numbers go out for the next."""

@@ -155,7 +155,7 @@ def _divide(
     found = owned_segments(layers)
     if not found:
         raise ValueError(
-            f"shares={shares!r}: the model has no segment that is known to be divisible unevenly: name them by segments="
+            f"shares={shares!r}: no segment of the model is known to be divisible by units: name one by segments="
         )
     if shares == "auto":
         if world_size() > group_size(process_group):

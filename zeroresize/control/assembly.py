@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
@@ -82,6 +83,11 @@ class Parts:
     freezer: ColumnFreezer | None
     units: UnitsInForce | None
     attached: ExitStack
+
+    @property
+    def device(self) -> torch.device:
+        """Of the layers."""
+        return next(iter(self.layers.values())).local_weight.device
 
     def close(self) -> None:
         """Take back all that is attached, whatever fails; afterwards the layers compute in full.
