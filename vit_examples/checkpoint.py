@@ -111,7 +111,7 @@ def require_layout(checkpoint: Path, layout: dict[str, Any]) -> None:
 def save_checkpoint(
     folder: Path, progress: Progress, *, host: Host, balancer: zr.Balancer, layout: dict[str, Any], keep: int
 ) -> bool:
-    """Write ``folder/epoch-<n>`` and delete all but the ``keep`` newest; collective.
+    """Write ``folder/epoch-<n>``, with all units at home, and delete all but the ``keep`` newest; collective.
 
     Where it cannot be written, as on a full disk, rank 0 warns, what was begun is deleted, the older ones stay, and
     training can go on.
@@ -142,7 +142,8 @@ def save_checkpoint(
 
     try:
         _on_all_ranks(OSError, begin if host.rank == 0 else _nothing)
-        written = _of_all_ranks(_on_all_ranks(OSError, write_own))
+        with balancer.at_home():
+            written = _of_all_ranks(_on_all_ranks(OSError, write_own))
         _on_all_ranks(OSError, complete if host.rank == 0 else _nothing)
     except OSError as error:
         if host.rank == 0:
@@ -185,7 +186,8 @@ def load_checkpoint(checkpoint: Path, *, host: Host, balancer: zr.Balancer) -> P
         _on_all_ranks(ValueError, load_balancer)
     except ValueError as error:
         raise ValueError(f"{error}\n{_way_out(checkpoint)}") from error
-    host.load(shard)
+    with balancer.at_home():
+        host.load(shard)
     return progress
 
 

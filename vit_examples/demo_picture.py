@@ -1,4 +1,4 @@
-"""The demo's picture: step time over steps for every run, and γ of the straggler below it."""
+"""The demo's picture: step time over steps for every run, and below it what the straggler does not compute."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def save_picture(path: Path, results: dict[str, dict[str, Any]], *, straggler: i
 
 
 def draw(results: dict[str, dict[str, Any]], *, straggler: int) -> Figure:
-    """Step times of every run above, γ of those that prune or lend below."""
+    """Step times of every run above; below, of those that move, lend or prune, what the straggler is relieved of."""
     figure, (times, ratios) = pyplot.subplots(
         2, 1, sharex=True, figsize=(8, 6), height_ratios=(2, 1), layout="constrained"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -12,6 +13,7 @@ from torch import nn
 from vit_examples.config import RunConfig
 from vit_examples.data import expand_variables, local_path, unset_variables
 from vit_examples.model import build_vit, parallel_style
+from zeroresize.plan.ownership import SegmentWork, checked_shares, neuron_quantum, unit_counts
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,10 @@ class Requirements:
         return self.weights + self.gradients + self.adamw + self.master_weights + self.activations
 
 
-def dry_run(config: RunConfig, *, num_ranks: int) -> Requirements:
+def dry_run(config: RunConfig, *, num_ranks: int) -> list[Requirements]:
     """Check ``config`` for ``num_ranks`` ranks and print, on rank 0 if under torchrun, what each of them needs.
+
+    By even shares all need the same. Shares that are to be measured (``"auto"``) are taken to be even.
 
     Raises:
         ValueError: naming what does not fit.
@@ -41,17 +45,17 @@ def dry_run(config: RunConfig, *, num_ranks: int) -> Requirements:
     config.validate_group_size(num_ranks)
     model = build_vit(config.model, num_ranks=num_ranks, seed=0, device="meta")
     whole = sum(parameter.numel() for parameter in model.parameters())
-    needed = requirements(config, model, num_ranks)
+    needed = [requirements(config, model, num_ranks, rank) for rank in range(num_ranks)]
     if os.environ.get("RANK", "0") == "0":
         _print(config, num_ranks, whole, needed)
     return needed
 
 
-def requirements(config: RunConfig, model: nn.Module, num_ranks: int) -> Requirements:
-    """Parameters and bytes of one of ``num_ranks`` ranks."""
+def requirements(config: RunConfig, model: nn.Module, num_ranks: int, rank: int) -> Requirements:
+    """Parameters and bytes of ``rank`` of ``num_ranks``."""
+    part = _Part.of(config, num_ranks, rank)
     parameters = sum(
-        parameter.numel() // (num_ranks if _is_split(config, name) else 1)
-        for name, parameter in model.named_parameters()
+        round(parameter.numel() * part.of_parameter(config, name)) for name, parameter in model.named_parameters()
     )
     # Colossal-AI's mixed precision holds 16-bit weights and fp32 masters, whose fp32 gradients replace the 16-bit ones
     # in the step; autocast on plain torch holds fp32 weights only.
@@ -62,22 +66,54 @@ def requirements(config: RunConfig, model: nn.Module, num_ranks: int) -> Require
         gradients=parameters * 4,
         adamw=parameters * 8,
         master_weights=parameters * 4 if has_masters else 0,
-        activations=activation_bytes(config, num_ranks),
+        activations=activation_bytes(config, part),
     )
 
 
-def activation_bytes(config: RunConfig, num_ranks: int) -> int:
+@dataclass(frozen=True)
+class _Part:
+    """What one rank owns of the attention heads, of the feed-forward neurons, and of what is always split evenly."""
+
+    heads: float
+    neurons: float
+    even: float
+
+    @classmethod
+    def of(cls, config: RunConfig, num_ranks: int, rank: int) -> _Part:
+        model, shares = config.model, config.balance.shares
+        if isinstance(shares, str):
+            return cls(*[1.0 / num_ranks] * 3)
+        checked = checked_shares(shares, num_ranks)
+        sizes = model.num_heads, model.mlp_size or 4 * model.hidden_size
+        quanta = 1, neuron_quantum(sizes[1], num_ranks)
+        heads, neurons = (
+            unit_counts(checked, SegmentWork(size, quantum, 0.0))[rank] / size
+            for size, quantum in zip(sizes, quanta, strict=True)
+        )
+        return cls(heads, neurons, 1.0 / num_ranks)
+
+    def of_parameter(self, config: RunConfig, name: str) -> float:
+        """Which share of a parameter of the model the rank holds."""
+        style = parallel_style(name)
+        if style == "column" or (style == "row" and name.endswith(".weight")):
+            return self.heads if ".attention." in name else self.neurons
+        is_padded_classifier = config.host == "colossalai" and name.startswith("classifier.")
+        return self.even if is_padded_classifier else 1.0
+
+
+def activation_bytes(config: RunConfig, part: _Part) -> int:
     """Estimate of what forward keeps for backward, of one micro-batch, on one rank.
 
     Of each token and layer: on every rank the inputs and outputs of both layer norms (4 H), and of the rank's share
-    q, k, v and the attention's output (4 H/R), FC1's output and the activation function's (2 M/R). Attention
+    q, k, v and the attention's output (4 H), FC1's output and the activation function's (2 M). Attention
     probabilities are not kept (scaled_dot_product_attention). With activation checkpointing each layer keeps its
     input (H), and one layer everything.
     """
     model, training = config.model, config.training
     mlp_size = model.mlp_size or 4 * model.hidden_size
     tokens = training.batch_size // training.accumulation * model.num_tokens
-    per_token = 4 * model.hidden_size + (4 * model.hidden_size + 2 * mlp_size) // num_ranks
+    split = 4 * model.hidden_size * part.heads + 2 * mlp_size * part.neurons
+    per_token = 4 * model.hidden_size + round(split)
     values = model.depth * per_token
     if training.activation_checkpointing:
         values = model.depth * model.hidden_size + per_token
@@ -101,35 +137,31 @@ def data_line(source: str) -> str:
     return f"data: {expanded}; the pictures were not opened"
 
 
-def _is_split(config: RunConfig, name: str) -> bool:
-    style = parallel_style(name)
-    if config.host == "colossalai" and name.startswith("classifier."):
-        return True
-    return style == "column" or (style == "row" and name.endswith(".weight"))
-
-
-def _print(config: RunConfig, num_ranks: int, whole: int, needed: Requirements) -> None:
+def _print(config: RunConfig, num_ranks: int, whole: int, needed: Sequence[Requirements]) -> None:
     model, training = config.model, config.training
+    alike = len(set(needed)) == 1
     table = Table(
-        title=f"one of {num_ranks} ranks, {config.host}, {training.precision}, batch {training.batch_size} × "
+        title=f"{'one of ' if alike else ''}{num_ranks} ranks, {config.host}, {training.precision}, batch {training.batch_size} × "
         f"{model.num_tokens} tokens",
         title_justify="left",
     )
+    shown = needed[:1] if alike else needed
     table.add_column("what")
-    table.add_column("size", justify="right")
+    for rank in range(len(shown)):
+        table.add_column("size" if alike else f"rank {rank}", justify="right")
     table.add_row("parameters, whole model", f"{whole:,}")
-    table.add_row("parameters, this rank", f"{needed.parameters:,}", end_section=True)
+    table.add_row("parameters, this rank", *(f"{own.parameters:,}" for own in shown), end_section=True)
     rows = {
-        "weights": needed.weights,
-        "gradients": needed.gradients,
-        "AdamW moments, fp32": needed.adamw,
-        "master weights, fp32": needed.master_weights,
-        "activations, estimated": needed.activations,
+        "weights": "weights",
+        "gradients": "gradients",
+        "AdamW moments, fp32": "adamw",
+        "master weights, fp32": "master_weights",
+        "activations, estimated": "activations",
     }
-    for name, size in rows.items():
-        table.add_row(name, _gib(size))
+    for told, name in rows.items():
+        table.add_row(told, *(_gib(getattr(own, name)) for own in shown))
     table.add_section()
-    table.add_row("together", _gib(needed.total))
+    table.add_row("together", *(_gib(own.total) for own in shown))
     table.add_row("host memory while building (whole model, fp32)", _gib(4 * whole))
     console = Console()
     console.print(data_line(config.data.source), markup=False, highlight=False, soft_wrap=True)

@@ -56,7 +56,7 @@ class Run:
     """Everything of one run on one rank.
 
     Attributes:
-        trace: this rank's γ at each logged step of the epoch.
+        trace: which share of what its host gave it this rank does not compute, at each logged step of the epoch.
         held: what keeps other runs out of the output folder; close it when all is written.
     """
 
@@ -210,7 +210,7 @@ def train_epoch(run: Run, epoch: int, display: Display) -> float:
         if (step + 1) % log_every == 0 or number + 1 == run.steps_per_epoch:
             step_s = run.clock.lap()
             balance = run.balancer.metrics()
-            run.trace.append(balance["balance/ratio"])
+            run.trace.append(balance["balance/relieved"])
             if run.recorder is not None:
                 run.recorder.step(epoch=epoch, step=step, loss=losses[-1], lr=lr, step_s=step_s, balance=balance)
     return torch.stack(losses).mean().item()

@@ -55,6 +55,7 @@ def metrics(parts: Parts, num_steps: int, balancing_s: float) -> dict[str, float
     executed = parts.plan_in_force.shares_of_last_step or parts.plan_in_force.shares_of_step
     numbers = {name: float(getattr(record, name)) for name in _RECORDED_METRICS} | {
         **{f"{name}_share": share for name, share in asdict(executed).items()},
+        "relieved": 1.0 - record.owned * (1.0 - record.ratio),
         "least_busy_s": times.least_busy_s if times else math.nan,
         "balancing_s": balancing_s,
         "statistic_bytes": float(parts.statistic.bytes_held if parts.statistic is not None else 0),

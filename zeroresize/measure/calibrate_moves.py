@@ -18,9 +18,7 @@ def measure_move_cost(process_group: ProcessGroup, device: torch.device) -> tupl
 
     Every rank sends to the next one while it receives from the one before.
     """
-    small_s, large_s = (
-        min(_seconds(process_group, device, size) for _ in range(_ROUNDS)) for size in (_SMALL, _LARGE)
-    )
+    small_s, large_s = (min(_seconds(process_group, device, size) for _ in range(_ROUNDS)) for size in (_SMALL, _LARGE))
     return max(large_s - small_s, 0.0) / (_LARGE - _SMALL), small_s
 
 
