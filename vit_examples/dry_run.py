@@ -141,8 +141,8 @@ def _print(config: RunConfig, num_ranks: int, whole: int, needed: Sequence[Requi
     model, training = config.model, config.training
     alike = len(set(needed)) == 1
     table = Table(
-        title=f"{'one of ' if alike else ''}{num_ranks} ranks, {config.host}, {training.precision}, batch {training.batch_size} × "
-        f"{model.num_tokens} tokens",
+        title=f"{'one of ' if alike else ''}{num_ranks} ranks, {config.host}, {training.precision}, "
+        f"batch {training.batch_size} × {model.num_tokens} tokens",
         title_justify="left",
     )
     shown = needed[:1] if alike else needed
