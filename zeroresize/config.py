@@ -15,6 +15,7 @@ from zeroresize.config_keys import (
     MIGRATING_MODES,
     MIGRATION_TRANSPORTS,
     MODES,
+    MOVING_MODES,
     PINNABLE_MODES,
     PRIDIFF_RULES,
     PRIORITIES,
@@ -37,14 +38,16 @@ class BalanceConfig:
     A key that has no effect in the mode, or beside the other keys, stays at its default; in mode "off" any may be set.
 
     Attributes:
-        mode: ``"off"`` computes everything but still measures (the paper's Baseline). The others let stragglers prune
-            columns: ``"zero-rd"`` drawn at random, ``"zero-pri"`` by priority, ``"zero-pridiff"`` by priority and with
-            a ratio of its own for every layer (ZERO-Rd, -Pri, -PriDiff, sections III-B and III-C). With ``"mig"``
-            stragglers hand columns to the other ranks (section IV), and nothing is left out. With ``"semi"`` a cost
-            model decides who hands over and who prunes, as in ``"zero-pri"`` (``"zero-pridiff"`` by the paper's rule).
+        mode: ``"off"`` computes everything but still measures (the paper's Baseline). With ``"exact"`` units of the
+            layers change their owner where a straggler lasts, columns are lent until then, and nothing is left out.
+            The others are the paper's. Stragglers prune columns: ``"zero-rd"`` drawn at random, ``"zero-pri"`` by
+            priority, ``"zero-pridiff"`` by priority and with a ratio of its own for every layer (ZERO-Rd, -Pri,
+            -PriDiff, sections III-B and III-C). With ``"mig"`` they hand columns to the other ranks (section IV), and
+            nothing is left out. With ``"semi"`` a cost model decides who hands over and who prunes, as in
+            ``"zero-pri"`` (``"zero-pridiff"`` by the paper's rule), and units move as in ``"exact"``.
         ratio: ``"auto"`` decides for every straggler, by Eq. (1) where it only prunes; a number forces that ratio γ,
-            0 ≤ γ < 1 where it prunes (0 prunes nothing), 0 ≤ γ ≤ 1 with ``"mig"``; with ``"semi"`` nothing can be
-            forced.
+            0 ≤ γ < 1 where it prunes (0 prunes nothing), 0 ≤ γ ≤ 1 with ``"mig"``; with ``"exact"`` and ``"semi"``
+            nothing can be forced.
         ranks: whom a forced ratio applies to: ``"stragglers"`` (as measured), ``"all"``, or ranks counted within the
             group. With ``"all"`` or a list the ratio is in force from the first iteration.
         target: the reference time of Eq. (1): the ``"mean"`` over the ranks (paper) or their ``"min"``.
@@ -53,7 +56,7 @@ class BalanceConfig:
         update_every: optimizer steps between two updates; an update is one exchange and one decision.
         tolerance: a rank is a straggler when its time exceeds the reference by more than this share.
         max_ratio: γ_max, the largest share that an automatic decision spares a rank; where nothing is pruned
-            (``"mig"``, or ``budget`` 0) all but a few columns may be lent.
+            (``"exact"``, ``"mig"``, or ``budget`` 0) all but a few columns may be lent.
         priority: what makes a column important: its ``"activation"`` norm times its weights' norm, the ``"variation"``
             of its weights over an epoch (paper's δ), or their ``"path_length"`` over the epoch.
         snapshot: where ``"variation"`` keeps its second copy of the weights: on the ``"host"``, or in ``"bf16"`` on
@@ -69,6 +72,8 @@ class BalanceConfig:
             run anyway, or ``"scatter-gather"`` from rank to rank.
         mig_rule: what ``"mig"`` aims at: the time at which all ranks are ``"balanced"``, or the ``"paper"``'s Eq. (1)
             with the time of ``target``.
+        moves: whether units may change their owner. While some are away from home nothing is lent or pruned. By
+            ``semi_rule="paper"``, or with a number for ``num_migrating``, none move, as in the paper.
         semi_rule: how ``"semi"`` divides: ``"makespan"`` prunes the least that keeps a step within half the
             ``tolerance`` of the normal ranks' time, and lends the rest; ``"paper"`` follows Eq. (2) and (3), and prunes
             by ZERO-PriDiff.
@@ -91,7 +96,7 @@ class BalanceConfig:
         ValueError: naming the key, the value and what is allowed, or where the key is used.
     """
 
-    mode: str = "zero-pri"
+    mode: str = "exact"
     ratio: str | float = "auto"
     ranks: str | tuple[int, ...] = "stragglers"
     target: str = "min"
@@ -108,6 +113,7 @@ class BalanceConfig:
     pruned_update: str = "optimizer"
     migration_transport: str = "broadcast-reduce"
     mig_rule: str = "balanced"
+    moves: bool = True
     semi_rule: str = "makespan"
     num_migrating: str | int = "auto"
     budget: float = 0.5
@@ -140,6 +146,7 @@ class BalanceConfig:
         at_least("update_every", self.update_every, 1)
         at_least("block", self.block, 1)
         at_least("seed", self.seed, 0)
+        is_bool("moves", self.moves)
         is_bool("start_checks", self.start_checks)
         if self.iters_per_epoch is not None:
             at_least("iters_per_epoch", self.iters_per_epoch, 1)
@@ -155,10 +162,10 @@ class BalanceConfig:
                 f"ratio={self.ratio} exceeds max_ratio={self.max_ratio}, the most that a layer may prune in mode "
                 "'zero-pridiff': lower ratio or raise max_ratio"
             )
-        if self.mode == "semi" and self.ratio != "auto":
+        if self.mode in MOVING_MODES and self.ratio != "auto":
             raise ValueError(
-                f"ratio={self.ratio!r} with mode='semi' is not allowed: a cost model decides, so ratio must be 'auto'. "
-                f"To force a ratio use mode 'mig' or one of {list(PINNABLE_MODES)}"
+                f"ratio={self.ratio!r} with mode={self.mode!r} is not allowed: a cost model decides, so ratio must be "
+                f"'auto'. To force a ratio use mode 'mig' or one of {list(PINNABLE_MODES)}"
             )
         if self.mode in MIGRATING_MODES and self.ranks == "all":
             raise ValueError(
@@ -192,6 +199,12 @@ class BalanceConfig:
     def differentiates_layers(self) -> bool:
         """Whether each layer prunes a ratio of its own: ZERO-PriDiff, which is the paper's SEMI's resizer, too."""
         return differentiates_layers(vars(self))
+
+    @property
+    def may_move(self) -> bool:
+        """Whether a decision may give units of the layers to another owner."""
+        is_our_rule = self.semi_rule == "makespan" and self.num_migrating == "auto"
+        return self.mode in MOVING_MODES and self.moves and is_our_rule
 
     @property
     def forced_ratio(self) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-MODES = ("off", "zero-rd", "zero-pri", "zero-pridiff", "mig", "semi")
+MODES = ("off", "exact", "zero-rd", "zero-pri", "zero-pridiff", "mig", "semi")
 TARGETS = ("mean", "min")
 IMPUTATIONS = ("zero", "average", "same")
 RANK_CHOICES = ("stragglers", "all")
@@ -23,7 +23,9 @@ PRUNING_MODES = ("zero-rd", "zero-pri", "zero-pridiff", "semi")
 #: Those of them that choose the columns by a statistic.
 PRIORITY_MODES = ("zero-pri", "zero-pridiff", "semi")
 #: Those in which other ranks compute a straggler's columns (migration, section IV).
-MIGRATING_MODES = ("mig", "semi")
+MIGRATING_MODES = ("exact", "mig", "semi")
+#: Those in which units of the layers change their owner.
+MOVING_MODES = ("exact", "semi")
 #: Those in which one rank's ratio is its own affair.
 PINNABLE_MODES = tuple(mode for mode in PRUNING_MODES if mode not in MIGRATING_MODES)
 
@@ -91,6 +93,7 @@ _USE: Mapping[str, tuple[Callable[[Values], bool], str]] = {
         lambda values: values["mode"] == "mig" and values["ratio"] == "auto",
         "in mode 'mig' with ratio='auto'",
     ),
+    "moves": (lambda values: values["mode"] in MOVING_MODES, _modes(MOVING_MODES)),
     "semi_rule": (_is_semi, "in mode 'semi'"),
     "num_migrating": (_is_semi, "in mode 'semi'"),
     **dict.fromkeys(

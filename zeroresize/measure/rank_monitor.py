@@ -222,7 +222,7 @@ class RankMonitor:
     def state_check(self) -> Check:
         """Of what :meth:`load_state_dict` can take over."""
         conditions = row(text, number, number, count, flag)
-        step = row(number, number, number, row(share, share, not_negative), flag, number)
+        step = row(number, number, number, row(share, share, not_negative, not_negative), flag, number)
         split = row(*[each(number, NUM_POINTS)] * 3)
         return keyed(
             {

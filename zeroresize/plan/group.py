@@ -7,27 +7,35 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Shares:
-    """What becomes of one rank's product FLOPs, and what it computes for others, in units of its own at full work.
+    """What becomes of one rank's product FLOPs, and what it computes for others.
 
     Attributes:
-        pruned: nobody computes it.
-        lent: other ranks compute it.
-        borrowed: what the rank computes for other ranks.
+        pruned: share of what it owns that nobody computes.
+        lent: share of what it owns that other ranks compute.
+        borrowed: what the rank computes for other ranks, in units of a rank's products at even shares.
+        owned: what the rank owns, in the same units; 1 is home. Of a decision it is what is wanted, of a step what the
+            rounding to whole units made of that (:func:`~zeroresize.plan.ownership.owned_shares`).
     """
 
     pruned: float = 0.0
     lent: float = 0.0
     borrowed: float = 0.0
+    owned: float = 1.0
 
     @property
     def spared(self) -> float:
-        """Share of its own products that the rank does not compute, γ."""
+        """Share of the products it owns that the rank does not compute, γ."""
         return self.pruned + self.lent
 
     @property
-    def work(self) -> tuple[float, float]:
+    def computes(self) -> bool:
+        """Whether the rank computes anything at all."""
+        return (self.spared < 1.0 and self.owned > 0.0) or self.borrowed > 0.0
+
+    @property
+    def work(self) -> tuple[float, float, float]:
         """What the rank computes: two that differ in nothing else take equally long."""
-        return self.spared, self.borrowed
+        return self.spared, self.borrowed, self.owned
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,11 @@ class WorkloadPlan:
     ranks: tuple[RankPlan, ...]
     predicted_step_s: float = float("nan")
     loans: tuple[Loan, ...] = ()
+
+    @property
+    def owned(self) -> tuple[float, ...]:
+        """What each rank is to own, in units of a rank's products at even shares; all 1 is home."""
+        return tuple(rank.owned for rank in self.ranks)
 
     @property
     def relieved(self) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,17 +14,22 @@ import numpy as np
 from zeroresize.config import BalanceConfig
 from zeroresize.config_keys import MIGRATING_MODES, PRUNING_MODES
 from zeroresize.plan.group import Loan, RankPlan, Shares, WorkloadPlan
+from zeroresize.plan.ownership import SegmentWork
 from zeroresize.policy.calibration_steps import CalibrationSteps
 from zeroresize.policy.communication import CollectiveTimes, CommunicationEstimate
 from zeroresize.policy.cost_model import ResizingCost
 from zeroresize.policy.curves import Floats, GroupTimes
 from zeroresize.policy.fingerprint import fingerprint
+from zeroresize.policy.moving import MoveCost, Moving
 from zeroresize.policy.rules.by_mode import forced_division, wanted_division
+from zeroresize.policy.rules.ownership import owned_step_s, wanted_shares
 from zeroresize.policy.rules.ratio import find_stragglers, reference_time
 from zeroresize.policy.rules.sharing import Division, borrowed_shares, loans_of, predicted_busy_s
 from zeroresize.policy.spells import COST_IN_VAIN, Spells
 from zeroresize.policy.times import DURATION, RankTimes
 from zeroresize.utils.state_checks import Check, below, count, each, flag, keyed, number, optional, row, share
+
+logger = logging.getLogger(__name__)
 
 #: A rank is relieved if it is slower than the reference by so many standard deviations: to begin with pruning, to begin
 #: with lending, and to go on.
@@ -47,14 +53,20 @@ def _rounded_down(share: float) -> float:
 class Controller:
     """Keeps the times of a group and decides its plans; equal inputs give equal plans on every rank.
 
+    While units are away from home, nothing is lent or pruned: the layers of different ranks have other shapes then.
+
     Attributes:
         config: how to balance.
         num_ranks: size of the group.
+        segments: in which units can change hands; none, and nothing moves.
+        bytes_of_units: bytes of the units of one rank at home, with all that moves along.
         num_calibration_steps: with how many steps that spare nobody the interval after the last update begins.
     """
 
     config: BalanceConfig
     num_ranks: int
+    segments: Sequence[SegmentWork] = ()
+    bytes_of_units: float = 0.0
     num_calibration_steps: int = field(default=0, init=False)
     _times: list[RankTimes | None] = field(init=False)
     _shares: list[Shares] = field(init=False)
@@ -72,9 +84,10 @@ class Controller:
         self._measured_under = self._shares
         self._are_stragglers = [False] * self.num_ranks
         self._spells = Spells(self.num_ranks)
+        self._moving = Moving(self.num_ranks, self.segments, self.bytes_of_units)
 
     def initial_plan(self) -> WorkloadPlan:
-        """The plan in force from the first iteration: a ratio forced on named ranks, else full work."""
+        """The plan in force from the first iteration: a ratio forced on named ranks, else all that a rank owns."""
         forced = forced_division(self.config, [False] * self.num_ranks)
         self._shares = [Shares(*shares) for shares in zip(forced.pruned, forced.lent, strict=True)]
         self._loans = loans_of(forced.lent)
@@ -114,12 +127,16 @@ class Controller:
             for rank, (is_slow, was) in enumerate(zip(are_slow, self._are_stragglers, strict=True))
         ]
         told, times = times, self._lasting(times, are_slow)
-        division = wanted_division(self.config, times, self._are_stragglers, reference_s, self._communication.migration)
         before = self._measured_under = self._shares
-        is_in_doubt = self._change_to(division, times, usual)
-        lent_before = any(own.lent for own, slow in zip(before, self._are_stragglers, strict=True) if slow)
-        if lent_before and not any(own.lent for own in self._shares):
-            self._communication.give_up()
+        is_in_doubt = False
+        if self._moving.is_home:
+            migration = self._communication.migration
+            division = wanted_division(self.config, times, self._are_stragglers, reference_s, migration)
+            is_in_doubt = self._change_to(division, times, usual)
+            lent_before = any(own.lent for own, slow in zip(before, self._are_stragglers, strict=True) if slow)
+            if lent_before and not any(own.lent for own in self._shares):
+                self._communication.give_up()
+        self._move(times, usual)
         step_s = self._step_s(told, self._shares, self._loans)
         self._calibrate(told, deviations, step_s, before, is_in_doubt=is_in_doubt)
         return self._plan(step_s)
@@ -131,7 +148,70 @@ class Controller:
     @property
     def calibration_plan(self) -> WorkloadPlan:
         """Spares nobody: in force in the first ``num_calibration_steps``."""
-        return WorkloadPlan(tuple(RankPlan(is_straggler=slow) for slow in self._are_stragglers))
+        ranks = zip(self._moving.owned, self._are_stragglers, strict=True)
+        return WorkloadPlan(tuple(RankPlan(owned=owned, is_straggler=slow) for owned, slow in ranks))
+
+    @property
+    def move_cost(self) -> MoveCost:
+        """What a move takes, as far as is known. To be set, alike on every rank, where it was calibrated."""
+        return self._moving.cost
+
+    @move_cost.setter
+    def move_cost(self, cost: MoveCost) -> None:
+        self._moving.cost = cost
+
+    def moved(self, num_bytes: float, seconds: float) -> None:
+        """The move of the last plan has been made; what it took is told alike on every rank."""
+        self._moving.learn(num_bytes, seconds)
+
+    def refuse_move(self, reason: str) -> WorkloadPlan:
+        """The move of the last plan was not made, and nothing has changed; to be called alike on every rank.
+
+        What was owned before stays, and no move is tried for a while: for 8 updates, and twice as many each time.
+
+        Returns:
+            The plan in force from now on.
+        """
+        self._moving.refuse()
+        logger.info("units stay where they are for %d updates: %s", self._moving.pause, reason)
+        return self._spare_nobody()
+
+    def set_owned(self, shares: Sequence[float]) -> WorkloadPlan:
+        """Ranks own these shares from now on, until a decision changes that.
+
+        Args:
+            shares: of every rank, in any unit.
+
+        Raises:
+            ValueError: if they are no such shares, nothing can move, or a ratio is forced.
+        """
+        return self._put(shares, is_held=False)
+
+    def hold_owned(self, shares: Sequence[float] | None) -> WorkloadPlan:
+        """Ranks own these shares from now on, and no decision changes that; None lets decisions go on from there.
+
+        Raises:
+            ValueError: as :meth:`set_owned`.
+        """
+        return self._put(self._moving.owned if shares is None else shares, is_held=shares is not None)
+
+    def _put(self, shares: Sequence[float], *, is_held: bool) -> WorkloadPlan:
+        owned = self._moving.checked(shares)
+        if self.config.forced_ratio is not None and owned != self._moving.home:
+            raise ValueError(
+                f"shares={list(shares)} with ratio={self.config.ratio!r} are not allowed: nothing is pruned or lent "
+                "while units are away from home, so ratio must be 'auto'"
+            )
+        if owned == self._moving.owned:
+            self._moving.is_held = is_held
+            return self.current_plan()
+        self._moving.put(shares, is_held=is_held)
+        return self._spare_nobody()
+
+    def _spare_nobody(self) -> WorkloadPlan:
+        """Nothing is pruned or lent, but for a forced ratio."""
+        self.num_calibration_steps = 0
+        return self.initial_plan()
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values: the same on every rank."""
@@ -146,6 +226,7 @@ class Controller:
             "usual": tuple(_as_plain(times) for times in self._usual),
             "spells": self._spells.state_dict(),
             "loans": [(loan.owner, loan.share, list(loan.receivers), list(loan.parts)) for loan in self._loans],
+            "moving": self._moving.state_dict(),
             "communication": self._communication.state_dict(),
         }
 
@@ -156,7 +237,7 @@ class Controller:
         return fingerprint(
             (self._loans, plan.loans),
             state,
-            [(rank.pruned, rank.lent, rank.is_straggler) for rank in plan.ranks],
+            [(rank.pruned, rank.lent, rank.is_straggler, rank.owned) for rank in plan.ranks],
             plan.predicted_step_s,
             values,
         )
@@ -166,7 +247,7 @@ class Controller:
         """Of what :meth:`load_state_dict` can take over."""
         index = below(self.num_ranks)
         points = each(number)
-        times = row(number, number, number, number, row(points, points, points, number))
+        times = row(number, number, number, number, row(points, points, points, number), number)
         return keyed(
             {
                 "saved_for_calibration_s": number,
@@ -179,11 +260,15 @@ class Controller:
                 "spells": self._spells.state_check,
                 "loans": each(row(index, share, each(index), each(share))),
                 "communication": self._communication.state_check,
+                "moving": self._moving.state_check,
             }
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``; a mode that does not prune, or lend, does not take over what was pruned, or lent.
+        """Go on from ``state``; a mode that does not prune, lend or move does not take over what another did.
+
+        Units that are away stay so where decisions may move them, or where a user holds them and no ratio is forced;
+        else the plan is that they are at home.
 
         Raises:
             ValueError: if it was saved in a group of another size.
@@ -208,9 +293,12 @@ class Controller:
             Loan(owner, ratio, receivers.setdefault(to, to), shares.setdefault(parts, parts))
             for owner, ratio, to, parts in loans
         )
+        self._moving.load_state_dict(state["moving"])
+        may_be_away = self.config.may_move or (self._moving.is_held and self.config.forced_ratio is None)
+        if not self._moving.is_home and not may_be_away:
+            self._moving.put(self._moving.home, is_held=False)
         if self._goes_beyond_configuration():
-            self.num_calibration_steps = 0
-            self.initial_plan()
+            self._spare_nobody()
         if self.config.forced_ratio is not None:
             self.num_calibration_steps = 0
 
@@ -238,8 +326,10 @@ class Controller:
         borrowed = borrowed_shares(self._loans, self.num_ranks)
         return WorkloadPlan(
             ranks=tuple(
-                RankPlan(own.pruned, own.lent, share, slow)
-                for own, share, slow in zip(self._shares, borrowed, self._are_stragglers, strict=True)
+                RankPlan(own.pruned, own.lent, share, owned, slow)
+                for own, share, owned, slow in zip(
+                    self._shares, borrowed, self._moving.owned, self._are_stragglers, strict=True
+                )
             ),
             predicted_step_s=predicted_step_s,
             loans=self._loans,
@@ -250,7 +340,12 @@ class Controller:
 
         The curve may have changed with the speed; a rank that only seems fast would make stragglers of all the others.
         """
-        spared = [now.spared or then.spared for now, then in zip(self._shares, self._measured_under, strict=True)]
+        spared = [
+            now.spared or then.spared or min(owned, before) < 1.0
+            for now, then, owned, before in zip(
+                self._shares, self._measured_under, self._moving.owned, self._moving.owned_before, strict=True
+            )
+        ]
         usual = zip(self._usual, spared, self._are_stragglers, strict=True)
         whole_s = min((own.busy_s for own, was, slow in usual if own and not was and not slow), default=0.0)
         return GroupTimes(
@@ -329,9 +424,31 @@ class Controller:
             config.semi_rule if config.mode == "semi" else config.mig_rule if config.mode == "mig" else ""
         )
 
+    def _move(self, times: GroupTimes, deviation: float) -> None:
+        """Give units to other ranks if not doing so has cost as much as the move there and back."""
+        moving = self._moving
+        if moving.is_held or not self.config.may_move or not self.segments:
+            return
+        noise = CERTAINTY_KEPT * deviation
+        wanted = wanted_shares(times, self._are_stragglers, moving.segments, noise=noise)
+        saved_s = 0.0
+        if wanted != moving.owned:
+            # What is pruned counts as if it were computed: that is what moving is to save, too.
+            now_s = self._step_s(times, [Shares(lent=own.lent) for own in self._shares], self._loans)
+            saved_s = now_s - self._communication.seconds(()) - owned_step_s(times, wanted, moving.segments)
+            # To go or to come home it is certain who is slow; from one division to another everybody's times count.
+            is_noise = saved_s <= (COST_IN_VAIN / DURATION + deviation) * now_s
+            if is_noise and not moving.is_home and wanted != moving.home:
+                saved_s = 0.0
+        if moving.update(wanted, saved_s, self.config.update_every):
+            self._spare_nobody()
+
     def _step_s(self, times: GroupTimes, shares: Sequence[Shares], loans: Sequence[Loan]) -> float:
-        busy_s = predicted_busy_s(times, [own.spared for own in shares], loans)
-        return max(busy_s) + self._communication.seconds([own.lent for own in shares])
+        if not self._moving.is_home:
+            busy_s = owned_step_s(times, self._moving.owned, self._moving.segments)
+            return busy_s + self._communication.seconds(())
+        spared = [own.spared for own in shares]
+        return max(predicted_busy_s(times, spared, loans)) + self._communication.seconds([own.lent for own in shares])
 
     def _calibrate(
         self, times: GroupTimes, deviations: Floats, step_s: float, before: Sequence[Shares], *, is_in_doubt: bool
@@ -356,12 +473,12 @@ def _as_plain(times: RankTimes | None) -> tuple[Any, ...] | None:
         return None
     cost = times.cost
     points = cost.ratios, cost.gemm_share, cost.gather_fill_s, cost.borrowing
-    return times.rest_s, times.gemm_s, times.gather_fill_scale, times.deviation, points
+    return times.rest_s, times.gemm_s, times.gather_fill_scale, times.deviation, points, times.moving_rest
 
 
 def _from_plain(values: Sequence[Any] | None) -> RankTimes | None:
     if values is None:
         return None
-    rest_s, gemm_s, scale, deviation, (ratios, gemm_share, gather_fill_s, borrowing) = values
+    rest_s, gemm_s, scale, deviation, (ratios, gemm_share, gather_fill_s, borrowing), moving_rest = values
     cost = ResizingCost(tuple(ratios), tuple(gemm_share), tuple(gather_fill_s), borrowing)
-    return RankTimes(rest_s, gemm_s, scale, cost, deviation)
+    return RankTimes(rest_s, gemm_s, scale, cost, deviation, moving_rest)

@@ -88,6 +88,17 @@ class ResizingCost:
             return self.gemm_share[-1] * (1.0 - ratio) / (1.0 - self.max_ratio)
         return _interpolated(ratio, self.ratios, self.gemm_share)
 
+    def executed_at(self, owned: float, ratio: float = 0.0) -> float:
+        """Multiplication time of a rank that owns ``owned`` and is spared γ of that, as a share of that at even shares.
+
+        Less than at even shares costs what so many columns do by the measured curve, more is in proportion.
+        """
+        if owned == 1.0:
+            return self.gemm_share_at(ratio)
+        if owned < 1.0:
+            return self.gemm_share_at(1.0 - owned * (1.0 - ratio))
+        return owned * self.gemm_share_at(ratio)
+
     def borrowed_at(self, share: float) -> float:
         """Φ2: time of multiplying ``share`` times as many columns as the rank's own for others, as a share of its own.
 

@@ -23,6 +23,8 @@ class Curves:
         times: of every rank.
 
     Attributes:
+        rest_s: [R] T − M of every rank, seconds.
+        moving_rest: [R] the share of that which moves along with units.
         gemm_s: [R] M of every rank, seconds.
         busy_s: [R] T of every rank, seconds.
         ratios: [R, P] of every rank's measured points.
@@ -31,8 +33,9 @@ class Curves:
     def __init__(self, times: Sequence[RankTimes]) -> None:
         most = max(len(rank.cost.ratios) for rank in times)
         numbers = np.array([(rank.rest_s, rank.gemm_s, rank.gather_fill_scale, rank.cost.borrowing) for rank in times])
-        self._rest_s, self.gemm_s, self._scale, self._borrowing = numbers.T.copy()
-        self.busy_s = self._rest_s + self.gemm_s
+        self.rest_s, self.gemm_s, self._scale, self._borrowing = numbers.T.copy()
+        self.moving_rest = np.array([rank.moving_rest for rank in times])
+        self.busy_s = self.rest_s + self.gemm_s
         self.ratios = _padded([rank.cost.ratios for rank in times], most)
         self._gemm_share = _padded([rank.cost.gemm_share for rank in times], most)
         self._gather_fill_s = _padded([rank.cost.gather_fill_s for rank in times], most)
@@ -62,7 +65,13 @@ class Curves:
         """:meth:`RankTimes.busy_at`."""
         shrunk_s = self.gemm_s[:, None] * self.gemm_share_at(ratios_RX)
         gather_fill_s = _interpolated(ratios_RX, self.ratios, self._gather_fill_s)
-        return self._rest_s[:, None] + shrunk_s + self._scale[:, None] * gather_fill_s
+        return self.rest_s[:, None] + shrunk_s + self._scale[:, None] * gather_fill_s
+
+    def owning_s(self, owned_RX: Floats) -> Floats:
+        """Busy seconds of ranks that own so much, and are spared nothing of it."""
+        executed = np.where(owned_RX > 1.0, owned_RX, self.gemm_share_at(1.0 - np.minimum(owned_RX, 1.0)))
+        rest = 1.0 - self.moving_rest[:, None] * (1.0 - owned_RX)
+        return self.rest_s[:, None] * rest + self.gemm_s[:, None] * executed
 
     @cached_property
     def busy_at_points(self) -> Floats:

@@ -3,11 +3,16 @@
 State: log r (seconds outside the balanced products), log M (seconds of their multiplications at full work), log ω (how
 many times as long as in the calibration gathers and fills take), c_1 … c_P (corrections of the calibrated share of the
 multiplications at each of P ratios) and b (of borrowing). Between two intervals all but the corrections walk at random.
-Measured under shares (γ, β), each with the noise that the filter learns from its own innovations:
+Measured under shares (γ, β) of a rank that owns f (1 at even shares), each with the noise that the filter learns from
+its own innovations:
 
-    log rest     = log r
-    log gemm     = log M + log(s(γ) + e^b φ(β)),   s linear between the points s_p e^{c_p}
+    log rest     = log r + log(1 − ρ + ρ f)
+    log gemm     = log M + log(s(1 − f (1 − γ)) + e^b φ(β)),   s linear between the points s_p e^{c_p}; f s(γ) for f > 1
     log gather_fill = log ω + log Ω(γ)
+
+ρ is what moves along of the rest, such as activation functions. It has a filter of its own with log r, which it is told
+nothing of at f = 1, so that there all is as if it were not. Its prior, 0.2 ± 0.2, is wide enough for a rank that gives
+all or takes as much again: its innovation is at most ρ, so 4 standard deviations away only beyond ρ = 1.
 
 An innovation of more than ``JUMP`` standard deviations is a change of speed: the speeds' variances open up, the curve's
 hardly. So a change of plan at constant speed informs the curve, a change of times under one plan the speed.
@@ -26,7 +31,15 @@ from numpy.typing import NDArray
 
 from zeroresize.plan.group import Shares
 from zeroresize.policy.cost_model import ResizingCost
-from zeroresize.policy.times import DURATION, LEAST_SECONDS, RankTimes, StepTimes
+from zeroresize.policy.times import (
+    DURATION,
+    LEAST_SECONDS,
+    MOST_MOVING_REST,
+    MOVING_REST,
+    MOVING_REST_ERROR,
+    RankTimes,
+    StepTimes,
+)
 from zeroresize.utils.state_checks import each, flag, keyed, not_negative, number, optional, row, share
 
 #: An innovation of so many standard deviations is a jump of the rank's speed.
@@ -156,6 +169,8 @@ class RankEstimator:
         errors = CURVE_ERROR * (1.0 - np.log(np.minimum(believed, 1.0)))
         self._p[_CURVE:-1, _CURVE:-1] = np.outer(errors, errors) * _NEIGHBOURS**distance
         self._p[-1, -1] = CURVE_ERROR**2
+        # Mean and variance of ρ, and its covariance with log r.
+        self._moving_rest = (MOVING_REST, MOVING_REST_ERROR**2, 0.0)
 
     @property
     def cost(self) -> ResizingCost:
@@ -172,7 +187,8 @@ class RankEstimator:
         rest_s, gemm_s, scale = np.exp(self._x[:_CURVE]).tolist()
         variances = [self._p[part, part] + DURATION * self._noise[part].drift for part in (_REST, _GEMM)]
         spread_s = math.hypot(rest_s * math.sqrt(variances[0]), gemm_s * math.sqrt(variances[1]))
-        return RankTimes(rest_s, gemm_s, scale, self.cost, min(spread_s / (rest_s + gemm_s), 1e3))
+        deviation = min(spread_s / (rest_s + gemm_s), 1e3)
+        return RankTimes(rest_s, gemm_s, scale, self.cost, deviation, self._moving_rest[0])
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -182,6 +198,7 @@ class RankEstimator:
             # A tuple is one entry of a checkpoint.
             "mean": tuple(self._x.tolist()),
             "covariance": tuple(map(tuple, self._p.tolist())),
+            "moving_rest": self._moving_rest,
             "noise": tuple(dataclasses.astuple(noise) for noise in self._noise),
             "shares": dataclasses.astuple(self._shares) if self._shares is not None else None,
         }
@@ -202,8 +219,9 @@ class RankEstimator:
                 "is_known": flag,
                 "mean": each(number, size),
                 "covariance": each(each(number, size), size),
+                "moving_rest": row(share, not_negative, number),
                 "noise": row(noise, noise, noise),
-                "shares": optional(row(share, share, not_negative)),
+                "shares": optional(row(share, share, not_negative, not_negative)),
             }
         )(state, where)
 
@@ -213,6 +231,7 @@ class RankEstimator:
         self._is_known = state["is_known"]
         self._x, self._p = np.array(state["mean"]), np.array(state["covariance"])
         self._identity, self._cost = np.eye(len(self._x)), None
+        self._moving_rest = tuple(state["moving_rest"])
         self._noise = [
             PartNoise(weight, square, product, tuple(last), scatter)
             for weight, square, product, last, scatter in state["noise"]
@@ -230,7 +249,7 @@ class RankEstimator:
             last = steps[-1].shares.work
             self.usual_step = _median([step for step in steps if step.shares.work == last])
         steps = [step for step in steps if step.gemm_s >= LEAST_SECONDS]
-        steps = [step for step in steps if step.shares.spared < 1.0 or step.shares.borrowed > 0.0]
+        steps = [step for step in steps if step.shares.computes]
         own = [list(alike) for _, alike in itertools.groupby(steps, key=lambda step: step.shares.work)]
         for alike in own:
             self._learn_plan(alike, is_new_interval=alike is own[0])
@@ -240,7 +259,7 @@ class RankEstimator:
         expected_s = cost.gather_fill_at(shares.spared) if shares.spared >= cost.ratios[1] else 0.0
         values = list(zip(*(_log_parts(step, expected_s) for step in steps), strict=True))  # by part, then by step
         if not self._is_known:
-            self._x[_REST] = values[_REST][0]
+            self._x[_REST] = values[_REST][0] - math.log(self._rest_part(shares.owned))
             self._x[_GEMM] = values[_GEMM][0] - self._executed(shares)[0]
         is_same = self._shares is not None and shares.work == self._shares.work
         rest_change = 0.0
@@ -261,18 +280,51 @@ class RankEstimator:
                     is_after_others=not is_new_interval,
                     rest_change=rest_change,
                 )
+            elif part == _REST:
+                change = value - float(self._x[part]) - math.log(self._rest_part(shares.owned))
+                has_jumped = self._measure_rest(value, variance, shares.owned)
+                rest_change = change if has_jumped else rest_change
             else:
-                change = value - float(self._x[part])
                 has_jumped = self._measure(part, value, variance)
-                rest_change = change if has_jumped and part == _REST else rest_change
             if has_jumped or not is_same:
                 noise.forget_last(value)
             else:
                 noise.learn(value)
         self._shares, self._is_known = shares, True
 
+    def _rest_part(self, owned: float) -> float:
+        """The rest of a rank that owns so much, as a share of that at even shares."""
+        return 1.0 - self._moving_rest[0] * (1.0 - owned)
+
+    def _measure_rest(self, value: float, variance: float, owned: float) -> bool:
+        """Seconds of the rest under ``owned``. Whether the rank's speed has jumped."""
+        moving, own_variance, covariance = self._moving_rest
+        part = self._rest_part(owned)
+        gradient, value = (owned - 1.0) / part, value - math.log(part)
+        speed = float(self._p[_REST, _REST])
+        innovation = value - float(self._x[_REST])
+        told = speed + gradient * (2.0 * covariance + gradient * own_variance)
+        has_jumped = innovation**2 > JUMP**2 * (told + variance)
+        if has_jumped:
+            opened = max(JUMP_SIZE, abs(innovation)) ** 2
+            speed, told = speed + opened, told + opened
+        # Covariances of log r, and of ρ, with what is measured.
+        of_speed, of_moving = speed + gradient * covariance, covariance + gradient * own_variance
+        total = told + variance
+        self._x[_REST] = min(max(self._x[_REST] + of_speed / total * innovation, _LEAST_LOG), _MOST_LOG)
+        if gradient == 0.0:
+            self._p[_REST, _REST] = speed * variance / total
+        else:
+            self._p[_REST, _REST] = max(speed - of_speed**2 / total, 0.0)
+        self._moving_rest = (
+            min(max(moving + of_moving / total * innovation, 0.0), MOST_MOVING_REST),
+            max(own_variance - of_moving**2 / total, 0.0),
+            covariance - of_speed * of_moving / total,
+        )
+        return has_jumped
+
     def _measure(self, part: int, value: float, variance: float) -> bool:
-        """Seconds of the rest, or how long gathers take: nothing else is told by it. Whether that has jumped."""
+        """How many times as long gathers take: nothing else is told by it. Whether that has jumped."""
         innovation = value - float(self._x[part])
         before = float(self._p[part, part])
         has_jumped = innovation**2 > JUMP**2 * (before + variance)
@@ -336,10 +388,12 @@ class RankEstimator:
 
     def _executed(self, shares: Shares) -> tuple[float, Floats]:
         """(logarithm of the multiplications' share under a plan, its gradient by the corrections)."""
-        cost = self.cost
+        cost, spared, wider = self.cost, shares.spared, max(shares.owned, 1.0)
         gradient = np.zeros(len(self._x) - _CURVE)
-        own = cost.gemm_share_at(shares.spared)
-        _add_gradient(gradient, cost, shares.spared, 1.0)
+        if shares.owned < 1.0:
+            spared = 1.0 - shares.owned * (1.0 - spared)
+        own = wider * cost.gemm_share_at(spared)
+        _add_gradient(gradient, cost, spared, wider)
         borrowed = cost.borrowed_at(shares.borrowed) if shares.borrowed > 0.0 else 0.0
         if borrowed:
             gradient[-1] = borrowed

@@ -21,6 +21,9 @@ _WHOLE = Shares()
 DURATION = 5.0
 #: No step multiplies for less or takes longer.
 LEAST_SECONDS, MOST_SECONDS = 1e-9, 1e9
+#: Of the rest of a step, the share that moves along when units do: what lies between the layers of a segment. What is
+#: believed before it was seen, with its standard deviation, and the most.
+MOVING_REST, MOVING_REST_ERROR, MOST_MOVING_REST = 0.2, 0.2, 0.9
 #: Nor do gathers and fills take so many times as long as in the calibration.
 _MOST_SCALE = 1e6
 
@@ -55,7 +58,7 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """One rank's full-work times and what pruning costs there.
+    """One rank's times at even shares of the work, nothing pruned or lent, and what other amounts of work cost there.
 
     Attributes:
         rest_s: T − M, busy seconds that pruning does not touch.
@@ -63,6 +66,7 @@ class RankTimes:
         gather_fill_scale: how many times as long as in the calibration gathers and fills take now.
         cost: of pruning on this rank.
         deviation: standard deviation of T, as a share of it.
+        moving_rest: ρ: a rank that owns f has a rest of (1 − ρ + ρ f) ``rest_s``.
     """
 
     rest_s: float
@@ -70,6 +74,7 @@ class RankTimes:
     gather_fill_scale: float
     cost: ResizingCost
     deviation: float = 0.0
+    moving_rest: float = MOVING_REST
 
     @property
     def busy_s(self) -> float:
@@ -88,6 +93,7 @@ class RankTimes:
             and LEAST_SECONDS <= self.gemm_s <= MOST_SECONDS
             and 0.0 <= self.gather_fill_scale <= _MOST_SCALE
             and 0.0 <= self.deviation <= _MOST_SCALE
+            and 0.0 <= self.moving_rest <= MOST_MOVING_REST
         )
         if is_sound:
             return self if cost is self.cost else dataclasses.replace(self, cost=cost)

@@ -8,6 +8,7 @@ from typing import Any
 from zeroresize.config import BalanceConfig
 from zeroresize.config_keys import MIGRATING_MODES, MODES, PRUNING_MODES
 from zeroresize.plan.group import WorkloadPlan
+from zeroresize.plan.ownership import SegmentWork
 from zeroresize.policy.communication import CollectiveTimes
 from zeroresize.policy.controller import Controller
 from zeroresize.policy.times import RankTimes
@@ -26,14 +27,23 @@ class WhatIf:
     Args:
         config: of the run.
         num_ranks: size of the group.
+        segments, bytes_of_units: as of :class:`~zeroresize.policy.controller.Controller`.
 
     Attributes:
         plans: of the last update at which each decided, by mode.
     """
 
-    def __init__(self, config: BalanceConfig, num_ranks: int) -> None:
+    def __init__(
+        self,
+        config: BalanceConfig,
+        num_ranks: int,
+        segments: Sequence[SegmentWork] = (),
+        bytes_of_units: float = 0.0,
+    ) -> None:
         kinds = dict.fromkeys(_KIND_OF_MODE.values()) if config.mode == "off" else {}
-        self._controllers = {kind: Controller(_deciding(config, kind), num_ranks) for kind in kinds}
+        self._controllers = {
+            kind: Controller(_deciding(config, kind), num_ranks, segments, bytes_of_units) for kind in kinds
+        }
         self._is_large = num_ranks > _MOST_RANKS
         self._num_updates = 0
         self._plans = {kind: controller.initial_plan() for kind, controller in self._controllers.items()}

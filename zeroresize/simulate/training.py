@@ -1,8 +1,8 @@
 """What if: the very policy code of training, run against a model of a cluster instead of a cluster.
 
 A rank's step is ``rest_s`` seconds that pruning does not touch and χ · ``gemm_s`` seconds of multiplications; all ranks
-wait for the slowest, and for what migrates. Measurements reach the controller as they do in training: medians of an
-interval's steps, one update late, rescaled to full work.
+wait for the slowest, and for what migrates; where units are away from home they do so in every segment. Measurements
+reach the controller as they do in training: medians of an interval's steps, one update late, rescaled to full work.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 
 from zeroresize.config import BalanceConfig
 from zeroresize.plan.group import Loan, Shares, WorkloadPlan
+from zeroresize.plan.ownership import SegmentWork, owned_shares, unit_counts
 from zeroresize.policy.communication import CollectiveTimes
 from zeroresize.policy.controller import Controller
 from zeroresize.policy.cost_model import MigrationCost, ResizingCost
 from zeroresize.policy.estimator import RankEstimator
+from zeroresize.policy.moving import MoveCost
 from zeroresize.policy.rules.sharing import borrowed_shares
 from zeroresize.policy.times import RankTimes, StepTimes
 from zeroresize.simulate.noise import Noise, NoiseSource
@@ -44,6 +46,10 @@ class Cluster:
         reads_late: whether a step is read only when the next one is over, as on a device.
         noise: how each rank's times vary from step to step; a number is the relative standard deviation of white noise.
         seed: of the noise.
+        segments: in which units can change hands; none, and nothing moves.
+        bytes_of_units: bytes of the units of one rank at home.
+        move: what a move really takes; what the controller is told, unless :func:`simulate` is given another.
+        moving_rest: share of ``rest_s`` that moves along with units.
     """
 
     chi: Speeds
@@ -54,6 +60,10 @@ class Cluster:
     reads_late: bool = False
     noise: Noise | float = 0.0
     seed: int = 0
+    segments: tuple[SegmentWork, ...] = ()
+    bytes_of_units: float = 0.0
+    move: MoveCost = field(default_factory=MoveCost)
+    moving_rest: float = 0.0
 
     @property
     def homogeneous_s(self) -> float:
@@ -71,11 +81,13 @@ class Simulation:
     """What happened.
 
     Attributes:
-        step_s: seconds of every step, that is of its slowest rank.
+        step_s: seconds of every step, that is of its slowest rank, and of the move that comes before it.
         ratios: [updates][ranks] γ in force after every update: what a rank prunes.
         lent: [updates][ranks] what it lends.
         pruned_share, lent_share: mean over all steps and ranks of the share of products that was dropped, and handed
             over.
+        owned: [updates][ranks] what it is to own.
+        moves: (step before which it happens, bytes, seconds) of every move.
     """
 
     step_s: list[float]
@@ -83,6 +95,13 @@ class Simulation:
     lent: list[list[float]]
     pruned_share: float
     lent_share: float
+    owned: list[tuple[float, ...]]
+    moves: list[tuple[int, float, float]]
+
+    @property
+    def move_s(self) -> float:
+        """Seconds of all moves."""
+        return math.fsum(seconds for *_, seconds in self.moves)
 
 
 def simulate(
@@ -92,18 +111,26 @@ def simulate(
     *,
     believed_cost: ResizingCost | None = None,
     believed_migration: MigrationCost | None = None,
+    believed_move: MoveCost | None = None,
+    learns_moves: bool = True,
 ) -> Simulation:
     """Train ``num_steps`` steps.
 
     Args:
-        believed_cost, believed_migration: what the calibrations measured, where it differs from the cluster's own.
+        believed_cost, believed_migration, believed_move: what the calibrations measured, where it differs from the
+            cluster's own.
+        learns_moves: whether the controller is told what moves take.
     """
     believed = believed_cost or cluster.cost
     calibrated = believed_migration or cluster.migration
     num_ranks = len(cluster.chi(0))
     noise = NoiseSource(cluster.noise_kind, num_ranks, cluster.seed)
-    controller = Controller(config, num_ranks)
+    controller = Controller(config, num_ranks, cluster.segments, cluster.bytes_of_units)
+    controller.move_cost = believed_move or cluster.move
     plan = controller.initial_plan()
+    holdings = _Holdings(cluster, num_ranks)
+    moves: list[tuple[int, float, float]] = []
+    owned: list[tuple[float, ...]] = []
     estimates = [RankEstimator(believed) for _ in range(num_ranks)]
     interval: list[list[StepTimes]] = []
     unread: list[list[StepTimes]] = []
@@ -113,7 +140,11 @@ def simulate(
     for step in range(num_steps):
         calibrates = step % config.update_every < controller.num_calibration_steps
         in_force = controller.calibration_plan if calibrates else plan
-        times = _step(cluster, cluster.chi(step), in_force, noise.next_step())
+        if num_bytes := holdings.take(in_force.owned):
+            moves.append((step, num_bytes, cluster.move.seconds(num_bytes)))
+            if learns_moves:
+                controller.moved(*moves[-1][1:])
+        times = _step(cluster, cluster.chi(step), in_force, holdings, noise.next_step())
         unread.append(times)
         interval += unread[:-1] if cluster.reads_late else unread
         unread = unread[-1:] if cluster.reads_late else []
@@ -137,11 +168,50 @@ def simulate(
             received = samples, CollectiveTimes(wait_s, lent_then, calibrated)
         ratios.append([rank.pruned for rank in plan.ranks])
         lent.append([rank.lent for rank in plan.ranks])
-    return Simulation(step_s, ratios, lent, pruned_share, lent_share)
+        owned.append(plan.owned)
+    for step, _, seconds in moves:
+        step_s[step] += seconds
+    return Simulation(step_s, ratios, lent, pruned_share, lent_share, owned, moves)
 
 
-def _step(cluster: Cluster, chi: Sequence[float], plan: WorkloadPlan, noise: NDArray[np.float64]) -> list[StepTimes]:
+class _Holdings:
+    """Who owns how many units of each segment of a cluster.
+
+    Attributes:
+        owned: what every rank owns, in units of a rank's products at even shares.
+        by_segment: [segments][ranks] the same of every segment's own work, and last of what lies in none.
+        work: of these.
+    """
+
+    def __init__(self, cluster: Cluster, num_ranks: int) -> None:
+        self._segments, self._bytes_of_units = cluster.segments, cluster.bytes_of_units
+        self._wanted = self.owned = (1.0,) * num_ranks
+        self.work = [segment.work for segment in cluster.segments]
+        self._moving_work = math.fsum(self.work)
+        self.work.append(1.0 - self._moving_work)
+        self.by_segment = np.ones((len(self.work), num_ranks))
+
+    @property
+    def is_home(self) -> bool:
+        return bool((self.by_segment == 1.0).all())
+
+    def take(self, wanted: tuple[float, ...]) -> float:
+        """Move units so that ranks own what is wanted. How many bytes that sends."""
+        if wanted == self._wanted:
+            return 0.0
+        before, self._wanted, self.owned = self.owned, wanted, owned_shares(wanted, self._segments)
+        for own, segment in zip(self.by_segment, self._segments, strict=False):
+            own[:] = np.array(unit_counts(wanted, segment)) * (len(wanted) / segment.num_units)
+        given = math.fsum(max(after - owned, 0.0) for owned, after in zip(before, self.owned, strict=True))
+        return given / self._moving_work * self._bytes_of_units
+
+
+def _step(
+    cluster: Cluster, chi: Sequence[float], plan: WorkloadPlan, holdings: _Holdings, noise: NDArray[np.float64]
+) -> list[StepTimes]:
     """Every rank's times of one step; all of them end when the slowest has finished and all has been sent."""
+    if not holdings.is_home:
+        return _step_away(cluster, chi, holdings, noise)
     borrowed = borrowed_shares(plan.loans, len(chi))
     borrowed_time = _borrowed_time(plan.loans, len(chi), cluster.cost)
     executed = []  # by every rank: seconds in all, multiplying and gathering, and what it did
@@ -154,6 +224,23 @@ def _step(cluster: Cluster, chi: Sequence[float], plan: WorkloadPlan, noise: NDA
     sent_s = cluster.migration.seconds([rank.lent for rank in plan.ranks])
     ends_s = max(busy_s for busy_s, *_ in executed) + sent_s
     return [StepTimes(*times, wait_s=ends_s - times[0]) for times in executed]
+
+
+def _step_away(
+    cluster: Cluster, chi: Sequence[float], holdings: _Holdings, noise: NDArray[np.float64]
+) -> list[StepTimes]:
+    """The same where units are away from home: ranks meet after every segment, and nothing is pruned or lent."""
+    busy_s, gemm_s = np.zeros(len(chi)), np.zeros(len(chi))
+    ends_s = 0.0
+    for work, owned in zip(holdings.work, holdings.by_segment, strict=True):
+        executed = np.array([cluster.cost.executed_at(share) for share in owned.tolist()])
+        own_gemm_s = work * np.array(chi) * cluster.gemm_s * executed * noise[:, 1]
+        rest_s = work * cluster.rest_s * (1.0 - cluster.moving_rest * (1.0 - owned)) * noise[:, 0]
+        gemm_s += own_gemm_s
+        busy_s += rest_s + own_gemm_s
+        ends_s += float((rest_s + own_gemm_s).max())
+    every_rank = zip(busy_s.tolist(), gemm_s.tolist(), holdings.owned, strict=True)
+    return [StepTimes(busy, gemm, 0.0, Shares(owned=owned), wait_s=ends_s - busy) for busy, gemm, owned in every_rank]
 
 
 def _borrowed_time(loans: Sequence[Loan], num_ranks: int, cost: ResizingCost) -> NDArray[np.float64]:

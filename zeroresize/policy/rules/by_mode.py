@@ -29,7 +29,7 @@ def wanted_division(
     Args:
         times, are_stragglers: of every rank.
         reference_s: what stragglers are compared with, seconds.
-        migration: Φ1; None where it is not known, which mode "semi" takes for too much and mode "mig" for nothing.
+        migration: Φ1; None where it is not known, which mode "semi" takes for too much, "mig" and "exact" for nothing.
     """
     nothing = (0.0,) * len(times)
     if config.mode == "off":
@@ -38,7 +38,7 @@ def wanted_division(
         return forced_division(config, are_stragglers)
     if config.mode == "mig" and config.mig_rule == "paper":
         return Division(nothing, tuple(paper_lending_ratios(times, are_stragglers, reference_s)))
-    if config.mode == "mig":
+    if config.mode in ("exact", "mig"):
         return _balanced_division(times, are_stragglers, reference_s, migration or MigrationCost())
     if config.mode == "semi":
         return _semi_division(config, times, are_stragglers, reference_s, migration)

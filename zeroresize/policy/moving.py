@@ -1,0 +1,226 @@
+"""When a change of ownership pays: a ski rental, since nobody knows how long a rank will stay slow.
+
+Every step under a division that is not the wanted one costs the difference of the two. When that has added up to what
+the move there and back takes, the move is made: so all of it takes at most twice what the best would in hindsight.
+Units come home, or go to others, by the same rule. A straggler that changes place before its slowness has cost as much
+is never worth a move.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from zeroresize.plan.ownership import SegmentWork, owned_shares
+from zeroresize.policy.rules.ownership import merged, normalised
+from zeroresize.utils.state_checks import Check, count, each, flag, keyed, not_negative, row
+
+#: How much the newest move says of what moves cost, and by which factors no single move changes that.
+_WEIGHT, _LEAST_FACTOR, _MOST_FACTOR = 0.7, 0.1, 10.0
+#: Ranks whose share changes at least this part as much as any other's are those for whom units move.
+_MOVERS = 0.5
+#: After a refused move no other is tried for so many updates, twice as many after each that follows, up to the most.
+FIRST_PAUSE, LONGEST_PAUSE = 8, 1024
+
+
+@dataclass(frozen=True)
+class MoveCost:
+    """What a move takes.
+
+    Attributes:
+        seconds_per_byte: of all bytes that change hands.
+        fixed_s: seconds, whatever moves.
+    """
+
+    seconds_per_byte: float = 1e-9
+    fixed_s: float = 0.05
+
+    def __post_init__(self) -> None:
+        if not (0.0 <= self.seconds_per_byte < math.inf and 0.0 <= self.fixed_s < math.inf):
+            raise ValueError(f"the seconds of a move must be finite and not negative: {self}")
+
+    def seconds(self, num_bytes: float) -> float:
+        """Of a move of so many bytes; 0 is no move."""
+        return self.fixed_s + self.seconds_per_byte * num_bytes if num_bytes > 0.0 else 0.0
+
+    def learned(self, num_bytes: float, seconds: float) -> MoveCost:
+        """The same after a move of so many bytes took so long; what no move can have taken says nothing."""
+        expected_s = self.seconds(num_bytes)
+        if not (0.0 < num_bytes < math.inf and 0.0 <= seconds < math.inf):
+            return self
+        if expected_s == 0.0:
+            return MoveCost(seconds / num_bytes, 0.0)
+        factor = 1.0 + _WEIGHT * (min(max(seconds / expected_s, _LEAST_FACTOR), _MOST_FACTOR) - 1.0)
+        return MoveCost(self.seconds_per_byte * factor, self.fixed_s * factor)
+
+
+@dataclass
+class Moving:
+    """Who owns what in a group, and what is owed for not moving.
+
+    Args:
+        num_ranks: size of the group.
+        segments: in which units can change hands; none, and nothing moves.
+        bytes_of_units: bytes of the units of one rank at home, with all that moves along.
+
+    Attributes:
+        segments: merged where they divide alike.
+        owned: what each rank owns by the last decision, mean 1.
+        owned_before: what it owned before that.
+        is_held: whether a user decides.
+        cost: of a move, as far as is known.
+        owed_s: what the present division has cost since another was wanted, seconds.
+        movers: for whom units would move, each rank with whether it is to get more.
+        pause: for so many updates nothing moves.
+    """
+
+    num_ranks: int
+    segments: Sequence[SegmentWork] = ()
+    bytes_of_units: float = 0.0
+    owned: tuple[float, ...] = field(init=False)
+    owned_before: tuple[float, ...] = field(init=False)
+    is_held: bool = field(default=False, init=False)
+    cost: MoveCost = field(default_factory=MoveCost, init=False)
+    owed_s: float = field(default=0.0, init=False)
+    movers: frozenset[tuple[int, bool]] = field(default=frozenset(), init=False)
+    pause: int = field(default=0, init=False)
+    _next_pause: int = field(default=FIRST_PAUSE, init=False)
+
+    def __post_init__(self) -> None:
+        self.segments = merged(self.segments)
+        self._work = math.fsum(segment.work for segment in self.segments)
+        self.owned = self.owned_before = self.home
+
+    @property
+    def home(self) -> tuple[float, ...]:
+        """Even shares."""
+        return (1.0,) * self.num_ranks
+
+    @property
+    def is_home(self) -> bool:
+        """Whether every rank owns what hosts give it."""
+        return self.owned == self.home
+
+    def checked(self, shares: Sequence[float]) -> tuple[float, ...]:
+        """Shares that a user gives, in any unit, with mean 1.
+
+        Raises:
+            ValueError: if they are not one of each rank, finite, not negative and not all 0, or nothing can move.
+        """
+        is_sound = all(
+            isinstance(share, int | float) and not isinstance(share, bool) and 0.0 <= share < math.inf
+            for share in shares
+        )
+        if len(shares) != self.num_ranks or not is_sound or not any(shares):
+            raise ValueError(
+                f"shares={list(shares)} are not allowed: one number of at least 0 for each of the {self.num_ranks} "
+                "ranks, and not all 0"
+            )
+        found = normalised(shares)
+        if found != self.home and not self.segments:
+            raise ValueError(f"shares={list(shares)}: the model has no units that can change their owner")
+        return found
+
+    def put(self, shares: Sequence[float], *, is_held: bool) -> None:
+        """A user has decided: in force from now on."""
+        self.owned_before, self.owned = self.owned, self.checked(shares)
+        self.is_held = is_held
+        self._settle()
+
+    def price_s(self, wanted: Sequence[float]) -> float:
+        """Seconds of a move from the present division to another, and back."""
+        if not self._work:
+            return 0.0
+        now, then = (owned_shares(shares, self.segments) for shares in (self.owned, wanted))
+        given = math.fsum(max(after - before, 0.0) for before, after in zip(now, then, strict=True))
+        return 2.0 * self.cost.seconds(given / self._work * self.bytes_of_units)
+
+    def update(self, wanted: tuple[float, ...], saved_s: float, num_steps: int) -> bool:
+        """Decide whether to move to what is wanted.
+
+        Args:
+            wanted: what every rank should own.
+            saved_s: by how much steps would be shorter then, seconds; 0 where that is noise.
+            num_steps: until the next decision.
+        """
+        self.owned_before = self.owned
+        if self.is_held:
+            return False
+        self.pause = max(self.pause - 1, 0)
+        movers = self._movers(wanted)
+        common = self.movers & movers
+        if not common:  # nobody, or somebody else
+            self.owed_s = 0.0
+        self.movers = common or movers
+        if not movers:
+            return False
+        self.owed_s = max(self.owed_s + saved_s * num_steps, 0.0)
+        if saved_s <= 0.0 or self.pause or self.owed_s < self.price_s(wanted):
+            return False
+        self.owned = wanted
+        self._settle()
+        return True
+
+    def refuse(self) -> None:
+        """The last move was not made: what was in force before stays, and nothing is tried for a while."""
+        self.owned, self.is_held = self.owned_before, False
+        self._settle()
+        self.pause = self._next_pause
+        self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
+
+    def learn(self, num_bytes: float, seconds: float) -> None:
+        """A move has been made."""
+        self.cost = self.cost.learned(num_bytes, seconds)
+        self._next_pause = FIRST_PAUSE
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        # A tuple is one entry of a checkpoint, however long it is.
+        return {
+            "owned": self.owned,
+            "owned_before": self.owned_before,
+            "is_held": self.is_held,
+            "cost": (self.cost.seconds_per_byte, self.cost.fixed_s),
+            "owed_s": self.owed_s,
+            "movers": tuple(sorted(self.movers)),
+            "pause": (self.pause, self._next_pause),
+        }
+
+    @property
+    def state_check(self) -> Check:
+        """Of what :meth:`load_state_dict` can take over."""
+        shares = each(not_negative, self.num_ranks)
+        return keyed(
+            {
+                "owned": shares,
+                "owned_before": shares,
+                "is_held": flag,
+                "cost": row(not_negative, not_negative),
+                "owed_s": not_negative,
+                "movers": each(row(count, flag)),
+                "pause": row(count, count),
+            }
+        )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from :meth:`state_dict`; without segments, at home."""
+        can_move = bool(self.segments)
+        self.owned = tuple(state["owned"]) if can_move else self.home
+        self.owned_before = tuple(state["owned_before"]) if can_move else self.home
+        self.is_held = state["is_held"] and can_move
+        self.cost = MoveCost(*state["cost"])
+        self.owed_s = state["owed_s"]
+        self.movers = frozenset((rank, is_more) for rank, is_more in state["movers"])
+        self.pause, self._next_pause = state["pause"]
+
+    def _movers(self, wanted: Sequence[float]) -> frozenset[tuple[int, bool]]:
+        changes = [new - now for now, new in zip(self.owned, wanted, strict=True)]
+        most = max(map(abs, changes))
+        return frozenset(
+            (rank, change > 0.0) for rank, change in enumerate(changes) if most and abs(change) >= _MOVERS * most
+        )
+
+    def _settle(self) -> None:
+        self.owed_s, self.movers = 0.0, frozenset()
