@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar, NoReturn, SupportsIndex
 
@@ -47,9 +48,11 @@ class BalancedLinear:
         is_column_parallel: whether x is replicated and dx summed over the group, instead of x split and y summed.
         process_group: the tensor-parallel group.
         weight: the host's parameter; what this rank multiplies by is :attr:`local_weight`.
+        weight_is_transposed: whether ``weight`` is [K, N] and :attr:`local_weight` a view of it.
     """
 
     is_column_parallel: ClassVar[bool]
+    weight_is_transposed: ClassVar[bool] = False
     plan: LayerPlan | None
     loans: SharedProducts | None
     probes: Probes
@@ -152,7 +155,7 @@ class BalancedLinear:
 
     def _forward_begins(self, x: Tensor) -> None:
         if self.watch_forward is not None and not torch.compiler.is_compiling():
-            self.watch_forward(x.numel() // max(x.shape[-1], 1), self.training)
+            self.watch_forward(math.prod(x.shape[:-1]), self.training)
 
     def _context(self, x: Tensor, loans: SharedProducts | None) -> ProductContext:
         probes = self.probes if self.training else self.probes.of_evaluation()
@@ -171,7 +174,7 @@ class BalancedLinear:
             )
         if not self.training:
             return None
-        self.num_tokens += x.numel() // self.num_columns
+        self.num_tokens += math.prod(x.shape[:-1])
         self.num_forwards += 1
         if torch.compiler.is_compiling():
             self.is_compiled = True

@@ -24,6 +24,7 @@ class Segment:
         on_change: called with the number of units that this rank owns whenever that changes, so that what lies between
             the layers can follow (``num_heads`` of an attention module).
         min_units: how many units every rank must keep, where what lies between cannot do with none.
+        kind: what a unit is, as reports name it: ``"neurons"``, ``"heads"``.
     """
 
     column: Sequence[str | nn.Module]
@@ -32,6 +33,7 @@ class Segment:
     num_blocks: int = 1
     on_change: Callable[[int], None] | None = None
     min_units: int = 0
+    kind: str = "units"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,302 @@
+"""find_segments(): which layers of a converted model form segments, so that units can be owned unevenly.
+
+A segment is the column-parallel layers that read one replicated x, the row-parallel layer whose y is summed, and what
+lies between, which must treat units independently of each other. That is known of a module's class
+(:mod:`zeroresize.integrations.segment_registry`), proven by tracing (:mod:`~zeroresize.integrations.traced_segments`),
+or the user's word.
+
+``N`` output and ``K`` input features of a layer on this rank, ``U`` units of all ``R`` ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+import zeroresize.integrations.transformers_segments  # noqa: F401 - it registers what it knows
+from zeroresize.integrations.segment_registry import StaysEven, is_registered, registered_segments
+from zeroresize.integrations.traced_segments import FromOutside, NotProven, TracedModule, why_changed
+from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.layers.segment import OwnedSegment, Segment, UnitTensor
+from zeroresize.plan.ownership import OwnershipMap
+
+#: Neurons change hands in multiples of so many where each rank has at least eight times as many.
+NEURON_QUANTUM = 8
+
+NAME_IT = "name it by zeroresize.Segment(column=[...], row=..., unit_size=...)"
+
+
+def find_segments(
+    model: nn.Module, layers: Mapping[str, BalancedLinear], num_ranks: int, named: Sequence[Segment] = ()
+) -> tuple[list[OwnedSegment], dict[str, str]]:
+    """The segments of a model whose layers hold their even shares.
+
+    Args:
+        model: the module that names refer to, without a host's wrappers.
+        layers: its converted layers by name, in the order of the model.
+        num_ranks: R.
+        named: segments that the user names. A layer in one of them is in no other one.
+
+    Returns:
+        (the segments in the order of the model, for every other layer the reason why it stays even).
+
+    Raises:
+        ValueError: for a named segment whose layers do not exist, are not converted, are of the wrong kind, do not fit
+            each other's sizes, or are in another one, saying which and what is allowed.
+    """
+    search = _Search(model, layers, num_ranks)
+    for segment in named:
+        search.take_named(segment)
+    search.take_registered()
+    search.take_traced()
+    return search.result()
+
+
+class _Search:
+    def __init__(self, model: nn.Module, layers: Mapping[str, BalancedLinear], num_ranks: int) -> None:
+        self._layers, self._num_ranks = layers, num_ranks
+        self._order = {name: number for number, name in enumerate(layers)}
+        self._modules = dict(model.named_modules())
+        self._names: dict[int, list[str]] = {}
+        for name, module in model.named_modules(remove_duplicate=False):
+            self._names.setdefault(id(module), []).append(name)
+        self._uses = Counter(id(one) for module in model.modules() for one in module._parameters.values())
+        self._found: list[OwnedSegment] = []
+        self._owner: dict[str, OwnedSegment] = {}
+        self._reasons: dict[str, str] = {}
+        #: For a column-parallel layer, the row-parallel one that may have ended its segment.
+        self._ends_at: dict[str, str] = {}
+
+    def result(self) -> tuple[list[OwnedSegment], dict[str, str]]:
+        segments = sorted(self._found, key=lambda segment: self._order[segment.name])
+        for name, layer in self._layers.items():
+            if name in self._owner or name in self._reasons:
+                continue
+            if (row := self._ends_at.get(name)) is not None and row in self._reasons:
+                self._reasons[name] = f"no segment with {row}: {self._reasons[row]}"
+            elif layer.is_column_parallel:
+                self._reasons[name] = f"no row-parallel layer was found that reads what it returns: {NAME_IT}"
+            else:
+                self._reasons[name] = f"its input is no output of a column-parallel layer: {NAME_IT}"
+        return segments, {name: self._reasons[name] for name in self._layers if name not in self._owner}
+
+    def take_named(self, segment: Segment) -> None:
+        try:
+            columns = [self._named_layer(one, segment, is_column=True) for one in segment.column]
+            row = self._named_layer(segment.row, segment, is_column=False)
+            if not columns:
+                raise StaysEven("it names no column-parallel layer")
+            self._take(segment, columns, row)
+        except StaysEven as error:
+            raise ValueError(f"{self._told(segment)}: {error}") from None
+
+    def take_registered(self) -> None:
+        for name, module in self._modules.items():
+            if not is_registered(module):
+                continue
+            inside = self._free(name)
+            try:
+                for segment in registered_segments(module):
+                    self._take_found(segment)
+            except StaysEven as error:
+                for one in inside:
+                    self._reasons.setdefault(one, f"{type(module).__name__}: {error}")
+
+    def take_traced(self) -> None:
+        traced: dict[str, TracedModule] = {}
+        for name, row in self._layers.items():
+            if row.is_column_parallel or name in self._owner or name in self._reasons:
+                continue
+            for holder in _ancestors(name):
+                inside = [one for one in self._free(holder) if self._layers[one].is_column_parallel]
+                inside = [one for one in inside if one not in self._reasons]
+                if not inside:
+                    continue
+                module = traced.setdefault(holder, TracedModule(self._modules[holder], holder))
+                try:
+                    self._take_traced(module, name, row)
+                except FromOutside as error:
+                    self._reasons[name] = str(error)
+                    continue
+                except (NotProven, StaysEven) as error:
+                    self._reasons[name] = f"{error}: {NAME_IT}"
+                    for one in inside:
+                        self._ends_at.setdefault(one, name)
+                break
+
+    def _take_traced(self, module: TracedModule, name: str, row: BalancedLinear) -> None:
+        columns = module.columns_of(row)
+        blocks = set(columns.values())
+        if len(blocks) > 1:
+            raise NotProven("its column-parallel layers hold different numbers of blocks")
+        for layer in (*columns, row):
+            self._require_only_in(module, layer)
+        segment = Segment(list(columns), row, num_blocks=blocks.pop(), kind="neurons")  # type: ignore[arg-type]
+        names = sorted(map(self._name_of, columns), key=self._order.__getitem__)
+        self._reasons.pop(name, None)
+        self._take(segment, names, name, is_proven=True)
+
+    def _require_only_in(self, holder: TracedModule, layer: Any) -> None:
+        """The layer is nowhere else than in that module, wherever the module is."""
+        prefix = f"{holder.name}." if holder.name else ""
+        inside = {name.removeprefix(prefix) for name in self._names[id(layer)] if name.startswith(prefix)}
+        wanted = {
+            f"{one}.{relative}" if one else relative for one in self._names[id(holder.module)] for relative in inside
+        }
+        if set(self._names[id(layer)]) != wanted:
+            raise NotProven(f"{self._name_of(layer)} is registered in the model at several places")
+
+    def _take_found(self, segment: Segment) -> None:
+        """What an adapter returned: its layers stay even with a reason unless all are converted."""
+        modules: list[Any] = [*segment.column, segment.row]
+        names = [self._names.get(id(one), ["?"])[0] for one in modules]
+        converted = [name for name in names if name in self._layers]
+        if not converted:
+            return
+        try:
+            for name in names:
+                if name not in self._layers:
+                    raise StaysEven(f"{name}, of the same segment, is not converted")
+                if name in self._owner:
+                    raise StaysEven(f"{name}, of the same segment, is in a segment that was named")
+            self._take(segment, names[:-1], names[-1])
+        except StaysEven as error:
+            for name in converted:
+                if name not in self._owner:
+                    self._reasons.setdefault(name, str(error))
+
+    def _take(self, segment: Segment, columns: Sequence[str], row: str, *, is_proven: bool = False) -> None:
+        names = (*columns, row)
+        twice = [name for name, count in Counter(names).items() if count > 1]
+        if twice:
+            raise StaysEven(f"layer {twice[0]} is in it twice")
+        for name in names:
+            if name in self._owner:
+                raise StaysEven(f"layer {name} is in another segment already, that of {self._owner[name].name}")
+            self._require_movable(name)
+        owned = self._owned(segment, columns, row)
+        if is_proven and any(one.rows != 1 for one in owned.tensors):
+            raise StaysEven("what lies between changes the number of features")
+        self._found.append(owned)
+        self._owner.update(dict.fromkeys(names, owned))
+        for name in names:
+            self._reasons.pop(name, None)
+
+    def _owned(self, segment: Segment, columns: Sequence[str], row: str) -> OwnedSegment:
+        unit_size, num_blocks = segment.unit_size, segment.num_blocks
+        if unit_size < 1 or num_blocks < 1:
+            raise StaysEven(f"unit_size={unit_size}, num_blocks={num_blocks}: both must be at least 1")
+        num_inputs = self._layers[row].local_weight.shape[1]
+        num_units, left = divmod(num_inputs, unit_size)
+        if left or not num_units:
+            raise StaysEven(
+                f"{row} has {num_inputs} input features on a rank, which are no whole number of units of "
+                f"unit_size={unit_size}"
+            )
+        tensors: list[UnitTensor] = []
+        for name in columns:
+            num_outputs = self._layers[name].local_weight.shape[0]
+            rows, left = divmod(num_outputs, num_blocks * num_units)
+            if left or not rows:
+                raise StaysEven(
+                    f"{name} has {num_outputs} output features on a rank, which do not divide into "
+                    f"num_blocks={num_blocks} × {num_units} units (as many as {row} reads)"
+                )
+            tensors += self._unit_tensors(name, rows, num_blocks)
+        if not 0 <= segment.min_units <= num_units:
+            raise StaysEven(f"min_units={segment.min_units}: allowed are 0 to {num_units}, what a rank has")
+        is_fine = unit_size == 1 and num_units % NEURON_QUANTUM == 0 and num_units >= NEURON_QUANTUM**2
+        return OwnedSegment(
+            name=row,
+            kind=segment.kind,
+            layers=(*columns, row),
+            tensors=(*tensors, *self._unit_tensors(row, unit_size, 1)),
+            owned=OwnershipMap.even(num_units * self._num_ranks, self._num_ranks),
+            quantum=NEURON_QUANTUM if is_fine else 1,
+            min_units=segment.min_units,
+            on_change=segment.on_change,
+            modules=tuple(self._layers[name] for name in (*columns, row)),
+        )
+
+    def _unit_tensors(self, name: str, rows: int, num_blocks: int) -> Iterator[UnitTensor]:
+        layer: Any = self._layers[name]
+        dim = 0 if layer.is_column_parallel != layer.weight_is_transposed else 1
+        yield UnitTensor(layer, "weight", f"{name}.weight", dim, rows, num_blocks)
+        if layer.is_column_parallel and layer._parameters.get("bias") is not None:
+            yield UnitTensor(layer, "bias", f"{name}.bias", 0, rows, num_blocks)
+
+    def _require_movable(self, name: str) -> None:
+        layer: Any = self._layers[name]
+        parameters = {key: one for key, one in layer._parameters.items() if one is not None}
+        weight = parameters.get("weight")
+        whole = None if weight is None else (weight.t() if layer.weight_is_transposed else weight)
+        if (
+            whole is None
+            or whole.shape != layer.local_weight.shape
+            or whole.data_ptr() != layer.local_weight.data_ptr()
+        ):
+            raise StaysEven(f"{name} multiplies by something else than its weight")
+        others = {*parameters, *layer._buffers, *layer._modules} - {"weight", "bias"}
+        if others:
+            raise StaysEven(f"{name} holds {', '.join(sorted(others))} beside its weight and bias")
+        if getattr(layer, "bias", None) is not None and "bias" not in parameters:
+            raise StaysEven(f"{name} makes its bias anew in every forward")
+        for key, one in parameters.items():
+            if self._uses[id(one)] > 1:
+                raise StaysEven(f"{name} shares its {key} with another module")
+        mode = getattr(layer, "seq_parallel_mode", None)
+        if mode is not None:
+            raise StaysEven(f"{name} has seq_parallel_mode={mode!r}")
+        if not layer.is_column_parallel and not reads_its_slice(layer):
+            raise StaysEven(f"{name} takes the whole input and splits it itself")
+        changed = why_changed(layer)
+        if changed is not None:
+            raise StaysEven(f"{name} {changed}")
+
+    def _free(self, holder: str) -> list[str]:
+        prefix = f"{holder}." if holder else ""
+        return [name for name in self._layers if name.startswith(prefix) and name not in self._owner]
+
+    def _name_of(self, layer: Any) -> str:
+        return next((name for name in self._names.get(id(layer), ()) if name in self._layers), "?")
+
+    def _named_layer(self, one: str | nn.Module, segment: Segment, *, is_column: bool) -> str:
+        """The name of a layer that the user names, by its name or itself."""
+        if isinstance(one, str):
+            name = one
+            if name not in self._modules:
+                raise StaysEven(f"the model has no layer {name!r}")
+        elif id(one) in self._names:
+            name = self._name_of(one) if self._name_of(one) != "?" else self._names[id(one)][0]
+        else:
+            raise StaysEven(f"a {type(one).__name__} that it names is not in the model")
+        if name not in self._layers:
+            raise StaysEven(
+                f"layer {name} is not converted; allowed are {', '.join(list(self._layers)[:8])}"
+                f"{', …' if len(self._layers) > 8 else ''}"
+            )
+        if self._layers[name].is_column_parallel != is_column:
+            found, wanted = ("row", "column") if is_column else ("column", "row")
+            raise StaysEven(f"layer {name} is {found}-parallel, and {wanted} must name {wanted}-parallel layers")
+        return name
+
+    @staticmethod
+    def _told(segment: Segment) -> str:
+        columns = [one if isinstance(one, str) else type(one).__name__ for one in segment.column]
+        row = segment.row if isinstance(segment.row, str) else type(segment.row).__name__
+        return f"Segment(column={columns}, row={row!r})"
+
+
+def reads_its_slice(layer: Any) -> bool:
+    """Whether a row-parallel layer's input is this rank's slice, and not the whole one."""
+    return bool(getattr(layer, "input_is_parallel", getattr(layer, "parallel_input", True)))
+
+
+def _ancestors(name: str) -> Iterator[str]:
+    """Names of the modules that hold a layer, the nearest first and the model, "", last."""
+    while name:
+        name, _, _ = name.rpartition(".")
+        yield name

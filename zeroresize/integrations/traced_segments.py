@@ -1,0 +1,249 @@
+"""Segments of plain torch modules, proven by tracing the forward that holds their layers with ``torch.fx``.
+
+A row-parallel layer ends a segment if all that its input follows from are outputs of column-parallel layers, by
+operations that compute every feature by itself (:mod:`zeroresize.integrations.elementwise`), and if nothing else reads
+what lies on the way. ``chunk(n, dim=-1)`` and ``glu`` of a column-parallel output are known, too: it then holds n
+blocks, each with all units (gate and up in one).
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from zeroresize.integrations.elementwise import (
+    is_elementwise_function,
+    is_elementwise_method,
+    is_elementwise_module,
+)
+from zeroresize.layers.balanced_linear import BalancedLinear
+
+#: Of a tensor, what says nothing of its features.
+_METADATA = ("dtype", "device")
+_TO_ANOTHER = ("to", "type_as")
+
+
+class NotProven(Exception):
+    """With the reason as its text."""
+
+
+class FromOutside(NotProven):
+    """The input of a row-parallel layer comes from outside of the traced module."""
+
+
+@dataclass
+class TracedModule:
+    """The graphs of a module's forward, in training and evaluation, with and without its optional arguments."""
+
+    module: nn.Module
+    name: str
+    _graphs: dict[int, list[fx.Graph] | NotProven] = field(default_factory=dict)
+
+    def columns_of(self, row: Any) -> dict[BalancedLinear, int]:
+        """The column-parallel layers of the segment that ``row`` ends, and how many blocks each of them holds.
+
+        Raises:
+            FromOutside: if a larger module may show more.
+            NotProven: with the reason.
+        """
+        failures: list[NotProven] = []
+        for holding in (None, row):  # what cannot be traced may be another submodule's forward
+            try:
+                found = [_columns_in(graph, self.module, row) for graph in self._traced(holding)]
+                if any(columns != found[0] for columns in found):
+                    raise NotProven(f"the layers before it depend on how {self._told} is called")
+                return found[0]
+            except NotProven as error:
+                failures.append(error)
+        raise next((one for one in failures if isinstance(one, FromOutside)), failures[-1])
+
+    @property
+    def _told(self) -> str:
+        return f"{self.name or 'the model'} ({type(self.module).__name__})"
+
+    def _traced(self, holding: nn.Module | None) -> list[fx.Graph]:
+        known = self._graphs.get(id(holding))
+        if known is None:
+            try:
+                known = list(_graphs(self.module, holding))
+            except Exception as error:  # whatever a user's forward makes of a proxy
+                lines = str(error).strip().splitlines()
+                told = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+                known = NotProven(f"torch.fx cannot trace {self._told}: {told}")
+            self._graphs[id(holding)] = known
+        if isinstance(known, NotProven):
+            raise known
+        return known
+
+
+class _Tracer(fx.Tracer):
+    """Into containers and modules of the user, not into torch's own and parallel layers.
+
+    Args:
+        holding: if given, of the user's modules only those are entered that hold this layer.
+    """
+
+    def __init__(self, holding: nn.Module | None) -> None:
+        super().__init__()
+        self._holding = holding
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        if isinstance(m, BalancedLinear) or is_elementwise_module(m):
+            return True
+        if self._holding is not None and all(self._holding is not one for one in m.modules()):
+            return True
+        return super().is_leaf_module(m, module_qualified_name)
+
+
+def _graphs(module: nn.Module, holding: nn.Module | None) -> Iterator[fx.Graph]:
+    optional = {
+        name: parameter.default
+        for name, parameter in inspect.signature(module.forward).parameters.items()
+        if parameter.default is not inspect.Parameter.empty
+    }
+    devices = list({one.device for one in module.parameters() if one.is_cuda})
+    for mode in (True, False):
+        with _in_mode(module, mode), torch.random.fork_rng(devices=devices), torch.no_grad():
+            yield _Tracer(holding).trace(module)
+            if optional:
+                yield _Tracer(holding).trace(module, concrete_args=optional)
+
+
+@contextmanager
+def _in_mode(module: nn.Module, training: bool) -> Iterator[None]:
+    """While the block lasts, every submodule's flag says ``training``."""
+    before = [(one, one.training) for one in module.modules()]
+    try:
+        for one, _ in before:
+            one.training = training
+        yield
+    finally:
+        for one, was in before:
+            one.training = was
+
+
+def _columns_in(graph: fx.Graph, module: nn.Module, row: Any) -> dict[BalancedLinear, int]:
+    modules: Mapping[str, nn.Module] = dict(module.named_modules(remove_duplicate=False))
+    calls = [node for node in graph.nodes if _module_of(node, modules) is row]
+    if not calls:
+        raise NotProven(f"the forward of {type(module).__name__} does not call it")
+    walks = [_walk_back(call, modules) for call in calls]
+    first, _ = walks[0]
+    if any(columns != first for columns, _ in walks):
+        raise NotProven("it is called with outputs of different layers")
+    on_the_way = {node for _, nodes in walks for node in nodes}
+    for node in graph.nodes:
+        called: Any = _module_of(node, modules)
+        if called in first and node not in on_the_way:
+            raise NotProven(f"{node.target} is called for something else, too")
+    for node in on_the_way:
+        for user in node.users:
+            if user not in on_the_way and user not in calls and not _is_metadata(user):
+                raise NotProven(f"what {_described(node)} returns is also used by {_described(user)}")
+    return first
+
+
+def _walk_back(call: fx.Node, modules: Mapping[str, nn.Module]) -> tuple[dict[BalancedLinear, int], set[fx.Node]]:
+    """From a row-parallel layer's input to the column-parallel layers: these, and all nodes on the way."""
+    columns: dict[BalancedLinear, int] = {}
+    blocks_of: dict[fx.Node, int] = {}
+    todo = [(node, 1) for node in call.all_input_nodes]
+    while todo:
+        node, num_blocks = todo.pop()
+        if node in blocks_of:
+            if blocks_of[node] != num_blocks:
+                raise NotProven(f"its input mixes parts of what {_described(node)} returns")
+            continue
+        blocks_of[node] = num_blocks
+        layer: Any = _module_of(node, modules)
+        if isinstance(layer, BalancedLinear):
+            if not layer.is_column_parallel:
+                raise NotProven(f"its input follows from what {node.target} returns, which is row-parallel")
+            if columns.setdefault(layer, num_blocks) != num_blocks:
+                raise NotProven(f"it reads {node.target} in two ways")
+        else:
+            todo += _inputs_of(node, num_blocks, modules)
+    return columns, set(blocks_of)
+
+
+def _inputs_of(node: fx.Node, num_blocks: int, modules: Mapping[str, nn.Module]) -> list[tuple[fx.Node, int]]:
+    """What ``node`` computes feature by feature, and how many blocks each of them holds if the node holds so many."""
+    if node.op == "placeholder":
+        raise FromOutside("its input is no output of a column-parallel layer")
+    if node.op == "get_attr":
+        raise NotProven(f"what lies between is not element-wise: it uses the tensor {node.target}")
+    module = _module_of(node, modules)
+    if module is not None and is_elementwise_module(module):
+        changed = why_changed(module)
+        if changed is not None:
+            raise NotProven(f"{node.target} {changed}")
+        return [(one, num_blocks) for one in node.all_input_nodes]
+    if _is_glu(node, modules):
+        return [(one, 2 * num_blocks) for one in node.all_input_nodes]
+    if node.op == "call_function" and node.target is operator.getitem:
+        whole, index = node.args
+        if isinstance(whole, fx.Node) and isinstance(index, int) and (parts := _num_chunks(whole)):
+            return [(whole, parts * num_blocks)]
+    if _num_chunks(node) and isinstance(node.args[0], fx.Node):
+        return [(node.args[0], num_blocks)]
+    is_function = node.op == "call_function" and is_elementwise_function(node.target)
+    is_method = node.op == "call_method" and is_elementwise_method(str(node.target))
+    if not (is_function or is_method):
+        raise NotProven(f"what lies between is not proven element-wise: {_described(node)}")
+    inputs = node.all_input_nodes
+    if is_method and node.target in _TO_ANOTHER:
+        inputs = [one for one in node.args[:1] if isinstance(one, fx.Node)]
+    return [(one, num_blocks) for one in inputs if not _is_metadata(one)]
+
+
+def _module_of(node: fx.Node, modules: Mapping[str, nn.Module]) -> nn.Module | None:
+    """The module that ``node`` calls, None where it calls none."""
+    return modules[str(node.target)] if node.op == "call_module" else None
+
+
+def _num_chunks(node: fx.Node) -> int:
+    """n of ``x.chunk(n, dim=-1)``, 0 for any other node."""
+    is_chunk = (node.op == "call_method" and node.target == "chunk") or node.target is torch.chunk
+    if not is_chunk:
+        return 0
+    _, chunks, dim = (*node.args, *(None, None))[:3]
+    chunks, dim = node.kwargs.get("chunks", chunks), node.kwargs.get("dim", dim)
+    return chunks if dim == -1 and isinstance(chunks, int) else 0
+
+
+def _is_glu(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
+    module: Any = _module_of(node, modules)
+    if module is not None:
+        return type(module) is nn.GLU and module.dim == -1 and why_changed(module) is None
+    is_glu = node.op == "call_function" and node.target is F.glu
+    return is_glu and bool(node.kwargs.get("dim", (*node.args, -1)[1]) == -1)
+
+
+def _is_metadata(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is getattr and node.args[1] in _METADATA
+
+
+def _described(node: fx.Node) -> str:
+    if node.op == "output":
+        return "the module's caller"
+    if node.op in ("call_module", "get_attr", "placeholder"):
+        return str(node.target)
+    return f"{getattr(node.target, '__name__', node.target)}()"
+
+
+def why_changed(module: nn.Module) -> str | None:
+    """Why a module may return something else than its class computes; None if it does not."""
+    if "forward" in vars(module):
+        return "has another forward than its class"
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    if any(not getattr(hook, "__module__", "").startswith("zeroresize.") for hook in hooks):
+        return "has a forward hook, which may change what it returns"
+    return None

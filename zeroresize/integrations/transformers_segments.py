@@ -1,0 +1,147 @@
+"""The attention and feed-forward modules of Hugging Face's transformers, as ShardFormer or a user shards them.
+
+Read against transformers 4.51 and Colossal-AI 0.5: each adapter sets the attributes by which a forward counts heads,
+its own and the one that ShardFormer puts in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from zeroresize.integrations.segment_registry import SegmentAdapter, StaysEven, register_by_name, require_elementwise
+from zeroresize.layers.segment import Segment
+
+#: Forwards in place of a module's own that count heads as the module's own does.
+_READ_FORWARDS = "colossalai.shardformer.modeling."
+
+
+def _vit_attention(module: Any) -> Segment:
+    return _self_attention(module.attention, module.output)
+
+
+def _bert_attention(module: Any) -> Segment:
+    return _self_attention(module.self, module.output)
+
+
+def _self_attention(attention: Any, output: Any) -> Segment:
+    _require_known(attention)
+    _require_known(output)
+    head_size = attention.attention_head_size
+
+    def set_heads(num_heads: int) -> None:
+        attention.num_attention_heads = num_heads
+        attention.all_head_size = num_heads * head_size
+
+    columns = [attention.query, attention.key, attention.value]
+    return Segment(columns, output.dense, unit_size=head_size, on_change=set_heads, kind="heads")
+
+
+def _encoder_layer(module: Any) -> Segment:
+    _require_known(module.intermediate)
+    _require_known(module.output)
+    require_elementwise(module.intermediate.intermediate_act_fn)
+    return Segment([module.intermediate.dense], module.output.dense, kind="neurons")
+
+
+def _llama_attention(module: Any) -> Segment:
+    groups, head_size = module.num_key_value_groups, module.head_dim
+
+    def set_heads(num_units: int) -> None:
+        counts = {
+            "num_heads": num_units * groups,
+            "num_key_value_heads": num_units,
+            "hidden_size": num_units * groups * head_size,
+        }
+        for name, count in counts.items():
+            if hasattr(module, name):  # older versions, and ShardFormer
+                setattr(module, name, count)
+
+    return Segment(
+        [module.q_proj, module.k_proj, module.v_proj],
+        module.o_proj,
+        unit_size=groups * head_size,
+        on_change=set_heads,
+        kind="heads" if groups == 1 else "KV groups",
+    )
+
+
+def _gpt2_attention(module: Any) -> Segment:
+    if module.is_cross_attention:
+        raise StaysEven("its queries and its keys are of two inputs")
+    head_size = module.head_dim
+
+    def set_heads(num_heads: int) -> None:
+        module.num_heads = num_heads
+        module.embed_dim = num_heads * head_size
+        # Tensor.split cannot make three parts of nothing by their size.
+        module.split_size = num_heads * head_size or (0, 0, 0)
+
+    return Segment([module.c_attn], module.c_proj, unit_size=head_size, num_blocks=3, on_change=set_heads, kind="heads")
+
+
+def _require_known(module: nn.Module) -> None:
+    kind = type(module)
+    if f"{kind.__module__}.{kind.__qualname__}" not in _PARTS:
+        raise StaysEven(f"{kind.__name__} is no module that is known")
+    _require_own_forward(module)
+
+
+def _require_own_forward(module: nn.Module) -> None:
+    forward = vars(module).get("forward")
+    function = getattr(forward, "__func__", forward)
+    if forward is not None and not getattr(function, "__module__", "").startswith(_READ_FORWARDS):
+        raise StaysEven(f"the forward of {type(module).__name__} was replaced")
+
+
+def _checked(adapter: Callable[[Any], Segment]) -> SegmentAdapter:
+    """For a library that may change: a module that is not as it was read stays even."""
+
+    def checked(module: Any) -> Segment:
+        _require_own_forward(module)
+        try:
+            return adapter(module)
+        except AttributeError as error:
+            raise StaysEven(f"{type(module).__name__} is not as transformers 4.51 has it: {error}") from error
+
+    return checked
+
+
+def _names(model: str, *classes: str) -> list[str]:
+    return [f"transformers.models.{model}.modeling_{model}.{name}" for name in classes]
+
+
+_PARTS = {
+    *_names("vit", "ViTSelfAttention", "ViTSelfOutput", "ViTIntermediate", "ViTOutput"),
+    *_names("deit", "DeiTSelfAttention", "DeiTSelfOutput", "DeiTIntermediate", "DeiTOutput"),
+    *(
+        f"transformers.models.{model}.modeling_{model}.{prefix}{name}"
+        for model, prefix in (("bert", "Bert"), ("roberta", "Roberta"))
+        for name in ("SelfAttention", "SdpaSelfAttention", "SelfOutput", "Intermediate", "Output")
+    ),
+}
+for _classes, _adapter in (
+    ([*_names("vit", "ViTAttention"), *_names("deit", "DeiTAttention")], _vit_attention),
+    ([*_names("bert", "BertAttention"), *_names("roberta", "RobertaAttention")], _bert_attention),
+    (
+        [
+            *_names("vit", "ViTLayer"),
+            *_names("deit", "DeiTLayer"),
+            *_names("bert", "BertLayer"),
+            *_names("roberta", "RobertaLayer"),
+        ],
+        _encoder_layer,
+    ),
+    (
+        [
+            *_names("llama", "LlamaAttention"),
+            *_names("mistral", "MistralAttention"),
+            *_names("qwen2", "Qwen2Attention"),
+        ],
+        _llama_attention,
+    ),
+    (_names("gpt2", "GPT2Attention"), _gpt2_attention),
+):
+    register_by_name(_classes, _checked(_adapter))
