@@ -97,13 +97,11 @@ class GroupDecision:
 
     def refuse_move(self, reason: str) -> None:
         """Nothing has changed hands: the ownership in force stays, and another move is not planned for a while."""
-        self._controller.refuse_move(reason)
-        self.plan = self._controller.current_plan()
+        self.plan = self._controller.refuse_move(reason)
 
     def hold_owned(self, shares: Sequence[float] | None) -> None:
         """Own by these shares whatever is measured; None to decide again."""
-        self._controller.hold_owned(shares)
-        self.plan = self._controller.current_plan()
+        self.plan = self._controller.hold_owned(shares)
 
     def next_step(self) -> None:
         """A step is over that ends without an update."""

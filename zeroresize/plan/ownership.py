@@ -19,6 +19,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+#: Of shares: much finer than a unit, and alike on machines whose sums differ in the last bit.
+_DECIMALS = 6
+
 Indices = NDArray[np.int64]
 
 
@@ -131,8 +134,10 @@ def checked_shares(shares: object, num_ranks: int) -> tuple[float, ...]:
             f"shares={shares!r} is not allowed: wanted are {num_ranks} numbers, one for each rank of the group, none "
             "negative and not all zero, such as (2, 1, 1)"
         )
+    if len(set(numbers)) == 1:
+        return (1.0,) * num_ranks
     mean = math.fsum(numbers) / num_ranks
-    return tuple(one / mean for one in numbers)
+    return tuple(round(one / mean, _DECIMALS) for one in numbers)
 
 
 def neuron_quantum(num_neurons: int, num_ranks: int) -> int:

@@ -151,6 +151,10 @@ class Controller:
         ranks = zip(self._moving.owned, self._are_stragglers, strict=True)
         return WorkloadPlan(tuple(RankPlan(owned=owned, is_straggler=slow) for owned, slow in ranks))
 
+    def expect_moves(self, cost: MoveCost, bytes_of_units: float) -> None:
+        """What a move takes by the calibration, and the bytes of all units of a rank; alike on every rank."""
+        self._moving.cost, self._moving.bytes_of_units = cost, bytes_of_units
+
     @property
     def move_cost(self) -> MoveCost:
         """What a move takes, as far as is known. To be set, alike on every rank, where it was calibrated."""
@@ -159,6 +163,12 @@ class Controller:
     @move_cost.setter
     def move_cost(self, cost: MoveCost) -> None:
         self._moving.cost = cost
+
+    @property
+    def busy_s(self) -> tuple[float, ...]:
+        """Of every rank, seconds of a step at full work and even shares; empty before all were measured."""
+        known = [times.busy_s for times in self._times if times is not None]
+        return tuple(known) if len(known) == self.num_ranks else ()
 
     def moved(self, num_bytes: float, seconds: float) -> None:
         """The move of the last plan has been made; what it took is told alike on every rank."""
