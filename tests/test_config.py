@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroresize import BalanceConfig
-from zeroresize.config_keys import MODES, without_effect
+from zeroresize.config_keys import MODES, MOVING_MODES, PRUNING_MODES, without_effect
 
 WRONG_VALUES = [
-    ("mode", "zero", "['off', 'zero-rd'"),
-    ("mode", None, "['off', 'zero-rd'"),
-    ("mode", True, "['off', 'zero-rd'"),
+    ("mode", "zero", "['off', 'exact', 'zero-rd'"),
+    ("mode", None, "['off', 'exact', 'zero-rd'"),
+    ("mode", True, "['off', 'exact', 'zero-rd'"),
     ("target", "median", "['mean', 'min']"),
     ("imputation", "zeros", "['zero', 'average', 'same']"),
     ("migration_transport", "units", "['broadcast-reduce', 'scatter-gather']"),
@@ -61,6 +61,7 @@ WRONG_VALUES = [
     ("block", 0, "whole number of at least 1"),
     ("block", "16", "whole number of at least 1"),
     ("iters_per_epoch", 0, "whole number of at least 1"),
+    ("moves", 1, "true or false is needed"),
     ("seed", -1, "whole number of at least 0"),
     ("seed", 1.5, "whole number of at least 0"),
 ]
@@ -69,7 +70,7 @@ WRONG_VALUES = [
 @pytest.mark.parametrize(("key", "value", "allowed"), WRONG_VALUES)
 def test_a_wrong_value_is_named_with_its_key_and_what_is_allowed(key, value, allowed):
     with pytest.raises(ValueError) as error:
-        BalanceConfig.from_dict({"ratio": 0.5, key: value})
+        BalanceConfig.from_dict({"mode": "zero-pri", "ratio": 0.5, key: value})
 
     text = str(error.value)
     assert text.startswith(f"{key}=")
@@ -106,7 +107,7 @@ def test_ranks_need_a_forced_ratio(ranks):
 @pytest.mark.parametrize("imputation", ["average", "same"])
 def test_frozen_columns_take_no_imputed_gradient(imputation):
     with pytest.raises(ValueError, match=f"pruned_update='freeze' with imputation='{imputation}' is not allowed"):
-        BalanceConfig(pruned_update="freeze", imputation=imputation)
+        BalanceConfig(mode="zero-pri", pruned_update="freeze", imputation=imputation)
 
 
 def test_no_layer_may_prune_more_than_max_ratio_when_each_has_its_own():
@@ -116,7 +117,7 @@ def test_no_layer_may_prune_more_than_max_ratio_when_each_has_its_own():
 
 
 def test_ranks_outside_the_group_are_named():
-    config = BalanceConfig(ratio=0.5, ranks=[0, 2, 5])
+    config = BalanceConfig(mode="zero-pri", ratio=0.5, ranks=[0, 2, 5])
     config.validate_group_size(6)
     with pytest.raises(ValueError, match=r"ranks=\[0, 2, 5\] names \[2, 5\].* has 2 ranks: allowed are 0 to 1"):
         config.validate_group_size(2)
@@ -124,16 +125,16 @@ def test_ranks_outside_the_group_are_named():
 
 def test_only_a_forced_ratio_is_a_number():
     assert BalanceConfig().forced_ratio is None
-    assert BalanceConfig(ratio=0).forced_ratio == 0.0
-    assert BalanceConfig(ratio=0.5).forced_ratio == 0.5
+    assert BalanceConfig(mode="zero-pri", ratio=0).forced_ratio == 0.0
+    assert BalanceConfig(mode="zero-pri", ratio=0.5).forced_ratio == 0.5
 
 
 def test_it_cannot_be_changed_but_replaced_and_is_checked_again():
-    config = BalanceConfig(seed=3)
+    config = BalanceConfig(mode="zero-pri", seed=3)
     with pytest.raises(FrozenInstanceError):
         config.seed = 4
 
-    assert config.replace(ratio=0.25) == BalanceConfig(seed=3, ratio=0.25)
+    assert config.replace(ratio=0.25) == BalanceConfig(mode="zero-pri", seed=3, ratio=0.25)
     with pytest.raises(ValueError, match="ratio=2"):
         config.replace(ratio=2)
 
@@ -154,8 +155,12 @@ WITHOUT_EFFECT = [
     (
         {"mode": "zero-pri", "migration_transport": "scatter-gather"},
         "migration_transport='scatter-gather'",
-        "in the modes 'mig', 'semi'",
+        "in the modes 'exact', 'mig', 'semi'",
     ),
+    ({"mode": "mig", "moves": False}, "moves=False", "in the modes 'exact', 'semi'"),
+    ({"mode": "exact", "budget": 0.1}, "budget=0.1", "in the modes 'zero-rd', 'zero-pri'"),
+    ({"mode": "exact", "imputation": "average"}, "imputation='average'", "in the modes 'zero-rd', 'zero-pri'"),
+    ({"mode": "exact", "mig_rule": "paper"}, "mig_rule='paper'", "in mode 'mig' with ratio='auto'"),
     ({"mode": "semi", "mig_rule": "paper"}, "mig_rule='paper'", "in mode 'mig' with ratio='auto'"),
     ({"mode": "mig", "ratio": 0.5, "mig_rule": "paper"}, "mig_rule='paper'", "in mode 'mig' with ratio='auto'"),
     ({"mode": "mig", "semi_rule": "paper"}, "semi_rule='paper'", "in mode 'semi'"),
@@ -173,6 +178,33 @@ def test_a_key_without_effect_is_refused_and_told_where_it_has_one(values, named
         BalanceConfig(**values)
     assert str(error.value).startswith(f"{named} has no effect with mode='{values['mode']}': it is used ")
     assert where in str(error.value) and "leave it at" in str(error.value)
+
+
+def test_what_loses_nothing_is_the_default():
+    assert BalanceConfig().mode == "exact" and BalanceConfig().mode not in PRUNING_MODES
+
+
+@pytest.mark.parametrize("mode", MOVING_MODES)
+def test_nothing_can_be_forced_where_a_cost_model_decides(mode):
+    with pytest.raises(ValueError, match=rf"ratio=0\.5 with mode='{mode}' is not allowed: .*must be 'auto'"):
+        BalanceConfig(mode=mode, ratio=0.5)
+
+
+@pytest.mark.parametrize(
+    ("values", "may_move"),
+    [
+        ({}, True),
+        ({"moves": False}, False),
+        ({"mode": "semi"}, True),
+        ({"mode": "semi", "budget": 0.0}, True),
+        ({"mode": "semi", "moves": False}, False),
+        ({"mode": "semi", "semi_rule": "paper"}, False),
+        ({"mode": "semi", "num_migrating": 1}, False),
+        *(({"mode": mode}, False) for mode in MODES if mode not in MOVING_MODES),
+    ],
+)
+def test_units_move_where_our_rules_decide(values, may_move):
+    assert BalanceConfig(**values).may_move is may_move
 
 
 def test_all_keys_without_effect_are_named_at_once():
@@ -200,8 +232,8 @@ def test_keys_are_judged_by_the_way_of_balancing_not_by_how_much_is_asked_for():
 
 
 def test_a_ratio_can_be_pinned_whatever_bounds_the_ratios_that_are_decided():
-    pinned = BalanceConfig(budget=0.1, min_gain=0.5).pinned(0.5, rank=1)
-    assert pinned == BalanceConfig(ratio=0.5, ranks=(1,))
+    pinned = BalanceConfig(mode="zero-pri", budget=0.1, min_gain=0.5).pinned(0.5, rank=1)
+    assert pinned == BalanceConfig(mode="zero-pri", ratio=0.5, ranks=(1,))
 
 
 def test_in_another_mode_what_is_changed_has_to_have_an_effect():

@@ -11,7 +11,7 @@ from torch import nn
 from zeroresize import BalanceConfig, Balancer, ColumnParallelLinear, RowParallelLinear, convert
 from zeroresize.convert import balanced_layers
 
-CONFIG = BalanceConfig()
+CONFIG = BalanceConfig(mode="zero-pri")
 
 
 def mlp(group):
@@ -38,7 +38,7 @@ def test_layers_are_taken_in_place_in_the_order_of_the_model(run_ranks):
 @pytest.mark.parametrize(("imputation", "is_kept"), [("zero", False), ("average", False), ("same", True)])
 def test_gradients_of_the_previous_step_are_kept_only_where_imputation_needs_them(run_ranks, imputation, is_kept):
     def check(rank, group):
-        config = BalanceConfig(imputation=imputation)
+        config = BalanceConfig(mode="zero-pri", imputation=imputation)
         model = convert(mlp(group), process_group=group, config=config)
         Balancer(model, torch.optim.SGD(model.parameters(), lr=0.1), process_group=group, config=config)
         model(torch.ones(3, 4).requires_grad_()).sum().backward()
@@ -67,7 +67,7 @@ def test_converting_twice_changes_nothing_and_says_so(run_ranks):
 
 def test_a_balancer_takes_the_configuration_that_the_model_was_last_converted_with(run_ranks):
     """Another one for convert than for Balancer is a mistake; closing, converting again and making one anew is not."""
-    one, other = BalanceConfig(imputation="same"), BalanceConfig(update_every=3)
+    one, other = BalanceConfig(mode="zero-pri", imputation="same"), BalanceConfig(mode="zero-pri", update_every=3)
 
     def check(rank, group):
         model = convert(mlp(group), process_group=group, config=one)
@@ -76,7 +76,7 @@ def test_a_balancer_takes_the_configuration_that_the_model_was_last_converted_wi
             ValueError, match=r"imputation='same' in convert, imputation='zero' here; update_every=10 in "
         ):
             make(config=other)
-        balancer = make(config=BalanceConfig(imputation="same"))
+        balancer = make(config=BalanceConfig(mode="zero-pri", imputation="same"))
         with pytest.raises(ValueError, match=r"update_every=10 there, update_every=3 here\): close\(\) it first"):
             convert(model, process_group=group, config=other)
         balancer.close()
@@ -170,7 +170,7 @@ def test_ranks_outside_the_group_are_an_error_before_anything_is_changed(run_ran
     def check(rank, group):
         model = mlp(group)
         with pytest.raises(ValueError, match=r"ranks=\[0, 2\] names \[2\]"):
-            convert(model, process_group=group, config=BalanceConfig(ratio=0.5, ranks=[0, 2]))
+            convert(model, process_group=group, config=BalanceConfig(mode="zero-pri", ratio=0.5, ranks=[0, 2]))
         assert balanced_layers(model) == {}
 
     run_ranks(check, 2)
@@ -231,7 +231,7 @@ def test_converting_again_keeps_the_choice_and_refuses_another_one(run_ranks):
         model = blocks(group)
         model["gathered"] = ColumnParallelLinear(4, 4, process_group=group, gather_output=True)
         convert(model, process_group=group, config=CONFIG, module_filter_fn=not_last)
-        other = BalanceConfig(update_every=3)
+        other = BalanceConfig(mode="zero-pri", update_every=3)
         # The same choice, or none at all.
         convert(model, process_group=group, config=other, module_filter_fn=not_last)
         convert(model, process_group=group, config=other)

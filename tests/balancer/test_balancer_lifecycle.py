@@ -54,7 +54,7 @@ def test_another_group_than_the_layers_is_refused(run_ranks):
         pair = dist.new_group([0, 1])
         alone = [dist.new_group([own]) for own in range(3)][rank]
         if rank < 2:
-            config = zr.BalanceConfig()
+            config = zr.BalanceConfig(mode="zero-pri")
             with pytest.raises(ValueError, match="has one rank, and layer up is split over 2"):
                 zr.convert(Pair(pair), process_group=alone, config=config)
             model = zr.convert(Pair(pair), process_group=pair, config=config)
@@ -69,7 +69,7 @@ def test_an_optimizer_of_other_weights_is_refused(run_ranks):
     """Made before the layers were split, it would train nothing."""
 
     def build(rank, group):
-        config = zr.BalanceConfig()
+        config = zr.BalanceConfig(mode="zero-pri")
         model = zr.convert(Pair(group), process_group=group, config=config)
         stale = torch.optim.SGD(Pair(group).parameters(), lr=0.1)
         with pytest.raises(ValueError, match="does not step the weights of up, down, nor any other layer's"):
@@ -82,9 +82,9 @@ def test_a_model_that_was_not_converted_is_refused(run_ranks):
     def build(rank, group):
         model = Pair(group)
         with pytest.raises(ValueError, match="no converted layers"):
-            zr.Balancer(model, None, process_group=group, config=zr.BalanceConfig())
+            zr.Balancer(model, None, process_group=group, config=zr.BalanceConfig(mode="zero-pri"))
         with pytest.raises(ValueError, match="process_group=None"):
-            zr.Balancer(model, None, process_group=None, config=zr.BalanceConfig())
+            zr.Balancer(model, None, process_group=None, config=zr.BalanceConfig(mode="zero-pri"))
 
     run_ranks(build, 2)
 

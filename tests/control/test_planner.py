@@ -88,7 +88,7 @@ MEMBERS = [name for name in (*Planner.__annotations__, *vars(Planner)) if not na
 @pytest.mark.parametrize("member", MEMBERS)
 def test_what_the_group_decides_by_is_a_planner(member):
     """mypy checks the types where the balancer takes it; this, that nothing is left out or asked for otherwise."""
-    decision = GroupDecision(zr.BalanceConfig(), 2, None)
+    decision = GroupDecision(zr.BalanceConfig(mode="zero-pri"), 2, None)
     assert hasattr(decision, member)
     wanted = getattr(Planner, member, None)
     if inspect.isfunction(wanted):

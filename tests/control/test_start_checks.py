@@ -11,7 +11,7 @@ from virtual_training import FEATURES, Pair
 
 import zeroresize as zr
 
-CONFIG = zr.BalanceConfig()
+CONFIG = zr.BalanceConfig(mode="zero-pri")
 
 
 class Model(nn.Module):
@@ -111,7 +111,7 @@ def test_start_checks_can_be_turned_off(run_ranks):
         change(model, rank)
         some = torch.optim.SGD(model.pair.up.parameters(), lr=0.1)
         with caught_log_lines() as lines:
-            balancer = balanced(model, group, zr.BalanceConfig(start_checks=False), optimizer=some)  # noqa: F841
+            balancer = balanced(model, group, zr.BalanceConfig(mode="zero-pri", start_checks=False), optimizer=some)  # noqa: F841
         model(X)
         return [line for line in lines if "does not step the weights of pair.down" in line]
 

@@ -27,7 +27,7 @@ each_maker = pytest.mark.parametrize(("put_on", "name"), MAKERS.values(), ids=MA
 @each_maker
 def test_a_layer_whose_weight_is_made_anew_is_left_alone_by_name(run_ranks, put_on, name):
     def check(rank, group):
-        model, config = Pair(group), zr.BalanceConfig()
+        model, config = Pair(group), zr.BalanceConfig(mode="zero-pri")
         put_on(model.down)
         with caught_log_lines() as lines:
             zr.convert(model, process_group=group, config=config)
@@ -168,6 +168,6 @@ def test_a_model_that_fsdp1_has_sharded_already_has_nothing_to_convert(run_ranks
         group = mesh["tensor"].get_group()
         model = FSDP1[kind](Pair(group), mesh["replicas"])
         with pytest.raises(ValueError, match=r"left alone: .*up: .*FullyShardedDataParallel"):
-            zr.convert(model, process_group=group, config=zr.BalanceConfig())
+            zr.convert(model, process_group=group, config=zr.BalanceConfig(mode="zero-pri"))
 
     run_ranks(check, 4)
