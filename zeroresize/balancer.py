@@ -193,7 +193,7 @@ class Balancer:
         parts = self._parts
         if parts.units is None:
             return
-        checked = parts.units.checked(shares, self.config) if shares is not None else None
+        checked = parts.units.checked(shares) if shares is not None else None
         held_before = parts.decision.plan.owned
         parts.decision.hold_owned(checked)
         self._is_at(Call.MOVING)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from zeroresize.config_keys import (
     PRUNED_UPDATES,
     RANK_CHOICES,
     SEMI_RULES,
+    SHARE_CHOICES,
     SNAPSHOTS,
     TARGETS,
     differentiates_layers,
@@ -74,6 +76,9 @@ class BalanceConfig:
             with the time of ``target``.
         moves: whether units may change their owner. While some are away from home nothing is lent or pruned. By
             ``semi_rule="paper"``, or with a number for ``num_migrating``, none move, as in the paper.
+        shares: how units are divided from the start: ``"even"``, one number for each rank of the group, such as
+            ``(2, 1, 1)`` where rank 0 is twice as fast or has twice the memory, or ``"auto"``, as fast as the ranks
+            multiply before training. Decisions go on from there.
         semi_rule: how ``"semi"`` divides: ``"makespan"`` prunes the least that keeps a step within half the
             ``tolerance`` of the normal ranks' time, and lends the rest; ``"paper"`` follows Eq. (2) and (3), and prunes
             by ZERO-PriDiff.
@@ -114,6 +119,7 @@ class BalanceConfig:
     migration_transport: str = "broadcast-reduce"
     mig_rule: str = "balanced"
     moves: bool = True
+    shares: str | tuple[float, ...] = "even"
     semi_rule: str = "makespan"
     num_migrating: str | int = "auto"
     budget: float = 0.5
@@ -151,6 +157,7 @@ class BalanceConfig:
         if self.iters_per_epoch is not None:
             at_least("iters_per_epoch", self.iters_per_epoch, 1)
         object.__setattr__(self, "ratio", _checked_ratio(self.ratio, self.mode))
+        object.__setattr__(self, "shares", _checked_shares(self.shares))
         object.__setattr__(self, "ranks", _checked_ranks(self.ranks))
         if self.ranks != "stragglers" and self.ratio == "auto":
             raise ValueError(
@@ -215,8 +222,13 @@ class BalanceConfig:
         """Check what can only be checked against a group of ``num_ranks`` ranks.
 
         Raises:
-            ValueError: if ``ranks`` names a rank outside the group.
+            ValueError: if ``ranks`` names a rank outside the group, or ``shares`` are not one for each.
         """
+        if isinstance(self.shares, tuple) and len(self.shares) != num_ranks:
+            raise ValueError(
+                f"shares={list(self.shares)} has {len(self.shares)} numbers, but the process group has {num_ranks} "
+                "ranks: one for each is needed"
+            )
         if isinstance(self.ranks, tuple):
             outside = [rank for rank in self.ranks if rank >= num_ranks]
             if outside:
@@ -298,6 +310,19 @@ def _checked_ratio(ratio: Any, mode: str) -> str | float:
     if not is_number(ratio) or not 0.0 <= ratio <= 1.0 or (ratio == 1.0 and mode not in MIGRATING_MODES):
         raise ValueError(f"ratio={ratio!r} is not allowed: {allowed}")
     return float(ratio)
+
+
+def _checked_shares(shares: Any) -> str | tuple[float, ...]:
+    if isinstance(shares, str):
+        one_of("shares", shares, SHARE_CHOICES)
+        return shares
+    is_row = isinstance(shares, Sequence) and len(shares) > 0
+    if not is_row or not all(is_number(share) and 0.0 <= share < math.inf for share in shares) or not any(shares):
+        raise ValueError(
+            f"shares={shares!r} is not allowed: 'even', 'auto', or a list of one number for each rank of the group, "
+            "none negative and not all 0, such as [2, 1, 1]"
+        )
+    return tuple(float(share) for share in shares)
 
 
 def _checked_ranks(ranks: Any) -> str | tuple[int, ...]:

@@ -16,6 +16,7 @@ PRIDIFF_RULES = ("budget", "paper")
 PRUNED_UPDATES = ("optimizer", "freeze")
 MIGRATION_TRANSPORTS = ("broadcast-reduce", "scatter-gather")
 MIG_RULES = ("balanced", "paper")
+SHARE_CHOICES = ("even", "auto")
 SEMI_RULES = ("makespan", "paper")
 
 #: Modes in which a straggler drops columns of its products (ZERO-resizing, paper section III).
@@ -93,6 +94,7 @@ _USE: Mapping[str, tuple[Callable[[Values], bool], str]] = {
         lambda values: values["mode"] == "mig" and values["ratio"] == "auto",
         "in mode 'mig' with ratio='auto'",
     ),
+    "shares": (lambda values: values["mode"] in MOVING_MODES, _modes(MOVING_MODES)),
     "moves": (lambda values: values["mode"] in MOVING_MODES, _modes(MOVING_MODES)),
     "semi_rule": (_is_semi, "in mode 'semi'"),
     "num_migrating": (_is_semi, "in mode 'semi'"),

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zeroresize.comm.collectives import gather_numbers, group_size, require_group, same_ranks, world_size
 from zeroresize.config import BalanceConfig
-from zeroresize.config_keys import MOVING_MODES
+from zeroresize.config_keys import MOVING_MODES, SHARE_CHOICES
 from zeroresize.integrations.find_segments import find_segments
 from zeroresize.integrations.hosts import HostAdapter, host_of, known_kinds
 from zeroresize.layers.balanced_linear import BalancedLinear
@@ -24,6 +24,7 @@ from zeroresize.measure.step_timer import LayerTimer
 from zeroresize.plan.ownership import checked_shares
 from zeroresize.resharding.state_dicts import guard_modules
 from zeroresize.resharding.units_in_force import UnitsInForce
+from zeroresize.utils.value_checks import one_of
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ def convert(
     config: BalanceConfig,
     module_filter_fn: ModuleFilter | None = None,
     segments: Sequence[Segment] = (),
-    shares: Sequence[float] | Literal["auto"] | None = None,
+    shares: Sequence[float] | Literal["even", "auto"] | None = None,
     optimizer: Any = None,
 ) -> ModelT:
     """Swap the column- and row-parallel linear layers of ``model`` for balanced ones, in place.
@@ -63,8 +64,8 @@ def convert(
         segments: what lies between which layers and can be divided by units, where that is not found: see
             :class:`~zeroresize.Segment`.
         shares: how to divide the units from the start, one number a rank, such as ``(2, 1, 1)`` where rank 0 is twice
-            as fast, or has twice the memory; ``"auto"`` measures how fast the ranks multiply. Collective then. None
-            leaves them as the host made them, until a balancer moves them.
+            as fast, or has twice the memory; ``"auto"`` measures how fast the ranks multiply. Collective then. By
+            default ``config.shares``; ``"even"`` leaves them as the host made them, until a balancer moves them.
         optimizer: only where ``shares`` are given and the optimizer has stepped, or keeps copies of the weights, as in
             mixed precision.
 
@@ -81,14 +82,13 @@ def convert(
         TypeError: if a host adapter does not make a layer balanceable in place.
     """
     require_group(process_group)
-    if shares is not None and shares != "auto":
-        shares = checked_shares(shares, group_size(process_group))
     if not isinstance(config, BalanceConfig):
         raise ValueError(
             f"config must be a BalanceConfig, found {type(config).__name__}: use BalanceConfig(...), "
             "BalanceConfig.from_dict(...) or BalanceConfig.from_yaml(...)"
         )
     config.validate_group_size(group_size(process_group))
+    wanted = _checked_shares(config.shares if shares is None else shares, group_size(process_group))
     if group_size(process_group) == 1:
         _require_no_other_group(model)
         logger.info("convert: the process group has one rank, so there is nothing to balance")
@@ -111,8 +111,8 @@ def convert(
     for layer in layers.values():
         layer.configuration = config
     _find_segments(model, layers, process_group, segments)
-    if shares is not None:
-        _divide(model, layers, process_group, config, shares, optimizer)
+    if wanted != "even":
+        _divide(model, layers, process_group, config, wanted, optimizer)
     logger.info(
         "convert: %d layers can be balanced, %d were left alone, %d were left out by module_filter_fn",
         len(layers),
@@ -138,12 +138,19 @@ def _find_segments(
         logger.info("convert: %d layers stay evenly divided (%s): %s", len(names), _first_of(names), reason)
 
 
+def _checked_shares(shares: Any, num_ranks: int) -> tuple[float, ...] | str:
+    if not isinstance(shares, str):
+        return checked_shares(shares, num_ranks)
+    one_of("shares", shares, SHARE_CHOICES)
+    return shares
+
+
 def _divide(
     model: nn.Module,
     layers: Mapping[str, BalancedLinear],
     process_group: ProcessGroup,
     config: BalanceConfig,
-    shares: Sequence[float] | Literal["auto"],
+    shares: tuple[float, ...] | str,
     optimizer: Any,
 ) -> None:
     """Divide the units of all segments by ``shares``; collective."""
@@ -157,7 +164,7 @@ def _divide(
         raise ValueError(
             f"shares={shares!r}: no segment of the model is known to be divisible by units: name one by segments="
         )
-    if shares == "auto":
+    if isinstance(shares, str):
         if world_size() > group_size(process_group):
             raise ValueError(
                 "shares='auto' is not allowed beside data parallelism, where all replicas must be divided alike and "
@@ -171,7 +178,7 @@ def _divide(
         optimizer,
         process_group,
         meet=lambda *numbers: gather_numbers(numbers, process_group),
-    ).move(tuple(shares))
+    ).move(shares)
 
 
 def balanced_layers(model: nn.Module) -> dict[str, BalancedLinear]:

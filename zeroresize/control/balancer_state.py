@@ -126,8 +126,9 @@ def _require_own(parts: Parts, state: Any, where: str) -> None:
 
     def check_statistic(saved: Any, where: str) -> None:
         row(optional(text), values(tensor()))(saved, where)
-        if _statistic_at_work(parts) and saved[0] == _name_of_statistic(parts):  # else it starts anew
-            shapes = {name: tensor(value.shape) for name, value in parts.statistic.state_dict().items()}
+        statistic = parts.statistic
+        if statistic is not None and saved[0] == _name_of_statistic(parts) is not None:  # else it starts anew
+            shapes = {name: tensor(value.shape) for name, value in statistic.state_dict().items()}
             keyed(shapes)(saved[1], f"{where}[1]")
 
     def check_last_gradients(saved: Any, where: str) -> None:

@@ -218,7 +218,6 @@ class _Search:
             quantum=NEURON_QUANTUM if is_fine else 1,
             min_units=segment.min_units,
             on_change=segment.on_change,
-            modules=tuple(self._layers[name] for name in (*columns, row)),
         )
 
     def _unit_tensors(self, name: str, rows: int, num_blocks: int) -> Iterator[UnitTensor]:

@@ -15,6 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,7 +121,7 @@ class OwnershipMap:
         return OwnershipMap(owners, self.num_ranks)
 
 
-def checked_shares(shares: object, num_ranks: int) -> tuple[float, ...]:
+def checked_shares(shares: Any, num_ranks: int) -> tuple[float, ...]:
     """What a user gives as the ranks' shares, scaled so that their mean is 1: ``(2, 1, 1)`` is (1.5, 0.75, 0.75).
 
     Raises:
