@@ -22,7 +22,7 @@ from zeroresize.measure.calibrate_moves import measure_move_cost
 from zeroresize.measure.calibration import calibrate_group
 from zeroresize.plan.group import WorkloadPlan
 from zeroresize.policy.moving import MoveCost
-from zeroresize.resharding.transfer import NotEnoughMemoryError
+from zeroresize.resharding.agreement import NotEnoughMemoryError
 from zeroresize.telemetry import UpdateRecord
 
 logger = logging.getLogger(__name__)
@@ -334,7 +334,7 @@ class Balancer:
             else:
                 parts.statistic.pause()
         if move is not None:
-            parts.decision.moved(move.largest_bytes, move.seconds)
+            parts.decision.moved(move.total_bytes, move.seconds)
             if parts.rank == 0:
                 logger.info("step %d: %s", self._num_steps, self._move_log.line(move, self.plan, parts.decision.busy_s))
 

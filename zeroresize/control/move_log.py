@@ -32,7 +32,7 @@ class MoveLog:
             plan: by which it was made.
             busy_s: of every rank at its even share, seconds; empty where nothing was measured.
         """
-        size = f"{move.largest_bytes / 1e6:.3g} MB, {move.seconds:.2g} s"
+        size = f"{move.total_bytes / 1e6:.3g} MB, {move.seconds:.2g} s"
         expected = plan.predicted_step_s
         if not math.isnan(expected) and not math.isnan(self._step_s):
             size += f"; expected step {1e3 * self._step_s:.4g} → {1e3 * expected:.4g} ms"

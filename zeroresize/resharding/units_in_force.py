@@ -16,8 +16,10 @@ from zeroresize.comm.collectives import group_rank, group_size, world_size
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.layers.segments import owned_segments, segment_works
+from zeroresize.optim.optimizers import states_like, stepped_tensors, torch_optimizer
 from zeroresize.plan.ownership import SegmentWork, checked_shares, owned_shares, unit_counts
-from zeroresize.resharding.transfer import MoveReport, bytes_of_units, move_units
+from zeroresize.resharding.data_parallel import wrappers_of
+from zeroresize.resharding.transfer import MoveReport, move_units
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +31,7 @@ class Move:
     Attributes:
         before, after: shares by which units were divided.
         sent_bytes, received_bytes: of this rank.
-        largest_bytes: sent or received by the rank that sent or received most; the same on every rank.
+        total_bytes: that changed hands in the group; the same on every rank.
         seconds: that it took the slowest rank; the same on every rank.
         changes: of every kind, by how many units of all segments each rank has more now; negative for fewer.
         owned_before: of every kind, how many each rank had.
@@ -39,7 +41,7 @@ class Move:
     after: tuple[float, ...]
     sent_bytes: int
     received_bytes: int
-    largest_bytes: int
+    total_bytes: int
     seconds: float
     changes: Mapping[str, tuple[int, ...]]
     owned_before: Mapping[str, tuple[int, ...]]
@@ -107,8 +109,20 @@ class UnitsInForce:
 
     @property
     def bytes_of_units(self) -> int:
-        """Bytes of what a rank sends that gives away all units it has at even shares, optimizer state included."""
-        return bytes_of_units(self.segments, self._optimizer) if self.segments else 0
+        """Bytes of the units of a rank at even shares, optimizer state included, as far as this rank has units."""
+        num_bytes = 0.0
+        for segment in self.segments:
+            count = segment.owned.counts[self._rank]
+            parameters = {tensor.name: tensor.parameter for tensor in segment.tensors}
+            stepped = stepped_tensors(self._optimizer, parameters) if self._optimizer is not None else {}
+            for name, parameter in parameters.items():
+                held = {id(parameter): parameter}
+                if name in stepped:
+                    states = states_like(torch_optimizer(self._optimizer), stepped[name])
+                    held |= {id(one): one for one in (stepped[name], *states)}
+                own = sum(one.numel() * one.element_size() for one in held.values())
+                num_bytes += own / max(count, 1) * len(segment.owned.owners) / self._num_ranks
+        return int(num_bytes)
 
     def checked(self, shares: Any) -> tuple[float, ...]:
         """``shares`` for :meth:`move`, or an error.
@@ -141,19 +155,19 @@ class UnitsInForce:
             targets,
             process_group=self._group,
             optimizer=self._optimizer,
-            model=self._model,
             meet=self._meet,
+            data_parallel=wrappers_of(self._model),
         )
         for segment in self.segments:
             segment.shares = after
         self.shares = after
-        told = self._meet(report.seconds, max(report.sent_bytes, report.received_bytes))
+        told = self._meet(report.seconds, report.bytes_sent)
         move = Move(
             before,
             after,
-            report.sent_bytes,
-            report.received_bytes,
-            int(max(largest for _, largest, *_ in told)),
+            report.bytes_sent,
+            report.bytes_received,
+            int(sum(sent for _, sent, *_ in told)),
             max(seconds for seconds, *_ in told),
             {kind: tuple(map(operator.sub, now, owned_before[kind])) for kind, now in self.num_units.items()},
             owned_before,
