@@ -20,7 +20,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, fields
 from itertools import groupby
 
 import numpy as np
@@ -36,12 +36,15 @@ from zeroresize.injection.slow_layers import SlowLayers
 from zeroresize.plan.group import Shares, WorkloadPlan
 from zeroresize.policy.columns.order import aligned_ratio
 
+#: SEMI whose units stay at home, as before there was ownership.
+STAYING_SEMI = "SEMI, nothing moves"
 #: Solutions whose closed loop runs, by name; Baseline and homogeneous are one more copy, in mode "off".
 SOLUTIONS = {
+    "exact, the default": {"mode": "exact"},
     "ZERO-PriDiffR": {"mode": "zero-pridiff"},
     "MIG": {"mode": "mig"},
     "SEMI": {"mode": "semi"},
-    "SEMI, exact": {"mode": "semi", "budget": 0.0},
+    STAYING_SEMI: {"mode": "semi", "moves": False},
 }
 SAME_TIME = "ZERO as long as SEMI"
 PINNED = "pinned"
@@ -51,7 +54,7 @@ OFFSETS = (-0.2, -0.1, 0.0, 0.1)
 
 def fixed_lambdas(num_stragglers: int) -> dict[str, dict[str, object]]:
     """SEMI by both rules, with every number of migrating stragglers and with its own choice."""
-    rules = {"SEMI": {"mode": "semi"}, "SEMI paper": {"mode": "semi", "semi_rule": "paper"}}
+    rules = {STAYING_SEMI: {"mode": "semi", "moves": False}, "SEMI paper": {"mode": "semi", "semi_rule": "paper"}}
     choices = {f"λ={count}": {"num_migrating": count} for count in range(num_stragglers + 1)}
     return {
         f"{rule}, {choice}": {**changes, **more}
@@ -83,7 +86,7 @@ class Copy:
         plan, calibrates = self.balancer.plan, self.balancer.is_calibrating
         seconds = self.trainer.timed_step()
         metrics = self.balancer.metrics()
-        shares = Shares(*(metrics[f"balance/{name}_share"] for name in ("pruned", "lent", "borrowed")))
+        shares = Shares(**{field.name: metrics[f"balance/{field.name}_share"] for field in fields(Shares)})
         return TimedStep(seconds, plan, shares, calibrates)
 
     def window(self, num_steps: int) -> list[TimedStep]:
@@ -119,7 +122,7 @@ class Bench:
         self.first_predictions: list[float] = []
         self.copies: dict[str, Copy] = {}
         self.pinned: dict[float, list[tuple[float, float]]] = {}
-        besides = {"off": {"mode": "off"}} | ({PINNED: {"mode": "zero-pri"}} if "SEMI" in solutions else {})
+        besides = {"off": {"mode": "off"}} | ({PINNED: {"mode": "zero-pri"}} if STAYING_SEMI in solutions else {})
         for name, changes in {**besides, **solutions}.items():
             trainer = ranks.trainer(shape, batch_size=batch_size)
             balancer = ranks.balance(trainer, config.in_mode(**changes))
@@ -160,7 +163,7 @@ class Bench:
 
     def _window_of_zero_beside_semi(self, offset: float, num_steps: int) -> list[tuple[float, float]]:
         """(share of the group's products dropped, seconds) of ZERO's steps, pinned beside what SEMI spares now."""
-        zero, semi = self.copies[PINNED], self.copies["SEMI"]
+        zero, semi = self.copies[PINNED], self.copies[STAYING_SEMI]
         spared = [rank.spared for rank in semi.balancer.plan.ranks]
         pins = [self._fast_ratio(max(own + offset, 0.0)) if own > 0.0 else 0.0 for own in spared]
         for rank, ratio in enumerate(pins):
@@ -200,11 +203,12 @@ def report(bench: Bench, chis: Sequence[float], seconds: dict[str, list[float]])
     homogeneous_s = medians["homogeneous"]
     bound_s = bench.bound(chis, homogeneous_s)
     shares = {name: shares_of(bench.copies[name].steps) for name in bench.solutions}
+    moved = {name: moved_share(bench.copies[name].steps) for name in bench.solutions}
     if bench.pinned:
-        seconds[SAME_TIME], medians[SAME_TIME] = seconds["SEMI"], medians["SEMI"]
-        shares[SAME_TIME] = Shares(pruned=bench.dropped_for(medians["SEMI"]))
+        seconds[SAME_TIME], medians[SAME_TIME] = seconds[STAYING_SEMI], medians[STAYING_SEMI]
+        shares[SAME_TIME] = Shares(pruned=bench.dropped_for(medians[STAYING_SEMI]))
     rows, table = [], Table(
-        "solution", "step / homogeneous", "95 %", "step / T*", "pruned", "lent", "predicted / measured",
+        "solution", "step / homogeneous", "95 %", "step / T*", "moved", "lent", "pruned", "predicted / measured",
         title=f"χ = {' '.join(f'{chi:g}' for chi in chis)}: homogeneous {1e3 * homogeneous_s:.0f} ms, "
         f"T* {bound_s / homogeneous_s:.3f} of it", title_justify="left",
     )  # fmt: skip
@@ -215,10 +219,11 @@ def report(bench: Bench, chis: Sequence[float], seconds: dict[str, list[float]])
         predicted = statistics.median(step.plan.predicted_step_s for step in own) / step_s if own else None
         table.add_row(
             name, f"{step_s / homogeneous_s:.3f}", f"[{low:.3f}, {high:.3f}]", f"{step_s / bound_s:.3f}",
-            f"{own_shares.pruned:.3f}", f"{own_shares.lent:.3f}", "" if predicted is None else f"{predicted:.3f}",
+            f"{moved.get(name, 0.0):.3f}", f"{own_shares.lent:.3f}", f"{own_shares.pruned:.3f}", "" if predicted is None else f"{predicted:.3f}",
         )  # fmt: skip
         rows.append({"chi": list(chis), "solution": name, "step": step_s / homogeneous_s, "interval": [low, high],
-                     "to_bound": step_s / bound_s, "pruned": own_shares.pruned, "lent": own_shares.lent,
+                     "to_bound": step_s / bound_s, "moved": moved.get(name, 0.0), "lent": own_shares.lent,
+                     "pruned": own_shares.pruned,
                      "predicted_to_measured": predicted})  # fmt: skip
     if bench.ranks.rank == 0:
         Console(width=120).print(table)
@@ -231,6 +236,12 @@ def shares_of(steps: Sequence[TimedStep]) -> Shares:
     return Shares(*(statistics.fmean(of_every_rank(share)) for share in own))
 
 
+def moved_share(steps: Sequence[TimedStep]) -> float:
+    """Of the group's products, what other ranks own than the host's shards say; collective."""
+    own = statistics.median(step.shares.owned for step in steps)
+    return statistics.fmean(of_every_rank(max(own - 1.0, 0.0)))
+
+
 def predictions_of_new_plans(steps: Sequence[TimedStep]) -> list[float]:
     """Predicted / measured step time of each plan whose shares are others than those of the plan before it.
 
@@ -240,7 +251,7 @@ def predictions_of_new_plans(steps: Sequence[TimedStep]) -> list[float]:
     for _, run in groupby(steps, key=lambda step: id(step.plan)):
         own = list(run)
         plan = own[0].plan
-        shares = [(rank.pruned, rank.lent) for rank in plan.ranks]
+        shares = [(rank.pruned, rank.lent, rank.owned) for rank in plan.ranks]
         measured_s = [step.seconds for step in own if not step.calibrates]
         if before is not None and shares != before and measured_s:
             ratios.append(plan.predicted_step_s / statistics.median(measured_s))
