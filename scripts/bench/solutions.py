@@ -219,7 +219,8 @@ def report(bench: Bench, chis: Sequence[float], seconds: dict[str, list[float]])
         predicted = statistics.median(step.plan.predicted_step_s for step in own) / step_s if own else None
         table.add_row(
             name, f"{step_s / homogeneous_s:.3f}", f"[{low:.3f}, {high:.3f}]", f"{step_s / bound_s:.3f}",
-            f"{moved.get(name, 0.0):.3f}", f"{own_shares.lent:.3f}", f"{own_shares.pruned:.3f}", "" if predicted is None else f"{predicted:.3f}",
+            f"{moved.get(name, 0.0):.3f}", f"{own_shares.lent:.3f}", f"{own_shares.pruned:.3f}",
+            "" if predicted is None else f"{predicted:.3f}",
         )  # fmt: skip
         rows.append({"chi": list(chis), "solution": name, "step": step_s / homogeneous_s, "interval": [low, high],
                      "to_bound": step_s / bound_s, "moved": moved.get(name, 0.0), "lent": own_shares.lent,
