@@ -248,9 +248,8 @@ def test_colossalais_masters_moments_and_working_weights_stay(run_ranks, colossa
     def check(rank, group):
         host = Host(group)
         booster = host.boost(small_vit(), precision=precision)
-        config = zr.BalanceConfig(
-            mode="zero-pri", ratio=0.5, ranks="all", pruned_update=pruned_update, update_every=100
-        )
+        forced = {"ratio": 0.5, "ranks": "all", "update_every": 100}
+        config = zr.BalanceConfig(mode="zero-pri", pruned_update=pruned_update, **forced)
         zr.convert(booster.model, process_group=booster.group, config=config)
         balancer = zr.Balancer(booster.model, booster.optimizer, process_group=booster.group, config=config)
         layers = balanced_layers(booster.model)

@@ -10,9 +10,8 @@ from zeroresize.policy.columns.selector import ColumnSelector, Relief
 
 
 def test_a_forced_ratio_is_kept_to_the_column_and_a_decided_one_aligned():
-    selector = ColumnSelector(
-        BalanceConfig(mode="zero-pri"), 0, {"small": 48, "large": 768}, {"small": 1.0, "large": 1.0}
-    )
+    config, work = BalanceConfig(mode="zero-pri"), {"small": 1.0, "large": 1.0}
+    selector = ColumnSelector(config, 0, {"small": 48, "large": 768}, work)
     forced = selector.pruned_columns(Relief(0.3, is_forced=True))
     decided = selector.pruned_columns(Relief(0.3))
     assert {name: len(columns) for name, columns in forced.items()} == {"small": 14, "large": 230}
