@@ -6,6 +6,7 @@ very Parameter objects (Booster keys its maps by their ``id``), their ``dist_lay
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -20,9 +21,11 @@ from colossalai.shardformer.layer import (
     Linear1D_Row,
 )
 from colossalai.shardformer.layer._operation import split_forward_gather_backward
+from colossalai.shardformer.layer.qkv_fused_linear import split_forward_gather_backward_fused_qkv
 from colossalai.tensor.d_tensor import is_distributed_tensor
-from colossalai.tensor.d_tensor.api import init_as_dtensor
+from colossalai.tensor.d_tensor.api import init_as_dtensor, is_customized_distributed_tensor
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.jagged import on_tokens
@@ -32,7 +35,11 @@ _SEQUENCE_INSIDE_LINEAR = ("ring", "split_gather")
 
 
 class _BalancedLinear1D(BalancedLinear):
-    """What both have in common."""
+    """What all have in common."""
+
+    bias: Any
+    skip_bias_add: bool
+    parallel_input: bool
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BalancedLinear:
         """With the layouts of its parameters, by which Colossal-AI's checkpoints know that they are shards."""
@@ -43,59 +50,143 @@ class _BalancedLinear1D(BalancedLinear):
             if is_distributed_tensor(one) and not is_distributed_tensor(other):
                 layout = one.dist_layout
                 init_as_dtensor(other, layout.device_mesh, layout.sharding_spec, layout.global_shape)
+            elif is_customized_distributed_tensor(one):
+                other.shard_fn, other.gather_fn = one.shard_fn, one.gather_fn
         return copied
 
 
-class BalancedLinear1D_Col(_BalancedLinear1D, Linear1D_Col):
-    """``Linear1D_Col`` (QKV, FC1) whose three products follow ``self.plan``."""
+class _BalancedColumn(_BalancedLinear1D):
+    """A column-parallel layer with a weight [N, K]."""
 
     is_column_parallel = True
 
-    @staticmethod
-    def from_native_module(module: nn.Linear, process_group: Any, **kwargs: Any) -> nn.Module:
-        return swap_layer(Linear1D_Col.from_native_module(module, process_group, **kwargs))
-
     def forward(self, input_: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         bias = None if self.skip_bias_add else self.bias
-        output = on_tokens(lambda x: self.column_products(x, bias), input_)
+        output = on_tokens(lambda x: self._products(x, bias), input_)
         return (output, self.bias) if self.skip_bias_add else output
 
+    def _products(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self.column_products(x, bias)
 
-class BalancedLinear1D_Row(_BalancedLinear1D, Linear1D_Row):
-    """``Linear1D_Row`` (attention output, FC2) whose three products follow ``self.plan``."""
+
+class _BalancedRow(_BalancedLinear1D):
+    """A row-parallel layer."""
 
     is_column_parallel = False
-
-    @staticmethod
-    def from_native_module(module: nn.Linear, process_group: Any, **kwargs: Any) -> nn.Module:
-        return swap_layer(Linear1D_Row.from_native_module(module, process_group, **kwargs))
 
     def forward(self, input_: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         output = on_tokens(self._forward, input_)
         return (output, self.bias) if self.skip_bias_add else output
 
     def _forward(self, x: Tensor) -> Tensor:
-        if not self.parallel_input:
-            x = split_forward_gather_backward(x, dim=-1, process_group=self.process_group)
-        y = self.row_products(x)
+        y = self.row_products(x if self.parallel_input else self._own_part(x))
         return y if self.bias is None or self.skip_bias_add else y + self.bias.to(y.dtype)
 
+    def _own_part(self, x: Tensor) -> Tensor:
+        return split_forward_gather_backward(x, dim=-1, process_group=self.process_group)
 
-#: Several layers in one: a shard holds parts of each of them (and GPT-2's are transposed).
-_FUSED_CLASSES = FusedLinear1D_Col | FusedLinear1D_Row | GPT2FusedLinearConv1D_Col | GPT2FusedLinearConv1D_Row
 
-_BALANCED_CLASSES: dict[type, type] = {Linear1D_Col: BalancedLinear1D_Col, Linear1D_Row: BalancedLinear1D_Row}
+class _TransposedWeight(_BalancedLinear1D):
+    """A layer whose weight is [K, N], as GPT-2's ``Conv1D`` has it; its columns are lent to nobody."""
+
+    weight_is_transposed = True
+
+    @property
+    def local_weight(self) -> Tensor:
+        return self.weight.t()
+
+
+class BalancedLinear1D_Col(_BalancedColumn, Linear1D_Col):
+    """``Linear1D_Col`` (QKV, FC1) whose three products follow ``self.plan``."""
+
+    @staticmethod
+    def from_native_module(module: nn.Linear, process_group: Any, **kwargs: Any) -> nn.Module:
+        return swap_layer(Linear1D_Col.from_native_module(module, process_group, **kwargs))
+
+
+class BalancedLinear1D_Row(_BalancedRow, Linear1D_Row):
+    """``Linear1D_Row`` (attention output, FC2) whose three products follow ``self.plan``."""
+
+    @staticmethod
+    def from_native_module(module: nn.Linear, process_group: Any, **kwargs: Any) -> nn.Module:
+        return swap_layer(Linear1D_Row.from_native_module(module, process_group, **kwargs))
+
+
+class BalancedFusedLinear1D_Col(_BalancedColumn, FusedLinear1D_Col):
+    """``FusedLinear1D_Col`` (q, k and v in one): a shard holds a part of each of them, one after the other."""
+
+    @staticmethod
+    def from_native_module(module: nn.Linear, process_group: Any, **kwargs: Any) -> nn.Module:
+        return swap_layer(FusedLinear1D_Col.from_native_module(module, process_group, **kwargs))
+
+
+class BalancedFusedLinear1D_Row(_BalancedRow, FusedLinear1D_Row):
+    """``FusedLinear1D_Row``, which reads what a ``FusedLinear1D_Col`` returns."""
+
+    @staticmethod
+    def from_native_module(module: nn.Linear, process_group: Any, **kwargs: Any) -> nn.Module:
+        return swap_layer(FusedLinear1D_Row.from_native_module(module, process_group, **kwargs))
+
+    def _own_part(self, x: Tensor) -> Tensor:
+        return split_forward_gather_backward_fused_qkv(x, self.split_sizes, self.process_group)
+
+
+class BalancedGPT2FusedLinearConv1D_Col(_TransposedWeight, _BalancedColumn, GPT2FusedLinearConv1D_Col):
+    """``GPT2FusedLinearConv1D_Col`` (q, k and v in one, or FC1)."""
+
+    @staticmethod
+    def from_native_module(module: nn.Module, process_group: Any, **kwargs: Any) -> nn.Module:
+        return swap_layer(GPT2FusedLinearConv1D_Col.from_native_module(module, process_group, **kwargs))
+
+    def _products(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        y = self.column_products(x, None)
+        return y if bias is None else _BiasAdded.apply(y, bias)
+
+
+class BalancedGPT2FusedLinearConv1D_Row(_TransposedWeight, _BalancedRow, GPT2FusedLinearConv1D_Row):
+    """``GPT2FusedLinearConv1D_Row`` (attention output, FC2)."""
+
+    @staticmethod
+    def from_native_module(module: nn.Module, process_group: Any, **kwargs: Any) -> nn.Module:
+        return swap_layer(GPT2FusedLinearConv1D_Row.from_native_module(module, process_group, **kwargs))
+
+
+class _BiasAdded(torch.autograd.Function):
+    """y + b; dy = dy, db = Σ_t dy, summed as Colossal-AI sums it."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, bias_N: Tensor) -> Tensor:
+        ctx.dtypes = y.dtype, bias_N.dtype
+        return y + bias_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None]:
+        y_dtype, bias_dtype = ctx.dtypes
+        db_N = None
+        if ctx.needs_input_grad[1]:
+            packed_dy_TN = dy.reshape(math.prod(dy.shape[:-1]), dy.shape[-1]).contiguous()
+            db_N = packed_dy_TN.sum(dim=0).to(bias_dtype)
+        return dy.to(y_dtype), db_N
+
+
+_BALANCED_CLASSES: dict[type, type] = {
+    Linear1D_Col: BalancedLinear1D_Col,
+    Linear1D_Row: BalancedLinear1D_Row,
+    FusedLinear1D_Col: BalancedFusedLinear1D_Col,
+    FusedLinear1D_Row: BalancedFusedLinear1D_Row,
+    GPT2FusedLinearConv1D_Col: BalancedGPT2FusedLinearConv1D_Col,
+    GPT2FusedLinearConv1D_Row: BalancedGPT2FusedLinearConv1D_Row,
+}
 
 
 def is_parallel_linear(module: nn.Module) -> bool:
     """Whether ``module`` is one of Colossal-AI's 1D tensor-parallel linear layers, swapped or not, fused or not."""
-    return isinstance(module, Linear1D_Col | Linear1D_Row | _FUSED_CLASSES)
+    return isinstance(module, tuple(_BALANCED_CLASSES))
 
 
 def why_left_alone(module: nn.Module) -> str | None:
     """The reason why a layer of Colossal-AI's must stay as it is, or None if it can be balanced."""
-    if isinstance(module, _FUSED_CLASSES):
-        return f"{type(module).__name__} is a fused layer: only Linear1D_Col and Linear1D_Row are balanced"
     if getattr(module, "gather_output", False):
         return "gather_output=True"
     if type(module) not in _BALANCED_CLASSES and type(module) not in _BALANCED_CLASSES.values():

@@ -123,6 +123,11 @@ class BalancedLinear:
         return self.weight
 
     @property
+    def may_lend(self) -> bool:
+        """Whether other ranks may compute some of its columns: only if it multiplies by its parameter itself."""
+        return self.local_weight is self.weight
+
+    @property
     def num_columns(self) -> int:
         """K, the columns a plan chooses from."""
         return self.local_weight.shape[1]

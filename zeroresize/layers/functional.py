@@ -94,7 +94,7 @@ class _ColumnParallelProducts(torch.autograd.Function):
         # The same layout as Colossal-AI's: the layout decides the order in which a product or a sum adds up.
         packed_dy_TN, x_TK = dy_TN.contiguous(), _as_tokens(x).contiguous()
         own_dgrad = (lambda: _dgrad(dy_TN, w_NK, how)) if ctx.needs_input_grad[0] else None
-        own_wgrad = (lambda: _wgrad(packed_dy_TN, x_TK, how)) if ctx.needs_input_grad[1] else None
+        own_wgrad = (lambda: _wgrad(packed_dy_TN, x_TK, w_NK, how)) if ctx.needs_input_grad[1] else None
         if how.loans is not None:
             dx, dw_NK, work = how.loans.column_backward(dy_TN, x_TK, own_dgrad=own_dgrad, own_wgrad=own_wgrad)
         else:
@@ -140,7 +140,7 @@ class _RowParallelProducts(torch.autograd.Function):
         needs_dx, needs_dw, *_ = ctx.needs_input_grad
         dgrad = _dgrad_by_columns if needs_dw and _lies_by_columns(x_TK) else _dgrad  # as autograd does
         own_dgrad = (lambda: dgrad(dy_TN, w_NK, how)) if needs_dx else None
-        own_wgrad = (lambda: _wgrad(dy_TN, x_TK, how)) if needs_dw else None
+        own_wgrad = (lambda: _wgrad(dy_TN, x_TK, w_NK, how)) if needs_dw else None
         if how.loans is not None:
             dx, dw_NK = how.loans.row_backward(dy_TN, kept, own_dgrad=own_dgrad, own_wgrad=own_wgrad)
         else:
@@ -182,12 +182,14 @@ def _dgrad_by_columns(dy_TN, w_NK, how):
     return how.probes.product(kernels.dgrad_by_columns, dy_TN, w_NK)
 
 
-def _lies_by_columns(x_TK):
-    return x_TK.stride() == (1, len(x_TK))
+def _lies_by_columns(matrix):
+    return matrix.stride() == (1, len(matrix))
 
 
-def _wgrad(dy_TN, x_TK, how):
+def _wgrad(dy_TN, x_TK, w_NK, how):
     last = how.last
+    if how.plan is None and last is None and _lies_by_columns(w_NK):  # dw is to lie as w does
+        return how.probes.product(kernels.wgrad, x_TK, dy_TN, None, None).t()
     if last is None:
         return how.probes.product(kernels.wgrad, dy_TN, x_TK, how.plan, None)
     dw_NK = how.probes.product(kernels.wgrad, dy_TN, x_TK, how.plan, last.dw_NK)
