@@ -130,7 +130,7 @@ def build(model: nn.Module, optimizer: Any, process_group: ProcessGroup, config:
             statistic = RestartableStatistic(lambda: build_statistic(config, layers, optimizer))
             _kept(statistic, attached)
         is_forced = config.forced_ratio is not None
-        if num_ranks > 1 and config.mode in MIGRATING_MODES:
+        if num_ranks > 1 and config.mode in MIGRATING_MODES and all(layer.may_lend for layer in layers.values()):
             lender = _kept(Lender(layers, process_group, config.migration_transport, is_forced=is_forced), attached)
         monitor = _kept(RankMonitor(layers, config), attached)
         if exchange is not None:

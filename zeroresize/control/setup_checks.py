@@ -40,7 +40,7 @@ def check_weights(layers: Layers, config: BalanceConfig) -> None:
     """
     needs_whole_weights = config.mode in (*PRIORITY_MODES, *MIGRATING_MODES) or config.pruned_update == "freeze"
     needs_own_parameter = (
-        config.mode in MIGRATING_MODES
+        config.mode in ("mig", "semi")  # "exact" can do without lending
         or config.pruned_update == "freeze"
         or (config.mode in PRIORITY_MODES and config.priority == "path_length")
     )

@@ -13,6 +13,7 @@ from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.measure.calibrate_migration import measure_migration_cost
 from zeroresize.measure.rank_monitor import RankMonitor
 from zeroresize.policy.cost_model import MigrationCost
+from zeroresize.policy.times import MOST_SECONDS
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,8 @@ def calibrate_group(
         logger.info("calibration begins, on the shapes of this step; it takes some seconds")
     if measures_pruning:
         monitor.calibrate()
+    if may_migrate and not all(layer.may_lend for layer in layers.values()):
+        return MigrationCost(fixed_s=MOST_SECONDS)  # so nobody plans to lend
     if may_migrate and (measures_pruning or measures_migrating):
         migration = measure_migration_cost(layers, process_group, config.migration_transport)
         logger.info(

@@ -1,0 +1,223 @@
+"""Mode "exact" on real ranks: units change hands, nothing else changes, and nothing travels afterwards."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from virtual_training import Run
+
+import zeroresize as zr
+
+
+def exact_run(group, **config):
+    return Run(group, gather_s=0.0, **{"mode": "exact", "update_every": 4, **config})
+
+
+def counts(run):
+    """How many neurons every rank owns."""
+    return run.model.down.segment.owned.counts
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_units_move_away_from_a_straggler_and_come_home_after_it_recovers(run_ranks, num_ranks):
+    def train(rank, group):
+        run = exact_run(group)
+        run.updates(2)
+        run.time.chi = 4.0 if rank == 1 else 1.0
+        run.updates(12)
+        began_s = run.time.now
+        run.steps(1)
+        busy_s, away = run.time.now - began_s, counts(run)
+        run.time.chi = 1.0
+        run.updates(12)
+        return busy_s, away, counts(run), run.balancer.metrics()["balance/owned_share"]
+
+    results = run_ranks(train, num_ranks)
+    times = [busy_s for busy_s, *_ in results]
+    assert max(times) <= 1.1 * min(times)
+    for _, away, after, owned in results:
+        assert away == results[0][1] and away[1] < away[0] / 2
+        assert after == (192 // num_ranks,) * num_ranks and owned == 1.0
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+def test_training_goes_on_as_if_nothing_had_moved(run_ranks, num_ranks):
+    def train(rank, group):
+        torch.set_default_dtype(torch.float64)
+        expected = exact_run(group, mode="off").steps(9)
+        run = exact_run(group, mode="off")
+        losses = run.steps(3)
+        run.balancer.move([1.0, 0.0, 3.0, 2.0][:num_ranks])
+        moved = counts(run)
+        losses += run.steps(3)
+        run.balancer.move([1.0] * num_ranks)
+        losses += run.steps(3)
+        return losses, expected, moved, counts(run)
+
+    for losses, expected, moved, after in run_ranks(train, num_ranks):
+        assert losses == pytest.approx(expected, rel=1e-10)
+        assert moved[1] == 0 and sum(moved) == 192
+        assert len(set(after)) == 1
+
+
+def test_there_and_home_again_leaves_weights_and_optimizer_state_bitwise(run_ranks):
+    def train(rank, group):
+        run = exact_run(group, mode="off")
+        run.steps(3)
+
+        def state():
+            tensors = dict(run.model.state_dict())
+            for number, own in run.optimizer.state_dict()["state"].items():
+                tensors |= {f"{number}.{key}": value for key, value in own.items()}
+            return {name: tensor.clone() for name, tensor in tensors.items()}
+
+        before, parameters = state(), [id(parameter) for parameter in run.model.parameters()]
+        run.balancer.move((3, 1))
+        with run.balancer.at_home():
+            at_home = state()
+        away = counts(run)
+        run.balancer.move((1, 1))
+        after = state()
+        same = [all(torch.equal(one[name], before[name]) for name in before) for one in (at_home, after)]
+        return same, away, parameters == [id(parameter) for parameter in run.model.parameters()]
+
+    for same, away, same_objects in run_ranks(train, 2):
+        assert same == [True, True] and away == (144, 48) and same_objects
+
+
+def test_a_settled_step_sends_no_byte_more_than_an_undisturbed_one(run_ranks):
+    def train(rank, group):
+        sent = []
+        all_reduce = dist.all_reduce
+
+        def counting(tensor, *args, **kwargs):
+            sent.append(tensor.numel() * tensor.element_size())
+            return all_reduce(tensor, *args, **kwargs)
+
+        dist.all_reduce = counting
+        run = exact_run(group, update_every=100)
+        run.steps(2)
+        sent.clear()
+        run.steps(2)
+        undisturbed = list(sent)
+        run.balancer.move((1, 3))
+        sent.clear()
+        run.steps(2)
+        return undisturbed, list(sent), run.balancer.bytes_migrated
+
+    for undisturbed, moved, migrated in run_ranks(train, 2):
+        assert undisturbed == moved and undisturbed and migrated == 0
+
+
+def test_uneven_shards_get_into_no_file(run_ranks):
+    def train(rank, group):
+        run = exact_run(group)
+        run.steps(1)
+        run.balancer.move((2, 1))
+        for part in (run.model, run.optimizer):
+            with pytest.raises(RuntimeError, match="at_home"):
+                part.state_dict()
+        with run.balancer.at_home():
+            shape = run.model.state_dict()["down.weight"].shape
+            run.optimizer.state_dict()
+            with pytest.raises(RuntimeError, match="at_home"):
+                run.balancer.step()
+        return tuple(shape), counts(run)
+
+    assert run_ranks(train, 2) == [((48, 96), (128, 64))] * 2
+
+
+def test_a_resumed_run_goes_on_with_units_away(run_ranks):
+    def train(rank, group):
+        torch.set_default_dtype(torch.float64)
+        run = exact_run(group)
+        run.steps(2)
+        run.balancer.move((3, 1))
+        run.steps(2)
+        with run.balancer.at_home():
+            saved = {
+                "model": {name: value.clone() for name, value in run.model.state_dict().items()},
+                "optimizer": run.optimizer.state_dict(),
+                "balancer": run.balancer.state_dict(),
+            }
+            saved["optimizer"] = torch.load(_through_a_file(saved["optimizer"]), weights_only=True)
+        expected = run.steps(4)
+        run.balancer.close()
+
+        resumed = exact_run(group)
+        resumed.model.load_state_dict(saved["model"])
+        resumed.optimizer.load_state_dict(saved["optimizer"])
+        resumed.balancer.load_state_dict(saved["balancer"])
+        return expected, resumed.steps(4), counts(resumed)
+
+    for expected, losses, owned in run_ranks(train, 2):
+        assert losses == expected and owned == (144, 48)
+
+
+def _through_a_file(state):
+    import io
+
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return file
+
+
+def test_shares_from_the_start(run_ranks):
+    def train(rank, group):
+        run = exact_run(group, shares=(2, 1))
+        began = counts(run)
+        run.steps(3)
+        return began, counts(run), run.balancer.metrics()["balance/owned_share"]
+
+    results = run_ranks(train, 2)
+    assert [result[:2] for result in results] == [((128, 64), (128, 64))] * 2
+    assert [result[2] for result in results] == pytest.approx([4 / 3, 2 / 3])
+
+
+@pytest.mark.parametrize("shares", [(1, 2, 3), (0, 0), (-1, 2), "auto", (float("nan"), 1.0)])
+def test_shares_that_are_none_are_refused_before_anything_moves(run_ranks, shares):
+    def train(rank, group):
+        run = exact_run(group)
+        with pytest.raises(ValueError, match="shares="):
+            run.balancer.move(shares)
+        run.steps(1)
+        return counts(run)
+
+    assert run_ranks(train, 2) == [(96, 96)] * 2
+
+
+def test_ranks_that_ask_for_different_shares_hear_of_it_and_nothing_moves(run_ranks):
+    def train(rank, group):
+        run = exact_run(group)
+        run.steps(1)
+        with pytest.raises(RuntimeError, match="differ|agree"):
+            run.balancer.move((1, 2) if rank else (2, 1))
+        return counts(run)
+
+    assert run_ranks(train, 2) == [(96, 96)] * 2
+
+
+def test_a_receiver_without_memory_is_given_nothing(run_ranks, monkeypatch, caplog):
+    import zeroresize.resharding.agreement as agreement
+
+    def train(rank, group):
+        monkeypatch.setattr(agreement, "free_bytes", lambda device: 0 if rank == 0 else 2**40)
+        run = exact_run(group)
+        run.updates(2)
+        run.time.chi = 4.0 if rank == 1 else 1.0
+        run.updates(8)
+        return counts(run), run.balancer.plan.owned
+
+    assert run_ranks(train, 2) == [((96, 96), (1.0, 1.0))] * 2
+
+
+def test_no_unit_moves_in_a_mode_that_prunes(run_ranks):
+    def train(rank, group):
+        run = exact_run(group, mode="zero-pri")
+        with pytest.raises(ValueError, match="zero-pri"):
+            run.balancer.move((1, 2))
+        with pytest.raises(ValueError, match="zero-pri"):
+            zr.BalanceConfig(mode="zero-pri", shares=(1, 2))
+        return counts(run)
+
+    assert run_ranks(train, 2) == [(96, 96)] * 2
