@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar, NoReturn, SupportsIndex
 
@@ -145,7 +146,7 @@ class BalancedLinear:
 
     def _forward_begins(self, x: Tensor) -> None:
         if self.watch_forward is not None and not torch.compiler.is_compiling():
-            self.watch_forward(x.numel() // max(x.shape[-1], 1), self.training)
+            self.watch_forward(math.prod(x.shape[:-1]), self.training)
 
     def _context(self, x: Tensor, loans: SharedProducts | None) -> ProductContext:
         probes = self.probes if self.training else self.probes.of_evaluation()
@@ -164,7 +165,7 @@ class BalancedLinear:
             )
         if not self.training:
             return None
-        self.num_tokens += x.numel() // self.num_columns
+        self.num_tokens += math.prod(x.shape[:-1])
         self.num_forwards += 1
         if torch.compiler.is_compiling():
             self.is_compiled = True

@@ -7,6 +7,7 @@ receiver of a row-parallel layer's columns also holds the columns of the owner's
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -79,7 +80,7 @@ class _ColumnParallelProducts(torch.autograd.Function):
         ctx.how, ctx.has_bias = how, bias_N is not None
         if how.loans is None:
             return _as_output(_forward(x, w_NK, bias_N, how), x)
-        x_TK = x.reshape(-1, x.shape[-1])
+        x_TK = _tokens(x)
         return _as_output(how.loans.column_forward(x_TK, lambda: _forward(x_TK, w_NK, bias_N, how)), x)
 
     @staticmethod
@@ -89,9 +90,9 @@ class _ColumnParallelProducts(torch.autograd.Function):
         if how.needs_eager_autograd:
             require_eager_autograd()
         dx = dw_NK = db_N = work = None
-        dy_TN = dy.reshape(-1, dy.shape[-1])
+        dy_TN = _tokens(dy)
         # The same layout as Colossal-AI's: the layout decides the order in which a product or a sum adds up.
-        packed_dy_TN, x_TK = dy_TN.contiguous(), x.reshape(-1, x.shape[-1]).contiguous()
+        packed_dy_TN, x_TK = dy_TN.contiguous(), _tokens(x).contiguous()
         own_dgrad = (lambda: _dgrad(dy_TN, w_NK, how)) if ctx.needs_input_grad[0] else None
         own_wgrad = (lambda: _wgrad(packed_dy_TN, x_TK, how)) if ctx.needs_input_grad[1] else None
         if how.loans is not None:
@@ -121,7 +122,7 @@ class _RowParallelProducts(torch.autograd.Function):
         if how.loans is None:
             y, kept = _forward(x, w_NK, None, how), []
         else:
-            x_TK = x.reshape(-1, x.shape[-1])
+            x_TK = _tokens(x)
             y, kept = how.loans.row_forward(x_TK, lambda: _forward(x_TK, w_NK, None, how))
         y = _as_output(y, x)
         ctx.save_for_backward(x, w_NK, *kept)
@@ -134,8 +135,8 @@ class _RowParallelProducts(torch.autograd.Function):
         how, (x, w_NK, *kept) = ctx.how, ctx.saved_tensors
         if how.needs_eager_autograd:
             require_eager_autograd()
-        dy_TN = dy.reshape(-1, dy.shape[-1])
-        x_TK = x.reshape(-1, x.shape[-1])
+        dy_TN = _tokens(dy)
+        x_TK = _tokens(x)
         needs_dx, needs_dw, *_ = ctx.needs_input_grad
         dgrad = _dgrad_by_columns if needs_dw and _lies_by_columns(x_TK) else _dgrad  # as autograd does
         own_dgrad = (lambda: dgrad(dy_TN, w_NK, how)) if needs_dx else None
@@ -148,8 +149,13 @@ class _RowParallelProducts(torch.autograd.Function):
         return dx if dx is None else dx.view(x.shape), dw_NK, None
 
 
+def _tokens(x):
+    """x [..., K] as [T, K]; K may be 0."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
 def _forward(x, w_NK, bias_N, how):
-    x = x if how.plan is None else x.reshape(-1, x.shape[-1])
+    x = x if how.plan is None else _tokens(x)
     return how.probes.product(kernels.forward, x, w_NK, bias_N, how.plan)
 
 
