@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.comm.whereabouts import Call
 from zeroresize.config import BalanceConfig
+from zeroresize.config_keys import MOVING_MODES
 from zeroresize.control import balancer_state, records
 from zeroresize.control.assembly import build
 from zeroresize.control.move_log import MoveLog
@@ -193,6 +194,11 @@ class Balancer:
         parts = self._parts
         if parts.units is None:
             return
+        if self.config.mode not in ("off", *MOVING_MODES):
+            raise ValueError(
+                f"move() with mode={self.config.mode!r} is not allowed: units may move in the modes "
+                f"{', '.join(map(repr, MOVING_MODES))} and 'off'"
+            )
         checked = parts.units.checked(shares) if shares is not None else None
         held_before = parts.decision.plan.owned
         parts.decision.hold_owned(checked)

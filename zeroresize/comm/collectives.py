@@ -8,7 +8,7 @@ the caller gave one.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -224,6 +224,44 @@ def start_receive(
         return []
     start = partial((over or process_group).recv, [tensor], sender, 0)
     return [Transfer(start, "receiving from", process_group, sender, layer)]
+
+
+def start_messages(
+    sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], process_group: ProcessGroup
+) -> dict[int, list[Transfer]]:
+    """Start sending a tensor to each of some ranks within the group and receiving one from each, all at once.
+
+    Returns:
+        What to wait for, by the other rank; empty tensors do not travel.
+
+    Raises:
+        RuntimeError: if one cannot be started.
+    """
+    transfers: dict[int, list[Transfer]] = {}
+    if sends_from_device(process_group, *sends.values(), *receives.values()):  # NCCL must be given them as one
+        calls = [
+            dist.P2POp(call, tensor, dist.get_global_rank(process_group, peer), process_group)
+            for call, tensors in ((dist.irecv, receives), (dist.isend, sends))
+            for peer, tensor in sorted(tensors.items())
+            if tensor.numel()
+        ]
+        for number, work in enumerate(dist.batch_isend_irecv(calls) if calls else ()):
+            peer = dist.get_group_rank(process_group, calls[number].peer)
+            transfers.setdefault(peer, []).append(Transfer(partial(_itself, work), "messages with", process_group))
+        return transfers
+    for start, tensors in ((start_receive, receives), (start_send, sends)):
+        for peer, tensor in tensors.items():
+            transfers.setdefault(peer, []).extend(start(tensor, peer, process_group))
+    return transfers
+
+
+def _itself(work: dist.Work) -> dist.Work:
+    return work
+
+
+def sends_from_device(process_group: ProcessGroup, *tensors: Tensor) -> bool:
+    """Whether messages of these tensors' device travel over NCCL; others, such as gloo's, must lie on the CPU."""
+    return any(tensor.is_cuda for tensor in tensors) and "cuda:nccl" in dist.get_backend_config(process_group)
 
 
 def gather_from_tp_region(x: Tensor, process_group: ProcessGroup) -> Tensor:

@@ -1,0 +1,181 @@
+"""What all ranks of a group must agree on before units move, and what they tell each other when one cannot."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from zeroresize.comm.collectives import Transfer, group_ranks, group_size, start_messages
+
+#: Up to two numbers of every rank of a group, in the order of the ranks; collective.
+Meet = Callable[..., Sequence[Sequence[float]]]
+
+_MEMINFO = Path("/proc/meminfo")
+#: What is left free of the memory that is free.
+_MARGIN = 0.05
+_NOTHING_CHANGED = "units did not move and nothing has changed"
+
+
+class NotEnoughMemoryError(RuntimeError):
+    """A move does not fit into the memory of some ranks; nothing has changed on any rank."""
+
+
+def fingerprint(text: str) -> float:
+    """A whole number of 52 bits, which a float holds exactly."""
+    return float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 12)
+
+
+def meet_over(process_group: ProcessGroup, device: torch.device) -> Meet:
+    """A :data:`Meet` on the group itself, with tensors on ``device`` if that is what the group sends from."""
+
+    def meet(*numbers: float) -> Sequence[Sequence[float]]:
+        own = torch.tensor(numbers, dtype=torch.float64, device=device)
+        return [part.tolist() for part in _of_every_rank(own, len(numbers), torch.float64, process_group)]
+
+    return meet
+
+
+def texts_of_ranks(text: str, meet: Meet, process_group: ProcessGroup, device: torch.device) -> list[str]:
+    """Every rank's text, in the order of the ranks; collective.
+
+    Raises:
+        RuntimeError: if a rank does not come, naming it.
+    """
+    data = text.encode()
+    most = int(max(size for size, *_ in meet(float(len(data)), 0.0)))
+    own = torch.tensor(list(data.ljust(most)), dtype=torch.uint8, device=device)
+    return [bytes(part.tolist()).decode().rstrip() for part in _of_every_rank(own, most, torch.uint8, process_group)]
+
+
+def wait_for_all(transfers: Mapping[int, Sequence[Transfer]]) -> dict[int, RuntimeError]:
+    """Wait for transfers with other ranks; returns the first error with each rank that it failed with."""
+    errors: dict[int, RuntimeError] = {}
+    for peer, works in transfers.items():
+        for work in works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                errors.setdefault(peer, error)
+    return errors
+
+
+def meet_prepared(meet: Meet, own: tuple[float, float] | Exception) -> Sequence[Sequence[float]]:
+    """Two numbers of every rank, none of them negative, or what kept a rank from giving any.
+
+    Raises:
+        Exception: what is given.
+        RuntimeError: on the other ranks, naming those; or if a rank does not come.
+    """
+    if isinstance(own, Exception):
+        with suppress(RuntimeError):  # the own error says more
+            meet(-1.0, 0.0)
+        raise own
+    table = _together(meet, *own)
+    failed = [rank for rank, (number, *_) in enumerate(table) if number < 0.0]
+    if failed:
+        raise RuntimeError(f"{_NOTHING_CHANGED}: ranks {failed} of the group failed before; their errors tell why")
+    return table
+
+
+def require_same(numbers: Sequence[float], what: str) -> None:
+    """Check that all ranks gave one number.
+
+    Raises:
+        RuntimeError: if not, naming the ranks that agree with each other.
+    """
+    if len(set(numbers)) > 1:
+        ranks = [[rank for rank, number in enumerate(numbers) if number == one] for one in dict.fromkeys(numbers)]
+        raise RuntimeError(f"{_NOTHING_CHANGED}: the ranks of the group differ in {what}: {ranks}")
+
+
+def require_memory(needed: int, device: torch.device, meet: Meet) -> None:
+    """Check that what a move needs fits on every rank; ranks on one CPU, or on one GPU, share what is free there.
+
+    Args:
+        needed: bytes on this rank, on ``device``.
+
+    Raises:
+        NotEnoughMemoryError: on every rank, naming those that lack memory, and how much.
+        RuntimeError: if a rank does not come.
+    """
+    free = free_bytes(device)
+    table = _together(meet, float(needed), float(2**52 if free is None else free))
+    places = [place for place, *_ in _together(meet, fingerprint(_place_of(device)), 0.0)]
+    lacking = {}
+    for rank, (own, *_) in enumerate(table):
+        sharing = [other for other, place in enumerate(places) if place == places[rank]]
+        lack = sum(table[other][0] for other in sharing) - min(table[other][1] for other in sharing)
+        if own and lack > 0.0:
+            lacking[rank] = lack
+    if lacking:
+        told = "; ".join(f"rank {rank} lacks {lack / 1e6:.1f} MB" for rank, lack in lacking.items())
+        raise NotEnoughMemoryError(f"{_NOTHING_CHANGED}, as there is not enough memory for new tensors: {told}")
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """What may be allocated on ``device``, less a margin; None where that is unknown."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int((free + cached) * (1.0 - _MARGIN))
+    if device.type != "cpu" or not _MEMINFO.exists():
+        return None
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", _MEMINFO.read_text(), re.MULTILINE)
+    return None if found is None else int(int(found[1]) * 1024 * (1.0 - _MARGIN))
+
+
+def require_received(error: Exception | None, meet: Meet) -> None:
+    """Check with all ranks that every one of them has received all; ``error`` is what kept this one from it.
+
+    Raises:
+        RuntimeError: if a rank has not, naming it.
+    """
+    try:
+        table = meet(0.0 if error is None else 1.0, 0.0)
+    except RuntimeError as gone:
+        raise RuntimeError(f"{_NOTHING_CHANGED}: {gone}") from (error or gone)
+    failed = [rank for rank, (has_failed, *_) in enumerate(table) if has_failed]
+    if error is not None:
+        raise RuntimeError(f"{_NOTHING_CHANGED}: {error}") from error
+    if failed:
+        raise RuntimeError(f"{_NOTHING_CHANGED}: ranks {failed} of the group have not received their units")
+
+
+def _together(meet: Meet, *numbers: float) -> Sequence[Sequence[float]]:
+    try:
+        return meet(*numbers)
+    except RuntimeError as error:
+        raise RuntimeError(f"{_NOTHING_CHANGED}: {error}") from error
+
+
+def _place_of(device: torch.device) -> str:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "") if device.type == "cuda" else ""
+    return f"{socket.gethostname()} {device} {visible}"
+
+
+def _of_every_rank(own: Tensor, size: int, dtype: torch.dtype, process_group: ProcessGroup) -> list[Tensor]:
+    """From rank to rank: a collective could not tell who did not come."""
+    rank, ranks = process_group.rank(), group_ranks(process_group)
+    parts = [
+        own if peer == rank else torch.empty(size, dtype=dtype, device=own.device)
+        for peer in range(group_size(process_group))
+    ]
+    others = [peer for peer in range(len(parts)) if peer != rank]
+    transfers = start_messages(dict.fromkeys(others, own), {peer: parts[peer] for peer in others}, process_group)
+    errors = wait_for_all(transfers)
+    if errors:
+        missing = sorted(errors)
+        raise RuntimeError(
+            f"ranks {missing} of the group (ranks {[ranks[peer] for peer in missing]} of the job) did not come to "
+            f"move units: {errors[missing[0]]}"
+        ) from errors[missing[0]]
+    return parts

@@ -1,0 +1,136 @@
+"""Units packed into one message for each pair of ranks, in rounds of bounded memory.
+
+A **stack** is a tensor seen as [pre, blocks, units, inner]: ``pre`` the size of the dimensions before the one that
+holds units, ``inner`` the rows of one unit times the size of the dimensions after it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zeroresize.layers.segment import UnitTensor
+from zeroresize.plan.ownership import Indices
+
+#: Runs of neighbouring units are copied one by one, up to so many; more are gathered by index.
+_MOST_RUNS = 16
+
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """Units of one of the moving segments that travel from a rank to another in one round.
+
+    Attributes:
+        segment: which of the moving segments.
+        units: ascending.
+    """
+
+    segment: int
+    units: Indices
+
+
+Round = Mapping[Pair, Sequence[Parcel]]
+
+
+def in_rounds(plans: Sequence[Mapping[Pair, Indices]], unit_bytes: Sequence[int], max_bytes: int) -> list[Round]:
+    """Rounds in each of which no rank sends and receives more than ``max_bytes`` together.
+
+    A unit that is larger than that travels alone: then a rank has one unit in a round.
+
+    Args:
+        plans: for every segment what :func:`~zeroresize.resharding.transfer_plan.transfer_plan` returns.
+        unit_bytes: for every segment, what belongs to one unit in all tensors that travel.
+    """
+    left = [
+        (pair, segment, units, 0) for segment, plan in enumerate(plans) for pair, units in plan.items() if len(units)
+    ]
+    rounds: list[Round] = []
+    while left:
+        loads: dict[int, int] = {}
+        parcels: dict[Pair, list[Parcel]] = {}
+        rest = []
+        for pair, segment, units, begin in left:
+            size = unit_bytes[segment]
+            used = max(loads.get(rank, 0) for rank in pair)
+            num_units = min((max_bytes - used) // size, len(units) - begin)
+            if num_units < 1 and used == 0:
+                num_units = 1
+            if num_units > 0:
+                parcels.setdefault(pair, []).append(Parcel(segment, units[begin : begin + num_units]))
+                for rank in pair:
+                    loads[rank] = loads.get(rank, 0) + num_units * size
+                begin += num_units
+            if begin < len(units):
+                rest.append((pair, segment, units, begin))
+        rounds.append(parcels)
+        left = rest
+    return rounds
+
+
+def stack(tensor: Tensor, where: UnitTensor, num_units: int) -> Tensor:
+    """``tensor`` as [pre, blocks, units, inner]; a view of it if it is contiguous."""
+    shape, dim = tensor.shape, where.dim
+    inner = where.rows * math.prod(shape[dim + 1 :])
+    return tensor.reshape(math.prod(shape[:dim]), where.num_blocks, num_units, inner)
+
+
+def copy_units(target: Tensor, at: Indices, source: Tensor, of: Indices) -> None:
+    """Units ``of`` a source stack to the places ``at`` of a target stack; both ascending."""
+    if not len(of):
+        return
+    ends = np.flatnonzero((np.diff(of) != 1) | (np.diff(at) != 1)) + 1
+    if len(ends) < _MOST_RUNS:
+        for begin, end in zip([0, *ends.tolist()], [*ends.tolist(), len(of)], strict=True):
+            run = source.narrow(2, int(of[begin]), end - begin)
+            target.narrow(2, int(at[begin]), end - begin).copy_(run, non_blocking=True)
+        return
+    found = source.index_select(2, torch.from_numpy(of).to(source.device)).to(target.device)
+    target.index_copy_(2, torch.from_numpy(at).to(target.device), found)
+
+
+@dataclass(frozen=True)
+class Travelling:
+    """One tensor of a moving segment on this rank.
+
+    Attributes:
+        dtype: of it, on every rank.
+        old: what this rank holds, a stack; None stands for zeros.
+        new: what it will hold, a stack.
+    """
+
+    segment: int
+    dtype: torch.dtype
+    old: Tensor | None
+    new: Tensor
+
+    def part(self, message: Tensor, begin: int, num_units: int) -> Tensor:
+        """The stack of so many units that begins at a byte of a message."""
+        pre, blocks, _, inner = self.new.shape
+        size = pre * blocks * num_units * inner * self.dtype.itemsize
+        return message[begin : begin + size].view(self.dtype).view(pre, blocks, num_units, inner)
+
+
+def parts_of(
+    message: Tensor, parcels: Sequence[Parcel], tensors: Sequence[Travelling]
+) -> list[tuple[Parcel, int, Tensor]]:
+    """Where everything lies in a message [bytes]: (parcel, which of the tensors, its stack), all of the message.
+
+    Args:
+        tensors: on every rank in one order, larger elements first, so that all lie aligned.
+    """
+    found, begin = [], 0
+    by_segment = {parcel.segment: parcel for parcel in parcels}
+    for number, tensor in enumerate(tensors):
+        parcel = by_segment.get(tensor.segment)
+        if parcel is not None:
+            part = tensor.part(message, begin, len(parcel.units))
+            begin += part.numel() * part.element_size()
+            found.append((parcel, number, part))
+    return found
