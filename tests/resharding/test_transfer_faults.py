@@ -80,7 +80,9 @@ def send_half(sends, receives, group):
 
 @pytest.mark.parametrize("meets_by_exchange", [False, True])
 @pytest.mark.parametrize("when", ["before", "while", "after", "between rounds"])
-def test_a_rank_that_dies_in_a_move_is_named_and_the_others_stay_as_they_were(tmp_path, run_ranks, when, meets_by_exchange):
+def test_a_rank_that_dies_in_a_move_is_named_and_the_others_stay_as_they_were(
+    tmp_path, run_ranks, when, meets_by_exchange
+):
     def check(rank, group):
         training = Training(group, meets_by_exchange=meets_by_exchange)
         if rank != 1:
@@ -204,7 +206,9 @@ def test_ranks_of_one_host_share_its_memory(run_ranks, monkeypatch):
         training = Training(group)
         needs = []
         real = transfer.require_memory
-        monkeypatch.setattr(transfer, "require_memory", lambda needed, *rest: (needs.append(needed), real(needed, *rest)))
+        monkeypatch.setattr(
+            transfer, "require_memory", lambda needed, *rest: (needs.append(needed), real(needed, *rest))
+        )
         monkeypatch.setattr(agreement, "free_bytes", lambda device: 60_000)
         training.fails(uneven(2), NotEnoughMemoryError)
         return needs[0]

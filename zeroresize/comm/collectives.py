@@ -8,7 +8,7 @@ the caller gave one.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -195,15 +195,6 @@ def start_reduce(tensor: Tensor, root: int, process_group: ProcessGroup, layer: 
     root = dist.get_global_rank(process_group, root)
     start = partial(dist.reduce, tensor, root, group=process_group, async_op=True)
     return Transfer(start, "a reduce with", process_group, None, layer)
-
-
-def gather_numbers(numbers: Sequence[float], process_group: ProcessGroup) -> list[list[float]]:
-    """Every rank's numbers in the order of the group; all ranks must give equally many."""
-    device = "cuda" if any(device.type == "cuda" for device in process_group._device_types) else "cpu"
-    own = torch.tensor(list(numbers), dtype=torch.float64, device=device)
-    parts = [torch.empty_like(own) for _ in range(group_size(process_group))]
-    _told_if_it_fails(partial(dist.all_gather, parts, own, group=process_group), "an all-gather with", process_group)
-    return [part.tolist() for part in parts]
 
 
 def start_send(

@@ -21,10 +21,7 @@ from zeroresize.integrations.segment_registry import StaysEven, is_registered, r
 from zeroresize.integrations.traced_segments import FromOutside, NotProven, TracedModule, why_changed
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import OwnedSegment, Segment, UnitTensor
-from zeroresize.plan.ownership import OwnershipMap
-
-#: Neurons change hands in multiples of so many where each rank has at least eight times as many.
-NEURON_QUANTUM = 8
+from zeroresize.plan.ownership import OwnershipMap, neuron_quantum
 
 NAME_IT = "name it by zeroresize.Segment(column=[...], row=..., unit_size=...)"
 
@@ -208,14 +205,13 @@ class _Search:
             tensors += self._unit_tensors(name, rows, num_blocks)
         if not 0 <= segment.min_units <= num_units:
             raise StaysEven(f"min_units={segment.min_units}: allowed are 0 to {num_units}, what a rank has")
-        is_fine = unit_size == 1 and num_units % NEURON_QUANTUM == 0 and num_units >= NEURON_QUANTUM**2
         return OwnedSegment(
             name=row,
             kind=segment.kind,
             layers=(*columns, row),
             tensors=(*tensors, *self._unit_tensors(row, unit_size, 1)),
             owned=OwnershipMap.even(num_units * self._num_ranks, self._num_ranks),
-            quantum=NEURON_QUANTUM if is_fine else 1,
+            quantum=neuron_quantum(num_units * self._num_ranks, self._num_ranks) if unit_size == 1 else 1,
             min_units=segment.min_units,
             on_change=segment.on_change,
         )

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from zeroresize.comm.collectives import gather_numbers
 from zeroresize.layers.balanced_linear import BalancedLinear
 
 #: Tokens of a product, the least time that a measurement takes, and its repetitions, of which the fastest counts:
@@ -19,13 +17,19 @@ _NUM_TOKENS, _LEAST_S, _REPETITIONS = 512, 0.05, 5
 _ALIKE = 0.05
 
 
-def measured_shares(layers: Mapping[str, BalancedLinear], process_group: ProcessGroup) -> tuple[float, ...]:
+def measured_shares(
+    layers: Mapping[str, BalancedLinear], meet: Callable[..., Sequence[Sequence[float]]]
+) -> tuple[float, ...]:
     """Shares of the work at which all ranks take equally long, with a mean of 1; collective, takes about a second.
 
     Every rank multiplies at the same time, forward and backward, by the weight of its largest layer.
+
+    Args:
+        layers: balanced layers by name.
+        meet: gives every rank's numbers for this rank's.
     """
     weight = max((layer.local_weight for layer in layers.values()), key=Tensor.numel).detach()
-    seconds = [own for own, *_ in gather_numbers([_seconds(weight)], process_group)]
+    seconds = [own for own, *_ in meet(_seconds(weight))]
     mean = sum(seconds) / len(seconds)
     if max(seconds) - min(seconds) <= _ALIKE * mean:
         return (1.0,) * len(seconds)

@@ -142,8 +142,12 @@ def checked_shares(shares: Any, num_ranks: int) -> tuple[float, ...]:
 
 
 def neuron_quantum(num_neurons: int, num_ranks: int) -> int:
-    """In multiples of how many neurons change hands: of 8, which multiply faster, where there are enough of them."""
-    return 8 if num_neurons % (8 * num_ranks) == 0 and num_neurons >= 64 * num_ranks else 1
+    """In multiples of how many neurons change hands: of 8, 4 or 2, which multiply faster than odd numbers.
+
+    A multiple divides a rank's even share, and is at most a 128th of it: more would show in a step's length.
+    """
+    own = num_neurons // num_ranks
+    return next((size for size in (8, 4, 2) if own % size == 0 and own >= 128 * size), 1)
 
 
 def unit_counts(shares: Sequence[float], segment: SegmentWork) -> tuple[int, ...]:
