@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from zeroresize.layers.segment import OwnedSegment
 from zeroresize.layers.segments import owned_segments, segment_works
 from zeroresize.optim.optimizers import states_like, stepped_tensors, torch_optimizer
 from zeroresize.plan.ownership import SegmentWork, checked_shares, owned_shares, unit_counts
+from zeroresize.resharding.agreement import Meet
 from zeroresize.resharding.data_parallel import wrappers_of
 from zeroresize.resharding.transfer import MoveReport, move_units
 
@@ -69,7 +70,7 @@ class UnitsInForce:
         optimizer: Any,
         process_group: ProcessGroup,
         *,
-        meet: Callable[..., list[list[float]]],
+        meet: Meet,
     ) -> None:
         self._model, self._optimizer, self._group, self._meet = model, optimizer, process_group, meet
         self._rank, self._num_ranks = group_rank(process_group), group_size(process_group)
