@@ -161,7 +161,12 @@ class Controller:
         self._moving.cost = cost
 
     def moved(self, num_bytes: float, seconds: float) -> None:
-        """The move of the last plan has been made; what it took is told alike on every rank."""
+        """The move of the last plan has been made; to be told alike on every rank.
+
+        Args:
+            num_bytes: of the rank that sent or received most.
+            seconds: that it took.
+        """
         self._moving.learn(num_bytes, seconds)
 
     def refuse_move(self, reason: str) -> WorkloadPlan:
