@@ -171,7 +171,12 @@ class Controller:
         return tuple(known) if len(known) == self.num_ranks else ()
 
     def moved(self, num_bytes: float, seconds: float) -> None:
-        """The move of the last plan has been made; what it took is told alike on every rank."""
+        """The move of the last plan has been made; to be told alike on every rank.
+
+        Args:
+            num_bytes: of the rank that sent or received most.
+            seconds: that it took.
+        """
         self._moving.learn(num_bytes, seconds)
 
     def refuse_move(self, reason: str) -> WorkloadPlan:

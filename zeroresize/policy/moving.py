@@ -27,10 +27,10 @@ FIRST_PAUSE, LONGEST_PAUSE = 8, 1024
 
 @dataclass(frozen=True)
 class MoveCost:
-    """What a move takes.
+    """What a move takes. Bytes are those of the rank that sends or receives most.
 
     Attributes:
-        seconds_per_byte: of all bytes that change hands.
+        seconds_per_byte: of these bytes.
         fixed_s: seconds, whatever moves.
     """
 
@@ -134,8 +134,8 @@ class Moving:
         if not self._work:
             return 0.0
         now, then = (owned_shares(shares, self.segments) for shares in (self.owned, wanted))
-        given = math.fsum(max(after - before, 0.0) for before, after in zip(now, then, strict=True))
-        return 2.0 * self.cost.seconds(given / self._work * self.bytes_of_units)
+        most = max(abs(after - before) for before, after in zip(now, then, strict=True))
+        return 2.0 * self.cost.seconds(most / self._work * self.bytes_of_units)
 
     def update(self, wanted: tuple[float, ...], saved_s: float, num_steps: int) -> bool:
         """Decide whether to move to what is wanted.

@@ -196,14 +196,14 @@ class _Holdings:
         return bool((self.by_segment == 1.0).all())
 
     def take(self, wanted: tuple[float, ...]) -> float:
-        """Move units so that ranks own what is wanted. How many bytes that sends."""
+        """Move units so that ranks own what is wanted. How many bytes the rank sends or receives that does most."""
         if wanted == self._wanted:
             return 0.0
         before, self._wanted, self.owned = self.owned, wanted, owned_shares(wanted, self._segments)
         for own, segment in zip(self.by_segment, self._segments, strict=False):
             own[:] = np.array(unit_counts(wanted, segment)) * (len(wanted) / segment.num_units)
-        given = math.fsum(max(after - owned, 0.0) for owned, after in zip(before, self.owned, strict=True))
-        return given / self._moving_work * self._bytes_of_units
+        most = max(abs(after - owned) for owned, after in zip(before, self.owned, strict=True))
+        return most / self._moving_work * self._bytes_of_units
 
 
 def _step(

@@ -87,9 +87,10 @@ def wanted_shares(
     curves = Curves.of(times)
     shares_R = _balanced(*_work_curves(curves, np.array(are_stragglers, dtype=bool), noise))
     if keeps_some and not any(segment.min_units for segment in segments):
-        # A rank with at least the share of one quantum gets one.
+        # A rank with at least the share of one quantum gets one; raising shares lowers all of them a little.
         least = min(segment.quantum * num_ranks / segment.num_units for segment in segments)
-        shares_R = np.maximum(shares_R, least if least < 1.0 else 0.0)
+        if least < 0.5:
+            shares_R = np.maximum(shares_R, least / (1.0 - least) + 10.0 ** (1 - _DECIMALS))
     shares = normalised(shares_R.tolist())
     is_worth_it = owned_step_s(times, shares, segments) * (1.0 + noise) < float(curves.busy_s.max())
     return shares if is_worth_it else home
