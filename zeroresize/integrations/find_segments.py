@@ -23,7 +23,8 @@ from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import OwnedSegment, Segment, UnitTensor
 from zeroresize.plan.ownership import OwnershipMap, neuron_quantum
 
-NAME_IT = "name it by zeroresize.Segment(column=[...], row=..., unit_size=...)"
+_SPLITS_ITSELF = "it takes the whole input and splits it evenly itself"
+_NAME_IT = "name it by zeroresize.Segment(column=[...], row=..., unit_size=...)"
 
 
 def find_segments(
@@ -75,9 +76,9 @@ class _Search:
             if (row := self._ends_at.get(name)) is not None and row in self._reasons:
                 self._reasons[name] = f"no segment with {row}: {self._reasons[row]}"
             elif layer.is_column_parallel:
-                self._reasons[name] = f"no row-parallel layer was found that reads what it returns: {NAME_IT}"
+                self._reasons[name] = f"no row-parallel layer was found that reads what it returns: {_NAME_IT}"
             else:
-                self._reasons[name] = f"its input is no output of a column-parallel layer: {NAME_IT}"
+                self._reasons[name] = f"its input is no output of a column-parallel layer: {_NAME_IT}"
         return segments, {name: self._reasons[name] for name in self._layers if name not in self._owner}
 
     def take_named(self, segment: Segment) -> None:
@@ -107,6 +108,9 @@ class _Search:
         for name, row in self._layers.items():
             if row.is_column_parallel or name in self._owner or name in self._reasons:
                 continue
+            if not reads_its_slice(row):
+                self._reasons[name] = _SPLITS_ITSELF
+                continue
             for holder in _ancestors(name):
                 inside = [one for one in self._free(holder) if self._layers[one].is_column_parallel]
                 inside = [one for one in inside if one not in self._reasons]
@@ -119,7 +123,7 @@ class _Search:
                     self._reasons[name] = str(error)
                     continue
                 except (NotProven, StaysEven) as error:
-                    self._reasons[name] = f"{error}: {NAME_IT}"
+                    self._reasons[name] = f"{error}: {_NAME_IT}"
                     for one in inside:
                         self._ends_at.setdefault(one, name)
                 break
@@ -246,7 +250,7 @@ class _Search:
         if mode is not None:
             raise StaysEven(f"{name} has seq_parallel_mode={mode!r}")
         if not layer.is_column_parallel and not reads_its_slice(layer):
-            raise StaysEven(f"{name} takes the whole input and splits it itself")
+            raise StaysEven(f"{name}: {_SPLITS_ITSELF}")
         changed = why_changed(layer)
         if changed is not None:
             raise StaysEven(f"{name} {changed}")

@@ -35,6 +35,10 @@ class NotProven(Exception):
     """With the reason as its text."""
 
 
+class _NotTraced(NotProven):
+    """``torch.fx`` does not understand a forward."""
+
+
 class FromOutside(NotProven):
     """The input of a row-parallel layer comes from outside of the traced module."""
 
@@ -63,7 +67,9 @@ class TracedModule:
                 return found[0]
             except NotProven as error:
                 failures.append(error)
-        raise next((one for one in failures if isinstance(one, FromOutside)), failures[-1])
+        if any(isinstance(one, FromOutside) for one in failures):
+            raise FromOutside("its input is no output of a column-parallel layer")
+        raise next((one for one in failures if not isinstance(one, _NotTraced)), failures[0])
 
     @property
     def _told(self) -> str:
@@ -77,7 +83,7 @@ class TracedModule:
             except Exception as error:  # whatever a user's forward makes of a proxy
                 lines = str(error).strip().splitlines()
                 told = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-                known = NotProven(f"torch.fx cannot trace {self._told}: {told}")
+                known = _NotTraced(f"torch.fx cannot trace {self._told}: {told}")
             self._graphs[id(holding)] = known
         if isinstance(known, NotProven):
             raise known
@@ -177,7 +183,7 @@ def _walk_back(call: fx.Node, modules: Mapping[str, nn.Module]) -> tuple[dict[Ba
 def _inputs_of(node: fx.Node, num_blocks: int, modules: Mapping[str, nn.Module]) -> list[tuple[fx.Node, int]]:
     """What ``node`` computes feature by feature, and how many blocks each of them holds if the node holds so many."""
     if node.op == "placeholder":
-        raise FromOutside("its input is no output of a column-parallel layer")
+        raise FromOutside
     if node.op == "get_attr":
         raise NotProven(f"what lies between is not element-wise: it uses the tensor {node.target}")
     module = _module_of(node, modules)
@@ -197,7 +203,8 @@ def _inputs_of(node: fx.Node, num_blocks: int, modules: Mapping[str, nn.Module])
     is_function = node.op == "call_function" and is_elementwise_function(node.target)
     is_method = node.op == "call_method" and is_elementwise_method(str(node.target))
     if not (is_function or is_method):
-        raise NotProven(f"what lies between is not proven element-wise: {_described(node)}")
+        told = _described(node) if module is None else f"{node.target} ({type(module).__name__})"
+        raise NotProven(f"what lies between is not proven element-wise: {told}")
     inputs = node.all_input_nodes
     if is_method and node.target in _TO_ANOTHER:
         inputs = [one for one in node.args[:1] if isinstance(one, fx.Node)]

@@ -1,0 +1,108 @@
+"""Hugging Face's models, tiny and drawn at random, whole or split over ranks by this package's own layers."""
+
+import functools
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeroresize as zr
+
+HIDDEN, HEADS, KV_HEADS, MLP, DEPTH, VOCABULARY = 32, 4, 2, 48, 2, 24
+_SIZES = {
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": DEPTH,
+    "num_attention_heads": HEADS,
+    "intermediate_size": MLP,
+}
+_IMAGES = {"image_size": 8, "patch_size": 4}
+_WORDS = {"vocab_size": VOCABULARY, "max_position_embeddings": 16, "attention_dropout": 0.0}
+_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_COLUMN = (
+    *(f"attention.{place}{kind}" for place in ("attention.", "self.") for kind in ("query", "key", "value")),
+    "intermediate.dense",
+    *(f"self_attn.{one}_proj" for one in "qkv"),
+    "gate_proj",
+    "up_proj",
+    "c_attn",
+    "c_fc",
+)
+_ROW = ("output.dense", "o_proj", "down_proj", "c_proj")
+#: Kind of model → (its attributes in a config, whether it reads pictures).
+KINDS = {
+    "ViT": ({**_SIZES, **_IMAGES, **_NO_DROPOUT}, True),
+    "DeiT": ({**_SIZES, **_IMAGES, **_NO_DROPOUT}, True),
+    "Bert": ({**_SIZES, **_NO_DROPOUT, "vocab_size": VOCABULARY}, False),
+    "Roberta": ({**_SIZES, **_NO_DROPOUT, "vocab_size": VOCABULARY, "pad_token_id": VOCABULARY - 1}, False),
+    "Llama": ({**_SIZES, **_WORDS, "num_key_value_heads": KV_HEADS}, False),
+    "Mistral": ({**_SIZES, **_WORDS, "num_key_value_heads": HEADS}, False),
+    "Qwen2": ({**_SIZES, **_WORDS, "num_key_value_heads": KV_HEADS}, False),
+    "GPT2": (
+        {
+            "n_embd": HIDDEN,
+            "n_layer": DEPTH,
+            "n_head": HEADS,
+            "n_inner": MLP,
+            "vocab_size": VOCABULARY,
+            "n_positions": 16,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+            "resid_pdrop": 0.0,
+        },
+        False,
+    ),
+}
+
+
+def build(kind, attention="sdpa", **changes):
+    """The same on every rank and at every call, in float64."""
+    import transformers
+
+    settings, _ = KINDS[kind]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**{**settings, **changes}, attn_implementation=attention)
+    model = getattr(transformers, f"{kind}Model")(config).double().train()
+    for parameter in model.parameters():  # biases that are not zero, and attention that is not uniform
+        nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def last_hidden_state(kind, model):
+    generator = torch.Generator().manual_seed(1)
+    if KINDS[kind][1]:
+        return model(torch.randn(3, 3, 8, 8, generator=generator, dtype=torch.float64)).last_hidden_state
+    words = torch.randint(VOCABULARY - 1, (3, 7), generator=generator)
+    return model(input_ids=words, use_cache=False if kind in ("Llama", "Mistral", "Qwen2", "GPT2") else None)[0]
+
+
+def compute(kind):
+    return functools.partial(last_hidden_state, kind)
+
+
+def split(model, group):
+    """Its attention and feed-forward layers over the group, in place."""
+    num_ranks = dist.get_world_size(group)
+    for name, module in list(model.named_modules()):
+        if type(module).__name__ == "Conv1D":
+            module = _as_linear(module, num_ranks, num_blocks=3 if name.endswith("c_attn") else 1)
+        if not isinstance(module, nn.Linear) or not name.endswith((*_COLUMN, *_ROW)):
+            continue
+        made_by = zr.ColumnParallelLinear if name.endswith(_COLUMN) else zr.RowParallelLinear
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, made_by.from_linear(module, process_group=group))
+    for module in model.modules():
+        for count in ("num_attention_heads", "all_head_size", "num_heads", "split_size", "embed_dim"):
+            if isinstance(getattr(module, count, None), int):
+                setattr(module, count, getattr(module, count) // num_ranks)
+    return model
+
+
+def _as_linear(conv, num_ranks, num_blocks):
+    """Its parts of all blocks for each rank, one rank after the other."""
+    num_inputs, num_outputs = conv.weight.shape
+    linear = nn.Linear(num_inputs, num_outputs, dtype=conv.weight.dtype)
+    order = torch.arange(num_outputs).view(num_blocks, num_ranks, -1).transpose(0, 1).flatten()
+    with torch.no_grad():
+        linear.weight.copy_(conv.weight.t()[order])
+        linear.bias.copy_(conv.bias[order])
+    return linear

@@ -1,0 +1,428 @@
+"""Segments of plain torch models: proven by tracing, named by the user, registered, and why the others stay even."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from uneven_shards import assert_any_owner_computes_the_same
+
+import zeroresize as zr
+from zeroresize import ColumnParallelLinear, RowParallelLinear
+from zeroresize.convert import balanced_layers
+from zeroresize.integrations import elementwise, segment_registry
+from zeroresize.integrations.elementwise import register_elementwise
+from zeroresize.integrations.find_segments import find_segments
+from zeroresize.integrations.segment_registry import StaysEven, register_segments
+from zeroresize.layers.segment import Segment
+
+OFF = zr.BalanceConfig(mode="off")
+WIDTH, INNER = 8, 12
+
+
+@pytest.fixture(autouse=True)
+def registries(monkeypatch):
+    """What a test registers is forgotten again."""
+    monkeypatch.setattr(segment_registry, "_adapters", dict(segment_registry._adapters))
+    monkeypatch.setattr(elementwise, "_registered", set(elementwise._registered))
+
+
+class Layers:
+    """Makes parallel layers of a group, in float64."""
+
+    def __init__(self, group):
+        self._made_for = {"process_group": group, "dtype": torch.float64}
+
+    def col(self, num_inputs=WIDTH, num_outputs=INNER, **options):
+        return ColumnParallelLinear(num_inputs, num_outputs, **self._made_for, **options)
+
+    def row(self, num_inputs=INNER, num_outputs=WIDTH, **options):
+        return RowParallelLinear(num_inputs, num_outputs, **self._made_for, **options)
+
+
+def module(forward, **parts):
+    """One whose forward is ``forward(self, x)``."""
+
+    class Module(nn.Module):
+        pass
+
+    Module.forward = forward
+    made = Module()
+    for name, part in parts.items():
+        setattr(made, name, part)
+    return made
+
+
+def found_in(model, group, named=()):
+    torch.manual_seed(0)
+    zr.convert(model, process_group=group, config=OFF)
+    return find_segments(model, balanced_layers(model), 2, named)
+
+
+def mlp(layers, act=None):
+    return nn.Sequential(layers.col(), nn.GELU() if act is None else act, layers.row())
+
+
+def gated(layers):
+    return module(
+        lambda self, x: self.down(F.silu(self.gate(x)) * self.up(x) * 0.5),
+        gate=layers.col(bias=False),
+        up=layers.col(),
+        down=layers.row(),
+    )
+
+
+def fused(layers):
+    def forward(self, x, scale=None):
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(torch.sigmoid(gate).mul(up).to(x.dtype))
+
+    return module(forward, gate_up=layers.col(WIDTH, 2 * INNER), down=layers.row())
+
+
+def glu(layers):
+    return module(
+        lambda self, x: self.down(self.glu(self.fc(x))),
+        fc=layers.col(WIDTH, 2 * INNER),
+        glu=nn.GLU(),
+        down=layers.row(),
+    )
+
+
+def nested(layers):
+    def forward(self, x):
+        return x + self.outside["fc2"](self.drop(self.inside(self.norm(x)).relu()))
+
+    inside = module(lambda self, x: torch.tanh(self.fc1(x)), fc1=layers.col())
+    return module(
+        forward,
+        norm=nn.LayerNorm(WIDTH, dtype=torch.float64),
+        inside=inside,
+        drop=nn.Dropout(0.0),
+        outside=nn.ModuleDict({"fc2": layers.row()}),
+    )
+
+
+def called_twice(layers):
+    return module(lambda self, x: self.b(self.a(x).exp()) - self.b(self.a(-x).cos()), a=layers.col(), b=layers.row())
+
+
+PROVEN = {
+    "Sequential": (mlp, {"2": (["0"], 1)}),
+    "gate and up": (gated, {"down": (["gate", "up"], 1)}),
+    "gate and up in one": (fused, {"down": (["gate_up"], 2)}),
+    "GLU": (glu, {"down": (["fc"], 2)}),
+    "submodules": (nested, {"outside.fc2": (["inside.fc1"], 1)}),
+    "called twice": (called_twice, {"b": (["a"], 1)}),
+    "two after each other": (
+        lambda layers: nn.Sequential(mlp(layers, nn.SiLU()), mlp(layers, nn.Tanh())),
+        {"0.2": (["0.0"], 1), "1.2": (["1.0"], 1)},
+    ),
+    "flat in one": (
+        lambda layers: nn.Sequential(*mlp(layers), nn.LayerNorm(WIDTH, dtype=torch.float64), *mlp(layers)),
+        {"2": (["0"], 1), "6": (["4"], 1)},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", PROVEN)
+def test_a_proven_segment_computes_the_same_whoever_owns_its_neurons(run_ranks, kind):
+    build, expected = PROVEN[kind]
+
+    def check(rank, group):
+        torch.manual_seed(0)
+        model = build(Layers(group))
+        segments, reasons = found_in(model, group)
+        assert reasons == {}
+        assert [one.name for one in segments] == list(expected)
+        for segment in segments:
+            columns, num_blocks = expected[segment.name]
+            assert list(segment.layers) == [*columns, segment.name] and segment.kind == "neurons"
+            assert len(segment.owned.owners) == INNER and segment.owned.is_even
+            *of_columns, of_row = segment.tensors
+            assert {(one.dim, one.rows, one.num_blocks) for one in of_columns} == {(0, 1, num_blocks)}
+            assert (of_row.name, of_row.dim, of_row.num_blocks) == (f"{segment.name}.weight", 1, 1)
+        x = torch.randn(3, 5, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        assert_any_owner_computes_the_same(model, segments, lambda model: model(x), group)
+
+    run_ranks(check, 2)
+
+
+def test_neurons_change_hands_by_eights_where_there_are_enough(run_ranks):
+    def check(rank, group):
+        layers = Layers(group)
+        sizes = [128, 144, 112, 136]
+        model = nn.ModuleList(nn.Sequential(layers.col(WIDTH, n), nn.ReLU(), layers.row(n)) for n in sizes)
+        segments, _ = found_in(model, group)
+        assert [one.quantum for one in segments] == [8, 8, 1, 1]
+
+    run_ranks(check, 2)
+
+
+def odd(forward, **more):
+    return lambda layers: module(forward, a=layers.col(), b=layers.row(), **more)
+
+
+def attention(layers):
+    def forward(self, x):
+        batch, tokens, _ = x.shape
+        q, k, v = (one(x).view(batch, tokens, 2, -1).transpose(1, 2) for one in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v)
+        return self.out(y.transpose(1, 2).reshape(batch, tokens, -1))
+
+    return module(forward, **{name: layers.col() for name in "qkv"}, out=layers.row())
+
+
+def branching(self, x):
+    return self.b(self.a(x) if x.sum() > 0 else self.a(x).softmax(-1))
+
+
+def by_mode(self, x):
+    return self.b(self.a(x) if self.training else self.a(x).softmax(-1))
+
+
+def hooked(layers):
+    model = mlp(layers)
+    model[1].register_forward_hook(lambda module, inputs, output: output.softmax(-1))
+    return model
+
+
+def in_two_places(layers):
+    shared = layers.col()
+    return nn.ModuleList(
+        [nn.Sequential(shared, nn.ReLU(), layers.row()), module(lambda self, x: self.a(x).sum(), a=shared)]
+    )
+
+
+def tied(layers):
+    model = nn.ModuleList([mlp(layers), nn.Linear(WIDTH, INNER // 2, dtype=torch.float64)])
+    model[1].weight = model[0][0].weight
+    return model
+
+
+def another_forward(layers):
+    model = mlp(layers)
+    model[0].forward = lambda x: x
+    return model
+
+
+def mixed_parts(self, x):
+    return self.b(self.a(x).chunk(2, -1)[0].relu().repeat(1, 1, 2))
+
+
+NOT_PROVEN = {
+    "softmax": (odd(lambda self, x: self.b(self.a(x).softmax(-1))), "softmax()"),
+    "mean": (odd(lambda self, x: self.b(self.a(x) - self.a(x).mean(-1, keepdim=True))), "mean()"),
+    "LayerNorm": (
+        lambda layers: mlp(layers, nn.LayerNorm(INNER // 2, dtype=torch.float64)),
+        "not proven element-wise: 1",
+    ),
+    "PReLU": (lambda layers: mlp(layers, nn.PReLU(INNER // 2, dtype=torch.float64)), "not proven element-wise: 1"),
+    "in place": (odd(lambda self, x: [h := self.a(x), h.cumsum_(-1), self.b(h)][2]), "also used by cumsum_()"),
+    "an index": (odd(lambda self, x: self.b(self.a(x)[..., [1, 0, 2, 3, 4, 5]])), "getitem()"),
+    "its own parameter": (
+        odd(lambda self, x: self.b(self.a(x) * self.scale), scale=nn.Parameter(torch.ones(6))),
+        "scale",
+    ),
+    "two outputs": (odd(lambda self, x: [h := self.a(x).relu(), (self.b(h), h)][1][0] + h.sum()), "sum()"),
+    "returned": (odd(lambda self, x: [h := self.a(x), self.b(h), h][1:]), "also used by the module's caller"),
+    "another input": (odd(lambda self, x: self.b(self.a(x) + x)), "no output of a column-parallel layer"),
+    "parts": (odd(mixed_parts), "repeat()"),
+    "branches": (odd(branching), "torch.fx cannot trace the model (Module): TraceError"),
+    "another in evaluation": (odd(by_mode), "softmax()"),
+    "attention": (attention, "not proven element-wise: reshape()"),
+    "a hook": (hooked, "1 has a forward hook"),
+    "another forward": (another_forward, "0 has another forward than its class"),
+    "in two places": (in_two_places, "0.0 is registered in the model at several places"),
+    "a shared weight": (tied, "0.0 shares its weight with another module"),
+    "a whole input": (
+        lambda layers: nn.Sequential(layers.col(gather_output=True), nn.ReLU(), layers.row(input_is_parallel=False)),
+        "it takes the whole input and splits it evenly itself",
+    ),
+    "row after row": (
+        lambda layers: nn.Sequential(*mlp(layers), layers.row(WIDTH * 2, WIDTH), layers.col()),
+        "its input follows from what 2 returns, which is row-parallel",
+    ),
+    "column alone": (lambda layers: nn.Sequential(layers.col(), nn.ReLU()), "no row-parallel layer was found"),
+    "row alone": (lambda layers: nn.Sequential(layers.row(), nn.ReLU()), "no output of a column-parallel layer"),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_PROVEN)
+def test_what_is_not_proven_stays_even_with_the_reason(run_ranks, kind):
+    build, reason = NOT_PROVEN[kind]
+
+    def check(rank, group):
+        model = build(Layers(group))
+        segments, reasons = found_in(model, group)
+        in_segments = {name for one in segments for name in one.layers}
+        assert in_segments.isdisjoint(reasons) and in_segments | set(reasons) == set(balanced_layers(model))
+        assert all("softmax" not in one.name for one in segments)
+        assert any(reason in one for one in reasons.values()), reasons
+        assert len(segments) == (kind == "row after row")
+        assert model.training
+
+    run_ranks(check, 2)
+
+
+def test_tracing_leaves_no_trace(run_ranks):
+    def forward(self, x):
+        return self.b(self.a(x) * torch.rand(()).item())
+
+    def check(rank, group):
+        model = odd(forward)(Layers(group))
+        model.a.eval()
+        torch.manual_seed(3)
+        state = torch.get_rng_state()
+        zr.convert(model, process_group=group, config=OFF)
+        find_segments(model, balanced_layers(model), 2)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert model.training and model.b.training and not model.a.training
+        assert model.a.num_forwards == 0
+
+    run_ranks(check, 2)
+
+
+def test_a_user_names_what_cannot_be_proven(run_ranks):
+    def check(rank, group):
+        torch.manual_seed(0)
+        model = nn.Sequential(attention(Layers(group)), mlp(Layers(group)))
+        own = model[0]
+        heads = {"now": 1}
+
+        def forward(x):
+            batch, tokens, _ = x.shape
+            q, k, v = (one(x).view(batch, tokens, heads["now"], 6).transpose(1, 2) for one in (own.q, own.k, own.v))
+            return own.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, tokens, -1))
+
+        own.forward = forward
+        named = Segment(
+            column=["0.q", own.k, "0.v"],
+            row=own.out,
+            unit_size=6,
+            on_change=lambda count: heads.update(now=count),
+            kind="heads",
+        )
+        segments, reasons = found_in(model, group, named=[named])
+        assert reasons == {} and [one.name for one in segments] == ["0.out", "1.2"]
+        assert segments[0].kind == "heads" and segments[0].owned.counts == (1, 1)
+        x = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        assert_any_owner_computes_the_same(model, segments, lambda model: model(x), group)
+
+    run_ranks(check, 2)
+
+
+MISTAKES = {
+    "unknown": (Segment(["0.nothing"], "0.out"), "the model has no layer '0.nothing'"),
+    "no layer": (Segment(["1.1"], "1.2"), "layer 1.1 is not converted; allowed are 0.q, 0.k, 0.v, 0.out, 1.0, 1.2"),
+    "a foreign module": (Segment([nn.Linear(2, 2)], "1.2"), "a Linear that it names is not in the model"),
+    "row as column": (Segment(["0.out"], "1.2"), "layer 0.out is row-parallel, and column must name column-parallel"),
+    "column as row": (Segment(["1.0"], "0.q"), "layer 0.q is column-parallel, and row must name row-parallel"),
+    "nothing": (Segment([], "1.2"), "it names no column-parallel layer"),
+    "twice": (Segment(["1.0", "1.0"], "1.2"), "layer 1.0 is in it twice"),
+    "unit_size": (Segment(["1.0"], "1.2", unit_size=4), "1.2 has 6 input features on a rank, .* of unit_size=4"),
+    "unit_size 0": (Segment(["1.0"], "1.2", unit_size=0), "unit_size=0, num_blocks=1: both must be at least 1"),
+    "num_blocks": (Segment(["1.0"], "1.2", num_blocks=5), "1.0 has 6 output features .* num_blocks=5 × 6 units"),
+    "min_units": (Segment(["1.0"], "1.2", min_units=7), "min_units=7: allowed are 0 to 6"),
+}
+
+
+@pytest.mark.parametrize("kind", MISTAKES)
+def test_a_named_segment_that_cannot_be_is_an_error(run_ranks, kind):
+    segment, message = MISTAKES[kind]
+
+    def check(rank, group):
+        model = nn.Sequential(attention(Layers(group)), mlp(Layers(group)))
+        with pytest.raises(ValueError, match=message) as error:
+            found_in(model, group, named=[segment])
+        assert str(error.value).startswith("Segment(column=[")
+
+    run_ranks(check, 2)
+
+
+def test_a_layer_in_two_named_segments_is_an_error(run_ranks):
+    def check(rank, group):
+        model = mlp(Layers(group))
+        with pytest.raises(ValueError, match="layer 0 is in another segment already, that of 2"):
+            found_in(model, group, named=[Segment(["0"], "2"), Segment(["0"], "2")])
+
+    run_ranks(check, 2)
+
+
+def test_a_named_segment_wins_over_a_found_one(run_ranks):
+    def check(rank, group):
+        model = mlp(Layers(group))
+        segments, reasons = found_in(model, group, named=[Segment(["0"], "2", unit_size=3, min_units=1)])
+        assert reasons == {} and [(one.kind, one.min_units) for one in segments] == [("units", 1)]
+        assert [one.rows for one in segments[0].tensors] == [3, 3, 3]
+        np.testing.assert_array_equal(segments[0].owned.owners, [0, 0, 1, 1])
+
+    run_ranks(check, 2)
+
+
+def test_a_user_registers_a_module_of_theirs(run_ranks):
+    class Heads(nn.Module):
+        def __init__(self, layers):
+            super().__init__()
+            self.qkv, self.out, self.num_heads = layers.col(WIDTH, 3 * 16), layers.row(16), 2
+
+        def forward(self, x):
+            batch, tokens, _ = x.shape
+            q, k, v = self.qkv(x).view(batch, tokens, 3, self.num_heads, 4).permute(2, 0, 3, 1, 4)
+            y = F.scaled_dot_product_attention(q, k, v)
+            return self.out(y.transpose(1, 2).reshape(batch, tokens, self.num_heads * 4))
+
+    class Special(Heads):
+        pass
+
+    def adapter(module):
+        if module.num_heads == 1:
+            raise StaysEven("one head is too few")
+        return Segment(
+            [module.qkv], module.out, unit_size=4, num_blocks=3, on_change=lambda n: setattr(module, "num_heads", n)
+        )
+
+    def check(rank, group):
+        torch.manual_seed(0)
+        register_segments(Heads, adapter)
+        layers = Layers(group)
+        model = nn.Sequential(Heads(layers), Special(layers), Heads(layers))
+        model[2].num_heads = 1
+        segments, reasons = found_in(model, group)
+        assert [one.name for one in segments] == ["0.out"]
+        assert set(reasons) == {"1.qkv", "1.out", "2.qkv", "2.out"}
+        assert reasons["2.qkv"] == "Heads: one head is too few"
+        x = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        assert_any_owner_computes_the_same(model[0], segments_within(segments), lambda model: model(x), group)
+
+    run_ranks(check, 2)
+
+
+def segments_within(segments):
+    """The same with names as the first submodule of the model has them."""
+    for segment in segments:
+        segment.tensors = tuple(
+            type(one)(one.owner, one.attribute, one.name.removeprefix("0."), one.dim, one.rows, one.num_blocks)
+            for one in segment.tensors
+        )
+    return segments
+
+
+def test_a_user_registers_an_activation(run_ranks):
+    class Cubed(nn.Module):
+        def forward(self, x):
+            return torch.einsum("...i,...i,...i->...i", x, x, x)
+
+    def check(rank, group):
+        segments, reasons = found_in(mlp(Layers(group), Cubed()), group)
+        assert segments == [] and "einsum()" in reasons["2"]
+        register_elementwise(Cubed)
+        segments, reasons = found_in(mlp(Layers(group), Cubed()), group)
+        assert len(segments) == 1 and reasons == {}
+
+    run_ranks(check, 2)
+
+
+def test_what_is_no_class_of_modules_cannot_be_registered():
+    with pytest.raises(TypeError, match=r"needs a class of torch\.nn\.Module, found 3"):
+        register_segments(3, lambda module: [])

@@ -1,0 +1,106 @@
+"""Segments of Hugging Face's models split by this package's own layers: what is found, and that it moves soundly."""
+
+import pytest
+from tiny_transformers import DEPTH, HEADS, HIDDEN, KINDS, KV_HEADS, MLP, build, compute, split
+from torch import nn
+from uneven_shards import assert_any_owner_computes_the_same
+
+import zeroresize as zr
+from zeroresize.convert import balanced_layers
+from zeroresize.integrations.find_segments import find_segments
+
+OFF = zr.BalanceConfig(mode="off")
+HEAD = HIDDEN // HEADS
+GROUPS = HEADS // KV_HEADS
+HEADS_OF = {
+    **dict.fromkeys(("ViT", "DeiT", "Bert", "Roberta", "Mistral"), ("heads", HEADS, [HEAD, HEAD, HEAD], HEAD, 1)),
+    **dict.fromkeys(("Llama", "Qwen2"), ("KV groups", KV_HEADS, [GROUPS * HEAD, HEAD, HEAD], GROUPS * HEAD, 1)),
+    "GPT2": ("heads", HEADS, [HEAD], HEAD, 3),
+}
+
+
+def segments_of(model, group):
+    zr.convert(model, process_group=group, config=OFF)
+    return find_segments(model, balanced_layers(model), 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_layer_is_in_a_segment_of_heads_or_of_neurons(run_ranks, kind):
+    def check(rank, group):
+        model = split(build(kind), group)
+        segments, reasons = segments_of(model, group)
+        layers = balanced_layers(model)
+        assert reasons == {} and sorted(name for one in segments for name in one.layers) == sorted(layers)
+        assert len(segments) == 2 * DEPTH
+        name_of_units, num_units, rows_of_columns, rows_of_row, num_blocks = HEADS_OF[kind]
+        for attention, mlp in zip(segments[::2], segments[1::2], strict=True):
+            weights = [one for one in attention.tensors if one.attribute == "weight"]
+            assert attention.kind == name_of_units and len(attention.owned.owners) == num_units
+            assert [one.rows for one in weights] == [*rows_of_columns, rows_of_row]
+            assert [one.num_blocks for one in weights] == [num_blocks] * len(rows_of_columns) + [1]
+            assert mlp.kind == "neurons" and len(mlp.owned.owners) == MLP
+            assert {(one.rows, one.num_blocks) for one in mlp.tensors} == {(1, 1)}
+            for segment in (attention, mlp):
+                *columns, row = segment.layers
+                assert segment.name == row and not layers[row].is_column_parallel
+                assert all(layers[name].is_column_parallel for name in columns)
+                assert segment.owned.is_even and segment.min_units == 0 and segment.quantum == 1
+                assert [one.dim for one in segment.tensors] == [0] * (len(segment.tensors) - 1) + [1]
+                biases = [one.name for one in segment.tensors if one.attribute == "bias"]
+                assert biases == [f"{name}.bias" for name in columns if layers[name].bias is not None]
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "attention"),
+    [(kind, "sdpa") for kind in KINDS] + [(kind, "eager") for kind in ("ViT", "Bert", "Llama", "GPT2")],
+)
+def test_any_owner_computes_the_same(run_ranks, kind, attention):
+    def check(rank, group):
+        model = split(build(kind, attention), group)
+        segments, _ = segments_of(model, group)
+        assert_any_owner_computes_the_same(model, segments, compute(kind), group)
+
+    run_ranks(check, 2)
+
+
+def test_what_was_changed_stays_even_with_the_reason(run_ranks):
+    def check(rank, group):
+        model = split(build("Bert"), group)
+        first, second = model.encoder.layer
+        first.intermediate.intermediate_act_fn = nn.Softmax(-1)
+        own_forward = second.attention.forward
+        second.attention.forward = lambda *args, **kwargs: own_forward(*args, **kwargs)
+        segments, reasons = segments_of(model, group)
+        found = [segment.name for segment in segments]
+        assert found == ["encoder.layer.0.attention.output.dense", "encoder.layer.1.output.dense"]
+        assert set(reasons) == {
+            "encoder.layer.0.intermediate.dense",
+            "encoder.layer.0.output.dense",
+            *(f"encoder.layer.1.attention.self.{one}" for one in ("query", "key", "value")),
+            "encoder.layer.1.attention.output.dense",
+        }
+        assert "not known to be element-wise" in reasons["encoder.layer.0.output.dense"]
+        assert "the forward of BertAttention was replaced" in reasons["encoder.layer.1.attention.self.key"]
+
+    run_ranks(check, 2)
+
+
+def test_a_layer_that_is_not_converted_keeps_its_segment_even(run_ranks):
+    def check(rank, group):
+        model = split(build("ViT"), group)
+        zr.convert(
+            model,
+            process_group=group,
+            config=OFF,
+            module_filter_fn=lambda layer, name: not name.endswith("0.attention.attention.key"),
+        )
+        segments, reasons = find_segments(model, balanced_layers(model), 2)
+        assert len(segments) == 3
+        assert set(reasons) == {
+            f"encoder.layer.0.attention.{one}" for one in ("attention.query", "attention.value", "output.dense")
+        }
+        assert all("attention.key, of the same segment, is not converted" in one for one in reasons.values())
+
+    run_ranks(check, 2)
