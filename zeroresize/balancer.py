@@ -340,7 +340,7 @@ class Balancer:
             else:
                 parts.statistic.pause()
         if move is not None:
-            parts.decision.moved(move.total_bytes, move.seconds)
+            parts.decision.moved(move.largest_bytes, move.seconds)
             if parts.rank == 0:
                 logger.info("step %d: %s", self._num_steps, self._move_log.line(move, self.plan, parts.decision.busy_s))
 

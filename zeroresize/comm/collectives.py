@@ -219,16 +219,14 @@ def start_receive(
 
 def start_messages(
     sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], process_group: ProcessGroup
-) -> dict[int, list[Transfer]]:
+) -> dict[int, list[Waitable]]:
     """Start sending a tensor to each of some ranks within the group and receiving one from each, all at once.
 
     Returns:
-        What to wait for, by the other rank; empty tensors do not travel.
-
-    Raises:
-        RuntimeError: if one cannot be started.
+        What to wait for, by the other rank; what could not be started fails then, so that the others get theirs. Empty
+        tensors do not travel.
     """
-    transfers: dict[int, list[Transfer]] = {}
+    transfers: dict[int, list[Waitable]] = {peer: [] for peer in (*receives, *sends)}
     if sends_from_device(process_group, *sends.values(), *receives.values()):  # NCCL must be given them as one
         calls = [
             dist.P2POp(call, tensor, dist.get_global_rank(process_group, peer), process_group)
@@ -236,14 +234,31 @@ def start_messages(
             for peer, tensor in sorted(tensors.items())
             if tensor.numel()
         ]
-        for number, work in enumerate(dist.batch_isend_irecv(calls) if calls else ()):
-            peer = dist.get_group_rank(process_group, calls[number].peer)
-            transfers.setdefault(peer, []).append(Transfer(partial(_itself, work), "messages with", process_group))
+        for call, work in zip(calls, dist.batch_isend_irecv(calls) if calls else (), strict=False):
+            transfer = Transfer(partial(_itself, work), "messages with", process_group)
+            transfers[dist.get_group_rank(process_group, call.peer)].append(transfer)
         return transfers
     for start, tensors in ((start_receive, receives), (start_send, sends)):
         for peer, tensor in tensors.items():
-            transfers.setdefault(peer, []).extend(start(tensor, peer, process_group))
+            try:
+                transfers[peer] += start(tensor, peer, process_group)
+            except RuntimeError as error:
+                transfers[peer].append(_NotStarted(error))
     return transfers
+
+
+class Waitable(Protocol):
+    """What can be waited for, with an error if it fails."""
+
+    def wait(self) -> None: ...
+
+
+class _NotStarted:
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error
+
+    def wait(self) -> None:
+        raise self._error
 
 
 def _itself(work: dist.Work) -> dist.Work:

@@ -33,9 +33,11 @@ class MoveLog:
             busy_s: of every rank at its even share, seconds; empty where nothing was measured.
         """
         size = f"{move.total_bytes / 1e6:.3g} MB, {move.seconds:.2g} s"
-        expected = plan.predicted_step_s
-        if not math.isnan(expected) and not math.isnan(self._step_s):
-            size += f"; expected step {1e3 * self._step_s:.4g} → {1e3 * expected:.4g} ms"
+        expected_s, before_s = plan.predicted_step_s, self._step_s
+        if math.isnan(before_s) and len(set(move.before)) == 1:  # before the first decision all was even
+            before_s = max(busy_s, default=math.nan)
+        if not math.isnan(expected_s) and not math.isnan(before_s):
+            size += f"; expected step {1e3 * before_s:.0f} → {1e3 * expected_s:.0f} ms"
         return f"{self._why(plan, busy_s)}{self._what(move)}: {size}"
 
     def _why(self, plan: WorkloadPlan, busy_s: Sequence[float]) -> str:

@@ -14,7 +14,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+<<<<<<< HEAD
 from zeroresize.comm.collectives import Transfer, group_ranks, group_size, sends_from_device, start_messages
+=======
+from zeroresize.comm.collectives import Waitable, group_ranks, group_size, start_messages
+>>>>>>> wt-move
 
 #: Up to two numbers of every rank of a group, in the order of the ranks; collective.
 Meet = Callable[..., Sequence[Sequence[float]]]
@@ -58,7 +62,7 @@ def texts_of_ranks(text: str, meet: Meet, process_group: ProcessGroup, device: t
     return [bytes(part.tolist()).decode().rstrip() for part in _of_every_rank(own, most, torch.uint8, process_group)]
 
 
-def wait_for_all(transfers: Mapping[int, Sequence[Transfer]]) -> dict[int, RuntimeError]:
+def wait_for_all(transfers: Mapping[int, Sequence[Waitable]]) -> dict[int, RuntimeError]:
     """Wait for transfers with other ranks; returns the first error with each rank that it failed with."""
     errors: dict[int, RuntimeError] = {}
     for peer, works in transfers.items():

@@ -73,7 +73,8 @@ def rebuild_reducers(wrappers: Sequence[DistributedDataParallel]) -> None:
             parts.register_comm_hook(state, hook)
         if parts.static_graph:
             parts._static_graph_delay_allreduce_enqueued = False
-            parts._set_static_graph()
+            parts.reducer._set_static_graph()
+            parts.logger._set_static_graph()
 
 
 def _reason_against(wrapper: Any) -> str | None:

@@ -33,6 +33,7 @@ class Move:
         before, after: shares by which units were divided.
         sent_bytes, received_bytes: of this rank.
         total_bytes: that changed hands in the group; the same on every rank.
+        largest_bytes: sent or received by the rank that sent or received most; the same on every rank.
         seconds: that it took the slowest rank; the same on every rank.
         changes: of every kind, by how many units of all segments each rank has more now; negative for fewer.
         owned_before: of every kind, how many each rank had.
@@ -43,6 +44,7 @@ class Move:
     sent_bytes: int
     received_bytes: int
     total_bytes: int
+    largest_bytes: int
     seconds: float
     changes: Mapping[str, tuple[int, ...]]
     owned_before: Mapping[str, tuple[int, ...]]
@@ -162,14 +164,16 @@ class UnitsInForce:
         for segment in self.segments:
             segment.shares = after
         self.shares = after
-        told = self._meet(report.seconds, report.bytes_sent)
+        told = self._meet(report.bytes_sent, report.bytes_received)
+        seconds = max(own for own, *_ in self._meet(report.seconds, 0.0))
         move = Move(
             before,
             after,
             report.bytes_sent,
             report.bytes_received,
-            int(sum(sent for _, sent, *_ in told)),
-            max(seconds for seconds, *_ in told),
+            int(sum(sent for sent, *_ in told)),
+            int(max(map(max, told))),
+            seconds,
             {kind: tuple(map(operator.sub, now, owned_before[kind])) for kind, now in self.num_units.items()},
             owned_before,
         )

@@ -1,0 +1,172 @@
+"""Units move inside DistributedDataParallel: its reducer is built anew, and reduces as before."""
+
+import moving
+import pytest
+import torch
+import torch.distributed as dist
+from moving import everything_of, segments_of, uneven
+from torch.nn.parallel import DistributedDataParallel
+
+from zeroresize.resharding.data_parallel import wrappers_of
+from zeroresize.resharding.transfer import move_units
+
+
+def loss_of(model, step, sample=0):
+    generator = torch.Generator().manual_seed(10 * step + sample)
+    return model(torch.randn(2, 3, moving.WIDTH, generator=generator, dtype=torch.float64)).square().mean()
+
+
+def train(model, optimizer, steps, sample=0):
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        losses.append(loss_of(model, step, sample))
+        losses[-1].backward()
+        optimizer.step()
+    return torch.stack(losses)
+
+
+OPTIONS = {
+    "plain": {},
+    "views": {"gradient_as_bucket_view": True},
+    "unused": {"find_unused_parameters": True},
+    "static": {"static_graph": True},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_replicas_train_on_as_without_moves(run_ranks, options):
+    """2 × 2 ranks: tensor-parallel [0, 1] and [2, 3], replicas [0, 2] and [1, 3]."""
+
+    def check(rank, _):
+        tensor_parallel = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
+        replicas = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
+        runs = []
+        for _ in range(2):
+            inner = moving.block(tensor_parallel)
+            model = DistributedDataParallel(inner, process_group=replicas, bucket_cap_mb=0.001, **options)
+            runs.append((model, segments_of(inner, tensor_parallel), torch.optim.AdamW(model.parameters(), lr=1e-2)))
+        (model, segments, optimizer), (other, other_segments, other_optimizer) = runs
+        wrappers = wrappers_of(model.module)  # it is around what is asked for
+        assert wrappers == (model,)
+        for turn, targets in enumerate([uneven(2), uneven(2, 1), uneven(2, 2)]):
+            steps = range(3 * turn, 3 * turn + 3)
+            found = train(model, optimizer, steps, sample=rank // 2)
+            torch.testing.assert_close(found, train(other, other_optimizer, steps, rank // 2), rtol=1e-10, atol=1e-10)
+            move_units(segments, targets, process_group=tensor_parallel, optimizer=optimizer, data_parallel=wrappers)
+        train(model, optimizer, range(9, 12), rank // 2)
+        train(other, other_optimizer, range(9, 12), rank // 2)
+        wholes = everything_of(segments, optimizer, tensor_parallel)
+        for name, wanted in everything_of(other_segments, other_optimizer, tensor_parallel).items():
+            torch.testing.assert_close(wholes[name], wanted, rtol=1e-10, atol=1e-10, msg=name)
+        return model.module[2].weight
+
+    results = run_ranks(check, 4)
+    assert all(torch.equal(results[0], other) for other in results[1:])  # gradients were reduced over both groups
+
+
+def test_hooks_of_communication_and_gradients_under_no_sync_stay(run_ranks):
+    def check(rank, group):
+        alone = [dist.new_group([one]) for one in range(2)][rank]
+        inner = moving.block(group)
+        model = DistributedDataParallel(inner, process_group=alone)
+        told = []
+
+        def hook(state, bucket):
+            state.append(bucket.buffer().numel())
+            future = torch.futures.Future()
+            future.set_result(bucket.buffer())
+            return future
+
+        model.register_comm_hook(told, hook)
+        segments = segments_of(inner, group)
+        with model.no_sync():
+            loss_of(model, 0).backward()
+        assert not told
+        move_units(segments, uneven(2), process_group=group, optimizer=None, data_parallel=(model,))
+        loss_of(model, 1).backward()
+        assert sum(told) == sum(one.numel() for one in inner.parameters())
+        other = moving.block(group)
+        for step in range(2):
+            loss_of(other, step).backward()
+        found = everything_of(segments, None, group)
+        for name, wanted in everything_of(segments_of(other, group), None, group).items():
+            torch.testing.assert_close(found[name], wanted, rtol=1e-10, atol=1e-10, msg=name)
+
+    run_ranks(check, 2)
+
+
+def test_what_cannot_be_built_anew_is_refused_before_anything_moves(run_ranks, monkeypatch):
+    def check(rank, group):
+        alone = [dist.new_group([one]) for one in range(2)][rank]
+        inner = moving.block(group)
+        model = DistributedDataParallel(inner, process_group=alone)
+        segments = segments_of(inner, group)
+
+        def refusal():
+            with pytest.raises(RuntimeError, match="its reducer cannot be built anew: ") as caught:
+                move_units(segments, uneven(2), process_group=group, optimizer=None, data_parallel=(model,))
+            assert segments[1].owned.is_even and len(inner[1].up.weight) == 12
+            return str(caught.value)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(DistributedDataParallel, "_ddp_init_helper", lambda self, other: None)
+            assert "this version of torch builds reducers differently" in refusal()
+        model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+        assert "the built-in communication hook" in refusal()
+        loss_of(inner, 0).backward()
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.usefixtures("colossalai_vit_modules")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_boosted_vit_of_colossalai_trains_on(run_ranks, precision):
+    """The Booster wraps it in DistributedDataParallel though there is one replica; bf16 has master weights."""
+
+    def check(rank, group):
+        from colossalai_host import OFF, Host, batch, small_vit
+
+        import zeroresize as zr
+        from zeroresize.layers.segment import OwnedSegment, UnitTensor
+        from zeroresize.optim.optimizers import stepped_tensors
+        from zeroresize.plan.ownership import OwnershipMap
+
+        host = Host(group)
+        runs = []
+        for _ in range(2):
+            boosted = host.boost(small_vit(), precision=precision)
+            zr.convert(boosted.model, process_group=boosted.group, config=OFF)
+            segments = []
+            for number, layer in enumerate(boosted.model.unwrap().vit.encoder.layer):
+                up, down = layer.intermediate.dense, layer.output.dense
+                tensors = (
+                    UnitTensor(up, "weight", f"{number}.up.weight", 0, 1),
+                    UnitTensor(up, "bias", f"{number}.up.bias", 0, 1),
+                    UnitTensor(down, "weight", f"{number}.down.weight", 1, 1),
+                )
+                segments.append(OwnedSegment(str(number), "neurons", (), tensors, OwnershipMap.even(64, 2)))
+            runs.append((boosted, segments))
+        (moved, segments), (still, _) = runs
+        losses = []
+        targets = [{"0": [20, 44], "1": [64, 0]}, {"0": [0, 64], "1": [32, 32]}, {"0": [32, 32], "1": [32, 32]}]
+        for step, counts in enumerate([*targets, {}]):
+            for run in (moved, still):
+                images, labels = batch(step, torch.float32 if precision == "fp32" else torch.bfloat16)
+                loss = torch.nn.functional.cross_entropy(run.model(images).logits.float(), labels)
+                run.booster.backward(loss, run.optimizer)
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+                losses.append(loss.item())
+            maps = {segment.name: segment.owned.with_counts(counts[segment.name]) for segment in segments if counts}
+            wrappers = wrappers_of(moved.model)
+            assert len(wrappers) == 1
+            move_units(segments, maps, process_group=moved.group, optimizer=moved.optimizer, data_parallel=wrappers)
+        parameters = {name: one for name, one in moved.model.unwrap().named_parameters()}
+        for name, tensor in stepped_tensors(moved.optimizer, parameters).items():
+            assert tensor.dtype == torch.float32 and tensor.shape == parameters[name].shape
+        return losses
+
+    rounding = 1e-5 if precision == "fp32" else 2e-2
+    for losses in run_ranks(check, 2):
+        assert losses[::2] == pytest.approx(losses[1::2], abs=rounding, rel=rounding)
