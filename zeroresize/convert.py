@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from zeroresize.comm.collectives import group_size, require_group, same_ranks, world_size
+from zeroresize.comm.collectives import group_size, require_group, same_ranks, sends_from_device, world_size
 from zeroresize.config import BalanceConfig
 from zeroresize.config_keys import MOVING_MODES, SHARE_CHOICES
 from zeroresize.integrations.find_segments import find_segments
@@ -23,7 +23,7 @@ from zeroresize.layers.weight_checks import why_no_whole_weight
 from zeroresize.measure.device_speed import measured_shares
 from zeroresize.measure.step_timer import LayerTimer
 from zeroresize.plan.ownership import checked_shares
-from zeroresize.resharding.agreement import meet_over
+from zeroresize.resharding.agreement import Meet, meet_over
 from zeroresize.resharding.state_dicts import guard_modules
 from zeroresize.resharding.units_in_force import UnitsInForce
 from zeroresize.utils.value_checks import one_of
@@ -172,19 +172,20 @@ def _divide(
                 "shares='auto' is not allowed beside data parallelism, where all replicas must be divided alike and "
                 "may measure differently: give the shares as numbers"
             )
-        shares = measured_shares(layers, meet_over(process_group, _device_of(layers)))
+        shares = measured_shares(layers, _meet_over(process_group, layers))
         logger.info("convert: by their speed the ranks take the shares %s", [round(share, 2) for share in shares])
     UnitsInForce(
         model,
         layers,
         optimizer,
         process_group,
-        meet=meet_over(process_group, _device_of(layers)),
+        meet=_meet_over(process_group, layers),
     ).move(shares)
 
 
-def _device_of(layers: Mapping[str, BalancedLinear]) -> torch.device:
-    return next(iter(layers.values())).local_weight.device
+def _meet_over(process_group: ProcessGroup, layers: Mapping[str, BalancedLinear]) -> Meet:
+    weight = next(iter(layers.values())).local_weight
+    return meet_over(process_group, weight.device if sends_from_device(process_group, weight) else torch.device("cpu"))
 
 
 def balanced_layers(model: nn.Module) -> dict[str, BalancedLinear]:

@@ -79,13 +79,6 @@ def send_half(sends, receives, group):
         group.send([sends[peer]], peer, 0).wait()
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("meets_by_exchange", [False, True])
-@pytest.mark.parametrize("when", ["before", "while", "after", "between rounds"])
-def test_a_rank_that_dies_in_a_move_is_named_and_the_others_stay_as_they_were(
-    tmp_path, run_ranks, when, meets_by_exchange
-):
-=======
 def told_by_survivors(fn, num_ranks, folder):
     """What ``fn(rank, group)`` returns, by rank, on those ranks whose process it does not end."""
     fork = multiprocessing.get_context("fork")
@@ -121,7 +114,6 @@ def told_by_survivors(fn, num_ranks, folder):
 @pytest.mark.parametrize("meets_by_exchange", [False, True], ids=["meets over the group", "meets by an exchange"])
 @pytest.mark.parametrize("when", ["before", "while", "between rounds", "after"])
 def test_a_rank_that_dies_in_a_move_is_named_and_the_others_stay_as_they_were(tmp_path, when, meets_by_exchange):
->>>>>>> wt-move
     def check(rank, group):
         training = Training(group, meets_by_exchange=meets_by_exchange)
         if rank != 1:
@@ -233,18 +225,12 @@ def test_ranks_of_one_host_share_its_memory(run_ranks, monkeypatch):
         training = Training(group)
         needs = []
         real = transfer.require_memory
-<<<<<<< HEAD
-        monkeypatch.setattr(
-            transfer, "require_memory", lambda needed, *rest: (needs.append(needed), real(needed, *rest))
-        )
-=======
 
         def require_memory(needed, *rest):
             needs.append(needed)
             real(needed, *rest)
 
         monkeypatch.setattr(transfer, "require_memory", require_memory)
->>>>>>> wt-move
         monkeypatch.setattr(agreement, "free_bytes", lambda device: 60_000)
         training.fails(uneven(2), NotEnoughMemoryError)
         return needs[0]

@@ -14,11 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-<<<<<<< HEAD
-from zeroresize.comm.collectives import Transfer, group_ranks, group_size, sends_from_device, start_messages
-=======
 from zeroresize.comm.collectives import Waitable, group_ranks, group_size, start_messages
->>>>>>> wt-move
 
 #: Up to two numbers of every rank of a group, in the order of the ranks; collective.
 Meet = Callable[..., Sequence[Sequence[float]]]
@@ -41,10 +37,8 @@ def fingerprint(text: str) -> float:
 def meet_over(process_group: ProcessGroup, device: torch.device) -> Meet:
     """A :data:`Meet` on the group itself, with tensors on ``device`` if that is what the group sends from."""
 
-    place = device if sends_from_device(process_group, torch.empty(0, device=device)) else torch.device("cpu")
-
     def meet(*numbers: float) -> Sequence[Sequence[float]]:
-        own = torch.tensor(numbers, dtype=torch.float64, device=place)
+        own = torch.tensor(numbers, dtype=torch.float64, device=device)
         return [part.tolist() for part in _of_every_rank(own, len(numbers), torch.float64, process_group)]
 
     return meet
