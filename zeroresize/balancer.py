@@ -24,6 +24,7 @@ from zeroresize.measure.calibration import calibrate_group
 from zeroresize.plan.group import WorkloadPlan
 from zeroresize.policy.moving import MoveCost
 from zeroresize.resharding.agreement import NotEnoughMemoryError
+from zeroresize.resharding.units_in_force import CannotMoveError
 from zeroresize.telemetry import UpdateRecord
 
 logger = logging.getLogger(__name__)
@@ -328,7 +329,7 @@ class Balancer:
         parts.plan_in_force.take_back()
         try:
             move = units.move(self.plan.owned)
-        except NotEnoughMemoryError as error:
+        except (CannotMoveError, NotEnoughMemoryError) as error:
             if by_hand:
                 raise
             logger.warning("step %d: units stay where they are: %s", self._num_steps, error)

@@ -55,13 +55,13 @@ class UpdateRecord:
     pruned: float
     lent: float
     borrowed: float
-    owned: float
-    units: Mapping[str, int]
     lent_to: Mapping[str, float]
     layer_shares: Mapping[str, float]
     predicted_step_s: float
     calibration_steps: int
     balancing_since_update_s: float
+    owned: float = 1.0
+    units: Mapping[str, int] = dataclasses.field(default_factory=dict)
     moved_bytes: int = 0
     moving_s: float = 0.0
     would: Mapping[str, Mapping[str, float]] = dataclasses.field(default_factory=dict)

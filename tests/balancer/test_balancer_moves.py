@@ -229,3 +229,57 @@ def test_no_unit_moves_in_a_mode_that_prunes(run_ranks):
         return counts(run)
 
     assert run_ranks(train, 2) == [(96, 96)] * 2
+
+
+@pytest.mark.parametrize("rank_with_it", [0, 1])
+def test_what_cannot_move_stays_and_training_goes_on(run_ranks, rank_with_it):
+    """Such as state of the optimizer whose shape is another: nobody may wait for the rank that has it."""
+
+    def train(rank, group):
+        run = exact_run(group)
+        run.updates(1)
+        if rank == rank_with_it:
+            run.optimizer.state[run.model.down.weight]["row"] = torch.zeros(17)
+        run.time.chi = 4.0 if rank == 1 else 1.0
+        run.updates(6)
+        with pytest.raises(RuntimeError, match="units cannot move"):
+            run.balancer.move((1, 2))
+        del run.optimizer.state[run.model.down.weight]["row" if rank == rank_with_it else "step"]
+        return counts(run)
+
+    assert run_ranks(train, 2) == [(96, 96)] * 2
+
+
+def test_a_model_that_was_changed_after_converting_stays_as_it_is(run_ranks):
+    def train(rank, group):
+        run = exact_run(group)
+        run.updates(1)
+        run.model.down.weight = torch.nn.Parameter(run.model.down.weight.detach()[:, :40].clone())
+        with pytest.raises(RuntimeError, match=r"down\.weight: its shape"):
+            run.balancer.move((1, 2))
+        return tuple(run.model.up.weight.shape)
+
+    assert run_ranks(train, 2) == [(96, 48)] * 2
+
+
+def test_chi_that_changes_while_units_travel_is_followed(run_ranks, monkeypatch):
+    def train(rank, group):
+        run = exact_run(group)
+        move = run.balancer._parts.units.move
+
+        def move_while_the_other_gets_slow(shares):
+            run.time.chi = {4.0: 1.0, 1.0: 4.0}[run.time.chi]
+            return move(shares)
+
+        run.updates(2)
+        run.time.chi = 4.0 if rank == 1 else 1.0
+        run.balancer._parts.units.move = move_while_the_other_gets_slow
+        while run.balancer._parts.units.is_home:
+            run.updates(1)
+        first = counts(run)
+        run.balancer._parts.units.move = move
+        run.updates(16)
+        return first, counts(run)
+
+    for first, after in run_ranks(train, 2):
+        assert first[0] > first[1] and after[0] < after[1]

@@ -19,10 +19,15 @@ from zeroresize.layers.segments import owned_segments, segment_works
 from zeroresize.optim.optimizers import states_like, stepped_tensors, torch_optimizer
 from zeroresize.plan.ownership import SegmentWork, checked_shares, owned_shares, unit_counts
 from zeroresize.resharding.agreement import Meet
-from zeroresize.resharding.data_parallel import wrappers_of
+from zeroresize.resharding.contents import contents_of
+from zeroresize.resharding.data_parallel import require_rebuildable, wrappers_of
 from zeroresize.resharding.transfer import MoveReport, move_units
 
 logger = logging.getLogger(__name__)
+
+
+class CannotMoveError(RuntimeError):
+    """Something of a segment's parameters or optimizer state has no units that could change hands."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +147,8 @@ class UnitsInForce:
         """Divide the units by ``shares``; None where that is how they are divided already.
 
         Raises:
+            CannotMoveError: on every rank, if something on one of them cannot move, as state of the optimizer that has
+                another shape, or a model that was changed after converting; nothing has changed.
             NotEnoughMemoryError: on every rank, if one lacks the memory; nothing has changed.
             RuntimeError: if the ranks do not agree, or one has died; nothing has changed here.
         """
@@ -152,6 +159,7 @@ class UnitsInForce:
             segment.name: segment.owned.with_counts(unit_counts(after, work))
             for segment, work in zip(self.segments, self.works, strict=True)
         }
+        self._require_movable()
         owned_before = self.num_units
         report: MoveReport = move_units(
             self.segments,
@@ -179,6 +187,19 @@ class UnitsInForce:
         )
         self.moves.append(move)
         return move
+
+    def _require_movable(self) -> None:
+        problem: Exception | None = None
+        try:
+            for segment in self.segments:
+                contents_of(segment, self._optimizer, self._rank)
+            require_rebuildable(wrappers_of(self._model))
+        except (ValueError, RuntimeError, AttributeError) as error:
+            problem = error
+        stuck = [rank for rank, (is_stuck, *_) in enumerate(self._meet(float(problem is not None), 0.0)) if is_stuck]
+        if stuck:
+            told = problem or f"the errors of ranks {stuck} of the group tell why"
+            raise CannotMoveError(f"units cannot move, and nothing has changed: {told}") from problem
 
     def forget_moves(self) -> None:
         """What was moved so far has been told."""
