@@ -11,8 +11,8 @@ its own innovations:
     log gather_fill = log ω + log Ω(γ)
 
 ρ is what moves along of the rest, such as activation functions. It has a filter of its own with log r, which it is told
-nothing of at f = 1, so that there all is as if it were not. Its prior, 0.2 ± 0.2, is wide enough for a rank that gives
-all or takes as much again: its innovation is at most ρ, so 4 standard deviations away only beyond ρ = 1.
+nothing of at f = 1, so that there all is as if it were not. Its prior, 0.2 ± 0.3, is so wide that whatever moves along
+of the rest, up to ρ = 0.8 of a rank that gives nearly all it has, is within ``JUMP`` standard deviations: no jump.
 
 An innovation of more than ``JUMP`` standard deviations is a change of speed: the speeds' variances open up, the curve's
 hardly. So a change of plan at constant speed informs the curve, a change of times under one plan the speed.
@@ -72,6 +72,8 @@ _MOST_CORRECTION = math.log(50.0)
 _NEIGHBOURS = 0.7
 #: Variance of a median to that of a mean; standard deviation to the median deviation: both of normal noise.
 _MEDIAN, _NORMAL = 1.57, 1.4826
+#: How often what is told of ρ is taken to be a straight line.
+_ITERATIONS = 3
 #: The scatter of fewer steps tells nothing.
 _FEWEST = 3
 _POINTS = ("ratios", "gemm_share", "gather_fill_s")
@@ -299,25 +301,27 @@ class RankEstimator:
     def _measure_rest(self, value: float, variance: float, owned: float) -> bool:
         """Seconds of the rest under ``owned``. Whether the rank's speed has jumped."""
         moving, own_variance, covariance = self._moving_rest
+        before, speed = float(self._x[_REST]), float(self._p[_REST, _REST])
         part = self._rest_part(owned)
-        gradient, value = (owned - 1.0) / part, value - math.log(part)
-        speed = float(self._p[_REST, _REST])
-        innovation = value - float(self._x[_REST])
+        innovation = value - before - math.log(part)
+        gradient = (owned - 1.0) / part
         told = speed + gradient * (2.0 * covariance + gradient * own_variance)
         has_jumped = innovation**2 > JUMP**2 * (told + variance)
         if has_jumped:
-            opened = max(JUMP_SIZE, abs(innovation)) ** 2
-            speed, told = speed + opened, told + opened
-        # Covariances of log r, and of ρ, with what is measured.
-        of_speed, of_moving = speed + gradient * covariance, covariance + gradient * own_variance
-        total = told + variance
-        self._x[_REST] = min(max(self._x[_REST] + of_speed / total * innovation, _LEAST_LOG), _MOST_LOG)
-        if gradient == 0.0:
-            self._p[_REST, _REST] = speed * variance / total
-        else:
-            self._p[_REST, _REST] = max(speed - of_speed**2 / total, 0.0)
+            speed += max(JUMP_SIZE, abs(innovation)) ** 2
+        found = moving
+        for _ in range(_ITERATIONS):  # the logarithm bends: anew around what was found
+            part = 1.0 - found * (1.0 - owned)
+            gradient = (owned - 1.0) / part
+            innovation = value - before - math.log(part) - gradient * (moving - found)
+            # Covariances of log r, and of ρ, with what is measured.
+            of_speed, of_moving = speed + gradient * covariance, covariance + gradient * own_variance
+            total = of_speed + gradient * of_moving + variance
+            found = min(max(moving + of_moving / total * innovation, 0.0), MOST_MOVING_REST)
+        self._x[_REST] = min(max(before + of_speed / total * innovation, _LEAST_LOG), _MOST_LOG)
+        self._p[_REST, _REST] = max(speed - of_speed**2 / total, 0.0) if gradient else speed * variance / total
         self._moving_rest = (
-            min(max(moving + of_moving / total * innovation, 0.0), MOST_MOVING_REST),
+            found,
             max(own_variance - of_moving**2 / total, 0.0),
             covariance - of_speed * of_moving / total,
         )

@@ -23,7 +23,7 @@ DURATION = 5.0
 LEAST_SECONDS, MOST_SECONDS = 1e-9, 1e9
 #: Of the rest of a step, the share that moves along when units do: what lies between the layers of a segment. What is
 #: believed before it was seen, with its standard deviation, and the most.
-MOVING_REST, MOVING_REST_ERROR, MOST_MOVING_REST = 0.2, 0.2, 0.9
+MOVING_REST, MOVING_REST_ERROR, MOST_MOVING_REST = 0.2, 0.3, 0.9
 #: Nor do gathers and fills take so many times as long as in the calibration.
 _MOST_SCALE = 1e6
 

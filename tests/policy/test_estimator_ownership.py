@@ -1,0 +1,121 @@
+"""What a rank's steps tell of its speed when it owns more or less than at even shares."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zeroresize.plan.group import Shares
+from zeroresize.policy.cost_model import ResizingCost
+from zeroresize.policy.estimator import RankEstimator
+from zeroresize.policy.times import MOST_MOVING_REST, MOVING_REST, StepTimes
+
+COST = ResizingCost((0.0, 0.3, 0.6, 0.9), (1.0, 0.75, 0.5, 0.15), (0.0, 0.015, 0.02, 0.01))
+REST_S, GEMM_S = 0.3, 0.7
+
+
+def steps(owned=1.0, chi=1.0, moving_rest=0.0, number=5, noise=None, cost=COST, borrowed=0.0):
+    found = []
+    for _ in range(number):
+        factors = 1.0 + noise.normal(0.0, 0.02, 2) if noise is not None else (1.0, 1.0)
+        executed = cost.executed_at(owned) + (cost.borrowed_at(borrowed) if borrowed else 0.0)
+        gemm_s = factors[0] * chi * GEMM_S * executed
+        rest_s = factors[1] * REST_S * (1.0 - moving_rest * (1.0 - owned))
+        found.append(StepTimes(rest_s + gemm_s, gemm_s, 0.0, Shares(borrowed=borrowed, owned=owned)))
+    return found
+
+
+def learned(*intervals, calibrated=COST):
+    estimator = RankEstimator(calibrated)
+    for interval in intervals:
+        estimator.learn(interval)
+    return estimator
+
+
+def test_what_a_rank_executes_is_told_by_its_shares():
+    assert COST.executed_at(1.0) == 1.0
+    assert COST.executed_at(0.4) == pytest.approx(COST.gemm_share_at(0.6))
+    assert COST.executed_at(0.5, 0.2) == pytest.approx(COST.gemm_share_at(0.6))
+    assert COST.executed_at(1.5) == 1.5
+    assert COST.executed_at(0.0) == 0.0
+    assert Shares(owned=0.5).work != Shares().work
+
+
+@settings(deadline=None)
+@given(st.floats(0.05, 3.0), st.floats(0.3, 8.0))
+def test_times_are_at_even_shares_whatever_is_owned_at_first(owned, chi):
+    times = learned(steps(owned, chi, moving_rest=MOVING_REST)).times
+    assert times.gemm_s == pytest.approx(chi * GEMM_S, rel=1e-6)
+    assert times.rest_s == pytest.approx(REST_S, rel=1e-6)
+
+
+@pytest.mark.parametrize("chi", [1.0, 4.0])
+@pytest.mark.parametrize("moving_rest", [0.0, 0.2, 0.5, 0.8])
+@pytest.mark.parametrize("owned", [0.05, 0.2, 0.5, 1.14, 1.8])
+def test_a_move_is_no_jump_of_speed(owned, moving_rest, chi):
+    """Whatever of the rest moves along: speed and its certainty stay what they were."""
+    noise = np.random.default_rng(3)
+    estimator = learned(*[steps(1.0, chi, noise=noise) for _ in range(12)])
+    before = estimator.times
+    for _ in range(6):
+        estimator.learn(steps(owned, chi, moving_rest, noise=noise))
+        assert estimator.times.gemm_s == pytest.approx(chi * GEMM_S, rel=0.06)
+        assert estimator.times.rest_s == pytest.approx(REST_S, rel=0.06)
+    assert estimator.times.deviation <= 2.0 * before.deviation + 0.01
+
+
+@pytest.mark.parametrize("moving_rest", [0.0, 0.2, 0.5])
+@pytest.mark.parametrize("owned", [0.1, 0.3, 1.8])
+def test_what_moves_along_is_learned_and_remembered(owned, moving_rest):
+    noise = np.random.default_rng(5)
+    estimator = learned(*[steps(noise=noise) for _ in range(12)])
+    for _ in range(2):
+        for share in (owned, 1.0):
+            for _ in range(6):
+                estimator.learn(steps(share, moving_rest=moving_rest, noise=noise))
+    assert estimator.times.moving_rest == pytest.approx(moving_rest, abs=0.06)
+    assert estimator.times.rest_s == pytest.approx(REST_S, rel=0.03)
+
+
+@pytest.mark.parametrize("chi", [0.25, 4.0])
+@pytest.mark.parametrize("owned", [0.15, 1.2])
+def test_a_jump_of_speed_while_units_are_away_is_seen(owned, chi):
+    estimator = learned(*[steps(1.0, 2.0)] * 4, *[steps(owned, 2.0, MOVING_REST)] * 4)
+    estimator.learn(steps(owned, 2.0 * chi, MOVING_REST))
+    assert estimator.times.gemm_s == pytest.approx(2.0 * chi * GEMM_S, rel=0.05)
+
+
+@pytest.mark.parametrize("factor", [0.8, 1.25])
+def test_a_wrong_curve_is_corrected_by_what_a_narrow_rank_takes(factor):
+    truth = COST.scaled([factor] * 4)
+    estimator = learned(*[steps()] * 6, *[steps(0.4, cost=truth, moving_rest=MOVING_REST)] * 6)
+    assert estimator.times.gemm_s == pytest.approx(GEMM_S, rel=0.06)
+    assert estimator.cost.executed_at(0.4) == pytest.approx(truth.executed_at(0.4), rel=0.08)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.sampled_from([0.0, 0.1, 0.7, 1.0, 1.3, 4.0]), st.floats(0.01, 50.0)), max_size=25))
+def test_whatever_moves_the_state_stays_sound(intervals):
+    estimator = learned(*[steps(owned, chi, 0.7) for owned, chi in intervals])
+    state = estimator.state_dict()
+    RankEstimator.state_check(state, "estimator")
+    moving, variance, covariance = state["moving_rest"]
+    assert 0.0 <= moving <= MOST_MOVING_REST and variance >= 0.0
+    assert covariance**2 <= variance * state["covariance"][0][0] * (1 + 1e-6) + 1e-12
+    resumed = RankEstimator(COST)
+    resumed.load_state_dict(state)
+    for own in (estimator, resumed):
+        own.learn(steps(0.5, 2.0, 0.4))
+    assert resumed.times == estimator.times
+
+
+def test_a_rank_without_any_units_tells_nothing():
+    estimator = learned(*[steps()] * 4)
+    before = estimator.times
+    estimator.learn([StepTimes(0.2, 0.0, 0.0, Shares(owned=0.0))] * 5)
+    assert estimator.times == before
+
+
+def test_at_even_shares_nothing_is_learned_of_what_moves_along():
+    estimator = learned(*[steps(noise=np.random.default_rng(seed)) for seed in range(9)], steps(1.0, 4.0))
+    assert estimator.times.moving_rest == MOVING_REST
