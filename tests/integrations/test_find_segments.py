@@ -206,6 +206,12 @@ def another_forward(layers):
     return model
 
 
+def replaced_forward(layers):
+    model = gated(layers)
+    model.forward = lambda x: model.down((model.gate(x) * model.up(x)).softmax(-1))
+    return model
+
+
 def mixed_parts(self, x):
     return self.b(self.a(x).chunk(2, -1)[0].relu().repeat(1, 1, 2))
 
@@ -233,6 +239,10 @@ NOT_PROVEN = {
     "attention": (attention, "not proven element-wise: reshape()"),
     "a hook": (hooked, "1 has a forward hook"),
     "another forward": (another_forward, "0 has another forward than its class"),
+    "another forward around": (
+        replaced_forward,
+        "cannot trace the model (Module): TypeError: its forward was replaced",
+    ),
     "in two places": (in_two_places, "0.0 is registered in the model at several places"),
     "a shared weight": (tied, "0.0 shares its weight with another module"),
     "a whole input": (

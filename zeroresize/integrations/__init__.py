@@ -1,5 +1,17 @@
-"""Hosts whose layers this package can balance; each is imported only when its library is already in use."""
+"""Hosts whose layers this package can balance, and modules whose segments it knows; both can be added to.
 
+A library is imported only when it is already in use.
+"""
+
+from zeroresize.integrations.elementwise import register_elementwise
 from zeroresize.integrations.hosts import HostAdapter, SwappedClasses, register_host
+from zeroresize.integrations.segment_registry import StaysEven, register_segments
 
-__all__ = ["HostAdapter", "SwappedClasses", "register_host"]
+__all__ = [
+    "HostAdapter",
+    "StaysEven",
+    "SwappedClasses",
+    "register_elementwise",
+    "register_host",
+    "register_segments",
+]

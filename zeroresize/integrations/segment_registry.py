@@ -75,5 +75,6 @@ def require_elementwise(activation: Any) -> None:
     if not is_elementwise_module(activation):
         told = type(activation).__name__ if isinstance(activation, nn.Module) else repr(activation)
         raise StaysEven(
-            f"{told} between the layers is not known to be element-wise: tell by zeroresize.register_elementwise"
+            f"{told} between the layers is not known to be element-wise: if it is, tell by "
+            "zeroresize.integrations.register_elementwise"
         )

@@ -110,6 +110,8 @@ class _Tracer(fx.Tracer):
 
 
 def _graphs(module: nn.Module, holding: nn.Module | None) -> Iterator[fx.Graph]:
+    if "forward" in vars(module):  # fx would trace that of its class
+        raise TypeError("its forward was replaced")
     optional = {
         name: parameter.default
         for name, parameter in inspect.signature(module.forward).parameters.items()

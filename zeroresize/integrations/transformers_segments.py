@@ -82,6 +82,11 @@ def _gpt2_attention(module: Any) -> Segment:
     return Segment([module.c_attn], module.c_proj, unit_size=head_size, num_blocks=3, on_change=set_heads, kind="heads")
 
 
+def _gpt2_mlp(module: Any) -> Segment:
+    require_elementwise(module.act)
+    return Segment([module.c_fc], module.c_proj, kind="neurons")
+
+
 def _require_known(module: nn.Module) -> None:
     kind = type(module)
     if f"{kind.__module__}.{kind.__qualname__}" not in _PARTS:
@@ -143,5 +148,6 @@ for _classes, _adapter in (
         _llama_attention,
     ),
     (_names("gpt2", "GPT2Attention"), _gpt2_attention),
+    (_names("gpt2", "GPT2MLP"), _gpt2_mlp),
 ):
     register_by_name(_classes, _checked(_adapter))

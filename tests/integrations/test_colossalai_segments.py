@@ -1,0 +1,94 @@
+"""Segments of models that Colossal-AI's ShardFormer shards: what is found, and that it moves soundly."""
+
+import pytest
+import torch.distributed as dist
+from colossalai_host import OFF, Host
+from tiny_transformers import DEPTH, HEADS, HIDDEN, KV_HEADS, MLP, build, compute
+from uneven_shards import assert_any_owner_computes_the_same
+
+from zeroresize import convert
+from zeroresize.convert import balanced_layers
+from zeroresize.integrations.find_segments import find_segments
+
+pytestmark = pytest.mark.usefixtures("colossalai_module")
+
+HEAD = HIDDEN // HEADS
+#: Kind of model → (what a unit of attention is, how many, rows of its layers, blocks of the first).
+ATTENTION = {
+    "ViT": ("heads", HEADS, [HEAD] * 4, 1),
+    "Bert": ("heads", HEADS, [HEAD] * 4, 1),
+    "Llama": ("KV groups", KV_HEADS, [2 * HEAD, HEAD, HEAD, 2 * HEAD], 1),
+    "GPT2": ("heads", HEADS, [HEAD] * 2, 3),
+}
+
+
+def sharded(kind, group, fused_by_jit=False, **changes):
+    from colossalai.shardformer import ShardConfig, ShardFormer
+
+    Host(group)
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank(group)]
+    # Without a group of one rank, as Booster gives it, LLaMA gathers what it never split.
+    config = ShardConfig(
+        tensor_parallel_process_group=group, sequence_parallel_process_group=alone, enable_jit_fused=fused_by_jit
+    )
+    model, _ = ShardFormer(config).optimize(build(kind, **changes))
+    convert(model, process_group=group, config=OFF)
+    return model, *find_segments(model, balanced_layers(model), 2)
+
+
+@pytest.mark.parametrize("kind", ATTENTION)
+def test_every_layer_is_in_a_segment_of_heads_or_of_neurons(run_ranks, kind):
+    def check(rank, group):
+        model, segments, reasons = sharded(kind, group)
+        layers = balanced_layers(model)
+        assert reasons == {} and sorted(name for one in segments for name in one.layers) == sorted(layers)
+        assert len(segments) == 2 * DEPTH
+        name_of_units, num_units, rows, num_blocks = ATTENTION[kind]
+        for attention, mlp in zip(segments[::2], segments[1::2], strict=True):
+            weights = [one for one in attention.tensors if one.attribute == "weight"]
+            assert attention.kind == name_of_units and len(attention.owned.owners) == num_units
+            assert [one.rows for one in weights] == rows and weights[0].num_blocks == num_blocks
+            assert mlp.kind == "neurons" and len(mlp.owned.owners) == MLP
+            assert {(one.rows, one.num_blocks) for one in mlp.tensors} == {(1, 1)}
+            for segment in (attention, mlp):
+                *columns, row = [one for one in segment.tensors if one.attribute == "weight"]
+                transposed = kind == "GPT2"
+                assert {one.dim for one in columns} == {int(transposed)} and row.dim == 1 - transposed
+                assert all(one.dim == 0 for one in segment.tensors if one.attribute == "bias")
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", ATTENTION)
+def test_any_owner_computes_the_same(run_ranks, kind, attention):
+    def check(rank, group):
+        model, segments, _ = sharded(kind, group, attention=attention)
+        assert_any_owner_computes_the_same(model, segments, compute(kind), group)
+
+    run_ranks(check, 2)
+
+
+def test_the_even_model_is_the_whole_one(run_ranks):
+    """So that what the others are compared with is right."""
+
+    def check(rank, group):
+        from torch.testing import assert_close
+
+        for kind in ATTENTION:
+            whole = compute(kind)(build(kind))
+            assert_close(compute(kind)(sharded(kind, group)[0]), whole, rtol=1e-10, atol=1e-10)
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("kind", ["ViT", "Bert", "GPT2"])
+def test_a_bias_that_the_activation_adds_moves_along(run_ranks, kind):
+    def check(rank, group):
+        changes = {"activation_function": "gelu"} if kind == "GPT2" else {}
+        model, segments, reasons = sharded(kind, group, fused_by_jit=True, **changes)
+        assert reasons == {} and len(segments) == 2 * DEPTH
+        assert any(getattr(layer, "skip_bias_add", False) for layer in balanced_layers(model).values())
+        assert_any_owner_computes_the_same(model, segments, compute(kind), group)
+
+    run_ranks(check, 2)
