@@ -7,6 +7,10 @@ beat), what share of the group's products is dropped and what is moved, and the 
 predicts; at the end also what new plans had predicted before their first step. "ZERO as long as SEMI" is what ZERO-Pri,
 by which SEMI prunes, would have to drop for SEMI's step time, interpolated between ratios that it is pinned to.
 
+"removed" is the share of the removable slowdown that a solution removes, (Baseline − its step) / (Baseline − T*). With
+``--run 200`` the default also meets each χ unprepared, and told is its mean step over so many steps, those before its
+first plan included. ``--shares 2 1`` adds a copy that is divided so from the start.
+
 ``--unequal 4 2 1 1`` slows every rank by its own χ instead, and compares SEMI with every number λ of migrating
 stragglers, by both rules (Fig. 11). Four ranks on two cores also want ``--everyone 8``: ranks that share a core slow
 each other, and where one sleeps its neighbour is fast, so all sleep seven times as long as they multiply, and χ comes
@@ -36,11 +40,12 @@ from zeroresize.injection.slow_layers import SlowLayers
 from zeroresize.plan.group import Shares, WorkloadPlan
 from zeroresize.policy.columns.order import aligned_ratio
 
+DEFAULT = "exact, the default"
 #: SEMI whose units stay at home, as before there was ownership.
 STAYING_SEMI = "SEMI, nothing moves"
 #: Solutions whose closed loop runs, by name; Baseline and homogeneous are one more copy, in mode "off".
 SOLUTIONS = {
-    "exact, the default": {"mode": "exact"},
+    DEFAULT: {"mode": "exact"},
     "ZERO-PriDiffR": {"mode": "zero-pridiff"},
     "MIG": {"mode": "mig"},
     "SEMI": {"mode": "semi"},
@@ -191,6 +196,12 @@ class Bench:
         times_s, shares = zip(*sorted((seconds, share) for share, seconds in points), strict=True)
         return float(np.interp(step_s, times_s, shares, left=math.nan, right=math.nan))
 
+    def unprepared_run(self, name: str, chis: Sequence[float], num_steps: int) -> list[float]:
+        """Seconds of a solution's first steps in which ranks are slow; it has settled undisturbed before."""
+        copy = self.copies[name]
+        self.slow(copy, chis)
+        return [copy.timed_step().seconds for _ in range(num_steps)]
+
     def bound(self, chis: Sequence[float], homogeneous_s: float) -> float:
         """T*, seconds: what is not a product stays, products are shared out by speed; collectives cost nothing more."""
         own = self.copies["off"].balancer.metrics()["balance/gemm_s"]
@@ -198,17 +209,25 @@ class Bench:
         return homogeneous_s - gemm_s + gemm_s * len(chis) / sum(1 / chi for chi in chis)
 
 
-def report(bench: Bench, chis: Sequence[float], seconds: dict[str, list[float]]) -> list[dict[str, object]]:
+def report(
+    bench: Bench, chis: Sequence[float], seconds: dict[str, list[float]], runs: Mapping[str, list[float]]
+) -> list[dict[str, object]]:
+    """A table of every solution, and of what ``runs`` took unprepared."""
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     homogeneous_s = medians["homogeneous"]
     bound_s = bench.bound(chis, homogeneous_s)
+
+    def removed(step_s: float) -> float:
+        """Share of the removable slowdown."""
+        return (medians["Baseline"] - step_s) / (medians["Baseline"] - bound_s)
+
     shares = {name: shares_of(bench.copies[name].steps) for name in bench.solutions}
     moved = {name: moved_share(bench.copies[name].steps) for name in bench.solutions}
     if bench.pinned:
         seconds[SAME_TIME], medians[SAME_TIME] = seconds[STAYING_SEMI], medians[STAYING_SEMI]
         shares[SAME_TIME] = Shares(pruned=bench.dropped_for(medians[STAYING_SEMI]))
     rows, table = [], Table(
-        "solution", "step / homogeneous", "95 %", "step / T*", "moved", "lent", "pruned", "predicted / measured",
+        "solution", "step / homogeneous", "95 %", "step / T*", "removed", "moved", "lent", "pruned", "predicted / measured",
         title=f"χ = {' '.join(f'{chi:g}' for chi in chis)}: homogeneous {1e3 * homogeneous_s:.0f} ms, "
         f"T* {bound_s / homogeneous_s:.3f} of it", title_justify="left",
     )  # fmt: skip
@@ -219,15 +238,25 @@ def report(bench: Bench, chis: Sequence[float], seconds: dict[str, list[float]])
         predicted = statistics.median(step.plan.predicted_step_s for step in own) / step_s if own else None
         table.add_row(
             name, f"{step_s / homogeneous_s:.3f}", f"[{low:.3f}, {high:.3f}]", f"{step_s / bound_s:.3f}",
+            f"{removed(step_s):.3f}",
             f"{moved.get(name, 0.0):.3f}", f"{own_shares.lent:.3f}", f"{own_shares.pruned:.3f}",
             "" if predicted is None else f"{predicted:.3f}",
         )  # fmt: skip
         rows.append({"chi": list(chis), "solution": name, "step": step_s / homogeneous_s, "interval": [low, high],
-                     "to_bound": step_s / bound_s, "moved": moved.get(name, 0.0), "lent": own_shares.lent,
+                     "to_bound": step_s / bound_s, "removed": removed(step_s), "moved": moved.get(name, 0.0), "lent": own_shares.lent,
                      "pruned": own_shares.pruned,
                      "predicted_to_measured": predicted})  # fmt: skip
+    for name, own in runs.items():
+        mean_s = statistics.fmean(own)
+        table.add_row(
+            f"{name}, {len(own)} steps", f"{mean_s / homogeneous_s:.3f}", "", f"{mean_s / bound_s:.3f}",
+            f"{removed(mean_s):.3f}", "", "", "", "",
+        )  # fmt: skip
+        rows.append({"chi": list(chis), "solution": f"{name}, mean of {len(own)} steps", "step": mean_s / homogeneous_s,
+                     "to_bound": mean_s / bound_s, "removed": removed(mean_s),
+                     "predicted_to_measured": None})  # fmt: skip
     if bench.ranks.rank == 0:
-        Console(width=120).print(table)
+        Console(width=130).print(table)
     return rows
 
 
@@ -273,6 +302,11 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=6, help="for every loop to settle, before it is measured")
     parser.add_argument("--update-every", type=int, default=5)
     parser.add_argument("--tolerance", type=float, default=0.1, help="SEMI's steps may take half of it longer")
+    parser.add_argument("--only", nargs="+", choices=SOLUTIONS, default=list(SOLUTIONS), help="solutions")
+    parser.add_argument("--run", type=int, default=0, help="steps in which the default meets each χ unprepared")
+    parser.add_argument(
+        "--shares", type=float, nargs="+", help="of every rank: a copy that is divided so from the start"
+    )
     parser.add_argument("--max-ratio", type=float, default=zr.BalanceConfig().max_ratio, help="γ_max")
     parser.add_argument(
         "--migration-transport", choices=("broadcast-reduce", "scatter-gather"), default="broadcast-reduce"
@@ -295,14 +329,18 @@ def main() -> None:
         solutions = fixed_lambdas(sum(chi > 1 for chi in arguments.unequal))
     else:
         all_chis = [[*[1.0] * (ranks.num_ranks - 1), chi] for chi in arguments.chi]
-        solutions = SOLUTIONS
+        solutions = {name: SOLUTIONS[name] for name in arguments.only}
+        if arguments.shares:
+            told = " ".join(f"{share:g}" for share in arguments.shares)
+            solutions[f"shares {told}"] = {"mode": "exact", "shares": tuple(arguments.shares), "moves": False}
     bench = Bench(ranks, shape, arguments.batch, config, solutions, arguments.everyone)
     even = [1.0] * ranks.num_ranks
     bench.settle(even, 3)
     rows = []
     for chis in all_chis:
+        runs = {DEFAULT: bench.unprepared_run(DEFAULT, chis, arguments.run)} if arguments.run else {}
         bench.settle(chis, arguments.updates)
-        rows += report(bench, chis, bench.compare(chis, arguments.rounds, arguments.steps))
+        rows += report(bench, chis, bench.compare(chis, arguments.rounds, arguments.steps), runs)
         bench.settle(even, 3)
     settled = [row["predicted_to_measured"] for row in rows if row["predicted_to_measured"] is not None]
     errors = {
