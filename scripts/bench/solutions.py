@@ -51,6 +51,8 @@ SOLUTIONS = {
     "SEMI": {"mode": "semi"},
     STAYING_SEMI: {"mode": "semi", "moves": False},
 }
+#: After which units come home in any case.
+_MOST_UPDATES = 40
 SAME_TIME = "ZERO as long as SEMI"
 PINNED = "pinned"
 #: ZERO is pinned to what SEMI spares each straggler and to so much more or less.
@@ -199,6 +201,11 @@ class Bench:
     def unprepared_run(self, name: str, chis: Sequence[float], num_steps: int) -> list[float]:
         """Seconds of a solution's first steps in which ranks are slow; it has settled undisturbed before."""
         copy = self.copies[name]
+        self.slow(copy, [1.0] * len(chis))
+        for _ in range(_MOST_UPDATES):
+            if len(set(copy.balancer.plan.owned)) == 1:
+                break
+            copy.updates(1)  # units are not home yet
         self.slow(copy, chis)
         return [copy.timed_step().seconds for _ in range(num_steps)]
 
@@ -227,7 +234,8 @@ def report(
         seconds[SAME_TIME], medians[SAME_TIME] = seconds[STAYING_SEMI], medians[STAYING_SEMI]
         shares[SAME_TIME] = Shares(pruned=bench.dropped_for(medians[STAYING_SEMI]))
     rows, table = [], Table(
-        "solution", "step / homogeneous", "95 %", "step / T*", "removed", "moved", "lent", "pruned", "predicted / measured",
+        "solution", "step / homogeneous", "95 %", "step / T*", "removed", "moved", "lent", "pruned",
+        "predicted / measured",
         title=f"χ = {' '.join(f'{chi:g}' for chi in chis)}: homogeneous {1e3 * homogeneous_s:.0f} ms, "
         f"T* {bound_s / homogeneous_s:.3f} of it", title_justify="left",
     )  # fmt: skip
@@ -243,8 +251,8 @@ def report(
             "" if predicted is None else f"{predicted:.3f}",
         )  # fmt: skip
         rows.append({"chi": list(chis), "solution": name, "step": step_s / homogeneous_s, "interval": [low, high],
-                     "to_bound": step_s / bound_s, "removed": removed(step_s), "moved": moved.get(name, 0.0), "lent": own_shares.lent,
-                     "pruned": own_shares.pruned,
+                     "to_bound": step_s / bound_s, "removed": removed(step_s), "moved": moved.get(name, 0.0),
+                     "lent": own_shares.lent, "pruned": own_shares.pruned,
                      "predicted_to_measured": predicted})  # fmt: skip
     for name, own in runs.items():
         mean_s = statistics.fmean(own)
