@@ -1,7 +1,7 @@
 """What a move of units costs beside its messages alone: torchrun --nproc-per-node 2 -m scripts.bench.move
 
-A stack of attention and feed-forward layers with AdamW state. Rank 1 gives 43 % of its neurons and one of its four heads
-to rank 0, and gets them back. In turns with that, one buffer of as many bytes is sent from rank to rank: bytes /
+A stack of attention and feed-forward layers with AdamW state. Rank 1 gives 43 % of its neurons and one of its four
+heads to rank 0, and gets them back. In turns with that, one buffer of as many bytes is sent from rank to rank: bytes /
 measured bandwidth, below which no move can be. The ratio is that of the medians.
 """
 
