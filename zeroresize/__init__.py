@@ -5,6 +5,7 @@ from zeroresize.config import BalanceConfig
 from zeroresize.convert import convert
 from zeroresize.injection import StragglerInjector, round_robin, static
 from zeroresize.layers.linear import ColumnParallelLinear, RowParallelLinear
+from zeroresize.layers.segment import Segment
 from zeroresize.telemetry import JsonLinesTelemetry, TensorBoardTelemetry, UpdateRecord
 
 __version__ = "0.1.0"
@@ -15,6 +16,7 @@ __all__ = [
     "ColumnParallelLinear",
     "JsonLinesTelemetry",
     "RowParallelLinear",
+    "Segment",
     "StragglerInjector",
     "TensorBoardTelemetry",
     "UpdateRecord",
