@@ -201,13 +201,12 @@ class Balancer:
                 f"{', '.join(map(repr, MOVING_MODES))} and 'off'"
             )
         checked = parts.units.checked(shares) if shares is not None else None
-        held_before = parts.decision.plan.owned
         parts.decision.hold_owned(checked)
         self._is_at(Call.MOVING)
         try:
             self._move_units(by_hand=True)
-        except BaseException:
-            parts.decision.hold_owned(held_before)
+        except BaseException as error:
+            parts.decision.refuse_move(str(error))
             raise
         self._change_plan()
         self._is_at(Call.TRAINING)
