@@ -127,7 +127,7 @@ def test_there_and_home_again_leaves_every_bit_whatever_the_rounds(run_ranks, ma
         of_head = 4 * 8 * moving.HEAD_SIZE * (4 * moving.WIDTH + 2)
         of_neuron = 4 * 8 * (2 * moving.WIDTH + 1)
         for report in reports:
-            assert report.buffer_bytes <= max(max_bytes, 2 * of_head)
+            assert report.buffer_bytes <= max(max_bytes, of_head)
             assert report.num_rounds == 1 or max_bytes < 2**26
         return [(report.bytes_sent, report.bytes_received) for report in reports], of_head, of_neuron
 
