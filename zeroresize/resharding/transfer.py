@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -27,10 +28,10 @@ from zeroresize.layers.segment import OwnedSegment
 from zeroresize.plan.ownership import Indices, OwnershipMap
 from zeroresize.resharding.agreement import (
     Meet,
+    allocate_together,
     fingerprint,
     meet_over,
     meet_prepared,
-    require_memory,
     require_received,
     require_same,
     texts_of_ranks,
@@ -138,13 +139,8 @@ def move_units(
         told = texts_of_ranks(move.told(with_units=True), meet, process_group, meet_device)
         descriptions = agreed_contents([from_json(text) for text in told])
     move.agree(descriptions)
-    require_memory(move.new_bytes + move.buffer_bytes, device, meet)
-    allocated: tuple[float, float] | Exception = (0.0, 0.0)
-    try:
-        move.allocate(meet_device)
-    except Exception as error:  # such as out of memory on a device
-        allocated = error
-    meet_prepared(meet, allocated)
+    needed = move.new_bytes + move.buffer_bytes
+    allocate_together(needed, device, partial(move.allocate, meet_device), meet)
     require_received(move.carry_out(), meet)
     if move.num_units:
         drop_reducers(data_parallel)
