@@ -196,8 +196,11 @@ def test_a_rank_without_units_takes_over_the_state_of_those_that_have_some(run_r
             optimizer.step()
         before = everything_of(segments[:0], optimizer, group)
         assert rank == 0 or model[1].up.weight not in optimizer.state
+        if rank == 1:  # what no other rank knows goes
+            optimizer.state[model[1].up.bias] = {"old": 3, "older": torch.zeros(0, dtype=torch.float64)}
         mover(group, optimizer)(segments, home(2))
         assert before == {}
+        assert set(optimizer.state[model[1].up.bias]) == {"step", "exp_avg", "exp_avg_sq"}
         state = optimizer.state[model[1].up.weight]
         losses = train(model, optimizer, range(3, 5))
         return (

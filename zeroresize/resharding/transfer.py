@@ -214,9 +214,8 @@ class _Move:
         self.rounds = in_rounds(self._plans, unit_bytes, min(self._max_bytes // 2, _ROUND_BYTES))
         sizes = [sum(self._sizes(one).values()) for one in self.rounds]
         self._at_once = 2 if 2 * max(sizes, default=0) <= self._max_bytes else 1
-        self.buffer_bytes = max((one + other for one, other in zip(sizes, [*sizes[1:], 0], strict=True)), default=0)
-        if self._at_once == 1:
-            self.buffer_bytes = max(sizes)
+        windows = [sizes[begin : begin + self._at_once] for begin in range(len(sizes))]
+        self.buffer_bytes = max(map(sum, windows), default=0)
         self._takes_part = [any(self._rank in pair for pair in plan) for plan in self._plans]
         self.new_bytes = sum(
             after.counts[self._rank] * size
