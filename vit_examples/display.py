@@ -68,7 +68,7 @@ class Display:
         if self._live is not None:
             self._table.add_row(*row)
         elif self._enabled:
-            self._line("epoch {}: loss {}, {} ms/step, accuracy {}, work {}, slow {}".format(*row))
+            self._line("epoch {}: loss {}, {} ms/step, acc. {}, work {}, slow {}".format(*row))
 
     def _line(self, text: str) -> None:
         with self._shown.writing("here"):

@@ -51,7 +51,7 @@ def test_a_log_file_gets_one_short_line_an_epoch(ratios: list[float], slow: list
         display.step(1)
         display.epoch(150, 2.3456, 12345.0, 1.0, ratios, slow)
     said = stream.getvalue()
-    assert said == f"title\nepoch 150: loss 2.346, 12345 ms/step, accuracy 100.0%, {end}\n"
+    assert said == f"title\nepoch 150: loss 2.346, 12345 ms/step, acc. 100.0%, {end}\n"
     assert max(map(len, said.splitlines())) <= 80
 
 
