@@ -375,7 +375,7 @@ class Balancer:
                 parts.decision.migration,
                 parts.exchange.meet,
             )
-            if parts.units is not None and parts.units.segments:
+            if parts.units is not None and parts.units.segments and self.config.may_move:
                 cost = measure_move_cost(parts.process_group, parts.device)
                 told = parts.exchange.gather([*cost, parts.units.bytes_of_units])
                 per_byte_s, fixed_s, num_bytes = (max(column) for column in zip(*told, strict=True))
