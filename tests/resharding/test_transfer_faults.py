@@ -59,7 +59,7 @@ class Training:
 
     def moves(self):
         """Afterwards a move is possible, and training goes on."""
-        assert self.move(uneven(dist.get_world_size(self.group))).num_units > 0
+        assert self.move(uneven(dist.get_world_size(self.group))).num_units
         self.step()
 
 

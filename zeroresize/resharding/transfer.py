@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import nn
 from torch.distributed import ProcessGroup
-from torch.nn.parallel import DistributedDataParallel
 
 from zeroresize.comm.collectives import group_rank, require_group, sends_from_device
 from zeroresize.layers.segment import OwnedSegment
@@ -24,9 +24,9 @@ from zeroresize.resharding.agreement import (
     require_same,
     texts_of_ranks,
 )
-from zeroresize.resharding.contents import agreed_contents, from_json
-from zeroresize.resharding.data_parallel import drop_reducers, rebuild_reducers
-from zeroresize.resharding.local_move import LocalMove
+from zeroresize.resharding.contents import agreed_contents, contents_of, from_json
+from zeroresize.resharding.data_parallel import drop_reducers, rebuild_reducers, wrappers_of
+from zeroresize.resharding.local_move import LocalMove, bytes_per_unit
 
 
 @dataclass(frozen=True)
@@ -34,18 +34,18 @@ class MoveReport:
     """What a move was on this rank.
 
     Attributes:
-        bytes_sent, bytes_received: by this rank, of parameters, gradients, master weights and optimizer state.
+        sent_bytes, received_bytes: by this rank, of parameters, gradients, master weights and optimizer state.
         seconds: wall time of the whole move.
-        num_units: that changed owners, in the whole group.
+        num_units: of every kind that moved, how many changed owners in the whole group.
         num_rounds: in which messages were sent.
         buffer_bytes: memory of this rank's messages, sent and received, at most at once.
         new_bytes: memory of the new tensors, which were there beside the old ones.
     """
 
-    bytes_sent: int
-    bytes_received: int
+    sent_bytes: int
+    received_bytes: int
     seconds: float
-    num_units: int
+    num_units: Mapping[str, int]
     num_rounds: int
     buffer_bytes: int
     new_bytes: int
@@ -58,7 +58,7 @@ def move_units(
     process_group: ProcessGroup,
     optimizer: object | None,
     meet: Meet | None = None,
-    data_parallel: Sequence[DistributedDataParallel] = (),
+    model: nn.Module | None = None,
     max_bytes: int = 64 * 2**20,
 ) -> MoveReport:
     """Give every unit to the rank that owns it in ``targets``; collective, between an optimizer's step and a forward.
@@ -70,7 +70,7 @@ def move_units(
 
     Parameters, master weights and the optimizer's state dictionaries stay the objects that they are, their tensors get
     other shapes. Hooks on parameters stay; hooks that somebody else put on gradient accumulators are lost, but for
-    those of ``data_parallel``.
+    those of DistributedDataParallel.
 
     All or nothing: nobody changes anything before every rank has received all. Up to then the new tensors of all
     segments that this rank's units change in are held beside the old ones, and messages of at most ``max_bytes``.
@@ -83,8 +83,8 @@ def move_units(
         optimizer: the only one that steps these parameters, or a host's wrapper of it; None for none.
         meet: ``meet(one, other)`` returns both numbers of every rank, in the group's order, such as
             :meth:`zeroresize.comm.exchange.Exchange.meet`; None meets over ``process_group`` itself.
-        data_parallel: the wrappers around these parameters, see
-            :func:`~zeroresize.resharding.data_parallel.wrappers_of`. Replicas must move alike before the next step.
+        model: that holds these parameters. Reducers of DistributedDataParallel in it and around it are built anew;
+            replicas must move alike before the next step. None if no parameter is in such a wrapper.
         max_bytes: of messages that this rank sends and receives at once; a unit that is larger travels alone.
 
     Raises:
@@ -101,8 +101,9 @@ def move_units(
     device = next((one.parameter.device for segment in segments for one in segment.tensors), torch.device("cpu"))
     meet_device = device if sends_from_device(process_group, torch.empty(0, device=device)) else torch.device("cpu")
     meet = meet or meet_over(process_group, meet_device)
+    wrappers = () if model is None else wrappers_of(model)
     try:
-        move: LocalMove | Exception = LocalMove(segments, targets, process_group, optimizer, data_parallel, max_bytes)
+        move: LocalMove | Exception = LocalMove(segments, targets, process_group, optimizer, wrappers, max_bytes)
     except Exception as error:  # the others must hear of any
         move = error
     numbers = move if isinstance(move, Exception) else (move.fingerprint, fingerprint(move.told(with_units=False)))
@@ -118,18 +119,34 @@ def move_units(
     allocate_together(needed, device, partial(move.allocate, meet_device), meet)
     require_received(move.carry_out(), meet)
     if move.num_units:
-        drop_reducers(data_parallel)
+        drop_reducers(wrappers)
         move.install()
-        rebuild_reducers(data_parallel)
+        rebuild_reducers(wrappers)
         for segment, _, after in move.moving:
             if segment.on_change is not None:
                 segment.on_change(after.counts[rank])
     return MoveReport(
-        move.bytes_sent,
-        move.bytes_received,
+        move.sent_bytes,
+        move.received_bytes,
         time.perf_counter() - begin,
         move.num_units,
         len(move.rounds),
         move.buffer_bytes,
         move.new_bytes,
     )
+
+
+def bytes_of_units(segments: Sequence[OwnedSegment], optimizer: object | None, rank: int = 0) -> int:
+    """Bytes of what a rank sends that gives away all units it has at even shares, without gradients.
+
+    Optimizer state counts once there is some.
+
+    Args:
+        rank: this one, within its group; it matters while units are away only.
+    """
+    total = 0
+    for segment in segments:
+        num_units = len(segment.owned.owners) // segment.owned.num_ranks
+        for one in contents_of(segment, optimizer, rank):
+            total += num_units * bytes_per_unit(one, one.description, with_gradients=False)
+    return total
