@@ -7,29 +7,35 @@ from __future__ import annotations
 
 import gc
 import inspect
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+#: What was found around models; modules hash by identity.
+_around: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[DistributedDataParallel]] = weakref.WeakKeyDictionary()
 _BUILD = ("parameters", "expect_sparse_gradient", "param_to_name_mapping", "static_graph")
 
 
 def wrappers_of(model: nn.Module) -> tuple[DistributedDataParallel, ...]:
     """The DistributedDataParallel modules in ``model`` and those around it or around a part of it.
 
-    The ones around it are found by looking at all objects of this process, which takes tenths of a second.
+    The ones around it are found by looking at all objects of this process, which takes tenths of a second: at the first
+    call for a model only.
     """
-    parts = set(map(id, model.modules()))
     found = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-    for candidate in gc.get_objects():
-        # Not isinstance(): some objects' __class__ is computed, with side effects.
-        if issubclass(type(candidate), DistributedDataParallel) and "reducer" in vars(candidate):
-            is_known = any(candidate is one for one in found)
-            if not is_known and any(id(part) in parts for part in candidate.module.modules()):
-                found.append(candidate)
-    return tuple(found)
+    if model not in _around:
+        _around[model] = weakref.WeakSet(_found_around(model))
+    return (*found, *(wrapper for wrapper in _around[model] if not any(wrapper is one for one in found)))
+
+
+def _found_around(model: nn.Module) -> list[DistributedDataParallel]:
+    parts = set(map(id, model.modules()))
+    # Not isinstance(): some objects' __class__ is computed, with side effects.
+    wrappers = [one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)]
+    return [one for one in wrappers if "reducer" in vars(one) and parts & set(map(id, one.module.modules()))]
 
 
 def require_rebuildable(wrappers: Sequence[DistributedDataParallel]) -> None:
