@@ -108,7 +108,7 @@ class DividedTensor(torch.Tensor):
         )
         made._name, made._own, made._division = name, own, division
         made._before_reading, made._is_to_be_read = before_reading, False
-        made._parts()  # what does not fit is told now and not when a file is half written
+        made._chunks()  # what does not fit is told now and not when a file is half written
         return made
 
     @property
@@ -124,26 +124,27 @@ class DividedTensor(torch.Tensor):
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk, TensorProperties.create_from_tensor(own), self.size()),
             )
-            for chunk, _ in self._parts()
+            for chunk in self._chunks()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         self._is_to_be_read = True  # DCP asks this before it reads, and not before it writes
-        return [chunk for chunk, _ in self._parts()]
+        return self._chunks()
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         if self._is_to_be_read and self._before_reading is not None:
             self._before_reading()
-        for chunk, part in self._parts():
-            if chunk.offsets == index.offset:
-                return part
+        dim = self._division.dim
+        for piece in self._division.pieces():
+            if index.offset is not None and index.offset[dim] == piece.begin:
+                return self.own.narrow(dim, piece.own_begin, piece.length)
         raise RuntimeError(
             f"{index.fqn}: this rank no longer holds what begins at {tuple(index.offset or ())}: do not move units "
             "while a checkpoint is saved or loaded"
         )
 
-    def _parts(self) -> list[tuple[ChunkStorageMetadata, Tensor]]:
-        """Where each piece lies in the whole tensor, and the piece, a view."""
+    def _chunks(self) -> list[ChunkStorageMetadata]:
+        """Where each piece lies in the whole tensor."""
         own, dim = self.own, self._division.dim
         pieces = self._division.pieces()
         num_held = sum(piece.length for piece in pieces) + self._division.padding
@@ -152,13 +153,12 @@ class DividedTensor(torch.Tensor):
                 f"{self._name}: its dimension {dim} has {own.shape[dim]} entries on this rank, which should be "
                 f"{num_held} of {self._division.whole_size}: was the model changed after zeroresize.convert?"
             )
-        parts = []
+        chunks = []
         for piece in pieces:
             offsets, sizes = [0] * own.dim(), list(own.shape)
             offsets[dim], sizes[dim] = piece.begin, piece.length
-            chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-            parts.append((chunk, own.narrow(dim, piece.own_begin, piece.length)))
-        return parts
+            chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+        return chunks
 
     def _copied(self, copy: Callable[[Tensor], Tensor]) -> DividedTensor:
         """A copy, such as on another device, that keeps today's pieces."""
@@ -184,7 +184,7 @@ class DividedTensor(torch.Tensor):
 
 
 def _refuse(what: str) -> NoReturn:
-    raise TypeError(
+    raise RuntimeError(  # Python hides a TypeError of an operator
         f"{what}: what zeroresize.sharded_state_dict returns is for torch.distributed.checkpoint only. For a state "
         "dictionary of ordinary tensors use `with balancer.at_home(): model.state_dict()`"
     )
