@@ -266,6 +266,23 @@ def test_units_may_move_between_the_call_and_the_saving(run_ranks, tmp_path):
     run_ranks(check, 2)
 
 
+def test_an_asynchronous_checkpoint_holds_what_was_there_when_it_began(run_ranks, tmp_path):
+    folder = str(tmp_path / "checkpoint")
+
+    def check(rank, group):
+        training, other = Training(group, LITTLE), Training(group, NOTHING, seed=1)
+        training.train(2)
+        everything = training.everything()
+        saving = dcp.async_save(training.state(), checkpoint_id=folder, process_group=dist.new_group())
+        training.divide(AT_HOME)
+        training.train(2, begin=2)
+        saving.result()
+        dcp.load(other.state(), checkpoint_id=folder)
+        assert same(other.everything(), everything)
+
+    run_ranks(check, 2)
+
+
 def test_replicas_beside_data_parallelism_hold_the_same(run_ranks, tmp_path):
     folder = str(tmp_path / "checkpoint")
 

@@ -7,7 +7,7 @@ whole tensor, so a file holds whole tensors, whoever wrote or reads which part o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -77,6 +77,26 @@ def even_pieces(block_sizes: Sequence[int], num_ranks: int, rank: int) -> list[P
     return _joined(pieces)
 
 
+@dataclass
+class _Part:
+    """What a :class:`DividedTensor` holds."""
+
+    name: str
+    own: Tensor
+    division: Division
+    before_reading: Callable[[], None] | None = None
+    is_to_be_read: bool = False
+
+    def copied(self, copy: Callable[[Tensor], Tensor]) -> _Part:
+        """A copy, such as on another device, that keeps today's pieces."""
+        pieces = tuple(self.division.pieces())
+        return _Part(self.name, copy(self.own.data), replace(self.division, pieces=lambda: pieces))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Part:
+        """As an asynchronous checkpoint wants it: on the CPU, whatever happens to the model meanwhile."""
+        return self.copied(lambda own: own.to("cpu", copy=True))
+
+
 class DividedTensor(torch.Tensor):
     """This rank's part of a tensor; its shape is that of the whole tensor.
 
@@ -89,11 +109,7 @@ class DividedTensor(torch.Tensor):
         before_reading: called before a file is read into it.
     """
 
-    _name: str
-    _own: Tensor
-    _division: Division
-    _before_reading: Callable[[], None] | None
-    _is_to_be_read: bool
+    _part: _Part
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -101,20 +117,23 @@ class DividedTensor(torch.Tensor):
     def __new__(
         cls, name: str, own: Tensor, division: Division, before_reading: Callable[[], None] | None = None
     ) -> DividedTensor:
-        shape = list(own.shape)
-        shape[division.dim] = division.whole_size
+        return cls._of(_Part(name, own, division, before_reading))
+
+    @classmethod
+    def _of(cls, part: _Part, device: torch.device | None = None) -> DividedTensor:
+        own, shape = part.own, list(part.own.shape)
+        shape[part.division.dim] = part.division.whole_size
         made: DividedTensor = torch.Tensor._make_wrapper_subclass(
-            cls, torch.Size(shape), dtype=own.dtype, device=own.device, requires_grad=False
+            cls, torch.Size(shape), dtype=own.dtype, device=own.device if device is None else device
         )
-        made._name, made._own, made._division = name, own, division
-        made._before_reading, made._is_to_be_read = before_reading, False
+        made._part = part
         made._chunks()  # what does not fit is told now and not when a file is half written
         return made
 
     @property
     def own(self) -> Tensor:
         """What this rank holds, without history."""
-        return self._own.data
+        return self._part.own.data
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         own = self.own
@@ -128,14 +147,14 @@ class DividedTensor(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        self._is_to_be_read = True  # DCP asks this before it reads, and not before it writes
+        self._part.is_to_be_read = True  # DCP asks this before it reads, and not before it writes
         return self._chunks()
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        if self._is_to_be_read and self._before_reading is not None:
-            self._before_reading()
-        dim = self._division.dim
-        for piece in self._division.pieces():
+        if self._part.is_to_be_read and self._part.before_reading is not None:
+            self._part.before_reading()
+        dim = self._part.division.dim
+        for piece in self._part.division.pieces():
             if index.offset is not None and index.offset[dim] == piece.begin:
                 return self.own.narrow(dim, piece.own_begin, piece.length)
         raise RuntimeError(
@@ -145,13 +164,13 @@ class DividedTensor(torch.Tensor):
 
     def _chunks(self) -> list[ChunkStorageMetadata]:
         """Where each piece lies in the whole tensor."""
-        own, dim = self.own, self._division.dim
-        pieces = self._division.pieces()
-        num_held = sum(piece.length for piece in pieces) + self._division.padding
+        own, division = self.own, self._part.division
+        dim, pieces = division.dim, division.pieces()
+        num_held = sum(piece.length for piece in pieces) + division.padding
         if own.shape[dim] != num_held:
             raise ValueError(
-                f"{self._name}: its dimension {dim} has {own.shape[dim]} entries on this rank, which should be "
-                f"{num_held} of {self._division.whole_size}: was the model changed after zeroresize.convert?"
+                f"{self._part.name}: its dimension {dim} has {own.shape[dim]} entries on this rank, which should be "
+                f"{num_held} of {division.whole_size}: was the model changed after zeroresize.convert?"
             )
         chunks = []
         for piece in pieces:
@@ -160,27 +179,26 @@ class DividedTensor(torch.Tensor):
             chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
         return chunks
 
-    def _copied(self, copy: Callable[[Tensor], Tensor]) -> DividedTensor:
-        """A copy, such as on another device, that keeps today's pieces."""
-        pieces = tuple(self._division.pieces())
-        division = Division(self._division.dim, self._division.whole_size, lambda: pieces, self._division.padding)
-        return DividedTensor(self._name, copy(self.own), division)
-
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        kwargs = kwargs or {}
         if func is torch.ops.aten.detach.default:
             return args[0]
         if func in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default):
-            return args[0]._copied(lambda own: func(own, *args[1:], **(kwargs or {})))
-        _refuse(f"{func} of {next((one._name for one in args if isinstance(one, cls)), 'a part of a tensor')}")
+            return cls._of(args[0]._part.copied(lambda own: func(own, *args[1:], **kwargs)))
+        if func is torch.ops.aten.new_empty.default:  # asynchronous checkpoints fill it with a copy of the part
+            return cls._of(args[0]._part, kwargs.get("device"))
+        _refuse(f"{func} of {next((one._part.name for one in args if isinstance(one, cls)), 'a part of a tensor')}")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        _refuse(f"pickling {self._name}")
+        _refuse(f"pickling {self._part.name}")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"DividedTensor({self._name}, whole shape {tuple(self.shape)}, on this rank {tuple(self._own.shape)})"
+        return (
+            f"DividedTensor({self._part.name}, whole shape {tuple(self.shape)}, on this rank {tuple(self.own.shape)})"
+        )
 
 
 def _refuse(what: str) -> NoReturn:
