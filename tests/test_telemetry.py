@@ -205,7 +205,7 @@ def test_off_tells_what_every_mode_would_do_and_does_nothing(run_ranks, tmp_path
         for mode, would in what_if.items():
             assert would["ratios"] == [0.0, pytest.approx(would["pruned"][1] + would["lent"][1])]
             assert would["ratios"][1] > 0.5
-            assert mode in ("mig", "semi") or would["lent"] == [0.0, 0.0]
+            assert mode in ("exact", "mig", "semi") or would["lent"] == [0.0, 0.0]
             assert mode != "mig" or would["pruned"] == [0.0, 0.0]
             full_s, short_s = metrics["balance/predicted_step_s"], would["predicted_step_s"]
             assert would["gain"] == pytest.approx((full_s - short_s) / full_s) and 0.0 < would["gain"] < 1.0

@@ -30,7 +30,7 @@ class Display:
         )
         self._task = self._progress.add_task("epoch", total=total_steps, completed=done_steps)
         self._table = Table(title=title, title_justify="left")
-        for heading in ("epoch", "loss", "ms/step", "test accuracy", "γ", "slow ranks"):
+        for heading in ("epoch", "loss", "ms/step", "test accuracy", "work", "slow ranks"):
             self._table.add_column(heading, justify="right", no_wrap=True)
         self._shown = BestEffort("what is shown of this run")
         self._live: Live | None = None
@@ -57,26 +57,32 @@ class Display:
     def epoch(
         self, epoch: int, loss: float, step_ms: float, accuracy: float, ratios: list[float], slow: list[int]
     ) -> None:
-        """One row, or line of at most 80 columns; epochs are counted from 1 here, ranks from 0."""
-        row = (str(epoch), f"{loss:.3f}", f"{step_ms:.0f}", f"{accuracy:.1%}", _short_ratios(ratios), _names(slow))
+        """One row, or line of at most 80 columns; epochs are counted from 1 here, ranks from 0.
+
+        Args:
+            ratios: which share of what its host gave it each rank does not compute; negative for one that owns more.
+                Shown is what is left: its work.
+        """
+        work = _short([1.0 - ratio for ratio in ratios])
+        row = (str(epoch), f"{loss:.3f}", f"{step_ms:.0f}", f"{accuracy:.1%}", work, _names(slow))
         if self._live is not None:
             self._table.add_row(*row)
         elif self._enabled:
-            self._line("epoch {}: loss {}, {} ms/step, accuracy {}, γ {}, slow {}".format(*row))
+            self._line("epoch {}: loss {}, {} ms/step, acc. {}, work {}, slow {}".format(*row))
 
     def _line(self, text: str) -> None:
         with self._shown.writing("here"):
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def _short_ratios(ratios: list[float]) -> str:
-    """Of two ranks each γ, of one pruning rank its γ and name, of more the range."""
-    pruning = [rank for rank, ratio in enumerate(ratios) if ratio > 0]
-    if len(ratios) <= 2:
-        return " ".join(f"{ratio:.2f}" for ratio in ratios) or "–"
-    if len(pruning) > 1:
-        return f"{min(ratios):.2f}–{max(ratios):.2f}"
-    return f"{ratios[pruning[0]]:.2f} on {pruning[0]}" if pruning else "0.00"
+def _short(work: list[float]) -> str:
+    """Of two ranks each one's, of more that of the only one that has another than 1, or the range."""
+    others = [rank for rank, own in enumerate(work) if own != 1.0]
+    if len(work) <= 2:
+        return " ".join(f"{own:.2f}" for own in work) or "–"
+    if len(others) > 1:
+        return f"{min(work):.2f}–{max(work):.2f}"
+    return f"{work[others[0]]:.2f} on {others[0]}" if others else "1.00"
 
 
 def _names(ranks: list[int]) -> str:

@@ -201,13 +201,12 @@ class Balancer:
                 f"{', '.join(map(repr, MOVING_MODES))} and 'off'"
             )
         checked = parts.units.checked(shares) if shares is not None else None
-        held_before = parts.decision.plan.owned
         parts.decision.hold_owned(checked)
         self._is_at(Call.MOVING)
         try:
             self._move_units(by_hand=True)
-        except BaseException:
-            parts.decision.hold_owned(held_before)
+        except BaseException as error:
+            parts.decision.refuse_move(str(error))
             raise
         self._change_plan()
         self._is_at(Call.TRAINING)
@@ -376,7 +375,7 @@ class Balancer:
                 parts.decision.migration,
                 parts.exchange.meet,
             )
-            if parts.units is not None and parts.units.segments:
+            if parts.units is not None and parts.units.segments and self.config.may_move:
                 cost = measure_move_cost(parts.process_group, parts.device)
                 told = parts.exchange.gather([*cost, parts.units.bytes_of_units])
                 per_byte_s, fixed_s, num_bytes = (max(column) for column in zip(*told, strict=True))

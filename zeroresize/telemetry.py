@@ -26,18 +26,19 @@ class UpdateRecord:
         is_straggler: whether the rank was found to be one.
         ratio: γ of the plan that is in force from now on, pruned and lent, also where calibration steps come first. So
             are the shares that follow.
-        pruned, lent: γ's two parts once they are columns, as shares of this rank's product FLOPs: what nobody computes,
-            and what other ranks do.
-        borrowed: what it computes for others, in units of its own product FLOPs.
-        owned: what it owns of the products, as a multiple of what its host gave it.
-        units: how many neurons, heads, … it owns, of all segments, by what they are.
+        pruned, lent: γ's two parts once they are columns, as shares of the product FLOPs that this rank owns: what
+            nobody computes, and what other ranks do.
+        borrowed: what it computes for others, in units of its product FLOPs at even shares.
+        owned: what it owns of the products, in the same units; 1 is what its host gave it.
+        units: how many neurons, heads, … it owns, of all segments together, by what they are; empty in a group of one.
         lent_to: what each other rank computes of ``lent``, by its number as text (as JSON has it).
         layer_shares: share of every layer's columns that is pruned, by layer name.
         predicted_step_s: of the group under the plan: its slowest rank's busy time and the collectives.
         calibration_steps: in so many of the next steps all ranks compute all of their products nevertheless, to be
             measured.
         balancing_since_update_s: what balancing cost this rank since the last update, in all.
-        moved_bytes: that this rank sent and received of units that changed hands since the last update.
+        moved_bytes: that this rank sent and received of units that changed hands since the last update, also to go
+            home for a checkpoint and back.
         moving_s: how long that took the slowest rank.
         would: in mode "off", what each mode would do with the group, by mode: ``predicted_step_s``, ``gain`` (the share
             of the step that it saves), and ``most_ratio``, the largest γ of a rank; ``Balancer.what_if`` tells every

@@ -224,19 +224,24 @@ def test_ranks_of_one_host_share_its_memory(run_ranks, monkeypatch):
     def check(rank, group):
         training = Training(group)
         needs = []
-        real = transfer.require_memory
+        real = agreement.meet_prepared
 
-        def require_memory(needed, *rest):
-            needs.append(needed)
-            real(needed, *rest)
+        def meet_prepared(meet, own):
+            needs.append(own[0])
+            return real(meet, own)
 
-        monkeypatch.setattr(transfer, "require_memory", require_memory)
-        monkeypatch.setattr(agreement, "free_bytes", lambda device: 60_000)
-        training.fails(uneven(2), NotEnoughMemoryError)
+        monkeypatch.setattr(agreement, "meet_prepared", meet_prepared)
+        monkeypatch.setattr(agreement, "free_bytes", lambda device: 2**20)
+        segment = training.segments[1]
+        owner = torch.nn.Module()
+        owner.wide = torch.nn.Parameter(torch.zeros(segment.owned.counts[rank], 6000, dtype=torch.float64))
+        segment.tensors = (*segment.tensors, UnitTensor(owner, "wide", "wide", 0, 1))
+        training.before = held(training.segments, training.optimizer)
+        training.fails({"1.down": segment.owned.with_counts((11, 13))}, NotEnoughMemoryError)
         return needs[0]
 
     needed = run_ranks(check, 2)
-    assert max(needed) <= 60_000 < sum(needed)
+    assert max(needed) <= 2**20 < sum(needed)
 
 
 def test_memory_is_known_on_a_cpu_with_meminfo(monkeypatch, tmp_path):

@@ -36,11 +36,13 @@ MANY = [0.5, 0.25, *[0.0] * 6]
 @pytest.mark.parametrize(
     ("ratios", "slow", "end"),
     [
-        ([0.0, 0.5], [1], "γ 0.00 0.50, slow 1"),
-        ([0.0] * 3 + [0.9] + [0.0] * 60, [3], "γ 0.90 on 3, slow 3"),
-        (MANY, list(range(8)), "γ 0.00–0.50, slow 8 ranks"),
-        ([0.0] * 8, [], "γ 0.00, slow –"),
-        ([], [], "γ –, slow –"),
+        ([0.0, 0.5], [1], "work 1.00 0.50, slow 1"),
+        ([-0.62, 0.62], [1], "work 1.62 0.38, slow 1"),
+        ([0.0] * 3 + [0.9] + [0.0] * 60, [3], "work 0.10 on 3, slow 3"),
+        (MANY, list(range(8)), "work 0.50–1.00, slow 8 ranks"),
+        ([0.75, *[-0.25] * 3], [0], "work 0.25–1.25, slow 0"),
+        ([0.0] * 8, [], "work 1.00, slow –"),
+        ([], [], "work –, slow –"),
     ],
 )
 def test_a_log_file_gets_one_short_line_an_epoch(ratios: list[float], slow: list[int], end: str) -> None:
@@ -49,7 +51,7 @@ def test_a_log_file_gets_one_short_line_an_epoch(ratios: list[float], slow: list
         display.step(1)
         display.epoch(150, 2.3456, 12345.0, 1.0, ratios, slow)
     said = stream.getvalue()
-    assert said == f"title\nepoch 150: loss 2.346, 12345 ms/step, accuracy 100.0%, {end}\n"
+    assert said == f"title\nepoch 150: loss 2.346, 12345 ms/step, acc. 100.0%, {end}\n"
     assert max(map(len, said.splitlines())) <= 80
 
 
@@ -58,7 +60,7 @@ def test_a_row_of_a_terminals_table_fits_80_columns() -> None:
     console = Console(file=stream, force_terminal=True, width=80, color_system=None)
     with Display("title", 10, done_steps=0, enabled=True, console=console) as display:
         display.epoch(150, 2.3456, 12345.0, 1.0, MANY, list(range(8)))
-    assert "│   150 │ 2.346 │   12345 │        100.0% │ 0.00–0.50 │    8 ranks │" in stream.getvalue()
+    assert "│   150 │ 2.346 │   12345 │        100.0% │ 0.50–1.00 │    8 ranks │" in stream.getvalue()
 
 
 def test_a_display_that_is_off_says_nothing() -> None:

@@ -22,6 +22,9 @@ Meet = Callable[..., Sequence[Sequence[float]]]
 _MEMINFO = Path("/proc/meminfo")
 #: What is left free of the memory that is free.
 _MARGIN = 0.05
+#: Free memory and where it is are told in one number: MiB times this, plus a hash of the place.
+_NUM_PLACES = 2**24
+_MOST_MIB = 2**28 - 1
 _NOTHING_CHANGED = "units did not move and nothing has changed"
 
 
@@ -97,24 +100,37 @@ def require_same(numbers: Sequence[float], what: str) -> None:
         raise RuntimeError(f"{_NOTHING_CHANGED}: the ranks of the group differ in {what}: {ranks}")
 
 
-def require_memory(needed: int, device: torch.device, meet: Meet) -> None:
-    """Check that what a move needs fits on every rank; ranks on one CPU, or on one GPU, share what is free there.
+def allocate_together(needed: int, device: torch.device, allocate: Callable[[], None], meet: Meet) -> None:
+    """Call ``allocate`` once it is known that what every rank needs fits; collective.
+
+    Ranks on one CPU, or on one GPU, share what is free there.
 
     Args:
-        needed: bytes on this rank, on ``device``.
+        needed: bytes that this rank's ``allocate`` takes on ``device``. It must not fill them: they are taken before
+            other ranks have told what they need.
 
     Raises:
         NotEnoughMemoryError: on every rank, naming those that lack memory, and how much.
+        Exception: what ``allocate`` raises; the other ranks then raise a RuntimeError.
         RuntimeError: if a rank does not come.
     """
     free = free_bytes(device)
-    table = _together(meet, float(needed), float(2**52 if free is None else free))
-    places = [place for place, *_ in _together(meet, fingerprint(_place_of(device)), 0.0)]
+    free_mib = _MOST_MIB if free is None else min(max(free, 0) // 2**20, _MOST_MIB)
+    place = int(fingerprint(_place_of(device))) % _NUM_PLACES
+    own: tuple[float, float] | Exception = float(needed), float(free_mib * _NUM_PLACES + place)
+    if needed <= free_mib * 2**20:
+        try:
+            allocate()
+        except Exception as error:  # the others must hear of any
+            own = error
+    table = meet_prepared(meet, own)
+    all_needed = [number for number, *_ in table]
+    frees, places = zip(*(divmod(int(number), _NUM_PLACES) for _, number, *_ in table), strict=True)
     lacking = {}
-    for rank, (own, *_) in enumerate(table):
+    for rank, needed_there in enumerate(all_needed):
         sharing = [other for other, place in enumerate(places) if place == places[rank]]
-        lack = sum(table[other][0] for other in sharing) - min(table[other][1] for other in sharing)
-        if own and lack > 0.0:
+        lack = sum(all_needed[other] for other in sharing) - min(frees[other] for other in sharing) * 2**20
+        if needed_there and lack > 0.0:
             lacking[rank] = lack
     if lacking:
         told = "; ".join(f"rank {rank} lacks {lack / 1e6:.1f} MB" for rank, lack in lacking.items())

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,17 +14,24 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from zeroresize.comm.collectives import group_rank, group_size, require_group, sends_from_device, start_messages
+from zeroresize.comm.collectives import (
+    Waitable,
+    group_rank,
+    group_size,
+    require_group,
+    sends_from_device,
+    start_messages,
+)
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.functional import LastGradients
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.plan.ownership import Indices, OwnershipMap
 from zeroresize.resharding.agreement import (
     Meet,
+    allocate_together,
     fingerprint,
     meet_over,
     meet_prepared,
-    require_memory,
     require_received,
     require_same,
     texts_of_ranks,
@@ -42,6 +50,9 @@ from zeroresize.resharding.data_parallel import drop_reducers, rebuild_reducers,
 from zeroresize.resharding.messages import Pair, Round, Travelling, copy_units, in_rounds, parts_of, stack
 from zeroresize.resharding.transfer_plan import transfer_plan
 
+#: Of the messages of a rank in a round, unless less is allowed: these stay in a processor's cache.
+_ROUND_BYTES = 8 * 2**20
+
 
 @dataclass(frozen=True)
 class MoveReport:
@@ -52,7 +63,7 @@ class MoveReport:
         seconds: wall time of the whole move.
         num_units: that changed owners, in the whole group.
         num_rounds: in which messages were sent.
-        buffer_bytes: memory of the messages of this rank's largest round, sent and received.
+        buffer_bytes: memory of this rank's messages, sent and received, at most at once.
         new_bytes: memory of the new tensors, which were there beside the old ones.
     """
 
@@ -128,15 +139,9 @@ def move_units(
         told = texts_of_ranks(move.told(with_units=True), meet, process_group, meet_device)
         descriptions = agreed_contents([from_json(text) for text in told])
     move.agree(descriptions)
-    require_memory(move.new_bytes + move.buffer_bytes, device, meet)
-    allocated: tuple[float, float] | Exception = (0.0, 0.0)
-    try:
-        move.allocate(meet_device)
-    except Exception as error:  # such as out of memory on a device
-        allocated = error
-    meet_prepared(meet, allocated)
-    for number in range(len(move.rounds)):
-        require_received(move.carry_out(number), meet)
+    needed = move.new_bytes + move.buffer_bytes
+    allocate_together(needed, device, partial(move.allocate, meet_device), meet)
+    require_received(move.carry_out(), meet)
     if move.num_units:
         drop_reducers(data_parallel)
         move.install()
@@ -187,7 +192,6 @@ class _Move:
         self.descriptions = [one.description for of_segment in self._contents for one in of_segment]
         self.fingerprint = fingerprint(self._what_moves())
         self.bytes_sent = self.bytes_received = 0
-        self._has_kept = False
 
     def told(self, *, with_units: bool) -> str:
         """What this rank holds, for the others."""
@@ -205,20 +209,24 @@ class _Move:
             )
             for of_segment, of_agreed in zip(self._contents, self._agreed, strict=True)
         ]
-        self.rounds: list[Round] = in_rounds(self._plans, unit_bytes, self._max_bytes)
         self._unit_bytes = unit_bytes
+        # Two rounds at once: while one travels, the next is packed.
+        self.rounds = in_rounds(self._plans, unit_bytes, min(self._max_bytes // 2, _ROUND_BYTES))
+        sizes = [sum(self._sizes(one).values()) for one in self.rounds]
+        self._at_once = 2 if 2 * max(sizes, default=0) <= self._max_bytes else 1
+        windows = [sizes[begin : begin + self._at_once] for begin in range(len(sizes))]
+        self.buffer_bytes = max(map(sum, windows), default=0)
         self._takes_part = [any(self._rank in pair for pair in plan) for plan in self._plans]
         self.new_bytes = sum(
             after.counts[self._rank] * size
             for (*_, after), size, takes_part in zip(self.moving, unit_bytes, self._takes_part, strict=True)
             if takes_part
         )
-        self.buffer_bytes = max((sum(self._sizes(one).values()) for one in self.rounds), default=0)
 
     def allocate(self, buffer_device: torch.device) -> None:
         """Make the new tensors and the memory of messages."""
         size = max((sum(map(_aligned, self._sizes(one).values())) for one in self.rounds), default=0)
-        self._buffer = torch.empty(size, dtype=torch.uint8, device=buffer_device)
+        self._buffers = [torch.empty(size, dtype=torch.uint8, device=buffer_device) for _ in range(self._at_once)]
         self._new: list[list[dict[str, Tensor]]] = []
         tensors = []
         for number, of_segment in enumerate(self._contents):
@@ -237,17 +245,30 @@ class _Move:
                     tensors.append(Travelling(number, dtype, old_stack, stack(new, where, num_new)))
         self._tensors = sorted(tensors, key=lambda one: -one.dtype.itemsize)
 
-    def carry_out(self, number: int) -> Exception | None:
-        """Send and receive the messages of one round; returns what failed."""
-        messages, begin = {}, 0
-        for pair, size in self._sizes(self.rounds[number]).items():
-            messages[pair] = self._buffer[begin : begin + size]
-            begin += _aligned(size)
-        try:
-            self._exchange(self.rounds[number], messages)
-        except Exception as error:  # the others must hear of any
-            return error
-        return None
+    def carry_out(self) -> Exception | None:
+        """Send and receive the messages of all rounds; returns the first failure.
+
+        After a failure the other rounds are carried out all the same: ranks that live wait for each other's messages.
+        """
+        errors: list[Exception] = []
+        under_way: list[tuple[Round, dict[Pair, Tensor], dict[int, list[Waitable]]]] = []
+        for number, round_ in enumerate(self.rounds):
+            messages = self._messages_of(round_, self._buffers[number % self._at_once])
+            sends = {pair[1]: message for pair, message in messages.items() if pair[0] == self._rank}
+            receives = {pair[0]: message for pair, message in messages.items() if pair[1] == self._rank}
+            try:
+                for peer, message in sends.items():
+                    self._pack(message, round_, (self._rank, peer))
+                under_way.append((round_, messages, start_messages(sends, receives, self._group)))
+                if number == 0:
+                    self._copy_kept()
+                if len(under_way) == self._at_once:
+                    self._finish(*under_way.pop(0), errors)
+            except Exception as error:  # the others must hear of any
+                errors.append(error)
+        for one in under_way:
+            self._finish(*one, errors)
+        return errors[0] if errors else None
 
     def install(self) -> None:
         """Put the new tensors in place of the old ones, which then take no memory; nothing of it can fail."""
@@ -264,24 +285,29 @@ class _Move:
                     layer.plan = None
                     layer.last = None if layer.last is None else LastGradients()
 
-    def _exchange(self, round_: Round, messages: Mapping[Pair, Tensor]) -> None:
-        sends, receives = {}, {}
-        for pair, message in messages.items():
-            source, destination = pair
-            if source == self._rank:
-                self._pack(message, round_, pair)
-                sends[destination] = message
+    def _finish(
+        self,
+        round_: Round,
+        messages: Mapping[Pair, Tensor],
+        transfers: Mapping[int, Sequence[Waitable]],
+        errors: list[Exception],
+    ) -> None:
+        failed = wait_for_all(transfers)
+        errors += failed.values()
+        for pair, message in messages.items() if not failed else ():
+            if pair[0] == self._rank:
+                self.bytes_sent += message.numel()
             else:
-                receives[source] = message
-        transfers = start_messages(sends, receives, self._group)
-        self._copy_kept()
-        errors = wait_for_all(transfers)
-        if errors:
-            raise next(iter(errors.values()))
-        for source, message in receives.items():
-            self._unpack(message, round_, (source, self._rank))
-        self.bytes_sent += sum(message.numel() for message in sends.values())
-        self.bytes_received += sum(message.numel() for message in receives.values())
+                self.bytes_received += message.numel()
+                self._unpack(message, round_, pair)
+
+    def _messages_of(self, round_: Round, buffer: Tensor) -> dict[Pair, Tensor]:
+        """Where this rank's messages of a round lie."""
+        messages, begin = {}, 0
+        for pair, size in self._sizes(round_).items():
+            messages[pair] = buffer[begin : begin + size]
+            begin += _aligned(size)
+        return messages
 
     def _pack(self, message: Tensor, round_: Round, pair: Pair) -> None:
         for parcel, number, part in parts_of(message, round_[pair], self._tensors):
@@ -299,9 +325,6 @@ class _Move:
 
     def _copy_kept(self) -> None:
         """Units that stay, into the new tensors, while the first messages are on their way."""
-        if self._has_kept:
-            return
-        self._has_kept = True
         for tensor in self._tensors:
             _, before, after = self.moving[tensor.segment]
             kept = np.flatnonzero((before.owners == self._rank) & (after.owners == self._rank))
@@ -324,8 +347,8 @@ class _Move:
         told = [
             [
                 segment.name,
-                before.owners.tolist(),
-                after.owners.tolist(),
+                before.owners.tobytes().hex(),
+                after.owners.tobytes().hex(),
                 [
                     [one.name, one.unit_tensor.dim, one.unit_tensor.rows, one.unit_tensor.num_blocks]
                     + [_elements_per_unit(one), one.stepped is not None, str(one.parameter.dtype)]

@@ -1,0 +1,154 @@
+"""The line that an operator reads when units change hands, from made-up moves."""
+
+import math
+
+import pytest
+
+from zeroresize.control.move_log import MoveLog
+from zeroresize.plan.group import RankPlan, WorkloadPlan
+from zeroresize.resharding.units_in_force import Move
+
+
+def move(num_ranks, total_bytes=38e6, seconds=0.4, after=None, owned_before=None, **changes):
+    """Of ``changes`` by kind; ``owned_before`` is 1,000 neurons and 12 heads of each rank where it is not told."""
+    owned = {"neurons": 1000, "heads": 12}
+    return Move(
+        before=(1.0,) * num_ranks,
+        after=after or (0.5, *[1.0] * (num_ranks - 1)),
+        sent_bytes=0,
+        received_bytes=0,
+        total_bytes=int(total_bytes),
+        largest_bytes=0,
+        seconds=seconds,
+        changes={kind: tuple(own) for kind, own in changes.items()},
+        owned_before=owned_before or {kind: (owned[kind],) * num_ranks for kind in changes},
+    )
+
+
+def plan(num_ranks, stragglers=(), step_s=math.nan):
+    ranks = tuple(RankPlan(is_straggler=rank in stragglers) for rank in range(num_ranks))
+    return WorkloadPlan(ranks, step_s)
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_one_straggler_is_told_with_what_moves_what_it_costs_and_what_it_brings():
+    clock = Clock()
+    log = MoveLog(clock)
+    log.planned(plan(4, step_s=0.31))  # at 100 s: the decision after this finds rank 3 slow
+    clock.now = 120.0
+    log.planned(plan(4, {3}, 0.31))
+    clock.now = 140.0
+    log.planned(plan(4, {3}, 0.31))
+    told = log.line(
+        move(4, neurons=(143, 143, 144, -430), heads=(1, 1, 1, -3)), plan(4, {3}, 0.205), (0.1, 0.1, 0.1, 0.21)
+    )
+    assert told == (
+        "rank 3 is 2.1 times slower than the fastest for 40 s: 43 % of rank 3's neurons and 25 % of its heads move "
+        "to ranks 0, 1, 2: 38 MB, 0.4 s; expected step 310 → 205 ms"
+    )
+
+
+def test_a_rank_that_recovered_in_between_is_slow_since_it_was_found_again():
+    clock = Clock()
+    log = MoveLog(clock)
+    for at, stragglers in ((100, {1}), (110, set()), (120, set()), (130, {1})):
+        clock.now = at
+        log.planned(plan(2, stragglers))
+    clock.now = 135
+    told = log.line(move(2, neurons=(100, -100)), plan(2, {1}), (0.1, 0.2))
+    assert told.startswith("rank 1 is 2.0 times slower than the fastest for 15 s: ")  # found after 120 s
+
+
+def test_several_givers_are_told_each_with_its_own_part():
+    told = MoveLog().line(
+        move(4, neurons=(-500, 750, 0, -250), heads=(-12, 12, 0, 0)), plan(4, {0, 3}), (0.4, 0.1, 0.1, 0.15)
+    )
+    assert told == (
+        "rank 0 is 4.0 times slower than the fastest, rank 3 is 1.5 times slower than the fastest: "
+        "50 % of rank 0's neurons and all of its heads, 25 % of rank 3's neurons move to rank 1: 38 MB, 0.4 s"
+    )
+
+
+def test_a_rank_that_keeps_nothing_and_one_that_gives_next_to_nothing():
+    told = MoveLog().line(move(3, neurons=(-1000, 1004, -4)), plan(3), ())
+    assert told == "all of rank 0's neurons, less than 1 % of rank 2's neurons move to rank 1: 38 MB, 0.4 s"
+
+
+def test_coming_home_is_told_by_itself_though_another_rank_is_slow():
+    """Nobody's slowness is why units come home."""
+    log = MoveLog()
+    log.planned(plan(3, {2}, 0.5))
+    told = log.line(move(3, after=(1.0, 1.0, 1.0), neurons=(-200, 400, -200)), plan(3, {2}, 0.25), (0.1, 0.1, 0.2))
+    assert told == "units come home to rank 1: 38 MB, 0.4 s; expected step 500 → 250 ms"
+
+
+def test_a_slow_rank_whose_units_stay_is_not_told_as_the_cause():
+    told = MoveLog().line(move(3, neurons=(-200, 200, 0)), plan(3, {2}), (0.1, 0.1, 0.2))
+    assert told == "20 % of rank 0's neurons move to rank 1: 38 MB, 0.4 s"
+
+
+def test_a_straggler_that_is_less_slow_than_before_takes_units_back():
+    told = MoveLog().line(move(2, neurons=(-300, 300)), plan(2, {1}), (0.1, 0.15))
+    assert told.startswith("rank 1 is 1.5 times slower than the fastest: 30 % of rank 0's neurons move to rank 1: ")
+
+
+def test_by_hand_before_anything_is_measured():
+    told = MoveLog().line(move(2, neurons=(-500, 500)), plan(2), ())
+    assert told == "50 % of rank 0's neurons move to rank 1: 38 MB, 0.4 s"
+
+
+def test_after_loading_a_state_nothing_was_decided_yet_but_times_are_known():
+    told = MoveLog().line(move(2, neurons=(500, -500)), plan(2, {1}, 0.2), (0.1, 0.3))
+    assert told == (
+        "rank 1 is 3.0 times slower than the fastest: 50 % of rank 1's neurons move to rank 0: 38 MB, 0.4 s; "
+        "expected step 300 → 200 ms"
+    )
+
+
+def test_shares_that_move_no_unit_say_so():
+    assert MoveLog().line(move(2, neurons=(0, 0)), plan(2, {1}), (0.1, 0.2)) == (
+        "shares change by less than a unit: nothing moves"
+    )
+
+
+def test_a_prediction_that_rose_since_the_last_decision_is_told_alone():
+    """The older one is of older times: the step does not become longer by moving."""
+    log = MoveLog()
+    log.planned(plan(2, {1}, 0.319))
+    told = log.line(move(2, neurons=(44, -44)), plan(2, {1}, 0.338), (0.1, 0.3))
+    assert told.endswith("; expected step 338 ms")
+
+
+@pytest.mark.parametrize("num_slow", [1, 2, 500])
+def test_the_line_of_a_large_group_is_short(num_slow):
+    num_ranks = 1024
+    slow = set(range(num_slow))
+    busy_s = [0.2 + 0.001 * rank if rank in slow else 0.1 for rank in range(num_ranks)]
+    neurons = [-600 + rank if rank in slow else 1 for rank in range(num_ranks)]
+    told = MoveLog().line(move(num_ranks, neurons=neurons), plan(num_ranks, slow, 0.2), busy_s)
+    assert len(told) < 250
+    assert f" move to {num_ranks - num_slow} ranks: " in told
+    if num_slow == 500:
+        assert told.startswith("500 ranks are slower than the fastest, rank 499 most, 7.0 times: up to 60 % of the ")
+    else:
+        assert "rank 0 is 2.0 times slower" in told and "60 % of rank 0's neurons" in told
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "seconds", "step_s", "said"),
+    [
+        (3.106e6, 0.1109, 0.3189, "3.11 MB, 0.11 s; expected step 319 ms"),
+        (812.0, 0.0021, 0.00042, "0.812 kB, 0.0021 s; expected step 0.42 ms"),
+        (38.4e9, 123.4, 12.3, "38.4 GB, 123 s; expected step 12300 ms"),
+        (998e6, 9.96, 0.0996, "998 MB, 10 s; expected step 100 ms"),
+    ],
+)
+def test_numbers_are_read_without_exponents(num_bytes, seconds, step_s, said):
+    told = MoveLog().line(move(2, num_bytes, seconds, neurons=(500, -500)), plan(2, step_s=step_s), ())
+    assert told.endswith(f"move to rank 0: {said}")
