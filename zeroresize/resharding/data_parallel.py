@@ -19,6 +19,13 @@ _around: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[DistributedDataPar
 _BUILD = ("parameters", "expect_sparse_gradient", "param_to_name_mapping", "static_graph")
 
 
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module inside Booster's or DDP's wrappers, so that layer names do not depend on them."""
+    inner = getattr(model, "unwrap", None)
+    model = inner() if callable(inner) else model
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
 def wrappers_of(model: nn.Module) -> tuple[DistributedDataParallel, ...]:
     """The DistributedDataParallel modules in ``model`` and those around it or around a part of it.
 
