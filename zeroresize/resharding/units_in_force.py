@@ -11,19 +11,22 @@ from typing import Any
 
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
 
-from zeroresize.comm.collectives import group_rank, group_size, world_size
+from zeroresize.comm.collectives import group_rank, group_size
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.layers.segments import owned_segments, segment_works
 from zeroresize.optim.optimizers import states_like, stepped_tensors, torch_optimizer
 from zeroresize.plan.ownership import SegmentWork, checked_shares, owned_shares, unit_counts
-from zeroresize.resharding.agreement import Meet
+from zeroresize.resharding.agreement import Meet, named
 from zeroresize.resharding.contents import contents_of
-from zeroresize.resharding.data_parallel import require_rebuildable, wrappers_of
+from zeroresize.resharding.data_parallel import Replicas, require_rebuildable, wrappers_of
 from zeroresize.resharding.transfer import MoveReport, move_units
 
 logger = logging.getLogger(__name__)
+
+_ALONE = Replicas()
 
 
 class CannotMoveError(RuntimeError):
@@ -37,7 +40,7 @@ class Move:
     Attributes:
         before, after: shares by which units were divided.
         sent_bytes, received_bytes: of this rank.
-        total_bytes: that changed hands in the group; the same on every rank.
+        total_bytes: that changed hands, in all replicas of the group; the same on every rank.
         largest_bytes: sent or received by the rank that sent or received most; the same on every rank.
         seconds: that it took the slowest rank; the same on every rank.
         changes: of every kind, by how many units of all segments each rank has more now; negative for fewer.
@@ -61,8 +64,10 @@ class UnitsInForce:
     Args:
         model, layers, optimizer, process_group: as of :class:`~zeroresize.balancer.Balancer`.
         meet: exchanges up to two numbers with all ranks of the group.
+        replicas: who else holds this rank's shards.
 
     Attributes:
+        meet: as above; to be replaced where replicas move, too.
         segments: of the model, in its order.
         works: what decisions must know of them.
         shares: by which the units are divided now, one a rank.
@@ -78,14 +83,15 @@ class UnitsInForce:
         process_group: ProcessGroup,
         *,
         meet: Meet,
+        replicas: Replicas = _ALONE,
     ) -> None:
-        self._model, self._optimizer, self._group, self._meet = model, optimizer, process_group, meet
+        self._model, self._optimizer, self._group, self.meet = model, optimizer, process_group, meet
         self._rank, self._num_ranks = group_rank(process_group), group_size(process_group)
         self.segments: Sequence[OwnedSegment] = owned_segments(layers)
         self.works: tuple[SegmentWork, ...] = segment_works(layers)
         self.shares = next((segment.shares for segment in self.segments), self.home)
         self.moves: list[Move] = []
-        self.why_not_movable = _why_not_movable(self.segments, self._num_ranks)
+        self.why_not_movable = self._why_not_movable(replicas)
 
     @property
     def home(self) -> tuple[float, ...]:
@@ -159,21 +165,21 @@ class UnitsInForce:
             segment.name: segment.owned.with_counts(unit_counts(after, work))
             for segment, work in zip(self.segments, self.works, strict=True)
         }
-        self._require_movable()
+        wrappers = self._require_movable()
         owned_before = self.num_units
         report: MoveReport = move_units(
             self.segments,
             targets,
             process_group=self._group,
             optimizer=self._optimizer,
-            meet=self._meet,
-            data_parallel=wrappers_of(self._model),
+            meet=self.meet,
+            data_parallel=wrappers,
         )
         for segment in self.segments:
             segment.shares = after
         self.shares = after
-        told = self._meet(report.bytes_sent, report.bytes_received)
-        seconds = max(own for own, *_ in self._meet(report.seconds, 0.0))
+        told = self.meet(report.bytes_sent, report.bytes_received)
+        seconds = max(own for own, *_ in self.meet(report.seconds, 0.0))
         move = Move(
             before,
             after,
@@ -188,18 +194,25 @@ class UnitsInForce:
         self.moves.append(move)
         return move
 
-    def _require_movable(self) -> None:
+    def _require_movable(self) -> tuple[DistributedDataParallel, ...]:
         problem: Exception | None = None
+        wrappers: tuple[DistributedDataParallel, ...] = ()
         try:
-            for segment in self.segments:
-                contents_of(segment, self._optimizer, self._rank)
-            require_rebuildable(wrappers_of(self._model))
+            self._require_units()
+            wrappers = wrappers_of(self._model)
+            require_rebuildable(wrappers)
         except (ValueError, RuntimeError, AttributeError) as error:
             problem = error
-        stuck = [rank for rank, (is_stuck, *_) in enumerate(self._meet(float(problem is not None), 0.0)) if is_stuck]
+        stuck = [rank for rank, (is_stuck, *_) in enumerate(self.meet(float(problem is not None), 0.0)) if is_stuck]
         if stuck:
-            told = problem or f"the errors of ranks {stuck} of the group tell why"
+            told = problem or f"the errors of {named(stuck, self.meet)} tell why"
             raise CannotMoveError(f"units cannot move, and nothing has changed: {told}") from problem
+        return wrappers
+
+    def _require_units(self) -> None:
+        """Raises ValueError for a parameter, or optimizer state, that is not divided by units as segments say."""
+        for segment in self.segments:
+            contents_of(segment, self._optimizer, self._rank)
 
     def forget_moves(self) -> None:
         """What was moved so far has been told."""
@@ -213,13 +226,15 @@ class UnitsInForce:
         yield
         self.move(away)
 
-
-def _why_not_movable(segments: Sequence[OwnedSegment], num_ranks: int) -> str | None:
-    if not segments:
-        return "the model has no segment that is known to be divisible unevenly (the log of convert says why)"
-    if world_size() > num_ranks:
-        return (
-            f"there are {world_size()} ranks, {num_ranks} of them in this tensor-parallel group, and data-parallel "
-            "replicas would have to own the same units"
-        )
-    return None
+    def _why_not_movable(self, replicas: Replicas) -> str | None:
+        if not self.segments:
+            return "the model has no segment that is known to be divisible unevenly (the log of convert says why)"
+        if replicas.why_unknown is not None or replicas.group is None:
+            return replicas.why_unknown
+        if any(one.__name__ == "ZeroRedundancyOptimizer" for one in type(self._optimizer).__mro__):
+            return "the optimizer is a ZeroRedundancyOptimizer, whose replicas keep different parts of its state"
+        try:
+            self._require_units()
+        except (ValueError, RuntimeError, AttributeError) as error:
+            return str(error)
+        return None
