@@ -8,8 +8,8 @@ predicts; at the end also what new plans had predicted before their first step. 
 by which SEMI prunes, would have to drop for SEMI's step time, interpolated between ratios that it is pinned to.
 
 "removed" is the share of the removable slowdown that a solution removes, (Baseline − its step) / (Baseline − T*). With
-``--unprepared 200`` the default also meets each χ unprepared, and told is its mean step over so many steps, those before its
-first plan included. ``--shares 2 1`` adds a copy that is divided so from the start.
+``--unprepared 200`` the default also meets each χ unprepared, and told is its mean step over so many steps, those
+before its first plan included. ``--shares 2 1`` adds a copy that is divided so from the start.
 
 ``--unequal 4 2 1 1`` slows every rank by its own χ instead, and compares SEMI with every number λ of migrating
 stragglers, by both rules (Fig. 11). Four ranks on two cores also want ``--everyone 8``: ranks that share a core slow

@@ -82,7 +82,8 @@ def move_units(
         process_group: of the ranks that the maps count.
         optimizer: the only one that steps these parameters, or a host's wrapper of it; None for none.
         meet: ``meet(one, other)`` returns both numbers of every rank, in the group's order, such as
-            :meth:`zeroresize.comm.exchange.Exchange.meet`; None meets over ``process_group`` itself.
+            :meth:`zeroresize.comm.exchange.Exchange.meet`; None meets over ``process_group`` itself. With a
+            :class:`~zeroresize.resharding.agreement.MeetReplicas` all replicas move, or none.
         model: that holds these parameters. Reducers of DistributedDataParallel in it and around it are built anew;
             replicas must move alike before the next step. None if no parameter is in such a wrapper.
         max_bytes: of messages that this rank sends and receives at once; a unit that is larger travels alone.
@@ -109,12 +110,19 @@ def move_units(
     numbers = move if isinstance(move, Exception) else (move.fingerprint, fingerprint(move.told(with_units=False)))
     table = meet_prepared(meet, numbers)
     assert isinstance(move, LocalMove)
-    require_same([number for number, *_ in table], "the segments, their owners or the targets that they were given")
-    descriptions = move.descriptions
+    require_same(
+        [number for number, *_ in table], "the segments, their owners or the targets that they were given", meet
+    )
     if len({number for _, number, *_ in table}) > 1:
         told = texts_of_ranks(move.told(with_units=True), meet, process_group, meet_device)
-        descriptions = agreed_contents([from_json(text) for text in told])
-    move.agree(descriptions)
+        agreed: tuple[float, float] | Exception = (0.0, 0.0)
+        try:
+            move.agree(agreed_contents([from_json(text) for text in told]))
+        except Exception as error:  # replicas must hear of it
+            agreed = error
+        meet_prepared(meet, agreed)
+    else:
+        move.agree(move.descriptions)
     needed = move.new_bytes + move.buffer_bytes
     allocate_together(needed, device, partial(move.allocate, meet_device), meet)
     require_received(move.carry_out(), meet)
