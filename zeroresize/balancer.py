@@ -151,7 +151,8 @@ class Balancer:
         """In mode "off": what each mode would do with the group now, by mode; empty in other modes.
 
         ``predicted_step_s`` (seconds of a step), ``gain`` (the share of the step that it saves; both NaN before the
-        first decision), and of every rank, in lists: ``pruned``, ``lent``, and ``ratios``, the two together. The same
+        first decision), and of every rank, in lists: ``pruned``, ``lent``, ``owned`` (1 is an even
+        share), and ``ratios``, what is left out of an even share by the three together. The same
         on every rank.
         """
         return records.what_if(self._parts)
@@ -388,7 +389,7 @@ class Balancer:
                 told = everybody.gather(dataclasses.astuple(migration))
                 migration = MigrationCost(*(max(column) for column in zip(*told, strict=True)))
             parts.decision.migration = migration
-            if parts.units is not None and parts.units.segments and self.config.may_move:
+            if parts.units is not None and parts.units.segments and (self.config.may_move or self.config.mode == "off"):
                 cost = measure_move_cost(parts.process_group, parts.device)
                 told = everybody.gather([*cost, parts.units.bytes_of_units])
                 per_byte_s, fixed_s, num_bytes = (max(column) for column in zip(*told, strict=True))

@@ -20,8 +20,8 @@ FREE = MoveCost(1e-12, 1e-9)
 
 
 def controller(cost=FREE, segments=SEGMENTS, **config):
-    made = Controller(BalanceConfig(**config), 4, segments, bytes_of_units=1e6)
-    made.move_cost = cost
+    made = Controller(BalanceConfig(**config), 4, segments)
+    made.expect_moves(cost, 1e6)
     made.initial_plan()
     return made
 

@@ -54,7 +54,7 @@ class GroupDecision:
         self._controller = Controller(config, num_ranks, segments)
         if owned is not None:
             self._controller.set_owned(owned)
-        self._what_if = WhatIf(config, num_ranks)
+        self._what_if = WhatIf(config, num_ranks, segments)
         self._received: list[list[float]] | None = None
         self._lent_when_sent = (0.0,) * num_ranks
         self.migration: MigrationCost | None = None
@@ -91,7 +91,8 @@ class GroupDecision:
 
     def expect_moves(self, cost: MoveCost, bytes_of_units: float) -> None:
         """What a move costs by the calibration, and the bytes of all units of a rank; alike on all ranks."""
-        self._controller.expect_moves(cost, bytes_of_units)
+        for one in (self._controller, self._what_if):
+            one.expect_moves(cost, bytes_of_units)
 
     def moved(self, num_bytes: float, seconds: float) -> None:
         """Units have changed hands as planned: what the rank that sent or received most did, and how long it took."""
@@ -132,7 +133,7 @@ class GroupDecision:
         def received(value: Any, where: str) -> None:
             row(text, optional(each(each(number), num_ranks)))(value, where)
             if value[0] == self._told_config and value[1] is not None:
-                each(each(number, 7 + 3 * NUM_POINTS))(value[1], f"{where}[1]")
+                each(each(number, 8 + 3 * NUM_POINTS))(value[1], f"{where}[1]")
 
         return keyed(
             {
@@ -286,15 +287,15 @@ def _of_slowest(replicas: Sequence[list[float]]) -> list[float]:
 
 
 def _as_numbers(times: RankTimes | None, cost: ResizingCost) -> list[float]:
-    own = (
-        [times.rest_s, times.gemm_s, times.gather_fill_scale, times.deviation] if times is not None else [math.nan] * 4
-    )
+    own = [math.nan] * 5
+    if times is not None:
+        own = [times.rest_s, times.gemm_s, times.gather_fill_scale, times.deviation, times.moving_rest]
     return [*own, cost.borrowing, *cost.ratios, *cost.gemm_share, *cost.gather_fill_s]
 
 
 def _as_rank_times(numbers: list[float]) -> RankTimes:
-    rest_s, gemm_s, gather_fill_scale, deviation, borrowing, *points = numbers
+    rest_s, gemm_s, gather_fill_scale, deviation, moving_rest, borrowing, *points = numbers
     third = len(points) // 3
     ratios, gemm_share, gather_fill_s = (tuple(points[i * third : (i + 1) * third]) for i in range(3))
     cost = ResizingCost(ratios, gemm_share, gather_fill_s, borrowing)
-    return RankTimes(rest_s, gemm_s, gather_fill_scale, cost, deviation)
+    return RankTimes(rest_s, gemm_s, gather_fill_scale, cost, deviation, moving_rest)
