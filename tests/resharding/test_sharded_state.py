@@ -166,7 +166,7 @@ def test_the_whole_model_is_loaded_into_a_divided_one(run_ranks, tmp_path):
 
 def lion_like(parameters, lr):
     class SignMomentum(torch.optim.Optimizer):
-        """One moment, and a number of steps that is no tensor."""
+        """One moment, and a number of steps that is no tensor; it steps over empty tensors."""
 
         def __init__(self, parameters, lr):
             super().__init__(parameters, {"lr": lr})
@@ -175,7 +175,7 @@ def lion_like(parameters, lr):
         def step(self, closure=None):
             for group in self.param_groups:
                 for one in group["params"]:
-                    if one.grad is not None:
+                    if one.grad is not None and one.numel():
                         state = self.state[one]
                         state["step"] = state.get("step", 0) + 1
                         state.setdefault("moment", torch.zeros_like(one)).lerp_(one.grad, 0.1)
@@ -246,6 +246,37 @@ def test_parameters_that_never_had_a_gradient_have_no_state_again(run_ranks, tmp
         dcp.load(other.state(), checkpoint_id=folder)
         assert not other.optimizer.state.get(other.model[2].bias)
         assert other.optimizer.state[other.model[2].weight]["step"] == 2
+
+    run_ranks(check, 2)
+
+
+def test_a_rank_without_units_does_not_tell_what_state_they_have(run_ranks, tmp_path):
+    """Its optimizer made none, and the others' is what counts."""
+    folder = str(tmp_path / "checkpoint")
+
+    def check(rank, group):
+        one = Training(group, NOTHING, make_optimizer=lion_like)
+        one.train(2)
+        assert bool(one.optimizer.state.get(one.model[1].up.weight)) == (rank == 0)
+        other = Training(group, LITTLE, seed=1, make_optimizer=lion_like)
+        dcp.save(one.state(), checkpoint_id=folder)
+        dcp.load(other.state(), checkpoint_id=folder)
+        assert other.optimizer.state[other.model[1].up.weight]["step"] == 2
+        assert other.train(3, begin=2) == pytest.approx(one.train(3, begin=2), abs=1e-10, rel=0)
+
+    run_ranks(check, 2)
+
+
+def test_an_optimizer_with_other_parameter_groups_is_an_error(run_ranks, tmp_path):
+    folder = str(tmp_path / "checkpoint")
+
+    def check(rank, group):
+        one, other = Training(group), Training(group)
+        dcp.save(one.state(), checkpoint_id=folder)
+        first, *others = other.model.parameters()
+        other.optimizer = torch.optim.AdamW([{"params": [first]}, {"params": others}])
+        with pytest.raises(ValueError, match="has 1 parameter groups, and this one has 2"):
+            dcp.load(other.state(), checkpoint_id=folder)
 
     run_ranks(check, 2)
 
