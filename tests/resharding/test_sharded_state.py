@@ -97,10 +97,10 @@ def saved(run_ranks, folder, num_ranks=2, division=LITTLE, make_optimizer=torch.
         (LITTLE, 1, AT_HOME),
         (LITTLE, 3, LITTLE),
         (NOTHING, 2, AT_HOME),
-        (NOTHING, 4, NOTHING),
+        pytest.param(NOTHING, 4, NOTHING, marks=pytest.mark.slow),
         (AT_HOME, 2, LITTLE),
         (AT_HOME, 3, 2),
-        (2, 4, 3),
+        pytest.param(2, 4, 3, marks=pytest.mark.slow),
     ],
 )
 def test_any_division_is_loaded_into_any_other(run_ranks, tmp_path, division, num_ranks, other_division):
@@ -198,7 +198,15 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        pytest.param(
+            make, id=name, marks=[pytest.mark.slow] if name in ("Adagrad", "RMSprop", "NAdam", "Adamax") else []
+        )
+        for name, make in OPTIMIZERS.items()
+    ],
+)
 def test_a_new_optimizer_goes_on_as_the_old_one(run_ranks, tmp_path, make_optimizer):
     folder = str(tmp_path / "checkpoint")
     everything, losses = saved(run_ranks, folder, division=NOTHING, make_optimizer=make_optimizer)
@@ -314,6 +322,7 @@ def test_an_asynchronous_checkpoint_holds_what_was_there_when_it_began(run_ranks
     run_ranks(check, 2)
 
 
+@pytest.mark.slow
 def test_replicas_beside_data_parallelism_hold_the_same(run_ranks, tmp_path):
     folder = str(tmp_path / "checkpoint")
 
