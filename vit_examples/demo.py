@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -223,12 +224,18 @@ def results_table(results: dict[str, dict[str, Any]]) -> Table:
     """Step time, speed-up and accuracy of every run, at most 80 columns wide."""
     step_ms = {name: result["summary"]["step_ms"] for name, result in results.items()}
     steps = max(result["summary"]["steps"] for result in results.values())
-    table = Table(title="One slow rank, without and with balancing", title_justify="left", caption_justify="left")
+    table = Table(
+        title="One slow rank, without and with balancing",
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,  # without vertical lines, for which there is no room
+        padding=(0, 1, 0, 0),
+    )
     table.caption = caption(results, steps, is_shorter=min(step_ms.values()) < step_ms["homogeneous"])
-    for heading in ("run", "step, ms", "speed-up", "÷ homogen.", "moved", "lent", "dropped", "accuracy"):
+    for heading in ("run", "step, ms", "speed-up", "slowdown", "moved", "lent", "dropped", "accuracy"):
         table.add_column(heading, justify="left" if heading == "run" else "right", no_wrap=True)
     for name, result in results.items():
-        updates = [{**update, "moved": 1.0 - update["owned"]} for update in result["updates"]]
+        updates = [of_even_share(update) for update in result["updates"]]
         moved, lent, dropped = (mean_in_force(updates, share, steps) for share in ("moved", "lent", "pruned"))
         table.add_row(
             name,
@@ -243,6 +250,12 @@ def results_table(results: dict[str, dict[str, Any]]) -> Table:
     return table
 
 
+def of_even_share(update: Mapping[str, Any]) -> dict[str, Any]:
+    """A record with what moved, and with what is lent and dropped of the rest, as shares of the even share."""
+    owned = update["owned"]
+    return {**update, "moved": 1.0 - owned, "lent": owned * update["lent"], "pruned": owned * update["pruned"]}
+
+
 def caption(results: dict[str, dict[str, Any]], steps: int, *, is_shorter: bool) -> str:
     """What the table does not say of itself.
 
@@ -250,8 +263,9 @@ def caption(results: dict[str, dict[str, Any]], steps: int, *, is_shorter: bool)
         is_shorter: whether a run's step is shorter than the undisturbed one's.
     """
     said = [
-        f"homogeneous: nobody slow; Baseline: rank {STRAGGLER} slow, nothing done (speed-up 1); exact: the default. "
-        "Step: median, without the first steps of each start. Moved, lent and dropped: shares of the slow rank's "
+        f"homogeneous: nobody slow; Baseline: rank {STRAGGLER} slow, nothing done; exact: the default mode. Step: "
+        "median, without the first steps of each start. Speed-up: Baseline's step over this one; slowdown: this one "
+        "over homogeneous's. Moved, lent and dropped: shares of the slow rank's "
         "products, mean over all steps, also those before the first plan. What moves belongs to the other rank from "
         "then on, what is lent is computed by it step by step: both are exact. After only "
         f"{steps} steps accuracy suffers from what is dropped.",

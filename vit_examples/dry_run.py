@@ -35,7 +35,8 @@ class Requirements:
 def dry_run(config: RunConfig, *, num_ranks: int) -> list[Requirements]:
     """Check ``config`` for ``num_ranks`` ranks and print, on rank 0 if under torchrun, what each of them needs.
 
-    By even shares all need the same. Shares that are to be measured (``"auto"``) are taken to be even.
+    By even shares all need the same; a column of the table is of ranks that do. Shares that are to be measured
+    (``"auto"``) are taken to be even.
 
     Raises:
         ValueError: naming what does not fit.
@@ -139,18 +140,25 @@ def data_line(source: str) -> str:
 
 def _print(config: RunConfig, num_ranks: int, whole: int, needed: Sequence[Requirements]) -> None:
     model, training = config.model, config.training
-    alike = len(set(needed)) == 1
+    ranks_of: dict[Requirements, list[int]] = {}
+    for rank, own in enumerate(needed):
+        ranks_of.setdefault(own, []).append(rank)
+    alike = len(ranks_of) == 1
     table = Table(
         title=f"{'one of ' if alike else ''}{num_ranks} ranks, {config.host}, {training.precision}, "
         f"batch {training.batch_size} × {model.num_tokens} tokens",
         title_justify="left",
     )
-    shown = needed[:1] if alike else needed
+    shown = list(ranks_of)
     table.add_column("what")
-    for rank in range(len(shown)):
-        table.add_column("size" if alike else f"rank {rank}", justify="right")
+    for ranks in ranks_of.values():
+        table.add_column("size" if alike else _named(ranks), justify="right")
     table.add_row("parameters, whole model", f"{whole:,}")
-    table.add_row("parameters, this rank", *(f"{own.parameters:,}" for own in shown), end_section=True)
+    table.add_row(
+        "parameters, this rank" if alike else "parameters, each rank",
+        *(f"{own.parameters:,}" for own in shown),
+        end_section=True,
+    )
     rows = {
         "weights": "weights",
         "gradients": "gradients",
@@ -166,8 +174,22 @@ def _print(config: RunConfig, num_ranks: int, whole: int, needed: Sequence[Requi
     console = Console()
     console.print(data_line(config.data.source), markup=False, highlight=False, soft_wrap=True)
     console.print(table)
+    if config.balance.shares == "auto":
+        console.print("shares are measured when training begins; these are even ones", highlight=False, soft_wrap=True)
     sound = f"balance mode {config.balance.mode}: the configuration is sound"
     console.print(sound, markup=False, highlight=False, soft_wrap=True)
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """Those that need the same: a rank, or several with their runs of numbers as ranges."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    told = ", ".join(str(own[0]) if len(own) == 1 else f"{own[0]}–{own[-1]}" for own in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {told}"
 
 
 def _gib(num_bytes: int) -> str:

@@ -35,7 +35,7 @@ def main() -> None:
     model = nn.Sequential(Block(group), Block(group), nn.Linear(WIDTH, NUM_CLASSES))
     optimizer = torch.optim.AdamW(model.parameters())
 
-    config = zr.BalanceConfig(mode="zero-pri", update_every=5)
+    config = zr.BalanceConfig(update_every=5)  # mode "exact": nothing is dropped
     zr.convert(model, process_group=group, config=config)
     balancer = zr.Balancer(model, optimizer, process_group=group, config=config)
 
@@ -50,8 +50,8 @@ def main() -> None:
                 balancer.step()
             step_ms = 1e3 * (time.perf_counter() - begin) / config.update_every
             if dist.get_rank() == 1:
-                pruned = balancer.metrics()["balance/pruned_share"]
-                print(f"{step_ms:5.0f} ms a step, rank 1 prunes {pruned:.0%} of its products", flush=True)
+                owned = balancer.metrics()["balance/owned_share"]
+                print(f"{step_ms:5.0f} ms a step, rank 1 owns {owned:.0%} of an even share of the work", flush=True)
     dist.destroy_process_group()
 
 

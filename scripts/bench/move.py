@@ -106,14 +106,14 @@ def main() -> None:
         for source, targets in ((1, away), (0, home)):
             move_s = timed(lambda targets=targets: move(targets))
             assert report is not None
-            buffer = torch.ones(report.bytes_sent + report.bytes_received, dtype=torch.uint8)
+            buffer = torch.ones(report.sent_bytes + report.received_bytes, dtype=torch.uint8)
             message_s = timed(lambda buffer=buffer, source=source: send_one_buffer(buffer, source))
             if repeat:  # the first one warms up
                 moves.append(move_s)
                 messages.append(message_s)
     assert report is not None
     low, high = interval_of_ratio(moves, messages)
-    num_bytes = report.bytes_sent + report.bytes_received
+    num_bytes = report.sent_bytes + report.received_bytes
     figures = {
         "hidden": arguments.hidden,
         "layers": arguments.layers,

@@ -13,7 +13,7 @@ from scripts.report.run import RunFolder
 #: Settings in which runs may differ that are compared: how they balance, how long they are, and where they write.
 _MAY_DIFFER = ("training.epochs", "training.seed", "timeout_s", "total_steps")
 _SECTIONS_MAY_DIFFER = ("balance", "output")
-HEADINGS = ("run", "steps", "median step, ms", "mean step, ms", "speed-up", "accuracy", "dropped", "lent")
+HEADINGS = ("run", "steps", "median step, ms", "mean step, ms", "speed-up", "accuracy", "moved", "lent", "dropped")
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def comparison_rows(runs: Sequence[NamedRun]) -> list[list[str]]:
                 *(_number(speed[name], ".1f") for name in ("step_ms", "mean_step_ms")),
                 _number(ratio, ".2f", "×"),
                 _number(100 * accuracy, ".1f", " %") if isinstance(accuracy, int | float) else "–",
-                *(f"{one.run.most_by_a_rank(name):.2f}" for name in ("pruned", "lent")),
+                *(f"{one.run.most_by_a_rank(name):.2f}" for name in ("moved", "lent", "pruned")),
             ]
         )
     return rows

@@ -19,7 +19,11 @@ from zeroresize.utils.json_lines import read_json_lines
 
 #: No run has more steps: a larger number is a damage, and would be asked of memory.
 MOST_STEPS = 10**7
-_MAPPINGS = ("lent_to", "layer_shares")
+_MAPPINGS = ("lent_to", "layer_shares", "units")
+#: What records of before units could move lack.
+_OF_NO_MOVES: Mapping[str, Any] = {"owned": 1.0, "units": {}, "moved_bytes": 0, "moving_s": 0.0}
+#: Of what a rank owns, which is a sum over layers: 1 but for the last bits is 1.
+_DECIMALS = 6
 _MAY_BE_UNKNOWN = ("busy_s", "gemm_s", "predicted_step_s")
 _NUMBERS = tuple(
     field.name
@@ -42,12 +46,12 @@ def files_of_ranks(folder: Path, kind: str, ending: str) -> dict[int, Path]:
 
 
 def read_records(file: Path) -> list[dict[str, Any]]:
-    """One rank's updates.
+    """One rank's updates; where they do not tell who owns what, every rank owns what its host gave it.
 
     Raises:
         ValueError: naming the file, the line, and what it lacks.
     """
-    records = read_json_lines(file)
+    records = [{**_OF_NO_MOVES, **record} for record in read_json_lines(file)]
     least = 0
     for number, record in enumerate(records, 1):
         wrong = [name for name in _NUMBERS if not _is_number(record.get(name))]
@@ -64,6 +68,7 @@ def read_records(file: Path) -> list[dict[str, Any]]:
             raise ValueError(f"{file}, line {number}: expected ranks in lent_to, found {found}")
         _check_step(file, number, record["step"], least)
         least = record["step"] + 1
+        record["owned"] = round(record["owned"], _DECIMALS)
     return records
 
 

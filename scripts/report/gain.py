@@ -56,7 +56,7 @@ def gain_of(run: RunFolder) -> Gain | str:
         return "nothing: mode off"
     kinds, slowest_s = _kinds_of_steps(run), run.slowest_at_full_work()
     if not (kinds == _BALANCED).any() and (kinds == _FULL).any():
-        return "nothing: no plan that pruned or lent was in force"
+        return "nothing: no plan that moved, lent or pruned was in force"
     found: dict[int, list[TimedSteps]] = {_UNKNOWN: [], _FULL: [], _BALANCED: []}
     slow_s: dict[TimedSteps, float] = {}
     for timed in run.timed:
@@ -106,7 +106,10 @@ def num_steps(timed: Sequence[TimedSteps]) -> int:
 
 
 def _kinds_of_steps(run: RunFolder) -> np.ndarray:
-    """By step: whether any rank pruned or lent in it."""
+    """By step: whether any rank pruned or lent in it, or owned another share than an even one.
+
+    Where units are away, steps that are made to be measured are neither.
+    """
     kinds = np.full(run.num_steps, _UNKNOWN)
     if run.is_pinned:
         return kinds
@@ -115,7 +118,10 @@ def _kinds_of_steps(run: RunFolder) -> np.ndarray:
     kinds[known_from:] = _FULL
     for rank, records in run.records.items():
         for record, (begin, end) in zip(records, pairwise([*begins_of[rank], run.num_steps]), strict=True):
-            if record["pruned"] + record["lent"] > 0:
+            is_away = record["owned"] != 1.0
+            if is_away or record["pruned"] + record["lent"] > 0:
                 at_full_work = record["calibration_steps"] if begin == record["step"] else 0
+                if is_away:
+                    kinds[max(begin, known_from) : begin + at_full_work] = _UNKNOWN
                 kinds[max(begin + at_full_work, known_from) : end] = _BALANCED
     return kinds

@@ -15,14 +15,16 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from scripts.report.gain import Gain, gain_of
-from scripts.report.run import RunFolder
+from scripts.report.run import WORK, RunFolder
 
 #: Legends, rows and numbers for every rank, or every loan, are readable up to so many.
 MOST_RANKS = 16
-#: A rank's own products, and SHARES.
-WORK_LABELS = ("its own, computed here", "lent to others", "dropped", "borrowed from others")
-WORK_COLORS = ("#4c72b0", "#dd8452", "#dddddd", "#55a868")
-SHARES = ("lent", "pruned", "borrowed")
+#: Of WORK, in its order.
+WORK_LABELS = (
+    "its own, computed here", "lent to others", "dropped", "moved to others", "taken over from others",
+    "borrowed from others",
+)  # fmt: skip
+WORK_COLORS = ("#4c72b0", "#dd8452", "#dddddd", "#f2e2a0", "#8172b3", "#55a868")
 
 
 def _in_ms(series: tuple[Sequence[int], Sequence[float]]) -> tuple[Sequence[int], np.ndarray]:
@@ -36,6 +38,12 @@ def _to_the_end(run: RunFolder, plans: tuple[Sequence[int], Sequence[float]]) ->
     return [*begins, max(run.num_steps, begins[-1])], np.array([*values, values[-1]])
 
 
+def _computed(run: RunFolder, rank: int) -> tuple[list[int], list[float]]:
+    """What a rank computes in all, as a multiple of an even share."""
+    parts = [run.work(rank, name) for name in ("kept", "taken", "borrowed")]
+    return parts[0][0], [sum(own) for own in zip(*(values for _, values in parts), strict=True)]
+
+
 def _over_steps(axes: Axes) -> None:
     """The x-axis is of optimizer steps."""
     axes.set_xlabel("optimizer step")
@@ -43,7 +51,10 @@ def _over_steps(axes: Axes) -> None:
 
 
 def times_picture(run: RunFolder) -> Figure:
-    """Step time, and of those steps without balancing that tell what it brought; each rank's busy time, and its γ."""
+    """Step time, and of those steps without balancing that tell what it brought; each rank's busy time, and its γ.
+
+    Where units move, in place of γ what each rank computes, since γ is of what it owns by then.
+    """
     figure, (wall, busy, ratio) = pyplot.subplots(3, 1, sharex=True, figsize=(9, 8), layout="constrained")
     # Times are of the steps before a line or record, a plan is of those after it.
     ends, step_ms = _in_ms(([end for end, _ in run.logged], [seconds for _, seconds in run.logged]))
@@ -59,10 +70,16 @@ def times_picture(run: RunFolder) -> Figure:
     wall.set_ylabel("step time, ms")
     for rank in run.records:
         busy.plot(*_in_ms(run.series(rank, "busy_s")), label=f"rank {rank}", drawstyle="steps-pre")
-        ratio.plot(*_to_the_end(run, run.plans(rank, "ratio")), label=f"rank {rank}", drawstyle="steps-post")
-    busy.set_ylabel("busy time at\nfull work, ms")
-    ratio.set_ylabel("γ, pruned and lent")
-    ratio.set_ylim(-0.02, 1.02)
+        plans = _computed(run, rank) if run.has_moved else run.plans(rank, "ratio")
+        ratio.plot(*_to_the_end(run, plans), label=f"rank {rank}", drawstyle="steps-post")
+    if run.has_moved:
+        busy.set_ylabel("busy time at\neven shares, ms")
+        ratio.set_ylabel("computed here,\nas a multiple of\nan even share")
+        ratio.set_ylim(bottom=-0.02)
+    else:
+        busy.set_ylabel("busy time at\nfull work, ms")
+        ratio.set_ylabel("γ, pruned and lent")
+        ratio.set_ylim(-0.02, 1.02)
     _over_steps(ratio)
     settled_ms = step_ms[1:][np.isfinite(step_ms[1:])]  # the first steps warm up
     wall.set_ylim(0, 1.15 * settled_ms.max() if len(settled_ms) else None)
@@ -77,26 +94,46 @@ def times_picture(run: RunFolder) -> Figure:
 
 
 def work_picture(run: RunFolder) -> Figure:
-    """What becomes of every rank's products: computed at home, by others or not at all; and what it borrows."""
+    """What becomes of every rank's products: computed at home, by others or not at all; and what it takes in.
+
+    In all pictures the black line is what its host gave the rank.
+    """
     ranks = list(run.records)[:MOST_RANKS]
     size = (9, 0.8 + 1.3 * len(ranks))
     figure, rows = pyplot.subplots(len(ranks), 1, sharex=True, sharey=True, squeeze=False, figsize=size,
                                    layout="constrained")  # fmt: skip
-    shares = {rank: [_to_the_end(run, run.plans(rank, name))[1] for name in SHARES] for rank in ranks}
-    is_there = [True, *(any(own[at].any() for own in shares.values()) for at in range(len(SHARES)))]
+    shares = {rank: [_to_the_end(run, run.work(rank, name))[1] for name in WORK] for rank in ranks}
+    is_there = [True, *(any(own[at].any() for own in shares.values()) for at in range(1, len(WORK)))]
     colors, labels = (list(compress(all_of_them, is_there)) for all_of_them in (WORK_COLORS, WORK_LABELS))
     for axes, rank in zip(rows[:, 0], ranks, strict=True):
         steps, _ = _to_the_end(run, run.plans(rank, "ratio"))
-        lent, pruned, _ = shares[rank]
-        areas = compress([1 - lent - pruned, *shares[rank]], is_there)
-        axes.stackplot(steps, *areas, step="post", colors=colors, labels=labels)
+        axes.stackplot(steps, *compress(shares[rank], is_there), step="post", colors=colors, labels=labels)
         axes.axhline(1, color="black", linewidth=0.8)
         axes.set_ylabel(f"rank {rank}")
-    most = max(np.nanmax(borrowed) for *_, borrowed in shares.values())
-    rows[0, 0].set(xlim=(0, run.num_steps), ylim=(0, 1.05 * (1 + most)))  # the axes share them
+    most = max(np.nanmax(np.sum(own, axis=0)) for own in shares.values())
+    rows[0, 0].set(xlim=(0, run.num_steps), ylim=(0, 1.05 * max(most, 1.0)))  # the axes share them
     _over_steps(rows[-1, 0])
     if len(labels) > 1:
-        figure.legend(*rows[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize="small")
+        figure.legend(*rows[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=3, fontsize="small")
+    return figure
+
+
+def units_picture(run: RunFolder) -> Figure:
+    """How many units of each kind every rank owns."""
+    kinds = run.kinds_of_units
+    figure, rows = pyplot.subplots(len(kinds), 1, sharex=True, squeeze=False, figsize=(9, 0.8 + 2.2 * len(kinds)),
+                                   layout="constrained")  # fmt: skip
+    for axes, kind in zip(rows[:, 0], kinds, strict=True):
+        for rank in run.records:
+            owned = _to_the_end(run, run.units_over_time(rank, kind))
+            axes.plot(*owned, label=f"rank {rank}", drawstyle="steps-post")
+        axes.set_ylabel(f"{kind} of all layers")
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(alpha=0.3)
+    _over_steps(rows[-1, 0])
+    if len(run.records) <= MOST_RANKS:
+        figure.legend(*rows[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=8, fontsize="small")
     return figure
 
 

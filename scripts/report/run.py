@@ -15,6 +15,27 @@ from vit_examples.config import OutputConfig
 from vit_examples.recorder import num_settling, timing
 from vit_examples.step_times import TimedSteps, seconds_by_process, timed_steps
 
+#: What becomes of a rank's work, in parts of its products at even shares: computed of what its host gave it, lent,
+#: dropped, owned by others by now; owned of others' by now, borrowed.
+WORK = ("kept", "lent", "pruned", "moved", "taken", "borrowed")
+
+
+@dataclass
+class Moves:
+    """Units that changed hands since the update before, by the records of all ranks.
+
+    Attributes:
+        step: of the update.
+        changes: by rank, how many units of each kind it has more; a rank whose number is the same is left out.
+        num_bytes: sent in all.
+        seconds: that it took the slowest rank.
+    """
+
+    step: int
+    changes: dict[int, dict[str, int]] = field(default_factory=dict)
+    num_bytes: int = 0
+    seconds: float = 0.0
+
 
 @dataclass(frozen=True)
 class RunFolder:
@@ -136,22 +157,63 @@ class RunFolder:
         """One number of a rank's plans, and the step from which each is in force; NaN where there was none."""
         return self.plan_begins(rank), self.series(rank, name)[1]
 
-    def mean_share(self, rank: int, name: str) -> float:
-        """A share that a rank's plans name, mean over the steps of the run."""
-        return mean_of_plans(*self.plans(rank, name), self.num_steps)
+    def work(self, rank: int, name: str) -> tuple[list[int], list[float]]:
+        """What becomes of a rank's work by its plans, and the step from which each is in force.
+
+        Args:
+            name: one of ``WORK``.
+
+        Returns:
+            Steps, and parts of a rank's products at even shares.
+        """
+        return self.plan_begins(rank), [_part_of_work(record, name) for record in self.records[rank]]
+
+    def mean_work(self, rank: int, name: str) -> float:
+        """Such a part, mean over the steps of the run."""
+        return mean_of_plans(*self.work(rank, name), self.num_steps)
 
     def most_by_a_rank(self, name: str) -> float:
-        """The largest such share of a rank."""
-        return max(self.mean_share(rank, name) for rank in self.records)
+        """The largest such mean of a rank."""
+        return max(self.mean_work(rank, name) for rank in self.records)
 
     def mean_lent(self, owner: int, receiver: int) -> float:
-        """The share of its products that ``owner`` lent to ``receiver``, mean over the steps of the run."""
+        """What ``owner`` lent to ``receiver``, in the same units, mean over the steps of the run."""
         return mean_of_plans(*self.lent_over_time(owner, receiver), self.num_steps)
 
     def lent_over_time(self, owner: int, receiver: int) -> tuple[list[int], list[float]]:
-        """Steps, and the share of its products that ``owner`` lends to ``receiver`` from each of them to the next."""
-        shares = [record["lent_to"].get(str(receiver), 0.0) for record in self.records[owner]]
+        """Steps, and what ``owner`` lends to ``receiver`` from each of them to the next, in the same units."""
+        shares = [record["owned"] * record["lent_to"].get(str(receiver), 0.0) for record in self.records[owner]]
         return self.plan_begins(owner), shares
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether a rank ever owned something else than its host gave it, or units changed hands."""
+        return any(record["owned"] != 1.0 or record["moved_bytes"] for own in self.records.values() for record in own)
+
+    def units_over_time(self, rank: int, kind: str) -> tuple[list[int], list[float]]:
+        """How many units of a kind a rank owns, and the step from which on."""
+        return self.plan_begins(rank), [record["units"].get(kind, np.nan) for record in self.records[rank]]
+
+    @property
+    def kinds_of_units(self) -> list[str]:
+        """What units there are, in the order of the model."""
+        return list(dict.fromkeys(kind for own in self.records.values() for one in own for kind in one["units"]))
+
+    def moves(self) -> list[Moves]:
+        """What changed hands by each update at which something did."""
+        found: dict[int, Moves] = {}
+        for rank, records in self.records.items():
+            for before, record in zip([None, *records], records, strict=False):
+                if not record["moved_bytes"]:
+                    continue
+                one = found.setdefault(record["step"], Moves(record["step"]))
+                one.num_bytes += record["moved_bytes"] // 2  # each transfer counts on the rank that sends and receives
+                one.seconds = max(one.seconds, record["moving_s"])
+                had = before["units"] if before is not None else {}
+                change = {kind: now - had[kind] for kind, now in record["units"].items() if now != had.get(kind, now)}
+                if change:
+                    one.changes[rank] = change
+        return [found[step] for step in sorted(found)]
 
     def loans(self) -> list[tuple[int, int]]:
         """Owner and receiver of all that was ever lent."""
@@ -172,3 +234,17 @@ def _num_steps(timed: Sequence[TimedSteps], records: Mapping[int, Sequence[Mappi
 
 def _or_nan(value: float | None) -> float:
     return np.nan if value is None else value
+
+
+def _part_of_work(record: Mapping[str, Any], name: str) -> float:
+    owned: float = record["owned"]
+    computed = 1.0 - record["lent"] - record["pruned"]
+    parts = {
+        "kept": min(owned, 1.0) * computed,
+        "lent": owned * record["lent"],
+        "pruned": owned * record["pruned"],
+        "moved": max(1.0 - owned, 0.0),
+        "taken": max(owned - 1.0, 0.0) * computed,
+        "borrowed": record["borrowed"],
+    }
+    return float(parts[name])

@@ -26,6 +26,8 @@ def record(rank: int, update: int, ratio: float, **changes: Any) -> UpdateRecord
         "pruned": ratio,
         "lent": 0.0,
         "borrowed": 0.0,
+        "owned": 1.0,
+        "units": {},
         "lent_to": {},
         "layer_shares": dict.fromkeys(LAYERS, ratio),
         "predicted_step_s": 0.2,

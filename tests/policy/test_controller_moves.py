@@ -191,3 +191,11 @@ def test_another_ownership_has_another_fingerprint():
 def test_a_plan_tells_who_owns_what():
     assert controller().current_plan().ranks == (RankPlan(),) * 4
     assert controller().hold_owned(AWAY).ranks[3] == RankPlan(owned=0.4)
+
+
+def test_a_rank_with_few_units_that_seems_fast_makes_nobody_slow():
+    """What few units tell of all of them may be too little."""
+    made = controller()
+    updated(made, 1.0)
+    made.set_owned(AWAY)
+    assert not any(rank.is_straggler for rank in updated(made, 0.5).ranks)

@@ -1,5 +1,6 @@
 """A run's folder as pictures and a page."""
 
+import json
 import re
 import subprocess
 import sys
@@ -16,15 +17,16 @@ from matplotlib import pyplot
 
 from scripts.report.__main__ import write_report
 from scripts.report.gain import gain_of
-from scripts.report.page import fact_rows, loan_rows, rank_rows
+from scripts.report.page import fact_rows, loan_rows, move_rows, rank_rows
 from scripts.report.pictures import (
     layers_picture,
     loans_over_time_picture,
     loans_picture,
     times_picture,
+    units_picture,
     work_picture,
 )
-from scripts.report.run import RunFolder
+from scripts.report.run import WORK, Moves, RunFolder
 from vit_examples.balance_log import BalanceLog, mean_in_force
 
 ROOT = Path(__file__).parents[2]
@@ -90,10 +92,124 @@ def test_it_shows_who_lent_what_to_whom(lending):
     pyplot.close(figure)
 
 
+@pytest.fixture
+def moving(tmp_path):
+    """A run of 40 steps and two ranks: rank 1's units move at step 20 for the most part, and are saved at step 30."""
+    units = {1: {"heads": 6, "neurons": 100}, 2: {"heads": 2, "neurons": 60}}
+    for rank in range(2):
+        records = []
+        for update in (1, 2, 3, 4):
+            is_away = update >= 2
+            own = units[1 + is_away]
+            records.append(
+                record(
+                    rank,
+                    update,
+                    0.0,
+                    owned=(0.4 if rank else 1.6) if is_away else 1.0000000000000002,
+                    units=own if rank else {kind: 2 * units[1][kind] - number for kind, number in own.items()},
+                    moved_bytes={2: 3_000_000, 3: 8_000_000}.get(update, 0),
+                    moving_s={2: 0.25, 3: 0.5}.get(update, 0.0),
+                    busy_s=0.4 if rank else 0.1,
+                )
+            )
+        write_records(tmp_path, rank, records)
+    write_metrics(tmp_path, [epoch_of([0.4] * 20 + [0.2] * 20)])
+    return tmp_path
+
+
+def test_it_tells_what_moved_when_with_bytes_and_seconds(moving, tmp_path):
+    run = RunFolder.read(moving)
+    rows = move_rows(run.moves())
+    assert rows == [
+        ["20", "rank 0: +4 heads, +40 neurons; rank 1: −4 heads, −40 neurons", "3", "0.25"],
+        ["30", "nothing in the end: home and back for a checkpoint, or away again after a resume", "8", "0.5"],
+    ]
+    page = write_report(run, tmp_path / "report").read_text()
+    assert all(cell in page for row in rows for cell in row)
+    assert "How many units of each kind every rank owns." in page
+
+
+def test_the_table_of_ranks_tells_who_owns_what_and_leaves_out_what_there_is_not(moving, tmp_path):
+    run = RunFolder.read(moving)
+    (taker, giver) = rank_rows(run)
+    assert taker[11:] == ["160.0 %", "10 heads, 140 neurons", "0.0 %", "30.0 %"]  # 0.6 in steps 20 to 40 of 40
+    assert giver[11:] == ["40.0 %", "2 heads, 60 neurons", "30.0 %", "0.0 %"]
+    page = write_report(run, tmp_path / "report").read_text()
+    headings = re.findall("<th>(.*?)</th>", page.partition("<h3>Ranks")[2].partition("<h3>Moves")[0])
+    assert "owns now" in headings and "units now" in headings
+    assert not {"γ", "γ, most", "dropped", "lent", "borrowed"} & set(headings)
+
+
+def test_a_run_in_which_nothing_moved_does_not_speak_of_units(folder, tmp_path):
+    page = write_report(RunFolder.read(folder), tmp_path / "report").read_text()
+    headings = re.findall("<th>(.*?)</th>", page)
+    assert {"γ", "dropped"} <= set(headings)
+    assert not {"owns now", "units now", "moved", "taken over", "lent"} & set(headings)
+    assert "Moves" not in page and not list((tmp_path / "report").glob("units*"))
+
+
+def test_a_run_of_before_units_could_move_is_read_as_one_in_which_none_did(folder):
+    now = RunFolder.read(folder)
+    for file in folder.glob("balance-rank*.jsonl"):
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        old = [
+            {key: value for key, value in line.items() if key not in ("owned", "units", "moved_bytes", "moving_s")}
+            for line in lines
+        ]
+        assert all(len(one) + 4 == len(line) for one, line in zip(old, lines, strict=True))
+        file.write_text("".join(json.dumps(one) + "\n" for one in old))
+    old = RunFolder.read(folder)
+    assert rank_rows(old) == rank_rows(now) and not old.has_moved and old.moves() == []
+
+
+def test_the_pictures_show_who_owns_how_many_units_over_time(moving):
+    run = RunFolder.read(moving)
+    figure = units_picture(run)
+    drawn = [[line.get_xydata().tolist() for line in axes.lines] for axes in figure.axes]
+    assert [axes.get_ylabel() for axes in figure.axes] == ["heads of all layers", "neurons of all layers"]
+    heads, neurons = ([[[0, a], [20, b], [30, b], [40, b], [40, b]] for a, b in own] for own in
+                      (((6, 10), (6, 2)), ((100, 140), (100, 60))))  # fmt: skip
+    assert drawn == [heads, neurons]
+    assert all(line.get_drawstyle() == "steps-post" for axes in figure.axes for line in axes.lines)
+    pyplot.close(figure)
+    figure = work_picture(run)
+    assert legend_of(figure) == ["its own, computed here", "moved to others", "taken over from others"]
+    top = {axes.get_ylabel(): [one.get_paths()[0].get_extents().y1 for one in axes.collections] for axes in figure.axes}
+    assert top["rank 0"] == pytest.approx([1.0, 1.0, 1.6]) and top["rank 1"] == pytest.approx([1.0, 1.0, 1.0])
+    pyplot.close(figure)
+    figure = times_picture(run)
+    computed = [line.get_ydata().tolist() for line in figure.axes[2].lines]
+    assert computed == [pytest.approx([1.0, *[1.6] * 4]), pytest.approx([1.0, *[0.4] * 4])]
+    assert figure.axes[2].get_ylim()[1] > 1.6
+    pyplot.close(figure)
+
+
+def test_what_is_lent_and_dropped_of_what_is_left_is_told_as_part_of_an_even_share(tmp_path):
+    left = {"owned": 0.5, "lent": 0.2, "pruned": 0.4, "lent_to": {"0": 0.2}}
+    write_records(tmp_path, 0, [record(0, 1, 0.0, owned=1.5, borrowed=0.1)])
+    write_records(tmp_path, 1, [record(1, 1, 0.0, **left)])
+    write_metrics(tmp_path, [epoch_of([0.2] * 10)])
+    run = RunFolder.read(tmp_path)
+    parts = [{name: run.mean_work(rank, name) for name in WORK} for rank in range(2)]
+    nothing = dict.fromkeys(WORK, 0.0)
+    assert parts[0] == pytest.approx({**nothing, "kept": 1.0, "taken": 0.5, "borrowed": 0.1})
+    assert parts[1] == pytest.approx({**nothing, "kept": 0.2, "lent": 0.1, "pruned": 0.2, "moved": 0.5})
+    assert run.mean_lent(1, 0) == pytest.approx(0.1)
+
+
+def test_of_many_moves_and_of_many_ranks_the_table_stays_short():
+    changes = {rank: {"neurons": -rank if rank else 1} for rank in range(100)}
+    moves = [Moves(10 * number, changes, 2_000_000, 0.5) for number in range(1, 51)]
+    rows = move_rows(moves)
+    assert len(rows) == 41 and rows[-1] == ["later", "10 more moves", "20", "5"]
+    assert rows[0][1].startswith("rank 92: −92 neurons; ") and rows[0][1].endswith("; less of 92 other ranks")
+
+
 def test_few_loans_are_told_in_words_and_many_are_drawn(lending, tmp_path, monkeypatch):
     run = RunFolder.read(lending)
     few = {path.name for path in write_report(run, tmp_path / "few").parent.glob("loans*.png")}
-    words = [(f"rank 1 lent to rank {receiver}", "0.08 of its products, mean of all steps") for receiver in (0, 2)]
+    words = [(f"rank 1 lent to rank {receiver}", "0.08 of its even share, mean of all steps") for receiver in (0, 2)]
     assert few == {"loans-over-time.png"} and loan_rows(run) == words
     monkeypatch.setattr("scripts.report.page.MOST_IN_WORDS", 1)
     many = {path.name for path in write_report(run, tmp_path / "many").parent.glob("loans*.png")}
@@ -210,7 +326,7 @@ def test_a_ratio_forced_on_named_ranks_is_in_force_from_the_first_step(tmp_path)
     late = RunFolder.read(write_run(tmp_path / "late", "zero-pri", [0.2] * 25, always[1:], balance=balance))
     for told in (run, late):  # of the second one the first records were lost
         assert rank_rows(told)[1][6:8] == ["50.0 %", "25.0 %"]
-        assert loan_rows(told) == [("rank 1 lent to rank 0", "0.25 of its products, mean of all steps")]
+        assert loan_rows(told) == [("rank 1 lent to rank 0", "0.25 of its even share, mean of all steps")]
     assert mean_in_force(run.records[1], "pruned", 25) == pytest.approx(0.5)
     pictures = times_picture(run), work_picture(run), loans_over_time_picture(run), layers_picture(run, 1)
     times, work, loans, layers = pictures

@@ -40,9 +40,9 @@ def test_runs_are_compared_with_the_one_called_baseline(tmp_path: Path) -> None:
     write_run(tmp_path / "zero", "zero-pri", seconds, PRUNES, summary=summary(250), straggler=SLOW)
     runs, _ = runs_below(tmp_path)
     assert comparison_rows(runs) == [
-        ["baseline", "40", "800.0", "880.0", "1.00×", "75.6 %", "0.00", "0.00"],
-        ["homogeneous", "40", "200.0", "220.0", "4.00×", "75.6 %", "0.00", "0.00"],
-        ["zero", "40", "250.0", "275.0", "3.20×", "75.6 %", "0.25", "0.00"],
+        ["baseline", "40", "800.0", "880.0", "1.00×", "75.6 %", "0.00", "0.00", "0.00"],
+        ["homogeneous", "40", "200.0", "220.0", "4.00×", "75.6 %", "0.00", "0.00", "0.00"],
+        ["zero", "40", "250.0", "275.0", "3.20×", "75.6 %", "0.00", "0.00", "0.25"],
     ]
     assert compared_with(runs).startswith("Speed-up: the median step of baseline over the run's.")
 
@@ -60,7 +60,7 @@ def test_a_summary_of_before_a_run_was_resumed_does_not_count(tmp_path: Path) ->
     run = RunFolder.read(write_run(tmp_path / "resumed", "zero-pri", [0.2] * 40, PRUNES, summary=old))
     assert dict(fact_rows(run))["state"] == "the run has not ended" and not run.summary
     assert comparison_rows([NamedRun("resumed", run)]) == [
-        ["resumed", "40, not ended", "200.0", "200.0", "–", "–", "0.25", "0.00"]
+        ["resumed", "40, not ended", "200.0", "200.0", "–", "–", "0.00", "0.00", "0.25"]
     ]
     ended = RunFolder.read(write_run(tmp_path / "ended", "zero-pri", [0.2] * 40, PRUNES, summary={**old, "steps": 40}))
     assert "state" not in dict(fact_rows(ended))

@@ -81,7 +81,7 @@ def test_ratios_that_are_pinned_between_updates_are_not_compared(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("mode", "ratio", "said"),
-    [("off", 0.0, "nothing: mode off"), ("zero-pri", 0.0, "nothing: no plan that pruned or lent was in force")],
+    [("off", 0.0, "nothing: mode off"), ("zero-pri", 0.0, "nothing: no plan that moved, lent or pruned was in force")],
 )
 def test_where_nothing_is_balanced_it_says_so(tmp_path: Path, mode: str, ratio: float, said: str) -> None:
     assert told(write_run(tmp_path, mode, SECONDS, straggler(ratio))) == said
@@ -105,3 +105,18 @@ def test_balancing_that_made_steps_longer_is_told_as_it_is(tmp_path: Path) -> No
     slower = [*SECONDS[:20], *[0.8] * 10, 0.4, *[0.8] * 9]
     gain = told(write_run(tmp_path, "mig", slower, straggler()))
     assert isinstance(gain, Gain) and gain.ratio == pytest.approx(0.5)
+
+
+def test_steps_while_units_are_away_are_balanced_and_none_of_them_is_at_full_work(tmp_path: Path) -> None:
+    """Ten steps before, twenty with units away of which two are made to be measured, ten at home again."""
+    away = {2: 2, 3: 0}
+    slow = [
+        record(1, update, 0.0, busy_s=0.4, owned=0.4 if update in away else 1.0, calibration_steps=away.get(update, 0))
+        for update in range(1, 6)
+    ]
+    seconds = [0.4] * 20 + [0.3] * 2 + [0.2] * 18 + [0.4] * 10
+    gain = gain_of(RunFolder.read(write_run(tmp_path, "exact", seconds, slow)))
+    assert isinstance(gain, Gain)
+    assert [one.begin for one in gain.balanced] == list(range(22, 40))
+    assert [one.begin for one in gain.unbalanced] == [*range(5, 20), *range(40, 50)]
+    assert gain.ratio == pytest.approx(2.0)

@@ -11,6 +11,8 @@ pytest.importorskip("pyarrow")
 
 from training_runs import refused
 
+from vit_examples.config_file import argument_parser, config_from_arguments
+from vit_examples.dry_run import Requirements, dry_run
 from vit_examples.train import main
 
 
@@ -64,3 +66,72 @@ def test_a_dry_run_says_whether_the_data_are_here(
 def test_a_dry_run_refuses_ranks_that_cannot_share_the_heads(capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(["--config=vit_1b", "--ranks=3", "--dry-run"], capsys)
     assert "model.num_heads=16 is not divisible by the 3" in said
+
+
+TINY = (
+    "--config=demo",
+    "--mode=exact",
+    "--set=host=torch",
+    "--set=model={hidden_size: 8, depth: 1, num_heads: 4, mlp_size: 16, num_labels: 10, image_size: 32, "
+    "patch_size: 16, position_std: 0.02}",
+    "--set=training={batch_size: 2}",
+)
+
+
+def needed(shares: str, ranks: int) -> list[Requirements]:
+    parsed = argument_parser().parse_args([*TINY, f"--set=balance.shares={shares}"])
+    return dry_run(config_from_arguments(parsed), num_ranks=ranks)
+
+
+@pytest.mark.parametrize(("shares", "ranks"), [("[2, 1]", 2), ("[5, 1]", 2), ("[1, 0]", 2), ("[2, 1, 1, 4]", 4)])
+def test_uneven_shares_divide_what_even_ones_divide(shares: str, ranks: int) -> None:
+    uneven, even = needed(shares, ranks), needed("even", ranks)
+    assert len(set(even)) == 1 < len(set(uneven))
+    for name in ("parameters", "weights", "gradients", "adamw", "activations"):
+        assert sum(getattr(own, name) for own in uneven) == sum(getattr(own, name) for own in even)
+
+
+def test_what_each_rank_needs_by_hand() -> None:
+    """Of 4 heads of size 2 rank 0 owns 3 by shares of 3 to 1, of 16 neurons 12."""
+    split_0, split_1 = (
+        {
+            "q, k, v": 3 * (8 + 1) * heads * 2,  # weights and biases
+            "output projection": 8 * heads * 2,
+            "fc1": (8 + 1) * neurons,
+            "fc2": 8 * neurons,
+        }
+        for heads, neurons in ((3, 12), (1, 4))
+    )
+    replicated = {
+        "patches": 8 * 3 * 16 * 16 + 8,
+        "class token and positions": 8 + 5 * 8,
+        "biases of row-parallel layers": 8 + 8,
+        "three layer norms": 3 * 2 * 8,
+        "classifier": 10 * 8 + 10,
+    }
+    expected = [sum(own.values()) + sum(replicated.values()) for own in (split_0, split_1)]
+    ranks = needed("[3, 1]", 2)
+    assert [own.parameters for own in ranks] == expected
+    assert [own.weights for own in ranks] == [4 * number for number in expected]
+    assert [own.adamw for own in ranks] == [8 * number for number in expected]
+    # 2 pictures of 5 tokens: 4 H on every rank, and of each rank's part 4 a head's unit, 2 a neuron; 4 bytes each.
+    activations = [4 * 2 * 5 * (4 * 8 + 4 * heads * 2 + 2 * neurons) for heads, neurons in ((3, 12), (1, 4))]
+    assert [own.activations for own in ranks] == activations
+
+
+def test_a_column_is_of_ranks_that_need_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--config=vit_1b", "--mode=exact", "--ranks=8", "--dry-run", "--set=balance.shares=[2,3,2,1,2,2,2,2]"])
+    lines = capsys.readouterr().out.splitlines()
+    (headings,) = [line for line in lines if "what" in line]
+    assert [cell.strip() for cell in headings.strip("┃").split("┃")][1:] == ["ranks 0, 2, 4–7", "rank 1", "rank 3"]
+    assert any("parameters, each rank" in line for line in lines)
+
+
+def test_shares_that_will_be_measured_are_taken_to_be_even(capsys: pytest.CaptureFixture[str]) -> None:
+    assert needed("auto", 2) == needed("even", 2)
+    assert capsys.readouterr().out.count("shares are measured when training begins; these are even ones\n") == 1
+
+
+def test_shares_that_do_not_fit_the_ranks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused([*TINY, "--dry-run", "--ranks=2", "--set=balance.shares=[2, 1, 1]"], capsys)
+    assert "balance.shares=[2.0, 1.0, 1.0] has 3 numbers, but the process group has 2 ranks" in said

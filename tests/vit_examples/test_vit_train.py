@@ -21,12 +21,14 @@ import pytest
 
 pytest.importorskip("transformers")
 pytest.importorskip("pyarrow")
+pytest.importorskip("safetensors")
 
 import torch
 from fake_time import FakeTime
 from forked_training import forked_training, training_started
 from picture_files import write_parquet
 from rich.console import Console
+from safetensors.torch import load_file
 from training_runs import refused
 
 import vit_examples.train
@@ -306,6 +308,41 @@ def test_semi_relieves_a_straggler_as_it_is_told(
     assert straggler[-1]["is_straggler"] and straggler[-1][does] > 0.3
     assert all(line[never] == 0.0 for line in straggler)
     assert (normal[-1]["borrowed"] > 0.3) == bool(num_migrating)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_that_is_resumed_while_a_straggler_is_relieved_has_its_units_away_at_once(
+    host: str, pictures: Path, tmp_path: Path
+) -> None:
+    """Its checkpoint is that of an even layout, its losses those of a run that went through."""
+    mlp_size = 4096
+    slow = "straggler={kind: sleep, chi: {1: 40.0}}"
+    settings = (f"host={host}", slow, f"model.mlp_size={mlp_size}", "balance={mode: exact, update_every: 1}")
+    train(tmp_path / "said", *micro_arguments(pictures, tmp_path / "through", *settings))
+
+    arguments = micro_arguments(pictures, tmp_path / "run", *settings)
+    died = forked_training(arguments, tmp_path / "died", die_in_second_epoch)
+    require_death_in_second_epoch(died, tmp_path / "run")
+    saved_at = 4
+    before = {line["step"]: line for line in read_json_lines(tmp_path / "run" / "balance-rank1.jsonl")}
+    assert before[saved_at]["owned"] < 0.7 and before[saved_at]["units"]["neurons"] < mlp_size / 4
+    shards = [
+        {name: tensor.shape for name, tensor in load_file(newest / f"rank{rank}.safetensors").items()}
+        for newest in [newest_checkpoint(tmp_path / "run" / "checkpoints")]
+        for rank in range(2)
+    ]
+    assert shards[0] == shards[1]
+    assert {length for shape in shards[0].values() for length in shape if length > 1000} == {mlp_size // 2}
+
+    resumed = forked_training([*arguments, "--resume"], tmp_path / "resumed")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    said = (resumed.stdout + resumed.stderr).splitlines()
+    assert any(line.startswith(f"step {saved_at}: ") and " move to rank 0: " in line for line in said), said
+    after = read_json_lines(tmp_path / "run" / "balance-rank1.jsonl")
+    (first,) = [line for line in after if line["step"] == saved_at + 1]
+    assert first["moved_bytes"] > 0 and first["owned"] < 0.7
+    assert losses_of(tmp_path / "run") == pytest.approx(losses_of(tmp_path / "through"), rel=1e-4)
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ class _Shape:
 
     @classmethod
     def of(cls, layer: BalancedLinear) -> _Shape:
-        num_outputs, num_columns = layer.local_weight.shape
+        num_outputs, num_columns = layer.even_shape  # units may be away, and all ranks must measure alike
         return cls(
             num_tokens=layer.num_tokens // layer.num_forwards,
             num_micro_batches=layer.num_forwards - layer.num_recomputations,

@@ -101,7 +101,8 @@ def measure_resizing_cost(
     counts: Counter[_Shape] = Counter()
     for layer in layers.values():
         weight = layer.local_weight
-        shape = _Shape(layer.num_tokens, weight.shape[1], weight.shape[0], layer.compute_dtype, weight.device)
+        num_outputs, num_columns = layer.even_shape  # costs are of even shares, though units may be away
+        shape = _Shape(layer.num_tokens, num_columns, num_outputs, layer.compute_dtype, weight.device)
         examples.setdefault(shape, layer)
         counts[shape] += 1
 

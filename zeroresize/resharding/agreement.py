@@ -8,6 +8,7 @@ import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,8 +17,25 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import Waitable, group_ranks, group_size, start_messages
 
-#: Up to two numbers of every rank of a group, in the order of the ranks; collective.
+#: Up to two numbers of every rank of a group, in the order of the ranks; collective. See also :class:`MeetReplicas`.
 Meet = Callable[..., Sequence[Sequence[float]]]
+
+
+@dataclass(frozen=True)
+class MeetReplicas:
+    """A :data:`Meet` of a group together with its data-parallel replicas: none of them may move alone.
+
+    Attributes:
+        meet: of all their ranks, replica by replica.
+        ranks: theirs, counted over the whole world, with which errors name them.
+    """
+
+    meet: Meet
+    ranks: Sequence[int]
+
+    def __call__(self, *numbers: float) -> Sequence[Sequence[float]]:
+        return self.meet(*numbers)
+
 
 _MEMINFO = Path("/proc/meminfo")
 #: What is left free of the memory that is free.
@@ -54,7 +72,7 @@ def texts_of_ranks(text: str, meet: Meet, process_group: ProcessGroup, device: t
         RuntimeError: if a rank does not come, naming it.
     """
     data = text.encode()
-    most = int(max(size for size, *_ in meet(float(len(data)), 0.0)))
+    most = int(max(size for size, *_ in meet(float(len(data)), 0.0)))  # of all replicas, where it meets those
     own = torch.tensor(list(data.ljust(most)), dtype=torch.uint8, device=device)
     return [bytes(part.tolist()).decode().rstrip() for part in _of_every_rank(own, most, torch.uint8, process_group)]
 
@@ -85,19 +103,26 @@ def meet_prepared(meet: Meet, own: tuple[float, float] | Exception) -> Sequence[
     table = _together(meet, *own)
     failed = [rank for rank, (number, *_) in enumerate(table) if number < 0.0]
     if failed:
-        raise RuntimeError(f"{_NOTHING_CHANGED}: ranks {failed} of the group failed before; their errors tell why")
+        raise RuntimeError(f"{_NOTHING_CHANGED}: {named(failed, meet)} failed before; their errors tell why")
     return table
 
 
-def require_same(numbers: Sequence[float], what: str) -> None:
+def named(rows: Sequence[int], meet: Meet) -> str:
+    """The ranks that gave these rows of what ``meet`` returns."""
+    whose = "job" if isinstance(meet, MeetReplicas) else "group"
+    return f"ranks {[_number(row, meet) for row in rows]} of the {whose}"
+
+
+def require_same(numbers: Sequence[float], what: str, meet: Meet) -> None:
     """Check that all ranks gave one number.
 
     Raises:
         RuntimeError: if not, naming the ranks that agree with each other.
     """
     if len(set(numbers)) > 1:
-        ranks = [[rank for rank, number in enumerate(numbers) if number == one] for one in dict.fromkeys(numbers)]
-        raise RuntimeError(f"{_NOTHING_CHANGED}: the ranks of the group differ in {what}: {ranks}")
+        alike = [[rank for rank, number in enumerate(numbers) if number == one] for one in dict.fromkeys(numbers)]
+        told = " and ".join(named(rows, meet) for rows in alike)
+        raise RuntimeError(f"{_NOTHING_CHANGED}: ranks differ in {what}: {told} hold different ones")
 
 
 def allocate_together(needed: int, device: torch.device, allocate: Callable[[], None], meet: Meet) -> None:
@@ -133,7 +158,7 @@ def allocate_together(needed: int, device: torch.device, allocate: Callable[[], 
         if needed_there and lack > 0.0:
             lacking[rank] = lack
     if lacking:
-        told = "; ".join(f"rank {rank} lacks {lack / 1e6:.1f} MB" for rank, lack in lacking.items())
+        told = "; ".join(f"rank {_number(rank, meet)} lacks {lack / 1e6:.1f} MB" for rank, lack in lacking.items())
         raise NotEnoughMemoryError(f"{_NOTHING_CHANGED}, as there is not enough memory for new tensors: {told}")
 
 
@@ -163,7 +188,7 @@ def require_received(error: Exception | None, meet: Meet) -> None:
     if error is not None:
         raise RuntimeError(f"{_NOTHING_CHANGED}: {error}") from error
     if failed:
-        raise RuntimeError(f"{_NOTHING_CHANGED}: ranks {failed} of the group have not received their units")
+        raise RuntimeError(f"{_NOTHING_CHANGED}: {named(failed, meet)} have not received their units")
 
 
 def _together(meet: Meet, *numbers: float) -> Sequence[Sequence[float]]:
@@ -171,6 +196,10 @@ def _together(meet: Meet, *numbers: float) -> Sequence[Sequence[float]]:
         return meet(*numbers)
     except RuntimeError as error:
         raise RuntimeError(f"{_NOTHING_CHANGED}: {error}") from error
+
+
+def _number(row: int, meet: Meet) -> int:
+    return meet.ranks[row] if isinstance(meet, MeetReplicas) else row
 
 
 def _place_of(device: torch.device) -> str:
