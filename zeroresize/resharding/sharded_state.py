@@ -8,9 +8,6 @@ from typing import Any
 from torch import nn
 
 from zeroresize.resharding.data_parallel import unwrap
-from zeroresize.resharding.divided_tensor import DividedTensor
-from zeroresize.resharding.divisions import divisions_of, own_tensors
-from zeroresize.resharding.optimizer_state import OptimizerState
 
 OPTIMIZER = "optimizer"
 
@@ -57,6 +54,11 @@ def sharded_state_dict(model: nn.Module, optimizer: Any = None) -> dict[str, Any
             "sharded_state_dict: this torch is too old, since its torch.distributed.checkpoint does not ask tensors "
             "for their parts: save with `with balancer.at_home(): ...` instead"
         )
+    # Only now: an older torch lacks what they import, and others would pay for it at `import zeroresize`.
+    from zeroresize.resharding.divided_tensor import DividedTensor
+    from zeroresize.resharding.divisions import divisions_of, own_tensors
+    from zeroresize.resharding.optimizer_state import OptimizerState
+
     model = unwrap(model)
     divisions = divisions_of(model)
     found: dict[str, Any] = {}
