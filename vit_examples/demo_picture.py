@@ -71,7 +71,7 @@ def _draw_times(axes: Axes, name: str, timed: Sequence[TimedSteps]) -> Any:
 
 
 def _draw_ratios(axes: Axes, name: str, color: Any, lines: Sequence[dict[str, Any]], straggler: int) -> None:
-    ends = [line["step"] + 1 for line in lines if line["kind"] == "step"]  # a line's γ is in force after its step
-    gammas = [ranks[straggler] for line in lines if line["kind"] == "epoch" for ranks in line["ratios"]]
-    if any(gamma > 0 for gamma in gammas):
-        axes.plot(ends[: len(gammas)], gammas, color=color, label=name, drawstyle="steps-post")
+    ends = [line["step"] + 1 for line in lines if line["kind"] == "step"]  # a line's plan is in force after its step
+    relieved = [ranks[straggler] for line in lines if line["kind"] == "epoch" for ranks in line["ratios"]]
+    if any(share > 0 for share in relieved):
+        axes.plot(ends[: len(relieved)], relieved, color=color, label=name, drawstyle="steps-post")

@@ -84,7 +84,8 @@ class Recorder:
     process is deleted, unless nothing is left to train.
 
     The ``balance/`` numbers of a step are rank 0's own, so that logging costs no exchange; ``balance-rank<r>.jsonl``
-    has every rank's. An epoch has γ of all ranks, and the seconds of each of its steps where they are known.
+    has every rank's. An epoch has what every rank is relieved of, and the seconds of each of its steps where they are
+    known.
 
     Args:
         from_epoch: lines of this epoch and later ones, left by an interrupted run, are dropped; 0 starts anew.
@@ -133,7 +134,8 @@ class Recorder:
         ratios: list[list[float]],
         seconds: Sequence[float] = (),
     ) -> None:
-        """One epoch; ``ratios`` holds for every logged step γ of each rank, ``seconds`` is of each step, if known.
+        """One epoch; ``ratios`` holds for every logged step which share of what its host gave it each rank does not
+        compute (negative where it owns more), ``seconds`` is of each step, if known.
 
         The means of ``ratios`` are added as ``ratio_rank<r>`` (on TensorBoard ``epoch/ratio_rank<r>``), of 16 ranks at
         most. ``from_step`` is the first step of this process.
