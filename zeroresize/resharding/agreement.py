@@ -109,8 +109,7 @@ def meet_prepared(meet: Meet, own: tuple[float, float] | Exception) -> Sequence[
 
 def named(rows: Sequence[int], meet: Meet) -> str:
     """The ranks that gave these rows of what ``meet`` returns."""
-    whose = "job" if isinstance(meet, MeetReplicas) else "group"
-    return f"ranks {[_number(row, meet) for row in rows]} of the {whose}"
+    return f"ranks {[_number(row, meet) for row in rows]} of the {_whose(meet)}"
 
 
 def require_same(numbers: Sequence[float], what: str, meet: Meet) -> None:
@@ -120,9 +119,11 @@ def require_same(numbers: Sequence[float], what: str, meet: Meet) -> None:
         RuntimeError: if not, naming the ranks that agree with each other.
     """
     if len(set(numbers)) > 1:
-        alike = [[rank for rank, number in enumerate(numbers) if number == one] for one in dict.fromkeys(numbers)]
-        told = " and ".join(named(rows, meet) for rows in alike)
-        raise RuntimeError(f"{_NOTHING_CHANGED}: ranks differ in {what}: {told} hold different ones")
+        alike = [
+            [_number(row, meet) for row, number in enumerate(numbers) if number == one]
+            for one in dict.fromkeys(numbers)
+        ]
+        raise RuntimeError(f"{_NOTHING_CHANGED}: the ranks of the {_whose(meet)} differ in {what}: {alike}")
 
 
 def allocate_together(needed: int, device: torch.device, allocate: Callable[[], None], meet: Meet) -> None:
@@ -196,6 +197,10 @@ def _together(meet: Meet, *numbers: float) -> Sequence[Sequence[float]]:
         return meet(*numbers)
     except RuntimeError as error:
         raise RuntimeError(f"{_NOTHING_CHANGED}: {error}") from error
+
+
+def _whose(meet: Meet) -> str:
+    return "job" if isinstance(meet, MeetReplicas) else "group"
 
 
 def _number(row: int, meet: Meet) -> int:
