@@ -7,9 +7,9 @@ import os
 
 import pytest
 from full_disk import files_of_at_most
-from virtual_training import Run
+from virtual_training import FEATURES, Run
 
-from zeroresize.config_keys import MODES
+from zeroresize.config_keys import MIGRATING_MODES, MODES, MOVING_MODES
 from zeroresize.telemetry import JsonLinesTelemetry, TensorBoardTelemetry, UpdateRecord
 from zeroresize.utils.json_lines import read_json_lines
 
@@ -205,15 +205,37 @@ def test_off_tells_what_every_mode_would_do_and_does_nothing(run_ranks, tmp_path
         for mode, would in what_if.items():
             computed = would["owned"][1] * (1.0 - would["pruned"][1] - would["lent"][1])
             assert would["ratios"] == [0.0, pytest.approx(1.0 - computed)]
-            assert mode in ("exact", "semi") or would["owned"] == [1.0, 1.0]
+            assert mode in MOVING_MODES or would["owned"] == [1.0, 1.0]
             assert would["ratios"][1] > 0.5
-            assert mode in ("exact", "mig", "semi") or would["lent"] == [0.0, 0.0]
+            assert mode in MIGRATING_MODES or would["lent"] == [0.0, 0.0]
             assert mode != "mig" or would["pruned"] == [0.0, 0.0]
             full_s, short_s = metrics["balance/predicted_step_s"], would["predicted_step_s"]
             assert would["gain"] == pytest.approx((full_s - short_s) / full_s) and 0.0 < would["gain"] < 1.0
             flat = {"predicted_step_s": short_s, "gain": would["gain"], "most_ratio": would["ratios"][1]}
             assert told[-1]["would"][mode] == flat
             assert {name: metrics[f"balance/would/{mode}/{name}"] for name in flat} == flat
+
+
+def test_records_tell_who_owns_what_and_what_changed_hands_since_the_one_before(run_ranks):
+    def train(rank, group):
+        told = []
+        run = Run(group, on_update=told.append, mode="off")
+        run.updates(1)
+        run.balancer.move([3, 1])
+        run.updates(1)
+        with run.balancer.at_home():
+            pass
+        run.updates(2)
+        return [record.to_dict() for record in told]
+
+    records = run_ranks(train, 2)
+    neuron = 4 * (FEATURES + 1 + FEATURES) * 3  # a row of W1 and of b1, a column of W2; fp32, two moments
+    for told, own, after in zip(records, (1.5, 0.5), (144, 48), strict=True):
+        assert [record["units"] for record in told] == [{"neurons": 96}] + [{"neurons": after}] * 3
+        assert [record["owned"] for record in told] == pytest.approx([1.0, own, own, own])
+        assert [record["moved_bytes"] for record in told] == [0, 48 * neuron, 2 * 48 * neuron, 0]
+        assert [record["moving_s"] > 0 for record in told] == [False, True, True, False]
+    assert [one["moving_s"] for one in records[0]] == [one["moving_s"] for one in records[1]], "of the slowest"
 
 
 # ---- TensorBoard ----------------------------------------------------------------------------------------------------
