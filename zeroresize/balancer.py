@@ -16,17 +16,12 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.comm.whereabouts import Call
 from zeroresize.config import BalanceConfig
-from zeroresize.config_keys import MOVING_MODES
 from zeroresize.control import balancer_state, records
 from zeroresize.control.assembly import build
-from zeroresize.control.move_log import MoveLog
-from zeroresize.measure.calibrate_moves import measure_move_cost
+from zeroresize.control.unit_moves import UnitMoves
 from zeroresize.measure.calibration import calibrate_group
 from zeroresize.plan.group import WorkloadPlan
 from zeroresize.policy.cost_model import MigrationCost
-from zeroresize.policy.moving import MoveCost
-from zeroresize.resharding.agreement import NotEnoughMemoryError
-from zeroresize.resharding.units_in_force import CannotMoveError
 from zeroresize.telemetry import UpdateRecord
 
 logger = logging.getLogger(__name__)
@@ -79,7 +74,7 @@ class Balancer:
         self._num_steps = 0
         self._has_calibrated = self._is_closed = self._is_at_home = False
         self._balancing_s = self._balancing_since_update_s = 0.0
-        self._move_log = MoveLog()
+        self._moves = UnitMoves(self._parts)
         try:
             self._change_plan()
         except BaseException:
@@ -114,7 +109,7 @@ class Balancer:
             parts.decision.next_step()
         if self.config.iters_per_epoch and self._num_steps % self.config.iters_per_epoch == 0:
             self._end_epoch()
-        self._move_units()  # apply
+        self._moves.follow(self.plan, self._num_steps)  # apply
         parts.plan_in_force.install(self.plan, parts.decision.calibration_plan)
         parts.plan_in_force.send_weights()
         if is_update and self.on_update is not None:
@@ -200,22 +195,8 @@ class Balancer:
                 or where no unit may change hands, saying why.
             RuntimeError: if the ranks do not agree, one lacks the memory, or has died; nothing has changed then.
         """
-        parts = self._parts
-        if parts.units is None:
-            return
-        if self.config.mode not in ("off", *MOVING_MODES):
-            raise ValueError(
-                f"move() with mode={self.config.mode!r} is not allowed: units may move in the modes "
-                f"{', '.join(map(repr, MOVING_MODES))} and 'off'"
-            )
-        checked = parts.units.checked(shares) if shares is not None else None
-        parts.decision.hold_owned(checked)
         self._is_at(Call.MOVING)
-        try:
-            self._move_units(by_hand=True)
-        except BaseException as error:
-            parts.decision.refuse_move(str(error))
-            raise
+        self._moves.by_hand(shares, self._num_steps)
         self._change_plan()
         self._is_at(Call.TRAINING)
 
@@ -304,7 +285,8 @@ class Balancer:
             raise problem
         self._num_steps = balancer_state.load_state(self._parts, state_dict)
         self._has_calibrated = False
-        self._move_units()
+        if not self._is_closed:
+            self._moves.follow(self.plan, self._num_steps)
         if migrates:  # what is lent at once by one plan cannot be borrowed by another
             self._parts.decision.require_agreement(self._agreed)
         self._change_plan()
@@ -328,30 +310,6 @@ class Balancer:
             return
         self._parts.plan_in_force.install(self.plan, self._parts.decision.calibration_plan)
         self._begin_step()
-
-    def _move_units(self, *, by_hand: bool = False) -> None:
-        """Let units change hands where the plan's division is another than the one in force; collective then."""
-        parts, units = self._parts, self._parts.units
-        if self._is_closed or units is None or not units.segments or self.plan.owned == units.shares:
-            return
-        parts.plan_in_force.take_back()
-        try:
-            move = units.move(self.plan.owned)
-        except (CannotMoveError, NotEnoughMemoryError) as error:
-            if by_hand:
-                raise
-            logger.warning("step %d: units stay where they are: %s", self._num_steps, error)
-            parts.decision.refuse_move(str(error))
-            return
-        if parts.statistic is not None:
-            if units.is_home:
-                parts.statistic.resume()
-            else:
-                parts.statistic.pause()
-        if move is not None:
-            parts.decision.moved(move.largest_bytes, move.seconds)
-            if parts.rank == 0:
-                logger.info("step %d: %s", self._num_steps, self._move_log.line(move, self.plan, parts.decision.busy_s))
 
     def _begin_step(self) -> None:
         """What is measured from now on is measured under the plan that is installed now."""
@@ -389,17 +347,13 @@ class Balancer:
                 told = everybody.gather(dataclasses.astuple(migration))
                 migration = MigrationCost(*(max(column) for column in zip(*told, strict=True)))
             parts.decision.migration = migration
-            if parts.units is not None and parts.units.segments and (self.config.may_move or self.config.mode == "off"):
-                cost = measure_move_cost(parts.process_group, parts.device)
-                told = everybody.gather([*cost, parts.units.bytes_of_units])
-                per_byte_s, fixed_s, num_bytes = (max(column) for column in zip(*told, strict=True))
-                parts.decision.expect_moves(MoveCost(per_byte_s, fixed_s), num_bytes)
+            self._moves.calibrate()
 
     def _decide(self) -> None:
         """A new plan, from what all ranks measured until the last update; this rank's numbers go out for the next."""
         self._is_at(Call.STEP)
         measured, before = self._parts.monitor, self.plan.relieved
-        self._move_log.planned(self.plan)
+        self._moves.will_decide()
         self._parts.decision.update(measured.times, measured.cost, measured.wait_s, self._agreed)
         if self._parts.rank == 0 and self.plan.relieved != before:
             logger.info("step %d: %s", self._num_steps, self.plan.told)

@@ -1,0 +1,91 @@
+"""Units change hands as it was decided, or by hand; and what is told of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from zeroresize.config_keys import MOVING_MODES
+from zeroresize.control.assembly import Parts
+from zeroresize.control.move_log import MoveLog
+from zeroresize.measure.calibrate_moves import measure_move_cost
+from zeroresize.plan.group import WorkloadPlan
+from zeroresize.policy.moving import MoveCost
+from zeroresize.resharding.agreement import NotEnoughMemoryError
+from zeroresize.resharding.units_in_force import CannotMoveError
+
+logger = logging.getLogger(__name__)
+
+
+class UnitMoves:
+    """Lets the ownership in force follow the plan's; every call that moves is collective.
+
+    Args:
+        parts: of the balancer.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts, self._log = parts, MoveLog()
+
+    def will_decide(self) -> None:
+        """The present plan is about to be replaced by a decision."""
+        self._log.planned(self._parts.decision.plan)
+
+    def follow(self, plan: WorkloadPlan, num_steps: int) -> None:
+        """Let units change hands where ``plan`` divides them in another way than they are.
+
+        Where something cannot move, or does not fit, nobody moves: a warning says so, and it is tried again later.
+
+        Raises:
+            RuntimeError: if the ranks do not agree, or one has died; nothing has changed here.
+        """
+        try:
+            self._move(plan, num_steps)
+        except (CannotMoveError, NotEnoughMemoryError) as error:
+            logger.warning("step %d: units stay where they are: %s", num_steps, error)
+            self._parts.decision.refuse_move(str(error))
+
+    def by_hand(self, shares: Sequence[float] | None, num_steps: int) -> None:
+        """As :meth:`zeroresize.balancer.Balancer.move` has it."""
+        parts, units = self._parts, self._parts.units
+        if units is None:
+            return
+        if parts.config.mode not in ("off", *MOVING_MODES):
+            raise ValueError(
+                f"move() with mode={parts.config.mode!r} is not allowed: units may move in the modes "
+                f"{', '.join(map(repr, MOVING_MODES))} and 'off'"
+            )
+        parts.decision.hold_owned(units.checked(shares) if shares is not None else None)
+        try:
+            self._move(parts.decision.plan, num_steps)
+        except BaseException as error:
+            parts.decision.refuse_move(str(error))
+            raise
+
+    def calibrate(self) -> None:
+        """Measure what a move takes, where one may be decided; collective over the group, and over its replicas."""
+        parts, units = self._parts, self._parts.units
+        everybody = parts.exchange_of_replicas or parts.exchange
+        if units is None or everybody is None or not units.segments:
+            return
+        if parts.config.may_move or parts.config.mode == "off":
+            cost = measure_move_cost(parts.process_group, parts.device)
+            told = everybody.gather([*cost, units.bytes_of_units])
+            per_byte_s, fixed_s, num_bytes = (max(column) for column in zip(*told, strict=True))
+            parts.decision.expect_moves(MoveCost(per_byte_s, fixed_s), num_bytes)
+
+    def _move(self, plan: WorkloadPlan, num_steps: int) -> None:
+        parts, units = self._parts, self._parts.units
+        if units is None or not units.segments or plan.owned == units.shares:
+            return
+        parts.plan_in_force.take_back()
+        move = units.move(plan.owned)
+        if parts.statistic is not None:
+            if units.is_home:
+                parts.statistic.resume()
+            else:
+                parts.statistic.pause()
+        if move is not None:
+            parts.decision.moved(move.largest_bytes, move.seconds)
+            if parts.rank == 0:
+                logger.info("step %d: %s", num_steps, self._log.line(move, plan, parts.decision.busy_s))
