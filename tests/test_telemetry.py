@@ -9,7 +9,7 @@ import pytest
 from full_disk import files_of_at_most
 from virtual_training import FEATURES, Run
 
-from zeroresize.config_keys import MIGRATING_MODES, MODES
+from zeroresize.config_keys import MIGRATING_MODES, MODES, MOVING_MODES
 from zeroresize.telemetry import JsonLinesTelemetry, TensorBoardTelemetry, UpdateRecord
 from zeroresize.utils.json_lines import read_json_lines
 
@@ -203,7 +203,9 @@ def test_off_tells_what_every_mode_would_do_and_does_nothing(run_ranks, tmp_path
         assert what_if == results[0][2], "the whole group's, on every rank"
         assert list(what_if) == list(told[-1]["would"]) == [mode for mode in MODES if mode != "off"]
         for mode, would in what_if.items():
-            assert would["ratios"] == [0.0, pytest.approx(would["pruned"][1] + would["lent"][1])]
+            computed = would["owned"][1] * (1.0 - would["pruned"][1] - would["lent"][1])
+            assert would["ratios"] == [0.0, pytest.approx(1.0 - computed)]
+            assert mode in MOVING_MODES or would["owned"] == [1.0, 1.0]
             assert would["ratios"][1] > 0.5
             assert mode in MIGRATING_MODES or would["lent"] == [0.0, 0.0]
             assert mode != "mig" or would["pruned"] == [0.0, 0.0]

@@ -6,6 +6,7 @@ from zeroresize.convert import convert
 from zeroresize.injection import StragglerInjector, round_robin, static
 from zeroresize.layers.linear import ColumnParallelLinear, RowParallelLinear
 from zeroresize.layers.segment import Segment
+from zeroresize.resharding.sharded_state import sharded_state_dict
 from zeroresize.telemetry import JsonLinesTelemetry, TensorBoardTelemetry, UpdateRecord
 
 __version__ = "0.1.0"
@@ -22,5 +23,6 @@ __all__ = [
     "UpdateRecord",
     "convert",
     "round_robin",
+    "sharded_state_dict",
     "static",
 ]

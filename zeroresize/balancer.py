@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from zeroresize.control.move_log import MoveLog
 from zeroresize.measure.calibrate_moves import measure_move_cost
 from zeroresize.measure.calibration import calibrate_group
 from zeroresize.plan.group import WorkloadPlan
+from zeroresize.policy.cost_model import MigrationCost
 from zeroresize.policy.moving import MoveCost
 from zeroresize.resharding.agreement import NotEnoughMemoryError
 from zeroresize.resharding.units_in_force import CannotMoveError
@@ -43,6 +45,9 @@ class Balancer:
         optimizer: the optimizer that steps its parameters.
         process_group: the tensor-parallel group; making the balancer is collective over it.
         config: the configuration that ``convert`` was given; for another one convert again first.
+        data_parallel_group: the ranks that hold the same shards as this one, and must own the same units: needed for
+            units to move where there are ranks outside of ``process_group``, and no DistributedDataParallel around the
+            layers tells. Where units may move, all methods that are collective are so over all replicas.
         on_update: called with an :class:`~zeroresize.telemetry.UpdateRecord` at every update, on every rank.
 
     Attributes:
@@ -52,7 +57,8 @@ class Balancer:
     Raises:
         ValueError: if ``process_group`` is None or not the layers' own, the model has not been converted, or with
             another configuration, or has another balancer, ``optimizer`` steps none of the layers' weights, or the
-            ranks do not agree on the configuration. Unless ``start_checks`` is off also if it does not step some of
+            ranks do not agree on the configuration; if ``data_parallel_group`` lacks this rank, or does not make whole
+            replicas of the group. Unless ``start_checks`` is off also if it does not step some of
             them that want gradients, or DistributedDataParallel averages over the group; the first training forward
             raises it if parameters that are no shards differ between the ranks.
     """
@@ -64,10 +70,11 @@ class Balancer:
         *,
         process_group: ProcessGroup,
         config: BalanceConfig,
+        data_parallel_group: ProcessGroup | None = None,
         on_update: Callable[[UpdateRecord], None] | None = None,
     ) -> None:
         self.config, self.on_update = config, on_update
-        self._parts = build(model, optimizer, process_group, config)
+        self._parts = build(model, optimizer, process_group, config, data_parallel_group)
         self.lineage = self._parts.lineage
         self._num_steps = 0
         self._has_calibrated = self._is_closed = self._is_at_home = False
@@ -144,7 +151,8 @@ class Balancer:
         """In mode "off": what each mode would do with the group now, by mode; empty in other modes.
 
         ``predicted_step_s`` (seconds of a step), ``gain`` (the share of the step that it saves; both NaN before the
-        first decision), and of every rank, in lists: ``pruned``, ``lent``, and ``ratios``, the two together. The same
+        first decision), and of every rank, in lists: ``pruned``, ``lent``, ``owned`` (1 is an even
+        share), and ``ratios``, what is left out of an even share by the three together. The same
         on every rank.
         """
         return records.what_if(self._parts)
@@ -201,13 +209,12 @@ class Balancer:
                 f"{', '.join(map(repr, MOVING_MODES))} and 'off'"
             )
         checked = parts.units.checked(shares) if shares is not None else None
-        held_before = parts.decision.plan.owned
         parts.decision.hold_owned(checked)
         self._is_at(Call.MOVING)
         try:
             self._move_units(by_hand=True)
-        except BaseException:
-            parts.decision.hold_owned(held_before)
+        except BaseException as error:
+            parts.decision.refuse_move(str(error))
             raise
         self._change_plan()
         self._is_at(Call.TRAINING)
@@ -286,7 +293,8 @@ class Balancer:
                 another kind, naming that; nothing has changed then. In modes that migrate, where it is collective, also
                 if the ranks were given different states.
         """
-        migrates = self._parts.lender is not None
+        parts = self._parts
+        migrates = parts.lender is not None or parts.exchange_of_replicas is not parts.exchange
         self._is_at(Call.LOADING)
         problem = balancer_state.why_not_loadable(self._parts, state_dict)
         if migrates:  # nobody may wait for a rank that has none to load
@@ -368,7 +376,8 @@ class Balancer:
         if parts.exchange is not None and not self._has_calibrated and parts.monitor.is_step_of_training:
             self._has_calibrated = True
             self._is_at(Call.STEP)
-            parts.decision.migration = calibrate_group(
+            everybody = parts.exchange_of_replicas or parts.exchange
+            migration = calibrate_group(
                 parts.layers,
                 parts.process_group,
                 self.config,
@@ -376,9 +385,13 @@ class Balancer:
                 parts.decision.migration,
                 parts.exchange.meet,
             )
-            if parts.units is not None and parts.units.segments:
+            if migration is not None and everybody is not parts.exchange:  # replicas have measured their own
+                told = everybody.gather(dataclasses.astuple(migration))
+                migration = MigrationCost(*(max(column) for column in zip(*told, strict=True)))
+            parts.decision.migration = migration
+            if parts.units is not None and parts.units.segments and (self.config.may_move or self.config.mode == "off"):
                 cost = measure_move_cost(parts.process_group, parts.device)
-                told = parts.exchange.gather([*cost, parts.units.bytes_of_units])
+                told = everybody.gather([*cost, parts.units.bytes_of_units])
                 per_byte_s, fixed_s, num_bytes = (max(column) for column in zip(*told, strict=True))
                 parts.decision.expect_moves(MoveCost(per_byte_s, fixed_s), num_bytes)
 

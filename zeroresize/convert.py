@@ -9,7 +9,6 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.nn.parallel import DistributedDataParallel
 
 from zeroresize.comm.collectives import group_size, require_group, same_ranks, sends_from_device, world_size
 from zeroresize.config import BalanceConfig
@@ -24,6 +23,7 @@ from zeroresize.measure.device_speed import measured_shares
 from zeroresize.measure.step_timer import LayerTimer
 from zeroresize.plan.ownership import checked_shares
 from zeroresize.resharding.agreement import Meet, meet_over
+from zeroresize.resharding.data_parallel import unwrap
 from zeroresize.resharding.state_dicts import guard_modules
 from zeroresize.resharding.units_in_force import UnitsInForce
 from zeroresize.utils.value_checks import one_of
@@ -128,7 +128,7 @@ def _find_segments(
     model: nn.Module, layers: Mapping[str, BalancedLinear], process_group: ProcessGroup, named: Sequence[Segment]
 ) -> None:
     """Tell every layer in which segment it lies."""
-    found, staying_even = find_segments(_unwrap(model), layers, group_size(process_group), named)
+    found, staying_even = find_segments(unwrap(model), layers, group_size(process_group), named)
     for segment in found:
         for name in segment.layers:
             layers[name].segment = segment
@@ -192,7 +192,7 @@ def balanced_layers(model: nn.Module) -> dict[str, BalancedLinear]:
     """The converted layers of ``model`` by name, in the order of the model."""
     return {
         name: module
-        for name, module in _unwrap(model).named_modules()
+        for name, module in unwrap(model).named_modules()
         if isinstance(module, BalancedLinear) and module.is_converted
     }
 
@@ -303,7 +303,7 @@ def _require_no_other_group(model: nn.Module) -> None:
 
 def _parallel_layers(model: nn.Module) -> Iterator[tuple[str, Any, HostAdapter]]:
     """Parallel linear layers of all hosts: name, layer, and the adapter that knows it."""
-    for name, module in _unwrap(model).named_modules():
+    for name, module in unwrap(model).named_modules():
         host = host_of(module)
         if host is not None:
             yield name, module, host
@@ -320,13 +320,6 @@ def _why_left_alone(module: Any, host: HostAdapter, process_group: ProcessGroup)
     if module.weight.shape[1] < 2:
         return "it has fewer than two input features"
     return None
-
-
-def _unwrap(model: nn.Module) -> nn.Module:
-    """The module inside Booster's or DDP's wrappers, so that layer names do not depend on them."""
-    unwrap = getattr(model, "unwrap", None)
-    model = unwrap() if callable(unwrap) else model
-    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def _nothing_to_convert(left_alone: Mapping[str, str], filtered: list[str]) -> str:

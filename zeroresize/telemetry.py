@@ -41,8 +41,8 @@ class UpdateRecord:
             home for a checkpoint and back.
         moving_s: how long that took the slowest rank.
         would: in mode "off", what each mode would do with the group, by mode: ``predicted_step_s``, ``gain`` (the share
-            of the step that it saves), and ``most_ratio``, the largest γ of a rank; ``Balancer.what_if`` tells every
-            rank's. In groups of more than 128 ranks what that last told, if anything.
+            of the step that it saves), and ``most_ratio``, the most that any rank is relieved of; ``Balancer.what_if``
+            tells every rank's. In groups of more than 128 ranks what that last told, if anything.
     """
 
     update: int

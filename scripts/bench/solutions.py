@@ -8,8 +8,8 @@ predicts; at the end also what new plans had predicted before their first step. 
 by which SEMI prunes, would have to drop for SEMI's step time, interpolated between ratios that it is pinned to.
 
 "removed" is the share of the removable slowdown that a solution removes, (Baseline − its step) / (Baseline − T*). With
-``--run 200`` the default also meets each χ unprepared, and told is its mean step over so many steps, those before its
-first plan included. ``--shares 2 1`` adds a copy that is divided so from the start.
+``--unprepared 200`` the default also meets each χ unprepared, and told is its mean step over so many steps, those
+before its first plan included. ``--shares 2 1`` adds a copy that is divided so from the start.
 
 ``--unequal 4 2 1 1`` slows every rank by its own χ instead, and compares SEMI with every number λ of migrating
 stragglers, by both rules (Fig. 11). Four ranks on two cores also want ``--everyone 8``: ranks that share a core slow
@@ -311,7 +311,7 @@ def main() -> None:
     parser.add_argument("--update-every", type=int, default=5)
     parser.add_argument("--tolerance", type=float, default=0.1, help="SEMI's steps may take half of it longer")
     parser.add_argument("--only", nargs="+", choices=SOLUTIONS, default=list(SOLUTIONS), help="solutions")
-    parser.add_argument("--run", type=int, default=0, help="steps in which the default meets each χ unprepared")
+    parser.add_argument("--unprepared", type=int, default=0, help="steps in which the default meets each χ unprepared")
     parser.add_argument(
         "--shares", type=float, nargs="+", help="of every rank: a copy that is divided so from the start"
     )
@@ -346,7 +346,7 @@ def main() -> None:
     bench.settle(even, 3)
     rows = []
     for chis in all_chis:
-        runs = {DEFAULT: bench.unprepared_run(DEFAULT, chis, arguments.run)} if arguments.run else {}
+        runs = {DEFAULT: bench.unprepared_run(DEFAULT, chis, arguments.unprepared)} if arguments.unprepared else {}
         bench.settle(chis, arguments.updates)
         rows += report(bench, chis, bench.compare(chis, arguments.rounds, arguments.steps), runs)
         bench.settle(even, 3)

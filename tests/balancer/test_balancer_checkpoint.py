@@ -235,7 +235,7 @@ DAMAGE = [
     ((*OWN, "selector", "pruned_steps", "down"), GONE, r"selector\.pruned_steps\.down: missing"),
     ((*OWN, "selector", "steps"), [[0.5, 0.0, False]], r"steps\[0\]: a list of 4 is needed"),
     ((*OWN, "measurement", "calibrated_on"), ["cpu"], "calibrated_on: a list of 5 is needed"),
-    ((*OWN, "measurement", "interval"), [[0.1, 0.1, 0.1, [0.1] * 3, 0.1, 0.1]], r"interval\[0\]\[4\]: true or false"),
+    ((*OWN, "measurement", "interval"), [[0.1, 0.1, 0.1, [0.1] * 4, 0.1, 0.1]], r"interval\[0\]\[4\]: true or false"),
     ((*OWN, "measurement", "estimator", "mean"), [1.0], r"estimator\.mean: a list of \d+ is needed"),
     ((*OWN, "measurement", "estimator", "calibrated", "ratios", 0), 0.5, "must ascend from 0"),
     ((*OWN, "statistic"), ["variation host"], "statistic: a list of 2 is needed"),

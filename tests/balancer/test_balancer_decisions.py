@@ -190,7 +190,8 @@ def test_metrics_are_flat_numbers_with_the_documented_names(run_ranks):
         run.updates(2)
         return run.balancer.metrics()
 
-    decided = ["ratio", "pruned_share", "lent_share", "borrowed_share", "is_straggler", "predicted_step_s"]
+    decided = ["ratio", *(f"{name}_share" for name in ("pruned", "lent", "borrowed", "owned")), "relieved"]
+    decided += ["is_straggler", "predicted_step_s"]
     names = [*decided, "busy_s", "gemm_s", "least_busy_s", "balancing_s", "statistic_bytes", "migration_bytes"]
     for metrics in run_ranks(train, 2):
         assert sorted(metrics) == sorted(f"balance/{name}" for name in names)

@@ -170,7 +170,7 @@ def test_a_balancer_that_was_dropped_leaves_nothing_to_the_next(run_ranks):
 
 
 LEAVES_HOOKS = [
-    dict(pruned_update="freeze"),
+    dict(mode="zero-pri", pruned_update="freeze"),
     dict(mode="zero-pri", priority="path_length"),
     dict(mode="zero-pri", priority="activation"),
     dict(mode="zero-pri", priority="variation"),
@@ -203,7 +203,7 @@ def test_a_balancer_that_could_not_be_made_leaves_no_hooks(run_ranks, config):
         run = Run(group, mode="off")
         run.balancer.close()
         with pytest.raises(ValueError, match="do not agree on seed"):
-            balancer_of(run, group, zr.BalanceConfig(seed=rank, **config))
+            balancer_of(run, group, zr.BalanceConfig(**{"mode": "zero-pri", "seed": rank, **config}))
         return hooks_of(run)
 
     assert run_ranks(train, 2) == [[]] * 2

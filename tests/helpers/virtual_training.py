@@ -85,7 +85,8 @@ class Run:
     """
 
     def __init__(self, group, gather_s=0.001, on_update=None, chi=None, model=Pair, **config):
-        self.config = zr.BalanceConfig(**{"mode": "zero-rd", "update_every": 3, **config})
+        still = {"moves": False} if config.get("mode") == "semi" else {}  # tests of moving ask for it
+        self.config = zr.BalanceConfig(**{"mode": "zero-rd", "update_every": 3, **still, **config})
         self.time = VirtualTime(gather_s)
         self.time.chi = (chi or {}).get(dist.get_rank(), 1.0)
         self.model = zr.convert(model(group), process_group=group, config=self.config)

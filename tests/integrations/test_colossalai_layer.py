@@ -300,3 +300,35 @@ def test_a_linear_with_fewer_features_than_ranks_stays_a_plain_one(run_ranks):
         assert integration.BalancedLinear1D_Row.from_native_module(linear, group) is linear
 
     run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("kind", ["GPT2FusedLinearConv1D_Col", "GPT2FusedLinearConv1D_Row"])
+def test_columns_of_a_transposed_weight_are_its_rows(run_ranks, kind):
+    """Pruned ones take no part: as if the weight were zero there."""
+
+    def check(rank, group):
+        model = nn.Sequential(native(Host(group), kind, 12, 18)).double()
+        convert(model, process_group=group, config=OFF)
+        layer = model[0]
+        kept = list(range(1, layer.num_columns, 2))
+        mask = torch.zeros(layer.num_columns, 1, dtype=torch.float64)
+        mask[kept] = 1.0
+        x = torch.randn(4, 5, layer.num_columns, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        results = []
+        for plan in (None, plan_keeping(kept, layer.num_columns)):
+            layer.zero_grad()
+            own_x = x.clone().requires_grad_()
+            weight = layer.weight.detach().clone()
+            if plan is None:
+                layer.weight.data *= mask
+            layer.plan = plan
+            y = layer(own_x)
+            y.square().sum().backward()
+            layer.weight.data = weight
+            results.append([y.detach(), own_x.grad, layer.weight.grad * mask, layer.bias.grad])
+            if plan is not None:
+                assert torch.equal(layer.weight.grad, layer.weight.grad * mask)
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+    run_ranks(check, 2)

@@ -9,6 +9,8 @@ from uneven_shards import assert_any_owner_computes_the_same
 from zeroresize import convert
 from zeroresize.convert import balanced_layers
 from zeroresize.integrations.find_segments import find_segments
+from zeroresize.integrations.key_dropout import key_dropout
+from zeroresize.layers.unit_dropout import UnitDropout
 
 pytestmark = pytest.mark.usefixtures("colossalai_module")
 
@@ -90,5 +92,23 @@ def test_a_bias_that_the_activation_adds_moves_along(run_ranks, kind):
         assert reasons == {} and len(segments) == 2 * DEPTH
         assert any(getattr(layer, "skip_bias_add", False) for layer in balanced_layers(model).values())
         assert_any_owner_computes_the_same(model, segments, compute(kind), group)
+
+    run_ranks(check, 2)
+
+
+def test_dropout_of_parallel_inputs_is_keyed_by_the_unit(run_ranks):
+    def check(rank, group):
+        model, segments, _ = sharded("Bert", group, attention="eager", attention_probs_dropout_prob=0.3)
+        names = {type(layer.attention.self.dropout).__name__ for layer in model.encoder.layer}
+        assert names == {"DropoutForParallelInput"}
+        assert key_dropout(model, segments, seed=3) == {}
+
+        def from_the_first_call(model):
+            for layer in model.encoder.layer:
+                assert isinstance(layer.attention.self.dropout, UnitDropout)
+                layer.attention.self.dropout.num_calls = 0
+            return compute("Bert")(model)
+
+        assert_any_owner_computes_the_same(model, segments, from_the_first_call, group)
 
     run_ranks(check, 2)

@@ -9,13 +9,16 @@ import pytest
 import torch
 from log_lines import caught_log_lines
 from torch import nn
+from uneven_shards import assert_any_owner_computes_the_same
 
 import zeroresize as zr
 from zeroresize.convert import balanced_layers
-from zeroresize.integrations import SwappedClasses, hosts, register_host
+from zeroresize.integrations import SwappedClasses, hosts, register_host, segment_registry
+from zeroresize.integrations.find_segments import find_segments
 from zeroresize.layers.balanced_linear import BalancedLinear
 
 ROOT = Path(__file__).parents[2]
+PROGRAMS = re.findall(r"```python\n(.*?)```", (ROOT / "docs/adding_a_host.md").read_text(), re.DOTALL)
 CONFIG = zr.BalanceConfig(mode="zero-rd")
 
 
@@ -23,7 +26,7 @@ CONFIG = zr.BalanceConfig(mode="zero-rd")
 def example(monkeypatch):
     """The names of the program in the docs; its host is forgotten again when the test ends."""
     monkeypatch.setattr(hosts, "_hosts", list(hosts._hosts))
-    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/adding_a_host.md").read_text(), re.DOTALL)
+    program, _ = PROGRAMS
     names = {"__name__": "adding_a_host"}
     exec(compile(program, "docs/adding_a_host.md", "exec"), names)
     return names
@@ -34,6 +37,23 @@ def test_the_example_of_the_docs_trains_while_a_rank_prunes(run_ranks, example):
     assert losses == losses_1 and plan == plan_1
     assert losses[-1] < losses[0]
     assert [rank.pruned for rank in plan.ranks] == [0.0, 0.5]
+
+
+def test_the_registered_module_of_the_docs_has_heads_on_any_rank(run_ranks, monkeypatch):
+    monkeypatch.setattr(segment_registry, "_adapters", dict(segment_registry._adapters))
+    names = {"__name__": "adding_a_host"}
+    exec(compile(PROGRAMS[1], "docs/adding_a_host.md", "exec"), names)
+
+    def check(rank, group):
+        torch.manual_seed(0)
+        model = names["Attention"](16, 4, group).double()
+        zr.convert(model, process_group=group, config=CONFIG)
+        segments, reasons = find_segments(model, balanced_layers(model), 2)
+        assert reasons == {} and [(one.kind, one.layers) for one in segments] == [("heads", ("qkv", "out"))]
+        x = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        assert_any_owner_computes_the_same(model, segments, lambda model: model(x), group)
+
+    run_ranks(check, 2)
 
 
 def test_the_hosts_layers_are_swapped_in_place_and_compute_bitwise_alike(run_ranks, example):

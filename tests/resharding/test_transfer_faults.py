@@ -15,9 +15,9 @@ from moving import held, home, same, segments_of, uneven
 
 from zeroresize.comm.cpu_group import CpuGroup
 from zeroresize.comm.exchange import Exchange
-from zeroresize.layers.segment import UnitTensor
+from zeroresize.layers.segment import OwnedSegment, UnitTensor
 from zeroresize.plan.ownership import OwnershipMap
-from zeroresize.resharding import agreement, transfer
+from zeroresize.resharding import agreement, local_move, transfer
 from zeroresize.resharding.agreement import NotEnoughMemoryError
 from zeroresize.resharding.transfer import move_units
 
@@ -59,7 +59,7 @@ class Training:
 
     def moves(self):
         """Afterwards a move is possible, and training goes on."""
-        assert self.move(uneven(dist.get_world_size(self.group))).num_units > 0
+        assert self.move(uneven(dist.get_world_size(self.group))).num_units
         self.step()
 
 
@@ -118,18 +118,18 @@ def test_a_rank_that_dies_in_a_move_is_named_and_the_others_stay_as_they_were(tm
         training = Training(group, meets_by_exchange=meets_by_exchange)
         if rank != 1:
             return training.fails(uneven(3, 2), max_bytes=2000)
-        real, rounds = transfer.start_messages, []
+        real, rounds = local_move.start_messages, []
 
         def start(*arguments):
             rounds.append(1)
             return dying()(*arguments) if len(rounds) == 3 else real(*arguments)
 
         if when == "between rounds":
-            transfer.start_messages = start
+            local_move.start_messages = start
         elif when == "after":
             transfer.require_received = lambda *_: os._exit(0)
         else:
-            transfer.start_messages = dying(send_half if when == "while" else lambda *_: None)
+            local_move.start_messages = dying(send_half if when == "while" else lambda *_: None)
         training.move(uneven(3, 2), max_bytes=2000)
         return "did not die"
 
@@ -144,7 +144,10 @@ def test_ranks_that_were_given_different_targets_do_not_move(run_ranks):
     def check(rank, group):
         training = Training(group)
         told = training.fails(uneven(3) if rank == 1 else uneven(3, 1))
-        assert "differ in the segments, their owners or the targets" in told and "[[0, 2], [1]]" in told
+        assert (
+            "differ in the segments, their owners or the targets" in told
+            and "ranks [0, 2] of the group and ranks [1]" in told
+        )
         training.moves()
 
     run_ranks(check, 3)
@@ -224,19 +227,24 @@ def test_ranks_of_one_host_share_its_memory(run_ranks, monkeypatch):
     def check(rank, group):
         training = Training(group)
         needs = []
-        real = transfer.require_memory
+        real = agreement.meet_prepared
 
-        def require_memory(needed, *rest):
-            needs.append(needed)
-            real(needed, *rest)
+        def meet_prepared(meet, own):
+            needs.append(own[0])
+            return real(meet, own)
 
-        monkeypatch.setattr(transfer, "require_memory", require_memory)
-        monkeypatch.setattr(agreement, "free_bytes", lambda device: 60_000)
-        training.fails(uneven(2), NotEnoughMemoryError)
+        monkeypatch.setattr(agreement, "meet_prepared", meet_prepared)
+        monkeypatch.setattr(agreement, "free_bytes", lambda device: 2**20)
+        segment = training.segments[1]
+        owner = torch.nn.Module()
+        owner.wide = torch.nn.Parameter(torch.zeros(segment.owned.counts[rank], 6000, dtype=torch.float64))
+        segment.tensors = (*segment.tensors, UnitTensor(owner, "wide", "wide", 0, 1))
+        training.before = held(training.segments, training.optimizer)
+        training.fails({"1.down": segment.owned.with_counts((11, 13))}, NotEnoughMemoryError)
         return needs[0]
 
     needed = run_ranks(check, 2)
-    assert max(needed) <= 60_000 < sum(needed)
+    assert max(needed) <= 2**20 < sum(needed)
 
 
 def test_memory_is_known_on_a_cpu_with_meminfo(monkeypatch, tmp_path):
@@ -254,7 +262,7 @@ def test_memory_that_runs_out_all_the_same_is_told_to_all(run_ranks, monkeypatch
             def allocate(*_):
                 raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
-            monkeypatch.setattr(transfer._Move, "allocate", allocate)
+            monkeypatch.setattr(local_move.LocalMove, "allocate", allocate)
         told = training.fails(uneven(2))
         monkeypatch.undo()
         training.moves()
@@ -315,7 +323,7 @@ def test_with_one_element_the_step_stays_a_step(run_ranks):
         optimizer = torch.optim.Adam([owner.bias])
         optimizer.state[owner.bias] = {"step": torch.full((1,), 5.0), "exp_avg": torch.full((1,), 10.0 + rank)}
         tensors = (UnitTensor(owner, "bias", "bias", 0, 1),)
-        segment = transfer.OwnedSegment("s", "units", ("s",), tensors, OwnershipMap.even(2, 2))
+        segment = OwnedSegment("s", "units", ("s",), tensors, OwnershipMap.even(2, 2))
         move_units([segment], {"s": OwnershipMap(np.array([0, 0]), 2)}, process_group=group, optimizer=optimizer)
         return {"bias": owner.bias.tolist(), **{key: one.tolist() for key, one in optimizer.state[owner.bias].items()}}
 

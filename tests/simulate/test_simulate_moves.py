@@ -195,17 +195,6 @@ def test_the_longer_a_turn_lasts_the_sooner_moving_pays():
     assert always[320] < never[320] and ours[320] < never[320]
 
 
-def test_what_moves_really_take_is_learned():
-    """They were believed to be free."""
-    chi = lambda step: [4.0 if step // 80 % 4 == rank else 1.0 for rank in range(4)]  # noqa: E731
-    dear = cluster(chi, move=MoveCost(60.0, 0.0))
-    learning, believing = (
-        simulate(EXACT, dear, 3200, believed_move=MoveCost(0.01, 0.01), learns_moves=learns) for learns in (True, False)
-    )
-    assert len(believing.moves) >= 30
-    assert len(learning.moves) <= 0.3 * len(believing.moves)
-
-
 def test_a_move_takes_its_time_before_the_step_that_it_is_for():
     run = simulate(EXACT, cluster(last_is_slow(2, 4.0), noise=0.0, move=MoveCost(1.0, 3.0)), 400)
     (step, num_bytes, seconds), *_ = run.moves

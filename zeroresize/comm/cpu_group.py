@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from zeroresize.comm.collectives import explain_failures, group_ranks
+from zeroresize.comm.collectives import explain_failures
 from zeroresize.comm.failure_reports import FailureReports
 from zeroresize.comm.rendezvous import Rendezvous
 from zeroresize.comm.whereabouts import Whereabouts
@@ -42,10 +42,13 @@ class CpuGroup:
     Args:
         process_group: the group of these ranks.
         agreement: values that must be the same on all of them, by name.
+        ranks: of the new group in place of these, counted over the whole world: ``process_group`` with its replicas.
+        where: this rank's whereabouts where another group keeps them up to date; by default new ones.
 
     Attributes:
-        rank, size: this rank within the group, and how many there are.
-        ranks: the group's, counted over the whole world.
+        rank, size: this rank within the new group, and how many there are.
+        ranks: the new group's, counted over the whole world.
+        whose: they are, for errors.
         time_limit: of every wait.
         where: this rank's whereabouts, for errors of waits here and of the layers' collectives over ``process_group``.
         reports: of failures.
@@ -55,10 +58,16 @@ class CpuGroup:
         RuntimeError: if not all ranks come within the time limit of ``process_group``.
     """
 
-    def __init__(self, process_group: ProcessGroup, agreement: Mapping[str, str]) -> None:
-        rendezvous = self._rendezvous = Rendezvous(process_group, "agree on what to balance")
+    def __init__(
+        self,
+        process_group: ProcessGroup,
+        agreement: Mapping[str, str],
+        ranks: Sequence[int] | None = None,
+        where: Whereabouts | None = None,
+    ) -> None:
+        rendezvous = self._rendezvous = Rendezvous(process_group, "agree on what to balance", ranks)
         self.rank, self.size, self.time_limit = rendezvous.rank, rendezvous.size, rendezvous.time_limit
-        self.ranks = group_ranks(process_group)
+        self.ranks, self.whose = rendezvous.ranks, rendezvous.whose
         self._num_agreements = 0
         self.require_agreement(agreement)
         ends = self._rendezvous.store, self.rank, self.size, self.time_limit
@@ -66,9 +75,10 @@ class CpuGroup:
         self._gloo: list[Any] = [self._rendezvous.connect(lambda: dist.ProcessGroupGloo(*ends))]
         self.close = weakref.finalize(self, self._gloo.clear)
         self._rendezvous.exchange("connected")  # nobody may leave again while others are still connecting
-        self.where = Whereabouts()
+        self.where = where or Whereabouts()
         self.reports = FailureReports(self._rendezvous, self.where)
-        explain_failures(process_group, self.reports)
+        if ranks is None:
+            explain_failures(process_group, self.reports)
 
     def start_round(self, numbers: Sequence[float], tag: int) -> Round:
         """Start sending ``numbers`` to every rank, and receiving as many of each; rounds of one ``tag`` keep order."""
@@ -88,7 +98,7 @@ class CpuGroup:
             said = [values.get(what) for values in by_rank]
             if len(set(said)) > 1:
                 detail = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(said))
-                raise ValueError(f"the ranks of the group do not agree on {what}: {detail}")
+                raise ValueError(f"the ranks of {self.whose} do not agree on {what}: {detail}")
 
 
 class Round:

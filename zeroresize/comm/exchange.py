@@ -20,14 +20,16 @@ class Exchange:
 
     Args:
         group: the ranks, on a CPU group of their own.
+        counts_forwards: whether all ranks make equally many training forwards; replicas need not.
 
     Attributes:
         where: this rank's whereabouts, to be kept up to date.
+        ranks: those that take part, in the order of the group, counted over the whole world.
     """
 
-    def __init__(self, group: CpuGroup) -> None:
-        self._group = group
-        self.where = group.where
+    def __init__(self, group: CpuGroup, *, counts_forwards: bool = True) -> None:
+        self._group, self._counts_forwards = group, counts_forwards
+        self.where, self.ranks = group.where, group.ranks
         self._round: Round | None = None
         self._posted_at = ""
 
@@ -90,11 +92,11 @@ class Exchange:
         try:
             table = under_way.wait()
         except NotAllCameError as error:
-            limit_s, missing = self._group.time_limit.total_seconds(), error.ranks
+            limit_s, missing, whose = self._group.time_limit.total_seconds(), error.ranks, self._group.whose
             in_job = [self._group.ranks[rank] for rank in missing]
             raise RuntimeError(
-                f"ranks {missing} of the group did not come to {started_at} within {limit_s:g} s: exchanging the "
-                f"balancer's numbers with ranks {missing} of the group (ranks {in_job} of the job) failed: one of them "
+                f"ranks {missing} of {whose} did not come to {started_at} within {limit_s:g} s: exchanging the "
+                f"balancer's numbers with ranks {missing} of {whose} (ranks {in_job} of the job) failed: one of them "
                 "may have died, failed before, made other calls, or be busy, as with a checkpoint, for longer than the "
                 f"time limit of their process group, {limit_s:g} s (timeout=... where it is made)"
                 f"{self._group.reports.tell(f'ranks {missing} did not come')}"
@@ -103,7 +105,7 @@ class Exchange:
         places = [Whereabouts.of_numbers(numbers[:num_of_place]) for numbers in table]
         self._group.reports.last_heard = places
         try:
-            require_same(places)
+            require_same(places, counts_forwards=self._counts_forwards)
         except RuntimeError as error:
             self._group.reports.tell(str(error), waits=False)
             raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar, TypeVar
 
@@ -30,9 +30,12 @@ class Rendezvous:
     Args:
         process_group: the group of these ranks.
         purpose: why they meet, for errors.
+        ranks: who meets in place of the group's ranks, counted over the whole world: the group's replicas as well.
 
     Attributes:
-        rank, size: this rank within the group, and how many there are.
+        rank, size: this rank among those that meet, and how many they are.
+        ranks: those that meet, counted over the whole world.
+        whose: they are, for errors.
         time_limit: of every wait.
         store: shared by the ranks. A call to it can block for ever, so call it only
             :func:`~zeroresize.utils.deadline.within` a limit.
@@ -40,12 +43,14 @@ class Rendezvous:
 
     _num_made: ClassVar[Counter[tuple[str, tuple[int, ...]]]] = Counter()
 
-    def __init__(self, process_group: ProcessGroup, purpose: str) -> None:
-        ranks = tuple(group_ranks(process_group))
-        self.rank, self.size, self.time_limit = group_rank(process_group), len(ranks), time_limit(process_group)
+    def __init__(self, process_group: ProcessGroup, purpose: str, ranks: Sequence[int] | None = None) -> None:
+        self.ranks = tuple(group_ranks(process_group) if ranks is None else ranks)
+        self.rank = group_rank(process_group) if ranks is None else self.ranks.index(dist.get_rank())
+        self.size, self.time_limit = len(self.ranks), time_limit(process_group)
+        self.whose = "the group" if ranks is None else "the group and its replicas"
         self._purpose = purpose
-        name = f"zeroresize, to {purpose}/{'-'.join(map(str, ranks))}/{self._num_made[purpose, ranks]}"
-        self._num_made[purpose, ranks] += 1
+        name = f"zeroresize, to {purpose}/{'-'.join(map(str, self.ranks))}/{self._num_made[purpose, self.ranks]}"
+        self._num_made[purpose, self.ranks] += 1
         self.store: Any = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
 
     def exchange(self, where: str, message: str = "") -> list[str]:
@@ -79,7 +84,7 @@ class Rendezvous:
             return within(self.time_limit + _GRACE, make)
         except Exception as error:
             raise RuntimeError(
-                f"all ranks of the group came to {self._purpose}, but could not be connected {self._limit_told}; or "
+                f"all ranks of {self.whose} came to {self._purpose}, but could not be connected {self._limit_told}; or "
                 "the job's store cannot be reached: the process that keeps it, usually rank 0's or torchrun's own, is "
                 "stopped or gone"
             ) from error
@@ -99,4 +104,4 @@ class Rendezvous:
                 "the job's store cannot be reached: the process that keeps it, usually rank 0's or torchrun's own, is "
                 "stopped or gone, or other ranks"
             )
-        return f"ranks {missing} of the group"
+        return f"ranks {missing} of {self.whose}"

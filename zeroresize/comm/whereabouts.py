@@ -60,8 +60,11 @@ class Whereabouts:
         return f"{self.call.value}{of_batch}, after {self.num_steps} calls of balancer.step()"
 
 
-def require_same(ranks: Sequence[Whereabouts]) -> None:
+def require_same(ranks: Sequence[Whereabouts], *, counts_forwards: bool = True) -> None:
     """Check that the ranks of a group came to each other from the same place.
+
+    Args:
+        counts_forwards: whether also after equally many training forwards.
 
     Raises:
         RuntimeError: if they did not, naming what each of them has called, and how often.
@@ -74,7 +77,7 @@ def require_same(ranks: Sequence[Whereabouts]) -> None:
         raise RuntimeError(f"the ranks of the group made different calls: {_by_rank(map(str, ranks))}")
     if ranks[0].call in _UNCOUNTED:
         return
-    if differ("num_steps", "num_forwards"):
+    if differ("num_steps", *(["num_forwards"] if counts_forwards else [])):
         # Ranks that meet at an update have equal counts of steps, so their counts of forwards tell.
         is_told = differ("num_steps")
         told = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from zeroresize.comm.collectives import group_rank, group_size, require_group, world_size
 from zeroresize.comm.cpu_group import CpuGroup
 from zeroresize.comm.exchange import Exchange
+from zeroresize.comm.replicas import ranks_with_replicas
 from zeroresize.comm.whereabouts import Whereabouts
 from zeroresize.config import BalanceConfig
 from zeroresize.config_keys import MIGRATING_MODES, MOVING_MODES, PRIORITY_MODES, PRUNING_MODES
@@ -34,6 +35,8 @@ from zeroresize.measure.restartable_statistic import RestartableStatistic
 from zeroresize.migration.lender import Lender
 from zeroresize.optim.freezing import ColumnFreezer
 from zeroresize.policy.columns.selector import ColumnSelector
+from zeroresize.resharding.agreement import MeetReplicas
+from zeroresize.resharding.data_parallel import replicas_of
 from zeroresize.resharding.state_dicts import guard_optimizer
 from zeroresize.resharding.units_in_force import UnitsInForce
 
@@ -51,6 +54,8 @@ class Parts:
         lineage: which of their columns are pruned.
         where: this rank is, for the other ranks and for what errors tell.
         exchange: of numbers with the other ranks.
+        exchange_of_replicas: with those that decide and move alike: data-parallel replicas, too, where units may move.
+            Without replicas it is ``exchange``.
         start_check: compares the ranks' parameters when training begins.
         forward_watch: compares the ranks' batches, and notices where no step is called.
         monitor: measures this rank's steps.
@@ -72,6 +77,7 @@ class Parts:
     lineage: LineageTable
     where: Whereabouts
     exchange: Exchange | None
+    exchange_of_replicas: Exchange | None
     start_check: StartCheck | None
     forward_watch: ForwardWatch | None
     monitor: RankMonitor
@@ -98,8 +104,15 @@ class Parts:
         self.attached.close()
 
 
-def build(model: nn.Module, optimizer: Any, process_group: ProcessGroup, config: BalanceConfig) -> Parts:
-    """Check what a balancer is given, and make its parts; collective over ``process_group``.
+def build(
+    model: nn.Module,
+    optimizer: Any,
+    process_group: ProcessGroup,
+    config: BalanceConfig,
+    data_parallel_group: ProcessGroup | None = None,
+) -> Parts:
+    """Check what a balancer is given, and make its parts; collective over ``process_group``, and over its data-parallel
+    replicas where units may move.
 
     The order matters: what needs no other rank is checked before the ranks meet, and an optimizer calls hooks in the
     order in which they were made. Where something fails, what was attached until then is taken back.
@@ -116,12 +129,18 @@ def build(model: nn.Module, optimizer: Any, process_group: ProcessGroup, config:
     with ExitStack() as attached:
         _prepare_layers(layers, config)
         attached.callback(_release_layers, layers)
-        exchange = start_check = forward_watch = lender = statistic = units = None
+        exchange = of_replicas = start_check = forward_watch = lender = statistic = units = None
         if num_ranks > 1:
-            exchange = _kept(_meet(config, layers, process_group), attached)
-            units = UnitsInForce(model, layers, optimizer, process_group, meet=exchange.meet)
+            exchange = of_replicas = _kept(_meet(config, layers, process_group), attached)
+            replicas = replicas_of(model, layers, process_group, data_parallel_group)
+            units = UnitsInForce(model, layers, optimizer, process_group, meet=exchange.meet, replicas=replicas)
             attached.callback(guard_optimizer(optimizer, units.are_away))
-        decision = _kept(_build_decision(config, num_ranks, exchange, units), attached)
+            if world_size() > num_ranks and config.mode in ("off", *MOVING_MODES):
+                group = replicas.group if units.why_not_movable is None else None
+                of_replicas = _kept(_meet_replicas(config, layers, process_group, group, exchange), attached)
+                if of_replicas is not exchange:
+                    units.meet = MeetReplicas(of_replicas.meet, of_replicas.ranks)
+        decision = _kept(_build_decision(config, num_ranks, of_replicas, units), attached)
         if exchange is not None and config.start_checks:
             start_check = _kept(StartCheck(model, layers, process_group, exchange), attached)
         # The freezer before the statistic, which so sees weights that were put back.
@@ -157,6 +176,7 @@ def build(model: nn.Module, optimizer: Any, process_group: ProcessGroup, config:
             lineage=LineageTable(layers),
             where=exchange.where if exchange is not None else Whereabouts(),
             exchange=exchange,
+            exchange_of_replicas=of_replicas,
             start_check=start_check,
             forward_watch=forward_watch,
             monitor=monitor,
@@ -209,13 +229,36 @@ def _meet(config: BalanceConfig, layers: Layers, process_group: ProcessGroup) ->
     Raises:
         ValueError: if they do not agree.
     """
+    return Exchange(CpuGroup(process_group, _agreement(config, layers)))
+
+
+def _meet_replicas(
+    config: BalanceConfig,
+    layers: Layers,
+    process_group: ProcessGroup,
+    data_parallel_group: ProcessGroup | None,
+    exchange: Exchange,
+) -> Exchange:
+    """Join the ranks of all data-parallel replicas, too; where there are none, ``exchange`` itself.
+
+    Raises:
+        ValueError: if they do not agree on what they will do, or are no whole replicas.
+    """
+    ranks = ranks_with_replicas(process_group, data_parallel_group, exchange)
+    if not ranks:
+        return exchange
+    group = CpuGroup(process_group, _agreement(config, layers), ranks, exchange.where)
+    return Exchange(group, counts_forwards=False)
+
+
+def _agreement(config: BalanceConfig, layers: Layers) -> dict[str, str]:
     agreement = {key: repr(value) for key, value in config.to_dict().items()}
     agreement["converted layers"] = ", ".join(layers)
     agreement["segments whose units may change hands"] = "; ".join(
         f"{segment.name} ({len(segment.owned.owners)} {segment.kind} by {segment.shares})"
         for segment in owned_segments(layers)
     )
-    return Exchange(CpuGroup(process_group, agreement))
+    return agreement
 
 
 def _build_decision(
@@ -225,8 +268,14 @@ def _build_decision(
         return GroupDecision(config, num_ranks, exchange)
     if units.why_not_movable is not None and config.mode in MOVING_MODES and config.moves:
         logger.info("no units change hands: %s", units.why_not_movable)
-    works = units.works if units.why_not_movable is None else ()
-    return GroupDecision(config, num_ranks, exchange, works, units.shares if units.segments else None)
+    if units.why_not_movable is None:
+        return GroupDecision(config, num_ranks, exchange, units.works, units.shares)
+    if units.is_home:
+        return GroupDecision(config, num_ranks, exchange)
+    stays = replace(config, moves=False) if config.mode in MOVING_MODES else config
+    decision = GroupDecision(stays, num_ranks, exchange, units.works)
+    decision.hold_owned(units.shares)
+    return decision
 
 
 def _build_selector(config: BalanceConfig, layers: Layers, rank: int) -> ColumnSelector:

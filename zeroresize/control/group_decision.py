@@ -28,7 +28,8 @@ class GroupDecision:
     Args:
         config: how to balance.
         num_ranks: size of the group.
-        exchange: with the other ranks; None in a group of one.
+        exchange: with the other ranks; of all data-parallel replicas of the group, replica by replica, where they are
+            to decide alike: then the slowest replica of each rank counts. None in a group of one.
         segments: whose units may change hands.
         owned: shares by which they are divided now; None for even ones.
 
@@ -47,12 +48,13 @@ class GroupDecision:
         owned: Sequence[float] | None = None,
     ) -> None:
         self._exchange, self._migration_transport = exchange, config.migration_transport
+        self._num_ranks = num_ranks
         self._may_migrate = config.mode in MIGRATING_MODES
         self._told_config = repr(config)
         self._controller = Controller(config, num_ranks, segments)
         if owned is not None:
             self._controller.set_owned(owned)
-        self._what_if = WhatIf(config, num_ranks)
+        self._what_if = WhatIf(config, num_ranks, segments)
         self._received: list[list[float]] | None = None
         self._lent_when_sent = (0.0,) * num_ranks
         self.migration: MigrationCost | None = None
@@ -83,13 +85,14 @@ class GroupDecision:
         # Who computes for whom must be agreed on before anybody sends anything; also whether anything was received:
         # where a time limit ended an exchange, the ranks may have saved different states.
         if self._may_migrate:
-            _require_equal([number for number, *_ in self._exchange.meet(self._fingerprint(agreed))])
+            self._require_equal([number for number, *_ in self._exchange.meet(self._fingerprint(agreed))])
         self._exchange.post([fingerprint, wait_s, *_as_numbers(times, cost)])
         self._lent_when_sent = lent_in_force
 
     def expect_moves(self, cost: MoveCost, bytes_of_units: float) -> None:
         """What a move costs by the calibration, and the bytes of all units of a rank; alike on all ranks."""
-        self._controller.expect_moves(cost, bytes_of_units)
+        for one in (self._controller, self._what_if):
+            one.expect_moves(cost, bytes_of_units)
 
     def moved(self, num_bytes: float, seconds: float) -> None:
         """Units have changed hands as planned: what the rank that sent or received most did, and how long it took."""
@@ -130,7 +133,7 @@ class GroupDecision:
         def received(value: Any, where: str) -> None:
             row(text, optional(each(each(number), num_ranks)))(value, where)
             if value[0] == self._told_config and value[1] is not None:
-                each(each(number, 7 + 3 * NUM_POINTS))(value[1], f"{where}[1]")
+                each(each(number, 8 + 3 * NUM_POINTS))(value[1], f"{where}[1]")
 
         return keyed(
             {
@@ -175,8 +178,9 @@ class GroupDecision:
             return
         fingerprints = [number for number, *_ in self._exchange.meet(self._fingerprint(agreed))]
         if len(set(fingerprints)) > 1:
-            told = "; ".join(f"rank {rank}: {number:.0f}" for rank, number in enumerate(fingerprints))
-            raise ValueError(f"the ranks of the group do not agree on the balancer's state: {told}")
+            numbers = self._exchange.ranks if self._has_replicas else range(self._num_ranks)
+            told = "; ".join(f"rank {rank}: {number:.0f}" for rank, number in zip(numbers, fingerprints, strict=True))
+            raise ValueError(f"the ranks of the {self._whole} do not agree on the balancer's state: {told}")
 
     def require_loadable(self, problem: Exception | None) -> None:
         """Check that every rank of the group has a state that it can load; collective.
@@ -194,8 +198,8 @@ class GroupDecision:
         unable = [rank for rank, (has_problem, *_) in enumerate(told) if has_problem]
         if unable and problem is None:
             raise ValueError(
-                f"ranks {unable} of the group cannot load their balancer's state (their errors say why): no rank has "
-                "loaded anything"
+                f"ranks {self._named(unable)} of the {self._whole} cannot load their balancer's state (their errors "
+                "say why): no rank has loaded anything"
             )
 
     @property
@@ -221,10 +225,10 @@ class GroupDecision:
     def _collect(self) -> None:
         received = self._exchange.collect() if self._exchange is not None else None
         if received is not None:
-            self._received = received
+            self._received = [_of_slowest(received[rank :: self._num_ranks]) for rank in range(self._num_ranks)]
 
     def _decide(self, received: list[list[float]]) -> None:
-        _require_equal([numbers[0] for numbers in received])
+        self._require_equal([numbers[0] for numbers in received])
         samples = [_as_rank_times(numbers[2:]) for numbers in received]
         waits_s = [numbers[1] for numbers in received]
         wait_s = math.nan if any(map(math.isnan, waits_s)) else min(waits_s)
@@ -239,26 +243,59 @@ class GroupDecision:
         of_step = self._lent_when_sent, self.num_calibration_steps
         return self._controller.fingerprint(self.plan, *of_step, migration, repr(agreed))
 
+    @property
+    def _has_replicas(self) -> bool:
+        return self._exchange is not None and len(self._exchange.ranks) > self._num_ranks
 
-def _require_equal(fingerprints: Sequence[float]) -> None:
-    differing = [rank for rank, value in enumerate(fingerprints) if value != fingerprints[0]]
-    if differing:
-        raise RuntimeError(
-            f"ranks {differing} of the group hold another plan, or another state, than rank 0: call pin, release "
-            "and load_state_dict alike on every rank, and load states that were saved together"
-        )
+    @property
+    def _whole(self) -> str:
+        """Among whom errors count ranks: replicas have none in the group."""
+        return "job" if self._has_replicas else "group"
+
+    def _named(self, rows: Sequence[int]) -> list[int]:
+        """The ranks that sent these rows."""
+        if self._exchange is None or not self._has_replicas:
+            return list(rows)
+        return [self._exchange.ranks[row] for row in rows]
+
+    def _require_equal(self, fingerprints: Sequence[float]) -> None:
+        differing = [row for row, value in enumerate(fingerprints) if value != fingerprints[0]]
+        if differing:
+            are_slowest = self._has_replicas and len(fingerprints) == self._num_ranks
+            whose = "group, or replicas of them," if are_slowest else self._whole
+            first, *others = [0, *differing] if are_slowest else self._named([0, *differing])
+            raise RuntimeError(
+                f"ranks {others} of the {whose} hold another plan, or another state, than rank {first}: call pin, "
+                "release and load_state_dict alike on every rank, and load states that were saved together"
+            )
+
+
+def _of_slowest(replicas: Sequence[list[float]]) -> list[float]:
+    """What counts of the numbers that a rank and its replicas sent: the longest times, and the shortest wait.
+
+    NaN where one of them knows no times, as they must wait for that one, too; and in place of fingerprints that differ.
+    """
+    if len(replicas) == 1:
+        return replicas[0]
+    fingerprints, waits_s = {numbers[0] for numbers in replicas}, [numbers[1] for numbers in replicas]
+    wait_s = math.nan if any(map(math.isnan, waits_s)) else min(waits_s)
+    times = [_as_rank_times(numbers[2:]).checked() for numbers in replicas]
+    unknown = [number for number, own in enumerate(times) if math.isnan(own.busy_s)]
+    slowest = unknown[0] if unknown else max(range(len(times)), key=lambda number: times[number].busy_s)
+    fingerprint = replicas[0][0] if len(fingerprints) == 1 else math.nan
+    return [fingerprint, wait_s, *replicas[slowest][2:]]
 
 
 def _as_numbers(times: RankTimes | None, cost: ResizingCost) -> list[float]:
-    own = (
-        [times.rest_s, times.gemm_s, times.gather_fill_scale, times.deviation] if times is not None else [math.nan] * 4
-    )
+    own = [math.nan] * 5
+    if times is not None:
+        own = [times.rest_s, times.gemm_s, times.gather_fill_scale, times.deviation, times.moving_rest]
     return [*own, cost.borrowing, *cost.ratios, *cost.gemm_share, *cost.gather_fill_s]
 
 
 def _as_rank_times(numbers: list[float]) -> RankTimes:
-    rest_s, gemm_s, gather_fill_scale, deviation, borrowing, *points = numbers
+    rest_s, gemm_s, gather_fill_scale, deviation, moving_rest, borrowing, *points = numbers
     third = len(points) // 3
     ratios, gemm_share, gather_fill_s = (tuple(points[i * third : (i + 1) * third]) for i in range(3))
     cost = ResizingCost(ratios, gemm_share, gather_fill_s, borrowing)
-    return RankTimes(rest_s, gemm_s, gather_fill_scale, cost, deviation)
+    return RankTimes(rest_s, gemm_s, gather_fill_scale, cost, deviation, moving_rest)

@@ -72,9 +72,10 @@ def what_if(parts: Parts) -> dict[str, dict[str, Any]]:
         mode: {
             "predicted_step_s": plan.predicted_step_s,
             "gain": 1.0 - plan.predicted_step_s / full_s,
-            "ratios": [rank.spared for rank in plan.ranks],
+            "ratios": [max(1.0 - rank.owned * (1.0 - rank.spared), 0.0) for rank in plan.ranks],
             "pruned": [rank.pruned for rank in plan.ranks],
             "lent": [rank.lent for rank in plan.ranks],
+            "owned": [rank.owned for rank in plan.ranks],
         }
         for mode, plan in parts.decision.what_if_plans.items()
     }

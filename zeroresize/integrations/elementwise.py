@@ -61,6 +61,7 @@ _MODULES: set[str] = {
     ),
     "colossalai.shardformer.layer.dropout.DropoutForParallelInput",
     "colossalai.shardformer.layer.dropout.DropoutForReplicatedInput",
+    "zeroresize.layers.unit_dropout.UnitDropout",
 }
 
 #: As functions of ``operator``, ``torch`` and ``torch.nn.functional``.

@@ -129,13 +129,21 @@ class _Search:
                 break
 
     def _take_traced(self, module: TracedModule, name: str, row: BalancedLinear) -> None:
-        columns = module.columns_of(row)
-        blocks = set(columns.values())
+        found = module.segment_of(row)
+        columns, blocks = found.columns, set(found.columns.values())
         if len(blocks) > 1:
             raise NotProven("its column-parallel layers hold different numbers of blocks")
         for layer in (*columns, row):
             self._require_only_in(module, layer)
-        segment = Segment(list(columns), row, num_blocks=blocks.pop(), kind="neurons")  # type: ignore[arg-type]
+        layers: list[Any] = [*columns, row]
+        segment = Segment(
+            layers[:-1],
+            layers[-1],
+            num_blocks=blocks.pop(),
+            kind="neurons",
+            dropouts=[(dropout, -1) for dropout in found.dropouts],
+            has_other_dropout=found.has_other_dropout,
+        )
         names = sorted(map(self._name_of, columns), key=self._order.__getitem__)
         self._reasons.pop(name, None)
         self._take(segment, names, name, is_proven=True)
@@ -218,6 +226,9 @@ class _Search:
             quantum=neuron_quantum(num_units * self._num_ranks, self._num_ranks) if unit_size == 1 else 1,
             min_units=segment.min_units,
             on_change=segment.on_change,
+            modules=tuple(self._layers[name] for name in (*columns, row)),
+            dropouts=tuple(segment.dropouts),
+            has_other_dropout=segment.has_other_dropout,
         )
 
     def _unit_tensors(self, name: str, rows: int, num_blocks: int) -> Iterator[UnitTensor]:

@@ -119,7 +119,8 @@ _hosts: list[HostAdapter] = [
     _OnceImported(  # importing it takes ten seconds
         "colossalai",
         "zeroresize.integrations.colossalai",
-        "Colossal-AI's Linear1D_Col / Linear1D_Row (convert after booster.boost or ShardFormer.optimize)",
+        "Colossal-AI's Linear1D_Col / Linear1D_Row and its fused layers (convert after booster.boost or "
+        "ShardFormer.optimize)",
     ),
     _OwnLayers(),
 ]

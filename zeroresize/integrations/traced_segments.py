@@ -25,6 +25,7 @@ from zeroresize.integrations.elementwise import (
     is_elementwise_module,
 )
 from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.layers.unit_dropout import UnitDropout
 
 #: Of a tensor, what says nothing of its features.
 _METADATA = ("dtype", "device")
@@ -43,6 +44,21 @@ class FromOutside(NotProven):
     """The input of a row-parallel layer comes from outside of the traced module."""
 
 
+@dataclass(frozen=True)
+class Found:
+    """What a row-parallel layer's input follows from.
+
+    Attributes:
+        columns: the column-parallel layers, and how many blocks each of them holds.
+        dropouts: dropout modules between, which are called nowhere else in the forward.
+        has_other_dropout: whether another dropout lies between.
+    """
+
+    columns: dict[BalancedLinear, int]
+    dropouts: tuple[nn.Module, ...]
+    has_other_dropout: bool
+
+
 @dataclass
 class TracedModule:
     """The graphs of a module's forward, in training and evaluation, with and without its optional arguments."""
@@ -51,8 +67,8 @@ class TracedModule:
     name: str
     _graphs: dict[int, list[fx.Graph] | NotProven] = field(default_factory=dict)
 
-    def columns_of(self, row: Any) -> dict[BalancedLinear, int]:
-        """The column-parallel layers of the segment that ``row`` ends, and how many blocks each of them holds.
+    def segment_of(self, row: Any) -> Found:
+        """The segment that ``row`` ends.
 
         Raises:
             FromOutside: if a larger module may show more.
@@ -61,10 +77,11 @@ class TracedModule:
         failures: list[NotProven] = []
         for holding in (None, row):  # what cannot be traced may be another submodule's forward
             try:
-                found = [_columns_in(graph, self.module, row) for graph in self._traced(holding)]
-                if any(columns != found[0] for columns in found):
+                found = [_found_in(graph, self.module, row) for graph in self._traced(holding)]
+                if any(one.columns != found[0].columns for one in found):
                     raise NotProven(f"the layers before it depend on how {self._told} is called")
-                return found[0]
+                dropouts = dict.fromkeys(module for one in found for module in one.dropouts)
+                return Found(found[0].columns, tuple(dropouts), any(one.has_other_dropout for one in found))
             except NotProven as error:
                 failures.append(error)
         if any(isinstance(one, FromOutside) for one in failures):
@@ -138,7 +155,7 @@ def _in_mode(module: nn.Module, training: bool) -> Iterator[None]:
             one.training = was
 
 
-def _columns_in(graph: fx.Graph, module: nn.Module, row: Any) -> dict[BalancedLinear, int]:
+def _found_in(graph: fx.Graph, module: nn.Module, row: Any) -> Found:
     modules: Mapping[str, nn.Module] = dict(module.named_modules(remove_duplicate=False))
     calls = [node for node in graph.nodes if _module_of(node, modules) is row]
     if not calls:
@@ -156,7 +173,27 @@ def _columns_in(graph: fx.Graph, module: nn.Module, row: Any) -> dict[BalancedLi
         for user in node.users:
             if user not in on_the_way and user not in calls and not _is_metadata(user):
                 raise NotProven(f"what {_described(node)} returns is also used by {_described(user)}")
-    return first
+    return Found(first, *_dropouts(graph, on_the_way, modules))
+
+
+def _dropouts(
+    graph: fx.Graph, on_the_way: set[fx.Node], modules: Mapping[str, nn.Module]
+) -> tuple[tuple[nn.Module, ...], bool]:
+    """Dropout modules that are called on the way only, and whether there is another dropout on it."""
+    found: dict[nn.Module, None] = {}
+    calls = {node: module for node in graph.nodes if (module := _module_of(node, modules)) is not None}
+    has_other = False
+    for node in graph.nodes:
+        if node not in on_the_way:
+            continue
+        module = calls.get(node)
+        if isinstance(module, nn.Dropout | UnitDropout) and all(
+            one in on_the_way for one, called in calls.items() if called is module
+        ):
+            found[module] = None
+        elif isinstance(module, nn.Dropout | nn.AlphaDropout) or getattr(node.target, "__name__", "") == "dropout":
+            has_other = True
+    return tuple(found), has_other
 
 
 def _walk_back(call: fx.Node, modules: Mapping[str, nn.Module]) -> tuple[dict[BalancedLinear, int], set[fx.Node]]:

@@ -14,6 +14,8 @@ from torch import nn
 from zeroresize.integrations.segment_registry import SegmentAdapter, StaysEven, register_by_name, require_elementwise
 from zeroresize.layers.segment import Segment
 
+#: The dimension of attention probabilities [B, heads, T, T] that holds heads.
+_HEADS = 1
 #: Forwards in place of a module's own that count heads as the module's own does.
 _READ_FORWARDS = "colossalai.shardformer.modeling."
 
@@ -36,7 +38,15 @@ def _self_attention(attention: Any, output: Any) -> Segment:
         attention.all_head_size = num_heads * head_size
 
     columns = [attention.query, attention.key, attention.value]
-    return Segment(columns, output.dense, unit_size=head_size, on_change=set_heads, kind="heads")
+    return Segment(
+        columns,
+        output.dense,
+        unit_size=head_size,
+        on_change=set_heads,
+        kind="heads",
+        dropouts=[(attention.dropout, _HEADS)] if hasattr(attention, "dropout") else (),
+        has_other_dropout=getattr(attention, "dropout_prob", 0.0) > 0.0,  # as of a function
+    )
 
 
 def _encoder_layer(module: Any) -> Segment:
@@ -65,6 +75,7 @@ def _llama_attention(module: Any) -> Segment:
         unit_size=groups * head_size,
         on_change=set_heads,
         kind="heads" if groups == 1 else "KV groups",
+        has_other_dropout=module.attention_dropout > 0.0,
     )
 
 
@@ -79,7 +90,16 @@ def _gpt2_attention(module: Any) -> Segment:
         # Tensor.split cannot make three parts of nothing by their size.
         module.split_size = num_heads * head_size or (0, 0, 0)
 
-    return Segment([module.c_attn], module.c_proj, unit_size=head_size, num_blocks=3, on_change=set_heads, kind="heads")
+    return Segment(
+        [module.c_attn],
+        module.c_proj,
+        unit_size=head_size,
+        num_blocks=3,
+        on_change=set_heads,
+        kind="heads",
+        dropouts=[(module.attn_dropout, _HEADS)],
+        has_other_dropout=module.attn_dropout.p > 0.0 and module.config._attn_implementation != "eager",
+    )
 
 
 def _gpt2_mlp(module: Any) -> Segment:

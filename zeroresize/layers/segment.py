@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -25,6 +26,9 @@ class Segment:
             the layers can follow (``num_heads`` of an attention module).
         min_units: how many units every rank must keep, where what lies between cannot do with none.
         kind: what a unit is, as reports name it: ``"neurons"``, ``"heads"``.
+        dropouts: dropout modules between the layers, each with the dimension of its input that holds the units.
+        has_other_dropout: whether something between the layers drops elements by random numbers of its own, so that
+            which ones depends on the rank.
     """
 
     column: Sequence[str | nn.Module]
@@ -34,6 +38,8 @@ class Segment:
     on_change: Callable[[int], None] | None = None
     min_units: int = 0
     kind: str = "units"
+    dropouts: Sequence[tuple[nn.Module, int]] = ()
+    has_other_dropout: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,9 +77,10 @@ class OwnedSegment:
         layers: names of its column- and row-parallel layers.
         tensors: what changes hands, in an order that is the same on every rank.
         quantum, min_units: as of :class:`~zeroresize.plan.ownership.SegmentWork`.
-        on_change: as of :class:`Segment`.
+        on_change, dropouts, has_other_dropout: as of :class:`Segment`.
         owned: who owns which units now.
         shares: of the ranks, by which they were divided.
+        modules: its layers, in the order of ``layers``.
     """
 
     name: str
@@ -84,6 +91,9 @@ class OwnedSegment:
     quantum: int = 1
     min_units: int = 0
     on_change: Callable[[int], None] | None = None
+    modules: tuple[Any, ...] = field(default=(), repr=False)
+    dropouts: tuple[tuple[nn.Module, int], ...] = field(default=(), repr=False)
+    has_other_dropout: bool = False
     shares: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:

@@ -44,7 +44,7 @@ def segment_works(layers: Mapping[str, BalancedLinear]) -> tuple[SegmentWork, ..
         SegmentWork(
             num_units=len(segment.owned.owners),
             quantum=segment.quantum,
-            work=sum(work[name] for name in segment.layers) / total,
+            work=sum(work[name] for name, layer in layers.items() if layer.segment is segment) / total,
             min_units=segment.min_units,
         )
         for segment in owned_segments(layers)

@@ -22,8 +22,8 @@ def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
         inner = getattr(inner, "optim", None)
         if inner is None:
             raise ValueError(
-                f"{type(optimizer).__name__} is no torch.optim.Optimizer and has none as its .optim: "
-                "pruned_update='freeze' and priority='path_length' need one"
+                f"{type(optimizer).__name__} is no torch.optim.Optimizer and has none as its .optim: moving units, "
+                "sharded_state_dict, pruned_update='freeze' and priority='path_length' need one"
             )
     return inner
 
@@ -46,7 +46,8 @@ def stepped_tensors(optimizer: Any, parameters: Mapping[str, Tensor]) -> dict[st
         if tensor.shape != parameter.shape:
             raise ValueError(
                 f"{name}: the optimizer keeps it as {tuple(tensor.shape)} instead of {tuple(parameter.shape)}, as "
-                "ZeRO's shards do; pruned_update='freeze' and priority='path_length' need whole parameters"
+                "ZeRO's shards do; moving units, sharded_state_dict, pruned_update='freeze' and priority='path_length' "
+                "need whole parameters"
             )
         found[name] = tensor
     return found

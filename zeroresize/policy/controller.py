@@ -59,14 +59,12 @@ class Controller:
         config: how to balance.
         num_ranks: size of the group.
         segments: in which units can change hands; none, and nothing moves.
-        bytes_of_units: bytes of the units of one rank at home, with all that moves along.
         num_calibration_steps: with how many steps that spare nobody the interval after the last update begins.
     """
 
     config: BalanceConfig
     num_ranks: int
     segments: Sequence[SegmentWork] = ()
-    bytes_of_units: float = 0.0
     num_calibration_steps: int = field(default=0, init=False)
     _times: list[RankTimes | None] = field(init=False)
     _shares: list[Shares] = field(init=False)
@@ -84,7 +82,7 @@ class Controller:
         self._measured_under = self._shares
         self._are_stragglers = [False] * self.num_ranks
         self._spells = Spells(self.num_ranks)
-        self._moving = Moving(self.num_ranks, self.segments, self.bytes_of_units)
+        self._moving = Moving(self.num_ranks, self.segments)
 
     def initial_plan(self) -> WorkloadPlan:
         """The plan in force from the first iteration: a ratio forced on named ranks, else all that a rank owns."""
@@ -157,12 +155,8 @@ class Controller:
 
     @property
     def move_cost(self) -> MoveCost:
-        """What a move takes, as far as is known. To be set, alike on every rank, where it was calibrated."""
+        """What a move takes, as far as is known."""
         return self._moving.cost
-
-    @move_cost.setter
-    def move_cost(self, cost: MoveCost) -> None:
-        self._moving.cost = cost
 
     @property
     def busy_s(self) -> tuple[float, ...]:

@@ -11,6 +11,7 @@ from zeroresize.plan.group import WorkloadPlan
 from zeroresize.plan.ownership import SegmentWork
 from zeroresize.policy.communication import CollectiveTimes
 from zeroresize.policy.controller import Controller
+from zeroresize.policy.moving import MoveCost
 from zeroresize.policy.times import RankTimes
 
 #: Modes that decide alike are tried once: those that only prune differ in the columns, not in how many.
@@ -27,7 +28,7 @@ class WhatIf:
     Args:
         config: of the run.
         num_ranks: size of the group.
-        segments, bytes_of_units: as of :class:`~zeroresize.policy.controller.Controller`.
+        segments: as of :class:`~zeroresize.policy.controller.Controller`.
 
     Attributes:
         plans: of the last update at which each decided, by mode.
@@ -38,15 +39,17 @@ class WhatIf:
         config: BalanceConfig,
         num_ranks: int,
         segments: Sequence[SegmentWork] = (),
-        bytes_of_units: float = 0.0,
     ) -> None:
         kinds = dict.fromkeys(_KIND_OF_MODE.values()) if config.mode == "off" else {}
-        self._controllers = {
-            kind: Controller(_deciding(config, kind), num_ranks, segments, bytes_of_units) for kind in kinds
-        }
+        self._controllers = {kind: Controller(_deciding(config, kind), num_ranks, segments) for kind in kinds}
         self._is_large = num_ranks > _MOST_RANKS
         self._num_updates = 0
         self._plans = {kind: controller.initial_plan() for kind, controller in self._controllers.items()}
+
+    def expect_moves(self, cost: MoveCost, bytes_of_units: float) -> None:
+        """As :meth:`Controller.expect_moves`."""
+        for controller in self._controllers.values():
+            controller.expect_moves(cost, bytes_of_units)
 
     def update(self, samples: Sequence[RankTimes], collectives: CollectiveTimes) -> None:
         """Let every controller decide, as :meth:`Controller.update` does, where it is time to."""

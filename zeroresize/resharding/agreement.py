@@ -8,6 +8,7 @@ import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,12 +17,32 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import Waitable, group_ranks, group_size, start_messages
 
-#: Up to two numbers of every rank of a group, in the order of the ranks; collective.
+#: Up to two numbers of every rank of a group, in the order of the ranks; collective. See also :class:`MeetReplicas`.
 Meet = Callable[..., Sequence[Sequence[float]]]
+
+
+@dataclass(frozen=True)
+class MeetReplicas:
+    """A :data:`Meet` of a group together with its data-parallel replicas: none of them may move alone.
+
+    Attributes:
+        meet: of all their ranks, replica by replica.
+        ranks: theirs, counted over the whole world, with which errors name them.
+    """
+
+    meet: Meet
+    ranks: Sequence[int]
+
+    def __call__(self, *numbers: float) -> Sequence[Sequence[float]]:
+        return self.meet(*numbers)
+
 
 _MEMINFO = Path("/proc/meminfo")
 #: What is left free of the memory that is free.
 _MARGIN = 0.05
+#: Free memory and where it is are told in one number: MiB times this, plus a hash of the place.
+_NUM_PLACES = 2**24
+_MOST_MIB = 2**28 - 1
 _NOTHING_CHANGED = "units did not move and nothing has changed"
 
 
@@ -51,7 +72,7 @@ def texts_of_ranks(text: str, meet: Meet, process_group: ProcessGroup, device: t
         RuntimeError: if a rank does not come, naming it.
     """
     data = text.encode()
-    most = int(max(size for size, *_ in meet(float(len(data)), 0.0)))
+    most = int(max(size for size, *_ in meet(float(len(data)), 0.0)))  # of all replicas, where it meets those
     own = torch.tensor(list(data.ljust(most)), dtype=torch.uint8, device=device)
     return [bytes(part.tolist()).decode().rstrip() for part in _of_every_rank(own, most, torch.uint8, process_group)]
 
@@ -82,42 +103,63 @@ def meet_prepared(meet: Meet, own: tuple[float, float] | Exception) -> Sequence[
     table = _together(meet, *own)
     failed = [rank for rank, (number, *_) in enumerate(table) if number < 0.0]
     if failed:
-        raise RuntimeError(f"{_NOTHING_CHANGED}: ranks {failed} of the group failed before; their errors tell why")
+        raise RuntimeError(f"{_NOTHING_CHANGED}: {named(failed, meet)} failed before; their errors tell why")
     return table
 
 
-def require_same(numbers: Sequence[float], what: str) -> None:
+def named(rows: Sequence[int], meet: Meet) -> str:
+    """The ranks that gave these rows of what ``meet`` returns."""
+    return f"ranks {[_number(row, meet) for row in rows]} of the {_whose(meet)}"
+
+
+def require_same(numbers: Sequence[float], what: str, meet: Meet) -> None:
     """Check that all ranks gave one number.
 
     Raises:
         RuntimeError: if not, naming the ranks that agree with each other.
     """
     if len(set(numbers)) > 1:
-        ranks = [[rank for rank, number in enumerate(numbers) if number == one] for one in dict.fromkeys(numbers)]
-        raise RuntimeError(f"{_NOTHING_CHANGED}: the ranks of the group differ in {what}: {ranks}")
+        alike = [
+            [_number(row, meet) for row, number in enumerate(numbers) if number == one]
+            for one in dict.fromkeys(numbers)
+        ]
+        raise RuntimeError(f"{_NOTHING_CHANGED}: the ranks of the {_whose(meet)} differ in {what}: {alike}")
 
 
-def require_memory(needed: int, device: torch.device, meet: Meet) -> None:
-    """Check that what a move needs fits on every rank; ranks on one CPU, or on one GPU, share what is free there.
+def allocate_together(needed: int, device: torch.device, allocate: Callable[[], None], meet: Meet) -> None:
+    """Call ``allocate`` once it is known that what every rank needs fits; collective.
+
+    Ranks on one CPU, or on one GPU, share what is free there.
 
     Args:
-        needed: bytes on this rank, on ``device``.
+        needed: bytes that this rank's ``allocate`` takes on ``device``. It must not fill them: they are taken before
+            other ranks have told what they need.
 
     Raises:
         NotEnoughMemoryError: on every rank, naming those that lack memory, and how much.
+        Exception: what ``allocate`` raises; the other ranks then raise a RuntimeError.
         RuntimeError: if a rank does not come.
     """
     free = free_bytes(device)
-    table = _together(meet, float(needed), float(2**52 if free is None else free))
-    places = [place for place, *_ in _together(meet, fingerprint(_place_of(device)), 0.0)]
+    free_mib = _MOST_MIB if free is None else min(max(free, 0) // 2**20, _MOST_MIB)
+    place = int(fingerprint(_place_of(device))) % _NUM_PLACES
+    own: tuple[float, float] | Exception = float(needed), float(free_mib * _NUM_PLACES + place)
+    if needed <= free_mib * 2**20:
+        try:
+            allocate()
+        except Exception as error:  # the others must hear of any
+            own = error
+    table = meet_prepared(meet, own)
+    all_needed = [number for number, *_ in table]
+    frees, places = zip(*(divmod(int(number), _NUM_PLACES) for _, number, *_ in table), strict=True)
     lacking = {}
-    for rank, (own, *_) in enumerate(table):
+    for rank, needed_there in enumerate(all_needed):
         sharing = [other for other, place in enumerate(places) if place == places[rank]]
-        lack = sum(table[other][0] for other in sharing) - min(table[other][1] for other in sharing)
-        if own and lack > 0.0:
+        lack = sum(all_needed[other] for other in sharing) - min(frees[other] for other in sharing) * 2**20
+        if needed_there and lack > 0.0:
             lacking[rank] = lack
     if lacking:
-        told = "; ".join(f"rank {rank} lacks {lack / 1e6:.1f} MB" for rank, lack in lacking.items())
+        told = "; ".join(f"rank {_number(rank, meet)} lacks {lack / 1e6:.1f} MB" for rank, lack in lacking.items())
         raise NotEnoughMemoryError(f"{_NOTHING_CHANGED}, as there is not enough memory for new tensors: {told}")
 
 
@@ -147,7 +189,7 @@ def require_received(error: Exception | None, meet: Meet) -> None:
     if error is not None:
         raise RuntimeError(f"{_NOTHING_CHANGED}: {error}") from error
     if failed:
-        raise RuntimeError(f"{_NOTHING_CHANGED}: ranks {failed} of the group have not received their units")
+        raise RuntimeError(f"{_NOTHING_CHANGED}: {named(failed, meet)} have not received their units")
 
 
 def _together(meet: Meet, *numbers: float) -> Sequence[Sequence[float]]:
@@ -155,6 +197,14 @@ def _together(meet: Meet, *numbers: float) -> Sequence[Sequence[float]]:
         return meet(*numbers)
     except RuntimeError as error:
         raise RuntimeError(f"{_NOTHING_CHANGED}: {error}") from error
+
+
+def _whose(meet: Meet) -> str:
+    return "job" if isinstance(meet, MeetReplicas) else "group"
+
+
+def _number(row: int, meet: Meet) -> int:
+    return meet.ranks[row] if isinstance(meet, MeetReplicas) else row
 
 
 def _place_of(device: torch.device) -> str:

@@ -17,7 +17,7 @@ from zeroresize.layers.segment import OwnedSegment, UnitTensor
 from zeroresize.optim.optimizers import stepped_tensors, torch_optimizer
 
 PARAMETER, GRADIENT, MASTER, MASTER_GRADIENT, STATE = "parameter", "gradient", "master", "master gradient", "state "
-_GRADIENTS = (GRADIENT, MASTER_GRADIENT)
+GRADIENTS = (GRADIENT, MASTER_GRADIENT)
 
 
 @dataclass
@@ -222,7 +222,7 @@ def agreed_contents(by_rank: Sequence[Sequence[Description]]) -> list[Descriptio
                         f"{first.name}: {one} and {another}"
                     )
         dtypes = _without_gradients(first.dtypes)
-        for gradient in _GRADIENTS:
+        for gradient in GRADIENTS:
             found = {one.dtypes[gradient] for one in of_one if one.num_units and gradient in one.dtypes}
             if len(found) > 1:
                 raise RuntimeError(f"units cannot move: gradients of {first.name} are of dtypes {sorted(found)}")
@@ -233,7 +233,7 @@ def agreed_contents(by_rank: Sequence[Sequence[Description]]) -> list[Descriptio
 
 
 def _without_gradients(dtypes: Mapping[str, str]) -> dict[str, str]:
-    return {what: dtype for what, dtype in dtypes.items() if what not in _GRADIENTS}
+    return {what: dtype for what, dtype in dtypes.items() if what not in GRADIENTS}
 
 
 def _kept_value(value: Sequence[Any], device: torch.device) -> Any:

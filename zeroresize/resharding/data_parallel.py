@@ -1,5 +1,7 @@
 """DistributedDataParallel around parameters that change their shapes: its reducer is dropped before and built anew.
 
+It also tells which ranks hold the same shards, and so must move alike.
+
 A reducer's buckets have fixed shapes, and its hooks hold on to gradient accumulators, which remember a shape, too.
 """
 
@@ -7,29 +9,128 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
+from zeroresize.comm.collectives import group_ranks, group_size, require_group, world_size
+from zeroresize.layers.balanced_linear import BalancedLinear
+
+#: What was found around models; modules hash by identity.
+_around: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[DistributedDataParallel]] = weakref.WeakKeyDictionary()
 _BUILD = ("parameters", "expect_sparse_gradient", "param_to_name_mapping", "static_graph")
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module inside Booster's or DDP's wrappers, so that layer names do not depend on them."""
+    inner = getattr(model, "unwrap", None)
+    model = inner() if callable(inner) else model
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Who else holds this rank's shards.
+
+    Attributes:
+        group: the ranks that do, this one included; None where nobody else does, or that is not known.
+        why_unknown: None where it is known.
+    """
+
+    group: ProcessGroup | None = None
+    why_unknown: str | None = None
+
+
+def replicas_of(
+    model: nn.Module,
+    layers: Mapping[str, BalancedLinear],
+    process_group: ProcessGroup,
+    data_parallel_group: ProcessGroup | None,
+) -> Replicas:
+    """Who else holds the shards of ``layers``: as the user says, or whom DistributedDataParallel around them averages.
+
+    Args:
+        process_group: the tensor-parallel group; a job without ranks outside of it has no replicas.
+        data_parallel_group: as the user says; None to find out.
+
+    Raises:
+        ValueError: if this rank is no member of ``data_parallel_group``, or that holds other ranks of
+            ``process_group``, or other ranks than DistributedDataParallel averages over.
+    """
+    num_ranks = group_size(process_group)
+    if data_parallel_group is None and world_size() <= num_ranks:
+        return Replicas()
+    gc.collect()  # a wrapper that was let go of is around the model until then
+    around = _groups_around(layers, wrappers_of(model))
+    groups = {ranks: group for own in around for ranks, group in own.items()}
+    if data_parallel_group is not None:
+        ranks = tuple(group_ranks(require_group(data_parallel_group)))
+        if len(set(ranks) & set(group_ranks(process_group))) > 1:
+            raise ValueError(
+                f"data_parallel_group holds ranks {list(ranks)} of the job and process_group "
+                f"{group_ranks(process_group)}: they may have this rank in common only, as ranks of one "
+                "tensor-parallel group hold different shards"
+            )
+        if groups and set(groups) != {ranks}:
+            raise ValueError(
+                f"data_parallel_group holds ranks {list(ranks)} of the job, but DistributedDataParallel around the "
+                f"layers averages over {sorted(map(list, groups))}"
+            )
+        return Replicas(data_parallel_group if len(ranks) > 1 else None)
+    told = f"there are {world_size()} ranks, {num_ranks} of them in this tensor-parallel group"
+    if not all(around):
+        return Replicas(
+            why_unknown=f"{told}, and no DistributedDataParallel around all layers tells which of the others hold the "
+            "same shards and must own the same units: pass data_parallel_group to the Balancer, or wrap the model first"
+        )
+    if len(groups) > 1:
+        return Replicas(
+            why_unknown=f"{told}, and several DistributedDataParallel around the layers average over different ones, "
+            f"{sorted(map(list, groups))}"
+        )
+    (group,) = groups.values()
+    return Replicas(group if group_size(group) > 1 else None)
+
+
+def _groups_around(
+    layers: Mapping[str, BalancedLinear], wrappers: Sequence[DistributedDataParallel]
+) -> list[dict[tuple[int, ...], ProcessGroup]]:
+    """For every layer the groups, by their ranks, over which wrappers average the gradient of its weight."""
+    averaged = [
+        (
+            wrapper.process_group,
+            {id(one) for name, one in wrapper.module.named_parameters() if name not in wrapper.parameters_to_ignore},
+        )
+        for wrapper in wrappers
+    ]
+    return [
+        {tuple(group_ranks(group)): group for group, parameters in averaged if id(layer.weight) in parameters}
+        for layer in layers.values()
+    ]
 
 
 def wrappers_of(model: nn.Module) -> tuple[DistributedDataParallel, ...]:
     """The DistributedDataParallel modules in ``model`` and those around it or around a part of it.
 
-    The ones around it are found by looking at all objects of this process, which takes tenths of a second.
+    The ones around it are found by looking at all objects of this process, which takes tenths of a second: at the first
+    call for a model only.
     """
-    parts = set(map(id, model.modules()))
     found = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-    for candidate in gc.get_objects():
-        # Not isinstance(): some objects' __class__ is computed, with side effects.
-        if issubclass(type(candidate), DistributedDataParallel) and "reducer" in vars(candidate):
-            is_known = any(candidate is one for one in found)
-            if not is_known and any(id(part) in parts for part in candidate.module.modules()):
-                found.append(candidate)
-    return tuple(found)
+    if model not in _around:
+        _around[model] = weakref.WeakSet(_found_around(model))
+    return (*found, *(wrapper for wrapper in _around[model] if not any(wrapper is one for one in found)))
+
+
+def _found_around(model: nn.Module) -> list[DistributedDataParallel]:
+    parts = set(map(id, model.modules()))
+    # Not isinstance(): some objects' __class__ is computed, with side effects.
+    wrappers = [one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)]
+    return [one for one in wrappers if "reducer" in vars(one) and parts & set(map(id, one.module.modules()))]
 
 
 def require_rebuildable(wrappers: Sequence[DistributedDataParallel]) -> None:

@@ -57,7 +57,7 @@ def in_rounds(plans: Sequence[Mapping[Pair, Indices]], unit_bytes: Sequence[int]
         parcels: dict[Pair, list[Parcel]] = {}
         rest = []
         for pair, segment, units, begin in left:
-            size = unit_bytes[segment]
+            size = max(unit_bytes[segment], 1)
             used = max(loads.get(rank, 0) for rank in pair)
             num_units = min((max_bytes - used) // size, len(units) - begin)
             if num_units < 1 and used == 0:

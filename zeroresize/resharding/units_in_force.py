@@ -12,18 +12,19 @@ from typing import Any
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from zeroresize.comm.collectives import group_rank, group_size, world_size
+from zeroresize.comm.collectives import group_rank, group_size
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.layers.segments import owned_segments, segment_works
-from zeroresize.optim.optimizers import states_like, stepped_tensors, torch_optimizer
 from zeroresize.plan.ownership import SegmentWork, checked_shares, owned_shares, unit_counts
-from zeroresize.resharding.agreement import Meet
+from zeroresize.resharding.agreement import Meet, named
 from zeroresize.resharding.contents import contents_of
-from zeroresize.resharding.data_parallel import require_rebuildable, wrappers_of
-from zeroresize.resharding.transfer import MoveReport, move_units
+from zeroresize.resharding.data_parallel import Replicas, require_rebuildable, wrappers_of
+from zeroresize.resharding.transfer import MoveReport, bytes_of_units, move_units
 
 logger = logging.getLogger(__name__)
+
+_ALONE = Replicas()
 
 
 class CannotMoveError(RuntimeError):
@@ -37,7 +38,7 @@ class Move:
     Attributes:
         before, after: shares by which units were divided.
         sent_bytes, received_bytes: of this rank.
-        total_bytes: that changed hands in the group; the same on every rank.
+        total_bytes: that changed hands, in all replicas of the group; the same on every rank.
         largest_bytes: sent or received by the rank that sent or received most; the same on every rank.
         seconds: that it took the slowest rank; the same on every rank.
         changes: of every kind, by how many units of all segments each rank has more now; negative for fewer.
@@ -61,8 +62,10 @@ class UnitsInForce:
     Args:
         model, layers, optimizer, process_group: as of :class:`~zeroresize.balancer.Balancer`.
         meet: exchanges up to two numbers with all ranks of the group.
+        replicas: who else holds this rank's shards.
 
     Attributes:
+        meet: as above; to be replaced where replicas move, too.
         segments: of the model, in its order.
         works: what decisions must know of them.
         shares: by which the units are divided now, one a rank.
@@ -78,14 +81,15 @@ class UnitsInForce:
         process_group: ProcessGroup,
         *,
         meet: Meet,
+        replicas: Replicas = _ALONE,
     ) -> None:
-        self._model, self._optimizer, self._group, self._meet = model, optimizer, process_group, meet
+        self._model, self._optimizer, self._group, self.meet = model, optimizer, process_group, meet
         self._rank, self._num_ranks = group_rank(process_group), group_size(process_group)
         self.segments: Sequence[OwnedSegment] = owned_segments(layers)
         self.works: tuple[SegmentWork, ...] = segment_works(layers)
         self.shares = next((segment.shares for segment in self.segments), self.home)
         self.moves: list[Move] = []
-        self.why_not_movable = _why_not_movable(self.segments, self._num_ranks)
+        self.why_not_movable = self._why_not_movable(replicas)
 
     @property
     def home(self) -> tuple[float, ...]:
@@ -118,19 +122,7 @@ class UnitsInForce:
     @property
     def bytes_of_units(self) -> int:
         """Bytes of the units of a rank at even shares, optimizer state included, as far as this rank has units."""
-        num_bytes = 0.0
-        for segment in self.segments:
-            count = segment.owned.counts[self._rank]
-            parameters = {tensor.name: tensor.parameter for tensor in segment.tensors}
-            stepped = stepped_tensors(self._optimizer, parameters) if self._optimizer is not None else {}
-            for name, parameter in parameters.items():
-                held = {id(parameter): parameter}
-                if name in stepped:
-                    states = states_like(torch_optimizer(self._optimizer), stepped[name])
-                    held |= {id(one): one for one in (stepped[name], *states)}
-                own = sum(one.numel() * one.element_size() for one in held.values())
-                num_bytes += own / max(count, 1) * len(segment.owned.owners) / self._num_ranks
-        return int(num_bytes)
+        return bytes_of_units(self.segments, self._optimizer, self._rank)
 
     def checked(self, shares: Any) -> tuple[float, ...]:
         """``shares`` for :meth:`move`, or an error.
@@ -166,19 +158,19 @@ class UnitsInForce:
             targets,
             process_group=self._group,
             optimizer=self._optimizer,
-            meet=self._meet,
-            data_parallel=wrappers_of(self._model),
+            meet=self.meet,
+            model=self._model,
         )
         for segment in self.segments:
             segment.shares = after
         self.shares = after
-        told = self._meet(report.bytes_sent, report.bytes_received)
-        seconds = max(own for own, *_ in self._meet(report.seconds, 0.0))
+        told = self.meet(report.sent_bytes, report.received_bytes)
+        seconds = max(own for own, *_ in self.meet(report.seconds, 0.0))
         move = Move(
             before,
             after,
-            report.bytes_sent,
-            report.bytes_received,
+            report.sent_bytes,
+            report.received_bytes,
             int(sum(sent for sent, *_ in told)),
             int(max(map(max, told))),
             seconds,
@@ -191,15 +183,19 @@ class UnitsInForce:
     def _require_movable(self) -> None:
         problem: Exception | None = None
         try:
-            for segment in self.segments:
-                contents_of(segment, self._optimizer, self._rank)
+            self._require_units()
             require_rebuildable(wrappers_of(self._model))
         except (ValueError, RuntimeError, AttributeError) as error:
             problem = error
-        stuck = [rank for rank, (is_stuck, *_) in enumerate(self._meet(float(problem is not None), 0.0)) if is_stuck]
+        stuck = [rank for rank, (is_stuck, *_) in enumerate(self.meet(float(problem is not None), 0.0)) if is_stuck]
         if stuck:
-            told = problem or f"the errors of ranks {stuck} of the group tell why"
+            told = problem or f"the errors of {named(stuck, self.meet)} tell why"
             raise CannotMoveError(f"units cannot move, and nothing has changed: {told}") from problem
+
+    def _require_units(self) -> None:
+        """Raises ValueError for a parameter, or optimizer state, that is not divided by units as segments say."""
+        for segment in self.segments:
+            contents_of(segment, self._optimizer, self._rank)
 
     def forget_moves(self) -> None:
         """What was moved so far has been told."""
@@ -213,13 +209,15 @@ class UnitsInForce:
         yield
         self.move(away)
 
-
-def _why_not_movable(segments: Sequence[OwnedSegment], num_ranks: int) -> str | None:
-    if not segments:
-        return "the model has no segment that is known to be divisible unevenly (the log of convert says why)"
-    if world_size() > num_ranks:
-        return (
-            f"there are {world_size()} ranks, {num_ranks} of them in this tensor-parallel group, and data-parallel "
-            "replicas would have to own the same units"
-        )
-    return None
+    def _why_not_movable(self, replicas: Replicas) -> str | None:
+        if not self.segments:
+            return "the model has no segment that is known to be divisible unevenly (the log of convert says why)"
+        if replicas.why_unknown is not None or replicas.group is None:
+            return replicas.why_unknown
+        if any(one.__name__ == "ZeroRedundancyOptimizer" for one in type(self._optimizer).__mro__):
+            return "the optimizer is a ZeroRedundancyOptimizer, whose replicas keep different parts of its state"
+        try:
+            self._require_units()
+        except (ValueError, RuntimeError, AttributeError) as error:
+            return str(error)
+        return None

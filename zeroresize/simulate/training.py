@@ -125,8 +125,8 @@ def simulate(
     calibrated = believed_migration or cluster.migration
     num_ranks = len(cluster.chi(0))
     noise = NoiseSource(cluster.noise_kind, num_ranks, cluster.seed)
-    controller = Controller(config, num_ranks, cluster.segments, cluster.bytes_of_units)
-    controller.move_cost = believed_move or cluster.move
+    controller = Controller(config, num_ranks, cluster.segments)
+    controller.expect_moves(believed_move or cluster.move, cluster.bytes_of_units)
     plan = controller.initial_plan()
     holdings = _Holdings(cluster, num_ranks)
     moves: list[tuple[int, float, float]] = []

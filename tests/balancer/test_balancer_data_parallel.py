@@ -1,0 +1,244 @@
+"""Beside data parallelism units move, too: all replicas own alike, and the slowest replica of each rank counts."""
+
+import copy
+import logging
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from virtual_training import FEATURES, Pair, Run, VirtualTime, keep_time
+
+import zeroresize as zr
+from zeroresize.measure import calibration
+from zeroresize.policy.cost_model import MigrationCost
+
+
+@pytest.fixture(autouse=True)
+def lending_is_dear(monkeypatch):
+    """As virtual time does not count transfers, lending would cost nothing, and moving bring nothing more."""
+    monkeypatch.setattr(calibration, "measure_migration_cost", lambda *_: MigrationCost(fixed_s=1e3))
+
+
+def groups_of(rank, timeout_s=60.0):
+    """2 × 2 ranks: tensor-parallel [0, 1] and [2, 3], data-parallel [0, 2] and [1, 3]; this rank's."""
+    timeout = timedelta(seconds=timeout_s)
+    tensor_parallel = [dist.new_group(ranks, timeout=timeout) for ranks in ([0, 1], [2, 3])][rank // 2]
+    return tensor_parallel, [dist.new_group(ranks, timeout=timeout) for ranks in ([0, 2], [1, 3])][rank % 2]
+
+
+class ReplicaRun(Run):
+    """One of two replicas in training, with batches of its own.
+
+    Args:
+        wraps: in DistributedDataParallel; else gradients are averaged by hand.
+        tells: the balancer its data-parallel group; or another group.
+        optimizer: makes it of the parameters.
+    """
+
+    def __init__(self, groups, *, wraps=True, tells=False, optimizer=torch.optim.AdamW, **config):
+        group, replicas = groups
+        config = {"mode": "exact", "update_every": 4, **config}
+        self.config = zr.BalanceConfig(**config)
+        self.time = VirtualTime(0.0)
+        self.model = zr.convert(Pair(group), process_group=group, config=self.config)
+        keep_time(self.time, (self.model.up, self.model.down))
+        self.inner, self.replicas = self.model, replicas
+        if wraps:
+            self.model = DistributedDataParallel(self.model, process_group=replicas)
+        self.optimizer = optimizer(self.model.parameters())
+        if not wraps:
+            self.optimizer.register_step_pre_hook(self.average_gradients)
+        self.balancer = zr.Balancer(
+            self.model,
+            self.optimizer,
+            process_group=group,
+            config=self.config,
+            data_parallel_group=replicas if tells is True else tells or None,
+        )
+        generator = torch.Generator().manual_seed(1 + dist.get_rank(replicas))
+        self.x = torch.randn(8, FEATURES, generator=generator, dtype=torch.get_default_dtype())
+
+    def average_gradients(self, *_):
+        for parameter in self.inner.parameters():
+            dist.all_reduce(parameter.grad, group=self.replicas)
+            parameter.grad /= 2.0
+
+    def counts(self):
+        """How many neurons every rank owns."""
+        return self.inner.down.segment.owned.counts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [{}, {"wraps": False, "tells": True}], ids=["DDP", "told"])
+def test_a_straggler_in_one_replica_gives_units_away_in_both_and_gets_them_back(run_ranks, how):
+    def train(rank, _):
+        torch.set_default_dtype(torch.float64)
+        groups = groups_of(rank)
+        expected = ReplicaRun(groups, mode="off", **how).steps(104)
+        run = ReplicaRun(groups, **how)
+        losses = run.steps(8)
+        run.time.chi = 4.0 if rank == 3 else 1.0
+        losses += run.steps(48)
+        away = run.counts()
+        run.time.chi = 1.0
+        losses += run.steps(48)
+        return losses, expected, away, run.counts(), run.balancer.plan.owned
+
+    results = run_ranks(train, 4)
+    for losses, expected, away, after, owned in results:
+        assert losses == pytest.approx(expected, rel=1e-10)
+        assert away == results[0][2] and away[1] < away[0] / 2
+        assert after == (96, 96) and owned == (1.0, 1.0)
+    assert results[0][0] != results[2][0]  # replicas have other batches
+
+
+def test_training_goes_on_as_if_nothing_had_moved(run_ranks):
+    def train(rank, _):
+        torch.set_default_dtype(torch.float64)
+        groups = groups_of(rank)
+        expected = ReplicaRun(groups, mode="off").steps(8)
+        run = ReplicaRun(groups, mode="off")
+        losses = run.steps(2)
+        run.balancer.move((3, 1))
+        losses += run.steps(2)
+        away = run.counts()
+        with run.balancer.at_home():
+            shapes = [tuple(one.shape) for one in run.model.module.state_dict().values()]
+        losses += run.steps(2)
+        run.balancer.move((1, 1))
+        losses += run.steps(2)
+        return losses, expected, away, shapes, run.inner.up.weight.detach()
+
+    results = run_ranks(train, 4)
+    for losses, expected, away, shapes, _ in results:
+        assert losses == pytest.approx(expected, rel=1e-10)
+        assert away == (144, 48) and (96, 48) in shapes and (48, 96) in shapes
+    assert all(torch.equal(results[rank][4], results[rank + 2][4]) for rank in range(2))
+
+
+def test_units_are_divided_from_the_start_and_a_resumed_run_goes_on_with_units_away(run_ranks):
+    def train(rank, _):
+        torch.set_default_dtype(torch.float64)
+        groups = groups_of(rank)
+        run = ReplicaRun(groups, shares=(3, 1))
+        began = run.counts()
+        run.steps(2)
+        run.balancer.move((1, 5))
+        run.steps(2)
+        with run.balancer.at_home():
+            model = {name: value.clone() for name, value in run.inner.state_dict().items()}
+            optimizer = copy.deepcopy(run.optimizer.state_dict())
+            balancer = run.balancer.state_dict()
+        expected = run.steps(3)
+        run.balancer.close()
+        resumed = ReplicaRun(groups)
+        resumed.inner.load_state_dict(model)
+        resumed.optimizer.load_state_dict(optimizer)
+        resumed.balancer.load_state_dict(balancer)
+        return began, resumed.counts(), resumed.steps(3), expected
+
+    for began, resumed, losses, expected in run_ranks(train, 4):
+        assert began == (144, 48) and resumed == (32, 160) and losses == expected
+
+
+def refused(run_ranks, make_run, shares=(2, 1)):
+    """What the log of every rank tells, and what asking for a move raises; nothing has moved then."""
+
+    def train(rank, _):
+        told = []
+        handler = logging.Handler()
+        handler.emit = lambda record: told.append(record.getMessage())
+        logger = logging.getLogger("zeroresize")
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        run = make_run(groups_of(rank))
+        with pytest.raises(ValueError) as caught:
+            run.balancer.move(shares)
+        run.steps(2)
+        return [line for line in told if "no units change hands" in line], str(caught.value), run.counts()
+
+    results = run_ranks(train, 4)
+    assert all(counts == (96, 96) and len(lines) == 1 for lines, _, counts in results)
+    return results
+
+
+def test_without_a_word_of_who_the_replicas_are_nothing_moves(run_ranks):
+    for lines, raised, _ in refused(run_ranks, lambda groups: ReplicaRun(groups, wraps=False)):
+        assert "data_parallel_group" in lines[0] and "data_parallel_group" in raised
+
+
+def test_beside_an_optimizer_whose_state_is_shared_among_replicas_nothing_moves(run_ranks):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def make_run(groups):
+        def optimizer(parameters):
+            return ZeroRedundancyOptimizer(parameters, torch.optim.SGD, process_group=groups[1], lr=1e-2)
+
+        return ReplicaRun(groups, optimizer=optimizer)
+
+    for lines, raised, _ in refused(run_ranks, make_run):
+        assert "ZeroRedundancyOptimizer" in lines[0] and "ZeroRedundancyOptimizer" in raised
+
+
+def test_units_that_are_away_from_the_start_stay_there_where_nothing_may_move(run_ranks):
+    def train(rank, _):
+        run = ReplicaRun(groups_of(rank), wraps=False, shares=(2, 1))
+        run.time.chi = 4.0 if rank == 0 else 1.0
+        run.steps(16)
+        return run.counts()
+
+    assert run_ranks(train, 4) == [(128, 64)] * 4
+
+
+def test_groups_that_make_no_replicas_are_errors(run_ranks):
+    def train(rank, _):
+        group, replicas = groups_of(rank)
+        crossed = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])][int(rank in (1, 2))]
+        told = []
+        for other, wraps in ((group, False), (crossed, False), (crossed, True)):
+            with pytest.raises(ValueError, match=r"data_parallel_group|data-parallel groups") as caught:
+                ReplicaRun((group, replicas), wraps=wraps, tells=other)
+            told.append(str(caught.value))
+        return told
+
+    for in_group, crossed, other_than_ddp in run_ranks(train, 4):
+        assert "different shards" in in_group
+        assert "make no whole replicas" in crossed
+        assert "averages over" in other_than_ddp
+
+
+@pytest.mark.parametrize("shares", [(3, 1), None])
+def test_replicas_that_ask_for_different_divisions_hear_of_it_and_none_moves(run_ranks, shares):
+    def train(rank, _):
+        run = ReplicaRun(groups_of(rank), mode="off", update_every=1)
+        run.steps(1)
+        if shares is None:  # only one replica lets go of what it holds
+            run.balancer.move((1, 1))
+            if rank < 2:
+                run.balancer.move(None)
+            with pytest.raises(RuntimeError, match="hold another plan"):
+                run.steps(3)
+        else:
+            with pytest.raises(RuntimeError, match=r"ranks of the job differ in .*: \[\[0, 1\], \[2, 3\]\]"):
+                run.balancer.move(shares if rank < 2 else shares[::-1])
+        return run.counts()
+
+    assert run_ranks(train, 4) == [(96, 96)] * 4
+
+
+def test_where_one_replica_lacks_memory_none_moves(run_ranks, monkeypatch):
+    import zeroresize.resharding.agreement as agreement
+
+    def train(rank, _):
+        monkeypatch.setattr(agreement, "free_bytes", lambda device: 0 if rank == 3 else 2**40)
+        monkeypatch.setattr(agreement, "_place_of", lambda device: str(rank))
+        run = ReplicaRun(groups_of(rank), mode="off")
+        run.steps(1)
+        with pytest.raises(RuntimeError, match=r"rank 3 lacks"):
+            run.balancer.move((1, 3))
+        run.steps(1)
+        return run.counts()
+
+    assert run_ranks(train, 4) == [(96, 96)] * 4

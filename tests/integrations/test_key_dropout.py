@@ -1,0 +1,95 @@
+"""Dropout within segments, keyed by the unit: which modules are replaced, and that a step is the same on any owner."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_find_segments import WIDTH, Layers, found_in, mlp, module
+from tiny_transformers import build, compute, split
+from torch import nn
+from uneven_shards import assert_any_owner_computes_the_same
+
+from zeroresize.integrations.key_dropout import key_dropout
+from zeroresize.layers.unit_dropout import UnitDropout
+
+
+def from_the_first_call(model, compute):
+    for one in model.modules():
+        if isinstance(one, UnitDropout):
+            one.num_calls = 0
+    return compute(model)
+
+
+def test_a_step_with_dropout_is_the_same_whoever_owns_a_neuron(run_ranks):
+    def check(rank, group):
+        torch.manual_seed(0)
+        model = nn.Sequential(mlp(Layers(group), nn.Dropout(0.3)), nn.Dropout(0.0), mlp(Layers(group), nn.Dropout(0.3)))
+        segments, _ = found_in(model, group)
+        torch.manual_seed(rank)
+        assert key_dropout(model, segments, seed=1) == {}
+        assert isinstance(model[0][1], UnitDropout) and type(model[1]) is nn.Dropout
+        assert model[0][1].seed != model[2][1].seed
+        x = torch.randn(3, 5, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        assert_any_owner_computes_the_same(
+            model, segments, lambda model: from_the_first_call(model, lambda model: model(x)), group
+        )
+        again, reasons = found_in(model, group)  # with the keyed ones between
+        assert [one.name for one in again] == [one.name for one in segments] and reasons == {}
+        assert key_dropout(model, again, seed=1) == {} and model[0][1].segment is again[0]
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("kind", ["Bert", "GPT2"])
+def test_attention_probabilities_are_dropped_by_head(run_ranks, kind):
+    p = {"attn_pdrop": 0.3} if kind == "GPT2" else {"attention_probs_dropout_prob": 0.3}
+
+    def check(rank, group):
+        model = split(build(kind, "eager", **p), group)
+        segments, _ = found_in(model, group)
+        assert key_dropout(model, segments, seed=1) == {}
+        assert sum(isinstance(one, UnitDropout) for one in model.modules()) == len(segments) / 2
+        assert_any_owner_computes_the_same(
+            model, segments, lambda model: from_the_first_call(model, compute(kind)), group
+        )
+
+    run_ranks(check, 2)
+
+
+def in_a_function(layers):
+    return module(lambda self, x: self.b(F.dropout(self.a(x), 0.5, self.training)), a=layers.col(), b=layers.row())
+
+
+def used_after_the_row_too(layers):
+    return module(
+        lambda self, x: self.drop(self.b(self.drop(self.a(x)))), a=layers.col(), b=layers.row(), drop=nn.Dropout(0.5)
+    )
+
+
+def in_two_modules(layers):
+    drop = nn.Dropout(0.5)
+    return nn.Sequential(mlp(layers, drop), drop)
+
+
+@pytest.mark.parametrize("build_model", [in_a_function, used_after_the_row_too, in_two_modules])
+def test_what_cannot_be_keyed_is_told_and_stays(run_ranks, build_model):
+    def check(rank, group):
+        model = build_model(Layers(group))
+        segments, _ = found_in(model, group)
+        assert len(segments) == 1
+        assert list(key_dropout(model, segments, seed=1)) == [segments[0].name]
+        assert not any(isinstance(one, UnitDropout) for one in model.modules())
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "p"), [("Bert", "attention_probs_dropout_prob"), ("Llama", "attention_dropout"), ("GPT2", "attn_pdrop")]
+)
+def test_fused_attention_that_drops_is_told(run_ranks, kind, p):
+    def check(rank, group):
+        for probability, is_told in ((0.0, False), (0.1, True)):
+            model = split(build(kind, "sdpa", **{p: probability}), group)
+            segments, _ = found_in(model, group)
+            assert list(key_dropout(model, segments, seed=1)) == [one.name for one in segments[::2]] * is_told
+
+    run_ranks(check, 2)

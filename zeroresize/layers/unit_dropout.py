@@ -1,0 +1,171 @@
+"""Dropout between column- and row-parallel layers whose mask does not depend on which rank owns a unit.
+
+An element is kept or dropped by a hash of (seed, number of the call, global unit, position), so a step is the same
+wherever its units are computed. ``F`` features of this rank's units; ``L`` positions before their dimension, ``I``
+after it.
+
+A mask's number is counted by the module itself, alike on all ranks, whatever their random states are. A forward that
+activation checkpointing computes again is known by one number that every call draws from torch's CPU generator: with
+``preserve_rng_state=True``, torch's default, it draws the same one and gets the same mask.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from zeroresize.layers.segment import OwnedSegment
+from zeroresize.plan.ownership import OwnershipMap
+
+#: Calls of which a module knows the numbers, for those that are computed again.
+_REMEMBERED = 4096
+#: Elements that are hashed at a time on a CPU, so that they stay in its caches.
+_BLOCK = 1 << 17
+_MASK_64 = (1 << 64) - 1
+
+
+class UnitDropout(nn.Module):
+    """Drops elements with probability ``p`` in training and divides the others by 1 - p, as ``torch.nn.Dropout``.
+
+    Args:
+        p: 0 to 1.
+        segment: the segment between whose layers it stands; its map says which units this rank owns.
+        rank: of this process in the tensor-parallel group.
+        dim: the dimension of its input that holds the units, -1 for neurons, 1 for attention probabilities
+            [B, heads, T, T]. Along it lie all of the rank's units, of each the same number of neighbours.
+        seed: alike on all ranks of the group; another one for each module and each replica of the model.
+
+    Shapes: x [..., F, ...] → the same.
+
+    Attributes:
+        num_calls: forwards in training so far, but for those that were computed again. Whoever resumes a run sets it.
+
+    Raises:
+        ValueError: if ``p`` is not 0 to 1, or an input's dimension is no multiple of this rank's units.
+        RuntimeError: for a forward that is computed again from another random state (``preserve_rng_state=False``).
+    """
+
+    def __init__(self, p: float, segment: OwnedSegment, rank: int, *, dim: int, seed: int) -> None:
+        super().__init__()
+        if not 0.0 <= p <= 1.0:
+            raise ValueError(f"p={p}: allowed are 0 to 1")
+        self.p, self.segment, self.rank, self.dim, self.seed = p, segment, rank, dim, seed
+        self.num_calls = 0
+        self._numbers: OrderedDict[int, int] = OrderedDict()
+        self._features: tuple[OwnershipMap, int, torch.device, Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0.0:
+            return x
+        key = mixed(self.seed, self._number_of_call())
+        dim = self.dim % x.dim()
+        shape = (math.prod(x.shape[:dim]), x.shape[dim], math.prod(x.shape[dim + 1 :]))
+        keep_LFI = _mask(key, self._features_of(x.shape[dim], x.device), shape, self.p)
+        return _Dropped.apply(x, keep_LFI, 1.0 / (1.0 - self.p) if self.p < 1.0 else 0.0)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}, dim={self.dim}"
+
+    def _number_of_call(self) -> int:
+        drawn = int(torch.randint(1 << 62, ()))
+        number = self._numbers.get(drawn)
+        if number is None:
+            if torch._C._current_graph_task_id() != -1:
+                raise RuntimeError(
+                    "a forward that holds a UnitDropout was computed again from another random state: "
+                    "activation checkpointing needs preserve_rng_state=True, which is torch's default"
+                )
+            number = self._numbers[drawn] = self.num_calls
+            self.num_calls += 1
+            if len(self._numbers) > _REMEMBERED:
+                self._numbers.popitem(last=False)
+        return number
+
+    def _features_of(self, num_features: int, device: torch.device) -> Tensor:
+        """[F], int64: the features of this rank's units, numbered over all ranks."""
+        owned = self.segment.owned
+        known = self._features
+        if known is not None and known[0] is owned and known[1:3] == (num_features, device):
+            return known[3]
+        units = owned.units_of(self.rank)
+        each = num_features // max(len(units), 1)
+        if each * len(units) != num_features:
+            raise ValueError(
+                f"an input of UnitDropout has {num_features} features in dimension {self.dim}, and this rank owns "
+                f"{len(units)} units of the segment of {self.segment.name}: it must be a multiple"
+            )
+        features = torch.from_numpy((units[:, None] * each + np.arange(each)).reshape(-1)).to(device)
+        self._features = owned, num_features, device, features
+        return features
+
+
+class _Dropped(torch.autograd.Function):
+    """y = keep · x / (1 - p); dx = keep · dy / (1 - p)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, keep_LFI: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(keep_LFI)
+        ctx.scale = scale
+        return _scaled(x, keep_LFI, scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        (keep_LFI,) = ctx.saved_tensors
+        return _scaled(dy, keep_LFI, ctx.scale), None, None
+
+
+def _scaled(x: Tensor, keep_LFI: Tensor, scale: float) -> Tensor:
+    return (x * keep_LFI.view(x.shape)).mul_(scale)
+
+
+def _mask(key: int, features_F: Tensor, shape: tuple[int, int, int], p: float) -> Tensor:
+    """[L, F, I], bool: what is kept."""
+    num_leading, num_features, num_inner = shape
+    keep_LFI = torch.empty(shape, dtype=torch.bool, device=features_F.device)
+    if keep_LFI.numel() == 0:
+        return keep_LFI
+    positions = torch.arange(num_leading * num_inner, dtype=torch.int64, device=features_F.device)
+    of_position = _hashed(positions, mixed(key, 1)).view(num_leading, 1, num_inner)
+    of_feature = _hashed(features_F, mixed(key, 2)).view(1, num_features, 1)
+    if num_inner == 1:  # two dimensions are faster
+        keep, of_position, of_feature = keep_LFI[:, :, 0], of_position[:, :, 0], of_feature[:, :, 0]
+    else:
+        keep = keep_LFI
+    threshold = min(round(p * (1 << 32)) - (1 << 31), (1 << 31) - 1)
+    step = num_leading if keep.is_cuda else max(_BLOCK // (num_features * num_inner), 1)
+    for start in range(0, num_leading, step):
+        bits = of_position[start : start + step] ^ of_feature
+        bits.mul_(-1640531535)
+        bits ^= bits >> 15
+        bits.mul_(-2048144777)
+        torch.ge(bits, threshold, out=keep[start : start + step])
+    return keep_LFI
+
+
+def _hashed(numbers: Tensor, key: int) -> Tensor:
+    """32 bits of a hash of each number (int64), which may be compared and mixed further."""
+    bits = (numbers + _signed(key)) * _signed(0x9E3779B97F4A7C15)
+    bits ^= (bits >> 30) & ((1 << 34) - 1)
+    bits *= _signed(0xBF58476D1CE4E5B9)
+    bits ^= (bits >> 27) & ((1 << 37) - 1)
+    bits *= _signed(0x94D049BB133111EB)
+    return (bits >> 32).to(torch.int32)
+
+
+def mixed(one: int, other: int) -> int:
+    """64 bits of a hash of two numbers (splitmix64)."""
+    bits = (one * 0x9E3779B97F4A7C15 + other + 0x632BE59BD9B4E019) & _MASK_64
+    bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & _MASK_64
+    return bits ^ (bits >> 31)
+
+
+def _signed(bits: int) -> int:
+    return bits - (1 << 64) if bits >> 63 else bits

@@ -1,0 +1,220 @@
+"""Tensors of which every rank holds a part, as torch.distributed.checkpoint (DCP) writes and reads them.
+
+A rank's part is a number of pieces of one dimension, which lie one after another. Every piece becomes a chunk of the
+whole tensor, so a file holds whole tensors, whoever wrote or reads which part of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from zeroresize.plan.ownership import Indices
+
+
+class Piece(NamedTuple):
+    """Neighbours in the whole tensor and on this rank, along one dimension: where they begin in either, how many."""
+
+    begin: int
+    own_begin: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a tensor is divided over the ranks of a group.
+
+    Attributes:
+        dim: along which it is divided.
+        whole_size: of that dimension, of all ranks together.
+        pieces: what this rank holds at the time of the call.
+        padding: how many entries this rank holds beyond the whole tensor; they are neither written nor read.
+    """
+
+    dim: int
+    whole_size: int
+    pieces: Callable[[], Sequence[Piece]]
+    padding: int = 0
+
+
+def unit_pieces(units: Indices, num_units: int, rows: int, num_blocks: int) -> list[Piece]:
+    """Runs of neighbouring units in every block.
+
+    Args:
+        units: that this rank owns, ascending.
+        num_units: of all ranks together, in every block.
+        rows: neighbours that one unit has in a block.
+    """
+    runs = np.split(units, np.flatnonzero(np.diff(units) != 1) + 1) if len(units) else []
+    pieces: list[Piece] = []
+    own_begin = 0
+    for block in range(num_blocks):
+        for run in runs:
+            pieces.append(Piece((block * num_units + int(run[0])) * rows, own_begin, len(run) * rows))
+            own_begin += len(run) * rows
+    return _joined(pieces)
+
+
+def even_pieces(block_sizes: Sequence[int], num_ranks: int, rank: int) -> list[Piece]:
+    """Of every block, such as q, k and v in one weight, the ``rank``-th of ``num_ranks`` equal parts.
+
+    Args:
+        block_sizes: of the whole tensor.
+    """
+    pieces: list[Piece] = []
+    begin = own_begin = 0
+    for size in block_sizes:
+        length = size // num_ranks
+        pieces.append(Piece(begin + rank * length, own_begin, length))
+        begin, own_begin = begin + size, own_begin + length
+    return _joined(pieces)
+
+
+@dataclass
+class _Part:
+    """What a :class:`DividedTensor` holds."""
+
+    name: str
+    own: Tensor
+    division: Division
+    before_reading: Callable[[], None] | None = None
+    is_to_be_read: bool = False
+
+    def copied(self, copy: Callable[[Tensor], Tensor]) -> _Part:
+        """A copy, such as on another device, that keeps today's pieces."""
+        pieces = tuple(self.division.pieces())
+        return _Part(self.name, copy(self.own.data), replace(self.division, pieces=lambda: pieces))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Part:
+        """As an asynchronous checkpoint wants it: on the CPU, whatever happens to the model meanwhile."""
+        return self.copied(lambda own: own.to("cpu", copy=True))
+
+
+class DividedTensor(torch.Tensor):
+    """This rank's part of a tensor; its shape is that of the whole tensor.
+
+    Only DCP can use it. Pieces are looked up when DCP plans, so it stays right when units change hands.
+
+    Args:
+        name: of the tensor, for errors.
+        own: what this rank holds. It is read and written in place.
+        division: how the whole tensor is divided.
+        before_reading: called before a file is read into it.
+    """
+
+    _part: _Part
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls, name: str, own: Tensor, division: Division, before_reading: Callable[[], None] | None = None
+    ) -> DividedTensor:
+        return cls._of(_Part(name, own, division, before_reading))
+
+    @classmethod
+    def _of(cls, part: _Part, device: torch.device | None = None) -> DividedTensor:
+        own, shape = part.own, list(part.own.shape)
+        shape[part.division.dim] = part.division.whole_size
+        made: DividedTensor = torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=own.dtype, device=own.device if device is None else device
+        )
+        made._part = part
+        made._chunks()  # what does not fit is told now and not when a file is half written
+        return made
+
+    @property
+    def own(self) -> Tensor:
+        """What this rank holds, without history."""
+        return self._part.own.data
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        own = self.own
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, TensorProperties.create_from_tensor(own), self.size()),
+            )
+            for chunk in self._chunks()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        self._part.is_to_be_read = True  # DCP asks this before it reads, and not before it writes
+        return self._chunks()
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        if self._part.is_to_be_read and self._part.before_reading is not None:
+            self._part.before_reading()
+        dim = self._part.division.dim
+        for piece in self._part.division.pieces():
+            if index.offset is not None and index.offset[dim] == piece.begin:
+                return self.own.narrow(dim, piece.own_begin, piece.length)
+        raise RuntimeError(
+            f"{index.fqn}: this rank no longer holds what begins at {tuple(index.offset or ())}: do not move units "
+            "while a checkpoint is saved or loaded"
+        )
+
+    def _chunks(self) -> list[ChunkStorageMetadata]:
+        """Where each piece lies in the whole tensor."""
+        own, division = self.own, self._part.division
+        dim, pieces = division.dim, division.pieces()
+        num_held = sum(piece.length for piece in pieces) + division.padding
+        if own.shape[dim] != num_held:
+            raise ValueError(
+                f"{self._part.name}: its dimension {dim} has {own.shape[dim]} entries on this rank, which should be "
+                f"{num_held} of {division.whole_size}: was the model changed after zeroresize.convert?"
+            )
+        chunks = []
+        for piece in pieces:
+            offsets, sizes = [0] * own.dim(), list(own.shape)
+            offsets[dim], sizes[dim] = piece.begin, piece.length
+            chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+        return chunks
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        if func in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default):
+            return cls._of(args[0]._part.copied(lambda own: func(own, *args[1:], **kwargs)))
+        if func is torch.ops.aten.new_empty.default:  # asynchronous checkpoints fill it with a copy of the part
+            return cls._of(args[0]._part, kwargs.get("device"))
+        _refuse(f"{func} of {next((one._part.name for one in args if isinstance(one, cls)), 'a part of a tensor')}")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        _refuse(f"pickling {self._part.name}")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return (
+            f"DividedTensor({self._part.name}, whole shape {tuple(self.shape)}, on this rank {tuple(self.own.shape)})"
+        )
+
+
+def _refuse(what: str) -> NoReturn:
+    raise RuntimeError(  # Python hides a TypeError of an operator
+        f"{what}: what zeroresize.sharded_state_dict returns is for torch.distributed.checkpoint only. For a state "
+        "dictionary of ordinary tensors use `with balancer.at_home(): model.state_dict()`"
+    )
+
+
+def _joined(pieces: Sequence[Piece]) -> list[Piece]:
+    """The same, with neighbours as one piece."""
+    joined: list[Piece] = []
+    for piece in pieces:
+        last = joined[-1] if joined else None
+        if last and (last.begin + last.length, last.own_begin + last.length) == (piece.begin, piece.own_begin):
+            joined[-1] = Piece(last.begin, last.own_begin, last.length + piece.length)
+        elif piece.length:
+            joined.append(piece)
+    return joined

@@ -1,0 +1,273 @@
+"""One rank's part of a move: what it holds, sends, receives and installs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
+
+from zeroresize.comm.collectives import Waitable, group_rank, group_size, start_messages
+from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.layers.functional import LastGradients
+from zeroresize.layers.segment import OwnedSegment
+from zeroresize.plan.ownership import Indices, OwnershipMap
+from zeroresize.resharding.agreement import fingerprint, wait_for_all
+from zeroresize.resharding.contents import GRADIENTS, Contents, Description, as_json, contents_of, layers_of
+from zeroresize.resharding.data_parallel import require_rebuildable
+from zeroresize.resharding.messages import Pair, Round, Travelling, copy_units, in_rounds, parts_of, stack
+from zeroresize.resharding.transfer_plan import transfer_plan
+
+#: Of the messages of a rank in a round, unless less is allowed: these stay in a processor's cache.
+_ROUND_BYTES = 8 * 2**20
+
+
+class LocalMove:
+    """One move on this rank, from the plan to the installed tensors."""
+
+    def __init__(
+        self,
+        segments: Sequence[OwnedSegment],
+        targets: Mapping[str, OwnershipMap],
+        process_group: ProcessGroup,
+        optimizer: object | None,
+        data_parallel: Sequence[DistributedDataParallel],
+        max_bytes: int,
+    ) -> None:
+        self._group, self._rank, self._max_bytes = process_group, group_rank(process_group), max_bytes
+        known = {segment.name for segment in segments}
+        unknown = sorted(targets.keys() - known)
+        if unknown:
+            raise ValueError(f"targets are given for {unknown}, which are no segments: there are {sorted(known)}")
+        require_rebuildable(data_parallel)
+        #: (segment, before, after)
+        self.moving = []
+        for segment in segments:
+            after = targets.get(segment.name, segment.owned)
+            _require_fitting(segment, after, group_size(process_group))
+            if after != segment.owned:
+                self.moving.append((segment, segment.owned, after))
+        self._plans = [transfer_plan(before, after) for _, before, after in self.moving]
+        self._contents = [contents_of(segment, optimizer, self._rank) for segment, *_ in self.moving]
+        _require_disjoint(self._contents)
+        self.num_units: dict[str, int] = {}
+        for (segment, *_), plan in zip(self.moving, self._plans, strict=True):
+            self.num_units.setdefault(segment.kind, 0)
+            self.num_units[segment.kind] += sum(map(len, plan.values()))
+        self.descriptions = [one.description for of_segment in self._contents for one in of_segment]
+        self.fingerprint = fingerprint(self._what_moves())
+        self.sent_bytes = self.received_bytes = 0
+
+    def told(self, *, with_units: bool) -> str:
+        """What this rank holds, for the others."""
+        return as_json(self.descriptions, with_units=with_units)
+
+    def agree(self, descriptions: Sequence[Description]) -> None:
+        """Take what all ranks have agreed on to travel, and lay out the rounds."""
+        agreed = iter(descriptions)
+        self._agreed = [[next(agreed) for _ in of_segment] for of_segment in self._contents]
+        unit_bytes = [
+            sum(bytes_per_unit(one, what) for one, what in zip(of_segment, of_agreed, strict=True))
+            for of_segment, of_agreed in zip(self._contents, self._agreed, strict=True)
+        ]
+        self._unit_bytes = unit_bytes
+        # Two rounds at once: while one travels, the next is packed.
+        self.rounds = in_rounds(self._plans, unit_bytes, min(self._max_bytes // 2, _ROUND_BYTES))
+        sizes = [sum(self._sizes(one).values()) for one in self.rounds]
+        self._at_once = 2 if 2 * max(sizes, default=0) <= self._max_bytes else 1
+        windows = [sizes[begin : begin + self._at_once] for begin in range(len(sizes))]
+        self.buffer_bytes = max(map(sum, windows), default=0)
+        self._takes_part = [any(self._rank in pair for pair in plan) for plan in self._plans]
+        self.new_bytes = sum(
+            after.counts[self._rank] * size
+            for (*_, after), size, takes_part in zip(self.moving, unit_bytes, self._takes_part, strict=True)
+            if takes_part
+        )
+
+    def allocate(self, buffer_device: torch.device) -> None:
+        """Make the new tensors and the memory of messages."""
+        size = max((sum(map(_aligned, self._sizes(one).values())) for one in self.rounds), default=0)
+        self._buffers = [torch.empty(size, dtype=torch.uint8, device=buffer_device) for _ in range(self._at_once)]
+        self._new: list[list[dict[str, Tensor]]] = []
+        tensors = []
+        for number, of_segment in enumerate(self._contents):
+            _, before, after = self.moving[number]
+            num_old, num_new = before.counts[self._rank], after.counts[self._rank]
+            self._new.append([])
+            for one, agreed in zip(of_segment, self._agreed[number], strict=True) if self._takes_part[number] else ():
+                where, shape = one.unit_tensor, list(one.parameter.shape)
+                shape[where.dim] = where.num_blocks * num_new * where.rows
+                self._new[-1].append({})
+                for what, name in sorted(agreed.dtypes.items()):
+                    dtype, old = getattr(torch, name), one.tensor(what)
+                    new = torch.empty(shape, dtype=dtype, device=one.device_of(what))
+                    self._new[-1][-1][what] = new
+                    old_stack = None if old is None else stack(old, where, num_old)
+                    tensors.append(Travelling(number, dtype, old_stack, stack(new, where, num_new)))
+        self._tensors = sorted(tensors, key=lambda one: -one.dtype.itemsize)
+
+    def carry_out(self) -> Exception | None:
+        """Send and receive the messages of all rounds; returns the first failure.
+
+        After a failure the other rounds are carried out all the same: ranks that live wait for each other's messages.
+        """
+        errors: list[Exception] = []
+        under_way: list[tuple[Round, dict[Pair, Tensor], dict[int, list[Waitable]]]] = []
+        for number, round_ in enumerate(self.rounds):
+            messages = self._messages_of(round_, self._buffers[number % self._at_once])
+            sends = {pair[1]: message for pair, message in messages.items() if pair[0] == self._rank}
+            receives = {pair[0]: message for pair, message in messages.items() if pair[1] == self._rank}
+            try:
+                for peer, message in sends.items():
+                    self._pack(message, round_, (self._rank, peer))
+                under_way.append((round_, messages, start_messages(sends, receives, self._group)))
+                if number == 0:
+                    self._copy_kept()
+                if len(under_way) == self._at_once:
+                    self._finish(*under_way.pop(0), errors)
+            except Exception as error:  # the others must hear of any
+                errors.append(error)
+        for one in under_way:
+            self._finish(*one, errors)
+        return errors[0] if errors else None
+
+    def install(self) -> None:
+        """Put the new tensors in place of the old ones, which then take no memory; nothing of it can fail."""
+        self._tensors.clear()
+        for (segment, _, after), of_segment, of_new, of_agreed in zip(
+            self.moving, self._contents, self._new, self._agreed, strict=True
+        ):
+            for one, new, agreed in zip(of_segment, of_new, of_agreed, strict=False):
+                one.install(new, agreed)
+                one.forget()
+            segment.owned = after
+            for layer in layers_of(segment):
+                if isinstance(layer, BalancedLinear):  # what was decided and remembered is of other columns
+                    layer.plan = None
+                    layer.last = None if layer.last is None else LastGradients()
+
+    def _finish(
+        self,
+        round_: Round,
+        messages: Mapping[Pair, Tensor],
+        transfers: Mapping[int, Sequence[Waitable]],
+        errors: list[Exception],
+    ) -> None:
+        failed = wait_for_all(transfers)
+        errors += failed.values()
+        for pair, message in messages.items() if not failed else ():
+            if pair[0] == self._rank:
+                self.sent_bytes += message.numel()
+            else:
+                self.received_bytes += message.numel()
+                self._unpack(message, round_, pair)
+
+    def _messages_of(self, round_: Round, buffer: Tensor) -> dict[Pair, Tensor]:
+        """Where this rank's messages of a round lie."""
+        messages, begin = {}, 0
+        for pair, size in self._sizes(round_).items():
+            messages[pair] = buffer[begin : begin + size]
+            begin += _aligned(size)
+        return messages
+
+    def _pack(self, message: Tensor, round_: Round, pair: Pair) -> None:
+        for parcel, number, part in parts_of(message, round_[pair], self._tensors):
+            old = self._tensors[number].old
+            if old is None:
+                part.zero_()
+            else:
+                places = _places(self.moving[parcel.segment][1], self._rank, parcel.units)
+                copy_units(part, np.arange(len(places)), old, places)
+
+    def _unpack(self, message: Tensor, round_: Round, pair: Pair) -> None:
+        for parcel, number, part in parts_of(message, round_[pair], self._tensors):
+            places = _places(self.moving[parcel.segment][2], self._rank, parcel.units)
+            copy_units(self._tensors[number].new, places, part, np.arange(len(places)))
+
+    def _copy_kept(self) -> None:
+        """Units that stay, into the new tensors, while the first messages are on their way."""
+        for tensor in self._tensors:
+            _, before, after = self.moving[tensor.segment]
+            kept = np.flatnonzero((before.owners == self._rank) & (after.owners == self._rank))
+            places = _places(after, self._rank, kept)
+            if tensor.old is None:
+                tensor.new.zero_()
+            else:
+                copy_units(tensor.new, places, tensor.old, _places(before, self._rank, kept))
+
+    def _sizes(self, round_: Round) -> dict[Pair, int]:
+        """Bytes of this rank's messages in a round."""
+        return {
+            pair: sum(len(parcel.units) * self._unit_bytes[parcel.segment] for parcel in parcels)
+            for pair, parcels in round_.items()
+            if self._rank in pair
+        }
+
+    def _what_moves(self) -> str:
+        """Everything that must be the same on all ranks, but for what the parameters hold besides themselves."""
+        told = [
+            [
+                segment.name,
+                before.owners.tobytes().hex(),
+                after.owners.tobytes().hex(),
+                [
+                    [one.name, one.unit_tensor.dim, one.unit_tensor.rows, one.unit_tensor.num_blocks]
+                    + [_elements_per_unit(one), one.stepped is not None, str(one.parameter.dtype)]
+                    for one in of_segment
+                ],
+            ]
+            for (segment, before, after), of_segment in zip(self.moving, self._contents, strict=True)
+        ]
+        return json.dumps([self._max_bytes, told])
+
+
+def _require_fitting(segment: OwnedSegment, after: OwnershipMap, num_ranks: int) -> None:
+    before = segment.owned
+    if len(after.owners) != len(before.owners) or not after.num_ranks == before.num_ranks == num_ranks:
+        raise ValueError(
+            f"{segment.name}: its {len(before.owners)} units on {num_ranks} ranks cannot follow a map of "
+            f"{len(after.owners)} units on {after.num_ranks} ranks"
+        )
+    if after.owners.min() < 0 or after.owners.max() >= num_ranks:
+        raise ValueError(f"{segment.name}: units are owned by ranks 0 to {num_ranks - 1} only")
+    if min(after.counts) < segment.min_units:
+        raise ValueError(f"{segment.name}: every rank must keep {segment.min_units} units, found {list(after.counts)}")
+
+
+def _require_disjoint(contents: Sequence[Sequence[Contents]]) -> None:
+    seen: dict[int, Contents] = {}
+    for one in (one for of_segment in contents for one in of_segment):
+        other = seen.setdefault(id(one.parameter), one)
+        if other is not one:
+            raise ValueError(f"{other.name} and {one.name} of two segments are one parameter, so they cannot move")
+
+
+def bytes_per_unit(one: Contents, description: Description, *, with_gradients: bool = True) -> int:
+    """What belongs to one unit in all tensors that are described."""
+    sizes = [
+        getattr(torch, dtype).itemsize
+        for what, dtype in description.dtypes.items()
+        if with_gradients or what not in GRADIENTS
+    ]
+    return _elements_per_unit(one) * sum(sizes)
+
+
+def _elements_per_unit(one: Contents) -> int:
+    """Elements that belong to one unit."""
+    shape, where = one.parameter.shape, one.unit_tensor
+    others = [size for dim, size in enumerate(shape) if dim != where.dim]
+    return int(np.prod(others, dtype=np.int64)) * where.num_blocks * where.rows
+
+
+def _places(owned: OwnershipMap, rank: int, units: Indices) -> Indices:
+    """Where ``units`` lie on ``rank``."""
+    return np.searchsorted(owned.units_of(rank), units)
+
+
+def _aligned(num_bytes: int) -> int:
+    """Where another message may begin, whatever the dtype of its elements."""
+    return -(-num_bytes // 16) * 16
