@@ -231,7 +231,9 @@ def results_table(results: dict[str, dict[str, Any]]) -> Table:
         box=box.SIMPLE_HEAD,  # without vertical lines, for which there is no room
         padding=(0, 1, 0, 0),
     )
-    table.caption = caption(results, steps, is_shorter=min(step_ms.values()) < step_ms["homogeneous"])
+    drops = [name for name, result in results.items() if any(update["pruned"] > 0 for update in result["updates"])]
+    is_shorter = any(step_ms[name] < step_ms["homogeneous"] for name in drops)
+    table.caption = caption(results, steps, is_shorter=is_shorter)
     for heading in ("run", "step, ms", "speed-up", "slowdown", "moved", "lent", "dropped", "accuracy"):
         table.add_column(heading, justify="left" if heading == "run" else "right", no_wrap=True)
     for name, result in results.items():
@@ -260,7 +262,7 @@ def caption(results: dict[str, dict[str, Any]], steps: int, *, is_shorter: bool)
     """What the table does not say of itself.
 
     Args:
-        is_shorter: whether a run's step is shorter than the undisturbed one's.
+        is_shorter: whether the step of a run that drops work is shorter than the undisturbed one's.
     """
     said = [
         f"homogeneous: nobody slow; Baseline: rank {STRAGGLER} slow, nothing done; exact: the default mode. Step: "

@@ -106,7 +106,7 @@ def moving(tmp_path):
                     rank,
                     update,
                     0.0,
-                    owned=(0.4 if rank else 1.6) if is_away else 1.0000000000000002,
+                    owned=(0.4 if rank else 1.6) if is_away else 1.0,
                     units=own if rank else {kind: 2 * units[1][kind] - number for kind, number in own.items()},
                     moved_bytes={2: 3_000_000, 3: 8_000_000}.get(update, 0),
                     moving_s={2: 0.25, 3: 0.5}.get(update, 0.0),
@@ -147,6 +147,13 @@ def test_a_run_in_which_nothing_moved_does_not_speak_of_units(folder, tmp_path):
     assert {"γ", "dropped"} <= set(headings)
     assert not {"owns now", "units now", "moved", "taken over", "lent"} & set(headings)
     assert "Moves" not in page and not list((tmp_path / "report").glob("units*"))
+
+
+def test_what_is_a_whole_share_but_for_the_last_bits_has_not_moved(tmp_path):
+    """A share is a sum over layers."""
+    write_records(tmp_path, 0, [record(0, 1, 0.0, owned=1.0000000000000002, units={"heads": 6})])
+    run = RunFolder.read(tmp_path)
+    assert not run.has_moved and isinstance(gain_of(run), str)
 
 
 def test_a_run_of_before_units_could_move_is_read_as_one_in_which_none_did(folder):

@@ -71,6 +71,9 @@ def test_a_summary_that_cannot_be_read_is_left_out(folder: Path, name: str, text
         {**record(1, 5, 0.5).to_dict(), "busy_s": "long"},
         {**record(1, 5, 0.5).to_dict(), "lent_to": [0.5]},
         {**record(1, 5, 0.5).to_dict(), "layer_shares": {"fc1": None}},
+        {**record(1, 5, 0.5).to_dict(), "units": {"heads": "six"}},
+        {**record(1, 5, 0.5).to_dict(), "owned": None},
+        {**record(1, 5, 0.5).to_dict(), "moved_bytes": "many"},
         {name: value for name, value in record(1, 5, 0.5).to_dict().items() if name != "predicted_step_s"},
     ],
 )

@@ -81,6 +81,8 @@ def test_the_table_fits_80_columns_and_explains_itself() -> None:
 def test_why_a_step_may_be_shorter_than_undisturbed_is_said_where_one_is() -> None:
     caption = " ".join(" ".join(printed(RESULTS | {"SEMI": made_up(90, 0.9)})).split())
     assert "shorter than homogeneous where work is dropped: rank 1 then ends 5% before the other" in caption
+    noise = " ".join(printed(RESULTS | {"exact": made_up(90, 0.0, moved=0.625)}))
+    assert "shorter than homogeneous" not in noise, "a run that drops nothing has no such reason"
 
 
 def test_without_halves_the_caption_does_not_speak_of_them() -> None:
