@@ -389,7 +389,7 @@ class Balancer:
                 told = everybody.gather(dataclasses.astuple(migration))
                 migration = MigrationCost(*(max(column) for column in zip(*told, strict=True)))
             parts.decision.migration = migration
-            if parts.units is not None and parts.units.segments:
+            if parts.units is not None and parts.units.why_not_movable is None:
                 cost = measure_move_cost(parts.process_group, parts.device)
                 told = everybody.gather([*cost, parts.units.bytes_of_units])
                 per_byte_s, fixed_s, num_bytes = (max(column) for column in zip(*told, strict=True))
