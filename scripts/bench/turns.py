@@ -1,7 +1,7 @@
 """When moving pays for stragglers that take turns: torchrun --nproc-per-node 2 -m scripts.bench.turns
 
-Copies of a ViT under Colossal-AI train in the same processes; each rank in turn sleeps after its multiplications, for so
-many steps. *never* leaves the units where they are, *always* moves them by hand in the step in which the turn
+Copies of a ViT under Colossal-AI train in the same processes; each rank in turn sleeps after its multiplications, for
+so many steps. *never* leaves the units where they are, *always* moves them by hand in the step in which the turn
 changes, as nobody could know, *exact* is the default. Mean step of each, as a ratio to a homogeneous one, and how much
 more than the better of the two the default took, in prices of a move there and back.
 """

@@ -2,11 +2,14 @@
 
 import copy
 import logging
+import os
+import time
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from survivors import told_by_survivors
 from torch.nn.parallel import DistributedDataParallel
 from virtual_training import FEATURES, Pair, Run, VirtualTime, keep_time
 
@@ -182,6 +185,28 @@ def test_beside_an_optimizer_whose_state_is_shared_among_replicas_nothing_moves(
         assert "ZeroRedundancyOptimizer" in lines[0] and "ZeroRedundancyOptimizer" in raised
 
 
+class FlatShards:
+    """What ZeRO keeps: of every parameter a flat half, which alone is stepped."""
+
+    def __init__(self, parameters):
+        self.masters = {id(one): one.detach().flatten()[: one.numel() // 2].clone() for one in parameters}
+        self.optim = torch.optim.SGD(list(self.masters.values()))
+
+    def get_working_to_master_map(self):
+        return self.masters
+
+    def step(self):
+        pass
+
+    def zero_grad(self):
+        pass
+
+
+def test_beside_shards_of_zero_nothing_moves(run_ranks):
+    for lines, raised, _ in refused(run_ranks, lambda groups: ReplicaRun(groups, optimizer=FlatShards)):
+        assert "as ZeRO's shards do" in lines[0] and "as ZeRO's shards do" in raised
+
+
 def test_units_that_are_away_from_the_start_stay_there_where_nothing_may_move(run_ranks):
     def train(rank, _):
         run = ReplicaRun(groups_of(rank), wraps=False, shares=(2, 1))
@@ -242,3 +267,29 @@ def test_where_one_replica_lacks_memory_none_moves(run_ranks, monkeypatch):
         return run.counts()
 
     assert run_ranks(train, 4) == [(96, 96)] * 4
+
+
+@pytest.mark.parametrize("when", ["before", "while"])
+def test_a_rank_that_dies_in_another_replica_leaves_nobody_waiting_and_nothing_moved(tmp_path, monkeypatch, when):
+    """Rank 3 dies before it comes to a move, or while units are on their way."""
+    from zeroresize.resharding import transfer
+
+    def train(rank, _):
+        run = ReplicaRun(groups_of(rank, timeout_s=5.0), mode="off")
+        run.steps(1)
+        if rank == 3:
+            if when == "while":
+                monkeypatch.setattr(transfer, "start_messages", lambda *_: os._exit(0))
+                run.balancer.move((1, 3))
+            os._exit(0)
+        began = time.monotonic()
+        with pytest.raises(RuntimeError) as caught:
+            run.balancer.move((1, 3))
+        took_s = time.monotonic() - began
+        owns = run.counts() == (96, 96) and tuple(run.inner.up.weight.shape) == (96, FEATURES)
+        return f"{owns} {took_s < 15.0} {caught.value}"
+
+    told = told_by_survivors(train, 4, tmp_path)
+    assert sorted(told) == [0, 1, 2]
+    for text in told.values():
+        assert text.startswith("True True ") and "[3]" in text, text

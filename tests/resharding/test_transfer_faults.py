@@ -1,9 +1,7 @@
 """A move that cannot be made leaves every rank that lives with what it had, and tells all of them why."""
 
-import multiprocessing
 import os
 import time
-import traceback
 from datetime import timedelta
 
 import moving
@@ -12,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from moving import held, home, same, segments_of, uneven
+from survivors import told_by_survivors
 
 from zeroresize.comm.cpu_group import CpuGroup
 from zeroresize.comm.exchange import Exchange
@@ -77,38 +76,6 @@ def send_half(sends, receives, group):
     """One of the messages goes out, whole."""
     for peer in sorted(sends)[:1]:
         group.send([sends[peer]], peer, 0).wait()
-
-
-def told_by_survivors(fn, num_ranks, folder):
-    """What ``fn(rank, group)`` returns, by rank, on those ranks whose process it does not end."""
-    fork = multiprocessing.get_context("fork")
-
-    def main(rank):
-        store = f"file://{folder}/store"
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num_ranks)
-        try:
-            told = fn(rank, dist.group.WORLD)
-        except BaseException:
-            told = traceback.format_exc()
-        (folder / f"{rank}.writing").write_text(told)
-        (folder / f"{rank}.writing").rename(folder / f"{rank}.told")
-        time.sleep(60.0)  # until it is killed: ending would break connections
-
-    ranks = [fork.Process(target=main, args=(rank,)) for rank in range(num_ranks)]
-    for process in ranks:
-        process.start()
-    deadline = time.monotonic() + 40.0
-    try:
-        while time.monotonic() < deadline:
-            told = {int(path.stem): path.read_text() for path in folder.glob("*.told")}
-            if all(not process.is_alive() or rank in told for rank, process in enumerate(ranks)):
-                return told
-            time.sleep(0.05)
-        raise TimeoutError(f"only ranks {sorted(told)} have ended: {told}")
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
 
 
 @pytest.mark.parametrize("meets_by_exchange", [False, True], ids=["meets over the group", "meets by an exchange"])

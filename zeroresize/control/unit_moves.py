@@ -66,7 +66,7 @@ class UnitMoves:
         """Measure what a move takes, where one may be decided; collective over the group, and over its replicas."""
         parts, units = self._parts, self._parts.units
         everybody = parts.exchange_of_replicas or parts.exchange
-        if units is None or everybody is None or not units.segments:
+        if units is None or everybody is None or units.why_not_movable is not None:
             return
         if parts.config.may_move or parts.config.mode == "off":
             cost = measure_move_cost(parts.process_group, parts.device)

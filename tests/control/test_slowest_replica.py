@@ -1,0 +1,37 @@
+"""What counts of the numbers that a rank and its data-parallel replicas send."""
+
+import math
+
+import pytest
+
+from zeroresize.control.group_decision import _as_numbers, _of_slowest
+from zeroresize.policy.cost_model import ResizingCost
+from zeroresize.policy.times import RankTimes
+
+COST = ResizingCost.linear(0.9)
+
+
+def numbers(busy_s, wait_s=0.1, fingerprint=5.0):
+    times = None if busy_s is None else RankTimes(0.25 * busy_s, 0.75 * busy_s, 1.0, COST, 0.01)
+    return [fingerprint, wait_s, *_as_numbers(times, COST)]
+
+
+def test_without_replicas_nothing_changes():
+    assert _of_slowest([numbers(1.0)]) == numbers(1.0)
+
+
+@pytest.mark.parametrize("busy_s", [(1.0, 3.0, 2.0), (3.0, 1.0, 2.0), (2.0, 1.0, 3.0)])
+def test_the_slowest_counts_and_the_shortest_wait(busy_s):
+    found = _of_slowest([numbers(one, wait_s) for one, wait_s in zip(busy_s, (0.3, 0.2, 0.4), strict=True)])
+    assert found == numbers(3.0, 0.2)
+
+
+@pytest.mark.parametrize("unknown", [None, -1.0, math.inf, math.nan])
+def test_where_one_knows_no_times_nobody_does(unknown):
+    found = _of_slowest([numbers(1.0), numbers(unknown)])
+    assert not 0.0 < found[3] < math.inf
+
+
+def test_an_unknown_wait_and_fingerprints_that_differ_stay_seen():
+    assert math.isnan(_of_slowest([numbers(1.0), numbers(2.0, math.nan)])[1])
+    assert math.isnan(_of_slowest([numbers(1.0), numbers(2.0, fingerprint=6.0)])[0])
