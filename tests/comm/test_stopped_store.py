@@ -19,6 +19,7 @@ from zeroresize.comm import failure_reports
 from zeroresize.comm.cpu_group import CpuGroup
 from zeroresize.comm.rendezvous import Rendezvous
 from zeroresize.comm.weight_group import WeightGroup
+from zeroresize.config_keys import MOVING_MODES
 
 LIMIT = datetime.timedelta(seconds=2)
 STORE_IS_GONE = "the job's store cannot be reached"
@@ -117,12 +118,13 @@ def test_training_names_where_each_rank_is(run_ranks, mode):
 
 
 @pytest.mark.parametrize(
-    "mode", ["zero-pri", "mig", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("off", "semi"))]
+    "mode", ["zero-pri", "mig", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("off", "semi", "exact"))]
 )
 def test_a_balancer_needs_no_store_once_it_is_made(run_ranks, mode):
     def train(rank, group):
         job = Job(rank, 2, keeper_is_rank_0=False)
-        run = Run(dist.group.WORLD, chi={1: 4.0}, mode=mode, update_every=3)
+        moves = {"moves": True} if mode in MOVING_MODES else {}
+        run = Run(dist.group.WORLD, chi={1: 4.0}, mode=mode, update_every=3, **moves)
         run.steps(4)
         job.stop_keeper()
         run.steps(10)
