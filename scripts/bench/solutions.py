@@ -301,6 +301,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--depth", type=int, default=2)
+    parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--chi", type=float, nargs="+", default=[2.0, 4.0, 8.0])
     parser.add_argument("--unequal", type=float, nargs="+", help="χ of every rank, instead of --chi on the last one")
@@ -324,7 +325,7 @@ def main() -> None:
         parser.error("--unequal: one rank at least must be normal, χ = 1")
 
     ranks = ColossalAIRanks()
-    shape = ModelConfig(hidden_size=arguments.hidden, depth=arguments.depth, num_heads=12)
+    shape = ModelConfig(hidden_size=arguments.hidden, depth=arguments.depth, num_heads=arguments.heads)
     config = zr.BalanceConfig(
         mode="off",
         update_every=arguments.update_every,
