@@ -89,8 +89,7 @@ class Balancer:
             RuntimeError: if the ranks of the group hold different plans, as after a ``pin`` on only some of them, or
                 did not call this or :meth:`epoch_end` equally often; if ranks do not come; or after :meth:`close`.
         """
-        if self._is_closed:
-            raise RuntimeError("this balancer is closed: make a new one to go on balancing")
+        self._require_open()
         if self._is_at_home:
             raise RuntimeError("step() was called within at_home(): train outside of it")
         parts = self._parts
@@ -195,6 +194,7 @@ class Balancer:
                 or where no unit may change hands, saying why.
             RuntimeError: if the ranks do not agree, one lacks the memory, or has died; nothing has changed then.
         """
+        self._require_open()
         self._is_at(Call.MOVING)
         self._moves.by_hand(shares, self._num_steps)
         self._change_plan()
@@ -214,6 +214,7 @@ class Balancer:
         if parts.units is None or self._is_at_home or parts.units.is_home:
             yield
             return
+        self._require_open()
         self._is_at(Call.MOVING)
         self._is_at_home = True
         try:
@@ -293,13 +294,21 @@ class Balancer:
         self._is_at(Call.TRAINING)
 
     def close(self) -> None:
-        """Stop measuring and exchanging; the layers compute in full from now on.
+        """Stop measuring and exchanging; the layers compute in full from now on, with the units that they have.
+
+        To have even shards afterwards call ``move([1] * number of ranks)`` before.
 
         Raises:
             RuntimeError: if what was lent cannot be taken back, as another rank has died; all is closed then too.
         """
         self._is_closed = True
         self._parts.close()
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError(
+                "this balancer is closed: make a new one to go on balancing, or to bring units home that are away"
+            )
 
     def _change_plan(self) -> None:
         """Carry out what is decided, outside of :meth:`step`: the iteration begins anew. Nothing once closed.

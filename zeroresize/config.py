@@ -78,7 +78,7 @@ class BalanceConfig:
             ``semi_rule="paper"``, or with a number for ``num_migrating``, none move, as in the paper.
         shares: how units are divided from the start: ``"even"``, one number for each rank of the group, such as
             ``(2, 1, 1)`` where rank 0 is twice as fast or has twice the memory, or ``"auto"``, as fast as the ranks
-            multiply before training. Decisions go on from there.
+            multiply before training. Decisions go on from there, by time alone; with ``moves=False`` it stays so.
         semi_rule: how ``"semi"`` divides: ``"makespan"`` prunes the least that keeps a step within half the
             ``tolerance`` of the normal ranks' time, and lends the rest; ``"paper"`` follows Eq. (2) and (3), and prunes
             by ZERO-PriDiff.

@@ -66,8 +66,9 @@ def convert(
         segments: what lies between which layers and can be divided by units, where that is not found: see
             :class:`~zeroresize.Segment`.
         shares: how to divide the units from the start, one number a rank, such as ``(2, 1, 1)`` where rank 0 is twice
-            as fast, or has twice the memory; ``"auto"`` measures how fast the ranks multiply. Collective then. By
-            default ``config.shares``; ``"even"`` leaves them as the host made them, until a balancer moves them.
+            as fast, or has twice the memory: then with ``moves=False``, since decisions look at time only. ``"auto"``
+            measures how fast the ranks multiply. Collective then. By default ``config.shares``; ``"even"`` leaves them
+            as the host made them, until a balancer moves them.
         optimizer: only where ``shares`` are given and the optimizer has stepped, or keeps copies of the weights, as in
             mixed precision.
 
@@ -112,7 +113,7 @@ def convert(
         raise ValueError(_nothing_to_convert(left_alone, filtered))
     for layer in layers.values():
         layer.configuration = config
-    _find_segments(model, layers, process_group, segments)
+    _find_segments(model, layers, process_group, config, segments)
     if wanted != "even":
         _divide(model, layers, process_group, config, wanted, optimizer)
     logger.info(
@@ -125,9 +126,15 @@ def convert(
 
 
 def _find_segments(
-    model: nn.Module, layers: Mapping[str, BalancedLinear], process_group: ProcessGroup, named: Sequence[Segment]
+    model: nn.Module,
+    layers: Mapping[str, BalancedLinear],
+    process_group: ProcessGroup,
+    config: BalanceConfig,
+    named: Sequence[Segment],
 ) -> None:
     """Tell every layer in which segment it lies."""
+    if isinstance(named, Segment) or not all(isinstance(one, Segment) for one in named):
+        raise ValueError(f"segments={named!r}: wanted is a list of zeroresize.Segment")
     found, staying_even = find_segments(unwrap(model), layers, group_size(process_group), named)
     for segment in found:
         for name in segment.layers:
@@ -138,6 +145,13 @@ def _find_segments(
         reasons.setdefault(reason, []).append(name)
     for reason, names in reasons.items():
         logger.info("convert: %d layers stay evenly divided (%s): %s", len(names), _first_of(names), reason)
+    if staying_even and config.may_move:
+        logger.warning(
+            "convert: the units of %d of %d layers cannot move (%s); the lines of level INFO tell why",
+            len(staying_even),
+            len(layers),
+            _first_of(list(staying_even)),
+        )
 
 
 def _checked_shares(shares: Any, num_ranks: int) -> tuple[float, ...] | str:

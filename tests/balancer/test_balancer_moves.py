@@ -1,5 +1,7 @@
 """Mode "exact" on real ranks: units change hands, nothing else changes, and nothing travels afterwards."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -120,10 +122,16 @@ def test_uneven_shards_get_into_no_file(run_ranks):
     def train(rank, group):
         run = exact_run(group)
         run.steps(1)
+        even = {part: copy.deepcopy(part.state_dict()) for part in (run.model, run.optimizer)}
         run.balancer.move((2, 1))
         for part in (run.model, run.optimizer):
             with pytest.raises(RuntimeError, match="at_home"):
                 part.state_dict()
+            with pytest.raises(RuntimeError, match="at_home"):
+                part.load_state_dict(even[part])
+        copied = copy.deepcopy(run.model)
+        with pytest.raises(RuntimeError, match="is a copy of an unevenly divided layer"):
+            copied.state_dict()
         with run.balancer.at_home():
             shape = run.model.state_dict()["down.weight"].shape
             run.optimizer.state_dict()
@@ -283,3 +291,35 @@ def test_chi_that_changes_while_units_travel_is_followed(run_ranks, monkeypatch)
 
     for first, after in run_ranks(train, 2):
         assert first[0] > first[1] and after[0] < after[1]
+
+
+def test_shares_without_moves_stay_also_when_a_run_is_resumed(run_ranks):
+    """As devices with different memory want it."""
+
+    def train(rank, group):
+        run = exact_run(group, shares=(3, 1), moves=False)
+        run.updates(6)
+        state = run.balancer.state_dict()
+        run.balancer.close()
+        resumed = exact_run(group, shares=(3, 1), moves=False)
+        resumed.balancer.load_state_dict(state)
+        resumed.updates(6)
+        return counts(run), counts(resumed)
+
+    assert run_ranks(train, 2) == [((144, 48), (144, 48))] * 2
+
+
+def test_a_closed_balancer_moves_nothing_and_says_so(run_ranks):
+    def train(rank, group):
+        run = exact_run(group)
+        run.balancer.move((3, 1))
+        run.balancer.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            run.balancer.move((1, 1))
+        with pytest.raises(RuntimeError, match="closed"), run.balancer.at_home():
+            pass
+        again = zr.Balancer(run.model, run.optimizer, process_group=group, config=run.config)
+        with again.at_home():
+            return tuple(run.model.state_dict()["down.weight"].shape)
+
+    assert run_ranks(train, 2) == [(48, 96)] * 2

@@ -269,7 +269,10 @@ def _build_decision(
     if units.why_not_movable is not None and config.mode in MOVING_MODES and config.moves:
         logger.info("no units change hands: %s", units.why_not_movable)
     if units.why_not_movable is None:
-        return GroupDecision(config, num_ranks, exchange, units.works, units.shares)
+        decision = GroupDecision(config, num_ranks, exchange, units.works, units.shares)
+        if not config.may_move and units.shares != units.home:
+            decision.hold_owned(units.shares)  # nobody else decides of it, also after a state was loaded
+        return decision
     if units.is_home:
         return GroupDecision(config, num_ranks, exchange)
     stays = replace(config, moves=False) if config.mode in MOVING_MODES else config

@@ -29,6 +29,9 @@ class Segment:
         dropouts: dropout modules between the layers, each with the dimension of its input that holds the units.
         has_other_dropout: whether something between the layers drops elements by random numbers of its own, so that
             which ones depends on the rank.
+
+    Raises:
+        ValueError: if ``column`` is no list of layers.
     """
 
     column: Sequence[str | nn.Module]
@@ -40,6 +43,12 @@ class Segment:
     kind: str = "units"
     dropouts: Sequence[tuple[nn.Module, int]] = ()
     has_other_dropout: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.column, str) or not isinstance(self.column, Sequence) or not self.column:
+            raise ValueError(
+                f"Segment(column={self.column!r}): wanted is a list of column-parallel layers, or of their names"
+            )
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""No uneven shard gets into a file by accident: ``state_dict()`` is an error while units are away from home."""
+"""No uneven shard gets into a file, or out of one, by accident.
+
+``state_dict()`` and ``load_state_dict()`` are errors while units are away from home.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +10,33 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
 
 from zeroresize.layers.segment import OwnedSegment
 
-_HINT = (
+_SAVING = (
     "which no other number of ranks, and no model that is not balanced, could load. Save with all units at home, "
     "`with balancer.at_home(): ...` on every rank of the group, or let torch.distributed.checkpoint save "
-    "`zeroresize.sharded_state_dict(model)`, which holds any division"
+    "`zeroresize.sharded_state_dict(model, optimizer)`, which holds any division"
+)
+_LOADING = (
+    "which the state of even shards does not fit. Load with all units at home, `with balancer.at_home(): ...` on every "
+    "rank of the group, or let torch.distributed.checkpoint load into `zeroresize.sharded_state_dict(model, optimizer)`"
 )
 
 
 def guard_modules(segments: Iterable[OwnedSegment]) -> None:
-    """Let ``state_dict()`` of every module that holds a segment's parameters raise while units are away."""
+    """Let modules that hold a segment's parameters save and load no state while units are away; copies of them, too."""
     for segment in segments:
         for owner in {id(tensor.owner): tensor.owner for tensor in segment.tensors}.values():
-            owner.register_state_dict_pre_hook(_raising(segment))
+            owner.register_state_dict_pre_hook(_before_saving)
+            _register_load_hook(owner)
 
 
 def guard_optimizer(optimizer: Any, are_away: Callable[[], bool]) -> Callable[[], None]:
-    """Let the optimizer's ``state_dict()`` raise while units are away; returns what takes that back.
+    """Let the optimizer save and load no state while units are away; returns what takes that back.
 
     Args:
-        are_away: whether they are; the guard ends when its object does.
+        are_away: whether they are, a method; the guard ends when its object does.
     """
     inner = optimizer
     while not isinstance(inner, torch.optim.Optimizer):
@@ -38,20 +45,53 @@ def guard_optimizer(optimizer: Any, are_away: Callable[[], bool]) -> Callable[[]
             return lambda: None
     alive = weakref.WeakMethod(are_away)
 
-    def check(_: Any) -> None:
+    def is_away() -> bool:
         ask = alive()
-        if ask is not None and ask():
-            raise RuntimeError(f"optimizer.state_dict(): its state is of unevenly divided layers, {_HINT}")
+        return ask is not None and ask()
 
-    return inner.register_state_dict_pre_hook(check).remove
+    def before_saving(_: Any) -> None:
+        if is_away():
+            raise RuntimeError(f"optimizer.state_dict(): its state is of unevenly divided layers, {_SAVING}")
+
+    def before_loading(*_: Any) -> None:
+        if is_away():
+            raise RuntimeError(f"optimizer.load_state_dict(): its state is of unevenly divided layers, {_LOADING}")
+
+    handles = (
+        inner.register_state_dict_pre_hook(before_saving),
+        inner.register_load_state_dict_pre_hook(before_loading),
+    )
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return remove
 
 
-def _raising(segment: OwnedSegment) -> Callable[..., None]:
-    def check(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if not segment.owned.is_even:
-            counts = ", ".join(map(str, segment.owned.counts))
-            raise RuntimeError(
-                f"state_dict(): segment {segment.name} is divided unevenly ({counts} {segment.kind}), {_HINT}"
-            )
+def _register_load_hook(owner: Any) -> None:
+    if hasattr(owner, "register_load_state_dict_pre_hook"):
+        owner.register_load_state_dict_pre_hook(_before_loading)
+    else:  # older versions of torch
+        owner._register_load_state_dict_pre_hook(_before_loading, with_module=True)
 
-    return check
+
+def _before_saving(module: Any, prefix: str, keep_vars: bool) -> None:
+    if (told := _uneven(module)) is not None:
+        raise RuntimeError(f"state_dict(): {prefix.rstrip('.') or 'the layer'} {told}, {_SAVING}")
+
+
+def _before_loading(module: Any, state_dict: Any, prefix: str, *_: Any) -> None:
+    if (told := _uneven(module)) is not None:
+        raise RuntimeError(f"load_state_dict(): {prefix.rstrip('.') or 'the layer'} {told}, {_LOADING}")
+
+
+def _uneven(layer: Any) -> str | None:
+    """How a layer is divided if its units are away; a copy has no segment, but the shape of when it was made."""
+    segment: OwnedSegment | None = layer.segment
+    if segment is None:
+        own, even = layer.local_weight.shape, layer.even_shape
+        return None if own == even else f"is a copy of an unevenly divided layer ({tuple(own)} for {tuple(even)})"
+    if segment.owned.is_even:
+        return None
+    return f"is divided unevenly ({', '.join(map(str, segment.owned.counts))} {segment.kind})"
