@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.comm.whereabouts import Call
 from zeroresize.config import BalanceConfig
+from zeroresize.config_keys import MOVING_MODES
 from zeroresize.control import balancer_state, records
 from zeroresize.control.assembly import build
 from zeroresize.control.unit_moves import UnitMoves
@@ -25,6 +26,9 @@ from zeroresize.policy.cost_model import MigrationCost
 from zeroresize.telemetry import UpdateRecord
 
 logger = logging.getLogger(__name__)
+
+#: Modes in which units may be away from home.
+_MAY_BE_AWAY = ("off", *MOVING_MODES)
 
 
 class Balancer:
@@ -90,8 +94,7 @@ class Balancer:
                 did not call this or :meth:`epoch_end` equally often; if ranks do not come; or after :meth:`close`.
         """
         self._require_open()
-        if self._is_at_home:
-            raise RuntimeError("step() was called within at_home(): train outside of it")
+        self._require_no_visit("step()")
         parts = self._parts
         if parts.num_ranks == 1:
             return
@@ -195,6 +198,7 @@ class Balancer:
             RuntimeError: if the ranks do not agree, one lacks the memory, or has died; nothing has changed then.
         """
         self._require_open()
+        self._require_no_visit("move()")
         self._is_at(Call.MOVING)
         self._moves.by_hand(shares, self._num_steps)
         self._change_plan()
@@ -204,17 +208,18 @@ class Balancer:
     def at_home(self) -> Iterator[None]:
         """Every rank owns what its host gave it, for as long as this lasts: for the host's checkpoints.
 
-        Call alike on every rank, between optimizer steps; collective: units travel home, and back again. Nothing
-        happens where they are at home.
+        Call alike on every rank, between optimizer steps; collective: units travel home, and back again, also after an
+        error within that all ranks have. Nothing travels where they are at home.
 
         Raises:
             RuntimeError: as :meth:`move` does.
         """
         parts = self._parts
-        if parts.units is None or self._is_at_home or parts.units.is_home:
+        if parts.units is None or self._is_at_home:
             yield
             return
-        self._require_open()
+        if not parts.units.is_home:
+            self._require_open()
         self._is_at(Call.MOVING)
         self._is_at_home = True
         try:
@@ -222,8 +227,8 @@ class Balancer:
                 yield
         finally:
             self._is_at_home = False
-        self._change_plan()
-        self._is_at(Call.TRAINING)
+            self._change_plan()
+            self._is_at(Call.TRAINING)
 
     def pin(self, rank: int, ratio: float) -> None:
         """Force ``rank`` (within the group) to prune a share ``ratio`` of its columns from the next iteration on.
@@ -272,24 +277,29 @@ class Balancer:
 
         Raises:
             ValueError: if it was saved for other layers or another group of ranks, or something of it is missing or of
-                another kind, naming that; nothing has changed then. In modes that migrate, where it is collective, also
-                if the ranks were given different states.
+                another kind, naming that; nothing has changed then. In modes that migrate or move, and in "off", where
+                it is collective, also if the ranks were given different states.
         """
+        self._require_no_visit("load_state_dict()")
         parts = self._parts
-        migrates = parts.lender is not None or parts.exchange_of_replicas is not parts.exchange
+        is_collective = (
+            parts.lender is not None
+            or parts.exchange_of_replicas is not parts.exchange
+            or (parts.units is not None and parts.units.why_not_movable is None and self.config.mode in _MAY_BE_AWAY)
+        )
         self._is_at(Call.LOADING)
         problem = balancer_state.why_not_loadable(self._parts, state_dict)
-        if migrates:  # nobody may wait for a rank that has none to load
+        if is_collective:  # nobody may wait for a rank that has none to load
             self._parts.decision.require_loadable(problem)
         if problem is not None:
             self._is_at(Call.TRAINING)  # as before: nothing has changed
             raise problem
         self._num_steps = balancer_state.load_state(self._parts, state_dict)
         self._has_calibrated = False
+        if is_collective:  # what moves, or is lent, at once by one plan cannot be received by another
+            self._parts.decision.require_agreement(self._agreed)
         if not self._is_closed:
             self._moves.follow(self.plan, self._num_steps)
-        if migrates:  # what is lent at once by one plan cannot be borrowed by another
-            self._parts.decision.require_agreement(self._agreed)
         self._change_plan()
         self._is_at(Call.TRAINING)
 
@@ -303,6 +313,10 @@ class Balancer:
         """
         self._is_closed = True
         self._parts.close()
+
+    def _require_no_visit(self, call: str) -> None:
+        if self._is_at_home:
+            raise RuntimeError(f"{call} was called within at_home(): call it outside of it")
 
     def _require_open(self) -> None:
         if self._is_closed:

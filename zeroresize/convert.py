@@ -10,14 +10,23 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from zeroresize.comm.collectives import group_size, require_group, same_ranks, sends_from_device, world_size
+from zeroresize.comm.collectives import (
+    group_ranks,
+    group_size,
+    require_group,
+    same_ranks,
+    sends_from_device,
+    world_size,
+)
 from zeroresize.config import BalanceConfig
 from zeroresize.config_keys import MOVING_MODES, SHARE_CHOICES
 from zeroresize.integrations.find_segments import find_segments
 from zeroresize.integrations.hosts import HostAdapter, host_of, known_kinds
+from zeroresize.integrations.key_dropout import key_dropout
 from zeroresize.layers.balanced_linear import BalancedLinear
-from zeroresize.layers.segment import Segment
+from zeroresize.layers.segment import OwnedSegment, Segment
 from zeroresize.layers.segments import owned_segments
+from zeroresize.layers.unit_dropout import mixed
 from zeroresize.layers.weight_checks import why_no_whole_weight
 from zeroresize.measure.device_speed import measured_shares
 from zeroresize.measure.step_timer import LayerTimer
@@ -52,7 +61,7 @@ def convert(
     Taken are this package's own layers, Colossal-AI's ``Linear1D_Col`` and ``Linear1D_Row`` (after ``booster.boost`` or
     ``ShardFormer.optimize``), and those of any host that ``zeroresize.integrations.register_host`` was given. A swapped
     layer keeps the very same Parameter objects, and without a plan its outputs and gradients are bitwise those of the
-    layer it replaces. A layer that cannot be balanced (gathered output, a fused layer, a weight that is made anew in
+    layer it replaces. A layer that cannot be balanced (gathered output, a weight that is made anew in
     every forward, sequence parallelism inside the layer, another group, …) stays exactly as it was; one log line says
     why.
 
@@ -136,6 +145,7 @@ def _find_segments(
     if isinstance(named, Segment) or not all(isinstance(one, Segment) for one in named):
         raise ValueError(f"segments={named!r}: wanted is a list of zeroresize.Segment")
     found, staying_even = find_segments(unwrap(model), layers, group_size(process_group), named)
+    found = _with_keyed_dropout(model, found, process_group, config, staying_even)
     for segment in found:
         for name in segment.layers:
             layers[name].segment = segment
@@ -152,6 +162,32 @@ def _find_segments(
             len(layers),
             _first_of(list(staying_even)),
         )
+
+
+def _with_keyed_dropout(
+    model: nn.Module,
+    segments: Sequence[OwnedSegment],
+    process_group: ProcessGroup,
+    config: BalanceConfig,
+    staying_even: dict[str, str],
+) -> list[OwnedSegment]:
+    """The segments within which what is dropped does not depend on who owns a unit; of the others, why they stay even.
+
+    Ranks that draw differently many random numbers would also drop different elements where all must drop the same.
+    """
+    if config.mode in MOVING_MODES:
+        replica = group_ranks(process_group)[0]
+        reasons = key_dropout(unwrap(model), segments, seed=mixed(config.seed, replica))
+    else:
+        reasons = {
+            segment.name: f"in mode {config.mode!r} dropout between its layers stays as it is"
+            for segment in segments
+            if segment.has_other_dropout or any(getattr(one, "p", 0.0) for one, _ in segment.dropouts)
+        }
+    for segment in segments:
+        if segment.name in reasons:
+            staying_even |= dict.fromkeys(segment.layers, reasons[segment.name])
+    return [segment for segment in segments if segment.name not in reasons]
 
 
 def _checked_shares(shares: Any, num_ranks: int) -> tuple[float, ...] | str:

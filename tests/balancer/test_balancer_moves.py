@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from virtual_training import Run
+from virtual_training import Pair, Run, keep_time
 
 import zeroresize as zr
 from zeroresize.measure import calibration
@@ -323,3 +323,128 @@ def test_a_closed_balancer_moves_nothing_and_says_so(run_ranks):
             return tuple(run.model.state_dict()["down.weight"].shape)
 
     assert run_ranks(train, 2) == [(48, 96)] * 2
+
+
+class DroppingPair(Pair):
+    """With dropout between its layers, and dropout of replicated activations behind them, as transformers have it."""
+
+    def __init__(self, group):
+        super().__init__(group)
+        self.between, self.behind = torch.nn.Dropout(0.25), torch.nn.Dropout(0.25)
+
+    def forward(self, x):
+        return x + self.behind(self.down(self.between(torch.nn.functional.gelu(self.up(x)))))
+
+
+def test_dropout_drops_the_same_whoever_owns_the_units(run_ranks):
+    """Also what replicated dropout drops behind the segment: all ranks draw equally many random numbers."""
+
+    def train(rank, group):
+        torch.set_default_dtype(torch.float64)
+
+        def losses(*moves):
+            run = exact_run(group, model=DroppingPair)
+            run.balancer.move((1, 1))
+            torch.manual_seed(0)
+            seen = run.steps(3)
+            for shares in moves:
+                run.balancer.move(shares)
+                seen += run.steps(3)
+            return seen
+
+        return losses((1, 1), (1, 1)), losses((3, 1), (1, 1))
+
+    (expected, first), (same, second) = run_ranks(train, 2)
+    assert first == second == pytest.approx(expected, rel=1e-10) and expected == same
+    assert len(set(expected)) == len(expected)
+
+
+def test_an_optimizer_whose_state_has_other_shapes_trains_on_without_moves(run_ranks, caplog):
+    def train(rank, group):
+        run = exact_run(group)
+        run.optimizer = torch.optim.Adafactor(run.model.parameters())
+        run.balancer.close()
+        run.balancer = zr.Balancer(run.model, run.optimizer, process_group=group, config=run.config)
+        keep_time(run.time, (run.model.up, run.model.down))
+        run.updates(2)
+        run.time.chi = 4.0 if rank == 1 else 1.0
+        run.updates(6)
+        with pytest.raises(ValueError, match="no unit can change hands"):
+            run.balancer.move((1, 2))
+        return counts(run)
+
+    assert run_ranks(train, 2) == [(96, 96)] * 2
+
+
+@pytest.mark.parametrize("priority", ["activation", "variation", "path_length"])
+def test_semi_divided_unevenly_from_the_start_trains_through_epochs(run_ranks, priority):
+    def train(rank, group):
+        run = exact_run(group, mode="semi", moves=True, shares=(2, 1), priority=priority)
+        run.updates(2)
+        run.balancer.epoch_end()
+        run.balancer.move((1, 1))
+        run.updates(2)
+        run.balancer.epoch_end()
+        run.updates(1)
+        return counts(run)
+
+    assert run_ranks(train, 2) == [(96, 96)] * 2
+
+
+def test_what_was_held_is_held_after_a_move_that_could_not_be_made(run_ranks, monkeypatch):
+    import zeroresize.resharding.agreement as agreement
+
+    def train(rank, group):
+        run = exact_run(group)
+        run.balancer.move((3, 1))
+        monkeypatch.setattr(agreement, "free_bytes", lambda device: 0)
+        with pytest.raises(RuntimeError, match="not enough memory"):
+            run.balancer.move((1, 3))
+        monkeypatch.undo()
+        run.updates(4)
+        return counts(run)
+
+    assert run_ranks(train, 2) == [(144, 48)] * 2
+
+
+def test_an_error_within_at_home_leaves_units_away_again(run_ranks):
+    def train(rank, group):
+        run = exact_run(group)
+        run.steps(1)
+        run.balancer.move((3, 1))
+        with pytest.raises(OSError, match="disk"), run.balancer.at_home():
+            raise OSError("disk full")
+        away = counts(run)
+        with run.balancer.at_home(), pytest.raises(RuntimeError, match="within at_home"):
+            run.balancer.move((1, 1))
+        run.steps(2)
+        return away, counts(run)
+
+    assert run_ranks(train, 2) == [((144, 48), (144, 48))] * 2
+
+
+def test_states_of_which_only_one_is_of_units_away_are_found_on_all_ranks(run_ranks):
+    def train(rank, group):
+        run = exact_run(group)
+        run.steps(1)
+        states = [copy.deepcopy(run.balancer.state_dict())]
+        run.balancer.move((3, 1))
+        states.append(copy.deepcopy(run.balancer.state_dict()))
+        with pytest.raises(ValueError, match="do not agree"):
+            run.balancer.load_state_dict(states[rank])
+        return counts(run)
+
+    assert run_ranks(train, 2) == [(144, 48)] * 2
+
+
+def test_a_mode_that_prunes_wants_units_at_home(run_ranks):
+    def train(rank, group):
+        run = exact_run(group)
+        run.balancer.move((3, 1))
+        run.balancer.close()
+        config = zr.BalanceConfig(mode="zero-pri")
+        zr.convert(run.model, process_group=group, config=config)
+        with pytest.raises(ValueError, match="all must be at home"):
+            zr.Balancer(run.model, run.optimizer, process_group=group, config=config)
+
+    run_ranks(train, 2)

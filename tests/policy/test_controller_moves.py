@@ -119,7 +119,7 @@ def test_a_forced_ratio_and_units_away_from_home_do_not_go_together():
 def test_shares_that_are_none_change_nothing(shares):
     made = controller()
     before = made.state_dict()
-    with pytest.raises(ValueError, match="one number of at least 0 for each of the 4 ranks"):
+    with pytest.raises(ValueError, match="wanted are 4 numbers, one for each rank"):
         made.hold_owned(shares)
     assert made.state_dict() == before
 
@@ -128,7 +128,7 @@ def test_a_refused_move_is_not_tried_for_a_while():
     made = controller()
     while updated(made, 4.0, times=1).owned == HOME:
         pass
-    assert made.refuse_move("rank 1 has no memory for it").owned == HOME
+    assert made.refuse_move("rank 1 has no memory for it", HOME).owned == HOME
     waited = 0
     while (plan := updated(made, 4.0, times=1)).owned == HOME:
         assert plan.loans, "it lends meanwhile"

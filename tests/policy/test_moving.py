@@ -103,7 +103,7 @@ def test_a_refused_move_leaves_things_as_they_are_and_is_tried_ever_more_rarely(
         while not made.update(AWAY, 2 * PRICE_S, 1):
             waited += 1
         pauses.append(waited)
-        made.refuse()
+        made.refuse(HOME)
         assert made.owned == HOME and made.owed_s == 0.0
     assert pauses[0] == 0
     assert pauses[1:] == [min(FIRST_PAUSE * 2**n, LONGEST_PAUSE) - 1 for n in range(9)]
@@ -111,8 +111,7 @@ def test_a_refused_move_leaves_things_as_they_are_and_is_tried_ever_more_rarely(
         made.update(AWAY, 2 * PRICE_S, 1)
     assert made.owned == AWAY
     made.learn(60.0, 4.0)
-    made.owned_before = HOME
-    made.refuse()
+    made.refuse(HOME)
     assert made.pause == FIRST_PAUSE, "after a move that was made, failures are new"
 
 
@@ -130,7 +129,7 @@ def test_what_a_user_holds_stays_until_it_is_released():
 )
 def test_shares_that_are_none_are_refused(shares):
     made = moving()
-    with pytest.raises(ValueError, match="one number of at least 0 for each of the 4 ranks"):
+    with pytest.raises(ValueError, match="wanted are 4 numbers, one for each rank"):
         made.put(shares, is_held=True)
     assert made.is_home and not made.is_held
 
@@ -168,7 +167,7 @@ def test_impossible_costs_are_refused(values):
 def test_it_goes_on_from_its_state():
     made, resumed = moving(), Moving(4, SEGMENTS, bytes_of_units=100.0)
     made.update(OTHER, 2 * PRICE_S, 1)
-    made.refuse()
+    made.refuse(HOME)
     for _ in range(FIRST_PAUSE):
         made.update(AWAY, 0.05 * PRICE_S, 1)
     made.state_dict()

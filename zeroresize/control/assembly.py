@@ -134,7 +134,8 @@ def build(
             exchange = of_replicas = _kept(_meet(config, layers, process_group), attached)
             replicas = replicas_of(model, layers, process_group, data_parallel_group)
             units = UnitsInForce(model, layers, optimizer, process_group, meet=exchange.meet, replicas=replicas)
-            attached.callback(guard_optimizer(optimizer, units.are_away))
+            guard_optimizer(optimizer, units.are_away)  # also once the balancer is closed
+            _require_home(units, config)
             if world_size() > num_ranks and config.mode in ("off", *MOVING_MODES):
                 group = replicas.group if units.why_not_movable is None else None
                 of_replicas = _kept(_meet_replicas(config, layers, process_group, group, exchange), attached)
@@ -148,8 +149,10 @@ def build(
         if layers and config.mode in PRIORITY_MODES:
             statistic = RestartableStatistic(lambda: build_statistic(config, layers, optimizer))
             _kept(statistic, attached)
+            if units is not None and not units.is_home:
+                statistic.pause()
         is_forced = config.forced_ratio is not None
-        if num_ranks > 1 and config.mode in MIGRATING_MODES and all(layer.may_lend for layer in layers.values()):
+        if num_ranks > 1 and _may_lend(layers, config):
             lender = _kept(Lender(layers, process_group, config.migration_transport, is_forced=is_forced), attached)
         monitor = _kept(RankMonitor(layers, config), attached)
         if exchange is not None:
@@ -213,7 +216,11 @@ def _prepare_layers(layers: Layers, config: BalanceConfig) -> None:
     for layer in layers.values():
         layer.last = LastGradients() if remembers else None
         # From the first backward on, not from the first loan.
-        layer.needs_eager_autograd = config.mode in MIGRATING_MODES
+        layer.needs_eager_autograd = _may_lend(layers, config)
+
+
+def _may_lend(layers: Layers, config: BalanceConfig) -> bool:
+    return config.mode in MIGRATING_MODES and all(layer.may_lend for layer in layers.values())
 
 
 def _release_layers(layers: Layers) -> None:
@@ -259,6 +266,19 @@ def _agreement(config: BalanceConfig, layers: Layers) -> dict[str, str]:
         for segment in owned_segments(layers)
     )
     return agreement
+
+
+def _require_home(units: UnitsInForce, config: BalanceConfig) -> None:
+    """Check that no unit is away in a mode whose layers must have their even shapes.
+
+    Raises:
+        ValueError: if some are.
+    """
+    if not units.is_home and config.mode not in ("off", *MOVING_MODES):
+        raise ValueError(
+            f"units are divided by the shares {list(units.shares)}, and in mode {config.mode!r} all must be at home: "
+            "before closing the balancer that moved them call its move() with equal shares"
+        )
 
 
 def _build_decision(

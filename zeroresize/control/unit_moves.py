@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 
 from zeroresize.config_keys import MOVING_MODES
@@ -11,8 +12,7 @@ from zeroresize.control.move_log import MoveLog
 from zeroresize.measure.calibrate_moves import measure_move_cost
 from zeroresize.plan.group import WorkloadPlan
 from zeroresize.policy.moving import MoveCost
-from zeroresize.resharding.agreement import NotEnoughMemoryError
-from zeroresize.resharding.units_in_force import CannotMoveError
+from zeroresize.resharding.agreement import CannotMoveError, NotEnoughMemoryError
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class UnitMoves:
             self._move(plan, num_steps)
         except (CannotMoveError, NotEnoughMemoryError) as error:
             logger.warning("step %d: units stay where they are: %s", num_steps, error)
-            self._parts.decision.refuse_move(str(error))
+            self._refuse(str(error))
 
     def by_hand(self, shares: Sequence[float] | None, num_steps: int) -> None:
         """As :meth:`zeroresize.balancer.Balancer.move` has it."""
@@ -59,7 +59,7 @@ class UnitMoves:
         try:
             self._move(parts.decision.plan, num_steps)
         except BaseException as error:
-            parts.decision.refuse_move(str(error))
+            self._refuse(str(error))
             raise
 
     def calibrate(self) -> None:
@@ -70,9 +70,25 @@ class UnitMoves:
             return
         if parts.config.may_move or parts.config.mode == "off":
             cost = measure_move_cost(parts.process_group, parts.device)
-            told = everybody.gather([*cost, units.bytes_of_units])
+            try:
+                num_bytes = float(units.bytes_of_units)
+            except Exception as error:
+                logger.warning("units cannot move: %s", error)
+                num_bytes = math.nan
+            told = everybody.gather([*cost, num_bytes])
+            if any(math.isnan(own) for *_, own in told):
+                units.why_not_movable = (
+                    "the optimizer keeps state that cannot be divided by units, or the model changed"
+                )
+                parts.decision.hold_owned(units.shares)
+                return
             per_byte_s, fixed_s, num_bytes = (max(column) for column in zip(*told, strict=True))
             parts.decision.expect_moves(MoveCost(per_byte_s, fixed_s), num_bytes)
+
+    def _refuse(self, reason: str) -> None:
+        units = self._parts.units
+        assert units is not None
+        self._parts.decision.refuse_move(reason, units.shares)
 
     def _move(self, plan: WorkloadPlan, num_steps: int) -> None:
         parts, units = self._parts, self._parts.units

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.plan.ownership import normalised
 
 #: Tokens of a product, the least time that a measurement takes, and its repetitions, of which the fastest counts:
 #: whatever disturbs only adds time.
@@ -28,13 +29,13 @@ def measured_shares(
         layers: balanced layers by name.
         meet: gives every rank's numbers for this rank's.
     """
+    meet(0.0)  # so that all of them multiply at the same time
     weight = max((layer.local_weight for layer in layers.values()), key=Tensor.numel).detach()
     seconds = [own for own, *_ in meet(_seconds(weight))]
     mean = sum(seconds) / len(seconds)
     if max(seconds) - min(seconds) <= _ALIKE * mean:
         return (1.0,) * len(seconds)
-    speeds = [1.0 / own for own in seconds]
-    return tuple(len(speeds) * own / sum(speeds) for own in speeds)
+    return normalised([1.0 / own for own in seconds])
 
 
 @torch.no_grad()

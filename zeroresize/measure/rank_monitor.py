@@ -69,7 +69,7 @@ class _Conditions:
         }
         dtypes = {str(layer.compute_dtype) for layer in seen}
         kernels = {implementation_on(layer.local_weight.device.type, layer.compute_dtype).name for layer in seen}
-        work = sum(layer.num_tokens * layer.local_weight.numel() for layer in seen)
+        work = sum(layer.num_tokens * math.prod(layer.even_shape) for layer in seen)
         device = " ".join(sorted(names) + sorted(dtypes) + sorted(kernels))
         return cls(device, float(work), config.max_ratio, config.block, config.mode != "mig")
 

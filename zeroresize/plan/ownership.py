@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 #: Of shares: much finer than a unit, and alike on machines whose sums differ in the last bit.
-_DECIMALS = 6
+SHARE_DECIMALS = 6
 
 Indices = NDArray[np.int64]
 
@@ -121,6 +121,14 @@ class OwnershipMap:
         return OwnershipMap(owners, self.num_ranks)
 
 
+def normalised(shares: Sequence[float]) -> tuple[float, ...]:
+    """Shares in any unit with mean 1; equal ones are exactly home."""
+    if len(set(shares)) == 1:
+        return (1.0,) * len(shares)
+    mean = math.fsum(shares) / len(shares)
+    return tuple(round(share / mean, SHARE_DECIMALS) for share in shares)
+
+
 def checked_shares(shares: Any, num_ranks: int) -> tuple[float, ...]:
     """What a user gives as the ranks' shares, scaled so that their mean is 1: ``(2, 1, 1)`` is (1.5, 0.75, 0.75).
 
@@ -135,10 +143,7 @@ def checked_shares(shares: Any, num_ranks: int) -> tuple[float, ...]:
             f"shares={shares!r} is not allowed: wanted are {num_ranks} numbers, one for each rank of the group, none "
             "negative and not all zero, such as (2, 1, 1)"
         )
-    if len(set(numbers)) == 1:
-        return (1.0,) * num_ranks
-    mean = math.fsum(numbers) / num_ranks
-    return tuple(round(one / mean, _DECIMALS) for one in numbers)
+    return normalised(numbers)
 
 
 def neuron_quantum(num_neurons: int, num_ranks: int) -> int:

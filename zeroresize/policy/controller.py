@@ -173,15 +173,18 @@ class Controller:
         """
         self._moving.learn(num_bytes, seconds)
 
-    def refuse_move(self, reason: str) -> WorkloadPlan:
+    def refuse_move(self, reason: str, in_force: Sequence[float]) -> WorkloadPlan:
         """The move of the last plan was not made, and nothing has changed; to be called alike on every rank.
 
-        What was owned before stays, and no move is tried for a while: for 8 updates, and twice as many each time.
+        No move is tried for a while: for 8 updates, and twice as many each time.
+
+        Args:
+            in_force: the shares by which units are divided, and stay so.
 
         Returns:
             The plan in force from now on.
         """
-        self._moving.refuse()
+        self._moving.refuse(tuple(in_force))
         logger.info("units stay where they are for %d updates: %s", self._moving.pause, reason)
         return self._spare_nobody()
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zeroresize.plan.ownership import SegmentWork, owned_shares
-from zeroresize.policy.rules.ownership import merged, normalised
+from zeroresize.plan.ownership import SegmentWork, checked_shares, owned_shares
+from zeroresize.policy.rules.ownership import merged
 from zeroresize.utils.state_checks import Check, count, each, flag, keyed, not_negative, row
 
 #: How much the newest move says of what moves cost, and by which factors no single move changes that.
@@ -87,6 +87,7 @@ class Moving:
     movers: frozenset[tuple[int, bool]] = field(default=frozenset(), init=False)
     pause: int = field(default=0, init=False)
     _next_pause: int = field(default=FIRST_PAUSE, init=False)
+    _was_held: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.segments = merged(self.segments)
@@ -109,16 +110,7 @@ class Moving:
         Raises:
             ValueError: if they are not one of each rank, finite, not negative and not all 0, or nothing can move.
         """
-        is_sound = all(
-            isinstance(share, int | float) and not isinstance(share, bool) and 0.0 <= share < math.inf
-            for share in shares
-        )
-        if len(shares) != self.num_ranks or not is_sound or not any(shares):
-            raise ValueError(
-                f"shares={list(shares)} are not allowed: one number of at least 0 for each of the {self.num_ranks} "
-                "ranks, and not all 0"
-            )
-        found = normalised(shares)
+        found = checked_shares(shares, self.num_ranks)
         if found != self.home and not self.segments:
             raise ValueError(f"shares={list(shares)}: the model has no units that can change their owner")
         return found
@@ -126,7 +118,7 @@ class Moving:
     def put(self, shares: Sequence[float], *, is_held: bool) -> None:
         """A user has decided: in force from now on."""
         self.owned_before, self.owned = self.owned, self.checked(shares)
-        self.is_held = is_held
+        self._was_held, self.is_held = self.is_held, is_held
         self._settle()
 
     def price_s(self, wanted: Sequence[float]) -> float:
@@ -145,7 +137,7 @@ class Moving:
             saved_s: by how much steps would be shorter then, seconds; 0 where that is noise.
             num_steps: until the next decision.
         """
-        self.owned_before = self.owned
+        self.owned_before, self._was_held = self.owned, self.is_held
         if self.is_held:
             return False
         self.pause = max(self.pause - 1, 0)
@@ -163,9 +155,10 @@ class Moving:
         self._settle()
         return True
 
-    def refuse(self) -> None:
-        """The last move was not made: what was in force before stays, and nothing is tried for a while."""
-        self.owned, self.is_held = self.owned_before, False
+    def refuse(self, in_force: tuple[float, ...]) -> None:
+        """The last move was not made: ``in_force`` stays, and nothing is tried for a while."""
+        self.is_held = self._was_held and in_force == self.owned_before
+        self.owned = self.owned_before = in_force
         self._settle()
         self.pause = self._next_pause
         self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)

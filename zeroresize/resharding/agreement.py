@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 import socket
@@ -38,12 +39,17 @@ class MeetReplicas:
 
 
 _MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
 #: What is left free of the memory that is free.
 _MARGIN = 0.05
 #: Free memory and where it is are told in one number: MiB times this, plus a hash of the place.
 _NUM_PLACES = 2**24
 _MOST_MIB = 2**28 - 1
 _NOTHING_CHANGED = "units did not move and nothing has changed"
+
+
+class CannotMoveError(RuntimeError):
+    """Something of a segment's parameters or optimizer state has no units that could change hands."""
 
 
 class NotEnoughMemoryError(RuntimeError):
@@ -99,11 +105,11 @@ def meet_prepared(meet: Meet, own: tuple[float, float] | Exception) -> Sequence[
     if isinstance(own, Exception):
         with suppress(RuntimeError):  # the own error says more
             meet(-1.0, 0.0)
-        raise own
+        raise CannotMoveError(f"{_NOTHING_CHANGED}: {own}") from own
     table = _together(meet, *own)
     failed = [rank for rank, (number, *_) in enumerate(table) if number < 0.0]
     if failed:
-        raise RuntimeError(f"{_NOTHING_CHANGED}: {named(failed, meet)} failed before; their errors tell why")
+        raise CannotMoveError(f"{_NOTHING_CHANGED}: {named(failed, meet)} failed before; their errors tell why")
     return table
 
 
@@ -172,7 +178,18 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type != "cpu" or not _MEMINFO.exists():
         return None
     found = re.search(r"^MemAvailable:\s+(\d+) kB", _MEMINFO.read_text(), re.MULTILINE)
-    return None if found is None else int(int(found[1]) * 1024 * (1.0 - _MARGIN))
+    if found is None:
+        return None
+    return int(min(int(found[1]) * 1024, _left_to_container()) * (1.0 - _MARGIN))
+
+
+def _left_to_container() -> float:
+    """Bytes that a limit of this container leaves; infinite where there is none."""
+    try:
+        most, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError):  # no such files, or "max"
+        return math.inf
+    return max(most - used, 0)
 
 
 def require_received(error: Exception | None, meet: Meet) -> None:

@@ -117,11 +117,11 @@ def _groups_around(
 def wrappers_of(model: nn.Module) -> tuple[DistributedDataParallel, ...]:
     """The DistributedDataParallel modules in ``model`` and those around it or around a part of it.
 
-    The ones around it are found by looking at all objects of this process, which takes tenths of a second: at the first
-    call for a model only.
+    The ones around it are found by looking at all objects of this process, which takes tenths of a second, until some
+    are found.
     """
     found = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-    if model not in _around:
+    if not _around.get(model):  # it may be wrapped later than it was looked at first
         _around[model] = weakref.WeakSet(_found_around(model))
     return (*found, *(wrapper for wrapper in _around[model] if not any(wrapper is one for one in found)))
 

@@ -133,6 +133,9 @@ class LocalMove:
                 errors.append(error)
         for one in under_way:
             self._finish(*one, errors)
+        for device in {one.parameter.device for of_segment in self._contents for one in of_segment}:
+            if device.type == "cuda":  # a wait only orders streams: nothing has been received before this
+                torch.cuda.synchronize(device)
         return errors[0] if errors else None
 
     def install(self) -> None:

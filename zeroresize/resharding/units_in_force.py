@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.layers.segments import owned_segments, segment_works
 from zeroresize.plan.ownership import SegmentWork, checked_shares, owned_shares, unit_counts
-from zeroresize.resharding.agreement import Meet, named
+from zeroresize.resharding.agreement import CannotMoveError, Meet, named
 from zeroresize.resharding.contents import contents_of
 from zeroresize.resharding.data_parallel import Replicas, require_rebuildable, wrappers_of
 from zeroresize.resharding.transfer import MoveReport, bytes_of_units, move_units
@@ -25,10 +25,6 @@ from zeroresize.resharding.transfer import MoveReport, bytes_of_units, move_unit
 logger = logging.getLogger(__name__)
 
 _ALONE = Replicas()
-
-
-class CannotMoveError(RuntimeError):
-    """Something of a segment's parameters or optimizer state has no units that could change hands."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +85,7 @@ class UnitsInForce:
         self.works: tuple[SegmentWork, ...] = segment_works(layers)
         self.shares = next((segment.shares for segment in self.segments), self.home)
         self.moves: list[Move] = []
+        self._owned_by: tuple[tuple[float, ...], float] = self.home, 1.0
         self.why_not_movable = self._why_not_movable(replicas)
 
     @property
@@ -108,7 +105,11 @@ class UnitsInForce:
     @property
     def owned(self) -> float:
         """What this rank owns of the products, in units of a rank's at even shares."""
-        return owned_shares(self.shares, self.works)[self._rank]
+        by, owned = self._owned_by
+        if by != self.shares:
+            owned = owned_shares(self.shares, self.works)[self._rank]
+            self._owned_by = self.shares, owned
+        return owned
 
     @property
     def num_units(self) -> dict[str, tuple[int, ...]]:
@@ -185,7 +186,7 @@ class UnitsInForce:
         try:
             self._require_units()
             require_rebuildable(wrappers_of(self._model))
-        except (ValueError, RuntimeError, AttributeError) as error:
+        except Exception as error:  # the others must hear of any
             problem = error
         stuck = [rank for rank, (is_stuck, *_) in enumerate(self.meet(float(problem is not None), 0.0)) if is_stuck]
         if stuck:
@@ -203,10 +204,15 @@ class UnitsInForce:
 
     @contextmanager
     def at_home(self) -> Iterator[None]:
-        """Every rank owns what its host gave it, for as long as this lasts."""
+        """Every rank owns what its host gave it, for as long as this lasts; units go back after an error, too."""
         away = self.shares
         self.move(self.home)
-        yield
+        try:
+            yield
+        except Exception:
+            with suppress(RuntimeError):  # the error within says more
+                self.move(away)
+            raise
         self.move(away)
 
     def _why_not_movable(self, replicas: Replicas) -> str | None:

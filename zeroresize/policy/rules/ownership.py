@@ -17,14 +17,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from zeroresize.plan.ownership import SegmentWork, unit_counts
+from zeroresize.plan.ownership import SHARE_DECIMALS, SegmentWork, normalised, unit_counts
 from zeroresize.policy.curves import Curves, Floats
 from zeroresize.policy.times import RankTimes
 
 #: Halvings of the time at which all work is done.
 _NUM_HALVINGS = 45
-#: Of a share: much finer than a unit.
-_DECIMALS = 6
 
 
 def merged(segments: Sequence[SegmentWork]) -> tuple[SegmentWork, ...]:
@@ -33,14 +31,6 @@ def merged(segments: Sequence[SegmentWork]) -> tuple[SegmentWork, ...]:
     for segment in segments:
         work.setdefault(dataclasses.replace(segment, work=0.0), []).append(segment.work)
     return tuple(dataclasses.replace(kind, work=math.fsum(own)) for kind, own in work.items())
-
-
-def normalised(shares: Sequence[float]) -> tuple[float, ...]:
-    """Shares in any unit with mean 1; equal ones are exactly home."""
-    if len(set(shares)) == 1:
-        return (1.0,) * len(shares)
-    mean = math.fsum(shares) / len(shares)
-    return tuple(round(share / mean, _DECIMALS) for share in shares)
 
 
 def owned_step_s(times: Sequence[RankTimes], shares: Sequence[float], segments: Sequence[SegmentWork]) -> float:
@@ -90,7 +80,7 @@ def wanted_shares(
         # A rank with at least the share of one quantum gets one; raising shares lowers all of them a little.
         least = min(segment.quantum * num_ranks / segment.num_units for segment in segments)
         if least < 0.5:
-            shares_R = np.maximum(shares_R, least / (1.0 - least) + 10.0 ** (1 - _DECIMALS))
+            shares_R = np.maximum(shares_R, least / (1.0 - least) + 10.0 ** (1 - SHARE_DECIMALS))
     shares = normalised(shares_R.tolist())
     is_worth_it = owned_step_s(times, shares, segments) * (1.0 + noise) < float(curves.busy_s.max())
     return shares if is_worth_it else home
