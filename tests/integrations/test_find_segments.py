@@ -216,6 +216,11 @@ def mixed_parts(self, x):
     return self.b(self.a(x).chunk(2, -1)[0].relu().repeat(1, 1, 2))
 
 
+def keeping(self, x):
+    self.seen = self.a(x).relu()
+    return self.b(self.seen)
+
+
 NOT_PROVEN = {
     "softmax": (odd(lambda self, x: self.b(self.a(x).softmax(-1))), "softmax()"),
     "mean": (odd(lambda self, x: self.b(self.a(x) - self.a(x).mean(-1, keepdim=True))), "mean()"),
@@ -231,6 +236,7 @@ NOT_PROVEN = {
         "scale",
     ),
     "two outputs": (odd(lambda self, x: [h := self.a(x).relu(), (self.b(h), h)][1][0] + h.sum()), "sum()"),
+    "kept": (odd(keeping), "its forward keeps what it computes as an attribute: seen"),
     "returned": (odd(lambda self, x: [h := self.a(x), self.b(h), h][1:]), "also used by the module's caller"),
     "another input": (odd(lambda self, x: self.b(self.a(x) + x)), "no output of a column-parallel layer"),
     "parts": (odd(mixed_parts), "repeat()"),

@@ -137,9 +137,27 @@ def _graphs(module: nn.Module, holding: nn.Module | None) -> Iterator[fx.Graph]:
     devices = list({one.device for one in module.parameters() if one.is_cuda})
     for mode in (True, False):
         with _in_mode(module, mode), torch.random.fork_rng(devices=devices), torch.no_grad():
-            yield _Tracer(holding).trace(module)
-            if optional:
-                yield _Tracer(holding).trace(module, concrete_args=optional)
+            for arguments in (None, optional) if optional else (None,):
+                with _keeping_attributes(module):
+                    graph = _Tracer(holding).trace(module, concrete_args=arguments)
+                yield graph
+
+
+@contextmanager
+def _keeping_attributes(module: nn.Module) -> Iterator[None]:
+    """Raises TypeError if the block has stored something traced in a module: what it is used for is not seen."""
+    before = [(one, dict(vars(one))) for one in module.modules()]
+    yield
+    stored = []
+    for one, were in before:
+        for name in [name for name, value in vars(one).items() if isinstance(value, fx.Proxy)]:
+            stored.append(name)
+            if name in were:
+                vars(one)[name] = were[name]
+            else:
+                del vars(one)[name]
+    if stored:
+        raise TypeError(f"its forward keeps what it computes as an attribute: {', '.join(sorted(stored))}")
 
 
 @contextmanager

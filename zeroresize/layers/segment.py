@@ -45,7 +45,7 @@ class Segment:
     has_other_dropout: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.column, str) or not isinstance(self.column, Sequence) or not self.column:
+        if isinstance(self.column, str) or not isinstance(self.column, Sequence):
             raise ValueError(
                 f"Segment(column={self.column!r}): wanted is a list of column-parallel layers, or of their names"
             )
