@@ -111,10 +111,7 @@ def test_ranks_that_were_given_different_targets_do_not_move(run_ranks):
     def check(rank, group):
         training = Training(group)
         told = training.fails(uneven(3) if rank == 1 else uneven(3, 1))
-        assert (
-            "differ in the segments, their owners or the targets" in told
-            and "ranks [0, 2] of the group and ranks [1]" in told
-        )
+        assert "differ in the segments, their owners or the targets" in told and "[[0, 2], [1]]" in told
         training.moves()
 
     run_ranks(check, 3)

@@ -41,7 +41,7 @@ class UnitMoves:
         """
         try:
             self._move(plan, num_steps)
-        except (CannotMoveError, NotEnoughMemoryError) as error:
+        except (CannotMoveError, NotEnoughMemoryError, ValueError) as error:
             logger.warning("step %d: units stay where they are: %s", num_steps, error)
             self._refuse(str(error))
 

@@ -99,12 +99,15 @@ def meet_prepared(meet: Meet, own: tuple[float, float] | Exception) -> Sequence[
     """Two numbers of every rank, none of them negative, or what kept a rank from giving any.
 
     Raises:
-        Exception: what is given.
-        RuntimeError: on the other ranks, naming those; or if a rank does not come.
+        ValueError: what is given, if it is one.
+        CannotMoveError: for any other that is given, and on the other ranks, naming those that gave one.
+        RuntimeError: if a rank does not come.
     """
     if isinstance(own, Exception):
         with suppress(RuntimeError):  # the own error says more
             meet(-1.0, 0.0)
+        if isinstance(own, ValueError):
+            raise own
         raise CannotMoveError(f"{_NOTHING_CHANGED}: {own}") from own
     table = _together(meet, *own)
     failed = [rank for rank, (number, *_) in enumerate(table) if number < 0.0]
