@@ -17,6 +17,8 @@ import zeroresize as zr
 from zeroresize.measure import calibration
 from zeroresize.policy.cost_model import MigrationCost
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def lending_is_dear(monkeypatch):

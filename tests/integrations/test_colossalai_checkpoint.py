@@ -13,7 +13,7 @@ from zeroresize.convert import balanced_layers
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segments import owned_segments
 
-pytestmark = pytest.mark.usefixtures("colossalai_vit_modules")
+pytestmark = [pytest.mark.usefixtures("colossalai_vit_modules"), pytest.mark.slow]
 
 CONFIG = zr.BalanceConfig(mode="exact")
 

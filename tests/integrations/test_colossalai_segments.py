@@ -12,7 +12,7 @@ from zeroresize.integrations.find_segments import find_segments
 from zeroresize.integrations.key_dropout import key_dropout
 from zeroresize.layers.unit_dropout import UnitDropout
 
-pytestmark = pytest.mark.usefixtures("colossalai_module")
+pytestmark = [pytest.mark.usefixtures("colossalai_module"), pytest.mark.slow]
 
 HEAD = HIDDEN // HEADS
 #: Kind of model → (what a unit of attention is, how many, rows of its layers, blocks of the first).

@@ -9,6 +9,8 @@ import zeroresize as zr
 from zeroresize.convert import balanced_layers
 from zeroresize.integrations.find_segments import find_segments
 
+pytestmark = pytest.mark.slow
+
 OFF = zr.BalanceConfig(mode="off")
 HEAD = HIDDEN // HEADS
 GROUPS = HEADS // KV_HEADS

@@ -10,6 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 from zeroresize.resharding.data_parallel import wrappers_of
 from zeroresize.resharding.transfer import move_units
 
+pytestmark = pytest.mark.slow
+
 
 def loss_of(model, step, sample=0):
     generator = torch.Generator().manual_seed(10 * step + sample)

@@ -12,6 +12,8 @@ from torch import nn
 import zeroresize as zr
 from zeroresize.resharding.transfer import move_units
 
+pytestmark = pytest.mark.slow
+
 #: Divisions by which the last rank holds nothing; the first rank little; random units are where; all are at home.
 NOTHING, LITTLE, AT_HOME = 1, 0, None
 
