@@ -132,6 +132,7 @@ NOISES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 8])
 @pytest.mark.parametrize("noise", NOISES)
 def test_noise_moves_nothing(noise, num_ranks):
@@ -147,12 +148,14 @@ def test_noise_moves_nothing_in_ten_thousand_updates(num_ranks):
     assert len(run.moves) <= 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", [0.02, 0.05])
 def test_a_settled_division_is_left_alone(noise):
     run = simulate(EXACT, cluster(last_is_slow(8, 4.0), noise=noise), 6000)
     assert len(run.moves) <= 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("on", "off"), [(3, 7), (10, 30), (20, 20)])
 @pytest.mark.parametrize("num_ranks", [2, 8])
 def test_a_straggler_that_comes_and_goes_is_never_worth_a_move(num_ranks, on, off):
@@ -179,6 +182,7 @@ def by_turns(every, there_and_back_s, policy):
     return sum(run.step_s), num_steps // every
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("every", "there_and_back_s"), itertools.product(EVERY, THERE_AND_BACK))
 def test_by_turns_it_is_never_much_worse_than_the_better_of_never_and_always(every, there_and_back_s):
     (never_s, num_turns), (always_s, _), (ours_s, _) = (
@@ -187,6 +191,7 @@ def test_by_turns_it_is_never_much_worse_than_the_better_of_never_and_always(eve
     assert ours_s <= min(never_s, always_s) + 2.0 * there_and_back_s * num_turns
 
 
+@pytest.mark.slow
 def test_the_longer_a_turn_lasts_the_sooner_moving_pays():
     """Moves cost ten steps: turns of 20 are better borne, in turns of 320 moving wins, and ours takes its side."""
     never, always, ours = ({every: by_turns(every, 10.0, policy)[0] for every in EVERY} for policy in

@@ -442,7 +442,7 @@ def test_logged_times_hold_every_step(monkeypatch: pytest.MonkeyPatch, num_epoch
     host: Any = SimpleNamespace(
         model=torch.nn.Linear(1, 1), set_lr=lambda lr: None, step=lambda: passed.sleep(next(remaining_s))
     )
-    balancer: Any = SimpleNamespace(step=lambda: None, metrics=lambda: {"balance/ratio": 0.0})
+    balancer: Any = SimpleNamespace(step=lambda: None, metrics=lambda: {"balance/ratio": 0.0, "balance/relieved": 0.0})
     log: Any = SimpleNamespace(step=lambda **line: logged.append((line["step"], line["step_s"])))
     display: Any = SimpleNamespace(step=lambda epoch: None)
     split = Split(torch.zeros(56, 3, 32, 32, dtype=torch.uint8), torch.zeros(56, dtype=torch.int64))

@@ -95,8 +95,8 @@ class Simulation:
     lent: list[list[float]]
     pruned_share: float
     lent_share: float
-    owned: list[tuple[float, ...]]
-    moves: list[tuple[int, float, float]]
+    owned: list[tuple[float, ...]] = field(default_factory=list)
+    moves: list[tuple[int, float, float]] = field(default_factory=list)
 
     @property
     def move_s(self) -> float:
