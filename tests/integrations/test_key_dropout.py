@@ -11,6 +11,8 @@ from uneven_shards import assert_any_owner_computes_the_same
 from zeroresize.integrations.key_dropout import key_dropout
 from zeroresize.layers.unit_dropout import UnitDropout
 
+pytestmark = pytest.mark.slow
+
 
 def from_the_first_call(model, compute):
     for one in model.modules():

@@ -78,7 +78,11 @@ def send_half(sends, receives, group):
         group.send([sends[peer]], peer, 0).wait()
 
 
-@pytest.mark.parametrize("meets_by_exchange", [False, True], ids=["meets over the group", "meets by an exchange"])
+@pytest.mark.parametrize(
+    "meets_by_exchange",
+    [False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["meets over the group", "meets by an exchange"],
+)
 @pytest.mark.parametrize("when", ["before", "while", "between rounds", "after"])
 def test_a_rank_that_dies_in_a_move_is_named_and_the_others_stay_as_they_were(tmp_path, when, meets_by_exchange):
     def check(rank, group):
