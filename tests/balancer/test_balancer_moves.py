@@ -401,7 +401,7 @@ def test_what_was_held_is_held_after_a_move_that_could_not_be_made(run_ranks, mo
         with pytest.raises(RuntimeError, match="not enough memory"):
             run.balancer.move((1, 3))
         monkeypatch.undo()
-        run.updates(4)
+        run.updates(12)
         return counts(run)
 
     assert run_ranks(train, 2) == [(144, 48)] * 2
