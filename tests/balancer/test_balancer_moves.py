@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 from virtual_training import Pair, Run, keep_time
 
 import zeroresize as zr
@@ -357,6 +358,50 @@ def test_dropout_drops_the_same_whoever_owns_the_units(run_ranks):
     (expected, first), (same, second) = run_ranks(train, 2)
     assert first == second == pytest.approx(expected, rel=1e-10) and expected == same
     assert len(set(expected)) == len(expected)
+
+
+class CheckpointedPair(DroppingPair):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_clipping_accumulation_and_checkpointing_go_on_as_if_nothing_had_moved(run_ranks, num_ranks):
+    def train(rank, group):
+        torch.set_default_dtype(torch.float64)
+
+        def clip(model):
+            """The norm of the whole model's gradient; what is replicated counts once."""
+            shards = [model.up.weight.grad, model.up.bias.grad, model.down.weight.grad]
+            squared = sum(grad.square().sum() for grad in shards)
+            dist.all_reduce(squared, group=group)
+            norm = (squared + model.down.bias.grad.square().sum()).sqrt()
+            for parameter in model.parameters():
+                parameter.grad.mul_(1e-3 / norm)
+
+        def losses(*moves):
+            run = exact_run(group, model=CheckpointedPair, mode="exact", update_every=100)
+            torch.manual_seed(0)
+            seen = []
+            for shares in moves:
+                run.balancer.move(shares[:num_ranks])
+                for _ in range(3):
+                    for half in run.x.chunk(2):
+                        loss = run.model(half).square().mean() / 2
+                        loss.backward()
+                        seen.append(loss.item())
+                    clip(run.model)
+                    run.optimizer.step()
+                    run.optimizer.zero_grad()
+                    run.balancer.step()
+            return seen
+
+        even = (1, 1, 1)
+        return losses(even, even, even), losses(even, (3, 0, 1), even)
+
+    for expected, moved in run_ranks(train, num_ranks):
+        assert moved == pytest.approx(expected, rel=1e-10)
+        assert len(set(expected)) == len(expected)
 
 
 def test_an_optimizer_whose_state_has_other_shapes_trains_on_without_moves(run_ranks, caplog):
