@@ -11,6 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from virtual_training import FEATURES, Run
 
+pytestmark = pytest.mark.slow
+
 
 def trained(group, steps=5, **config):
     run = Run(group, **config)

@@ -17,6 +17,8 @@ from zeroresize.config_keys import MIGRATION_TRANSPORTS
 from zeroresize.layers import functional
 from zeroresize.plan.group import Shares
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def reports_are_not_waited_for(monkeypatch):

@@ -11,6 +11,8 @@ from virtual_training import FEATURES, Run
 
 from zeroresize.control import forward_watch
 
+pytestmark = pytest.mark.slow
+
 MODES = ["off", "zero-pri", "mig", "semi"]
 each_mode = pytest.mark.parametrize("mode", MODES)
 LIMIT_S = 2

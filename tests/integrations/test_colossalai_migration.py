@@ -15,7 +15,7 @@ from zeroresize.convert import balanced_layers
 EXACT = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
-pytestmark = pytest.mark.usefixtures("colossalai_vit_modules")
+pytestmark = [pytest.mark.usefixtures("colossalai_vit_modules"), pytest.mark.slow]
 
 
 def relative_errors(pairs):

@@ -13,6 +13,8 @@ from virtual_training import Pair, Run
 
 from zeroresize.config import MIGRATION_TRANSPORTS
 
+pytestmark = pytest.mark.slow
+
 IN, OUT = 12, 24  # a rank's slice of y has an even number of features
 
 STATES = ["no plan", "plan", *MIGRATION_TRANSPORTS]

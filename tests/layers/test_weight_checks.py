@@ -119,6 +119,7 @@ def replicate(model, mesh):
 FORCED = {"ratio": 0.5, "ranks": [1]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrap", "config"),
     [

@@ -14,6 +14,8 @@ import zeroresize as zr
 from zeroresize.measure import waits
 from zeroresize.measure.step_timer import HostClock, StepTimer
 
+pytestmark = pytest.mark.slow
+
 HIDDEN = 64
 BUSY_S = 0.05
 

@@ -19,6 +19,8 @@ import zeroresize as zr
 from zeroresize.resharding.divided_tensor import DividedTensor, Division, Piece, even_pieces, unit_pieces
 from zeroresize.resharding.transfer import move_units
 
+pytestmark = pytest.mark.slow
+
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=12), st.integers(1, 3), st.integers(1, 3))
 def test_units_of_all_ranks_are_the_whole_tensor_in_its_order(owners, rows, num_blocks):
