@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.comm.whereabouts import Call
 from zeroresize.config import BalanceConfig
-from zeroresize.config_keys import MOVING_MODES
+from zeroresize.config_keys import AWAY_MODES
 from zeroresize.control import balancer_state, records
 from zeroresize.control.assembly import build
 from zeroresize.control.unit_moves import UnitMoves
@@ -28,7 +28,6 @@ from zeroresize.telemetry import UpdateRecord
 logger = logging.getLogger(__name__)
 
 #: Modes in which units may be away from home.
-_MAY_BE_AWAY = ("off", *MOVING_MODES)
 
 
 class Balancer:
@@ -285,7 +284,7 @@ class Balancer:
         is_collective = (
             parts.lender is not None
             or parts.exchange_of_replicas is not parts.exchange
-            or (parts.units is not None and parts.units.why_not_movable is None and self.config.mode in _MAY_BE_AWAY)
+            or (parts.units is not None and parts.units.why_not_movable is None and self.config.mode in AWAY_MODES)
         )
         self._is_at(Call.LOADING)
         problem = balancer_state.why_not_loadable(self._parts, state_dict)

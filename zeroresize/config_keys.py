@@ -27,6 +27,8 @@ PRIORITY_MODES = ("zero-pri", "zero-pridiff", "semi")
 MIGRATING_MODES = ("exact", "mig", "semi")
 #: Those in which units of the layers change their owner.
 MOVING_MODES = ("exact", "semi")
+#: Those in which units may be away: moved by hand, or by the shares of convert.
+AWAY_MODES = ("off", *MOVING_MODES)
 #: Those in which one rank's ratio is its own affair.
 PINNABLE_MODES = tuple(mode for mode in PRUNING_MODES if mode not in MIGRATING_MODES)
 

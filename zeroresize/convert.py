@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
@@ -15,11 +14,10 @@ from zeroresize.comm.collectives import (
     group_size,
     require_group,
     same_ranks,
-    sends_from_device,
     world_size,
 )
 from zeroresize.config import BalanceConfig
-from zeroresize.config_keys import MOVING_MODES, SHARE_CHOICES
+from zeroresize.config_keys import AWAY_MODES, MOVING_MODES, SHARE_CHOICES
 from zeroresize.integrations.find_segments import find_segments
 from zeroresize.integrations.hosts import HostAdapter, host_of, known_kinds
 from zeroresize.integrations.key_dropout import key_dropout
@@ -206,7 +204,7 @@ def _divide(
     optimizer: Any,
 ) -> None:
     """Divide the units of all segments by ``shares``; collective."""
-    if config.mode not in ("off", *MOVING_MODES):
+    if config.mode not in AWAY_MODES:
         raise ValueError(
             f"shares={shares!r} with mode={config.mode!r} is not allowed: units own by shares in the modes "
             f"{', '.join(map(repr, MOVING_MODES))} and 'off' only"
@@ -224,18 +222,11 @@ def _divide(
             )
         shares = measured_shares(layers, _meet_over(process_group, layers))
         logger.info("convert: by their speed the ranks take the shares %s", [round(share, 2) for share in shares])
-    UnitsInForce(
-        model,
-        layers,
-        optimizer,
-        process_group,
-        meet=_meet_over(process_group, layers),
-    ).move(shares)
+    UnitsInForce(model, layers, optimizer, process_group, meet=_meet_over(process_group, layers)).move(shares)
 
 
 def _meet_over(process_group: ProcessGroup, layers: Mapping[str, BalancedLinear]) -> Meet:
-    weight = next(iter(layers.values())).local_weight
-    return meet_over(process_group, weight.device if sends_from_device(process_group, weight) else torch.device("cpu"))
+    return meet_over(process_group, next(iter(layers.values())).local_weight.device)
 
 
 def balanced_layers(model: nn.Module) -> dict[str, BalancedLinear]:

@@ -111,7 +111,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(
+each_kind = pytest.mark.parametrize(
     ("kind", "bias"),
     [
         ("Linear1D_Col", True),
@@ -122,6 +122,9 @@ LAYOUTS = {
         ("GPT2FusedLinearConv1D_Row", True),
     ],
 )
+
+
+@each_kind
 def test_a_swapped_layer_is_bitwise_colossalais_however_x_and_dy_lie_in_memory(run_ranks, kind, bias):
     """Sums over tokens depend on it in the last bits."""
 
@@ -236,17 +239,7 @@ def test_all_parallel_linear_layers_of_colossalai_are_balanced(run_ranks):
     run_ranks(check, 2)
 
 
-@pytest.mark.parametrize(
-    ("kind", "bias"),
-    [
-        ("Linear1D_Col", True),
-        ("Linear1D_Col", False),
-        ("Linear1D_Row", True),
-        ("Linear1D_Row", False),
-        ("GPT2FusedLinearConv1D_Col", True),
-        ("GPT2FusedLinearConv1D_Row", True),
-    ],
-)
+@each_kind
 def test_the_output_of_a_swapped_layer_may_be_modified_in_place(run_ranks, kind, bias):
     def check(rank, group):
         layer = native(Host(group), kind, 12, 18, bias)

@@ -227,7 +227,7 @@ def start_messages(
         tensors do not travel.
     """
     transfers: dict[int, list[Waitable]] = {peer: [] for peer in (*receives, *sends)}
-    if sends_from_device(process_group, *sends.values(), *receives.values()):  # NCCL must be given them as one
+    if any(tensor.is_cuda for tensor in (*sends.values(), *receives.values())):  # NCCL must be given them as one
         calls = [
             dist.P2POp(call, tensor, dist.get_global_rank(process_group, peer), process_group)
             for call, tensors in ((dist.irecv, receives), (dist.isend, sends))
@@ -265,9 +265,10 @@ def _itself(work: dist.Work) -> dist.Work:
     return work
 
 
-def sends_from_device(process_group: ProcessGroup, *tensors: Tensor) -> bool:
-    """Whether messages of these tensors' device travel over NCCL; others, such as gloo's, must lie on the CPU."""
-    return any(tensor.is_cuda for tensor in tensors) and "cuda:nccl" in dist.get_backend_config(process_group)
+def message_device(process_group: ProcessGroup, device: torch.device) -> torch.device:
+    """Where messages of what is on ``device`` must lie: there if they travel over NCCL, else (gloo) on the CPU."""
+    sends_from_there = device.type == "cuda" and "cuda:nccl" in dist.get_backend_config(process_group)
+    return device if sends_from_there else torch.device("cpu")
 
 
 def gather_from_tp_region(x: Tensor, process_group: ProcessGroup) -> Tensor:

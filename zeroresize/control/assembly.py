@@ -17,7 +17,7 @@ from zeroresize.comm.exchange import Exchange
 from zeroresize.comm.replicas import ranks_with_replicas
 from zeroresize.comm.whereabouts import Whereabouts
 from zeroresize.config import BalanceConfig
-from zeroresize.config_keys import MIGRATING_MODES, MOVING_MODES, PRIORITY_MODES, PRUNING_MODES
+from zeroresize.config_keys import AWAY_MODES, MIGRATING_MODES, MOVING_MODES, PRIORITY_MODES, PRUNING_MODES
 from zeroresize.control.forward_watch import ForwardWatch
 from zeroresize.control.group_decision import GroupDecision
 from zeroresize.control.lineage import LineageTable
@@ -136,7 +136,7 @@ def build(
             units = UnitsInForce(model, layers, optimizer, process_group, meet=exchange.meet, replicas=replicas)
             guard_optimizer(optimizer, units.are_away)  # also once the balancer is closed
             _require_home(units, config)
-            if world_size() > num_ranks and config.mode in ("off", *MOVING_MODES):
+            if world_size() > num_ranks and config.mode in AWAY_MODES:
                 group = replicas.group if units.why_not_movable is None else None
                 of_replicas = _kept(_meet_replicas(config, layers, process_group, group, exchange), attached)
                 if of_replicas is not exchange:
@@ -274,7 +274,7 @@ def _require_home(units: UnitsInForce, config: BalanceConfig) -> None:
     Raises:
         ValueError: if some are.
     """
-    if not units.is_home and config.mode not in ("off", *MOVING_MODES):
+    if not units.is_home and config.mode not in AWAY_MODES:
         raise ValueError(
             f"units are divided by the shares {list(units.shares)}, and in mode {config.mode!r} all must be at home: "
             "before closing the balancer that moved them call its move() with equal shares"

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Sequence
 
-from zeroresize.config_keys import MOVING_MODES
+from zeroresize.config_keys import AWAY_MODES, MOVING_MODES
 from zeroresize.control.assembly import Parts
 from zeroresize.control.move_log import MoveLog
 from zeroresize.measure.calibrate_moves import measure_move_cost
@@ -41,7 +41,7 @@ class UnitMoves:
         """
         try:
             self._move(plan, num_steps)
-        except (CannotMoveError, NotEnoughMemoryError, ValueError) as error:
+        except (CannotMoveError, NotEnoughMemoryError) as error:
             logger.warning("step %d: units stay where they are: %s", num_steps, error)
             self._refuse(str(error))
 
@@ -50,7 +50,7 @@ class UnitMoves:
         parts, units = self._parts, self._parts.units
         if units is None:
             return
-        if parts.config.mode not in ("off", *MOVING_MODES):
+        if parts.config.mode not in AWAY_MODES:
             raise ValueError(
                 f"move() with mode={parts.config.mode!r} is not allowed: units may move in the modes "
                 f"{', '.join(map(repr, MOVING_MODES))} and 'off'"

@@ -41,6 +41,12 @@ class _BalancedLinear1D(BalancedLinear):
     skip_bias_add: bool
     parallel_input: bool
 
+    @classmethod
+    def from_native_module(cls, module: nn.Module, process_group: Any, **kwargs: Any) -> nn.Module:
+        """As the layer's own of Colossal-AI, balanced from the start."""
+        make: Any = super().from_native_module  # type: ignore[misc]
+        return swap_layer(make(module, process_group, **kwargs))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> BalancedLinear:
         """With the layouts of its parameters, by which Colossal-AI's checkpoints know that they are shards."""
         copied: Any = super().__deepcopy__(memo)
@@ -99,33 +105,17 @@ class _TransposedWeight(_BalancedLinear1D):
 class BalancedLinear1D_Col(_BalancedColumn, Linear1D_Col):
     """``Linear1D_Col`` (QKV, FC1) whose three products follow ``self.plan``."""
 
-    @staticmethod
-    def from_native_module(module: nn.Linear, process_group: Any, **kwargs: Any) -> nn.Module:
-        return swap_layer(Linear1D_Col.from_native_module(module, process_group, **kwargs))
-
 
 class BalancedLinear1D_Row(_BalancedRow, Linear1D_Row):
     """``Linear1D_Row`` (attention output, FC2) whose three products follow ``self.plan``."""
-
-    @staticmethod
-    def from_native_module(module: nn.Linear, process_group: Any, **kwargs: Any) -> nn.Module:
-        return swap_layer(Linear1D_Row.from_native_module(module, process_group, **kwargs))
 
 
 class BalancedFusedLinear1D_Col(_BalancedColumn, FusedLinear1D_Col):
     """``FusedLinear1D_Col`` (q, k and v in one): a shard holds a part of each of them, one after the other."""
 
-    @staticmethod
-    def from_native_module(module: nn.Linear, process_group: Any, **kwargs: Any) -> nn.Module:
-        return swap_layer(FusedLinear1D_Col.from_native_module(module, process_group, **kwargs))
-
 
 class BalancedFusedLinear1D_Row(_BalancedRow, FusedLinear1D_Row):
     """``FusedLinear1D_Row``, which reads what a ``FusedLinear1D_Col`` returns."""
-
-    @staticmethod
-    def from_native_module(module: nn.Linear, process_group: Any, **kwargs: Any) -> nn.Module:
-        return swap_layer(FusedLinear1D_Row.from_native_module(module, process_group, **kwargs))
 
     def _own_part(self, x: Tensor) -> Tensor:
         return split_forward_gather_backward_fused_qkv(x, self.split_sizes, self.process_group)
@@ -134,10 +124,6 @@ class BalancedFusedLinear1D_Row(_BalancedRow, FusedLinear1D_Row):
 class BalancedGPT2FusedLinearConv1D_Col(_TransposedWeight, _BalancedColumn, GPT2FusedLinearConv1D_Col):
     """``GPT2FusedLinearConv1D_Col`` (q, k and v in one, or FC1)."""
 
-    @staticmethod
-    def from_native_module(module: nn.Module, process_group: Any, **kwargs: Any) -> nn.Module:
-        return swap_layer(GPT2FusedLinearConv1D_Col.from_native_module(module, process_group, **kwargs))
-
     def _products(self, x: Tensor, bias: Tensor | None) -> Tensor:
         y = self.column_products(x, None)
         return y if bias is None else _BiasAdded.apply(y, bias)
@@ -145,10 +131,6 @@ class BalancedGPT2FusedLinearConv1D_Col(_TransposedWeight, _BalancedColumn, GPT2
 
 class BalancedGPT2FusedLinearConv1D_Row(_TransposedWeight, _BalancedRow, GPT2FusedLinearConv1D_Row):
     """``GPT2FusedLinearConv1D_Row`` (attention output, FC2)."""
-
-    @staticmethod
-    def from_native_module(module: nn.Module, process_group: Any, **kwargs: Any) -> nn.Module:
-        return swap_layer(GPT2FusedLinearConv1D_Row.from_native_module(module, process_group, **kwargs))
 
 
 class _BiasAdded(torch.autograd.Function):

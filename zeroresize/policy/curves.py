@@ -68,7 +68,7 @@ class Curves:
         return self.rest_s[:, None] + shrunk_s + self._scale[:, None] * gather_fill_s
 
     def owning_s(self, owned_RX: Floats) -> Floats:
-        """Busy seconds of ranks that own so much, and are spared nothing of it."""
+        """[R, X] busy seconds of ranks that own so much by :meth:`ResizingCost.executed_at`, and are spared nothing."""
         executed = np.where(owned_RX > 1.0, owned_RX, self.gemm_share_at(1.0 - np.minimum(owned_RX, 1.0)))
         rest = 1.0 - self.moving_rest[:, None] * (1.0 - owned_RX)
         return self.rest_s[:, None] * rest + self.gemm_s[:, None] * executed

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from zeroresize.comm.collectives import Waitable, group_ranks, group_size, start_messages
+from zeroresize.comm.collectives import Waitable, group_ranks, group_size, message_device, start_messages
 
 #: Up to two numbers of every rank of a group, in the order of the ranks; collective. See also :class:`MeetReplicas`.
 Meet = Callable[..., Sequence[Sequence[float]]]
@@ -63,9 +63,10 @@ def fingerprint(text: str) -> float:
 
 def meet_over(process_group: ProcessGroup, device: torch.device) -> Meet:
     """A :data:`Meet` on the group itself, with tensors on ``device`` if that is what the group sends from."""
+    where = message_device(process_group, device)
 
     def meet(*numbers: float) -> Sequence[Sequence[float]]:
-        own = torch.tensor(numbers, dtype=torch.float64, device=device)
+        own = torch.tensor(numbers, dtype=torch.float64, device=where)
         return [part.tolist() for part in _of_every_rank(own, len(numbers), torch.float64, process_group)]
 
     return meet

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from zeroresize.comm.collectives import group_rank, require_group, sends_from_device
+from zeroresize.comm.collectives import group_rank, message_device, require_group
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.plan.ownership import OwnershipMap
 from zeroresize.resharding.agreement import (
@@ -100,8 +100,8 @@ def move_units(
     process_group = require_group(process_group)
     rank = group_rank(process_group)
     device = next((one.parameter.device for segment in segments for one in segment.tensors), torch.device("cpu"))
-    meet_device = device if sends_from_device(process_group, torch.empty(0, device=device)) else torch.device("cpu")
-    meet = meet or meet_over(process_group, meet_device)
+    buffer_device = message_device(process_group, device)
+    meet = meet or meet_over(process_group, device)
     wrappers = () if model is None else wrappers_of(model)
     try:
         move: LocalMove | Exception = LocalMove(segments, targets, process_group, optimizer, wrappers, max_bytes)
@@ -114,7 +114,7 @@ def move_units(
         [number for number, *_ in table], "the segments, their owners or the targets that they were given", meet
     )
     if len({number for _, number, *_ in table}) > 1:
-        told = texts_of_ranks(move.told(with_units=True), meet, process_group, meet_device)
+        told = texts_of_ranks(move.told(with_units=True), meet, process_group, buffer_device)
         agreed: tuple[float, float] | Exception = (0.0, 0.0)
         try:
             move.agree(agreed_contents([from_json(text) for text in told]))
@@ -124,7 +124,7 @@ def move_units(
     else:
         move.agree(move.descriptions)
     needed = move.new_bytes + move.buffer_bytes
-    allocate_together(needed, device, partial(move.allocate, meet_device), meet)
+    allocate_together(needed, device, partial(move.allocate, buffer_device), meet)
     require_received(move.carry_out(), meet)
     if move.num_units:
         drop_reducers(wrappers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -17,12 +16,10 @@ from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.layers.segments import owned_segments, segment_works
 from zeroresize.plan.ownership import SegmentWork, checked_shares, owned_shares, unit_counts
-from zeroresize.resharding.agreement import CannotMoveError, Meet, named
+from zeroresize.resharding.agreement import CannotMoveError, Meet
 from zeroresize.resharding.contents import contents_of
-from zeroresize.resharding.data_parallel import Replicas, require_rebuildable, wrappers_of
-from zeroresize.resharding.transfer import MoveReport, bytes_of_units, move_units
-
-logger = logging.getLogger(__name__)
+from zeroresize.resharding.data_parallel import Replicas
+from zeroresize.resharding.transfer import bytes_of_units, move_units
 
 _ALONE = Replicas()
 
@@ -152,16 +149,18 @@ class UnitsInForce:
             segment.name: segment.owned.with_counts(unit_counts(after, work))
             for segment, work in zip(self.segments, self.works, strict=True)
         }
-        self._require_movable()
         owned_before = self.num_units
-        report: MoveReport = move_units(
-            self.segments,
-            targets,
-            process_group=self._group,
-            optimizer=self._optimizer,
-            meet=self.meet,
-            model=self._model,
-        )
+        try:
+            report = move_units(
+                self.segments,
+                targets,
+                process_group=self._group,
+                optimizer=self._optimizer,
+                meet=self.meet,
+                model=self._model,
+            )
+        except (ValueError, CannotMoveError) as error:
+            raise CannotMoveError(f"units cannot move: {error}") from error
         for segment in self.segments:
             segment.shares = after
         self.shares = after
@@ -180,18 +179,6 @@ class UnitsInForce:
         )
         self.moves.append(move)
         return move
-
-    def _require_movable(self) -> None:
-        problem: Exception | None = None
-        try:
-            self._require_units()
-            require_rebuildable(wrappers_of(self._model))
-        except Exception as error:  # the others must hear of any
-            problem = error
-        stuck = [rank for rank, (is_stuck, *_) in enumerate(self.meet(float(problem is not None), 0.0)) if is_stuck]
-        if stuck:
-            told = problem or f"the errors of {named(stuck, self.meet)} tell why"
-            raise CannotMoveError(f"units cannot move, and nothing has changed: {told}") from problem
 
     def _require_units(self) -> None:
         """Raises ValueError for a parameter, or optimizer state, that is not divided by units as segments say."""
