@@ -220,6 +220,7 @@ DAMAGE = [
     ((*SHARED, "pins"), [None], "pins: a list of 2 is needed, found one of 1"),
     ((*SHARED, "pins"), [None, 7.5], r"pins\[1\]: a number from 0 to 1 is needed, found 7\.5"),
     ((*SHARED, "layers"), [], r"group 0-1\.layers: a mapping is needed"),
+    ((*SHARED, "dropout_calls"), [{"up/0": -1}], r"dropout_calls\[0\]\.up/0: a whole number of at least 0"),
     ((*SHARED, "decision", "controller"), GONE, r"decision\.controller: missing"),
     ((*SHARED, "decision", "controller", "times", 1), [0.5], r"times\[1\]: a list of 6 is needed, found one of 1"),
     ((*SHARED, "decision", "controller", "shares", 1), [0.5], r"shares\[1\]: a list of 2 is needed, found one of 1"),

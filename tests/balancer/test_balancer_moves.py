@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.utils.checkpoint import checkpoint
 from virtual_training import Pair, Run, keep_time
 
@@ -358,6 +359,26 @@ def test_dropout_drops_the_same_whoever_owns_the_units(run_ranks):
     (expected, first), (same, second) = run_ranks(train, 2)
     assert first == second == pytest.approx(expected, rel=1e-10) and expected == same
     assert len(set(expected)) == len(expected)
+
+
+def test_a_resumed_run_drops_what_the_uninterrupted_one_does(run_ranks, tmp_path):
+    def train(rank, group):
+        torch.set_default_dtype(torch.float64)
+        first = exact_run(group, model=DroppingPair, update_every=100)
+        first.steps(3)
+        dcp.save({"balancer": first.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
+        model, optimizer = copy.deepcopy((first.model.state_dict(), first.optimizer.state_dict()))
+        random = torch.get_rng_state()
+        expected = first.steps(3)
+        resumed = exact_run(group, model=DroppingPair, update_every=100)
+        resumed.model.load_state_dict(model)
+        resumed.optimizer.load_state_dict(optimizer)
+        dcp.load({"balancer": resumed.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
+        torch.set_rng_state(random)
+        return expected, resumed.steps(3)
+
+    for expected, losses in run_ranks(train, 2):
+        assert losses == expected
 
 
 class CheckpointedPair(DroppingPair):

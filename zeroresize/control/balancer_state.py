@@ -9,6 +9,7 @@ from zeroresize.comm.collectives import group_ranks
 from zeroresize.config_keys import PINNABLE_MODES
 from zeroresize.control.assembly import Parts
 from zeroresize.layers.functional import LastGradients
+from zeroresize.layers.unit_dropout import UnitDropout
 from zeroresize.utils.state_checks import anything, count, each, keyed, optional, row, share, tensor, text, values
 
 
@@ -20,11 +21,13 @@ def state_of(parts: Parts, num_steps: int) -> dict[str, Any]:
         "decision": parts.decision.state_dict(),
         "pins": [in_force.pins.get(rank) for rank in range(parts.num_ranks)],
         "layers": _columns_of_layers(parts),
+        # A tuple is one entry of a checkpoint, which a model with other dropout finds too.
+        "dropout_calls": ({name: dropout.num_calls for name, dropout in _keyed_dropouts(parts).items()},),
     }
     own = {
         "selector": parts.selector.state_dict(),
         "measurement": parts.monitor.state_dict(),
-        # A tuple is one entry of a checkpoint, which another kind of statistic finds too and leaves alone.
+        # Also for another kind of statistic, which leaves it alone.
         "statistic": (_name_of_statistic(parts), statistic.state_dict() if statistic is not None else {}),
         "last_gradients": ({name: dict(vars(last)) for name, last in _last_gradients(parts).items()},),
     }
@@ -70,6 +73,8 @@ def load_state(parts: Parts, state_dict: Mapping[str, Any]) -> int:
         if layer.last is not None and name in last_gradients:
             known = {key: last_gradients[name][key] for key in vars(layer.last)}
             layer.last = LastGradients(**known).to(layer.local_weight.device)
+    for name, dropout in _keyed_dropouts(parts).items():
+        dropout.num_calls = shared["dropout_calls"][0].get(name, 0)
     pins = enumerate(shared["pins"]) if parts.config.mode in PINNABLE_MODES else ()
     in_force.pins = {rank: ratio for rank, ratio in pins if ratio is not None}
     parts.monitor.load_state_dict(own["measurement"])
@@ -101,6 +106,17 @@ def _last_gradients(parts: Parts) -> dict[str, LastGradients]:
     }
 
 
+def _keyed_dropouts(parts: Parts) -> dict[str, UnitDropout]:
+    """Dropout whose masks follow from how often it was called, by its segment's name and its place there."""
+    segments = parts.units.segments if parts.units is not None else ()
+    return {
+        f"{segment.name}/{number}": dropout
+        for segment in segments
+        for number, (dropout, _) in enumerate(segment.dropouts)
+        if isinstance(dropout, UnitDropout)
+    }
+
+
 def _columns_of_layers(parts: Parts) -> dict[str, int]:
     return {name: layer.even_shape[1] for name, layer in parts.layers.items()}
 
@@ -117,6 +133,7 @@ def _require_shared(parts: Parts, state: Any, where: str) -> None:
             "num_steps": count,
             "decision": parts.decision.state_check,
             "pins": each(optional(share), parts.num_ranks),
+            "dropout_calls": row(values(count)),
         }
     )(state, where)
 

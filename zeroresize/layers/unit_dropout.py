@@ -44,7 +44,7 @@ class UnitDropout(nn.Module):
     Shapes: x [..., F, ...] → the same.
 
     Attributes:
-        num_calls: forwards in training so far, but for those that were computed again. Whoever resumes a run sets it.
+        num_calls: forwards in training so far, but for those that were computed again. The balancer's state holds it.
 
     Raises:
         ValueError: if ``p`` is not 0 to 1, or an input's dimension is no multiple of this rank's units.
