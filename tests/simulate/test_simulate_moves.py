@@ -183,7 +183,7 @@ def by_turns(every, there_and_back_s, policy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("every", "there_and_back_s"), itertools.product(EVERY, THERE_AND_BACK))
+@pytest.mark.parametrize(("every", "there_and_back_s"), list(itertools.product(EVERY, THERE_AND_BACK)))
 def test_by_turns_it_is_never_much_worse_than_the_better_of_never_and_always(every, there_and_back_s):
     (never_s, num_turns), (always_s, _), (ours_s, _) = (
         by_turns(every, there_and_back_s, policy) for policy in ("never", "always", "ours")
@@ -198,6 +198,36 @@ def test_the_longer_a_turn_lasts_the_sooner_moving_pays():
                            ("never", "always", "ours"))  # fmt: skip
     assert never[20] < always[20] and ours[20] <= 1.01 * never[20]
     assert always[320] < never[320] and ours[320] < never[320]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "update_every", "every"),
+    [
+        (2, 5, 20),
+        *(pytest.param(*own, marks=pytest.mark.slow) for own in ((2, 10, 20), (2, 10, 40), (2, 5, 5), (8, 10, 5))),
+    ],
+)
+def test_a_straggler_that_changes_place_sooner_than_it_is_followed_is_left_alone(num_ranks, update_every, every):
+    """Moves cost next to nothing, but each comes when half of a turn is over, and is wrong for half of the next one."""
+    chi = lambda step: [4.0 if step // every % num_ranks == rank else 1.0 for rank in range(num_ranks)]  # noqa: E731
+    turning = cluster(chi, move=MoveCost(0.25, 0.0), migration=DEAR)
+    never, ours = (
+        simulate(BalanceConfig(moves=moves, update_every=update_every), turning, 1600) for moves in (False, True)
+    )
+    assert statistics.fmean(ours.step_s) <= 1.02 * statistics.fmean(never.step_s)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "update_every", "every", "most"),
+    [(2, 5, 80, 0.6), *(pytest.param(*own, marks=pytest.mark.slow) for own in ((2, 10, 80, 0.75), (8, 5, 20, 0.75)))],
+)
+def test_and_one_that_stays_long_enough_is_followed_also_when_it_often_changes(num_ranks, update_every, every, most):
+    chi = lambda step: [4.0 if step // every % num_ranks == rank else 1.0 for rank in range(num_ranks)]  # noqa: E731
+    turning = cluster(chi, move=MoveCost(0.25, 0.0), migration=DEAR)
+    never, ours = (
+        simulate(BalanceConfig(moves=moves, update_every=update_every), turning, 1600) for moves in (False, True)
+    )
+    assert statistics.fmean(ours.step_s) <= most * statistics.fmean(never.step_s)
 
 
 def test_a_move_takes_its_time_before_the_step_that_it_is_for():

@@ -134,7 +134,7 @@ class Controller:
             lent_before = any(own.lent for own, slow in zip(before, self._are_stragglers, strict=True) if slow)
             if lent_before and not any(own.lent for own in self._shares):
                 self._communication.give_up()
-        self._move(times, usual)
+        self._move(times, usual, saved)
         step_s = self._step_s(told, self._shares, self._loans)
         self._calibrate(told, deviations, step_s, before, is_in_doubt=is_in_doubt)
         return self._plan(step_s)
@@ -436,18 +436,34 @@ class Controller:
             config.semi_rule if config.mode == "semi" else config.mig_rule if config.mode == "mig" else ""
         )
 
-    def _move(self, times: GroupTimes, deviation: float) -> None:
-        """Give units to other ranks if not doing so has cost as much as the move there and back."""
+    def _move(self, times: GroupTimes, deviation: float, saved: Sequence[float]) -> None:
+        """Give units to other ranks if not doing so has cost as much as the move there and back.
+
+        Args:
+            saved: of every rank, what share of a step its slowness costs.
+        """
         moving = self._moving
         if moving.is_held or not self.config.may_move or not self.segments:
             return
         noise = CERTAINTY_KEPT * deviation
+        # What is pruned counts as if it were computed: that is what moving is to save, too.
+        now_s = self._step_s(times, [Shares(lent=own.lent) for own in self._shares], self._loans)
+        now_s -= self._communication.seconds(())
+        home_s = float(times.curves.busy_s.max())
+        is_worse_than_home = not moving.is_home and now_s > (1.0 + COST_IN_VAIN) * home_s
+        if is_worse_than_home:
+            moving.came_late(now_s - home_s)
         wanted = wanted_shares(times, self._are_stragglers, moving.segments, noise=noise)
+        if wanted not in (moving.owned, moving.home):
+            gain_s = home_s - owned_step_s(times, wanted, moving.segments)
+            relieved = [
+                rank for rank, slow in enumerate(self._are_stragglers) if slow and wanted[rank] < moving.owned[rank]
+            ]
+            if any(self._spells.speak_against(rank, saved[rank], gain_s, moving.late_s) for rank in relieved):
+                wanted = moving.home if is_worse_than_home else moving.owned
         saved_s = 0.0
         if wanted != moving.owned:
-            # What is pruned counts as if it were computed: that is what moving is to save, too.
-            now_s = self._step_s(times, [Shares(lent=own.lent) for own in self._shares], self._loans)
-            saved_s = now_s - self._communication.seconds(()) - owned_step_s(times, wanted, moving.segments)
+            saved_s = now_s - owned_step_s(times, wanted, moving.segments)
             # To go or to come home it is certain who is slow; from one division to another everybody's times count.
             is_noise = saved_s <= (COST_IN_VAIN / DURATION + deviation) * now_s
             if is_noise and not moving.is_home and wanted != moving.home:

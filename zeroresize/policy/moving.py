@@ -4,6 +4,10 @@ Every step under a division that is not the wanted one costs the difference of t
 the move there and back takes, the move is made: so all of it takes at most twice what the best would in hindsight.
 Units come home, or go to others, by the same rule. A straggler that changes place before its slowness has cost as much
 is never worth a move.
+
+The price of moves is not all: a rank that recovers, or becomes slow after it was given units, is noticed some steps
+later only, and until then the division is worse than even shares. What that has cost is remembered, and past spells
+of slowness tell how often it is paid.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ from zeroresize.utils.state_checks import Check, count, each, flag, keyed, not_n
 
 #: How much the newest move says of what moves cost, and by which factors no single move changes that.
 _WEIGHT, _LEAST_FACTOR, _MOST_FACTOR = 0.7, 0.1, 10.0
+#: How much the newest interval under a division that came too late says of what the next ones cost.
+_WEIGHT_OF_LATE = 0.5
 #: Ranks whose share changes at least this part as much as any other's are those for whom units move.
 _MOVERS = 0.5
 #: After a refused move no other is tried for so many updates, twice as many after each that follows, up to the most.
@@ -74,6 +80,8 @@ class Moving:
         owed_s: what the present division has cost since another was wanted, seconds.
         movers: for whom units would move, each rank with whether it is to get more.
         pause: for so many updates nothing moves.
+        late_s: seconds of a step that a division costs, compared with even shares, until it is noticed that it is good
+            for nothing; 0 before that was seen.
     """
 
     num_ranks: int
@@ -86,6 +94,7 @@ class Moving:
     owed_s: float = field(default=0.0, init=False)
     movers: frozenset[tuple[int, bool]] = field(default=frozenset(), init=False)
     pause: int = field(default=0, init=False)
+    late_s: float = field(default=0.0, init=False)
     _next_pause: int = field(default=FIRST_PAUSE, init=False)
     _was_held: bool = field(default=False, init=False)
 
@@ -155,6 +164,10 @@ class Moving:
         self._settle()
         return True
 
+    def came_late(self, lost_s: float) -> None:
+        """Steps under the present division were longer than at home, by so many seconds each."""
+        self.late_s += (_WEIGHT_OF_LATE if self.late_s else 1.0) * (lost_s - self.late_s)
+
     def refuse(self, in_force: tuple[float, ...]) -> None:
         """The last move was not made: ``in_force`` stays, and nothing is tried for a while."""
         self.is_held = self._was_held and in_force == self.owned_before
@@ -179,6 +192,7 @@ class Moving:
             "owed_s": self.owed_s,
             "movers": tuple(sorted(self.movers)),
             "pause": (self.pause, self._next_pause),
+            "late_s": self.late_s,
         }
 
     @property
@@ -194,6 +208,7 @@ class Moving:
                 "owed_s": not_negative,
                 "movers": each(row(count, flag)),
                 "pause": row(count, count),
+                "late_s": not_negative,
             }
         )
 
@@ -207,6 +222,7 @@ class Moving:
         self.owed_s = state["owed_s"]
         self.movers = frozenset((rank, is_more) for rank, is_more in state["movers"])
         self.pause, self._next_pause = state["pause"]
+        self.late_s = state["late_s"]
 
     def _movers(self, wanted: Sequence[float]) -> frozenset[tuple[int, bool]]:
         changes = [new - now for now, new in zip(self.owned, wanted, strict=True)]
