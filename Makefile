@@ -3,15 +3,18 @@
 #   make setup PIP_ARGS="--extra-index-url <index>"   another package index, such as one with CPU builds of torch
 #   make test PYTEST_ARGS="-k convert"                some tests only
 #   make test-all PYTEST_ARGS="-k convert"            some tests only, slow ones among them
+#   make test WORKERS=8                               on a machine of sixteen cores; a test takes up to four of them
+#   make test WORKERS=0                               one test after another, such as for a debugger
 
 PYTHON ?= python3
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+WORKERS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS)
 
 .DEFAULT_GOAL := help

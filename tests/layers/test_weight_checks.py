@@ -74,7 +74,8 @@ def shard_by_fsdp2(model, mesh):
     return fully_shard(model, mesh=mesh)
 
 
-FSDP1 = {
+WRAPS = {
+    "fsdp2": shard_by_fsdp2,
     "flat": lambda model, mesh: shard_by_fsdp1(model, mesh, False, "FULL_SHARD"),
     "original": lambda model, mesh: shard_by_fsdp1(model, mesh, True, "FULL_SHARD"),
     "gradients": lambda model, mesh: shard_by_fsdp1(model, mesh, True, "SHARD_GRAD_OP"),
@@ -123,11 +124,11 @@ FORCED = {"ratio": 0.5, "ranks": [1]}
 @pytest.mark.parametrize(
     ("wrap", "config"),
     [
-        (shard_by_fsdp2, {"mode": "off"}),
-        (shard_by_fsdp2, {"mode": "zero-rd", **FORCED}),
-        (shard_by_fsdp2, {"mode": "zero-rd", "imputation": "same", **FORCED}),
+        ("fsdp2", {"mode": "off"}),
+        ("fsdp2", {"mode": "zero-rd", **FORCED}),
+        ("fsdp2", {"mode": "zero-rd", "imputation": "same", **FORCED}),
         *(
-            (FSDP1["original, whole"], {"mode": "zero-pri", "priority": priority, **FORCED})
+            ("original, whole", {"mode": "zero-pri", "priority": priority, **FORCED})
             for priority in ("activation", "variation", "path_length")
         ),
     ],
@@ -135,7 +136,7 @@ FORCED = {"ratio": 0.5, "ranks": [1]}
 )
 def test_what_is_allowed_beside_fsdp_trains_as_beside_ddp(run_ranks, wrap, config):
     def train(rank, group):
-        return [Replicated(one, **config).train() for one in (replicate, wrap)]
+        return [Replicated(one, **config).train() for one in (replicate, WRAPS[wrap])]
 
     for expected, losses in run_ranks(train, 4):
         assert losses == pytest.approx(expected, rel=1e-5)
@@ -144,20 +145,20 @@ def test_what_is_allowed_beside_fsdp_trains_as_beside_ddp(run_ranks, wrap, confi
 @pytest.mark.parametrize(
     ("wrap", "config", "found"),
     [
-        *((shard_by_fsdp2, {"mode": mode}, "has a DTensor") for mode in ("zero-pri", "zero-pridiff", "mig", "semi")),
-        (shard_by_fsdp2, {"mode": "zero-rd", "pruned_update": "freeze"}, "has a DTensor"),
-        (FSDP1["flat"], {"mode": "off"}, "its weight is no parameter"),
-        (FSDP1["flat, whole"], {"mode": "off"}, "its weight is no parameter"),
-        (FSDP1["original"], {"mode": "off"}, "flattens and shards its weight"),
-        (FSDP1["gradients"], {"mode": "off"}, "flattens and shards its weight"),
-        *((FSDP1["original, whole"], {"mode": mode}, "replaces its weight") for mode in ("mig", "semi")),
+        *(("fsdp2", {"mode": mode}, "has a DTensor") for mode in ("zero-pri", "zero-pridiff", "mig", "semi")),
+        ("fsdp2", {"mode": "zero-rd", "pruned_update": "freeze"}, "has a DTensor"),
+        ("flat", {"mode": "off"}, "its weight is no parameter"),
+        ("flat, whole", {"mode": "off"}, "its weight is no parameter"),
+        ("original", {"mode": "off"}, "flattens and shards its weight"),
+        ("gradients", {"mode": "off"}, "flattens and shards its weight"),
+        *(("original, whole", {"mode": mode}, "replaces its weight") for mode in ("mig", "semi")),
     ],
     ids=str,
 )
 def test_what_does_not_work_beside_fsdp_is_refused_by_the_balancer(run_ranks, wrap, config, found):
     def check(rank, group):
         with pytest.raises(ValueError, match=rf"(?i)layer .*up .*{found}.*allowed are"):
-            Replicated(wrap, **config)
+            Replicated(WRAPS[wrap], **config)
 
     run_ranks(check, 4)
 
@@ -167,7 +168,7 @@ def test_a_model_that_fsdp1_has_sharded_already_has_nothing_to_convert(run_ranks
     def check(rank, group):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "tensor"))
         group = mesh["tensor"].get_group()
-        model = FSDP1[kind](Pair(group), mesh["replicas"])
+        model = WRAPS[kind](Pair(group), mesh["replicas"])
         with pytest.raises(ValueError, match=r"left alone: .*up: .*FullyShardedDataParallel"):
             zr.convert(model, process_group=group, config=zr.BalanceConfig(mode="zero-pri"))
 
