@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+
+import zeroresize as zr
 
 pytest.importorskip("transformers")
 pytest.importorskip("pyarrow")
 
 from training_runs import refused
 
+from vit_examples.config import RunConfig
 from vit_examples.config_file import argument_parser, config_from_arguments
 from vit_examples.dry_run import Requirements, dry_run
+from vit_examples.host_torch import shard_vit
+from vit_examples.model import build_vit
 from vit_examples.train import main
 
 
@@ -78,9 +86,12 @@ TINY = (
 )
 
 
+def tiny_config(shares: str) -> RunConfig:
+    return config_from_arguments(argument_parser().parse_args([*TINY, f"--set=balance.shares={shares}"]))
+
+
 def needed(shares: str, ranks: int) -> list[Requirements]:
-    parsed = argument_parser().parse_args([*TINY, f"--set=balance.shares={shares}"])
-    return dry_run(config_from_arguments(parsed), num_ranks=ranks)
+    return dry_run(tiny_config(shares), num_ranks=ranks)
 
 
 @pytest.mark.parametrize(("shares", "ranks"), [("[2, 1]", 2), ("[5, 1]", 2), ("[1, 0]", 2), ("[2, 1, 1, 4]", 4)])
@@ -117,6 +128,24 @@ def test_what_each_rank_needs_by_hand() -> None:
     # 2 pictures of 5 tokens: 4 H on every rank, and of each rank's part 4 a head's unit, 2 a neuron; 4 bytes each.
     activations = [4 * 2 * 5 * (4 * 8 + 4 * heads * 2 + 2 * neurons) for heads, neurons in ((3, 12), (1, 4))]
     assert [own.activations for own in ranks] == activations
+
+
+def test_ranks_hold_what_the_dry_run_says(run_ranks: Callable[..., list[Any]]) -> None:
+    config = tiny_config("[3, 1]")
+
+    def held_after_a_step(rank: int, group: Any) -> tuple[int, ...]:
+        model = shard_vit(build_vit(config.model, num_ranks=2, seed=0), group)
+        zr.convert(model, process_group=group, config=config.balance)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.randn(2, 3, 32, 32)).logits.square().mean().backward()
+        optimizer.step()
+        parameters = list(model.parameters())
+        moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+        kinds = parameters, [parameter.grad for parameter in parameters], moments
+        return tuple(sum(tensor.untyped_storage().nbytes() for tensor in kind) for kind in kinds)
+
+    needed = dry_run(config, num_ranks=2)
+    assert run_ranks(held_after_a_step, 2) == [(own.weights, own.gradients, own.adamw) for own in needed]
 
 
 def test_a_column_is_of_ranks_that_need_the_same(capsys: pytest.CaptureFixture[str]) -> None:
