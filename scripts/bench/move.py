@@ -2,7 +2,8 @@
 
 A stack of attention and feed-forward layers with AdamW state. Rank 1 gives 43 % of its neurons and one of its four
 heads to rank 0, and gets them back. In turns with that, one buffer of as many bytes is sent from rank to rank: bytes /
-measured bandwidth, below which no move can be. The ratio is that of the medians.
+measured bandwidth, below which no move can be; and every rank copies as many bytes as its new tensors have into fresh
+memory, which a move that is all or nothing does besides. Ratios are those of the medians.
 """
 
 from __future__ import annotations
@@ -66,6 +67,11 @@ def send_one_buffer(buffer: torch.Tensor, source: int) -> None:
     (dist.isend(buffer, 1 - source) if dist.get_rank() == source else dist.irecv(buffer, source)).wait()
 
 
+def fill_fresh_memory(source: torch.Tensor) -> None:
+    """Copy to where nothing has been before."""
+    torch.empty_like(source).copy_(source)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hidden", type=int, default=768)
@@ -93,6 +99,7 @@ def main() -> None:
         away[segment.name] = segment.owned.with_counts((own + given, own - given))
     moves: list[float] = []
     messages: list[float] = []
+    copies: list[float] = []
     report: MoveReport | None = None
 
     def move(targets: dict[str, OwnershipMap]) -> None:
@@ -108,9 +115,12 @@ def main() -> None:
             assert report is not None
             buffer = torch.ones(report.sent_bytes + report.received_bytes, dtype=torch.uint8)
             message_s = timed(lambda buffer=buffer, source=source: send_one_buffer(buffer, source))
+            source_bytes = torch.ones(report.new_bytes, dtype=torch.uint8)
+            copy_s = timed(lambda source_bytes=source_bytes: fill_fresh_memory(source_bytes))
             if repeat:  # the first one warms up
                 moves.append(move_s)
                 messages.append(message_s)
+                copies.append(copy_s)
     assert report is not None
     low, high = interval_of_ratio(moves, messages)
     num_bytes = report.sent_bytes + report.received_bytes
@@ -123,6 +133,7 @@ def main() -> None:
         "new_bytes": report.new_bytes,
         "move_s": statistics.median(moves),
         "message_s": statistics.median(messages),
+        "copy_s": statistics.median(copies),
         "ratio": statistics.median(moves) / statistics.median(messages),
         "interval": [low, high],
     }
@@ -130,7 +141,8 @@ def main() -> None:
         print(
             f"hidden {arguments.hidden}, {arguments.layers} layers: {num_bytes / 1e6:.1f} MB in {report.num_rounds} "
             f"rounds, {figures['move_s']:.3f} s; the bytes alone {figures['message_s']:.3f} s "
-            f"({num_bytes / figures['message_s'] / 1e9:.2f} GB/s): {figures['ratio']:.2f} [{low:.2f}, {high:.2f}]"
+            f"({num_bytes / figures['message_s'] / 1e9:.2f} GB/s): {figures['ratio']:.2f} [{low:.2f}, {high:.2f}]; "
+            f"copying as much as the new tensors hold {figures['copy_s']:.3f} s"
         )
         save("move", figures)
     dist.destroy_process_group()
