@@ -27,8 +27,6 @@ from zeroresize.telemetry import UpdateRecord
 
 logger = logging.getLogger(__name__)
 
-#: Modes in which units may be away from home.
-
 
 class Balancer:
     """Balances the converted layers of a model over its tensor-parallel group.

@@ -252,7 +252,7 @@ def test_what_cannot_move_stays_and_training_goes_on(run_ranks, rank_with_it):
             run.optimizer.state[run.model.down.weight]["row"] = torch.zeros(17)
         run.time.chi = 4.0 if rank == 1 else 1.0
         run.updates(6)
-        with pytest.raises(RuntimeError, match="units cannot move"):
+        with pytest.raises(RuntimeError, match="nothing has"):
             run.balancer.move((1, 2))
         del run.optimizer.state[run.model.down.weight]["row" if rank == rank_with_it else "step"]
         return counts(run)
@@ -372,13 +372,21 @@ def test_a_resumed_run_drops_what_the_uninterrupted_one_does(run_ranks, tmp_path
         expected = first.steps(3)
         resumed = exact_run(group, model=DroppingPair, update_every=100)
         resumed.model.load_state_dict(model)
-        resumed.optimizer.load_state_dict(optimizer)
+        resumed.optimizer.load_state_dict(copy.deepcopy(optimizer))  # which would else change with it
         dcp.load({"balancer": resumed.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
         torch.set_rng_state(random)
-        return expected, resumed.steps(3)
+        losses = resumed.steps(3)
+        # A rollback in the process that has gone on.
+        first.model.load_state_dict(model)
+        first.optimizer.load_state_dict(optimizer)
+        dcp.load({"balancer": first.balancer}, checkpoint_id=str(tmp_path / "checkpoint"))
+        torch.set_rng_state(random)
+        again = first.steps(3)
+        calls = [run.model.between.num_calls for run in (first, resumed)]
+        return expected, losses, again, calls
 
-    for expected, losses in run_ranks(train, 2):
-        assert losses == expected
+    for expected, losses, again, calls in run_ranks(train, 2):
+        assert losses == expected == again and calls == [6, 6]
 
 
 class CheckpointedPair(DroppingPair):

@@ -164,13 +164,47 @@ def test_impossible_costs_are_refused(values):
         MoveCost(*values)
 
 
+def gone_away(gain_s=1.0):
+    made = moving()
+    while not made.update(AWAY, 1.0, 10, gain_s=gain_s):
+        pass
+    return made
+
+
+def test_what_coming_late_costs_is_learned_of_decided_divisions_only_and_forgotten():
+    by_hand = moving()
+    by_hand.put(AWAY, is_held=False)
+    made = gone_away()
+    for one in (by_hand, made):
+        one.came_late(1.5)
+    assert by_hand.late_s == 0.0 and made.late_s == 1.5
+    for _ in range(640):
+        made.update(AWAY, 0.0, 10)
+    assert made.late_s < 1e-3
+
+
+def test_one_interval_of_which_nobody_expected_it_counts_little():
+    made = gone_away(gain_s=1.0)
+    made.came_late(33.0)
+    assert made.late_s == 2.0
+
+
+def test_who_waits_owes_all_the_same():
+    made = moving()
+    for _ in range(5):
+        assert not made.update(AWAY, 1.0, 10, waits=True)
+    assert made.owed_s == 50.0 and made.owned == HOME
+    assert made.update(AWAY, 1.0, 10)
+
+
 def test_it_goes_on_from_its_state():
     made, resumed = moving(), Moving(4, SEGMENTS, bytes_of_units=100.0)
-    made.update(OTHER, 2 * PRICE_S, 1)
+    made.update(OTHER, 2 * PRICE_S, 1, gain_s=1.0)
+    made.came_late(0.5)
     made.refuse(HOME)
     for _ in range(FIRST_PAUSE):
         made.update(AWAY, 0.05 * PRICE_S, 1)
-    made.state_dict()
+    assert made.late_s > 0.0
     state = json.loads(json.dumps(made.state_dict()))
     resumed.state_check(state, "moving")
     resumed.load_state_dict(state)

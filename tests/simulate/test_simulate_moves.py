@@ -230,6 +230,38 @@ def test_and_one_that_stays_long_enough_is_followed_also_when_it_often_changes(n
     assert statistics.fmean(ours.step_s) <= most * statistics.fmean(never.step_s)
 
 
+def test_who_stays_slow_is_relieved_though_another_comes_and_goes_meanwhile():
+    def chi(step):
+        slow = {0} if 50 <= step < 150 or step >= 400 else set()
+        slow |= {1} if step >= 200 and step % 40 < 20 else set()
+        return [4.0 if rank in slow else 1.0 for rank in range(4)]
+
+    run = simulate(BalanceConfig(update_every=5), cluster(chi, move=MoveCost(80.0, 0.0), migration=DEAR), 1000)
+    assert any(400 < step <= 600 for step, *_ in run.moves)
+    assert statistics.fmean(run.step_s[600:]) <= 2.2
+
+
+@pytest.mark.slow
+def test_one_hiccup_while_units_are_away_does_not_keep_them_at_home_for_good():
+    def chi(step):
+        slow = step // 40 % 2
+        other = 60.0 if 100 <= step < 110 else 1.0
+        return [4.0 if rank == slow else other for rank in range(2)]
+
+    turning = cluster(chi, move=MoveCost(0.25, 0.0), migration=DEAR)
+    run = simulate(BalanceConfig(update_every=5), turning, 1600)
+    assert statistics.fmean(run.step_s[800:]) <= 0.75 * 3.76
+
+
+@pytest.mark.slow
+def test_semi_prunes_where_moves_would_come_too_late():
+    chi = lambda step: [4.0 if step // 20 % 2 == rank else 1.0 for rank in range(2)]  # noqa: E731
+    turning = cluster(chi, move=MoveCost(0.25, 0.0), migration=DEAR)
+    run = simulate(BalanceConfig(mode="semi", update_every=5), turning, 800)
+    assert 0.0 < run.pruned_share <= BalanceConfig().budget
+    assert statistics.fmean(run.step_s[200:]) <= 3.76
+
+
 def test_a_move_takes_its_time_before_the_step_that_it_is_for():
     run = simulate(EXACT, cluster(last_is_slow(2, 4.0), noise=0.0, move=MoveCost(1.0, 3.0)), 400)
     (step, num_bytes, seconds), *_ = run.moves

@@ -74,7 +74,7 @@ def load_state(parts: Parts, state_dict: Mapping[str, Any]) -> int:
             known = {key: last_gradients[name][key] for key in vars(layer.last)}
             layer.last = LastGradients(**known).to(layer.local_weight.device)
     for name, dropout in _keyed_dropouts(parts).items():
-        dropout.num_calls = shared["dropout_calls"][0].get(name, 0)
+        dropout.resume(shared["dropout_calls"][0].get(name, 0))
     pins = enumerate(shared["pins"]) if parts.config.mode in PINNABLE_MODES else ()
     in_force.pins = {rank: ratio for rank, ratio in pins if ratio is not None}
     parts.monitor.load_state_dict(own["measurement"])

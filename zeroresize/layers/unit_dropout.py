@@ -69,6 +69,11 @@ class UnitDropout(nn.Module):
         keep_LFI = _mask(key, self._features_of(x.shape[dim], x.device), shape, self.p)
         return _Dropped.apply(x, keep_LFI, 1.0 / (1.0 - self.p) if self.p < 1.0 else 0.0)
 
+    def resume(self, num_calls: int) -> None:
+        """Go on after so many forwards in training, whatever was drawn in this process since."""
+        self.num_calls = num_calls
+        self._numbers.clear()
+
     def extra_repr(self) -> str:
         return f"p={self.p}, dim={self.dim}"
 

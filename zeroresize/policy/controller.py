@@ -454,13 +454,17 @@ class Controller:
         if is_worse_than_home:
             moving.came_late(now_s - home_s)
         wanted = wanted_shares(times, self._are_stragglers, moving.segments, noise=noise)
+        gain_s, comes_too_late = 0.0, False
         if wanted not in (moving.owned, moving.home):
-            gain_s = home_s - owned_step_s(times, wanted, moving.segments)
+            gain_s = max(home_s - owned_step_s(times, wanted, moving.segments), 0.0)
             relieved = [
                 rank for rank, slow in enumerate(self._are_stragglers) if slow and wanted[rank] < moving.owned[rank]
             ]
-            if any(self._spells.speak_against(rank, saved[rank], gain_s, moving.late_s) for rank in relieved):
-                wanted = moving.home if is_worse_than_home else moving.owned
+            comes_too_late = bool(relieved) and all(
+                self._spells.speak_against(rank, saved[rank], gain_s, moving.late_s) for rank in relieved
+            )
+            if comes_too_late and is_worse_than_home:
+                wanted, gain_s, comes_too_late = moving.home, 0.0, False
         saved_s = 0.0
         if wanted != moving.owned:
             saved_s = now_s - owned_step_s(times, wanted, moving.segments)
@@ -468,7 +472,7 @@ class Controller:
             is_noise = saved_s <= (COST_IN_VAIN / DURATION + deviation) * now_s
             if is_noise and not moving.is_home and wanted != moving.home:
                 saved_s = 0.0
-        if moving.update(wanted, saved_s, self.config.update_every):
+        if moving.update(wanted, saved_s, self.config.update_every, gain_s=gain_s, waits=comes_too_late):
             self._spare_nobody()
 
     def _step_s(self, times: GroupTimes, shares: Sequence[Shares], loans: Sequence[Loan]) -> float:

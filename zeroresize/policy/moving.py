@@ -23,8 +23,9 @@ from zeroresize.utils.state_checks import Check, count, each, flag, keyed, not_n
 
 #: How much the newest move says of what moves cost, and by which factors no single move changes that.
 _WEIGHT, _LEAST_FACTOR, _MOST_FACTOR = 0.7, 0.1, 10.0
-#: How much the newest interval under a division that came too late says of what the next ones cost.
-_WEIGHT_OF_LATE = 0.5
+#: How much the newest interval under a division that came too late says of what the next ones cost, what share of that
+#: is forgotten at an update, and how many times what the move was to save one interval counts at most.
+_WEIGHT_OF_LATE, _FORGETTING, _MOST_LATE = 0.5, 1 / 64, 2.0
 #: Ranks whose share changes at least this part as much as any other's are those for whom units move.
 _MOVERS = 0.5
 #: After a refused move no other is tried for so many updates, twice as many after each that follows, up to the most.
@@ -80,6 +81,8 @@ class Moving:
         owed_s: what the present division has cost since another was wanted, seconds.
         movers: for whom units would move, each rank with whether it is to get more.
         pause: for so many updates nothing moves.
+        gain_s: seconds of a step that the present division was to save, compared with even shares; 0 where no decision
+            made it.
         late_s: seconds of a step that a division costs, compared with even shares, until it is noticed that it is good
             for nothing; 0 before that was seen.
     """
@@ -94,6 +97,7 @@ class Moving:
     owed_s: float = field(default=0.0, init=False)
     movers: frozenset[tuple[int, bool]] = field(default=frozenset(), init=False)
     pause: int = field(default=0, init=False)
+    gain_s: float = field(default=0.0, init=False)
     late_s: float = field(default=0.0, init=False)
     _next_pause: int = field(default=FIRST_PAUSE, init=False)
     _was_held: bool = field(default=False, init=False)
@@ -126,7 +130,7 @@ class Moving:
 
     def put(self, shares: Sequence[float], *, is_held: bool) -> None:
         """A user has decided: in force from now on."""
-        self.owned_before, self.owned = self.owned, self.checked(shares)
+        self.owned_before, self.owned, self.gain_s = self.owned, self.checked(shares), 0.0
         self._was_held, self.is_held = self.is_held, is_held
         self._settle()
 
@@ -138,14 +142,19 @@ class Moving:
         most = max(abs(after - before) for before, after in zip(now, then, strict=True))
         return 2.0 * self.cost.seconds(most / self._work * self.bytes_of_units)
 
-    def update(self, wanted: tuple[float, ...], saved_s: float, num_steps: int) -> bool:
+    def update(
+        self, wanted: tuple[float, ...], saved_s: float, num_steps: int, *, gain_s: float = 0.0, waits: bool = False
+    ) -> bool:
         """Decide whether to move to what is wanted.
 
         Args:
             wanted: what every rank should own.
             saved_s: by how much steps would be shorter then, seconds; 0 where that is noise.
             num_steps: until the next decision.
+            gain_s: by how much they would be shorter than at even shares.
+            waits: whether something else than the price speaks against it; what is owed adds up all the same.
         """
+        self.late_s *= 1.0 - _FORGETTING
         self.owned_before, self._was_held = self.owned, self.is_held
         if self.is_held:
             return False
@@ -158,20 +167,23 @@ class Moving:
         if not movers:
             return False
         self.owed_s = max(self.owed_s + saved_s * num_steps, 0.0)
-        if saved_s <= 0.0 or self.pause or self.owed_s < self.price_s(wanted):
+        if waits or saved_s <= 0.0 or self.pause or self.owed_s < self.price_s(wanted):
             return False
-        self.owned = wanted
+        self.owned, self.gain_s = wanted, gain_s
         self._settle()
         return True
 
     def came_late(self, lost_s: float) -> None:
         """Steps under the present division were longer than at home, by so many seconds each."""
-        self.late_s += (_WEIGHT_OF_LATE if self.late_s else 1.0) * (lost_s - self.late_s)
+        if self.gain_s > 0.0:
+            counted_s = min(lost_s, _MOST_LATE * self.gain_s)
+            self.late_s += (_WEIGHT_OF_LATE if self.late_s else 1.0) * (counted_s - self.late_s)
 
     def refuse(self, in_force: tuple[float, ...]) -> None:
         """The last move was not made: ``in_force`` stays, and nothing is tried for a while."""
         self.is_held = self._was_held and in_force == self.owned_before
         self.owned = self.owned_before = in_force
+        self.gain_s = 0.0
         self._settle()
         self.pause = self._next_pause
         self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
@@ -192,7 +204,7 @@ class Moving:
             "owed_s": self.owed_s,
             "movers": tuple(sorted(self.movers)),
             "pause": (self.pause, self._next_pause),
-            "late_s": self.late_s,
+            "late": (self.gain_s, self.late_s),
         }
 
     @property
@@ -208,7 +220,7 @@ class Moving:
                 "owed_s": not_negative,
                 "movers": each(row(count, flag)),
                 "pause": row(count, count),
-                "late_s": not_negative,
+                "late": row(not_negative, not_negative),
             }
         )
 
@@ -222,7 +234,7 @@ class Moving:
         self.owed_s = state["owed_s"]
         self.movers = frozenset((rank, is_more) for rank, is_more in state["movers"])
         self.pause, self._next_pause = state["pause"]
-        self.late_s = state["late_s"]
+        self.gain_s, self.late_s = state["late"]
 
     def _movers(self, wanted: Sequence[float]) -> frozenset[tuple[int, bool]]:
         changes = [new - now for now, new in zip(self.owned, wanted, strict=True)]

@@ -159,8 +159,8 @@ class UnitsInForce:
                 meet=self.meet,
                 model=self._model,
             )
-        except (ValueError, CannotMoveError) as error:
-            raise CannotMoveError(f"units cannot move: {error}") from error
+        except ValueError as error:
+            raise CannotMoveError(f"nothing has changed: {error}") from error
         for segment in self.segments:
             segment.shares = after
         self.shares = after
