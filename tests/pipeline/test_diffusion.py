@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_loads import all_partitions, carried_out, fastest_possible, fits_into, loads
 
-from zeroresize.pipeline.diffusion import diffused_partition, potential
+from zeroresize.pipeline.diffusion import diffused_partition
+from zeroresize.pipeline.exchanges import potential
 from zeroresize.pipeline.partition import Partition, PipelineLoad
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+Indices = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,11 @@ class PipelineLoad:
 
     def stage_times(self, partition: Partition) -> Floats:
         """[S] how long every stage takes, in the unit of the costs."""
-        return np.diff(self.cost_sums[list(partition.boundaries)]) / self.speeds
+        return self.times_between(partition.boundaries)
+
+    def times_between(self, boundaries: Sequence[int] | Indices) -> Floats:
+        """[S] as :meth:`stage_times`, given the [S + 1] boundaries of a partition."""
+        return np.diff(self.cost_sums[np.asarray(boundaries)]) / self.speeds
 
     def slowest(self, partition: Partition) -> float:
         """How long the slowest stage takes."""
