@@ -38,25 +38,21 @@ def test_phi_is_the_weighted_sum_of_all_gaps(case):
         assert potential(load.stage_times(start), load.speeds) == pytest.approx(phi(load, start), abs=1e-9)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(loads_and_starts())
 def test_layers_cross_single_boundaries_in_order_and_memory_suffices_on_the_way(case):
     load, start = case
     if start is None:
         return
     found = diffused_partition(load, start)
-    *_, last = carried_out(start, found.transfers)
     for stages in carried_out(start, found.transfers):
         assert [layer for own in stages for layer in own] == list(range(load.num_layers))
-        assert all(stages), "every stage has layers at any time"
-    for transfer in found.transfers:
-        assert abs(transfer.source - transfer.destination) == 1
-    assert last == [list(found.partition.layers_of(stage)) for stage in range(load.num_stages)]
-    for rounds in range(found.num_rounds + 1):
-        assert fits_into(load, diffused_partition(load, start, max_rounds=rounds).partition)
+        assert all(load.layer_bytes[own].sum() <= limit for own, limit in zip(stages, load.memory_limits, strict=True))
+    assert stages == [list(found.partition.layers_of(stage)) for stage in range(load.num_stages)]
+    assert all(abs(transfer.source - transfer.destination) == 1 for transfer in found.transfers)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(loads_and_starts())
 def test_phi_and_the_slowest_stage_never_rise(case):
     load, start = case
@@ -70,7 +66,7 @@ def test_phi_and_the_slowest_stage_never_rise(case):
         assert load.slowest(after.partition) <= load.slowest(before.partition)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(loads_and_starts(speeds=(1.0,)))
 def test_it_ends_where_the_layer_at_no_boundary_is_smaller_than_the_gap(case):
     load, start = case
@@ -99,11 +95,11 @@ def test_two_equal_stages_find_the_best_partition_at_once(load):
         assert found.num_rounds <= 1
 
 
-@pytest.mark.parametrize("num_stages", [2, 3, 5, 8, 12, 16])
+@pytest.mark.parametrize("num_stages", [2, 3, 8, 16])
 @pytest.mark.parametrize("start", ["first", "last", "middle", "random"])
 def test_small_layers_reach_gamma_within_the_bound(num_stages, start):
     """Nearly all work on one stage is the worst start; layers are so small that whole ones are no matter."""
-    num_layers = 4000 * num_stages
+    num_layers = 400 * num_stages
     generator = np.random.default_rng(num_stages)
     load = PipelineLoad.of(generator.uniform(0.5, 1.5, num_layers), num_stages)
     if start == "random":
@@ -137,10 +133,25 @@ def test_a_balanced_pipeline_stays_as_it_is():
 
 
 def test_a_slow_device_gets_fewer_layers():
+    """40 layers by speed are 12.3, 3.1, 12.3, 12.3: as wholes 3 of the slow device, 13 of another at best."""
     load = PipelineLoad.of([1.0] * 40, 4, speeds=[1.0, 0.25, 1.0, 1.0])
     found = diffused_partition(load, Partition.uniform(40, 4)).partition
-    assert load.slowest(found) <= 1.1 * 40 / 3.25 + 1.0
-    assert found.counts[1] == min(found.counts)
+    assert found.counts[1] == 3 and max(found.counts) == 13
+
+
+def test_a_relay_gets_past_stages_that_differ_by_less_than_a_layer():
+    """No two neighbours of 1, 2, 3, 4, 5 gain by handing over a layer, but all can have 3."""
+    load = PipelineLoad.of([1.0] * 15, 5)
+    for counts in ((1, 2, 3, 4, 5), (5, 4, 3, 2, 1), (5, 4, 4, 1, 1)):
+        start = Partition((0, *itertools.accumulate(counts)))
+        assert diffused_partition(load, start).partition.counts == (3,) * 5
+
+
+def test_a_relay_begins_behind_a_stage_that_has_one_layer():
+    """The large layer of the slow device goes to the fast one only if another takes its place."""
+    load = PipelineLoad.of([1.0, 1.0, 8.0, 1.0], 3, speeds=[1.0, 0.25, 4.0])
+    found = diffused_partition(load, Partition((0, 2, 3, 4)))
+    assert load.slowest(found.partition) == fastest_possible(load) == 4.0
 
 
 @settings(deadline=None, max_examples=200)

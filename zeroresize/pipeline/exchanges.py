@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeroresize.pipeline.partition import Floats, Indices, PipelineLoad
+
+#: How far a relay is to bring stages down, as shares of what the overloaded one takes beyond the mean.
+_GOALS = (1.0, 0.75, 0.5, 0.25)
 
 
 def potential(times: Floats, speeds: Floats) -> float:
@@ -92,46 +96,64 @@ class Exchanges:
         return np.maximum(left, right), np.minimum(left, right)
 
     def relays(self, boundaries: Indices) -> Indices:
-        """After relays from overloaded stages, the slowest first; each stage is in one at most.
+        """After relays that relieve overloaded stages, the slowest first; each stage is in one at most.
 
         In a relay a stage gives layers to its neighbour, which gives some of its own to the next one, until a stage
-        can keep what it gets. All of them are then faster than the first one was, and φ has not risen. So work gets
-        from an overloaded stage to an underloaded one, as in Algorithm 2, where no two neighbours differ by a layer.
+        can keep what it gets. All of them are then faster than the relieved one was, and φ has not risen. So work gets
+        from overloaded stages to underloaded ones, as in Algorithm 2, where no two neighbours differ by a layer.
         """
         load = self.load
-        is_free = np.ones(load.num_stages, dtype=bool)
         times = load.times_between(boundaries)
         phi = potential(times, load.speeds)
         overloaded = np.flatnonzero(times > load.cost_sums[-1] / load.speeds.sum())
+        is_free = np.ones(load.num_stages, dtype=bool)
         after = boundaries
         for source in overloaded[np.argsort(-times[overloaded], kind="stable")].tolist():
-            for tried in self._relays_from(source, boundaries, is_free):
-                changed = np.flatnonzero(tried != boundaries)
-                stages = slice(changed[0] - 1, changed[-1] + 1)
-                candidate = after.copy()
-                candidate[changed] = tried[changed]
-                times_then = load.times_between(candidate)
-                phi_then = potential(times_then, load.speeds)
-                saved = float(times[source] - times_then[stages].max())
-                crossing_s = self.seconds(boundaries, tried)
-                pays = crossing_s == 0.0 or crossing_s < self.num_steps * saved
-                if saved > 0.0 and phi_then <= phi and pays:
-                    is_free[stages] = False
-                    after, phi = candidate, phi_then
-                    break
+            tried = self._relays_through(source, boundaries, is_free) if is_free[source] else []
+            relays = [self._judged(after, boundaries, one, float(times[source])) for one in tried]
+            relays = [one for one in relays if one.is_worthwhile and one.phi <= phi]
+            if relays:
+                best = min(relays, key=lambda one: one.phi)
+                is_free[best.stages] = False
+                after, phi = best.boundaries, best.phi
         return after
 
-    def _relays_from(self, source: int, boundaries: Indices, is_free: NDArray[np.bool_]) -> list[Indices]:
-        """The boundaries after a relay to the right and after one to the left, where there are such."""
-        num_layers, num_stages = self.load.num_layers, self.load.num_stages
-        right = self._rightwards.relay(source, boundaries.tolist(), is_free)
-        mirrored = (num_layers - boundaries[::-1]).tolist()
-        left = self._leftwards.relay(num_stages - 1 - source, mirrored, is_free[::-1])
+    def _judged(self, after: Indices, before: Indices, relay: Indices, source_time: float) -> _Relay:
+        """A relay on top of others of the round.
+
+        Args:
+            after, before: [S + 1] with and without the others.
+            relay: [S + 1] with this one only.
+            source_time: what the stage took that is to be relieved.
+        """
+        changed = np.flatnonzero(relay != before)
+        stages = slice(int(changed[0]) - 1, int(changed[-1]) + 1)
+        boundaries = after.copy()
+        boundaries[changed] = relay[changed]
+        times = self.load.times_between(boundaries)
+        saved, crossing_s = source_time - float(times[stages].max()), self.seconds(before, relay)
+        is_worthwhile = saved > 0.0 and (crossing_s == 0.0 or crossing_s < self.num_steps * saved)
+        return _Relay(boundaries, stages, potential(times, self.load.speeds), is_worthwhile)
+
+    def _relays_through(self, source: int, boundaries: Indices, is_free: NDArray[np.bool_]) -> list[Indices]:
+        """[S + 1] the boundaries after each relay that is tried: of both directions, for several goals.
+
+        A relay begins at the overloaded stage or, as that may have a single layer and must get one before it gives it,
+        at the nearest stage behind it that has more.
+        """
+        load = self.load
+        mean = float(load.cost_sums[-1] / load.speeds.sum())
+        excess = float(load.times_between(boundaries)[source]) - mean
         found = []
-        if right is not None:
-            found.append(np.array(right))
-        if left is not None:
-            found.append(num_layers - np.array(left)[::-1])
+        for line, source_there, places, are_free in (
+            (self._rightwards, source, boundaries, is_free),
+            (self._leftwards, load.num_stages - 1 - source, load.num_layers - boundaries[::-1], is_free[::-1]),
+        ):
+            behind = np.flatnonzero(np.diff(places[: source_there + 1]) > 1)[-1:].tolist()
+            for start, goal in itertools.product([source_there, *behind], _GOALS):
+                relay = line.relay(start, source_there, mean + goal * excess, places.tolist(), are_free)
+                if relay is not None:
+                    found.append(relay if line is self._rightwards else load.num_layers - relay[::-1])
         return found
 
     @cached_property
@@ -148,6 +170,23 @@ class Exchanges:
         return _Line(costs.tolist(), sizes.tolist(), load.speeds[::-1].tolist(), load.memory_limits[::-1].tolist())
 
 
+@dataclass(frozen=True, eq=False)
+class _Relay:
+    """A relay on top of others.
+
+    Attributes:
+        boundaries: [S + 1] after it and the others.
+        stages: that take part.
+        phi: after it and the others.
+        is_worthwhile: whether it relieves the overloaded stage, overloads no other as much, and saves what it takes.
+    """
+
+    boundaries: Indices
+    stages: slice
+    phi: float
+    is_worthwhile: bool
+
+
 @dataclass(frozen=True)
 class _Line:
     """Layers and stages in the direction of a relay.
@@ -162,24 +201,26 @@ class _Line:
     speeds: Sequence[float]
     limits: Sequence[float]
 
-    def relay(self, source: int, boundaries: list[int], is_free: NDArray[np.bool_]) -> list[int] | None:
-        """The boundaries after the shortest relay from ``source`` to later stages; None where there is none.
+    def relay(
+        self, start: int, source: int, level: float, boundaries: list[int], is_free: NDArray[np.bool_]
+    ) -> Indices | None:
+        """[S + 1] the boundaries after the shortest relay from ``start`` through ``source``; None where there is none.
 
-        Every stage hands on as few layers as it can, none of them such as it has just got.
+        Every stage on the way takes less than ``level`` then. Each hands on as few layers as it can, none of them such
+        as it has just got.
         """
-        level = (self.costs[boundaries[source + 1]] - self.costs[boundaries[source]]) / self.speeds[source]
         after = list(boundaries)
-        for stage in range(source, len(self.speeds)):
+        for stage in range(start, len(self.speeds)):
             if not is_free[stage]:
                 return None
             begin, end = after[stage], boundaries[stage + 1]
             faster = bisect_left(self.costs, self.costs[begin] + level * self.speeds[stage], lo=begin) - 1
             fitting = bisect_right(self.sizes, self.sizes[begin] + self.limits[stage], lo=begin) - 1
             most = min(faster, fitting)
-            if stage == source:
+            if stage <= source:
                 most = min(most, end - 1)
             elif most >= end:
-                return after
+                return np.array(after)
             if stage == len(self.speeds) - 1 or most < max(boundaries[stage], begin + 1):
                 return None
             after[stage + 1] = most
