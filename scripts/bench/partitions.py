@@ -4,7 +4,8 @@ No training and no processes. Random pipelines of 8 to 96 layers over 2 to 64 st
 uniform or of two kinds (such as frozen and not), with every tenth layer a large one in a third of the cases; speeds of
 devices are equal, of two kinds, or all different. Parameters tell times up to a factor that is lognormal. A case's
 ratio is the slowest stage's time to that of the optimum, which dynamic programming finds. All but the uniform split
-know the devices' speeds; diffusion starts from it.
+know the devices' speeds; diffusion starts from it. Means are told by kind of devices, too, and for pipelines with at
+least three layers a stage.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def compared(num_cases: int) -> tuple[dict[str, dict[str, Any]], dict[str, float
     """Ratios of every balancer, for all cases and by the kind of devices; and rounds of diffusion by time."""
     generator = np.random.default_rng(0)
     ratios: dict[str, list[float]] = {name: [] for name in BALANCERS}
-    kinds, rounds = [], []
+    kinds, rounds, are_roomy = [], [], []
     for number in range(num_cases):
         num_layers = int(generator.integers(8, 97))
         num_stages = int(generator.integers(2, min(num_layers, 64) + 1))
@@ -97,6 +98,7 @@ def compared(num_cases: int) -> tuple[dict[str, dict[str, Any]], dict[str, float
         for name, balancer in BALANCERS.items():
             ratios[name].append(case.by_time.slowest(balancer(case)) / best)
         kinds.append(case.speeds)
+        are_roomy.append(num_layers >= 3 * num_stages)
         rounds.append(diffused(case.by_time, case).num_rounds)
     table = {}
     for name, found in ratios.items():
@@ -107,6 +109,7 @@ def compared(num_cases: int) -> tuple[dict[str, dict[str, Any]], dict[str, float
             "worst": float(values.max()),
             "optimal": float((values < 1.0 + 1e-9).mean()),
             **{kind: float(values[of_kind == kind].mean()) for kind in SPEEDS},
+            "3 layers a stage": float(values[are_roomy].mean()),
         }
     return table, {"mean": float(np.mean(rounds)), "most": float(np.max(rounds))}
 
@@ -136,10 +139,11 @@ def main() -> None:
     arguments = parser.parse_args()
     console = Console(width=120)
     ratios, rounds = compared(arguments.cases)
-    table = Table("slowest stage to the optimum's", "mean", "median", "worst", "optimal", *SPEEDS)
+    table = Table("slowest stage to the optimum's", "mean", "median", "worst", "optimal", *SPEEDS, "3 layers a stage")
     for name, row in ratios.items():
         numbers = (f"{row[key]:.3f}" for key in ("mean", "median", "worst"))
-        table.add_row(name, *numbers, f"{row['optimal']:.0%}", *(f"{row[kind]:.3f}" for kind in SPEEDS))
+        means = (f"{row[key]:.3f}" for key in (*SPEEDS, "3 layers a stage"))
+        table.add_row(name, *numbers, f"{row['optimal']:.0%}", *means)
     console.print(table)
     console.print(f"rounds of diffusion by time: {rounds['mean']:.1f} on average, {rounds['most']:.0f} at most")
     sizes = [(96, 64), (1000, 128), (10_000, 1024)]

@@ -147,6 +147,44 @@ def test_a_relay_gets_past_stages_that_differ_by_less_than_a_layer():
         assert diffused_partition(load, start).partition.counts == (3,) * 5
 
 
+@pytest.mark.parametrize("counts", [(3, 2, 1), (1, 2, 3)])
+def test_a_stage_in_a_relay_gives_before_it_gets(counts):
+    """The second stage has no memory for a third layer."""
+    load = PipelineLoad.of([1.0] * 6, 3, layer_bytes=[1] * 6, memory_limits=[3, 2, 3])
+    start = Partition((0, *itertools.accumulate(counts)))
+    found = diffused_partition(load, start)
+    assert found.partition.counts == (2, 2, 2)
+    for stages in carried_out(start, found.transfers):
+        assert len(stages[1]) <= 2
+
+
+def test_two_relays_do_not_fill_one_stage_twice():
+    """From both ends work could get to the third stage, which has memory for one more layer."""
+    left, right = [1.0, 1.0, 1.0, 0.4, 0.6, 3.3, 0.2], [0.2, 3.3, 0.6, 0.4, 1.0, 1.0, 1.0]
+    load = PipelineLoad.of([*left, 3.35, *right], 5, layer_bytes=[1] * 15, memory_limits=[9, 9, 2, 9, 9])
+    found = diffused_partition(load, Partition((0, 5, 7, 8, 10, 15)))
+    assert found.partition.counts[2] == 2 and load.fits(found.partition)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 2**32 - 1), st.booleans(), st.booleans())
+def test_many_relays_at_once_keep_layers_in_order_and_phi_from_rising(seed, is_uneven, is_alike):
+    generator = np.random.default_rng(seed)
+    num_stages = int(generator.integers(4, 24))
+    num_layers = int(generator.integers(num_stages, 4 * num_stages))
+    costs = np.ones(num_layers) if is_alike else generator.lognormal(0.0, 0.7, num_layers)
+    speeds = generator.uniform(0.5, 1.5, num_stages) if is_uneven else None
+    load = PipelineLoad.of(costs, num_stages, speeds=speeds)
+    inner = sorted(generator.choice(np.arange(1, num_layers), num_stages - 1, replace=False).tolist())
+    start = Partition((0, *inner, num_layers))
+    found = diffused_partition(load, start)
+    for stages in carried_out(start, found.transfers):
+        assert [layer for own in stages for layer in own] == list(range(num_layers))
+    assert stages == [list(found.partition.layers_of(stage)) for stage in range(num_stages)]
+    assert all(after <= before + 1e-9 for before, after in itertools.pairwise(found.potentials))
+    assert found.potentials[-1] == pytest.approx(phi(load, found.partition), abs=1e-9)
+
+
 def test_a_relay_begins_behind_a_stage_that_has_one_layer():
     """The large layer of the slow device goes to the fast one only if another takes its place."""
     load = PipelineLoad.of([1.0, 1.0, 8.0, 1.0], 3, speeds=[1.0, 0.25, 4.0])
@@ -179,6 +217,15 @@ def test_a_transfer_is_made_where_it_pays():
         found = diffused_partition(load, start, transfer_s=[10.0] * 4, num_steps=num_steps)
         assert found.partition.counts == counts
     assert found.transfer_s == 10.0
+
+
+def test_a_pair_that_does_not_pay_stays_although_another_one_pays():
+    """Of 10, 2, 3 and 1 s the first two become 6 and 6; the third saves 1 s twice by a transfer of 5 s."""
+    load = PipelineLoad.of([1.0] * 16, 4)
+    transfer_s = [1.0] * 12 + [5.0] * 3 + [1.0]
+    found = diffused_partition(load, Partition((0, 10, 12, 15, 16)), transfer_s=transfer_s, num_steps=2)
+    assert found.partition.counts == (6, 6, 3, 1)
+    assert found.transfer_s == 4.0
 
 
 @settings(deadline=None)

@@ -29,7 +29,7 @@ def cases(draw):
     return load, start, draw(st.integers(1, load.num_stages)), draw(st.booleans())
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=250)
 @given(cases())
 def test_so_many_stages_hold_all_layers_where_any_can(case):
     load, start, num_stages, balances = case
@@ -79,6 +79,13 @@ def test_first_fit_moves_whole_stages_to_the_next_and_nothing_else():
         (4, 2, 3),
         (5, 2, 3),
     ]
+
+
+def test_first_fit_asks_for_the_memory_of_the_stage_that_gets_the_layers():
+    load = PipelineLoad.of([1.0] * 6, 3, layer_bytes=[1] * 6, memory_limits=[9, 3, 9])
+    found = repacked(load, Partition.uniform(6, 3), 2, balances=False)
+    assert found.stages == (0, 2)
+    assert [(one.layer, one.source, one.destination) for one in found.transfers] == [(2, 1, 2), (3, 1, 2)]
 
 
 def test_stages_that_do_not_fit_as_wholes_are_divided():

@@ -81,8 +81,8 @@ def simulated_step(
 
     An operation starts when the stage has done what comes before it in its order and the activation or gradient that
     it needs has arrived. Each direction of a boundary carries one message after the other. As in torch a stage waits
-    until its messages are sent when it turns from forwards to backwards or back, and under 1F1B before it sends the
-    next one. A send does not wait for its receiver, as with buffers.
+    until its messages are sent when it turns from forwards to backwards or back. A send does not wait for its receiver,
+    as with buffers.
 
     Args:
         forward_s, backward_s: [S] seconds of one micro-batch on every stage.
@@ -124,15 +124,13 @@ def simulated_step(
             receiver = stage + 1 if operation.is_forward else stage - 1
             if not 0 <= receiver < num_stages:
                 continue
-            send_s = max(end_s, sent_s[stage, operation.is_forward])
-            sent_s[stage, operation.is_forward] = send_s + wires[min(stage, receiver)]
+            begin_s = max(end_s, sent_s[stage, operation.is_forward])
+            sent_s[stage, operation.is_forward] = begin_s + wires[min(stage, receiver)]
             inputs[receiver][operation.microbatch] = sent_s[stage, operation.is_forward]
             ready.append(receiver)
             turns = done[stage] < len(order) and order[done[stage]].is_forward != operation.is_forward
             if turns:
                 free_s[stage] = sent_s[stage, operation.is_forward]
-            elif schedule == "1f1b":
-                free_s[stage] = send_s
     idle_s = (
         max(step_s - num_microbatches * (forward + backward), 0.0)
         for forward, backward in zip(forward_s, backward_s, strict=True)

@@ -65,8 +65,11 @@ def diffused_partition(
     the times: the first branch of the supplement's bound, without its log S. (A round's pairs hold a third of the
     squared gaps of all boundaries, these at least 4 / S² of Σ (x − mean)², and an evened pair takes half of its squared
     gap from that sum.) Its second branch, S W log S / γ, assumes that any two ranks may meet and does not hold for
-    neighbours only. Whole layers end in a local optimum instead of φ = 0: the layers at every boundary cost at least
-    the gap there, or memory or a last layer holds them back, and no relay helps. It need not be the best partition.
+    neighbours only: with all work on the last of 64 stages γ = W took 2,267 rounds, and S log S is 266.
+
+    Whole layers end in a local optimum instead of φ = 0: the layers at every boundary cost at least the gap there, or
+    memory or a last layer holds them back, and no relay helps. It need not be the best partition, the less the fewer
+    layers a stage has and the more devices differ.
 
     Args:
         load: of layers and stages; seconds a step if the time of transfers is to count.
