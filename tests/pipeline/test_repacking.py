@@ -29,7 +29,7 @@ def cases(draw):
     return load, start, draw(st.integers(1, load.num_stages)), draw(st.booleans())
 
 
-@settings(deadline=None, max_examples=250)
+@settings(deadline=None, max_examples=150)
 @given(cases())
 def test_so_many_stages_hold_all_layers_where_any_can(case):
     load, start, num_stages, balances = case
@@ -50,7 +50,7 @@ def test_so_many_stages_hold_all_layers_where_any_can(case):
         assert on_stages.slowest(found.partition) == fastest_possible(on_stages)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 @given(loads(max_layers=7, max_stages=5, is_limited=True))
 def test_an_error_says_how_few_are_possible(load):
     start = Partition.uniform(load.num_layers, load.num_stages)
