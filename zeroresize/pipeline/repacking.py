@@ -1,0 +1,128 @@
+"""Fewer stages for a model that has become smaller, so that devices can be released.
+
+``L`` layers, ``S`` stages. After DynMo, section 3.4.1, Algorithm 2 (DynPipe's supplement, Algorithm 3, prints
+``active <= target`` where ``active > target`` is meant). As printed, a source goes on to further destinations after its
+layers have left, and destinations need not be neighbours; here stages stay contiguous.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zeroresize.pipeline.centralized import Probe, Run, balanced_partition, joined
+from zeroresize.pipeline.partition import Partition, PipelineLoad, Transfer
+
+
+@dataclass(frozen=True)
+class Repacking:
+    """Which stages stay, and what they have then.
+
+    Attributes:
+        stages: that stay, ascending; the others can be released.
+        partition: of all layers over them: its stage i is ``stages[i]`` of before.
+        transfers: layers that change stages, ascending; stages are numbered as before.
+    """
+
+    stages: tuple[int, ...]
+    partition: Partition
+    transfers: tuple[Transfer, ...]
+
+
+def repacked(load: PipelineLoad, partition: Partition, num_stages: int, *, balances: bool = True) -> Repacking:
+    """All layers on ``num_stages`` of the stages, within the memory limits.
+
+    First fit: one stage after the other hands all its layers to the next one if that can hold them, until no more
+    stages than wanted are left; nothing else moves. Where that does not suffice, the stages that stay are searched for
+    among all choices, and divide the layers anew.
+
+    Args:
+        load: of layers and of all stages.
+        partition: the one in force.
+        num_stages: how many are to be left.
+        balances: whether the layers are then divided by :func:`~zeroresize.pipeline.centralized.balanced_partition`
+            over the stages that stay, which moves more of them.
+
+    Raises:
+        ValueError: if so many stages are not possible: the message says how few are.
+    """
+    load.check_partition(partition)
+    if not 1 <= num_stages <= load.num_stages:
+        raise ValueError(f"{num_stages} stages cannot be left of {load.num_stages}: wanted are 1 to {load.num_stages}")
+    stages, after = _first_fit(load, partition, num_stages)
+    if len(stages) > num_stages or not load.on_stages(stages).fits(after):
+        choices = _Choices(load, num_stages)
+        if not choices.is_possible(num_stages):
+            raise ValueError(_why_not(load, num_stages))
+        stages, after = choices.choice(num_stages)
+    if balances:
+        after = balanced_partition(load.on_stages(stages))
+    return Repacking(tuple(stages), after, partition.transfers_to(after, stages))
+
+
+def _first_fit(load: PipelineLoad, partition: Partition, num_stages: int) -> tuple[list[int], Partition]:
+    """The stages that stay and the whole stages' layers on them; more than ``num_stages`` where more do not fit."""
+    sizes = load.stage_bytes(partition).tolist()
+    stages = []
+    num_left = load.num_stages
+    for source, destination in zip(range(load.num_stages - 1), range(1, load.num_stages), strict=True):
+        if num_left > num_stages and sizes[source] + sizes[destination] <= load.memory_limits[destination]:
+            sizes[destination] += sizes[source]
+            num_left -= 1
+        else:
+            stages.append(source)
+    stages.append(load.num_stages - 1)
+    return stages, Partition((0, *(partition.boundaries[stage + 1] for stage in stages)))
+
+
+class _Choices:
+    """All choices of stages that can hold the layers one after the other, O(S · most_stages) at the least.
+
+    Attributes:
+        filled: by how many stages come into question, the first ones of all, and by how many of them are taken: how
+            many layers these can hold, each at least one, as ranges.
+    """
+
+    def __init__(self, load: PipelineLoad, most_stages: int) -> None:
+        self._load, self._probe = load, Probe(load)
+        self.filled: list[list[list[tuple[int, int]]]] = [[[(0, 0)], *([] for _ in range(most_stages))]]
+        for stage in range(load.num_stages):
+            before = self.filled[-1]
+            more = ([(run.first + 1, run.end) for run in self._runs(stage, starts)] for starts in before[:-1])
+            self.filled.append([before[0], *(joined(same + new) for same, new in zip(before[1:], more, strict=True))])
+
+    def is_possible(self, num_stages: int) -> bool:
+        """Whether so many of the stages can hold all layers."""
+        return _holds(self.filled[-1][num_stages], self._load.num_layers)
+
+    def choice(self, num_stages: int) -> tuple[list[int], Partition]:
+        """So many stages, ascending, and the layers that each can hold; only where it is possible."""
+        stages, boundaries = list[int](), [self._load.num_layers]
+        for stage in reversed(range(self._load.num_stages)):
+            wanted = num_stages - len(stages)
+            if not wanted or _holds(self.filled[stage][wanted], boundaries[-1]):
+                continue
+            begins = (run.begin_for(boundaries[-1]) for run in self._runs(stage, self.filled[stage][wanted - 1]))
+            boundaries.append(next(begin for begin in begins if begin is not None))
+            stages.append(stage)
+        return stages[::-1], Partition(tuple(boundaries[::-1]))
+
+    def _runs(self, stage: int, starts: Sequence[tuple[int, int]]) -> list[Run]:
+        num_layers = self._load.num_layers
+        within = [(first, min(last, num_layers - 1)) for first, last in starts if first < num_layers]
+        return self._probe.runs(stage, within, math.inf, num_layers)[0]
+
+
+def _holds(ranges: Sequence[tuple[int, int]], number: int) -> bool:
+    return any(first <= number <= last for first, last in ranges)
+
+
+def _why_not(load: PipelineLoad, num_stages: int) -> str:
+    choices = _Choices(load, load.num_stages)
+    possible = [number for number in range(1, load.num_stages + 1) if choices.is_possible(number)]
+    needed = f"{load.byte_sums[-1]:.0f} bytes of layers, up to {load.layer_bytes.max():.0f} each"
+    if not possible:
+        return f"not even all {load.num_stages} stages can hold {needed}, within their memory limits"
+    nearest = f"at least {possible[0]} are needed" if possible[0] > num_stages else f"{possible[-1]} stages can"
+    return f"no {num_stages} of {load.num_stages} stages can hold {needed}, within their memory limits: {nearest}"
