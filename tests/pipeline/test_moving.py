@@ -80,7 +80,7 @@ def test_what_changed_in_training_moves_too(run_ranks):
         def __init__(self):
             super().__init__()
             self.kernel = nn.Parameter(torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last))
-            self.every_other = nn.Parameter(torch.zeros(3, 4)[:, ::2])
+            self.every_other = nn.Parameter(torch.arange(12.0).view(3, 4)[:, ::2])
             self.register_buffer("late", None)
             self.register_buffer("early", torch.ones(3, dtype=torch.int64), persistent=False)
             self.inner, self.count = nn.Dropout(), 0
@@ -95,6 +95,7 @@ def test_what_changed_in_training_moves_too(run_ranks):
         layers = [nn.Linear(1, 1), Counting(), Counting()]
         pipeline = pipeline_of(group, (0, 2, 3), layers=layers)
         moving, seen = layers[1], []
+        accumulator = moving.kernel.expand_as(moving.kernel).grad_fn.next_functions[0][0]  # remembers the shape
         moving.kernel.register_hook(seen.append)
         if rank == 0:
             moving.kernel.data.fill_(2.0)
@@ -110,12 +111,15 @@ def test_what_changed_in_training_moves_too(run_ranks):
             return
         assert moving.kernel.dtype == torch.bfloat16 and torch.equal(moving.kernel.grad, torch.ones_like(moving.kernel))
         assert moving.kernel.is_contiguous(memory_format=torch.channels_last) and (moving.kernel == 2.0).all()
-        assert moving.every_other.shape == (3, 2) and not moving.every_other.requires_grad
+        assert (
+            moving.every_other.tolist() == [[0.0, 2.0], [4.0, 6.0], [8.0, 10.0]]
+            and not moving.every_other.requires_grad
+        )
         assert moving.late.tolist() == [True] and moving.early is None and moving.count == 7
         assert moving.training and not moving.inner.training
         assert pipeline.layers[2].count == 0
         moving.kernel.sum().backward()
-        assert seen[0].shape == moving.kernel.shape
+        assert seen[0].shape == moving.kernel.shape and accumulator is not None
 
     run_ranks(check, 2)
 
@@ -143,24 +147,27 @@ def test_tied_layers_move_together_only(run_ranks):
     assert received == 4 * (16 + 4 + 4)  # the weight once, and both biases
 
 
-def test_a_module_that_layers_share_keeps_its_buffers_everywhere(run_ranks):
+@pytest.mark.parametrize("what", ["a module", "a tensor"])
+def test_buffers_that_layers_share_stay_everywhere(run_ranks, what):
     class Scaled(nn.Module):
-        def __init__(self, table):
+        def __init__(self, table, scale):
             super().__init__()
-            self.table, self.weight = table, nn.Parameter(torch.ones(4))
+            self.weight = nn.Parameter(torch.ones(4))
+            self.table = table if what == "a module" else nn.Module()
+            self.table.register_buffer("scale", scale)
 
         def forward(self, x):
             return x * self.table.scale * self.weight
 
     def check(rank, group):
-        table = nn.Module()
-        table.register_buffer("scale", torch.arange(4.0))
-        pipeline = pipeline_of(group, (0, 1, 4), layers=[Scaled(table) for _ in range(4)])
-        report = move_layers(pipeline, (0, 3, 4), optimizer=None)
-        assert table.scale.tolist() == [0.0, 1.0, 2.0, 3.0]
+        table, scale = nn.Module(), torch.arange(4.0)
+        pipeline = pipeline_of(group, (0, 1, 4), layers=[Scaled(table, scale) for _ in range(4)])
+        for boundaries in ((0, 3, 4), (0, 2, 4)):
+            report = move_layers(pipeline, boundaries, optimizer=None)
+        assert all(layer.table.scale.tolist() == [0.0, 1.0, 2.0, 3.0] for layer in pipeline.layers)
         return report.sent_bytes
 
-    assert run_ranks(check, 2) == [0, 2 * 16]
+    assert run_ranks(check, 2) == [16, 0]
 
 
 def test_nothing_travels_where_nothing_changes(run_ranks):

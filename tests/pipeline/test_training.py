@@ -122,7 +122,7 @@ def test_evaluation_between_training_steps_and_layers_built_on_the_meta_device(r
 
 def test_finding_shapes_changes_neither_buffers_nor_random_numbers(run_ranks):
     def check(rank, group):
-        pipeline = pipeline_of(group)
+        pipeline = pipeline_of(group, layers=[*layers_of()[:4], nn.Dropout(), *layers_of()[5:]])
         before, state = held(pipeline, None), torch.get_rng_state()
         pipeline._ready(batch(0)[:1])
         pipelines.assert_same(held(pipeline, None), before)

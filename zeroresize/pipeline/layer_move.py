@@ -25,7 +25,7 @@ from zeroresize.pipeline.layer_contents import (
     settings_of,
 )
 from zeroresize.pipeline.pipeline import Pipeline
-from zeroresize.pipeline.stage_layers import require_plain, require_ties_within_stages, tensors_by_layer
+from zeroresize.pipeline.stage_layers import require_plain, require_ties_within_stages
 from zeroresize.resharding.agreement import fingerprint, wait_for_all
 
 
@@ -59,7 +59,7 @@ class LayerMove:
         for number, pair in enumerate(zip(stages_of(pipeline.boundaries), stages_of(self.boundaries), strict=True)):
             if pair[0] != pair[1]:
                 self.moving.setdefault(pair, []).append(number)
-        self._own = tensors_by_layer(self._layers)
+        self._own = pipeline.tensors
         self._max_bytes = max_bytes
         self._sent: dict[int, tuple[LayerNote, list[Tensor]]] = {
             number: describe(number, self._layers[number], self._own[number], self._optimizer, self._groups)

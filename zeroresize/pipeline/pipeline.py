@@ -20,6 +20,7 @@ from zeroresize.pipeline.stage_layers import (
     place,
     require_plain,
     require_ties_within_stages,
+    tensors_by_layer,
 )
 from zeroresize.resharding.agreement import Meet, fingerprint, meet_over, meet_prepared, require_same
 
@@ -54,6 +55,7 @@ class Pipeline:
         layers: all modules, whose names begin with their numbers.
         boundaries: in force now.
         stage: this rank's number within the group.
+        tensors: what moves with each layer [L].
 
     Raises:
         ValueError: for boundaries that do not fit, such as fewer layers than stages; layers in wrappers; a parameter
@@ -104,7 +106,8 @@ class Pipeline:
         table = meet_prepared(meet, alike)
         require_same([one for one, *_ in table], "layers, boundaries, micro-batches or schedule", meet)
         self.module = StageLayers(layers, self._present())
-        place(list(self.layers), self.module.present, self.device, initialize)
+        place(layers, self.module.present, self.device, initialize)
+        self.tensors = tensors_by_layer(layers)
 
     @property
     def layers(self) -> nn.ModuleList:

@@ -8,7 +8,7 @@ on every rank, whatever layers do, and hooks and references stay.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,8 +113,8 @@ class LayerTensors:
 
     Attributes:
         parameters: without those that an earlier layer has, too.
-        buffers: each as (module, name there). Not those of modules that several layers share, such as a table of
-            rotary embeddings: these are on every stage.
+        buffers: each as (module, name there). Not those that several layers share, such as a table of rotary
+            embeddings: these are on every stage.
     """
 
     parameters: dict[str, nn.Parameter]
@@ -123,7 +123,7 @@ class LayerTensors:
 
 def tensors_by_layer(layers: Sequence[nn.Module]) -> list[LayerTensors]:
     """What moves with each layer [L]."""
-    num_users = Counter(id(module) for layer in layers for module in layer.modules())
+    num_users = Counter(id(one) for layer in layers for one in (*layer.modules(), *layer.buffers()))
     seen: set[int] = set()
     found = []
     for layer in layers:
@@ -132,8 +132,8 @@ def tensors_by_layer(layers: Sequence[nn.Module]) -> list[LayerTensors]:
         buffers = {
             f"{path}.{name}".lstrip("."): (module, name)
             for path, module in layer.named_modules()
-            if num_users[id(module)] == 1
-            for name in module._buffers
+            for name, buffer in module._buffers.items()
+            if num_users[id(module)] == 1 and (buffer is None or num_users[id(buffer)] == 1)
         }
         found.append(LayerTensors(parameters, buffers))
     return found
@@ -145,7 +145,7 @@ def place(layers: Sequence[nn.Module], present: range, device: torch.device, ini
     Raises:
         ValueError: for present layers on the meta device without ``initialize``.
     """
-    on_meta = [number for number in present if any(one.is_meta for one in _tensors_of(layers[number]))]
+    on_meta = [number for number in present if _is_on_meta(layers[number])]
     if on_meta and initialize is None:
         raise ValueError(
             f"layers {on_meta} are on the meta device: pass initialize=, a function of a layer's number and the layer "
@@ -156,7 +156,6 @@ def place(layers: Sequence[nn.Module], present: range, device: torch.device, ini
         if number not in present:
             moving |= set(map(id, own.parameters.values()))
             moving |= {id(module._buffers[name]) for module, name in own.buffers.values()}
-    moving -= {id(one) for number in present for one in _tensors_of(layers[number])}
     placed: dict[int, tuple[Tensor, Tensor]] = {}  # with the old ones, lest others get their id
     for module in (module for layer in layers for module in layer.modules()):
         of_module: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
@@ -191,9 +190,8 @@ def emptied(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype, device=device)
 
 
-def _tensors_of(layer: nn.Module) -> Iterator[Tensor]:
-    yield from layer.parameters()
-    yield from layer.buffers()
+def _is_on_meta(layer: nn.Module) -> bool:
+    return any(one.is_meta for one in (*layer.parameters(), *layer.buffers()))
 
 
 def _name(number: int, name: str) -> str:
