@@ -245,9 +245,9 @@ def test_a_sparse_gradient_does_not_move(run_ranks):
     assert "ranks [0] of the group failed before" in second
 
 
-def test_room_for_less_than_one_byte_is_an_error(run_ranks):
+def test_room_for_less_than_two_messages_is_an_error(run_ranks):
     def check(rank, group):
-        with pytest.raises(ValueError, match="max_bytes=0 is too small: it must be at least 1"):
-            move_layers(pipeline_of(group), (0, 7), optimizer=None, max_bytes=0)
+        with pytest.raises(ValueError, match="max_bytes=1 is too small: it must be at least 2"):
+            move_layers(pipeline_of(group), (0, 7), optimizer=None, max_bytes=1)
 
     run_ranks(check, 1)

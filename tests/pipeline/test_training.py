@@ -5,7 +5,7 @@ import pytest
 import torch
 from pipelines import BOUNDARIES, MICRO, OPTIMIZERS, batch, groups_of, held, layers_of, pipeline_of, train_step
 from torch import nn
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from zeroresize.pipeline import Pipeline, move_layers
 
@@ -180,6 +180,7 @@ def test_a_checkpoint_of_the_whole_model_is_loaded_stage_by_stage(run_ranks):
         ({"boundaries": (0, 3, 6)}, r"do not divide 7 layers over 2 stages: they must be 3 rising"),
         ({"boundaries": (0, 0, 7)}, "so that every stage has at least one layer"),
         ({"layers": [nn.Linear(2, 2)]}, "1 layers cannot be divided over 2 stages"),
+        ({"schedule": ScheduleInterleaved1F1B}, "schedule=ScheduleInterleaved1F1B is for several stages on a rank"),
         ({"num_microbatches": 1}, "num_microbatches=1 is too small: Schedule1F1B needs at least one for each"),
     ],
 )

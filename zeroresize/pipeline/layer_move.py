@@ -48,8 +48,8 @@ class LayerMove:
     def __init__(self, pipeline: Pipeline, boundaries: Sequence[int], optimizer: object | None, max_bytes: int) -> None:
         self._pipeline, self._rank = pipeline, pipeline.stage
         self._layers = list(pipeline.layers)
-        if max_bytes < 1:
-            raise ValueError(f"max_bytes={max_bytes} is too small: it must be at least 1")
+        if max_bytes < 2:
+            raise ValueError(f"max_bytes={max_bytes} is too small: it must be at least 2")
         self.boundaries = checked_boundaries(boundaries, len(self._layers), pipeline.num_stages)
         require_plain(self._layers)
         require_ties_within_stages(self._layers, self.boundaries)
@@ -87,9 +87,9 @@ class LayerMove:
                 require_fitting(self._notes[number], self._layers[number], self._own[number], self._groups)
         streams = {pair: sum(self._notes[one].num_bytes for one in numbers) for pair, numbers in self.moving.items()}
         # Two rounds at once: while one travels, the next is packed.
-        self.rounds = rounds_of(streams, max(self._max_bytes // 2, 1))
+        self.rounds = rounds_of(streams, self._max_bytes // 2)
         largest = max((sum(self._sizes(one).values()) for one in self.rounds), default=0)
-        self._num_buffers = min(2, len(self.rounds)) if 2 * largest <= self._max_bytes else 1
+        self._num_buffers = min(2, len(self.rounds))
         self.buffer_bytes = self._num_buffers * largest
         self.new_bytes = sum(size for pair, size in streams.items() if pair[1] == self._rank)
 
@@ -145,10 +145,8 @@ class LayerMove:
 
     def install(self) -> None:
         """Put the new tensors in place and let go of those sent; only a layer's ``set_extra_state`` could fail."""
-        self._streams.clear()
         for number in self._sent:
             let_go(self._own[number], self._optimizer)
-        self._sent.clear()
         for arrived in self._arrived:
             arrived.install(self._optimizer)
         self._pipeline.follow(self.boundaries)

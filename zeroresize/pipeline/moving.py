@@ -53,7 +53,7 @@ def move_layers(
     Args:
         boundaries: stage ``s`` then has the layers from ``boundaries[s]`` up to ``boundaries[s + 1]``.
         optimizer: the only one that steps these parameters, given all of ``pipeline.parameters()``; None for none.
-        max_bytes: of messages that this rank sends and receives at once.
+        max_bytes: of messages that this rank sends and receives at once; at least 2.
 
     Raises:
         ValueError: for boundaries that do not fit, layers inside wrappers of data parallelism, a parameter of layers on

@@ -59,7 +59,7 @@ class Pipeline:
 
     Raises:
         ValueError: for boundaries that do not fit, such as fewer layers than stages; layers in wrappers; a parameter
-            of layers on different stages; too few micro-batches for the schedule.
+            of layers on different stages; too few micro-batches for the schedule, or another kind of schedule.
         RuntimeError: on every rank, if they differ in layers, boundaries, micro-batches or schedule.
     """
 
@@ -93,6 +93,11 @@ class Pipeline:
             )
             require_plain(layers)
             require_ties_within_stages(layers, self.boundaries)
+            if not issubclass(schedule, PipelineScheduleSingle):
+                raise ValueError(
+                    f"schedule={schedule.__name__} is for several stages on a rank; here each rank has one: use "
+                    "Schedule1F1B or ScheduleGPipe"
+                )
             if schedule is Schedule1F1B and num_microbatches < self.num_stages:
                 raise ValueError(
                     f"num_microbatches={num_microbatches} is too small: Schedule1F1B needs at least one for each of "
