@@ -103,6 +103,30 @@ def test_frozen_layers_have_no_backward_and_recomputing_is_backward(run_ranks, m
     assert [one.backward_s for one in profile.layers] == [0.0, 0.0, 4 * (4.0 + 2.0), 0.0]
 
 
+def test_layers_that_return_their_input_or_several_tensors(run_ranks, monkeypatch):
+    class Forking(Working):
+        def forward(self, x):
+            return self.run(x), self.run(x)
+
+    class Joining(nn.Module):
+        def forward(self, one, other):
+            return one + other
+
+    def check(rank, group):
+        clock = Clock(monkeypatch)
+        layers = [Working(clock, 1.0), nn.Identity(), Forking(clock, 2.0), Joining(), nn.Identity()]
+        pipeline = pipeline_of(group, (0, 5), layers=layers, loss=nn.functional.mse_loss)
+        x = torch.ones(8, 4)
+        pipeline.step(x, target=x)
+        with LayerProfiler(pipeline) as profiler:
+            pipeline.step(x, target=x)
+        return profiler.gather()
+
+    (profile,) = run_ranks(check, 1)
+    assert [one.forward_s for one in profile.layers] == [4.0, 0.0, 16.0, 0.0, 0.0]
+    assert [one.backward_s for one in profile.layers] == [4.0, 0.0, 32.0, 0.0, 0.0]
+
+
 def test_bytes_are_those_counted_by_hand(run_ranks):
     class Counted(nn.Module):
         def __init__(self):
@@ -184,13 +208,12 @@ def test_hooks_are_removed_when_a_step_fails(run_ranks):
         x = torch.ones(8, 2)
         pipeline.step(x, target=x)
         layers[1].fails = True
-        with pytest.raises(RuntimeError, match="failed to run forward"), LayerProfiler(pipeline):
+        profiler = LayerProfiler(pipeline)
+        with pytest.raises(RuntimeError, match="failed to run forward"), profiler:
             pipeline.step(x, target=x)
-        layers[1].fails = False
         assert not any(module._forward_hooks for module in pipeline.module.modules())
-        saved = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda one: saved.append(one) or one, lambda one: one):
-            layers[0](x)
-        assert saved
+        totals = [one.total for one in profiler._saved.values()]
+        layers[0](torch.ones(8, 2))
+        assert [one.total for one in profiler._saved.values()] == totals and len(totals) == 2
 
     run_ranks(check, 1)

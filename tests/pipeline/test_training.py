@@ -202,10 +202,25 @@ def test_ranks_that_are_given_other_boundaries_tell_each_other(run_ranks):
             pipeline_of(group, (0, 3 + rank, 7))
         with pytest.raises((ValueError, RuntimeError)) as caught:
             pipeline_of(group, (0, 3, 7 + rank))
-        return str(caught.value)
+        layers = layers_of()
+        with pytest.raises((ValueError, RuntimeError)) as missing:
+            pipeline_of(group, layers=layers if rank == 0 else [layer.to("meta") for layer in layers])
+        return str(caught.value), str(missing.value)
 
     first, second = run_ranks(check, 2)
-    assert "ranks [1] of the group failed before" in first and "do not divide" in second
+    assert all("ranks [1] of the group failed before" in text for text in first)
+    assert "do not divide" in second[0] and "layers [3, 4, 5, 6] are on the meta device: pass init" in second[1]
+
+
+def test_a_shared_buffer_on_the_meta_device_is_an_error(run_ranks):
+    def check(rank, group):
+        layers, table = [nn.Linear(2, 2), nn.Linear(2, 2)], torch.empty(3, device="meta")
+        for layer in layers:
+            layer.register_buffer("table", table)
+        with pytest.raises(ValueError, match=r"layers\.0\.table is on the meta device and belongs to several layers"):
+            pipeline_of(group, (0, 1, 2), layers=layers, initialize=lambda number, layer: None)
+
+    run_ranks(check, 2)
 
 
 def test_a_layer_that_fails_in_the_first_forward_is_told_to_all(run_ranks):

@@ -18,6 +18,7 @@ from zeroresize.pipeline.stage_layers import (
     Initialize,
     StageLayers,
     place,
+    require_initialize,
     require_plain,
     require_ties_within_stages,
     tensors_by_layer,
@@ -59,7 +60,8 @@ class Pipeline:
 
     Raises:
         ValueError: for boundaries that do not fit, such as fewer layers than stages; layers in wrappers; a parameter
-            of layers on different stages; too few micro-batches for the schedule, or another kind of schedule.
+            of layers on different stages; layers on the meta device without ``initialize``; too few micro-batches for
+            the schedule, or another kind of schedule.
         RuntimeError: on every rank, if they differ in layers, boundaries, micro-batches or schedule.
     """
 
@@ -93,6 +95,7 @@ class Pipeline:
             )
             require_plain(layers)
             require_ties_within_stages(layers, self.boundaries)
+            require_initialize(layers, self._present(), initialize)
             if not issubclass(schedule, PipelineScheduleSingle):
                 raise ValueError(
                     f"schedule={schedule.__name__} is for several stages on a rank; here each rank has one: use "

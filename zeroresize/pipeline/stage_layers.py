@@ -139,11 +139,11 @@ def tensors_by_layer(layers: Sequence[nn.Module]) -> list[LayerTensors]:
     return found
 
 
-def place(layers: Sequence[nn.Module], present: range, device: torch.device, initialize: Initialize | None) -> None:
-    """Put the present layers' tensors on ``device`` and let go of those of the others.
+def require_initialize(layers: Sequence[nn.Module], present: range, initialize: Initialize | None) -> None:
+    """Check that what is on the meta device will be filled: by ``initialize``, and on the stage where it belongs.
 
     Raises:
-        ValueError: for present layers on the meta device without ``initialize``.
+        ValueError: for present layers there without ``initialize``, and for buffers there that several layers share.
     """
     on_meta = [number for number in present if _is_on_meta(layers[number])]
     if on_meta and initialize is None:
@@ -151,6 +151,19 @@ def place(layers: Sequence[nn.Module], present: range, device: torch.device, ini
             f"layers {on_meta} are on the meta device: pass initialize=, a function of a layer's number and the layer "
             "that fills its parameters and buffers"
         )
+    own = {id(module._buffers[name]) for one in tensors_by_layer(layers) for module, name in one.buffers.values()}
+    for number, layer in enumerate(layers):
+        for name, buffer in layer.named_buffers():
+            if buffer.is_meta and id(buffer) not in own:
+                raise ValueError(
+                    f"{_name(number, name)} is on the meta device and belongs to several layers, so every stage needs "
+                    "it and nobody would fill it everywhere: build it on a real device"
+                )
+
+
+def place(layers: Sequence[nn.Module], present: range, device: torch.device, initialize: Initialize | None) -> None:
+    """Put the present layers' tensors on ``device``, fill those on the meta device, and let go of the other layers'."""
+    on_meta = [number for number in present if _is_on_meta(layers[number])]
     moving: set[int] = set()
     for number, own in enumerate(tensors_by_layer(layers)):
         if number not in present:
