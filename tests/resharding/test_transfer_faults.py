@@ -107,7 +107,7 @@ def test_a_rank_that_dies_in_a_move_is_named_and_the_others_stay_as_they_were(tm
     told = told_by_survivors(check, 3, tmp_path)
     assert sorted(told) == [0, 2], told
     for text in told.values():
-        assert text.startswith("RuntimeError: units did not move and nothing has changed"), text
+        assert text.startswith("RuntimeError: nothing has moved or changed"), text
         assert "ranks [1] of the group" in text, text
 
 
@@ -185,7 +185,7 @@ def test_what_does_not_fit_into_memory_is_not_moved(run_ranks, monkeypatch):
         return told
 
     for told in run_ranks(check, 3):
-        assert told.startswith("NotEnoughMemoryError: units did not move and nothing has changed")
+        assert told.startswith("NotEnoughMemoryError: nothing has moved or changed")
         assert "rank 1 lacks 0.0" in told and "rank 0" not in told and "rank 2" not in told
 
 

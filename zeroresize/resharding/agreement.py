@@ -1,4 +1,4 @@
-"""What all ranks of a group must agree on before units move, and what they tell each other when one cannot."""
+"""What all ranks of a group must agree on before anything moves, and what they tell each other when one cannot."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ _MARGIN = 0.05
 #: Free memory and where it is are told in one number: MiB times this, plus a hash of the place.
 _NUM_PLACES = 2**24
 _MOST_MIB = 2**28 - 1
-_NOTHING_CHANGED = "units did not move and nothing has changed"
+_NOTHING_CHANGED = "nothing has moved or changed"
 
 
 class CannotMoveError(RuntimeError):
-    """Something of a segment's parameters or optimizer state has no units that could change hands."""
+    """Something of what should move cannot, on this rank or another; nothing has changed on any rank."""
 
 
 class NotEnoughMemoryError(RuntimeError):
@@ -210,7 +210,7 @@ def require_received(error: Exception | None, meet: Meet) -> None:
     if error is not None:
         raise RuntimeError(f"{_NOTHING_CHANGED}: {error}") from error
     if failed:
-        raise RuntimeError(f"{_NOTHING_CHANGED}: {named(failed, meet)} have not received their units")
+        raise RuntimeError(f"{_NOTHING_CHANGED}: {named(failed, meet)} have not received everything")
 
 
 def _together(meet: Meet, *numbers: float) -> Sequence[Sequence[float]]:
@@ -246,7 +246,7 @@ def _of_every_rank(own: Tensor, size: int, dtype: torch.dtype, process_group: Pr
     if errors:
         missing = sorted(errors)
         raise RuntimeError(
-            f"ranks {missing} of the group (ranks {[ranks[peer] for peer in missing]} of the job) did not come to "
-            f"move units: {errors[missing[0]]}"
+            f"ranks {missing} of the group (ranks {[ranks[peer] for peer in missing]} of the job) did not come: "
+            f"{errors[missing[0]]}"
         ) from errors[missing[0]]
     return parts

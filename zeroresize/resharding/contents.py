@@ -107,10 +107,10 @@ class Contents:
     def install(self, new: Mapping[str, Tensor], agreed: Description) -> None:
         """Put tensors of another number of units in place of those there; parameters stay the objects they are."""
         state = {key.removeprefix(STATE): tensor for key, tensor in new.items() if key.startswith(STATE)}
-        _replace_data(self.parameter, new[PARAMETER], new.get(GRADIENT))
+        replace_data(self.parameter, new[PARAMETER], new.get(GRADIENT))
         if MASTER in new:
             assert self.stepped is not None
-            _replace_data(self.stepped, new[MASTER], new.get(MASTER_GRADIENT))
+            replace_data(self.stepped, new[MASTER], new.get(MASTER_GRADIENT))
         if self._optimizer is None or self.stepped is None:
             return
         own = {what.removeprefix(STATE) for what in self._tensors if what.startswith(STATE)}
@@ -244,7 +244,7 @@ def _kept_value(value: Sequence[Any], device: torch.device) -> Any:
     return torch.full(shape, number, dtype=getattr(torch, dtype), device=where)
 
 
-def _replace_data(tensor: Tensor, new: Tensor, gradient: Tensor | None) -> None:
+def replace_data(tensor: Tensor, new: Tensor, gradient: Tensor | None) -> None:
     """Give ``tensor`` other data, of another shape, and another gradient.
 
     Its gradient accumulator remembers the shape for as long as anything holds on to it, such as the graph of a loss.

@@ -1,0 +1,253 @@
+"""A move of layers that cannot be made leaves every rank that lives with what it had, and tells all of them why."""
+
+import os
+import time
+import warnings
+from datetime import timedelta
+
+import pipelines
+import pytest
+import torch
+import torch.distributed as dist
+from pipelines import assert_same, groups_of, held, pipeline_of
+from survivors import told_by_survivors
+from torch import nn
+
+from zeroresize.pipeline import layer_move, move_layers, moving
+from zeroresize.resharding import agreement
+from zeroresize.resharding.agreement import NotEnoughMemoryError
+
+THERE = {2: (0, 6, 7), 3: (0, 1, 6, 7)}
+
+
+class Training:
+    """A pipeline that has made a step, in a group that waits for seconds only."""
+
+    def __init__(self, group, **options):
+        self.group = dist.new_group(list(range(group.size())), timeout=timedelta(seconds=5))
+        self.pipeline = pipeline_of(self.group, **options)
+        self.optimizer = torch.optim.AdamW(groups_of(self.pipeline.named_parameters()))
+        pipelines.train_step(self.pipeline, self.optimizer, 0)
+        self.before = held(self.pipeline, self.optimizer)
+        self.boundaries = self.pipeline.boundaries
+
+    def move(self, boundaries=None, **options):
+        options = {"optimizer": self.optimizer, **options}
+        return move_layers(self.pipeline, boundaries or THERE[self.group.size()], **options)
+
+    def fails(self, boundaries=None, kind=RuntimeError, **options):
+        """The text of the error that a move ends with; nothing has changed then."""
+        begin = time.perf_counter()
+        with pytest.raises(kind) as caught:
+            self.move(boundaries, **options)
+        assert time.perf_counter() - begin < 20.0
+        assert self.pipeline.boundaries == self.boundaries
+        assert_same(held(self.pipeline, self.optimizer), self.before)
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    def moves(self):
+        """Afterwards a move is possible, and training goes on."""
+        assert self.move().num_layers
+        pipelines.train_step(self.pipeline, self.optimizer, 1)
+
+
+def dying(before=lambda *_: None):
+    """Instead of sending messages: the process ends."""
+
+    def start_messages(sends, receives, group):
+        before(sends, receives, group)
+        os._exit(0)
+
+    return start_messages
+
+
+def send_half(sends, receives, group):
+    """One of the messages goes out, whole."""
+    for peer in sorted(sends)[:1]:
+        group.send([sends[peer]], peer, 0).wait()
+
+
+@pytest.mark.parametrize("when", ["before all", "before", "while", "between rounds", "after"])
+def test_a_rank_that_dies_in_a_move_is_named_and_the_others_stay_as_they_were(tmp_path, when):
+    def check(rank, group):
+        training = Training(group)
+        boundaries = (0, 3, 6, 7)  # the rank that dies sends to one and receives from the other
+        if rank != 1:
+            return training.fails(boundaries, max_bytes=2000)
+        real, rounds = layer_move.start_messages, []
+
+        def start(*arguments):
+            rounds.append(1)
+            return dying()(*arguments) if len(rounds) == 3 else real(*arguments)
+
+        if when == "before all":
+            os._exit(0)
+        elif when == "between rounds":
+            layer_move.start_messages = start
+        elif when == "after":
+            moving.require_received = lambda *_: os._exit(0)
+        else:
+            layer_move.start_messages = dying(send_half if when == "while" else lambda *_: None)
+        training.move(boundaries, max_bytes=2000)
+        return "did not die"
+
+    told = told_by_survivors(check, 3, tmp_path)
+    assert sorted(told) == [0, 2], told
+    for text in told.values():
+        assert text.startswith("RuntimeError: nothing has moved or changed"), text
+        assert "ranks [1] of the group" in text, text
+
+
+def test_ranks_that_were_given_different_boundaries_do_not_move(run_ranks):
+    def check(rank, group):
+        training = Training(group)
+        told = training.fails((0, 1, 5, 7) if rank == 1 else (0, 1, 6, 7))
+        assert "differ in the boundaries of the stages" in told and "[[0, 2], [1]]" in told
+        training.moves()
+
+    run_ranks(check, 3)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        ((0, 0, 6, 7), "every stage has at least one layer"),
+        ((0, 1, 7), "must be 4 rising whole numbers from 0 to 7"),
+    ],
+)
+def test_boundaries_that_do_not_fit_are_told_to_all(run_ranks, wrong, expected):
+    def check(rank, group):
+        training = Training(group)
+        told = training.fails(wrong if rank == 2 else None, (ValueError, RuntimeError))
+        assert (expected if rank == 2 else "ranks [2] of the group failed before") in told
+        training.moves()
+
+    run_ranks(check, 3)
+
+
+def test_what_does_not_fit_into_memory_is_not_moved(run_ranks, monkeypatch):
+    def check(rank, group):
+        training = Training(group)
+        if rank == 1:
+            monkeypatch.setattr(agreement, "free_bytes", lambda device: 1000)
+            monkeypatch.setattr(agreement, "_place_of", lambda device: "a small device")
+        told = training.fails(kind=NotEnoughMemoryError)
+        monkeypatch.undo()
+        training.moves()
+        return told
+
+    for told in run_ranks(check, 3):
+        assert "rank 1 lacks 0.0" in told and "rank 0" not in told and "rank 2" not in told
+
+
+def test_memory_that_runs_out_all_the_same_is_told_to_all(run_ranks, monkeypatch):
+    def check(rank, group):
+        training = Training(group)
+        if rank == 1:
+
+            def allocate(*_):
+                raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+            monkeypatch.setattr(layer_move.LayerMove, "allocate", allocate)
+        told = training.fails()
+        monkeypatch.undo()
+        training.moves()
+        return told
+
+    first, second = run_ranks(check, 2)
+    assert "CUDA out of memory" in second and "ranks [1] of the group failed before" in first
+
+
+def test_optimizers_with_other_settings_or_groups_do_not_get_layers(run_ranks):
+    def check(rank, group):
+        training = Training(group)
+        training.optimizer.param_groups[1]["lr"] *= 1 + rank
+        assert "differ in the settings of the optimizer's parameter groups" in training.fails()
+        training.optimizer.param_groups[1]["lr"] /= 1 + rank
+        first, second = training.optimizer.param_groups
+        if rank == 0:
+            second["params"].append(first["params"].pop(3))
+        told = training.fails(kind=(ValueError, RuntimeError))
+        if rank == 0:
+            first["params"].insert(3, second["params"].pop())
+            assert "is in parameter group 0 of the optimizer where it comes from, and in 1 here" in told
+        training.moves()
+
+    run_ranks(check, 2)
+
+
+def test_an_optimizer_that_was_given_this_stage_only_is_an_error(run_ranks):
+    def check(rank, group):
+        training = Training(group)
+        own = torch.optim.AdamW(one for one in training.pipeline.parameters() if one.numel())
+        own.state.update(training.optimizer.state)
+        training.optimizer = own
+        return training.fails(kind=(ValueError, RuntimeError))
+
+    first, second = run_ranks(check, 2)
+    assert "in None here: give every rank's optimizer all of pipeline.parameters()" in first
+    assert "ranks [0] of the group failed before" in second
+
+
+def wrapped_by_ddp(training):
+    if training.pipeline.stage == 0:
+        block, alone = training.pipeline.layers[1], dist.new_group([0], use_local_synchronization=True)
+        block.up = nn.parallel.DistributedDataParallel(block.up, process_group=alone)
+
+
+def stepped_by_zero(training):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    parameters = training.pipeline.parameters()
+    training.optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, process_group=training.group, lr=0.1)
+
+
+def stepped_by_a_wrapper(training):
+    training.optimizer = type("Mixed", (), {"optim": training.optimizer, "state": training.optimizer.state})()
+
+
+def with_state_that_cannot_travel(training):
+    training.optimizer.state[training.pipeline.layers[3].weight]["history"] = [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (wrapped_by_ddp, "layers.1.up is inside DistributedDataParallel, which keeps buckets or shards"),
+        (stepped_by_zero, "cannot move with ZeroRedundancyOptimizer: other ranks hold shards"),
+        (stepped_by_a_wrapper, "Mixed is no torch.optim.Optimizer: layers cannot move with wrappers"),
+        (with_state_that_cannot_travel, "layers.3.weight: its optimizer keeps 'history' as a list"),
+    ],
+)
+def test_what_cannot_move_is_refused_with_the_reason(run_ranks, change, expected):
+    def check(rank, group):
+        training = Training(group)
+        change(training)
+        training.before = held(training.pipeline, training.optimizer)
+        return training.fails(kind=(ValueError, RuntimeError))
+
+    told = run_ranks(check, 2)
+    assert any(expected in text for text in told), told
+
+
+def test_a_sparse_gradient_does_not_move(run_ranks):
+    def check(rank, group):
+        pipeline = pipeline_of(group, (0, 2, 3), layers=[nn.ReLU(), nn.Embedding(5, 3, sparse=True), nn.ReLU()])
+        if rank == 0:
+            pipeline.layers[1](torch.tensor([1])).sum().backward()
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            move_layers(pipeline, (0, 1, 3), optimizer=None)
+        return str(caught.value)
+
+    first, second = run_ranks(check, 2)
+    assert first == "layers.1.weight: a gradient of layout torch.sparse_coo cannot move"
+    assert "ranks [0] of the group failed before" in second
+
+
+def test_room_for_less_than_two_messages_is_an_error(run_ranks):
+    def check(rank, group):
+        with pytest.raises(ValueError, match="max_bytes=1 is too small: it must be at least 2"):
+            move_layers(pipeline_of(group), (0, 7), optimizer=None, max_bytes=1)
+
+    run_ranks(check, 1)

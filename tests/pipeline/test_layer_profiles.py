@@ -1,0 +1,219 @@
+"""Seconds and bytes of layers: in virtual time, and counted by hand."""
+
+import pipelines
+import pytest
+import torch
+from pipelines import batch, pipeline_of
+from torch import nn
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+from torch.utils.checkpoint import checkpoint
+
+from zeroresize.pipeline import LayerProfiler, move_layers, profiling
+
+
+class Clock:
+    """Seconds that pass only where a layer says so."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr(profiling.time, "perf_counter", lambda: self.now)
+
+
+class _Passing(torch.autograd.Function):
+    """y = x; seconds pass in forward and in backward."""
+
+    @staticmethod
+    def forward(ctx, x, clock, forward_s, backward_s):
+        ctx.clock, ctx.backward_s = clock, backward_s
+        clock.now += forward_s
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        ctx.clock.now += ctx.backward_s
+        return dy.clone(), None, None, None
+
+
+class Working(nn.Module):
+    """Takes ``work`` seconds forward and twice that backward, half of it on either side of its weight's product."""
+
+    def __init__(self, clock, work, recomputes=False):
+        super().__init__()
+        self.clock, self.work, self.recomputes = clock, work, recomputes
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return checkpoint(self.run, x, use_reentrant=False) if self.recomputes else self.run(x)
+
+    def run(self, x):
+        x = _Passing.apply(x, self.clock, self.work / 2, self.work)
+        return _Passing.apply(torch.relu(self.inner(x)), self.clock, self.work / 2, self.work)
+
+
+@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
+def test_a_layer_with_k_times_the_work_takes_k_times_the_seconds(run_ranks, monkeypatch, schedule):
+    works = [1.0, 3.0, 2.0, 5.0, 4.0]
+
+    def check(rank, group):
+        clock = Clock(monkeypatch)
+        layers = [Working(clock, work) for work in works]
+
+        def loss(outputs, target):  # belongs to no layer
+            return nn.functional.mse_loss(_Passing.apply(outputs, clock, 100.0, 100.0), target)
+
+        pipeline = pipeline_of(group, (0, 2, 5), layers=layers, loss=loss, schedule=schedule)
+        x, profiles = torch.ones(8, 4), []
+        for boundaries in ((0, 4, 5), (0, 1, 5), (0, 2, 5)):
+            pipeline.step(x, target=x)
+            move_layers(pipeline, boundaries, optimizer=None)
+            with LayerProfiler(pipeline) as profiler:
+                pipeline.step(x, target=x)
+            profiles.append(profiler.gather())
+            assert profiles[-1].boundaries == boundaries
+        return profiles
+
+    first, second = run_ranks(check, 2)
+    assert first == second
+    for profile in first:
+        assert [one.forward_s for one in profile.layers] == [pipelines.MICRO * work for work in works]
+        # Nobody wants the gradient of the first layer's input, so half of its backward is left out.
+        backward = [works[0], *(2 * work for work in works[1:])]
+        assert [one.backward_s for one in profile.layers] == [pipelines.MICRO * one for one in backward]
+        middle = profile.boundaries[1]
+        of_stage = 3 * sum(works[:middle]) - works[0], 3 * sum(works[middle:]) + 200.0
+        assert profile.stage_s == tuple(pipelines.MICRO * one for one in of_stage)
+
+
+def test_frozen_layers_have_no_backward_and_recomputing_is_backward(run_ranks, monkeypatch):
+    def check(rank, group):
+        clock = Clock(monkeypatch)
+        layers = [Working(clock, 1.0), Working(clock, 2.0), Working(clock, 4.0, recomputes=True), nn.Identity()]
+        for layer in layers[:2]:
+            layer.requires_grad_(False)
+        pipeline = pipeline_of(group, (0, 3, 4), layers=layers, loss=nn.functional.mse_loss)
+        x = torch.ones(8, 4)
+        pipeline.step(x, target=x)
+        with LayerProfiler(pipeline) as profiler:
+            pipeline.step(x, target=x)
+        return profiler.gather()
+
+    profile, _ = run_ranks(check, 2)
+    assert [one.forward_s for one in profile.layers] == [4.0, 8.0, 16.0, 0.0]
+    # Only what leads to a weight that learns: the layer's second half, and the forward up to it once more.
+    assert [one.backward_s for one in profile.layers] == [0.0, 0.0, 4 * (4.0 + 2.0), 0.0]
+
+
+def test_layers_that_return_their_input_or_several_tensors(run_ranks, monkeypatch):
+    class Forking(Working):
+        def forward(self, x):
+            return self.run(x), self.run(x)
+
+    class Joining(nn.Module):
+        def forward(self, one, other):
+            return one + other
+
+    def check(rank, group):
+        clock = Clock(monkeypatch)
+        layers = [Working(clock, 1.0), nn.Identity(), Forking(clock, 2.0), Joining(), nn.Identity()]
+        pipeline = pipeline_of(group, (0, 5), layers=layers, loss=nn.functional.mse_loss)
+        x = torch.ones(8, 4)
+        pipeline.step(x, target=x)
+        with LayerProfiler(pipeline) as profiler:
+            pipeline.step(x, target=x)
+        return profiler.gather()
+
+    (profile,) = run_ranks(check, 1)
+    assert [one.forward_s for one in profile.layers] == [4.0, 0.0, 16.0, 0.0, 0.0]
+    assert [one.backward_s for one in profile.layers] == [4.0, 0.0, 32.0, 0.0, 0.0]
+
+
+def test_bytes_are_those_counted_by_hand(run_ranks):
+    class Counted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 8, dtype=torch.float64)
+            self.register_buffer("table", torch.ones(5))
+
+        def forward(self, x):
+            return torch.relu(self.linear(x))
+
+    def check(rank, group):
+        layers = [Counted(), nn.Linear(8, 4, bias=False, dtype=torch.float64), Counted(), nn.ReLU()]
+        pipeline = pipeline_of(group, (0, 2, 4), layers=layers, loss=nn.functional.mse_loss)
+        optimizer = torch.optim.AdamW(pipeline.parameters())
+        x, y = torch.ones(8, 4, dtype=torch.float64), torch.ones(8, 8, dtype=torch.float64)
+        profiles = []
+        for _ in range(2):
+            pipeline.evaluate(x)
+            optimizer.zero_grad()
+            with LayerProfiler(pipeline, optimizer) as profiler:
+                pipeline.step(x, target=y)
+            profiles.append(profiler.gather())
+            optimizer.step()
+        return profiles
+
+    (before, after), _ = run_ranks(check, 2)
+    weights = [8 * (4 * 8 + 8) + 4 * 5, 8 * 8 * 4, 8 * (4 * 8 + 8) + 4 * 5, 0]
+    gradients = [8 * (4 * 8 + 8), 8 * 8 * 4, 8 * (4 * 8 + 8), 0]
+    micro = 8 // pipelines.MICRO
+    # Inputs of a linear layer, and outputs of a relu.
+    activations = [8 * micro * (4 + 8), 8 * micro * 8, 8 * micro * (4 + 8), 8 * micro * 8]
+    for profile in (before, after):
+        assert [one.weight_bytes for one in profile.layers] == weights
+        assert [one.gradient_bytes for one in profile.layers] == gradients
+        assert [one.activation_bytes for one in profile.layers] == activations
+    assert [one.optimizer_bytes for one in before.layers] == [0] * 4
+    steps = [2 * 4, 4, 2 * 4, 0]
+    assert [one.optimizer_bytes for one in after.layers] == [
+        2 * size + step for size, step in zip(gradients, steps, strict=True)
+    ]
+
+
+def test_measuring_changes_no_results_and_leaves_nothing_behind(run_ranks):
+    def check(rank, group, measures):
+        pipeline = pipeline_of(group)
+        optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.01)
+        losses = []
+        for step in range(3):
+            words, target = batch(step)
+            optimizer.zero_grad()
+            if measures and step:
+                with LayerProfiler(pipeline, optimizer) as profiler:
+                    losses.append(pipeline.step(words, target=target))
+                profiler.gather()
+            else:
+                losses.append(pipeline.step(words, target=target))
+            optimizer.step()
+        for module in pipeline.module.modules():
+            assert not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+        return losses, pipelines.held(pipeline, optimizer)
+
+    for (losses, measured), (others, plain) in zip(run_ranks(check, 2, True), run_ranks(check, 2, False), strict=True):
+        assert losses == others
+        pipelines.assert_same(measured, plain)
+
+
+def test_hooks_are_removed_when_a_step_fails(run_ranks):
+    class Failing(nn.Module):
+        fails = False
+
+        def forward(self, x):
+            if self.fails:
+                raise ArithmeticError("no such number")
+            return x
+
+    def check(rank, group):
+        layers = [nn.Linear(2, 2), Failing()]
+        pipeline = pipeline_of(group, (0, 2), layers=layers, loss=nn.functional.mse_loss)
+        x = torch.ones(8, 2)
+        pipeline.step(x, target=x)
+        layers[1].fails = True
+        profiler = LayerProfiler(pipeline)
+        with pytest.raises(RuntimeError, match="failed to run forward"), profiler:
+            pipeline.step(x, target=x)
+        assert not any(module._forward_hooks for module in pipeline.module.modules())
+        totals = [one.total for one in profiler._saved.values()]
+        layers[0](torch.ones(8, 2))
+        assert [one.total for one in profiler._saved.values()] == totals and len(totals) == 2
+
+    run_ranks(check, 1)

@@ -1,0 +1,254 @@
+"""A pipeline whose layers move trains as the undivided model does."""
+
+import pipelines
+import pytest
+import torch
+from pipelines import BOUNDARIES, MICRO, OPTIMIZERS, batch, groups_of, held, layers_of, pipeline_of, train_step
+from torch import nn
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from zeroresize.pipeline import Pipeline, move_layers
+
+NUM_STEPS, MAX_NORM = 6, 0.05
+
+
+def train_with_moves(rank, group, make, schedule):
+    """Two moves between steps, one between two batches of a step, and home again."""
+    pipeline = pipeline_of(group, loss=pipelines.half_the_loss, schedule=schedule)
+    optimizer = make(groups_of(pipeline.named_parameters()))
+    decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    home, *others = BOUNDARIES[group.size()]
+    parameters = list(pipeline.parameters())
+
+    def move(boundaries):
+        return move_layers(pipeline, boundaries, optimizer=optimizer)
+
+    losses, reports = [], []
+    for step in range(NUM_STEPS):
+        between = (lambda: reports.append(move(home))) if step == 4 else lambda: None
+        losses += train_step(pipeline, optimizer, step, MAX_NORM, between)
+        decay.step()
+        if step in (0, 2) and others:
+            reports.append(move(others[step // 2]))
+    assert all(one is other for one, other in zip(pipeline.parameters(), parameters, strict=True))
+    assert pipeline.boundaries == home
+    assert group.size() == 1 or all(report.num_layers for report in reports)
+    found = held(pipeline, optimizer)
+    return losses, {name: torch.as_tensor(one) for name, one in found.items() if not name.endswith("gradient")}
+
+
+def check_against_undivided(run_ranks, num_ranks, name, schedule):
+    by_rank = run_ranks(train_with_moves, num_ranks, OPTIMIZERS[name], schedule)
+    losses, wanted = pipelines.undivided(OPTIMIZERS[name], NUM_STEPS, MAX_NORM)
+    assert [own for own, _ in by_rank[:-1]] == [[]] * (num_ranks - 1)
+    torch.testing.assert_close(by_rank[-1][0], losses, rtol=1e-10, atol=1e-10)
+    found = {name: one for _, own in by_rank for name, one in own.items()}
+    assert sum(len(own) for _, own in by_rank) == len(found) and found.keys() == wanted.keys()
+    for name, one in wanted.items():
+        torch.testing.assert_close(found[name], one, rtol=1e-10, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_two_stages_train_as_the_undivided_model(run_ranks, name, schedule):
+    check_against_undivided(run_ranks, 2, name, schedule)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "name", "schedule"),
+    [
+        (3, "AdamW, foreach, amsgrad", Schedule1F1B),
+        pytest.param(1, "SGD", ScheduleGPipe, marks=pytest.mark.slow),
+        pytest.param(2, "AdamW, fused", Schedule1F1B, marks=pytest.mark.slow),
+        pytest.param(3, "Adafactor", ScheduleGPipe, marks=pytest.mark.slow),
+        pytest.param(4, "AdamW", Schedule1F1B, marks=pytest.mark.slow),
+        pytest.param(4, "SGD", ScheduleGPipe, marks=pytest.mark.slow),
+    ],
+)
+def test_other_numbers_of_stages_and_optimizers_do_too(run_ranks, num_ranks, name, schedule):
+    check_against_undivided(run_ranks, num_ranks, name, schedule)
+
+
+def test_evaluation_between_training_steps_and_layers_built_on_the_meta_device(run_ranks):
+    def check(rank, group):
+        with torch.device("meta"):
+            layers = [nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)]
+        seen = []
+
+        def initialize(number, layer):
+            seen.append(number)
+            torch.manual_seed(number)
+            layer.reset_parameters()
+
+        pipeline = Pipeline(
+            layers, nn.functional.mse_loss, num_microbatches=2, process_group=group, initialize=initialize
+        )
+        assert seen == ([0, 2] if rank == 0 else [3, 4])
+        assert [one.numel() for one in pipeline.parameters()] == (
+            [12, 4, 16, 4, 0, 0, 0, 0] if rank == 0 else [0, 0, 0, 0, 4, 4, 8, 2]
+        )
+        assert not any(one.is_meta for one in pipeline.parameters())
+        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+        x, y = torch.arange(12.0).view(4, 3).sin(), torch.arange(8.0).view(4, 2).cos()
+        found = []
+        for turn in range(3):
+            pipeline.step(x, target=y)
+            optimizer.step()
+            optimizer.zero_grad()
+            pipeline.layers.eval()
+            found.append(pipeline.evaluate(x))
+            pipeline.layers.train()
+            move_layers(pipeline, [(0, 4, 5), (0, 1, 5), (0, 3, 5)][turn], optimizer=optimizer)
+        whole = pipeline.state_dict()
+        return found, whole, (x, y)
+
+    (nothing, first, data), (found, second, _) = run_ranks(check, 2)
+    assert nothing == [None] * 3
+    layers = [nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)]
+    for number in (0, 2, 3, 4):
+        torch.manual_seed(number)
+        layers[number].reset_parameters()
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for turn in range(3):
+        for x, y in zip(data[0].chunk(2), data[1].chunk(2), strict=True):
+            (nn.functional.mse_loss(model.train()(x), y) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.testing.assert_close(found[turn], model.eval()(data[0]).detach())
+    whole = {f"layers.{name}": value for name, value in model.state_dict().items()}
+    torch.testing.assert_close({**first, **second}, whole)
+
+
+def test_finding_shapes_changes_neither_buffers_nor_random_numbers(run_ranks):
+    def check(rank, group):
+        pipeline = pipeline_of(group, layers=[*layers_of()[:4], nn.Dropout(), *layers_of()[5:]])
+        before, state = held(pipeline, None), torch.get_rng_state()
+        pipeline._ready(batch(0)[:1])
+        pipelines.assert_same(held(pipeline, None), before)
+        assert torch.equal(torch.get_rng_state(), state)
+        return [[one.shape for one in boundary] for boundary in pipeline._boundary_shapes]
+
+    first, second = run_ranks(check, 2)
+    assert first == second
+    inside = [(2, 3, 6)]
+    assert first == [[(2, 3)], *[inside] * 6, [(2, 3, 11)]]
+
+
+def test_frozen_layers_in_front_send_nothing_back(run_ranks):
+    """After refresh() the stages behind compute no gradients that nobody wants."""
+
+    def check(rank, group):
+        pipeline = pipeline_of(group, (0, 3, 7))
+        words, target = batch(0)
+        pipeline.step(words, target=target)
+        for number in range(4):
+            pipeline.layers[number].requires_grad_(False)
+        for one in pipeline.parameters():
+            one.grad = None
+        pipeline.refresh()
+        pipeline.step(words, target=target)
+        stage = pipeline._schedules[0]._stage
+        has_gradient = {name.split(".")[1] for name, one in pipeline.named_parameters() if one.grad is not None}
+        move_layers(pipeline, (0, 5, 7), optimizer=None)
+        pipeline.step(words, target=target)
+        return stage.grad_recv_info, has_gradient
+
+    (infos, first), (_, second) = run_ranks(check, 2)
+    assert all(info.buffer is None for of_micro in infos.values() for info in of_micro)
+    assert (first, second) == (set(), {"4", "5", "6"})
+
+
+def test_a_checkpoint_of_the_whole_model_is_loaded_stage_by_stage(run_ranks):
+    def check(rank, group):
+        pipeline = pipeline_of(group, (0, 5, 7))
+        whole = nn.ModuleDict({"layers": nn.ModuleList(layers_of(seed=5))}).state_dict()
+        pipeline.load_state_dict(whole)
+        own = pipeline.state_dict()
+        assert all(torch.equal(one, whole[name]) for name, one in own.items())
+        with pytest.raises(RuntimeError, match="Missing key"):
+            pipeline.load_state_dict({})
+        return set(own), set(whole)
+
+    (first, whole), (second, _) = run_ranks(check, 2)
+    assert first | second == whole and not first & second
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"boundaries": (0, 3, 6)}, r"do not divide 7 layers over 2 stages: they must be 3 rising"),
+        ({"boundaries": (0, 0, 7)}, "so that every stage has at least one layer"),
+        ({"layers": [nn.Linear(2, 2)]}, "1 layers cannot be divided over 2 stages"),
+        ({"schedule": ScheduleInterleaved1F1B}, "schedule=ScheduleInterleaved1F1B is for several stages on a rank"),
+        ({"num_microbatches": 1}, "num_microbatches=1 is too small: Schedule1F1B needs at least one for each"),
+    ],
+)
+def test_what_does_not_fit_is_an_error_before_anything_is_changed(run_ranks, options, expected):
+    def check(rank, group):
+        layers = options.get("layers") or layers_of()
+        numbers = {"num_microbatches": MICRO, "boundaries": None, **options, "layers": layers}
+        sizes = [one.numel() for layer in layers for one in layer.parameters()]
+        with pytest.raises(ValueError, match=expected):
+            Pipeline(loss=pipelines.loss_of, process_group=group, **numbers)
+        assert [one.numel() for layer in layers for one in layer.parameters()] == sizes
+
+    run_ranks(check, 2)
+
+
+def test_ranks_that_are_given_other_boundaries_tell_each_other(run_ranks):
+    def check(rank, group):
+        with pytest.raises(RuntimeError, match=r"differ in layers, boundaries, .*: \[\[0\], \[1"):
+            pipeline_of(group, (0, 3 + rank, 7))
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            pipeline_of(group, (0, 3, 7 + rank))
+        layers = layers_of()
+        with pytest.raises((ValueError, RuntimeError)) as missing:
+            pipeline_of(group, layers=layers if rank == 0 else [layer.to("meta") for layer in layers])
+        return str(caught.value), str(missing.value)
+
+    first, second = run_ranks(check, 2)
+    assert all("ranks [1] of the group failed before" in text for text in first)
+    assert "do not divide" in second[0] and "layers [3, 4, 5, 6] are on the meta device: pass init" in second[1]
+
+
+def test_a_shared_buffer_on_the_meta_device_is_an_error(run_ranks):
+    def check(rank, group):
+        layers, table = [nn.Linear(2, 2), nn.Linear(2, 2)], torch.empty(3, device="meta")
+        for layer in layers:
+            layer.register_buffer("table", table)
+        with pytest.raises(ValueError, match=r"layers\.0\.table is on the meta device and belongs to several layers"):
+            pipeline_of(group, (0, 1, 2), layers=layers, initialize=lambda number, layer: None)
+
+    run_ranks(check, 2)
+
+
+def test_a_layer_that_fails_in_the_first_forward_is_told_to_all(run_ranks):
+    class Failing(nn.Module):
+        def forward(self, x):
+            raise ArithmeticError("no such number")
+
+    def check(rank, group):
+        pipeline = pipeline_of(group, (0, 2, 4, 5), layers=[*layers_of()[:3], Failing(), nn.ReLU()])
+        words, target = batch(0)
+        with pytest.raises(ArithmeticError if rank == 1 else RuntimeError) as caught:
+            pipeline.step(words, target=target)
+        return str(caught.value)
+
+    first, second, third = run_ranks(check, 3)
+    assert first == third == "the layers of stage 1 fail in forward; its own error tells why"
+    assert second == "no such number"
+
+
+def test_a_batch_of_another_shape_is_an_error_on_the_first_stage(run_ranks):
+    def check(rank, group):
+        pipeline = pipeline_of(group)
+        words, target = batch(0)
+        pipeline.step(words, target=target)
+        if rank == 0:
+            with pytest.raises(ValueError, match=r"have the shapes \[\(7, 3\)\], but \[\(8, 3\)\] are expected"):
+                pipeline.step(words[:7])
+        pipeline.refresh()
+        pipeline.step(words[:4], target=target[:4])
+
+    run_ranks(check, 2)

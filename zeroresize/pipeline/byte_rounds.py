@@ -1,0 +1,47 @@
+"""Streams of bytes between ranks, cut into rounds of bounded memory."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+
+#: (sender, receiver), within the group.
+Pair = tuple[int, int]
+#: From which byte of its stream up to which one each pair sends in a round.
+Round = Mapping[Pair, tuple[int, int]]
+
+
+def rounds_of(stream_bytes: Mapping[Pair, int], max_bytes: int) -> list[Round]:
+    """Rounds in each of which no rank sends and receives more than ``max_bytes`` together; all streams in order.
+
+    Args:
+        stream_bytes: of each pair's stream.
+        max_bytes: at least 1.
+    """
+    sent = dict.fromkeys(stream_bytes, 0)
+    rounds: list[Round] = []
+    while any(sent[pair] < size for pair, size in stream_bytes.items()):
+        room: dict[int, int] = {}
+        pieces = {}
+        for pair, size in stream_bytes.items():
+            piece = min(size - sent[pair], *(room.get(rank, max_bytes) for rank in pair))
+            if piece > 0:
+                pieces[pair] = sent[pair], sent[pair] + piece
+                sent[pair] += piece
+                for rank in pair:
+                    room[rank] = room.get(rank, max_bytes) - piece
+        rounds.append(pieces)
+    return rounds
+
+
+def pieces_of(sizes: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """What lies between two bytes of a stream of items: each as (its number, from which of its bytes, to which)."""
+    ends = list(accumulate(sizes))
+    number = bisect_right(ends, begin)
+    while begin < end:
+        first = ends[number] - sizes[number]
+        last = min(end, ends[number])
+        if last > begin:
+            yield number, begin - first, last - first
+        begin, number = last, number + 1

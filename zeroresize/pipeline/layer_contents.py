@@ -1,0 +1,296 @@
+"""What a layer takes along to another stage: parameters, gradients, optimizer state, buffers and extra state.
+
+The sender describes it, so the receiver knows what will come. Nothing is computed from it: all arrives bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroresize.pipeline.stage_layers import LayerTensors, emptied
+from zeroresize.resharding.contents import GRADIENT, PARAMETER, STATE, replace_data
+
+BUFFER, EXTRA = "buffer", "extra state"
+
+
+@dataclass(frozen=True)
+class TensorNote:
+    """One tensor that travels.
+
+    Attributes:
+        name: of the parameter, buffer or module within its layer.
+        what: PARAMETER, GRADIENT, BUFFER, EXTRA, or STATE and the key of optimizer state.
+        dtype: without ``torch.``.
+        stride: of a dense layout, which the receiver's tensor has, too.
+        is_on_cpu: whether it is there wherever the parameter is, as the steps of most optimizers are.
+    """
+
+    name: str
+    what: str
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    is_on_cpu: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * int(getattr(torch, self.dtype).itemsize)
+
+    def new(self, device: torch.device) -> Tensor:
+        """An empty tensor like this one."""
+        where = torch.device("cpu") if self.is_on_cpu else device
+        return torch.empty_strided(self.shape, self.stride, dtype=getattr(torch, self.dtype), device=where)
+
+
+@dataclass(frozen=True)
+class ParameterNote:
+    """What belongs to a parameter besides tensors.
+
+    Attributes:
+        group: the optimizer's parameter group that holds it; None for none.
+        state: what is no tensor of its optimizer state; None where there is no state.
+    """
+
+    group: int | None
+    requires_grad: bool
+    state: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class LayerNote:
+    """All that a layer takes along.
+
+    Attributes:
+        layer: its number.
+        tensors: in the order in which they travel.
+        parameters: by name within the layer.
+        missing_buffers: which are None.
+        training: of each module of the layer.
+    """
+
+    layer: int
+    tensors: tuple[TensorNote, ...]
+    parameters: dict[str, ParameterNote]
+    missing_buffers: tuple[str, ...] = ()
+    training: tuple[bool, ...] = field(default=())
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(one.num_bytes for one in self.tensors)
+
+
+def as_json(notes: Iterable[LayerNote]) -> str:
+    return json.dumps([asdict(one) for one in notes])
+
+
+def from_json(text: str) -> list[LayerNote]:
+    return [
+        LayerNote(
+            one["layer"],
+            tuple(
+                TensorNote(**{**tensor, "shape": tuple(tensor["shape"]), "stride": tuple(tensor["stride"])})
+                for tensor in one["tensors"]
+            ),
+            {name: ParameterNote(**parameter) for name, parameter in one["parameters"].items()},
+            tuple(one["missing_buffers"]),
+            tuple(one["training"]),
+        )
+        for one in json.loads(text)
+    ]
+
+
+def require_movable_state(optimizer: object | None) -> torch.optim.Optimizer | None:
+    """``optimizer`` itself.
+
+    Raises:
+        ValueError: for a wrapper, which may keep master copies or shards elsewhere, and for ZeRO.
+    """
+    if optimizer is None:
+        return None
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(
+            f"{type(optimizer).__name__} is no torch.optim.Optimizer: layers cannot move with wrappers of optimizers, "
+            "which may keep master copies or shards of the parameters"
+        )
+    # By its name: importing it takes a while and warns.
+    if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
+        raise ValueError("layers cannot move with ZeroRedundancyOptimizer: other ranks hold shards of their state")
+    return optimizer
+
+
+def groups_of(optimizer: torch.optim.Optimizer | None) -> dict[int, int]:
+    """The number of each parameter's group, by the parameter's ``id``."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    return {id(one): number for number, group in enumerate(groups) for one in group["params"]}
+
+
+def settings_of(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
+    """Each parameter group's settings, comparable between ranks."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    return [
+        {key: _plain(value) for key, value in sorted(group.items()) if key not in ("params", "param_names")}
+        for group in groups
+    ]
+
+
+def describe(
+    number: int, layer: nn.Module, own: LayerTensors, optimizer: torch.optim.Optimizer | None, groups: Mapping[int, int]
+) -> tuple[LayerNote, list[Tensor]]:
+    """A present layer's note, and the tensors in its order.
+
+    Raises:
+        ValueError: for a sparse gradient, and optimizer state of other kinds than tensors, numbers and texts.
+    """
+    found: list[tuple[str, str, Tensor]] = []
+    parameters = {}
+    for name, parameter in own.parameters.items():
+        found.append((name, PARAMETER, parameter.detach()))
+        if parameter.grad is not None:
+            if parameter.grad.layout is not torch.strided:
+                raise ValueError(f"layers.{number}.{name}: a gradient of layout {parameter.grad.layout} cannot move")
+            found.append((name, GRADIENT, parameter.grad.detach()))
+        state = None if optimizer is None else optimizer.state.get(parameter)
+        plain: dict[str, Any] | None = None if not state else {}
+        for key, value in (state or {}).items():
+            if isinstance(value, Tensor):
+                found.append((name, STATE + key, value.detach()))
+            elif isinstance(value, bool | int | float | str | None):
+                assert plain is not None
+                plain[key] = value
+            else:
+                raise ValueError(
+                    f"layers.{number}.{name}: its optimizer keeps {key!r} as a {type(value).__name__}; a layer can "
+                    "only take tensors, numbers and texts along"
+                )
+        parameters[name] = ParameterNote(groups.get(id(parameter)), parameter.requires_grad, plain)
+    buffers = {name: module._buffers[key] for name, (module, key) in own.buffers.items()}
+    found += [(name, BUFFER, buffer.detach()) for name, buffer in buffers.items() if buffer is not None]
+    found += [(path, EXTRA, _pickled(module.get_extra_state())) for path, module in _with_extra_state(layer)]
+    dense = [(name, what, _dense(tensor)) for name, what, tensor in found]
+    notes = tuple(
+        TensorNote(name, what, str(one.dtype)[6:], tuple(one.shape), one.stride(), one.device.type == "cpu")
+        for name, what, one in dense
+    )
+    missing = tuple(name for name, buffer in buffers.items() if buffer is None)
+    training = tuple(module.training for module in layer.modules())
+    return LayerNote(number, notes, parameters, missing, training), [one for *_, one in dense]
+
+
+def require_fitting(note: LayerNote, layer: nn.Module, own: LayerTensors, groups: Mapping[int, int]) -> None:
+    """Check that what is told of a layer fits the one here.
+
+    Raises:
+        ValueError: if the layer has other parameters or buffers here, or the optimizer has them in other groups.
+    """
+    names = sorted(note.parameters), len(note.training)
+    buffers = {one.name for one in note.tensors if one.what == BUFFER} | set(note.missing_buffers)
+    if names != (sorted(own.parameters), sum(1 for _ in layer.modules())) or buffers != own.buffers.keys():
+        raise ValueError(
+            f"layers.{note.layer} has the parameters {names[0]} and buffers {sorted(buffers)} where it comes from, and "
+            f"{sorted(own.parameters)} and {sorted(own.buffers)} here: layers must be built alike on all ranks"
+        )
+    for name, parameter in own.parameters.items():
+        there, here = note.parameters[name].group, groups.get(id(parameter))
+        if there != here:
+            raise ValueError(
+                f"layers.{note.layer}.{name} is in parameter group {there} of the optimizer where it comes from, and "
+                f"in {here} here: give every rank's optimizer all of pipeline.parameters(), in the same groups"
+            )
+
+
+class Arrived:
+    """A layer that has come here, not yet installed.
+
+    Args:
+        new: its tensors, in the note's order.
+    """
+
+    def __init__(self, note: LayerNote, layer: nn.Module, own: LayerTensors, new: Sequence[Tensor]) -> None:
+        self._note, self._layer, self._own = note, layer, own
+        self._new = {(one.name, one.what): tensor for one, tensor in zip(note.tensors, new, strict=True)}
+
+    def unpickle(self) -> None:
+        """Read extra state."""
+        self._extra = {
+            path: pickle.loads(bytes(tensor.numpy())) for (path, what), tensor in self._new.items() if what == EXTRA
+        }
+
+    def install(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Make it this rank's; only a ``set_extra_state`` of the layer could fail."""
+        for name, parameter in self._own.parameters.items():
+            note = self._note.parameters[name]
+            replace_data(parameter, self._new[name, PARAMETER], None)
+            parameter.requires_grad_(note.requires_grad)
+            parameter.grad = self._new.get((name, GRADIENT))
+            if optimizer is None:
+                continue
+            optimizer.state.pop(parameter, None)
+            if note.state is not None:
+                tensors = {
+                    what.removeprefix(STATE): tensor
+                    for (of, what), tensor in self._new.items()
+                    if of == name and what.startswith(STATE)
+                }
+                optimizer.state[parameter].update({**note.state, **tensors})  # the optimizer's own kind of dictionary
+        for name, (module, key) in self._own.buffers.items():
+            new, known = self._new.get((name, BUFFER)), module._buffers[key]
+            if new is not None and known is not None:
+                replace_data(known, new, None)
+            else:
+                module._buffers[key] = new
+        for module, training in zip(self._layer.modules(), self._note.training, strict=True):
+            module.training = training
+        for path, state in self._extra.items():
+            self._layer.get_submodule(path).set_extra_state(state)
+
+
+def let_go(own: LayerTensors, optimizer: torch.optim.Optimizer | None) -> None:
+    """Leave a layer without its tensors, which another rank has now."""
+    for parameter in own.parameters.values():
+        replace_data(parameter, emptied(parameter, parameter.device), None)
+        if optimizer is not None:
+            optimizer.state.pop(parameter, None)
+    for module, key in own.buffers.values():
+        buffer = module._buffers[key]
+        if buffer is not None:
+            replace_data(buffer, emptied(buffer, buffer.device), None)
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The memory of a dense tensor [bytes], as a view."""
+    begin = tensor.storage_offset() * tensor.itemsize
+    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return memory.set_(tensor.untyped_storage(), begin, (tensor.numel() * tensor.itemsize,), (1,))
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """The tensor itself where its elements lie side by side, in whatever order; else a copy."""
+    strides = torch.empty_like(tensor, device="meta").stride()
+    return tensor if tensor.stride() == strides else torch.empty_like(tensor).copy_(tensor)
+
+
+def _with_extra_state(layer: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [
+        (path, module)
+        for path, module in layer.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    ]
+
+
+def _pickled(state: Any) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, tuple | list):
+        return list(map(_plain, value))
+    return value if isinstance(value, bool | int | float | str | None) else type(value).__name__

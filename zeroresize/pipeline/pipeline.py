@@ -1,0 +1,264 @@
+"""One rank's stage of a pipeline whose layers may move, trained by torch's own stages and schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+from zeroresize.comm.collectives import group_rank, group_size, require_group, sends_from_device
+from zeroresize.pipeline.boundaries import checked_boundaries, even_boundaries
+from zeroresize.pipeline.boundary_shapes import Boundary, find_boundaries
+from zeroresize.pipeline.stage_layers import (
+    Initialize,
+    StageLayers,
+    place,
+    require_initialize,
+    require_plain,
+    require_ties_within_stages,
+    tensors_by_layer,
+)
+from zeroresize.resharding.agreement import Meet, fingerprint, meet_over, meet_prepared, require_same
+
+#: Of a micro-batch's outputs and targets, averaged over its samples.
+Loss = Callable[[Any, Any], Tensor]
+
+
+class Pipeline:
+    """A model of layers over the stages of a process group; rank ``s`` of the group is stage ``s``.
+
+    Every rank builds all layers, for real or on the meta device, and then holds the tensors of its own stage only:
+    all modules and Parameter objects are there, empty where the layer is on another stage. Give the optimizer
+    :meth:`parameters`, all of them: torch's optimizers skip those without a gradient, and groups stay alike on all
+    ranks wherever layers move (:func:`~zeroresize.pipeline.move_layers`).
+
+    Its constructor is collective.
+
+    Args:
+        layers: [L] called one after another; each takes what the one before returns: a tensor or a tuple of tensors,
+            the batch as their first dimension.
+        loss: of one micro-batch, averaged over its samples; the losses of micro-batches are averaged.
+        num_microbatches: into which a batch is split.
+        process_group: one rank for each stage.
+        boundaries: stage ``s`` gets the layers from ``boundaries[s]`` up to ``boundaries[s + 1]``; None for equally
+            many on each.
+        schedule: of torch.distributed.pipelining, for one stage on each rank: Schedule1F1B or ScheduleGPipe.
+        device: for the stage's tensors; None for the CPU.
+        initialize: ``initialize(number, layer)`` fills the tensors of a layer of this stage that was built on the meta
+            device.
+
+    Attributes:
+        layers: all modules, whose names begin with their numbers.
+        boundaries: in force now.
+        stage: this rank's number within the group.
+        tensors: what moves with each layer [L].
+
+    Raises:
+        ValueError: for boundaries that do not fit, such as fewer layers than stages; layers in wrappers; a parameter
+            of layers on different stages; layers on the meta device without ``initialize``; too few micro-batches for
+            the schedule, or another kind of schedule.
+        RuntimeError: on every rank, if they differ in layers, boundaries, micro-batches or schedule.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        loss: Loss,
+        *,
+        num_microbatches: int,
+        process_group: ProcessGroup,
+        boundaries: Sequence[int] | None = None,
+        schedule: type[PipelineScheduleSingle] = Schedule1F1B,
+        device: torch.device | str | None = None,
+        initialize: Initialize | None = None,
+    ) -> None:
+        self.process_group = require_group(process_group)
+        self.stage, self.num_stages = group_rank(process_group), group_size(process_group)
+        self.device = torch.device(device or "cpu")
+        self.num_microbatches = num_microbatches
+        self._loss, self._make_schedule = loss, schedule
+        self._boundary_shapes: list[Boundary] | None = None
+        self._schedules: tuple[PipelineScheduleSingle, PipelineScheduleSingle] | None = None
+        alike: tuple[float, float] | Exception
+        try:
+            layers = list(layers)
+            num_layers = len(layers)
+            self.boundaries = (
+                even_boundaries(num_layers, self.num_stages)
+                if boundaries is None
+                else checked_boundaries(boundaries, num_layers, self.num_stages)
+            )
+            require_plain(layers)
+            require_ties_within_stages(layers, self.boundaries)
+            require_initialize(layers, self._present(), initialize)
+            if not issubclass(schedule, PipelineScheduleSingle):
+                raise ValueError(
+                    f"schedule={schedule.__name__} is for several stages on a rank; here each rank has one: use "
+                    "Schedule1F1B or ScheduleGPipe"
+                )
+            if schedule is Schedule1F1B and num_microbatches < self.num_stages:
+                raise ValueError(
+                    f"num_microbatches={num_microbatches} is too small: Schedule1F1B needs at least one for each of "
+                    f"the {self.num_stages} stages"
+                )
+            told = [self.boundaries, num_microbatches, schedule.__name__, _description(layers)]
+            alike = (fingerprint(str(told)), 0.0)
+        except Exception as error:  # the others must hear of any
+            alike = error
+        meet = self.meet()
+        table = meet_prepared(meet, alike)
+        require_same([one for one, *_ in table], "layers, boundaries, micro-batches or schedule", meet)
+        self.module = StageLayers(layers, self._present())
+        place(layers, self.module.present, self.device, initialize)
+        self.tensors = tensors_by_layer(layers)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        return self.module.layers
+
+    @property
+    def present(self) -> range:
+        """The numbers of this stage's layers."""
+        return self.module.present
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Of all layers, for an optimizer, in one order on all ranks; those of other stages have no elements."""
+        return self.module.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """As :meth:`parameters`, with names such as ``layers.7.weight``."""
+        return self.module.named_parameters()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of this stage's layers only; the names are those of the whole model, such as ``layers.7.weight``."""
+        return {
+            f"layers.{number}.{name}": value
+            for number in self.present
+            for name, value in self.layers[number].state_dict().items()
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over this stage's layers from a dictionary that may hold more, such as that of the whole model.
+
+        Raises:
+            RuntimeError: if something of this stage is missing or of another shape.
+        """
+        for number in self.present:
+            own = f"layers.{number}."
+            values = {name.removeprefix(own): one for name, one in state_dict.items() if name.startswith(own)}
+            self.layers[number].load_state_dict(values)
+
+    def step(self, *inputs: Tensor, target: Tensor | None = None) -> Tensor | None:
+        """Forward and backward of one batch; gradients are added to those there are.
+
+        Every rank calls it. The first stage must be given the inputs and the last one the target; what other stages
+        are given is not used. The first call finds the shapes between layers, by one more forward.
+
+        Args:
+            inputs: [B, …] each; of one shape in all steps.
+            target: [B, …].
+
+        Returns:
+            The loss, averaged over micro-batches, on the last stage.
+
+        Raises:
+            ValueError: on the first stage, for inputs of another shape than before or that cannot be split; the other
+                stages wait for their process group's time limit then, unless it is the first step.
+        """
+        schedule, _ = self._ready(inputs)
+        losses: list[Tensor] = []
+        schedule.step(*self._own(inputs), target=self._own_target(target), losses=losses, return_outputs=False)
+        return torch.stack(losses).sum().detach() if losses else None
+
+    def evaluate(self, *inputs: Tensor) -> Any:
+        """Forward of one batch, without gradients; the outputs on the last stage, None on the others.
+
+        As :meth:`step`: on every rank, with inputs of the same shape. ``pipeline.layers.eval()`` is up to the caller.
+        """
+        _, schedule = self._ready(inputs)
+        with torch.no_grad():
+            return schedule.step(*self._own(inputs))
+
+    def refresh(self) -> None:
+        """Find the shapes between layers anew at the next step.
+
+        To be called on every rank before batches of another shape, and after layers were frozen or thawed.
+        """
+        self._boundary_shapes = self._schedules = None
+
+    def follow(self, boundaries: Sequence[int]) -> None:
+        """Run other layers from now on, which must be there; :func:`~zeroresize.pipeline.move_layers` calls it.
+
+        The shapes between layers are known, so torch's stage and schedule are built anew without running anything.
+        """
+        self.boundaries = tuple(boundaries)
+        self.module.present = self._present()
+        self._schedules = None
+
+    def meet(self) -> Meet:
+        """See :data:`~zeroresize.resharding.agreement.Meet`."""
+        return meet_over(self.process_group, self.meet_device)
+
+    @property
+    def meet_device(self) -> torch.device:
+        """Where small messages between the stages must lie."""
+        is_sent_from_it = sends_from_device(self.process_group, torch.empty(0, device=self.device))
+        return self.device if is_sent_from_it else torch.device("cpu")
+
+    def _ready(self, inputs: Sequence[Tensor]) -> tuple[PipelineScheduleSingle, PipelineScheduleSingle]:
+        """The schedules of training and of evaluation."""
+        if self._boundary_shapes is None:
+            micro = [one.chunk(self.num_microbatches)[0] for one in self._own(inputs)]
+            self._boundary_shapes = find_boundaries(self.module, micro, self.device, self.process_group)
+        if self.stage == 0:
+            self._require_known_shapes(inputs)
+        if self._schedules is None:
+            first, last = (self._boundary_shapes[number] for number in (self.present.start, self.present.stop))
+            stage = PipelineStage(
+                self.module,
+                self.stage,
+                self.num_stages,
+                self.device,
+                input_args=tuple(one.example("meta") for one in first),
+                output_args=tuple(one.example("meta") for one in last),
+                group=self.process_group,
+            )
+            # Losses are divided by the micro-batches: torch would divide all of .grad, what earlier steps added too.
+            training = self._make_schedule(stage, self.num_microbatches, loss_fn=self._scaled_loss, scale_grads=False)
+            self._schedules = training, self._make_schedule(stage, self.num_microbatches)
+        return self._schedules
+
+    def _require_known_shapes(self, inputs: Sequence[Tensor]) -> None:
+        assert self._boundary_shapes is not None
+        expected = [(self.num_microbatches * one.shape[0], *one.shape[1:]) for one in self._boundary_shapes[0]]
+        found = [tuple(one.shape) for one in inputs]
+        if found != expected:
+            raise ValueError(
+                f"inputs have the shapes {found}, but {expected} are expected: batches must be of one shape and split "
+                f"into {self.num_microbatches} equal micro-batches; for others call refresh() on every rank before"
+            )
+
+    def _scaled_loss(self, outputs: Any, target: Any) -> Tensor:
+        return self._loss(outputs, target) / self.num_microbatches
+
+    def _own(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        return inputs if self.stage == 0 else ()
+
+    def _own_target(self, target: Tensor | None) -> Tensor | None:
+        return target if self.stage == self.num_stages - 1 else None
+
+    def _present(self) -> range:
+        return range(self.boundaries[self.stage], self.boundaries[self.stage + 1])
+
+
+def _description(layers: Sequence[nn.Module]) -> list[Any]:
+    """What must be alike on all ranks: classes, names, shapes and dtypes."""
+    return [
+        [type(layer).__name__, [(name, tuple(one.shape), str(one.dtype)) for name, one in layer.named_parameters()]]
+        for layer in layers
+    ]

@@ -1,0 +1,233 @@
+"""Seconds and bytes of each layer in one iteration of a pipeline, by hooks that are there only while it is measured.
+
+**Forward** is the time between a layer's forward pre-hook and its forward hook.
+
+**Backward** runs on autograd's graph, which knows no layers. The gradient of a layer's output arrives when everything
+behind the layer has been computed, and autograd runs nodes in the reverse order of their forward. So a layer's backward
+lasts from the arrival of its output's gradient until that of the layer before, or until the end of the stage's
+backward. Recomputing of activations counts as backward. Backward of the loss belongs to no layer, nor do messages.
+Nodes that autograd runs out of that order, as those of graphs on several devices, count for a neighbour.
+
+**Activations** are the distinct tensors that autograd saves in a layer's forward, without parameters and buffers. What
+two neighbours both save counts for both, so the figures do not depend on which of them share a stage. What a layer
+keeps in other ways, such as attributes, does not count.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
+
+from zeroresize.comm.collectives import all_reduce
+from zeroresize.pipeline.pipeline import Pipeline
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """One layer in one iteration.
+
+    Attributes:
+        forward_s, backward_s: seconds, of all micro-batches.
+        weight_bytes: of parameters and buffers.
+        gradient_bytes, optimizer_bytes: as they are at the end of the iteration.
+        activation_bytes: kept for backward, of one micro-batch.
+    """
+
+    forward_s: float
+    backward_s: float
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+
+
+@dataclass(frozen=True)
+class PipelineProfile:
+    """One iteration of a pipeline, known to every rank.
+
+    Attributes:
+        layers: [L].
+        stage_s: wall seconds of the iteration on each stage.
+        boundaries: in force in it.
+    """
+
+    layers: tuple[LayerProfile, ...]
+    stage_s: tuple[float, ...]
+    boundaries: tuple[int, ...]
+
+
+class LayerProfiler:
+    """Measures what a pipeline does within a ``with`` block: one iteration, but not the first or after ``refresh``::
+
+        with LayerProfiler(pipeline, optimizer) as profiler:
+            pipeline.step(inputs, target=target)
+        profile = profiler.gather()
+
+    Args:
+        pipeline: with layers as they are now.
+        optimizer: whose state is counted; None for none.
+    """
+
+    def __init__(self, pipeline: Pipeline, optimizer: torch.optim.Optimizer | None = None) -> None:
+        self._pipeline, self._optimizer = pipeline, optimizer
+        self._forward: list[tuple[int, _Mark, _Mark]] = []
+        self._backward: list[tuple[int, _Mark, _Mark]] = []
+        self._backward_of: tuple[int, _Mark] | None = None
+        self._begun: dict[int, _Mark] = {}
+        self._saved: dict[int, _SavedBytes] = {}
+        self._handles: list[RemovableHandle] = []
+
+    def __enter__(self) -> LayerProfiler:
+        for number in self._pipeline.present:
+            layer = self._pipeline.layers[number]
+            self._handles += [
+                layer.register_forward_pre_hook(partial(self._before_forward, number), prepend=True),
+                layer.register_forward_hook(partial(self._after_forward, number), always_call=True),
+            ]
+        self._boundaries = self._pipeline.boundaries
+        self._synchronize()
+        self._begin = time.perf_counter()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._synchronize()
+        self._seconds = time.perf_counter() - self._begin
+        for handle in self._handles:
+            handle.remove()
+        self._bytes = {number: self._bytes_of(self._pipeline.layers[number]) for number in self._pipeline.present}
+
+    def gather(self) -> PipelineProfile:
+        """All stages' figures, on every rank; collective, after the block.
+
+        Raises:
+            RuntimeError: if a rank does not come.
+        """
+        num_layers, num_figures = len(self._pipeline.layers), len(fields(LayerProfile))
+        own = torch.zeros(num_layers * num_figures + self._pipeline.num_stages, dtype=torch.float64)
+        table = own[: num_layers * num_figures].view(num_layers, num_figures)
+        for column, spans in enumerate((self._forward, self._backward)):
+            for number, begin, end in spans:
+                table[number, column] += begin.seconds_until(end)
+        for number, sizes in self._bytes.items():
+            saved = self._saved[number].total if number in self._saved else 0
+            table[number, 2:] = torch.tensor([*sizes, saved], dtype=torch.float64)
+        own[num_layers * num_figures + self._pipeline.stage] = self._seconds
+        whole = own.to(self._pipeline.meet_device)
+        all_reduce(whole, self._pipeline.process_group)
+        *figures, stage_s = whole.split([*[num_figures] * num_layers, self._pipeline.num_stages])
+        layers = tuple(LayerProfile(*row[:2], *map(int, row[2:])) for row in (one.tolist() for one in figures))
+        return PipelineProfile(layers, tuple(stage_s.tolist()), self._boundaries)
+
+    def _before_forward(self, number: int, layer: nn.Module, inputs: Any) -> None:
+        if number not in self._saved:  # of one micro-batch
+            self._saved[number] = _SavedBytes(layer, inputs)
+        self._begun[number] = self._mark()
+
+    def _after_forward(self, number: int, layer: nn.Module, inputs: Any, outputs: Any) -> None:
+        if number not in self._begun:
+            return
+        self._forward.append((number, self._begun.pop(number), self._mark()))
+        self._saved[number].end()
+        for one in outputs if isinstance(outputs, tuple | list) else (outputs,):
+            if isinstance(one, Tensor) and one.grad_fn is not None:
+                one.register_hook(partial(self._gradient_arrived, number))
+
+    def _gradient_arrived(self, number: int, gradient: Tensor) -> None:
+        """Of a layer's output: of several, the first one counts."""
+        if self._backward_of is None:
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+        elif self._backward_of[0] <= number:  # of another output, or of a layer that returns its input
+            return
+        mark = self._mark()
+        self._end_backward(mark)
+        self._backward_of = number, mark
+
+    def _backward_ended(self) -> None:
+        self._end_backward(self._mark())
+        self._backward_of = None
+
+    def _end_backward(self, mark: _Mark) -> None:
+        if self._backward_of is not None:
+            self._backward.append((*self._backward_of, mark))
+
+    def _mark(self) -> _Mark:
+        return _Mark(self._pipeline.device)
+
+    def _synchronize(self) -> None:
+        if self._pipeline.device.type == "cuda":
+            torch.cuda.synchronize(self._pipeline.device)
+
+    def _bytes_of(self, layer: nn.Module) -> tuple[int, int, int]:
+        """Of weights, gradients and optimizer state."""
+        parameters = list(layer.parameters())
+        gradients = [one.grad for one in parameters if one.grad is not None]
+        states = [] if self._optimizer is None else [self._optimizer.state.get(one, {}) for one in parameters]
+        of_state = [one for state in states for one in state.values() if isinstance(one, Tensor)]
+        return _nbytes([*parameters, *layer.buffers()]), _nbytes(gradients), _nbytes(of_state)
+
+
+class _Mark:
+    """A moment: of the device's stream on a GPU, where nothing waits for it, of the clock elsewhere."""
+
+    __slots__ = ("_event", "_now")
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._now = 0.0
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record(torch.cuda.current_stream(device))
+        else:
+            self._now = time.perf_counter()
+
+    def seconds_until(self, other: _Mark) -> float:
+        if self._event is not None and other._event is not None:
+            return self._event.elapsed_time(other._event) / 1000.0
+        return other._now - self._now
+
+
+class _SavedBytes:
+    """Counts the memory of the tensors that autograd saves, from now on until :meth:`end`."""
+
+    def __init__(self, layer: nn.Module, inputs: Sequence[Any]) -> None:
+        self.total = 0
+        self._seen = {_memory_of(one) for one in (*layer.parameters(), *layer.buffers())}
+        # Of a tensor that was there before, such as a batch of which this is a micro-batch, only this part counts.
+        self._inputs = {_memory_of(one): one.nbytes for one in inputs if isinstance(one, Tensor)}
+        self._hooks: saved_tensors_hooks | None = saved_tensors_hooks(self._pack, _itself)
+        self._hooks.__enter__()
+
+    def end(self) -> None:
+        if self._hooks is not None:
+            self._hooks.__exit__(None, None, None)
+        self._hooks = None
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        memory = _memory_of(tensor)
+        if memory not in self._seen:
+            self._seen.add(memory)
+            self.total += self._inputs.get(memory, tensor.untyped_storage().nbytes())
+        return tensor.detach()  # an output that is saved would else hold on to itself
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _memory_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _nbytes(tensors: Sequence[Tensor]) -> int:
+    return sum(one.nbytes for one in tensors)

@@ -1,0 +1,211 @@
+"""All layers of a model on one stage of a pipeline: its own ones with their tensors, the others without.
+
+Every rank has every module and every Parameter object. Where a layer is **away**, on another stage, its parameters and
+buffers have no elements: their first dimension is 0. So an optimizer that is given all parameters has the same groups
+on every rank, whatever layers do, and hooks and references stay.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import UninitializedParameter
+
+from zeroresize.pipeline.boundaries import stages_of
+from zeroresize.resharding.contents import replace_data
+
+#: Fills the tensors of a layer, by its number, that was built on the meta device.
+Initialize = Callable[[int, nn.Module], object]
+
+
+class StageLayers(nn.Module):
+    """What a pipeline stage runs: its layers, one after another.
+
+    Args:
+        layers: [L] of the whole model. Each takes what the one before returns: a tensor or a tuple of tensors.
+        present: the numbers of those of this stage.
+
+    Attributes:
+        layers: all of them, so names are ``layers.7.…`` on every stage.
+        present: the numbers of those of this stage; may be set.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], present: range) -> None:
+        super().__init__()
+        self.layers, self.present = nn.ModuleList(layers), present
+
+    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        tensors = inputs
+        for number in self.present:
+            tensors = self.run(number, tensors)
+        return tensors[0] if len(tensors) == 1 else tensors
+
+    def run(self, number: int, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """A layer's outputs, contiguous, so that they can be sent.
+
+        Raises:
+            ValueError: if it returns anything else than tensors with dimensions.
+        """
+        outputs = self.layers[number](*inputs)
+        tensors = tuple(outputs) if isinstance(outputs, tuple | list) else (outputs,)
+        if not all(isinstance(one, Tensor) and one.dim() for one in tensors):
+            found = [f"a {one.dim()}-dimensional tensor" if isinstance(one, Tensor) else type(one) for one in tensors]
+            raise ValueError(
+                f"layers.{number} must return a tensor, or a tuple of tensors, with the batch as their first "
+                f"dimension; it returns {found}"
+            )
+        return tuple(one.contiguous() for one in tensors)
+
+
+def require_plain(layers: Sequence[nn.Module]) -> None:
+    """Check that the layers' parameters are whole tensors of their own.
+
+    Raises:
+        ValueError: for layers inside DistributedDataParallel or FSDP, and for other tensors than plain ones, such as
+            DTensors and lazily made parameters.
+    """
+    for number, layer in enumerate(layers):
+        for path, module in layer.named_modules():
+            if isinstance(module, DistributedDataParallel | FullyShardedDataParallel | FSDPModule):
+                raise ValueError(
+                    f"{_name(number, path)} is inside {type(module).__name__}, which keeps buckets or shards of these "
+                    "parameters, so layers cannot move: pass the layers themselves, and average gradients of "
+                    "data-parallel replicas yourself"
+                )
+        for name, parameter in layer.named_parameters():
+            is_plain = type(parameter.data) is Tensor and not isinstance(parameter, UninitializedParameter)
+            if not (is_plain and parameter.is_leaf and parameter.layout is torch.strided):
+                raise ValueError(
+                    f"{_name(number, name)} cannot move: it is no whole, initialized, strided tensor of its own "
+                    f"(type {type(parameter.data).__name__})"
+                )
+
+
+def require_ties_within_stages(layers: Sequence[nn.Module], boundaries: Sequence[int]) -> None:
+    """Check that layers that share a parameter are on one stage.
+
+    Raises:
+        ValueError: if not, naming the parameters.
+    """
+    stages = stages_of(boundaries)
+    first: dict[int, tuple[int, str]] = {}
+    for number, layer in enumerate(layers):
+        for name, parameter in layer.named_parameters():
+            other, other_name = first.setdefault(id(parameter), (number, name))
+            if stages[other] != stages[number]:
+                raise ValueError(
+                    f"{_name(other, other_name)} and {_name(number, name)} are one parameter (tied weights), but with "
+                    f"boundaries {list(boundaries)} they are on stages {stages[other]} and {stages[number]}: layers "
+                    "that share parameters must be on one stage"
+                )
+
+
+@dataclass(frozen=True)
+class LayerTensors:
+    """What belongs to a layer alone, by name within it, and so moves with it.
+
+    Attributes:
+        parameters: without those that an earlier layer has, too.
+        buffers: each as (module, name there). Not those that several layers share, such as a table of rotary
+            embeddings: these are on every stage.
+    """
+
+    parameters: dict[str, nn.Parameter]
+    buffers: dict[str, tuple[nn.Module, str]]
+
+
+def tensors_by_layer(layers: Sequence[nn.Module]) -> list[LayerTensors]:
+    """What moves with each layer [L]."""
+    num_users = Counter(id(one) for layer in layers for one in (*layer.modules(), *layer.buffers()))
+    seen: set[int] = set()
+    found = []
+    for layer in layers:
+        parameters = {name: one for name, one in layer.named_parameters() if id(one) not in seen}
+        seen |= set(map(id, parameters.values()))
+        buffers = {
+            f"{path}.{name}".lstrip("."): (module, name)
+            for path, module in layer.named_modules()
+            for name, buffer in module._buffers.items()
+            if num_users[id(module)] == 1 and (buffer is None or num_users[id(buffer)] == 1)
+        }
+        found.append(LayerTensors(parameters, buffers))
+    return found
+
+
+def require_initialize(layers: Sequence[nn.Module], present: range, initialize: Initialize | None) -> None:
+    """Check that what is on the meta device will be filled: by ``initialize``, and on the stage where it belongs.
+
+    Raises:
+        ValueError: for present layers there without ``initialize``, and for buffers there that several layers share.
+    """
+    on_meta = [number for number in present if _is_on_meta(layers[number])]
+    if on_meta and initialize is None:
+        raise ValueError(
+            f"layers {on_meta} are on the meta device: pass initialize=, a function of a layer's number and the layer "
+            "that fills its parameters and buffers"
+        )
+    own = {id(module._buffers[name]) for one in tensors_by_layer(layers) for module, name in one.buffers.values()}
+    for number, layer in enumerate(layers):
+        for name, buffer in layer.named_buffers():
+            if buffer.is_meta and id(buffer) not in own:
+                raise ValueError(
+                    f"{_name(number, name)} is on the meta device and belongs to several layers, so every stage needs "
+                    "it and nobody would fill it everywhere: build it on a real device"
+                )
+
+
+def place(layers: Sequence[nn.Module], present: range, device: torch.device, initialize: Initialize | None) -> None:
+    """Put the present layers' tensors on ``device``, fill those on the meta device, and let go of the other layers'."""
+    on_meta = [number for number in present if _is_on_meta(layers[number])]
+    moving: set[int] = set()
+    for number, own in enumerate(tensors_by_layer(layers)):
+        if number not in present:
+            moving |= set(map(id, own.parameters.values()))
+            moving |= {id(module._buffers[name]) for module, name in own.buffers.values()}
+    placed: dict[int, tuple[Tensor, Tensor]] = {}  # with the old ones, lest others get their id
+    for module in (module for layer in layers for module in layer.modules()):
+        of_module: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in of_module:
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in placed:
+                    new = _placed(tensor, id(tensor) in moving, device)
+                    placed[id(tensor)] = placed[id(new)] = tensor, new
+                tensors[name] = placed[id(tensor)][1]
+    for number in on_meta:
+        assert initialize is not None
+        with torch.no_grad():
+            initialize(number, layers[number])
+
+
+def _placed(tensor: Tensor, is_away: bool, device: torch.device) -> Tensor:
+    """The same tensor, but for a new one where it was on the meta device."""
+    if tensor.is_meta:
+        data = emptied(tensor, device) if is_away else torch.empty_like(tensor, device=device, requires_grad=False)
+        return nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
+    if is_away:
+        replace_data(tensor, emptied(tensor, device), None)
+    elif tensor.device != device:
+        replace_data(tensor, tensor.data.to(device), None)
+    return tensor
+
+
+def emptied(tensor: Tensor, device: torch.device) -> Tensor:
+    """What is in place of a tensor that is away: of as many dimensions, by which users may choose parameter groups."""
+    return torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype, device=device)
+
+
+def _is_on_meta(layer: nn.Module) -> bool:
+    return any(one.is_meta for one in (*layer.parameters(), *layer.buffers()))
+
+
+def _name(number: int, name: str) -> str:
+    return f"layers.{number}.{name}".rstrip(".")
