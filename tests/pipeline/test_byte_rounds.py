@@ -1,10 +1,8 @@
 """Streams are cut into rounds that hold what they may, and arrive whole."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroresize.pipeline.boundaries import checked_boundaries, even_boundaries, stages_of
 from zeroresize.pipeline.byte_rounds import pieces_of, rounds_of
 
 PAIRS = [(one, other) for one in range(4) for other in range(4) if one != other]
@@ -31,14 +29,3 @@ def test_pieces_cover_a_range_of_the_stream(sizes, data):
     stream = [(number, byte) for number, size in enumerate(sizes) for byte in range(size)]
     found = [(number, byte) for number, first, last in pieces_of(sizes, begin, end) for byte in range(first, last)]
     assert found == stream[begin:end]
-
-
-def test_boundaries():
-    assert even_boundaries(7, 3) == (0, 3, 5, 7)
-    assert stages_of((0, 3, 5, 7)) == [0, 0, 0, 1, 1, 2, 2]
-    assert checked_boundaries([0, 1, 3], 3, 2) == (0, 1, 3)
-    for wrong in ([0, 3], [0, 3, 3], [1, 2, 3], [0, 2, 1], [0, 1, 4], [0, 1, 2, 3]):
-        with pytest.raises(ValueError, match="do not divide 3 layers over 2 stages"):
-            checked_boundaries(wrong, 3, 2)
-    with pytest.raises(ValueError, match="2 layers cannot be divided over 3 stages"):
-        even_boundaries(2, 3)

@@ -49,6 +49,16 @@ def test_stages_without_layers_are_an_error(boundaries):
         Partition(boundaries)
 
 
+def test_boundaries_that_do_not_divide_the_layers_are_an_error():
+    assert Partition.of([0, 1, 3], 3, 2) == Partition((0, 1, 3))
+    assert Partition((0, 3, 5, 7)).stages == [0, 0, 0, 1, 1, 2, 2]
+    for wrong in ([0, 3], [0, 3, 3], [1, 2, 3], [0, 2, 1], [0, 1, 4], [0, 1, 2, 3]):
+        with pytest.raises(ValueError, match="do not divide 3 layers over 2 stages"):
+            Partition.of(wrong, 3, 2)
+    with pytest.raises(ValueError, match="2 layers cannot be divided over 3 stages"):
+        Partition.of([0, 1, 1, 2], 2, 3)
+
+
 @given(st.integers(1, 12).flatmap(lambda own: st.tuples(partitions(own), partitions(own))))
 def test_carrying_out_transfers_gives_the_other_partition_and_moves_nothing_else(two):
     before, after = two

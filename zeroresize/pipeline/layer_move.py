@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from zeroresize.comm.collectives import Waitable, start_messages
-from zeroresize.pipeline.boundaries import checked_boundaries, stages_of
 from zeroresize.pipeline.byte_rounds import Pair, Round, pieces_of, rounds_of
 from zeroresize.pipeline.layer_contents import (
     Arrived,
@@ -24,6 +23,7 @@ from zeroresize.pipeline.layer_contents import (
     require_movable_state,
     settings_of,
 )
+from zeroresize.pipeline.partition import Partition
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.pipeline.stage_layers import require_plain, require_ties_within_stages
 from zeroresize.resharding.agreement import fingerprint, wait_for_all
@@ -50,15 +50,15 @@ class LayerMove:
         self._layers = list(pipeline.layers)
         if max_bytes < 2:
             raise ValueError(f"max_bytes={max_bytes} is too small: it must be at least 2")
-        self.boundaries = checked_boundaries(boundaries, len(self._layers), pipeline.num_stages)
+        after = Partition.of(boundaries, len(self._layers), pipeline.num_stages)
+        self.boundaries = after.boundaries
         require_plain(self._layers)
         require_ties_within_stages(self._layers, self.boundaries)
         self._optimizer = require_movable_state(optimizer)
         self._groups = groups_of(self._optimizer)
         self.moving: dict[Pair, list[int]] = {}
-        for number, pair in enumerate(zip(stages_of(pipeline.boundaries), stages_of(self.boundaries), strict=True)):
-            if pair[0] != pair[1]:
-                self.moving.setdefault(pair, []).append(number)
+        for transfer in Partition(pipeline.boundaries).transfers_to(after):
+            self.moving.setdefault((transfer.source, transfer.destination), []).append(transfer.layer)
         self._own = pipeline.tensors
         self._max_bytes = max_bytes
         self._sent: dict[int, tuple[LayerNote, list[Tensor]]] = {

@@ -57,6 +57,24 @@ class Partition:
         each, more = divmod(num_layers, num_stages)
         return cls(tuple(stage * each + min(stage, more) for stage in range(num_stages + 1)))
 
+    @classmethod
+    def of(cls, boundaries: Sequence[int], num_layers: int, num_stages: int) -> Partition:
+        """The partition with these boundaries.
+
+        Raises:
+            ValueError: if they do not divide ``num_layers`` layers over ``num_stages`` stages, at least one for each.
+        """
+        _check_enough(num_layers, num_stages)
+        checked = tuple(int(one) for one in boundaries)
+        is_whole = len(checked) == num_stages + 1 and checked[0] == 0 and checked[-1] == num_layers
+        if not is_whole or any(begin >= end for begin, end in itertools.pairwise(checked)):
+            raise ValueError(
+                f"boundaries {list(checked)} do not divide {num_layers} layers over {num_stages} stages: they must be "
+                f"{num_stages + 1} rising whole numbers from 0 to {num_layers}, so that every stage has at least one "
+                "layer"
+            )
+        return cls(checked)
+
     @property
     def num_layers(self) -> int:
         return self.boundaries[-1]
@@ -69,6 +87,11 @@ class Partition:
     def counts(self) -> tuple[int, ...]:
         """How many layers each stage has."""
         return tuple(np.diff(self.boundaries).tolist())
+
+    @property
+    def stages(self) -> list[int]:
+        """[L] the stage of each layer."""
+        return np.repeat(np.arange(self.num_stages), self.counts).tolist()
 
     def layers_of(self, stage: int) -> range:
         """The layers of a stage."""

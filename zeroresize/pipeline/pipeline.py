@@ -11,9 +11,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from zeroresize.comm.collectives import group_rank, group_size, require_group, sends_from_device
-from zeroresize.pipeline.boundaries import checked_boundaries, even_boundaries
+from zeroresize.comm.collectives import group_rank, group_size, message_device, require_group
 from zeroresize.pipeline.boundary_shapes import Boundary, find_boundaries
+from zeroresize.pipeline.partition import Partition
 from zeroresize.pipeline.stage_layers import (
     Initialize,
     StageLayers,
@@ -89,10 +89,10 @@ class Pipeline:
             layers = list(layers)
             num_layers = len(layers)
             self.boundaries = (
-                even_boundaries(num_layers, self.num_stages)
+                Partition.uniform(num_layers, self.num_stages)
                 if boundaries is None
-                else checked_boundaries(boundaries, num_layers, self.num_stages)
-            )
+                else Partition.of(boundaries, num_layers, self.num_stages)
+            ).boundaries
             require_plain(layers)
             require_ties_within_stages(layers, self.boundaries)
             require_initialize(layers, self._present(), initialize)
@@ -202,13 +202,12 @@ class Pipeline:
 
     def meet(self) -> Meet:
         """See :data:`~zeroresize.resharding.agreement.Meet`."""
-        return meet_over(self.process_group, self.meet_device)
+        return meet_over(self.process_group, self.device)
 
     @property
     def meet_device(self) -> torch.device:
         """Where small messages between the stages must lie."""
-        is_sent_from_it = sends_from_device(self.process_group, torch.empty(0, device=self.device))
-        return self.device if is_sent_from_it else torch.device("cpu")
+        return message_device(self.process_group, self.device)
 
     def _ready(self, inputs: Sequence[Tensor]) -> tuple[PipelineScheduleSingle, PipelineScheduleSingle]:
         """The schedules of training and of evaluation."""

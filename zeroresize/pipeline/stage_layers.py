@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
-from zeroresize.pipeline.boundaries import stages_of
+from zeroresize.pipeline.partition import Partition
 from zeroresize.resharding.contents import replace_data
 
 #: Fills the tensors of a layer, by its number, that was built on the meta device.
@@ -94,7 +94,7 @@ def require_ties_within_stages(layers: Sequence[nn.Module], boundaries: Sequence
     Raises:
         ValueError: if not, naming the parameters.
     """
-    stages = stages_of(boundaries)
+    stages = Partition(tuple(boundaries)).stages
     first: dict[int, tuple[int, str]] = {}
     for number, layer in enumerate(layers):
         for name, parameter in layer.named_parameters():
