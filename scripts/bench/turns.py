@@ -2,8 +2,9 @@
 
 Copies of a ViT under Colossal-AI train in the same processes; each rank in turn sleeps after its multiplications, for
 so many steps. *never* leaves the units where they are, *always* moves them by hand in the step in which the turn
-changes, as nobody could know, *exact* is the default. Mean step of each, as a ratio to a homogeneous one, and how much
-more than the better of the two the default took, in prices of a move there and back.
+changes, as nobody could know, *exact* is the default. Mean step of each (in brackets the median in the second halves
+of the turns), as a ratio to a homogeneous one, and how much more than the better of the two the default took, in prices
+of a move there and back.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ def main() -> None:
     rows = []
     for every, turns in zip(arguments.every, arguments.turns, strict=True):
         seconds: dict[str, float] = {}
+        settled: dict[str, float] = {}
         for name, copy in copies.items():
-            total_s, num_moves = 0.0, 0
+            total_s, num_moves, late_steps = 0.0, 0, []
             for turn in range(turns):
                 slow = turn % ranks.num_ranks
                 copy.slowness.chi = arguments.chi if ranks.rank == slow else 1.0
@@ -60,11 +62,14 @@ def main() -> None:
                     copy.balancer.move([*fast[-slow:], *fast[:-slow]] if slow else fast)
                     moved_s.append(time.perf_counter() - begin)
                     total_s += moved_s[-1]
-                for _ in range(every):
+                for step in range(every):
                     owned = copy.balancer.plan.owned
-                    total_s += copy.timed_step().seconds
+                    step_s = copy.timed_step().seconds
+                    total_s += step_s
+                    late_steps += [step_s] if 2 * step >= every else []
                     num_moves += copy.balancer.plan.owned != owned
             seconds[name] = total_s / (turns * every)
+            settled[name] = statistics.median(late_steps)
             copy.slowness.chi = 1.0
             if name == "always":
                 copy.balancer.move([1.0] * ranks.num_ranks)
@@ -72,10 +77,17 @@ def main() -> None:
         price_s = 2.0 * statistics.median(moved_s)
         excess_s = (seconds["exact"] - min(seconds["never"], seconds["always"])) * turns * every
         table.add_row(
-            str(every), *(f"{own / homogeneous_s:.3f}" for own in seconds.values()), str(num_moves),
+            str(every),
+            *(f"{seconds[name] / homogeneous_s:.3f} ({settled[name] / homogeneous_s:.3f})" for name in seconds),
+            str(num_moves),
             f"{excess_s / price_s:.2f} in {turns} turns",
         )  # fmt: skip
-        rows.append({"every": every, "turns": turns, "seconds": seconds, "moves": num_moves, "price_s": price_s})
+        rows.append(
+            {
+                "every": every, "turns": turns, "seconds": seconds, "settled": settled, "moves": num_moves,
+                "price_s": price_s,
+            }
+        )  # fmt: skip
     if ranks.rank == 0:
         Console(width=120).print(table)
         print(f"homogeneous {1e3 * homogeneous_s:.0f} ms, a move {1e3 * statistics.median(moved_s):.0f} ms")
