@@ -5,7 +5,7 @@ import json
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pipeline_worlds import World, rebalancing_of
 
@@ -61,6 +61,7 @@ def test_noise_moves_nothing_that_is_balanced(seed, half):
     assert world.train(rebalancing_of(), 10) == []
 
 
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(st.floats(0.1, 10.0), min_size=6, max_size=24),
     st.lists(st.floats(0.2, 1.0), min_size=2, max_size=6),
