@@ -3,23 +3,56 @@
 - :class:`Pipeline` is one rank's stage: ``step`` and ``evaluate`` run ``Schedule1F1B`` or ``ScheduleGPipe``.
 - :class:`LayerProfiler` measures seconds and bytes of every layer in one iteration, for all ranks.
 - :func:`move_layers` gives the stages other layers, between two steps, all or nothing.
+- :class:`PipelineBalancer` does both while training goes on, where it pays.
 - :func:`clip_grad_norm_` clips by the norm of all stages' gradients.
 
-Who should have which layers is decided elsewhere, on the plain numbers of a :class:`PipelineProfile`; stage ``s`` has
-the layers from ``boundaries[s]`` up to ``boundaries[s + 1]``.
+Stage ``s`` has the layers from ``boundaries[s]`` up to ``boundaries[s + 1]``. A program, by
+``torchrun --nproc-per-node 2 program.py``::
+
+    import logging
+
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    from zeroresize.pipeline import Pipeline, PipelineBalancer
+
+    logging.basicConfig(level=logging.INFO)
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(4)]
+    heavy = [nn.Sequential(nn.Linear(256, 4096), nn.ReLU(), nn.Linear(4096, 256)) for _ in range(4)]
+    pipeline = Pipeline(
+        [*blocks, *heavy], nn.functional.mse_loss, num_microbatches=4, process_group=dist.group.WORLD
+    )
+    optimizer = torch.optim.AdamW(pipeline.parameters())
+    balancer = PipelineBalancer(pipeline, optimizer, profile_every=20)
+    for step in range(100):
+        x = torch.randn(64, 256)
+        optimizer.zero_grad()
+        with balancer.step():
+            loss = pipeline.step(x, target=x)  # on the last stage; None on the others
+        optimizer.step()
+    print(f"stage {pipeline.stage} has layers {list(pipeline.present)}")
+    dist.destroy_process_group()
 """
 
 from zeroresize.pipeline.gradients import clip_grad_norm_
 from zeroresize.pipeline.moving import LayerMoveReport, move_layers
 from zeroresize.pipeline.pipeline import Pipeline
+from zeroresize.pipeline.pipeline_balancer import PipelineBalancer, RebalancingRecord
 from zeroresize.pipeline.profiling import LayerProfile, LayerProfiler, PipelineProfile
+from zeroresize.pipeline.rebalancing_forecast import RebalancingForecast
 
 __all__ = [
     "LayerMoveReport",
     "LayerProfile",
     "LayerProfiler",
     "Pipeline",
+    "PipelineBalancer",
     "PipelineProfile",
+    "RebalancingForecast",
+    "RebalancingRecord",
     "clip_grad_norm_",
     "move_layers",
 ]

@@ -55,6 +55,7 @@ class Pipeline:
     Attributes:
         layers: all modules, whose names begin with their numbers.
         boundaries: in force now.
+        schedule: as given.
         stage: this rank's number within the group.
         tensors: what moves with each layer [L].
 
@@ -81,7 +82,7 @@ class Pipeline:
         self.stage, self.num_stages = group_rank(process_group), group_size(process_group)
         self.device = torch.device(device or "cpu")
         self.num_microbatches = num_microbatches
-        self._loss, self._make_schedule = loss, schedule
+        self._loss, self.schedule = loss, schedule
         self._boundary_shapes: list[Boundary] | None = None
         self._schedules: tuple[PipelineScheduleSingle, PipelineScheduleSingle] | None = None
         alike: tuple[float, float] | Exception
@@ -205,6 +206,11 @@ class Pipeline:
         return meet_over(self.process_group, self.device)
 
     @property
+    def knows_shapes(self) -> bool:
+        """Whether the next step has no shapes between layers to find."""
+        return self._boundary_shapes is not None
+
+    @property
     def meet_device(self) -> torch.device:
         """Where small messages between the stages must lie."""
         return message_device(self.process_group, self.device)
@@ -228,8 +234,8 @@ class Pipeline:
                 group=self.process_group,
             )
             # Losses are divided by the micro-batches: torch would divide all of .grad, what earlier steps added too.
-            training = self._make_schedule(stage, self.num_microbatches, loss_fn=self._scaled_loss, scale_grads=False)
-            self._schedules = training, self._make_schedule(stage, self.num_microbatches)
+            training = self.schedule(stage, self.num_microbatches, loss_fn=self._scaled_loss, scale_grads=False)
+            self._schedules = training, self.schedule(stage, self.num_microbatches)
         return self._schedules
 
     def _require_known_shapes(self, inputs: Sequence[Tensor]) -> None:

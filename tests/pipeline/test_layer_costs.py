@@ -1,0 +1,63 @@
+"""Heavy layers and slow devices are told apart."""
+
+import pytest
+from pipeline_worlds import World
+
+from zeroresize.pipeline.layer_costs import LayerCosts
+
+
+def after(world, *changes):
+    """What is known after a profile of the world and one more after each change."""
+    costs = LayerCosts.first(world.profile())
+    for change in changes:
+        for name, value in change.items():
+            setattr(world, name, value)
+        costs = costs.after(world.profile())
+    return costs
+
+
+def test_at_first_layers_cost_what_they_took():
+    costs = after(World([1.0, 2.0, 3.0, 4.0], [1.0, 0.5], (0, 2, 4)))
+    assert costs.seconds.tolist() == pytest.approx([1.0, 2.0, 6.0, 8.0])
+    assert costs.speeds == (1.0, 1.0)
+
+
+def test_a_change_of_all_layers_of_a_stage_is_its_devices():
+    costs = after(World([1.0, 2.0, 3.0, 4.0], [1.0, 1.0], (0, 2, 4)), {"speeds": [1.0, 0.25]})
+    assert costs.speeds[0] / costs.speeds[1] == pytest.approx(4.0)
+    assert (costs.seconds / costs.seconds[0]).tolist() == pytest.approx([1.0, 2.0, 3.0, 4.0])
+
+
+def test_a_change_of_some_layers_is_theirs():
+    costs = after(World([1.0] * 6, [1.0, 1.0], (0, 3, 6)), {"work": [1.0, 1.0, 1.0, 1.0, 5.0, 5.0]})
+    assert costs.speeds == (1.0, 1.0)
+    assert costs.seconds.tolist() == pytest.approx([1.0, 1.0, 1.0, 1.0, 5.0, 5.0])
+
+
+def test_work_that_grows_everywhere_is_no_slow_device():
+    costs = after(World([1.0, 2.0, 3.0, 4.0], [1.0, 1.0], (0, 2, 4)), {"work": [3.0, 6.0, 9.0, 12.0]})
+    assert costs.speeds == pytest.approx((1.0, 1.0))
+    assert costs.seconds.tolist() == pytest.approx([3.0, 6.0, 9.0, 12.0])
+
+
+def test_a_layer_that_moved_tells_which_device_is_faster():
+    costs = after(World([1.0] * 6, [1.0, 0.5, 1.0], (0, 2, 4, 6)), {"boundaries": (0, 3, 4, 6)})
+    assert costs.speeds[0] / costs.speeds[1] == pytest.approx(2.0)
+    assert costs.seconds[2:4].tolist() == pytest.approx(costs.seconds[[0, 1]].tolist())
+
+
+def test_a_wrong_guess_is_found_out_by_a_move():
+    """All layers of the last stage have become heavier, which looks like a slow device."""
+    world = World([1.0] * 6, [1.0, 1.0], (0, 3, 6))
+    heavier = [1.0, 1.0, 1.0, 4.0, 4.0, 4.0]
+    assert after(world, {"work": heavier}).speeds[1] < 0.5
+    world = World([1.0] * 6, [1.0, 1.0], (0, 3, 6))
+    costs = after(world, {"work": heavier}, {"boundaries": (0, 4, 6)})
+    assert costs.speeds == pytest.approx((1.0, 1.0))
+    assert costs.seconds.tolist() == pytest.approx(heavier)
+
+
+def test_layers_that_take_nothing_say_nothing():
+    costs = after(World([1.0, 0.0, 0.0, 0.0], [1.0, 1.0], (0, 2, 4)), {"work": [1.0, 1e-6, 1e-6, 0.0]})
+    assert costs.speeds == (1.0, 1.0)
+    assert costs.seconds.tolist() == pytest.approx([1.0, 1e-6, 1e-6, 0.0])

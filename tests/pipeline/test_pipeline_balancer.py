@@ -1,0 +1,203 @@
+"""Layers follow the work while a pipeline is trained, on real processes with layers that sleep."""
+
+import json
+import logging
+
+import pytest
+import sleeping_layers
+import torch
+from sleeping_layers import MICRO, Pace, layers_of, undivided_losses
+from torch import nn
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+
+from zeroresize.pipeline import LayerProfiler, Pipeline, PipelineBalancer
+from zeroresize.pipeline.partition import Partition, PipelineLoad
+
+
+class Training:
+    """A pipeline of sleeping layers, its balancer, and what both did."""
+
+    def __init__(self, group, num_layers, boundaries=None, schedule=ScheduleGPipe, **options):
+        self.pace, self.records, self.losses, self.step = Pace(), [], [], 0
+        self.pipeline = Pipeline(
+            layers_of(num_layers, self.pace),
+            nn.functional.mse_loss,
+            num_microbatches=MICRO,
+            process_group=group,
+            boundaries=boundaries,
+            schedule=schedule,
+        )
+        self.optimizer = torch.optim.AdamW(self.pipeline.parameters(), lr=0.01)
+        self.balancer = PipelineBalancer(
+            self.pipeline, self.optimizer, **{"profile_every": 4, "on_change": self.records.append} | options
+        )
+
+    def train(self, num_steps):
+        """The boundaries after so many steps."""
+        for _ in range(num_steps):
+            x, target = sleeping_layers.batch(self.step)
+            self.optimizer.zero_grad()
+            with self.balancer.step():
+                loss = self.pipeline.step(x, target=target)
+            self.optimizer.step()
+            self.losses += [] if loss is None else [loss.item()]
+            self.step += 1
+        return self.pipeline.boundaries
+
+    def train_until(self, reached):
+        """The boundaries when they are as wanted, or after many steps: how fast that goes depends on the machine."""
+        for _ in range(15):
+            if reached(self.train(4)):
+                break
+        return self.pipeline.boundaries
+
+
+def require_alike(by_rank):
+    """What ranks have decided, and what they know, is the same."""
+    assert all(one == by_rank[0] for one in by_rank[1:])
+    return by_rank[0]
+
+
+def require_undivided(losses, num_layers):
+    assert losses == pytest.approx(undivided_losses(num_layers, len(losses)), rel=1e-10, abs=0.0)
+
+
+@pytest.mark.parametrize("method", ["partition", "diffusion"])
+def test_a_straggling_stage_gets_fewer_layers_and_gets_them_back(run_ranks, method):
+    def check(rank, group):
+        told = []
+        handler = logging.Handler()
+        handler.emit = lambda record: told.append(record.getMessage())
+        logging.getLogger("zeroresize.pipeline").addHandler(handler)
+        logging.getLogger("zeroresize.pipeline").setLevel(logging.INFO)
+        training = Training(group, 8, balancer=method)
+        assert training.balancer.what_if() is None
+        found = [training.train(6)]
+        training.pace.of_rank = 3.0 if rank == 1 else 1.0
+        found.append(training.train_until(lambda boundaries: boundaries[1] > 4))
+        training.pace.of_rank = 1.0
+        found.append(training.train_until(lambda boundaries: boundaries[1] < found[1][1]))
+        forecast = training.balancer.what_if()
+        assert forecast.before == training.pipeline.boundaries and len(forecast.stage_s) == 2
+        return found, training.records, training.balancer.state_dict(), told, training.losses
+
+    (*first, told, _), (*second, silent, losses) = run_ranks(check, 2)
+    found, records, _ = require_alike([first, second])
+    require_undivided(losses, 8)
+    even, slow, recovered = found
+    assert even == (0, 4, 8) and slow[1] > 4 and recovered[1] < slow[1]
+    assert records[0].step > 6 and records[0].before == (0, 4, 8) and records[0].moved_bytes > 0
+    assert records[0].stage_s[1] > 1.5 * records[0].stage_s[0]
+    assert records[0].expected_step_s < records[0].step_s
+    assert "stage 1 takes 1." in told[0] and "from stage 1 to 0" in told[0] and "expected step" in told[0]
+    assert len(told) == len(records) and silent == []
+
+
+def test_work_that_shifts_to_later_layers_is_followed(run_ranks):
+    def check(rank, group):
+        training = Training(group, 9, schedule=Schedule1F1B)
+        found = [training.train(4)]
+        for first in (7, 5):
+            training.pace.of_layers = {number: 4.0 for number in range(first, 9)}
+            found.append(training.train(14))
+        return (found, training.records, training.balancer.state_dict()), training.losses
+
+    by_rank = run_ranks(check, 3)
+    (even, *shifted), _, _ = require_alike([one for one, _ in by_rank])
+    require_undivided(by_rank[-1][1], 9)
+    assert even == (0, 3, 6, 9)
+    for first, boundaries in zip((7, 5), shifted, strict=True):
+        load = PipelineLoad.of([4.0 if number >= first else 1.0 for number in range(9)], 3)
+        assert load.slowest(Partition(boundaries)) < load.slowest(Partition(even))
+
+
+def test_nothing_moves_and_nothing_is_measured_but_in_due_steps(run_ranks, monkeypatch):
+    def check(rank, group):
+        measured = []
+        enter = LayerProfiler.__enter__
+        training = Training(group, 4, profile_every=5)
+        monkeypatch.setattr(LayerProfiler, "__enter__", lambda own: measured.append(training.step) or enter(own))
+        training.train(13)
+        return (measured, training.records, training.balancer.what_if().saving_s), training.losses
+
+    first, second = run_ranks(check, 2)
+    measured, records, saving_s = require_alike([first[0], second[0]])
+    require_undivided(second[1], 4)
+    assert measured == [1, 6, 11] and records == [] and saving_s == 0.0
+
+
+def test_memory_limits_are_kept(run_ranks):
+    def check(rank, group):
+        training = Training(group, 8)
+        training.train(2)
+        with LayerProfiler(training.pipeline, training.optimizer) as profiler:
+            training.train(1)
+        layer_bytes = max(
+            one.weight_bytes + one.gradient_bytes + one.optimizer_bytes + MICRO * one.activation_bytes
+            for one in profiler.gather().layers
+        )
+        training = Training(group, 8, memory_limits=[5.5 * layer_bytes, 8.5 * layer_bytes])
+        training.pace.of_rank = 4.0 if rank == 1 else 1.0
+        boundaries = training.train(10)
+        training = Training(group, 8, memory_limits=[layer_bytes, layer_bytes])
+        with pytest.raises(ValueError, match="no partition of 8 layers over 2 stages fits"):
+            training.train(2)
+        return boundaries
+
+    assert require_alike(run_ranks(check, 2)) == (0, 5, 8)
+
+
+def test_a_resumed_pipeline_with_other_boundaries_goes_on(run_ranks):
+    def check(rank, group):
+        training = Training(group, 6)
+        training.train(3)
+        training.pace.of_rank = 3.0 if rank == 1 else 1.0
+        before = training.train_until(lambda boundaries: boundaries[1] > 3)
+        state = json.loads(json.dumps(training.balancer.state_dict()))
+        resumed = Training(group, 6, boundaries=(0, 3, 6))
+        resumed.balancer.load_state_dict(state)
+        resumed.pace.of_rank = training.pace.of_rank
+        with pytest.raises(ValueError, match=r"state\['steps'\]"):
+            resumed.balancer.load_state_dict({})
+        speeds = state["costs"][2]
+        return before, resumed.train_until(lambda boundaries: boundaries[1] > 3), speeds, resumed.balancer.steps
+
+    before, after, speeds, steps = require_alike(run_ranks(check, 2))
+    assert before[1] > 3 and after[1] > 3 and steps > 7
+    assert speeds[0] > speeds[1]
+
+
+def test_options_must_be_allowed_and_alike(run_ranks):
+    def check(rank, group):
+        training = Training(group, 4)
+        make = PipelineBalancer
+        for options, message in (
+            ({"profile_every": 0}, "profile_every=0 is not allowed"),
+            ({"balancer": "luck"}, "balancer='luck' is not allowed"),
+            ({"memory_limits": [1.0]}, "memory_limits are 1, not one of each of 2 stages"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                make(training.pipeline, None, **options)
+        with pytest.raises(RuntimeError, match="the options of PipelineBalancer"):
+            make(training.pipeline, None, profile_every=10 + rank)
+        layers = [nn.Linear(4, 4) for _ in range(4)]
+        layers[1].weight = layers[0].weight
+        tied = Pipeline(layers, nn.functional.mse_loss, num_microbatches=MICRO, process_group=group)
+        with pytest.raises(ValueError, match="layers 0 and 1 share a parameter"):
+            make(tied, None)
+
+    run_ranks(check, 2)
+
+
+def test_a_step_that_fails_leaves_nothing_behind(run_ranks):
+    def check(rank, group):
+        training = Training(group, 4)
+        training.train(1)
+        with pytest.raises(ArithmeticError), training.balancer.step():
+            raise ArithmeticError
+        assert training.balancer.steps == 1
+        assert not any(one._forward_hooks for one in training.pipeline.module.modules())
+        training.train(4)
+        return training.losses
+
+    require_undivided(run_ranks(check, 2)[1], 4)

@@ -1,0 +1,114 @@
+"""What layers cost and how fast stages' devices are, told apart by how measured seconds change.
+
+``L`` layers, ``S`` stages. A layer is measured only where it is, so its seconds alone do not tell heavy work from a
+slow device. Two things do:
+
+- **All layers of a stage change by one factor**: then its device has changed, not their work. That is a guess, as work
+  can change in all layers of a stage alike; but one that errs towards a move.
+- **A layer has moved**: then it has been measured on two devices, and tells which is faster. So a wrong guess is found
+  out by the first move that it leads to.
+
+At first all devices are taken to be equally fast.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zeroresize.pipeline.partition import Floats, Indices, Partition
+from zeroresize.pipeline.profiling import PipelineProfile
+
+Mask = NDArray[np.bool_]
+
+#: Seconds that differ by less than this share say nothing of devices: layers cost as much more or less.
+NOISE = 0.1
+#: Layers that take less than this share of their stage's mean layer say nothing of its device.
+_LEAST_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """What is known after a profile.
+
+    Attributes:
+        forward_s, backward_s: [L] seconds of all micro-batches on a device of speed 1.
+        speeds: [S] of the stages' devices, mean 1.
+        boundaries: [S + 1] in force when the layers were last measured.
+    """
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    speeds: tuple[float, ...]
+    boundaries: tuple[int, ...]
+
+    @classmethod
+    def first(cls, profile: PipelineProfile) -> LayerCosts:
+        """Of the first profile: layers cost what they took."""
+        return _as_measured(profile, np.ones(len(profile.boundaries) - 1))
+
+    @property
+    def seconds(self) -> Floats:
+        """[L] forward and backward."""
+        return np.array(self.forward_s) + np.array(self.backward_s)
+
+    def after(self, profile: PipelineProfile) -> LayerCosts:
+        """What is known after one more profile, of the same layers and stages."""
+        stages_L, before_L = (np.array(Partition(one.boundaries).stages) for one in (profile, self))
+        now_L = _seconds(profile)
+        speeds = np.array(self.speeds)
+        expected_L = self.seconds / speeds[stages_L]
+        counts_L = _tell_of_device(now_L, stages_L) & _tell_of_device(expected_L, stages_L)
+        # By which factor each layer takes longer than expected, as a logarithm.
+        longer_L = np.log(np.where(counts_L, now_L, 1.0) / np.where(counts_L, expected_L, 1.0))
+        changes_S = np.zeros(len(speeds))
+        for stage in range(len(speeds)):
+            of_stage = longer_L[counts_L & (stages_L == stage) & (before_L == stage)]
+            if of_stage.size and np.ptp(of_stage) <= 2.0 * math.log1p(NOISE):
+                changes_S[stage] = _beyond_noise(float(np.median(of_stage)))
+        corrections_S = _corrections(longer_L - changes_S[stages_L], counts_L, stages_L, before_L, len(speeds))
+        return _as_measured(profile, speeds * np.exp(corrections_S - changes_S))
+
+
+def _corrections(longer_L: Floats, counts_L: Mask, stages_L: Indices, before_L: Indices, num_stages: int) -> Floats:
+    """[S] by which factors speeds were wrong, as logarithms, by the layers that moved; least squares, mean 0."""
+    moved = counts_L & (stages_L != before_L)
+    pairs = sorted({(int(one), int(other)) for one, other in zip(before_L[moved], stages_L[moved], strict=True)})
+    if not pairs:
+        return np.zeros(num_stages)
+    equations, wrong = np.zeros((len(pairs), num_stages)), np.zeros(len(pairs))
+    for row, (source, destination) in enumerate(pairs):
+        equations[row, [source, destination]] = -1.0, 1.0
+        of_pair = longer_L[moved & (before_L == source) & (stages_L == destination)]
+        wrong[row] = -_beyond_noise(float(np.median(of_pair)))
+    return np.linalg.lstsq(equations, wrong, rcond=None)[0].astype(np.float64)
+
+
+def _as_measured(profile: PipelineProfile, speeds: Floats) -> LayerCosts:
+    """With costs that explain the measured seconds by these speeds."""
+    speeds = speeds / speeds.mean()
+    speeds_L = speeds[Partition(profile.boundaries).stages]
+    return LayerCosts(
+        tuple((np.array([one.forward_s for one in profile.layers]) * speeds_L).tolist()),
+        tuple((np.array([one.backward_s for one in profile.layers]) * speeds_L).tolist()),
+        tuple(speeds.tolist()),
+        profile.boundaries,
+    )
+
+
+def _seconds(profile: PipelineProfile) -> Floats:
+    return np.array([one.forward_s + one.backward_s for one in profile.layers])
+
+
+def _tell_of_device(seconds_L: Floats, stages_L: Indices) -> Mask:
+    """[L] whether a layer takes long enough."""
+    counts = np.maximum(np.bincount(stages_L), 1)
+    means = np.bincount(stages_L, weights=seconds_L) / counts
+    return (seconds_L > 0.0) & (seconds_L >= _LEAST_SHARE * means[stages_L])
+
+
+def _beyond_noise(longer: float) -> float:
+    return longer if abs(longer) > math.log1p(NOISE) else 0.0

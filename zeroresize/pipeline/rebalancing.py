@@ -1,0 +1,139 @@
+"""Whether layers move after a profile: what is learned from profile to profile, and what is owed for not moving.
+
+Pure: every rank is given the same profiles, so all decide alike. A ski rental, as moves of units are
+(:mod:`zeroresize.policy.moving`): layers move when staying has cost, and is about to cost until the next profile, what
+the move there and back takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, replace
+from typing import Any
+
+from zeroresize.pipeline.layer_costs import LayerCosts
+from zeroresize.pipeline.partition import Partition, PipelineLoad
+from zeroresize.pipeline.profiling import PipelineProfile
+from zeroresize.pipeline.rebalancing_forecast import RebalancingForecast, RebalancingRule, in_two_profiles
+from zeroresize.policy.moving import MoveCost
+from zeroresize.utils.state_checks import anything, count, each, keyed, not_negative, row
+
+#: A move that saves less than this share of what it was to save disappoints. Each such move doubles the price of the
+#: next, up to the most; one that does not disappoint makes it normal again.
+_LEAST_KEPT, _MOST_DOUBT = 0.5, 64.0
+_CHECK = keyed(
+    {"costs": anything, "cost_of_move": each(not_negative, 2), "owed_s": not_negative, "doubt": not_negative}
+)
+
+
+class Rebalancing:
+    """Decides, profile by profile.
+
+    Attributes:
+        rule: how wanted boundaries are found.
+        costs: of layers; None before the first profile.
+        cost_of_move: as far as is known.
+        owed_s: seconds that the present boundaries have cost since others were wanted.
+        doubt: by which factor moves have become more expensive, as they did not save what was expected.
+        looks_again: whether the next profile is to come at once, as this one wants a move.
+    """
+
+    def __init__(self, rule: RebalancingRule) -> None:
+        self.rule = rule
+        self.costs: LayerCosts | None = None
+        self.cost_of_move = MoveCost()
+        self.owed_s, self.doubt = 0.0, 1.0
+        self._profile: PipelineProfile | None = None
+        self._first: PipelineProfile | None = None
+        self._promised: tuple[float, float] | None = None  # seconds of a step before the last move, and then
+
+    @property
+    def looks_again(self) -> bool:
+        return self._first is not None
+
+    def update(self, profile: PipelineProfile) -> RebalancingForecast | None:
+        """What is to be carried out after this profile; None where everything stays.
+
+        A move is decided on two profiles only: of single interruptions the second one knows nothing.
+
+        Raises:
+            ValueError: if no boundaries fit into the memory limits.
+        """
+        first, self._first = self._first, None
+        if first is not None and first.boundaries == profile.boundaries:
+            profile = in_two_profiles(first, profile)
+        costs = LayerCosts.first(profile) if self.costs is None else self.costs.after(profile)
+        forecast = self.rule.forecast(costs, profile, self.cost_of_move)
+        is_wanted = forecast.after != forecast.before
+        if is_wanted and first is None:
+            self._first = profile
+            return None
+        self.costs, self._profile = costs, profile
+        self._judge(forecast.step_s)
+        self.owed_s = self.owed_s + forecast.saving_s * self.rule.num_steps if is_wanted else 0.0
+        if not is_wanted or not (forecast.is_needed or self.owed_s >= self.doubt * forecast.price_s):
+            return None
+        self.owed_s = 0.0
+        self._promised = None if forecast.is_needed else (forecast.step_s, forecast.expected_step_s)
+        return forecast
+
+    def forecast(self, boundaries: tuple[int, ...]) -> RebalancingForecast | None:
+        """What would change from these boundaries on, by the last profile; None before there was one.
+
+        Raises:
+            ValueError: as :meth:`update`.
+        """
+        if self.costs is None or self._profile is None:
+            return None
+        return self.rule.forecast(self.costs, replace(self._profile, boundaries=boundaries), self.cost_of_move)
+
+    def learn(self, num_bytes: float, seconds: float) -> None:
+        """A move has been made; bytes are those of the rank that sent or received most."""
+        self.cost_of_move = self.cost_of_move.learned(num_bytes, seconds)
+
+    def refuse(self) -> None:
+        """The last move could not be made."""
+        self._promised = None
+        self._disappoint()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learned, plain values."""
+        return {
+            "costs": () if self.costs is None else astuple(self.costs),
+            "cost_of_move": astuple(self.cost_of_move),
+            "owed_s": self.owed_s,
+            "doubt": self.doubt,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], num_layers: int, num_stages: int) -> None:
+        """Go on from :meth:`state_dict`; of another number of stages what moves take is kept, and no costs.
+
+        Raises:
+            ValueError: naming what does not fit, such as another number of layers; nothing is taken over then.
+        """
+        seconds = each(not_negative, num_layers)
+        of_layers = row(seconds, seconds, each(not_negative), each(count), least=0)
+        _CHECK(state, "state")
+        of_layers(state["costs"], "state.costs")
+        costs = None
+        if state["costs"] and len(state["costs"][2]) == num_stages:
+            forward_s, backward_s, speeds, boundaries = map(tuple, state["costs"])
+            PipelineLoad.of(forward_s, num_stages, speeds=speeds)
+            costs = LayerCosts(
+                forward_s, backward_s, speeds, Partition.of(boundaries, num_layers, num_stages).boundaries
+            )
+        self.costs, self.cost_of_move = costs, MoveCost(*state["cost_of_move"])
+        self.owed_s, self.doubt = state["owed_s"], max(state["doubt"], 1.0)
+        self._profile = self._first = self._promised = None
+
+    def _judge(self, step_s: float) -> None:
+        """Compare what the last move was to save with what it has."""
+        if self._promised is not None:
+            before_s, expected_s = self._promised
+            if before_s - step_s < _LEAST_KEPT * (before_s - expected_s):
+                self._disappoint()
+            else:
+                self.doubt = 1.0
+        self._promised = None
+
+    def _disappoint(self) -> None:
+        self.doubt = min(2.0 * self.doubt, _MOST_DOUBT)

@@ -1,0 +1,211 @@
+"""Which layers stages should have, what that would save, and what it would take; pure, the same on every rank.
+
+``L`` layers, ``S`` stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+
+from zeroresize.pipeline.bubbles import PipelineStep, Schedule, simulated_step
+from zeroresize.pipeline.centralized import balanced_partition
+from zeroresize.pipeline.diffusion import diffused_partition
+from zeroresize.pipeline.layer_costs import LayerCosts
+from zeroresize.pipeline.partition import Floats, Partition, PipelineLoad, Transfer
+from zeroresize.pipeline.profiling import PipelineProfile
+from zeroresize.policy.moving import MoveCost
+
+By = Literal["time", "parameters"]
+Method = Literal["partition", "diffusion"]
+#: Share of a step that a change must save at least: less is noise.
+MIN_SAVING = 0.02
+
+
+@dataclass(frozen=True)
+class RebalancingForecast:
+    """What other boundaries would change. Seconds are those of one profiled block.
+
+    Attributes:
+        before, after: [S + 1] boundaries; equal where nothing is to be gained.
+        stage_s: [S] seconds that stages compute before.
+        step_s, expected_step_s: before and after, simulated from the layers' seconds; messages are not in them.
+        bubble_ratio, expected_bubble_ratio: of these steps.
+        num_bytes: that the busiest rank sends or receives.
+        price_s: of the move there and back.
+        is_needed: whether a stage is now over its memory limit.
+    """
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    stage_s: tuple[float, ...]
+    step_s: float
+    expected_step_s: float
+    bubble_ratio: float
+    expected_bubble_ratio: float
+    num_bytes: float
+    price_s: float
+    is_needed: bool
+
+    @property
+    def saving_s(self) -> float:
+        """Seconds of a step."""
+        return self.step_s - self.expected_step_s
+
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """The layers that would move."""
+        return Partition(self.before).transfers_to(Partition(self.after))
+
+
+@dataclass(frozen=True)
+class RebalancingRule:
+    """How wanted boundaries are found.
+
+    Attributes:
+        by: what is divided evenly: seconds, or bytes of parameters. The saving is always one of seconds.
+        method: the exact partition, or diffusion between neighbours.
+        schedule, num_microbatches: of the pipeline.
+        num_steps: over which a change pays; those until the next profile.
+        min_saving: share of a step below which nothing changes.
+        memory_limits: [S] bytes; None for none.
+
+    Raises:
+        ValueError: for values that are not allowed.
+    """
+
+    by: By
+    method: Method
+    schedule: Schedule
+    num_microbatches: int
+    num_steps: int
+    min_saving: float = MIN_SAVING
+    memory_limits: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, allowed in (("by", self.by, By), ("balancer", self.method, Method)):
+            if value not in get_args(allowed):
+                raise ValueError(
+                    f"{name}={value!r} is not allowed: there are {' and '.join(map(repr, get_args(allowed)))}"
+                )
+        if self.num_steps < 1:
+            raise ValueError(f"profile_every={self.num_steps} is not allowed: it is at least 1")
+        if not 0.0 <= self.min_saving < 1.0:
+            raise ValueError(f"min_saving={self.min_saving} is not allowed: it is a share of a step, 0 up to 1")
+
+    def forecast(self, costs: LayerCosts, profile: PipelineProfile, cost_of_move: MoveCost) -> RebalancingForecast:
+        """What would change by the wanted boundaries.
+
+        Args:
+            costs: after ``profile``.
+            profile: the newest one.
+
+        Raises:
+            ValueError: if no boundaries fit into the memory limits.
+        """
+        now = Partition(profile.boundaries)
+        load = self._load(costs, profile)
+        moving_bytes = np.array(
+            [float(one.weight_bytes + one.gradient_bytes + one.optimizer_bytes) for one in profile.layers]
+        )
+        is_needed = not load.fits(now)
+        if self.method == "partition" or is_needed:
+            wanted = balanced_partition(load)
+        else:
+            wanted = diffused_partition(
+                load,
+                now,
+                # What divides bytes of parameters cannot be weighed against seconds.
+                transfer_s=moving_bytes * cost_of_move.seconds_per_byte if self.by == "time" else None,
+                num_steps=float(self.num_steps) if self.by == "time" else None,
+            ).partition
+        before, after = (self._simulated(costs, one) for one in (now, wanted))
+        if not is_needed and before.step_s - after.step_s <= self.min_saving * before.step_s:
+            wanted, after = now, before
+        num_bytes = _most_bytes(now.transfers_to(wanted), moving_bytes, now.num_stages)
+        of_time = PipelineLoad.of(costs.seconds, now.num_stages, speeds=costs.speeds)
+        return RebalancingForecast(
+            now.boundaries,
+            wanted.boundaries,
+            tuple(of_time.stage_times(now).tolist()),
+            before.step_s,
+            after.step_s,
+            before.bubble_ratio,
+            after.bubble_ratio,
+            num_bytes,
+            2.0 * cost_of_move.seconds(num_bytes),
+            is_needed,
+        )
+
+    def _load(self, costs: LayerCosts, profile: PipelineProfile) -> PipelineLoad:
+        return PipelineLoad.of(
+            costs.seconds if self.by == "time" else [float(one.weight_bytes) for one in profile.layers],
+            len(costs.speeds),
+            speeds=costs.speeds,
+            layer_bytes=None if self.memory_limits is None else self._held_bytes(profile),
+            memory_limits=self.memory_limits,
+        )
+
+    def _held_bytes(self, profile: PipelineProfile) -> list[float]:
+        """[L] of a layer on the stage that keeps activations of most micro-batches."""
+        num_stages = len(profile.boundaries) - 1
+        kept = self.num_microbatches if self.schedule == "gpipe" else min(num_stages, self.num_microbatches)
+        return [
+            float(one.weight_bytes + one.gradient_bytes + one.optimizer_bytes + kept * one.activation_bytes)
+            for one in profile.layers
+        ]
+
+    def _simulated(self, costs: LayerCosts, partition: Partition) -> PipelineStep:
+        forward_s, backward_s = (
+            (
+                PipelineLoad.of(seconds, partition.num_stages, speeds=costs.speeds).stage_times(partition)
+                / self.num_microbatches
+            ).tolist()
+            for seconds in (costs.forward_s, costs.backward_s)
+        )
+        return simulated_step(forward_s, backward_s, self.num_microbatches, schedule=self.schedule)
+
+
+def in_two_profiles(one: PipelineProfile, other: PipelineProfile) -> PipelineProfile:
+    """The shorter seconds of each layer in two profiles with the same boundaries, as interruptions only lengthen them.
+
+    Bytes are those of the second one.
+    """
+    layers = tuple(
+        type(second)(
+            min(first.forward_s, second.forward_s),
+            min(first.backward_s, second.backward_s),
+            second.weight_bytes,
+            second.gradient_bytes,
+            second.optimizer_bytes,
+            second.activation_bytes,
+        )
+        for first, second in zip(one.layers, other.layers, strict=True)
+    )
+    stage_s = tuple(map(min, one.stage_s, other.stage_s))
+    return PipelineProfile(layers, stage_s, other.boundaries)
+
+
+def described(transfers: Sequence[Transfer]) -> str:
+    """Such as "layers 7 and 8 move from stage 2 to 1, layer 3 from 1 to 0"."""
+    layers: dict[tuple[int, int], list[int]] = {}
+    for one in transfers:
+        layers.setdefault((one.source, one.destination), []).append(one.layer)
+    texts: list[str] = []
+    for (source, destination), numbers in layers.items():
+        listed = f"{numbers[0]}" if len(numbers) == 1 else f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
+        verb = "" if texts else "moves " if len(numbers) == 1 else "move "
+        stage = "" if texts else "stage "
+        texts.append(f"layer{'s' * (len(numbers) > 1)} {listed} {verb}from {stage}{source} to {destination}")
+    return ", ".join(texts)
+
+
+def _most_bytes(transfers: Sequence[Transfer], layer_bytes: Floats, num_stages: int) -> float:
+    """That one stage sends or receives."""
+    of_stage = np.zeros(num_stages)
+    for one in transfers:
+        of_stage[[one.source, one.destination]] += layer_bytes[one.layer]
+    return float(of_stage.max())
