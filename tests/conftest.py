@@ -16,11 +16,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import hypothesis
 import processes
 import pytest
 import torch
 
 torch.set_num_threads(1)
+
+# Other work on the machine must not make a property false.
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
 
 COLOSSALAI_IS_REQUIRED = os.environ.get("ZERORESIZE_REQUIRE_COLOSSALAI") == "1"
 
