@@ -1,6 +1,7 @@
 """Ranks of which some end in the middle of a test."""
 
 import multiprocessing
+import os
 import time
 import traceback
 
@@ -37,3 +38,19 @@ def told_by_survivors(fn, num_ranks, folder):
         for process in ranks:
             process.kill()
             process.join()
+
+
+def dying(before=lambda *_: None):
+    """Instead of sending messages: the process ends."""
+
+    def start_messages(sends, receives, group):
+        before(sends, receives, group)
+        os._exit(0)
+
+    return start_messages
+
+
+def send_half(sends, receives, group):
+    """One of the messages goes out, whole."""
+    for peer in sorted(sends)[:1]:
+        group.send([sends[peer]], peer, 0).wait()

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pipelines import assert_same, groups_of, held, pipeline_of
-from survivors import told_by_survivors
+from survivors import dying, send_half, told_by_survivors
 from torch import nn
 
 from zeroresize.pipeline import layer_move, move_layers, moving
@@ -49,22 +49,6 @@ class Training:
         """Afterwards a move is possible, and training goes on."""
         assert self.move().num_layers
         pipelines.train_step(self.pipeline, self.optimizer, 1)
-
-
-def dying(before=lambda *_: None):
-    """Instead of sending messages: the process ends."""
-
-    def start_messages(sends, receives, group):
-        before(sends, receives, group)
-        os._exit(0)
-
-    return start_messages
-
-
-def send_half(sends, receives, group):
-    """One of the messages goes out, whole."""
-    for peer in sorted(sends)[:1]:
-        group.send([sends[peer]], peer, 0).wait()
 
 
 @pytest.mark.parametrize("when", ["before all", "before", "while", "between rounds", "after"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from moving import held, home, same, segments_of, uneven
-from survivors import told_by_survivors
+from survivors import dying, send_half, told_by_survivors
 
 from zeroresize.comm.cpu_group import CpuGroup
 from zeroresize.comm.exchange import Exchange
@@ -60,22 +60,6 @@ class Training:
         """Afterwards a move is possible, and training goes on."""
         assert self.move(uneven(dist.get_world_size(self.group))).num_units
         self.step()
-
-
-def dying(before=lambda *_: None):
-    """Instead of sending messages of units: the process ends."""
-
-    def start_messages(sends, receives, group):
-        before(sends, receives, group)
-        os._exit(0)
-
-    return start_messages
-
-
-def send_half(sends, receives, group):
-    """One of the messages goes out, whole."""
-    for peer in sorted(sends)[:1]:
-        group.send([sends[peer]], peer, 0).wait()
 
 
 @pytest.mark.parametrize(
