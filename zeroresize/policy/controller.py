@@ -446,6 +446,10 @@ class Controller:
         if moving.is_held or not self.config.may_move or not self.segments:
             return
         noise = CERTAINTY_KEPT * deviation
+        wanted = wanted_shares(times, self._are_stragglers, moving.segments, noise=noise)
+        if wanted == moving.owned == moving.home:
+            moving.update(wanted, 0.0, self.config.update_every)
+            return
         # What is pruned counts as if it were computed: that is what moving is to save, too.
         now_s = self._step_s(times, [Shares(lent=own.lent) for own in self._shares], self._loans)
         now_s -= self._communication.seconds(())
@@ -453,7 +457,6 @@ class Controller:
         is_worse_than_home = not moving.is_home and now_s > (1.0 + COST_IN_VAIN) * home_s
         if is_worse_than_home:
             moving.came_late(now_s - home_s)
-        wanted = wanted_shares(times, self._are_stragglers, moving.segments, noise=noise)
         gain_s, comes_too_late = 0.0, False
         if wanted not in (moving.owned, moving.home):
             gain_s = max(home_s - owned_step_s(times, wanted, moving.segments), 0.0)
