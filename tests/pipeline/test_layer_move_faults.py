@@ -14,7 +14,7 @@ from survivors import dying, send_half, told_by_survivors
 from torch import nn
 
 from zeroresize.pipeline import layer_move, move_layers, moving
-from zeroresize.resharding import agreement
+from zeroresize.resharding import agreement, message_rounds
 from zeroresize.resharding.agreement import NotEnoughMemoryError
 
 THERE = {2: (0, 6, 7), 3: (0, 1, 6, 7)}
@@ -58,7 +58,7 @@ def test_a_rank_that_dies_in_a_move_is_named_and_the_others_stay_as_they_were(tm
         boundaries = (0, 3, 6, 7)  # the rank that dies sends to one and receives from the other
         if rank != 1:
             return training.fails(boundaries, max_bytes=2000)
-        real, rounds = layer_move.start_messages, []
+        real, rounds = message_rounds.start_messages, []
 
         def start(*arguments):
             rounds.append(1)
@@ -67,11 +67,11 @@ def test_a_rank_that_dies_in_a_move_is_named_and_the_others_stay_as_they_were(tm
         if when == "before all":
             os._exit(0)
         elif when == "between rounds":
-            layer_move.start_messages = start
+            message_rounds.start_messages = start
         elif when == "after":
             moving.require_received = lambda *_: os._exit(0)
         else:
-            layer_move.start_messages = dying(send_half if when == "while" else lambda *_: None)
+            message_rounds.start_messages = dying(send_half if when == "while" else lambda *_: None)
         training.move(boundaries, max_bytes=2000)
         return "did not die"
 

@@ -16,7 +16,7 @@ from zeroresize.comm.cpu_group import CpuGroup
 from zeroresize.comm.exchange import Exchange
 from zeroresize.layers.segment import OwnedSegment, UnitTensor
 from zeroresize.plan.ownership import OwnershipMap
-from zeroresize.resharding import agreement, local_move, transfer
+from zeroresize.resharding import agreement, local_move, message_rounds, transfer
 from zeroresize.resharding.agreement import NotEnoughMemoryError
 from zeroresize.resharding.transfer import move_units
 
@@ -73,18 +73,18 @@ def test_a_rank_that_dies_in_a_move_is_named_and_the_others_stay_as_they_were(tm
         training = Training(group, meets_by_exchange=meets_by_exchange)
         if rank != 1:
             return training.fails(uneven(3, 2), max_bytes=2000)
-        real, rounds = local_move.start_messages, []
+        real, rounds = message_rounds.start_messages, []
 
         def start(*arguments):
             rounds.append(1)
             return dying()(*arguments) if len(rounds) == 3 else real(*arguments)
 
         if when == "between rounds":
-            local_move.start_messages = start
+            message_rounds.start_messages = start
         elif when == "after":
             transfer.require_received = lambda *_: os._exit(0)
         else:
-            local_move.start_messages = dying(send_half if when == "while" else lambda *_: None)
+            message_rounds.start_messages = dying(send_half if when == "while" else lambda *_: None)
         training.move(uneven(3, 2), max_bytes=2000)
         return "did not die"
 

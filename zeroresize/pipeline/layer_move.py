@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from zeroresize.comm.collectives import Waitable, start_messages
 from zeroresize.pipeline.byte_rounds import Pair, Round, pieces_of, rounds_of
 from zeroresize.pipeline.layer_contents import (
     Arrived,
@@ -26,7 +25,8 @@ from zeroresize.pipeline.layer_contents import (
 from zeroresize.pipeline.partition import Partition
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.pipeline.stage_layers import require_plain, require_ties_within_stages
-from zeroresize.resharding.agreement import fingerprint, wait_for_all
+from zeroresize.resharding.agreement import fingerprint
+from zeroresize.resharding.message_rounds import MessageRounds
 
 
 class LayerMove:
@@ -118,22 +118,9 @@ class LayerMove:
 
         After a failure the other rounds are carried out all the same: ranks that live wait for each other's messages.
         """
-        errors: list[Exception] = []
-        under_way: list[tuple[Round, dict[Pair, Tensor], dict[int, list[Waitable]]]] = []
-        for number, round_ in enumerate(self.rounds):
-            messages = self._messages_of(round_, self._buffers[number % self._num_buffers])
-            sends = {pair[1]: message for pair, message in messages.items() if pair[0] == self._rank}
-            receives = {pair[0]: message for pair, message in messages.items() if pair[1] == self._rank}
-            try:
-                for peer, message in sends.items():
-                    self._copy(round_, (self._rank, peer), message)
-                under_way.append((round_, messages, start_messages(sends, receives, self._pipeline.process_group)))
-                if len(under_way) == self._num_buffers:
-                    self._finish(*under_way.pop(0), errors)
-            except Exception as error:  # the others must hear of any
-                errors.append(error)
-        for one in under_way:
-            self._finish(*one, errors)
+        rounds = MessageRounds(self._pipeline.process_group, self._copy, self._copy)
+        errors = rounds.carry_out(self.rounds, self._buffers, self._messages_of)
+        self.sent_bytes, self.received_bytes = rounds.sent_bytes, rounds.received_bytes
         try:
             for arrived in self._arrived if not errors else ():
                 arrived.unpickle()
@@ -151,23 +138,7 @@ class LayerMove:
             arrived.install(self._optimizer)
         self._pipeline.follow(self.boundaries)
 
-    def _finish(
-        self,
-        round_: Round,
-        messages: Mapping[Pair, Tensor],
-        transfers: Mapping[int, Sequence[Waitable]],
-        errors: list[Exception],
-    ) -> None:
-        failed = wait_for_all(transfers)
-        errors += failed.values()
-        for pair, message in messages.items() if not failed else ():
-            if pair[0] == self._rank:
-                self.sent_bytes += message.numel()
-            else:
-                self.received_bytes += message.numel()
-                self._copy(round_, pair, message)
-
-    def _copy(self, round_: Round, pair: Pair, message: Tensor) -> None:
+    def _copy(self, message: Tensor, round_: Round, pair: Pair) -> None:
         """Between a message [bytes] and the tensors: into it where this rank sends it, else out of it."""
         tensors, done = self._streams[pair], 0
         for number, begin, end in pieces_of([one.numel() for one in tensors], *round_[pair]):

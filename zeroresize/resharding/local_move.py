@@ -11,14 +11,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from zeroresize.comm.collectives import Waitable, group_rank, group_size, start_messages
+from zeroresize.comm.collectives import group_rank, group_size
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.functional import LastGradients
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.plan.ownership import Indices, OwnershipMap
-from zeroresize.resharding.agreement import fingerprint, wait_for_all
+from zeroresize.resharding.agreement import fingerprint
 from zeroresize.resharding.contents import GRADIENTS, Contents, Description, as_json, contents_of, layers_of
 from zeroresize.resharding.data_parallel import require_rebuildable
+from zeroresize.resharding.message_rounds import MessageRounds
 from zeroresize.resharding.messages import Pair, Round, Travelling, copy_units, in_rounds, parts_of, stack
 from zeroresize.resharding.transfer_plan import transfer_plan
 
@@ -115,24 +116,9 @@ class LocalMove:
 
         After a failure the other rounds are carried out all the same: ranks that live wait for each other's messages.
         """
-        errors: list[Exception] = []
-        under_way: list[tuple[Round, dict[Pair, Tensor], dict[int, list[Waitable]]]] = []
-        for number, round_ in enumerate(self.rounds):
-            messages = self._messages_of(round_, self._buffers[number % self._at_once])
-            sends = {pair[1]: message for pair, message in messages.items() if pair[0] == self._rank}
-            receives = {pair[0]: message for pair, message in messages.items() if pair[1] == self._rank}
-            try:
-                for peer, message in sends.items():
-                    self._pack(message, round_, (self._rank, peer))
-                under_way.append((round_, messages, start_messages(sends, receives, self._group)))
-                if number == 0:
-                    self._copy_kept()
-                if len(under_way) == self._at_once:
-                    self._finish(*under_way.pop(0), errors)
-            except Exception as error:  # the others must hear of any
-                errors.append(error)
-        for one in under_way:
-            self._finish(*one, errors)
+        rounds = MessageRounds(self._group, self._pack, self._unpack)
+        errors = rounds.carry_out(self.rounds, self._buffers, self._messages_of, self._copy_kept)
+        self.sent_bytes, self.received_bytes = rounds.sent_bytes, rounds.received_bytes
         for device in {one.parameter.device for of_segment in self._contents for one in of_segment}:
             if device.type == "cuda":  # a wait only orders streams: nothing has been received before this
                 torch.cuda.synchronize(device)
@@ -152,22 +138,6 @@ class LocalMove:
                 if isinstance(layer, BalancedLinear):  # what was decided and remembered is of other columns
                     layer.plan = None
                     layer.last = None if layer.last is None else LastGradients()
-
-    def _finish(
-        self,
-        round_: Round,
-        messages: Mapping[Pair, Tensor],
-        transfers: Mapping[int, Sequence[Waitable]],
-        errors: list[Exception],
-    ) -> None:
-        failed = wait_for_all(transfers)
-        errors += failed.values()
-        for pair, message in messages.items() if not failed else ():
-            if pair[0] == self._rank:
-                self.sent_bytes += message.numel()
-            else:
-                self.received_bytes += message.numel()
-                self._unpack(message, round_, pair)
 
     def _messages_of(self, round_: Round, buffer: Tensor) -> dict[Pair, Tensor]:
         """Where this rank's messages of a round lie."""
