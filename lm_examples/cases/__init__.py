@@ -1,0 +1,1 @@
+"""Models whose work changes while they are trained: one file for each case."""

@@ -1,0 +1,127 @@
+"""A small GPT as a list of layers for a pipeline: an embedding, pre-norm blocks, a head.
+
+``B`` sequences, ``T`` tokens each, ``D`` hidden size, ``V`` tokens of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from zeroresize.utils.value_checks import at_least, divides
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shape of the model.
+
+    Attributes:
+        num_blocks: transformer blocks; the pipeline has two layers more, embedding and head.
+        mlp_size: hidden units of the feed-forward part; None is four times ``hidden_size``.
+        context: tokens of a sequence.
+        vocabulary: 256 for bytes.
+    """
+
+    num_blocks: int = 8
+    hidden_size: int = 128
+    num_heads: int = 4
+    mlp_size: int | None = None
+    context: int = 128
+    vocabulary: int = 256
+
+    def __post_init__(self) -> None:
+        for key in ("num_blocks", "hidden_size", "num_heads", "context", "vocabulary"):
+            at_least(f"model.{key}", getattr(self, key), 1)
+        if self.mlp_size is None:
+            object.__setattr__(self, "mlp_size", 4 * self.hidden_size)
+        at_least("model.mlp_size", self.mlp_size, 1)
+        divides("model.hidden_size", self.hidden_size, "model.num_heads", self.num_heads)
+
+    @property
+    def feed_forward_size(self) -> int:
+        assert self.mlp_size is not None
+        return self.mlp_size
+
+
+class Embedding(nn.Module):
+    """Tokens [B, T] of int64 to [B, T, D]: token and position."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocabulary, config.hidden_size)
+        self.positions = nn.Embedding(config.context, config.hidden_size)
+        for one in (self.tokens, self.positions):
+            nn.init.normal_(one.weight, std=0.02)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        return self.tokens(tokens_BT) + self.positions(positions_T)
+
+
+class Attention(nn.Module):
+    """Causal self-attention of [B, T, D]."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.out = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def heads(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, each [B, heads, T, D / heads]."""
+        parts = self.qkv(x_BTD).unflatten(-1, (3, self.num_heads, -1)).movedim(-3, 0).transpose(-3, -2)
+        query, key, value = parts.unbind()
+        return query, key, value
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        mixed = F.scaled_dot_product_attention(*self.heads(x_BTD), is_causal=True)
+        return self.out(mixed.transpose(1, 2).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    """Two products with GELU between, of [..., D]."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.up = nn.Linear(config.hidden_size, config.feed_forward_size)
+        self.down = nn.Linear(config.feed_forward_size, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    """Attention and feed-forward part, each behind a LayerNorm and beside a residual connection; [B, T, D] to the same.
+
+    Attributes:
+        work: what the last forward computed, as a share of a dense block's multiplications; a dense block's is 1.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.work = 1.0
+        self.attention_norm, self.attention = nn.LayerNorm(config.hidden_size), Attention(config)
+        self.mlp_norm, self.mlp = nn.LayerNorm(config.hidden_size), FeedForward(config)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+
+
+class Head(nn.Module):
+    """[B, T, D] to logits [B, T, V]."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm, self.logits = nn.LayerNorm(config.hidden_size), nn.Linear(config.hidden_size, config.vocabulary)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.logits(self.norm(x_BTD))
+
+
+def next_token_loss(logits_BTV: Tensor, tokens_BT: Tensor) -> Tensor:
+    """Mean cross entropy of the following tokens, which the caller has shifted."""
+    return F.cross_entropy(logits_BTV.flatten(0, 1), tokens_BT.flatten())
