@@ -4,10 +4,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from zeroresize.pipeline.bubbles import simulated_step
 from zeroresize.pipeline.partition import Partition, PipelineLoad
 from zeroresize.pipeline.profiling import LayerProfile, PipelineProfile
 from zeroresize.pipeline.rebalancing import Rebalancing
 from zeroresize.pipeline.rebalancing_forecast import RebalancingRule
+
+NUM_MICROBATCHES = 8
 
 
 @dataclass
@@ -41,6 +44,12 @@ class World:
     def slowest(self):
         return self.load.slowest(Partition(self.boundaries))
 
+    @property
+    def step_s(self):
+        """Of a 1F1B step, simulated."""
+        times = self.load.stage_times(Partition(self.boundaries)) / NUM_MICROBATCHES
+        return simulated_step((times / 3).tolist(), (times * 2 / 3).tolist(), NUM_MICROBATCHES).step_s
+
     def train(self, rebalancing, num_profiles):
         """The boundaries after each move."""
         moves = []
@@ -55,5 +64,11 @@ class World:
 
 
 def rebalancing_of(**options):
-    chosen = {"by": "time", "method": "partition", "schedule": "1f1b", "num_microbatches": 8, "num_steps": 100}
+    chosen = {
+        "by": "time",
+        "method": "partition",
+        "schedule": "1f1b",
+        "num_microbatches": NUM_MICROBATCHES,
+        "num_steps": 100,
+    }
     return Rebalancing(RebalancingRule(**(chosen | options)))
