@@ -31,14 +31,14 @@ def all_partitions(num_layers, num_stages):
     num_stages=st.integers(2, 4),
     schedule=st.sampled_from(["1f1b", "gpipe"]),
 )
-def test_no_shift_of_a_boundary_shortens_the_step_and_it_is_never_longer_than_before(costs, num_stages, schedule):
+def test_no_shift_of_boundaries_shortens_the_step_and_it_is_never_longer_than_before(costs, num_stages, schedule):
     load = PipelineLoad.of(costs, num_stages)
     step_s, before = step_of(load, 4, schedule), balanced_partition(load)
     after = refined_partition(load, before, step_s)
     assert step_s(after) <= step_s(before)
-    for number, shift in itertools.product(range(1, num_stages), (-1, 1)):
+    for (first, last), shift in itertools.product(itertools.combinations(range(1, num_stages + 1), 2), (-1, 1)):
         shifted = np.array(after.boundaries)
-        shifted[number] += shift
+        shifted[first:last] += shift
         if np.all(np.diff(shifted) > 0):
             assert step_s(Partition(tuple(shifted.tolist()))) >= step_s(after) * (1 - 1e-6)
 
@@ -52,7 +52,7 @@ def test_most_random_loads_get_the_shortest_step_of_all():
         shortest = min(step_s(one) for one in all_partitions(9, 3))
         num_shortest += found <= shortest * (1 + 1e-9)
         ratios.append(step_s(balanced_partition(load)) / found)
-    assert num_shortest >= 40
+    assert num_shortest >= 45
     assert max(ratios) > 1.03 and min(ratios) >= 1.0
 
 

@@ -24,8 +24,8 @@ By = Literal["time", "parameters"]
 Method = Literal["partition", "diffusion"]
 #: Share of a step that a change must save at least: less is noise.
 MIN_SAVING = 0.02
-#: Micro-batches × stages up to which boundaries are refined by simulating steps; in about 0.02 s on one core.
-_MOST_REFINED = 256
+#: Stages² × micro-batches up to which boundaries are refined by simulating steps; in at most 0.1 s on one core.
+_MOST_REFINED = 2048
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class RebalancingRule:
         is_needed = not load.fits(now)
         if self.method == "partition" or is_needed:
             wanted = balanced_partition(load)
-            if self.by == "time" and self.num_microbatches * now.num_stages <= _MOST_REFINED:
+            if self.by == "time" and self.num_microbatches * now.num_stages**2 <= _MOST_REFINED:
                 wanted = refined_partition(load, wanted, lambda one: self._simulated(costs, one).step_s)
         else:
             wanted = diffused_partition(

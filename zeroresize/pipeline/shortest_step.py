@@ -1,9 +1,8 @@
 """Boundaries near balanced ones with which a step is shorter; pure.
 
 The slowest stage sets the pace only while the pipeline is full. With few micro-batches filling and draining it count as
-well, and where the slow stage stands matters: a stage that begins the pipeline early waits less for it. Of random
-loads with as many micro-batches as stages, steps become 1 to 3 % shorter on average and up to 8 %; with four times as
-many, 0.3 %.
+well, and so does where the slowest stage stands. Of random loads with one slow device and as many micro-batches as
+stages steps become 3 to 4 % shorter on average, at most 10 %; with four times as many, 0.9 %.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from zeroresize.pipeline.partition import Partition, PipelineLoad
 
 
 def refined_partition(load: PipelineLoad, partition: Partition, step_s: Callable[[Partition], float]) -> Partition:
-    """Shift one boundary by one layer at a time, each time the one that shortens the step most, until none does.
+    """Shift boundaries that follow one another by one layer, those that shorten the step most, until none do.
 
     Args:
         load: whose memory limits are kept.
@@ -33,9 +32,9 @@ def refined_partition(load: PipelineLoad, partition: Partition, step_s: Callable
 
 def _neighbours(partition: Partition) -> list[Partition]:
     found = []
-    for number, shift in itertools.product(range(1, partition.num_stages), (-1, 1)):
-        boundaries = list(partition.boundaries)
-        boundaries[number] += shift
-        if boundaries[number - 1] < boundaries[number] < boundaries[number + 1]:
-            found.append(Partition(tuple(boundaries)))
+    for first, last in itertools.combinations(range(1, partition.num_stages + 1), 2):
+        for shift in (-1, 1):
+            shifted = [one + shift * (first <= number < last) for number, one in enumerate(partition.boundaries)]
+            if all(begin < end for begin, end in itertools.pairwise(shifted)):
+                found.append(Partition(tuple(shifted)))
     return found

@@ -1,0 +1,88 @@
+"""Pipelines that are balanced on paper."""
+
+import numpy as np
+import pytest
+
+from zeroresize.pipeline.bubbles import simulated_step
+from zeroresize.pipeline.partition import Partition
+from zeroresize.pipeline.rebalancing_forecast import RebalancingRule
+from zeroresize.policy.moving import MoveCost
+from zeroresize.simulate import LayerLoads, PipelineCluster, simulate_pipeline
+
+STEPS, LAYERS, MICRO, EVERY = 60, 16, 8, 10
+UNIFORM = Partition.uniform(LAYERS, 4).boundaries
+
+
+def loads_of(work=None):
+    work = np.ones((STEPS, LAYERS)) if work is None else work
+    return LayerLoads(0.001 * work, 0.002 * work, np.full(LAYERS, 4e6))
+
+
+def slow_from(step, stage=2, speed=0.5):
+    speeds = np.ones((STEPS, 4))
+    speeds[step:, stage] = speed
+    return speeds
+
+
+def balanced(loads, cluster, boundaries=UNIFORM, every=EVERY):
+    rule = RebalancingRule("time", "partition", "1f1b", MICRO, every)
+    return simulate_pipeline(loads, cluster, boundaries, num_microbatches=MICRO, rule=rule)
+
+
+def test_a_static_pipeline_takes_what_its_schedule_takes():
+    trace = simulate_pipeline(loads_of(), PipelineCluster(4, slow_from(30)), UNIFORM, num_microbatches=MICRO)
+    quick, slow = (
+        simulated_step([0.004, 0.004, third, 0.004], [0.008, 0.008, 2 * third, 0.008], MICRO)
+        for third in (0.004, 0.008)
+    )
+    assert trace.step_s == pytest.approx([quick.step_s] * 30 + [slow.step_s] * 30)
+    assert trace.bubble_ratios[0] == pytest.approx(quick.bubble_ratio)
+    assert (trace.num_moves, trace.overhead, set(trace.boundaries)) == (0, 0.0, {UNIFORM})
+    assert trace.total_s == pytest.approx(sum(trace.step_s))
+
+
+def test_a_slow_stage_is_relieved_once_it_was_measured_twice():
+    cluster = PipelineCluster(4, slow_from(25), move=MoveCost(0.0, 0.01), profiled_share=0.05)
+    static = simulate_pipeline(loads_of(), cluster, UNIFORM, num_microbatches=MICRO)
+    trace = balanced(loads_of(), cluster)
+    # measured in steps 1, 11, 21, 31 and, as that wants a move, 33; known one step later
+    assert trace.boundaries[34] == UNIFORM and trace.boundaries[35] != UNIFORM
+    assert trace.num_moves == 1 and trace.move_s == pytest.approx(0.01)
+    assert trace.step_s[-1] < 0.7 * static.step_s[-1]
+    assert trace.bubble_ratios[-1] < static.bubble_ratios[-1]
+    assert trace.total_s == pytest.approx(sum(trace.step_s) + trace.profile_s + trace.move_s)
+    num_profiles = trace.profile_s / (0.05 * trace.step_s[0])
+    assert 6 <= num_profiles <= 12
+
+
+def test_moves_that_are_too_dear_are_not_made():
+    cluster = PipelineCluster(4, slow_from(25), move=MoveCost(0.0, 100.0))
+    rule = RebalancingRule("time", "partition", "1f1b", MICRO, EVERY)
+    told = simulate_pipeline(loads_of(), cluster, UNIFORM, num_microbatches=MICRO, rule=rule)
+    assert told.num_moves <= 1  # it must be learned by one
+
+
+def test_nothing_moves_where_all_is_even_and_noise_is_small():
+    trace = balanced(loads_of(), PipelineCluster(4, noise=0.02, seed=3), every=1)
+    assert trace.num_moves == 0
+
+
+def test_work_that_falls_in_first_layers_is_followed():
+    work = np.ones((STEPS, LAYERS))
+    work[20:, :6] = 0.1
+    trace = balanced(loads_of(work), PipelineCluster(4))
+    static = simulate_pipeline(loads_of(work), PipelineCluster(4), UNIFORM, num_microbatches=MICRO)
+    assert trace.boundaries[-1][1] > UNIFORM[1]
+    assert trace.step_s[-1] < 0.85 * static.step_s[-1]
+
+
+def test_what_does_not_belong_together_is_named():
+    with pytest.raises(ValueError, match="do not belong together"):
+        LayerLoads(np.ones((2, 3)), np.ones((2, 4)), np.ones(3))
+    with pytest.raises(ValueError, match="backward_s must be finite and not negative"):
+        LayerLoads(np.ones((2, 3)), -np.ones((2, 3)), np.ones(3))
+    with pytest.raises(ValueError, match=r"speeds must be above 0, \[60 steps, 4 stages\]"):
+        balanced(loads_of(), PipelineCluster(4, np.ones((3, 4))))
+    with pytest.raises(ValueError, match="another number of micro-batches"):
+        rule = RebalancingRule("time", "partition", "1f1b", MICRO, EVERY)
+        simulate_pipeline(loads_of(), PipelineCluster(4), UNIFORM, num_microbatches=16, rule=rule)

@@ -1,0 +1,170 @@
+"""What if: the very decisions of a pipeline's balancer, on layers that are numbers, for any number of stages.
+
+``N`` steps, ``L`` layers, ``S`` stages. As in training, a due step is measured on the stages that have the layers, the
+figures are known at the end of the next step, and layers move there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from zeroresize.pipeline.bubbles import Schedule, simulated_step
+from zeroresize.pipeline.partition import Floats, Partition
+from zeroresize.pipeline.profile_cadence import ProfileCadence
+from zeroresize.pipeline.profiling import LayerProfile, PipelineProfile
+from zeroresize.pipeline.rebalancing import Rebalancing
+from zeroresize.pipeline.rebalancing_forecast import RebalancingRule
+from zeroresize.policy.moving import MoveCost
+
+
+@dataclass(frozen=True)
+class LayerLoads:
+    """What the layers of a training run cost.
+
+    Attributes:
+        forward_s, backward_s: [N, L] seconds of a micro-batch on a device of speed 1.
+        layer_bytes: [L] of weights, gradients and optimizer state.
+
+    Raises:
+        ValueError: for other shapes, or seconds that are negative or not finite.
+    """
+
+    forward_s: Floats
+    backward_s: Floats
+    layer_bytes: Floats
+
+    def __post_init__(self) -> None:
+        shape = self.forward_s.shape
+        if len(shape) != 2 or self.backward_s.shape != shape or self.layer_bytes.shape != shape[1:]:
+            raise ValueError(
+                f"forward_s {shape}, backward_s {self.backward_s.shape} and layer_bytes {self.layer_bytes.shape} do "
+                "not belong together: [steps, layers] twice and [layers] are needed"
+            )
+        for name in ("forward_s", "backward_s", "layer_bytes"):
+            values = getattr(self, name)
+            if not (np.isfinite(values).all() and (values >= 0.0).all()):
+                raise ValueError(f"{name} must be finite and not negative")
+
+
+@dataclass(frozen=True)
+class PipelineCluster:
+    """Devices, and what balancing takes on them.
+
+    Attributes:
+        num_stages: one device each.
+        speeds: [N, S]; None for devices that are equally fast at all times.
+        move: what a move really takes.
+        profiled_share: by how much a step becomes longer where it is measured.
+        noise: relative standard deviation of a layer's measured and real seconds from step to step.
+        seed: of the noise.
+    """
+
+    num_stages: int
+    speeds: Floats | None = None
+    move: MoveCost = field(default_factory=MoveCost)
+    profiled_share: float = 0.0
+    noise: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class PipelineTrace:
+    """What came of it.
+
+    Attributes:
+        step_s: [N] seconds of each step, without profiles and moves.
+        bubble_ratios: [N].
+        boundaries: [N] in force in each step.
+        profile_s, move_s: seconds that profiles and moves took, in all steps together.
+        num_moves: how often layers moved.
+    """
+
+    step_s: tuple[float, ...]
+    bubble_ratios: tuple[float, ...]
+    boundaries: tuple[tuple[int, ...], ...]
+    profile_s: float
+    move_s: float
+    num_moves: int
+
+    @property
+    def total_s(self) -> float:
+        """Everything."""
+        return sum(self.step_s) + self.profile_s + self.move_s
+
+    @property
+    def overhead(self) -> float:
+        """Share of all seconds that profiles and moves took."""
+        return (self.profile_s + self.move_s) / self.total_s if self.total_s else 0.0
+
+
+def simulate_pipeline(
+    loads: LayerLoads,
+    cluster: PipelineCluster,
+    boundaries: Sequence[int],
+    *,
+    num_microbatches: int,
+    schedule: Schedule = "1f1b",
+    rule: RebalancingRule | None = None,
+) -> PipelineTrace:
+    """Train ``N`` steps.
+
+    Args:
+        boundaries: [S + 1] to begin with.
+        rule: how layers move; None for a static pipeline. Its ``num_steps`` are those between two profiles.
+
+    Raises:
+        ValueError: for boundaries, speeds or micro-batches that do not fit.
+    """
+    num_steps, num_layers = loads.forward_s.shape
+    now = Partition.of(boundaries, num_layers, cluster.num_stages)
+    speeds = np.ones((num_steps, cluster.num_stages)) if cluster.speeds is None else cluster.speeds
+    if speeds.shape != (num_steps, cluster.num_stages) or not (speeds > 0.0).all():
+        raise ValueError(f"speeds must be above 0, [{num_steps} steps, {cluster.num_stages} stages]")
+    if rule is not None and (rule.num_microbatches, rule.schedule) != (num_microbatches, schedule):
+        raise ValueError("the rule is of another number of micro-batches or another schedule")
+    random = np.random.default_rng(cluster.seed)
+    rebalancing = None if rule is None else Rebalancing(rule)
+    cadence = ProfileCadence(1 if rule is None else rule.num_steps)
+    measured: PipelineProfile | None = None
+    step_s, bubble_ratios, in_force, profile_s, move_s, num_moves = [], [], [], 0.0, 0.0, 0
+    for step in range(num_steps):
+        factors_L = np.maximum(1.0 + cluster.noise * random.standard_normal(num_layers), 0.1)
+        factors_L /= speeds[step][now.stages]
+        forward_L, backward_L = loads.forward_s[step] * factors_L, loads.backward_s[step] * factors_L
+        stage_forward, stage_backward = (np.add.reduceat(one, now.boundaries[:-1]) for one in (forward_L, backward_L))
+        found = simulated_step(stage_forward.tolist(), stage_backward.tolist(), num_microbatches, schedule=schedule)
+        step_s.append(found.step_s)
+        bubble_ratios.append(found.bubble_ratio)
+        in_force.append(now.boundaries)
+        if rebalancing is None:
+            continue
+        before, measured = measured, None
+        if step > 0 and cadence.is_due(step):  # the first one finds shapes
+            profile_s += cluster.profiled_share * found.step_s
+            measured = _profile(num_microbatches * forward_L, num_microbatches * backward_L, loads.layer_bytes, now)
+            cadence.measured(step)
+        forecast = None if before is None or before.boundaries != now.boundaries else rebalancing.update(before)
+        if rebalancing.looks_again:
+            cadence.look_again(step)
+        if forecast is not None:
+            now = Partition(forecast.after)
+            seconds = cluster.move.seconds(forecast.num_bytes)
+            rebalancing.learn(forecast.num_bytes, seconds)
+            move_s += seconds
+            num_moves += 1
+            cadence.moved(step)
+    return PipelineTrace(tuple(step_s), tuple(bubble_ratios), tuple(in_force), profile_s, move_s, num_moves)
+
+
+def _profile(forward_s: Floats, backward_s: Floats, layer_bytes: Floats, partition: Partition) -> PipelineProfile:
+    layers = tuple(
+        LayerProfile(forward, backward, num_bytes // 4, num_bytes // 4, num_bytes // 2, 0)  # as with Adam
+        for forward, backward, num_bytes in zip(
+            forward_s.tolist(), backward_s.tolist(), layer_bytes.astype(int).tolist(), strict=True
+        )
+    )
+    stage_s = np.add.reduceat(forward_s + backward_s, partition.boundaries[:-1])
+    return PipelineProfile(layers, tuple(stage_s.tolist()), partition.boundaries)
