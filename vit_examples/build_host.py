@@ -33,13 +33,13 @@ def build_host(config: RunConfig) -> Host:
     return TorchHost(config)
 
 
-def require_torchrun() -> None:
-    """Raises ValueError, saying how to start, where torchrun's environment is missing."""
+def require_torchrun(program: str = "vit_examples.train --config demo") -> None:
+    """Raises ValueError, saying how to start ``program``, where torchrun's environment is missing."""
     missing = [name for name in _TORCHRUN_VARIABLES if name not in os.environ]
     if missing:
         raise ValueError(
             f"{', '.join(missing)} not set: training runs on several ranks, start it with "
-            "`torchrun --nproc-per-node 2 -m vit_examples.train --config demo` (or add --dry-run to check only)"
+            f"`torchrun --nproc-per-node 2 -m {program}` (or add --dry-run to check only)"
         )
 
 

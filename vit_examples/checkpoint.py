@@ -16,12 +16,12 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 import zeroresize as zr
+from vit_examples.all_ranks import do_nothing, of_all_ranks, on_all_ranks
 from vit_examples.config import RunConfig
 from vit_examples.host import Host
 from vit_examples.manifest import require_intact, sealed, sync_names, write_manifest
@@ -29,7 +29,6 @@ from vit_examples.plain_files import read_state, read_values, state_files, write
 from zeroresize.utils.value_checks import at_least, is_number, known_keys
 
 logger = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 _LAYOUT, _PROGRESS = "layout.json", "progress.json"
 _COMPLETE = re.compile(r"epoch-(\d+)")
@@ -141,10 +140,10 @@ def save_checkpoint(
         sync_names(folder)  # before older ones are deleted
 
     try:
-        _on_all_ranks(OSError, begin if host.rank == 0 else _nothing)
+        on_all_ranks(OSError, begin if host.rank == 0 else do_nothing)
         with balancer.at_home():
-            written = _of_all_ranks(_on_all_ranks(OSError, write_own))
-        _on_all_ranks(OSError, complete if host.rank == 0 else _nothing)
+            written = of_all_ranks(on_all_ranks(OSError, write_own))
+        on_all_ranks(OSError, complete if host.rank == 0 else do_nothing)
     except OSError as error:
         if host.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -181,9 +180,9 @@ def load_checkpoint(checkpoint: Path, *, host: Host, balancer: zr.Balancer) -> P
             raise ValueError(f"{state_files(state_file)[0]}: {error}") from error
 
     try:
-        progress, state, shard = _on_all_ranks(ValueError, read)
+        progress, state, shard = on_all_ranks(ValueError, read)
         # Before the model, since it can still refuse its state; on no rank, where one could not read its own.
-        _on_all_ranks(ValueError, load_balancer)
+        on_all_ranks(ValueError, load_balancer)
     except ValueError as error:
         raise ValueError(f"{error}\n{_way_out(checkpoint)}") from error
     with balancer.at_home():
@@ -240,36 +239,6 @@ def _balancer(rank: int) -> str:
 
 def _own_files(rank: int) -> list[str]:
     return [_shard(rank), *(path.name for path in state_files(Path(_balancer(rank))))]
-
-
-def _on_all_ranks(kind: type[Exception], call: Callable[[], _T]) -> _T:
-    """``call()``, then what has become of it on each rank; collective.
-
-    If ``call`` is collective itself, it raises ``kind`` only where no other rank waits for it within, as
-    ``Balancer.load_state_dict`` does.
-
-    Raises:
-        kind: on every rank, where it is raised on any, with what each of them says.
-    """
-    try:
-        result, failure = call(), None
-    except kind as error:
-        result, failure = None, str(error)
-    failed = {rank: one for rank, one in enumerate(_of_all_ranks(failure)) if one is not None}
-    if failed:
-        raise kind("\n".join(f"rank {rank}: {one}" for rank, one in failed.items()))
-    return cast("_T", result)
-
-
-def _of_all_ranks(value: Any) -> list[Any]:
-    """Every rank's ``value``; collective."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def _nothing() -> None:
-    pass
 
 
 def _is_list(value: Any, holds: Callable[[Any], bool]) -> bool:

@@ -67,6 +67,16 @@ def require_intact(folder: Path, names: Iterable[str]) -> None:
     Raises:
         ValueError: naming the first file that is missing or is not as it was written.
     """
+    _require_intact(folder, _files_of(folder), names)
+
+
+def require_all_intact(folder: Path) -> None:
+    """As :func:`require_intact`, of all files that the manifest names."""
+    files = _files_of(folder)
+    _require_intact(folder, files, files)
+
+
+def _files_of(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not path.exists():
         raise ValueError(
@@ -75,6 +85,10 @@ def require_intact(folder: Path, names: Iterable[str]) -> None:
     files = read_values(path).get("files")
     if not isinstance(files, dict):
         raise ValueError(f"{path}: damaged: it lists no files")
+    return files
+
+
+def _require_intact(folder: Path, files: Mapping[str, Any], names: Iterable[str]) -> None:
     for name in names:
         if name not in files:
             raise ValueError(f"{folder / name}: not in {MANIFEST}: no file of this checkpoint")

@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 
 import zeroresize as zr
 from vit_examples import checkpoint as checkpoints
+from vit_examples.all_ranks import of_all_ranks
 from vit_examples.checkpoint import Progress, layout_of, load_checkpoint, newest_checkpoint, require_layout
 from vit_examples.config import RunConfig
 from vit_examples.config_file import load_config
@@ -201,7 +202,7 @@ def on_copies_of(
         training = Training(config)
         training.steps(0, 1)
         assert training.save(folder)
-        paths = checkpoints._of_all_ranks(changes(folder / "epoch-0001") if rank == 0 else None)[0]
+        paths = of_all_ranks(changes(folder / "epoch-0001") if rank == 0 else None)[0]
         said = {}
         before = [parameter.detach().clone() for parameter in training.host.model.parameters()]
         training.steps(2)

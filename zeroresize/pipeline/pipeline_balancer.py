@@ -158,6 +158,10 @@ class PipelineBalancer:
         self.steps += 1
         self._balance(profiler.gather())
 
+    def profile_next(self) -> None:
+        """Measure layers in the next block, as their work has changed; to be called on every rank alike."""
+        self._next_profile = self.steps
+
     def what_if(self) -> RebalancingForecast | None:
         """What moving layers would save now, by the last profile; None before there was one.
 

@@ -1,0 +1,40 @@
+"""A run's layers, and which stage begins with which."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from lm_examples.cases.dynamic_case import DynamicCase
+from lm_examples.config import RunConfig
+from zeroresize.pipeline.centralized import balanced_partition
+from zeroresize.pipeline.partition import Partition, PipelineLoad
+
+
+def build_layers(config: RunConfig, case: DynamicCase, device: str = "cpu") -> list[nn.Module]:
+    """Embedding, blocks and head, the same on every rank."""
+    torch.manual_seed(config.training.seed)
+    with torch.device(device):
+        layers = [case.embedding(), *map(case.block, range(config.model.num_blocks)), case.head()]
+    return [layer.to(getattr(torch, config.training.dtype)) for layer in layers]
+
+
+def first_boundaries(config: RunConfig, layers: Sequence[nn.Module], num_stages: int) -> tuple[int, ...]:
+    """The boundaries with which training begins.
+
+    Raises:
+        ValueError: if there are fewer layers than stages, or the list of ``pipeline.boundaries`` does not fit.
+    """
+    chosen = config.pipeline.boundaries
+    if isinstance(chosen, tuple):
+        return Partition.of(chosen, len(layers), num_stages).boundaries
+    if chosen == "uniform":
+        return Partition.uniform(len(layers), num_stages).boundaries
+    sizes = [float(num_parameters(layer)) for layer in layers]
+    return balanced_partition(PipelineLoad.of(sizes, num_stages)).boundaries
+
+
+def num_parameters(layer: nn.Module) -> int:
+    return sum(one.numel() for one in layer.parameters())

@@ -1,0 +1,294 @@
+"""What one training run is: frozen dataclasses, each checked when it is built.
+
+``config_file.py`` reads them from YAML and the command line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+from lm_examples.cases import CASES, make_case
+from lm_examples.cases.dynamic_case import DynamicCase
+from lm_examples.gpt import ModelConfig
+from zeroresize.injection.schedule import checked_chi
+from zeroresize.pipeline.partition import Partition
+from zeroresize.pipeline.rebalancing_forecast import MIN_SAVING, By, Method
+from zeroresize.utils.value_checks import at_least, divides, is_bool, number, one_of
+
+SCHEDULES = ("1f1b", "gpipe")
+DTYPES = ("float32", "float64", "bfloat16")
+BOUNDARIES = ("uniform", "parameters")
+#: Values of a byte, which are the tokens.
+NUM_BYTES = 256
+LONGEST_TIMEOUT_S = 1e6
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """The text, whose bytes are the tokens.
+
+    Attributes:
+        folder: all its ``.py`` files, or all its files where there are none; None for the standard library of the
+            running Python.
+        max_bytes: so much of it, in whole files.
+        held_out: share of the files, at least one, that are for validation.
+    """
+
+    folder: str | None = None
+    max_bytes: int = 8_000_000
+    held_out: float = 0.05
+
+    def __post_init__(self) -> None:
+        if self.folder is not None and (not isinstance(self.folder, str) or not self.folder):
+            raise ValueError(f"data.folder={self.folder!r}: the name of a folder is needed, or nothing")
+        at_least("data.max_bytes", self.max_bytes, 1)
+        number("data.held_out", self.held_out, above=0.0, below=1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """The loop.
+
+    Attributes:
+        steps: of the optimizer, AdamW.
+        batch_size: sequences of a step, shared by ``micro_batches``.
+        lr: constant.
+        grad_clip: largest norm of all gradients; 0 is off.
+        dtype: of weights, gradients, optimizer and activations.
+        log_every: steps between two lines of ``metrics.jsonl``; the last step has a line, too.
+        validate_every: steps between two validations; 0 is at the end only.
+        validation_batches: held-out batches of a validation, the same ones each time.
+    """
+
+    steps: int = 100
+    batch_size: int = 16
+    micro_batches: int = 8
+    lr: float = 1e-3
+    weight_decay: float = 0.01
+    grad_clip: float = 1.0
+    seed: int = 0
+    dtype: str = "float32"
+    log_every: int = 10
+    validate_every: int = 0
+    validation_batches: int = 4
+
+    def __post_init__(self) -> None:
+        for key in ("steps", "batch_size", "micro_batches", "log_every", "validation_batches"):
+            at_least(f"training.{key}", getattr(self, key), 1)
+        for key in ("seed", "validate_every"):
+            at_least(f"training.{key}", getattr(self, key), 0)
+        for key in ("weight_decay", "grad_clip"):
+            number(f"training.{key}", getattr(self, key), least=0.0)
+        number("training.lr", self.lr, above=0.0)
+        one_of("training.dtype", self.dtype, DTYPES)
+        divides("training.batch_size", self.batch_size, "training.micro_batches", self.micro_batches)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """The stages.
+
+    Attributes:
+        boundaries: which layers each stage begins with: equally many for each (``uniform``), equally many parameters
+            (``parameters``), or a list as [0, 4, 10]: stage s has the layers from entry s up to entry s + 1.
+        timeout_s: seconds after which a message that does not come fails.
+    """
+
+    schedule: str = "1f1b"
+    boundaries: str | tuple[int, ...] = "uniform"
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        one_of("pipeline.schedule", self.schedule, SCHEDULES)
+        number("pipeline.timeout_s", self.timeout_s, above=0.0, most=LONGEST_TIMEOUT_S)
+        if isinstance(self.boundaries, list | tuple):
+            for one in self.boundaries:
+                at_least("pipeline.boundaries", one, 0)
+            object.__setattr__(self, "boundaries", tuple(self.boundaries))
+        elif self.boundaries not in BOUNDARIES:
+            raise ValueError(
+                f"pipeline.boundaries={self.boundaries!r} is not allowed: choose one of {list(BOUNDARIES)}, or a list "
+                "of layers such as [0, 4, 10]"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalanceConfig:
+    """Whether layers move, and when; see :class:`zeroresize.pipeline.PipelineBalancer`.
+
+    Attributes:
+        mode: ``on`` or ``off``.
+        method: ``partition`` or ``diffusion``.
+        memory_limits: bytes, one for each stage.
+    """
+
+    mode: str = "on"
+    by: By = "time"
+    method: Method = "partition"
+    profile_every: int = 50
+    memory_limits: tuple[float, ...] | None = None
+    min_saving: float = MIN_SAVING
+
+    def __post_init__(self) -> None:
+        one_of("balance.mode", self.mode, ("on", "off"))
+        one_of("balance.by", self.by, get_args(By))
+        one_of("balance.method", self.method, get_args(Method))
+        at_least("balance.profile_every", self.profile_every, 1)
+        number("balance.min_saving", self.min_saving, least=0.0, below=1.0)
+        if self.memory_limits is not None:
+            if not isinstance(self.memory_limits, list | tuple):
+                raise ValueError(f"balance.memory_limits={self.memory_limits!r}: a list of bytes is needed")
+            for one in self.memory_limits:
+                number("balance.memory_limits", one, above=0.0)
+            object.__setattr__(self, "memory_limits", tuple(map(float, self.memory_limits)))
+
+    @property
+    def is_on(self) -> bool:
+        return self.mode == "on"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseConfig:
+    """What changes the work of layers.
+
+    Attributes:
+        name: one of :data:`lm_examples.cases.CASES`.
+        options: of that case; in YAML they stand beside the name.
+    """
+
+    name: str = "none"
+    options: Any = None
+
+    def __post_init__(self) -> None:
+        one_of("case.name", self.name, list(CASES))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StragglerConfig:
+    """A stage that is slow.
+
+    Attributes:
+        stage: None for none.
+        chi: straggling skewness χ: its blocks take so many times as long.
+        from_step, to_step: the first step in which it is slow, and the first one in which it no longer is; steps are
+            counted from 1, and None is never.
+    """
+
+    stage: int | None = None
+    chi: float = 2.0
+    from_step: int = 1
+    to_step: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.stage is not None:
+            at_least("straggler.stage", self.stage, 0)
+        number("straggler.chi", self.chi, least=1.0)
+        at_least("straggler.from_step", self.from_step, 1)
+        if self.to_step is not None:
+            at_least("straggler.to_step", self.to_step, self.from_step + 1)
+
+    def chi_of(self, step: int, stage: int) -> float:
+        """χ of a stage in a step."""
+        is_slow_now = self.from_step <= step and (self.to_step is None or step < self.to_step)
+        return self.chi if stage == self.stage and is_slow_now else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SleepConfig:
+    """Sleeps for machines with fewer cores than stages, see :mod:`lm_examples.pace`.
+
+    Attributes:
+        forward_s: seconds that a dense block sleeps in forward of one micro-batch, and twice as long in backward; 0 is
+            off.
+    """
+
+    forward_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        number("sleep.forward_s", self.forward_s, least=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputConfig:
+    """What a run leaves behind, under ``folder``.
+
+    Attributes:
+        save_every: steps between two checkpoints; 0 is never.
+        keep: so many newest checkpoints are kept.
+        progress: show a progress bar and tables on rank 0.
+    """
+
+    folder: str = "runs/lm"
+    save_every: int = 0
+    keep: int = 2
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.folder, str) or not self.folder:
+            raise ValueError(f"output.folder={self.folder!r}: the name of a folder is needed")
+        is_bool("output.progress", self.progress)
+        for key, least in (("save_every", 0), ("keep", 1)):
+            at_least(f"output.{key}", getattr(self, key), least)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    balance: BalanceConfig = field(default_factory=BalanceConfig)
+    case: CaseConfig = field(default_factory=CaseConfig)
+    straggler: StragglerConfig = field(default_factory=StragglerConfig)
+    sleep: SleepConfig = field(default_factory=SleepConfig)
+    output: OutputConfig = field(default_factory=OutputConfig)
+
+    def __post_init__(self) -> None:
+        if self.model.vocabulary < NUM_BYTES:
+            raise ValueError(
+                f"model.vocabulary={self.model.vocabulary} is not allowed: tokens are bytes, so at least {NUM_BYTES} "
+                "are needed"
+            )
+
+    @property
+    def num_layers(self) -> int:
+        """Blocks, embedding and head."""
+        return self.model.num_blocks + 2
+
+    def make_case(self) -> DynamicCase:
+        """The case that is asked for.
+
+        Raises:
+            ValueError: if its options do not fit the model.
+        """
+        return make_case(self.case.name, self.model, self.case.options)
+
+    def validate_stages(self, num_stages: int) -> None:
+        """Raises ValueError for what ``num_stages`` stages cannot run."""
+        if self.num_layers < num_stages:
+            raise ValueError(
+                f"model.num_blocks={self.model.num_blocks} makes {self.num_layers} layers, embedding and head "
+                f"included: {num_stages} stages need at least one for each"
+            )
+        if isinstance(self.pipeline.boundaries, tuple):
+            try:
+                Partition.of(self.pipeline.boundaries, self.num_layers, num_stages)
+            except ValueError as error:
+                raise ValueError(f"pipeline.boundaries: {error}") from error
+        if self.pipeline.schedule == "1f1b" and self.training.micro_batches < num_stages:
+            raise ValueError(
+                f"training.micro_batches={self.training.micro_batches} is too small: schedule 1f1b needs at least one "
+                f"for each of the {num_stages} stages"
+            )
+        limits = self.balance.memory_limits
+        if limits is not None and len(limits) != num_stages:
+            raise ValueError(f"balance.memory_limits are {len(limits)}, not one of each of {num_stages} stages")
+        if self.straggler.stage is not None:
+            try:
+                checked_chi({self.straggler.stage: self.straggler.chi}, num_stages)
+            except ValueError as error:
+                raise ValueError(f"straggler.{error}") from error
+        self.make_case()

@@ -1,0 +1,119 @@
+"""Text as bytes: batches that depend on the seed and the step alone, so any number of stages sees the same ones.
+
+``B`` sequences, ``T`` tokens each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lm_examples.config import RunConfig
+
+#: Other people's packages, which some Pythons keep within their standard library's folder.
+_FOREIGN = {"site-packages", "dist-packages"}
+_SEPARATOR = b"\0"
+
+
+@dataclass(frozen=True)
+class Text:
+    """Bytes of whole files, in an order that depends on their names alone.
+
+    Attributes:
+        training, held_out: [bytes] uint8.
+    """
+
+    training: Tensor
+    held_out: Tensor
+
+    @property
+    def digest(self) -> str:
+        """Differs where the bytes do."""
+        return hashlib.blake2b(self.training.numpy().tobytes() + self.held_out.numpy().tobytes()).hexdigest()
+
+
+class Batches:
+    """Sequences of a text, drawn by seed and step.
+
+    Args:
+        context: tokens of a sequence.
+    """
+
+    def __init__(self, text: Text, *, batch_size: int, context: int, seed: int) -> None:
+        self._text, self._batch_size, self._context, self._seed = text, batch_size, context, seed
+
+    def training(self, step: int) -> tuple[Tensor, Tensor]:
+        """Tokens [B, T] of a step, and those that follow each of them."""
+        return self._drawn(self._text.training, 0, step)
+
+    def validation(self, number: int) -> tuple[Tensor, Tensor]:
+        """As :meth:`training`, of held-out files; the same whatever the seed."""
+        return self._drawn(self._text.held_out, 1, number)
+
+    def _drawn(self, data: Tensor, kind: int, number: int) -> tuple[Tensor, Tensor]:
+        random = np.random.default_rng([kind, 0 if kind else self._seed, number])
+        starts_B = torch.from_numpy(random.integers(len(data) - self._context, size=self._batch_size))
+        tokens = data[starts_B[:, None] + torch.arange(self._context + 1)].long()
+        return tokens[:, :-1], tokens[:, 1:]
+
+
+def load_text(config: RunConfig) -> Text:
+    """The files that a run is trained on.
+
+    Raises:
+        ValueError: naming the folder, if there is too little text in it.
+    """
+    data = config.data
+    folder = Path(sysconfig.get_path("stdlib") if data.folder is None else data.folder)
+    if not folder.is_dir():
+        raise ValueError(f"data.folder={folder}: no such folder")
+    found: list[bytes] = []
+    size = 0
+    for path in _files_of(folder):
+        try:
+            found.append(path.read_bytes() + _SEPARATOR)
+        except OSError as error:
+            raise ValueError(f"data.folder={folder}: {path} cannot be read: {error.strerror}") from error
+        size += len(found[-1])
+        if size >= data.max_bytes:
+            break
+    num_held_out = math.ceil(data.held_out * len(found))
+    text = Text(_tensor_of(found[num_held_out:]), _tensor_of(found[:num_held_out]))
+    for what, own in (("training", text.training), ("validation", text.held_out)):
+        if len(own) <= config.model.context:
+            raise ValueError(
+                f"data.folder={folder}: {len(own)} bytes for {what} of {len(found)} files are too few for sequences "
+                f"of model.context={config.model.context}: give more text, or change data.max_bytes or data.held_out"
+            )
+    return text
+
+
+def batches_of(config: RunConfig, text: Text) -> Batches:
+    """The batches of a run."""
+    training = config.training
+    return Batches(text, batch_size=training.batch_size, context=config.model.context, seed=training.seed)
+
+
+def _files_of(folder: Path) -> list[Path]:
+    """Shuffled by a hash of their names, so that every part is a sample of all."""
+    for pattern in ("*.py", "*"):
+        names = [path.relative_to(folder) for path in folder.rglob(pattern) if path.is_file()]
+        own = [name for name in names if _FOREIGN.isdisjoint(name.parts)]
+        if own:
+            return [folder / name for name in sorted(own, key=_rank_of)]
+    return []
+
+
+def _rank_of(name: Path) -> bytes:
+    return hashlib.blake2b(name.as_posix().encode("utf-8", "surrogateescape"), digest_size=16).digest()
+
+
+def _tensor_of(files: list[bytes]) -> Tensor:
+    return torch.from_numpy(np.frombuffer(b"".join(files), dtype=np.uint8).copy())

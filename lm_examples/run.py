@@ -1,0 +1,159 @@
+"""Everything of one run on one rank: what it is made of, and what it goes on from."""
+
+from __future__ import annotations
+
+import json
+import math
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+
+from lm_examples.build import build_layers, first_boundaries
+from lm_examples.cases.dynamic_case import DynamicCase
+from lm_examples.checkpoint import SavedState, load_tensors
+from lm_examples.config import RunConfig
+from lm_examples.config_file import config_to_dict
+from lm_examples.data import Batches, Text, batches_of
+from lm_examples.pace import Pace
+from lm_examples.recorder import Recorder
+from lm_examples.run_folder import claimed, layout_of, to_resume
+from vit_examples.all_ranks import do_nothing, of_all_ranks, on_all_ranks
+from vit_examples.recorder import StepClock
+from zeroresize.pipeline import Pipeline, PipelineBalancer, RebalancingRecord
+
+SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+
+
+@dataclass
+class Run:
+    """What :func:`lm_examples.train.train` trains; made by :func:`prepare`.
+
+    Attributes:
+        balancer: None where nothing moves.
+        step: how many are done.
+        recorder: on stage 0, None on the others.
+        losses: on the last stage, of the steps since the last logged one.
+        loss, validation_loss, figures: the newest ones, on every rank.
+        held: what keeps other runs out of the output folder; close it when all is written.
+    """
+
+    config: RunConfig
+    case: DynamicCase
+    pipeline: Pipeline
+    optimizer: torch.optim.Optimizer
+    batches: Batches
+    pace: Pace
+    clock: StepClock
+    step: int = 0
+    balancer: PipelineBalancer | None = None
+    recorder: Recorder | None = None
+    losses: list[float] = field(default_factory=list)
+    loss: float = math.nan
+    validation_loss: float = math.nan
+    figures: dict[str, float] = field(default_factory=dict)
+    held: ExitStack = field(default_factory=ExitStack)
+
+    def tell_move(self, record: RebalancingRecord) -> None:
+        """Layers have moved."""
+        if self.recorder is not None:
+            self.recorder.move(self.step, record)
+
+    def saved_state(self) -> SavedState:
+        """What of this run is no tensor of its layers."""
+        return SavedState(
+            self.step,
+            layout_of(self.config),
+            self.config.pipeline.boundaries,
+            self.pipeline.boundaries,
+            None if self.balancer is None else self.balancer.state_dict(),
+            self.case.state_dict(),
+        )
+
+
+def prepare(config: RunConfig, text: Text, process_group: ProcessGroup, *, resume: bool) -> Run:
+    """Build the pipeline, and continue where asked to; collective.
+
+    Raises:
+        ValueError: on every rank, for anything a user can mend, naming it.
+    """
+    config.validate_stages(dist.get_world_size(process_group))
+    is_first = dist.get_rank(process_group) == 0
+    _require_same("the configuration", json.dumps(config_to_dict(config)), process_group)
+    _require_same("the text to train on", text.digest, process_group)
+    with ExitStack() as held:
+        claim = claimed(config)
+        on_all_ranks(ValueError, (lambda: held.enter_context(claim)) if is_first else do_nothing, process_group)
+        found = on_all_ranks(ValueError, lambda: to_resume(config, resume=resume), process_group)
+        _require_same("the newest checkpoint", str(found and found[1].step), process_group)
+        run = _build(config, text, process_group, None if found is None else found[1])
+        if found is not None:
+            load_tensors(found[0], run.pipeline, run.optimizer)
+            on_all_ranks(ValueError, lambda: _go_on(run, found[1]), process_group)
+
+        def record() -> None:
+            run.recorder = Recorder(config, num_stages=run.pipeline.num_stages, from_step=run.step)
+
+        on_all_ranks(ValueError, record if is_first else do_nothing, process_group)
+        run.held = held.pop_all()
+    return run
+
+
+def _build(config: RunConfig, text: Text, process_group: ProcessGroup, saved: SavedState | None) -> Run:
+    case = config.make_case()
+    layers = build_layers(config, case)
+    pipeline = Pipeline(
+        layers,
+        case.loss,
+        num_microbatches=config.training.micro_batches,
+        process_group=process_group,
+        boundaries=_boundaries(config, layers, dist.get_world_size(process_group), saved),
+        schedule=SCHEDULES[config.pipeline.schedule],
+    )
+    training, balance = config.training, config.balance
+    optimizer = torch.optim.AdamW(pipeline.parameters(), lr=training.lr, weight_decay=training.weight_decay)
+    pace = Pace(config.sleep.forward_s)
+    pace.hold_up(layers[1:-1])
+    clock = StepClock(pipeline.device)
+    run = Run(config, case, pipeline, optimizer, batches_of(config, text), pace, clock)
+    if balance.is_on:
+        run.balancer = PipelineBalancer(
+            pipeline,
+            optimizer,
+            profile_every=balance.profile_every,
+            by=balance.by,
+            balancer=balance.method,
+            memory_limits=balance.memory_limits,
+            min_saving=balance.min_saving,
+            on_change=run.tell_move,
+        )
+    return run
+
+
+def _boundaries(
+    config: RunConfig, layers: list[torch.nn.Module], num_stages: int, saved: SavedState | None
+) -> tuple[int, ...]:
+    """Those of the checkpoint, where it is of as many stages and nobody has chosen others since."""
+    chosen = config.pipeline.boundaries
+    if saved is not None and len(saved.boundaries) == num_stages + 1:
+        before = tuple(saved.chosen) if isinstance(saved.chosen, list) else saved.chosen
+        if before == chosen:
+            return saved.boundaries
+    return first_boundaries(config, layers, num_stages)
+
+
+def _go_on(run: Run, saved: SavedState) -> None:
+    """Take over what is no tensor."""
+    run.case.load_state_dict(saved.case)
+    if run.balancer is not None and saved.balancer is not None:
+        run.balancer.load_state_dict(saved.balancer)
+    run.step = saved.step
+
+
+def _require_same(what: str, value: str, process_group: ProcessGroup) -> None:
+    values = of_all_ranks(value, process_group)
+    if len(set(values)) > 1:
+        raise ValueError(f"the ranks do not agree on {what}: {[values.index(one) for one in values]}")

@@ -1,0 +1,183 @@
+"""Trains a small GPT in a pipeline whose layers move.
+
+    torchrun --nproc-per-node 2 -m lm_examples.train --config early_exit
+
+The loop is :func:`train`; what balancing adds to an ordinary one are ``PipelineBalancer`` and the block
+``with balancer.step()``. ``--dry-run`` checks a configuration on any machine, without torchrun.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import statistics
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+# Ctrl-C while torch is imported: end without a traceback
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from lm_examples.checkpoint import save_checkpoint
+from lm_examples.config import RunConfig
+from lm_examples.config_file import argument_parser, config_from_arguments
+from lm_examples.data import load_text
+from lm_examples.dry_run import dry_run
+from lm_examples.run import Run, prepare
+from lm_examples.run_folder import checkpoint_folder, how_to_go_on
+from vit_examples.all_ranks import of_all_ranks
+from vit_examples.build_host import require_torchrun
+from vit_examples.interruption import ended_by_interrupt
+from vit_examples.mistakes import refuse
+from vit_examples.recorder import num_settling
+from vit_examples.train import show_messages
+from zeroresize.pipeline import clip_grad_norm_
+
+
+def train(run: Run) -> dict[str, Any]:
+    """All steps that are left; returns (on every rank) the summary that rank 0 writes."""
+    training, output = run.config.training, run.config.output
+    with run.recorder or nullcontext():
+        run.clock.start()
+        while run.step < training.steps:
+            run.step += 1
+            train_step(run)
+            is_last = run.step == training.steps
+            is_validated = is_last or (training.validate_every and run.step % training.validate_every == 0)
+            is_saved = output.save_every and run.step % output.save_every == 0
+            if is_validated:
+                run.validation_loss = validate(run)
+            if is_validated or run.step % training.log_every == 0:
+                report(run, {"validation_loss": run.validation_loss} if is_validated else {})
+            if is_saved:
+                folder = checkpoint_folder(run.config)
+                save_checkpoint(folder, run.saved_state(), run.pipeline, run.optimizer, keep=output.keep)
+            if is_validated or is_saved:
+                run.clock.start()
+        summary = summary_of(run)
+        if run.recorder is not None:
+            run.recorder.close(summary)
+    return summary
+
+
+def train_step(run: Run) -> None:
+    """Forward, backward and the optimizer's step; layers may move between them."""
+    run.pace.chi = run.config.straggler.chi_of(run.step, run.pipeline.stage)
+    inputs, target = run.batches.training(run.step)
+    run.optimizer.zero_grad()
+    with _balanced(run):
+        loss = run.pipeline.step(inputs, target=target)
+    if run.config.training.grad_clip > 0.0:
+        clip_grad_norm_(run.pipeline, run.config.training.grad_clip)
+    run.optimizer.step()
+    own = None if loss is None else loss.item()
+    has_changed = run.case.after_step(run.pipeline, run.optimizer, run.step, own)
+    if has_changed and run.balancer is not None:
+        run.balancer.profile_next()
+    run.losses += [] if own is None else [own]
+    run.clock.tick()
+    if run.recorder is not None:
+        run.recorder.step()
+
+
+@torch.no_grad()
+def validate(run: Run) -> float:
+    """Mean loss of the held-out batches, on every rank; collective."""
+    losses: list[float] = []
+    run.pipeline.layers.eval()
+    for number in range(run.config.training.validation_batches):
+        inputs, target = run.batches.validation(number)
+        outputs = run.pipeline.evaluate(inputs)
+        if outputs is not None:
+            losses.append(run.case.loss(outputs, target).item())
+    run.pipeline.layers.train()
+    return _mean(of_all_ranks(losses, run.pipeline.process_group)[-1])
+
+
+def report(run: Run, also: dict[str, float]) -> None:
+    """Bring the stages' numbers together, and write them; collective."""
+    own = run.losses, run.case.figures(run.pipeline)
+    of_stages = of_all_ranks(own, run.pipeline.process_group)
+    run.loss = _mean(of_stages[-1][0])
+    by_name: dict[str, list[float]] = {}
+    for _, figures in of_stages:
+        for name, value in figures.items():
+            by_name.setdefault(name, []).append(value)
+    run.figures = {name: _mean(values) for name, values in by_name.items()}
+    run.losses.clear()
+    if run.recorder is not None:
+        numbers = {"loss": run.loss, "step_s": run.clock.lap(), "boundaries": run.pipeline.boundaries, **also}
+        run.recorder.metrics(run.step, {**numbers, "figures": run.figures})
+
+
+def summary_of(run: Run) -> dict[str, Any]:
+    """What a run has come to; seconds are those of this rank's steps, the first of which is left out."""
+    seconds = run.clock.seconds[num_settling(run.clock.seconds, 1) :]
+    training = run.config.training
+    tokens = training.batch_size * run.config.model.context
+    return {
+        "steps": run.step,
+        "step_s": statistics.median(seconds) if seconds else math.nan,
+        "mean_step_s": _mean(seconds),
+        "tokens_per_s": tokens / _mean(seconds),
+        "loss": run.loss,
+        "validation_loss": run.validation_loss,
+        "moves": 0 if run.recorder is None else run.recorder.num_moves,
+        "boundaries": run.pipeline.boundaries,
+        "figures": run.figures,
+    }
+
+
+def _balanced(run: Run) -> AbstractContextManager[None]:
+    return nullcontext() if run.balancer is None else run.balancer.step()
+
+
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else math.nan
+
+
+@record
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line; a mistake of the user's ends it with one line and status 2, Ctrl-C with one line and 130."""
+    try:
+        parsed = argument_parser().parse_args(arguments)
+        config = config_from_arguments(parsed)
+        if parsed.dry_run:
+            ranks = int(os.environ.get("WORLD_SIZE", "2")) if parsed.ranks is None else parsed.ranks
+            dry_run(config, num_stages=ranks)
+            return
+        require_torchrun("lm_examples.train --config small")
+        config.validate_stages(int(os.environ["WORLD_SIZE"]))
+    except ValueError as error:
+        refuse(error)
+    with ended_by_interrupt(lambda: how_to_go_on(config)):
+        if os.environ["RANK"] == "0":
+            show_messages()
+        try:
+            run = _joined(config, resume=parsed.resume)
+        except ValueError as error:
+            refuse(error)
+        if run.step < config.training.steps:
+            train(run)
+        elif run.recorder is not None:
+            print(f"nothing to do: the checkpoint has {run.step} steps, training.steps asks for no more")
+        run.held.close()
+        dist.destroy_process_group()
+
+
+def _joined(config: RunConfig, *, resume: bool) -> Run:
+    text = load_text(config)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=config.pipeline.timeout_s))
+    assert dist.group.WORLD is not None
+    return prepare(config, text, dist.group.WORLD, resume=resume)
+
+
+if __name__ == "__main__":
+    main()

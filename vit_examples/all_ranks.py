@@ -1,0 +1,41 @@
+"""What all ranks of a group, or of the job where none is given, do or learn together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+_T = TypeVar("_T")
+
+
+def on_all_ranks(kind: type[Exception], call: Callable[[], _T], process_group: ProcessGroup | None = None) -> _T:
+    """``call()``, then what has become of it on each rank; collective.
+
+    If ``call`` is collective itself, it raises ``kind`` only where no other rank waits for it within, as
+    ``Balancer.load_state_dict`` does.
+
+    Raises:
+        kind: on every rank, where it is raised on any, with what each of them says.
+    """
+    try:
+        result, failure = call(), None
+    except kind as error:
+        result, failure = None, str(error)
+    failed = {rank: one for rank, one in enumerate(of_all_ranks(failure, process_group)) if one is not None}
+    if failed:
+        raise kind("\n".join(f"rank {rank}: {one}" for rank, one in failed.items()))
+    return cast("_T", result)
+
+
+def of_all_ranks(value: Any, process_group: ProcessGroup | None = None) -> list[Any]:
+    """Every rank's ``value``; collective."""
+    values: list[Any] = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(values, value, group=process_group)
+    return values
+
+
+def do_nothing() -> None:
+    """What a rank calls that has no part in it."""
