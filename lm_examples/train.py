@@ -32,7 +32,7 @@ from lm_examples.data import load_text
 from lm_examples.dry_run import dry_run
 from lm_examples.run import Run, prepare
 from lm_examples.run_folder import checkpoint_folder, how_to_go_on
-from vit_examples.all_ranks import of_all_ranks
+from vit_examples.all_ranks import leave_together, of_all_ranks
 from vit_examples.build_host import require_torchrun
 from vit_examples.interruption import ended_by_interrupt
 from vit_examples.mistakes import refuse
@@ -169,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         elif run.recorder is not None:
             print(f"nothing to do: the checkpoint has {run.step} steps, training.steps asks for no more")
         run.held.close()
-        dist.destroy_process_group()
+        leave_together()
 
 
 def _joined(config: RunConfig, *, resume: bool) -> Run:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 _T = TypeVar("_T")
+LEAVE_TOGETHER_S = 30.0
 
 
 def on_all_ranks(kind: type[Exception], call: Callable[[], _T], process_group: ProcessGroup | None = None) -> _T:
@@ -39,3 +42,14 @@ def of_all_ranks(value: Any, process_group: ProcessGroup | None = None) -> list[
 
 def do_nothing() -> None:
     """What a rank calls that has no part in it."""
+
+
+def leave_together() -> None:
+    """Leave the process groups once all ranks of the job want to: gloo may abort a rank whose peers left early.
+
+    A rank that never comes is not waited for longer than ``LEAVE_TOGETHER_S`` seconds.
+    """
+    if dist.get_backend() == "gloo":
+        with suppress(RuntimeError):  # unlike barrier(), it leaves nothing pending that the group's end waits for
+            dist.monitored_barrier(timeout=timedelta(seconds=LEAVE_TOGETHER_S))
+    dist.destroy_process_group()

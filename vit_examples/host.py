@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from vit_examples.all_ranks import leave_together
 from vit_examples.plain_files import open_tensors, write_tensors
 from vit_examples.shard import has_stepped, kinds_of_shard, load_shard, shard_of
-
-LEAVE_TOGETHER_S = 30.0
-
 
 class Host(ABC):
     """A sharded model with its optimizer; all ranks form one tensor-parallel group.
@@ -108,14 +105,8 @@ class Host(ABC):
             group["lr"] = lr
 
     def close(self) -> None:
-        """Leave the process groups once all ranks want to: gloo may abort a rank whose peers left early.
-
-        A rank that never comes is not waited for longer than ``LEAVE_TOGETHER_S`` seconds.
-        """
-        if dist.get_backend() == "gloo":
-            with suppress(RuntimeError):  # unlike barrier(), it leaves nothing pending that the group's end waits for
-                dist.monitored_barrier(timeout=timedelta(seconds=LEAVE_TOGETHER_S))
-        dist.destroy_process_group()
+        """Leave the process groups once all ranks want to."""
+        leave_together()
 
 
 def limit_collectives(process_group: ProcessGroup, timeout_s: float) -> None:

@@ -22,7 +22,7 @@ from rich.console import Console
 
 pytest.importorskip("tensorboard")
 
-from vit_examples import code_commit, host, recorder
+from vit_examples import all_ranks, code_commit, host, recorder
 from vit_examples.balance_log import BalanceLog
 from vit_examples.code_commit import commit_of_code
 from vit_examples.config import OutputConfig, RunConfig, TrainingConfig
@@ -301,7 +301,7 @@ def test_ranks_leave_together(run_ranks) -> None:
 
 @pytest.mark.parametrize("is_dead", [False, True])
 def test_a_rank_that_does_not_come_is_not_waited_for(run_ranks, monkeypatch: pytest.MonkeyPatch, is_dead: bool) -> None:
-    monkeypatch.setattr(host, "LEAVE_TOGETHER_S", 1.0)
+    monkeypatch.setattr(all_ranks, "LEAVE_TOGETHER_S", 1.0)
 
     def leave(rank, group):
         torch.distributed.barrier()
