@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -135,8 +134,9 @@ def save_checkpoint(
     try:
         on_all_ranks(OSError, begin if is_first else do_nothing, group)
         dcp.save(
-            _tensors(pipeline, optimizer),
+            _contents(pipeline, optimizer),
             storage_writer=FileSystemWriter(temporary, sync_files=False),  # sealed() does that
+            planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=group,
         )
         on_all_ranks(OSError, complete if is_first else do_nothing, group)
@@ -157,7 +157,7 @@ def save_checkpoint(
     return True
 
 
-def load_tensors(checkpoint: Path, pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> None:
+def load_layers(checkpoint: Path, pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> None:
     """Fill the present layers and their optimizer state; collective.
 
     Raises:
@@ -166,37 +166,37 @@ def load_tensors(checkpoint: Path, pipeline: Pipeline, optimizer: torch.optim.Op
     reader = FileSystemReader(checkpoint)
     group = pipeline.process_group
 
-    def wanted() -> dict[str, Tensor]:
-        stored = reader.read_metadata().state_dict_metadata
+    def wanted() -> dict[str, Any]:
         return {
-            name: torch.empty(one.size, dtype=one.properties.dtype)
-            for name, one in stored.items()
-            if isinstance(one, TensorStorageMetadata) and _layer_of(name) in pipeline.present
+            name: torch.empty(one.size, dtype=one.properties.dtype) if isinstance(one, TensorStorageMetadata) else None
+            for name, one in reader.read_metadata().state_dict_metadata.items()
+            if _layer_of(name) in pipeline.present
         }
 
     def install() -> None:
-        model = {name.removeprefix("model/"): one for name, one in tensors.items() if name.startswith("model/")}
+        model = {name.removeprefix("model/"): one for name, one in values.items() if name.startswith("model/")}
         try:
             pipeline.load_state_dict(model)
         except RuntimeError as error:
             raise ValueError(f"{checkpoint}: {error}") from error
         parameters = dict(pipeline.named_parameters())
-        for name, one in tensors.items():
+        for name, one in values.items():
             kind, _, rest = name.partition("/")
             if kind == "optimizer":
                 parameter, _, key = rest.rpartition("/")
                 optimizer.state[parameters[parameter]][key] = one
 
     try:
-        tensors = on_all_ranks(ValueError, wanted, group)
-        dcp.load(tensors, storage_reader=reader, process_group=group)
+        values = on_all_ranks(ValueError, wanted, group)
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        dcp.load(values, storage_reader=reader, planner=planner, process_group=group)
         on_all_ranks(ValueError, install, group)
     except (ValueError, CheckpointException) as error:
         raise ValueError(f"{checkpoint}: cannot be loaded: {error}\n{_way_out(checkpoint)}") from error
 
 
-def _tensors(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Of the present layers, by name."""
+def _contents(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Of the present layers, by name: tensors, and what a layer keeps besides them."""
     found = {f"model/{name}": one for name, one in pipeline.state_dict().items()}
     for name, parameter in pipeline.named_parameters():
         if _layer_of(f"model/{name}") in pipeline.present:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from lm_examples.cases import CASES, make_case
+from lm_examples.cases import CASES, case_class
 from lm_examples.cases.dynamic_case import DynamicCase
 from lm_examples.gpt import ModelConfig
 from zeroresize.injection.schedule import checked_chi
@@ -154,7 +154,7 @@ class CaseConfig:
 
     Attributes:
         name: one of :data:`lm_examples.cases.CASES`.
-        options: of that case; in YAML they stand beside the name.
+        options: of the case's class ``Options``; in YAML they stand beside the name. None for its defaults.
     """
 
     name: str = "none"
@@ -162,6 +162,8 @@ class CaseConfig:
 
     def __post_init__(self) -> None:
         one_of("case.name", self.name, list(CASES))
+        if self.options is None:
+            object.__setattr__(self, "options", case_class(self.name).Options())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,7 +266,7 @@ class RunConfig:
         Raises:
             ValueError: if its options do not fit the model.
         """
-        return make_case(self.case.name, self.model, self.case.options)
+        return case_class(self.case.name)(self.model, self.case.options)
 
     def validate_stages(self, num_stages: int) -> None:
         """Raises ValueError for what ``num_stages`` stages cannot run."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lm_examples.cases import CASES, options_class
+from lm_examples.cases import CASES, case_class
 from lm_examples.config import (
     BalanceConfig,
     CaseConfig,
@@ -117,8 +117,7 @@ def config_from_dict(document: Any) -> RunConfig:
 def config_to_dict(config: RunConfig) -> dict[str, Any]:
     """Plain values that ``config_from_dict`` reads back."""
     values = dataclasses.asdict(config)
-    options = values["case"].pop("options") or {}
-    return {**values, "case": {**values["case"], **options}}
+    return {**values, "case": {"name": config.case.name, **values["case"]["options"]}}
 
 
 def available_configs() -> list[str]:
@@ -162,11 +161,10 @@ def _case_from(values: Any) -> CaseConfig:
         raise ValueError(f"case={values!r}: expected a mapping such as {{name: pruning}}")
     name = values.get("name", "none")
     one_of("case.name", name, list(CASES))
-    kind = options_class(name)
-    own = _fields(kind) if kind is not None else []
-    options = {key: one for key, one in known_keys(f"key of case {name!r}", values, ["name", *own]).items()}
+    kind = case_class(name).Options
+    options = dict(known_keys(f"key of case {name!r}", values, ["name", *_fields(kind)]))
     options.pop("name", None)
-    return CaseConfig(name=name, options=None if kind is None else kind(**options))
+    return CaseConfig(name=name, options=kind(**options))
 
 
 def _fields(section: Any) -> list[str]:

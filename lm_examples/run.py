@@ -14,7 +14,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from lm_examples.build import build_layers, first_boundaries
 from lm_examples.cases.dynamic_case import DynamicCase
-from lm_examples.checkpoint import SavedState, load_tensors
+from lm_examples.checkpoint import SavedState, load_layers
 from lm_examples.config import RunConfig
 from lm_examples.config_file import config_to_dict
 from lm_examples.data import Batches, Text, batches_of
@@ -91,7 +91,7 @@ def prepare(config: RunConfig, text: Text, process_group: ProcessGroup, *, resum
         _require_same("the newest checkpoint", str(found and found[1].step), process_group)
         run = _build(config, text, process_group, None if found is None else found[1])
         if found is not None:
-            load_tensors(found[0], run.pipeline, run.optimizer)
+            load_layers(found[0], run.pipeline, run.optimizer)
             on_all_ranks(ValueError, lambda: _go_on(run, found[1]), process_group)
 
         def record() -> None:

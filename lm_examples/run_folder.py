@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from typing import Any
 
 from lm_examples.checkpoint import SavedState, newest_checkpoint, read_saved_state, step_of
 from lm_examples.config import RunConfig
+from lm_examples.config_file import config_to_dict
 from vit_examples.run_folder import run_lock, writable
 
 
@@ -37,13 +37,8 @@ def claimed(config: RunConfig) -> Iterator[None]:
 
 def layout_of(config: RunConfig) -> dict[str, Any]:
     """What a checkpoint's tensors depend on; as JSON has it."""
-    layout = {
-        "model": dataclasses.asdict(config.model),
-        "dtype": config.training.dtype,
-        "case": {"name": config.case.name, **dataclasses.asdict(config.case)["options"]}
-        if config.case.options is not None
-        else {"name": config.case.name},
-    }
+    values = config_to_dict(config)
+    layout = {"model": values["model"], "dtype": config.training.dtype, "case": values["case"]}
     return json.loads(json.dumps(layout))  # type: ignore[no-any-return]
 
 

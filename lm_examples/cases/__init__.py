@@ -1,17 +1,16 @@
 """Models whose work changes while they are trained: one file for each case.
 
-A case is a :class:`~lm_examples.cases.dynamic_case.DynamicCase` that is made of the model's shape and its options, a
-frozen dataclass that its class attribute ``Options`` names.
+A case is a :class:`~lm_examples.cases.dynamic_case.DynamicCase`; the frozen dataclass that its ``Options`` names holds
+what a configuration may say of it.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lm_examples.cases.dynamic_case import DynamicCase
-    from lm_examples.gpt import ModelConfig
 
 #: By the name in a configuration: the module and the class, imported when it is asked for.
 CASES = {
@@ -33,18 +32,3 @@ def case_class(name: str) -> type[DynamicCase]:
     """
     module, kind = CASES[name]
     return getattr(importlib.import_module(f"{__name__}.{module}"), kind)  # type: ignore[no-any-return]
-
-
-def options_class(name: str) -> type[Any] | None:
-    """The dataclass of a case's options; None where it has none."""
-    return getattr(case_class(name), "Options", None)
-
-
-def make_case(name: str, model: ModelConfig, options: Any = None) -> DynamicCase:
-    """A case for a model of this shape.
-
-    Raises:
-        ValueError: if the options do not fit the model.
-    """
-    kind: Any = case_class(name)
-    return kind(model) if options is None else kind(model, options)

@@ -1,0 +1,168 @@
+"""Trainings of a GPT whose layers move, on real ranks: the same losses as undivided, also after resuming elsewhere."""
+
+import itertools
+import json
+
+import pytest
+from lm_runs import config_of, losses_of, text_of, trained, undivided
+
+from lm_examples import checkpoint as checkpoints
+from lm_examples.build import build_layers, num_parameters
+from lm_examples.run import prepare
+from zeroresize.utils.json_lines import read_json_lines
+
+STRAGGLER = {"stage": 0, "chi": 4, "from_step": 3}
+
+
+def same(one):
+    return pytest.approx(one, rel=1e-10, abs=0.0)
+
+
+@pytest.mark.parametrize(("num_stages", "schedule"), [(1, "gpipe"), (2, "1f1b"), (2, "gpipe"), (4, "1f1b")])
+def test_losses_are_those_of_undivided_training_wherever_layers_move(run_ranks, tmp_path, num_stages, schedule):
+    config = config_of(tmp_path, straggler=STRAGGLER, pipeline={"schedule": schedule})
+    first, *others = run_ranks(lambda rank, group: trained(config, group), num_stages)
+    losses, validation_loss = undivided(config)
+    assert losses_of(tmp_path) == same(losses)
+    assert all(one["validation_loss"] == same(validation_loss) for one in (first, *others))
+    moves = read_json_lines(tmp_path / "moves.jsonl")
+    assert first["moves"] == len(moves) == (1 if num_stages > 1 else 0)
+    for move in moves:
+        assert move["step"] > 3 and move["after"][1] < move["before"][1]
+        assert tuple(move["after"]) == first["boundaries"] == others[-1]["boundaries"]
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (4, 2), (1, 4), (2, 1)])
+def test_a_resumed_run_goes_on_as_if_nothing_had_happened_on_any_number_of_stages(run_ranks, tmp_path, before, after):
+    sections = {"straggler": STRAGGLER, "output": {"save_every": 4}}
+    half = config_of(tmp_path, training={"steps": 9}, **sections)
+    first = run_ranks(lambda rank, group: trained(half, group), before)[0]
+    whole = config_of(tmp_path, **sections)
+    second = run_ranks(lambda rank, group: trained(whole, group, resume=True), after)[0]
+    losses, validation_loss = undivided(whole)
+    lines = read_json_lines(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, 11))  # 9 was trained again
+    assert losses_of(tmp_path) == same(losses) and second["validation_loss"] == same(validation_loss)
+    if before == after:
+        assert tuple(lines[8]["boundaries"]) == first["boundaries"] != (0, 4, 8)
+    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step-00000004", "step-00000008"]
+
+
+def test_what_balancing_has_learned_is_resumed(run_ranks, tmp_path):
+    config = config_of(tmp_path, straggler=STRAGGLER, output={"save_every": 10})
+
+    def both(rank, group):
+        trained(config, group)
+        run = prepare(config, text_of(), group, resume=True)
+        with run.held:
+            return run.balancer.state_dict(), run.step
+
+    state, step = run_ranks(both, 2)[1]
+    saved = json.loads((tmp_path / "checkpoints" / "step-00000010" / "state.json").read_text())
+    assert step == 10 and json.loads(json.dumps(state)) == saved["balancer"]
+    assert state["costs"] and state["steps"] == 10
+
+
+def test_boundaries_that_a_user_has_changed_since_are_taken(run_ranks, tmp_path):
+    balance, output = {"mode": "off"}, {"save_every": 2}
+    before = config_of(tmp_path, training={"steps": 2}, balance=balance, output=output)
+    after = config_of(
+        tmp_path, training={"steps": 4}, balance=balance, output=output, pipeline={"boundaries": [0, 7, 8]}
+    )
+
+    def both(rank, group):
+        return trained(before, group)["boundaries"], trained(after, group, resume=True)["boundaries"]
+
+    assert run_ranks(both, 2)[0] == ((0, 4, 8), (0, 7, 8))
+
+
+def test_stages_that_divide_parameters_evenly(run_ranks, tmp_path):
+    config = config_of(
+        tmp_path, model={"vocabulary": 1000}, training={"steps": 1}, pipeline={"boundaries": "parameters"}
+    )
+    boundaries = run_ranks(lambda rank, group: trained(config, group), 3)[0]["boundaries"]
+    sizes = [num_parameters(layer) for layer in build_layers(config, config.make_case())]
+    of_stages = [sum(sizes[begin:end]) for begin, end in itertools.pairwise(boundaries)]
+    assert max(of_stages) == sizes[-1] < sum(sizes[-2:])  # the head alone is the largest stage that there must be
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"model": {"hidden_size": 16}}, "of another model (model differ), nothing was loaded"),
+        ({"training": {"dtype": "float32"}}, "of another model (dtype differ)"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused_on_every_rank(run_ranks, tmp_path, changed, told):
+    config = config_of(tmp_path, training={"steps": 1}, output={"save_every": 1})
+    other = config_of(tmp_path, output={"save_every": 1}, **changed)
+
+    def both(rank, group):
+        trained(config, group)
+        with pytest.raises(ValueError) as refused:
+            prepare(other, text_of(), group, resume=True)
+        return str(refused.value)
+
+    for said in run_ranks(both, 2):
+        assert told in said and "--output" in said
+
+
+def test_an_earlier_run_is_not_overwritten_and_ranks_must_agree(run_ranks, tmp_path):
+    config = config_of(tmp_path, training={"steps": 1})
+
+    def check(rank, group):
+        said = []
+        for text in (text_of(seed=rank), text_of()):
+            with pytest.raises(ValueError) as refused:
+                prepare(config, text, group, resume=False)
+            said.append(str(refused.value))
+        return said
+
+    (tmp_path / "metrics.jsonl").touch()
+    for differ, earlier in run_ranks(check, 2):
+        assert "do not agree on the text to train on" in differ
+        assert f"{tmp_path} holds an earlier run: add --resume" in earlier
+
+
+@pytest.mark.parametrize("step_that_fails", ["save", "write_manifest"])
+def test_a_save_that_fails_leaves_the_one_before_and_training_goes_on(
+    run_ranks, tmp_path, monkeypatch, step_that_fails
+):
+    config = config_of(tmp_path, training={"steps": 4}, output={"save_every": 2, "keep": 1})
+
+    def check(rank, group):
+        fails = checkpoints.dcp if step_that_fails == "save" else checkpoints
+        works, calls = getattr(fails, step_that_fails), []
+
+        def failing(*arguments, **options):
+            calls.append(1)
+            if len(calls) == 2 and step_that_fails == "save":
+                (path_of := options["storage_writer"].path / "half").touch()
+                assert path_of.exists()
+                raise checkpoints.CheckpointException("disk full", {})
+            if len(calls) == 2:
+                raise OSError("disk full")
+            return works(*arguments, **options)
+
+        monkeypatch.setattr(fails, step_that_fails, failing)
+        return trained(config, group)["steps"]
+
+    assert run_ranks(check, 2) == [4, 4]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
+
+
+@pytest.mark.parametrize("name", ["__1_0.distcp", "state.json", ".metadata", "manifest.json"])
+def test_a_damaged_or_missing_file_is_named_with_a_way_out(run_ranks, tmp_path, name):
+    config = config_of(tmp_path, training={"steps": 4}, output={"save_every": 2})
+
+    def check(rank, group):
+        trained(config, group)
+        path = tmp_path / "checkpoints" / "step-00000004" / name
+        if rank == 0:
+            path.write_bytes(path.read_bytes()[:-3] + b"abc") if name != "manifest.json" else path.unlink()
+        with pytest.raises(ValueError) as refused:
+            prepare(config, text_of(), group, resume=True)
+        return str(refused.value)
+
+    for said in run_ranks(check, 2):
+        assert name in said and "goes on from step-00000002" in said
