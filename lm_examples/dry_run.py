@@ -80,8 +80,8 @@ def activation_bytes(config: RunConfig, number: int) -> int:
     """Estimate of what forward of layer ``number`` keeps for backward, of one micro-batch, with all work done.
 
     Of each token: of a block the inputs, normalised inputs and outputs of both layer norms and of the attention (5 D),
-    q, k and v (3 D), and the outputs of the first product and of GELU (2 M); of the head its two vectors and the
-    logits' logarithms; of the embedding the token itself.
+    q, k and v (3 D), and the outputs of the first product and of GELU (2 M); of the head its norm's input and output
+    (2 D) and the logits (V), which belong to the loss; of the embedding the number of the token.
     """
     model, training = config.model, config.training
     itemsize = getattr(torch, training.dtype).itemsize
