@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,15 +13,24 @@ from lm_examples.gpt import Block, Embedding, Head, ModelConfig, next_token_loss
 from zeroresize.pipeline import Pipeline
 
 
+@dataclass(frozen=True)
+class NoOptions:
+    """A dense GPT has none."""
+
+
 class DynamicCase:
     """A dense GPT. A case replaces its layers, or changes them between steps.
 
     Args:
         model: its shape.
+        options: of the class :attr:`Options`; None for its defaults.
     """
 
-    def __init__(self, model: ModelConfig) -> None:
+    Options: ClassVar[type[Any]] = NoOptions
+
+    def __init__(self, model: ModelConfig, options: Any = None) -> None:
         self.model = model
+        self.options = self.Options() if options is None else options
 
     def embedding(self) -> nn.Module:
         """Tokens [B, T] to what the blocks take: [B, T, D], or a tuple that begins with it."""
