@@ -1,8 +1,8 @@
 """The k largest of all ranks' numbers are those that one rank with all of them would choose."""
 
-import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +12,7 @@ from lm_examples.cases.global_top_k import global_top_k
 
 CPU = torch.device("cpu")
 #: Few different ones, so that many are equal, and such whose bit patterns differ in one digit only.
-NUMBERS = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1.0000001, 3.5, -3.5, 1e-45, 1e30, -math.inf, 2.0**-126])
+NUMBERS = [0.0, -0.0, 1.0, -1.0, 1.0000001, 1.0 + 1e-12, 3.5, -3.5, 1e-45, 1e30, -math.inf, 2.0**-126]
 
 
 def undistributed(numbers, k):
@@ -21,30 +21,41 @@ def undistributed(numbers, k):
     return keep
 
 
-def split_over_ranks(numbers, cuts, num_ranks):
-    """A list of tensors for each rank; some have none, some empty ones."""
-    bounds = [0, *sorted(min(one, len(numbers)) for one in cuts), len(numbers)]
-    pieces = [numbers[begin:end] for begin, end in itertools.pairwise(bounds)]
-    firsts = [rank * len(pieces) // num_ranks for rank in range(num_ranks + 1)]
-    return [pieces[begin:end] for begin, end in itertools.pairwise(firsts)]
+def check_one(rank, group, numbers, pieces_by_rank, k):
+    """``pieces_by_rank``: sizes of each rank's tensors, which are ``numbers`` one after another."""
+    pieces = list(numbers.split([size for sizes in pieces_by_rank for size in sizes]))
+    expected = list(undistributed(numbers, k).split([len(one) for one in pieces]))
+    begin = sum(len(sizes) for sizes in pieces_by_rank[:rank])
+    end = begin + len(pieces_by_rank[rank])
+    masks = global_top_k(pieces[begin:end], k, group, CPU)
+    assert [one.tolist() for one in masks] == [one.tolist() for one in expected[begin:end]]
 
 
-@pytest.mark.parametrize(("num_ranks", "dtype"), [(1, torch.float32), (3, torch.float32), (2, torch.float64)])
-def test_any_numbers_with_many_ties(run_ranks, num_ranks, dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_any_numbers_on_one_rank(run_ranks, dtype):
     def check(rank, group):
-        @settings(derandomize=True, max_examples=60, database=None)  # every rank must draw the same
-        @given(st.lists(NUMBERS, max_size=40), st.lists(st.integers(0, 40), max_size=5), st.floats(0, 1))
-        def check_all(numbers, cuts, share):
-            whole = torch.tensor(numbers, dtype=dtype)
-            k = round(share * len(whole))
-            pieces = split_over_ranks(whole, cuts, num_ranks)
-            masks = global_top_k(pieces[rank], k, group, CPU)
-            assert [one.shape for one in masks] == [one.shape for one in pieces[rank]]
-            begin = sum(len(one) for of_rank in pieces[:rank] for one in of_rank)
-            own = torch.cat([torch.zeros(0, dtype=torch.bool), *masks])
-            assert torch.equal(own, undistributed(whole, k)[begin : begin + len(own)])
+        @settings(max_examples=100, database=None)
+        @given(st.lists(st.sampled_from(NUMBERS) | st.floats(allow_nan=False, width=32), max_size=20), st.data())
+        def check_all(numbers, data):
+            k = data.draw(st.integers(0, len(numbers)))
+            check_one(rank, group, torch.tensor(numbers, dtype=dtype), [[len(numbers)]], k)
 
         check_all()
+
+    run_ranks(check, 1)
+
+
+@pytest.mark.parametrize(("num_ranks", "dtype"), [(2, torch.float64), (3, torch.float32)])
+def test_numbers_of_several_ranks_with_many_ties(run_ranks, num_ranks, dtype):
+    """Some ranks have no tensors, some empty ones."""
+
+    def check(rank, group):
+        random = np.random.default_rng(0)
+        for _ in range(60):
+            sizes = [random.integers(0, 8, random.integers(0, 4)).tolist() for _ in range(num_ranks)]
+            numbers = random.choice(random.choice(NUMBERS, random.integers(1, 5)), sum(map(sum, sizes)))
+            k = int(random.integers(0, len(numbers) + 1))
+            check_one(rank, group, torch.tensor(numbers, dtype=dtype), sizes, k)
 
     run_ranks(check, num_ranks)
 
