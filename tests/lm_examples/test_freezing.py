@@ -1,0 +1,221 @@
+"""Layers in front that have stopped changing skip backward, and thaw."""
+
+import math
+
+import dynamic_cases
+import pytest
+import torch
+from dynamic_cases import BATCH, MICRO, Run, batch, layers_of, model_of
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+
+from lm_examples.cases.dynamic_case import DynamicCase
+from lm_examples.cases.freezing import Freezing
+from lm_examples.cases.freezing_rule import FreezingOptions, FreezingRule
+from zeroresize.pipeline import LayerProfiler
+
+
+def rule_of(num_layers=3, **options):
+    return FreezingRule(num_layers, FreezingOptions(**({"window": 1, "patience": 1, "tolerance": 0.5} | options)))
+
+
+def frozen_after(rule, *checks, lr=1.0, loss=1.0):
+    return [rule.check(plasticity, lr, loss) for plasticity in checks]
+
+
+def test_layers_freeze_from_the_front_only():
+    rule = rule_of(4)
+    found = frozen_after(rule, [8, 8, 8, 8], [8, 1, 8, 1], [8, 1, 8, 1], [1, 1, 8, 1], [math.nan, math.nan, 1, 1])
+    assert found == [0, 0, 0, 2, 3]  # of four, the last one never
+
+
+def test_a_layer_must_be_calm_several_times_in_a_row_on_average():
+    assert frozen_after(rule_of(patience=2), *[[one] * 3 for one in (8, 1, 8, 1, 1)]) == [0, 0, 0, 0, 2]
+    assert frozen_after(rule_of(window=2), *[[one] * 3 for one in (8, 8, 1, 8, 1, 1)]) == [0, 0, 0, 0, 0, 2]
+
+
+def test_a_layer_that_never_changed_is_not_frozen():
+    assert frozen_after(rule_of(), *[[0.0] * 3] * 4) == [0] * 4
+
+
+def test_layers_thaw_when_the_learning_rate_has_dropped_or_the_loss_has_risen():
+    for lr, loss in ((0.1, 1.0), (1.0, 1.2)):
+        rule = rule_of()
+        assert frozen_after(rule, [8] * 3, [1] * 3) == [0, 2]
+        assert rule.check([math.nan, math.nan, 1], 0.11, 1.19) == 2
+        assert rule.check([math.nan, math.nan, 1], lr, loss) == 0
+        assert frozen_after(rule, [8] * 3, [1] * 3, lr=lr, loss=loss) == [0, 2]
+    never = rule_of(thaw_at_lr=None, thaw_at_loss=None)
+    frozen_after(never, [8] * 3, [1] * 3)
+    assert never.check([math.nan, math.nan, 1], 1e-9, 1e9) == 2
+
+
+def test_the_rule_goes_on_from_its_state_and_refuses_another_models():
+    checks = [[8] * 3, [6] * 3, [1] * 3, [1] * 3, [1] * 3]
+    whole, first, second = (rule_of(window=2, patience=3) for _ in range(3))
+    expected = frozen_after(whole, *checks)
+    frozen_after(first, *checks[:3])
+    second.load_state_dict(first.state_dict())
+    assert frozen_after(second, *checks[3:]) == expected[3:] == [0, 2]
+    with pytest.raises(ValueError, match="of 3 layers, but the model has 4"):
+        rule_of(4).load_state_dict(first.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("every", 0), ("window", 0), ("tolerance", 1.0), ("thaw_at_lr", 0), ("thaw_at_loss", 1), ("keep_active", 0)],
+)
+def test_impossible_options_are_errors(key, value):
+    with pytest.raises(ValueError, match=rf"freezing\.{key}="):
+        FreezingOptions(**{key: value})
+
+
+class Forced(Freezing):
+    """Freezes so many layers behind each step, whatever their plasticity."""
+
+    def __init__(self, model, plan):
+        super().__init__(model, FreezingOptions(every=1))
+        self.plan = plan
+
+    def after_step(self, pipeline, optimizer, step, loss):
+        self._rule.check = lambda *_: setattr(self._rule, "num_frozen", self.plan[step - 1]) or self.plan[step - 1]
+        return super().after_step(pipeline, optimizer, step, loss)
+
+
+PLAN = [0, 2, 4, 5, 5, 0, 3]
+
+
+def reference(model, plan):
+    """Losses of plain training that skips the frozen layers' parameters."""
+    layers = layers_of(DynamicCase(model))
+    optimizer = torch.optim.AdamW([one for layer in layers for one in layer.parameters()], lr=0.02)
+    losses, frozen = [], 0
+    for step, after in enumerate(plan):
+        tokens, following = batch(model, step)
+        x = tokens
+        for layer in layers:
+            x = layer(x)
+        loss = DynamicCase(model).loss(x, following)
+        optimizer.zero_grad()
+        loss.backward()
+        for layer in layers[:frozen]:
+            for one in layer.parameters():
+                one.grad = None
+        optimizer.step()
+        losses.append(loss.item())
+        frozen = after
+        for layer in layers[:frozen]:
+            for one in layer.parameters():
+                optimizer.state.pop(one, None)
+    return losses
+
+
+@pytest.mark.parametrize("schedule", [Schedule1F1B, ScheduleGPipe])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_frozen_stages_train_as_a_model_whose_first_parameters_are_not_stepped(run_ranks, num_ranks, schedule):
+    """Whole stages freeze and thaw, and layers move between."""
+
+    def check(rank, group):
+        run = Run(group, Forced(model_of(), PLAN), schedule=schedule).train(len(PLAN), moves=True)
+        return run.losses, run.has_changed
+
+    by_rank = run_ranks(check, num_ranks)
+    assert [changed for _, changed in by_rank] == [[False, True, True, True, False, True, True]] * num_ranks
+    losses, _ = by_rank[-1]
+    torch.testing.assert_close(losses, reference(model_of(), PLAN), rtol=1e-10, atol=1e-10)
+
+
+def test_frozen_layers_have_no_backward_and_less_memory(run_ranks):
+    def check(rank, group):
+        run = Run(group, Forced(model_of(), [0, 3, 3, 3]))
+        profiles = []
+        for _ in range(4):
+            run.train(1)
+            assert run.pipeline.knows_shapes == (not run.has_changed[-1])
+            if run.pipeline.knows_shapes:
+                tokens, following = batch(run.case.model, 0)
+                with LayerProfiler(run.pipeline, run.optimizer) as profiler:
+                    run.pipeline.step(tokens, target=following)
+                profiles.append(profiler.gather())
+        return profiles, run.case.figures(run.pipeline)
+
+    (first, *_, last), figures = run_ranks(check, 2)[0]
+    assert all(layer.backward_s > 0 and layer.activation_bytes > 0 for layer in first.layers)
+    for layer in last.layers[:3]:
+        assert (layer.backward_s, layer.gradient_bytes, layer.optimizer_bytes, layer.activation_bytes) == (0, 0, 0, 0)
+        assert layer.forward_s > 0
+    assert all(layer.backward_s > 0 and layer.optimizer_bytes > 0 for layer in last.layers[3:])
+    assert figures == {"frozen_layers": 3.0}
+
+
+SOON = {"every": 2, "window": 1, "patience": 1, "tolerance": 0.9}
+
+
+def case():
+    return Freezing(model_of(), FreezingOptions(**SOON))
+
+
+def test_layers_freeze_by_what_they_do_wherever_they_are(run_ranks):
+    dynamic_cases.check_that_moves_change_nothing(run_ranks, case, 14)
+
+    def check(rank, group):
+        run, found = Run(group, case()), []
+        for _ in range(14):
+            run.train(1, moves=True)
+            found.append(run.case.figures(run.pipeline)["frozen_layers"])
+        return found, run.has_changed
+
+    by_rank = run_ranks(check, 2)
+    assert by_rank[0] == by_rank[1]
+    found, changed = by_rank[0]
+    assert max(found) > 0 and found[:3] == [0.0] * 3
+    assert [bool(one) for one in changed] == [one != before for one, before in zip(found, [0.0, *found], strict=False)]
+
+
+def test_a_layers_plasticity_is_how_much_its_outputs_have_changed(run_ranks):
+    """It is of one sequence of the last micro-batch behind the check before, whatever changed in front of the layer."""
+
+    def check(rank, group):
+        model = model_of()
+        run = Run(group, Freezing(model, FreezingOptions(every=3)))
+        run.train(3)
+        layers = run.pipeline.layers
+        assert layers[2].watch.is_due and layers[2].watch.probe is None
+        x, _ = batch(model, 3)
+        with torch.no_grad():
+            for layer in layers[:2]:
+                x = layer(x)
+            one = x[BATCH - BATCH // MICRO][None]
+            before = layers[2](one)[0]
+        run.train(2)
+        assert not layers[2].watch.is_due
+        with torch.no_grad():
+            change = similarity(layers[2](one)[0]) - similarity(before)
+        return layers[2].watch.plasticity(layers[2], run.pipeline.device), change.square().mean().item()
+
+    def similarity(outputs):
+        products = outputs @ outputs.T
+        return products / products.norm(dim=1, keepdim=True)
+
+    ((found, expected),) = run_ranks(check, 1)
+    assert found == pytest.approx(expected, rel=1e-12) and found > 0
+
+
+@pytest.mark.parametrize("num_before", [5, 8])
+def test_a_saved_run_goes_on_with_the_same_frozen_layers(run_ranks, num_before):
+    dynamic_cases.check_that_saved_runs_go_on(run_ranks, case, num_before, 6)
+
+
+def test_layers_that_thaw_at_a_lower_learning_rate_are_trained_again(run_ranks):
+    def check(rank, group):
+        run = Run(group, case()).train(10)
+        frozen = run.case.figures(run.pipeline)["frozen_layers"]
+        run.optimizer.param_groups[0]["lr"] /= 10
+        before = run.pipeline.layers[0].tokens.weight.detach().clone() if rank == 0 else None
+        run.train(2)
+        assert not any(one.requires_grad is False for one in run.pipeline.parameters())
+        run.train(1)
+        changed = rank or not torch.equal(before, run.pipeline.layers[0].tokens.weight)
+        return frozen, run.case.figures(run.pipeline)["frozen_layers"], bool(changed)
+
+    for frozen, later, changed in run_ranks(check, 2):
+        assert frozen > 0 and later == 0 and changed

@@ -1,0 +1,219 @@
+"""The smallest weights of all stages are pruned: they are computed no more and leave with their optimizer state."""
+
+import dynamic_cases
+import pipelines
+import pytest
+import torch
+from dynamic_cases import BOUNDARIES, Run, batch, layers_of, model_of
+from torch import nn
+
+from lm_examples.cases.dynamic_case import DynamicCase
+from lm_examples.cases.pruning import Pruning, PruningOptions
+from lm_examples.cases.sparse_linear import SparseLinear
+from zeroresize.pipeline import LayerProfiler, move_layers
+from zeroresize.resharding.agreement import CannotMoveError
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+
+SOON = {"start": 2, "end": 6, "every": 1}
+#: Behind steps 1 to 6.
+SPARSITIES = [0.0, 0.0, 0.5203125, 0.7875, 0.8859375, 0.9]
+
+
+def case(**options):
+    return Pruning(model_of(), PruningOptions(**(SOON | options)))
+
+
+def test_the_schedule_is_that_of_eq_3_with_the_papers_figures():
+    options = PruningOptions()
+    found = {step: options.sparsity_at(step) for step in range(0, 10000, 500)}
+    found = {step: round(one, 4) for step, one in found.items() if one is not None}
+    assert found == {3000: 0.0, 4000: 0.5203, 5000: 0.7875, 6000: 0.8859, 7000: 0.9}
+    other = PruningOptions(initial_sparsity=0.2, final_sparsity=0.5, start=0, end=4, every=2)
+    assert [other.sparsity_at(step) for step in range(6)] == [pytest.approx(0.2), None, 0.4625, None, 0.5, None]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"final_sparsity": 1.0}, "final_sparsity"),
+        ({"initial_sparsity": 0.95}, "final_sparsity"),
+        ({"every": 300}, "must be a multiple of it"),
+        ({"end": 3000}, "end"),
+        ({"sparse_below": 1.5}, "sparse_below"),
+    ],
+)
+def test_impossible_options_are_errors(options, told):
+    with pytest.raises(ValueError, match=told):
+        PruningOptions(**options)
+
+
+@pytest.mark.parametrize(("num_kept", "sparse_below"), [(60, 0.0), (60, 1.0), (20, 0.5), (1, 1.0), (0, 1.0)])
+def test_products_and_gradients_are_those_of_a_masked_matrix(num_kept, sparse_below):
+    torch.manual_seed(0)
+    linear = SparseLinear(7, 13).double()
+    weight = linear.weight.detach().clone()
+    keep = torch.zeros(91, dtype=torch.bool)
+    keep[torch.randperm(91)[:num_kept]] = True
+    masked = (weight * keep.view(13, 7)).requires_grad_()
+    linear.prune(keep, torch.optim.SGD(linear.parameters()), sparse_below)
+    assert linear.is_sparse == (num_kept < sparse_below * 91) and linear.num_kept == num_kept
+    assert linear.num_products == (num_kept if linear.is_sparse else 91)
+    x = torch.randn(2, 5, 7, dtype=torch.float64, requires_grad=True)
+    dy = torch.randn(2, 5, 13, dtype=torch.float64)
+    y = linear(x)
+    dx, dw, db = torch.autograd.grad(y, (x, linear.weight, linear.bias), dy, materialize_grads=True)
+    expected = nn.functional.linear(x, masked, linear.bias)
+    expected_dx, expected_dw, expected_db = torch.autograd.grad(expected, (x, masked, linear.bias), dy)
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(dx, expected_dx, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(db, expected_db, rtol=1e-12, atol=1e-12)
+    kept = expected_dw.flatten()[keep] if linear.is_sparse else expected_dw * keep.view(13, 7)
+    torch.testing.assert_close(dw, kept, rtol=1e-12, atol=1e-12)
+
+
+def test_pruning_by_and_by_keeps_the_right_weights_with_their_state():
+    torch.manual_seed(0)
+    linear = SparseLinear(9, 6)
+    optimizer = torch.optim.AdamW(linear.parameters())
+    linear(torch.randn(4, 9)).square().sum().backward()
+    optimizer.step()
+    linear.bias.data.zero_()
+    weight, state = linear.weight.detach().clone(), optimizer.state[linear.weight]["exp_avg"].clone()
+    left = torch.ones(54, dtype=torch.bool)
+    for num_kept in (40, 26, 12, 5):
+        keep = torch.zeros(int(left.sum()), dtype=torch.bool)
+        keep[torch.randperm(len(keep))[:num_kept]] = True
+        left[left.clone()] = keep
+        linear.prune(keep, optimizer, 0.5)
+        assert linear.is_sparse == (num_kept < 27) and linear.weight.grad is None
+        assert torch.equal(linear.candidates(), weight.flatten()[left])
+        state_left = optimizer.state[linear.weight]["exp_avg"].flatten()
+        assert torch.equal(state_left[state_left != 0], state.flatten()[left])
+        assert torch.equal(linear(torch.eye(9)), (weight * left.view(6, 9)).T)
+    assert {key: tuple(one.shape) for key, one in optimizer.state[linear.weight].items()} == {
+        "step": (),
+        "exp_avg": (5,),
+        "exp_avg_sq": (5,),
+    }
+
+
+def masked_reference(model, num_steps):
+    """Losses of plain dense training whose weights and their moments are masked, by one sort of all weights."""
+    layers = layers_of(DynamicCase(model))
+    optimizer = torch.optim.AdamW([one for layer in layers for one in layer.parameters()], lr=0.02)
+    linears = [one for block in layers[1:-1] for one in block.modules() if isinstance(one, nn.Linear)]
+    masks = [torch.ones_like(one.weight) for one in linears]
+    losses = []
+    for step in range(num_steps):
+        tokens, following = batch(model, step)
+        x = tokens
+        for layer in layers:
+            x = layer(x)
+        loss = DynamicCase(model).loss(x, following)
+        optimizer.zero_grad()
+        loss.backward()
+        for one, mask in zip(linears, masks, strict=True):
+            one.weight.grad *= mask
+        optimizer.step()
+        losses.append(loss.item())
+        whole = torch.cat([one.weight.detach().flatten() for one in linears])
+        keep = torch.zeros_like(whole)
+        kept = round((1.0 - SPARSITIES[min(step, 5)]) * len(whole))
+        keep[whole.abs().sort(descending=True, stable=True).indices[:kept]] = 1.0
+        parts = keep.split([one.weight.numel() for one in linears])
+        masks = [part.view(one.weight.shape) for one, part in zip(linears, parts, strict=True)]
+        for one, mask in zip(linears, masks, strict=True):
+            state = optimizer.state[one.weight]
+            for tensor in (one.weight.data, state["exp_avg"], state["exp_avg_sq"]):
+                tensor *= mask
+    return losses
+
+
+@pytest.mark.parametrize("sparse_below", [0.0, 0.6])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_stages_train_as_a_dense_masked_model_wherever_layers_are(run_ranks, num_ranks, sparse_below):
+    losses = dynamic_cases.check_that_moves_change_nothing(
+        run_ranks, lambda: case(sparse_below=sparse_below), 9, num_ranks
+    )
+    torch.testing.assert_close(losses, masked_reference(model_of(), 9), rtol=1e-10, atol=1e-10)
+
+
+def test_work_and_memory_fall_and_layers_lose_unequally(run_ranks):
+    def profile_of(run):
+        tokens, following = batch(run.case.model, 0)
+        with LayerProfiler(run.pipeline, run.optimizer) as profiler:
+            run.pipeline.step(tokens, target=following)
+        return profiler.gather()
+
+    def check(rank, group):
+        run = Run(group, case(sparse_below=0.6)).train(1)
+        dense = profile_of(run)
+        assert {layer.work for layer in run.present if hasattr(layer, "work")} == {1.0}
+        run.train(5)
+        sparse = profile_of(run)
+        kept = [sum(one.num_kept for one in layer.linears) for layer in run.present if hasattr(layer, "work")]
+        work = [layer.work for layer in run.present if hasattr(layer, "work")]
+        return dense, sparse, run.has_changed, run.case.figures(run.pipeline)["sparsity"], kept, work
+
+    by_rank = run_ranks(check, 2)
+    dense, sparse, changed, *_ = by_rank[0]
+    assert changed == [False, True, True, True, True, True]
+    of_block = 4 * 8 * 8 + 2 * 8 * 32
+    kept = [one for *_, own, _ in by_rank for one in own]
+    assert sum(kept) == round(0.1 * 4 * of_block) and len(set(kept)) > 1
+    assert [figure for *_, figure, _, _ in by_rank] == [
+        pytest.approx(1 - sum(own) / (2 * of_block)) for *_, own, _ in by_rank
+    ]
+    attention = 2 * 8 * 36 / 8  # multiplications for a token, of 4.5 pairs on average
+    work = [one for *_, own in by_rank for one in own]
+    assert work == pytest.approx([(one + attention) / (of_block + attention) for one in kept])
+    for before, after in zip(dense.layers[1:5], sparse.layers[1:5], strict=True):
+        assert after.weight_bytes < 0.6 * before.weight_bytes
+        assert after.optimizer_bytes < 0.4 * before.optimizer_bytes
+        assert after.gradient_bytes < 0.4 * before.gradient_bytes
+    assert dense.layers[0].weight_bytes == sparse.layers[0].weight_bytes
+
+
+def test_pruned_layers_move_there_and_back_bit_for_bit(run_ranks):
+    """A receiver built the layer dense, or knows it with more weights than it has now."""
+
+    def check(rank, group):
+        run = Run(group, case(sparse_below=0.6)).train(4)
+        linears = [one for layer in run.present if hasattr(layer, "linears") for one in layer.linears]
+        assert any(one.is_sparse for one in linears)
+        home, *others = BOUNDARIES[2]
+        everything = []
+        for _ in range(2):
+            before = pipelines.held(run.pipeline, run.optimizer)
+            sizes = 0
+            for boundaries in (*others, home):
+                report = move_layers(run.pipeline, boundaries, optimizer=run.optimizer)
+                sizes += report.sent_bytes
+            pipelines.assert_same(pipelines.held(run.pipeline, run.optimizer), before)
+            everything.append(sizes)
+            run.train(2)  # pruned further at home
+        return everything
+
+    for first, second in run_ranks(check, 2):
+        assert second < first
+
+
+@pytest.mark.parametrize("num_before", [3, 6])
+def test_a_saved_run_goes_on_pruned(run_ranks, num_before):
+    dynamic_cases.check_that_saved_runs_go_on(run_ranks, lambda: case(sparse_below=0.6), num_before, 5)
+
+
+def test_an_optimizer_with_state_of_other_shapes_is_an_error_on_every_rank(run_ranks):
+    def check(rank, group):
+        run = Run(group, case())
+        move_layers(run.pipeline, (0, 1, 6), optimizer=run.optimizer)
+        run.optimizer = torch.optim.Adafactor(run.pipeline.parameters())
+        run.train(1)
+        with pytest.raises(CannotMoveError if rank == 0 else ValueError) as raised:
+            run.train(1)
+        assert not any(one.num_kept < one.weight.numel() for layer in run.present[1:-1] for one in layer.linears)
+        return str(raised.value)
+
+    first, second = run_ranks(check, 2)
+    assert "ranks [1]" in first and "row_var" in second and "AdamW or SGD" in second
