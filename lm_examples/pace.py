@@ -32,7 +32,17 @@ class Pace:
     def __init__(self, forward_s: float = 0.0) -> None:
         self.chi, self.slept_s = 1.0, 0.0
         self._forward_s = forward_s
-        self._begun_s = 0.0
+        self._begun_s = self._told_s = 0.0
+
+    @property
+    def sleeps_for_work(self) -> bool:
+        """Whether sleeps stand for all work, so that the rest of a step is idle."""
+        return self._forward_s > 0.0
+
+    def lap(self) -> float:
+        """Seconds slept since the last lap."""
+        since, self._told_s = self.slept_s - self._told_s, self.slept_s
+        return since
 
     def hold_up(self, blocks: Iterable[nn.Module]) -> None:
         """Attach to modules with an attribute ``work``."""

@@ -103,17 +103,20 @@ def validate(run: Run) -> float:
 
 def report(run: Run, also: dict[str, float]) -> None:
     """Bring the stages' numbers together, and write them; collective."""
-    own = run.losses, run.case.figures(run.pipeline)
-    of_stages = of_all_ranks(own, run.pipeline.process_group)
+    num_steps, own_s = run.clock.num_since_lap, run.clock.lap()
+    idle = 1.0 - run.pace.lap() / (num_steps * own_s) if run.pace.sleeps_for_work and num_steps else math.nan
+    of_stages = of_all_ranks((run.losses, run.case.figures(run.pipeline), idle), run.pipeline.process_group)
     run.loss = _mean(of_stages[-1][0])
     by_name: dict[str, list[float]] = {}
-    for _, figures in of_stages:
+    for _, figures, _ in of_stages:
         for name, value in figures.items():
             by_name.setdefault(name, []).append(value)
     run.figures = {name: _mean(values) for name, values in by_name.items()}
     run.losses.clear()
     if run.recorder is not None:
-        numbers = {"loss": run.loss, "step_s": run.clock.lap(), "boundaries": run.pipeline.boundaries, **also}
+        numbers = {"loss": run.loss, "step_s": own_s, "boundaries": run.pipeline.boundaries, **also}
+        if run.pace.sleeps_for_work:
+            numbers["bubble_ratio"] = _mean([idle for *_, idle in of_stages])
         run.recorder.metrics(run.step, {**numbers, "figures": run.figures})
 
 

@@ -52,6 +52,11 @@ class StepClock:
         """Seconds of all iterations, those of this process last."""
         return [*self._before, self.seconds]
 
+    @property
+    def num_since_lap(self) -> int:
+        """Iterations since the last lap."""
+        return len(self.seconds) - self._num_told + self._pending
+
     def start(self) -> None:
         """The next iteration begins now, for example after an evaluation."""
         self._began, self._pending = time.perf_counter(), 0

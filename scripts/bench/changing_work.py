@@ -1,0 +1,65 @@
+"""The cases of changing work that the benchmarks of pipelines share, as settings of ``lm_examples.train``.
+
+Schedules are those of the paper (DynMo, sections 3 and 4.2), squeezed into a run of a few hundred steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+#: Small products, so that what is measured are the sleeps; 16 blocks.
+MODEL = (
+    "model.num_blocks=16",
+    "model.hidden_size=32",
+    "model.num_heads=4",
+    "model.context=64",
+    "training.batch_size=8",
+    "training.micro_batches=8",
+    "training.log_every=10",
+    "training.validation_batches=1",
+    "sleep.forward_s=0.0015",
+)
+#: Speed-ups of DynMo's Fig. 3, of dynamic balancing over the better static partition.
+PAPER = {
+    "pruning": "3.18",
+    "freezing": "2.23",
+    "early exit": "4.52",
+    "mixture of depths": "1.17",
+    "mixture of experts": "1.21 to 1.23",
+    "sparse attention": "2.71 to 4.02",
+}
+_OFTEN, _RARELY = "balance.profile_every=1", "balance.profile_every=20"
+
+Settings = Callable[[int, int], list[str]]
+
+
+def _pruning(num_stages: int, steps: int) -> list[str]:
+    every = steps // 12
+    schedule = f"{{start: {2 * every}, end: {6 * every}, every: {every}}}"
+    return ["case.name=pruning", *_options(schedule), _RARELY]
+
+
+def _options(values: str) -> list[str]:
+    pairs = (one.split(":") for one in values.strip("{}").split(","))
+    return [f"case.{key.strip()}={value.strip()}" for key, value in pairs]
+
+
+def _straggler(chi: float) -> Settings:
+    def settings(num_stages: int, steps: int) -> list[str]:
+        return [
+            "case.name=none",
+            f"straggler.stage={max(num_stages - 2, 0)}",
+            f"straggler.chi={chi}",
+            f"straggler.from_step={steps // 8}",
+            _RARELY,
+        ]
+
+    return settings
+
+
+CASES: dict[str, Settings] = {
+    "nothing changes": lambda num_stages, steps: ["case.name=none", _RARELY],
+    "χ = 2": _straggler(2.0),
+    "χ = 4": _straggler(4.0),
+    "pruning": _pruning,
+}
