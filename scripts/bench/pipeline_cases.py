@@ -41,7 +41,7 @@ def trained(settings: Sequence[str], num_stages: int) -> dict[str, Any]:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_stages)]
         command += ["-m", "lm_examples.train", "--config", "small"]
         command += [part for one in settings for part in ("--set", one)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=900)
         run = Path(folder) / "run"
         return {
             **json.loads((run / "summary.json").read_text(encoding="utf-8")),
