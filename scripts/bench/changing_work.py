@@ -63,3 +63,8 @@ CASES: dict[str, Settings] = {
     "χ = 4": _straggler(4.0),
     "pruning": _pruning,
 }
+
+
+def often(case: str) -> bool:
+    """Whether layers are measured in every step, as the work changes in every step."""
+    return _OFTEN in CASES[case](2, 100)

@@ -40,6 +40,26 @@ def test_work_that_grows_everywhere_is_no_slow_device():
     assert costs.seconds.tolist() == pytest.approx([3.0, 6.0, 9.0, 12.0])
 
 
+def test_work_that_changes_differently_in_most_stages_is_no_change_of_devices():
+    world = World([1.0] * 8, [1.0, 1.0, 0.5, 1.0], (0, 2, 4, 6, 8))
+    pruned = [0.3, 0.3, 0.4, 0.4, 0.35, 0.35, 1.0, 1.0]
+    costs = after(world, {"work": pruned})
+    assert costs.speeds == pytest.approx((1.0,) * 4)
+    costs = after(world, {"work": pruned}, {"work": pruned, "speeds": [1.0, 1.0, 0.5, 0.5]})
+    assert costs.speeds[3] == pytest.approx(0.5 * costs.speeds[2])
+
+
+def test_work_that_is_known_to_have_changed_is_no_change_of_devices():
+    world = World([1.0] * 6, [1.0, 1.0], (0, 3, 6))
+    costs = LayerCosts.first(world.profile())
+    world.work = [0.3, 0.3, 0.3, 1.0, 1.0, 1.0]
+    known = costs.after(world.profile(), is_other_work=True)
+    assert known.speeds == (1.0, 1.0) and known.seconds.tolist() == pytest.approx(world.work)
+    assert costs.after(world.profile()).speeds[0] > 1.0
+    world.boundaries = (0, 2, 6)
+    assert costs.after(world.profile(), is_other_work=True).speeds == (1.0, 1.0)
+
+
 def test_a_layer_that_moved_tells_which_device_is_faster():
     costs = after(World([1.0] * 6, [1.0, 0.5, 1.0], (0, 2, 4, 6)), {"boundaries": (0, 3, 4, 6)})
     assert costs.speeds[0] / costs.speeds[1] == pytest.approx(2.0)

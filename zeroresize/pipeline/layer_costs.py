@@ -3,8 +3,8 @@
 ``L`` layers, ``S`` stages. A layer is measured only where it is, so its seconds alone do not tell heavy work from a
 slow device. Two things do:
 
-- **All layers of a stage change by one factor**: then its device has changed, not their work. That is a guess, as work
-  can change in all layers of a stage alike; but one that errs towards a move.
+- **All layers of a stage change by one factor, while those of most other stages do not**: then its device has changed,
+  not their work. That is a guess, but where the caller has said that it was the work.
 - **A layer has moved**: then it has been measured on two devices, and tells which is faster. So a wrong guess is found
   out by the first move that it leads to.
 
@@ -14,6 +14,7 @@ At first all devices are taken to be equally fast.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,8 +56,14 @@ class LayerCosts:
         """[L] forward and backward."""
         return np.array(self.forward_s) + np.array(self.backward_s)
 
-    def after(self, profile: PipelineProfile) -> LayerCosts:
-        """What is known after one more profile, of the same layers and stages."""
+    def after(self, profile: PipelineProfile, *, is_other_work: bool = False) -> LayerCosts:
+        """What is known after one more profile, of the same layers and stages.
+
+        Args:
+            is_other_work: whether layers are known to have other work than before, so that devices are as they were.
+        """
+        if is_other_work:
+            return _as_measured(profile, np.array(self.speeds))
         stages_L, before_L = (np.array(Partition(one.boundaries).stages) for one in (profile, self))
         now_L = _seconds(profile)
         speeds = np.array(self.speeds)
@@ -64,13 +71,22 @@ class LayerCosts:
         counts_L = _tell_of_device(now_L, stages_L) & _tell_of_device(expected_L, stages_L)
         # By which factor each layer takes longer than expected, as a logarithm.
         longer_L = np.log(np.where(counts_L, now_L, 1.0) / np.where(counts_L, expected_L, 1.0))
-        changes_S = np.zeros(len(speeds))
-        for stage in range(len(speeds)):
-            of_stage = longer_L[counts_L & (stages_L == stage) & (before_L == stage)]
-            if of_stage.size and np.ptp(of_stage) <= 2.0 * math.log1p(NOISE):
-                changes_S[stage] = _beyond_noise(float(np.median(of_stage)))
+        stayed = counts_L & (before_L == stages_L)
+        changes_S = _changes_of_devices([longer_L[stayed & (stages_L == one)] for one in range(len(speeds))])
         corrections_S = _corrections(longer_L - changes_S[stages_L], counts_L, stages_L, before_L, len(speeds))
         return _as_measured(profile, speeds * np.exp(corrections_S - changes_S))
+
+
+def _changes_of_devices(longer: Sequence[Floats]) -> Floats:
+    """[S] by which factors devices have become slower, as logarithms, by those of each stage's layers."""
+    noise = math.log1p(NOISE)
+    medians = [float(np.median(of_stage)) if of_stage.size else math.nan for of_stage in longer]
+    have_changed = [abs(one) > noise for one in medians]  # what is not known has not
+    if 2 * sum(have_changed) > len(longer):
+        return np.zeros(len(longer))
+    by_one_factor = [of_stage.size > 0 and bool(np.ptp(of_stage) <= 2.0 * noise) for of_stage in longer]
+    changed = zip(medians, have_changed, by_one_factor, strict=True)
+    return np.array([median if is_other and is_one else 0.0 for median, is_other, is_one in changed])
 
 
 def _corrections(longer_L: Floats, counts_L: Mask, stages_L: Indices, before_L: Indices, num_stages: int) -> Floats:

@@ -159,8 +159,12 @@ class PipelineBalancer:
         self._balance(profiler.gather())
 
     def profile_next(self) -> None:
-        """Measure layers in the next block, as their work has changed; to be called on every rank alike."""
+        """Measure layers in the next block, as their work has changed; to be called on every rank alike.
+
+        What is then measured is put down to the layers, not to their devices.
+        """
         self._next_profile = self.steps
+        self._rebalancing.expect_other_work()
 
     def what_if(self) -> RebalancingForecast | None:
         """What moving layers would save now, by the last profile; None before there was one.

@@ -44,11 +44,16 @@ class Rebalancing:
         self.owed_s, self.doubt = 0.0, 1.0
         self._profile: PipelineProfile | None = None
         self._first: PipelineProfile | None = None
+        self._is_other_work = False
         self._promised: tuple[float, float] | None = None  # seconds of a step before the last move, and then
 
     @property
     def looks_again(self) -> bool:
         return self._first is not None
+
+    def expect_other_work(self) -> None:
+        """The next profile is of layers whose work has changed, by what the caller did to them."""
+        self._is_other_work = True
 
     def update(self, profile: PipelineProfile) -> RebalancingForecast | None:
         """What is to be carried out after this profile; None where everything stays.
@@ -61,13 +66,16 @@ class Rebalancing:
         first, self._first = self._first, None
         if first is not None and first.boundaries == profile.boundaries:
             profile = in_two_profiles(first, profile)
-        costs = LayerCosts.first(profile) if self.costs is None else self.costs.after(profile)
+        if self.costs is None:
+            costs = LayerCosts.first(profile)
+        else:
+            costs = self.costs.after(profile, is_other_work=self._is_other_work)
         forecast = self.rule.forecast(costs, profile, self.cost_of_move)
         is_wanted = forecast.after != forecast.before
         if is_wanted and first is None:
             self._first = profile
             return None
-        self.costs, self._profile = costs, profile
+        self.costs, self._profile, self._is_other_work = costs, profile, False
         self._judge(forecast.step_s)
         self.owed_s = self.owed_s + forecast.saving_s * self.rule.num_steps if is_wanted else 0.0
         if not is_wanted or not (forecast.is_needed or self.owed_s >= self.doubt * forecast.price_s):
@@ -124,6 +132,7 @@ class Rebalancing:
         self.costs, self.cost_of_move = costs, MoveCost(*state["cost_of_move"])
         self.owed_s, self.doubt = state["owed_s"], max(state["doubt"], 1.0)
         self._profile = self._first = self._promised = None
+        self._is_other_work = False
 
     def _judge(self, step_s: float) -> None:
         """Compare what the last move was to save with what it has."""

@@ -6,7 +6,7 @@ figures are known at the end of the next step, and layers move there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -108,12 +108,14 @@ def simulate_pipeline(
     num_microbatches: int,
     schedule: Schedule = "1f1b",
     rule: RebalancingRule | None = None,
+    changes: Collection[int] = (),
 ) -> PipelineTrace:
     """Train ``N`` steps.
 
     Args:
         boundaries: [S + 1] to begin with.
         rule: how layers move; None for a static pipeline. Its ``num_steps`` are those between two profiles.
+        changes: steps, from 0, behind which the balancer is told that the work of layers has changed.
 
     Raises:
         ValueError: for boundaries, speeds or micro-batches that do not fit.
@@ -148,6 +150,10 @@ def simulate_pipeline(
             cadence.measured(step)
         forecast = None if before is None or before.boundaries != now.boundaries else rebalancing.update(before)
         if rebalancing.looks_again:
+            cadence.look_again(step)
+        if step in changes:
+            measured = None  # of work that is no more
+            rebalancing.expect_other_work()
             cadence.look_again(step)
         if forecast is not None:
             now = Partition(forecast.after)
