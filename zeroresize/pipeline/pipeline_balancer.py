@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
@@ -15,6 +15,7 @@ from torch.distributed.pipelining import Schedule1F1B
 from zeroresize.comm.collectives import all_reduce
 from zeroresize.pipeline.moving import LayerMoveReport, move_layers
 from zeroresize.pipeline.pipeline import Pipeline
+from zeroresize.pipeline.profile_exchange import ProfileExchange
 from zeroresize.pipeline.profiling import LayerProfiler, PipelineProfile
 from zeroresize.pipeline.rebalancing import Rebalancing
 from zeroresize.pipeline.rebalancing_forecast import (
@@ -69,9 +70,9 @@ class PipelineBalancer:
             optimizer.step()
 
     In a block that is due every layer is measured: the second one, every ``profile_every``-th from there on, the one
-    after next behind a move, and once more where a profile wants a move. At its end all ranks exchange the figures,
-    decide alike, and move layers with gradients and optimizer state (:func:`~zeroresize.pipeline.move_layers`). In all
-    other blocks nothing happens.
+    after next behind a move, and once more where a profile wants a move. The figures travel while the next block runs,
+    on a group of their own. At its end all ranks have them, decide alike, and move layers with gradients and optimizer
+    state (:func:`~zeroresize.pipeline.move_layers`). In all other blocks nothing happens.
 
     A stage that becomes slow gets fewer layers, and gets them back when it recovers; see
     :mod:`zeroresize.pipeline.layer_costs` for how slow devices and heavy layers are told apart.
@@ -137,6 +138,7 @@ class PipelineBalancer:
         meet = pipeline.meet()
         table = meet_prepared(meet, alike)
         require_same([one for one, *_ in table], "the options of PipelineBalancer", meet)
+        self._profiles = ProfileExchange(pipeline)
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -149,14 +151,16 @@ class PipelineBalancer:
             RuntimeError, ValueError: at the end, as :func:`~zeroresize.pipeline.move_layers`.
         """
         # The first step finds shapes by running layers once more.
-        if self.steps < self._next_profile or not self._pipeline.knows_shapes:
+        is_due = self.steps >= self._next_profile and self._pipeline.knows_shapes
+        profiler = LayerProfiler(self._pipeline, self._optimizer) if is_due else None
+        with profiler or nullcontext():
             yield
-            self.steps += 1
-            return
-        with LayerProfiler(self._pipeline, self._optimizer) as profiler:
-            yield
+        if is_due:
+            self._next_profile = self.steps + self._rebalancing.rule.num_steps
         self.steps += 1
-        self._balance(profiler.gather())
+        profile = self._profiles.after_block(profiler, self.steps)
+        if profile is not None:
+            self._balance(profile)
 
     def what_if(self) -> RebalancingForecast | None:
         """What moving layers would save now, by the last profile; None before there was one.
@@ -186,7 +190,6 @@ class PipelineBalancer:
 
     def _balance(self, profile: PipelineProfile) -> None:
         forecast = self._rebalancing.update(profile)
-        self._next_profile = self.steps + self._rebalancing.rule.num_steps - 1
         if self._rebalancing.looks_again:
             self._next_profile = self.steps
         if forecast is None:
