@@ -82,15 +82,15 @@ def move_layers(
     except Exception as error:  # the others must hear of any
         agreed = error
     meet_prepared(meet, agreed)
-    allocate_together(move.new_bytes + move.buffer_bytes, pipeline.device, move.allocate, meet)
+    allocate_together(move.new_bytes + move.streams.buffer_bytes, pipeline.device, move.allocate, meet)
     require_received(move.carry_out(), meet)
     if move.moving:
         move.install()
     return LayerMoveReport(
         sum(map(len, move.moving.values())),
-        move.sent_bytes,
-        move.received_bytes,
+        move.streams.sent_bytes,
+        move.streams.received_bytes,
         time.perf_counter() - begin,
-        len(move.rounds),
-        move.buffer_bytes,
+        len(move.streams.rounds),
+        move.streams.buffer_bytes,
     )

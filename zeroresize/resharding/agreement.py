@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from zeroresize.comm.collectives import Waitable, group_ranks, group_size, message_device, start_messages
+from zeroresize.comm.collectives import Channel, Waitable, group_ranks, group_size, message_device, start_messages
 
 #: Up to two numbers of every rank of a group, in the order of the ranks; collective. See also :class:`MeetReplicas`.
 Meet = Callable[..., Sequence[Sequence[float]]]
@@ -61,13 +61,13 @@ def fingerprint(text: str) -> float:
     return float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 12)
 
 
-def meet_over(process_group: ProcessGroup, device: torch.device) -> Meet:
-    """A :data:`Meet` on the group itself, with tensors on ``device`` if that is what the group sends from."""
-    where = message_device(process_group, device)
+def meet_over(process_group: ProcessGroup, device: torch.device, over: Channel | None = None) -> Meet:
+    """A :data:`Meet` of the group, with tensors on ``device`` if that is what it sends from; or ``over`` a channel."""
+    where = message_device(process_group, device) if over is None else torch.device("cpu")
 
     def meet(*numbers: float) -> Sequence[Sequence[float]]:
         own = torch.tensor(numbers, dtype=torch.float64, device=where)
-        return [part.tolist() for part in _of_every_rank(own, len(numbers), torch.float64, process_group)]
+        return [part.tolist() for part in _of_every_rank(own, len(numbers), torch.float64, process_group, over)]
 
     return meet
 
@@ -233,7 +233,9 @@ def _place_of(device: torch.device) -> str:
     return f"{socket.gethostname()} {device} {visible}"
 
 
-def _of_every_rank(own: Tensor, size: int, dtype: torch.dtype, process_group: ProcessGroup) -> list[Tensor]:
+def _of_every_rank(
+    own: Tensor, size: int, dtype: torch.dtype, process_group: ProcessGroup, over: Channel | None = None
+) -> list[Tensor]:
     """From rank to rank: a collective could not tell who did not come."""
     rank, ranks = process_group.rank(), group_ranks(process_group)
     parts = [
@@ -241,7 +243,8 @@ def _of_every_rank(own: Tensor, size: int, dtype: torch.dtype, process_group: Pr
         for peer in range(group_size(process_group))
     ]
     others = [peer for peer in range(len(parts)) if peer != rank]
-    transfers = start_messages(dict.fromkeys(others, own), {peer: parts[peer] for peer in others}, process_group)
+    receives = {peer: parts[peer] for peer in others}
+    transfers = start_messages(dict.fromkeys(others, own), receives, process_group, over)
     errors = wait_for_all(transfers)
     if errors:
         missing = sorted(errors)
