@@ -13,6 +13,7 @@ from zeroresize.pipeline.byte_streams import ByteStreams
 from zeroresize.pipeline.layer_contents import (
     Arrived,
     LayerNote,
+    TensorNote,
     as_json,
     bytes_of,
     describe,
@@ -68,7 +69,7 @@ class LayerMove:
             for number in numbers
             if pair[0] == self._rank
         }
-        self.plan = fingerprint(json.dumps([pipeline.boundaries, self.boundaries, max_bytes]))
+        self.plan = fingerprint(json.dumps([type(self).__name__, pipeline.boundaries, self.boundaries, max_bytes]))
         self.settings = fingerprint(json.dumps(settings_of(self._optimizer)))
 
     def told(self) -> str:
@@ -85,23 +86,22 @@ class LayerMove:
         for pair, numbers in self.moving.items():
             for number in numbers if pair[1] == self._rank else ():
                 require_fitting(self._notes[number], self._layers[number], self._own[number], self._groups)
-        streams = {pair: sum(self._notes[one].num_bytes for one in numbers) for pair, numbers in self.moving.items()}
+        streams = {
+            pair: sum(note.num_bytes for one in numbers for note in self._notes[one].tensors if self.streamed(note))
+            for pair, numbers in self.moving.items()
+        }
         self.streams = ByteStreams(streams, self._rank, self._max_bytes)
         self.new_bytes = sum(size for pair, size in streams.items() if pair[1] == self._rank)
 
     def allocate(self) -> None:
         """Make the new tensors and the memory of messages."""
-        self.streams.allocate(self._pipeline.meet_device)
+        self.streams.allocate(self.messages_on)
         self._new: dict[int, list[Tensor]] = {
-            number: [one.new(self._pipeline.device) for one in self._notes[number].tensors]
+            number: [one.new(self._pipeline.device) for one in self._notes[number].tensors if self.streamed(one)]
             for pair, numbers in self.moving.items()
             if pair[1] == self._rank
             for number in numbers
         }
-        self._arrived = [
-            Arrived(self._notes[number], self._layers[number], self._own[number], new)
-            for number, new in self._new.items()
-        ]
 
     def carry_out(self) -> Exception | None:
         """Send and receive the messages of all rounds; returns the first failure.
@@ -109,14 +109,33 @@ class LayerMove:
         After a failure the other rounds are carried out all the same: ranks that live wait for each other's messages.
         """
         errors = self.streams.carry_out(self._tensors(), self._pipeline.process_group)
-        try:
-            for arrived in self._arrived if not errors else ():
-                arrived.unpickle()
-        except Exception as error:
-            errors.append(error)
+        if not errors:
+            errors += self.read()
         if self._pipeline.device.type == "cuda":  # a wait only orders streams: nothing has been received before this
             torch.cuda.synchronize(self._pipeline.device)
         return errors[0] if errors else None
+
+    def read(self) -> list[Exception]:
+        """Look through what has come; returns what failed."""
+        self._arrived = [
+            Arrived(self._notes[number], self._layers[number], self._own[number], new)
+            for number, new in self._new.items()
+        ]
+        try:
+            for arrived in self._arrived:
+                arrived.unpickle()
+        except Exception as error:
+            return [error]
+        return []
+
+    @property
+    def messages_on(self) -> torch.device:
+        """Where messages lie."""
+        return self._pipeline.meet_device
+
+    def streamed(self, tensor: TensorNote) -> bool:
+        """Whether it is in the streams: all are, here."""
+        return True
 
     def install(self) -> None:
         """Put the new tensors in place and let go of those sent; only a layer's ``set_extra_state`` could fail."""
@@ -126,11 +145,15 @@ class LayerMove:
             arrived.install(self._optimizer)
         self._pipeline.follow(self.boundaries)
 
+    def _sent_of(self, number: int) -> list[Tensor]:
+        note, tensors = self._sent[number]
+        return [tensor for one, tensor in zip(note.tensors, tensors, strict=True) if self.streamed(one)]
+
     def _tensors(self) -> dict[Pair, list[Tensor]]:
         """[bytes] of this rank's streams, one after another."""
         found: dict[Pair, list[Tensor]] = {}
         for pair, numbers in self.moving.items():
             if self._rank in pair:
-                tensors = [self._sent[one][1] if pair[0] == self._rank else self._new[one] for one in numbers]
+                tensors = [self._sent_of(one) if pair[0] == self._rank else self._new[one] for one in numbers]
                 found[pair] = [bytes_of(tensor) for of_layer in tensors for tensor in of_layer]
         return found

@@ -196,14 +196,20 @@ def _left_to_container() -> float:
     return max(most - used, 0)
 
 
-def require_received(error: Exception | None, meet: Meet) -> None:
+def require_received(error: Exception | None, meet: Meet, told: float = 0.0) -> list[float]:
     """Check with all ranks that every one of them has received all; ``error`` is what kept this one from it.
+
+    Args:
+        told: a number for the others.
+
+    Returns:
+        What every rank has told, in the order of the ranks.
 
     Raises:
         RuntimeError: if a rank has not, naming it.
     """
     try:
-        table = meet(0.0 if error is None else 1.0, 0.0)
+        table = meet(0.0 if error is None else 1.0, told)
     except RuntimeError as gone:
         raise RuntimeError(f"{_NOTHING_CHANGED}: {gone}") from (error or gone)
     failed = [rank for rank, (has_failed, *_) in enumerate(table) if has_failed]
@@ -211,6 +217,7 @@ def require_received(error: Exception | None, meet: Meet) -> None:
         raise RuntimeError(f"{_NOTHING_CHANGED}: {error}") from error
     if failed:
         raise RuntimeError(f"{_NOTHING_CHANGED}: {named(failed, meet)} have not received everything")
+    return [number for _, number, *_ in table]
 
 
 def _together(meet: Meet, *numbers: float) -> Sequence[Sequence[float]]:
