@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
@@ -14,7 +15,7 @@ from survivors import told_by_survivors
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
-from zeroresize.pipeline import LayerProfiler, Pipeline, PipelineBalancer
+from zeroresize.pipeline import LayerProfiler, Pipeline, PipelineBalancer, pipeline_balancer
 from zeroresize.pipeline.bubbles import simulated_step
 from zeroresize.pipeline.centralized import balanced_partition
 from zeroresize.pipeline.partition import Partition, PipelineLoad
@@ -116,6 +117,37 @@ def test_work_that_shifts_to_later_layers_is_followed(run_ranks):
         load = PipelineLoad.of([4.0 if number >= first else 1.0 for number in range(9)], 3)
         # Among partitions with equally slow stages the last bits of measured seconds decide.
         assert step_s(load, Partition(boundaries)) <= 1.05 * step_s(load, balanced_partition(load))
+
+
+@pytest.mark.parametrize("during", [False, True])
+@pytest.mark.parametrize("profile_every", [1, 4])
+def test_layers_move_during_backward_or_between_steps(run_ranks, profile_every, during):
+    """In a step of two batches, of which the balancer is told nothing."""
+
+    def check(rank, group):
+        training = Training(group, 8, profile_every=profile_every, move_during_backward=during)
+        repeated, early = [], pipeline_balancer.moving_during_backward
+
+        @contextmanager
+        def moving(*arguments, **options):
+            with early(*arguments, **options) as move:
+                yield move
+            repeated.append(move.was_repeated)
+
+        pipeline_balancer.moving_during_backward = moving
+        training.pace.of_rank = 3.0 if rank == 1 else 1.0
+        x, target = sleeping_layers.batch(0)
+        for _ in range(24):
+            training.optimizer.zero_grad()
+            with training.balancer.step():
+                training.pipeline.step(x, target=target)
+                training.pipeline.step(x, target=target)
+            training.optimizer.step()
+        return training.pipeline.boundaries, training.records, repeated
+
+    boundaries, records, repeated = require_alike(run_ranks(check, 2))
+    assert boundaries == (0, 6, 8)
+    assert repeated == [False] * len(records) * during and records
 
 
 def test_nothing_moves_and_nothing_is_measured_but_in_due_steps(run_ranks, monkeypatch):
