@@ -70,6 +70,7 @@ class EarlyLayerMove(LayerMove):
         self._errors: list[Exception] = []
         self._lost: set[int] = set()
         self._stream: torch.cuda.Stream | None = None
+        self._main_stream: torch.cuda.Stream | None = None
 
     @property
     def messages_on(self) -> torch.device:
@@ -93,8 +94,8 @@ class EarlyLayerMove(LayerMove):
         """Begin to send and receive."""
         device = self._pipeline.device
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)
-            self._stream.wait_stream(torch.cuda.current_stream(device))
+            self._stream, self._main_stream = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+            self._stream.wait_stream(self._main_stream)
         self._side_group = self._pipeline.side_group
         self._thread = threading.Thread(target=self._run, name="layers that move", daemon=True)
         self._thread.start()
@@ -166,19 +167,22 @@ class EarlyLayerMove(LayerMove):
             rest = [tensor for one, tensor in zip(note.tensors, tensors, strict=True) if not one.is_constant]
         except Exception as error:  # the receiver must hear of any
             self._errors.append(error)
-        self._message(pair, torch.tensor([len(text)]))
+        self._message(pair, torch.tensor([len(text)], device=_CPU))
         if text:
             self._message(pair, torch.frombuffer(bytearray(text), dtype=torch.uint8))
             self._carry_out_rest(pair, rest)
 
     def _receive_rest(self, number: int, pair: Pair) -> None:
-        size = self._message(pair, torch.zeros(1, dtype=torch.int64))
+        size = self._message(pair, torch.zeros(1, dtype=torch.int64, device=_CPU))
         if not int(size):
             self._errors.append(RuntimeError(f"layers.{number} cannot come from stage {pair[0]}; its error tells why"))
             return
-        text = self._message(pair, torch.empty(int(size), dtype=torch.uint8))
+        text = self._message(pair, torch.empty(int(size), dtype=torch.uint8, device=_CPU))
         (note,) = from_json(bytes(text.tolist()).decode())
         rest = [one.new(self._pipeline.device) for one in note.tensors if not one.is_constant]
+        for tensor in rest:
+            if self._main_stream is not None and tensor.is_cuda:  # made on this thread's stream, used on the other
+                tensor.record_stream(self._main_stream)
         self._carry_out_rest(pair, rest)
         try:
             before, after = ([one for one in which.tensors if one.is_constant] for which in (self._notes[number], note))

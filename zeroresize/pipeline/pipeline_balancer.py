@@ -163,7 +163,7 @@ class PipelineBalancer:
         """
         # The first step finds shapes by running layers once more.
         is_due = self.steps >= self._next_profile and self._pipeline.knows_shapes
-        profiler = LayerProfiler(self._pipeline, self._optimizer) if is_due else None
+        profiler = self._new_profiler() if is_due else None
         forecast, self._wanted = self._wanted, None
         with ExitStack() as around:
             move = None if forecast is None else self._begin_move(forecast, around)
@@ -180,6 +180,12 @@ class PipelineBalancer:
         profile = self._profiles.after_block(profiler, self.steps)
         if profile is not None and profile.boundaries == self._pipeline.boundaries:
             self._balance(profile)
+
+    def _new_profiler(self) -> LayerProfiler:
+        rule = self._rebalancing.rule
+        # In every step only what decisions need is measured.
+        counts_activations = rule.num_steps > 1 or rule.memory_limits is not None
+        return LayerProfiler(self._pipeline, self._optimizer, counts_activations=counts_activations)
 
     def what_if(self) -> RebalancingForecast | None:
         """What moving layers would save now, by the last profile; None before there was one.

@@ -78,10 +78,17 @@ class LayerProfiler:
     Args:
         pipeline: with layers as they are now.
         optimizer: whose state is counted; None for none.
+        counts_activations: whether to count what autograd saves, a third of what measuring takes; else it is 0.
     """
 
-    def __init__(self, pipeline: Pipeline, optimizer: torch.optim.Optimizer | None = None) -> None:
-        self._pipeline, self._optimizer = pipeline, optimizer
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        counts_activations: bool = True,
+    ) -> None:
+        self._pipeline, self._optimizer, self._counts_activations = pipeline, optimizer, counts_activations
         self._forward: list[tuple[int, _Mark, _Mark]] = []
         self._backward: list[tuple[int, _Mark, _Mark]] = []
         self._backwards = LayerBackwards(self._backward_passed)
@@ -150,7 +157,7 @@ class LayerProfiler:
         return PipelineProfile(tuple(layers), tuple(own[0] for own in figures), self._boundaries)
 
     def _before_forward(self, number: int, layer: nn.Module, inputs: Any) -> None:
-        if number not in self._saved:  # of one micro-batch
+        if self._counts_activations and number not in self._saved:  # of one micro-batch
             self._saved[number] = _SavedBytes(layer, inputs)
         self._begun[number] = self._mark()
 
@@ -158,7 +165,8 @@ class LayerProfiler:
         if number not in self._begun:
             return
         self._forward.append((number, self._begun.pop(number), self._mark()))
-        self._saved[number].end()
+        if number in self._saved:
+            self._saved[number].end()
         self._backwards.watch(number, outputs)
 
     def _backward_passed(self, ended: int | None, begun: int | None) -> None:
