@@ -218,9 +218,14 @@ def start_receive(
 
 
 def start_messages(
-    sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], process_group: ProcessGroup
+    sends: Mapping[int, Tensor],
+    receives: Mapping[int, Tensor],
+    process_group: ProcessGroup,
+    over: Channel | None = None,
 ) -> dict[int, list[Waitable]]:
     """Start sending a tensor to each of some ranks within the group and receiving one from each, all at once.
+
+    They travel by the group itself or ``over`` another transport between its ranks, of tensors on the CPU.
 
     Returns:
         What to wait for, by the other rank; what could not be started fails then, so that the others get theirs. Empty
@@ -241,7 +246,7 @@ def start_messages(
     for start, tensors in ((start_receive, receives), (start_send, sends)):
         for peer, tensor in tensors.items():
             try:
-                transfers[peer] += start(tensor, peer, process_group)
+                transfers[peer] += start(tensor, peer, process_group, None, over)
             except RuntimeError as error:
                 transfers[peer].append(_NotStarted(error))
     return transfers

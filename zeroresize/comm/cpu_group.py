@@ -33,7 +33,7 @@ class NotAllCameError(RuntimeError):
 
 
 class CpuGroup:
-    """A gloo group of the same ranks, for numbers.
+    """A gloo group of the same ranks, for numbers; also a :class:`~zeroresize.comm.collectives.Channel` between them.
 
     It synchronises no device and puts nothing between the host's collectives. Making it is collective over
     ``process_group`` only, by a :class:`~zeroresize.comm.rendezvous.Rendezvous`. After that the job's store only serves
@@ -83,6 +83,15 @@ class CpuGroup:
     def start_round(self, numbers: Sequence[float], tag: int) -> Round:
         """Start sending ``numbers`` to every rank, and receiving as many of each; rounds of one ``tag`` keep order."""
         return Round(self._gloo[0], self.rank, self.size, numbers, tag, self.time_limit)
+
+    def broadcast(self, tensor: Tensor, root: int, /) -> dist.Work:
+        return self._gloo[0].broadcast(tensor, root)
+
+    def send(self, tensors: list[Tensor], receiver: int, tag: int, /) -> dist.Work:
+        return self._gloo[0].send(tensors, receiver, tag)
+
+    def recv(self, tensors: list[Tensor], sender: int, tag: int, /) -> dist.Work:
+        return self._gloo[0].recv(tensors, sender, tag)
 
     def require_agreement(self, agreement: Mapping[str, str]) -> None:
         """Compare values by name, over the store; collective.

@@ -3,7 +3,8 @@
 - :class:`Pipeline` is one rank's stage: ``step`` and ``evaluate`` run ``Schedule1F1B`` or ``ScheduleGPipe``.
 - :class:`LayerProfiler` measures seconds and bytes of every layer in one iteration, for all ranks.
 - :func:`move_layers` gives the stages other layers, between two steps, all or nothing.
-- :class:`PipelineBalancer` does both while training goes on, where it pays.
+- :func:`moving_during_backward` does it while the stages compute.
+- :class:`PipelineBalancer` measures and moves while training goes on, where it pays.
 - :func:`clip_grad_norm_` clips by the norm of all stages' gradients.
 
 Stage ``s`` has the layers from ``boundaries[s]`` up to ``boundaries[s + 1]``. A program, by
@@ -39,6 +40,7 @@ Stage ``s`` has the layers from ``boundaries[s]`` up to ``boundaries[s + 1]``. A
 
 from zeroresize.pipeline.gradients import clip_grad_norm_
 from zeroresize.pipeline.moving import LayerMoveReport, move_layers
+from zeroresize.pipeline.moving_early import MoveDuringBackward, moving_during_backward
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.pipeline.pipeline_balancer import PipelineBalancer, RebalancingRecord
 from zeroresize.pipeline.profiling import LayerProfile, LayerProfiler, PipelineProfile
@@ -48,6 +50,7 @@ __all__ = [
     "LayerMoveReport",
     "LayerProfile",
     "LayerProfiler",
+    "MoveDuringBackward",
     "Pipeline",
     "PipelineBalancer",
     "PipelineProfile",
@@ -55,4 +58,5 @@ __all__ = [
     "RebalancingRecord",
     "clip_grad_norm_",
     "move_layers",
+    "moving_during_backward",
 ]

@@ -43,6 +43,11 @@ class TensorNote:
     def num_bytes(self) -> int:
         return torch.Size(self.shape).numel() * int(getattr(torch, self.dtype).itemsize)
 
+    @property
+    def is_constant(self) -> bool:
+        """Whether nothing but an optimizer's step changes it: forward and backward do not."""
+        return self.what == PARAMETER or self.what.startswith(STATE)
+
     def new(self, device: torch.device) -> Tensor:
         """An empty tensor like this one."""
         where = torch.device("cpu") if self.is_on_cpu else device

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zeroresize.pipeline.byte_rounds import Pair, Round, pieces_of, rounds_of
+from zeroresize.pipeline.byte_rounds import Pair
+from zeroresize.pipeline.byte_streams import ByteStreams
 from zeroresize.pipeline.layer_contents import (
     Arrived,
     LayerNote,
+    TensorNote,
     as_json,
     bytes_of,
     describe,
@@ -26,7 +28,6 @@ from zeroresize.pipeline.partition import Partition
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.pipeline.stage_layers import require_plain, require_ties_within_stages
 from zeroresize.resharding.agreement import fingerprint
-from zeroresize.resharding.message_rounds import MessageRounds
 
 
 class LayerMove:
@@ -38,6 +39,7 @@ class LayerMove:
 
     Attributes:
         moving: the layers that move, by (sender, receiver).
+        streams: of all that travels, once all have agreed.
         plan: a fingerprint of what must be alike on all ranks.
         settings: a fingerprint of the settings of the optimizer's parameter groups.
 
@@ -67,9 +69,8 @@ class LayerMove:
             for number in numbers
             if pair[0] == self._rank
         }
-        self.plan = fingerprint(json.dumps([pipeline.boundaries, self.boundaries, max_bytes]))
+        self.plan = fingerprint(json.dumps([type(self).__name__, pipeline.boundaries, self.boundaries, max_bytes]))
         self.settings = fingerprint(json.dumps(settings_of(self._optimizer)))
-        self.sent_bytes = self.received_bytes = 0
 
     def told(self) -> str:
         """What this rank will send, for the others."""
@@ -85,50 +86,56 @@ class LayerMove:
         for pair, numbers in self.moving.items():
             for number in numbers if pair[1] == self._rank else ():
                 require_fitting(self._notes[number], self._layers[number], self._own[number], self._groups)
-        streams = {pair: sum(self._notes[one].num_bytes for one in numbers) for pair, numbers in self.moving.items()}
-        # Two rounds at once: while one travels, the next is packed.
-        self.rounds = rounds_of(streams, self._max_bytes // 2)
-        largest = max((sum(self._sizes(one).values()) for one in self.rounds), default=0)
-        self._num_buffers = min(2, len(self.rounds))
-        self.buffer_bytes = self._num_buffers * largest
+        streams = {
+            pair: sum(note.num_bytes for one in numbers for note in self._notes[one].tensors if self.streamed(note))
+            for pair, numbers in self.moving.items()
+        }
+        self.streams = ByteStreams(streams, self._rank, self._max_bytes)
         self.new_bytes = sum(size for pair, size in streams.items() if pair[1] == self._rank)
 
     def allocate(self) -> None:
         """Make the new tensors and the memory of messages."""
-        size, where = self.buffer_bytes // max(self._num_buffers, 1), self._pipeline.meet_device
-        self._buffers = [torch.empty(size, dtype=torch.uint8, device=where) for _ in range(self._num_buffers)]
+        self.streams.allocate(self.messages_on)
         self._new: dict[int, list[Tensor]] = {
-            number: [one.new(self._pipeline.device) for one in self._notes[number].tensors]
+            number: [one.new(self._pipeline.device) for one in self._notes[number].tensors if self.streamed(one)]
             for pair, numbers in self.moving.items()
             if pair[1] == self._rank
             for number in numbers
         }
-        self._arrived = [
-            Arrived(self._notes[number], self._layers[number], self._own[number], new)
-            for number, new in self._new.items()
-        ]
-        self._streams: dict[Pair, list[Tensor]] = {}  # [bytes] of all tensors, one after another
-        for pair, numbers in self.moving.items():
-            if self._rank in pair:
-                tensors = [self._sent[one][1] if pair[0] == self._rank else self._new[one] for one in numbers]
-                self._streams[pair] = [bytes_of(tensor) for of_layer in tensors for tensor in of_layer]
 
     def carry_out(self) -> Exception | None:
         """Send and receive the messages of all rounds; returns the first failure.
 
         After a failure the other rounds are carried out all the same: ranks that live wait for each other's messages.
         """
-        rounds = MessageRounds(self._pipeline.process_group, self._copy, self._copy)
-        errors = rounds.carry_out(self.rounds, self._buffers, self._messages_of)
-        self.sent_bytes, self.received_bytes = rounds.sent_bytes, rounds.received_bytes
-        try:
-            for arrived in self._arrived if not errors else ():
-                arrived.unpickle()
-        except Exception as error:
-            errors.append(error)
+        errors = self.streams.carry_out(self._tensors(), self._pipeline.process_group)
+        if not errors:
+            errors += self.read()
         if self._pipeline.device.type == "cuda":  # a wait only orders streams: nothing has been received before this
             torch.cuda.synchronize(self._pipeline.device)
         return errors[0] if errors else None
+
+    def read(self) -> list[Exception]:
+        """Look through what has come; returns what failed."""
+        self._arrived = [
+            Arrived(self._notes[number], self._layers[number], self._own[number], new)
+            for number, new in self._new.items()
+        ]
+        try:
+            for arrived in self._arrived:
+                arrived.unpickle()
+        except Exception as error:
+            return [error]
+        return []
+
+    @property
+    def messages_on(self) -> torch.device:
+        """Where messages lie."""
+        return self._pipeline.meet_device
+
+    def streamed(self, tensor: TensorNote) -> bool:
+        """Whether it is in the streams: all are, here."""
+        return True
 
     def install(self) -> None:
         """Put the new tensors in place and let go of those sent; only a layer's ``set_extra_state`` could fail."""
@@ -138,23 +145,15 @@ class LayerMove:
             arrived.install(self._optimizer)
         self._pipeline.follow(self.boundaries)
 
-    def _copy(self, message: Tensor, round_: Round, pair: Pair) -> None:
-        """Between a message [bytes] and the tensors: into it where this rank sends it, else out of it."""
-        tensors, done = self._streams[pair], 0
-        for number, begin, end in pieces_of([one.numel() for one in tensors], *round_[pair]):
-            part, of_message = tensors[number][begin:end], message[done : done + end - begin]
-            done += end - begin
-            target, source = (of_message, part) if pair[0] == self._rank else (part, of_message)
-            target.copy_(source)
+    def _sent_of(self, number: int) -> list[Tensor]:
+        note, tensors = self._sent[number]
+        return [tensor for one, tensor in zip(note.tensors, tensors, strict=True) if self.streamed(one)]
 
-    def _messages_of(self, round_: Round, buffer: Tensor) -> dict[Pair, Tensor]:
-        """Where this rank's messages of a round lie."""
-        messages, begin = {}, 0
-        for pair, size in self._sizes(round_).items():
-            messages[pair] = buffer[begin : begin + size]
-            begin += size
-        return messages
-
-    def _sizes(self, round_: Round) -> dict[Pair, int]:
-        """Bytes of this rank's messages in a round."""
-        return {pair: end - begin for pair, (begin, end) in round_.items() if self._rank in pair}
+    def _tensors(self) -> dict[Pair, list[Tensor]]:
+        """[bytes] of this rank's streams, one after another."""
+        found: dict[Pair, list[Tensor]] = {}
+        for pair, numbers in self.moving.items():
+            if self._rank in pair:
+                tensors = [self._sent_of(one) if pair[0] == self._rank else self._new[one] for one in numbers]
+                found[pair] = [bytes_of(tensor) for of_layer in tensors for tensor in of_layer]
+        return found

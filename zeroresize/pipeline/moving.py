@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from zeroresize.pipeline.layer_move import LayerMove
 from zeroresize.pipeline.pipeline import Pipeline
@@ -15,6 +16,8 @@ from zeroresize.resharding.agreement import (
     require_same,
     texts_of_ranks,
 )
+
+MoveT = TypeVar("MoveT", bound=LayerMove)
 
 
 @dataclass(frozen=True)
@@ -66,13 +69,33 @@ def move_layers(
             moved.
     """
     begin = time.perf_counter()
+    move = prepared(pipeline, lambda: LayerMove(pipeline, boundaries, optimizer, max_bytes))
+    require_received(move.carry_out(), pipeline.meet())
+    if move.moving:
+        move.install()
+    return LayerMoveReport(
+        sum(map(len, move.moving.values())),
+        move.streams.sent_bytes,
+        move.streams.received_bytes,
+        time.perf_counter() - begin,
+        len(move.streams.rounds),
+        move.streams.buffer_bytes,
+    )
+
+
+def prepared(pipeline: Pipeline, make: Callable[[], MoveT]) -> MoveT:
+    """A move on which all ranks have agreed, with the memory that it takes; collective.
+
+    Raises:
+        Exception: as :func:`move_layers`, before anything has changed.
+    """
     meet = pipeline.meet()
     try:
-        move: LayerMove | Exception = LayerMove(pipeline, boundaries, optimizer, max_bytes)
+        move: MoveT | Exception = make()
     except Exception as error:  # the others must hear of any
         move = error
     table = meet_prepared(meet, move if isinstance(move, Exception) else (move.plan, move.settings))
-    assert isinstance(move, LayerMove)
+    assert not isinstance(move, Exception)
     require_same([plan for plan, *_ in table], "the boundaries of the stages, before or after, or max_bytes", meet)
     require_same([settings for _, settings, *_ in table], "the settings of the optimizer's parameter groups", meet)
     told = texts_of_ranks(move.told(), meet, pipeline.process_group, pipeline.meet_device)
@@ -82,15 +105,5 @@ def move_layers(
     except Exception as error:  # the others must hear of any
         agreed = error
     meet_prepared(meet, agreed)
-    allocate_together(move.new_bytes + move.buffer_bytes, pipeline.device, move.allocate, meet)
-    require_received(move.carry_out(), meet)
-    if move.moving:
-        move.install()
-    return LayerMoveReport(
-        sum(map(len, move.moving.values())),
-        move.sent_bytes,
-        move.received_bytes,
-        time.perf_counter() - begin,
-        len(move.rounds),
-        move.buffer_bytes,
-    )
+    allocate_together(move.new_bytes + move.streams.buffer_bytes, pipeline.device, move.allocate, meet)
+    return move

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from zeroresize.comm.collectives import group_rank, group_size, message_device, require_group
+from zeroresize.comm.collectives import group_rank, group_ranks, group_size, message_device, require_group
+from zeroresize.comm.cpu_group import CpuGroup
 from zeroresize.pipeline.boundary_shapes import Boundary, find_boundaries
 from zeroresize.pipeline.partition import Partition
 from zeroresize.pipeline.stage_layers import (
@@ -58,6 +60,7 @@ class Pipeline:
         schedule: as given.
         stage: this rank's number within the group.
         tensors: what moves with each layer [L].
+        num_steps: how often :meth:`step` was called.
 
     Raises:
         ValueError: for boundaries that do not fit, such as fewer layers than stages; layers in wrappers; a parameter
@@ -83,6 +86,7 @@ class Pipeline:
         self.device = torch.device(device or "cpu")
         self.num_microbatches = num_microbatches
         self._loss, self.schedule = loss, schedule
+        self.num_steps = 0
         self._boundary_shapes: list[Boundary] | None = None
         self._schedules: tuple[PipelineScheduleSingle, PipelineScheduleSingle] | None = None
         alike: tuple[float, float] | Exception
@@ -154,6 +158,15 @@ class Pipeline:
             values = {name.removeprefix(own): one for name, one in state_dict.items() if name.startswith(own)}
             self.layers[number].load_state_dict(values)
 
+    @cached_property
+    def side_group(self) -> CpuGroup:
+        """Of the same ranks, for layers that travel while a step runs; collective where it is first used.
+
+        Raises:
+            RuntimeError: if not all ranks come within the time limit of the pipeline's group.
+        """
+        return CpuGroup(self.process_group, {}, group_ranks(self.process_group))
+
     def step(self, *inputs: Tensor, target: Tensor | None = None) -> Tensor | None:
         """Forward and backward of one batch; gradients are added to those there are.
 
@@ -171,6 +184,7 @@ class Pipeline:
             ValueError: on the first stage, for inputs of another shape than before or that cannot be split; the other
                 stages wait for their process group's time limit then, unless it is the first step.
         """
+        self.num_steps += 1
         schedule, _ = self._ready(inputs)
         losses: list[Tensor] = []
         schedule.step(*self._own(inputs), target=self._own_target(target), losses=losses, return_outputs=False)

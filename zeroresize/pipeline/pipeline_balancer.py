@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
@@ -14,7 +14,10 @@ from torch.distributed.pipelining import Schedule1F1B
 
 from zeroresize.comm.collectives import all_reduce
 from zeroresize.pipeline.moving import LayerMoveReport, move_layers
+from zeroresize.pipeline.moving_early import MoveDuringBackward, moving_during_backward
 from zeroresize.pipeline.pipeline import Pipeline
+from zeroresize.pipeline.profile_cadence import ProfileCadence
+from zeroresize.pipeline.profile_exchange import ProfileExchange
 from zeroresize.pipeline.profiling import LayerProfiler, PipelineProfile
 from zeroresize.pipeline.rebalancing import Rebalancing
 from zeroresize.pipeline.rebalancing_forecast import (
@@ -41,7 +44,7 @@ class RebalancingRecord:
         stage_s: [S] seconds that stages computed before.
         step_s, expected_step_s: before and after, as simulated from the layers' seconds.
         moved_bytes: of all ranks together.
-        seconds: wall time of the move, of the slowest rank.
+        seconds: by which the move has made its step longer: what it took the rank that came last to it.
     """
 
     step: int
@@ -69,9 +72,11 @@ class PipelineBalancer:
             optimizer.step()
 
     In a block that is due every layer is measured: the second one, every ``profile_every``-th from there on, the one
-    after next behind a move, and once more where a profile wants a move. At its end all ranks exchange the figures,
-    decide alike, and move layers with gradients and optimizer state (:func:`~zeroresize.pipeline.move_layers`). In all
-    other blocks nothing happens.
+    after next behind a move, and once more where a profile wants a move. The figures travel while the next block runs,
+    on a group of their own. At its end all ranks have them, decide alike, and move layers with gradients and optimizer
+    state: while the next block runs, or at once. In all other blocks nothing happens.
+
+    With ``profile_every=1``, for work that changes in each step, every block is measured, and running figures decide.
 
     A stage that becomes slow gets fewer layers, and gets them back when it recovers; see
     :mod:`zeroresize.pipeline.layer_costs` for how slow devices and heavy layers are told apart.
@@ -88,6 +93,8 @@ class PipelineBalancer:
             activations, these as if the stage kept as many micro-batches as the first one.
         min_saving: share of a step that a change must save at least.
         max_bytes: of messages at once in a move, as in :func:`~zeroresize.pipeline.move_layers`.
+        move_during_backward: whether layers travel while the next block runs
+            (:func:`~zeroresize.pipeline.moving_during_backward`), or at the end of this one.
         on_change: is given a :class:`RebalancingRecord` after each move, on every rank.
 
     Attributes:
@@ -109,12 +116,16 @@ class PipelineBalancer:
         memory_limits: Sequence[float] | None = None,
         min_saving: float = MIN_SAVING,
         max_bytes: int = 64 * 2**20,
+        move_during_backward: bool = True,
         on_change: Callable[[RebalancingRecord], object] | None = None,
     ) -> None:
         self.steps = 0
+        self._moves_during_backward = move_during_backward
+        self._wanted: RebalancingForecast | None = None
+        self._steps_of_block = 1
         self._pipeline, self._optimizer = pipeline, optimizer
         self._max_bytes, self._on_change = max_bytes, on_change
-        self._next_profile = 0
+        self._cadence = ProfileCadence(profile_every)
         alike: tuple[float, float] | Exception
         try:
             limits = None if memory_limits is None else tuple(map(float, memory_limits))
@@ -131,39 +142,59 @@ class PipelineBalancer:
                 limits,
             )
             self._rebalancing = Rebalancing(rule)
-            alike = (fingerprint(f"{rule} {max_bytes}"), 0.0)
+            alike = (fingerprint(f"{rule} {max_bytes} {move_during_backward}"), 0.0)
         except Exception as error:  # the others must hear of any
             alike = error
         meet = pipeline.meet()
         table = meet_prepared(meet, alike)
         require_same([one for one, *_ in table], "the options of PipelineBalancer", meet)
+        self._profiles = ProfileExchange(pipeline)
+        if move_during_backward:
+            _ = pipeline.side_group  # connects the ranks
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """A block with the ``pipeline.step`` calls of one step of the optimizer; collective.
 
-        Layers may move at its end, and only there.
+        Layers are where they were until its end, and may be elsewhere behind it.
 
         Raises:
             ValueError: at the end, on every rank, if no boundaries fit into the memory limits.
             RuntimeError, ValueError: at the end, as :func:`~zeroresize.pipeline.move_layers`.
         """
         # The first step finds shapes by running layers once more.
-        if self.steps < self._next_profile or not self._pipeline.knows_shapes:
+        is_due = self._cadence.is_due(self.steps) and self._pipeline.knows_shapes
+        profiler = self._new_profiler() if is_due else None
+        forecast, self._wanted = self._wanted, None
+        with ExitStack() as around:
+            move = None if forecast is None else self._begin_move(forecast, around)
+            if profiler is not None:
+                around.enter_context(profiler)
+            num_steps = self._pipeline.num_steps
             yield
-            self.steps += 1
-            return
-        with LayerProfiler(self._pipeline, self._optimizer) as profiler:
-            yield
+            self._steps_of_block = max(self._pipeline.num_steps - num_steps, 1)
+        if is_due:
+            self._cadence.measured(self.steps)
         self.steps += 1
-        self._balance(profiler.gather())
+        if forecast is not None and move is not None and move.report is not None:
+            self._moved(forecast, move.report)
+        profile = self._profiles.after_block(profiler, self.steps)
+        if profile is not None and profile.boundaries == self._pipeline.boundaries:
+            self._balance(profile)
+
+    def _new_profiler(self) -> LayerProfiler:
+        rule = self._rebalancing.rule
+        # In every step only what decisions need is measured.
+        counts_activations = rule.num_steps > 1 or rule.memory_limits is not None
+        return LayerProfiler(self._pipeline, self._optimizer, counts_activations=counts_activations)
 
     def profile_next(self) -> None:
         """Measure layers in the next block, as their work has changed; to be called on every rank alike.
 
         What is then measured is put down to the layers, not to their devices.
         """
-        self._next_profile = self.steps
+        self._cadence.next_due = self.steps
+        self._profiles.forget()
         self._rebalancing.expect_other_work()
 
     def what_if(self) -> RebalancingForecast | None:
@@ -190,23 +221,47 @@ class PipelineBalancer:
         steps = learned.pop("steps", None)
         count(steps, "state['steps']")
         self._rebalancing.load_state_dict(learned, len(self._pipeline.layers), self._pipeline.num_stages)
-        self.steps, self._next_profile = steps, 0
+        self.steps, self._cadence.next_due, self._wanted = steps, 0, None
 
     def _balance(self, profile: PipelineProfile) -> None:
         forecast = self._rebalancing.update(profile)
-        self._next_profile = self.steps + self._rebalancing.rule.num_steps - 1
         if self._rebalancing.looks_again:
-            self._next_profile = self.steps
+            self._cadence.look_again(self.steps - 1)
         if forecast is None:
+            return
+        if self._moves_during_backward:
+            self._wanted = forecast
             return
         try:
             report = move_layers(self._pipeline, forecast.after, optimizer=self._optimizer, max_bytes=self._max_bytes)
         except NotEnoughMemoryError as error:
-            self._rebalancing.refuse()
-            if self._pipeline.stage == 0:
-                logger.warning("step %d: layers stay where they are: %s", self.steps, error)
-            return
-        self._next_profile = self.steps + 1
+            self._refuse(error)
+        else:
+            self._moved(forecast, report)
+
+    def _begin_move(self, forecast: RebalancingForecast, around: ExitStack) -> MoveDuringBackward | None:
+        if forecast.before != self._pipeline.boundaries:  # somebody else has moved layers since
+            return None
+        move = moving_during_backward(
+            self._pipeline,
+            forecast.after,
+            optimizer=self._optimizer,
+            num_steps=self._steps_of_block,
+            max_bytes=self._max_bytes,
+        )
+        try:
+            return around.enter_context(move)
+        except NotEnoughMemoryError as error:
+            self._refuse(error)
+            return None
+
+    def _refuse(self, error: NotEnoughMemoryError) -> None:
+        self._rebalancing.refuse()
+        if self._pipeline.stage == 0:
+            logger.warning("step %d: layers stay where they are: %s", self.steps, error)
+
+    def _moved(self, forecast: RebalancingForecast, report: LayerMoveReport) -> None:
+        self._cadence.moved(self.steps - 1)
         self._tell(forecast, report)
 
     def _tell(self, forecast: RebalancingForecast, report: LayerMoveReport) -> None:
@@ -215,7 +270,7 @@ class PipelineBalancer:
         whole = table.to(self._pipeline.meet_device)
         all_reduce(whole, self._pipeline.process_group)
         rows = whole.tolist()
-        moved_bytes, seconds = int(sum(sent for sent, *_ in rows)), max(one for *_, one in rows)
+        moved_bytes, seconds = int(sum(sent for sent, *_ in rows)), min(one for *_, one in rows)
         self._rebalancing.learn(max(sent + received for sent, received, _ in rows), seconds)
         if self._pipeline.stage == 0:
             slowest = max(range(len(forecast.stage_s)), key=forecast.stage_s.__getitem__)

@@ -30,5 +30,5 @@ class ProfileCadence:
         self.next_due = block + 1
 
     def moved(self, block: int) -> None:
-        """Layers moved behind a block: the next one allocates, so the one behind it is measured."""
-        self.next_due = block + 2
+        """Layers moved behind a block: the next one allocates, so unless all are measured, it is the one behind it."""
+        self.next_due = block + (2 if self.every > 1 else 1)

@@ -2,11 +2,8 @@
 
 **Forward** is the time between a layer's forward pre-hook and its forward hook.
 
-**Backward** runs on autograd's graph, which knows no layers. The gradient of a layer's output arrives when everything
-behind the layer has been computed, and autograd runs nodes in the reverse order of their forward. So a layer's backward
-lasts from the arrival of its output's gradient until that of the layer before, or until the end of the stage's
-backward. Recomputing of activations counts as backward. Backward of the loss belongs to no layer, nor do messages.
-Nodes that autograd runs out of that order, as those of graphs on several devices, count for a neighbour.
+**Backward** is followed from layer to layer by :mod:`~zeroresize.pipeline.layer_backwards`. Recomputing of activations
+counts as backward. Backward of the loss belongs to no layer, nor do messages.
 
 **Activations** are the distinct tensors that autograd saves in a layer's forward, without parameters and buffers. What
 two neighbours both save counts for both, so the figures do not depend on which of them share a stage. What a layer
@@ -19,6 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import partial
+from itertools import pairwise
 from types import TracebackType
 from typing import Any
 
@@ -27,7 +25,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
-from zeroresize.comm.collectives import all_reduce
+from zeroresize.comm.collectives import start_all_reduce
+from zeroresize.pipeline.layer_backwards import LayerBackwards
 from zeroresize.pipeline.pipeline import Pipeline
 
 
@@ -65,6 +64,10 @@ class PipelineProfile:
     boundaries: tuple[int, ...]
 
 
+#: Of each layer.
+_NUM_FIGURES = len(fields(LayerProfile))
+
+
 class LayerProfiler:
     """Measures what a pipeline does within a ``with`` block: one iteration, but not the first or after ``refresh``::
 
@@ -75,13 +78,21 @@ class LayerProfiler:
     Args:
         pipeline: with layers as they are now.
         optimizer: whose state is counted; None for none.
+        counts_activations: whether to count what autograd saves, a third of what measuring takes; else it is 0.
     """
 
-    def __init__(self, pipeline: Pipeline, optimizer: torch.optim.Optimizer | None = None) -> None:
-        self._pipeline, self._optimizer = pipeline, optimizer
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        counts_activations: bool = True,
+    ) -> None:
+        self._pipeline, self._optimizer, self._counts_activations = pipeline, optimizer, counts_activations
         self._forward: list[tuple[int, _Mark, _Mark]] = []
         self._backward: list[tuple[int, _Mark, _Mark]] = []
-        self._backward_of: tuple[int, _Mark] | None = None
+        self._backwards = LayerBackwards(self._backward_passed)
+        self._backward_begin: _Mark | None = None
         self._begun: dict[int, _Mark] = {}
         self._saved: dict[int, _SavedBytes] = {}
         self._handles: list[RemovableHandle] = []
@@ -94,15 +105,13 @@ class LayerProfiler:
                 layer.register_forward_hook(partial(self._after_forward, number), always_call=True),
             ]
         self._boundaries = self._pipeline.boundaries
-        self._synchronize()
-        self._begin = time.perf_counter()
+        self._begin = self._mark()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._synchronize()
-        self._seconds = time.perf_counter() - self._begin
+        self._end = self._mark()
         for handle in self._handles:
             handle.remove()
         self._bytes = {number: self._bytes_of(self._pipeline.layers[number]) for number in self._pipeline.present}
@@ -113,24 +122,42 @@ class LayerProfiler:
         Raises:
             RuntimeError: if a rank does not come.
         """
-        num_layers, num_figures = len(self._pipeline.layers), len(fields(LayerProfile))
-        own = torch.zeros(num_layers * num_figures + self._pipeline.num_stages, dtype=torch.float64)
-        table = own[: num_layers * num_figures].view(num_layers, num_figures)
+        own = torch.tensor(self.figures(), dtype=torch.float64, device=self._pipeline.meet_device)
+        table = own.new_zeros(self._pipeline.num_stages, own.numel())
+        table[self._pipeline.stage] = own
+        under_way = start_all_reduce(table, self._pipeline.process_group)
+        if under_way is not None:
+            under_way.wait()
+        return self.profile_of(table.tolist())
+
+    def figures(self) -> list[float]:
+        """This stage's, equally many on all stages, after the block; see :meth:`profile_of`.
+
+        On a GPU it waits until the device has come to the end of the block.
+        """
+        seconds_of = {number: [0.0, 0.0] for number in self._bytes}
+        self._end.wait()
         for column, spans in enumerate((self._forward, self._backward)):
             for number, begin, end in spans:
-                table[number, column] += begin.seconds_until(end)
+                seconds_of[number][column] += begin.seconds_until(end)
+        most = max(stop - start for start, stop in pairwise(self._boundaries))
+        found = [self._begin.seconds_until(self._end)]
         for number, sizes in self._bytes.items():
             saved = self._saved[number].total if number in self._saved else 0
-            table[number, 2:] = torch.tensor([*sizes, saved], dtype=torch.float64)
-        own[num_layers * num_figures + self._pipeline.stage] = self._seconds
-        whole = own.to(self._pipeline.meet_device)
-        all_reduce(whole, self._pipeline.process_group)
-        *figures, stage_s = whole.split([*[num_figures] * num_layers, self._pipeline.num_stages])
-        layers = tuple(LayerProfile(*row[:2], *map(int, row[2:])) for row in (one.tolist() for one in figures))
-        return PipelineProfile(layers, tuple(stage_s.tolist()), self._boundaries)
+            found += [*seconds_of[number], *map(float, sizes), float(saved)]
+        return found + [0.0] * (1 + most * _NUM_FIGURES - len(found))
+
+    def profile_of(self, figures: Sequence[Sequence[float]]) -> PipelineProfile:
+        """Of the :meth:`figures` of all stages [S]."""
+        layers = [
+            LayerProfile(own[begin], own[begin + 1], *map(int, own[begin + 2 : begin + _NUM_FIGURES]))
+            for (start, stop), own in zip(pairwise(self._boundaries), figures, strict=True)
+            for begin in range(1, 1 + (stop - start) * _NUM_FIGURES, _NUM_FIGURES)
+        ]
+        return PipelineProfile(tuple(layers), tuple(own[0] for own in figures), self._boundaries)
 
     def _before_forward(self, number: int, layer: nn.Module, inputs: Any) -> None:
-        if number not in self._saved:  # of one micro-batch
+        if self._counts_activations and number not in self._saved:  # of one micro-batch
             self._saved[number] = _SavedBytes(layer, inputs)
         self._begun[number] = self._mark()
 
@@ -138,35 +165,18 @@ class LayerProfiler:
         if number not in self._begun:
             return
         self._forward.append((number, self._begun.pop(number), self._mark()))
-        self._saved[number].end()
-        for one in outputs if isinstance(outputs, tuple | list) else (outputs,):
-            if isinstance(one, Tensor) and one.grad_fn is not None:
-                one.register_hook(partial(self._gradient_arrived, number))
+        if number in self._saved:
+            self._saved[number].end()
+        self._backwards.watch(number, outputs)
 
-    def _gradient_arrived(self, number: int, gradient: Tensor) -> None:
-        """Of a layer's output: of several, the first one counts."""
-        if self._backward_of is None:
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
-        elif self._backward_of[0] <= number:  # of another output, or of a layer that returns its input
-            return
+    def _backward_passed(self, ended: int | None, begun: int | None) -> None:
         mark = self._mark()
-        self._end_backward(mark)
-        self._backward_of = number, mark
-
-    def _backward_ended(self) -> None:
-        self._end_backward(self._mark())
-        self._backward_of = None
-
-    def _end_backward(self, mark: _Mark) -> None:
-        if self._backward_of is not None:
-            self._backward.append((*self._backward_of, mark))
+        if ended is not None and self._backward_begin is not None:
+            self._backward.append((ended, self._backward_begin, mark))
+        self._backward_begin = mark
 
     def _mark(self) -> _Mark:
         return _Mark(self._pipeline.device)
-
-    def _synchronize(self) -> None:
-        if self._pipeline.device.type == "cuda":
-            torch.cuda.synchronize(self._pipeline.device)
 
     def _bytes_of(self, layer: nn.Module) -> tuple[int, int, int]:
         """Of weights, gradients and optimizer state."""
@@ -190,6 +200,11 @@ class _Mark:
             self._event.record(torch.cuda.current_stream(device))
         else:
             self._now = time.perf_counter()
+
+    def wait(self) -> None:
+        """Until a GPU has come to it."""
+        if self._event is not None:
+            self._event.synchronize()
 
     def seconds_until(self, other: _Mark) -> float:
         if self._event is not None and other._event is not None:

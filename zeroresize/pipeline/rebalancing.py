@@ -8,18 +8,24 @@ the move there and back takes.
 from __future__ import annotations
 
 from dataclasses import astuple, replace
+from statistics import fmean
 from typing import Any
 
 from zeroresize.pipeline.layer_costs import LayerCosts
 from zeroresize.pipeline.partition import Partition, PipelineLoad
 from zeroresize.pipeline.profiling import PipelineProfile
 from zeroresize.pipeline.rebalancing_forecast import RebalancingForecast, RebalancingRule, in_two_profiles
+from zeroresize.pipeline.running_profile import RunningProfile
 from zeroresize.policy.moving import MoveCost
 from zeroresize.utils.state_checks import anything, count, each, keyed, not_negative, row
 
 #: A move that saves less than this share of what it was to save disappoints. Each such move doubles the price of the
 #: next, up to the most; one that does not disappoint makes it normal again.
 _LEAST_KEPT, _MOST_DOUBT = 0.5, 64.0
+#: With profiles of every step a move is judged by the mean of so many, or of those until the next move is wanted.
+_JUDGED = 8
+#: So many profiles of every step are compared with what was known before them.
+_ANCHORED = 16
 _CHECK = keyed(
     {"costs": anything, "cost_of_move": each(not_negative, 2), "owed_s": not_negative, "doubt": not_negative}
 )
@@ -43,6 +49,10 @@ class Rebalancing:
         self.cost_of_move = MoveCost()
         self.owed_s, self.doubt = 0.0, 1.0
         self._profile: PipelineProfile | None = None
+        self._running: RunningProfile | None = None
+        self._anchor: LayerCosts | None = None
+        self._age = 0
+        self._steps_s: list[float] = []  # as measured since the last move, with profiles of every step
         self._first: PipelineProfile | None = None
         self._is_other_work = False
         self._promised: tuple[float, float] | None = None  # seconds of a step before the last move, and then
@@ -52,35 +62,64 @@ class Rebalancing:
         return self._first is not None
 
     def expect_other_work(self) -> None:
-        """The next profile is of layers whose work has changed, by what the caller did to them."""
+        """The next profiles are of layers whose work has changed, by what the caller did to them."""
         self._is_other_work = True
+        self._running = self._anchor = self._first = None
 
     def update(self, profile: PipelineProfile) -> RebalancingForecast | None:
         """What is to be carried out after this profile; None where everything stays.
 
-        A move is decided on two profiles only: of single interruptions the second one knows nothing.
+        A move is decided on two profiles only: of single interruptions the second one knows nothing. With profiles of
+        every step it is decided on running figures.
 
         Raises:
             ValueError: if no boundaries fit into the memory limits.
         """
+        if self.rule.num_steps == 1:
+            return self._update_running(profile)
         first, self._first = self._first, None
         if first is not None and first.boundaries == profile.boundaries:
             profile = in_two_profiles(first, profile)
-        if self.costs is None:
-            costs = LayerCosts.first(profile)
-        else:
-            costs = self.costs.after(profile, is_other_work=self._is_other_work)
-        forecast = self.rule.forecast(costs, profile, self.cost_of_move)
-        is_wanted = forecast.after != forecast.before
-        if is_wanted and first is None:
+        costs = self._costs_after(self.costs, profile)
+        if first is None and self.rule.forecast(costs, profile, self.cost_of_move).transfers:
             self._first = profile
             return None
+        return self._decide(profile, costs)
+
+    def _update_running(self, profile: PipelineProfile) -> RebalancingForecast | None:
+        if self._running is None:
+            self._running = RunningProfile(len(profile.layers))
+        running = self._running.after(profile)
+        self._steps_s.append(self.rule.measured_step_s(profile))
+        if running is None:
+            return None
+        return self._decide(running, self._costs_by_now(running))
+
+    def _costs_by_now(self, running: PipelineProfile) -> LayerCosts:
+        """Running figures change little at a time, so they are compared with what was known some time ago."""
+        if self.costs is None:
+            return self._costs_after(None, running)
+        if self._anchor is None or self._age == _ANCHORED or running.boundaries != self.costs.boundaries:
+            self._anchor, self._age = self.costs, 0
+        self._age += 1
+        return self._costs_after(self._anchor, running)
+
+    def _costs_after(self, known: LayerCosts | None, profile: PipelineProfile) -> LayerCosts:
+        return LayerCosts.first(profile) if known is None else known.after(profile, is_other_work=self._is_other_work)
+
+    def _decide(self, profile: PipelineProfile, costs: LayerCosts) -> RebalancingForecast | None:
+        forecast = self.rule.forecast(costs, profile, self.cost_of_move)
+        is_wanted = forecast.after != forecast.before
         self.costs, self._profile, self._is_other_work = costs, profile, False
-        self._judge(forecast.step_s)
+        if self.rule.num_steps > 1:
+            self._judge(forecast.step_s)
+        elif is_wanted or len(self._steps_s) >= _JUDGED:
+            self._judge(fmean(self._steps_s))
         self.owed_s = self.owed_s + forecast.saving_s * self.rule.num_steps if is_wanted else 0.0
         if not is_wanted or not (forecast.is_needed or self.owed_s >= self.doubt * forecast.price_s):
             return None
         self.owed_s = 0.0
+        self._steps_s.clear()
         self._promised = None if forecast.is_needed else (forecast.step_s, forecast.expected_step_s)
         return forecast
 
@@ -131,7 +170,8 @@ class Rebalancing:
             )
         self.costs, self.cost_of_move = costs, MoveCost(*state["cost_of_move"])
         self.owed_s, self.doubt = state["owed_s"], max(state["doubt"], 1.0)
-        self._profile = self._first = self._promised = None
+        self._profile = self._first = self._promised = self._anchor = None
+        self._running = None
         self._is_other_work = False
 
     def _judge(self, step_s: float) -> None:
@@ -143,6 +183,7 @@ class Rebalancing:
             else:
                 self.doubt = 1.0
         self._promised = None
+        self._steps_s.clear()
 
     def _disappoint(self) -> None:
         self.doubt = min(2.0 * self.doubt, _MOST_DOUBT)

@@ -145,6 +145,11 @@ class RebalancingRule:
             is_needed,
         )
 
+    def measured_step_s(self, profile: PipelineProfile) -> float:
+        """Seconds of a step, simulated from what the layers took where they were."""
+        costs = LayerCosts.first(profile)
+        return self._simulated(costs, Partition(profile.boundaries)).step_s
+
     def _load(self, costs: LayerCosts, profile: PipelineProfile) -> PipelineLoad:
         return PipelineLoad.of(
             costs.seconds if self.by == "time" else [float(one.weight_bytes) for one in profile.layers],

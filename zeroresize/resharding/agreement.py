@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from zeroresize.comm.collectives import Waitable, group_ranks, group_size, message_device, start_messages
+from zeroresize.comm.collectives import Channel, Waitable, group_ranks, group_size, message_device, start_messages
 
 #: Up to two numbers of every rank of a group, in the order of the ranks; collective. See also :class:`MeetReplicas`.
 Meet = Callable[..., Sequence[Sequence[float]]]
@@ -61,13 +61,13 @@ def fingerprint(text: str) -> float:
     return float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 12)
 
 
-def meet_over(process_group: ProcessGroup, device: torch.device) -> Meet:
-    """A :data:`Meet` on the group itself, with tensors on ``device`` if that is what the group sends from."""
-    where = message_device(process_group, device)
+def meet_over(process_group: ProcessGroup, device: torch.device, over: Channel | None = None) -> Meet:
+    """A :data:`Meet` of the group, with tensors on ``device`` if that is what it sends from; or ``over`` a channel."""
+    where = message_device(process_group, device) if over is None else torch.device("cpu")
 
     def meet(*numbers: float) -> Sequence[Sequence[float]]:
         own = torch.tensor(numbers, dtype=torch.float64, device=where)
-        return [part.tolist() for part in _of_every_rank(own, len(numbers), torch.float64, process_group)]
+        return [part.tolist() for part in _of_every_rank(own, len(numbers), torch.float64, process_group, over)]
 
     return meet
 
@@ -196,14 +196,20 @@ def _left_to_container() -> float:
     return max(most - used, 0)
 
 
-def require_received(error: Exception | None, meet: Meet) -> None:
+def require_received(error: Exception | None, meet: Meet, told: float = 0.0) -> list[float]:
     """Check with all ranks that every one of them has received all; ``error`` is what kept this one from it.
+
+    Args:
+        told: a number for the others.
+
+    Returns:
+        What every rank has told, in the order of the ranks.
 
     Raises:
         RuntimeError: if a rank has not, naming it.
     """
     try:
-        table = meet(0.0 if error is None else 1.0, 0.0)
+        table = meet(0.0 if error is None else 1.0, told)
     except RuntimeError as gone:
         raise RuntimeError(f"{_NOTHING_CHANGED}: {gone}") from (error or gone)
     failed = [rank for rank, (has_failed, *_) in enumerate(table) if has_failed]
@@ -211,6 +217,7 @@ def require_received(error: Exception | None, meet: Meet) -> None:
         raise RuntimeError(f"{_NOTHING_CHANGED}: {error}") from error
     if failed:
         raise RuntimeError(f"{_NOTHING_CHANGED}: {named(failed, meet)} have not received everything")
+    return [number for _, number, *_ in table]
 
 
 def _together(meet: Meet, *numbers: float) -> Sequence[Sequence[float]]:
@@ -233,7 +240,9 @@ def _place_of(device: torch.device) -> str:
     return f"{socket.gethostname()} {device} {visible}"
 
 
-def _of_every_rank(own: Tensor, size: int, dtype: torch.dtype, process_group: ProcessGroup) -> list[Tensor]:
+def _of_every_rank(
+    own: Tensor, size: int, dtype: torch.dtype, process_group: ProcessGroup, over: Channel | None = None
+) -> list[Tensor]:
     """From rank to rank: a collective could not tell who did not come."""
     rank, ranks = process_group.rank(), group_ranks(process_group)
     parts = [
@@ -241,7 +250,8 @@ def _of_every_rank(own: Tensor, size: int, dtype: torch.dtype, process_group: Pr
         for peer in range(group_size(process_group))
     ]
     others = [peer for peer in range(len(parts)) if peer != rank]
-    transfers = start_messages(dict.fromkeys(others, own), {peer: parts[peer] for peer in others}, process_group)
+    receives = {peer: parts[peer] for peer in others}
+    transfers = start_messages(dict.fromkeys(others, own), receives, process_group, over)
     errors = wait_for_all(transfers)
     if errors:
         missing = sorted(errors)

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from zeroresize.comm.collectives import Waitable, group_rank, start_messages
+from zeroresize.comm.collectives import Channel, Waitable, group_rank, start_messages
 from zeroresize.resharding.agreement import wait_for_all
 from zeroresize.resharding.messages import Pair
 
@@ -21,6 +21,7 @@ class MessageRounds(Generic[RoundT]):
     Args:
         process_group: whose ranks exchange messages.
         pack, unpack: fill a message to another rank, and read one from another, of (message [bytes], round, pair).
+        over: another transport between the group's ranks.
 
     Attributes:
         sent_bytes, received_bytes: by this rank so far.
@@ -31,9 +32,10 @@ class MessageRounds(Generic[RoundT]):
         process_group: ProcessGroup,
         pack: Callable[[Tensor, RoundT, Pair], None],
         unpack: Callable[[Tensor, RoundT, Pair], None],
+        over: Channel | None = None,
     ) -> None:
         self._group, self._rank = process_group, group_rank(process_group)
-        self._pack, self._unpack = pack, unpack
+        self._pack, self._unpack, self._over = pack, unpack, over
         self.sent_bytes = self.received_bytes = 0
 
     def carry_out(
@@ -61,7 +63,7 @@ class MessageRounds(Generic[RoundT]):
             try:
                 for peer, message in sends.items():
                     self._pack(message, round_, (self._rank, peer))
-                under_way.append((round_, messages, start_messages(sends, receives, self._group)))
+                under_way.append((round_, messages, start_messages(sends, receives, self._group, self._over)))
                 if number == 0:
                     meanwhile()
                 if len(under_way) == len(buffers):

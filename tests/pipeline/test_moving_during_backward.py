@@ -1,0 +1,211 @@
+"""Layers move while the pipeline computes, as if they had moved between two steps."""
+
+import threading
+
+import pipelines
+import pytest
+import torch
+from pipelines import BOUNDARIES, OPTIMIZERS, assert_same, batch, groups_of, half_the_loss, held, pipeline_of
+from torch import nn
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+
+from zeroresize.pipeline import clip_grad_norm_, early_layer_move, move_layers, moving_during_backward
+
+NUM_STEPS, MAX_NORM = 5, 0.5
+
+
+class Training:
+    """Steps of two batches each; before each of them it is told where layers are to move."""
+
+    def __init__(self, group, name="AdamW", **options):
+        self.pipeline = pipeline_of(group, loss=half_the_loss, **options)
+        self.optimizer = OPTIMIZERS[name](groups_of(self.pipeline.named_parameters()))
+        self.decay = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        self.losses, self.step = [], 0
+
+    def accumulate(self):
+        for part in range(2):
+            words, target = batch(2 * self.step + part)
+            loss = self.pipeline.step(words, target=target)
+            self.losses += [] if loss is None else [loss.item()]
+        self.step += 1
+
+    def update(self):
+        clip_grad_norm_(self.pipeline, MAX_NORM)
+        self.optimizer.step()
+        self.decay.step()
+
+    def move_between(self, boundaries):
+        self.optimizer.zero_grad()
+        self.accumulate()
+        return move_layers(self.pipeline, boundaries, optimizer=self.optimizer)
+
+    def move_during(self, boundaries, **options):
+        self.optimizer.zero_grad()
+        options = {"num_steps": 2, "optimizer": self.optimizer} | options
+        with moving_during_backward(self.pipeline, boundaries, **options) as move:
+            self.accumulate()
+        assert self.pipeline.boundaries == boundaries
+        return move
+
+
+def there_and_back(num_stages):
+    """Boundaries of each step: layers move in the first one, when gradients and optimizer state are not there yet."""
+    return [BOUNDARIES[num_stages][number] for number in (1, 2, 0, 0, 1)]
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_everything_is_as_after_a_move_between_two_steps(run_ranks, name):
+    def check(rank, group):
+        one, other = Training(group, name), Training(group, name)
+        for boundaries in there_and_back(3):
+            report, move = one.move_between(boundaries), other.move_during(boundaries, max_bytes=700)
+            assert_same(held(one.pipeline, one.optimizer), held(other.pipeline, other.optimizer))
+            assert not move.was_repeated
+            moved = report.num_layers, report.sent_bytes, report.received_bytes
+            assert (move.report.num_layers, move.report.sent_bytes, move.report.received_bytes) == moved
+            one.update()
+            other.update()
+            assert_same(held(one.pipeline, one.optimizer), held(other.pipeline, other.optimizer))
+        return other.losses
+
+    assert run_ranks(check, 3)[2] == pytest.approx(
+        pipelines.undivided(OPTIMIZERS[name], NUM_STEPS, MAX_NORM)[0], rel=1e-10, abs=0.0
+    )
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
+def test_training_goes_on_as_if_undivided(run_ranks, schedule, num_stages):
+    def check(rank, group):
+        training = Training(group, schedule=schedule)
+        for boundaries in there_and_back(num_stages):
+            training.move_during(boundaries)
+            training.update()
+        return training.losses, held(training.pipeline, training.optimizer)
+
+    by_rank = run_ranks(check, num_stages)
+    losses, whole = pipelines.undivided(OPTIMIZERS["AdamW"], NUM_STEPS, MAX_NORM)
+    assert by_rank[-1][0] == pytest.approx(losses, rel=1e-10, abs=0.0)
+    found = {name: one for _, own in by_rank for name, one in own.items() if not name.endswith("gradient")}
+    for name, one in found.items():
+        torch.testing.assert_close(torch.as_tensor(one), whole[name], rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("num_steps", [1, 3])
+def test_gradients_that_were_not_final_are_sent_again(run_ranks, num_steps):
+    """Told of too few steps a layer is sent too early; of too many, at the end of the block."""
+
+    def check(rank, group):
+        one, other = Training(group), Training(group)
+        found = []
+        for boundaries in there_and_back(3):
+            one.move_between(boundaries)
+            found.append(other.move_during(boundaries, num_steps=num_steps).was_repeated)
+            assert_same(held(one.pipeline, one.optimizer), held(other.pipeline, other.optimizer))
+            one.update()
+            other.update()
+        return found
+
+    moves = [num_steps == 1] * 3
+    assert run_ranks(check, 3) == [[*moves, False, moves[0]]] * 3
+
+
+def test_gradients_are_added_to_those_of_earlier_blocks(run_ranks):
+    def check(rank, group):
+        one, other = Training(group), Training(group)
+        for training in (one, other):
+            training.accumulate()
+        move_layers(one.pipeline, BOUNDARIES[2][1], optimizer=one.optimizer)
+        one.accumulate()
+        with moving_during_backward(other.pipeline, BOUNDARIES[2][1], optimizer=other.optimizer, num_steps=2) as move:
+            other.accumulate()
+        assert not move.was_repeated
+        assert_same(held(one.pipeline, one.optimizer), held(other.pipeline, other.optimizer))
+
+    run_ranks(check, 2)
+
+
+class _Waiting(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, wait):
+        ctx.wait = wait
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        ctx.wait()
+        return dy.clone(), None
+
+
+class Waiting(nn.Module):
+    """Its backward ends only when ``wait`` returns."""
+
+    def __init__(self, wait):
+        super().__init__()
+        self.linear, self.wait = nn.Linear(4, 4), wait
+
+    def forward(self, x):
+        return _Waiting.apply(self.linear(x), self.wait)
+
+
+@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
+def test_a_layer_arrives_while_earlier_layers_still_compute(run_ranks, monkeypatch, schedule):
+    def check(rank, group):
+        arrived, times = threading.Event(), []
+
+        def wait():  # in the last backward of the first layer, when the moving layer's is over
+            times.append(1)
+            assert rank or len(times) < pipelines.MICRO or arrived.wait(20.0)
+
+        receive = early_layer_move.EarlyLayerMove._receive_rest
+        monkeypatch.setattr(
+            early_layer_move.EarlyLayerMove, "_receive_rest", lambda *args: (receive(*args), arrived.set())
+        )
+        layers = [Waiting(wait), *(nn.Linear(4, 4) for _ in range(5))]
+        loss = nn.functional.mse_loss
+        pipeline = pipeline_of(group, (0, 2, 6), layers=layers, loss=loss, schedule=schedule)
+        x = torch.ones(8, 4)
+        with moving_during_backward(pipeline, (0, 3, 6), optimizer=None) as move:
+            pipeline.step(x, target=x)
+        assert not move.was_repeated and pipeline.boundaries == (0, 3, 6)
+
+    run_ranks(check, 2)
+
+
+def test_extra_state_and_what_is_unused_or_frozen(run_ranks):
+    """Extra state that forward changes, gradients that are not there, and layers that backward does not reach."""
+
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused, self.count = nn.Linear(4, 4), nn.Linear(2, 2), 0
+
+        def forward(self, x):
+            self.count += 1
+            return self.used(x)
+
+        def get_extra_state(self):
+            return {"count": self.count}
+
+        def set_extra_state(self, state):
+            self.count = state["count"]
+
+    def check(rank, group):
+        layers = [Counting() for _ in range(4)]
+        for layer in layers[:3]:
+            layer.requires_grad_(False)
+        pipeline = pipeline_of(group, (0, 2, 4), layers=layers, loss=nn.functional.mse_loss)
+        optimizer = torch.optim.AdamW(pipeline.parameters())
+        x = torch.ones(8, 4)
+        pipeline.step(x, target=x)
+        for step, boundaries in enumerate(((0, 3, 4), (0, 1, 4))):
+            with moving_during_backward(pipeline, boundaries, optimizer=optimizer) as move:
+                pipeline.step(x, target=x)
+            assert not move.was_repeated
+            shapes, steps = 1, pipelines.MICRO * (step + 2)
+            assert [layers[number].count for number in pipeline.present] == [shapes + steps] * len(pipeline.present)
+            optimizer.step()
+        return [layers[number].used.weight.grad is None for number in pipeline.present]
+
+    assert run_ranks(check, 2) == [[True], [True, True, False]]

@@ -1,0 +1,205 @@
+"""A move during backward that cannot be made leaves every rank that lives as it was, and tells all of them why."""
+
+import os
+import time
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pipelines
+import pytest
+import torch
+import torch.distributed as dist
+from pipelines import assert_same, batch, groups_of, held, pipeline_of
+from survivors import dying, send_half, told_by_survivors
+from torch import nn
+
+from zeroresize.pipeline import moving_during_backward, moving_early
+from zeroresize.pipeline.early_layer_move import EarlyLayerMove
+from zeroresize.resharding import agreement, message_rounds
+from zeroresize.resharding.agreement import NotEnoughMemoryError
+
+THERE = {2: (0, 6, 7), 3: (0, 3, 6, 7)}
+
+
+class Training:
+    """A pipeline that has made a step, in a group that waits for seconds only."""
+
+    def __init__(self, group, **options):
+        self.group = dist.new_group(list(range(group.size())), timeout=timedelta(seconds=5))
+        self.pipeline = pipeline_of(self.group, **options)
+        self.optimizer = torch.optim.AdamW(groups_of(self.pipeline.named_parameters()))
+        pipelines.train_step(self.pipeline, self.optimizer, 0)
+        self.boundaries = self.pipeline.boundaries
+
+    def step(self):
+        words, target = batch(2)
+        self.pipeline.step(words, target=target)
+
+    def constant(self):
+        """What only the optimizer's step changes."""
+        parameters = dict(self.pipeline.named_parameters())
+        found = held(self.pipeline, self.optimizer).items()
+        return {
+            name: one for name, one in found if name in parameters or (" " in name and not name.endswith("gradient"))
+        }
+
+    @contextmanager
+    def fails(self, *kinds):
+        """Within the block something does, which changes nothing."""
+        before, begin, told = self.constant(), time.perf_counter(), []
+        with pytest.raises(kinds or RuntimeError) as caught:
+            yield told
+        assert time.perf_counter() - begin < 30.0
+        assert self.pipeline.boundaries == self.boundaries
+        assert_same(self.constant(), before)
+        assert not any(one._forward_hooks for one in self.pipeline.module.modules())
+        told.append(f"{type(caught.value).__name__}: {caught.value}")
+
+    def moves(self, boundaries=None, **options):
+        options = {"optimizer": self.optimizer, "max_bytes": 2000} | options
+        with moving_during_backward(self.pipeline, boundaries or THERE[self.group.size()], **options) as move:
+            self.step()
+        self.optimizer.step()
+        return move.report.num_layers
+
+
+@pytest.mark.parametrize("when", ["before all", "before", "while", "between rounds", "at the last layer", "after"])
+def test_a_rank_that_dies_leaves_the_others_as_they_were(tmp_path, when):
+    def check(rank, group):
+        training = Training(group)
+        if rank != 1:  # it sends to one and receives from the other
+            with training.fails() as told:
+                training.moves()
+            return told[0]
+        real, rounds = message_rounds.start_messages, []
+
+        def start(*arguments):
+            rounds.append(1)
+            return dying()(*arguments) if len(rounds) == 3 else real(*arguments)
+
+        def half(sends, *_):
+            send_half(sends, {}, training.pipeline.side_group)
+
+        if when == "before all":
+            os._exit(0)
+        elif when == "between rounds":
+            message_rounds.start_messages = start
+        elif when == "at the last layer":
+            EarlyLayerMove._message = lambda *_: os._exit(0)
+        elif when == "after":
+            moving_early.require_received = lambda *_: os._exit(0)
+        else:
+            message_rounds.start_messages = dying(half if when == "while" else lambda *_: None)
+        training.moves()
+        return "did not die"
+
+    told = told_by_survivors(check, 3, tmp_path)
+    assert sorted(told) == [0, 2], told
+    assert not any(text.startswith("Traceback") for text in told.values()), told
+    if when in ("before all", "after"):  # else the pipeline's own step fails
+        for text in told.values():
+            assert text.startswith("RuntimeError: nothing has moved or changed"), text
+            assert "ranks [1] of the group" in text, text
+
+
+def test_a_step_that_fails_moves_nothing_and_says_why(run_ranks):
+    def check(rank, group):
+        training = Training(group)
+        with (
+            training.fails(ArithmeticError),
+            moving_during_backward(training.pipeline, (0, 6, 7), optimizer=training.optimizer),
+        ):
+            training.step()
+            raise ArithmeticError
+        with (
+            training.fails(ArithmeticError if rank == 0 else RuntimeError) as told,
+            moving_during_backward(training.pipeline, (0, 6, 7), optimizer=training.optimizer),
+        ):
+            training.step()
+            if rank == 0:
+                raise ArithmeticError
+        assert rank == 0 or "ranks [0] of the group have not received everything" in told[0]
+        assert training.moves() == 3
+
+    run_ranks(check, 2)
+
+
+def test_bad_input_is_told_before_the_block(run_ranks, monkeypatch):
+    def check(rank, group):
+        training = Training(group)
+
+        def refused(expected, others, boundaries=(0, 6, 7), kind=ValueError, **options):
+            kinds = (kind,) if rank == 1 else (kind, RuntimeError)
+            with (
+                training.fails(*kinds) as told,
+                moving_during_backward(training.pipeline, boundaries, **{"optimizer": training.optimizer} | options),
+            ):
+                raise AssertionError("the block must not begin")
+            return told, expected, others
+
+        for told, expected, others in (
+            refused("every stage has at least one layer", "ranks [1]", (0, 0, 7) if rank else (0, 6, 7)),
+            refused("num_steps=0 is not allowed", "ranks [1]", num_steps=1 - rank),
+            refused("max_bytes=1 is too small", "ranks [1]", max_bytes=2000 if rank == 0 else 1),
+        ):
+            assert (expected if rank else others) in told[0]
+        told, *_ = refused("", "", (0, 6 - rank, 7), RuntimeError)
+        assert "differ in the boundaries of the stages" in told[0]
+        if rank == 0:
+            monkeypatch.setattr(agreement, "free_bytes", lambda device: 1000)
+            monkeypatch.setattr(agreement, "_place_of", lambda device: "a small device")
+        told, *_ = refused("", "", kind=NotEnoughMemoryError)
+        assert "rank 0 lacks 0.0" in told[0]
+        monkeypatch.undo()
+        assert training.moves() == 3
+
+    run_ranks(check, 2)
+
+
+def test_what_cannot_travel_is_found_at_the_end(run_ranks):
+    """A sparse gradient, which nobody knew of before backward."""
+
+    class Adding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(5, 4, sparse=True)
+
+        def forward(self, x):
+            return x + self.table(torch.tensor(1))
+
+    def check(rank, group):
+        layers = [nn.Linear(4, 4), Adding(), nn.Linear(4, 4)]
+        pipeline = pipeline_of(group, (0, 2, 3), layers=layers, loss=nn.functional.mse_loss)
+        x = torch.ones(8, 4)
+        with (
+            pytest.raises((ValueError, RuntimeError)) as caught,
+            moving_during_backward(pipeline, (0, 1, 3), optimizer=None),
+        ):
+            pipeline.step(x, target=x)
+        assert pipeline.boundaries == (0, 2, 3)
+        return str(caught.value)
+
+    first, second = run_ranks(check, 2)
+    assert "layers.1.table.weight: a gradient of layout torch.sparse_coo cannot move" in first
+    assert "layers.1 cannot come from stage 0; its error tells why" in second
+
+
+def test_an_optimizer_that_steps_in_the_block_is_an_error(run_ranks):
+    def check(rank, group):
+        pipeline = pipeline_of(dist.new_group([0, 1], timeout=timedelta(seconds=5)))
+        optimizer = torch.optim.AdamW(pipeline.parameters())
+        words, target = batch(0)
+        # Its first step makes state where there was none.
+        with (
+            pytest.raises(RuntimeError) as caught,
+            moving_during_backward(pipeline, (0, 6, 7), optimizer=optimizer, num_steps=2),
+        ):
+            pipeline.step(words, target=target)
+            optimizer.step()
+            pipeline.step(words, target=target)
+        assert pipeline.boundaries == (0, 3, 7)
+        return str(caught.value)
+
+    first, second = run_ranks(check, 2)
+    assert "has other parameters or optimizer state than before the block" in first
+    assert "ranks [0] of the group have not received everything" in second

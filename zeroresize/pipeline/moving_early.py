@@ -1,0 +1,98 @@
+"""Layers move to other stages while a pipeline computes, all or nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+from zeroresize.pipeline.early_layer_move import EarlyLayerMove
+from zeroresize.pipeline.moving import LayerMoveReport, move_layers, prepared
+from zeroresize.pipeline.pipeline import Pipeline
+from zeroresize.resharding.agreement import meet_over, require_received
+
+
+@dataclass
+class MoveDuringBackward:
+    """What becomes of a move.
+
+    Attributes:
+        report: once it is made. Its seconds are those before and after the block: by so much it has become longer.
+        was_repeated: whether something had changed after it was sent, so all was sent once more at the end.
+    """
+
+    report: LayerMoveReport | None = None
+    was_repeated: bool = False
+
+
+@contextmanager
+def moving_during_backward(
+    pipeline: Pipeline,
+    boundaries: Sequence[int],
+    *,
+    optimizer: object | None,
+    num_steps: int = 1,
+    max_bytes: int = 64 * 2**20,
+) -> Iterator[MoveDuringBackward]:
+    """Give the pipeline's stages other layers while they compute; collective, around the steps of one optimizer step::
+
+        with moving_during_backward(pipeline, boundaries, optimizer=optimizer) as move:
+            pipeline.step(inputs, target=target)
+        optimizer.step()
+
+    As :func:`~zeroresize.pipeline.move_layers`, bit for bit and all or nothing; but messages travel meanwhile, on a
+    group of their own that its first use makes. Weights and optimizer state go first. The gradients and buffers of a
+    layer follow when its backward is over, the last layer first. The layers are in place at the end of the block.
+    Messages are on the CPU, also those of what is on a GPU.
+
+    Args:
+        boundaries: stage ``s`` then has the layers from ``boundaries[s]`` up to ``boundaries[s + 1]``.
+        optimizer: the only one that steps these parameters, given all of ``pipeline.parameters()``; None for none.
+        num_steps: how many ``pipeline.step`` add up their gradients within the block: they are final in the last one.
+            Whatever changes later all the same, as gradients that are clipped within the block, is right, but then all
+            is sent once more at the end.
+        max_bytes: of messages that this rank sends and receives at once; at least 2.
+
+    Raises:
+        ValueError: as move_layers, before the block.
+        NotEnoughMemoryError: as move_layers, before the block.
+        RuntimeError: as move_layers, before the block or at its end; or if the optimizer's state is another one then.
+    """
+    begin = time.perf_counter()
+    make = partial(EarlyLayerMove, pipeline, boundaries, optimizer, max_bytes, num_steps)
+    move = prepared(pipeline, make)
+    found = MoveDuringBackward()
+    if not move.moving:
+        yield found
+        found.report = LayerMoveReport(0, 0, 0, 0.0, 0, 0)
+        return
+    move.start()
+    meet = meet_over(pipeline.process_group, pipeline.device, pipeline.side_group)
+    before_s = time.perf_counter() - begin
+    try:
+        with move.finished:
+            yield found
+    except Exception as error:
+        move.join()
+        with suppress(RuntimeError):  # the own error says more
+            require_received(error, meet)
+        raise
+    begin = time.perf_counter()
+    failure = move.join()
+    is_outdated = require_received(failure, meet, float(move.is_outdated))
+    found.was_repeated = any(is_outdated)
+    if found.was_repeated:
+        report = move_layers(pipeline, boundaries, optimizer=optimizer, max_bytes=max_bytes)
+    else:
+        move.install()
+        report = LayerMoveReport(
+            sum(map(len, move.moving.values())),
+            move.sent_bytes,
+            move.received_bytes,
+            0.0,
+            move.num_rounds,
+            move.streams.buffer_bytes,
+        )
+    found.report = replace(report, seconds=before_s + time.perf_counter() - begin)

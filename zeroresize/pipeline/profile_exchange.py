@@ -1,0 +1,59 @@
+"""Profiles of layers that the stages send each other while training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from weakref import finalize
+
+from zeroresize.comm.cpu_group import CpuGroup
+from zeroresize.comm.exchange import Exchange
+from zeroresize.comm.whereabouts import Call
+from zeroresize.pipeline.pipeline import Pipeline
+from zeroresize.pipeline.profiling import LayerProfiler, PipelineProfile
+
+
+class ProfileExchange:
+    """Sends what was measured in one block and brings what all stages measured to the end of a later one.
+
+    It has a group of its own, on CPU, so nothing of it waits for the pipeline's messages, nor they for it. What was
+    sent is waited for, never polled: all ranks get a profile at the end of the same block. On a GPU the figures are
+    read one block late, when they are done, so the device is never waited for while it has nothing to do.
+
+    Its constructor is collective.
+
+    Raises:
+        RuntimeError: if not all ranks come within the time limit of the pipeline's group.
+    """
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._is_read_late = pipeline.device.type == "cuda"
+        self._exchange = Exchange(CpuGroup(pipeline.process_group, {}))
+        self.close: Callable[[], object] = finalize(self, self._exchange.close)
+        self._unread: LayerProfiler | None = None
+        self._sent: LayerProfiler | None = None
+        self._forgotten: tuple[LayerProfiler | None, ...] = ()
+
+    def forget(self) -> None:
+        """Bring nobody what is under way, as it is of work that is no more; to be called on every rank alike."""
+        self._forgotten = self._sent, self._unread
+
+    def after_block(self, measured: LayerProfiler | None, num_blocks: int) -> PipelineProfile | None:
+        """What was measured in an earlier block, where it has come; at the end of each block, on every rank.
+
+        Args:
+            measured: in this block, if it was.
+            num_blocks: that are over.
+
+        Raises:
+            RuntimeError: if a rank does not come within the time limit of the pipeline's group, naming it.
+        """
+        self._exchange.where.call, self._exchange.where.num_steps = Call.STEP, num_blocks
+        rows = self._exchange.collect()
+        sent = None if self._sent in self._forgotten else self._sent
+        profile = None if rows is None or sent is None else sent.profile_of(rows)
+        self._sent = measured
+        if self._is_read_late:
+            self._sent, self._unread = self._unread, measured
+        if self._sent is not None:
+            self._exchange.post(self._sent.figures())
+        return profile
