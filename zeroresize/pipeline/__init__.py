@@ -40,9 +40,10 @@ Stage ``s`` has the layers from ``boundaries[s]`` up to ``boundaries[s + 1]``. A
 from zeroresize.pipeline.gradients import clip_grad_norm_
 from zeroresize.pipeline.moving import LayerMoveReport, move_layers
 from zeroresize.pipeline.pipeline import Pipeline
-from zeroresize.pipeline.pipeline_balancer import PipelineBalancer, RebalancingRecord
+from zeroresize.pipeline.pipeline_balancer import PipelineBalancer
 from zeroresize.pipeline.profiling import LayerProfile, LayerProfiler, PipelineProfile
 from zeroresize.pipeline.rebalancing_forecast import RebalancingForecast
+from zeroresize.pipeline.records import ProfileRecord, RebalancingRecord
 
 __all__ = [
     "LayerMoveReport",
@@ -51,6 +52,7 @@ __all__ = [
     "Pipeline",
     "PipelineBalancer",
     "PipelineProfile",
+    "ProfileRecord",
     "RebalancingForecast",
     "RebalancingRecord",
     "clip_grad_norm_",

@@ -55,6 +55,7 @@ class Pipeline:
     Attributes:
         layers: all modules, whose names begin with their numbers.
         boundaries: in force now.
+        loss: a module that computes it, divided by the number of micro-batches.
         schedule: as given.
         stage: this rank's number within the group.
         tensors: what moves with each layer [L].
@@ -82,7 +83,7 @@ class Pipeline:
         self.stage, self.num_stages = group_rank(process_group), group_size(process_group)
         self.device = torch.device(device or "cpu")
         self.num_microbatches = num_microbatches
-        self._loss, self.schedule = loss, schedule
+        self.loss, self.schedule = _ScaledLoss(loss, num_microbatches), schedule
         self._boundary_shapes: list[Boundary] | None = None
         self._schedules: tuple[PipelineScheduleSingle, PipelineScheduleSingle] | None = None
         alike: tuple[float, float] | Exception
@@ -233,8 +234,7 @@ class Pipeline:
                 output_args=tuple(one.example("meta") for one in last),
                 group=self.process_group,
             )
-            # Losses are divided by the micro-batches: torch would divide all of .grad, what earlier steps added too.
-            training = self.schedule(stage, self.num_microbatches, loss_fn=self._scaled_loss, scale_grads=False)
+            training = self.schedule(stage, self.num_microbatches, loss_fn=self.loss, scale_grads=False)
             self._schedules = training, self.schedule(stage, self.num_microbatches)
         return self._schedules
 
@@ -248,9 +248,6 @@ class Pipeline:
                 f"into {self.num_microbatches} equal micro-batches; for others call refresh() on every rank before"
             )
 
-    def _scaled_loss(self, outputs: Any, target: Any) -> Tensor:
-        return self._loss(outputs, target) / self.num_microbatches
-
     def _own(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         return inputs if self.stage == 0 else ()
 
@@ -259,6 +256,17 @@ class Pipeline:
 
     def _present(self) -> range:
         return range(self.boundaries[self.stage], self.boundaries[self.stage + 1])
+
+
+class _ScaledLoss(nn.Module):
+    """The loss, divided by the micro-batches: torch would divide all of .grad, what earlier steps added too."""
+
+    def __init__(self, loss: Loss, num_microbatches: int) -> None:
+        super().__init__()
+        self._loss, self._num_microbatches = loss, num_microbatches
+
+    def forward(self, outputs: Any, target: Any) -> Tensor:
+        return self._loss(outputs, target) / self._num_microbatches
 
 
 def _description(layers: Sequence[nn.Module]) -> list[Any]:

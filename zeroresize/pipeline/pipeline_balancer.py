@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
@@ -25,37 +24,11 @@ from zeroresize.pipeline.rebalancing_forecast import (
     RebalancingRule,
     described,
 )
+from zeroresize.pipeline.records import ProfileRecord, RebalancingRecord
 from zeroresize.resharding.agreement import NotEnoughMemoryError, fingerprint, meet_prepared, require_same
 from zeroresize.utils.state_checks import count
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class RebalancingRecord:
-    """Layers have moved. Seconds of stages and steps are those of one block of ``PipelineBalancer.step``.
-
-    Attributes:
-        step: how many blocks were over, this one included.
-        before, after: [S + 1] boundaries.
-        stage_s: [S] seconds that stages computed before.
-        step_s, expected_step_s: before and after, as simulated from the layers' seconds.
-        moved_bytes: of all ranks together.
-        seconds: wall time of the move, of the slowest rank.
-    """
-
-    step: int
-    before: tuple[int, ...]
-    after: tuple[int, ...]
-    stage_s: tuple[float, ...]
-    step_s: float
-    expected_step_s: float
-    moved_bytes: int
-    seconds: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
 
 
 class PipelineBalancer:
@@ -89,6 +62,7 @@ class PipelineBalancer:
         min_saving: share of a step that a change must save at least.
         max_bytes: of messages at once in a move, as in :func:`~zeroresize.pipeline.move_layers`.
         on_change: is given a :class:`RebalancingRecord` after each move, on every rank.
+        on_profile: is given a :class:`ProfileRecord` after each profile, on every rank.
 
     Attributes:
         steps: how many blocks are over.
@@ -110,10 +84,11 @@ class PipelineBalancer:
         min_saving: float = MIN_SAVING,
         max_bytes: int = 64 * 2**20,
         on_change: Callable[[RebalancingRecord], object] | None = None,
+        on_profile: Callable[[ProfileRecord], object] | None = None,
     ) -> None:
         self.steps = 0
         self._pipeline, self._optimizer = pipeline, optimizer
-        self._max_bytes, self._on_change = max_bytes, on_change
+        self._max_bytes, self._on_change, self._on_profile = max_bytes, on_change, on_profile
         self._next_profile = 0
         alike: tuple[float, float] | Exception
         try:
@@ -185,6 +160,9 @@ class PipelineBalancer:
         self.steps, self._next_profile = steps, 0
 
     def _balance(self, profile: PipelineProfile) -> None:
+        if self._on_profile is not None:
+            rule = self._rebalancing.rule
+            self._on_profile(ProfileRecord.of(self.steps, profile, rule.schedule, rule.num_microbatches))
         forecast = self._rebalancing.update(profile)
         self._next_profile = self.steps + self._rebalancing.rule.num_steps - 1
         if self._rebalancing.looks_again:
@@ -225,16 +203,7 @@ class PipelineBalancer:
             )
         if self._on_change is not None:
             self._on_change(
-                RebalancingRecord(
-                    self.steps,
-                    forecast.before,
-                    forecast.after,
-                    forecast.stage_s,
-                    forecast.step_s,
-                    forecast.expected_step_s,
-                    moved_bytes,
-                    seconds,
-                )
+                RebalancingRecord(**vars(forecast), step=self.steps, moved_bytes=moved_bytes, seconds=seconds)
             )
 
 

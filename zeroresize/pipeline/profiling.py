@@ -1,12 +1,6 @@
 """Seconds and bytes of each layer in one iteration of a pipeline, by hooks that are there only while it is measured.
 
-**Forward** is the time between a layer's forward pre-hook and its forward hook.
-
-**Backward** runs on autograd's graph, which knows no layers. The gradient of a layer's output arrives when everything
-behind the layer has been computed, and autograd runs nodes in the reverse order of their forward. So a layer's backward
-lasts from the arrival of its output's gradient until that of the layer before, or until the end of the stage's
-backward. Recomputing of activations counts as backward. Backward of the loss belongs to no layer, nor do messages.
-Nodes that autograd runs out of that order, as those of graphs on several devices, count for a neighbour.
+Seconds are those of :class:`~zeroresize.pipeline.layer_spans.LayerSpans`.
 
 **Activations** are the distinct tensors that autograd saves in a layer's forward, without parameters and buffers. What
 two neighbours both save counts for both, so the figures do not depend on which of them share a stage. What a layer
@@ -15,6 +9,8 @@ keeps in other ways, such as attributes, does not count.
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -28,6 +24,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
 from zeroresize.comm.collectives import all_reduce
+from zeroresize.pipeline.bubbles import imbalance
+from zeroresize.pipeline.layer_spans import LayerSpans
 from zeroresize.pipeline.pipeline import Pipeline
 
 
@@ -58,11 +56,39 @@ class PipelineProfile:
         layers: [L].
         stage_s: wall seconds of the iteration on each stage.
         boundaries: in force in it.
+        loss_s: seconds of the loss, forward and backward, on the last stage.
     """
 
     layers: tuple[LayerProfile, ...]
     stage_s: tuple[float, ...]
     boundaries: tuple[int, ...]
+    loss_s: float = 0.0
+
+    @property
+    def computed_s(self) -> tuple[float, ...]:
+        """[S] seconds in which each stage computed its layers, and the last one the loss."""
+        layer_s = [one.forward_s + one.backward_s for one in self.layers]
+        own = [math.fsum(layer_s[begin:end]) for begin, end in itertools.pairwise(self.boundaries)]
+        return (*own[:-1], own[-1] + self.loss_s)
+
+    @property
+    def bubble_ratios(self) -> tuple[float, ...]:
+        """[S] the share of the iteration in which each stage computed nothing of it, 0 to 1.
+
+        The iteration lasts as long as on the stage where it takes longest.
+        """
+        step_s = max(self.stage_s)
+        return tuple(max(1.0 - own / step_s, 0.0) if step_s else 0.0 for own in self.computed_s)
+
+    @property
+    def bubble_ratio(self) -> float:
+        """The mean of the stages' :attr:`bubble_ratios`."""
+        return math.fsum(self.bubble_ratios) / len(self.stage_s)
+
+    @property
+    def imbalance(self) -> float:
+        """(L_max − L_min) / mean L of the stages' :attr:`computed_s` (DynMo, section 2)."""
+        return imbalance(self.computed_s)
 
 
 class LayerProfiler:
@@ -79,19 +105,19 @@ class LayerProfiler:
 
     def __init__(self, pipeline: Pipeline, optimizer: torch.optim.Optimizer | None = None) -> None:
         self._pipeline, self._optimizer = pipeline, optimizer
-        self._forward: list[tuple[int, _Mark, _Mark]] = []
-        self._backward: list[tuple[int, _Mark, _Mark]] = []
-        self._backward_of: tuple[int, _Mark] | None = None
-        self._begun: dict[int, _Mark] = {}
+        self._spans = LayerSpans(pipeline, self._span_begins, self._span_ends)
+        self._begun: list[_Mark] = []
+        self._measured: list[tuple[int, bool, _Mark, _Mark]] = []  # layer, whether forward, begin, end
         self._saved: dict[int, _SavedBytes] = {}
         self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> LayerProfiler:
+        self._spans.__enter__()
         for number in self._pipeline.present:
             layer = self._pipeline.layers[number]
             self._handles += [
-                layer.register_forward_pre_hook(partial(self._before_forward, number), prepend=True),
-                layer.register_forward_hook(partial(self._after_forward, number), always_call=True),
+                layer.register_forward_pre_hook(partial(self._count_saved, number), prepend=True),
+                layer.register_forward_hook(partial(self._saved_counted, number), always_call=True),
             ]
         self._boundaries = self._pipeline.boundaries
         self._synchronize()
@@ -103,6 +129,7 @@ class LayerProfiler:
     ) -> None:
         self._synchronize()
         self._seconds = time.perf_counter() - self._begin
+        self._spans.__exit__(kind, error, trace)
         for handle in self._handles:
             handle.remove()
         self._bytes = {number: self._bytes_of(self._pipeline.layers[number]) for number in self._pipeline.present}
@@ -114,52 +141,34 @@ class LayerProfiler:
             RuntimeError: if a rank does not come.
         """
         num_layers, num_figures = len(self._pipeline.layers), len(fields(LayerProfile))
-        own = torch.zeros(num_layers * num_figures + self._pipeline.num_stages, dtype=torch.float64)
-        table = own[: num_layers * num_figures].view(num_layers, num_figures)
-        for column, spans in enumerate((self._forward, self._backward)):
-            for number, begin, end in spans:
-                table[number, column] += begin.seconds_until(end)
+        # The last row is of the loss.
+        own = torch.zeros((num_layers + 1) * num_figures + self._pipeline.num_stages, dtype=torch.float64)
+        table = own[: (num_layers + 1) * num_figures].view(num_layers + 1, num_figures)
+        for number, is_forward, begin, end in self._measured:
+            table[number, 0 if is_forward else 1] += begin.seconds_until(end)
         for number, sizes in self._bytes.items():
             saved = self._saved[number].total if number in self._saved else 0
             table[number, 2:] = torch.tensor([*sizes, saved], dtype=torch.float64)
-        own[num_layers * num_figures + self._pipeline.stage] = self._seconds
+        own[table.numel() + self._pipeline.stage] = self._seconds
         whole = own.to(self._pipeline.meet_device)
         all_reduce(whole, self._pipeline.process_group)
-        *figures, stage_s = whole.split([*[num_figures] * num_layers, self._pipeline.num_stages])
+        *figures, loss, stage_s = whole.split([*[num_figures] * (num_layers + 1), self._pipeline.num_stages])
         layers = tuple(LayerProfile(*row[:2], *map(int, row[2:])) for row in (one.tolist() for one in figures))
-        return PipelineProfile(layers, tuple(stage_s.tolist()), self._boundaries)
+        return PipelineProfile(layers, tuple(stage_s.tolist()), self._boundaries, sum(loss.tolist()))
 
-    def _before_forward(self, number: int, layer: nn.Module, inputs: Any) -> None:
+    def _count_saved(self, number: int, layer: nn.Module, inputs: Any) -> None:
         if number not in self._saved:  # of one micro-batch
             self._saved[number] = _SavedBytes(layer, inputs)
-        self._begun[number] = self._mark()
 
-    def _after_forward(self, number: int, layer: nn.Module, inputs: Any, outputs: Any) -> None:
-        if number not in self._begun:
-            return
-        self._forward.append((number, self._begun.pop(number), self._mark()))
-        self._saved[number].end()
-        for one in outputs if isinstance(outputs, tuple | list) else (outputs,):
-            if isinstance(one, Tensor) and one.grad_fn is not None:
-                one.register_hook(partial(self._gradient_arrived, number))
+    def _saved_counted(self, number: int, layer: nn.Module, inputs: Any, outputs: Any) -> None:
+        if number in self._saved:
+            self._saved[number].end()
 
-    def _gradient_arrived(self, number: int, gradient: Tensor) -> None:
-        """Of a layer's output: of several, the first one counts."""
-        if self._backward_of is None:
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
-        elif self._backward_of[0] <= number:  # of another output, or of a layer that returns its input
-            return
-        mark = self._mark()
-        self._end_backward(mark)
-        self._backward_of = number, mark
+    def _span_begins(self, number: int, is_forward: bool) -> None:
+        self._begun.append(self._mark())
 
-    def _backward_ended(self) -> None:
-        self._end_backward(self._mark())
-        self._backward_of = None
-
-    def _end_backward(self, mark: _Mark) -> None:
-        if self._backward_of is not None:
-            self._backward.append((*self._backward_of, mark))
+    def _span_ends(self, number: int, is_forward: bool) -> None:
+        self._measured.append((number, is_forward, self._begun.pop(), self._mark()))
 
     def _mark(self) -> _Mark:
         return _Mark(self._pipeline.device)

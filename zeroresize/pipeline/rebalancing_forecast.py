@@ -36,7 +36,8 @@ class RebalancingForecast:
         before, after: [S + 1] boundaries; equal where nothing is to be gained.
         stage_s: [S] seconds that stages compute before.
         step_s, expected_step_s: before and after, simulated from the layers' seconds; messages are not in them.
-        bubble_ratio, expected_bubble_ratio: of these steps.
+        bubble_ratio, expected_bubble_ratio: of these steps, the mean of the stages.
+        measured_bubble_ratio: of the profiled block.
         num_bytes: that the busiest rank sends or receives.
         price_s: of the move there and back.
         is_needed: whether a stage is now over its memory limit.
@@ -49,6 +50,7 @@ class RebalancingForecast:
     expected_step_s: float
     bubble_ratio: float
     expected_bubble_ratio: float
+    measured_bubble_ratio: float
     num_bytes: float
     price_s: float
     is_needed: bool
@@ -140,6 +142,7 @@ class RebalancingRule:
             after.step_s,
             before.bubble_ratio,
             after.bubble_ratio,
+            profile.bubble_ratio,
             num_bytes,
             2.0 * cost_of_move.seconds(num_bytes),
             is_needed,
@@ -191,7 +194,7 @@ def in_two_profiles(one: PipelineProfile, other: PipelineProfile) -> PipelinePro
         for first, second in zip(one.layers, other.layers, strict=True)
     )
     stage_s = tuple(map(min, one.stage_s, other.stage_s))
-    return PipelineProfile(layers, stage_s, other.boundaries)
+    return PipelineProfile(layers, stage_s, other.boundaries, min(one.loss_s, other.loss_s))
 
 
 def described(transfers: Sequence[Transfer]) -> str:
