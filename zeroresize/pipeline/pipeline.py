@@ -55,6 +55,7 @@ class Pipeline:
     Attributes:
         layers: all modules, whose names begin with their numbers.
         boundaries: in force now.
+        description: a fingerprint of layers, micro-batches and schedule, the same on all ranks.
         loss: a module that computes it, divided by the number of micro-batches.
         schedule: as given.
         stage: this rank's number within the group.
@@ -86,6 +87,7 @@ class Pipeline:
         self.loss, self.schedule = _ScaledLoss(loss, num_microbatches), schedule
         self._boundary_shapes: list[Boundary] | None = None
         self._schedules: tuple[PipelineScheduleSingle, PipelineScheduleSingle] | None = None
+        self._meet = meet_over(process_group, self.device)
         alike: tuple[float, float] | Exception
         try:
             layers = list(layers)
@@ -108,8 +110,8 @@ class Pipeline:
                     f"num_microbatches={num_microbatches} is too small: Schedule1F1B needs at least one for each of "
                     f"the {self.num_stages} stages"
                 )
-            told = [self.boundaries, num_microbatches, schedule.__name__, _description(layers)]
-            alike = (fingerprint(str(told)), 0.0)
+            self.description = fingerprint(str([num_microbatches, schedule.__name__, _description(layers)]))
+            alike = (fingerprint(str([self.boundaries, self.description])), 0.0)
         except Exception as error:  # the others must hear of any
             alike = error
         meet = self.meet()
@@ -203,8 +205,12 @@ class Pipeline:
         self._schedules = None
 
     def meet(self) -> Meet:
-        """See :data:`~zeroresize.resharding.agreement.Meet`."""
-        return meet_over(self.process_group, self.device)
+        """See :data:`~zeroresize.resharding.agreement.Meet`: with the other stages, and with whom it was joined."""
+        return self._meet
+
+    def join(self, meet: Meet) -> None:
+        """Move layers together with other pipelines from now on, by a ``meet`` of the ranks of all of them."""
+        self._meet = meet
 
     @property
     def knows_shapes(self) -> bool:

@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import Schedule1F1B
 
 from zeroresize.comm.collectives import all_reduce
@@ -25,6 +26,7 @@ from zeroresize.pipeline.rebalancing_forecast import (
     described,
 )
 from zeroresize.pipeline.records import ProfileRecord, RebalancingRecord
+from zeroresize.pipeline.replicas import Replicas
 from zeroresize.resharding.agreement import NotEnoughMemoryError, fingerprint, meet_prepared, require_same
 from zeroresize.utils.state_checks import count
 
@@ -61,6 +63,9 @@ class PipelineBalancer:
             activations, these as if the stage kept as many micro-batches as the first one.
         min_saving: share of a step that a change must save at least.
         max_bytes: of messages at once in a move, as in :func:`~zeroresize.pipeline.move_layers`.
+        replicas: the ranks that are this stage in pipelines of the same layers beside this one, of data parallelism or
+            of tensor parallelism within stages; None where there are none. All of them then move the same layers, by
+            the slowest of them, or none does: the constructor and due blocks are collective over all.
         on_change: is given a :class:`RebalancingRecord` after each move, on every rank.
         on_profile: is given a :class:`ProfileRecord` after each profile, on every rank.
 
@@ -70,6 +75,7 @@ class PipelineBalancer:
     Raises:
         ValueError: for values that are not allowed, and for layers of which some share a parameter.
         RuntimeError: on every rank, if ranks differ in these values.
+        ValueError, RuntimeError: as :class:`~zeroresize.pipeline.replicas.Replicas`.
     """
 
     def __init__(
@@ -83,6 +89,7 @@ class PipelineBalancer:
         memory_limits: Sequence[float] | None = None,
         min_saving: float = MIN_SAVING,
         max_bytes: int = 64 * 2**20,
+        replicas: ProcessGroup | None = None,
         on_change: Callable[[RebalancingRecord], object] | None = None,
         on_profile: Callable[[ProfileRecord], object] | None = None,
     ) -> None:
@@ -90,6 +97,8 @@ class PipelineBalancer:
         self._pipeline, self._optimizer = pipeline, optimizer
         self._max_bytes, self._on_change, self._on_profile = max_bytes, on_change, on_profile
         self._next_profile = 0
+        self._replicas: Replicas | None = None
+        options = ""
         alike: tuple[float, float] | Exception
         try:
             limits = None if memory_limits is None else tuple(map(float, memory_limits))
@@ -106,12 +115,16 @@ class PipelineBalancer:
                 limits,
             )
             self._rebalancing = Rebalancing(rule)
-            alike = (fingerprint(f"{rule} {max_bytes}"), 0.0)
+            options = f"{rule}, max_bytes={max_bytes}"
+            alike = (fingerprint(f"{options} {replicas is None}"), 0.0)
         except Exception as error:  # the others must hear of any
             alike = error
         meet = pipeline.meet()
         table = meet_prepared(meet, alike)
         require_same([one for one, *_ in table], "the options of PipelineBalancer", meet)
+        if replicas is not None:
+            self._replicas = Replicas(pipeline, replicas, options)
+        self._tells = pipeline.stage == 0 and (self._replicas is None or self._replicas.is_first)
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -131,7 +144,8 @@ class PipelineBalancer:
         with LayerProfiler(self._pipeline, self._optimizer) as profiler:
             yield
         self.steps += 1
-        self._balance(profiler.gather())
+        profile = profiler.gather()
+        self._balance(profile if self._replicas is None else self._replicas.slowest(profile))
 
     def what_if(self) -> RebalancingForecast | None:
         """What moving layers would save now, by the last profile; None before there was one.
@@ -173,7 +187,7 @@ class PipelineBalancer:
             report = move_layers(self._pipeline, forecast.after, optimizer=self._optimizer, max_bytes=self._max_bytes)
         except NotEnoughMemoryError as error:
             self._rebalancing.refuse()
-            if self._pipeline.stage == 0:
+            if self._tells:
                 logger.warning("step %d: layers stay where they are: %s", self.steps, error)
             return
         self._next_profile = self.steps + 1
@@ -186,8 +200,11 @@ class PipelineBalancer:
         all_reduce(whole, self._pipeline.process_group)
         rows = whole.tolist()
         moved_bytes, seconds = int(sum(sent for sent, *_ in rows)), max(one for *_, one in rows)
-        self._rebalancing.learn(max(sent + received for sent, received, _ in rows), seconds)
-        if self._pipeline.stage == 0:
+        most_bytes = max(sent + received for sent, received, _ in rows)
+        if self._replicas is not None:
+            most_bytes, seconds = self._replicas.most(most_bytes, seconds)
+        self._rebalancing.learn(most_bytes, seconds)
+        if self._tells:
             slowest = max(range(len(forecast.stage_s)), key=forecast.stage_s.__getitem__)
             logger.info(
                 "step %d: stage %d takes %.1f times as long as the mean: %s: %.1f MB, %.2f s; expected step %.0f -> "
