@@ -27,7 +27,14 @@ from zeroresize.pipeline.rebalancing_forecast import (
 )
 from zeroresize.pipeline.records import ProfileRecord, RebalancingRecord
 from zeroresize.pipeline.replicas import Replicas
-from zeroresize.resharding.agreement import NotEnoughMemoryError, fingerprint, meet_prepared, require_same
+from zeroresize.pipeline.stage_units import StageUnits, UnitsFirst
+from zeroresize.resharding.agreement import (
+    CannotMoveError,
+    NotEnoughMemoryError,
+    fingerprint,
+    meet_prepared,
+    require_same,
+)
 from zeroresize.utils.state_checks import count
 
 logger = logging.getLogger(__name__)
@@ -66,6 +73,8 @@ class PipelineBalancer:
         replicas: the ranks that are this stage in pipelines of the same layers beside this one, of data parallelism or
             of tensor parallelism within stages; None where there are none. All of them then move the same layers, by
             the slowest of them, or none does: the constructor and due blocks are collective over all.
+        units: balances the tensor-parallel group of this rank's stage, and acts first: layers are measured, and move,
+            only when no units are about to. Give the group as ``replicas``. None where stages are single ranks.
         on_change: is given a :class:`RebalancingRecord` after each move, on every rank.
         on_profile: is given a :class:`ProfileRecord` after each profile, on every rank.
 
@@ -90,6 +99,7 @@ class PipelineBalancer:
         min_saving: float = MIN_SAVING,
         max_bytes: int = 64 * 2**20,
         replicas: ProcessGroup | None = None,
+        units: StageUnits | None = None,
         on_change: Callable[[RebalancingRecord], object] | None = None,
         on_profile: Callable[[ProfileRecord], object] | None = None,
     ) -> None:
@@ -98,6 +108,7 @@ class PipelineBalancer:
         self._max_bytes, self._on_change, self._on_profile = max_bytes, on_change, on_profile
         self._next_profile = 0
         self._replicas: Replicas | None = None
+        self._units = None if units is None else UnitsFirst(units)
         options = ""
         alike: tuple[float, float] | Exception
         try:
@@ -116,7 +127,7 @@ class PipelineBalancer:
             )
             self._rebalancing = Rebalancing(rule)
             options = f"{rule}, max_bytes={max_bytes}"
-            alike = (fingerprint(f"{options} {replicas is None}"), 0.0)
+            alike = (fingerprint(f"{options} {replicas is None} {units is None}"), 0.0)
         except Exception as error:  # the others must hear of any
             alike = error
         meet = pipeline.meet()
@@ -137,7 +148,7 @@ class PipelineBalancer:
             RuntimeError, ValueError: at the end, as :func:`~zeroresize.pipeline.move_layers`.
         """
         # The first step finds shapes by running layers once more.
-        if self.steps < self._next_profile or not self._pipeline.knows_shapes:
+        if self.steps < self._next_profile or not self._pipeline.knows_shapes or self._units_may_move():
             yield
             self.steps += 1
             return
@@ -181,17 +192,36 @@ class PipelineBalancer:
         self._next_profile = self.steps + self._rebalancing.rule.num_steps - 1
         if self._rebalancing.looks_again:
             self._next_profile = self.steps
+            if self._units is not None:
+                self._units.watch()
         if forecast is None:
+            return
+        try:
+            if self._units is not None:
+                self._units.leave(forecast.after, self._pipeline.meet())
+        except CannotMoveError as error:
+            self._stay(error)
             return
         try:
             report = move_layers(self._pipeline, forecast.after, optimizer=self._optimizer, max_bytes=self._max_bytes)
         except NotEnoughMemoryError as error:
-            self._rebalancing.refuse()
-            if self._tells:
-                logger.warning("step %d: layers stay where they are: %s", self.steps, error)
+            if self._units is not None:
+                self._units.attach()
+            self._stay(error)
             return
+        if self._units is not None:
+            self._units.attach()
         self._next_profile = self.steps + 1
         self._tell(forecast, report)
+
+    def _units_may_move(self) -> bool:
+        """Collective where stages are groups."""
+        return self._units is not None and not self._units.have_settled(self._pipeline.meet())
+
+    def _stay(self, error: RuntimeError) -> None:
+        self._rebalancing.refuse()
+        if self._tells:
+            logger.warning("step %d: layers stay where they are: %s", self.steps, error)
 
     def _tell(self, forecast: RebalancingForecast, report: LayerMoveReport) -> None:
         table = torch.zeros(self._pipeline.num_stages, 3, dtype=torch.float64)
