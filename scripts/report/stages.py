@@ -68,8 +68,8 @@ def read_periods(path: Path) -> list[Period]:
     for number, line in enumerate(read_json_lines(path), 1):
         try:
             if line["kind"] == "profile":
-                profile = _profile_of(line)
-                num_layers = num_layers or len(profile.layer_s)
+                profile = ProfileRecord.from_dict(line)
+                num_layers = num_layers or len(profile.layers)
                 Partition.of(profile.boundaries, num_layers, len(profile.boundaries) - 1)
                 if profiles and profile.boundaries != profiles[-1].boundaries:  # a run that was resumed
                     periods.append(Period(begin, profiles[-1].boundaries, tuple(profiles), None))
@@ -122,7 +122,7 @@ def table_of(periods: Sequence[Period]) -> str:
 def picture_of(periods: Sequence[Period]) -> Figure:
     """Which stage has which layer, how long layers take, and how idle stages are, over steps."""
     profiles = [profile for one in periods for profile in one.profiles]
-    num_layers = len(profiles[0].layer_s)
+    num_layers = len(profiles[0].layers)
     num_stages = max(len(one.boundaries) - 1 for one in periods)
     figure, (layers, seconds, bubbles) = pyplot.subplots(3, 1, sharex=True, figsize=(9, 9), layout="constrained")
     last = profiles[-1].step
@@ -153,15 +153,6 @@ def picture_of(periods: Sequence[Period]) -> Figure:
         axes.grid(alpha=0.3)
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=6, fontsize="small")
     return figure
-
-
-def _profile_of(line: Mapping[str, Any]) -> ProfileRecord:
-    values = {name: line[name] for name in ProfileRecord.__dataclass_fields__}
-    profile = ProfileRecord(**{name: tuple(one) if isinstance(one, list) else one for name, one in values.items()})
-    numbers = [*profile.stage_s, *profile.layer_s, *(getattr(profile, name) for name in _NUMBERS)]
-    if not all(isinstance(one, int | float) for one in numbers):
-        raise ValueError("some of its numbers are none")
-    return profile
 
 
 def _named(begin: int, end: int) -> str:

@@ -89,7 +89,9 @@ def test_a_record_tells_of_layers_stages_and_bubbles_in_plain_numbers():
     record = ProfileRecord.of(7, profile, "gpipe", 4)
     told = json.loads(json.dumps(record.to_dict()))
     assert told["kind"] == "profile" and told["step"] == 7 and told["boundaries"] == [0, 2, 3]
-    assert told["layer_s"] == pytest.approx([3.0, 6.0, 3.0]) and told["layer_bytes"] == [4100] * 3
+    assert [one["forward_s"] for one in told["layers"]] == pytest.approx([1.0, 2.0, 1.0])
+    assert told["layers"][2]["optimizer_bytes"] == 2000
+    assert ProfileRecord.from_dict(told) == record
     assert told["stage_s"] == pytest.approx([9.0, 3.0]) and told["imbalance"] == pytest.approx(1.0)
     # Of two stages the first takes 3/4 and 6/4 s for a micro-batch, the second a third of it: the first one's 9 s, and
     # at its turn from forwards to backwards what the second one takes for one micro-batch.
@@ -99,3 +101,4 @@ def test_a_record_tells_of_layers_stages_and_bubbles_in_plain_numbers():
     assert scalars["pipeline_stages/0_layers"] == 2.0 and scalars["pipeline_stages/1_bytes"] == 4100.0
     odd = ProfileRecord.of(7, World([1.0] * 3, [1.0] * 3, (0, 1, 2, 3)).profile(), "gpipe", 4)
     assert math.isnan(odd.chimera_bubble_ratio) and odd.to_dict()["chimera_bubble_ratio"] is None
+    assert math.isnan(ProfileRecord.from_dict(odd.to_dict()).chimera_bubble_ratio)

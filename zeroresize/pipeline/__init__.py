@@ -5,6 +5,7 @@
 - :func:`move_layers` gives the stages other layers, between two steps, all or nothing.
 - :class:`PipelineBalancer` does both while training goes on, where it pays.
 - :func:`clip_grad_norm_` clips by the norm of all stages' gradients.
+- :func:`plan_pipeline` tells without a job what to expect, of layers that were profiled or are on the meta device.
 
 Stage ``s`` has the layers from ``boundaries[s]`` up to ``boundaries[s + 1]``. A program, by
 ``torchrun --nproc-per-node 2 program.py``::
@@ -41,6 +42,7 @@ from zeroresize.pipeline.gradients import clip_grad_norm_
 from zeroresize.pipeline.moving import LayerMoveReport, move_layers
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.pipeline.pipeline_balancer import PipelineBalancer
+from zeroresize.pipeline.planning import PipelinePlan, plan_pipeline, profiles_on_meta
 from zeroresize.pipeline.profiling import LayerProfile, LayerProfiler, PipelineProfile
 from zeroresize.pipeline.rebalancing_forecast import RebalancingForecast
 from zeroresize.pipeline.records import ProfileRecord, RebalancingRecord
@@ -51,10 +53,13 @@ __all__ = [
     "LayerProfiler",
     "Pipeline",
     "PipelineBalancer",
+    "PipelinePlan",
     "PipelineProfile",
     "ProfileRecord",
     "RebalancingForecast",
     "RebalancingRecord",
     "clip_grad_norm_",
     "move_layers",
+    "plan_pipeline",
+    "profiles_on_meta",
 ]

@@ -47,6 +47,11 @@ class LayerProfile:
     optimizer_bytes: int
     activation_bytes: int
 
+    @property
+    def bytes_at_rest(self) -> int:
+        """Of weights, gradients and optimizer state: what travels with the layer."""
+        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
+
 
 @dataclass(frozen=True)
 class PipelineProfile:
@@ -108,7 +113,7 @@ class LayerProfiler:
         self._spans = LayerSpans(pipeline, self._span_begins, self._span_ends)
         self._begun: list[_Mark] = []
         self._measured: list[tuple[int, bool, _Mark, _Mark]] = []  # layer, whether forward, begin, end
-        self._saved: dict[int, _SavedBytes] = {}
+        self._saved: dict[int, SavedBytes] = {}
         self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> LayerProfiler:
@@ -158,7 +163,7 @@ class LayerProfiler:
 
     def _count_saved(self, number: int, layer: nn.Module, inputs: Any) -> None:
         if number not in self._saved:  # of one micro-batch
-            self._saved[number] = _SavedBytes(layer, inputs)
+            self._saved[number] = SavedBytes(layer, inputs)
 
     def _saved_counted(self, number: int, layer: nn.Module, inputs: Any, outputs: Any) -> None:
         if number in self._saved:
@@ -206,7 +211,7 @@ class _Mark:
         return other._now - self._now
 
 
-class _SavedBytes:
+class SavedBytes:
     """Counts the memory of the tensors that autograd saves, from now on until :meth:`end`."""
 
     def __init__(self, layer: nn.Module, inputs: Sequence[Any]) -> None:
@@ -235,7 +240,9 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 def _memory_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    """On the meta device, where there is none, the storage itself."""
+    storage = tensor.untyped_storage()
+    return storage._cdata if tensor.is_meta else storage.data_ptr()
 
 
 def _nbytes(tensors: Sequence[Tensor]) -> int:

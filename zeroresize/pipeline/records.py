@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from zeroresize.pipeline.bubbles import Schedule, chimera_bubble_ratio, simulated_step
-from zeroresize.pipeline.profiling import PipelineProfile
+from zeroresize.pipeline.profiling import LayerProfile, PipelineProfile
 from zeroresize.pipeline.rebalancing_forecast import RebalancingForecast
 from zeroresize.utils.json_lines import without_nan
+from zeroresize.utils.state_checks import each, keyed, not_negative, number
 
 
 @dataclass(frozen=True)
@@ -25,8 +27,7 @@ class ProfileRecord:
     Attributes:
         step: how many blocks were over, this one included.
         boundaries: [S + 1] in force in it.
-        layer_s: [L] seconds of each layer, forward and backward.
-        layer_bytes: [L] of weights, gradients, optimizer state, and activations of one micro-batch.
+        layers: [L] seconds and bytes of each layer.
         stage_s: [S] seconds that each stage computed, the last one with the loss.
         step_s: wall time of the block, of the slowest stage.
         imbalance: (L_max − L_min) / mean L of ``stage_s``.
@@ -39,8 +40,7 @@ class ProfileRecord:
 
     step: int
     boundaries: tuple[int, ...]
-    layer_s: tuple[float, ...]
-    layer_bytes: tuple[int, ...]
+    layers: tuple[LayerProfile, ...]
     stage_s: tuple[float, ...]
     step_s: float
     imbalance: float
@@ -66,11 +66,7 @@ class ProfileRecord:
         return cls(
             step,
             profile.boundaries,
-            tuple(one.forward_s + one.backward_s for one in profile.layers),
-            tuple(
-                one.weight_bytes + one.gradient_bytes + one.optimizer_bytes + one.activation_bytes
-                for one in profile.layers
-            ),
+            profile.layers,
             profile.computed_s,
             max(profile.stage_s),
             profile.imbalance,
@@ -80,6 +76,28 @@ class ProfileRecord:
             simulated.bubble_ratio,
             chimera_bubble_ratio(num_stages, *means, 0.0) if num_stages % 2 == 0 and any(means) else math.nan,
         )
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ProfileRecord:
+        """From :meth:`to_dict`, such as a line of a file.
+
+        Raises:
+            ValueError: naming what is missing, or no number or list of numbers.
+        """
+        missing = [one.name for one in fields(cls) if one.name not in values]
+        if values.get("kind") != "profile" or missing:
+            raise ValueError(f"this is no profile: kind={values.get('kind')!r}, missing: {missing}")
+        own = {one.name: values[one.name] for one in fields(cls)}
+        own["chimera_bubble_ratio"] = math.nan if own["chimera_bubble_ratio"] is None else own["chimera_bubble_ratio"]
+        for name in ("boundaries", "stage_s", "bubble_ratios"):
+            each(number)(own[name], name)
+            own[name] = tuple(own[name])
+        figures = [one.name for one in fields(LayerProfile)]
+        each(keyed(dict.fromkeys(figures, not_negative)))(own["layers"], "layers")
+        own["layers"] = tuple(LayerProfile(*(one[name] for name in figures)) for one in own["layers"])
+        for name in ("step", "step_s", "imbalance", "bubble_ratio", "simulated_step_s", "simulated_bubble_ratio"):
+            number(own[name], name)
+        return cls(**own)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, None for NaN."""
@@ -93,7 +111,7 @@ class ProfileRecord:
             of_stage = {
                 "layers": float(end - begin),
                 "seconds": self.stage_s[stage],
-                "bytes": float(sum(self.layer_bytes[begin:end])),
+                "bytes": float(sum(one.bytes_at_rest + one.activation_bytes for one in self.layers[begin:end])),
                 "bubble_ratio": self.bubble_ratios[stage],
             }
             found |= {f"pipeline_stages/{stage}_{name}": value for name, value in of_stage.items()}
