@@ -55,15 +55,18 @@ class UnitsFirst:
         Raises:
             CannotMoveError: on every rank, if the units of some cannot come home; all groups balance as before then.
             RuntimeError: if a rank does not come.
+            Exception: what else letting go raises on this rank; the others then raise a CannotMoveError.
         """
         left: tuple[float, float] | Exception = (0.0, 0.0)
         try:
             self._units.leave(boundaries)
-        except (CannotMoveError, NotEnoughMemoryError) as error:  # the others must hear of any
+        except Exception as error:  # the others must hear of any
             left = error
         try:
             meet_prepared(meet, left)
         except CannotMoveError:
+            if isinstance(left, Exception) and not isinstance(left, CannotMoveError | NotEnoughMemoryError):
+                raise left from None
             self._units.attach()
             raise
 
