@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
@@ -89,6 +90,10 @@ class StageBalancer:
         """Stop balancing; see :meth:`zeroresize.Balancer.close`."""
         if self.balancer is not None:
             self.balancer.close()
+
+    def at_home(self) -> AbstractContextManager[None]:
+        """Units are at home for as long as this lasts, for checkpoints; see :meth:`zeroresize.Balancer.at_home`."""
+        return nullcontext() if self.balancer is None else self.balancer.at_home()
 
     @property
     def has_settled(self) -> bool:

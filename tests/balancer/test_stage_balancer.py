@@ -1,11 +1,15 @@
 """Tensor parallelism inside the stages of a pipeline: units move first, then layers, and training goes on unchanged."""
 
+import os
+import time
 import types
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 import virtual_training
+from survivors import told_by_survivors
 from torch import nn
 from virtual_training import VirtualTime
 
@@ -63,8 +67,11 @@ def undivided_losses(num_steps):
 class Training:
     """Two stages of two ranks: 0 and 1, 2 and 3. The pipelines are of 0 and 2, 1 and 3. Time is virtual."""
 
-    def __init__(self, rank, **options):
-        stages, pipelines = [[dist.new_group(ranks) for ranks in own] for own in (([0, 1], [2, 3]), ([0, 2], [1, 3]))]
+    def __init__(self, rank, time_limit_s=60):
+        limit = timedelta(seconds=time_limit_s)
+        stages, pipelines = [
+            [dist.new_group(ranks, timeout=limit) for ranks in own] for own in (([0, 1], [2, 3]), ([0, 2], [1, 3]))
+        ]
         stage, shard = divmod(rank, 2)
         self.group, self.step, self.losses, self.events = stages[stage], 0, [], []
         config = zr.BalanceConfig(update_every=3)
@@ -86,7 +93,6 @@ class Training:
             replicas=self.group,
             units=self.units,
             on_change=lambda record: self.events.append(record.after),
-            **options,
         )
 
     def _updated(self, record):
@@ -136,3 +142,51 @@ def test_units_move_first_and_layers_by_what_is_left(run_ranks):
             assert events == moves
     for *_, losses in by_rank[2:]:
         assert losses == pytest.approx(undivided_losses(102), rel=1e-10, abs=0.0)
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_while_units_come_home_leaves_nobody_waiting(tmp_path):
+    def check(rank, group):
+        training = Training(rank, time_limit_s=8)
+        training.train(12)
+        training.time.chi = 3.0 if rank == 3 else 1.0
+        if rank == 3:
+            training.units.leave = lambda boundaries: os._exit(0)
+        leave, begin = training.units.leave, []
+        training.units.leave = lambda boundaries: begin.append(time.perf_counter()) or leave(boundaries)
+        with pytest.raises(RuntimeError) as caught:
+            training.train(40)
+        assert time.perf_counter() - begin[0] < 25.0
+        assert training.pipeline.boundaries == (0, 3, 6)
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    told = told_by_survivors(check, 4, tmp_path)
+    assert sorted(told) == [0, 1, 2], told
+    assert all(text.startswith("RuntimeError: nothing has") for text in told.values()), told
+
+
+def test_a_stage_without_balanced_layers_has_settled_and_units_can_be_at_home(run_ranks):
+    def check(rank, group):
+        config = zr.BalanceConfig(update_every=3)
+        layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH, dtype=torch.float64), Divided(Whole(), group)])
+        zr.convert(layers, process_group=group, config=config)
+        alone = [dist.new_group([0]), dist.new_group([1])][rank]
+        pipeline = Pipeline(layers, nn.functional.mse_loss, num_microbatches=MICRO, process_group=alone)
+        optimizer = torch.optim.AdamW(pipeline.parameters())
+        units = zr.StageBalancer(pipeline, optimizer, process_group=group, config=config)
+        assert not units.has_settled
+        units.balancer.move((2, 1))
+        with units.at_home():
+            assert layers[1].up.weight.shape[0] == 2 * WIDTH
+        assert layers[1].up.weight.shape[0] != 2 * WIDTH
+        units.close()
+        pipeline.module.present = range(1)
+        units = zr.StageBalancer(pipeline, optimizer, process_group=group, config=config)
+        with units.at_home():
+            units.step()
+        assert units.balancer is None and units.has_settled
+        units.leave((0, 1))
+        units.attach()
+        units.close()
+
+    run_ranks(check, 2)
