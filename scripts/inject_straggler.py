@@ -40,6 +40,8 @@ class InjectionConfig:
         kind, scope: as of :class:`zeroresize.StragglerInjector`.
         iters_per_epoch: optimizer steps in an epoch.
         tp_size: ranks are counted within blocks of so many consecutive global ranks; default: one block.
+        stage_size: ``chi`` is of blocks of so many consecutive global ranks, such as the stages of a pipeline; all
+            ranks of a block are slow together.
     """
 
     chi: Any
@@ -48,6 +50,7 @@ class InjectionConfig:
     scope: str = "gemm"
     iters_per_epoch: int | None = None
     tp_size: int | None = None
+    stage_size: int | None = None
 
     @classmethod
     def from_yaml(cls, path: Path) -> InjectionConfig:
@@ -72,10 +75,15 @@ class InjectionConfig:
         one_of("schedule", self.schedule, SCHEDULES)
         one_of("kind", self.kind, KINDS)
         one_of("scope", self.scope, SCOPES)
-        for key in ("iters_per_epoch", "tp_size"):
+        for key in ("iters_per_epoch", "tp_size", "stage_size"):
             value = getattr(self, key)
             if value is not None:
                 at_least(key, value, 1)
+        if self.tp_size is not None and self.stage_size is not None:
+            raise ValueError(
+                f"tp_size={self.tp_size} and stage_size={self.stage_size} do not go together: chi is either of ranks "
+                "within a block or of blocks"
+            )
         if self.schedule == "round_robin":
             if isinstance(self.chi, Mapping):
                 raise ValueError(f"chi={self.chi!r} is not allowed with schedule: round_robin: one number is needed")
@@ -94,23 +102,27 @@ class InjectionConfig:
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands: its global rank, and its rank in a block of ``num_ranks``."""
+    """Where this process stands: its global rank, and its rank in a block of ``num_ranks``, or the number of its stage
+    among as many."""
 
     global_rank: int
     rank: int
     num_ranks: int
 
     @classmethod
-    def from_environment(cls, tp_size: int | None) -> Place:
+    def from_environment(cls, tp_size: int | None = None, stage_size: int | None = None) -> Place:
         """What torchrun says in RANK and WORLD_SIZE.
 
         Raises:
-            ValueError: if the ranks do not divide into blocks of ``tp_size``.
+            ValueError: if the ranks do not divide into blocks of ``tp_size`` or ``stage_size``.
         """
         rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        for key, size in (("tp_size", tp_size), ("stage_size", stage_size)):
+            if size is not None and world_size % size:
+                raise ValueError(f"{key}={size} is not allowed: it must divide the {world_size} ranks")
+        if stage_size is not None:
+            return cls(rank, rank // stage_size, world_size // stage_size)
         num_ranks = tp_size or world_size
-        if world_size % num_ranks:
-            raise ValueError(f"tp_size={tp_size} is not allowed: it must divide the {world_size} ranks")
         return cls(rank, rank % num_ranks, num_ranks)
 
 
@@ -182,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (OSError, ValueError) as error:
         parser.error(str(error))
     try:
-        place = Place.from_environment(config.tp_size)
+        place = Place.from_environment(config.tp_size, config.stage_size)
         stragglers = _stragglers(config, place.num_ranks)
     except ValueError as error:
         hint = "" if "WORLD_SIZE" in os.environ else " (run it under torchrun: there is one rank otherwise)"
@@ -222,13 +234,15 @@ def _stragglers(config: InjectionConfig, num_ranks: int) -> set[int]:
 
 def _description(config: InjectionConfig, place: Place, stragglers: set[int]) -> str:
     blocks = "" if config.tp_size is None else f" in each block of {place.num_ranks}"
+    rank_word = "rank" if config.stage_size is None else "stage"
     if config.schedule == "round_robin":
-        who = f"one of the {place.num_ranks} ranks{blocks} in turn has χ = {config.chi:g}, "
+        who = f"one of the {place.num_ranks} {rank_word}s{blocks} in turn has χ = {config.chi:g}, "
         who += f"the next every {config.iters_per_epoch} optimizer steps"
     else:
         chi = config.chi_in(0, place.num_ranks)
         who = (
-            ", ".join(f"rank {rank}{blocks} has χ = {chi[rank]:g}" for rank in sorted(stragglers)) or "no rank is slow"
+            ", ".join(f"{rank_word} {rank}{blocks} has χ = {chi[rank]:g}" for rank in sorted(stragglers))
+            or f"no {rank_word} is slow"
         )
     how = f"kind sleep, scope {config.scope}" if config.kind == "sleep" else "kind contend, all that the rank computes"
     return f"{who} ({how})"

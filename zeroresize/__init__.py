@@ -7,6 +7,7 @@ from zeroresize.injection import StragglerInjector, round_robin, static
 from zeroresize.layers.linear import ColumnParallelLinear, RowParallelLinear
 from zeroresize.layers.segment import Segment
 from zeroresize.resharding.sharded_state import sharded_state_dict
+from zeroresize.stage_balancer import StageBalancer
 from zeroresize.telemetry import JsonLinesTelemetry, TensorBoardTelemetry, UpdateRecord
 
 __version__ = "0.1.0"
@@ -18,6 +19,7 @@ __all__ = [
     "JsonLinesTelemetry",
     "RowParallelLinear",
     "Segment",
+    "StageBalancer",
     "StragglerInjector",
     "TensorBoardTelemetry",
     "UpdateRecord",

@@ -1,4 +1,4 @@
-"""What balancing saw and decided, one record an update: as JSON lines, and for TensorBoard."""
+"""What balancing saw and decided, one record an update or profile: as JSON lines, and for TensorBoard."""
 
 from __future__ import annotations
 
@@ -7,11 +7,28 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from zeroresize.utils.best_effort import BestEffort
 from zeroresize.utils.event_board import EventBoard
 from zeroresize.utils.json_lines import JsonLines, without_nan
+
+
+class Record(Protocol):
+    """What telemetry can write: an :class:`UpdateRecord`, or what a pipeline's balancer tells.
+
+    Attributes:
+        step: how many steps are over.
+    """
+
+    @property
+    def step(self) -> int: ...
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+
+    def scalars(self) -> Mapping[str, float]:
+        """Numbers by the names that TensorBoard shows them under; NaN where there is none."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +88,20 @@ class UpdateRecord:
         """Plain values, None for NaN and infinity, as JSON has no such numbers."""
         return without_nan(dataclasses.asdict(self))
 
+    def scalars(self) -> dict[str, float]:
+        """Numbers under ``balance/``, layers' shares under ``balance_layers/``."""
+        return {f"balance/{name}": getattr(self, name) for name in _SCALARS} | {
+            f"balance_layers/{layer}": share for layer, share in self.layer_shares.items()
+        }
+
 
 class JsonLinesTelemetry:
     """Appends every record to a file, one JSON object a line; each rank needs a file of its own.
 
-    Pass it as ``Balancer(..., on_update=JsonLinesTelemetry(path))``. A line is complete once written, so the file can
-    be read while training runs and after it was killed. What cannot be written is lost, with one warning: training goes
-    on.
+    Pass it as ``Balancer(..., on_update=JsonLinesTelemetry(path))``. A pipeline's balancer takes one as ``on_profile``
+    and ``on_change``; its records are the same on all ranks, so one rank suffices. A line is complete once written, so
+    the file can be read while training runs and after it was killed. What cannot be written is lost, with one warning:
+    training goes on.
 
     Args:
         path: the file; its folder is made.
@@ -92,7 +116,7 @@ class JsonLinesTelemetry:
         self._lines = JsonLines(path, None if from_step is None else ("step", from_step))
         self._best_effort = BestEffort(f"telemetry in {path}")
 
-    def __call__(self, record: UpdateRecord) -> None:
+    def __call__(self, record: Record) -> None:
         with self._best_effort.writing(f"step {record.step}"):
             self._lines.write(record.to_dict())
 
@@ -118,7 +142,7 @@ _SCALARS = (
 
 
 class TensorBoardTelemetry:
-    """Shows records in TensorBoard, numbers under ``balance/``, layers' shares under ``balance_layers/``.
+    """Shows records in TensorBoard, under the names of their ``scalars()``.
 
     Needs the package ``tensorboard``; each rank needs a folder of its own. What cannot be written is lost, with one
     warning: training goes on.
@@ -131,13 +155,10 @@ class TensorBoardTelemetry:
     def __init__(self, folder: str | Path, *, from_step: int | None = None) -> None:
         self._board = EventBoard(folder, from_step=from_step + 1 if from_step is not None else None)
 
-    def __call__(self, record: UpdateRecord) -> None:
-        for name in _SCALARS:
-            value = getattr(record, name)
+    def __call__(self, record: Record) -> None:
+        for name, value in record.scalars().items():
             if not math.isnan(value):
-                self._board.add(f"balance/{name}", value, record.step)
-        for layer, share in record.layer_shares.items():
-            self._board.add(f"balance_layers/{layer}", share, record.step)
+                self._board.add(name, value, record.step)
 
     def close(self) -> None:
         """All is written that can be."""

@@ -210,3 +210,30 @@ def test_ranks_outside_torchrun_are_explained(tmp_path, main, monkeypatch, capsy
     with pytest.raises(SystemExit):
         main("--config", config, "train.py")
     assert "run it under torchrun" in capsys.readouterr().err
+
+
+def test_chi_may_be_of_stages_of_several_ranks(main, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    config = write(tmp_path / "inject.yaml", "{chi: {1: 4.0}, stage_size: 2}")
+    for rank, is_slow in enumerate((False, False, True, True, False, False)):
+        place = inject_straggler.Place(rank, rank // 2, 3)
+        monkeypatch.setenv("RANK", str(rank))
+        assert inject_straggler.Place.from_environment(stage_size=2) == place
+        assert (inject_straggler.InjectionConfig.from_yaml(config).chi_in(0, 3).get(place.rank, 1.0) == 4.0) == is_slow
+        main("--config", config, "--dry-run", "train.py")
+        told = capsys.readouterr().out
+        assert ("stage 1 has χ = 4" in told) == (is_slow or rank == 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{chi: {1: 4.0}, stage_size: 4}", "stage_size=4 is not allowed: it must divide the 2 ranks"),
+        ("{chi: {2: 4.0}, stage_size: 1}", "rank 2 is not one of the group's 2"),
+        ("{chi: {0: 4.0}, stage_size: 1, tp_size: 2}", "tp_size=2 and stage_size=1 do not go together"),
+    ],
+)
+def test_stages_that_do_not_fit_are_named(main, tmp_path, text, message, capsys):
+    with pytest.raises(SystemExit):
+        main("--config", write(tmp_path / "inject.yaml", text), "--dry-run", "train.py")
+    assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""StragglerInjector: makes ranks of a tensor-parallel group slow, by sleeping or by real contention."""
+"""StragglerInjector: makes ranks of a tensor-parallel group or a pipeline slow, by sleeping or by real contention."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from zeroresize.injection.contention import Contention
 from zeroresize.injection.schedule import KINDS, SCOPES, Schedule, checked_chi
 from zeroresize.injection.slow_layers import SlowLayers
 from zeroresize.injection.slow_ops import SlowOps
+from zeroresize.injection.slow_stage import SlowStage
 from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.utils.value_checks import one_of
 
 
@@ -29,9 +31,12 @@ class StragglerInjector:
     rank keeps to one core, and χ − 1 processes compete with a straggler for its core (or its GPU), whatever it
     computes.
 
+    Of a :class:`~zeroresize.pipeline.Pipeline`, given in place of a model and with its own group, a slow stage's layers
+    take χ times as long as a whole, and so does the loss, whatever ``scope`` says; those that arrive by a move, too.
+
     Args:
-        model: the model, already converted and on its device.
-        process_group: the tensor-parallel group; None is an error.
+        model: the model, already converted and on its device; or a pipeline.
+        process_group: the tensor-parallel group, or the pipeline's; None is an error.
         chi: {rank within the group: χ}; ranks not named have χ = 1, and 0 means 1 (as in the paper's figures).
         schedule: instead of ``chi``, a callable (epoch, num_ranks) → {rank: χ}, such as ``round_robin()``.
         scope: with ``kind="sleep"``, ``"gemm"`` counts the matrix multiplications only (the paper's), ``"all"`` also
@@ -45,7 +50,7 @@ class StragglerInjector:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Pipeline,
         *,
         process_group: ProcessGroup,
         chi: Mapping[int, float] | None = None,
@@ -60,15 +65,16 @@ class StragglerInjector:
         self.scope, self.kind = scope, kind
         if (chi is None) == (schedule is None):
             raise ValueError(f"chi={chi!r}, schedule={schedule!r}: exactly one of them is needed")
-        layers: list[BalancedLinear] = [module for module in model.modules() if isinstance(module, BalancedLinear)]
-        device = _device_of_linear_layers(model)
         self._schedule = schedule
         self._chi = checked_chi(schedule(0, self._num_ranks) if schedule else chi, self._num_ranks, kind)
         self._is_active = False
-        self._slowness: SlowLayers | SlowOps | Contention
+        device = model.device if isinstance(model, Pipeline) else _device_of_linear_layers(model)
+        self._slowness: SlowStage | SlowLayers | SlowOps | Contention
         if kind == "contend":
             self._slowness = Contention(core_index=dist.get_rank(), device=device)
-        elif layers:
+        elif isinstance(model, Pipeline):
+            self._slowness = SlowStage(model)
+        elif layers := [module for module in model.modules() if isinstance(module, BalancedLinear)]:
             self._slowness = SlowLayers(layers, self.scope)
         else:
             self._slowness = SlowOps(scope=self.scope)
@@ -80,7 +86,8 @@ class StragglerInjector:
 
     @property
     def num_products(self) -> int:
-        """How many products of this rank were slowed (0 with ``kind="contend"``)."""
+        """How many products of this rank were slowed, or forwards and backwards of a pipeline's layers (0 with
+        ``kind="contend"``)."""
         return self._slowness.num_products
 
     @property

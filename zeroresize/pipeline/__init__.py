@@ -6,6 +6,7 @@
 - :func:`moving_during_backward` does it while the stages compute.
 - :class:`PipelineBalancer` measures and moves while training goes on, where it pays.
 - :func:`clip_grad_norm_` clips by the norm of all stages' gradients.
+- :func:`plan_pipeline` tells without a job what to expect, of layers that were profiled or are on the meta device.
 
 Stage ``s`` has the layers from ``boundaries[s]`` up to ``boundaries[s + 1]``. A program, by
 ``torchrun --nproc-per-node 2 program.py``::
@@ -42,9 +43,11 @@ from zeroresize.pipeline.gradients import clip_grad_norm_
 from zeroresize.pipeline.moving import LayerMoveReport, move_layers
 from zeroresize.pipeline.moving_early import MoveDuringBackward, moving_during_backward
 from zeroresize.pipeline.pipeline import Pipeline
-from zeroresize.pipeline.pipeline_balancer import PipelineBalancer, RebalancingRecord
+from zeroresize.pipeline.pipeline_balancer import PipelineBalancer
+from zeroresize.pipeline.planning import PipelinePlan, plan_pipeline, profiles_on_meta
 from zeroresize.pipeline.profiling import LayerProfile, LayerProfiler, PipelineProfile
 from zeroresize.pipeline.rebalancing_forecast import RebalancingForecast
+from zeroresize.pipeline.records import ProfileRecord, RebalancingRecord
 
 __all__ = [
     "LayerMoveReport",
@@ -53,10 +56,14 @@ __all__ = [
     "MoveDuringBackward",
     "Pipeline",
     "PipelineBalancer",
+    "PipelinePlan",
     "PipelineProfile",
+    "ProfileRecord",
     "RebalancingForecast",
     "RebalancingRecord",
     "clip_grad_norm_",
     "move_layers",
     "moving_during_backward",
+    "plan_pipeline",
+    "profiles_on_meta",
 ]

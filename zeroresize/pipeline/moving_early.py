@@ -11,7 +11,7 @@ from functools import partial
 from zeroresize.pipeline.early_layer_move import EarlyLayerMove
 from zeroresize.pipeline.moving import LayerMoveReport, move_layers, prepared
 from zeroresize.pipeline.pipeline import Pipeline
-from zeroresize.resharding.agreement import meet_over, require_received
+from zeroresize.resharding.agreement import require_received
 
 
 @dataclass
@@ -69,7 +69,7 @@ def moving_during_backward(
         found.report = LayerMoveReport(0, 0, 0, 0.0, 0, 0)
         return
     move.start()
-    meet = meet_over(pipeline.process_group, pipeline.device, pipeline.side_group)
+    meet = pipeline.meet_aside()
     before_s = time.perf_counter() - begin
     try:
         with move.finished:

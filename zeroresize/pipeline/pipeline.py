@@ -57,6 +57,8 @@ class Pipeline:
     Attributes:
         layers: all modules, whose names begin with their numbers.
         boundaries: in force now.
+        description: a fingerprint of layers, micro-batches and schedule, the same on all ranks.
+        loss: a module that computes it, divided by the number of micro-batches.
         schedule: as given.
         stage: this rank's number within the group.
         tensors: what moves with each layer [L].
@@ -85,10 +87,12 @@ class Pipeline:
         self.stage, self.num_stages = group_rank(process_group), group_size(process_group)
         self.device = torch.device(device or "cpu")
         self.num_microbatches = num_microbatches
-        self._loss, self.schedule = loss, schedule
+        self.loss, self.schedule = _ScaledLoss(loss, num_microbatches), schedule
         self.num_steps = 0
         self._boundary_shapes: list[Boundary] | None = None
         self._schedules: tuple[PipelineScheduleSingle, PipelineScheduleSingle] | None = None
+        self._meet = meet_over(process_group, self.device)
+        self._joined: Meet | None = None
         alike: tuple[float, float] | Exception
         try:
             layers = list(layers)
@@ -111,8 +115,8 @@ class Pipeline:
                     f"num_microbatches={num_microbatches} is too small: Schedule1F1B needs at least one for each of "
                     f"the {self.num_stages} stages"
                 )
-            told = [self.boundaries, num_microbatches, schedule.__name__, _description(layers)]
-            alike = (fingerprint(str(told)), 0.0)
+            self.description = fingerprint(str([num_microbatches, schedule.__name__, _description(layers)]))
+            alike = (fingerprint(str([self.boundaries, self.description])), 0.0)
         except Exception as error:  # the others must hear of any
             alike = error
         meet = self.meet()
@@ -216,8 +220,16 @@ class Pipeline:
         self._schedules = None
 
     def meet(self) -> Meet:
-        """See :data:`~zeroresize.resharding.agreement.Meet`."""
-        return meet_over(self.process_group, self.device)
+        """See :data:`~zeroresize.resharding.agreement.Meet`: with the other stages, and with whom it was joined."""
+        return self._meet
+
+    def meet_aside(self) -> Meet:
+        """As :meth:`meet`, but whatever became of this pipeline's own messages, such as of a step that failed."""
+        return self._joined or meet_over(self.process_group, self.device, self.side_group)
+
+    def join(self, meet: Meet) -> None:
+        """Move layers together with other pipelines from now on, by a ``meet`` of the ranks of all of them."""
+        self._meet = self._joined = meet
 
     @property
     def knows_shapes(self) -> bool:
@@ -247,8 +259,7 @@ class Pipeline:
                 output_args=tuple(one.example("meta") for one in last),
                 group=self.process_group,
             )
-            # Losses are divided by the micro-batches: torch would divide all of .grad, what earlier steps added too.
-            training = self.schedule(stage, self.num_microbatches, loss_fn=self._scaled_loss, scale_grads=False)
+            training = self.schedule(stage, self.num_microbatches, loss_fn=self.loss, scale_grads=False)
             self._schedules = training, self.schedule(stage, self.num_microbatches)
         return self._schedules
 
@@ -262,9 +273,6 @@ class Pipeline:
                 f"into {self.num_microbatches} equal micro-batches; for others call refresh() on every rank before"
             )
 
-    def _scaled_loss(self, outputs: Any, target: Any) -> Tensor:
-        return self._loss(outputs, target) / self.num_microbatches
-
     def _own(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         return inputs if self.stage == 0 else ()
 
@@ -273,6 +281,17 @@ class Pipeline:
 
     def _present(self) -> range:
         return range(self.boundaries[self.stage], self.boundaries[self.stage + 1])
+
+
+class _ScaledLoss(nn.Module):
+    """The loss, divided by the micro-batches: torch would divide all of .grad, what earlier steps added too."""
+
+    def __init__(self, loss: Loss, num_microbatches: int) -> None:
+        super().__init__()
+        self._loss, self._num_microbatches = loss, num_microbatches
+
+    def forward(self, outputs: Any, target: Any) -> Tensor:
+        return self._loss(outputs, target) / self._num_microbatches
 
 
 def _description(layers: Sequence[nn.Module]) -> list[Any]:

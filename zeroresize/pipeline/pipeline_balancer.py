@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import Schedule1F1B
 
 from zeroresize.comm.collectives import all_reduce
@@ -28,37 +28,19 @@ from zeroresize.pipeline.rebalancing_forecast import (
     RebalancingRule,
     described,
 )
-from zeroresize.resharding.agreement import NotEnoughMemoryError, fingerprint, meet_prepared, require_same
+from zeroresize.pipeline.records import ProfileRecord, RebalancingRecord
+from zeroresize.pipeline.replicas import Replicas
+from zeroresize.pipeline.stage_units import StageUnits, UnitsFirst
+from zeroresize.resharding.agreement import (
+    CannotMoveError,
+    NotEnoughMemoryError,
+    fingerprint,
+    meet_prepared,
+    require_same,
+)
 from zeroresize.utils.state_checks import count
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class RebalancingRecord:
-    """Layers have moved. Seconds of stages and steps are those of one block of ``PipelineBalancer.step``.
-
-    Attributes:
-        step: how many blocks were over, this one included.
-        before, after: [S + 1] boundaries.
-        stage_s: [S] seconds that stages computed before.
-        step_s, expected_step_s: before and after, as simulated from the layers' seconds.
-        moved_bytes: of all ranks together.
-        seconds: by which the move has made its step longer: what it took the rank that came last to it.
-    """
-
-    step: int
-    before: tuple[int, ...]
-    after: tuple[int, ...]
-    stage_s: tuple[float, ...]
-    step_s: float
-    expected_step_s: float
-    moved_bytes: int
-    seconds: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
 
 
 class PipelineBalancer:
@@ -94,8 +76,14 @@ class PipelineBalancer:
         min_saving: share of a step that a change must save at least.
         max_bytes: of messages at once in a move, as in :func:`~zeroresize.pipeline.move_layers`.
         move_during_backward: whether layers travel while the next block runs
-            (:func:`~zeroresize.pipeline.moving_during_backward`), or at the end of this one.
+            (:func:`~zeroresize.pipeline.moving_during_backward`), or at the end of this one; with ``units`` always so.
+        replicas: the ranks that are this stage in pipelines of the same layers beside this one, of data parallelism or
+            of tensor parallelism within stages; None where there are none. All of them then move the same layers, by
+            the slowest of them, or none does: the constructor and due blocks are collective over all.
+        units: balances the tensor-parallel group of this rank's stage, and acts first: layers are measured, and move,
+            only when no units are about to. Give the group as ``replicas``. None where stages are single ranks.
         on_change: is given a :class:`RebalancingRecord` after each move, on every rank.
+        on_profile: is given a :class:`ProfileRecord` after each profile, on every rank.
 
     Attributes:
         steps: how many blocks are over.
@@ -103,6 +91,7 @@ class PipelineBalancer:
     Raises:
         ValueError: for values that are not allowed, and for layers of which some share a parameter.
         RuntimeError: on every rank, if ranks differ in these values.
+        ValueError, RuntimeError: as :class:`~zeroresize.pipeline.replicas.Replicas`.
     """
 
     def __init__(
@@ -117,15 +106,21 @@ class PipelineBalancer:
         min_saving: float = MIN_SAVING,
         max_bytes: int = 64 * 2**20,
         move_during_backward: bool = True,
+        replicas: ProcessGroup | None = None,
+        units: StageUnits | None = None,
         on_change: Callable[[RebalancingRecord], object] | None = None,
+        on_profile: Callable[[ProfileRecord], object] | None = None,
     ) -> None:
         self.steps = 0
-        self._moves_during_backward = move_during_backward
+        self._moves_during_backward = move_during_backward and units is None
         self._wanted: RebalancingForecast | None = None
         self._steps_of_block = 1
         self._pipeline, self._optimizer = pipeline, optimizer
-        self._max_bytes, self._on_change = max_bytes, on_change
+        self._max_bytes, self._on_change, self._on_profile = max_bytes, on_change, on_profile
         self._cadence = ProfileCadence(profile_every)
+        self._replicas: Replicas | None = None
+        self._units = None if units is None else UnitsFirst(units)
+        options = ""
         alike: tuple[float, float] | Exception
         try:
             limits = None if memory_limits is None else tuple(map(float, memory_limits))
@@ -142,14 +137,18 @@ class PipelineBalancer:
                 limits,
             )
             self._rebalancing = Rebalancing(rule)
-            alike = (fingerprint(f"{rule} {max_bytes} {move_during_backward}"), 0.0)
+            options = f"{rule}, max_bytes={max_bytes}, move_during_backward={move_during_backward}"
+            alike = (fingerprint(f"{options} {replicas is None} {units is None}"), 0.0)
         except Exception as error:  # the others must hear of any
             alike = error
         meet = pipeline.meet()
         table = meet_prepared(meet, alike)
         require_same([one for one, *_ in table], "the options of PipelineBalancer", meet)
+        if replicas is not None:
+            self._replicas = Replicas(pipeline, replicas, options)
+        self._tells = pipeline.stage == 0 and (self._replicas is None or self._replicas.is_first)
         self._profiles = ProfileExchange(pipeline)
-        if move_during_backward:
+        if self._moves_during_backward:
             _ = pipeline.side_group  # connects the ranks
 
     @contextmanager
@@ -163,7 +162,7 @@ class PipelineBalancer:
             RuntimeError, ValueError: at the end, as :func:`~zeroresize.pipeline.move_layers`.
         """
         # The first step finds shapes by running layers once more.
-        is_due = self._cadence.is_due(self.steps) and self._pipeline.knows_shapes
+        is_due = self._cadence.is_due(self.steps) and self._pipeline.knows_shapes and not self._units_may_move()
         profiler = self._new_profiler() if is_due else None
         forecast, self._wanted = self._wanted, None
         with ExitStack() as around:
@@ -180,7 +179,7 @@ class PipelineBalancer:
             self._moved(forecast, move.report)
         profile = self._profiles.after_block(profiler, self.steps)
         if profile is not None and profile.boundaries == self._pipeline.boundaries:
-            self._balance(profile)
+            self._balance(profile if self._replicas is None else self._replicas.slowest(profile))
 
     def _new_profiler(self) -> LayerProfiler:
         rule = self._rebalancing.rule
@@ -224,20 +223,35 @@ class PipelineBalancer:
         self.steps, self._cadence.next_due, self._wanted = steps, 0, None
 
     def _balance(self, profile: PipelineProfile) -> None:
+        if self._on_profile is not None:
+            rule = self._rebalancing.rule
+            self._on_profile(ProfileRecord.of(self.steps, profile, rule.schedule, rule.num_microbatches))
         forecast = self._rebalancing.update(profile)
         if self._rebalancing.looks_again:
             self._cadence.look_again(self.steps - 1)
+            if self._units is not None:
+                self._units.watch()
         if forecast is None:
             return
         if self._moves_during_backward:
             self._wanted = forecast
             return
         try:
+            if self._units is not None:
+                self._units.leave(forecast.after, self._pipeline.meet())
+        except CannotMoveError as error:
+            self._stay(error)
+            return
+        try:
             report = move_layers(self._pipeline, forecast.after, optimizer=self._optimizer, max_bytes=self._max_bytes)
         except NotEnoughMemoryError as error:
-            self._refuse(error)
-        else:
-            self._moved(forecast, report)
+            if self._units is not None:
+                self._units.attach()
+            self._stay(error)
+            return
+        if self._units is not None:
+            self._units.attach()
+        self._moved(forecast, report)
 
     def _begin_move(self, forecast: RebalancingForecast, around: ExitStack) -> MoveDuringBackward | None:
         if forecast.before != self._pipeline.boundaries:  # somebody else has moved layers since
@@ -252,17 +266,21 @@ class PipelineBalancer:
         try:
             return around.enter_context(move)
         except NotEnoughMemoryError as error:
-            self._refuse(error)
+            self._stay(error)
             return None
-
-    def _refuse(self, error: NotEnoughMemoryError) -> None:
-        self._rebalancing.refuse()
-        if self._pipeline.stage == 0:
-            logger.warning("step %d: layers stay where they are: %s", self.steps, error)
 
     def _moved(self, forecast: RebalancingForecast, report: LayerMoveReport) -> None:
         self._cadence.moved(self.steps - 1)
         self._tell(forecast, report)
+
+    def _units_may_move(self) -> bool:
+        """Collective where stages are groups."""
+        return self._units is not None and not self._units.have_settled(self._pipeline.meet())
+
+    def _stay(self, error: RuntimeError) -> None:
+        self._rebalancing.refuse()
+        if self._tells:
+            logger.warning("step %d: layers stay where they are: %s", self.steps, error)
 
     def _tell(self, forecast: RebalancingForecast, report: LayerMoveReport) -> None:
         table = torch.zeros(self._pipeline.num_stages, 3, dtype=torch.float64)
@@ -271,8 +289,11 @@ class PipelineBalancer:
         all_reduce(whole, self._pipeline.process_group)
         rows = whole.tolist()
         moved_bytes, seconds = int(sum(sent for sent, *_ in rows)), min(one for *_, one in rows)
-        self._rebalancing.learn(max(sent + received for sent, received, _ in rows), seconds)
-        if self._pipeline.stage == 0:
+        most_bytes = max(sent + received for sent, received, _ in rows)
+        if self._replicas is not None:
+            most_bytes, seconds = self._replicas.most(most_bytes, seconds)
+        self._rebalancing.learn(most_bytes, seconds)
+        if self._tells:
             slowest = max(range(len(forecast.stage_s)), key=forecast.stage_s.__getitem__)
             logger.info(
                 "step %d: stage %d takes %.1f times as long as the mean: %s: %.1f MB, %.2f s; expected step %.0f -> "
@@ -288,16 +309,7 @@ class PipelineBalancer:
             )
         if self._on_change is not None:
             self._on_change(
-                RebalancingRecord(
-                    self.steps,
-                    forecast.before,
-                    forecast.after,
-                    forecast.stage_s,
-                    forecast.step_s,
-                    forecast.expected_step_s,
-                    moved_bytes,
-                    seconds,
-                )
+                RebalancingRecord(**vars(forecast), step=self.steps, moved_bytes=moved_bytes, seconds=seconds)
             )
 
 

@@ -1,9 +1,6 @@
 """Seconds and bytes of each layer in one iteration of a pipeline, by hooks that are there only while it is measured.
 
-**Forward** is the time between a layer's forward pre-hook and its forward hook.
-
-**Backward** is followed from layer to layer by :mod:`~zeroresize.pipeline.layer_backwards`. Recomputing of activations
-counts as backward. Backward of the loss belongs to no layer, nor do messages.
+Seconds are those of :class:`~zeroresize.pipeline.layer_spans.LayerSpans`.
 
 **Activations** are the distinct tensors that autograd saves in a layer's forward, without parameters and buffers. What
 two neighbours both save counts for both, so the figures do not depend on which of them share a stage. What a layer
@@ -12,11 +9,12 @@ keeps in other ways, such as attributes, does not count.
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from itertools import pairwise
 from types import TracebackType
 from typing import Any
 
@@ -25,8 +23,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
-from zeroresize.comm.collectives import start_all_reduce
-from zeroresize.pipeline.layer_backwards import LayerBackwards
+from zeroresize.comm.collectives import all_reduce
+from zeroresize.pipeline.bubbles import imbalance
+from zeroresize.pipeline.layer_spans import LayerSpans
 from zeroresize.pipeline.pipeline import Pipeline
 
 
@@ -48,6 +47,11 @@ class LayerProfile:
     optimizer_bytes: int
     activation_bytes: int
 
+    @property
+    def bytes_at_rest(self) -> int:
+        """Of weights, gradients and optimizer state: what travels with the layer."""
+        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
+
 
 @dataclass(frozen=True)
 class PipelineProfile:
@@ -57,11 +61,39 @@ class PipelineProfile:
         layers: [L].
         stage_s: wall seconds of the iteration on each stage.
         boundaries: in force in it.
+        loss_s: seconds of the loss, forward and backward, on the last stage.
     """
 
     layers: tuple[LayerProfile, ...]
     stage_s: tuple[float, ...]
     boundaries: tuple[int, ...]
+    loss_s: float = 0.0
+
+    @property
+    def computed_s(self) -> tuple[float, ...]:
+        """[S] seconds in which each stage computed its layers, and the last one the loss."""
+        layer_s = [one.forward_s + one.backward_s for one in self.layers]
+        own = [math.fsum(layer_s[begin:end]) for begin, end in itertools.pairwise(self.boundaries)]
+        return (*own[:-1], own[-1] + self.loss_s)
+
+    @property
+    def bubble_ratios(self) -> tuple[float, ...]:
+        """[S] the share of the iteration in which each stage computed nothing of it, 0 to 1.
+
+        The iteration lasts as long as on the stage where it takes longest.
+        """
+        step_s = max(self.stage_s)
+        return tuple(max(1.0 - own / step_s, 0.0) if step_s else 0.0 for own in self.computed_s)
+
+    @property
+    def bubble_ratio(self) -> float:
+        """The mean of the stages' :attr:`bubble_ratios`."""
+        return math.fsum(self.bubble_ratios) / len(self.stage_s)
+
+    @property
+    def imbalance(self) -> float:
+        """(L_max − L_min) / mean L of the stages' :attr:`computed_s` (DynMo, section 2)."""
+        return imbalance(self.computed_s)
 
 
 #: Of each layer.
@@ -89,20 +121,19 @@ class LayerProfiler:
         counts_activations: bool = True,
     ) -> None:
         self._pipeline, self._optimizer, self._counts_activations = pipeline, optimizer, counts_activations
-        self._forward: list[tuple[int, _Mark, _Mark]] = []
-        self._backward: list[tuple[int, _Mark, _Mark]] = []
-        self._backwards = LayerBackwards(self._backward_passed)
-        self._backward_begin: _Mark | None = None
-        self._begun: dict[int, _Mark] = {}
-        self._saved: dict[int, _SavedBytes] = {}
+        self._spans = LayerSpans(pipeline, self._span_begins, self._span_ends)
+        self._begun: list[_Mark] = []
+        self._measured: list[tuple[int, bool, _Mark, _Mark]] = []  # layer, whether forward, begin, end
+        self._saved: dict[int, SavedBytes] = {}
         self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> LayerProfiler:
-        for number in self._pipeline.present:
+        self._spans.__enter__()
+        for number in self._pipeline.present if self._counts_activations else ():
             layer = self._pipeline.layers[number]
             self._handles += [
-                layer.register_forward_pre_hook(partial(self._before_forward, number), prepend=True),
-                layer.register_forward_hook(partial(self._after_forward, number), always_call=True),
+                layer.register_forward_pre_hook(partial(self._count_saved, number), prepend=True),
+                layer.register_forward_hook(partial(self._saved_counted, number), always_call=True),
             ]
         self._boundaries = self._pipeline.boundaries
         self._begin = self._mark()
@@ -112,6 +143,7 @@ class LayerProfiler:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._end = self._mark()
+        self._spans.__exit__(kind, error, trace)
         for handle in self._handles:
             handle.remove()
         self._bytes = {number: self._bytes_of(self._pipeline.layers[number]) for number in self._pipeline.present}
@@ -125,9 +157,7 @@ class LayerProfiler:
         own = torch.tensor(self.figures(), dtype=torch.float64, device=self._pipeline.meet_device)
         table = own.new_zeros(self._pipeline.num_stages, own.numel())
         table[self._pipeline.stage] = own
-        under_way = start_all_reduce(table, self._pipeline.process_group)
-        if under_way is not None:
-            under_way.wait()
+        all_reduce(table, self._pipeline.process_group)
         return self.profile_of(table.tolist())
 
     def figures(self) -> list[float]:
@@ -135,45 +165,42 @@ class LayerProfiler:
 
         On a GPU it waits until the device has come to the end of the block.
         """
-        seconds_of = {number: [0.0, 0.0] for number in self._bytes}
+        loss = len(self._pipeline.layers)
+        seconds_of = {number: [0.0, 0.0] for number in (*self._bytes, loss)}
         self._end.wait()
-        for column, spans in enumerate((self._forward, self._backward)):
-            for number, begin, end in spans:
-                seconds_of[number][column] += begin.seconds_until(end)
-        most = max(stop - start for start, stop in pairwise(self._boundaries))
-        found = [self._begin.seconds_until(self._end)]
+        for number, is_forward, begin, end in self._measured:
+            if number in seconds_of:
+                seconds_of[number][0 if is_forward else 1] += begin.seconds_until(end)
+        most = max(stop - start for start, stop in itertools.pairwise(self._boundaries))
+        found = [self._begin.seconds_until(self._end), sum(seconds_of[loss])]
         for number, sizes in self._bytes.items():
             saved = self._saved[number].total if number in self._saved else 0
             found += [*seconds_of[number], *map(float, sizes), float(saved)]
-        return found + [0.0] * (1 + most * _NUM_FIGURES - len(found))
+        return found + [0.0] * (2 + most * _NUM_FIGURES - len(found))
 
     def profile_of(self, figures: Sequence[Sequence[float]]) -> PipelineProfile:
         """Of the :meth:`figures` of all stages [S]."""
         layers = [
             LayerProfile(own[begin], own[begin + 1], *map(int, own[begin + 2 : begin + _NUM_FIGURES]))
-            for (start, stop), own in zip(pairwise(self._boundaries), figures, strict=True)
-            for begin in range(1, 1 + (stop - start) * _NUM_FIGURES, _NUM_FIGURES)
+            for (start, stop), own in zip(itertools.pairwise(self._boundaries), figures, strict=True)
+            for begin in range(2, 2 + (stop - start) * _NUM_FIGURES, _NUM_FIGURES)
         ]
-        return PipelineProfile(tuple(layers), tuple(own[0] for own in figures), self._boundaries)
+        stage_s = tuple(own[0] for own in figures)
+        return PipelineProfile(tuple(layers), stage_s, self._boundaries, math.fsum(own[1] for own in figures))
 
-    def _before_forward(self, number: int, layer: nn.Module, inputs: Any) -> None:
-        if self._counts_activations and number not in self._saved:  # of one micro-batch
-            self._saved[number] = _SavedBytes(layer, inputs)
-        self._begun[number] = self._mark()
+    def _count_saved(self, number: int, layer: nn.Module, inputs: Any) -> None:
+        if number not in self._saved:  # of one micro-batch
+            self._saved[number] = SavedBytes(layer, inputs)
 
-    def _after_forward(self, number: int, layer: nn.Module, inputs: Any, outputs: Any) -> None:
-        if number not in self._begun:
-            return
-        self._forward.append((number, self._begun.pop(number), self._mark()))
+    def _saved_counted(self, number: int, layer: nn.Module, inputs: Any, outputs: Any) -> None:
         if number in self._saved:
             self._saved[number].end()
-        self._backwards.watch(number, outputs)
 
-    def _backward_passed(self, ended: int | None, begun: int | None) -> None:
-        mark = self._mark()
-        if ended is not None and self._backward_begin is not None:
-            self._backward.append((ended, self._backward_begin, mark))
-        self._backward_begin = mark
+    def _span_begins(self, number: int, is_forward: bool) -> None:
+        self._begun.append(self._mark())
+
+    def _span_ends(self, number: int, is_forward: bool) -> None:
+        self._measured.append((number, is_forward, self._begun.pop(), self._mark()))
 
     def _mark(self) -> _Mark:
         return _Mark(self._pipeline.device)
@@ -212,7 +239,7 @@ class _Mark:
         return other._now - self._now
 
 
-class _SavedBytes:
+class SavedBytes:
     """Counts the memory of the tensors that autograd saves, from now on until :meth:`end`."""
 
     def __init__(self, layer: nn.Module, inputs: Sequence[Any]) -> None:
@@ -241,7 +268,9 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 def _memory_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    """On the meta device, where there is none, the storage itself."""
+    storage = tensor.untyped_storage()
+    return storage._cdata if tensor.is_meta else storage.data_ptr()
 
 
 def _nbytes(tensors: Sequence[Tensor]) -> int:

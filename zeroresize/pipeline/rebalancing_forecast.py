@@ -36,7 +36,8 @@ class RebalancingForecast:
         before, after: [S + 1] boundaries; equal where nothing is to be gained.
         stage_s: [S] seconds that stages compute before.
         step_s, expected_step_s: before and after, simulated from the layers' seconds; messages are not in them.
-        bubble_ratio, expected_bubble_ratio: of these steps.
+        bubble_ratio, expected_bubble_ratio: of these steps, the mean of the stages.
+        measured_bubble_ratio: of the profiled block.
         num_bytes: that the busiest rank sends or receives.
         price_s: of the move there and back.
         is_needed: whether a stage is now over its memory limit.
@@ -49,6 +50,7 @@ class RebalancingForecast:
     expected_step_s: float
     bubble_ratio: float
     expected_bubble_ratio: float
+    measured_bubble_ratio: float
     num_bytes: float
     price_s: float
     is_needed: bool
@@ -110,27 +112,12 @@ class RebalancingRule:
             ValueError: if no boundaries fit into the memory limits.
         """
         now = Partition(profile.boundaries)
-        load = self._load(costs, profile)
-        moving_bytes = np.array(
-            [float(one.weight_bytes + one.gradient_bytes + one.optimizer_bytes) for one in profile.layers]
-        )
-        is_needed = not load.fits(now)
-        if self.method == "partition" or is_needed:
-            wanted = balanced_partition(load)
-            if self.by == "time" and self.num_microbatches * now.num_stages**2 <= _MOST_REFINED:
-                wanted = refined_partition(load, wanted, lambda one: self._simulated(costs, one).step_s)
-        else:
-            wanted = diffused_partition(
-                load,
-                now,
-                # What divides bytes of parameters cannot be weighed against seconds.
-                transfer_s=moving_bytes * cost_of_move.seconds_per_byte if self.by == "time" else None,
-                num_steps=float(self.num_steps) if self.by == "time" else None,
-            ).partition
-        before, after = (self._simulated(costs, one) for one in (now, wanted))
+        is_needed = not self.load(costs, profile).fits(now)
+        wanted = self.wanted(costs, profile, cost_of_move)
+        before, after = (self.simulated(costs, one) for one in (now, wanted))
         if not is_needed and before.step_s - after.step_s <= self.min_saving * before.step_s:
             wanted, after = now, before
-        num_bytes = _most_bytes(now.transfers_to(wanted), moving_bytes, now.num_stages)
+        num_bytes = _most_bytes(now.transfers_to(wanted), _moving_bytes(profile), now.num_stages)
         of_time = PipelineLoad.of(costs.seconds, now.num_stages, speeds=costs.speeds)
         return RebalancingForecast(
             now.boundaries,
@@ -140,6 +127,7 @@ class RebalancingRule:
             after.step_s,
             before.bubble_ratio,
             after.bubble_ratio,
+            profile.bubble_ratio,
             num_bytes,
             2.0 * cost_of_move.seconds(num_bytes),
             is_needed,
@@ -148,27 +136,40 @@ class RebalancingRule:
     def measured_step_s(self, profile: PipelineProfile) -> float:
         """Seconds of a step, simulated from what the layers took where they were."""
         costs = LayerCosts.first(profile)
-        return self._simulated(costs, Partition(profile.boundaries)).step_s
+        return self.simulated(costs, Partition(profile.boundaries)).step_s
 
-    def _load(self, costs: LayerCosts, profile: PipelineProfile) -> PipelineLoad:
+    def wanted(self, costs: LayerCosts, profile: PipelineProfile, cost_of_move: MoveCost) -> Partition:
+        """The boundaries that divide best, whatever they save; arguments and errors as of :meth:`forecast`."""
+        now, load = Partition(profile.boundaries), self.load(costs, profile)
+        if self.method == "diffusion" and load.fits(now):
+            # What divides bytes of parameters cannot be weighed against seconds.
+            is_of_time = self.by == "time"
+            transfer_s = _moving_bytes(profile) * cost_of_move.seconds_per_byte if is_of_time else None
+            num_steps = float(self.num_steps) if is_of_time else None
+            return diffused_partition(load, now, transfer_s=transfer_s, num_steps=num_steps).partition
+        wanted = balanced_partition(load)
+        if self.by == "time" and self.num_microbatches * now.num_stages**2 <= _MOST_REFINED:
+            wanted = refined_partition(load, wanted, lambda one: self.simulated(costs, one).step_s)
+        return wanted
+
+    def load(self, costs: LayerCosts, profile: PipelineProfile) -> PipelineLoad:
+        """What is divided evenly, and what must fit."""
         return PipelineLoad.of(
             costs.seconds if self.by == "time" else [float(one.weight_bytes) for one in profile.layers],
             len(costs.speeds),
             speeds=costs.speeds,
-            layer_bytes=None if self.memory_limits is None else self._held_bytes(profile),
+            layer_bytes=None if self.memory_limits is None else self.held_bytes(profile),
             memory_limits=self.memory_limits,
         )
 
-    def _held_bytes(self, profile: PipelineProfile) -> list[float]:
+    def held_bytes(self, profile: PipelineProfile) -> list[float]:
         """[L] of a layer on the stage that keeps activations of most micro-batches."""
         num_stages = len(profile.boundaries) - 1
         kept = self.num_microbatches if self.schedule == "gpipe" else min(num_stages, self.num_microbatches)
-        return [
-            float(one.weight_bytes + one.gradient_bytes + one.optimizer_bytes + kept * one.activation_bytes)
-            for one in profile.layers
-        ]
+        return [float(one.bytes_at_rest + kept * one.activation_bytes) for one in profile.layers]
 
-    def _simulated(self, costs: LayerCosts, partition: Partition) -> PipelineStep:
+    def simulated(self, costs: LayerCosts, partition: Partition) -> PipelineStep:
+        """A step, without messages."""
         forward_s, backward_s = (
             (
                 PipelineLoad.of(seconds, partition.num_stages, speeds=costs.speeds).stage_times(partition)
@@ -196,7 +197,7 @@ def in_two_profiles(one: PipelineProfile, other: PipelineProfile) -> PipelinePro
         for first, second in zip(one.layers, other.layers, strict=True)
     )
     stage_s = tuple(map(min, one.stage_s, other.stage_s))
-    return PipelineProfile(layers, stage_s, other.boundaries)
+    return PipelineProfile(layers, stage_s, other.boundaries, min(one.loss_s, other.loss_s))
 
 
 def described(transfers: Sequence[Transfer]) -> str:
@@ -211,6 +212,11 @@ def described(transfers: Sequence[Transfer]) -> str:
         stage = "" if texts else "stage "
         texts.append(f"layer{'s' * (len(numbers) > 1)} {listed} {verb}from {stage}{source} to {destination}")
     return ", ".join(texts)
+
+
+def _moving_bytes(profile: PipelineProfile) -> Floats:
+    """[L] that travel with each layer."""
+    return np.array([float(one.bytes_at_rest) for one in profile.layers])
 
 
 def _most_bytes(transfers: Sequence[Transfer], layer_bytes: Floats, num_stages: int) -> float:

@@ -1,0 +1,161 @@
+"""Where stages are groups that even themselves out, layers wait for them: with groups that are made up."""
+
+import os
+import time
+from datetime import timedelta
+
+import pytest
+import sleeping_layers
+import torch
+import torch.distributed as dist
+from sleeping_layers import MICRO, Pace, layers_of
+from survivors import told_by_survivors
+from torch import nn
+
+from zeroresize.pipeline import Pipeline, PipelineBalancer, moving
+from zeroresize.resharding.agreement import NotEnoughMemoryError
+
+
+class MadeUp:
+    """A group of one rank that says what the test wants."""
+
+    def __init__(self):
+        self.has_settled, self.calls, self.fails_with = False, [], None
+
+    def watch(self):
+        self.calls.append("watch")
+
+    def leave(self, boundaries):
+        self.calls.append(f"leave for {tuple(boundaries)}")
+        if self.fails_with is not None:
+            raise self.fails_with
+
+    def attach(self):
+        self.calls.append("attach")
+
+
+class Training:
+    def __init__(self, group):
+        self.pace, self.units, self.step, self.profiled = Pace(), MadeUp(), 0, []
+        self.pace.keep_time()
+        self.pipeline = Pipeline(
+            layers_of(6, self.pace), nn.functional.mse_loss, num_microbatches=MICRO, process_group=group
+        )
+        self.optimizer = torch.optim.AdamW(self.pipeline.parameters(), lr=0.01)
+        self.balancer = PipelineBalancer(
+            self.pipeline,
+            self.optimizer,
+            profile_every=4,
+            units=self.units,
+            on_profile=lambda record: self.profiled.append(record.step),
+        )
+
+    def train(self, num_steps):
+        for _ in range(num_steps):
+            x, target = sleeping_layers.batch(self.step)
+            self.optimizer.zero_grad()
+            with self.balancer.step():
+                self.pipeline.step(x, target=target)
+            self.optimizer.step()
+            self.step += 1
+        return self.pipeline.boundaries
+
+
+def test_nothing_is_measured_while_any_group_has_not_settled_and_a_wanted_move_waits_for_all(run_ranks):
+    def check(rank, group):
+        training = Training(group)
+        training.units.has_settled = rank == 0
+        training.pace.of_rank = 3.0 if rank == 1 else 1.0
+        training.train(5)
+        assert not training.profiled and not training.units.calls
+        training.units.has_settled = True
+        while not training.units.calls:  # until a profile has wanted a move
+            training.train(1)
+        training.units.has_settled = rank == 1
+        seen = len(training.profiled)
+        assert training.train(5) == (0, 3, 6) and len(training.profiled) == seen
+        training.units.has_settled = True
+        return training.train(8), training.units.calls
+
+    by_rank = run_ranks(check, 2)
+    assert by_rank[0] == by_rank[1]
+    boundaries, calls = by_rank[0]
+    assert boundaries[1] > 3
+    assert [one.split()[0] for one in calls[:3]] == ["watch", "leave", "attach"]
+    assert [one for one in calls if one.startswith("leave")][-1] == f"leave for {boundaries}"
+
+
+def test_another_error_of_a_group_is_raised_there_and_told_to_all(run_ranks):
+    def check(rank, group):
+        training = Training(group)
+        training.units.has_settled = True
+        training.pace.of_rank = 3.0 if rank == 1 else 1.0
+        training.units.fails_with = ArithmeticError("no such number") if rank == 1 else None
+        if rank == 1:
+            with pytest.raises(ArithmeticError):
+                training.train(6)
+        else:
+            training.train(4)
+            with training.balancer.step():  # the next one would wait for the other rank
+                training.pipeline.step(sleeping_layers.batch(2)[0])
+        return training.pipeline.boundaries, training.units.calls[1:]
+
+    (stays, calls), (also_stays, _) = run_ranks(check, 2)
+    assert stays == also_stays == (0, 3, 6) and calls[-1] == "attach"
+
+
+@pytest.mark.parametrize("step", ["leaving", "moving"])
+def test_what_cannot_leave_or_move_stays_and_is_attached_again(run_ranks, step):
+    def check(rank, group):
+        training = Training(group)
+        training.units.has_settled = True
+        training.pace.of_rank = 3.0 if rank == 1 else 1.0
+        training.train(2)
+        real = moving.allocate_together
+        error = NotEnoughMemoryError("too little")
+        if step == "leaving":
+            training.units.fails_with = error if rank == 1 else None
+        else:
+
+            def refuse(*_):
+                raise error
+
+            moving.allocate_together = refuse
+        stayed = training.train(4)
+        calls = list(training.units.calls)
+        training.units.fails_with, moving.allocate_together = None, real
+        return stayed, calls, training.train(30)
+
+    by_rank = run_ranks(check, 2)
+    assert by_rank[0] == by_rank[1]
+    stayed, calls, moved = by_rank[0]
+    assert stayed == (0, 3, 6) and moved[1] > 3
+    assert [one.split()[0] for one in calls] == ["watch", "leave", "attach"]
+
+
+def test_a_rank_that_dies_while_units_come_home_leaves_nobody_waiting(tmp_path):
+    def check(rank, group):
+        own = dist.new_group([0, 1], timeout=timedelta(seconds=5))
+        training = Training(own)
+        training.units.has_settled = True
+        training.pace.of_rank = 3.0 if rank == 1 else 1.0
+        if rank == 1:
+            training.units.leave = lambda boundaries: os._exit(0)
+        begin = time.perf_counter()
+        with pytest.raises(RuntimeError) as caught:
+            training.train(12)
+        assert time.perf_counter() - begin < 20.0
+        assert training.pipeline.boundaries == (0, 3, 6)
+        return str(caught.value)
+
+    (text,) = told_by_survivors(check, 2, tmp_path).values()
+    assert text.startswith("nothing has moved or changed") and "ranks [1]" in text
+
+
+def test_stages_that_are_groups_and_stages_that_are_not_are_told_apart(run_ranks):
+    def check(rank, group):
+        training = Training(group)
+        with pytest.raises(RuntimeError, match="the options of PipelineBalancer"):
+            PipelineBalancer(training.pipeline, None, units=MadeUp() if rank else None)
+
+    run_ranks(check, 2)

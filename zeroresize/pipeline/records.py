@@ -1,0 +1,145 @@
+"""What balancing a pipeline measured and did, for telemetry: plain numbers, the same on every rank.
+
+``L`` layers, ``S`` stages. A file of them, ``JsonLinesTelemetry("pipeline.jsonl")``, has an object a line. Its key
+``kind`` is "profile" (:class:`ProfileRecord`) or "move" (:class:`RebalancingRecord`); the other keys are their
+attributes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from zeroresize.pipeline.bubbles import Schedule, chimera_bubble_ratio, simulated_step
+from zeroresize.pipeline.profiling import LayerProfile, PipelineProfile
+from zeroresize.pipeline.rebalancing_forecast import RebalancingForecast
+from zeroresize.utils.json_lines import without_nan
+from zeroresize.utils.state_checks import each, keyed, not_negative, number
+
+
+@dataclass(frozen=True)
+class ProfileRecord:
+    """One profiled block of ``PipelineBalancer.step``. Seconds are of all its micro-batches.
+
+    Attributes:
+        step: how many blocks were over when all ranks knew of it, one or two behind the profiled one.
+        boundaries: [S + 1] in force in it.
+        layers: [L] seconds and bytes of each layer.
+        stage_s: [S] seconds that each stage computed, the last one with the loss.
+        step_s: wall time of the block, of the slowest stage.
+        imbalance: (L_max − L_min) / mean L of ``stage_s``.
+        bubble_ratios: [S] the share of ``step_s`` in which each stage computed nothing.
+        bubble_ratio: their mean.
+        simulated_step_s, simulated_bubble_ratio: by the schedule, from the layers' seconds, without messages.
+        chimera_bubble_ratio: what Chimera would have with as many equal stages and no messages (DynPipe's supplement,
+            Eq. (1)); NaN where it does not apply, with an odd number of stages or nothing measured.
+    """
+
+    step: int
+    boundaries: tuple[int, ...]
+    layers: tuple[LayerProfile, ...]
+    stage_s: tuple[float, ...]
+    step_s: float
+    imbalance: float
+    bubble_ratios: tuple[float, ...]
+    bubble_ratio: float
+    simulated_step_s: float
+    simulated_bubble_ratio: float
+    chimera_bubble_ratio: float
+
+    @classmethod
+    def of(cls, step: int, profile: PipelineProfile, schedule: Schedule, num_microbatches: int) -> ProfileRecord:
+        """What a profile tells."""
+        num_stages = len(profile.stage_s)
+        forward_s, backward_s = (
+            [
+                math.fsum(getattr(one, name) for one in profile.layers[begin:end]) / num_microbatches
+                for begin, end in itertools.pairwise(profile.boundaries)
+            ]
+            for name in ("forward_s", "backward_s")
+        )
+        simulated = simulated_step(forward_s, backward_s, num_microbatches, schedule=schedule)
+        means = math.fsum(forward_s) / num_stages, math.fsum(backward_s) / num_stages
+        return cls(
+            step,
+            profile.boundaries,
+            profile.layers,
+            profile.computed_s,
+            max(profile.stage_s),
+            profile.imbalance,
+            profile.bubble_ratios,
+            profile.bubble_ratio,
+            simulated.step_s,
+            simulated.bubble_ratio,
+            chimera_bubble_ratio(num_stages, *means, 0.0) if num_stages % 2 == 0 and any(means) else math.nan,
+        )
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ProfileRecord:
+        """From :meth:`to_dict`, such as a line of a file.
+
+        Raises:
+            ValueError: naming what is missing, or no number or list of numbers.
+        """
+        missing = [one.name for one in fields(cls) if one.name not in values]
+        if values.get("kind") != "profile" or missing:
+            raise ValueError(f"this is no profile: kind={values.get('kind')!r}, missing: {missing}")
+        own = {one.name: values[one.name] for one in fields(cls)}
+        own["chimera_bubble_ratio"] = math.nan if own["chimera_bubble_ratio"] is None else own["chimera_bubble_ratio"]
+        for name in ("boundaries", "stage_s", "bubble_ratios"):
+            each(number)(own[name], name)
+            own[name] = tuple(own[name])
+        figures = [one.name for one in fields(LayerProfile)]
+        each(keyed(dict.fromkeys(figures, not_negative)))(own["layers"], "layers")
+        own["layers"] = tuple(LayerProfile(*(one[name] for name in figures)) for one in own["layers"])
+        for name in ("step", "step_s", "imbalance", "bubble_ratio", "simulated_step_s", "simulated_bubble_ratio"):
+            number(own[name], name)
+        return cls(**own)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, None for NaN."""
+        return without_nan({"kind": "profile", **asdict(self)})
+
+    def scalars(self) -> dict[str, float]:
+        """Numbers under ``pipeline/``, those of stages under ``pipeline_stages/``."""
+        names = ("step_s", "imbalance", "bubble_ratio", "simulated_step_s", "simulated_bubble_ratio")
+        found = {f"pipeline/{name}": getattr(self, name) for name in (*names, "chimera_bubble_ratio")}
+        for stage, (begin, end) in enumerate(itertools.pairwise(self.boundaries)):
+            of_stage = {
+                "layers": float(end - begin),
+                "seconds": self.stage_s[stage],
+                "bytes": float(sum(one.bytes_at_rest + one.activation_bytes for one in self.layers[begin:end])),
+                "bubble_ratio": self.bubble_ratios[stage],
+            }
+            found |= {f"pipeline_stages/{stage}_{name}": value for name, value in of_stage.items()}
+        return found
+
+
+@dataclass(frozen=True)
+class RebalancingRecord(RebalancingForecast):
+    """Layers have moved: what was forecast, and what the move was.
+
+    Attributes:
+        step: how many blocks of ``PipelineBalancer.step`` were over, the profiled one included.
+        moved_bytes: of all ranks together.
+        seconds: by which the move has made its step longer: what it took the rank that came last to it.
+    """
+
+    step: int
+    moved_bytes: int
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"kind": "move", **asdict(self)}
+
+    def scalars(self) -> dict[str, float]:
+        """Numbers under ``pipeline/``."""
+        return {
+            "pipeline/moved_bytes": float(self.moved_bytes),
+            "pipeline/moving_s": self.seconds,
+            "pipeline/expected_step_s": self.expected_step_s,
+        }

@@ -1,0 +1,74 @@
+"""Tensor parallelism inside stages: the group of a stage evens out its ranks by itself before layers move.
+
+Whoever balances such a group is above this package, so it comes in as :class:`StageUnits`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from zeroresize.resharding.agreement import CannotMoveError, Meet, NotEnoughMemoryError, meet_prepared
+
+
+class StageUnits(Protocol):
+    """Balances the tensor-parallel group of this rank's stage, by units of the layers that the stage has.
+
+    :class:`zeroresize.StageBalancer` is one. Calls but :attr:`has_settled` and :meth:`watch` are collective over the
+    group.
+    """
+
+    @property
+    def has_settled(self) -> bool:
+        """Whether what happened before the last :meth:`watch` leads to no more changes within the group."""
+
+    def watch(self) -> None:
+        """Something may have changed: settle anew."""
+
+    def leave(self, boundaries: Sequence[int]) -> None:
+        """Before stages get these boundaries: if this stage gets other layers, bring all units home and let go.
+
+        Raises:
+            RuntimeError: if the units cannot come home; nothing has been let go of then.
+        """
+
+    def attach(self) -> None:
+        """Balance the layers that the stage has now."""
+
+
+class UnitsFirst:
+    """The groups of all stages, as one rank sees them; collective over all ranks that ``meet``."""
+
+    def __init__(self, units: StageUnits) -> None:
+        self._units = units
+
+    def have_settled(self, meet: Meet) -> bool:
+        """Whether the groups of all stages have."""
+        return not any(unsettled for unsettled, *_ in meet(0.0 if self._units.has_settled else 1.0, 0.0))
+
+    def watch(self) -> None:
+        self._units.watch()
+
+    def leave(self, boundaries: Sequence[int], meet: Meet) -> None:
+        """Let the groups whose stages get other layers let go of them.
+
+        Raises:
+            CannotMoveError: on every rank, if the units of some cannot come home; all groups balance as before then.
+            RuntimeError: if a rank does not come.
+            Exception: what else letting go raises on this rank; the others then raise a CannotMoveError.
+        """
+        left: tuple[float, float] | Exception = (0.0, 0.0)
+        try:
+            self._units.leave(boundaries)
+        except Exception as error:  # the others must hear of any
+            left = error
+        try:
+            meet_prepared(meet, left)
+        except CannotMoveError:
+            if isinstance(left, Exception) and not isinstance(left, CannotMoveError | NotEnoughMemoryError):
+                raise left from None
+            self._units.attach()
+            raise
+
+    def attach(self) -> None:
+        self._units.attach()

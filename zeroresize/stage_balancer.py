@@ -1,0 +1,161 @@
+"""StageBalancer: a Balancer for the tensor-parallel group of a pipeline's stage, whose layers come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from zeroresize.balancer import Balancer
+from zeroresize.comm.collectives import require_group
+from zeroresize.config import BalanceConfig
+from zeroresize.convert import balanced_layers
+from zeroresize.pipeline.pipeline import Pipeline
+from zeroresize.telemetry import UpdateRecord
+
+#: A group has settled when so many updates in a row have decided alike: an update decides by what was sent at the one
+#: before, of which the first may still have been of the time before the change.
+QUIET_UPDATES = 3
+#: Of shares; what differs by less is alike.
+_ALIKE = 0.05
+#: Whoever has not settled after so many updates is judged as it is.
+MOST_UPDATES = 20
+
+
+class StageBalancer:
+    """Balances a stage's tensor-parallel group by a :class:`~zeroresize.Balancer` over the layers that the stage has::
+
+        layers = nn.ModuleList(Block(tp_group) for _ in range(24))
+        zr.convert(layers, process_group=tp_group, config=config)
+        pipeline = Pipeline(layers, loss, num_microbatches=8, process_group=pipeline_group)
+        optimizer = torch.optim.AdamW(pipeline.parameters())
+        units = zr.StageBalancer(pipeline, optimizer, process_group=tp_group, config=config)
+        balancer = PipelineBalancer(pipeline, optimizer, replicas=tp_group, units=units)
+        for inputs, target in batches:
+            optimizer.zero_grad()
+            with balancer.step():
+                pipeline.step(inputs, target=target)
+            optimizer.step()
+            units.step()
+
+    Every rank of the group is in a pipeline of its own; these are replicas of each other. Units move first. What is
+    left then of a stage's slowness makes layers move: units come home before, and what is known of the stage's ranks
+    is learned anew with the new layers.
+
+    Args:
+        pipeline: of this rank, its layers converted before it was made.
+        optimizer: the one that steps its parameters.
+        process_group: the tensor-parallel group of this rank's stage.
+        config: the configuration that ``convert`` was given.
+        data_parallel_group: the ranks that hold the same shards of the same stage; None where there are none. Then
+            give all ranks of a stage as the pipeline balancer's ``replicas``.
+        on_update: as of :class:`~zeroresize.Balancer`.
+
+    Attributes:
+        balancer: the present one; another one after this stage's layers have changed. None where none of them is
+            balanced.
+
+    Raises:
+        ValueError: as :class:`~zeroresize.Balancer`, of the layers that are here.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        optimizer: Any,
+        *,
+        process_group: ProcessGroup,
+        config: BalanceConfig,
+        data_parallel_group: ProcessGroup | None = None,
+        on_update: Callable[[UpdateRecord], None] | None = None,
+    ) -> None:
+        self._pipeline, self._optimizer, self._config = pipeline, optimizer, config
+        self._group, self._on_update = require_group(process_group), on_update
+        # A balancer moves no units before it is told who holds the same shards: nobody else.
+        self._same_shards = data_parallel_group or dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        self._num_updates = self._num_quiet = 0
+        self._present = range(0)  # of which layers the present balancer is
+        self.balancer = self._new_balancer()
+
+    def step(self) -> None:
+        """One optimizer step is done; see :meth:`zeroresize.Balancer.step`."""
+        if self.balancer is not None:
+            self.balancer.step()
+
+    def close(self) -> None:
+        """Stop balancing; see :meth:`zeroresize.Balancer.close`."""
+        if self.balancer is not None:
+            self.balancer.close()
+
+    def at_home(self) -> AbstractContextManager[None]:
+        """Units are at home for as long as this lasts, for checkpoints; see :meth:`zeroresize.Balancer.at_home`."""
+        return nullcontext() if self.balancer is None else self.balancer.at_home()
+
+    @property
+    def has_settled(self) -> bool:
+        """Whether the group's plan has stayed the same for :data:`QUIET_UPDATES`, and no step is to be measured."""
+        if self.balancer is None:
+            return True
+        is_quiet = self._num_quiet >= QUIET_UPDATES or self._num_updates >= MOST_UPDATES
+        return is_quiet and not self.balancer.is_calibrating
+
+    def watch(self) -> None:
+        """Something may have changed: count updates anew."""
+        self._num_updates = self._num_quiet = 0
+
+    def leave(self, boundaries: Sequence[int]) -> None:
+        """Before stages get these boundaries: if this stage gets other layers, bring units home, and close.
+
+        Raises:
+            RuntimeError: as :meth:`zeroresize.Balancer.move`.
+        """
+        stage = self._pipeline.stage
+        if range(boundaries[stage], boundaries[stage + 1]) == self._present:
+            return
+        if self.balancer is not None:
+            shares = self.balancer.plan.owned
+            if len(set(shares)) > 1:
+                self.balancer.move([1.0] * len(shares))
+            self.balancer.close()
+        self._present = range(0)
+
+    def attach(self) -> None:
+        """Balance the layers that are here now."""
+        if self._present != self._pipeline.present:
+            self.balancer = self._new_balancer()
+
+    def _new_balancer(self) -> Balancer | None:
+        self._present = self._pipeline.present
+        self.watch()
+        present = nn.ModuleDict({str(number): self._pipeline.layers[number] for number in self._present})
+        if not balanced_layers(present):
+            return None
+        balancer = Balancer(
+            present,
+            self._optimizer,
+            process_group=self._group,
+            config=self._config,
+            data_parallel_group=self._same_shards,
+            on_update=self._updated,
+        )
+        self._decided = _shares_of(balancer)
+        return balancer
+
+    def _updated(self, record: UpdateRecord) -> None:
+        assert self.balancer is not None
+        decided = _shares_of(self.balancer)
+        are_alike = all(abs(one - other) <= _ALIKE for one, other in zip(decided, self._decided, strict=True))
+        self._num_updates += 1
+        self._num_quiet = self._num_quiet + 1 if are_alike else 0
+        self._decided = decided
+        if self._on_update is not None:
+            self._on_update(record)
+
+
+def _shares_of(balancer: Balancer) -> list[float]:
+    """What each rank prunes, lends and owns."""
+    return [share for rank in balancer.plan.ranks for share in (rank.pruned, rank.lent, rank.owned)]
