@@ -150,27 +150,25 @@ class Waiting(nn.Module):
 
 
 @pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
-def test_a_layer_arrives_while_earlier_layers_still_compute(run_ranks, monkeypatch, schedule):
+def test_a_layer_is_sent_while_earlier_layers_of_its_stage_still_compute(run_ranks, monkeypatch, schedule):
     def check(rank, group):
-        arrived, times = threading.Event(), []
+        is_sent, times = threading.Event(), []
 
-        def wait():  # in the last backward of the first layer, when the moving layer's is over
+        def wait():  # in the last backward of the first layer, when that of the second one is over
             times.append(1)
-            assert rank or len(times) < pipelines.MICRO or arrived.wait(20.0)
+            assert len(times) < pipelines.MICRO or is_sent.wait(20.0)
 
-        receive = early_layer_move.EarlyLayerMove._receive_rest
-        monkeypatch.setattr(
-            early_layer_move.EarlyLayerMove, "_receive_rest", lambda *args: (receive(*args), arrived.set())
-        )
+        send = early_layer_move.EarlyLayerMove._send_rest
+        monkeypatch.setattr(early_layer_move.EarlyLayerMove, "_send_rest", lambda *args: (send(*args), is_sent.set()))
         layers = [Waiting(wait), *(nn.Linear(4, 4) for _ in range(5))]
-        loss = nn.functional.mse_loss
-        pipeline = pipeline_of(group, (0, 2, 6), layers=layers, loss=loss, schedule=schedule)
+        pipeline = pipeline_of(group, (0, 2, 6), layers=layers, loss=nn.functional.mse_loss, schedule=schedule)
         x = torch.ones(8, 4)
-        with moving_during_backward(pipeline, (0, 3, 6), optimizer=None) as move:
+        with moving_during_backward(pipeline, (0, 1, 6), optimizer=None) as move:
             pipeline.step(x, target=x)
-        assert not move.was_repeated and pipeline.boundaries == (0, 3, 6)
+        assert not move.was_repeated and pipeline.boundaries == (0, 1, 6)
+        return len(times)
 
-    run_ranks(check, 2)
+    assert run_ranks(check, 2) == [pipelines.MICRO, 0]
 
 
 def test_extra_state_and_what_is_unused_or_frozen(run_ranks):

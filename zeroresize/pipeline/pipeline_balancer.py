@@ -159,7 +159,8 @@ class PipelineBalancer:
 
         Raises:
             ValueError: at the end, on every rank, if no boundaries fit into the memory limits.
-            RuntimeError, ValueError: at the end, as :func:`~zeroresize.pipeline.move_layers`.
+            RuntimeError, ValueError: at the beginning or the end, as :func:`~zeroresize.pipeline.move_layers`; at the
+                end if the profile of a rank does not come.
         """
         # The first step finds shapes by running layers once more.
         is_due = self._cadence.is_due(self.steps) and self._pipeline.knows_shapes and not self._units_may_move()
