@@ -61,7 +61,7 @@ def test_the_others_are_computed_as_if_nobody_had_exited(share):
 
 
 def test_only_tokens_that_have_not_exited_are_computed():
-    model, _, block = blocks_of(2.0, hidden_size=16)
+    _, _, block = blocks_of(2.0, hidden_size=16)
     rows = []
     for name, one in block.named_modules():
         if isinstance(one, nn.Linear):
