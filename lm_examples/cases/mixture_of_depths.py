@@ -7,9 +7,9 @@ shorter sequence that attention and feed-forward part compute; the others pass b
 
 The factor gives the router a gradient and is 1 at r = 0. Since a token cannot know those behind it, a small predictor
 learns from the hidden state alone whether its token is chosen (binary cross entropy, which trains nothing else), and
-chooses in evaluation. With ``routing: predictor`` it chooses in training, too: then layers and steps differ in how many
-tokens they compute, by what it estimates wrongly, as in DynMo (section 2.6). With ``routing: router`` every routed block
-computes k tokens of each sequence, so blocks differ only in whether they are routed.
+chooses in evaluation. With ``routing: predictor`` it chooses in training, too: then layers and steps differ in how
+many tokens they compute, by what it estimates wrongly, as in DynMo (section 2.6). With ``routing: router`` every routed
+block computes k tokens of each sequence, so blocks differ only in whether they are routed.
 """
 
 from __future__ import annotations
