@@ -117,8 +117,11 @@ def test_work_falls_from_block_to_block_and_with_the_threshold(run_ranks):
         run = Run(group, case(0.6, start=2, end=3, every=1, first_exit=1)).train(2)
         dense = [layer.work for layer in run.present if isinstance(layer, ExitBlock)], run.case.figures(run.pipeline)
         run.train(3)
-        return dense, [layer.work for layer in run.present if isinstance(layer, ExitBlock)], run.has_changed, (
-            run.case.figures(run.pipeline)
+        return (
+            dense,
+            [layer.work for layer in run.present if isinstance(layer, ExitBlock)],
+            run.has_changed,
+            (run.case.figures(run.pipeline)),
         )
 
     by_rank = run_ranks(check, 2)
