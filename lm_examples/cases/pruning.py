@@ -32,8 +32,8 @@ class PruningOptions:
         start, end: the first and the last pruning step.
         every: steps from one pruning step to the next.
         sparse_below: share of kept weights of one matrix below which only those are stored and computed. Measured on a
-            CPU core at hidden size 256 and 512, the three products of training then take about as long as the dense
-            ones at 0.3, and 0.7 of that at 0.2.
+            CPU core at hidden size 256 and 512, forward and backward of a whole block then take 1.0 of the dense time
+            at a share of 0.25, 0.85 at 0.2 and 0.5 at 0.1: a kept weight takes longer in a sparse product.
     """
 
     initial_sparsity: float = 0.0

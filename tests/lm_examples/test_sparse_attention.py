@@ -1,0 +1,136 @@
+"""Tokens attend to those in their bucket, and tiles without such pairs are not computed."""
+
+import dynamic_cases
+import pytest
+import torch
+from dynamic_cases import Run, layers_of
+from torch import nn
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+
+from lm_examples.cases.hash_attention import hash_attention
+from lm_examples.cases.sparse_attention import SparseAttention, SparseAttentionBlock, SparseAttentionOptions
+from lm_examples.gpt import Block
+
+
+def model_of(**shape):
+    return dynamic_cases.model_of(**({"context": 16} | shape))
+
+
+def case(**options):
+    return SparseAttention(model_of(), SparseAttentionOptions(**({"num_buckets": 4, "block_size": 2} | options)))
+
+
+@pytest.mark.parametrize("options", [{"num_buckets": 0}, {"num_buckets": 3}, {"block_size": 0}])
+def test_impossible_options_are_errors(options):
+    with pytest.raises(ValueError, match=rf"sparse_attention\.{next(iter(options))}="):
+        SparseAttentionOptions(**options)
+
+
+def test_tiles_must_divide_the_context():
+    with pytest.raises(ValueError, match=r"context=16 is not divisible by sparse_attention\.block_size=5"):
+        case(block_size=5)
+
+
+@pytest.mark.parametrize("width", [1, 4, 12])
+@pytest.mark.parametrize("num_buckets", [1, 3, 40])
+def test_outputs_and_gradients_are_those_of_masked_dense_attention(num_buckets, width):
+    torch.manual_seed(num_buckets)
+    query, key, value = torch.randn(3, 5, 12, 4, dtype=torch.float64).requires_grad_().unbind()
+    buckets = torch.randint(num_buckets, (2, 5, 12))
+    found, num_tiles = hash_attention(query, key, value, *buckets, width)
+    mask = (buckets[0][:, :, None] == buckets[1][:, None]) & torch.ones(12, 12, dtype=torch.bool).tril()
+    scores = (query @ key.transpose(1, 2) / 2).masked_fill(~mask, -1e300)
+    has_keys = mask.any(dim=-1, keepdim=True)
+    expected = torch.where(has_keys, scores.softmax(dim=-1) @ value, 0.0)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    dy = torch.randn_like(found)
+    for one, other in zip(
+        torch.autograd.grad(found, (query, key, value), dy),
+        torch.autograd.grad(expected, (query, key, value), dy),
+        strict=True,
+    ):
+        assert one.isfinite().all()
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    assert num_buckets < 40 or not has_keys.all()
+    num_rows = 12 // width
+    if num_buckets == 1:
+        assert num_tiles == 5 * num_rows * (num_rows + 1) // 2
+    elif width == 1:
+        assert num_tiles == mask.sum()
+
+
+def test_tokens_that_cannot_be_divided_into_tiles_are_an_error():
+    with pytest.raises(ValueError, match="12 tokens cannot be divided into tiles of 5"):
+        hash_attention(*torch.zeros(3, 1, 12, 4), *torch.zeros(2, 1, 12, dtype=torch.int64), 5)
+
+
+def test_with_one_bucket_a_block_is_dense():
+    torch.manual_seed(0)
+    model = model_of()
+    dense = Block(model).double()
+    block = SparseAttentionBlock(model, SparseAttentionOptions(num_buckets=1, block_size=4)).double()
+    block.load_state_dict(dense.state_dict(), strict=False)
+    x = torch.randn(3, 16, 8, dtype=torch.float64)
+    torch.testing.assert_close(block(x), dense(x), rtol=1e-12, atol=1e-12)
+    assert block.share_computed == pytest.approx(10 * 16 / 136)
+    assert block.work == pytest.approx(1 + 2 * 8 * 24 / (16 * 12 * 64 + 2 * 8 * 136))
+
+
+def test_only_needed_tiles_are_multiplied(monkeypatch):
+    torch.manual_seed(0)
+    model = model_of(context=64)
+    products, plain = [], torch.Tensor.__matmul__
+
+    def counted(one, other):
+        if one.dim() == 3 and other.dim() == 3:
+            products.append(one.shape.numel() * other.shape[-1])
+        return plain(one, other)
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", counted)
+    work = []
+    for num_buckets in (1, 4, 16):
+        block = SparseAttentionBlock(model, SparseAttentionOptions(num_buckets=num_buckets, block_size=4))
+        products.clear()
+        block(torch.randn(2, 64, 8))
+        hashes = 2 * 2 * 64 * 8 * (num_buckets // 2)
+        dense = 2 * (64 * 12 * 64 + 2 * 8 * 65 * 32)
+        assert block.work == pytest.approx((2 * 64 * 12 * 64 + sum(products) + hashes) / dense)
+        work.append(sum(products))
+    assert work[0] == 2 * 2 * 2 * 4 * 16 * 136 and work[2] < work[1] < 0.6 * work[0]
+
+
+def test_the_hash_is_that_of_the_nearest_direction():
+    torch.manual_seed(0)
+    attention = SparseAttentionBlock(model_of(), SparseAttentionOptions(num_buckets=6, block_size=4)).attention
+    directions = torch.cat([attention.rotations, -attention.rotations], dim=1).T
+    x = torch.randn(2, 16, 4)
+    expected = [[max(range(6), key=lambda one: float(token @ directions[one])) for token in group] for group in x]
+    assert attention._buckets(x).tolist() == expected
+
+
+@pytest.mark.parametrize(("num_ranks", "schedule"), [(2, Schedule1F1B), (3, ScheduleGPipe)])
+def test_losses_are_the_same_wherever_layers_are(run_ranks, num_ranks, schedule):
+    losses = dynamic_cases.check_that_moves_change_nothing(run_ranks, case, 8, num_ranks, schedule=schedule)
+    x, following = dynamic_cases.batch(model_of(), 0)
+    for layer in layers_of(case()):
+        x = layer(x)
+    expected = nn.functional.cross_entropy(x.flatten(0, 1), following.flatten())
+    assert losses[0] == pytest.approx(expected.item(), rel=1e-10)
+
+
+def test_tiles_differ_between_layers_and_steps(run_ranks):
+    def check(rank, group):
+        run, found = Run(group, case()), []
+        for _ in range(5):
+            run.train(1)
+            found.append([layer.work for layer in run.present if isinstance(layer, SparseAttentionBlock)])
+        return found, run.case.figures(run.pipeline)
+
+    for found, figures in run_ranks(check, 2):
+        assert any(len(set(of_step)) > 1 for of_step in found)
+        assert all(len(set(of_layer)) > 1 for of_layer in zip(*found, strict=True))
+        assert 0.0 < figures["attended_pairs"] < 1.0
+
+
+def test_a_saved_run_goes_on(run_ranks):
+    dynamic_cases.check_that_saved_runs_go_on(run_ranks, case, 3, 3)
