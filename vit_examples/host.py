@@ -17,6 +17,7 @@ from vit_examples.all_ranks import leave_together
 from vit_examples.plain_files import open_tensors, write_tensors
 from vit_examples.shard import has_stepped, kinds_of_shard, load_shard, shard_of
 
+
 class Host(ABC):
     """A sharded model with its optimizer; all ranks form one tensor-parallel group.
 
