@@ -4,11 +4,14 @@ import itertools
 import json
 
 import pytest
-from lm_runs import config_of, losses_of, text_of, trained, undivided
+from lm_runs import config_of, keep_time, losses_of, text_of, trained, undivided
 
 from lm_examples import checkpoint as checkpoints
 from lm_examples.build import build_layers, num_parameters
+from lm_examples.cases.dynamic_case import DynamicCase
 from lm_examples.run import prepare
+from lm_examples.train import train
+from zeroresize.pipeline import LayerProfiler
 from zeroresize.utils.json_lines import read_json_lines
 
 STRAGGLER = {"stage": 0, "chi": 4, "from_step": 3}
@@ -165,3 +168,20 @@ def test_a_damaged_or_missing_file_is_named_with_a_way_out(run_ranks, tmp_path, 
 
     for said in run_ranks(check, 2):
         assert name in said and "goes on from step-00000002" in said
+
+
+def test_layers_are_measured_in_the_step_after_their_work_has_changed(run_ranks, tmp_path, monkeypatch):
+    config = config_of(tmp_path, balance={"profile_every": 100})
+
+    def check(rank, group):
+        measured = []
+        enter = LayerProfiler.__enter__
+        monkeypatch.setattr(DynamicCase, "after_step", lambda own, pipeline, optimizer, step, loss: step in (4, 5))
+        keep_time()
+        run = prepare(config, text_of(), group, resume=False)
+        monkeypatch.setattr(LayerProfiler, "__enter__", lambda own: measured.append(run.step) or enter(own))
+        with run.held:
+            train(run)
+        return measured
+
+    assert run_ranks(check, 2) == [[2, 5, 6]] * 2
