@@ -185,3 +185,27 @@ def test_layers_are_measured_in_the_step_after_their_work_has_changed(run_ranks,
         return measured
 
     assert run_ranks(check, 2) == [[2, 5, 6]] * 2
+
+
+def test_figures_of_a_case_are_the_mean_of_the_stages_that_have_them_in_training(run_ranks, tmp_path, monkeypatch):
+    config = config_of(tmp_path, training={"steps": 2, "validate_every": 1})
+
+    def figures(case, pipeline):
+        embedding = pipeline.layers[0]
+        own = {"stage": float(pipeline.stage), "seen": embedding.seen if pipeline.stage == 0 else 0.0}
+        return own | ({"first": 5.0} if pipeline.stage == 0 else {})
+
+    def see(embedding, *_):
+        embedding.seen = 8.0 if embedding.training else 2.0
+
+    def check(rank, group):
+        embedding = DynamicCase.embedding
+        monkeypatch.setattr(DynamicCase, "figures", figures)
+        monkeypatch.setattr(DynamicCase, "embedding", lambda own: watched(embedding(own)))
+        return trained(config, group)["figures"]
+
+    def watched(embedding):
+        embedding.register_forward_hook(see)
+        return embedding
+
+    assert run_ranks(check, 2) == [{"stage": 0.5, "seen": 4.0, "first": 5.0}] * 2
