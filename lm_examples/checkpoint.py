@@ -141,6 +141,7 @@ def save_checkpoint(
         )
         on_all_ranks(OSError, complete if is_first else do_nothing, group)
     except (OSError, CheckpointException) as error:
+        _raise_interrupt(error, pipeline.stage)
         if is_first:
             shutil.rmtree(temporary, ignore_errors=True)
             newest = newest_checkpoint(folder)
@@ -148,7 +149,7 @@ def save_checkpoint(
                 "no checkpoint of step %d, training goes on without (the newest is %s): %s",
                 state.step,
                 newest.name if newest is not None else "none",
-                error,
+                _reason(error),
             )
         return False
     if is_first:
@@ -192,7 +193,8 @@ def load_layers(checkpoint: Path, pipeline: Pipeline, optimizer: torch.optim.Opt
         dcp.load(values, storage_reader=reader, planner=planner, process_group=group)
         on_all_ranks(ValueError, install, group)
     except (ValueError, CheckpointException) as error:
-        raise ValueError(f"{checkpoint}: cannot be loaded: {error}\n{_way_out(checkpoint)}") from error
+        _raise_interrupt(error, pipeline.stage)
+        raise ValueError(f"{checkpoint}: cannot be loaded: {_reason(error)}\n{_way_out(checkpoint)}") from error
 
 
 def _contents(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -208,6 +210,19 @@ def _contents(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> dict[str,
 def _layer_of(name: str) -> int:
     matched = _LAYER.match(name)
     return -1 if matched is None else int(matched[1])
+
+
+def _raise_interrupt(error: BaseException, rank: int) -> None:
+    """An interrupt of this rank, which torch takes for a failure of the checkpoint, ends the run as any other."""
+    if isinstance(error, CheckpointException) and isinstance(error.failures.get(rank, (None,))[0], KeyboardInterrupt):
+        raise KeyboardInterrupt from error
+
+
+def _reason(error: BaseException) -> str:
+    """Without torch's tracebacks."""
+    if not isinstance(error, CheckpointException):
+        return str(error)
+    return "; ".join(f"rank {rank}: {one!r}" for rank, (one, _) in error.failures.items()) or "no reason is known"
 
 
 def _way_out(checkpoint: Path) -> str:

@@ -69,7 +69,7 @@ class Pace:
         self.sleep(seconds)
         num_parts = 2 if any(one.requires_grad for one in block.parameters()) else 1
         first, *others = outputs if isinstance(outputs, tuple) else (outputs,)
-        held_up = _SleepInBackward.apply(first, self, num_parts * seconds)  # type: ignore[no-untyped-call]
+        held_up = _SleepInBackward.apply(first, self, num_parts * seconds)
         return (held_up, *others) if isinstance(outputs, tuple) else held_up
 
 

@@ -1,4 +1,4 @@
-"""What a run writes and shows on rank 0: ``metrics.jsonl``, ``moves.jsonl``, ``summary.json``, a bar and a table."""
+"""What a run writes and shows on rank 0: ``metrics.jsonl``, ``pipeline.jsonl``, ``summary.json``, a bar and a table."""
 
 from __future__ import annotations
 
@@ -30,6 +30,9 @@ class Recorder:
     Args:
         from_step: steps that were done before; lines of later ones, left by an interrupted run, are dropped.
 
+    Attributes:
+        num_moves: how often layers have moved.
+
     Raises:
         ValueError: naming the file, if it cannot be made, or what is there is damaged.
     """
@@ -50,11 +53,12 @@ class Recorder:
         self._task = self._progress.add_task(self._title, total=config.training.steps, completed=from_step)
         with writable(self._folder):
             until = ("step", from_step)
-            self._files = {name: JsonLines(self._folder / f"{name}.jsonl", until) for name in ("metrics", "moves")}
+            self._files = {name: JsonLines(self._folder / f"{name}.jsonl", until) for name in ("metrics", "pipeline")}
             self._written = {name: BestEffort(str(self._folder / f"{name}.jsonl")) for name in self._files}
             (self._folder / "summary.json").unlink(missing_ok=True)
             (self._folder / "config.json").write_text(json.dumps(config_to_dict(config), indent=1), encoding="utf-8")
-        self.num_moves = len(read_json_lines(self._folder / "moves.jsonl"))
+        lines = read_json_lines(self._folder / "pipeline.jsonl")
+        self.num_moves = sum(line.get("kind") == "move" for line in lines)
 
     def __enter__(self) -> Recorder:
         self._progress.start()
@@ -84,10 +88,10 @@ class Recorder:
                 layers = " ".join(map(str, Partition(tuple(numbers["boundaries"])).counts))
                 self._line(f"step {step}: {text}, layers {layers}")
 
-    def move(self, step: int, record: RebalancingRecord) -> None:
+    def balance(self, step: int, record: RebalancingRecord) -> None:
         """Layers have moved."""
         self.num_moves += 1
-        self._write("moves", {**record.to_dict(), "step": step})
+        self._write("pipeline", {"kind": "move", **record.to_dict(), "step": step})
 
     def close(self, summary: Mapping[str, Any]) -> None:
         """Write ``summary.json``, whole or not at all, and show the table.

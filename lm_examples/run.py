@@ -6,6 +6,7 @@ import json
 import math
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from vit_examples.all_ranks import do_nothing, of_all_ranks, on_all_ranks
 from vit_examples.recorder import StepClock
 from zeroresize.pipeline import Pipeline, PipelineBalancer, RebalancingRecord
 
-SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+SCHEDULES: dict[str, Any] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 
 
 @dataclass
@@ -57,10 +58,10 @@ class Run:
     figures: dict[str, float] = field(default_factory=dict)
     held: ExitStack = field(default_factory=ExitStack)
 
-    def tell_move(self, record: RebalancingRecord) -> None:
-        """Layers have moved."""
+    def tell(self, record: RebalancingRecord) -> None:
+        """What the balancer has done."""
         if self.recorder is not None:
-            self.recorder.move(self.step, record)
+            self.recorder.balance(self.step, record)
 
     def saved_state(self) -> SavedState:
         """What of this run is no tensor of its layers."""
@@ -128,7 +129,7 @@ def _build(config: RunConfig, text: Text, process_group: ProcessGroup, saved: Sa
             balancer=balance.method,
             memory_limits=balance.memory_limits,
             min_saving=balance.min_saving,
-            on_change=run.tell_move,
+            on_change=run.tell,
         )
     return run
 
@@ -156,4 +157,5 @@ def _go_on(run: Run, saved: SavedState) -> None:
 def _require_same(what: str, value: str, process_group: ProcessGroup) -> None:
     values = of_all_ranks(value, process_group)
     if len(set(values)) > 1:
-        raise ValueError(f"the ranks do not agree on {what}: {[values.index(one) for one in values]}")
+        alike = [[rank for rank, one in enumerate(values) if one == own] for own in dict.fromkeys(values)]
+        raise ValueError(f"the ranks do not agree on {what}; those that do: {alike}")

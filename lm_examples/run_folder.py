@@ -39,7 +39,7 @@ def layout_of(config: RunConfig) -> dict[str, Any]:
     """What a checkpoint's tensors depend on; as JSON has it."""
     values = config_to_dict(config)
     layout = {"model": values["model"], "dtype": config.training.dtype, "case": values["case"]}
-    return json.loads(json.dumps(layout))  # type: ignore[no-any-return]
+    return json.loads(json.dumps(layout))
 
 
 def to_resume(config: RunConfig, *, resume: bool) -> tuple[Path, SavedState] | None:

@@ -52,10 +52,8 @@ def train(run: Run) -> dict[str, Any]:
             is_last = run.step == training.steps
             is_validated = is_last or (training.validate_every and run.step % training.validate_every == 0)
             is_saved = output.save_every and run.step % output.save_every == 0
-            if is_validated:
-                run.validation_loss = validate(run)
             if is_validated or run.step % training.log_every == 0:
-                report(run, {"validation_loss": run.validation_loss} if is_validated else {})
+                report(run, is_validated=bool(is_validated))
             if is_saved:
                 folder = checkpoint_folder(run.config)
                 save_checkpoint(folder, run.saved_state(), run.pipeline, run.optimizer, keep=output.keep)
@@ -101,11 +99,15 @@ def validate(run: Run) -> float:
     return _mean(of_all_ranks(losses, run.pipeline.process_group)[-1])
 
 
-def report(run: Run, also: dict[str, float]) -> None:
+def report(run: Run, *, is_validated: bool) -> None:
     """Bring the stages' numbers together, and write them; collective."""
     num_steps, own_s = run.clock.num_since_lap, run.clock.lap()
     idle = 1.0 - run.pace.lap() / (num_steps * own_s) if run.pace.sleeps_for_work and num_steps else math.nan
-    of_stages = of_all_ranks((run.losses, run.case.figures(run.pipeline), idle), run.pipeline.process_group)
+    own = run.losses, run.case.figures(run.pipeline), idle  # of training: validation may change them
+    validation = {}
+    if is_validated:
+        validation["validation_loss"] = run.validation_loss = validate(run)
+    of_stages = of_all_ranks(own, run.pipeline.process_group)
     run.loss = _mean(of_stages[-1][0])
     by_name: dict[str, list[float]] = {}
     for _, figures, _ in of_stages:
@@ -114,7 +116,7 @@ def report(run: Run, also: dict[str, float]) -> None:
     run.figures = {name: _mean(values) for name, values in by_name.items()}
     run.losses.clear()
     if run.recorder is not None:
-        numbers = {"loss": run.loss, "step_s": own_s, "boundaries": run.pipeline.boundaries, **also}
+        numbers = {"loss": run.loss, "step_s": own_s, "boundaries": run.pipeline.boundaries, **validation}
         if run.pace.sleeps_for_work:
             numbers["bubble_ratio"] = _mean([idle for *_, idle in of_stages])
         run.recorder.metrics(run.step, {**numbers, "figures": run.figures})

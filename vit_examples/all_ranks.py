@@ -21,15 +21,18 @@ def on_all_ranks(kind: type[Exception], call: Callable[[], _T], process_group: P
     ``Balancer.load_state_dict`` does.
 
     Raises:
-        kind: on every rank, where it is raised on any, with what each of them says.
+        kind: on every rank, where it is raised on any, with what each of them says; once where all say the same.
     """
     try:
         result, failure = call(), None
     except kind as error:
         result, failure = None, str(error)
-    failed = {rank: one for rank, one in enumerate(of_all_ranks(failure, process_group)) if one is not None}
+    failures = of_all_ranks(failure, process_group)
+    if failure is not None and len(set(failures)) == 1:
+        raise kind(failure)
+    failed = [f"rank {rank}: {one}" for rank, one in enumerate(failures) if one is not None]
     if failed:
-        raise kind("\n".join(f"rank {rank}: {one}" for rank, one in failed.items()))
+        raise kind("\n".join(failed))
     return cast("_T", result)
 
 

@@ -31,4 +31,4 @@ def case_class(name: str) -> type[DynamicCase]:
         KeyError: for a name that :data:`CASES` lacks.
     """
     module, kind = CASES[name]
-    return getattr(importlib.import_module(f"{__name__}.{module}"), kind)  # type: ignore[no-any-return]
+    return getattr(importlib.import_module(f"{__name__}.{module}"), kind)

@@ -8,7 +8,7 @@ import torch
 from lm_runs import text_of
 
 from lm_examples.config import DataConfig, RunConfig
-from lm_examples.data import Batches, load_text
+from lm_examples.data import Batches, Text, load_text
 from lm_examples.gpt import ModelConfig
 
 
@@ -100,6 +100,13 @@ def test_batches_depend_on_seed_and_step_and_targets_follow_inputs():
 
 def test_the_last_byte_is_reached_and_nothing_beyond():
     text = text_of()
-    small = type(text)(torch.arange(9, dtype=torch.uint8), text.held_out)
+    small = Text(torch.arange(9, dtype=torch.uint8), text.held_out)
     inputs, targets = Batches(small, batch_size=50, context=7, seed=0).training(1)
     assert inputs.min() == 0 and targets.max() == 8
+
+
+def test_validation_draws_from_held_out_files_alone():
+    text = Text(torch.zeros(50, dtype=torch.uint8), torch.ones(50, dtype=torch.uint8))
+    batches = Batches(text, batch_size=4, context=7, seed=0)
+    assert [one.unique().tolist() for one in batches.training(1)] == [[0], [0]]
+    assert [one.unique().tolist() for one in batches.validation(1)] == [[1], [1]]

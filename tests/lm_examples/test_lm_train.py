@@ -4,11 +4,14 @@ import itertools
 import json
 
 import pytest
-from lm_runs import config_of, losses_of, text_of, trained, undivided
+from lm_runs import config_of, keep_time, losses_of, text_of, trained, undivided
 
 from lm_examples import checkpoint as checkpoints
 from lm_examples.build import build_layers, num_parameters
+from lm_examples.cases.dynamic_case import DynamicCase
 from lm_examples.run import prepare
+from lm_examples.train import train
+from zeroresize.pipeline import LayerProfiler
 from zeroresize.utils.json_lines import read_json_lines
 
 STRAGGLER = {"stage": 0, "chi": 4, "from_step": 3}
@@ -25,7 +28,7 @@ def test_losses_are_those_of_undivided_training_wherever_layers_move(run_ranks, 
     losses, validation_loss = undivided(config)
     assert losses_of(tmp_path) == same(losses)
     assert all(one["validation_loss"] == same(validation_loss) for one in (first, *others))
-    moves = read_json_lines(tmp_path / "moves.jsonl")
+    moves = read_json_lines(tmp_path / "pipeline.jsonl")
     assert first["moves"] == len(moves) == (1 if num_stages > 1 else 0)
     for move in moves:
         assert move["step"] > 3 and move["after"][1] < move["before"][1]
@@ -120,7 +123,7 @@ def test_an_earlier_run_is_not_overwritten_and_ranks_must_agree(run_ranks, tmp_p
 
     (tmp_path / "metrics.jsonl").touch()
     for differ, earlier in run_ranks(check, 2):
-        assert "do not agree on the text to train on" in differ
+        assert "do not agree on the text to train on; those that do: [[0], [1]]" in differ
         assert f"{tmp_path} holds an earlier run: add --resume" in earlier
 
 
@@ -137,9 +140,8 @@ def test_a_save_that_fails_leaves_the_one_before_and_training_goes_on(
         def failing(*arguments, **options):
             calls.append(1)
             if len(calls) == 2 and step_that_fails == "save":
-                (path_of := options["storage_writer"].path / "half").touch()
-                assert path_of.exists()
-                raise checkpoints.CheckpointException("disk full", {})
+                (options["storage_writer"].path / "half").touch()
+                raise checkpoints.CheckpointException("", {1: (OSError("disk full"), None)})
             if len(calls) == 2:
                 raise OSError("disk full")
             return works(*arguments, **options)
@@ -166,3 +168,44 @@ def test_a_damaged_or_missing_file_is_named_with_a_way_out(run_ranks, tmp_path, 
 
     for said in run_ranks(check, 2):
         assert name in said and "goes on from step-00000002" in said
+
+
+def test_layers_are_measured_in_the_step_after_their_work_has_changed(run_ranks, tmp_path, monkeypatch):
+    config = config_of(tmp_path, balance={"profile_every": 100})
+
+    def check(rank, group):
+        measured = []
+        enter = LayerProfiler.__enter__
+        monkeypatch.setattr(DynamicCase, "after_step", lambda own, pipeline, optimizer, step, loss: step in (4, 5))
+        keep_time()
+        run = prepare(config, text_of(), group, resume=False)
+        monkeypatch.setattr(LayerProfiler, "__enter__", lambda own: measured.append(run.step) or enter(own))
+        with run.held:
+            train(run)
+        return measured
+
+    assert run_ranks(check, 2) == [[2, 5, 6]] * 2
+
+
+def test_figures_of_a_case_are_the_mean_of_the_stages_that_have_them_in_training(run_ranks, tmp_path, monkeypatch):
+    config = config_of(tmp_path, training={"steps": 2, "validate_every": 1})
+
+    def figures(case, pipeline):
+        embedding = pipeline.layers[0]
+        own = {"stage": float(pipeline.stage), "seen": embedding.seen if pipeline.stage == 0 else 0.0}
+        return own | ({"first": 5.0} if pipeline.stage == 0 else {})
+
+    def see(embedding, *_):
+        embedding.seen = 8.0 if embedding.training else 2.0
+
+    def check(rank, group):
+        embedding = DynamicCase.embedding
+        monkeypatch.setattr(DynamicCase, "figures", figures)
+        monkeypatch.setattr(DynamicCase, "embedding", lambda own: watched(embedding(own)))
+        return trained(config, group)["figures"]
+
+    def watched(embedding):
+        embedding.register_forward_hook(see)
+        return embedding
+
+    assert run_ranks(check, 2) == [{"stage": 0.5, "seen": 4.0, "first": 5.0}] * 2
