@@ -94,6 +94,8 @@ def test_the_predictor_learns_what_the_router_chooses_and_trains_nothing_else():
     by_router, _ = routed(x, auxiliary)
     routed.eval()
     torch.testing.assert_close(routed(x, auxiliary)[0], by_router, rtol=1e-12, atol=1e-12)
+    routed.predictor[2].bias.data.fill_(-100.0)
+    assert torch.equal(routed(x, auxiliary)[0], x)
 
 
 @pytest.mark.parametrize("bias", [-100.0, 100.0])
