@@ -4,6 +4,7 @@
 - :class:`LayerProfiler` measures seconds and bytes of every layer in one iteration, for all ranks.
 - :func:`move_layers` gives the stages other layers, between two steps, all or nothing.
 - :class:`PipelineBalancer` does both while training goes on, where it pays.
+- :func:`repack` leaves the pipeline fewer stages and releases the other ranks.
 - :func:`clip_grad_norm_` clips by the norm of all stages' gradients.
 
 Stage ``s`` has the layers from ``boundaries[s]`` up to ``boundaries[s + 1]``. A program, by
@@ -43,8 +44,11 @@ from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.pipeline.pipeline_balancer import PipelineBalancer, RebalancingRecord
 from zeroresize.pipeline.profiling import LayerProfile, LayerProfiler, PipelineProfile
 from zeroresize.pipeline.rebalancing_forecast import RebalancingForecast
+from zeroresize.pipeline.release_hooks import CommandHook, Release
+from zeroresize.pipeline.shrinking import RepackingReport, repack
 
 __all__ = [
+    "CommandHook",
     "LayerMoveReport",
     "LayerProfile",
     "LayerProfiler",
@@ -53,6 +57,9 @@ __all__ = [
     "PipelineProfile",
     "RebalancingForecast",
     "RebalancingRecord",
+    "Release",
+    "RepackingReport",
     "clip_grad_norm_",
     "move_layers",
+    "repack",
 ]

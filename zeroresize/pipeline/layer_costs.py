@@ -14,6 +14,7 @@ At first all devices are taken to be equally fast.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,6 +55,13 @@ class LayerCosts:
     def seconds(self) -> Floats:
         """[L] forward and backward."""
         return np.array(self.forward_s) + np.array(self.backward_s)
+
+    def on_stages(self, stages: Sequence[int], boundaries: tuple[int, ...]) -> LayerCosts:
+        """What is known once only these stages are left, with the layers between ``boundaries`` [S + 1]."""
+        speeds = np.array(self.speeds)[list(stages)]
+        mean = float(speeds.mean())
+        forward_s, backward_s = (tuple(one / mean for one in seconds) for seconds in (self.forward_s, self.backward_s))
+        return LayerCosts(forward_s, backward_s, tuple((speeds / mean).tolist()), boundaries)
 
     def after(self, profile: PipelineProfile) -> LayerCosts:
         """What is known after one more profile, of the same layers and stages."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from zeroresize.pipeline.layer_move import LayerMove
@@ -15,6 +15,8 @@ from zeroresize.resharding.agreement import (
     require_same,
     texts_of_ranks,
 )
+
+_PLAN = "the boundaries of the stages, before or after, which of them stay, or max_bytes"
 
 
 @dataclass(frozen=True)
@@ -66,14 +68,37 @@ def move_layers(
             moved.
     """
     begin = time.perf_counter()
+    move = received_move(pipeline, lambda: LayerMove(pipeline, boundaries, optimizer, max_bytes))
+    if move.moving:
+        move.install()
+        pipeline.follow(move.boundaries)
+    return LayerMoveReport(
+        sum(map(len, move.moving.values())),
+        move.sent_bytes,
+        move.received_bytes,
+        time.perf_counter() - begin,
+        len(move.rounds),
+        move.buffer_bytes,
+    )
+
+
+def received_move(pipeline: Pipeline, make: Callable[[], LayerMove]) -> LayerMove:
+    """All of a move but its end: every rank has received what comes to it, and nothing has changed; collective.
+
+    Args:
+        make: makes this rank's part; what it raises is told to the others.
+
+    Raises:
+        Exception: as :func:`move_layers`.
+    """
     meet = pipeline.meet()
     try:
-        move: LayerMove | Exception = LayerMove(pipeline, boundaries, optimizer, max_bytes)
+        move: LayerMove | Exception = make()
     except Exception as error:  # the others must hear of any
         move = error
     table = meet_prepared(meet, move if isinstance(move, Exception) else (move.plan, move.settings))
     assert isinstance(move, LayerMove)
-    require_same([plan for plan, *_ in table], "the boundaries of the stages, before or after, or max_bytes", meet)
+    require_same([plan for plan, *_ in table], _PLAN, meet)
     require_same([settings for _, settings, *_ in table], "the settings of the optimizer's parameter groups", meet)
     told = texts_of_ranks(move.told(), meet, pipeline.process_group, pipeline.meet_device)
     agreed: tuple[float, float] | Exception = (0.0, 0.0)
@@ -84,13 +109,4 @@ def move_layers(
     meet_prepared(meet, agreed)
     allocate_together(move.new_bytes + move.buffer_bytes, pipeline.device, move.allocate, meet)
     require_received(move.carry_out(), meet)
-    if move.moving:
-        move.install()
-    return LayerMoveReport(
-        sum(map(len, move.moving.values())),
-        move.sent_bytes,
-        move.received_bytes,
-        time.perf_counter() - begin,
-        len(move.rounds),
-        move.buffer_bytes,
-    )
+    return move

@@ -110,7 +110,7 @@ class RebalancingRule:
             ValueError: if no boundaries fit into the memory limits.
         """
         now = Partition(profile.boundaries)
-        load = self._load(costs, profile)
+        load = self.load(costs, profile)
         moving_bytes = np.array(
             [float(one.weight_bytes + one.gradient_bytes + one.optimizer_bytes) for one in profile.layers]
         )
@@ -145,18 +145,24 @@ class RebalancingRule:
             is_needed,
         )
 
-    def _load(self, costs: LayerCosts, profile: PipelineProfile) -> PipelineLoad:
+    def load(self, costs: LayerCosts, profile: PipelineProfile, num_left: int | None = None) -> PipelineLoad:
+        """What all stages would have to divide; they keep as many micro-batches as ``num_left`` stages do."""
         return PipelineLoad.of(
             costs.seconds if self.by == "time" else [float(one.weight_bytes) for one in profile.layers],
             len(costs.speeds),
             speeds=costs.speeds,
-            layer_bytes=None if self.memory_limits is None else self._held_bytes(profile),
+            layer_bytes=None
+            if self.memory_limits is None
+            else self._held_bytes(profile, num_left or len(costs.speeds)),
             memory_limits=self.memory_limits,
         )
 
-    def _held_bytes(self, profile: PipelineProfile) -> list[float]:
+    def step_s(self, costs: LayerCosts, partition: Partition) -> float:
+        """Seconds of a step, simulated from the layers' seconds; messages are not in them."""
+        return self._simulated(costs, partition).step_s
+
+    def _held_bytes(self, profile: PipelineProfile, num_stages: int) -> list[float]:
         """[L] of a layer on the stage that keeps activations of most micro-batches."""
-        num_stages = len(profile.boundaries) - 1
         kept = self.num_microbatches if self.schedule == "gpipe" else min(num_stages, self.num_microbatches)
         return [
             float(one.weight_bytes + one.gradient_bytes + one.optimizer_bytes + kept * one.activation_bytes)

@@ -65,18 +65,9 @@ def repacked(
     return Repacking(tuple(stages), after, partition.transfers_to(after, stages))
 
 
-def fewest_stages(load: PipelineLoad, *, keep: int | None = None) -> int:
-    """How few of the stages can hold all layers, ``keep`` among them if it is given.
-
-    Raises:
-        ValueError: if not even all of them can.
-    """
-    choices = _Choices(load, load.num_stages, keep)
-    possible = (number for number in range(1, load.num_stages + 1) if choices.is_possible(number))
-    fewest = next(possible, None)
-    if fewest is None:
-        raise ValueError(_why_not(load, load.num_stages, keep))
-    return fewest
+def can_hold(load: PipelineLoad, num_stages: int, *, keep: int | None = None) -> bool:
+    """Whether so many of the stages, ``keep`` among them if it is given, can hold all layers."""
+    return _Choices(load, num_stages, keep).is_possible(num_stages)
 
 
 def _first_fit(load: PipelineLoad, partition: Partition, num_stages: int, keep: int) -> tuple[list[int], Partition]:
