@@ -45,6 +45,7 @@ from zeroresize.pipeline.pipeline_balancer import PipelineBalancer, RebalancingR
 from zeroresize.pipeline.profiling import LayerProfile, LayerProfiler, PipelineProfile
 from zeroresize.pipeline.rebalancing_forecast import RebalancingForecast
 from zeroresize.pipeline.release_hooks import CommandHook, Release
+from zeroresize.pipeline.releasing import Repack
 from zeroresize.pipeline.shrinking import RepackingReport, repack
 
 __all__ = [
@@ -58,6 +59,7 @@ __all__ = [
     "RebalancingForecast",
     "RebalancingRecord",
     "Release",
+    "Repack",
     "RepackingReport",
     "clip_grad_norm_",
     "move_layers",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -25,6 +26,7 @@ from zeroresize.pipeline.rebalancing_forecast import (
     RebalancingRule,
     described,
 )
+from zeroresize.pipeline.releasing import Releasing, Repack
 from zeroresize.resharding.agreement import NotEnoughMemoryError, fingerprint, meet_prepared, require_same
 from zeroresize.utils.state_checks import count
 
@@ -37,7 +39,7 @@ class RebalancingRecord:
 
     Attributes:
         step: how many blocks were over, this one included.
-        before, after: [S + 1] boundaries.
+        before, after: [S + 1] boundaries; of fewer stages after a re-packing.
         stage_s: [S] seconds that stages computed before.
         step_s, expected_step_s: before and after, as simulated from the layers' seconds.
         moved_bytes: of all ranks together.
@@ -89,6 +91,8 @@ class PipelineBalancer:
         min_saving: share of a step that a change must save at least.
         max_bytes: of messages at once in a move, as in :func:`~zeroresize.pipeline.move_layers`.
         on_change: is given a :class:`RebalancingRecord` after each move, on every rank.
+        repack: whether, and when, the pipeline goes on with fewer stages (:func:`~zeroresize.pipeline.repack`); None
+            for never. A rank that is released must leave the loop behind the block: ``if pipeline.is_released: break``.
 
     Attributes:
         steps: how many blocks are over.
@@ -110,16 +114,20 @@ class PipelineBalancer:
         min_saving: float = MIN_SAVING,
         max_bytes: int = 64 * 2**20,
         on_change: Callable[[RebalancingRecord], object] | None = None,
+        repack: Repack | None = None,
     ) -> None:
         self.steps = 0
         self._pipeline, self._optimizer = pipeline, optimizer
         self._max_bytes, self._on_change = max_bytes, on_change
         self._next_profile = 0
+        self._releasing = None if repack is None else Releasing(repack)
         alike: tuple[float, float] | Exception
         try:
             limits = None if memory_limits is None else tuple(map(float, memory_limits))
             if limits is not None and len(limits) != pipeline.num_stages:
                 raise ValueError(f"memory_limits are {len(limits)}, not one of each of {pipeline.num_stages} stages")
+            if repack is not None and limits is None and repack.max_slowdown == math.inf:
+                raise ValueError("repack needs memory_limits, or a max_slowdown: nothing else would keep any stage")
             _require_no_ties(pipeline)
             rule = RebalancingRule(
                 by,
@@ -131,7 +139,7 @@ class PipelineBalancer:
                 limits,
             )
             self._rebalancing = Rebalancing(rule)
-            alike = (fingerprint(f"{rule} {max_bytes}"), 0.0)
+            alike = (fingerprint(f"{rule} {max_bytes} {repack}"), 0.0)
         except Exception as error:  # the others must hear of any
             alike = error
         meet = pipeline.meet()
@@ -168,7 +176,8 @@ class PipelineBalancer:
 
     def state_dict(self) -> dict[str, Any]:
         """What was learned of layers, devices and moves; plain values, the same on every rank."""
-        return {"steps": self.steps, **self._rebalancing.state_dict()}
+        repack = {} if self._releasing is None else {"repack": self._releasing.state_dict()}
+        return {"steps": self.steps, **self._rebalancing.state_dict(), **repack}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`. The pipeline may have other boundaries than it had; it keeps them.
@@ -181,7 +190,10 @@ class PipelineBalancer:
         learned = dict(state)
         steps = learned.pop("steps", None)
         count(steps, "state['steps']")
+        repack = learned.pop("repack", {})
         self._rebalancing.load_state_dict(learned, len(self._pipeline.layers), self._pipeline.num_stages)
+        if self._releasing is not None:
+            self._releasing.load_state_dict(repack)
         self.steps, self._next_profile = steps, 0
 
     def _balance(self, profile: PipelineProfile) -> None:
@@ -189,7 +201,7 @@ class PipelineBalancer:
         self._next_profile = self.steps + self._rebalancing.rule.num_steps - 1
         if self._rebalancing.looks_again:
             self._next_profile = self.steps
-        if forecast is None:
+        if self._release(profile) or forecast is None:
             return
         try:
             report = move_layers(self._pipeline, forecast.after, optimizer=self._optimizer, max_bytes=self._max_bytes)
@@ -200,6 +212,33 @@ class PipelineBalancer:
             return
         self._next_profile = self.steps + 1
         self._tell(forecast, report)
+
+    def _release(self, profile: PipelineProfile) -> bool:
+        """Whether the pipeline has fewer stages now."""
+        if self._releasing is None:
+            return False
+        released = self._releasing.after(
+            profile, self._rebalancing, self._pipeline, self._optimizer, step=self.steps, max_bytes=self._max_bytes
+        )
+        if self._releasing.looks_again:
+            self._next_profile = self.steps
+        if released is None:
+            return False
+        self._next_profile = self.steps + 1
+        if self._on_change is not None:
+            self._on_change(
+                RebalancingRecord(
+                    self.steps,
+                    released.before,
+                    released.report.boundaries,
+                    released.stage_s,
+                    released.step_s,
+                    released.expected_step_s,
+                    released.report.moved_bytes,
+                    released.report.seconds,
+                )
+            )
+        return True
 
     def _tell(self, forecast: RebalancingForecast, report: LayerMoveReport) -> None:
         table = torch.zeros(self._pipeline.num_stages, 3, dtype=torch.float64)

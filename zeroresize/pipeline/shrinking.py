@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import Schedule1F1B
 
@@ -194,7 +192,8 @@ def _group_of_remaining(pipeline: Pipeline, stages: Sequence[int], begin: float)
     """The group of the stages that stay, None on the others, and the seconds of the slowest rank since ``begin``.
 
     Raises:
-        RuntimeError: on every rank that lives, if one dies or cannot make it; there is no such group then.
+        RuntimeError: on every rank that lives, if one dies or cannot make it. A group that others have made then stays
+            unused: torch would give the next one its name, and find what the first one has left in the store.
     """
     meet, group = pipeline.meet(), None
     known = [number for number, *_ in meet_prepared(meet, (float(num_known_groups()), 0.0))]
@@ -206,13 +205,7 @@ def _group_of_remaining(pipeline: Pipeline, stages: Sequence[int], begin: float)
             group = new_group_of(pipeline.process_group, stages)
     except Exception as error:  # the others must hear of any
         failure = error
-    try:
-        return group, _slowest(meet, begin, failure)
-    except Exception:
-        if group is not None:
-            with suppress(RuntimeError):
-                dist.destroy_process_group(group)
-        raise
+    return group, _slowest(meet, begin, failure)
 
 
 def _slowest(meet: Meet, begin: float, failure: Exception | None = None) -> float:
