@@ -1,4 +1,4 @@
-"""A balanced pipeline releases ranks that it no longer needs, on real processes with layers that sleep."""
+"""A balanced pipeline releases ranks that it no longer needs, on real processes whose layers take known seconds."""
 
 import json
 import logging
@@ -20,6 +20,7 @@ class Training:
 
     def __init__(self, group, repack, **options):
         self.pace, self.records, self.losses, self.step, self.released = Pace(), [], [], 0, []
+        self.pace.keep_time()
         self.pipeline = Pipeline(
             layers_of(NUM_LAYERS, self.pace),
             nn.functional.mse_loss,
@@ -48,12 +49,6 @@ class Training:
             self.optimizer.step()
             self.losses += [] if loss is None else [loss.item()]
             self.step += 1
-
-    def train_to(self, num_stages):
-        """Until that many are left, or for many steps: when, depends on the machine."""
-        for _ in range(20):
-            if self.pipeline.num_stages > num_stages:
-                self.train(3)
 
 
 def layer_bytes_of(training):
@@ -102,25 +97,23 @@ def test_ranks_are_released_as_soon_as_the_others_have_the_memory(run_ranks):
 
 def test_ranks_are_released_as_work_becomes_less_so_that_steps_take_no_longer(run_ranks):
     def check(rank, group):
-        training = Training(group, {"least_stages": 2, "max_slowdown": 1.2})
+        training = Training(group, {"least_stages": 2, "max_slowdown": 1.05})
         training.train(8)
         assert training.pipeline.num_stages == 3 and training.records == []
         training.pace.of_layers = dict.fromkeys(range(NUM_LAYERS), 0.05)
-        training.train_to(2)
-        training.train(6)
+        training.train(12)
         if training.pipeline.is_released:
             return training.losses, training.pipeline.num_stages, None
         state = json.loads(json.dumps(training.balancer.state_dict()))
         assert len(state["costs"][2]) == 2 and state["repack"]["first_step_s"] > 0.0
         assert training.balancer.what_if().before == training.pipeline.boundaries
-        resumed = Training(training.pipeline.process_group, {"max_slowdown": 1.2})
+        resumed = Training(training.pipeline.process_group, {"max_slowdown": 1.05})
         resumed.balancer.load_state_dict(state)
-        assert resumed.balancer.state_dict() == state
+        assert json.loads(json.dumps(resumed.balancer.state_dict())) == state
+        training.pace.keep_time()
         training.pace.of_rank = 60.0 if rank == 1 else 1.0  # a straggler among those that stay
         before = training.pipeline.boundaries
-        for _ in range(15):
-            if training.pipeline.boundaries[1] <= before[1]:
-                training.train(3)
+        training.train(8)
         return training.losses, training.pipeline.num_stages, (before, training.pipeline.boundaries)
 
     by_rank = run_ranks(check, 3)
@@ -133,7 +126,7 @@ def test_ranks_are_released_as_work_becomes_less_so_that_steps_take_no_longer(ru
 
 def test_a_single_profile_releases_nobody(run_ranks):
     def check(rank, group):
-        training = Training(group, {"max_slowdown": 1.2})
+        training = Training(group, {"max_slowdown": 1.05})
         training.train(2)  # the second one is profiled
         first = training.balancer._releasing._first_step_s
         training.pace.of_layers = dict.fromkeys(range(NUM_LAYERS), 0.05)
