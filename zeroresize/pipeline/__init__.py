@@ -5,6 +5,7 @@
 - :func:`move_layers` gives the stages other layers, between two steps, all or nothing.
 - :class:`PipelineBalancer` does both while training goes on, where it pays.
 - :func:`repack` leaves the pipeline fewer stages and releases the other ranks.
+- :func:`pipeline_state` and :func:`load_pipeline` checkpoint a pipeline, for any number of stages.
 - :func:`clip_grad_norm_` clips by the norm of all stages' gradients.
 
 Stage ``s`` has the layers from ``boundaries[s]`` up to ``boundaries[s + 1]``. A program, by
@@ -42,6 +43,7 @@ from zeroresize.pipeline.gradients import clip_grad_norm_
 from zeroresize.pipeline.moving import LayerMoveReport, move_layers
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.pipeline.pipeline_balancer import PipelineBalancer, RebalancingRecord
+from zeroresize.pipeline.pipeline_state import load_pipeline, pipeline_state
 from zeroresize.pipeline.profiling import LayerProfile, LayerProfiler, PipelineProfile
 from zeroresize.pipeline.rebalancing_forecast import RebalancingForecast
 from zeroresize.pipeline.release_hooks import CommandHook, Release
@@ -62,6 +64,8 @@ __all__ = [
     "Repack",
     "RepackingReport",
     "clip_grad_norm_",
+    "load_pipeline",
     "move_layers",
+    "pipeline_state",
     "repack",
 ]
