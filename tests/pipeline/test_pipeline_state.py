@@ -177,6 +177,40 @@ def test_layers_are_read_in_the_shapes_in_which_they_were_written(run_ranks, tmp
     assert found == pytest.approx(losses, rel=1e-10, abs=0.0)
 
 
+class Scaled(nn.Module):
+    def __init__(self, table, weight):
+        super().__init__()
+        self.weight, self.table = weight, table
+
+    def forward(self, x):
+        return x * self.table.scale * self.weight
+
+
+def test_tied_parameters_and_shared_buffers_are_read_too(run_ranks, tmp_path):
+    def pipeline_with(group, value, boundaries):
+        table, weight = nn.Module(), nn.Parameter(torch.full((4,), value))
+        table.register_buffer("scale", torch.full((4,), 2 * value))
+        layers = [
+            Scaled(table, weight),
+            Scaled(table, weight),
+            Scaled(table, nn.Parameter(torch.full((4,), 3 * value))),
+        ]
+        return pipeline_of(group, boundaries, layers=layers)
+
+    def save(rank, group):
+        pipeline = pipeline_with(group, 1.0, (0, 2, 3))
+        dcp.save(pipeline_state(pipeline), checkpoint_id=tmp_path / "saved", process_group=group)
+
+    def load(rank, group):
+        pipeline = pipeline_with(group, 0.5, (0, 3))
+        load_pipeline(tmp_path / "saved", pipeline)
+        assert pipeline.layers[0].weight is pipeline.layers[1].weight
+        return [(layer.weight[0].item(), layer.table.scale[0].item()) for layer in pipeline.layers]
+
+    run_ranks(save, 2)
+    assert run_ranks(load, 1) == [[(1.0, 2.0), (1.0, 2.0), (3.0, 2.0)]]
+
+
 def test_a_balancer_goes_on_with_what_it_has_learned(run_ranks, tmp_path):
     def save(rank, group):
         training = Training(group)

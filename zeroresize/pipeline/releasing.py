@@ -36,7 +36,8 @@ class Repack:
     1.0 devices are given back as a model shrinks, and steps never take longer than at the beginning.
 
     A released rank does not come back in this job, so a profile that wants fewer stages is followed by another one,
-    and both must.
+    and both must. The loss of the step after which it leaves may be known to it alone, as the last stage: a program
+    that shows losses does so before it leaves the loop, or shares them within the block.
 
     Attributes:
         least_stages: that always stay.
