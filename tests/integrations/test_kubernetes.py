@@ -5,11 +5,13 @@ import logging
 import sys
 import time
 
+import pipelines
 import pytest
+import torch
 from werkzeug import Response
 
 from zeroresize.integrations.kubernetes import KubernetesHook
-from zeroresize.pipeline import Release
+from zeroresize.pipeline import Release, repack
 from zeroresize.pipeline.release_hooks import tell_outside
 
 kubernetes = pytest.importorskip("kubernetes")
@@ -94,6 +96,22 @@ def test_a_dead_server_is_a_warning(httpserver, caplog):
         tell_outside([hook], RELEASE)
     httpserver.start()
     assert "rank 3 is released, but the outside has not been told: KubernetesHook: pod trainer-3" in caplog.text
+
+
+def test_training_goes_on_whatever_the_server_does(httpserver, run_ranks):
+    def check(rank, group):
+        pipeline = pipelines.pipeline_of(group)
+        optimizer = torch.optim.AdamW(pipeline.parameters())
+        pipelines.train_step(pipeline, optimizer, 0)
+        if repack(pipeline, optimizer, num_stages=1, on_release=[hook]).is_released:
+            return None
+        return pipelines.train_step(pipeline, optimizer, 1)
+
+    hook = hook_of(httpserver)
+    httpserver.stop()
+    losses, nothing = run_ranks(check, 2)
+    httpserver.start()
+    assert len(losses) == 2 and nothing is None
 
 
 def test_the_clusters_address_and_account_are_found_by_the_client(httpserver, tmp_path, monkeypatch):

@@ -79,7 +79,8 @@ def repack(
     and checkpoints, must be given this one. Inputs and targets go to the stages that are then the first and the last.
 
     A released rank holds no tensors of layers any more. It must leave the training loop and end with status 0, which
-    ``torchrun`` takes for what it is. The job's rank 0 is never released: it may host the job's store.
+    ``torchrun`` takes for what it is; where that restarts a job after a failure, all ranks are back. The job's rank 0
+    is never released: it may host the job's store.
 
     Args:
         optimizer: the only one that steps the pipeline's parameters, given all of them; None for none.
