@@ -81,3 +81,12 @@ def test_layers_that_take_nothing_say_nothing():
     costs = after(World([1.0, 0.0, 0.0, 0.0], [1.0, 1.0], (0, 2, 4)), {"work": [1.0, 1e-6, 1e-6, 0.0]})
     assert costs.speeds == (1.0, 1.0)
     assert costs.seconds.tolist() == pytest.approx([1.0, 1e-6, 1e-6, 0.0])
+
+
+def test_stages_that_stay_are_as_fast_as_they_were():
+    costs = LayerCosts((1.0, 2.0, 3.0), (2.0, 4.0, 6.0), (0.6, 1.8, 0.6), (0, 1, 2, 3))
+    left = costs.on_stages((1, 2), (0, 2, 3))
+    assert sum(left.speeds) == pytest.approx(2.0) and left.boundaries == (0, 2, 3)
+    for before, after in ((1, 0), (2, 1)):
+        assert left.seconds / left.speeds[after] == pytest.approx(costs.seconds / costs.speeds[before])
+    assert left.forward_s == pytest.approx([one / 3 for one in (left.seconds)])

@@ -5,6 +5,8 @@
 - :func:`move_layers` gives the stages other layers, between two steps, all or nothing.
 - :func:`moving_during_backward` does it while the stages compute.
 - :class:`PipelineBalancer` measures and moves while training goes on, where it pays.
+- :func:`repack` leaves the pipeline fewer stages and releases the other ranks.
+- :func:`pipeline_state` and :func:`load_pipeline` checkpoint a pipeline, for any number of stages.
 - :func:`clip_grad_norm_` clips by the norm of all stages' gradients.
 - :func:`plan_pipeline` tells without a job what to expect, of layers that were profiled or are on the meta device.
 
@@ -44,12 +46,17 @@ from zeroresize.pipeline.moving import LayerMoveReport, move_layers
 from zeroresize.pipeline.moving_early import MoveDuringBackward, moving_during_backward
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.pipeline.pipeline_balancer import PipelineBalancer
+from zeroresize.pipeline.pipeline_state import load_pipeline, pipeline_state
 from zeroresize.pipeline.planning import PipelinePlan, plan_pipeline, profiles_on_meta
 from zeroresize.pipeline.profiling import LayerProfile, LayerProfiler, PipelineProfile
 from zeroresize.pipeline.rebalancing_forecast import RebalancingForecast
 from zeroresize.pipeline.records import ProfileRecord, RebalancingRecord
+from zeroresize.pipeline.release_hooks import CommandHook, Release
+from zeroresize.pipeline.releasing import Repack
+from zeroresize.pipeline.shrinking import RepackingReport, repack
 
 __all__ = [
+    "CommandHook",
     "LayerMoveReport",
     "LayerProfile",
     "LayerProfiler",
@@ -61,9 +68,15 @@ __all__ = [
     "ProfileRecord",
     "RebalancingForecast",
     "RebalancingRecord",
+    "Release",
+    "Repack",
+    "RepackingReport",
     "clip_grad_norm_",
+    "load_pipeline",
     "move_layers",
     "moving_during_backward",
+    "pipeline_state",
     "plan_pipeline",
     "profiles_on_meta",
+    "repack",
 ]

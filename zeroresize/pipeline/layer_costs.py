@@ -56,6 +56,13 @@ class LayerCosts:
         """[L] forward and backward."""
         return np.array(self.forward_s) + np.array(self.backward_s)
 
+    def on_stages(self, stages: Sequence[int], boundaries: tuple[int, ...]) -> LayerCosts:
+        """What is known once only these stages are left, with the layers between ``boundaries`` [S + 1]."""
+        speeds = np.array(self.speeds)[list(stages)]
+        mean = float(speeds.mean())
+        forward_s, backward_s = (tuple(one / mean for one in seconds) for seconds in (self.forward_s, self.backward_s))
+        return LayerCosts(forward_s, backward_s, tuple((speeds / mean).tolist()), boundaries)
+
     def after(self, profile: PipelineProfile, *, is_other_work: bool = False) -> LayerCosts:
         """What is known after one more profile, of the same layers and stages.
 

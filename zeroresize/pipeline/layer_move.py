@@ -36,10 +36,13 @@ class LayerMove:
     Args:
         boundaries: after the move.
         max_bytes: of messages at once.
+        stages: that have layers then, ascending: stage i of ``boundaries`` is ``stages[i]`` of now; None for all.
 
     Attributes:
+        stages: as given.
         moving: the layers that move, by (sender, receiver).
         streams: of all that travels, once all have agreed.
+        stream_bytes: of all that moves, by (sender, receiver); known once all ranks have agreed.
         plan: a fingerprint of what must be alike on all ranks.
         settings: a fingerprint of the settings of the optimizer's parameter groups.
 
@@ -47,19 +50,27 @@ class LayerMove:
         ValueError: for what cannot move; see :func:`~zeroresize.pipeline.move_layers`.
     """
 
-    def __init__(self, pipeline: Pipeline, boundaries: Sequence[int], optimizer: object | None, max_bytes: int) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        boundaries: Sequence[int],
+        optimizer: object | None,
+        max_bytes: int,
+        stages: Sequence[int] | None = None,
+    ) -> None:
         self._pipeline, self._rank = pipeline, pipeline.stage
         self._layers = list(pipeline.layers)
         if max_bytes < 2:
             raise ValueError(f"max_bytes={max_bytes} is too small: it must be at least 2")
-        after = Partition.of(boundaries, len(self._layers), pipeline.num_stages)
+        self.stages = tuple(range(pipeline.num_stages)) if stages is None else tuple(stages)
+        after = Partition.of(boundaries, len(self._layers), len(self.stages))
         self.boundaries = after.boundaries
         require_plain(self._layers)
         require_ties_within_stages(self._layers, self.boundaries)
         self._optimizer = require_movable_state(optimizer)
         self._groups = groups_of(self._optimizer)
         self.moving: dict[Pair, list[int]] = {}
-        for transfer in Partition(pipeline.boundaries).transfers_to(after):
+        for transfer in Partition(pipeline.boundaries).transfers_to(after, self.stages):
             self.moving.setdefault((transfer.source, transfer.destination), []).append(transfer.layer)
         self._own = pipeline.tensors
         self._max_bytes = max_bytes
@@ -69,7 +80,9 @@ class LayerMove:
             for number in numbers
             if pair[0] == self._rank
         }
-        self.plan = fingerprint(json.dumps([type(self).__name__, pipeline.boundaries, self.boundaries, max_bytes]))
+        self.plan = fingerprint(
+            json.dumps([type(self).__name__, pipeline.boundaries, self.boundaries, self.stages, max_bytes])
+        )
         self.settings = fingerprint(json.dumps(settings_of(self._optimizer)))
 
     def told(self) -> str:
@@ -86,12 +99,12 @@ class LayerMove:
         for pair, numbers in self.moving.items():
             for number in numbers if pair[1] == self._rank else ():
                 require_fitting(self._notes[number], self._layers[number], self._own[number], self._groups)
-        streams = {
+        self.stream_bytes = {
             pair: sum(note.num_bytes for one in numbers for note in self._notes[one].tensors if self.streamed(note))
             for pair, numbers in self.moving.items()
         }
-        self.streams = ByteStreams(streams, self._rank, self._max_bytes)
-        self.new_bytes = sum(size for pair, size in streams.items() if pair[1] == self._rank)
+        self.streams = ByteStreams(self.stream_bytes, self._rank, self._max_bytes)
+        self.new_bytes = sum(size for pair, size in self.stream_bytes.items() if pair[1] == self._rank)
 
     def allocate(self) -> None:
         """Make the new tensors and the memory of messages."""
@@ -138,12 +151,14 @@ class LayerMove:
         return True
 
     def install(self) -> None:
-        """Put the new tensors in place and let go of those sent; only a layer's ``set_extra_state`` could fail."""
+        """Put the new tensors in place and let go of those sent; only a layer's ``set_extra_state`` could fail.
+
+        The pipeline does not run them yet: see :meth:`Pipeline.follow`.
+        """
         for number in self._sent:
             let_go(self._own[number], self._optimizer)
         for arrived in self._arrived:
             arrived.install(self._optimizer)
-        self._pipeline.follow(self.boundaries)
 
     def _sent_of(self, number: int) -> list[Tensor]:
         note, tensors = self._sent[number]

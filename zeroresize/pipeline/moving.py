@@ -18,6 +18,7 @@ from zeroresize.resharding.agreement import (
 )
 
 MoveT = TypeVar("MoveT", bound=LayerMove)
+_PLAN = "the boundaries of the stages, before or after, which of them stay, or max_bytes"
 
 
 @dataclass(frozen=True)
@@ -69,10 +70,10 @@ def move_layers(
             moved.
     """
     begin = time.perf_counter()
-    move = prepared(pipeline, lambda: LayerMove(pipeline, boundaries, optimizer, max_bytes))
-    require_received(move.carry_out(), pipeline.meet())
+    move = received_move(pipeline, lambda: LayerMove(pipeline, boundaries, optimizer, max_bytes))
     if move.moving:
         move.install()
+        pipeline.follow(move.boundaries)
     return LayerMoveReport(
         sum(map(len, move.moving.values())),
         move.streams.sent_bytes,
@@ -83,8 +84,22 @@ def move_layers(
     )
 
 
+def received_move(pipeline: Pipeline, make: Callable[[], LayerMove]) -> LayerMove:
+    """All of a move but its end: every rank has received what comes to it, and nothing has changed; collective.
+
+    Raises:
+        Exception: as :func:`move_layers`.
+    """
+    move = prepared(pipeline, make)
+    require_received(move.carry_out(), pipeline.meet())
+    return move
+
+
 def prepared(pipeline: Pipeline, make: Callable[[], MoveT]) -> MoveT:
     """A move on which all ranks have agreed, with the memory that it takes; collective.
+
+    Args:
+        make: makes this rank's part; what it raises is told to the others.
 
     Raises:
         Exception: as :func:`move_layers`, before anything has changed.
@@ -96,7 +111,7 @@ def prepared(pipeline: Pipeline, make: Callable[[], MoveT]) -> MoveT:
         move = error
     table = meet_prepared(meet, move if isinstance(move, Exception) else (move.plan, move.settings))
     assert not isinstance(move, Exception)
-    require_same([plan for plan, *_ in table], "the boundaries of the stages, before or after, or max_bytes", meet)
+    require_same([plan for plan, *_ in table], _PLAN, meet)
     require_same([settings for _, settings, *_ in table], "the settings of the optimizer's parameter groups", meet)
     told = texts_of_ranks(move.told(), meet, pipeline.process_group, pipeline.meet_device)
     agreed: tuple[float, float] | Exception = (0.0, 0.0)

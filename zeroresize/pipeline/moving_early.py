@@ -87,6 +87,7 @@ def moving_during_backward(
         report = move_layers(pipeline, boundaries, optimizer=optimizer, max_bytes=max_bytes)
     else:
         move.install()
+        pipeline.follow(move.boundaries)
         report = LayerMoveReport(
             sum(map(len, move.moving.values())),
             move.sent_bytes,

@@ -60,7 +60,7 @@ class Pipeline:
         description: a fingerprint of layers, micro-batches and schedule, the same on all ranks.
         loss: a module that computes it, divided by the number of micro-batches.
         schedule: as given.
-        stage: this rank's number within the group.
+        stage: this rank's number within the group; -1 where it was released.
         tensors: what moves with each layer [L].
         num_steps: how often :meth:`step` was called.
 
@@ -83,7 +83,7 @@ class Pipeline:
         device: torch.device | str | None = None,
         initialize: Initialize | None = None,
     ) -> None:
-        self.process_group = require_group(process_group)
+        self._group: ProcessGroup | None = require_group(process_group)
         self.stage, self.num_stages = group_rank(process_group), group_size(process_group)
         self.device = torch.device(device or "cpu")
         self.num_microbatches = num_microbatches
@@ -91,7 +91,6 @@ class Pipeline:
         self.num_steps = 0
         self._boundary_shapes: list[Boundary] | None = None
         self._schedules: tuple[PipelineScheduleSingle, PipelineScheduleSingle] | None = None
-        self._meet = meet_over(process_group, self.device)
         self._joined: Meet | None = None
         alike: tuple[float, float] | Exception
         try:
@@ -125,6 +124,25 @@ class Pipeline:
         self.module = StageLayers(layers, self._present())
         place(layers, self.module.present, self.device, initialize)
         self.tensors = tensors_by_layer(layers)
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        """One rank for each stage.
+
+        Raises:
+            RuntimeError: on a rank that was released.
+        """
+        if self._group is None:
+            raise RuntimeError(
+                "this rank was released by a re-packing: it has no layers and is in no stage. Leave the training loop "
+                "where pipeline.is_released, call torch.distributed.destroy_process_group() and end the process"
+            )
+        return self._group
+
+    @property
+    def is_released(self) -> bool:
+        """Whether a re-packing has left this rank without a stage (:func:`~zeroresize.pipeline.repack`)."""
+        return self._group is None
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -219,9 +237,17 @@ class Pipeline:
         self.module.present = self._present()
         self._schedules = None
 
+    def follow_to(self, boundaries: Sequence[int], process_group: ProcessGroup | None) -> None:
+        """As :meth:`follow`, with the stages of another group; None where this rank is in none and is released."""
+        self._group = process_group
+        self.__dict__.pop("side_group", None)
+        self.num_stages = len(boundaries) - 1
+        self.stage = -1 if process_group is None else group_rank(process_group)
+        self.follow(boundaries)
+
     def meet(self) -> Meet:
         """See :data:`~zeroresize.resharding.agreement.Meet`: with the other stages, and with whom it was joined."""
-        return self._meet
+        return self._joined or meet_over(self.process_group, self.device)
 
     def meet_aside(self) -> Meet:
         """As :meth:`meet`, but whatever became of this pipeline's own messages, such as of a step that failed."""
@@ -229,7 +255,12 @@ class Pipeline:
 
     def join(self, meet: Meet) -> None:
         """Move layers together with other pipelines from now on, by a ``meet`` of the ranks of all of them."""
-        self._meet = self._joined = meet
+        self._joined = meet
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether it moves layers together with others."""
+        return self._joined is not None
 
     @property
     def knows_shapes(self) -> bool:
@@ -243,9 +274,10 @@ class Pipeline:
 
     def _ready(self, inputs: Sequence[Tensor]) -> tuple[PipelineScheduleSingle, PipelineScheduleSingle]:
         """The schedules of training and of evaluation."""
+        group = self.process_group
         if self._boundary_shapes is None:
             micro = [one.chunk(self.num_microbatches)[0] for one in self._own(inputs)]
-            self._boundary_shapes = find_boundaries(self.module, micro, self.device, self.process_group)
+            self._boundary_shapes = find_boundaries(self.module, micro, self.device, group)
         if self.stage == 0:
             self._require_known_shapes(inputs)
         if self._schedules is None:
@@ -257,7 +289,7 @@ class Pipeline:
                 self.device,
                 input_args=tuple(one.example("meta") for one in first),
                 output_args=tuple(one.example("meta") for one in last),
-                group=self.process_group,
+                group=group,
             )
             training = self.schedule(stage, self.num_microbatches, loss_fn=self.loss, scale_grads=False)
             self._schedules = training, self.schedule(stage, self.num_microbatches)
@@ -280,6 +312,8 @@ class Pipeline:
         return target if self.stage == self.num_stages - 1 else None
 
     def _present(self) -> range:
+        if self._group is None:
+            return range(0)
         return range(self.boundaries[self.stage], self.boundaries[self.stage + 1])
 
 

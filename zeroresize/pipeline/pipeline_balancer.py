@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from statistics import fmean
@@ -29,6 +30,7 @@ from zeroresize.pipeline.rebalancing_forecast import (
     described,
 )
 from zeroresize.pipeline.records import ProfileRecord, RebalancingRecord
+from zeroresize.pipeline.releasing import Releasing, Repack
 from zeroresize.pipeline.replicas import Replicas
 from zeroresize.pipeline.stage_units import StageUnits, UnitsFirst
 from zeroresize.resharding.agreement import (
@@ -84,6 +86,8 @@ class PipelineBalancer:
             only when no units are about to. Give the group as ``replicas``. None where stages are single ranks.
         on_change: is given a :class:`RebalancingRecord` after each move, on every rank.
         on_profile: is given a :class:`ProfileRecord` after each profile, on every rank.
+        repack: whether, and when, the pipeline goes on with fewer stages (:func:`~zeroresize.pipeline.repack`); None
+            for never. A rank that is released must leave the loop behind the block: ``if pipeline.is_released: break``.
 
     Attributes:
         steps: how many blocks are over.
@@ -110,6 +114,7 @@ class PipelineBalancer:
         units: StageUnits | None = None,
         on_change: Callable[[RebalancingRecord], object] | None = None,
         on_profile: Callable[[ProfileRecord], object] | None = None,
+        repack: Repack | None = None,
     ) -> None:
         self.steps = 0
         self._moves_during_backward = move_during_backward and units is None
@@ -121,11 +126,16 @@ class PipelineBalancer:
         self._replicas: Replicas | None = None
         self._units = None if units is None else UnitsFirst(units)
         options = ""
+        self._releasing = None if repack is None else Releasing(repack)
         alike: tuple[float, float] | Exception
         try:
             limits = None if memory_limits is None else tuple(map(float, memory_limits))
             if limits is not None and len(limits) != pipeline.num_stages:
                 raise ValueError(f"memory_limits are {len(limits)}, not one of each of {pipeline.num_stages} stages")
+            if repack is not None and limits is None and repack.max_slowdown == math.inf:
+                raise ValueError("repack needs memory_limits, or a max_slowdown: nothing else would keep any stage")
+            if repack is not None and (replicas is not None or units is not None):
+                raise ValueError("repack is for pipelines by themselves: not with replicas or units beside them")
             _require_no_ties(pipeline)
             rule = RebalancingRule(
                 by,
@@ -138,7 +148,7 @@ class PipelineBalancer:
             )
             self._rebalancing = Rebalancing(rule)
             options = f"{rule}, max_bytes={max_bytes}, move_during_backward={move_during_backward}"
-            alike = (fingerprint(f"{options} {replicas is None} {units is None}"), 0.0)
+            alike = (fingerprint(f"{options} {replicas is None} {units is None} {repack}"), 0.0)
         except Exception as error:  # the others must hear of any
             alike = error
         meet = pipeline.meet()
@@ -147,9 +157,7 @@ class PipelineBalancer:
         if replicas is not None:
             self._replicas = Replicas(pipeline, replicas, options)
         self._tells = pipeline.stage == 0 and (self._replicas is None or self._replicas.is_first)
-        self._profiles = ProfileExchange(pipeline)
-        if self._moves_during_backward:
-            _ = pipeline.side_group  # connects the ranks
+        self._connect()
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -207,7 +215,8 @@ class PipelineBalancer:
 
     def state_dict(self) -> dict[str, Any]:
         """What was learned of layers, devices and moves; plain values, the same on every rank."""
-        return {"steps": self.steps, **self._rebalancing.state_dict()}
+        repack = {} if self._releasing is None else {"repack": self._releasing.state_dict()}
+        return {"steps": self.steps, **self._rebalancing.state_dict(), **repack}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`. The pipeline may have other boundaries than it had; it keeps them.
@@ -220,7 +229,10 @@ class PipelineBalancer:
         learned = dict(state)
         steps = learned.pop("steps", None)
         count(steps, "state['steps']")
+        repack = learned.pop("repack", {})
         self._rebalancing.load_state_dict(learned, len(self._pipeline.layers), self._pipeline.num_stages)
+        if self._releasing is not None:
+            self._releasing.load_state_dict(repack)
         self.steps, self._cadence.next_due, self._wanted = steps, 0, None
 
     def _balance(self, profile: PipelineProfile) -> None:
@@ -232,7 +244,7 @@ class PipelineBalancer:
             self._cadence.look_again(self.steps - 1)
             if self._units is not None:
                 self._units.watch()
-        if forecast is None:
+        if self._release(profile) or forecast is None:
             return
         if self._moves_during_backward:
             self._wanted = forecast
@@ -282,6 +294,36 @@ class PipelineBalancer:
         self._rebalancing.refuse()
         if self._tells:
             logger.warning("step %d: layers stay where they are: %s", self.steps, error)
+
+    def _release(self, profile: PipelineProfile) -> bool:
+        """Whether the pipeline has fewer stages now."""
+        if self._releasing is None:
+            return False
+        released = self._releasing.after(
+            profile, self._rebalancing, self._pipeline, self._optimizer, step=self.steps, max_bytes=self._max_bytes
+        )
+        if self._releasing.looks_again:
+            self._cadence.look_again(self.steps - 1)
+        if released is None:
+            return False
+        self._cadence.moved(self.steps - 1)
+        self._wanted = None
+        self._profiles.close()
+        if not self._pipeline.is_released:
+            self._tells = self._pipeline.stage == 0
+            self._connect()
+        if self._on_change is not None:
+            moved_bytes, seconds = released.report.moved_bytes, released.report.seconds
+            self._on_change(
+                RebalancingRecord(**vars(released.forecast), step=self.steps, moved_bytes=moved_bytes, seconds=seconds)
+            )
+        return True
+
+    def _connect(self) -> None:
+        """Make the groups that messages beside the pipeline's own take; collective."""
+        self._profiles = ProfileExchange(self._pipeline)
+        if self._moves_during_backward:
+            _ = self._pipeline.side_group
 
     def _tell(self, forecast: RebalancingForecast, report: LayerMoveReport) -> None:
         table = torch.zeros(self._pipeline.num_stages, 3, dtype=torch.float64)

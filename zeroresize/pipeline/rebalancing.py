@@ -7,6 +7,7 @@ the move there and back takes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import astuple, replace
 from statistics import fmean
 from typing import Any
@@ -141,6 +142,16 @@ class Rebalancing:
         """The last move could not be made."""
         self._promised = None
         self._disappoint()
+
+    def continue_on(self, stages: Sequence[int], boundaries: tuple[int, ...]) -> None:
+        """Only these stages are left, with the layers between ``boundaries`` [S + 1] of them."""
+        if self.costs is not None:
+            self.costs = self.costs.on_stages(stages, boundaries)
+        if self.rule.memory_limits is not None:
+            self.rule = replace(self.rule, memory_limits=tuple(self.rule.memory_limits[stage] for stage in stages))
+        self.owed_s = 0.0
+        self._profile = self._first = self._promised = self._running = self._anchor = None
+        self._steps_s.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """What was learned, plain values."""

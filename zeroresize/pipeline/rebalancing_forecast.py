@@ -152,19 +152,19 @@ class RebalancingRule:
             wanted = refined_partition(load, wanted, lambda one: self.simulated(costs, one).step_s)
         return wanted
 
-    def load(self, costs: LayerCosts, profile: PipelineProfile) -> PipelineLoad:
-        """What is divided evenly, and what must fit."""
+    def load(self, costs: LayerCosts, profile: PipelineProfile, num_left: int | None = None) -> PipelineLoad:
+        """What is divided evenly, and what must fit if stages keep as many micro-batches as ``num_left`` stages do."""
         return PipelineLoad.of(
             costs.seconds if self.by == "time" else [float(one.weight_bytes) for one in profile.layers],
             len(costs.speeds),
             speeds=costs.speeds,
-            layer_bytes=None if self.memory_limits is None else self.held_bytes(profile),
+            layer_bytes=None if self.memory_limits is None else self.held_bytes(profile, num_left),
             memory_limits=self.memory_limits,
         )
 
-    def held_bytes(self, profile: PipelineProfile) -> list[float]:
+    def held_bytes(self, profile: PipelineProfile, num_left: int | None = None) -> list[float]:
         """[L] of a layer on the stage that keeps activations of most micro-batches."""
-        num_stages = len(profile.boundaries) - 1
+        num_stages = num_left or len(profile.boundaries) - 1
         kept = self.num_microbatches if self.schedule == "gpipe" else min(num_stages, self.num_microbatches)
         return [float(one.bytes_at_rest + kept * one.activation_bytes) for one in profile.layers]
 

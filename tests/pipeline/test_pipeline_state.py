@@ -1,0 +1,272 @@
+"""What some stages have written, others go on from, however many there are."""
+
+import pipelines
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from pipelines import BOUNDARIES, OPTIMIZERS, assert_same, groups_of, half_the_loss, held, pipeline_of, undivided
+from torch import nn
+
+from zeroresize.pipeline import PipelineBalancer, load_pipeline, pipeline_state, repack
+
+MAX_NORM = 0.5
+
+
+class Training:
+    """Two batches for each step of the optimizer, and clipping."""
+
+    def __init__(self, group, boundaries=None, name="AdamW"):
+        self.pipeline = pipeline_of(group, boundaries, loss=half_the_loss)
+        self.optimizer = OPTIMIZERS[name](groups_of(self.pipeline.named_parameters()))
+        self.decay = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        self.losses, self.step = [], 0
+
+    def train(self, num_steps):
+        for _ in range(num_steps):
+            self.losses += pipelines.train_step(self.pipeline, self.optimizer, self.step, MAX_NORM)
+            self.decay.step()
+            self.step += 1
+
+    def save(self, folder, **options):
+        state = pipeline_state(self.pipeline, self.optimizer, **options)
+        dcp.save(state, checkpoint_id=folder, process_group=self.pipeline.process_group)
+
+
+@pytest.fixture
+def written(run_ranks, tmp_path):
+    """By two stages, left of four."""
+
+    def check(rank, group):
+        training = Training(group)
+        training.train(2)
+        if repack(training.pipeline, training.optimizer, num_stages=2).is_released:
+            with pytest.raises(RuntimeError, match="this rank was released"):
+                pipeline_state(training.pipeline)
+            return {}, training.losses
+        training.train(1)
+        training.save(tmp_path / "saved")
+        training.optimizer.zero_grad()
+        return held(training.pipeline, training.optimizer), training.losses
+
+    by_rank = run_ranks(check, 4)
+    whole = {key: one for found, _ in by_rank for key, one in found.items()}
+    return tmp_path / "saved", whole, by_rank[3][1] + by_rank[1][1]
+
+
+@pytest.mark.parametrize("num_stages", [4, 3, 1])
+def test_training_goes_on_on_any_number_of_stages(run_ranks, written, num_stages):
+    folder, whole, losses = written
+
+    def check(rank, group):
+        training = Training(group, BOUNDARIES[num_stages][-1])
+        training.pipeline.layers[6].weight.data.zero_()
+        load_pipeline(folder, training.pipeline, training.optimizer)
+        found, training.step = held(training.pipeline, training.optimizer), 3
+        training.train(2)
+        return found, training.losses
+
+    by_rank = run_ranks(check, num_stages)
+    assert_same(
+        dict(sorted((key, one) for found, _ in by_rank for key, one in found.items())), dict(sorted(whole.items()))
+    )
+    expected, _ = undivided(OPTIMIZERS["AdamW"], 5, MAX_NORM)
+    assert losses + by_rank[-1][1] == pytest.approx(expected, rel=1e-10, abs=0.0)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_names_are_those_of_the_whole_model(written):
+    folder, whole, _ = written
+    model = nn.ModuleDict({"layers": nn.ModuleList(pipelines.layers_of())})
+    state = {name: torch.zeros_like(one) for name, one in model.state_dict().items()}
+    state["optimizer.layers.1.up.weight.exp_avg"] = torch.zeros_like(model["layers"][1].up.weight)
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    average = state.pop("optimizer.layers.1.up.weight.exp_avg")
+    assert torch.equal(average, whole["layers.1.up.weight exp_avg"])
+    for name, one in state.items():
+        assert torch.equal(one, whole[name]), name
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adafactor", "AdamW, fused"])
+def test_state_of_any_shape_is_written(run_ranks, tmp_path, name):
+    def check(rank, group):
+        training = Training(group, name=name)
+        training.train(1)
+        training.save(tmp_path / "saved")
+        before = held(training.pipeline, training.optimizer)
+        training.train(1)
+        training.optimizer.zero_grad()
+        load_pipeline(tmp_path / "saved", training.pipeline, training.optimizer)
+        after = held(training.pipeline, training.optimizer)
+        assert_same(after, {key: one for key, one in before.items() if "gradient" not in key})
+
+    run_ranks(check, 2)
+
+
+class Pruned(nn.Module):
+    """Once pruned it keeps the values that are not zero, one after another, and where they are."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.float64))
+        self.register_buffer("places", None)
+        self.register_buffer("scratch", torch.ones(2), persistent=False)
+        self.inner = nn.Dropout(0.0)
+        self.num_prunings = 0
+
+    def prune(self):
+        self.places = torch.nonzero(self.weight.detach().abs().flatten() > 0.5).flatten()
+        self.weight.data = self.weight.detach().flatten()[self.places]
+        self.num_prunings += 1
+
+    def get_extra_state(self):
+        return {"num_prunings": self.num_prunings}
+
+    def set_extra_state(self, state):
+        self.num_prunings = state["num_prunings"]
+
+    def forward(self, x):
+        dense = self.weight
+        if self.places is not None:
+            dense = torch.zeros(16, dtype=torch.float64).scatter(0, self.places, self.weight).view(4, 4)
+        return self.inner(x @ dense)
+
+
+def pruned_pipeline(group, boundaries):
+    torch.manual_seed(0)
+    layers = [Pruned() for _ in range(4)]
+    pipeline = pipeline_of(group, boundaries, loss=nn.functional.mse_loss, layers=layers)
+    return pipeline, torch.optim.AdamW(pipeline.parameters(), lr=0.1)
+
+
+def steps_of(pipeline, optimizer, num_steps):
+    x = torch.arange(32, dtype=torch.float64).view(8, 4).sin()
+    losses = []
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        loss = pipeline.step(x, target=x)
+        optimizer.step()
+        losses += [] if loss is None else [loss.item()]
+    return losses
+
+
+def test_layers_are_read_in_the_shapes_in_which_they_were_written(run_ranks, tmp_path):
+    def save(rank, group):
+        pipeline, optimizer = pruned_pipeline(group, (0, 1, 2, 4))
+        for number in pipeline.present:
+            pipeline.layers[number].prune()
+        if rank == 2:
+            pipeline.layers[3].weight.requires_grad_(False)
+            pipeline.layers[2].inner.eval()
+        steps_of(pipeline, optimizer, 2)
+        state = pipeline_state(pipeline, optimizer)
+        dcp.save(state, checkpoint_id=tmp_path / "saved", process_group=group)
+        return steps_of(pipeline, optimizer, 3)
+
+    def load(rank, group):
+        pipeline, optimizer = pruned_pipeline(group, (0, 3, 4))
+        load_pipeline(tmp_path / "saved", pipeline, optimizer)
+        for number in pipeline.present:
+            layer = pipeline.layers[number]
+            assert layer.weight.dim() == 1 and layer.num_prunings == 1 and layer.scratch.tolist() == [1.0, 1.0]
+            assert layer.weight.requires_grad == (number != 3) and layer.inner.training
+            assert layer.places.dtype == torch.int64 and len(layer.places) == len(layer.weight)
+        return steps_of(pipeline, optimizer, 3)
+
+    *_, losses = run_ranks(save, 3)
+    *_, found = run_ranks(load, 2)
+    assert found == pytest.approx(losses, rel=1e-10, abs=0.0)
+
+
+class Scaled(nn.Module):
+    def __init__(self, table, weight):
+        super().__init__()
+        self.weight, self.table = weight, table
+
+    def forward(self, x):
+        return x * self.table.scale * self.weight
+
+
+def test_tied_parameters_and_shared_buffers_are_read_too(run_ranks, tmp_path):
+    def pipeline_with(group, value, boundaries):
+        table, weight = nn.Module(), nn.Parameter(torch.full((4,), value))
+        table.register_buffer("scale", torch.full((4,), 2 * value))
+        layers = [
+            Scaled(table, weight),
+            Scaled(table, weight),
+            Scaled(table, nn.Parameter(torch.full((4,), 3 * value))),
+        ]
+        return pipeline_of(group, boundaries, layers=layers)
+
+    def save(rank, group):
+        pipeline = pipeline_with(group, 1.0, (0, 2, 3))
+        dcp.save(pipeline_state(pipeline), checkpoint_id=tmp_path / "saved", process_group=group)
+
+    def load(rank, group):
+        pipeline = pipeline_with(group, 0.5, (0, 3))
+        load_pipeline(tmp_path / "saved", pipeline)
+        assert pipeline.layers[0].weight is pipeline.layers[1].weight
+        return [(layer.weight[0].item(), layer.table.scale[0].item()) for layer in pipeline.layers]
+
+    run_ranks(save, 2)
+    assert run_ranks(load, 1) == [[(1.0, 2.0), (1.0, 2.0), (3.0, 2.0)]]
+
+
+def test_a_balancer_goes_on_with_what_it_has_learned(run_ranks, tmp_path):
+    def save(rank, group):
+        training = Training(group)
+        balancer = PipelineBalancer(training.pipeline, training.optimizer, min_saving=0.99)  # nothing moves
+        for _ in range(2):
+            with balancer.step():
+                training.train(1)
+        training.save(tmp_path / "saved", balancer=balancer)
+        return balancer.state_dict()
+
+    def load(rank, group):
+        training = Training(group)
+        balancer = PipelineBalancer(training.pipeline, training.optimizer, min_saving=0.99)  # nothing moves
+        load_pipeline(tmp_path / "saved", training.pipeline, training.optimizer, balancer=balancer)
+        return balancer.state_dict()
+
+    state = run_ranks(save, 2)[0]
+    (same, _), (other, *_) = run_ranks(load, 2), run_ranks(load, 3)
+    assert len(state["costs"][2]) == 2
+    assert same == state and same["costs"]
+    assert other == state | {"costs": ()}  # of devices nothing is known
+
+
+def test_what_does_not_fit_is_told_and_changes_nothing(run_ranks, written, tmp_path):
+    folder, _, _ = written
+
+    def check(rank, group):
+        training = Training(group)
+        training.train(1)
+        before = held(training.pipeline, training.optimizer)
+        pipeline, optimizer = training.pipeline, training.optimizer
+
+        def fails(checkpoint, message, pipeline=pipeline, optimizer=optimizer):
+            with pytest.raises((ValueError, RuntimeError), match=message):
+                load_pipeline(checkpoint, pipeline, optimizer)
+            assert_same(held(training.pipeline, training.optimizer), before)
+
+        fails(tmp_path / "nothing", "nothing has moved or changed: .*nothing")
+        fails(
+            folder if rank else tmp_path / "nothing", "ranks \\[0\\] of the group failed before" if rank else "nothing"
+        )
+        fails(folder, "other groups of them", optimizer=torch.optim.SGD(pipeline.parameters(), lr=0.1))
+        fails(
+            folder,
+            "the checkpoint is of 7 layers, and the pipeline has 8",
+            pipeline_of(group, (0, 4, 8), layers=[*pipelines.layers_of(), nn.Tanh()]),
+            None,
+        )
+        plain = tmp_path / f"plain {rank}"
+        dcp.save({"weight": torch.ones(2)}, checkpoint_id=plain, process_group=group, no_dist=True)
+        fails(plain, "was not written by pipeline_state")
+        other = pipelines.layers_of()
+        other[6].register_buffer("more", torch.ones(1))
+        other[0].register_buffer("more", torch.ones(1))
+        fails(folder, "layers must be built alike", pipeline_of(group, layers=other), None)
+        load_pipeline(folder, pipeline)
+        assert optimizer.state
+
+    run_ranks(check, 2)

@@ -1,0 +1,160 @@
+"""A balanced pipeline releases ranks that it no longer needs, on real processes whose layers take known seconds."""
+
+import json
+import logging
+
+import pytest
+import sleeping_layers
+import torch
+from sleeping_layers import MICRO, Pace, layers_of, undivided_losses
+from torch import nn
+from torch.distributed.pipelining import ScheduleGPipe
+
+from zeroresize.pipeline import LayerProfiler, Pipeline, PipelineBalancer, Repack
+
+NUM_LAYERS = 8
+
+
+class Training:
+    """A pipeline of sleeping layers that leaves the loop where it is released."""
+
+    def __init__(self, group, repack, **options):
+        self.pace, self.records, self.losses, self.step, self.released = Pace(), [], [], 0, []
+        self.pace.keep_time()
+        self.pipeline = Pipeline(
+            layers_of(NUM_LAYERS, self.pace),
+            nn.functional.mse_loss,
+            num_microbatches=MICRO,
+            process_group=group,
+            schedule=ScheduleGPipe,
+        )
+        self.optimizer = torch.optim.AdamW(self.pipeline.parameters(), lr=0.01)
+        self.balancer = PipelineBalancer(
+            self.pipeline,
+            self.optimizer,
+            profile_every=3,
+            on_change=self.records.append,
+            repack=None if repack is None else Repack(**repack, on_release=[self.released.append]),
+            **options,
+        )
+
+    def train(self, num_steps):
+        for _ in range(num_steps):
+            if self.pipeline.is_released:
+                break
+            x, target = sleeping_layers.batch(self.step)
+            self.optimizer.zero_grad()
+            with self.balancer.step():
+                loss = self.pipeline.step(x, target=target)
+            self.optimizer.step()
+            self.losses += [] if loss is None else [loss.item()]
+            self.step += 1
+
+
+def layer_bytes_of(training):
+    training.train(2)
+    with LayerProfiler(training.pipeline, training.optimizer) as profiler:
+        training.train(1)
+    return max(
+        one.weight_bytes + one.gradient_bytes + one.optimizer_bytes + MICRO * one.activation_bytes
+        for one in profiler.gather().layers
+    )
+
+
+def whole_curve(by_rank):
+    """All losses: those of a stage that was the last one, until it was released, come before those of the next."""
+    return [one for losses in reversed(by_rank) for one in losses]
+
+
+def test_ranks_are_released_as_soon_as_the_others_have_the_memory(run_ranks):
+    """Two stages cannot hold all layers with a batch's activations, three can."""
+
+    def check(rank, group):
+        told = []
+        handler = logging.Handler()
+        handler.emit = lambda record: told.append(record.getMessage())
+        logging.getLogger("zeroresize.pipeline").addHandler(handler)
+        logging.getLogger("zeroresize.pipeline").setLevel(logging.INFO)
+        limit = 3.5 * layer_bytes_of(Training(group, None))
+        training = Training(group, {}, memory_limits=[limit] * 4)
+        training.train(10)
+        return training.pipeline.num_stages, training.losses, training.records, training.released, told
+
+    by_rank = run_ranks(check, 4)
+    assert [one[0] for one in by_rank] == [3] * 4
+    losses = whole_curve([one[1] for one in by_rank])
+    assert losses == pytest.approx(undivided_losses(NUM_LAYERS, 10), rel=1e-10, abs=0.0)
+    assert all(records == by_rank[0][2] for *_, records, _, _ in by_rank[:3])
+    record = by_rank[0][2][0]
+    assert (len(record.before), len(record.after), record.step) == (5, 4, 3)  # profiles of steps 2 and 3 agree
+    assert record.moved_bytes > 0 and record.expected_step_s > record.step_s
+    released = by_rank[3][3]
+    assert [(one.rank, one.released, one.remaining, one.step) for one in released] == [(3, (3,), (0, 1, 2), 3)]
+    assert [one[3] for one in by_rank[:3]] == [[]] * 3
+    assert any("step 3: 3 of 4 stages go on, ranks [3] are released" in text for text in by_rank[0][4])
+    assert not any("released" in text for one in by_rank[1:] for text in one[4])
+
+
+def test_ranks_are_released_as_work_becomes_less_so_that_steps_take_no_longer(run_ranks):
+    def check(rank, group):
+        training = Training(group, {"least_stages": 2, "max_slowdown": 1.05})
+        training.train(8)
+        assert training.pipeline.num_stages == 3 and training.records == []
+        training.pace.of_layers = dict.fromkeys(range(NUM_LAYERS), 0.05)
+        training.train(12)
+        if training.pipeline.is_released:
+            return training.losses, training.pipeline.num_stages, None
+        state = json.loads(json.dumps(training.balancer.state_dict()))
+        assert len(state["costs"][2]) == 2 and state["repack"]["first_step_s"] > 0.0
+        assert training.balancer.what_if().before == training.pipeline.boundaries
+        resumed = Training(training.pipeline.process_group, {"max_slowdown": 1.05})
+        resumed.balancer.load_state_dict(state)
+        assert json.loads(json.dumps(resumed.balancer.state_dict())) == state
+        training.pace.keep_time()
+        training.pace.of_rank = 60.0 if rank == 1 else 1.0  # a straggler among those that stay
+        before = training.pipeline.boundaries
+        training.train(8)
+        return training.losses, training.pipeline.num_stages, (before, training.pipeline.boundaries)
+
+    by_rank = run_ranks(check, 3)
+    assert [num_stages for _, num_stages, _ in by_rank] == [2] * 3
+    losses = whole_curve([one for one, *_ in by_rank])
+    assert losses == pytest.approx(undivided_losses(NUM_LAYERS, len(losses)), rel=1e-10, abs=0.0)
+    before, after = by_rank[0][2]
+    assert after[1] > before[1]
+
+
+def test_a_single_profile_releases_nobody(run_ranks):
+    def check(rank, group):
+        training = Training(group, {"max_slowdown": 1.05})
+        training.train(2)  # the second one is profiled
+        first = training.balancer._releasing._first_step_s
+        training.pace.of_layers = dict.fromkeys(range(NUM_LAYERS), 0.05)
+        training.train(3)
+        assert training.balancer._releasing.looks_again
+        training.pace.of_layers = {}
+        training.train(1)
+        assert training.balancer._releasing._first_step_s == first
+        return training.pipeline.num_stages
+
+    assert run_ranks(check, 2) == [2, 2]
+
+
+def test_options_must_be_allowed_and_alike(run_ranks):
+    for options, message in (
+        ({"least_stages": 0}, "least_stages=0 is not allowed"),
+        ({"max_slowdown": 0.0}, "max_slowdown=0.0 is not allowed: it must be above zero"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Repack(**options)
+
+    def check(rank, group):
+        with pytest.raises(ValueError, match="repack needs memory_limits, or a max_slowdown"):
+            Training(group, {})
+        with pytest.raises(RuntimeError, match="the options of PipelineBalancer"):
+            Training(group, {"max_slowdown": 1.0 + rank})
+        training = Training(group, {"max_slowdown": 1.0})
+        with pytest.raises(ValueError, match=r"state\.repack"):
+            training.balancer.load_state_dict(training.balancer.state_dict() | {"repack": {"first_step_s": -1.0}})
+
+    run_ranks(check, 2)

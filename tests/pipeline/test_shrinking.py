@@ -1,0 +1,220 @@
+"""A pipeline goes on with fewer stages as if nothing had happened, and the released ranks hold nothing any more."""
+
+import pipelines
+import pytest
+import torch
+import torch.distributed as dist
+from pipelines import BOUNDARIES, OPTIMIZERS, assert_same, groups_of, half_the_loss, held, pipeline_of, undivided
+
+from zeroresize.pipeline import LayerProfiler, clip_grad_norm_, move_layers, repack
+
+MAX_NORM = 0.5
+
+
+class Training:
+    """Two batches for each step of the optimizer, clipping, and a schedule of the learning rate."""
+
+    def __init__(self, group, name="AdamW", boundaries=None):
+        self.pipeline = pipeline_of(group, boundaries, loss=half_the_loss)
+        self.optimizer = OPTIMIZERS[name](groups_of(self.pipeline.named_parameters()))
+        self.decay = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        self.losses, self.step = [], 0
+
+    def train(self, num_steps, between=lambda: None):
+        for _ in range(num_steps):
+            self.losses += pipelines.train_step(self.pipeline, self.optimizer, self.step, MAX_NORM, between)
+            self.decay.step()
+            self.step += 1
+
+    def repack(self, num_stages, **options):
+        return repack(self.pipeline, self.optimizer, num_stages=num_stages, **options)
+
+    def held_bytes(self):
+        states = [one for state in self.optimizer.state.values() for one in state.values()]
+        tensors = [*self.pipeline.parameters(), *self.pipeline.module.buffers(), *states]
+        tensors += [one.grad for one in self.pipeline.parameters() if one.grad is not None]
+        return sum(one.untyped_storage().nbytes() for one in tensors)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "name"),
+    [
+        (4, (2,), "AdamW"),
+        (4, (1,), "SGD"),
+        (4, (3,), "AdamW, foreach, amsgrad"),
+        (3, (2,), "AdamW"),
+        (4, (3, 2, 1), "AdamW"),
+    ],
+)
+def test_training_goes_on_as_if_nothing_had_happened(run_ranks, before, after, name):
+    def check(rank, group):
+        training = Training(group, name, BOUNDARIES[before][1])
+        training.train(2)
+        for num_stages in after:
+            whole = held(training.pipeline, training.optimizer)
+            report = training.repack(num_stages, max_bytes=3000)
+            assert report.remaining == tuple(range(num_stages)) and report.is_released == (rank >= num_stages)
+            assert report.boundaries == training.pipeline.boundaries and len(report.boundaries) == num_stages + 1
+            if report.is_released:
+                assert training.held_bytes() == 0 and not training.optimizer.state
+                return report, whole, None, training.losses
+            assert training.pipeline.num_stages == num_stages and training.pipeline.stage == rank
+            training.train(2)
+        return report, whole, held(training.pipeline, training.optimizer), training.losses
+
+    by_rank = run_ranks(check, before)
+    num_steps = 2 + 2 * len(after)
+    losses, state = undivided(OPTIMIZERS[name], num_steps, MAX_NORM)
+    # The last stage tells losses: first of all stages, at last of those that stay.
+    told = by_rank[before - 1][-1] + [one for of_rank in reversed(by_rank[: before - 1]) for one in of_rank[-1]]
+    assert told == pytest.approx(losses, rel=1e-10, abs=0.0)
+    found = {
+        key: one for *_, after_all, _ in by_rank for key, one in (after_all or {}).items() if "gradient" not in key
+    }
+    assert found.keys() == state.keys()
+    for key, one in found.items():
+        torch.testing.assert_close(torch.as_tensor(one), state[key], rtol=1e-9, atol=1e-12)
+    reports = [report for report, *_ in by_rank if report.stages == by_rank[0][0].stages]
+    assert len({(one.moved_bytes, one.busiest_bytes, one.seconds, one.released) for one in reports}) == 1
+
+
+def test_layers_arrive_bit_for_bit_between_two_batches_of_a_step(run_ranks):
+    def check(rank, group):
+        training = Training(group)
+        training.train(1)
+        words, target = pipelines.batch(2)
+        training.pipeline.step(words, target=target)
+        before = held(training.pipeline, training.optimizer)
+        training.repack(2)
+        return before, held(training.pipeline, training.optimizer), training.pipeline.boundaries
+
+    by_rank = run_ranks(check, 3)
+    whole = {key: one for before, *_ in by_rank for key, one in before.items()}
+    arrived = {key: one for _, after, _ in by_rank for key, one in after.items()}
+    assert any("gradient" in key for key in whole)
+    assert_same(dict(sorted(arrived.items())), dict(sorted(whole.items())))
+    assert by_rank[2][1] == {} and by_rank[2][2] == by_rank[0][2]
+
+
+def test_a_released_rank_that_goes_on_is_told_what_to_do(run_ranks):
+    def check(rank, group):
+        training = Training(group)
+        training.train(1)
+        assert not training.pipeline.is_released
+        training.repack(1)
+        if rank == 0:
+            training.train(1)
+            return
+        words, target = pipelines.batch(5)
+        assert training.pipeline.is_released and training.pipeline.stage == -1
+        training.optimizer.step()
+        for call in (
+            lambda: training.pipeline.step(words, target=target),
+            lambda: training.pipeline.evaluate(words),
+            lambda: clip_grad_norm_(training.pipeline, 1.0),
+            lambda: move_layers(training.pipeline, (0, 7), optimizer=None),
+            lambda: training.repack(1),
+        ):
+            with pytest.raises(RuntimeError, match=r"this rank was released .* end the process"):
+                call()
+        assert training.pipeline.state_dict() == {}
+
+    run_ranks(check, 2)
+
+
+def test_released_ranks_may_end_while_the_others_go_on_and_release_more(run_ranks):
+    """Their connections close; those of the job's default group are of no use then."""
+
+    def check(rank, group):
+        training = Training(group)
+        training.train(1)
+        for num_stages in (3, 2):
+            if training.repack(num_stages).is_released:
+                dist.destroy_process_group()
+                return
+            training.train(1)
+        dist.destroy_process_group()
+
+    run_ranks(check, 4)
+
+
+def test_the_ranks_of_one_pipeline_are_enough(run_ranks):
+    """Its group's ranks need not be in order, and those of another one take no part."""
+
+    def check(rank, group):
+        first, second = dist.new_group([0, 2, 4]), dist.new_group([1, 3])
+        training = Training(first if rank % 2 == 0 else second)
+        training.train(1)
+        if rank % 2 == 0:
+            report = training.repack(2)
+            assert (report.remaining, report.released) == ((0, 2), (4,))
+        else:
+            report = training.repack(1)
+            assert len(report.remaining) == 1  # any of them: the job's store is not here
+        if not report.is_released:
+            training.train(1)
+
+    run_ranks(check, 5)
+
+
+def test_as_many_stages_as_there_are_only_divides_layers_anew(run_ranks):
+    def check(rank, group):
+        training = Training(group, boundaries=(0, 6, 7))
+        training.train(1)
+        report = training.repack(2)
+        training.train(1)
+        assert training.pipeline.process_group is group
+        return report.released, report.boundaries, report.num_layers
+
+    assert run_ranks(check, 2) == [((), (0, 4, 7), 2)] * 2
+
+
+def profiled(training):
+    with LayerProfiler(training.pipeline, training.optimizer) as profiler:
+        training.train(1)
+    return profiler.gather()
+
+
+def test_as_few_stages_as_memory_allows(run_ranks):
+    """Layers whose parameters have become fewer need fewer stages."""
+
+    def check(rank, group):
+        training = Training(group)
+        training.train(1)
+        profile = profiled(training)
+        layer_bytes = [
+            one.weight_bytes + one.gradient_bytes + one.optimizer_bytes + 4 * one.activation_bytes
+            for one in profile.layers
+        ]
+        limit = 0.55 * sum(layer_bytes)
+        assert max(layer_bytes) < 0.5 * limit
+        options = {"memory_limits": [limit] * 4, "profile": profile}
+        with pytest.raises(ValueError, match=r"no 1 of 4 stages with stage 0 among them .* at least 2 are needed"):
+            training.repack(1, **options)
+        with pytest.raises(ValueError, match="not even all 4 stages"):
+            training.repack(None, **options | {"memory_limits": [10.0] * 4})
+        with pytest.raises(ValueError, match="not possible without profile="):
+            training.repack(2, memory_limits=[limit] * 4)
+        assert training.repack(3).released == (3,)
+        with pytest.raises((ValueError, RuntimeError), match=r"the profile is of boundaries|was released"):
+            training.repack(None, **options)
+        return training.pipeline.num_stages
+
+    assert run_ranks(check, 4) == [3] * 4
+
+
+def test_the_fewest_stages_hold_the_layers(run_ranks):
+    def check(rank, group):
+        training = Training(group)
+        training.train(1)
+        profile = profiled(training)
+        fits_in_two = sum(
+            one.weight_bytes + one.gradient_bytes + one.optimizer_bytes + 2 * one.activation_bytes
+            for one in profile.layers
+        )
+        report = training.repack(None, memory_limits=[0.75 * fits_in_two] * 4, profile=profile)
+        if not report.is_released:
+            training.train(1)
+        return report.remaining
+
+    assert run_ranks(check, 4) == [(0, 1)] * 4

@@ -1,0 +1,165 @@
+"""Whether a pipeline needs all of its ranks, profile by profile, and what happens where it does not."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from zeroresize.pipeline.packing import Packing
+from zeroresize.pipeline.partition import Partition, PipelineLoad
+from zeroresize.pipeline.pipeline import Pipeline
+from zeroresize.pipeline.profiling import PipelineProfile
+from zeroresize.pipeline.rebalancing import Rebalancing
+from zeroresize.pipeline.rebalancing_forecast import RebalancingForecast
+from zeroresize.pipeline.release_hooks import ReleaseHook
+from zeroresize.pipeline.shrinking import RepackingReport, carry_out_repacking, stage_that_stays
+from zeroresize.resharding.agreement import NotEnoughMemoryError
+from zeroresize.utils.state_checks import keyed, not_negative
+from zeroresize.utils.value_checks import at_least
+
+logger = logging.getLogger(__name__)
+
+_CHECK = keyed({"first_step_s": not_negative})
+
+
+@dataclass(frozen=True)
+class Repack:
+    """When a :class:`~zeroresize.pipeline.PipelineBalancer` packs a pipeline onto fewer ranks.
+
+    After each profile as few stages are left as hold the layers within the balancer's ``memory_limits``, as DynMo does
+    whenever memory allows. That makes best use of devices, as a pipeline with fewer stages has fewer bubbles: steps per
+    second and rank rise. But each step takes longer, unless work has become less. ``max_slowdown`` bounds that: with
+    1.0 devices are given back as a model shrinks, and steps never take longer than at the beginning.
+
+    A released rank does not come back in this job, so a profile that wants fewer stages is followed by another one,
+    and both must. The loss of the step after which it leaves may be known to it alone, as the last stage: a program
+    that shows losses does so before it leaves the loop, or shares them within the block.
+
+    Attributes:
+        least_stages: that always stay.
+        max_slowdown: how many times as long as in the first profile of all a step may take, as simulated.
+        on_release: called on every rank that is released, with a :class:`~zeroresize.pipeline.Release`.
+
+    Raises:
+        ValueError: for values that are not allowed.
+    """
+
+    least_stages: int = 1
+    max_slowdown: float = math.inf
+    on_release: Sequence[ReleaseHook] = field(default=(), repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        at_least("least_stages", self.least_stages, 1)
+        if not self.max_slowdown > 0.0:
+            raise ValueError(f"max_slowdown={self.max_slowdown} is not allowed: it must be above zero")
+
+
+@dataclass(frozen=True)
+class Released:
+    """Ranks were released: what was expected of it, and what it was."""
+
+    forecast: RebalancingForecast
+    report: RepackingReport
+
+
+class Releasing:
+    """Decides, and lets ranks go.
+
+    Attributes:
+        options: as given.
+        looks_again: whether the next profile is to come at once, as this one wants fewer stages.
+    """
+
+    def __init__(self, options: Repack) -> None:
+        self.options = options
+        self.looks_again = False
+        self._first_step_s: float | None = None
+
+    def after(
+        self,
+        profile: PipelineProfile,
+        rebalancing: Rebalancing,
+        pipeline: Pipeline,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        step: int,
+        max_bytes: int,
+    ) -> Released | None:
+        """Release ranks if two profiles want it; None where all stay. Collective.
+
+        Args:
+            rebalancing: which has taken the profile; it goes on with the stages that stay.
+
+        Raises:
+            RuntimeError, ValueError: as :func:`~zeroresize.pipeline.repack`.
+        """
+        if rebalancing.costs is None or rebalancing.looks_again:
+            return None
+        rule, costs, before = rebalancing.rule, rebalancing.costs, Partition(profile.boundaries)
+        now = rule.simulated(costs, before)
+        if self._first_step_s is None:
+            self._first_step_s = now.step_s
+        packing = Packing(rule, costs, profile, stage_that_stays(pipeline))
+        repacking = packing.on_fewest(self.options.least_stages, self.options.max_slowdown * self._first_step_s)
+        is_wanted = len(repacking.stages) < before.num_stages
+        self.looks_again, is_confirmed = is_wanted and not self.looks_again, is_wanted and self.looks_again
+        if not is_confirmed:
+            return None
+        then = packing.simulated(repacking)
+        stage_s = PipelineLoad.of(costs.seconds, before.num_stages, speeds=costs.speeds).stage_times(before)
+        try:
+            report = carry_out_repacking(
+                pipeline, optimizer, repacking, max_bytes=max_bytes, on_release=self.options.on_release, step=step
+            )
+        except NotEnoughMemoryError as error:
+            if pipeline.stage == 0:
+                logger.warning("step %d: no rank is released: %s", step, error)
+            return None
+        rebalancing.continue_on(report.stages, report.boundaries)
+        rebalancing.learn(report.busiest_bytes, report.seconds)
+        if pipeline.stage == 0:
+            logger.info(
+                "step %d: %d of %d stages go on, ranks %s are released: %.1f MB, %.2f s; expected step %.0f -> %.0f ms",
+                step,
+                len(report.stages),
+                before.num_stages,
+                list(report.released),
+                report.moved_bytes / 1e6,
+                report.seconds,
+                1e3 * now.step_s,
+                1e3 * then.step_s,
+            )
+        forecast = RebalancingForecast(
+            before.boundaries,
+            report.boundaries,
+            tuple(stage_s.tolist()),
+            now.step_s,
+            then.step_s,
+            now.bubble_ratio,
+            then.bubble_ratio,
+            profile.bubble_ratio,
+            report.busiest_bytes,
+            2.0 * rebalancing.cost_of_move.seconds(report.busiest_bytes),
+            is_needed=False,
+        )
+        return Released(forecast, report)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learned; plain values."""
+        return {} if self._first_step_s is None else {"first_step_s": self._first_step_s}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from :meth:`state_dict`.
+
+        Raises:
+            ValueError: naming what does not fit.
+        """
+        if state:
+            _CHECK(state, "state.repack")
+        self._first_step_s = state.get("first_step_s")
+        self.looks_again = False
