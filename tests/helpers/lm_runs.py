@@ -14,6 +14,9 @@ from zeroresize.pipeline import moving, profiling
 from zeroresize.utils.json_lines import read_json_lines
 
 
+NUM_STEPS = 14
+
+
 def text_of(seed=0):
     random = torch.Generator().manual_seed(seed)
     letters = torch.randint(97, 101, (3000,), generator=random, dtype=torch.uint8)
@@ -25,7 +28,7 @@ def config_of(folder, **sections):
     values = {
         "model": {"num_blocks": 6, "hidden_size": 8, "num_heads": 2, "context": 8},
         "training": {
-            "steps": 10,
+            "steps": NUM_STEPS,
             "batch_size": 8,
             "micro_batches": 4,
             "lr": 0.01,
@@ -34,7 +37,7 @@ def config_of(folder, **sections):
             "log_every": 1,
             "validation_batches": 2,
         },
-        "balance": {"profile_every": 4},
+        "balance": {"profile_every": 3},
         "sleep": {"forward_s": 0.01},
         "output": {"folder": str(folder), "progress": False},
     }

@@ -4,7 +4,7 @@ import itertools
 import json
 
 import pytest
-from lm_runs import config_of, keep_time, losses_of, text_of, trained, undivided
+from lm_runs import NUM_STEPS, config_of, keep_time, losses_of, text_of, trained, undivided
 
 from lm_examples import checkpoint as checkpoints
 from lm_examples.build import build_layers, num_parameters
@@ -37,18 +37,18 @@ def test_losses_are_those_of_undivided_training_wherever_layers_move(run_ranks, 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (4, 2), (1, 4), (2, 1)])
 def test_a_resumed_run_goes_on_as_if_nothing_had_happened_on_any_number_of_stages(run_ranks, tmp_path, before, after):
-    sections = {"straggler": STRAGGLER, "output": {"save_every": 4}}
-    half = config_of(tmp_path, training={"steps": 9}, **sections)
+    sections = {"straggler": STRAGGLER, "output": {"save_every": 5}}
+    half = config_of(tmp_path, training={"steps": 11}, **sections)
     first = run_ranks(lambda rank, group: trained(half, group), before)[0]
     whole = config_of(tmp_path, **sections)
     second = run_ranks(lambda rank, group: trained(whole, group, resume=True), after)[0]
     losses, validation_loss = undivided(whole)
     lines = read_json_lines(tmp_path / "metrics.jsonl")
-    assert [line["step"] for line in lines] == list(range(1, 11))  # 9 was trained again
+    assert [line["step"] for line in lines] == list(range(1, NUM_STEPS + 1))  # 11 was trained again
     assert losses_of(tmp_path) == same(losses) and second["validation_loss"] == same(validation_loss)
     if before == after:
-        assert tuple(lines[8]["boundaries"]) == first["boundaries"] != (0, 4, 8)
-    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step-00000004", "step-00000008"]
+        assert tuple(lines[10]["boundaries"]) == first["boundaries"] != (0, 4, 8)
+    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step-00000005", "step-00000010"]
 
 
 def test_what_balancing_has_learned_is_resumed(run_ranks, tmp_path):

@@ -215,7 +215,7 @@ def test_a_balancer_goes_on_with_what_it_has_learned(run_ranks, tmp_path):
     def save(rank, group):
         training = Training(group)
         balancer = PipelineBalancer(training.pipeline, training.optimizer, min_saving=0.99)  # nothing moves
-        for _ in range(2):
+        for _ in range(3):
             with balancer.step():
                 training.train(1)
         training.save(tmp_path / "saved", balancer=balancer)

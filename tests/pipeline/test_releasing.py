@@ -86,12 +86,12 @@ def test_ranks_are_released_as_soon_as_the_others_have_the_memory(run_ranks):
     assert losses == pytest.approx(undivided_losses(NUM_LAYERS, 10), rel=1e-10, abs=0.0)
     assert all(records == by_rank[0][2] for *_, records, _, _ in by_rank[:3])
     record = by_rank[0][2][0]
-    assert (len(record.before), len(record.after), record.step) == (5, 4, 3)  # profiles of steps 2 and 3 agree
+    assert (len(record.before), len(record.after), record.step) == (5, 4, 5)  # profiles of steps 2 and 4 agree
     assert record.moved_bytes > 0 and record.expected_step_s > record.step_s
     released = by_rank[3][3]
-    assert [(one.rank, one.released, one.remaining, one.step) for one in released] == [(3, (3,), (0, 1, 2), 3)]
+    assert [(one.rank, one.released, one.remaining, one.step) for one in released] == [(3, (3,), (0, 1, 2), 5)]
     assert [one[3] for one in by_rank[:3]] == [[]] * 3
-    assert any("step 3: 3 of 4 stages go on, ranks [3] are released" in text for text in by_rank[0][4])
+    assert any("step 5: 3 of 4 stages go on, ranks [3] are released" in text for text in by_rank[0][4])
     assert not any("released" in text for one in by_rank[1:] for text in one[4])
 
 
@@ -127,13 +127,13 @@ def test_ranks_are_released_as_work_becomes_less_so_that_steps_take_no_longer(ru
 def test_a_single_profile_releases_nobody(run_ranks):
     def check(rank, group):
         training = Training(group, {"max_slowdown": 1.05})
-        training.train(2)  # the second one is profiled
+        training.train(3)  # the second one is profiled, and known behind the third
         first = training.balancer._releasing._first_step_s
         training.pace.of_layers = dict.fromkeys(range(NUM_LAYERS), 0.05)
         training.train(3)
         assert training.balancer._releasing.looks_again
         training.pace.of_layers = {}
-        training.train(1)
+        training.train(2)
         assert training.balancer._releasing._first_step_s == first
         return training.pipeline.num_stages
 
