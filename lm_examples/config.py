@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -12,6 +13,7 @@ from lm_examples.cases import CASES, case_class
 from lm_examples.cases.dynamic_case import DynamicCase
 from lm_examples.gpt import ModelConfig
 from zeroresize.injection.schedule import checked_chi
+from zeroresize.pipeline import CommandHook, Repack
 from zeroresize.pipeline.partition import Partition
 from zeroresize.pipeline.rebalancing_forecast import MIN_SAVING, By, Method
 from zeroresize.utils.value_checks import at_least, divides, is_bool, number, one_of
@@ -111,6 +113,44 @@ class PipelineConfig:
                 f"pipeline.boundaries={self.boundaries!r} is not allowed: choose one of {list(BOUNDARIES)}, or a list "
                 "of layers such as [0, 4, 10]"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepackConfig:
+    """Whether ranks are released when fewer stages suffice; see :class:`zeroresize.pipeline.Repack`.
+
+    Attributes:
+        mode: ``on`` or ``off``.
+        max_slowdown: None for no limit; then ``balance.memory_limits`` are needed.
+        release_command: words of a command that tells the outside, run on each released rank; None for none.
+    """
+
+    mode: str = "off"
+    least_stages: int = 1
+    max_slowdown: float | None = None
+    release_command: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        one_of("repack.mode", self.mode, ("on", "off"))
+        at_least("repack.least_stages", self.least_stages, 1)
+        if self.max_slowdown is not None:
+            number("repack.max_slowdown", self.max_slowdown, above=0.0)
+        if self.release_command is not None:
+            if not isinstance(self.release_command, list | tuple) or not self.release_command:
+                raise ValueError(f"repack.release_command={self.release_command!r}: a list of words is needed")
+            object.__setattr__(self, "release_command", tuple(map(str, self.release_command)))
+
+    @property
+    def is_on(self) -> bool:
+        return self.mode == "on"
+
+    def options(self) -> Repack | None:
+        """For a balancer; None where it is off."""
+        if not self.is_on:
+            return None
+        hooks = () if self.release_command is None else (CommandHook(self.release_command),)
+        most = math.inf if self.max_slowdown is None else self.max_slowdown
+        return Repack(self.least_stages, most, hooks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,6 +283,7 @@ class RunConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     balance: BalanceConfig = field(default_factory=BalanceConfig)
+    repack: RepackConfig = field(default_factory=RepackConfig)
     case: CaseConfig = field(default_factory=CaseConfig)
     straggler: StragglerConfig = field(default_factory=StragglerConfig)
     sleep: SleepConfig = field(default_factory=SleepConfig)
@@ -254,6 +295,11 @@ class RunConfig:
                 f"model.vocabulary={self.model.vocabulary} is not allowed: tokens are bytes, so at least {NUM_BYTES} "
                 "are needed"
             )
+
+        if self.repack.is_on and not self.balance.is_on:
+            raise ValueError("repack.mode=on goes with balance.mode=on")
+        if self.repack.is_on and self.repack.max_slowdown is None and self.balance.memory_limits is None:
+            raise ValueError("repack.mode=on needs balance.memory_limits or repack.max_slowdown, else no stage stays")
 
     @property
     def num_layers(self) -> int:

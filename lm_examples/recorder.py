@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +17,7 @@ from rich.table import Table
 from lm_examples.config import RunConfig
 from lm_examples.config_file import config_to_dict
 from vit_examples.run_folder import writable
-from zeroresize.pipeline import RebalancingRecord
+from zeroresize.pipeline import ProfileRecord, RebalancingRecord
 from zeroresize.pipeline.partition import Partition
 from zeroresize.utils.best_effort import BestEffort
 from zeroresize.utils.json_lines import JsonLines, read_json_lines, without_nan
@@ -32,6 +33,7 @@ class Recorder:
 
     Attributes:
         num_moves: how often layers have moved.
+        bubble_ratio: in the last profile of this process; NaN before there was one.
 
     Raises:
         ValueError: naming the file, if it cannot be made, or what is there is damaged.
@@ -58,6 +60,7 @@ class Recorder:
             (self._folder / "summary.json").unlink(missing_ok=True)
             (self._folder / "config.json").write_text(json.dumps(config_to_dict(config), indent=1), encoding="utf-8")
         lines = read_json_lines(self._folder / "pipeline.jsonl")
+        self.bubble_ratio = math.nan
         self.num_moves = sum(line.get("kind") == "move" for line in lines)
 
     def __enter__(self) -> Recorder:
@@ -88,10 +91,13 @@ class Recorder:
                 layers = " ".join(map(str, Partition(tuple(numbers["boundaries"])).counts))
                 self._line(f"step {step}: {text}, layers {layers}")
 
-    def balance(self, step: int, record: RebalancingRecord) -> None:
-        """Layers have moved."""
-        self.num_moves += 1
-        self._write("pipeline", {"kind": "move", **record.to_dict(), "step": step})
+    def balance(self, step: int, record: RebalancingRecord | ProfileRecord) -> None:
+        """Layers have moved, or were measured."""
+        if isinstance(record, ProfileRecord):
+            self.bubble_ratio = record.bubble_ratio
+        else:
+            self.num_moves += 1
+        self._write("pipeline", {**record.to_dict(), "step": step})
 
     def close(self, summary: Mapping[str, Any]) -> None:
         """Write ``summary.json``, whole or not at all, and show the table.
@@ -126,6 +132,8 @@ def summary_table(title: str, summary: Mapping[str, Any]) -> Table:
     table.add_row("tokens/s", f"{summary['tokens_per_s']:,.0f}")
     table.add_row("loss", f"{summary['loss']:.4f}")
     table.add_row("validation loss", f"{summary['validation_loss']:.4f}")
+    if math.isfinite(summary["bubble_ratio"]):
+        table.add_row("bubbles, last profile", f"{100 * summary['bubble_ratio']:.0f} %")
     table.add_row("moves", str(summary["moves"]), end_section=not summary["figures"])
     for number, (name, value) in enumerate(summary["figures"].items(), 1):
         table.add_row(name, f"{value:.4g}", end_section=number == len(summary["figures"]))

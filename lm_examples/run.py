@@ -24,7 +24,7 @@ from lm_examples.recorder import Recorder
 from lm_examples.run_folder import claimed, layout_of, to_resume
 from vit_examples.all_ranks import do_nothing, of_all_ranks, on_all_ranks
 from vit_examples.recorder import StepClock
-from zeroresize.pipeline import Pipeline, PipelineBalancer, RebalancingRecord
+from zeroresize.pipeline import Pipeline, PipelineBalancer, ProfileRecord, RebalancingRecord
 
 SCHEDULES: dict[str, Any] = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 
@@ -58,8 +58,8 @@ class Run:
     figures: dict[str, float] = field(default_factory=dict)
     held: ExitStack = field(default_factory=ExitStack)
 
-    def tell(self, record: RebalancingRecord) -> None:
-        """What the balancer has done."""
+    def tell(self, record: RebalancingRecord | ProfileRecord) -> None:
+        """What the balancer has done or measured."""
         if self.recorder is not None:
             self.recorder.balance(self.step, record)
 
@@ -130,6 +130,8 @@ def _build(config: RunConfig, text: Text, process_group: ProcessGroup, saved: Sa
             memory_limits=balance.memory_limits,
             min_saving=balance.min_saving,
             on_change=run.tell,
+            on_profile=run.tell,
+            repack=config.repack.options(),
         )
     return run
 

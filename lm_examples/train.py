@@ -42,13 +42,15 @@ from zeroresize.pipeline import clip_grad_norm_
 
 
 def train(run: Run) -> dict[str, Any]:
-    """All steps that are left; returns (on every rank) the summary that rank 0 writes."""
+    """All steps that are left; returns the summary that rank 0 writes, on every rank that is not released meanwhile."""
     training, output = run.config.training, run.config.output
     with run.recorder or nullcontext():
         run.clock.start()
         while run.step < training.steps:
             run.step += 1
             train_step(run)
+            if run.pipeline.is_released:
+                break
             is_last = run.step == training.steps
             is_validated = is_last or (training.validate_every and run.step % training.validate_every == 0)
             is_saved = output.save_every and run.step % output.save_every == 0
@@ -59,24 +61,29 @@ def train(run: Run) -> dict[str, Any]:
                 save_checkpoint(folder, run.saved_state(), run.pipeline, run.optimizer, keep=output.keep)
             if is_validated or is_saved:
                 run.clock.start()
-        summary = summary_of(run)
+        summary = {} if run.pipeline.is_released else summary_of(run)
         if run.recorder is not None:
             run.recorder.close(summary)
     return summary
 
 
 def train_step(run: Run) -> None:
-    """Forward, backward and the optimizer's step; layers may move between them."""
+    """Forward, backward and the optimizer's step; between them layers may move, and this rank may be released."""
     run.pace.chi = run.config.straggler.chi_of(run.step, run.pipeline.stage)
     inputs, target = run.batches.training(run.step)
     run.optimizer.zero_grad()
     with _balanced(run):
         loss = run.pipeline.step(inputs, target=target)
+        own = None if loss is None else loss.item()
+        if run.config.repack.is_on:  # the last stage may be released with what it knows
+            own = of_all_ranks(own, run.pipeline.process_group)[-1]
+    if run.pipeline.is_released:
+        return
     if run.config.training.grad_clip > 0.0:
         clip_grad_norm_(run.pipeline, run.config.training.grad_clip)
     run.optimizer.step()
-    own = None if loss is None else loss.item()
-    has_changed = run.case.after_step(run.pipeline, run.optimizer, run.step, own)
+    is_last_stage = run.pipeline.stage == run.pipeline.num_stages - 1
+    has_changed = run.case.after_step(run.pipeline, run.optimizer, run.step, own if is_last_stage else None)
     if has_changed and run.balancer is not None:
         run.balancer.profile_next()
     run.losses += [] if own is None else [own]
@@ -134,6 +141,7 @@ def summary_of(run: Run) -> dict[str, Any]:
         "tokens_per_s": tokens / _mean(seconds),
         "loss": run.loss,
         "validation_loss": run.validation_loss,
+        "bubble_ratio": math.nan if run.recorder is None else run.recorder.bubble_ratio,
         "moves": 0 if run.recorder is None else run.recorder.num_moves,
         "boundaries": run.pipeline.boundaries,
         "figures": run.figures,
@@ -174,7 +182,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         elif run.recorder is not None:
             print(f"nothing to do: the checkpoint has {run.step} steps, training.steps asks for no more")
         run.held.close()
-        leave_together()
+        if run.config.repack.is_on:  # released ranks have left
+            dist.destroy_process_group()
+        else:
+            leave_together()
 
 
 def _joined(config: RunConfig, *, resume: bool) -> Run:

@@ -35,13 +35,26 @@ Settings = Callable[[int, int], list[str]]
 
 def _pruning(num_stages: int, steps: int) -> list[str]:
     every = steps // 12
-    schedule = f"{{start: {2 * every}, end: {6 * every}, every: {every}}}"
-    return ["case.name=pruning", *_options(schedule), _RARELY]
+    return ["case.name=pruning", *_schedule(2 * every, 6 * every, every), _RARELY]
 
 
-def _options(values: str) -> list[str]:
-    pairs = (one.split(":") for one in values.strip("{}").split(","))
-    return [f"case.{key.strip()}={value.strip()}" for key, value in pairs]
+def _freezing(num_stages: int, steps: int) -> list[str]:
+    every = steps // 12
+    rule = ["case.tolerance=0.7", "case.window=1", "case.patience=1"]
+    return ["case.name=freezing", f"case.start={every}", f"case.every={every}", *rule, _RARELY]
+
+
+def _early_exit(num_stages: int, steps: int) -> list[str]:
+    every = steps // 12
+    return ["case.name=early_exit", "case.threshold=0.98", *_schedule(2 * every, 6 * every, every), _RARELY]
+
+
+def _sparse_attention(num_stages: int, steps: int) -> list[str]:
+    return ["case.name=sparse_attention", "case.block_size=16", "model.context=256", _OFTEN]
+
+
+def _schedule(start: int, end: int, every: int) -> list[str]:
+    return [f"case.start={start}", f"case.end={end}", f"case.every={every}"]
 
 
 def _straggler(chi: float) -> Settings:
@@ -62,6 +75,11 @@ CASES: dict[str, Settings] = {
     "χ = 2": _straggler(2.0),
     "χ = 4": _straggler(4.0),
     "pruning": _pruning,
+    "freezing": _freezing,
+    "early exit": _early_exit,
+    "mixture of depths": lambda num_stages, steps: ["case.name=mixture_of_depths", _OFTEN],
+    "mixture of experts": lambda num_stages, steps: ["case.name=mixture_of_experts", "model.mlp_size=64", _OFTEN],
+    "sparse attention": _sparse_attention,
 }
 
 

@@ -13,7 +13,6 @@ from lm_examples.train import train
 from zeroresize.pipeline import moving, profiling
 from zeroresize.utils.json_lines import read_json_lines
 
-
 NUM_STEPS = 14
 
 
