@@ -20,7 +20,7 @@ def test_ranks_leave_and_the_losses_are_those_of_undivided_training(run_ranks, t
     assert third == {}
     assert [one.name for one in told.iterdir()] == ["2"]
     moves = [one for one in read_json_lines(tmp_path / "run" / "pipeline.jsonl") if one["kind"] == "move"]
-    assert (len(moves[0]["before"]), len(moves[0]["after"])) == (4, 3)
+    assert [len(one["before"]) - len(one["after"]) for one in moves].count(1) == 1
 
 
 @pytest.mark.parametrize(

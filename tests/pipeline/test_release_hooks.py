@@ -16,6 +16,7 @@ TELL = "import json, os, sys; open(sys.argv[1], 'w').write(json.dumps([sys.argv[
 
 def test_a_command_is_told_by_arguments_and_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("KEPT", "as it was")
+    monkeypatch.delenv("ZERORESIZE_REQUIRE_COLOSSALAI", raising=False)
     CommandHook([sys.executable, "-c", TELL, tmp_path / "told", "{rank} {{of}} {step}", "; exit 1"])(RELEASE)
     arguments, environment = json.loads((tmp_path / "told").read_text())
     assert arguments == ["3 {of} 40", "; exit 1"]
