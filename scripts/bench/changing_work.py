@@ -17,7 +17,6 @@ MODEL = (
     "training.micro_batches=8",
     "training.log_every=10",
     "training.validation_batches=1",
-    "sleep.forward_s=0.0015",
 )
 #: Speed-ups of DynMo's Fig. 3, of dynamic balancing over the better static partition.
 PAPER = {

@@ -46,13 +46,14 @@ def trained(settings: Sequence[str], num_stages: int) -> dict[str, Any]:
         return {
             **json.loads((run / "summary.json").read_text(encoding="utf-8")),
             "lines": read_json_lines(run / "metrics.jsonl"),
-            "moves": read_json_lines(run / "moves.jsonl"),
+            "records": [one for one in read_json_lines(run / "pipeline.jsonl") if one["kind"] == "move"],
         }
 
 
-def measured(case: str, variant: str, num_stages: int, steps: int) -> dict[str, Any]:
+def measured(case: str, variant: str, num_stages: int, steps: int, forward_s: float) -> dict[str, Any]:
     """One row of the table."""
-    settings = [*MODEL, *CASES[case](num_stages, steps), *VARIANTS[variant], f"training.steps={steps}"]
+    settings = [*MODEL, *CASES[case](num_stages, steps), *VARIANTS[variant]]
+    settings += [f"training.steps={steps}", f"sleep.forward_s={forward_s}"]
     run = trained(settings, num_stages)
     last = [line for line in run["lines"] if line["step"] > 3 * steps // 4]
     return {
@@ -63,8 +64,8 @@ def measured(case: str, variant: str, num_stages: int, steps: int) -> dict[str, 
         "last_step_s": statistics.fmean(line["step_s"] for line in last),
         "first_bubbles": run["lines"][0]["bubble_ratio"],
         "last_bubbles": statistics.fmean(line["bubble_ratio"] for line in last),
-        "moves": len(run["moves"]),
-        "move_s": sum(line["seconds"] for line in run["moves"]),
+        "moves": len(run["records"]),
+        "move_s": sum(line["seconds"] for line in run["records"]),
         "boundaries": run["boundaries"],
         "loss": run["loss"],
         "figures": run["figures"],
@@ -97,16 +98,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--forward-s", type=float, default=0.0015, help="that a dense block sleeps in forward")
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
     options = parser.parse_args()
     rows = []
     for num_stages in options.stages:
         for case in options.only:
             for variant in VARIANTS:
-                rows.append(measured(case, variant, num_stages, options.steps))
+                rows.append(measured(case, variant, num_stages, options.steps, options.forward_s))
                 print(json.dumps(rows[-1]), flush=True)
     Console(width=140).print(table_of(rows))
-    save("pipeline_cases", {"steps": options.steps, "rows": rows})
+    save("pipeline_cases", {"steps": options.steps, "forward_s": options.forward_s, "rows": rows})
 
 
 if __name__ == "__main__":
