@@ -1,4 +1,6 @@
-"""Tensor-parallel training that keeps its speed when some devices are slow."""
+"""Training that keeps its speed when some devices are slow."""
+
+from typing import TYPE_CHECKING, Any
 
 from zeroresize.balancer import Balancer
 from zeroresize.config import BalanceConfig
@@ -7,8 +9,10 @@ from zeroresize.injection import StragglerInjector, round_robin, static
 from zeroresize.layers.linear import ColumnParallelLinear, RowParallelLinear
 from zeroresize.layers.segment import Segment
 from zeroresize.resharding.sharded_state import sharded_state_dict
-from zeroresize.stage_balancer import StageBalancer
 from zeroresize.telemetry import JsonLinesTelemetry, TensorBoardTelemetry, UpdateRecord
+
+if TYPE_CHECKING:
+    from zeroresize.stage_balancer import StageBalancer
 
 __version__ = "0.1.0"
 
@@ -28,3 +32,12 @@ __all__ = [
     "sharded_state_dict",
     "static",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs pipelines is imported where it is asked for: older releases of torch have none."""
+    if name == "StageBalancer":
+        from zeroresize.stage_balancer import StageBalancer
+
+        return StageBalancer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

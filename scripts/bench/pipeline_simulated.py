@@ -2,7 +2,7 @@
 
 The work of layers is real: each case of ``lm_examples`` trains a GPT of 48 blocks on this process, and after each step
 every block tells how many multiplications it did, and whether it has a backward. What a step on 24 devices takes, and
-what moves, is simulated from that (``zeroresize.simulate.simulate_pipeline``): a dense block takes 0.5 ms forward and
+what moves, is simulated from that (``zeroresize.simulate.pipeline_training``): a dense block takes 0.5 ms forward and
 1 ms backward of a micro-batch and holds 200 MB, as of hidden size 1,024 with Adam's state; moves have 10 GB/s and 50 ms
 besides; a profiled step takes 5 % longer; all seconds vary by 2 %.
 """
@@ -34,7 +34,7 @@ from zeroresize.pipeline.centralized import balanced_partition
 from zeroresize.pipeline.partition import Floats, Partition, PipelineLoad
 from zeroresize.pipeline.rebalancing_forecast import RebalancingRule
 from zeroresize.policy.moving import MoveCost
-from zeroresize.simulate import LayerLoads, PipelineCluster, PipelineTrace, simulate_pipeline
+from zeroresize.simulate.pipeline_training import LayerLoads, PipelineCluster, PipelineTrace, simulate_pipeline
 
 MODEL = (
     "model.num_blocks=48",

@@ -7,7 +7,7 @@ from zeroresize.pipeline.bubbles import simulated_step
 from zeroresize.pipeline.partition import Partition
 from zeroresize.pipeline.rebalancing_forecast import RebalancingRule
 from zeroresize.policy.moving import MoveCost
-from zeroresize.simulate import LayerLoads, PipelineCluster, simulate_pipeline
+from zeroresize.simulate.pipeline_training import LayerLoads, PipelineCluster, simulate_pipeline
 
 STEPS, LAYERS, MICRO, EVERY = 60, 16, 8, 10
 UNIFORM = Partition.uniform(LAYERS, 4).boundaries

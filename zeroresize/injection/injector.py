@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,10 +16,12 @@ from zeroresize.injection.contention import Contention
 from zeroresize.injection.schedule import KINDS, SCOPES, Schedule, checked_chi
 from zeroresize.injection.slow_layers import SlowLayers
 from zeroresize.injection.slow_ops import SlowOps
-from zeroresize.injection.slow_stage import SlowStage
 from zeroresize.layers.balanced_linear import BalancedLinear
-from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.utils.value_checks import one_of
+
+if TYPE_CHECKING:
+    from zeroresize.injection.slow_stage import SlowStage
+    from zeroresize.pipeline.pipeline import Pipeline
 
 
 class StragglerInjector:
@@ -68,11 +71,13 @@ class StragglerInjector:
         self._schedule = schedule
         self._chi = checked_chi(schedule(0, self._num_ranks) if schedule else chi, self._num_ranks, kind)
         self._is_active = False
-        device = model.device if isinstance(model, Pipeline) else _device_of_linear_layers(model)
+        device = _device_of_linear_layers(model) if isinstance(model, nn.Module) else model.device
         self._slowness: SlowStage | SlowLayers | SlowOps | Contention
         if kind == "contend":
             self._slowness = Contention(core_index=dist.get_rank(), device=device)
-        elif isinstance(model, Pipeline):
+        elif not isinstance(model, nn.Module):
+            from zeroresize.injection.slow_stage import SlowStage  # older releases of torch have no pipelines
+
             self._slowness = SlowStage(model)
         elif layers := [module for module in model.modules() if isinstance(module, BalancedLinear)]:
             self._slowness = SlowLayers(layers, self.scope)

@@ -78,7 +78,7 @@ class PipelineBalancer:
         min_saving: share of a step that a change must save at least.
         max_bytes: of messages at once in a move, as in :func:`~zeroresize.pipeline.move_layers`.
         move_during_backward: whether layers travel while the next block runs
-            (:func:`~zeroresize.pipeline.moving_during_backward`), or at the end of this one; with ``units`` always so.
+            (:func:`~zeroresize.pipeline.moving_during_backward`), or at the end of this one, as always with ``units``.
         replicas: the ranks that are this stage in pipelines of the same layers beside this one, of data parallelism or
             of tensor parallelism within stages; None where there are none. All of them then move the same layers, by
             the slowest of them, or none does: the constructor and due blocks are collective over all.

@@ -1,18 +1,9 @@
-"""The policy code of training against models of clusters, and how their ranks' times vary."""
+"""The policy code of training against models of clusters, and how their ranks' times vary.
+
+Pipelines are simulated by :mod:`zeroresize.simulate.pipeline_training`.
+"""
 
 from zeroresize.simulate.noise import Noise
-from zeroresize.simulate.pipeline_training import LayerLoads, PipelineCluster, PipelineTrace, simulate_pipeline
 from zeroresize.simulate.training import Cluster, Simulation, Speeds, settling, simulate
 
-__all__ = [
-    "Cluster",
-    "LayerLoads",
-    "Noise",
-    "PipelineCluster",
-    "PipelineTrace",
-    "Simulation",
-    "Speeds",
-    "settling",
-    "simulate",
-    "simulate_pipeline",
-]
+__all__ = ["Cluster", "Noise", "Simulation", "Speeds", "settling", "simulate"]
