@@ -146,19 +146,23 @@ def allocate_together(needed: int, device: torch.device, allocate: Callable[[], 
             other ranks have told what they need.
 
     Raises:
-        NotEnoughMemoryError: on every rank, naming those that lack memory, and how much.
-        Exception: what ``allocate`` raises; the other ranks then raise a RuntimeError.
+        NotEnoughMemoryError: on every rank, naming those that lack memory, and how much; also where ``allocate`` runs
+            out of memory all the same, as if nothing were free there.
+        Exception: what else ``allocate`` raises; the other ranks then raise a RuntimeError.
         RuntimeError: if a rank does not come.
     """
     free = free_bytes(device)
     free_mib = _MOST_MIB if free is None else min(max(free, 0) // 2**20, _MOST_MIB)
     place = int(fingerprint(_place_of(device))) % _NUM_PLACES
     own: tuple[float, float] | Exception = float(needed), float(free_mib * _NUM_PLACES + place)
+    ran_out: Exception | None = None
     if needed <= free_mib * 2**20:
         try:
             allocate()
         except Exception as error:  # the others must hear of any
             own = error
+            if _is_out_of_memory(error):
+                ran_out, own = error, (float(max(needed, 1)), float(place))
     table = meet_prepared(meet, own)
     all_needed = [number for number, *_ in table]
     frees, places = zip(*(divmod(int(number), _NUM_PLACES) for _, number, *_ in table), strict=True)
@@ -170,7 +174,16 @@ def allocate_together(needed: int, device: torch.device, allocate: Callable[[], 
             lacking[rank] = lack
     if lacking:
         told = "; ".join(f"rank {_number(rank, meet)} lacks {lack / 1e6:.1f} MB" for rank, lack in lacking.items())
-        raise NotEnoughMemoryError(f"{_NOTHING_CHANGED}, as there is not enough memory for new tensors: {told}")
+        why = "" if ran_out is None else f": {ran_out}"
+        raise NotEnoughMemoryError(
+            f"{_NOTHING_CHANGED}, as there is not enough memory for new tensors: {told}{why}"
+        ) from ran_out
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """On the CPU torch raises a plain RuntimeError."""
+    is_of_cpu = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return is_of_cpu or isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 
 def free_bytes(device: torch.device) -> int | None:
