@@ -2,6 +2,7 @@
 
 import os
 import time
+import weakref
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -15,6 +16,7 @@ from torch import nn
 
 from zeroresize.pipeline import moving_during_backward, moving_early
 from zeroresize.pipeline.early_layer_move import EarlyLayerMove
+from zeroresize.pipeline.layer_contents import TensorNote
 from zeroresize.resharding import agreement, message_rounds
 from zeroresize.resharding.agreement import NotEnoughMemoryError
 
@@ -203,3 +205,30 @@ def test_an_optimizer_that_steps_in_the_block_is_an_error(run_ranks):
     first, second = run_ranks(check, 2)
     assert "has other parameters or optimizer state than before the block" in first
     assert "ranks [0] of the group have not received everything" in second
+
+
+def test_a_move_that_is_repeated_has_let_go_of_its_first_tensors(run_ranks, monkeypatch):
+    def check(rank, group):
+        training, first, alive = Training(group), [], []
+        real_new, real_move = TensorNote.new, moving_early.move_layers
+
+        def new(note, device):
+            tensor = real_new(note, device)
+            first.append(weakref.ref(tensor))
+            return tensor
+
+        def again(*arguments, **options):
+            alive.extend(one for one in first if one() is not None)
+            monkeypatch.undo()
+            return real_move(*arguments, **options)
+
+        monkeypatch.setattr(TensorNote, "new", new)
+        monkeypatch.setattr(moving_early, "move_layers", again)
+        with moving_during_backward(training.pipeline, (0, 6, 7), optimizer=training.optimizer) as move:
+            training.step()
+            training.step()  # of which it was told nothing
+        assert move.was_repeated and training.pipeline.boundaries == (0, 6, 7)
+        return len(first), len(alive)
+
+    (num_received, num_alive), others = run_ranks(check, 2)
+    assert num_received > 0 and num_alive == 0 and others == (0, 0)

@@ -15,11 +15,13 @@ from survivors import told_by_survivors
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
-from zeroresize.pipeline import LayerProfiler, Pipeline, PipelineBalancer, pipeline_balancer
+from zeroresize.pipeline import LayerProfiler, Pipeline, PipelineBalancer, moving_early, pipeline_balancer
 from zeroresize.pipeline.bubbles import simulated_step
 from zeroresize.pipeline.centralized import balanced_partition
+from zeroresize.pipeline.early_layer_move import EarlyLayerMove
 from zeroresize.pipeline.partition import Partition, PipelineLoad
 from zeroresize.pipeline.profile_exchange import ProfileExchange
+from zeroresize.resharding.agreement import NotEnoughMemoryError
 
 
 class Training:
@@ -117,6 +119,32 @@ def test_work_that_shifts_to_later_layers_is_followed(run_ranks):
         load = PipelineLoad.of([4.0 if number >= first else 1.0 for number in range(9)], 3)
         # Among partitions with equally slow stages the last bits of measured seconds decide.
         assert step_s(load, Partition(boundaries)) <= 1.05 * step_s(load, balanced_partition(load))
+
+
+def test_a_move_that_must_be_repeated_and_does_not_fit_then_leaves_layers_where_they_are(run_ranks, monkeypatch):
+    def check(rank, group):
+        training = Training(group, 8, profile_every=1, move_during_backward=True)
+        refused = []
+
+        def refuse(*_, **__):
+            refused.append(training.step)
+            monkeypatch.undo()
+            raise NotEnoughMemoryError("too little")
+
+        # Something has always changed after it was sent, as far as the first move knows.
+        monkeypatch.setattr(EarlyLayerMove, "_has_changed", lambda _: True)
+        monkeypatch.setattr(moving_early, "move_layers", refuse)
+        training.pace.of_rank = 3.0 if rank == 1 else 1.0
+        while not refused:
+            training.train(1)
+        stayed = training.pipeline.boundaries
+        assert not training.records
+        while training.pipeline.boundaries == stayed:
+            training.train(1)
+        return stayed, refused, training.pipeline.boundaries
+
+    stayed, refused, moved = require_alike(run_ranks(check, 2))
+    assert stayed == (0, 4, 8) and moved[1] > 4 and len(refused) == 1
 
 
 @pytest.mark.parametrize("during", [False, True])

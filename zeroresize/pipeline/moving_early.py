@@ -57,7 +57,7 @@ def moving_during_backward(
 
     Raises:
         ValueError: as move_layers, before the block.
-        NotEnoughMemoryError: as move_layers, before the block.
+        NotEnoughMemoryError: as move_layers, before the block, or at its end if all must be sent once more.
         RuntimeError: as move_layers, before the block or at its end; or if the optimizer's state is another one then.
     """
     begin = time.perf_counter()
@@ -84,6 +84,7 @@ def moving_during_backward(
     is_outdated = require_received(failure, meet, float(move.is_outdated))
     found.was_repeated = any(is_outdated)
     if found.was_repeated:
+        del move  # its new tensors: their memory is needed for those that come now
         report = move_layers(pipeline, boundaries, optimizer=optimizer, max_bytes=max_bytes)
     else:
         move.install()

@@ -174,13 +174,20 @@ class PipelineBalancer:
         is_due = self._cadence.is_due(self.steps) and self._pipeline.knows_shapes and not self._units_may_move()
         profiler = self._new_profiler() if is_due else None
         forecast, self._wanted = self._wanted, None
-        with ExitStack() as around:
-            move = None if forecast is None else self._begin_move(forecast, around)
-            if profiler is not None:
-                around.enter_context(profiler)
-            num_steps = self._pipeline.num_steps
-            yield
-            self._steps_of_block = max(self._pipeline.num_steps - num_steps, 1)
+        move, is_over = None, False
+        try:
+            with ExitStack() as around:
+                move = None if forecast is None else self._begin_move(forecast, around)
+                if profiler is not None:
+                    around.enter_context(profiler)
+                num_steps = self._pipeline.num_steps
+                yield
+                self._steps_of_block = max(self._pipeline.num_steps - num_steps, 1)
+                is_over = True
+        except NotEnoughMemoryError as error:
+            if not is_over:
+                raise
+            self._stay(error)
         if is_due:
             self._cadence.measured(self.steps)
         self.steps += 1
