@@ -45,6 +45,8 @@ _MARGIN = 0.05
 #: Free memory and where it is are told in one number: MiB times this, plus a hash of the place.
 _NUM_PLACES = 2**24
 _MOST_MIB = 2**28 - 1
+#: The tag of meets over a channel: they never take a message of the move that is under way there.
+_MET_ASIDE = 1
 _NOTHING_CHANGED = "nothing has moved or changed"
 
 
@@ -264,7 +266,8 @@ def _of_every_rank(
     ]
     others = [peer for peer in range(len(parts)) if peer != rank]
     receives = {peer: parts[peer] for peer in others}
-    transfers = start_messages(dict.fromkeys(others, own), receives, process_group, over)
+    tag = 0 if over is None else _MET_ASIDE
+    transfers = start_messages(dict.fromkeys(others, own), receives, process_group, over, tag)
     errors = wait_for_all(transfers)
     if errors:
         missing = sorted(errors)
