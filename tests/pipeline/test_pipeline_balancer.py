@@ -15,12 +15,20 @@ from survivors import told_by_survivors
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
-from zeroresize.pipeline import LayerProfiler, Pipeline, PipelineBalancer, moving_early, pipeline_balancer
+from zeroresize.pipeline import (
+    LayerProfiler,
+    Pipeline,
+    PipelineBalancer,
+    early_layer_move,
+    moving_early,
+    pipeline_balancer,
+)
 from zeroresize.pipeline.bubbles import simulated_step
 from zeroresize.pipeline.centralized import balanced_partition
 from zeroresize.pipeline.early_layer_move import EarlyLayerMove
 from zeroresize.pipeline.partition import Partition, PipelineLoad
 from zeroresize.pipeline.profile_exchange import ProfileExchange
+from zeroresize.resharding import agreement
 from zeroresize.resharding.agreement import NotEnoughMemoryError
 
 
@@ -145,6 +153,37 @@ def test_a_move_that_must_be_repeated_and_does_not_fit_then_leaves_layers_where_
 
     stayed, refused, moved = require_alike(run_ranks(check, 2))
     assert stayed == (0, 4, 8) and moved[1] > 4 and len(refused) == 1
+
+
+@pytest.mark.parametrize("has_room_after", [True, False])
+def test_a_move_that_does_not_fit_beside_a_step_is_made_after_it(run_ranks, monkeypatch, has_room_after):
+    """A step takes much more than there is between two steps."""
+
+    def check(rank, group):
+        training = Training(group, 8, profile_every=1, move_during_backward=True)
+        began, stayed = [], []
+        early = pipeline_balancer.moving_during_backward
+
+        @contextmanager
+        def moving(*arguments, **options):
+            began.append(training.step)
+            with early(*arguments, **options):
+                raise AssertionError("there is no room for it")
+            yield
+
+        monkeypatch.setattr(pipeline_balancer, "moving_during_backward", moving)
+        monkeypatch.setattr(training.balancer._rebalancing, "refuse", lambda: stayed.append(training.step))
+        monkeypatch.setattr(early_layer_move, "bytes_up_to_peak", lambda device: 2**60)
+        if not has_room_after:
+            monkeypatch.setattr(agreement, "free_bytes", lambda device: 0)
+        training.pace.of_rank = 3.0 if rank == 1 else 1.0
+        while not began:
+            training.train(1)
+        assert training.pipeline.boundaries[1] > 4 if has_room_after else training.pipeline.boundaries == (0, 4, 8)
+        return began, stayed, len(training.records)
+
+    began, stayed, num_moves = require_alike(run_ranks(check, 2))
+    assert (stayed, num_moves) == (([], 1) if has_room_after else (began, 0))
 
 
 @pytest.mark.parametrize("during", [False, True])

@@ -206,6 +206,13 @@ def test_memory_is_known_on_a_cpu_with_meminfo(monkeypatch, tmp_path):
     assert agreement.free_bytes(torch.device("cpu")) == 972800
 
 
+def test_what_a_step_takes_again_on_a_gpu_is_what_it_took_at_most(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 500)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 200)
+    assert agreement.bytes_up_to_peak(torch.device("cuda")) == 300
+    assert agreement.bytes_up_to_peak(torch.device("cpu")) == 0
+
+
 def test_memory_that_runs_out_all_the_same_is_told_to_all(run_ranks, monkeypatch):
     def check(rank, group):
         training = Training(group)

@@ -30,7 +30,7 @@ from zeroresize.pipeline.layer_contents import (
 )
 from zeroresize.pipeline.layer_move import LayerMove
 from zeroresize.pipeline.pipeline import Pipeline
-from zeroresize.resharding.agreement import wait_for_all
+from zeroresize.resharding.agreement import bytes_up_to_peak, wait_for_all
 from zeroresize.resharding.contents import GRADIENT, PARAMETER
 
 _CPU = torch.device("cpu")
@@ -72,6 +72,11 @@ class EarlyLayerMove(LayerMove):
         self._lost: set[int] = set()
         self._stream: torch.cuda.Stream | None = None
         self._main_stream: torch.cuda.Stream | None = None
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What the pipeline's own forward and backward take meanwhile, where layers come."""
+        return bytes_up_to_peak(self._pipeline.device) if self.new_bytes else 0
 
     @property
     def messages_on(self) -> torch.device:

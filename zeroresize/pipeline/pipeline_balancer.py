@@ -78,7 +78,8 @@ class PipelineBalancer:
         min_saving: share of a step that a change must save at least.
         max_bytes: of messages at once in a move, as in :func:`~zeroresize.pipeline.move_layers`.
         move_during_backward: whether layers travel while the next block runs
-            (:func:`~zeroresize.pipeline.moving_during_backward`), or at the end of this one; with ``units`` always so.
+            (:func:`~zeroresize.pipeline.moving_during_backward`), or at its end where memory does not suffice before;
+            or at the end of this one; with ``units`` always so.
         replicas: the ranks that are this stage in pipelines of the same layers beside this one, of data parallelism or
             of tensor parallelism within stages; None where there are none. All of them then move the same layers, by
             the slowest of them, or none does: the constructor and due blocks are collective over all.
@@ -193,6 +194,8 @@ class PipelineBalancer:
         self.steps += 1
         if forecast is not None and move is not None and move.report is not None:
             self._moved(forecast, move.report)
+        elif forecast is not None and move is None and forecast.before == self._pipeline.boundaries:
+            self._move(forecast)
         profile = self._profiles.after_block(profiler, self.steps)
         if profile is not None and profile.boundaries == self._pipeline.boundaries:
             self._balance(profile if self._replicas is None else self._replicas.slowest(profile))
@@ -256,6 +259,10 @@ class PipelineBalancer:
         if self._moves_during_backward:
             self._wanted = forecast
             return
+        self._move(forecast)
+
+    def _move(self, forecast: RebalancingForecast) -> None:
+        """Between two steps."""
         try:
             if self._units is not None:
                 self._units.leave(forecast.after, self._pipeline.meet())
@@ -274,7 +281,8 @@ class PipelineBalancer:
         self._moved(forecast, report)
 
     def _begin_move(self, forecast: RebalancingForecast, around: ExitStack) -> MoveDuringBackward | None:
-        if forecast.before != self._pipeline.boundaries:  # somebody else has moved layers since
+        """None where layers are not to move within the block: somebody else has moved some, or not all fits then."""
+        if forecast.before != self._pipeline.boundaries:
             return None
         move = moving_during_backward(
             self._pipeline,
@@ -286,7 +294,8 @@ class PipelineBalancer:
         try:
             return around.enter_context(move)
         except NotEnoughMemoryError as error:
-            self._stay(error)
+            if self._tells:
+                logger.info("step %d: layers do not move before the end of the step: %s", self.steps, error)
             return None
 
     def _moved(self, forecast: RebalancingForecast, report: LayerMoveReport) -> None:

@@ -144,8 +144,8 @@ def allocate_together(needed: int, device: torch.device, allocate: Callable[[], 
     Ranks on one CPU, or on one GPU, share what is free there.
 
     Args:
-        needed: bytes that this rank's ``allocate`` takes on ``device``. It must not fill them: they are taken before
-            other ranks have told what they need.
+        needed: bytes that this rank's ``allocate`` takes on ``device``, and what else must be free. It must not fill
+            them: they are taken before other ranks have told what they need.
 
     Raises:
         NotEnoughMemoryError: on every rank, naming those that lack memory, and how much; also where ``allocate`` runs
@@ -200,6 +200,16 @@ def free_bytes(device: torch.device) -> int | None:
     if found is None:
         return None
     return int(min(int(found[1]) * 1024, _left_to_container()) * (1.0 - _MARGIN))
+
+
+def bytes_up_to_peak(device: torch.device) -> int:
+    """By how much more was allocated on a GPU at most so far; zero on other devices.
+
+    So much will be taken again by the next forward and backward. Between them :func:`free_bytes` counts it as free.
+    """
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
 
 
 def _left_to_container() -> float:
