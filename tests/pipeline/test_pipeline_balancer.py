@@ -1,8 +1,10 @@
 """Layers follow the work while a pipeline is trained, on real processes whose layers take known seconds."""
 
+import gc
 import json
 import logging
 import os
+import weakref
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -335,6 +337,27 @@ def test_options_must_be_allowed_and_alike(run_ranks):
             make(tied, None)
 
     run_ranks(check, 2)
+
+
+def test_profiles_that_were_forgotten_are_let_go_of(run_ranks, monkeypatch):
+    def check(rank, group):
+        training, profilers = Training(group, 4, profile_every=1), []
+        real = training.balancer._new_profiler
+
+        def new_profiler():
+            profiler = real()
+            profilers.append(weakref.ref(profiler))
+            return profiler
+
+        monkeypatch.setattr(training.balancer, "_new_profiler", new_profiler)
+        training.train(3)
+        training.balancer.profile_next()
+        training.train(3)
+        gc.collect()
+        return len(profilers), [number for number, one in enumerate(profilers) if one() is not None]
+
+    num_made, alive = require_alike(run_ranks(check, 2))
+    assert alive == [num_made - 1]  # its figures are under way
 
 
 def test_a_step_that_fails_leaves_nothing_behind(run_ranks):
