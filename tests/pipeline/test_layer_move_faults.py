@@ -124,22 +124,30 @@ def test_what_does_not_fit_into_memory_is_not_moved(run_ranks, monkeypatch):
         assert "rank 1 lacks 0.0" in told and "rank 0" not in told and "rank 2" not in told
 
 
-def test_memory_that_runs_out_all_the_same_is_told_to_all(run_ranks, monkeypatch):
+@pytest.mark.parametrize(
+    ("run_out", "expected"),
+    [
+        (lambda *_: torch.empty(2**50), "DefaultCPUAllocator: can't allocate memory"),
+        (lambda *_: (_ for _ in ()).throw(torch.cuda.OutOfMemoryError("CUDA out of memory")), "CUDA out of memory"),
+        (lambda *_: (_ for _ in ()).throw(MemoryError("no memory left")), "no memory left"),
+    ],
+    ids=["of torch on the CPU", "of CUDA", "of Python"],
+)
+def test_memory_that_runs_out_all_the_same_is_told_to_all(run_ranks, monkeypatch, run_out, expected):
     def check(rank, group):
         training = Training(group)
         if rank == 1:
-
-            def allocate(*_):
-                raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-
-            monkeypatch.setattr(layer_move.LayerMove, "allocate", allocate)
-        told = training.fails()
+            monkeypatch.setattr(layer_move.LayerMove, "allocate", run_out)
+            monkeypatch.setattr(agreement, "_place_of", lambda device: "a small device")
+        told = training.fails(kind=NotEnoughMemoryError)
         monkeypatch.undo()
         training.moves()
         return told
 
     first, second = run_ranks(check, 2)
-    assert "CUDA out of memory" in second and "ranks [1] of the group failed before" in first
+    assert expected in second and expected not in first
+    for told in (first, second):
+        assert "rank 1 lacks 0.0" in told and "rank 0" not in told
 
 
 def test_optimizers_with_other_settings_or_groups_do_not_get_layers(run_ranks):

@@ -2,6 +2,7 @@
 
 import os
 import time
+import weakref
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -14,7 +15,9 @@ from survivors import dying, send_half, told_by_survivors
 from torch import nn
 
 from zeroresize.pipeline import moving_during_backward, moving_early
+from zeroresize.pipeline.byte_streams import ByteStreams
 from zeroresize.pipeline.early_layer_move import EarlyLayerMove
+from zeroresize.pipeline.layer_contents import TensorNote
 from zeroresize.resharding import agreement, message_rounds
 from zeroresize.resharding.agreement import NotEnoughMemoryError
 
@@ -184,6 +187,34 @@ def test_what_cannot_travel_is_found_at_the_end(run_ranks):
     assert "layers.1 cannot come from stage 0; its error tells why" in second
 
 
+@pytest.mark.parametrize(("failing", "what"), [(0, "new"), (0, "allocate"), (1, "allocate")])
+def test_a_rank_that_cannot_go_on_tells_the_other_at_once(run_ranks, monkeypatch, failing, what):
+    """Rank 1 sends two layers to rank 0, which has no memory for gradients, or one of them none for messages."""
+
+    def check(rank, group):
+        training = Training(group)
+        during = moving_during_backward(training.pipeline, (0, 6, 7), optimizer=training.optimizer)
+        begin = time.perf_counter()
+        with training.fails() as told, during:
+            if rank == failing:
+
+                def fail(*_):
+                    raise RuntimeError("no memory left")
+
+                monkeypatch.setattr(TensorNote if what == "new" else ByteStreams, what, fail)
+            training.step()
+        monkeypatch.undo()
+        assert time.perf_counter() - begin < 4.0  # others wait for five seconds
+        training.optimizer.step()
+        assert training.moves() == 3
+        return told[0]
+
+    told = run_ranks(check, 2)
+    assert told[failing] == "RuntimeError: nothing has moved or changed: no memory left"
+    where = "cannot go to stage 0" if failing == 0 else "cannot come from stage 1"
+    assert f"{where}; its error tells why" in told[1 - failing]
+
+
 def test_an_optimizer_that_steps_in_the_block_is_an_error(run_ranks):
     def check(rank, group):
         pipeline = pipeline_of(dist.new_group([0, 1], timeout=timedelta(seconds=5)))
@@ -203,3 +234,30 @@ def test_an_optimizer_that_steps_in_the_block_is_an_error(run_ranks):
     first, second = run_ranks(check, 2)
     assert "has other parameters or optimizer state than before the block" in first
     assert "ranks [0] of the group have not received everything" in second
+
+
+def test_a_move_that_is_repeated_has_let_go_of_its_first_tensors(run_ranks, monkeypatch):
+    def check(rank, group):
+        training, first, alive = Training(group), [], []
+        real_new, real_move = TensorNote.new, moving_early.move_layers
+
+        def new(note, device):
+            tensor = real_new(note, device)
+            first.append(weakref.ref(tensor))
+            return tensor
+
+        def again(*arguments, **options):
+            alive.extend(one for one in first if one() is not None)
+            monkeypatch.undo()
+            return real_move(*arguments, **options)
+
+        monkeypatch.setattr(TensorNote, "new", new)
+        monkeypatch.setattr(moving_early, "move_layers", again)
+        with moving_during_backward(training.pipeline, (0, 6, 7), optimizer=training.optimizer) as move:
+            training.step()
+            training.step()  # of which it was told nothing
+        assert move.was_repeated and training.pipeline.boundaries == (0, 6, 7)
+        return len(first), len(alive)
+
+    (num_received, num_alive), others = run_ranks(check, 2)
+    assert num_received > 0 and num_alive == 0 and others == (0, 0)

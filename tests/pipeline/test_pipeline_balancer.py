@@ -1,8 +1,10 @@
 """Layers follow the work while a pipeline is trained, on real processes whose layers take known seconds."""
 
+import gc
 import json
 import logging
 import os
+import weakref
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -15,11 +17,21 @@ from survivors import told_by_survivors
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
-from zeroresize.pipeline import LayerProfiler, Pipeline, PipelineBalancer, pipeline_balancer
+from zeroresize.pipeline import (
+    LayerProfiler,
+    Pipeline,
+    PipelineBalancer,
+    early_layer_move,
+    moving_early,
+    pipeline_balancer,
+)
 from zeroresize.pipeline.bubbles import simulated_step
 from zeroresize.pipeline.centralized import balanced_partition
+from zeroresize.pipeline.early_layer_move import EarlyLayerMove
 from zeroresize.pipeline.partition import Partition, PipelineLoad
 from zeroresize.pipeline.profile_exchange import ProfileExchange
+from zeroresize.resharding import agreement
+from zeroresize.resharding.agreement import NotEnoughMemoryError
 
 
 class Training:
@@ -117,6 +129,63 @@ def test_work_that_shifts_to_later_layers_is_followed(run_ranks):
         load = PipelineLoad.of([4.0 if number >= first else 1.0 for number in range(9)], 3)
         # Among partitions with equally slow stages the last bits of measured seconds decide.
         assert step_s(load, Partition(boundaries)) <= 1.05 * step_s(load, balanced_partition(load))
+
+
+def test_a_move_that_must_be_repeated_and_does_not_fit_then_leaves_layers_where_they_are(run_ranks, monkeypatch):
+    def check(rank, group):
+        training = Training(group, 8, profile_every=1, move_during_backward=True)
+        refused = []
+
+        def refuse(*_, **__):
+            refused.append(training.step)
+            monkeypatch.undo()
+            raise NotEnoughMemoryError("too little")
+
+        # Something has always changed after it was sent, as far as the first move knows.
+        monkeypatch.setattr(EarlyLayerMove, "_has_changed", lambda _: True)
+        monkeypatch.setattr(moving_early, "move_layers", refuse)
+        training.pace.of_rank = 3.0 if rank == 1 else 1.0
+        while not refused:
+            training.train(1)
+        stayed = training.pipeline.boundaries
+        assert not training.records
+        while training.pipeline.boundaries == stayed:
+            training.train(1)
+        return stayed, refused, training.pipeline.boundaries
+
+    stayed, refused, moved = require_alike(run_ranks(check, 2))
+    assert stayed == (0, 4, 8) and moved[1] > 4 and len(refused) == 1
+
+
+@pytest.mark.parametrize("has_room_after", [True, False])
+def test_a_move_that_does_not_fit_beside_a_step_is_made_after_it(run_ranks, monkeypatch, has_room_after):
+    """A step takes much more than there is between two steps."""
+
+    def check(rank, group):
+        training = Training(group, 8, profile_every=1, move_during_backward=True)
+        began, stayed = [], []
+        early = pipeline_balancer.moving_during_backward
+
+        @contextmanager
+        def moving(*arguments, **options):
+            began.append(training.step)
+            with early(*arguments, **options):
+                raise AssertionError("there is no room for it")
+            yield
+
+        monkeypatch.setattr(pipeline_balancer, "moving_during_backward", moving)
+        monkeypatch.setattr(training.balancer._rebalancing, "refuse", lambda: stayed.append(training.step))
+        monkeypatch.setattr(early_layer_move, "bytes_up_to_peak", lambda device: 2**60)
+        if not has_room_after:
+            monkeypatch.setattr(agreement, "free_bytes", lambda device: 0)
+        training.pace.of_rank = 3.0 if rank == 1 else 1.0
+        while not began:
+            training.train(1)
+        assert training.pipeline.boundaries[1] > 4 if has_room_after else training.pipeline.boundaries == (0, 4, 8)
+        return began, stayed, len(training.records)
+
+    began, stayed, num_moves = require_alike(run_ranks(check, 2))
+    assert (stayed, num_moves) == (([], 1) if has_room_after else (began, 0))
 
 
 @pytest.mark.parametrize("during", [False, True])
@@ -268,6 +337,27 @@ def test_options_must_be_allowed_and_alike(run_ranks):
             make(tied, None)
 
     run_ranks(check, 2)
+
+
+def test_profiles_that_were_forgotten_are_let_go_of(run_ranks, monkeypatch):
+    def check(rank, group):
+        training, profilers = Training(group, 4, profile_every=1), []
+        real = training.balancer._new_profiler
+
+        def new_profiler():
+            profiler = real()
+            profilers.append(weakref.ref(profiler))
+            return profiler
+
+        monkeypatch.setattr(training.balancer, "_new_profiler", new_profiler)
+        training.train(3)
+        training.balancer.profile_next()
+        training.train(3)
+        gc.collect()
+        return len(profilers), [number for number, one in enumerate(profilers) if one() is not None]
+
+    num_made, alive = require_alike(run_ranks(check, 2))
+    assert alive == [num_made - 1]  # its figures are under way
 
 
 def test_a_step_that_fails_leaves_nothing_behind(run_ranks):

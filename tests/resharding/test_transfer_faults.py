@@ -206,6 +206,13 @@ def test_memory_is_known_on_a_cpu_with_meminfo(monkeypatch, tmp_path):
     assert agreement.free_bytes(torch.device("cpu")) == 972800
 
 
+def test_what_a_step_takes_again_on_a_gpu_is_what_it_took_at_most(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 500)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 200)
+    assert agreement.bytes_up_to_peak(torch.device("cuda")) == 300
+    assert agreement.bytes_up_to_peak(torch.device("cpu")) == 0
+
+
 def test_memory_that_runs_out_all_the_same_is_told_to_all(run_ranks, monkeypatch):
     def check(rank, group):
         training = Training(group)
@@ -215,13 +222,16 @@ def test_memory_that_runs_out_all_the_same_is_told_to_all(run_ranks, monkeypatch
                 raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
             monkeypatch.setattr(local_move.LocalMove, "allocate", allocate)
-        told = training.fails(uneven(2))
+            monkeypatch.setattr(agreement, "_place_of", lambda device: "a small device")
+        told = training.fails(uneven(2), NotEnoughMemoryError)
         monkeypatch.undo()
         training.moves()
         return told
 
     first, second = run_ranks(check, 2)
-    assert "CUDA out of memory" in first and "ranks [0] of the group failed before" in second
+    assert "CUDA out of memory" in first
+    for told in (first, second):
+        assert "rank 0 lacks 0.0" in told and "rank 1" not in told
 
 
 def test_ranks_with_other_numbers_of_steps_do_not_move(run_ranks):

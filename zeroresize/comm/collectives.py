@@ -198,22 +198,32 @@ def start_reduce(tensor: Tensor, root: int, process_group: ProcessGroup, layer: 
 
 
 def start_send(
-    tensor: Tensor, receiver: int, process_group: ProcessGroup, layer: str | None = None, over: Channel | None = None
+    tensor: Tensor,
+    receiver: int,
+    process_group: ProcessGroup,
+    layer: str | None = None,
+    over: Channel | None = None,
+    tag: int = 0,
 ) -> list[Transfer]:
     """Start sending ``tensor`` to rank ``receiver`` within the group, unless it is empty; returns what to wait for."""
     if tensor.numel() == 0:
         return []
-    start = partial((over or process_group).send, [tensor], receiver, 0)
+    start = partial((over or process_group).send, [tensor], receiver, tag)
     return [Transfer(start, "sending to", process_group, receiver, layer)]
 
 
 def start_receive(
-    tensor: Tensor, sender: int, process_group: ProcessGroup, layer: str | None = None, over: Channel | None = None
+    tensor: Tensor,
+    sender: int,
+    process_group: ProcessGroup,
+    layer: str | None = None,
+    over: Channel | None = None,
+    tag: int = 0,
 ) -> list[Transfer]:
     """Start receiving ``tensor`` from rank ``sender`` within the group, as :func:`start_send` sends it."""
     if tensor.numel() == 0:
         return []
-    start = partial((over or process_group).recv, [tensor], sender, 0)
+    start = partial((over or process_group).recv, [tensor], sender, tag)
     return [Transfer(start, "receiving from", process_group, sender, layer)]
 
 
@@ -222,10 +232,14 @@ def start_messages(
     receives: Mapping[int, Tensor],
     process_group: ProcessGroup,
     over: Channel | None = None,
+    tag: int = 0,
 ) -> dict[int, list[Waitable]]:
     """Start sending a tensor to each of some ranks within the group and receiving one from each, all at once.
 
     They travel by the group itself or ``over`` another transport between its ranks, of tensors on the CPU.
+
+    Args:
+        tag: messages of one tag keep order and never meet those of another; NCCL knows none.
 
     Returns:
         What to wait for, by the other rank; what could not be started fails then, so that the others get theirs. Empty
@@ -246,7 +260,7 @@ def start_messages(
     for start, tensors in ((start_receive, receives), (start_send, sends)):
         for peer, tensor in tensors.items():
             try:
-                transfers[peer] += start(tensor, peer, process_group, None, over)
+                transfers[peer] += start(tensor, peer, process_group, None, over, tag)
             except RuntimeError as error:
                 transfers[peer].append(_NotStarted(error))
     return transfers

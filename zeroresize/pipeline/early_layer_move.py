@@ -2,7 +2,8 @@
 
 Weights and optimizer state stay as they are until the optimizer's step, so they travel first. A layer's gradients, its
 buffers and its extra state travel as soon as the stage is done with it, the last layer first: backward comes to it
-first. What they are, and whether there are any, is known only then: so they come with a description.
+first. What they are, and whether there are any, is known only then: so they come with a description, and only once the
+receiver has told that it can take them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from zeroresize.pipeline.layer_contents import (
 )
 from zeroresize.pipeline.layer_move import LayerMove
 from zeroresize.pipeline.pipeline import Pipeline
-from zeroresize.resharding.agreement import wait_for_all
+from zeroresize.resharding.agreement import bytes_up_to_peak, wait_for_all
 from zeroresize.resharding.contents import GRADIENT, PARAMETER
 
 _CPU = torch.device("cpu")
@@ -71,6 +72,11 @@ class EarlyLayerMove(LayerMove):
         self._lost: set[int] = set()
         self._stream: torch.cuda.Stream | None = None
         self._main_stream: torch.cuda.Stream | None = None
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What the pipeline's own forward and backward take meanwhile, where layers come."""
+        return bytes_up_to_peak(self._pipeline.device) if self.new_bytes else 0
 
     @property
     def messages_on(self) -> torch.device:
@@ -152,7 +158,7 @@ class EarlyLayerMove(LayerMove):
 
     def _send_rest(self, number: int, pair: Pair) -> None:
         self.finished.wait(number)
-        text, rest = b"", list[Tensor]()
+        text, rest = b"", None
         try:
             note, tensors = self._described(number)
             known = self._at_start[number]
@@ -163,14 +169,20 @@ class EarlyLayerMove(LayerMove):
                     for one, tensor in zip(note.tensors, tensors, strict=True)
                 ],
             )
+            rest = self._rest(
+                pair, [tensor for one, tensor in zip(note.tensors, tensors, strict=True) if not one.is_constant]
+            )
             text = as_json([note]).encode()
-            rest = [tensor for one, tensor in zip(note.tensors, tensors, strict=True) if not one.is_constant]
         except Exception as error:  # the receiver must hear of any
             self._errors.append(error)
         self._message(pair, torch.tensor([len(text)], device=_CPU))
-        if text:
-            self._message(pair, torch.frombuffer(bytearray(text), dtype=torch.uint8))
-            self._carry_out_rest(pair, rest)
+        if rest is None or not text:
+            return
+        self._message(pair, torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        if int(self._message(pair[::-1], torch.zeros(1, dtype=torch.int64, device=_CPU))):
+            self._carry_out(*rest)
+        else:
+            self._errors.append(RuntimeError(f"layers.{number} cannot go to stage {pair[1]}; its error tells why"))
 
     def _receive_rest(self, number: int, pair: Pair) -> None:
         size = self._message(pair, torch.zeros(1, dtype=torch.int64, device=_CPU))
@@ -178,12 +190,20 @@ class EarlyLayerMove(LayerMove):
             self._errors.append(RuntimeError(f"layers.{number} cannot come from stage {pair[0]}; its error tells why"))
             return
         text = self._message(pair, torch.empty(int(size), dtype=torch.uint8, device=_CPU))
-        (note,) = from_json(bytes(text.tolist()).decode())
-        rest = [one.new(self._pipeline.device) for one in note.tensors if not one.is_constant]
-        for tensor in rest:
-            if self._main_stream is not None and tensor.is_cuda:  # made on this thread's stream, used on the other
-                tensor.record_stream(self._main_stream)
-        self._carry_out_rest(pair, rest)
+        rest = None
+        try:
+            (note,) = from_json(bytes(text.tolist()).decode())
+            new = [one.new(self._pipeline.device) for one in note.tensors if not one.is_constant]
+            for tensor in new:
+                if self._main_stream is not None and tensor.is_cuda:  # made on this thread's stream, used on the other
+                    tensor.record_stream(self._main_stream)
+            rest = self._rest(pair, new)
+        except Exception as error:  # the sender must hear of any
+            self._errors.append(error)
+        self._message(pair[::-1], torch.tensor([rest is not None], dtype=torch.int64, device=_CPU))
+        if rest is None:
+            return
+        self._carry_out(*rest)
         try:
             before, after = ([one for one in which.tensors if one.is_constant] for which in (self._notes[number], note))
             if before != after:
@@ -195,14 +215,15 @@ class EarlyLayerMove(LayerMove):
         except ValueError as error:
             self._errors.append(error)
             return
-        firsts, rests = iter(self._new[number]), iter(rest)
+        firsts, rests = iter(self._new[number]), iter(new)
         self._new[number] = [next(firsts if one.is_constant else rests) for one in note.tensors]
         self._notes[number] = note
 
-    def _carry_out_rest(self, pair: Pair, tensors: Sequence[Tensor]) -> None:
+    def _rest(self, pair: Pair, tensors: Sequence[Tensor]) -> tuple[ByteStreams, dict[Pair, list[Tensor]]]:
+        """What :meth:`_carry_out` takes, with the memory of its messages."""
         streams = ByteStreams({pair: sum(one.nbytes for one in tensors)}, self._rank, self._max_bytes)
         streams.allocate(_CPU)
-        self._carry_out(streams, {pair: list(map(bytes_of, tensors))})
+        return streams, {pair: list(map(bytes_of, tensors))}
 
     def _carry_out(self, streams: ByteStreams, tensors: dict[Pair, list[Tensor]]) -> None:
         errors = streams.carry_out(tensors, self._pipeline.process_group, self._side_group)

@@ -142,6 +142,11 @@ class LayerMove:
         return []
 
     @property
+    def reserved_bytes(self) -> int:
+        """What must be free on the device beside the new tensors: nothing, here."""
+        return 0
+
+    @property
     def messages_on(self) -> torch.device:
         """Where messages lie."""
         return self._pipeline.meet_device

@@ -120,5 +120,6 @@ def prepared(pipeline: Pipeline, make: Callable[[], MoveT]) -> MoveT:
     except Exception as error:  # the others must hear of any
         agreed = error
     meet_prepared(meet, agreed)
-    allocate_together(move.new_bytes + move.streams.buffer_bytes, pipeline.device, move.allocate, meet)
+    needed = move.new_bytes + move.streams.buffer_bytes + move.reserved_bytes
+    allocate_together(needed, pipeline.device, move.allocate, meet)
     return move

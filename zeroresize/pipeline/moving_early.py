@@ -45,7 +45,8 @@ def moving_during_backward(
     As :func:`~zeroresize.pipeline.move_layers`, bit for bit and all or nothing; but messages travel meanwhile, on a
     group of their own that its first use makes. Weights and optimizer state go first. The gradients and buffers of a
     layer follow when its backward is over, the last layer first. The layers are in place at the end of the block.
-    Messages are on the CPU, also those of what is on a GPU.
+    Messages are on the CPU, also those of what is on a GPU. New tensors must fit beside all that the pipeline computes
+    with: on a GPU beside the most memory that was allocated so far.
 
     Args:
         boundaries: stage ``s`` then has the layers from ``boundaries[s]`` up to ``boundaries[s + 1]``.
@@ -57,7 +58,7 @@ def moving_during_backward(
 
     Raises:
         ValueError: as move_layers, before the block.
-        NotEnoughMemoryError: as move_layers, before the block.
+        NotEnoughMemoryError: as move_layers, before the block, or at its end if all must be sent once more.
         RuntimeError: as move_layers, before the block or at its end; or if the optimizer's state is another one then.
     """
     begin = time.perf_counter()
@@ -84,6 +85,7 @@ def moving_during_backward(
     is_outdated = require_received(failure, meet, float(move.is_outdated))
     found.was_repeated = any(is_outdated)
     if found.was_repeated:
+        del move  # its new tensors: their memory is needed for those that come now
         report = move_layers(pipeline, boundaries, optimizer=optimizer, max_bytes=max_bytes)
     else:
         move.install()

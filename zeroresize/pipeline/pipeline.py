@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -84,6 +85,7 @@ class Pipeline:
         initialize: Initialize | None = None,
     ) -> None:
         self._group: ProcessGroup | None = require_group(process_group)
+        self._owns_group = False
         self.stage, self.num_stages = group_rank(process_group), group_size(process_group)
         self.device = torch.device(device or "cpu")
         self.num_microbatches = num_microbatches
@@ -238,9 +240,17 @@ class Pipeline:
         self._schedules = None
 
     def follow_to(self, boundaries: Sequence[int], process_group: ProcessGroup | None) -> None:
-        """As :meth:`follow`, with the stages of another group; None where this rank is in none and is released."""
-        self._group = process_group
-        self.__dict__.pop("side_group", None)
+        """As :meth:`follow`, with the stages of another group; None where this rank is in none and is released.
+
+        The group is this pipeline's from now on, which destroys it when it follows to the next one.
+        """
+        before, self._group = self._group, process_group
+        side_group = self.__dict__.pop("side_group", None)
+        if side_group is not None:
+            side_group.close()
+        if self._owns_group:
+            dist.destroy_process_group(before)
+        self._owns_group = True
         self.num_stages = len(boundaries) - 1
         self.stage = -1 if process_group is None else group_rank(process_group)
         self.follow(boundaries)

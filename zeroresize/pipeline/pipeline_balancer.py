@@ -78,7 +78,8 @@ class PipelineBalancer:
         min_saving: share of a step that a change must save at least.
         max_bytes: of messages at once in a move, as in :func:`~zeroresize.pipeline.move_layers`.
         move_during_backward: whether layers travel while the next block runs
-            (:func:`~zeroresize.pipeline.moving_during_backward`), or at the end of this one, as always with ``units``.
+            (:func:`~zeroresize.pipeline.moving_during_backward`), or at its end where memory does not suffice before;
+            or at the end of this one, as always with ``units``.
         replicas: the ranks that are this stage in pipelines of the same layers beside this one, of data parallelism or
             of tensor parallelism within stages; None where there are none. All of them then move the same layers, by
             the slowest of them, or none does: the constructor and due blocks are collective over all.
@@ -174,18 +175,27 @@ class PipelineBalancer:
         is_due = self._cadence.is_due(self.steps) and self._pipeline.knows_shapes and not self._units_may_move()
         profiler = self._new_profiler() if is_due else None
         forecast, self._wanted = self._wanted, None
-        with ExitStack() as around:
-            move = None if forecast is None else self._begin_move(forecast, around)
-            if profiler is not None:
-                around.enter_context(profiler)
-            num_steps = self._pipeline.num_steps
-            yield
-            self._steps_of_block = max(self._pipeline.num_steps - num_steps, 1)
+        move, is_over = None, False
+        try:
+            with ExitStack() as around:
+                move = None if forecast is None else self._begin_move(forecast, around)
+                if profiler is not None:
+                    around.enter_context(profiler)
+                num_steps = self._pipeline.num_steps
+                yield
+                self._steps_of_block = max(self._pipeline.num_steps - num_steps, 1)
+                is_over = True
+        except NotEnoughMemoryError as error:
+            if not is_over:
+                raise
+            self._stay(error)
         if is_due:
             self._cadence.measured(self.steps)
         self.steps += 1
         if forecast is not None and move is not None and move.report is not None:
             self._moved(forecast, move.report)
+        elif forecast is not None and move is None and forecast.before == self._pipeline.boundaries:
+            self._move(forecast)
         profile = self._profiles.after_block(profiler, self.steps)
         if profile is not None and profile.boundaries == self._pipeline.boundaries:
             self._balance(profile if self._replicas is None else self._replicas.slowest(profile))
@@ -249,6 +259,10 @@ class PipelineBalancer:
         if self._moves_during_backward:
             self._wanted = forecast
             return
+        self._move(forecast)
+
+    def _move(self, forecast: RebalancingForecast) -> None:
+        """Between two steps."""
         try:
             if self._units is not None:
                 self._units.leave(forecast.after, self._pipeline.meet())
@@ -267,7 +281,8 @@ class PipelineBalancer:
         self._moved(forecast, report)
 
     def _begin_move(self, forecast: RebalancingForecast, around: ExitStack) -> MoveDuringBackward | None:
-        if forecast.before != self._pipeline.boundaries:  # somebody else has moved layers since
+        """None where layers are not to move within the block: somebody else has moved some, or not all fits then."""
+        if forecast.before != self._pipeline.boundaries:
             return None
         move = moving_during_backward(
             self._pipeline,
@@ -279,7 +294,8 @@ class PipelineBalancer:
         try:
             return around.enter_context(move)
         except NotEnoughMemoryError as error:
-            self._stay(error)
+            if self._tells:
+                logger.info("step %d: layers do not move before the end of the step: %s", self.steps, error)
             return None
 
     def _moved(self, forecast: RebalancingForecast, report: LayerMoveReport) -> None:

@@ -56,4 +56,5 @@ class ProfileExchange:
             self._sent, self._unread = self._unread, measured
         if self._sent is not None:
             self._exchange.post(self._sent.figures())
+        self._forgotten = tuple(one for one in self._forgotten if one in (self._sent, self._unread))
         return profile

@@ -45,6 +45,8 @@ _MARGIN = 0.05
 #: Free memory and where it is are told in one number: MiB times this, plus a hash of the place.
 _NUM_PLACES = 2**24
 _MOST_MIB = 2**28 - 1
+#: The tag of meets over a channel: they never take a message of the move that is under way there.
+_MET_ASIDE = 1
 _NOTHING_CHANGED = "nothing has moved or changed"
 
 
@@ -142,23 +144,27 @@ def allocate_together(needed: int, device: torch.device, allocate: Callable[[], 
     Ranks on one CPU, or on one GPU, share what is free there.
 
     Args:
-        needed: bytes that this rank's ``allocate`` takes on ``device``. It must not fill them: they are taken before
-            other ranks have told what they need.
+        needed: bytes that this rank's ``allocate`` takes on ``device``, and what else must be free. It must not fill
+            them: they are taken before other ranks have told what they need.
 
     Raises:
-        NotEnoughMemoryError: on every rank, naming those that lack memory, and how much.
-        Exception: what ``allocate`` raises; the other ranks then raise a RuntimeError.
+        NotEnoughMemoryError: on every rank, naming those that lack memory, and how much; also where ``allocate`` runs
+            out of memory all the same, as if nothing were free there.
+        Exception: what else ``allocate`` raises; the other ranks then raise a RuntimeError.
         RuntimeError: if a rank does not come.
     """
     free = free_bytes(device)
     free_mib = _MOST_MIB if free is None else min(max(free, 0) // 2**20, _MOST_MIB)
     place = int(fingerprint(_place_of(device))) % _NUM_PLACES
     own: tuple[float, float] | Exception = float(needed), float(free_mib * _NUM_PLACES + place)
+    ran_out: Exception | None = None
     if needed <= free_mib * 2**20:
         try:
             allocate()
         except Exception as error:  # the others must hear of any
             own = error
+            if _is_out_of_memory(error):
+                ran_out, own = error, (float(max(needed, 1)), float(place))
     table = meet_prepared(meet, own)
     all_needed = [number for number, *_ in table]
     frees, places = zip(*(divmod(int(number), _NUM_PLACES) for _, number, *_ in table), strict=True)
@@ -170,7 +176,16 @@ def allocate_together(needed: int, device: torch.device, allocate: Callable[[], 
             lacking[rank] = lack
     if lacking:
         told = "; ".join(f"rank {_number(rank, meet)} lacks {lack / 1e6:.1f} MB" for rank, lack in lacking.items())
-        raise NotEnoughMemoryError(f"{_NOTHING_CHANGED}, as there is not enough memory for new tensors: {told}")
+        why = "" if ran_out is None else f": {ran_out}"
+        raise NotEnoughMemoryError(
+            f"{_NOTHING_CHANGED}, as there is not enough memory for new tensors: {told}{why}"
+        ) from ran_out
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """On the CPU torch raises a plain RuntimeError."""
+    is_of_cpu = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return is_of_cpu or isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -185,6 +200,16 @@ def free_bytes(device: torch.device) -> int | None:
     if found is None:
         return None
     return int(min(int(found[1]) * 1024, _left_to_container()) * (1.0 - _MARGIN))
+
+
+def bytes_up_to_peak(device: torch.device) -> int:
+    """By how much more was allocated on a GPU at most so far; zero on other devices.
+
+    So much will be taken again by the next forward and backward. Between them :func:`free_bytes` counts it as free.
+    """
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
 
 
 def _left_to_container() -> float:
@@ -251,7 +276,8 @@ def _of_every_rank(
     ]
     others = [peer for peer in range(len(parts)) if peer != rank]
     receives = {peer: parts[peer] for peer in others}
-    transfers = start_messages(dict.fromkeys(others, own), receives, process_group, over)
+    tag = 0 if over is None else _MET_ASIDE
+    transfers = start_messages(dict.fromkeys(others, own), receives, process_group, over, tag)
     errors = wait_for_all(transfers)
     if errors:
         missing = sorted(errors)
