@@ -98,8 +98,8 @@ class Rebalancing:
 
     def _costs_by_now(self, running: PipelineProfile) -> LayerCosts:
         """Running figures change little at a time, so they are compared with what was known some time ago."""
-        if self.costs is None:
-            return self._costs_after(None, running)
+        if self.costs is None or self._is_other_work:  # then what is known from now on is compared with this
+            return self._costs_after(self.costs, running)
         if self._anchor is None or self._age == _ANCHORED or running.boundaries != self.costs.boundaries:
             self._anchor, self._age = self.costs, 0
         self._age += 1
