@@ -61,6 +61,16 @@ def test_two_profiles_must_want_a_move():
     assert rebalancing.costs.seconds.tolist() == pytest.approx([1.0] * 8)
 
 
+def test_two_profiles_of_the_same_boundaries_must_want_a_move():
+    world, rebalancing = World([1.0] * 8, [1.0, 1.0], (0, 4, 8)), rebalancing_of()
+    world.train(rebalancing, 2)
+    world.work[7] = 9.0
+    assert rebalancing.update(world.profile()) is None and rebalancing.looks_again
+    world.boundaries = (0, 3, 8)  # moved by hand
+    assert rebalancing.update(world.profile()) is None and rebalancing.looks_again
+    assert rebalancing.update(world.profile()).before == (0, 3, 8)
+
+
 @given(st.integers(0, 1000), st.lists(st.sampled_from([1.0, 2.0]), min_size=4, max_size=12))
 def test_noise_moves_nothing_that_is_balanced(seed, half):
     """Each half of the layers has the same work, and no layer is so light that moving it would save 5 %."""

@@ -79,7 +79,9 @@ class Rebalancing:
         if self.rule.num_steps == 1:
             return self._update_running(profile)
         first, self._first = self._first, None
-        if first is not None and first.boundaries == profile.boundaries:
+        if first is not None and first.boundaries != profile.boundaries:
+            first = None  # somebody else has moved layers since
+        if first is not None:
             profile = in_two_profiles(first, profile)
         costs = self._costs_after(self.costs, profile)
         if first is None and self.rule.forecast(costs, profile, self.cost_of_move).transfers:
