@@ -150,6 +150,19 @@ def test_layers_move_during_backward_or_between_steps(run_ranks, profile_every, 
     assert repeated == [False] * len(records) * during and records
 
 
+def test_what_was_decided_for_other_work_is_not_carried_out(run_ranks):
+    def check(rank, group):
+        training = Training(group, 8)
+        training.pace.of_rank = 3.0 if rank == 1 else 1.0
+        training.train(5)  # measured in the second and the fourth; from the fifth on it is known what to move
+        assert training.balancer._wanted is not None
+        training.pace.of_rank = 1.0
+        training.balancer.profile_next()
+        return training.train(6), training.records
+
+    assert run_ranks(check, 2) == [((0, 4, 8), [])] * 2
+
+
 def test_nothing_moves_and_nothing_is_measured_but_in_due_steps(run_ranks, monkeypatch):
     def check(rank, group):
         measured = []

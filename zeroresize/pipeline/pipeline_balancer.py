@@ -199,11 +199,15 @@ class PipelineBalancer:
     def profile_next(self) -> None:
         """Measure layers in the next block, as their work has changed; to be called on every rank alike.
 
-        What is then measured is put down to the layers, not to their devices.
+        What is then measured is put down to the layers, not to their devices. Moves and releases that were decided, or
+        had yet to be confirmed, are not made: they were for the work that is no more.
         """
         self._cadence.next_due = self.steps
+        self._wanted = None
         self._profiles.forget()
         self._rebalancing.expect_other_work()
+        if self._releasing is not None:
+            self._releasing.expect_other_work()
 
     def what_if(self) -> RebalancingForecast | None:
         """What moving layers would save now, by the last profile; None before there was one.

@@ -80,6 +80,10 @@ class Releasing:
         self.looks_again = False
         self._first_step_s: float | None = None
 
+    def expect_other_work(self) -> None:
+        """The work of layers has changed: two profiles of it must want fewer stages, whatever the last one wanted."""
+        self.looks_again = False
+
     def after(
         self,
         profile: PipelineProfile,
@@ -98,7 +102,7 @@ class Releasing:
         Raises:
             RuntimeError, ValueError: as :func:`~zeroresize.pipeline.repack`.
         """
-        if rebalancing.costs is None or rebalancing.looks_again:
+        if rebalancing.costs is None or not rebalancing.has_learned:
             return None
         rule, costs, before = rebalancing.rule, rebalancing.costs, Partition(profile.boundaries)
         now = rule.simulated(costs, before)
