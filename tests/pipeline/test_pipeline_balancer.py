@@ -261,6 +261,20 @@ def test_a_resumed_pipeline_with_other_boundaries_goes_on(run_ranks):
     assert speeds[0] == pytest.approx(3.0 * speeds[1])
 
 
+def test_what_was_measured_before_a_state_was_loaded_is_forgotten(run_ranks):
+    def check(rank, group):
+        training = Training(group, 4)
+        training.train(3)
+        state = training.balancer.state_dict()
+        training.pace.of_layers = dict.fromkeys(range(4), 5.0)
+        training.train(3)  # the last one of them is measured
+        training.balancer.load_state_dict(state)
+        training.train(1)
+        return training.balancer.state_dict()["costs"] == state["costs"]
+
+    assert run_ranks(check, 2) == [True, True]
+
+
 def test_options_must_be_allowed_and_alike(run_ranks):
     def check(rank, group):
         training = Training(group, 4)

@@ -173,7 +173,11 @@ def test_options_must_be_allowed_and_alike(run_ranks):
         with pytest.raises(RuntimeError, match="the options of PipelineBalancer"):
             Training(group, {"max_slowdown": 1.0 + rank})
         training = Training(group, {"max_slowdown": 1.0})
-        with pytest.raises(ValueError, match=r"state\.repack"):
-            training.balancer.load_state_dict(training.balancer.state_dict() | {"repack": {"first_step_s": -1.0}})
+        training.train(3)
+        before = training.balancer.state_dict()
+        for repack in ({"first_step_s": -1.0}, {"other": 1.0}, []):
+            with pytest.raises(ValueError, match=r"state\.repack"):
+                training.balancer.load_state_dict(before | {"steps": 7, "owed_s": 7.0, "repack": repack})
+        assert training.balancer.state_dict() == before
 
     run_ranks(check, 2)

@@ -234,9 +234,12 @@ class PipelineBalancer:
         steps = learned.pop("steps", None)
         count(steps, "state['steps']")
         repack = learned.pop("repack", {})
+        if self._releasing is not None:
+            self._releasing.check_state(repack)
         self._rebalancing.load_state_dict(learned, len(self._pipeline.layers), self._pipeline.num_stages)
         if self._releasing is not None:
             self._releasing.load_state_dict(repack)
+        self._profiles.forget()
         self.steps, self._cadence.next_due, self._wanted = steps, 0, None
 
     def _balance(self, profile: PipelineProfile) -> None:

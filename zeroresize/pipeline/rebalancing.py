@@ -194,7 +194,8 @@ class Rebalancing:
         self.owed_s, self.doubt = state["owed_s"], max(state["doubt"], 1.0)
         self._profile = self._first = self._promised = self._anchor = None
         self._running = None
-        self._is_other_work = False
+        self._steps_s.clear()
+        self._is_other_work = self.has_learned = False
 
     def _judge(self, step_s: float) -> None:
         """Compare what the last move was to save with what it has."""

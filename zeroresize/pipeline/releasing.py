@@ -157,13 +157,22 @@ class Releasing:
         """What was learned; plain values."""
         return {} if self._first_step_s is None else {"first_step_s": self._first_step_s}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state_dict`.
+    @staticmethod
+    def check_state(state: Any) -> None:
+        """Whether :meth:`load_state_dict` can go on from it.
 
         Raises:
             ValueError: naming what does not fit.
         """
-        if state:
+        if state != {}:
             _CHECK(state, "state.repack")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from :meth:`state_dict`.
+
+        Raises:
+            ValueError: as :meth:`check_state`; nothing is taken over then.
+        """
+        self.check_state(state)
         self._first_step_s = state.get("first_step_s")
         self.looks_again = False
