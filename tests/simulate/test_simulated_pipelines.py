@@ -24,9 +24,9 @@ def slow_from(step, stage=2, speed=0.5):
     return speeds
 
 
-def balanced(loads, cluster, boundaries=UNIFORM, every=EVERY):
+def balanced(loads, cluster, boundaries=UNIFORM, every=EVERY, **options):
     rule = RebalancingRule("time", "partition", "1f1b", MICRO, every)
-    return simulate_pipeline(loads, cluster, boundaries, num_microbatches=MICRO, rule=rule)
+    return simulate_pipeline(loads, cluster, boundaries, num_microbatches=MICRO, rule=rule, **options)
 
 
 def test_a_static_pipeline_takes_what_its_schedule_takes():
@@ -45,14 +45,33 @@ def test_a_slow_stage_is_relieved_once_it_was_measured_twice():
     cluster = PipelineCluster(4, slow_from(25), move=MoveCost(0.0, 0.01), profiled_share=0.05)
     static = simulate_pipeline(loads_of(), cluster, UNIFORM, num_microbatches=MICRO)
     trace = balanced(loads_of(), cluster)
-    # measured in steps 1, 11, 21, 31 and, as that wants a move, 33; known one step later
-    assert trace.boundaries[34] == UNIFORM and trace.boundaries[35] != UNIFORM
+    # measured in steps 1, 11, 21, 31 and, as that wants a move, 33; known one step later, and made in the next
+    assert trace.boundaries[35] == UNIFORM and trace.boundaries[36] != UNIFORM
+    between = balanced(loads_of(), cluster, move_during_backward=False)
+    assert between.boundaries[34] == UNIFORM and between.boundaries[35] != UNIFORM
     assert trace.num_moves == 1 and trace.move_s == pytest.approx(0.01)
     assert trace.step_s[-1] < 0.7 * static.step_s[-1]
     assert trace.bubble_ratios[-1] < static.bubble_ratios[-1]
     assert trace.total_s == pytest.approx(sum(trace.step_s) + trace.profile_s + trace.move_s)
     num_profiles = trace.profile_s / (0.05 * trace.step_s[0])
     assert 6 <= num_profiles <= 12
+
+
+@pytest.mark.parametrize(("during", "delay"), [(True, 6), (False, 5)])
+def test_work_of_which_the_balancer_is_told_is_followed_at_once(during, delay):
+    """Told behind step 20: measured in 21 and, to confirm, in 23; known one step later."""
+    work = np.ones((STEPS, LAYERS))
+    work[21:, :8] = 0.1
+    trace = balanced(loads_of(work), PipelineCluster(4), changes=[20], move_during_backward=during)
+    assert trace.boundaries[20 + delay - 1] == UNIFORM and trace.boundaries[20 + delay] != UNIFORM
+
+
+def test_a_move_that_was_wanted_for_other_work_is_not_made():
+    """Known at the end of step 34, when the work becomes even on all devices."""
+    speeds = slow_from(25)
+    speeds[35:] = 1.0
+    assert balanced(loads_of(), PipelineCluster(4, speeds), changes=[34]).num_moves == 0
+    assert balanced(loads_of(), PipelineCluster(4, speeds)).num_moves > 0
 
 
 def test_moves_that_are_too_dear_are_not_made():
