@@ -116,6 +116,17 @@ def test_what_changes_too_fast_to_be_followed_costs_little():
     assert run.total_s < 1.1 * run.static_s
 
 
+def test_devices_are_not_blamed_for_other_work_however_long_it_is_measured():
+    world, rebalancing = World([0.01] * NUM_LAYERS, [1.0] * 4, EVEN), rebalancing_of(num_steps=1, min_saving=0.9)
+    world.train(rebalancing, 20)
+    world.work = [0.01 / 3] * 4 + [0.01] * 12  # the first stage has no backward any more
+    rebalancing.expect_other_work()
+    for _ in range(20):
+        rebalancing.update(world.profile())
+        assert rebalancing.costs.speeds == pytest.approx([1.0] * 4)
+    assert rebalancing.costs.seconds == pytest.approx(world.work)
+
+
 def test_the_best_memory_counts():
     """Of work that jumps the last profiles tell most, of work that varies the mean does."""
     random, jumping, steady = np.random.default_rng(0), RunningProfile(4), RunningProfile(4)

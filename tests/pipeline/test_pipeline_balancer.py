@@ -219,6 +219,19 @@ def test_layers_move_during_backward_or_between_steps(run_ranks, profile_every, 
     assert repeated == [False] * len(records) * during and records
 
 
+def test_what_was_decided_for_other_work_is_not_carried_out(run_ranks):
+    def check(rank, group):
+        training = Training(group, 8)
+        training.pace.of_rank = 3.0 if rank == 1 else 1.0
+        training.train(5)  # measured in the second and the fourth; from the fifth on it is known what to move
+        assert training.balancer._wanted is not None
+        training.pace.of_rank = 1.0
+        training.balancer.profile_next()
+        return training.train(6), training.records
+
+    assert run_ranks(check, 2) == [((0, 4, 8), [])] * 2
+
+
 def test_nothing_moves_and_nothing_is_measured_but_in_due_steps(run_ranks, monkeypatch):
     def check(rank, group):
         measured = []
@@ -315,6 +328,20 @@ def test_a_resumed_pipeline_with_other_boundaries_goes_on(run_ranks):
     before, after, speeds, steps = require_alike(run_ranks(check, 2))
     assert before == after == (0, 5, 6) and steps == 3 + 14 + 6
     assert speeds[0] == pytest.approx(3.0 * speeds[1])
+
+
+def test_what_was_measured_before_a_state_was_loaded_is_forgotten(run_ranks):
+    def check(rank, group):
+        training = Training(group, 4)
+        training.train(3)
+        state = training.balancer.state_dict()
+        training.pace.of_layers = dict.fromkeys(range(4), 5.0)
+        training.train(3)  # the last one of them is measured
+        training.balancer.load_state_dict(state)
+        training.train(1)
+        return training.balancer.state_dict()["costs"] == state["costs"]
+
+    assert run_ranks(check, 2) == [True, True]
 
 
 def test_options_must_be_allowed_and_alike(run_ranks):

@@ -61,6 +61,16 @@ def test_two_profiles_must_want_a_move():
     assert rebalancing.costs.seconds.tolist() == pytest.approx([1.0] * 8)
 
 
+def test_two_profiles_of_the_same_boundaries_must_want_a_move():
+    world, rebalancing = World([1.0] * 8, [1.0, 1.0], (0, 4, 8)), rebalancing_of()
+    world.train(rebalancing, 2)
+    world.work[7] = 9.0
+    assert rebalancing.update(world.profile()) is None and rebalancing.looks_again
+    world.boundaries = (0, 3, 8)  # moved by hand
+    assert rebalancing.update(world.profile()) is None and rebalancing.looks_again
+    assert rebalancing.update(world.profile()).before == (0, 3, 8)
+
+
 @given(st.integers(0, 1000), st.lists(st.sampled_from([1.0, 2.0]), min_size=4, max_size=12))
 def test_noise_moves_nothing_that_is_balanced(seed, half):
     """Each half of the layers has the same work, and no layer is so light that moving it would save 5 %."""
@@ -114,6 +124,43 @@ def test_disappointing_moves_become_rare():
             world.work = [4.0 if Transfer(1, 1, 0) in forecast.transfers else 1.0, *world.work[1:]]
         doubts.append(rebalancing.doubt)
     assert max(doubts) > 1.0
+
+
+@pytest.mark.parametrize("num_steps", [1, 100])
+def test_a_move_is_not_judged_by_steps_of_other_work(num_steps):
+    world, rebalancing = World([1.0] * 7 + [4.0], [1.0, 1.0], (0, 4, 8)), rebalancing_of(num_steps=num_steps)
+    while not world.train(rebalancing, 1):
+        pass
+    world.work = [3.0] * 8
+    rebalancing.expect_other_work()
+    for _ in range(20):
+        world.train(rebalancing, 1)
+        assert rebalancing.doubt == 1.0
+
+
+def test_what_staying_has_cost_is_owed_when_work_changes_often():
+    """A layer more on the second stage is too little to move at once, and the work changes before it has added up."""
+    world = World([0.01] * 8, [1.0, 1.0], (0, 3, 8), weight_bytes=10**7)
+    rebalancing, moves = rebalancing_of(num_steps=1), []
+    for step in range(60):
+        if step % 5 == 0:
+            world.work = [0.01 if step % 10 else 0.011] * 8
+            rebalancing.expect_other_work()
+        moves += world.train(rebalancing, 1)
+    assert moves == [(0, 4, 8)]
+
+
+def test_it_is_told_whether_a_profile_was_learned_from():
+    world, often, rarely = World([1.0] * 8, [1.0, 1.0], (0, 3, 8)), rebalancing_of(num_steps=1), rebalancing_of()
+    for rebalancing, expected in ((often, [False, False, True]), (rarely, [False, True])):
+        found = []
+        for _ in expected:
+            rebalancing.update(world.profile())
+            found.append(rebalancing.has_learned)
+        assert found == expected
+    often.expect_other_work()
+    often.update(world.profile())
+    assert not often.has_learned
 
 
 def test_memory_limits_are_kept():

@@ -209,11 +209,15 @@ class PipelineBalancer:
     def profile_next(self) -> None:
         """Measure layers in the next block, as their work has changed; to be called on every rank alike.
 
-        What is then measured is put down to the layers, not to their devices.
+        What is then measured is put down to the layers, not to their devices. Moves and releases that were decided, or
+        had yet to be confirmed, are not made: they were for the work that is no more.
         """
         self._cadence.next_due = self.steps
+        self._wanted = None
         self._profiles.forget()
         self._rebalancing.expect_other_work()
+        if self._releasing is not None:
+            self._releasing.expect_other_work()
 
     def what_if(self) -> RebalancingForecast | None:
         """What moving layers would save now, by the last profile; None before there was one.
@@ -240,9 +244,12 @@ class PipelineBalancer:
         steps = learned.pop("steps", None)
         count(steps, "state['steps']")
         repack = learned.pop("repack", {})
+        if self._releasing is not None:
+            self._releasing.check_state(repack)
         self._rebalancing.load_state_dict(learned, len(self._pipeline.layers), self._pipeline.num_stages)
         if self._releasing is not None:
             self._releasing.load_state_dict(repack)
+        self._profiles.forget()
         self.steps, self._cadence.next_due, self._wanted = steps, 0, None
 
     def _balance(self, profile: PipelineProfile) -> None:

@@ -42,6 +42,7 @@ class Rebalancing:
         owed_s: seconds that the present boundaries have cost since others were wanted.
         doubt: by which factor moves have become more expensive, as they did not save what was expected.
         looks_again: whether the next profile is to come at once, as this one wants a move.
+        has_learned: whether ``costs`` are of the last profile; not while another one is waited for.
     """
 
     def __init__(self, rule: RebalancingRule) -> None:
@@ -56,6 +57,7 @@ class Rebalancing:
         self._steps_s: list[float] = []  # as measured since the last move, with profiles of every step
         self._first: PipelineProfile | None = None
         self._is_other_work = False
+        self.has_learned = False
         self._promised: tuple[float, float] | None = None  # seconds of a step before the last move, and then
 
     @property
@@ -63,9 +65,14 @@ class Rebalancing:
         return self._first is not None
 
     def expect_other_work(self) -> None:
-        """The next profiles are of layers whose work has changed, by what the caller did to them."""
+        """The next profiles are of layers whose work has changed, by what the caller did to them.
+
+        Whatever needed one more profile is forgotten, as is what the last move was to save. What the boundaries have
+        cost is still owed: they did cost that, and where work changes often, moves would never be worth it otherwise.
+        """
         self._is_other_work = True
-        self._running = self._anchor = self._first = None
+        self._running = self._anchor = self._first = self._promised = None
+        self._steps_s.clear()
 
     def update(self, profile: PipelineProfile) -> RebalancingForecast | None:
         """What is to be carried out after this profile; None where everything stays.
@@ -76,10 +83,13 @@ class Rebalancing:
         Raises:
             ValueError: if no boundaries fit into the memory limits.
         """
+        self.has_learned = False
         if self.rule.num_steps == 1:
             return self._update_running(profile)
         first, self._first = self._first, None
-        if first is not None and first.boundaries == profile.boundaries:
+        if first is not None and first.boundaries != profile.boundaries:
+            first = None  # somebody else has moved layers since
+        if first is not None:
             profile = in_two_profiles(first, profile)
         costs = self._costs_after(self.costs, profile)
         if first is None and self.rule.forecast(costs, profile, self.cost_of_move).transfers:
@@ -98,8 +108,8 @@ class Rebalancing:
 
     def _costs_by_now(self, running: PipelineProfile) -> LayerCosts:
         """Running figures change little at a time, so they are compared with what was known some time ago."""
-        if self.costs is None:
-            return self._costs_after(None, running)
+        if self.costs is None or self._is_other_work:  # then what is known from now on is compared with this
+            return self._costs_after(self.costs, running)
         if self._anchor is None or self._age == _ANCHORED or running.boundaries != self.costs.boundaries:
             self._anchor, self._age = self.costs, 0
         self._age += 1
@@ -112,6 +122,7 @@ class Rebalancing:
         forecast = self.rule.forecast(costs, profile, self.cost_of_move)
         is_wanted = forecast.after != forecast.before
         self.costs, self._profile, self._is_other_work = costs, profile, False
+        self.has_learned = True
         if self.rule.num_steps > 1:
             self._judge(forecast.step_s)
         elif is_wanted or len(self._steps_s) >= _JUDGED:
@@ -183,7 +194,8 @@ class Rebalancing:
         self.owed_s, self.doubt = state["owed_s"], max(state["doubt"], 1.0)
         self._profile = self._first = self._promised = self._anchor = None
         self._running = None
-        self._is_other_work = False
+        self._steps_s.clear()
+        self._is_other_work = self.has_learned = False
 
     def _judge(self, step_s: float) -> None:
         """Compare what the last move was to save with what it has."""

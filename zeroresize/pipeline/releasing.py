@@ -80,6 +80,10 @@ class Releasing:
         self.looks_again = False
         self._first_step_s: float | None = None
 
+    def expect_other_work(self) -> None:
+        """The work of layers has changed: two profiles of it must want fewer stages, whatever the last one wanted."""
+        self.looks_again = False
+
     def after(
         self,
         profile: PipelineProfile,
@@ -98,7 +102,7 @@ class Releasing:
         Raises:
             RuntimeError, ValueError: as :func:`~zeroresize.pipeline.repack`.
         """
-        if rebalancing.costs is None or rebalancing.looks_again:
+        if rebalancing.costs is None or not rebalancing.has_learned:
             return None
         rule, costs, before = rebalancing.rule, rebalancing.costs, Partition(profile.boundaries)
         now = rule.simulated(costs, before)
@@ -153,13 +157,22 @@ class Releasing:
         """What was learned; plain values."""
         return {} if self._first_step_s is None else {"first_step_s": self._first_step_s}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state_dict`.
+    @staticmethod
+    def check_state(state: Any) -> None:
+        """Whether :meth:`load_state_dict` can go on from it.
 
         Raises:
             ValueError: naming what does not fit.
         """
-        if state:
+        if state != {}:
             _CHECK(state, "state.repack")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from :meth:`state_dict`.
+
+        Raises:
+            ValueError: as :meth:`check_state`; nothing is taken over then.
+        """
+        self.check_state(state)
         self._first_step_s = state.get("first_step_s")
         self.looks_again = False

@@ -1,7 +1,7 @@
 """What if: the very decisions of a pipeline's balancer, on layers that are numbers, for any number of stages.
 
 ``N`` steps, ``L`` layers, ``S`` stages. As in training, a due step is measured on the stages that have the layers, the
-figures are known at the end of the next step, and layers move there.
+figures are known at the end of the next step, and layers move there or, as by default, while the step behind it runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zeroresize.pipeline.partition import Floats, Partition
 from zeroresize.pipeline.profile_cadence import ProfileCadence
 from zeroresize.pipeline.profiling import LayerProfile, PipelineProfile
 from zeroresize.pipeline.rebalancing import Rebalancing
-from zeroresize.pipeline.rebalancing_forecast import RebalancingRule
+from zeroresize.pipeline.rebalancing_forecast import RebalancingForecast, RebalancingRule
 from zeroresize.policy.moving import MoveCost
 
 
@@ -109,6 +109,7 @@ def simulate_pipeline(
     schedule: Schedule = "1f1b",
     rule: RebalancingRule | None = None,
     changes: Collection[int] = (),
+    move_during_backward: bool = True,
 ) -> PipelineTrace:
     """Train ``N`` steps.
 
@@ -116,6 +117,8 @@ def simulate_pipeline(
         boundaries: [S + 1] to begin with.
         rule: how layers move; None for a static pipeline. Its ``num_steps`` are those between two profiles.
         changes: steps, from 0, behind which the balancer is told that the work of layers has changed.
+        move_during_backward: whether layers travel while the next step runs, so that they are in place one step later.
+            All seconds of a move count all the same, as if nothing of it were hidden.
 
     Raises:
         ValueError: for boundaries, speeds or micro-batches that do not fit.
@@ -131,6 +134,7 @@ def simulate_pipeline(
     rebalancing = None if rule is None else Rebalancing(rule)
     cadence = ProfileCadence(1 if rule is None else rule.num_steps)
     measured: PipelineProfile | None = None
+    wanted: RebalancingForecast | None = None
     step_s, bubble_ratios, in_force, profile_s, move_s, num_moves = [], [], [], 0.0, 0.0, 0
     for step in range(num_steps):
         factors_L = np.maximum(1.0 + cluster.noise * random.standard_normal(num_layers), 0.1)
@@ -143,25 +147,29 @@ def simulate_pipeline(
         in_force.append(now.boundaries)
         if rebalancing is None:
             continue
-        before, measured = measured, None
+        known, measured = measured, None
+        moving, wanted = wanted, None
         if step > 0 and cadence.is_due(step):  # the first one finds shapes
             profile_s += cluster.profiled_share * found.step_s
             measured = _profile(num_microbatches * forward_L, num_microbatches * backward_L, loads.layer_bytes, now)
             cadence.measured(step)
-        forecast = None if before is None or before.boundaries != now.boundaries else rebalancing.update(before)
-        if rebalancing.looks_again:
-            cadence.look_again(step)
-        if step in changes:
-            measured = None  # of work that is no more
-            rebalancing.expect_other_work()
-            cadence.look_again(step)
-        if forecast is not None:
-            now = Partition(forecast.after)
-            seconds = cluster.move.seconds(forecast.num_bytes)
-            rebalancing.learn(forecast.num_bytes, seconds)
+        if moving is None and known is not None and known.boundaries == now.boundaries:
+            wanted = rebalancing.update(known)
+            if rebalancing.looks_again:
+                cadence.look_again(step)
+            if not move_during_backward:
+                moving, wanted = wanted, None
+        if moving is not None:
+            now = Partition(moving.after)
+            seconds = cluster.move.seconds(moving.num_bytes)
+            rebalancing.learn(moving.num_bytes, seconds)
             move_s += seconds
             num_moves += 1
             cadence.moved(step)
+        if step in changes:
+            measured = wanted = None  # of work that is no more
+            rebalancing.expect_other_work()
+            cadence.look_again(step)
     return PipelineTrace(tuple(step_s), tuple(bubble_ratios), tuple(in_force), profile_s, move_s, num_moves)
 
 
