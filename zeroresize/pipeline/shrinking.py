@@ -152,8 +152,21 @@ def _carried_out(
     on_release: Sequence[ReleaseHook],
     step: int | None,
 ) -> RepackingReport:
+    rank = group_ranks(pipeline.process_group)[pipeline.stage]
+    report = _moved(pipeline, optimizer, decide, max_bytes)
+    if pipeline.is_released:
+        if pipeline.device.type == "cuda":
+            torch.cuda.empty_cache()
+        tell_outside(on_release, Release(rank, report.released, report.remaining, report.moved_bytes, step))
+    return report
+
+
+def _moved(
+    pipeline: Pipeline, optimizer: object | None, decide: Callable[[], Repacking], max_bytes: int
+) -> RepackingReport:
+    """All but telling the outside: what this holds of layers that have left is free only when it has returned."""
     begin = time.perf_counter()
-    ranks, rank = group_ranks(pipeline.process_group), pipeline.stage
+    ranks = group_ranks(pipeline.process_group)
 
     def make() -> LayerMove:
         if pipeline.is_joined:
@@ -171,24 +184,18 @@ def _carried_out(
         move.install()
         pipeline.follow(move.boundaries)
     remaining = tuple(ranks[stage] for stage in move.stages)
-    released = tuple(one for one in ranks if one not in remaining)
     streams = move.stream_bytes
-    report = RepackingReport(
+    return RepackingReport(
         pipeline.is_released,
         move.stages,
         move.boundaries,
-        released,
+        tuple(one for one in ranks if one not in remaining),
         remaining,
         sum(map(len, move.moving.values())),
         sum(streams.values()),
         max(sum(size for pair, size in streams.items() if one in pair) for one in range(len(ranks))),
         seconds,
     )
-    if pipeline.is_released:
-        if pipeline.device.type == "cuda":
-            torch.cuda.empty_cache()
-        tell_outside(on_release, Release(ranks[rank], released, remaining, report.moved_bytes, step))
-    return report
 
 
 def _group_of_remaining(pipeline: Pipeline, stages: Sequence[int], begin: float) -> tuple[ProcessGroup | None, float]:
