@@ -83,7 +83,8 @@ class PipelineBalancer:
             of tensor parallelism within stages; None where there are none. All of them then move the same layers, by
             the slowest of them, or none does: the constructor and due blocks are collective over all.
         units: balances the tensor-parallel group of this rank's stage, and acts first: layers are measured, and move,
-            only when no units are about to. Give the group as ``replicas``. None where stages are single ranks.
+            only when no units are about to. Give the group as ``replicas``; where it has several ranks, that is
+            required. None where stages are single ranks.
         on_change: is given a :class:`RebalancingRecord` after each move, on every rank.
         on_profile: is given a :class:`ProfileRecord` after each profile, on every rank.
         repack: whether, and when, the pipeline goes on with fewer stages (:func:`~zeroresize.pipeline.repack`); None
@@ -136,6 +137,8 @@ class PipelineBalancer:
                 raise ValueError("repack needs memory_limits, or a max_slowdown: nothing else would keep any stage")
             if repack is not None and (replicas is not None or units is not None):
                 raise ValueError("repack is for pipelines by themselves: not with replicas or units beside them")
+            if units is not None and replicas is None and units.num_ranks > 1:
+                raise ValueError(f"units of {units.num_ranks} ranks need these ranks as replicas=")
             _require_no_ties(pipeline)
             rule = RebalancingRule(
                 by,
@@ -246,6 +249,9 @@ class PipelineBalancer:
                 self._units.watch()
         if self._release(profile) or forecast is None:
             return
+        if self._units_may_move():  # they have begun since the profile was measured
+            self._rebalancing.drop()
+            return
         if self._moves_during_backward:
             self._wanted = forecast
             return
@@ -257,9 +263,11 @@ class PipelineBalancer:
             return
         try:
             report = move_layers(self._pipeline, forecast.after, optimizer=self._optimizer, max_bytes=self._max_bytes)
-        except NotEnoughMemoryError as error:
+        except (ValueError, CannotMoveError, NotEnoughMemoryError) as error:  # on every rank: nothing has moved
             if self._units is not None:
                 self._units.attach()
+            if not isinstance(error, NotEnoughMemoryError):
+                raise
             self._stay(error)
             return
         if self._units is not None:
