@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import astuple
 
 import pytest
 import sleeping_layers
@@ -11,6 +12,7 @@ from torch import nn
 from torch.distributed.pipelining import ScheduleGPipe
 
 from zeroresize.pipeline import LayerProfiler, Pipeline, PipelineBalancer, Repack
+from zeroresize.policy.moving import MoveCost
 
 NUM_LAYERS = 8
 
@@ -78,16 +80,20 @@ def test_ranks_are_released_as_soon_as_the_others_have_the_memory(run_ranks):
         limit = 3.5 * layer_bytes_of(Training(group, None))
         training = Training(group, {}, memory_limits=[limit] * 4)
         training.train(10)
-        return training.pipeline.num_stages, training.losses, training.records, training.released, told
+        cost = training.balancer.state_dict()["cost_of_move"]
+        return training.pipeline.num_stages, training.losses, training.records, training.released, told, cost
 
     by_rank = run_ranks(check, 4)
     assert [one[0] for one in by_rank] == [3] * 4
     losses = whole_curve([one[1] for one in by_rank])
     assert losses == pytest.approx(undivided_losses(NUM_LAYERS, 10), rel=1e-10, abs=0.0)
-    assert all(records == by_rank[0][2] for *_, records, _, _ in by_rank[:3])
+    assert all(one[2] == by_rank[0][2] for one in by_rank[:3])
     record = by_rank[0][2][0]
     assert (len(record.before), len(record.after), record.step) == (5, 4, 5)  # profiles of steps 2 and 4 agree
     assert record.moved_bytes > 0 and record.expected_step_s > record.step_s
+    assert len(by_rank[0][2]) == 1  # no other move, and a re-packing, which makes a process group too, teaches nothing
+    assert by_rank[0][5] == astuple(MoveCost())
+    assert record.price_s == 2.0 * MoveCost().seconds(record.num_bytes)
     released = by_rank[3][3]
     assert [(one.rank, one.released, one.remaining, one.step) for one in released] == [(3, (3,), (0, 1, 2), 5)]
     assert [one[3] for one in by_rank[:3]] == [[]] * 3

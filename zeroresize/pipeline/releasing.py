@@ -93,7 +93,8 @@ class Releasing:
         """Release ranks if two profiles want it; None where all stay. Collective.
 
         Args:
-            rebalancing: which has taken the profile; it goes on with the stages that stay.
+            rebalancing: which has taken the profile; it goes on with the stages that stay. Of what moves cost it learns
+                nothing: most of a re-packing's time may be that of making a process group.
 
         Raises:
             RuntimeError, ValueError: as :func:`~zeroresize.pipeline.repack`.
@@ -121,7 +122,6 @@ class Releasing:
                 logger.warning("step %d: no rank is released: %s", step, error)
             return None
         rebalancing.continue_on(report.stages, report.boundaries)
-        rebalancing.learn(report.busiest_bytes, report.seconds)
         if pipeline.stage == 0:
             logger.info(
                 "step %d: %d of %d stages go on, ranks %s are released: %.1f MB, %.2f s; expected step %.0f -> %.0f ms",
