@@ -7,6 +7,7 @@ from dataclasses import astuple
 import pytest
 import sleeping_layers
 import torch
+import torch.distributed as dist
 from sleeping_layers import MICRO, Pace, layers_of, undivided_losses
 from torch import nn
 from torch.distributed.pipelining import ScheduleGPipe
@@ -144,6 +145,22 @@ def test_a_single_profile_releases_nobody(run_ranks):
         return training.pipeline.num_stages
 
     assert run_ranks(check, 2) == [2, 2]
+
+
+def test_ranks_in_different_numbers_of_groups_release_nobody_and_train_on(run_ranks):
+    """Torch would name the group of those that stay differently."""
+
+    def check(rank, group):
+        training = Training(group, {"max_slowdown": 10.0, "least_stages": 2})
+        own = dist.new_group([1], use_local_synchronization=True) if rank == 1 else None
+        training.train(8)
+        assert training.pipeline.num_stages == 3 and training.step == 8 and not training.released
+        with pytest.raises(RuntimeError, match=r"process groups they have made: \[\[0, 2\], \[1\]\]"):
+            Training(group, {"max_slowdown": 10.0})
+        if own is not None:
+            dist.destroy_process_group(own)
+
+    run_ranks(check, 3)
 
 
 def test_options_must_be_allowed_and_alike(run_ranks):

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import Schedule1F1B
 
 from zeroresize.comm.collectives import all_reduce
+from zeroresize.comm.remaining_group import num_known_groups
 from zeroresize.pipeline.moving import LayerMoveReport, move_layers
 from zeroresize.pipeline.moving_early import MoveDuringBackward, moving_during_backward
 from zeroresize.pipeline.pipeline import Pipeline
@@ -32,6 +33,7 @@ from zeroresize.pipeline.rebalancing_forecast import (
 from zeroresize.pipeline.records import ProfileRecord, RebalancingRecord
 from zeroresize.pipeline.releasing import Releasing, Repack
 from zeroresize.pipeline.replicas import Replicas
+from zeroresize.pipeline.shrinking import NUM_GROUPS
 from zeroresize.pipeline.stage_units import StageUnits, UnitsFirst
 from zeroresize.resharding.agreement import (
     CannotMoveError,
@@ -95,7 +97,8 @@ class PipelineBalancer:
 
     Raises:
         ValueError: for values that are not allowed, and for layers of which some share a parameter.
-        RuntimeError: on every rank, if ranks differ in these values.
+        RuntimeError: on every rank, if ranks differ in these values, or, with ``repack``, in how many process groups
+            they are members of: torch names new ones by that.
         ValueError, RuntimeError: as :class:`~zeroresize.pipeline.replicas.Replicas`.
     """
 
@@ -151,12 +154,16 @@ class PipelineBalancer:
             )
             self._rebalancing = Rebalancing(rule)
             options = f"{rule}, max_bytes={max_bytes}, move_during_backward={move_during_backward}"
-            alike = (fingerprint(f"{options} {replicas is None} {units is None} {repack}"), 0.0)
+            alike = (
+                fingerprint(f"{options} {replicas is None} {units is None} {repack}"),
+                0.0 if repack is None else num_known_groups(),
+            )
         except Exception as error:  # the others must hear of any
             alike = error
         meet = pipeline.meet()
         table = meet_prepared(meet, alike)
         require_same([one for one, *_ in table], "the options of PipelineBalancer", meet)
+        require_same([number for _, number, *_ in table], NUM_GROUPS, meet)
         if replicas is not None:
             self._replicas = Replicas(pipeline, replicas, options)
         self._tells = pipeline.stage == 0 and (self._replicas is None or self._replicas.is_first)

@@ -17,7 +17,7 @@ from zeroresize.pipeline.profiling import PipelineProfile
 from zeroresize.pipeline.rebalancing import Rebalancing
 from zeroresize.pipeline.rebalancing_forecast import RebalancingForecast
 from zeroresize.pipeline.release_hooks import ReleaseHook
-from zeroresize.pipeline.shrinking import RepackingReport, carry_out_repacking, stage_that_stays
+from zeroresize.pipeline.shrinking import DifferentGroupsError, RepackingReport, carry_out_repacking, stage_that_stays
 from zeroresize.resharding.agreement import NotEnoughMemoryError
 from zeroresize.utils.state_checks import keyed, not_negative
 from zeroresize.utils.value_checks import at_least
@@ -117,7 +117,7 @@ class Releasing:
             report = carry_out_repacking(
                 pipeline, optimizer, repacking, max_bytes=max_bytes, on_release=self.options.on_release, step=step
             )
-        except NotEnoughMemoryError as error:
+        except (NotEnoughMemoryError, DifferentGroupsError) as error:
             if pipeline.stage == 0:
                 logger.warning("step %d: no rank is released: %s", step, error)
             return None

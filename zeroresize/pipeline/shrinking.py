@@ -27,6 +27,12 @@ from zeroresize.pipeline.release_hooks import Release, ReleaseHook, tell_outside
 from zeroresize.pipeline.repacking import Repacking, repacked
 from zeroresize.resharding.agreement import Meet, meet_prepared, require_same
 
+NUM_GROUPS = "how many process groups they have made"
+
+
+class DifferentGroupsError(RuntimeError):
+    """The ranks that would stay cannot name a process group alike; on every rank, and nothing has changed."""
+
 
 @dataclass(frozen=True)
 class RepackingReport:
@@ -202,13 +208,17 @@ def _group_of_remaining(pipeline: Pipeline, stages: Sequence[int], begin: float)
     """The group of the stages that stay, None on the others, and the seconds of the slowest rank since ``begin``.
 
     Raises:
+        DifferentGroupsError: on every rank, if ranks have made different numbers of groups.
         RuntimeError: on every rank that lives, if one dies or cannot make it. A group that others have made then stays
             unused: torch would give the next one its name, and find what the first one has left in the store.
     """
     meet, group = pipeline.meet(), None
     known = [number for number, *_ in meet_prepared(meet, (float(num_known_groups()), 0.0))]
     of_those_that_stay = [one if stage in stages else known[stages[0]] for stage, one in enumerate(known)]
-    require_same(of_those_that_stay, "how many process groups they have made", meet)
+    try:
+        require_same(of_those_that_stay, NUM_GROUPS, meet)
+    except RuntimeError as error:
+        raise DifferentGroupsError(str(error)) from None
     failure = None
     try:
         if pipeline.stage in stages:
