@@ -211,7 +211,7 @@ class StragglerConfig:
     """A stage that is slow.
 
     Attributes:
-        stage: None for none.
+        stage: counted as at the beginning of the run: its rank is slow, whatever stage that is later; None for none.
         chi: straggling skewness χ: its blocks take so many times as long.
         from_step, to_step: the first step in which it is slow, and the first one in which it no longer is; steps are
             counted from 1, and None is never.

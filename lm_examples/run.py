@@ -34,6 +34,7 @@ class Run:
     """What :func:`lm_examples.train.train` trains; made by :func:`prepare`.
 
     Attributes:
+        first_stage: this rank's stage when the run began; re-packing may renumber the pipeline's.
         balancer: None where nothing moves.
         step: how many are done.
         recorder: on stage 0, None on the others.
@@ -49,6 +50,7 @@ class Run:
     batches: Batches
     pace: Pace
     clock: StepClock
+    first_stage: int
     step: int = 0
     balancer: PipelineBalancer | None = None
     recorder: Recorder | None = None
@@ -119,7 +121,7 @@ def _build(config: RunConfig, text: Text, process_group: ProcessGroup, saved: Sa
     pace = Pace(config.sleep.forward_s)
     pace.hold_up(layers[1:-1])
     clock = StepClock(pipeline.device)
-    run = Run(config, case, pipeline, optimizer, batches_of(config, text), pace, clock)
+    run = Run(config, case, pipeline, optimizer, batches_of(config, text), pace, clock, pipeline.stage)
     if balance.is_on:
         run.balancer = PipelineBalancer(
             pipeline,

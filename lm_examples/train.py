@@ -69,7 +69,7 @@ def train(run: Run) -> dict[str, Any]:
 
 def train_step(run: Run) -> None:
     """Forward, backward and the optimizer's step; between them layers may move, and this rank may be released."""
-    run.pace.chi = run.config.straggler.chi_of(run.step, run.pipeline.stage)
+    run.pace.chi = run.config.straggler.chi_of(run.step, run.first_stage)
     inputs, target = run.batches.training(run.step)
     run.optimizer.zero_grad()
     with _balanced(run):

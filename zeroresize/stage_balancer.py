@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from zeroresize.balancer import Balancer
-from zeroresize.comm.collectives import require_group
+from zeroresize.comm.collectives import group_size, require_group
 from zeroresize.config import BalanceConfig
 from zeroresize.convert import balanced_layers
 from zeroresize.pipeline.pipeline import Pipeline
@@ -94,6 +94,11 @@ class StageBalancer:
     def at_home(self) -> AbstractContextManager[None]:
         """Units are at home for as long as this lasts, for checkpoints; see :meth:`zeroresize.Balancer.at_home`."""
         return nullcontext() if self.balancer is None else self.balancer.at_home()
+
+    @property
+    def num_ranks(self) -> int:
+        """Of the stage's tensor-parallel group."""
+        return group_size(self._group)
 
     @property
     def has_settled(self) -> bool:

@@ -2,15 +2,18 @@
 
 import json
 import logging
+from dataclasses import astuple
 
 import pytest
 import sleeping_layers
 import torch
+import torch.distributed as dist
 from sleeping_layers import MICRO, Pace, layers_of, undivided_losses
 from torch import nn
 from torch.distributed.pipelining import ScheduleGPipe
 
 from zeroresize.pipeline import LayerProfiler, Pipeline, PipelineBalancer, Repack
+from zeroresize.policy.moving import MoveCost
 
 NUM_LAYERS = 8
 
@@ -77,16 +80,20 @@ def test_ranks_are_released_as_soon_as_the_others_have_the_memory(run_ranks):
         limit = 3.5 * layer_bytes_of(Training(group, None))
         training = Training(group, {}, memory_limits=[limit] * 4)
         training.train(10)
-        return training.pipeline.num_stages, training.losses, training.records, training.released, told
+        cost = training.balancer.state_dict()["cost_of_move"]
+        return training.pipeline.num_stages, training.losses, training.records, training.released, told, cost
 
     by_rank = run_ranks(check, 4)
     assert [one[0] for one in by_rank] == [3] * 4
     losses = whole_curve([one[1] for one in by_rank])
     assert losses == pytest.approx(undivided_losses(NUM_LAYERS, 10), rel=1e-10, abs=0.0)
-    assert all(records == by_rank[0][2] for *_, records, _, _ in by_rank[:3])
+    assert all(one[2] == by_rank[0][2] for one in by_rank[:3])
     record = by_rank[0][2][0]
     assert (len(record.before), len(record.after), record.step) == (5, 4, 5)  # profiles of steps 2 and 4 agree
     assert record.moved_bytes > 0 and record.expected_step_s > record.step_s
+    assert len(by_rank[0][2]) == 1  # no other move, and a re-packing, which makes a process group too, teaches nothing
+    assert by_rank[0][5] == astuple(MoveCost())
+    assert record.price_s == 2.0 * MoveCost().seconds(record.num_bytes)
     released = by_rank[3][3]
     assert [(one.rank, one.released, one.remaining, one.step) for one in released] == [(3, (3,), (0, 1, 2), 5)]
     assert [one[3] for one in by_rank[:3]] == [[]] * 3
@@ -157,6 +164,22 @@ def test_nobody_is_released_by_profiles_of_work_that_is_no_more(run_ranks):
 
     # One profile of the other work wants it, too, and must be confirmed; running figures of it do not want it.
     assert run_ranks(check, 2) == [[(2, True), (2, False)]] * 2
+
+
+def test_ranks_in_different_numbers_of_groups_release_nobody_and_train_on(run_ranks):
+    """Torch would name the group of those that stay differently."""
+
+    def check(rank, group):
+        training = Training(group, {"max_slowdown": 10.0, "least_stages": 2})
+        own = dist.new_group([1], use_local_synchronization=True) if rank == 1 else None
+        training.train(8)
+        assert training.pipeline.num_stages == 3 and training.step == 8 and not training.released
+        with pytest.raises(RuntimeError, match=r"process groups they have made: \[\[0, 2\], \[1\]\]"):
+            Training(group, {"max_slowdown": 10.0})
+        if own is not None:
+            dist.destroy_process_group(own)
+
+    run_ranks(check, 3)
 
 
 def test_options_must_be_allowed_and_alike(run_ranks):

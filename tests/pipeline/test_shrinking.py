@@ -1,5 +1,7 @@
 """A pipeline goes on with fewer stages as if nothing had happened, and the released ranks hold nothing any more."""
 
+import weakref
+
 import pipelines
 import pytest
 import torch
@@ -94,6 +96,28 @@ def test_layers_arrive_bit_for_bit_between_two_batches_of_a_step(run_ranks):
     assert any("gradient" in key for key in whole)
     assert_same(dict(sorted(arrived.items())), dict(sorted(whole.items())))
     assert by_rank[2][1] == {} and by_rank[2][2] == by_rank[0][2]
+
+
+def test_a_released_rank_holds_no_tensors_when_the_outside_is_told(run_ranks):
+    """What it has sent is free already: parameters, gradients and optimizer state."""
+
+    def check(rank, group):
+        training = Training(group)
+        training.train(1)
+        words, target = pipelines.batch(2)
+        training.pipeline.step(words, target=target)
+        own = [training.pipeline.layers[number] for number in training.pipeline.present]
+        parameters = [one for layer in own for one in layer.parameters()]
+        tensors = [*parameters, *(one.grad for one in parameters if one.grad is not None)]
+        tensors += [state for one in parameters for state in training.optimizer.state[one].values()]
+        storages = [weakref.ref(one.untyped_storage()) for one in tensors]
+        assert len(storages) >= 3 * len(parameters) and all(one() is not None for one in storages)
+        del tensors
+        left = []
+        training.repack(1, on_release=[lambda release: left.append(sum(one() is not None for one in storages))])
+        return left
+
+    assert run_ranks(check, 2) == [[], [0]]
 
 
 def test_a_released_rank_that_goes_on_is_told_what_to_do(run_ranks):

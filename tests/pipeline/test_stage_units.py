@@ -13,11 +13,13 @@ from survivors import told_by_survivors
 from torch import nn
 
 from zeroresize.pipeline import Pipeline, PipelineBalancer, moving
-from zeroresize.resharding.agreement import NotEnoughMemoryError
+from zeroresize.resharding.agreement import CannotMoveError, NotEnoughMemoryError
 
 
 class MadeUp:
     """A group of one rank that says what the test wants."""
+
+    num_ranks = 1
 
     def __init__(self):
         self.has_settled, self.calls, self.fails_with = False, [], None
@@ -131,6 +133,63 @@ def test_what_cannot_leave_or_move_stays_and_is_attached_again(run_ranks, step):
     stayed, calls, moved = by_rank[0]
     assert stayed == (0, 3, 6) and moved[1] > 3
     assert [one.split()[0] for one in calls] == ["watch", "leave", "attach"]
+
+
+def test_units_that_begin_a_change_after_the_profile_are_not_disturbed(run_ranks):
+    """It is known one block after it was measured; layers then move by a later one."""
+
+    def check(rank, group):
+        training = Training(group)
+        training.units.has_settled = True
+        training.pace.of_rank = 3.0 if rank == 1 else 1.0
+        leave, doubts = training.units.leave, []
+
+        def leave_in_doubt(boundaries):
+            doubts.append(training.balancer.state_dict()["doubt"])
+            leave(boundaries)
+
+        training.units.leave = leave_in_doubt
+        while not training.units.calls:  # until a profile has wanted a move
+            training.train(1)
+        training.train(1)  # measures the one that confirms it
+        training.units.has_settled = rank == 1
+        stayed, calls = training.train(4), list(training.units.calls)
+        training.units.has_settled = True
+        return stayed, calls, training.train(12), doubts[0]
+
+    by_rank = run_ranks(check, 2)
+    assert by_rank[0] == by_rank[1]
+    stayed, calls, moved, doubt = by_rank[0]
+    assert stayed == (0, 3, 6) and calls == ["watch"]
+    assert moved[1] > 3 and doubt == 1.0
+
+
+def test_units_that_have_left_are_attached_again_where_layers_cannot_move(run_ranks):
+    def check(rank, group):
+        training = Training(group)
+        training.units.has_settled = True
+        training.pace.of_rank = 3.0 if rank == 1 else 1.0
+        training.train(2)
+        if rank == 1:  # nobody can send such optimizer state
+            training.optimizer.state[training.pipeline.layers[3].linear.weight]["odd"] = object()
+        with pytest.raises((ValueError, CannotMoveError)) as caught:
+            training.train(12)
+        return type(caught.value).__name__, training.pipeline.boundaries, training.units.calls[-2:]
+
+    first, second = run_ranks(check, 2)
+    assert (first[0], second[0]) == ("CannotMoveError", "ValueError")
+    assert first[1] == second[1] == (0, 3, 6)
+    assert [one.split()[0] for one in first[2]] == [one.split()[0] for one in second[2]] == ["leave", "attach"]
+
+
+def test_units_of_several_ranks_need_these_as_replicas(run_ranks):
+    def check(rank, group):
+        training = Training(group)
+        training.units.num_ranks = 2
+        with pytest.raises(ValueError, match="units of 2 ranks need replicas="):
+            PipelineBalancer(training.pipeline, training.optimizer, units=training.units)
+
+    run_ranks(check, 2)
 
 
 def test_a_rank_that_dies_while_units_come_home_leaves_nobody_waiting(tmp_path):

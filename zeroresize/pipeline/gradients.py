@@ -13,6 +13,9 @@ from zeroresize.pipeline.pipeline import Pipeline
 def clip_grad_norm_(pipeline: Pipeline, max_norm: float) -> Tensor:
     """What ``torch.nn.utils.clip_grad_norm_`` does to the undivided model's gradients; collective.
 
+    Not with tensor parallelism inside stages: each rank would count its own shards only, and scale by another factor
+    than the others of its stage.
+
     Args:
         max_norm: of all stages' gradients together, as one vector.
 

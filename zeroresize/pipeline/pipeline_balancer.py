@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import Schedule1F1B
 
 from zeroresize.comm.collectives import all_reduce
+from zeroresize.comm.remaining_group import num_known_groups
 from zeroresize.pipeline.moving import LayerMoveReport, move_layers
 from zeroresize.pipeline.moving_early import MoveDuringBackward, moving_during_backward
 from zeroresize.pipeline.pipeline import Pipeline
@@ -32,6 +33,7 @@ from zeroresize.pipeline.rebalancing_forecast import (
 from zeroresize.pipeline.records import ProfileRecord, RebalancingRecord
 from zeroresize.pipeline.releasing import Releasing, Repack
 from zeroresize.pipeline.replicas import Replicas
+from zeroresize.pipeline.shrinking import NUM_GROUPS
 from zeroresize.pipeline.stage_units import StageUnits, UnitsFirst
 from zeroresize.resharding.agreement import (
     CannotMoveError,
@@ -84,7 +86,8 @@ class PipelineBalancer:
             of tensor parallelism within stages; None where there are none. All of them then move the same layers, by
             the slowest of them, or none does: the constructor and due blocks are collective over all.
         units: balances the tensor-parallel group of this rank's stage, and acts first: layers are measured, and move,
-            only when no units are about to. Give the group as ``replicas``. None where stages are single ranks.
+            only when no units are about to. Give the group as ``replicas``; where it has several ranks, that is
+            required. None where stages are single ranks.
         on_change: is given a :class:`RebalancingRecord` after each move, on every rank.
         on_profile: is given a :class:`ProfileRecord` after each profile, on every rank.
         repack: whether, and when, the pipeline goes on with fewer stages (:func:`~zeroresize.pipeline.repack`); None
@@ -95,7 +98,8 @@ class PipelineBalancer:
 
     Raises:
         ValueError: for values that are not allowed, and for layers of which some share a parameter.
-        RuntimeError: on every rank, if ranks differ in these values.
+        RuntimeError: on every rank, if ranks differ in these values, or, with ``repack``, in how many process groups
+            they are members of: torch names new ones by that.
         ValueError, RuntimeError: as :class:`~zeroresize.pipeline.replicas.Replicas`.
     """
 
@@ -137,6 +141,8 @@ class PipelineBalancer:
                 raise ValueError("repack needs memory_limits, or a max_slowdown: nothing else would keep any stage")
             if repack is not None and (replicas is not None or units is not None):
                 raise ValueError("repack is for pipelines by themselves: not with replicas or units beside them")
+            if units is not None and replicas is None and units.num_ranks > 1:
+                raise ValueError(f"units of {units.num_ranks} ranks need these ranks as replicas=")
             _require_no_ties(pipeline)
             rule = RebalancingRule(
                 by,
@@ -149,12 +155,16 @@ class PipelineBalancer:
             )
             self._rebalancing = Rebalancing(rule)
             options = f"{rule}, max_bytes={max_bytes}, move_during_backward={move_during_backward}"
-            alike = (fingerprint(f"{options} {replicas is None} {units is None} {repack}"), 0.0)
+            alike = (
+                fingerprint(f"{options} {replicas is None} {units is None} {repack}"),
+                0.0 if repack is None else num_known_groups(),
+            )
         except Exception as error:  # the others must hear of any
             alike = error
         meet = pipeline.meet()
         table = meet_prepared(meet, alike)
         require_same([one for one, *_ in table], "the options of PipelineBalancer", meet)
+        require_same([number for _, number, *_ in table], NUM_GROUPS, meet)
         if replicas is not None:
             self._replicas = Replicas(pipeline, replicas, options)
         self._tells = pipeline.stage == 0 and (self._replicas is None or self._replicas.is_first)
@@ -263,6 +273,9 @@ class PipelineBalancer:
                 self._units.watch()
         if self._release(profile) or forecast is None:
             return
+        if self._units_may_move():  # they have begun since the profile was measured
+            self._rebalancing.drop()
+            return
         if self._moves_during_backward:
             self._wanted = forecast
             return
@@ -278,9 +291,11 @@ class PipelineBalancer:
             return
         try:
             report = move_layers(self._pipeline, forecast.after, optimizer=self._optimizer, max_bytes=self._max_bytes)
-        except NotEnoughMemoryError as error:
+        except (ValueError, CannotMoveError, NotEnoughMemoryError) as error:  # on every rank: nothing has moved
             if self._units is not None:
                 self._units.attach()
+            if not isinstance(error, NotEnoughMemoryError):
+                raise
             self._stay(error)
             return
         if self._units is not None:

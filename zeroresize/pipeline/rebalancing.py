@@ -151,8 +151,12 @@ class Rebalancing:
 
     def refuse(self) -> None:
         """The last move could not be made."""
-        self._promised = None
+        self.drop()
         self._disappoint()
+
+    def drop(self) -> None:
+        """The last move was not made, as its profile no longer holds."""
+        self._promised = None
 
     def continue_on(self, stages: Sequence[int], boundaries: tuple[int, ...]) -> None:
         """Only these stages are left, with the layers between ``boundaries`` [S + 1] of them."""

@@ -17,7 +17,7 @@ from zeroresize.pipeline.profiling import PipelineProfile
 from zeroresize.pipeline.rebalancing import Rebalancing
 from zeroresize.pipeline.rebalancing_forecast import RebalancingForecast
 from zeroresize.pipeline.release_hooks import ReleaseHook
-from zeroresize.pipeline.shrinking import RepackingReport, carry_out_repacking, stage_that_stays
+from zeroresize.pipeline.shrinking import DifferentGroupsError, RepackingReport, carry_out_repacking, stage_that_stays
 from zeroresize.resharding.agreement import NotEnoughMemoryError
 from zeroresize.utils.state_checks import keyed, not_negative
 from zeroresize.utils.value_checks import at_least
@@ -97,7 +97,8 @@ class Releasing:
         """Release ranks if two profiles want it; None where all stay. Collective.
 
         Args:
-            rebalancing: which has taken the profile; it goes on with the stages that stay.
+            rebalancing: which has taken the profile; it goes on with the stages that stay. Of what moves cost it learns
+                nothing: most of a re-packing's time may be that of making a process group.
 
         Raises:
             RuntimeError, ValueError: as :func:`~zeroresize.pipeline.repack`.
@@ -120,12 +121,11 @@ class Releasing:
             report = carry_out_repacking(
                 pipeline, optimizer, repacking, max_bytes=max_bytes, on_release=self.options.on_release, step=step
             )
-        except NotEnoughMemoryError as error:
+        except (NotEnoughMemoryError, DifferentGroupsError) as error:
             if pipeline.stage == 0:
                 logger.warning("step %d: no rank is released: %s", step, error)
             return None
         rebalancing.continue_on(report.stages, report.boundaries)
-        rebalancing.learn(report.busiest_bytes, report.seconds)
         if pipeline.stage == 0:
             logger.info(
                 "step %d: %d of %d stages go on, ranks %s are released: %.1f MB, %.2f s; expected step %.0f -> %.0f ms",

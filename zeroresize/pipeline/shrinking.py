@@ -27,6 +27,12 @@ from zeroresize.pipeline.release_hooks import Release, ReleaseHook, tell_outside
 from zeroresize.pipeline.repacking import Repacking, repacked
 from zeroresize.resharding.agreement import Meet, meet_prepared, require_same
 
+NUM_GROUPS = "how many process groups they have made"
+
+
+class DifferentGroupsError(RuntimeError):
+    """The ranks that would stay cannot name a process group alike; on every rank, and nothing has changed."""
+
 
 @dataclass(frozen=True)
 class RepackingReport:
@@ -152,8 +158,21 @@ def _carried_out(
     on_release: Sequence[ReleaseHook],
     step: int | None,
 ) -> RepackingReport:
+    rank = group_ranks(pipeline.process_group)[pipeline.stage]
+    report = _moved(pipeline, optimizer, decide, max_bytes)
+    if pipeline.is_released:
+        if pipeline.device.type == "cuda":
+            torch.cuda.empty_cache()
+        tell_outside(on_release, Release(rank, report.released, report.remaining, report.moved_bytes, step))
+    return report
+
+
+def _moved(
+    pipeline: Pipeline, optimizer: object | None, decide: Callable[[], Repacking], max_bytes: int
+) -> RepackingReport:
+    """All but telling the outside: what this holds of layers that have left is free only when it has returned."""
     begin = time.perf_counter()
-    ranks, rank = group_ranks(pipeline.process_group), pipeline.stage
+    ranks = group_ranks(pipeline.process_group)
 
     def make() -> LayerMove:
         if pipeline.is_joined:
@@ -171,37 +190,35 @@ def _carried_out(
         move.install()
         pipeline.follow(move.boundaries)
     remaining = tuple(ranks[stage] for stage in move.stages)
-    released = tuple(one for one in ranks if one not in remaining)
     streams = move.stream_bytes
-    report = RepackingReport(
+    return RepackingReport(
         pipeline.is_released,
         move.stages,
         move.boundaries,
-        released,
+        tuple(one for one in ranks if one not in remaining),
         remaining,
         sum(map(len, move.moving.values())),
         sum(streams.values()),
         max(sum(size for pair, size in streams.items() if one in pair) for one in range(len(ranks))),
         seconds,
     )
-    if pipeline.is_released:
-        if pipeline.device.type == "cuda":
-            torch.cuda.empty_cache()
-        tell_outside(on_release, Release(ranks[rank], released, remaining, report.moved_bytes, step))
-    return report
 
 
 def _group_of_remaining(pipeline: Pipeline, stages: Sequence[int], begin: float) -> tuple[ProcessGroup | None, float]:
     """The group of the stages that stay, None on the others, and the seconds of the slowest rank since ``begin``.
 
     Raises:
+        DifferentGroupsError: on every rank, if ranks have made different numbers of groups.
         RuntimeError: on every rank that lives, if one dies or cannot make it. A group that others have made then stays
             unused: torch would give the next one its name, and find what the first one has left in the store.
     """
     meet, group = pipeline.meet(), None
     known = [number for number, *_ in meet_prepared(meet, (float(num_known_groups()), 0.0))]
     of_those_that_stay = [one if stage in stages else known[stages[0]] for stage, one in enumerate(known)]
-    require_same(of_those_that_stay, "how many process groups they have made", meet)
+    try:
+        require_same(of_those_that_stay, NUM_GROUPS, meet)
+    except RuntimeError as error:
+        raise DifferentGroupsError(str(error)) from None
     failure = None
     try:
         if pipeline.stage in stages:

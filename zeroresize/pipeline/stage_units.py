@@ -14,9 +14,12 @@ from zeroresize.resharding.agreement import CannotMoveError, Meet, NotEnoughMemo
 class StageUnits(Protocol):
     """Balances the tensor-parallel group of this rank's stage, by units of the layers that the stage has.
 
-    :class:`zeroresize.StageBalancer` is one. Calls but :attr:`has_settled` and :meth:`watch` are collective over the
-    group.
+    :class:`zeroresize.StageBalancer` is one. Its methods but :meth:`watch` are collective over the group.
     """
+
+    @property
+    def num_ranks(self) -> int:
+        """Of the group."""
 
     @property
     def has_settled(self) -> bool:
