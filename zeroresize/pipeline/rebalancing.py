@@ -27,6 +27,8 @@ _LEAST_KEPT, _MOST_DOUBT = 0.5, 64.0
 _JUDGED = 8
 #: So many profiles of every step are compared with what was known before them.
 _ANCHORED = 16
+#: Of profiles of every step every so many lead to a decision, while nothing is owed: it takes milliseconds.
+_DECIDED = 4
 _CHECK = keyed(
     {"costs": anything, "cost_of_move": each(not_negative, 2), "owed_s": not_negative, "doubt": not_negative}
 )
@@ -54,6 +56,7 @@ class Rebalancing:
         self._running: RunningProfile | None = None
         self._anchor: LayerCosts | None = None
         self._age = 0
+        self._num_undecided = 0
         self._steps_s: list[float] = []  # as measured since the last move, with profiles of every step
         self._first: PipelineProfile | None = None
         self._is_other_work = False
@@ -101,9 +104,13 @@ class Rebalancing:
         if self._running is None:
             self._running = RunningProfile(len(profile.layers))
         running = self._running.after(profile)
-        self._steps_s.append(self.rule.measured_step_s(profile))
-        if running is None:
+        self._num_undecided += 1
+        if self._promised is not None:
+            self._steps_s.append(self.rule.measured_step_s(profile))
+        has_nothing_new = self.costs is not None and not self._is_other_work and self.owed_s == 0.0
+        if running is None or (has_nothing_new and self._num_undecided < _DECIDED):
             return None
+        self._num_undecided = 0
         return self._decide(running, self._costs_by_now(running))
 
     def _costs_by_now(self, running: PipelineProfile) -> LayerCosts:
@@ -125,7 +132,7 @@ class Rebalancing:
         self.has_learned = True
         if self.rule.num_steps > 1:
             self._judge(forecast.step_s)
-        elif is_wanted or len(self._steps_s) >= _JUDGED:
+        elif self._steps_s and (is_wanted or len(self._steps_s) >= _JUDGED):
             self._judge(fmean(self._steps_s))
         self.owed_s = self.owed_s + forecast.saving_s * self.rule.num_steps if is_wanted else 0.0
         if not is_wanted or not (forecast.is_needed or self.owed_s >= self.doubt * forecast.price_s):
