@@ -39,7 +39,7 @@ def _pruning(num_stages: int, steps: int) -> list[str]:
 
 def _freezing(num_stages: int, steps: int) -> list[str]:
     every = steps // 12
-    rule = ["case.tolerance=0.7", "case.window=1", "case.patience=1"]
+    rule = ["case.tolerance=0.7", "case.window=1", "case.patience=1", "case.keep_active=9"]
     return ["case.name=freezing", f"case.start={every}", f"case.every={every}", *rule, _RARELY]
 
 
