@@ -186,7 +186,7 @@ def test_units_of_several_ranks_need_these_as_replicas(run_ranks):
     def check(rank, group):
         training = Training(group)
         training.units.num_ranks = 2
-        with pytest.raises(ValueError, match="units of 2 ranks need replicas="):
+        with pytest.raises(ValueError, match="units of 2 ranks need these ranks as replicas="):
             PipelineBalancer(training.pipeline, training.optimizer, units=training.units)
 
     run_ranks(check, 2)
