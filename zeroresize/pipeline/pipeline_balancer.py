@@ -350,11 +350,7 @@ class PipelineBalancer:
         if not self._pipeline.is_released:
             self._tells = self._pipeline.stage == 0
             self._connect()
-        if self._on_change is not None:
-            moved_bytes, seconds = released.report.moved_bytes, released.report.seconds
-            self._on_change(
-                RebalancingRecord(**vars(released.forecast), step=self.steps, moved_bytes=moved_bytes, seconds=seconds)
-            )
+        self._record(released.forecast, released.report.moved_bytes, released.report.seconds)
         return True
 
     def _connect(self) -> None:
@@ -388,6 +384,9 @@ class PipelineBalancer:
                 1e3 * forecast.step_s,
                 1e3 * forecast.expected_step_s,
             )
+        self._record(forecast, moved_bytes, seconds)
+
+    def _record(self, forecast: RebalancingForecast, moved_bytes: int, seconds: float) -> None:
         if self._on_change is not None:
             self._on_change(
                 RebalancingRecord(**vars(forecast), step=self.steps, moved_bytes=moved_bytes, seconds=seconds)
