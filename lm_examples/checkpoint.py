@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from vit_examples.all_ranks import do_nothing, on_all_ranks
+from vit_examples.checkpoint_folders import CheckpointFolders
 from vit_examples.manifest import require_all_intact, sealed, sync_names, write_manifest
 from vit_examples.plain_files import read_state, state_files, write_state
 from zeroresize.pipeline import Pipeline
@@ -32,7 +33,7 @@ from zeroresize.utils.value_checks import at_least, known_keys
 logger = logging.getLogger(__name__)
 
 _STATE = "state"
-_COMPLETE = re.compile(r"step-(\d+)")
+_FOLDERS = CheckpointFolders("step")
 _LAYER = re.compile(r"(?:model|optimizer)/layers\.(\d+)\.")
 
 
@@ -72,12 +73,12 @@ class SavedState:
 
 def newest_checkpoint(folder: Path) -> Path | None:
     """The complete checkpoint of the latest step under ``folder``."""
-    return max(_complete(folder), key=step_of, default=None)
+    return _FOLDERS.newest(folder)
 
 
 def step_of(checkpoint: Path) -> int:
     """How many steps had been trained when it was written."""
-    return int(checkpoint.name.removeprefix("step-"))
+    return _FOLDERS.number_of(checkpoint)
 
 
 def read_saved_state(checkpoint: Path, layout: dict[str, Any]) -> SavedState:
@@ -94,7 +95,7 @@ def read_saved_state(checkpoint: Path, layout: dict[str, Any]) -> SavedState:
         except (TypeError, ValueError) as error:
             raise ValueError(f"{state_files(checkpoint / _STATE)[0]}: {error}") from error
     except ValueError as error:
-        raise ValueError(f"{error}\n{_way_out(checkpoint)}") from error
+        raise ValueError(f"{error}\n{_FOLDERS.way_out(checkpoint)}") from error
     if saved.layout != layout:
         differing = sorted(key for key in saved.layout.keys() | layout if saved.layout.get(key) != layout.get(key))
         raise ValueError(
@@ -153,8 +154,7 @@ def save_checkpoint(
             )
         return False
     if is_first:
-        for old in sorted(_complete(folder), key=step_of)[:-keep]:
-            _delete(old)
+        _FOLDERS.delete_but(folder, keep)
     return True
 
 
@@ -194,7 +194,7 @@ def load_layers(checkpoint: Path, pipeline: Pipeline, optimizer: torch.optim.Opt
         on_all_ranks(ValueError, install, group)
     except (ValueError, CheckpointException) as error:
         _raise_interrupt(error, pipeline.stage)
-        raise ValueError(f"{checkpoint}: cannot be loaded: {_reason(error)}\n{_way_out(checkpoint)}") from error
+        raise ValueError(f"{checkpoint}: cannot be loaded: {_reason(error)}\n{_FOLDERS.way_out(checkpoint)}") from error
 
 
 def _contents(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -223,25 +223,3 @@ def _reason(error: BaseException) -> str:
     if not isinstance(error, CheckpointException):
         return str(error)
     return "; ".join(f"rank {rank}: {one!r}" for rank, (one, _) in error.failures.items()) or "no reason is known"
-
-
-def _way_out(checkpoint: Path) -> str:
-    """What to do about a checkpoint that cannot be loaded."""
-    before = max((path for path in _complete(checkpoint.parent) if path != checkpoint), key=step_of, default=None)
-    then = f"goes on from {before.name}" if before is not None else "starts anew"
-    return f"Delete {checkpoint}, and --resume {then}"
-
-
-def _complete(folder: Path) -> list[Path]:
-    return [path for path in folder.glob("step-*") if _COMPLETE.fullmatch(path.name) and path.is_dir()]
-
-
-def _delete(checkpoint: Path) -> None:
-    """A kill on the way leaves no half that looks complete."""
-    going = checkpoint.with_suffix(".tmp")
-    shutil.rmtree(going, ignore_errors=True)
-    try:
-        checkpoint.rename(going)
-    except OSError as error:
-        logger.warning("the old checkpoint %s cannot be deleted: %s", checkpoint, error)
-    shutil.rmtree(going, ignore_errors=True)

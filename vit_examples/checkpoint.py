@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from torch import Tensor
 
 import zeroresize as zr
 from vit_examples.all_ranks import do_nothing, of_all_ranks, on_all_ranks
+from vit_examples.checkpoint_folders import CheckpointFolders
 from vit_examples.config import RunConfig
 from vit_examples.host import Host
 from vit_examples.manifest import require_intact, sealed, sync_names, write_manifest
@@ -31,7 +31,7 @@ from zeroresize.utils.value_checks import at_least, is_number, known_keys
 logger = logging.getLogger(__name__)
 
 _LAYOUT, _PROGRESS = "layout.json", "progress.json"
-_COMPLETE = re.compile(r"epoch-(\d+)")
+_FOLDERS = CheckpointFolders("epoch")
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,12 @@ def layout_of(config: RunConfig, num_ranks: int) -> dict[str, Any]:
 
 def newest_checkpoint(folder: Path) -> Path | None:
     """The complete checkpoint of the latest epoch under ``folder``."""
-    return max(_complete(folder), key=epoch_of, default=None)
+    return _FOLDERS.newest(folder)
 
 
 def epoch_of(checkpoint: Path) -> int:
     """How many epochs had been trained when it was written."""
-    return int(checkpoint.name.removeprefix("epoch-"))
+    return _FOLDERS.number_of(checkpoint)
 
 
 def require_layout(checkpoint: Path, layout: dict[str, Any]) -> None:
@@ -97,7 +97,7 @@ def require_layout(checkpoint: Path, layout: dict[str, Any]) -> None:
         require_intact(checkpoint, [_LAYOUT])
         saved = read_values(checkpoint / _LAYOUT)
     except ValueError as error:
-        raise ValueError(f"{error}\n{_way_out(checkpoint)}") from error
+        raise ValueError(f"{error}\n{_FOLDERS.way_out(checkpoint)}") from error
     if saved != layout:
         differing = sorted(key for key in saved.keys() | layout.keys() if saved.get(key) != layout.get(key))
         raise ValueError(
@@ -156,8 +156,7 @@ def save_checkpoint(
             )
         return False
     if host.rank == 0:
-        for old in sorted(_complete(folder), key=epoch_of)[:-keep]:
-            _delete(old)
+        _FOLDERS.delete_but(folder, keep)
     return True
 
 
@@ -184,7 +183,7 @@ def load_checkpoint(checkpoint: Path, *, host: Host, balancer: zr.Balancer) -> P
         # Before the model, since it can still refuse its state; on no rank, where one could not read its own.
         on_all_ranks(ValueError, load_balancer)
     except ValueError as error:
-        raise ValueError(f"{error}\n{_way_out(checkpoint)}") from error
+        raise ValueError(f"{error}\n{_FOLDERS.way_out(checkpoint)}") from error
     with balancer.at_home():
         host.load(shard)
     return progress
@@ -204,29 +203,6 @@ def _read_progress(checkpoint: Path) -> Progress:
     if progress.epochs != epoch_of(checkpoint):
         raise ValueError(f"{path}: of {progress.epochs} epochs, but the checkpoint is called {checkpoint.name}")
     return progress
-
-
-def _way_out(checkpoint: Path) -> str:
-    """What to do about a checkpoint that cannot be loaded."""
-    others = [path for path in _complete(checkpoint.parent) if path != checkpoint]
-    before = max(others, key=epoch_of, default=None)
-    then = f"goes on from {before.name}" if before is not None else "starts anew"
-    return f"Delete {checkpoint}, and --resume {then}"
-
-
-def _complete(folder: Path) -> list[Path]:
-    return [path for path in folder.glob("epoch-*") if _COMPLETE.fullmatch(path.name) and path.is_dir()]
-
-
-def _delete(checkpoint: Path) -> None:
-    """A kill on the way leaves no half that looks complete."""
-    going = checkpoint.with_suffix(".tmp")
-    shutil.rmtree(going, ignore_errors=True)
-    try:
-        checkpoint.rename(going)
-    except OSError as error:
-        logger.warning("the old checkpoint %s cannot be deleted: %s", checkpoint, error)
-    shutil.rmtree(going, ignore_errors=True)
 
 
 def _shard(rank: int) -> str:

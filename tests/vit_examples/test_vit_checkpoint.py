@@ -400,7 +400,7 @@ def test_a_checkpoint_is_on_the_disk_before_older_ones_are_deleted(
             done.append(path.name)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(checkpoints, "_delete", lambda old: done.append(f"delete {old.name}"))
+    monkeypatch.setattr(checkpoints._FOLDERS, "delete", lambda old: done.append(f"delete {old.name}"))
 
     def train(rank: int, group: Any) -> list[str]:
         training = Training(micro_config(torch_host))
