@@ -129,3 +129,29 @@ class Delays:
     @property
     def _all(self) -> list[Delay]:
         return [self._host, *self._devices.values()]
+
+
+class Delayed:
+    """What slows a rank by ``delays``, and tells of them."""
+
+    def __init__(self, delays: Delays | None) -> None:
+        self._delays = delays or Delays()
+
+    @property
+    def chi(self) -> float:
+        """χ ≥ 1 in force."""
+        return self._delays.chi
+
+    @chi.setter
+    def chi(self, chi: float) -> None:
+        self._delays.chi = chi
+
+    @property
+    def num_products(self) -> int:
+        """How often something was slowed: products, or forwards and backwards of whole layers."""
+        return self._delays.num_products
+
+    @property
+    def seconds_added(self) -> float:
+        """By how much in all."""
+        return self._delays.seconds_added

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from zeroresize.injection.delay import Delay, Delays
+from zeroresize.injection.delay import Delay, Delayed, Delays
 from zeroresize.kernels.probe import Probe
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.plan.layer import LayerPlan
 
 
-class SlowLayers:
+class SlowLayers(Delayed):
     """While active, delays the products of ``layers``; innermost, so that whatever measures them sees the slowness.
 
     Args:
@@ -24,25 +24,8 @@ class SlowLayers:
     """
 
     def __init__(self, layers: Sequence[BalancedLinear], scope: str, delays: Delays | None = None) -> None:
-        self._delays = delays or Delays()
+        super().__init__(delays)
         self._probes = [(layer, _SlowProduct(layer, self._delays, scope)) for layer in layers]
-
-    @property
-    def chi(self) -> float:
-        """χ ≥ 1 in force."""
-        return self._delays.chi
-
-    @chi.setter
-    def chi(self, chi: float) -> None:
-        self._delays.chi = chi
-
-    @property
-    def num_products(self) -> int:
-        return self._delays.num_products
-
-    @property
-    def seconds_added(self) -> float:
-        return self._delays.seconds_added
 
     def __enter__(self) -> None:
         for layer, probe in self._probes:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from zeroresize.injection.delay import Delay, Delays
+from zeroresize.injection.delay import Delay, Delayed, Delays
 from zeroresize.pipeline.layer_spans import LayerSpans
 from zeroresize.pipeline.pipeline import Pipeline
 
 
-class SlowStage:
+class SlowStage(Delayed):
     """While active, whatever layers this rank runs take ``chi`` times as long, forward and backward.
 
     Enter it before a block is profiled: then the profile sees the slowness. A layer is held up by what it took, so one
@@ -21,26 +21,9 @@ class SlowStage:
     """
 
     def __init__(self, pipeline: Pipeline, delays: Delays | None = None) -> None:
-        self._pipeline, self._delays = pipeline, delays or Delays()
+        super().__init__(delays)
+        self._pipeline = pipeline
         self._spans = LayerSpans(pipeline, self._begins, self._ends)
-
-    @property
-    def chi(self) -> float:
-        """χ ≥ 1 in force."""
-        return self._delays.chi
-
-    @chi.setter
-    def chi(self, chi: float) -> None:
-        self._delays.chi = chi
-
-    @property
-    def num_products(self) -> int:
-        """How many forwards and backwards of layers were slowed."""
-        return self._delays.num_products
-
-    @property
-    def seconds_added(self) -> float:
-        return self._delays.seconds_added
 
     def __enter__(self) -> None:
         self._spans.__enter__()
