@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from lm_examples.cases import CASES, case_class
 from lm_examples.config import (
@@ -26,7 +25,8 @@ from lm_examples.config import (
     TrainingConfig,
 )
 from lm_examples.gpt import ModelConfig
-from vit_examples.config_file import parse_override
+from vit_examples.config_file import Parser, config_path, parse_override
+from vit_examples.config_file import available_configs as configs_in
 from zeroresize.utils.value_checks import known_keys, one_of
 from zeroresize.utils.yaml_values import read_yaml
 
@@ -58,16 +58,9 @@ _SET_HELP = (
 )
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises where argparse would print its usage on every rank."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message} (--help lists all arguments)")
-
-
 def argument_parser() -> argparse.ArgumentParser:
     """The command line of ``lm_examples.train``; a wrong argument is a ValueError."""
-    parser = _Parser(
+    parser = Parser(
         prog="lm_examples.train",
         description="Train a small GPT in a pipeline whose layers move.",
         allow_abbrev=False,
@@ -124,11 +117,11 @@ def config_to_dict(config: RunConfig) -> dict[str, Any]:
 
 def available_configs() -> list[str]:
     """Bare names of the files in ``configs/``."""
-    return sorted(path.stem for path in CONFIG_FOLDER.glob("*.yaml"))
+    return configs_in(CONFIG_FOLDER)
 
 
 def _config(name: str | Path, changes: Sequence[tuple[str, Any]]) -> RunConfig:
-    path = _path_of(name)
+    path = config_path(name, CONFIG_FOLDER)
     try:
         document = read_yaml(path)
     except OSError as error:
@@ -140,14 +133,6 @@ def _config(name: str | Path, changes: Sequence[tuple[str, Any]]) -> RunConfig:
     for key, value in changes:
         document = _with_change(document, key, value)
     return config_from_dict(document)
-
-
-def _path_of(name: str | Path) -> Path:
-    for path in (Path(name), CONFIG_FOLDER / f"{name}.yaml"):
-        if os.path.isfile(path):  # unlike Path.is_file, also answers for a name that is too long
-            return path
-    what = "is a folder, not a file" if os.path.isdir(name) else "no such file"
-    raise ValueError(f"--config {name}: {what}; by bare name there are {available_configs()}")
 
 
 def _section_from(name: str, values: Any) -> Any:

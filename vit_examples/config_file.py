@@ -44,7 +44,7 @@ _SET_HELP = (
 )
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Raises where argparse would print its usage on every rank."""
 
     def error(self, message: str) -> NoReturn:
@@ -53,7 +53,7 @@ class _Parser(argparse.ArgumentParser):
 
 def argument_parser() -> argparse.ArgumentParser:
     """The command line of ``vit_examples.train``; a wrong argument is a ValueError."""
-    parser = _Parser(
+    parser = Parser(
         prog="vit_examples.train",
         description="Train a vision transformer with balanced tensor parallelism.",
         allow_abbrev=False,
@@ -112,17 +112,17 @@ def _config(name: str | Path, changes: Sequence[tuple[str, Any]]) -> RunConfig:
         raise
 
 
-def config_path(name: str | Path) -> Path:
-    """The YAML file of that path, or else of that bare name in ``configs/``.
+def config_path(name: str | Path, folder: Path = CONFIG_FOLDER) -> Path:
+    """The YAML file of that path, or else of that bare name in ``folder``.
 
     Raises:
         ValueError: if there is neither.
     """
-    for path in (Path(name), CONFIG_FOLDER / f"{name}.yaml"):
+    for path in (Path(name), folder / f"{name}.yaml"):
         if os.path.isfile(path):  # unlike Path.is_file, also answers for a name that is too long
             return path
     what = "is a folder, not a file" if os.path.isdir(name) else "no such file"
-    raise ValueError(f"--config {name}: {what}; by bare name there are {available_configs()}")
+    raise ValueError(f"--config {name}: {what}; by bare name there are {available_configs(folder)}")
 
 
 def config_from_dict(document: Any) -> RunConfig:
@@ -139,9 +139,9 @@ def config_to_dict(config: RunConfig) -> dict[str, Any]:
     return {**dataclasses.asdict(config), "balance": config.balance.to_dict()}
 
 
-def available_configs() -> list[str]:
+def available_configs(folder: Path = CONFIG_FOLDER) -> list[str]:
     """Bare names of the files in ``configs/``."""
-    return sorted(path.stem for path in CONFIG_FOLDER.glob("*.yaml"))
+    return sorted(path.stem for path in folder.glob("*.yaml"))
 
 
 def _mistake_in(document: Any) -> str | None:
