@@ -1,0 +1,151 @@
+"""Which part of every tensor each rank holds: plain numbers, for planning what must travel between two layouts.
+
+A tensor is divided by **units** of one dimension, such as attention heads, of which every rank holds neighbours. What
+is not divided is one unit, which every rank of a tensor-parallel group holds.
+
+``P`` tensors, ``R`` ranks, ``T`` tensor-parallel ranks of a group, ``U`` units of a tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class UnitDivision:
+    """How a tensor may be divided: dimension ``dim`` is ``num_blocks`` blocks, each of ``num_units`` units of ``rows``.
+
+    Attributes:
+        dim: the dimension that holds units.
+        num_units: U.
+        rows: neighbours that one unit has in a block.
+        num_blocks: parts of the dimension that hold all units each, such as q, k and v in one weight.
+    """
+
+    dim: int
+    num_units: int
+    rows: int
+    num_blocks: int = 1
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor of the undivided model.
+
+    Attributes:
+        name: in the model, such as ``layers.3.attention.query.weight``.
+        layer: number of the layer that it belongs to.
+        shape: undivided.
+        itemsize: bytes of an element.
+        division: None where every rank of a tensor-parallel group holds the whole.
+
+    Raises:
+        ValueError: if the units of the division are not those of the shape.
+    """
+
+    name: str
+    layer: int
+    shape: tuple[int, ...]
+    itemsize: int
+    division: UnitDivision | None = None
+
+    def __post_init__(self) -> None:
+        own = self.division
+        if own is None:
+            return
+        size = own.num_blocks * own.num_units * own.rows
+        if not 0 <= own.dim < len(self.shape) or self.shape[own.dim] != size:
+            raise ValueError(
+                f"{self.name}: {own.num_blocks} blocks of {own.num_units} units of {own.rows} rows are not dimension "
+                f"{own.dim} of the shape {self.shape}"
+            )
+
+    @property
+    def num_units(self) -> int:
+        """U; one where it is not divided."""
+        return 1 if self.division is None else self.division.num_units
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def unit_bytes(self) -> int:
+        return self.num_bytes // self.num_units
+
+    def local_shape(self, num_units: int) -> tuple[int, ...]:
+        """The shape of so many units of it."""
+        if self.division is None:
+            return self.shape if num_units else (0,) * len(self.shape)
+        own = self.division
+        return (*self.shape[: own.dim], own.num_blocks * num_units * own.rows, *self.shape[own.dim + 1 :])
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Which units of every tensor each rank holds, from ``begins`` up to ``ends``; none where both are equal.
+
+    Attributes:
+        begins, ends: [P, R], int64.
+        replicas: [R], int64: which copy of the model the rank is a part of, from 0; -1 for a rank without a part. Ranks
+            of one replica hold every unit together, and what more than one of them holds is the same on all of them.
+    """
+
+    begins: Indices
+    ends: Indices
+    replicas: Indices
+
+    @property
+    def num_tensors(self) -> int:
+        return self.begins.shape[0]
+
+    @property
+    def num_ranks(self) -> int:
+        return self.begins.shape[1]
+
+    @cached_property
+    def num_replicas(self) -> int:
+        return int(self.replicas.max(initial=-1)) + 1
+
+    def units_of(self, tensor: int, rank: int) -> range:
+        """The units that a rank holds of a tensor."""
+        return range(int(self.begins[tensor, rank]), int(self.ends[tensor, rank]))
+
+    def rank_bytes(self, tensors: Sequence[TensorSpec]) -> Indices:
+        """[R] bytes that each rank holds of these tensors, which are those of the layout."""
+        unit_bytes = np.array([one.unit_bytes for one in tensors], dtype=np.int64)
+        return unit_bytes @ (self.ends - self.begins)
+
+
+def unit_bounds(num_units: int, shares: Sequence[float]) -> tuple[int, ...]:
+    """[T + 1]: rank t holds the units from entry t up to entry t + 1, as many as its share of the work.
+
+    The largest of ``count / share`` is least (D'Hondt): the rank that takes longest takes as short as possible. Equal
+    shares of a number that divides are exactly equal.
+
+    Args:
+        shares: [T], not negative, not all zero.
+
+    Raises:
+        ValueError: for shares of another kind.
+    """
+    weights = np.asarray(shares, dtype=np.float64)
+    if weights.ndim != 1 or not np.isfinite(weights).all() or (weights < 0.0).any() or not weights.any():
+        raise ValueError(f"shares={shares} are not allowed: wanted are finite numbers, none negative, not all zero")
+    exact = num_units * weights / weights.sum()
+    counts = np.maximum(np.floor(exact + 1e-9).astype(np.int64) - 1, 0) * (weights > 0.0)
+    held = weights > 0.0
+    for _ in range(num_units - int(counts.sum())):
+        pace = np.full(len(weights), np.inf)
+        pace[held] = (counts[held] + 1) / weights[held]
+        # Rounded, so that ranks of equal shares are equal whatever the last bit says.
+        counts[int(np.round(pace / pace.min(), 9).argmin())] += 1
+    return (0, *np.cumsum(counts).tolist())

@@ -1,0 +1,1 @@
+"""Strategies of parallelism that change while training goes on."""

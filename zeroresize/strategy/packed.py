@@ -1,0 +1,60 @@
+"""Sequences of different lengths one after another, without padding, as a micro-batch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """A micro-batch of whole sequences (HotSPa, packing); attention must not look from one into another.
+
+    Every layer is called with it: ``layer(x, packed)``, where x is :attr:`tokens` for the first one.
+
+    Attributes:
+        tokens: [T] int64, all sequences one after another.
+        targets: [T] int64, what follows each token.
+        lengths: of the sequences; their sum is T.
+    """
+
+    tokens: Tensor
+    targets: Tensor
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, sequences: Sequence[Tensor]) -> Packed:
+        """Of sequences [length + 1] of int64: all but the last token of each are inputs, all but the first targets.
+
+        Raises:
+            ValueError: for a sequence of fewer than two tokens, which has nothing to learn.
+        """
+        short = [number for number, one in enumerate(sequences) if one.dim() != 1 or len(one) < 2]
+        if short:
+            raise ValueError(f"sequences {short} are no rows of at least two tokens")
+        return cls(
+            torch.cat([one[:-1] for one in sequences]),
+            torch.cat([one[1:] for one in sequences]),
+            tuple(len(one) - 1 for one in sequences),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.tokens)
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where each sequence begins, and T."""
+        return (0, *itertools.accumulate(self.lengths))
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[T] int64: of each token within its sequence, on the device of the tokens."""
+        device = self.tokens.device
+        return torch.cat([torch.arange(length, device=device) for length in self.lengths])
