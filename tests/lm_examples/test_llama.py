@@ -1,10 +1,12 @@
 """Packed sequences give what each gives alone, and shards of the heads add up to the whole."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
-from lm_examples.llama import LlamaConfig, llama_layers, token_loss
+from lm_examples.llama import Attention, LlamaConfig, llama_layers, token_loss
 from zeroresize.strategy.packed import Packed
 
 LENGTHS = (3, 5, 5, 1, 4, 4, 4)
@@ -50,20 +52,21 @@ def test_packed_sequences_give_what_each_gives_alone(num_kv_heads):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
-def test_a_token_depends_on_those_before_it_and_on_how_far_they_are():
-    layers = layers_of()
+def test_attention_sees_what_came_before_and_how_far_away_it_was():
     torch.manual_seed(2)
-    nn.init.normal_(layers[0].tokens.weight)
-    for layer in layers[1:-1]:
-        for weight in (layer.attention.query.weight, layer.attention.key.weight):
-            nn.init.normal_(weight)
-    tokens = torch.tensor([1, 2, 3, 4, 5, 6])
-    logits = run(layers, Packed.of([tokens]))
-    later, earlier, swapped = tokens.clone(), tokens.clone(), torch.tensor([2, 1, 3, 4, 5, 6])
-    later[3], earlier[0] = 9, 9
-    assert torch.equal(run(layers, Packed.of([later]))[:3], logits[:3])
-    for other in (earlier, swapped):
-        assert not torch.allclose(run(layers, Packed.of([other]))[2:], logits[2:], rtol=1e-6)
+    attention = Attention(config_of()).double()
+    for linear in (attention.query, attention.key, attention.value, attention.out):
+        nn.init.normal_(linear.weight)
+    x = torch.randn(5, 16, dtype=torch.float64)
+    packed = Packed.of([torch.zeros(6, dtype=torch.int64)])
+    y = attention(x, packed)
+    later, swapped = x.clone(), x[[1, 0, 2, 3, 4]]
+    later[3] += 1.0
+    assert torch.equal(attention(later, packed)[:3], y[:3])
+    assert not torch.isclose(attention(later, packed)[3:], y[3:], rtol=1e-3).any()
+    assert not torch.isclose(attention(swapped, packed)[4], y[4], rtol=1e-3).all()  # without positions they are equal
+    shifted = SimpleNamespace(lengths=packed.lengths, positions=packed.positions + 7)
+    torch.testing.assert_close(attention(x, shifted), y, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("counts", [(1, 1), (2, 0)])
