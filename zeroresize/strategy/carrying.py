@@ -44,6 +44,7 @@ class Carrier:
     """Sends and receives one rank's rounds.
 
     Attributes:
+        num_rounds: in which they are sent.
         buffer_bytes: memory that the messages take.
         sent_bytes, received_bytes: so far.
     """
@@ -52,6 +53,7 @@ class Carrier:
         self._rounds, self._group = rounds, process_group
         self._buffer_size = max((one.num_bytes for one in rounds), default=0)
         self._num_buffers = min(2, len(rounds))  # while one round travels, the next is packed
+        self.num_rounds = len(rounds)
         self.buffer_bytes = self._num_buffers * self._buffer_size
         self.sent_bytes = self.received_bytes = 0
 

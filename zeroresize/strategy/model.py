@@ -10,7 +10,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TypeVar
 
 import torch
@@ -21,15 +21,14 @@ from torch.distributed import ProcessGroup
 from zeroresize.comm.collectives import group_rank, group_size, message_device, require_group
 from zeroresize.comm.remaining_group import num_known_groups
 from zeroresize.resharding.agreement import (
-    allocate_together,
     fingerprint,
     meet_over,
     meet_prepared,
-    require_received,
     require_same,
     texts_of_ranks,
 )
 from zeroresize.resharding.layout import Layout, TensorSpec
+from zeroresize.strategy.all_or_nothing import carried_out
 from zeroresize.strategy.gradient_sum import sum_gradients
 from zeroresize.strategy.placement import Placement, held_bytes
 from zeroresize.strategy.sharding import Initialize, SegmentsOf, WholeLayers, WholeTensor
@@ -213,53 +212,19 @@ class SwitchableModel:
             NotEnoughMemoryError: on every rank, if the new tensors and messages do not fit on some.
             RuntimeError: on every rank that lives, if ranks differ in the switch, or one dies or fails; it names them.
         """
-        begin = time.perf_counter()
-        held = self.held_bytes
         before, home = self._placements[self.current], self._placements[self.home]
 
-        def made() -> tuple[Route, Switch]:
+        def made() -> Switch:
             after = self._placement(strategy)
             travels = before not in (home, after)
             if travels and not gradients and any(one.grad is not None for one in before.parameters.values()):
                 raise ValueError("switch_to(gradients=False) would lose gradients: there are some")
             route = self._route(before, after, home if travels and gradients else None)
-            return route, Switch(route, before, after, home, self._layers.tensors, self.process_group)
+            return Switch(route, before, after, home, self._layers.tensors, self.process_group)
 
-        move: tuple[Route, Switch] | Exception
-        try:
-            move = made()
-        except Exception as error:  # the others must hear of any
-            move = error
-        told: list[Sequence[float]] = []
-
-        def meet(*numbers: float) -> Sequence[Sequence[float]]:
-            told[:] = self._meet(*numbers, 0.0 if isinstance(move, Exception) else move[0].fingerprint)
-            return told
-
-        def allocate() -> None:
-            if isinstance(move, Exception):
-                raise move
-            move[1].allocate(self.device)
-
-        needed = 0 if isinstance(move, Exception) else move[1].new_bytes + move[1].carrier.buffer_bytes
-        allocate_together(needed, self.device, allocate, meet)
-        assert not isinstance(move, Exception)
-        require_same(
-            [row[2] for row in told], "the switch, which is between other strategies or planned otherwise", meet
-        )
-        route, switch = move
-        require_received(switch.carry_out(), self._meet)
-        switch.install()
+        report = carried_out(made, self._meet, self.device, self.held_bytes)
         self.current = strategy
-        return SwitchReport(
-            time.perf_counter() - begin,
-            switch.carrier.sent_bytes,
-            switch.carrier.received_bytes,
-            len(route.rounds),
-            switch.new_bytes,
-            switch.carrier.buffer_bytes,
-            held + switch.new_bytes + switch.carrier.buffer_bytes,
-        )
+        return report
 
     def collect(self) -> SwitchReport:
         """The end of a step: weights and gradients get home, and the gradients are summed over its replicas.
@@ -273,7 +238,7 @@ class SwitchableModel:
         report = self.switch_to(self.home)
         home = self._placements[self.home]
         sum_gradients(home, self._layers.tensors)
-        return SwitchReport(**{**asdict(report), "seconds": time.perf_counter() - begin})
+        return replace(report, seconds=time.perf_counter() - begin)
 
     def add(self, strategy: Strategy) -> None:
         """Take a further strategy, to which a later :meth:`switch_to` may go.

@@ -60,6 +60,16 @@ class Placement:
                 parameters |= {index: named[one.own_name] for index, one in own.items()}
         return cls(strategy, layout, position, groups, stage_layers, parameters)
 
+    @property
+    def weights(self) -> dict[int, Tensor]:
+        """What the parameters hold, by the number of the tensor."""
+        return {number: one.data for number, one in self.parameters.items()}
+
+    @property
+    def dtypes(self) -> dict[int, torch.dtype]:
+        """Of the parameters, by the number of the tensor."""
+        return {number: one.dtype for number, one in self.parameters.items()}
+
     def stack(self, number: int, tensor: WholeTensor, data: Tensor, rank: int) -> Tensor:
         """A tensor of the parameter's shape as [pre, blocks, units, inner]; see :meth:`WholeTensor.stack`."""
         return tensor.stack(data, len(self.layout.units_of(number, rank)))

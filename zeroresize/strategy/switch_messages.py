@@ -39,6 +39,16 @@ class Flow:
     kept: Transfers | None = None
     itemsizes: Indices | None = None
 
+    def only(self, is_wanted: np.ndarray) -> Flow:
+        """Without some tensors; [P] tells which are wanted."""
+        parts = (
+            None if one is None else one.at(np.flatnonzero(is_wanted[one.tensors]))
+            for one in (self.transfers, self.kept)
+        )
+        transfers, kept = parts
+        assert transfers is not None
+        return Flow(transfers, kept, self.itemsizes)
+
 
 class Parcel(NamedTuple):
     """Units of a tensor; of an undivided one, elements.

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from zeroresize.comm.collectives import message_device
+from zeroresize.comm.collectives import group_rank, message_device
 from zeroresize.resharding.agreement import fingerprint
-from zeroresize.resharding.layout import Indices, Layout
 from zeroresize.strategy.carrying import Carrier, Ends
 from zeroresize.strategy.placement import Placement
+from zeroresize.strategy.relocation import Relocation
 from zeroresize.strategy.sharding import WholeTensor
 from zeroresize.strategy.switch_messages import Flow, Round, fingerprint_of, rounds_of
-from zeroresize.strategy.switch_plan import Transfers, plan_gradients, plan_weights
+from zeroresize.strategy.switch_plan import plan_gradients, plan_weights
 
 
 @dataclass(frozen=True)
@@ -34,16 +34,16 @@ class SwitchReport:
         num_rounds: in which messages were sent.
         new_bytes: of tensors that were made, beside those that were there.
         buffer_bytes: memory of messages.
-        peak_bytes: of parameters, gradients and messages together, at most, while it went on.
+        peak_bytes: of parameters, gradients, optimizer state that moves, and messages together, at most.
     """
 
     seconds: float
-    sent_bytes: int = 0
-    received_bytes: int = 0
-    num_rounds: int = 0
-    new_bytes: int = 0
-    buffer_bytes: int = 0
-    peak_bytes: int = 0
+    sent_bytes: int
+    received_bytes: int
+    num_rounds: int
+    new_bytes: int
+    buffer_bytes: int
+    peak_bytes: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +83,7 @@ class Route:
         if home is not None:
             plan = plan_gradients(before.layout, home.layout, specs, nodes)
             learns = np.array([one.requires_grad for one in tensors])
-            flows.append(Flow(_of(plan.transfers, learns), _of(plan.kept, learns)))
+            flows.append(Flow(plan.transfers, plan.kept).only(learns))
         # Partial gradients are added in the order of the replicas that they come from: on ranks that hold the same
         # the sums are the same to the last bit.
         rounds = rounds_of(flows, tensors, rank, before.layout.replicas.tolist(), max(max_bytes // 2, 1))
@@ -95,6 +95,7 @@ class Switch:
     """A switch on this rank, from the route to the installed weights.
 
     Attributes:
+        fingerprint: of the route.
         new_bytes: of tensors that :meth:`allocate` makes.
         carrier: of the messages.
     """
@@ -108,120 +109,61 @@ class Switch:
         tensors: Sequence[WholeTensor],
         process_group: ProcessGroup,
     ) -> None:
-        self._route, self._before, self._after, self._home = route, before, after, home
-        self._tensors, self._rank = tensors, process_group.rank()
-        self._where = lambda device: message_device(process_group, device)
+        self._has_gradients, self.fingerprint = route.has_gradients, route.fingerprint
+        self._before, self._after, self._home = before, after, home
+        self._tensors, self._rank = tensors, group_rank(process_group)
+        self._group = process_group
         self.carrier = Carrier(route.rounds, process_group)
-        held, wanted = (_own_range(one.layout, self._rank) for one in (before, after))
-        #: Weights that stay where they are: the same units before and after.
-        self._same = [
-            one for one in after.parameters if one in before.parameters and held[one].tolist() == wanted[one].tolist()
-        ]
-        self._made = [one for one in after.parameters if one not in set(self._same)]
-        self._made_gradients = [
-            number
-            for number, one in home.parameters.items()
-            if route.has_gradients and tensors[number].requires_grad and one.grad is None
-        ]
-        self.new_bytes = sum(_num_bytes(after.parameters[one]) for one in self._made)
-        self.new_bytes += sum(_num_bytes(home.parameters[one]) for one in self._made_gradients)
+        self._weights = Relocation(before, after, tensors, self._rank, before.weights, after.dtypes)
+        #: Of the home, where it has none yet.
+        self._gradients: dict[int, Tensor] = {}
+        learning = home.parameters.items() if self._has_gradients else ()
+        self._without = [number for number, one in learning if one.requires_grad and one.grad is None]
+        of_gradients = (home.parameters[number] for number in self._without)
+        self.new_bytes = self._weights.new_bytes + sum(one.numel() * one.element_size() for one in of_gradients)
 
     def allocate(self, device: torch.device) -> None:
         """Make the new tensors and the memory of messages."""
-        self.carrier.allocate(self._where(device))
-        self._new = {one: _empty_like(self._after.parameters[one]) for one in self._made}
-        self._gradients = {one: _empty_like(self._home.parameters[one]).zero_() for one in self._made_gradients}
+        self.carrier.allocate(message_device(self._group, device))
+        self._weights.allocate(device)
+        for number in self._without:
+            one = self._home.parameters[number]
+            self._gradients[number] = torch.zeros(one.shape, dtype=one.dtype, device=device)
 
     def carry_out(self) -> Exception | None:
         """Send and receive everything; returns the first failure."""
-        try:
-            self._copy_own()
-            ends = [self._weights()]
-            if self._route.has_gradients:
-                ends.append(self._partial_gradients())
-        except Exception as error:  # the others wait for messages all the same
-            return error
-        failure = self.carrier.carry_out(ends)
-        if any(one.is_cuda for one in self._new.values()):  # a wait only orders streams
-            torch.cuda.synchronize()
-        return failure
+        ends = [self._weights.ends()]
+        if self._has_gradients:
+            ends.append(self._partial_gradients())
+        return self.carrier.carry_out(ends)
 
     def install(self) -> None:
         """Put the new weights in place, and let go of the old ones and of gradients that have been sent."""
-        for number in self._same:
-            self._after.parameters[number].data = self._before.parameters[number].data
-        for number, new in self._new.items():
-            self._after.parameters[number].data = new
-        if self._after is not self._before:
-            self._before.let_go()
+        put_in_place(self._weights, self._before, self._after)
         for number, gradient in self._gradients.items():
             self._home.parameters[number].grad = gradient
-        if self._route.has_gradients:
+        if self._has_gradients:
             for one in self._before.parameters.values():
                 one.grad = None
 
-    def _copy_own(self) -> None:
-        """What this rank has of its new weights already."""
-        held, wanted = (_own_range(one.layout, self._rank) for one in (self._before, self._after))
-        for number, new in self._new.items():
-            begin, end = max(held[number][0], wanted[number][0]), min(held[number][1], wanted[number][1])
-            if number in self._before.parameters and begin < end:
-                tensor, old = self._tensors[number], self._before.parameters[number].data
-                source = self._before.stack(number, tensor, old, self._rank)
-                target = self._after.stack(number, tensor, new, self._rank)
-                num_units = int(end - begin)
-                target.narrow(2, int(begin - wanted[number][0]), num_units).copy_(
-                    source.narrow(2, int(begin - held[number][0]), num_units)
-                )
-
-    def _weights(self) -> Ends:
-        return Ends(
-            {
-                number: self._before.stack(number, self._tensors[number], one.data, self._rank)
-                for number, one in self._before.parameters.items()
-            },
-            {
-                number: self._after.stack(number, self._tensors[number], new, self._rank)
-                for number, new in self._new.items()
-            },
-            _own_range(self._before.layout, self._rank)[:, 0],
-            _own_range(self._after.layout, self._rank)[:, 0],
-        )
-
     def _partial_gradients(self) -> Ends:
-        sources: dict[int, Tensor | None] = {
-            number: None
-            if one.grad is None
-            else self._before.stack(number, self._tensors[number], one.grad, self._rank)
-            for number, one in self._before.parameters.items()
-        }
-        targets = {}
-        for number, one in self._home.parameters.items():
-            if self._tensors[number].requires_grad:
-                known = self._gradients.get(number, one.grad)
-                assert known is not None
-                targets[number] = self._home.stack(number, self._tensors[number], known, self._rank)
-        return Ends(
-            sources,
-            targets,
-            _own_range(self._before.layout, self._rank)[:, 0],
-            _own_range(self._home.layout, self._rank)[:, 0],
-            adds=True,
-        )
+        before, home, rank = self._before, self._home, self._rank
+        sources, targets = {}, {}
+        for number, one in before.parameters.items():
+            known = one.grad
+            sources[number] = None if known is None else before.stack(number, self._tensors[number], known, rank)
+        for number, one in home.parameters.items():
+            known = self._gradients.get(number, one.grad)
+            if known is not None:
+                targets[number] = home.stack(number, self._tensors[number], known, rank)
+        begins = (placement.layout.begins[:, rank] for placement in (before, home))
+        return Ends(sources, targets, *begins, adds=True)
 
 
-def _of(transfers: Transfers, is_wanted: np.ndarray) -> Transfers:
-    return transfers.at(np.flatnonzero(is_wanted[transfers.tensors]))
-
-
-def _own_range(layout: Layout, rank: int) -> Indices:
-    """[P, 2]: where a rank's units of each tensor begin and end."""
-    return np.stack([layout.begins[:, rank], layout.ends[:, rank]], axis=1)
-
-
-def _num_bytes(parameter: Tensor) -> int:
-    return parameter.numel() * parameter.element_size()
-
-
-def _empty_like(parameter: Tensor) -> Tensor:
-    return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+def put_in_place(weights: Relocation, before: Placement, after: Placement) -> None:
+    """Give one strategy the weights, and leave the other one without."""
+    if after is before:
+        return
+    for number, new in weights.tensors.items():
+        after.parameters[number].data = new
+    before.let_go()
