@@ -25,5 +25,5 @@ def test_most_sequences_are_short_and_github_has_more_long_ones():
 
 @pytest.mark.parametrize(("bounds", "tokens"), [((1, 4), (1.0, 2.0)), ((1, 4, 4), (1.0, 2.0)), ((1, 4), (0.0,))])
 def test_what_is_no_distribution_is_refused(bounds, tokens):
-    with pytest.raises(ValueError, match="rise|one positive number"):
+    with pytest.raises(ValueError, match=r"rise|one positive number"):
         LengthDistribution(bounds, tokens)
