@@ -78,7 +78,9 @@ def prepare(config: RunConfig, documents: Documents, process_group: ProcessGroup
             run.step = begun.state.step
 
         def record() -> None:
-            run.recorder = Recorder(config, run.choice, num_ranks=dist.get_world_size(process_group), from_step=run.step)
+            run.recorder = Recorder(
+                config, run.choice, num_ranks=dist.get_world_size(process_group), from_step=run.step
+            )
 
         is_first = dist.get_rank(process_group) == 0
         on_all_ranks(ValueError, record if is_first else do_nothing, process_group)
