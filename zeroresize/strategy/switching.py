@@ -119,8 +119,8 @@ class Switch:
             known = one.grad
             if known is not None and (known.layout is not torch.strided or known.dtype != one.dtype):
                 raise ValueError(
-                    f"{tensors[number].spec.name}: a gradient of {known.dtype} and {known.layout} cannot travel; allowed "
-                    f"are those of {one.dtype} and {torch.strided}"
+                    f"{tensors[number].spec.name}: a gradient of {known.dtype} and {known.layout} cannot travel; "
+                    f"allowed are those of {one.dtype} and {torch.strided}"
                 )
         #: Of the home, where it has none yet.
         self._gradients: dict[int, Tensor] = {}
