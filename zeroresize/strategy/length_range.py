@@ -16,28 +16,35 @@ from zeroresize.utils.value_checks import at_least, known_keys
 class LengthRange:
     """Sequences longer than the range before allows, up to ``up_to`` tokens, and the strategy that trains them.
 
+    Attributes:
+        max_tokens: that a micro-batch under the strategy may have, as far as memory allows; None for what holds for
+            all ranges.
+
     Raises:
-        ValueError: if ``up_to`` is no whole number of at least 1, or for a strategy of another kind than
-            :meth:`Strategy.of` reads.
+        ValueError: if ``up_to`` is no whole number of at least 1, for a strategy of another kind than
+            :meth:`Strategy.of` reads, and for ``max_tokens`` below ``up_to``.
     """
 
     up_to: int
     strategy: Strategy
+    max_tokens: int | None = None
 
     def __post_init__(self) -> None:
         at_least("length range up_to", self.up_to, 1)
         object.__setattr__(self, "strategy", Strategy.of(self.strategy))
+        if self.max_tokens is not None:
+            at_least("length range max_tokens", self.max_tokens, self.up_to)
 
     @classmethod
     def of(cls, value: Any) -> LengthRange:
-        """From a range, or a mapping of ``up_to`` and ``strategy``, as YAML gives them.
+        """From a range, or a mapping of the attributes' names, as YAML gives them.
 
         Raises:
             ValueError: for anything else, and as the class does.
         """
         if isinstance(value, LengthRange):
             return value
-        found = known_keys("length range key", value, ("up_to", "strategy"))
+        found = known_keys("length range key", value, ("up_to", "strategy", "max_tokens"))
         missing = [key for key in ("up_to", "strategy") if key not in found]
         if missing:
             raise ValueError(f"length range {dict(found)!r}: {missing} are missing")
@@ -45,7 +52,8 @@ class LengthRange:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values that :meth:`of` reads back."""
-        return {"up_to": self.up_to, "strategy": self.strategy.as_dict()}
+        more = {} if self.max_tokens is None else {"max_tokens": self.max_tokens}
+        return {"up_to": self.up_to, "strategy": self.strategy.as_dict(), **more}
 
     def __str__(self) -> str:
         return f"up to {self.up_to}: {self.strategy}"
