@@ -119,6 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         how_to_go_on=how_to_go_on,
         prepare=_joined,
         finish=_finish,
+        default_ranks=4,
     )
 
 

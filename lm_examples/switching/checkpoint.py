@@ -17,7 +17,9 @@ def save_model(
     folder: Path, state: SavedState, model: SwitchableModel, optimizer: torch.optim.Optimizer, *, keep: int
 ) -> bool:
     """Write ``folder/step-<n>``; collective. See :func:`lm_examples.checkpoint_files.write_checkpoint`."""
-    return write_checkpoint(folder, state, strategy_state(model, optimizer), model.process_group, keep=keep, flatten=True)
+    return write_checkpoint(
+        folder, state, strategy_state(model, optimizer), model.process_group, keep=keep, flatten=True
+    )
 
 
 def load_model(checkpoint: Path, model: SwitchableModel, optimizer: torch.optim.Optimizer) -> None:
@@ -29,4 +31,3 @@ def load_model(checkpoint: Path, model: SwitchableModel, optimizer: torch.optim.
     with loading(checkpoint, model.process_group):
         reader = FileSystemReader(checkpoint)
         dcp.load(strategy_state(model, optimizer), storage_reader=reader, process_group=model.process_group)
-

@@ -131,11 +131,11 @@ class RunConfig:
                 f"strategies.ranges end at up_to={ranges[-1].up_to}: sequences have up to data.max_length={longest} "
                 "tokens"
             )
-        needed = f"up_to={ranges[-1].up_to}" if ranges else f"data.max_length={longest}"
-        if self.training.max_tokens < (ranges[-1].up_to if ranges else longest):
+        longest = max((one.up_to for one in ranges or () if one.max_tokens is None), default=0) if ranges else longest
+        if self.training.max_tokens < longest:
             raise ValueError(
                 f"training.max_tokens={self.training.max_tokens} is not allowed: a micro-batch must have room for a "
-                f"whole sequence of {needed} tokens"
+                f"whole sequence of {longest} tokens"
             )
 
     @property
@@ -154,6 +154,13 @@ class RunConfig:
     def home(self) -> Strategy:
         """In which the optimizer steps."""
         return self.strategies.home or self.ranges[0].strategy
+
+    def max_tokens_of(self, strategy: Strategy) -> int:
+        """Of a micro-batch under a strategy, at most."""
+        own = self.strategies.ranges or ()
+        return max((one.max_tokens or 0 for one in own if one.strategy == strategy), default=0) or (
+            self.training.max_tokens
+        )
 
     def tensors(self) -> list[TensorSpec]:
         """Of the whole model."""

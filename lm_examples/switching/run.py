@@ -78,7 +78,9 @@ def prepare(config: RunConfig, documents: Documents, process_group: ProcessGroup
             run.step = begun.state.step
 
         def record() -> None:
-            run.recorder = Recorder(config, run.choice, num_ranks=dist.get_world_size(process_group), from_step=run.step)
+            run.recorder = Recorder(
+                config, run.choice, num_ranks=dist.get_world_size(process_group), from_step=run.step
+            )
 
         is_first = dist.get_rank(process_group) == 0
         on_all_ranks(ValueError, record if is_first else do_nothing, process_group)
@@ -97,7 +99,7 @@ def _build(config: RunConfig, documents: Documents, process_group: ProcessGroup)
     torch.manual_seed(training.seed)
     layers = [one.to(getattr(torch, training.dtype)) for one in llama_layers(config.model)]
     batches = MiniBatches(documents, tokens=training.tokens, seed=training.seed)
-    choice = chosen_ranges(config, layers, batches, process_group)
+    choice = chosen_ranges(config)
     strategies = list(dict.fromkeys(one.strategy for one in choice.ranges))
     model = SwitchableModel(layers, strategies=strategies, process_group=process_group, home=choice.home)
     # As a group, which may be empty: a rank that home leaves out has no parameters.
@@ -108,7 +110,7 @@ def _build(config: RunConfig, documents: Documents, process_group: ProcessGroup)
         optimizer,
         choice.ranges,
         loss=token_loss,
-        max_tokens=training.max_tokens,
+        max_tokens=[one.max_tokens or training.max_tokens for one in choice.ranges],
         grad_clip=training.grad_clip,
     )
     return Run(config, choice, model, optimizer, trainer, batches)

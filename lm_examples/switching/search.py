@@ -8,7 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lm_examples.documents import MiniBatches, lengths_of
+from lm_examples.switching.config import RunConfig
+from zeroresize.strategy.candidates import candidate_strategies
 from zeroresize.strategy.length_range import LengthRange
+from zeroresize.strategy.search import SearchResult
 from zeroresize.strategy.strategy import Strategy
 
 #: Mini-batches whose lengths stand for those of all.
@@ -25,7 +28,18 @@ class Choice:
 
     ranges: tuple[LengthRange, ...]
     home: Strategy
-    found: None = None
+    found: SearchResult | None = None
+
+
+def chosen_ranges(config: RunConfig) -> Choice:
+    """As the configuration says."""
+    return Choice(config.ranges, config.home)
+
+
+def candidates_of(config: RunConfig, num_ranks: int) -> list[Strategy]:
+    """What a search chooses from: all degrees that divide the heads, neurons and ranks."""
+    model = config.model
+    return candidate_strategies(num_ranks, config.num_layers, [model.num_kv_groups, model.feed_forward_size])
 
 
 def sample_of(batches: MiniBatches) -> NDArray[np.int64]:
