@@ -14,7 +14,6 @@ from lm_examples.documents import MiniBatches, load_documents
 from lm_examples.recorder import stage_names
 from lm_examples.switching.config import RunConfig
 from lm_examples.switching.recorder import lengths_table
-from lm_examples.switching.search import candidates_of, sample_of
 from zeroresize.strategy.strategy import Strategy
 
 
@@ -45,8 +44,6 @@ def dry_run(
 ) -> dict[Strategy, list[RankNeeds]]:
     """Check ``config`` for so many ranks and print, on rank 0 if under torchrun, what each needs under each strategy.
 
-    Where strategies are searched, all that could be found are told, each as its own home.
-
     Raises:
         ValueError: naming what does not fit.
     """
@@ -54,21 +51,20 @@ def dry_run(
         raise ValueError(f"--ranks {num_ranks}: at least 1 is needed")
     config.validate_ranks(num_ranks)
     documents = load_documents(config.data)
-    own = config.strategies
-    if own.search:
-        needs = {one: rank_needs(config, one, one, num_ranks) for one in candidates_of(config, num_ranks)}
-    else:
-        used = dict.fromkeys([config.home, *(one.strategy for one in config.ranges)])
-        needs = {one: rank_needs(config, one, config.home, num_ranks) for one in used}
+    needs = needs_of(config, num_ranks)
     if os.environ.get("RANK", "0") == "0":
         console = console or Console()
-        if not own.search:
-            batches = MiniBatches(documents, tokens=config.training.tokens, seed=config.training.seed)
-            console.print(lengths_table(config.ranges, sample_of(batches)))
+        batches = MiniBatches(documents, tokens=config.training.tokens, seed=config.training.seed)
+        console.print(lengths_table(config.ranges, batches.sampled_lengths()))
         console.print(_table(config, needs))
-    if not own.search:
-        _require_memory(needs, own.memory_limit)
+    require_memory(config, needs)
     return needs
+
+
+def needs_of(config: RunConfig, num_ranks: int) -> dict[Strategy, list[RankNeeds]]:
+    """[R] of each rank, by strategy."""
+    used = dict.fromkeys([config.home, *(one.strategy for one in config.ranges)])
+    return {one: rank_needs(config, one, config.home, num_ranks) for one in used}
 
 
 def rank_needs(config: RunConfig, strategy: Strategy, home: Strategy, num_ranks: int) -> list[RankNeeds]:
@@ -112,7 +108,9 @@ def token_bytes(config: RunConfig, number: int, share: float = 1.0) -> float:
     return (6 * model.hidden_size + share * (5 * model.hidden_size + 4 * model.feed_forward_size)) * dtype.itemsize
 
 
-def _require_memory(needs: Mapping[Strategy, Sequence[RankNeeds]], limit: float | None) -> None:
+def require_memory(config: RunConfig, needs: Mapping[Strategy, Sequence[RankNeeds]]) -> None:
+    """Raises ValueError, naming rank and strategy, where more than ``strategies.memory_limit`` is needed."""
+    limit = config.strategies.memory_limit
     for strategy, own in needs.items():
         rank = max(range(len(own)), key=lambda one: own[one].total)
         total = own[rank].total

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,21 +14,18 @@ from rich.table import Table
 from lm_examples.run_record import RunRecord
 from lm_examples.switching.config import RunConfig
 from lm_examples.switching.config_file import config_to_dict
-from lm_examples.switching.search import Choice
 from zeroresize.strategy.length_range import LengthRange
 
 
 class Recorder(RunRecord):
     """See :class:`lm_examples.run_record.RunRecord`."""
 
-    def __init__(
-        self, config: RunConfig, choice: Choice, *, num_ranks: int, from_step: int, console: Console | None = None
-    ) -> None:
-        num_strategies = len({one.strategy for one in choice.ranges})
+    def __init__(self, config: RunConfig, *, num_ranks: int, from_step: int, console: Console | None = None) -> None:
+        num_strategies = len({one.strategy for one in config.ranges})
         words = "one strategy" if num_strategies == 1 else f"{num_strategies} strategies"
         super().__init__(
             config_to_dict(config),
-            f"{num_ranks} ranks, {words}, home {choice.home}",
+            f"{num_ranks} ranks, {words}, home {config.home}",
             folder=Path(config.output.folder),
             files=("metrics",),
             num_steps=config.training.steps,
@@ -76,23 +72,6 @@ def summary_table(title: str, summary: Mapping[str, Any]) -> Table:
     table.add_row("loss", "", "", "", f"{summary['loss']:.4f}")
     table.add_row("validation loss", "", "", "", f"{summary['validation_loss']:.4f}")
     table.add_row("steps", "", "", "", str(summary["steps"]))
-    return table
-
-
-def choice_table(choice: Choice) -> Table:
-    """What a search has found, beside the best strategy for all lengths."""
-    assert choice.found is not None
-    table = Table(title=f"searched: {choice.found.speedup:.2f} times as fast as one strategy", title_justify="left")
-    for heading in ("length", "strategy", "expected ms/step"):
-        table.add_column(heading, justify="right" if heading.startswith("expected") else "left")
-    best = choice.found.best
-    bounds = itertools.pairwise([0, *(one.up_to for one in best.ranges)])
-    for (begin, end), own, seconds in zip(bounds, best.ranges, best.range_s, strict=True):
-        table.add_row(_span(begin, end), str(own.strategy), f"{1e3 * seconds:.1f}")
-    table.add_row("switches", f"home {best.home}", f"{1e3 * best.switch_s:.1f}")
-    table.add_row("step", "", f"{1e3 * best.step_s:.1f}", end_section=True)
-    static = choice.found.static
-    table.add_row("all, static", str(static.home), f"{1e3 * static.step_s:.1f}")
     return table
 
 

@@ -139,8 +139,8 @@ def test_every_configuration_that_comes_along_is_whole(name):
 @pytest.mark.parametrize(
     ("sections", "told"),
     [
-        ({"strategies": {}}, "one of ranges, static and search: true is needed, found none of them"),
-        ({"strategies": {**SWITCHING, "search": True}}, "is needed, found ranges and search"),
+        ({"strategies": {}}, "strategies: either ranges or static is needed, found none"),
+        ({"strategies": {**SWITCHING, "static": [1, 1, 1]}}, "either ranges or static is needed, found both"),
         ({"strategies": {"ranges": 3}}, "strategies.ranges=3: a list of ranges is needed"),
         (
             {"strategies": {"ranges": [{"up_to": 24}]}},
