@@ -30,7 +30,7 @@ from lm_examples.switching.checkpoint import save_model
 from lm_examples.switching.config import RunConfig
 from lm_examples.switching.config_file import argument_parser, config_from_arguments
 from lm_examples.switching.dry_run import dry_run
-from lm_examples.switching.recorder import lengths_table, summary_table
+from lm_examples.switching.recorder import choice_table, lengths_table, summary_table
 from lm_examples.switching.run import Run, layout_of, prepare
 from lm_examples.switching.step_numbers import numbers_of
 from vit_examples.all_ranks import leave_together
@@ -45,7 +45,9 @@ def train(run: Run) -> dict[str, Any]:
     training, output = run.config.training, run.config.output
     with run.recorder or nullcontext():
         if run.recorder is not None:
-            run.recorder.show(lengths_table(run.config.ranges, run.batches.sampled_lengths()))
+            if run.choice.found is not None:
+                run.recorder.show(choice_table(run.choice.found))
+            run.recorder.show(lengths_table(run.choice.ranges, run.batches.sampled_lengths()))
         while run.step < training.steps:
             run.step += 1
             train_step(run)
@@ -95,7 +97,7 @@ def summary_of(run: Run) -> dict[str, Any]:
         "median_step_s": statistics.median(one.seconds for one in settled),
         "loss": run.loss,
         "validation_loss": run.validation_loss,
-        "home": str(run.config.home),
+        "home": str(run.choice.home),
     }
 
 

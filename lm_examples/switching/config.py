@@ -17,7 +17,7 @@ from zeroresize.resharding.layout import TensorSpec
 from zeroresize.strategy.length_range import LengthRange, as_ranges
 from zeroresize.strategy.sharding import WholeLayers
 from zeroresize.strategy.strategy import Strategy
-from zeroresize.utils.value_checks import at_least, number, one_of
+from zeroresize.utils.value_checks import at_least, is_bool, number, one_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,28 +61,37 @@ class TrainingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StrategiesConfig:
-    """Which strategy trains which lengths: ``ranges``, or ``static``.
+    """Which strategy trains which lengths: exactly one of ``ranges``, ``static`` and ``search``.
 
     A strategy is ``[dp, tp, pp]``, or a mapping with ``ranks``, ``shares`` and ``boundaries`` besides.
 
     Attributes:
         ranges: such as ``[{up_to: 128, strategy: [4, 1, 1]}, {up_to: 1024, strategy: [1, 4, 1]}]``.
         static: one strategy for all lengths.
-        home: in which the optimizer steps; None for the first range's.
+        search: measure layers and links on these ranks, and take what is expected to be fastest.
+        max_ranges: that the search may take.
+        home: in which the optimizer steps; None for the first range's. The search finds its own.
         memory_limit: bytes that a rank may hold, which ``--dry-run`` and the beginning of a run check; None for none.
         timeout_s: seconds after which a message that does not come fails.
     """
 
     ranges: tuple[LengthRange, ...] | None = None
     static: Strategy | None = None
+    search: bool = False
+    max_ranges: int = 4
     home: Strategy | None = None
     memory_limit: float | None = None
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
-        if bool(self.ranges) == bool(self.static):
-            found = "both" if self.ranges else "none"
-            raise ValueError(f"strategies: either ranges or static is needed, found {found}")
+        is_bool("strategies.search", self.search)
+        at_least("strategies.max_ranges", self.max_ranges, 1)
+        chosen = [key for key in ("ranges", "static", "search") if getattr(self, key)]
+        if len(chosen) != 1:
+            found = " and ".join(chosen) or "none of them"
+            raise ValueError(f"strategies: one of ranges, static and search: true is needed, found {found}")
+        if self.search and self.home:
+            raise ValueError("strategies.home does not go with search: true, which finds the home")
         self._read("ranges", as_ranges)
         self._read("static", Strategy.of)
         self._read("home", Strategy.of)
@@ -133,8 +142,14 @@ class RunConfig:
 
     @property
     def ranges(self) -> tuple[LengthRange, ...]:
-        """Those that are given; a static strategy is one range."""
+        """Those that are given; a static strategy is one range.
+
+        Raises:
+            ValueError: where they are to be searched.
+        """
         own = self.strategies
+        if own.search:
+            raise ValueError("strategies.search=true: ranges are found on the ranks that train")
         return own.ranges or (LengthRange(self.data.max_length, own.static),)
 
     @property

@@ -14,6 +14,7 @@ from lm_examples.documents import MiniBatches, load_documents
 from lm_examples.recorder import stage_names
 from lm_examples.switching.config import RunConfig
 from lm_examples.switching.recorder import lengths_table
+from lm_examples.switching.search import candidates_of
 from zeroresize.strategy.strategy import Strategy
 
 
@@ -54,15 +55,19 @@ def dry_run(
     needs = needs_of(config, num_ranks)
     if os.environ.get("RANK", "0") == "0":
         console = console or Console()
-        batches = MiniBatches(documents, tokens=config.training.tokens, seed=config.training.seed)
-        console.print(lengths_table(config.ranges, batches.sampled_lengths()))
+        if not config.strategies.search:
+            batches = MiniBatches(documents, tokens=config.training.tokens, seed=config.training.seed)
+            console.print(lengths_table(config.ranges, batches.sampled_lengths()))
         console.print(_table(config, needs))
-    require_memory(config, needs)
+    if not config.strategies.search:
+        require_memory(config, needs)
     return needs
 
 
 def needs_of(config: RunConfig, num_ranks: int) -> dict[Strategy, list[RankNeeds]]:
-    """[R] of each rank, by strategy."""
+    """[R] of each rank, by strategy; of all that a search could find, each as its own home."""
+    if config.strategies.search:
+        return {one: rank_needs(config, one, one, num_ranks) for one in candidates_of(config, num_ranks)}
     used = dict.fromkeys([config.home, *(one.strategy for one in config.ranges)])
     return {one: rank_needs(config, one, config.home, num_ranks) for one in used}
 

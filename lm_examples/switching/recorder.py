@@ -14,18 +14,22 @@ from rich.table import Table
 from lm_examples.run_record import RunRecord
 from lm_examples.switching.config import RunConfig
 from lm_examples.switching.config_file import config_to_dict
+from lm_examples.switching.search import Choice
 from zeroresize.strategy.length_range import LengthRange
+from zeroresize.strategy.search import SearchResult
 
 
 class Recorder(RunRecord):
     """See :class:`lm_examples.run_record.RunRecord`."""
 
-    def __init__(self, config: RunConfig, *, num_ranks: int, from_step: int, console: Console | None = None) -> None:
-        num_strategies = len({one.strategy for one in config.ranges})
+    def __init__(
+        self, config: RunConfig, choice: Choice, *, num_ranks: int, from_step: int, console: Console | None = None
+    ) -> None:
+        num_strategies = len({one.strategy for one in choice.ranges})
         words = "one strategy" if num_strategies == 1 else f"{num_strategies} strategies"
         super().__init__(
             config_to_dict(config),
-            f"{num_ranks} ranks, {words}, home {config.home}",
+            f"{num_ranks} ranks, {words}, home {choice.home}",
             folder=Path(config.output.folder),
             files=("metrics",),
             num_steps=config.training.steps,
@@ -72,6 +76,21 @@ def summary_table(title: str, summary: Mapping[str, Any]) -> Table:
     table.add_row("loss", "", "", "", f"{summary['loss']:.4f}")
     table.add_row("validation loss", "", "", "", f"{summary['validation_loss']:.4f}")
     table.add_row("steps", "", "", "", str(summary["steps"]))
+    return table
+
+
+def choice_table(found: SearchResult) -> Table:
+    """What a search has found, beside the best strategy for all lengths."""
+    table = Table(title=f"expected: {found.speedup:.2f} times as fast as one strategy", title_justify="left")
+    for heading in ("length", "strategy", "ms/step"):
+        table.add_column(heading, justify="right" if heading == "ms/step" else "left")
+    best, static = found.best, found.static
+    begins = [0, *(one.up_to for one in best.ranges)]
+    for begin, own, seconds in zip(begins, best.ranges, best.range_s, strict=False):
+        table.add_row(_span(begin, own.up_to), str(own.strategy), f"{1e3 * seconds:.1f}")
+    table.add_row("switches", f"home {best.home}", f"{1e3 * best.switch_s:.1f}", end_section=True)
+    table.add_row("step", "", f"{1e3 * best.step_s:.1f}")
+    table.add_row("step, one strategy", str(static.home), f"{1e3 * static.step_s:.1f}")
     return table
 
 

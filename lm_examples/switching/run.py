@@ -21,6 +21,7 @@ from lm_examples.switching.config import RunConfig
 from lm_examples.switching.config_file import config_to_dict
 from lm_examples.switching.dry_run import needs_of, require_memory
 from lm_examples.switching.recorder import Recorder
+from lm_examples.switching.search import Choice, chosen
 from vit_examples.all_ranks import do_nothing, on_all_ranks
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.step_report import StepReport
@@ -32,6 +33,7 @@ class Run:
     """What :func:`lm_examples.train_strategies.train` trains; made by :func:`prepare`.
 
     Attributes:
+        choice: of ranges and home.
         step: how many are done.
         recorder: on the first rank, None on the others.
         reports: of all steps of this process, of which ``num_logged`` are written.
@@ -40,6 +42,7 @@ class Run:
     """
 
     config: RunConfig
+    choice: Choice
     model: SwitchableModel
     optimizer: torch.optim.Optimizer
     trainer: StrategyTrainer
@@ -61,7 +64,8 @@ def prepare(config: RunConfig, documents: Documents, process_group: ProcessGroup
     """
     num_ranks = dist.get_world_size(process_group)
     config.validate_ranks(num_ranks)
-    require_memory(config, needs_of(config, num_ranks))
+    if not config.strategies.search:
+        require_memory(config, needs_of(config, num_ranks))
     begun = begin_run(
         config,
         config_to_dict(config),
@@ -78,7 +82,7 @@ def prepare(config: RunConfig, documents: Documents, process_group: ProcessGroup
             run.step = begun.state.step
 
         def record() -> None:
-            run.recorder = Recorder(config, num_ranks=num_ranks, from_step=run.step)
+            run.recorder = Recorder(config, run.choice, num_ranks=num_ranks, from_step=run.step)
 
         is_first = dist.get_rank(process_group) == 0
         on_all_ranks(ValueError, record if is_first else do_nothing, process_group)
@@ -97,17 +101,18 @@ def _build(config: RunConfig, documents: Documents, process_group: ProcessGroup)
     torch.manual_seed(training.seed)
     layers = [one.to(getattr(torch, training.dtype)) for one in llama_layers(config.model)]
     batches = MiniBatches(documents, tokens=training.tokens, seed=training.seed)
-    strategies = list(dict.fromkeys(one.strategy for one in config.ranges))
-    model = SwitchableModel(layers, strategies=strategies, process_group=process_group, home=config.home)
+    choice = chosen(config, layers, batches, process_group)
+    strategies = list(dict.fromkeys(one.strategy for one in choice.ranges))
+    model = SwitchableModel(layers, strategies=strategies, process_group=process_group, home=choice.home)
     # As a group, which may be empty: a rank that home leaves out has no parameters.
     groups = [{"params": list(model.parameters())}]
     optimizer = torch.optim.AdamW(groups, lr=training.lr, weight_decay=training.weight_decay)
     trainer = StrategyTrainer(
         model,
         optimizer,
-        config.ranges,
+        choice.ranges,
         loss=token_loss,
-        max_tokens=[one.max_tokens or training.max_tokens for one in config.ranges],
+        max_tokens=[one.max_tokens or training.max_tokens for one in choice.ranges],
         grad_clip=training.grad_clip,
     )
-    return Run(config, model, optimizer, trainer, batches)
+    return Run(config, choice, model, optimizer, trainer, batches)

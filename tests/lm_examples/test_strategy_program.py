@@ -111,6 +111,19 @@ def test_a_run_resumed_under_other_strategies_equals_undivided_training(run_rank
     assert sum(one["seconds"] for one in first["ranges"]) + first["switch_s"] <= first["step_s"]
 
 
+def test_a_search_finds_what_it_trains_under(run_ranks, tmp_path):
+    config = config_of(tmp_path, {"search": True, "max_ranges": 2}, training={"steps": 2})
+
+    def searched(rank, group):
+        run = prepare(config, documents_of(), group, resume=False)
+        with run.held:
+            return run.choice, train(run)["loss"]
+
+    (choice, loss), (other, _) = run_ranks(searched, 2)
+    assert choice == other and choice.ranges[-1].up_to == 24 and choice.found.speedup >= 1.0
+    assert loss == pytest.approx(undivided(config)[0][2], rel=1e-10)
+
+
 def test_what_does_not_go_on_is_refused_on_all_ranks(run_ranks, tmp_path):
     saved = config_of(tmp_path, training={"steps": 1}, output={"save_every": 1})
     other = config_of(tmp_path, training={"dtype": "float32"})
@@ -139,8 +152,8 @@ def test_every_configuration_that_comes_along_is_whole(name):
 @pytest.mark.parametrize(
     ("sections", "told"),
     [
-        ({"strategies": {}}, "strategies: either ranges or static is needed, found none"),
-        ({"strategies": {**SWITCHING, "static": [1, 1, 1]}}, "either ranges or static is needed, found both"),
+        ({"strategies": {}}, "one of ranges, static and search: true is needed, found none of them"),
+        ({"strategies": {**SWITCHING, "static": [1, 1, 1]}}, "is needed, found ranges and static"),
         ({"strategies": {"ranges": 3}}, "strategies.ranges=3: a list of ranges is needed"),
         (
             {"strategies": {"ranges": [{"up_to": 24}]}},
