@@ -28,6 +28,8 @@ from zeroresize.utils.value_checks import at_least, one_of
 END = SEPARATOR[0]
 #: What is a document, of the files themselves; or the name of a distribution, which then decides how long each is.
 PIECES = ("definitions", "files")
+#: Mini-batches whose lengths stand for those of all.
+_NUM_SAMPLED = 8
 #: Where a function, method or class begins, its decorators included.
 _DEFINITION = re.compile(rb"^(?: {4})?(?=(?:@|def |class |async def ))", re.MULTILINE)
 _DECORATED = re.compile(rb"[ ]*@[^\n]*\n\s*$")
@@ -120,6 +122,10 @@ class MiniBatches:
     def validation(self, number: int) -> list[Tensor]:
         """As :meth:`training`, of held-out files; the same whatever the seed."""
         return self._drawn(self._documents.held_out, 1, number)
+
+    def sampled_lengths(self) -> NDArray[np.int64]:
+        """Lengths of the sequences of the first mini-batches."""
+        return np.concatenate([lengths_of(self.training(step)) for step in range(1, _NUM_SAMPLED + 1)])
 
     def _drawn(self, source: Source, kind: int, number: int) -> list[Tensor]:
         random = np.random.default_rng([kind, 0 if kind else self._seed, number])

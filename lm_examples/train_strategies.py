@@ -8,7 +8,6 @@ The loop is :func:`train`; what switching adds to an ordinary one are ``Switchab
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import statistics
@@ -33,7 +32,6 @@ from lm_examples.switching.config_file import argument_parser, config_from_argum
 from lm_examples.switching.dry_run import dry_run
 from lm_examples.switching.recorder import choice_table, lengths_table, summary_table
 from lm_examples.switching.run import Run, layout_of, prepare
-from lm_examples.switching.search import sample_of
 from lm_examples.switching.step_numbers import numbers_of
 from vit_examples.all_ranks import leave_together
 from vit_examples.build_host import require_torchrun
@@ -46,7 +44,10 @@ def train(run: Run) -> dict[str, Any]:
     """All steps that are left; returns the summary that rank 0 writes, on every rank."""
     training, output = run.config.training, run.config.output
     with run.recorder or nullcontext():
-        _show_choice(run)
+        if run.recorder is not None:
+            if run.choice.found is not None:
+                run.recorder.show(choice_table(run.choice.found))
+            run.recorder.show(lengths_table(run.choice.ranges, run.batches.sampled_lengths()))
         while run.step < training.steps:
             run.step += 1
             train_step(run)
@@ -97,15 +98,7 @@ def summary_of(run: Run) -> dict[str, Any]:
         "loss": run.loss,
         "validation_loss": run.validation_loss,
         "home": str(run.choice.home),
-        "expected_step_s": math.nan if run.choice.found is None else run.choice.found.best.step_s,
     }
-
-
-def _show_choice(run: Run) -> None:
-    if run.recorder is not None:
-        if run.choice.found is not None:
-            run.recorder.show(choice_table(run.choice))
-        run.recorder.show(lengths_table(run.choice.ranges, sample_of(run.batches)))
 
 
 @record
@@ -119,6 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         how_to_go_on=how_to_go_on,
         prepare=_joined,
         finish=_finish,
+        default_ranks=4,
     )
 
 

@@ -24,6 +24,7 @@ def run_program(
     how_to_go_on: Callable[[_Config], str],
     prepare: Callable[[_Config, bool], _Run],
     finish: Callable[[_Run], None],
+    default_ranks: int = 2,
 ) -> None:
     """The command line; a mistake of the user's ends it with one line and status 2, Ctrl-C with one line and 130.
 
@@ -33,12 +34,13 @@ def run_program(
         how_to_go_on: what rank 0 says after an interrupt.
         prepare: what is to be trained, whether or not it resumes; a ValueError is a mistake of the user's.
         finish: trains, and leaves the process groups.
+        default_ranks: that ``--dry-run`` assumes.
     """
     try:
         parsed = parser.parse_args(arguments)
         config = config_from(parsed)
         if parsed.dry_run:
-            dry_run(config, int(os.environ.get("WORLD_SIZE", "2")) if parsed.ranks is None else parsed.ranks)
+            dry_run(config, int(os.environ.get("WORLD_SIZE", default_ranks)) if parsed.ranks is None else parsed.ranks)
             return
     except ValueError as error:
         refuse(error)

@@ -68,31 +68,33 @@ class StrategiesConfig:
     Attributes:
         ranges: such as ``[{up_to: 128, strategy: [4, 1, 1]}, {up_to: 1024, strategy: [1, 4, 1]}]``.
         static: one strategy for all lengths.
-        search: measure the layers and links on these ranks, and take what is expected to be fastest.
-        home: in which the optimizer steps; None for the first range's, or what the search finds.
+        search: measure layers and links on these ranks, and take what is expected to be fastest.
         max_ranges: that the search may take.
-        memory_limit: bytes that a rank may hold, for ``--dry-run`` and the search; None for no limit.
+        home: in which the optimizer steps; None for the first range's. The search finds its own.
+        memory_limit: bytes that a rank may hold, which ``--dry-run`` and the beginning of a run check; None for none.
         timeout_s: seconds after which a message that does not come fails.
     """
 
     ranges: tuple[LengthRange, ...] | None = None
     static: Strategy | None = None
     search: bool = False
-    home: Strategy | None = None
     max_ranges: int = 4
+    home: Strategy | None = None
     memory_limit: float | None = None
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
         is_bool("strategies.search", self.search)
+        at_least("strategies.max_ranges", self.max_ranges, 1)
         chosen = [key for key in ("ranges", "static", "search") if getattr(self, key)]
         if len(chosen) != 1:
-            found = " and ".join(chosen) if chosen else "none of them"
+            found = " and ".join(chosen) or "none of them"
             raise ValueError(f"strategies: one of ranges, static and search: true is needed, found {found}")
+        if self.search and self.home:
+            raise ValueError("strategies.home does not go with search: true, which finds the home")
         self._read("ranges", as_ranges)
         self._read("static", Strategy.of)
         self._read("home", Strategy.of)
-        at_least("strategies.max_ranges", self.max_ranges, 1)
         if self.memory_limit is not None:
             number("strategies.memory_limit", self.memory_limit, above=0.0)
         number("strategies.timeout_s", self.timeout_s, above=0.0, most=LONGEST_TIMEOUT_S)
@@ -131,11 +133,11 @@ class RunConfig:
                 f"strategies.ranges end at up_to={ranges[-1].up_to}: sequences have up to data.max_length={longest} "
                 "tokens"
             )
-        needed = f"up_to={ranges[-1].up_to}" if ranges else f"data.max_length={longest}"
-        if self.training.max_tokens < (ranges[-1].up_to if ranges else longest):
+        longest = max((one.up_to for one in ranges or () if one.max_tokens is None), default=0) if ranges else longest
+        if self.training.max_tokens < longest:
             raise ValueError(
                 f"training.max_tokens={self.training.max_tokens} is not allowed: a micro-batch must have room for a "
-                f"whole sequence of {needed} tokens"
+                f"whole sequence of {longest} tokens"
             )
 
     @property
@@ -147,13 +149,20 @@ class RunConfig:
         """
         own = self.strategies
         if own.search:
-            raise ValueError("strategies.search=true: the ranges are found on the ranks that train")
+            raise ValueError("strategies.search=true: ranges are found on the ranks that train")
         return own.ranges or (LengthRange(self.data.max_length, own.static),)
 
     @property
     def home(self) -> Strategy:
         """In which the optimizer steps."""
         return self.strategies.home or self.ranges[0].strategy
+
+    def max_tokens_of(self, strategy: Strategy) -> int:
+        """Of a micro-batch under a strategy, at most."""
+        own = self.strategies.ranges or ()
+        return max((one.max_tokens or 0 for one in own if one.strategy == strategy), default=0) or (
+            self.training.max_tokens
+        )
 
     def tensors(self) -> list[TensorSpec]:
         """Of the whole model."""

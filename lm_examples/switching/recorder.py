@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from lm_examples.switching.config import RunConfig
 from lm_examples.switching.config_file import config_to_dict
 from lm_examples.switching.search import Choice
 from zeroresize.strategy.length_range import LengthRange
+from zeroresize.strategy.search import SearchResult
 
 
 class Recorder(RunRecord):
@@ -79,20 +79,18 @@ def summary_table(title: str, summary: Mapping[str, Any]) -> Table:
     return table
 
 
-def choice_table(choice: Choice) -> Table:
+def choice_table(found: SearchResult) -> Table:
     """What a search has found, beside the best strategy for all lengths."""
-    assert choice.found is not None
-    table = Table(title=f"searched: {choice.found.speedup:.2f} times as fast as one strategy", title_justify="left")
-    for heading in ("length", "strategy", "expected ms/step"):
-        table.add_column(heading, justify="right" if heading.startswith("expected") else "left")
-    best = choice.found.best
-    bounds = itertools.pairwise([0, *(one.up_to for one in best.ranges)])
-    for (begin, end), own, seconds in zip(bounds, best.ranges, best.range_s, strict=True):
-        table.add_row(_span(begin, end), str(own.strategy), f"{1e3 * seconds:.1f}")
-    table.add_row("switches", f"home {best.home}", f"{1e3 * best.switch_s:.1f}")
-    table.add_row("step", "", f"{1e3 * best.step_s:.1f}", end_section=True)
-    static = choice.found.static
-    table.add_row("all, static", str(static.home), f"{1e3 * static.step_s:.1f}")
+    table = Table(title=f"expected: {found.speedup:.2f} times as fast as one strategy", title_justify="left")
+    for heading in ("length", "strategy", "ms/step"):
+        table.add_column(heading, justify="right" if heading == "ms/step" else "left")
+    best, static = found.best, found.static
+    begins = [0, *(one.up_to for one in best.ranges)]
+    for begin, own, seconds in zip(begins, best.ranges, best.range_s, strict=False):
+        table.add_row(_span(begin, own.up_to), str(own.strategy), f"{1e3 * seconds:.1f}")
+    table.add_row("switches", f"home {best.home}", f"{1e3 * best.switch_s:.1f}", end_section=True)
+    table.add_row("step", "", f"{1e3 * best.step_s:.1f}")
+    table.add_row("step, one strategy", str(static.home), f"{1e3 * static.step_s:.1f}")
     return table
 
 

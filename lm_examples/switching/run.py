@@ -19,8 +19,9 @@ from lm_examples.run_folder import begin_run
 from lm_examples.switching.checkpoint import load_model
 from lm_examples.switching.config import RunConfig
 from lm_examples.switching.config_file import config_to_dict
+from lm_examples.switching.dry_run import needs_of, require_memory
 from lm_examples.switching.recorder import Recorder
-from lm_examples.switching.search import Choice, chosen_ranges
+from lm_examples.switching.search import Choice, chosen
 from vit_examples.all_ranks import do_nothing, on_all_ranks
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.step_report import StepReport
@@ -61,7 +62,10 @@ def prepare(config: RunConfig, documents: Documents, process_group: ProcessGroup
     Raises:
         ValueError: on every rank, for anything a user can mend, naming it.
     """
-    config.validate_ranks(dist.get_world_size(process_group))
+    num_ranks = dist.get_world_size(process_group)
+    config.validate_ranks(num_ranks)
+    if not config.strategies.search:
+        require_memory(config, needs_of(config, num_ranks))
     begun = begin_run(
         config,
         config_to_dict(config),
@@ -78,9 +82,7 @@ def prepare(config: RunConfig, documents: Documents, process_group: ProcessGroup
             run.step = begun.state.step
 
         def record() -> None:
-            run.recorder = Recorder(
-                config, run.choice, num_ranks=dist.get_world_size(process_group), from_step=run.step
-            )
+            run.recorder = Recorder(config, run.choice, num_ranks=num_ranks, from_step=run.step)
 
         is_first = dist.get_rank(process_group) == 0
         on_all_ranks(ValueError, record if is_first else do_nothing, process_group)
@@ -99,7 +101,7 @@ def _build(config: RunConfig, documents: Documents, process_group: ProcessGroup)
     torch.manual_seed(training.seed)
     layers = [one.to(getattr(torch, training.dtype)) for one in llama_layers(config.model)]
     batches = MiniBatches(documents, tokens=training.tokens, seed=training.seed)
-    choice = chosen_ranges(config, layers, batches, process_group)
+    choice = chosen(config, layers, batches, process_group)
     strategies = list(dict.fromkeys(one.strategy for one in choice.ranges))
     model = SwitchableModel(layers, strategies=strategies, process_group=process_group, home=choice.home)
     # As a group, which may be empty: a rank that home leaves out has no parameters.
@@ -110,7 +112,7 @@ def _build(config: RunConfig, documents: Documents, process_group: ProcessGroup)
         optimizer,
         choice.ranges,
         loss=token_loss,
-        max_tokens=training.max_tokens,
+        max_tokens=[one.max_tokens or training.max_tokens for one in choice.ranges],
         grad_clip=training.grad_clip,
     )
     return Run(config, choice, model, optimizer, trainer, batches)

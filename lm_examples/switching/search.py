@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
 
 from lm_examples.documents import MiniBatches, lengths_of
+from lm_examples.switching.config import RunConfig
+from zeroresize.strategy.calibrate import measure_layer_costs, measure_links
+from zeroresize.strategy.candidates import candidate_strategies, default_thresholds
+from zeroresize.strategy.cost_model import CostModel
+from zeroresize.strategy.forecast import packed_by_work
 from zeroresize.strategy.length_range import LengthRange
+from zeroresize.strategy.model import SwitchableModel
+from zeroresize.strategy.packed import Packed
+from zeroresize.strategy.search import SearchResult, search_strategies
 from zeroresize.strategy.strategy import Strategy
 
 #: Mini-batches whose lengths stand for those of all.
 _NUM_SAMPLED = 8
+_SHORTEST_RANGE = 64
 
 
 @dataclass(frozen=True)
@@ -25,9 +38,42 @@ class Choice:
 
     ranges: tuple[LengthRange, ...]
     home: Strategy
-    found: None = None
+    found: SearchResult | None = None
 
 
-def sample_of(batches: MiniBatches) -> NDArray[np.int64]:
-    """Lengths of the sequences of the first mini-batches."""
-    return np.concatenate([lengths_of(batches.training(step)) for step in range(1, _NUM_SAMPLED + 1)])
+def chosen(config: RunConfig, layers: Sequence[nn.Module], batches: MiniBatches, process_group: ProcessGroup) -> Choice:
+    """The ranges and home of a run; collective, and the same on all ranks.
+
+    Raises:
+        ValueError: if no strategy fits into ``strategies.memory_limit``.
+    """
+    own = config.strategies
+    if not own.search:
+        return Choice(config.ranges, config.home)
+    num_ranks = dist.get_world_size(process_group)
+    candidates = candidates_of(config, num_ranks)
+    model = SwitchableModel(layers, strategies=[one for one in candidates if one.pp == 1], process_group=process_group)
+    layer_costs = measure_layer_costs(model, _batch_of)
+    cost = CostModel(layer_costs, tuple(model.tensors), (0,) * num_ranks, measure_links(model))
+    sample = [lengths_of(batches.training(step)).tolist() for step in range(1, _NUM_SAMPLED + 1)]
+    found = search_strategies(
+        sample,
+        candidates,
+        cost,
+        memory_limit=own.memory_limit or sys.float_info.max,
+        thresholds=default_thresholds(config.data.max_length, _SHORTEST_RANGE),
+        pack=packed_by_work,
+        max_ranges=own.max_ranges,
+        max_tokens=config.training.max_tokens,
+    )
+    return Choice(found.ranges, found.home, found)
+
+
+def candidates_of(config: RunConfig, num_ranks: int) -> list[Strategy]:
+    """What a search chooses from: all degrees that divide the ranks, heads and neurons."""
+    model = config.model
+    return candidate_strategies(num_ranks, config.num_layers, [model.num_kv_groups, model.feed_forward_size])
+
+
+def _batch_of(lengths: Sequence[int]) -> Packed:
+    return Packed.of([torch.zeros(length + 1, dtype=torch.int64) for length in lengths])

@@ -41,8 +41,8 @@ def strategy_state(model: SwitchableModel, optimizer: Any = None) -> dict[str, A
     """
     if model.current != model.home:
         raise RuntimeError(
-            f"strategy_state: strategy {model.current} is in force, and the weights are at home between two steps only: "
-            "call it behind model.collect()"
+            f"strategy_state: strategy {model.current} is in force, and the weights are at home between two steps "
+            "only: call it behind model.collect()"
         )
     specs = {one.name: (number, one) for number, one in enumerate(model.tensors)}
     layout = model.layout_of(model.home)

@@ -1,0 +1,145 @@
+"""What a run would need, found out on any machine: no process group, the model on torch's meta device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from lm_examples.documents import MiniBatches, load_documents
+from lm_examples.recorder import stage_names
+from lm_examples.switching.config import RunConfig
+from lm_examples.switching.recorder import lengths_table
+from lm_examples.switching.search import candidates_of
+from zeroresize.strategy.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class RankNeeds:
+    """Bytes of one rank under one strategy; ``activations`` are an estimate.
+
+    Attributes:
+        layers: in words; empty for a rank that is left out.
+        gradients: under the strategy and, where it is not home, those that wait at home.
+        optimizer: AdamW's state, at home.
+        activations: of all micro-batches that the rank keeps at once.
+    """
+
+    layers: str
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+
+def dry_run(
+    config: RunConfig, *, num_ranks: int = 4, console: Console | None = None
+) -> dict[Strategy, list[RankNeeds]]:
+    """Check ``config`` for so many ranks and print, on rank 0 if under torchrun, what each needs under each strategy.
+
+    Raises:
+        ValueError: naming what does not fit.
+    """
+    if num_ranks < 1:
+        raise ValueError(f"--ranks {num_ranks}: at least 1 is needed")
+    config.validate_ranks(num_ranks)
+    documents = load_documents(config.data)
+    needs = needs_of(config, num_ranks)
+    if os.environ.get("RANK", "0") == "0":
+        console = console or Console()
+        if not config.strategies.search:
+            batches = MiniBatches(documents, tokens=config.training.tokens, seed=config.training.seed)
+            console.print(lengths_table(config.ranges, batches.sampled_lengths()))
+        console.print(_table(config, needs))
+    if not config.strategies.search:
+        require_memory(config, needs)
+    return needs
+
+
+def needs_of(config: RunConfig, num_ranks: int) -> dict[Strategy, list[RankNeeds]]:
+    """[R] of each rank, by strategy; of all that a search could find, each as its own home."""
+    if config.strategies.search:
+        return {one: rank_needs(config, one, one, num_ranks) for one in candidates_of(config, num_ranks)}
+    used = dict.fromkeys([config.home, *(one.strategy for one in config.ranges)])
+    return {one: rank_needs(config, one, config.home, num_ranks) for one in used}
+
+
+def rank_needs(config: RunConfig, strategy: Strategy, home: Strategy, num_ranks: int) -> list[RankNeeds]:
+    """[R] of each rank while ``strategy`` is in force."""
+    tensors, partition = config.tensors(), strategy.partition(config.num_layers)
+    here, at_home = (
+        one.layout(tensors, num_ranks, config.num_layers).rank_bytes(tensors).tolist() for one in (strategy, home)
+    )
+    names = stage_names(partition.boundaries)
+    tokens = config.max_tokens_of(strategy)
+    needs = []
+    for rank in range(num_ranks):
+        gradients = here[rank] + (at_home[rank] if strategy != home else 0)
+        position = strategy.position_of(rank)
+        layers, activations = "", 0.0
+        if position is not None:
+            share = (strategy.shares[position.shard] if strategy.shares else 1.0) / strategy.tp
+            own = partition.layers_of(position.stage)
+            layers = names[position.stage]
+            activations = sum(token_bytes(config, number, share) for number in own) * tokens
+            activations *= strategy.pp - position.stage
+        needs.append(RankNeeds(layers, here[rank], gradients, 2 * at_home[rank], round(activations)))
+    return needs
+
+
+def token_bytes(config: RunConfig, number: int, share: float = 1.0) -> float:
+    """Estimate of what forward of layer ``number`` keeps of one token for backward.
+
+    Of a block the inputs, normalised inputs and outputs of both norms (6 D) and, of the rank's ``share`` of the heads
+    and neurons, q, k and v, the attention's output and its copy (5 D), both products, SiLU's output and theirs
+    together (4 M); of the head its norm's (3 D) and the logits (V), which belong to the loss; of the embedding the
+    number of the token.
+    """
+    model = config.model
+    dtype = getattr(torch, config.training.dtype)
+    if number == 0:
+        return torch.int64.itemsize
+    if number == config.num_layers - 1:
+        wide = torch.promote_types(dtype, torch.float32)
+        return 3 * model.hidden_size * dtype.itemsize + model.vocabulary * wide.itemsize
+    return (6 * model.hidden_size + share * (5 * model.hidden_size + 4 * model.feed_forward_size)) * dtype.itemsize
+
+
+def require_memory(config: RunConfig, needs: Mapping[Strategy, Sequence[RankNeeds]]) -> None:
+    """Raises ValueError, naming rank and strategy, where more than ``strategies.memory_limit`` is needed."""
+    limit = config.strategies.memory_limit
+    for strategy, own in needs.items():
+        rank = max(range(len(own)), key=lambda one: own[one].total)
+        total = own[rank].total
+        if limit is not None and total > limit:
+            raise ValueError(
+                f"strategies.memory_limit={limit:g}: rank {rank} needs {total / 1e6:,.1f} MB under {strategy}: choose "
+                "more tp or pp, another home, or smaller training.max_tokens"
+            )
+
+
+def _table(config: RunConfig, needs: Mapping[Strategy, Sequence[RankNeeds]]) -> Table:
+    training = config.training
+    title = f"{training.dtype}, micro-batches of {training.max_tokens} tokens unless a range says otherwise"
+    table = Table(title=title, title_justify="left")
+    for heading in ("strategy", "rank", "layers"):
+        table.add_column(heading, justify="right" if heading == "rank" else "left")
+    for heading in ("weights", "gradients", "AdamW", "activations, estimated", "total"):
+        table.add_column(heading, justify="right")
+    for strategy, own in needs.items():
+        for rank, one in enumerate(own):
+            sizes = (one.weights, one.gradients, one.optimizer, one.activations, one.total)
+            told = [f"{size / 1e6:,.1f} MB" for size in sizes]
+            is_last = rank == len(own) - 1
+            table.add_row(
+                "" if rank else str(strategy), str(rank), one.layers or "left out", *told, end_section=is_last
+            )
+    return table

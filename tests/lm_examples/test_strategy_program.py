@@ -1,0 +1,249 @@
+"""The program that trains under switched strategies: its losses, resuming elsewhere, and what it refuses."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from lm_examples.documents import Documents, MiniBatches, Pieces
+from lm_examples.llama import llama_layers, token_loss
+from lm_examples.switching.config_file import (
+    argument_parser,
+    available_configs,
+    config_from_arguments,
+    config_from_dict,
+    config_to_dict,
+    load_config,
+)
+from lm_examples.switching.dry_run import dry_run, token_bytes
+from lm_examples.switching.run import prepare
+from lm_examples.train_strategies import main, train
+from zeroresize.strategy.packed import Packed
+from zeroresize.strategy.strategy import Strategy
+from zeroresize.utils.json_lines import read_json_lines
+
+ROOT = Path(__file__).resolve().parents[2]
+NUM_STEPS = 6
+
+
+def ranges_of(short, long, **more):
+    return {"ranges": [{"up_to": 6, "strategy": short}, {"up_to": 24, "strategy": long}], **more}
+
+
+SWITCHING = ranges_of([2, 1, 1], [1, 2, 1])
+
+
+def config_of(folder, strategies=SWITCHING, **sections):
+    """A tiny model; ``sections`` change single keys of theirs."""
+    values = {
+        "model": {"num_blocks": 2, "hidden_size": 8, "num_heads": 2, "mlp_size": 8},
+        "data": {"max_length": 24},
+        "training": {"steps": NUM_STEPS, "tokens": 120, "max_tokens": 24, "lr": 0.01, "dtype": "float64"},
+        "output": {"folder": str(folder), "progress": False},
+    }
+    changed = {name: values.get(name, {}) | own for name, own in sections.items()}
+    return config_from_dict({**values, **changed, "strategies": strategies})
+
+
+def documents_of():
+    random = np.random.default_rng(0)
+    training, held_out = ([random.bytes(length) for length in (2, 3, 4, 5, 9, 14, 40)] for _ in range(2))
+    return Documents(Pieces(training, 24), Pieces(held_out, 24), "these")
+
+
+def trained(config, group, *, resume=False):
+    run = prepare(config, documents_of(), group, resume=resume)
+    with run.held:
+        return train(run)
+
+
+def undivided(config):
+    """Losses by step, and the validation loss, of training as anybody would write it."""
+    training, batches = config.training, MiniBatches(documents_of(), tokens=config.training.tokens, seed=0)
+    torch.manual_seed(training.seed)
+    layers = torch.nn.ModuleList(one.double() for one in llama_layers(config.model))
+    optimizer = torch.optim.AdamW(layers.parameters(), lr=training.lr, weight_decay=training.weight_decay)
+
+    def loss_of(rows):
+        packed = Packed.of(rows)
+        x = packed.tokens
+        for layer in layers:
+            x = layer(x, packed)
+        return token_loss(x, packed) / packed.num_tokens
+
+    losses = {}
+    for step in range(1, training.steps + 1):
+        optimizer.zero_grad()
+        loss = loss_of(batches.training(step))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(layers.parameters(), training.grad_clip)
+        optimizer.step()
+        losses[step] = loss.item()
+    with torch.no_grad():
+        return losses, loss_of(batches.validation(0)).item()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "ranks"),
+    [
+        (SWITCHING, {**ranges_of([2, 2, 1], [1, 1, 4]), "home": [1, 2, 2]}, (2, 4)),
+        (ranges_of([2, 1, 1], [1, 1, 2], home={"ranks": [1]}), {"static": {"tp": 2, "shares": [1, 0]}}, (2, 2)),
+    ],
+)
+def test_a_run_resumed_under_other_strategies_equals_undivided_training(run_ranks, tmp_path, before, after, ranks):
+    half = config_of(tmp_path, before, training={"steps": 4}, output={"save_every": 3, "keep": 1})
+    whole = config_of(tmp_path, after, output={"save_every": 3, "keep": 1})
+    run_ranks(lambda rank, group: trained(half, group), ranks[0])
+    summaries = run_ranks(lambda rank, group: trained(whole, group, resume=True), ranks[1])
+    losses, validation_loss = undivided(whole)
+    lines = read_json_lines(tmp_path / "metrics.jsonl")
+    assert {line["step"]: line["loss"] for line in lines} == pytest.approx(losses, rel=1e-10, abs=0.0)
+    assert [one["validation_loss"] for one in summaries] == pytest.approx([validation_loss] * ranks[1], rel=1e-10)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000006"]
+    first = lines[0]
+    assert sum(one["tokens"] for one in first["ranges"]) == 120 and len(first["ranges"]) == 2
+    assert sum(one["seconds"] for one in first["ranges"]) + first["switch_s"] <= first["step_s"]
+
+
+def test_a_search_finds_what_it_trains_under(run_ranks, tmp_path):
+    config = config_of(tmp_path, {"search": True, "max_ranges": 2}, training={"steps": 2})
+
+    def searched(rank, group):
+        run = prepare(config, documents_of(), group, resume=False)
+        with run.held:
+            return run.choice, train(run)["loss"]
+
+    (choice, loss), (other, _) = run_ranks(searched, 2)
+    assert choice == other and choice.ranges[-1].up_to == 24 and choice.found.speedup >= 1.0
+    assert loss == pytest.approx(undivided(config)[0][2], rel=1e-10)
+
+
+def test_what_does_not_go_on_is_refused_on_all_ranks(run_ranks, tmp_path):
+    saved = config_of(tmp_path, training={"steps": 1}, output={"save_every": 1})
+    other = config_of(tmp_path, training={"dtype": "float32"})
+
+    def check(rank, group):
+        trained(saved, group)
+        said = []
+        for config, resume in ((saved, False), (other, True), (config_of(tmp_path, {"static": [1, 4, 1]}), True)):
+            with pytest.raises(ValueError) as refused:
+                prepare(config, documents_of(), group, resume=resume)
+            said.append(str(refused.value))
+        return said
+
+    for earlier, differs, ranks in run_ranks(check, 2):
+        assert "holds an earlier run: add --resume" in earlier and "is of another model (dtype differ)" in differs
+        assert "strategies: strategy (1, 4, 1) needs rank 3: there are 2 ranks" in ranks
+
+
+@pytest.mark.parametrize("name", available_configs())
+def test_every_configuration_that_comes_along_is_whole(name):
+    config = load_config(name)
+    config.validate_ranks(2 if "two" in name else 4)
+    assert config_from_dict(json.loads(json.dumps(config_to_dict(config)))) == config
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({"strategies": {}}, "one of ranges, static and search: true is needed, found none of them"),
+        ({"strategies": {**SWITCHING, "static": [1, 1, 1]}}, "is needed, found ranges and static"),
+        ({"strategies": {"ranges": 3}}, "strategies.ranges=3: a list of ranges is needed"),
+        (
+            {"strategies": {"ranges": [{"up_to": 24}]}},
+            "strategies.ranges: length range {'up_to': 24}: ['strategy'] are",
+        ),
+        ({"strategies": ranges_of([1, 1], [1, 2, 1])}, "strategies.ranges: strategy [1, 1]: [dp, tp, pp] is needed"),
+        ({"strategies": {"static": [1, 0, 1]}}, "strategies.static: strategy tp=0 is not allowed"),
+        ({"strategies": {"statik": [1, 1, 1]}}, "unknown strategies key 'statik' (did you mean 'static'?)"),
+        ({"data": {"max_length": 25}}, "strategies.ranges end at up_to=24: sequences have up to data.max_length=25"),
+        ({"training": {"max_tokens": 23}}, "training.max_tokens=23 is not allowed: a micro-batch must have room"),
+        ({"training": {"token": 1}}, "unknown training key 'token' (did you mean 'tokens'?)"),
+    ],
+)
+def test_mistakes_are_named_with_what_is_allowed(tmp_path, sections, told):
+    with pytest.raises(ValueError) as refused:
+        config_of(tmp_path, **sections)
+    assert told in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--config=nothing"], "--config nothing: no such file; by bare name there are ['switching', "),
+        (["--dry-run", "--ranks=3"], "strategies: strategy (4, 1, 1) needs rank 3: there are 3 ranks"),
+        (["--dry-run", "--set=model.mlp_size=6"], "the 6 units of layers.1.mlp.gate.weight do not divide by tp=4"),
+        (["--dry-run", "--set=strategies.memory_limit=1e6"], "rank 0 needs "),
+        ([], "start it with `torchrun --nproc-per-node 2 -m lm_examples.train_strategies"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Unable to enable fault handler")
+def test_a_mistake_ends_the_program_with_one_line(capsys, arguments, told):
+    with pytest.raises(SystemExit) as stopped:
+        main([*arguments, f"--data={ROOT / 'lm_examples'}"])
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2 and told in said and said.count("\n") == 1
+
+
+def test_a_dry_run_tells_what_every_rank_needs_under_each_strategy():
+    arguments = ["--config=switching_two_ranks", f"--data={ROOT / 'lm_examples'}"]
+    config = config_from_arguments(argument_parser().parse_args(arguments))
+    console = Console(record=True, width=160)
+    needs = dry_run(config, num_ranks=2, console=console)
+    whole = sum(one.num_bytes for one in config.tensors())
+    data_parallel, home = needs[Strategy(2)], needs[Strategy(tp=2)]
+    assert [one.weights for one in data_parallel] == [whole] * 2
+    assert 0.5 * whole < home[0].weights < 0.6 * whole and home[0].gradients == home[0].weights
+    assert data_parallel[0].gradients == whole + home[0].weights and data_parallel[0].optimizer == 2 * home[0].weights
+    assert home[0].activations < data_parallel[0].activations
+    said = console.export_text()
+    assert "257 to 1024" in said and "embedding, blocks 0 to 3, head" in said and "(1, 2, 1)" in said
+
+
+def test_activations_are_estimated_as_autograd_keeps_them():
+    config = load_config("switching")
+    layers = llama_layers(config.model)
+    weights = {one.untyped_storage().data_ptr() for layer in layers for one in layer.parameters()}
+    packed = Packed.of([torch.randint(0, 256, (257,))])
+    x = packed.tokens
+    for number, layer in enumerate(layers):
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda one, kept=kept: kept.append(one) or one, lambda one: one):
+            x = layer(x.detach().requires_grad_(number > 0), packed)
+            loss = token_loss(x, packed) if number == len(layers) - 1 else x
+        memories = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in kept}
+        held = sum(size for memory, size in memories.items() if memory not in weights)
+        assert loss is not None and held / 256 == pytest.approx(token_bytes(config, number), rel=0.05)
+
+
+@pytest.mark.slow
+def test_the_program_trains_and_resumes_under_one_strategy(tmp_path):
+    small = [
+        "--set=model={num_blocks: 2, hidden_size: 16, num_heads: 2, mlp_size: 16}",
+        f"--data={ROOT / 'lm_examples'}",
+    ]
+    launcher = [sys.executable, "-m", "vit_examples.one_node", "--nproc-per-node=2", "-m"]
+    command = [
+        *launcher,
+        "lm_examples.train_strategies",
+        "--config=switching_two_ranks",
+        f"--output={tmp_path}",
+        *small,
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    static = "--set=strategies={static: [1, 1, 2]}"
+    said = ""
+    for arguments in (["--steps=2", "--set=output.save_every=2"], ["--steps=3", "--resume", static]):
+        ended = subprocess.run(
+            [*command, *arguments], env=environment, capture_output=True, text=True, timeout=90, check=False
+        )
+        assert ended.returncode == 0, ended.stderr
+        said += ended.stdout
+    assert "step 3: loss" in said and "validation loss" in said and "2 strategies" in said and "one strategy" in said
+    assert [line["step"] for line in read_json_lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]
