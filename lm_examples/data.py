@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lm_examples.config import RunConfig
+from lm_examples.config import DataConfig, RunConfig
 
 #: Other people's packages, which some Pythons keep within their standard library's folder.
 _FOREIGN = {"site-packages", "dist-packages"}
-_SEPARATOR = b"\0"
+#: Ends a file.
+SEPARATOR = b"\0"
 
 
 @dataclass(frozen=True)
@@ -70,29 +71,45 @@ def load_text(config: RunConfig) -> Text:
     Raises:
         ValueError: naming the folder, if there is too little text in it.
     """
-    data = config.data
-    folder = Path(sysconfig.get_path("stdlib") if data.folder is None else data.folder)
+    data, context = config.data, config.model.context
+    held_out, training = read_files(data)
+    text = Text(_tensor_of(training), _tensor_of(held_out))
+    for what, own in (("training", text.training), ("validation", text.held_out)):
+        if len(own) <= context:
+            raise ValueError(
+                f"data.folder={folder_of(data)}: {len(own)} bytes for {what} of {len(held_out) + len(training)} files "
+                f"are too few for sequences of model.context={context}: give more text, or change data.max_bytes or "
+                "data.held_out"
+            )
+    return text
+
+
+def folder_of(data: DataConfig) -> Path:
+    """Where the text is."""
+    return Path(sysconfig.get_path("stdlib") if data.folder is None else data.folder)
+
+
+def read_files(data: DataConfig) -> tuple[list[bytes], list[bytes]]:
+    """Whole files, those that are held out and those to train on, in an order that depends on their names alone.
+
+    Raises:
+        ValueError: naming the folder or the file that cannot be read.
+    """
+    folder = folder_of(data)
     if not folder.is_dir():
         raise ValueError(f"data.folder={folder}: no such folder")
     found: list[bytes] = []
     size = 0
     for path in _files_of(folder):
         try:
-            found.append(path.read_bytes() + _SEPARATOR)
+            found.append(path.read_bytes())
         except OSError as error:
             raise ValueError(f"data.folder={folder}: {path} cannot be read: {error.strerror}") from error
-        size += len(found[-1])
+        size += len(found[-1]) + len(SEPARATOR)
         if size >= data.max_bytes:
             break
     num_held_out = math.ceil(data.held_out * len(found))
-    text = Text(_tensor_of(found[num_held_out:]), _tensor_of(found[:num_held_out]))
-    for what, own in (("training", text.training), ("validation", text.held_out)):
-        if len(own) <= config.model.context:
-            raise ValueError(
-                f"data.folder={folder}: {len(own)} bytes for {what} of {len(found)} files are too few for sequences "
-                f"of model.context={config.model.context}: give more text, or change data.max_bytes or data.held_out"
-            )
-    return text
+    return found[:num_held_out], found[num_held_out:]
 
 
 def batches_of(config: RunConfig, text: Text) -> Batches:
@@ -116,4 +133,4 @@ def _rank_of(name: Path) -> bytes:
 
 
 def _tensor_of(files: list[bytes]) -> Tensor:
-    return torch.from_numpy(np.frombuffer(b"".join(files), dtype=np.uint8).copy())
+    return torch.from_numpy(np.frombuffer(b"".join(one + SEPARATOR for one in files), dtype=np.uint8).copy())

@@ -21,8 +21,8 @@ from lm_examples.config_file import config_to_dict
 from lm_examples.data import Batches, Text, batches_of
 from lm_examples.pace import Pace
 from lm_examples.recorder import Recorder
-from lm_examples.run_folder import claimed, layout_of, to_resume
-from vit_examples.all_ranks import do_nothing, of_all_ranks, on_all_ranks
+from lm_examples.run_folder import begin_run
+from vit_examples.all_ranks import do_nothing, on_all_ranks
 from vit_examples.recorder import StepClock
 from zeroresize.pipeline import Pipeline, PipelineBalancer, ProfileRecord, RebalancingRecord
 
@@ -84,25 +84,36 @@ def prepare(config: RunConfig, text: Text, process_group: ProcessGroup, *, resum
         ValueError: on every rank, for anything a user can mend, naming it.
     """
     config.validate_stages(dist.get_world_size(process_group))
-    is_first = dist.get_rank(process_group) == 0
-    _require_same("the configuration", json.dumps(config_to_dict(config)), process_group)
-    _require_same("the text to train on", text.digest, process_group)
-    with ExitStack() as held:
-        claim = claimed(config)
-        on_all_ranks(ValueError, (lambda: held.enter_context(claim)) if is_first else do_nothing, process_group)
-        found = on_all_ranks(ValueError, lambda: to_resume(config, resume=resume), process_group)
-        _require_same("the newest checkpoint", str(found and found[1].step), process_group)
-        run = _build(config, text, process_group, None if found is None else found[1])
-        if found is not None:
-            load_layers(found[0], run.pipeline, run.optimizer)
-            on_all_ranks(ValueError, lambda: _go_on(run, found[1]), process_group)
+    begun = begin_run(
+        config,
+        config_to_dict(config),
+        text.digest,
+        process_group,
+        layout=layout_of(config),
+        kind=SavedState,
+        resume=resume,
+    )
+    with begun.held as held:
+        saved = begun.state
+        run = _build(config, text, process_group, saved)
+        if begun.checkpoint is not None and saved is not None:
+            load_layers(begun.checkpoint, run.pipeline, run.optimizer)
+            on_all_ranks(ValueError, lambda: _go_on(run, saved), process_group)
 
         def record() -> None:
             run.recorder = Recorder(config, num_stages=run.pipeline.num_stages, from_step=run.step)
 
+        is_first = dist.get_rank(process_group) == 0
         on_all_ranks(ValueError, record if is_first else do_nothing, process_group)
         run.held = held.pop_all()
     return run
+
+
+def layout_of(config: RunConfig) -> dict[str, Any]:
+    """What a checkpoint's tensors depend on; as JSON has it."""
+    values = config_to_dict(config)
+    layout = {"model": values["model"], "dtype": config.training.dtype, "case": values["case"]}
+    return json.loads(json.dumps(layout))
 
 
 def _build(config: RunConfig, text: Text, process_group: ProcessGroup, saved: SavedState | None) -> Run:
@@ -156,10 +167,3 @@ def _go_on(run: Run, saved: SavedState) -> None:
     if run.balancer is not None and saved.balancer is not None:
         run.balancer.load_state_dict(saved.balancer)
     run.step = saved.step
-
-
-def _require_same(what: str, value: str, process_group: ProcessGroup) -> None:
-    values = of_all_ranks(value, process_group)
-    if len(set(values)) > 1:
-        alike = [[rank for rank, one in enumerate(values) if one == own] for own in dict.fromkeys(values)]
-        raise ValueError(f"the ranks do not agree on {what}; those that do: {alike}")

@@ -1,63 +1,72 @@
-"""Whether a run may write into its output folder, alone, and what it continues from there."""
+"""What a run may write into and continues from: its output folder, which is its own while it runs."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from lm_examples.checkpoint import SavedState, newest_checkpoint, read_saved_state, step_of
-from lm_examples.config import RunConfig
-from lm_examples.config_file import config_to_dict
-from vit_examples.run_folder import run_lock, writable
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from lm_examples.checkpoint_files import SavedState, newest_checkpoint, read_saved_state, step_of
+from vit_examples.all_ranks import do_nothing, on_all_ranks, require_same
+from vit_examples.run_folder import checkpoint_folder, claimed_here
+
+_State = TypeVar("_State", bound=SavedState)
 
 
-def checkpoint_folder(config: RunConfig) -> Path:
-    """Where a run keeps its checkpoints."""
-    return Path(config.output.folder) / "checkpoints"
+@dataclass(frozen=True)
+class Begun(Generic[_State]):
+    """What a run begins from, the same on every rank.
+
+    Attributes:
+        held: what keeps other runs out of the output folder; close it when all is written.
+        checkpoint, state: those to go on from; None where the run begins anew.
+    """
+
+    held: ExitStack
+    checkpoint: Path | None
+    state: _State | None
 
 
-@contextmanager
-def claimed(config: RunConfig) -> Iterator[None]:
-    """The output folder is made, can be written to, and is this run's alone within such a block.
+def begin_run(
+    config: Any,
+    settings: dict[str, Any],
+    digest: str,
+    process_group: ProcessGroup,
+    *,
+    layout: dict[str, Any],
+    kind: type[_State],
+    resume: bool,
+) -> Begun[_State]:
+    """Take the output folder, and find what to go on from; collective.
+
+    Args:
+        settings: plain values of ``config``.
+        digest: of the text.
+        layout: what a checkpoint's tensors depend on, as JSON has it.
+        kind: of a checkpoint's state.
 
     Raises:
-        ValueError: naming the folder, if it is no such folder, or another run has it.
+        ValueError: on every rank, if the ranks differ, the folder is no such folder, another run has it, it holds an
+            earlier run that would be overwritten, or a checkpoint that does not fit.
     """
-    folder = Path(config.output.folder)
-    with writable(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        if config.output.save_every:
-            checkpoint_folder(config).mkdir(exist_ok=True)
-    with run_lock(folder):
-        yield
+    require_same("the configuration", json.dumps(settings), process_group)
+    require_same("the text to train on", digest, process_group)
+    is_first = dist.get_rank(process_group) == 0
+    with ExitStack() as held:
+        claim = claimed_here(config)
+        on_all_ranks(ValueError, (lambda: held.enter_context(claim)) if is_first else do_nothing, process_group)
+        found = on_all_ranks(ValueError, lambda: _to_resume(config, layout, kind, resume=resume), process_group)
+        checkpoint, state = (None, None) if found is None else found
+        require_same("the newest checkpoint", str(state and state.step), process_group)
+        return Begun(held.pop_all(), checkpoint, state)
 
 
-def layout_of(config: RunConfig) -> dict[str, Any]:
-    """What a checkpoint's tensors depend on; as JSON has it."""
-    values = config_to_dict(config)
-    layout = {"model": values["model"], "dtype": config.training.dtype, "case": values["case"]}
-    return json.loads(json.dumps(layout))
-
-
-def to_resume(config: RunConfig, *, resume: bool) -> tuple[Path, SavedState] | None:
-    """The newest checkpoint of the output folder if asked for, checked; else None.
-
-    Raises:
-        ValueError: if the folder holds an earlier run that would be overwritten, or a checkpoint that does not fit.
-    """
-    newest = newest_checkpoint(checkpoint_folder(config))
-    if not resume:
-        folder = Path(config.output.folder)
-        if newest is not None or (folder / "metrics.jsonl").exists():
-            raise ValueError(f"{folder} holds an earlier run: add --resume, or choose another --output")
-        return None
-    return None if newest is None else (newest, read_saved_state(newest, layout_of(config)))
-
-
-def how_to_go_on(config: RunConfig) -> str:
+def how_to_go_on(config: Any) -> str:
     """What goes on from where, by what is in the run's output folder now."""
     newest = newest_checkpoint(checkpoint_folder(config))
     if newest is not None:
@@ -65,3 +74,14 @@ def how_to_go_on(config: RunConfig) -> str:
         return f"the same command with --resume goes on after {done}, from {newest}"
     why = f"output.save_every={config.output.save_every}"
     return f"no checkpoint is written yet ({why}); the same command with --resume begins anew"
+
+
+def _to_resume(config: Any, layout: dict[str, Any], kind: type[_State], *, resume: bool) -> tuple[Path, _State] | None:
+    """The newest checkpoint of the output folder if asked for, checked; else None."""
+    newest = newest_checkpoint(checkpoint_folder(config))
+    if not resume:
+        folder = Path(config.output.folder)
+        if newest is not None or (folder / "metrics.jsonl").exists():
+            raise ValueError(f"{folder} holds an earlier run: add --resume, or choose another --output")
+        return None
+    return None if newest is None else (newest, read_saved_state(newest, layout, kind))

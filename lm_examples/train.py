@@ -30,14 +30,14 @@ from lm_examples.config import RunConfig
 from lm_examples.config_file import argument_parser, config_from_arguments
 from lm_examples.data import load_text
 from lm_examples.dry_run import dry_run
+from lm_examples.recorder import summary_table
 from lm_examples.run import Run, prepare
-from lm_examples.run_folder import checkpoint_folder, how_to_go_on
+from lm_examples.run_folder import how_to_go_on
 from vit_examples.all_ranks import leave_together, of_all_ranks
 from vit_examples.build_host import require_torchrun
-from vit_examples.interruption import ended_by_interrupt
-from vit_examples.mistakes import refuse
+from vit_examples.program import run_program
 from vit_examples.recorder import num_settling
-from vit_examples.train import show_messages
+from vit_examples.run_folder import checkpoint_folder
 from zeroresize.pipeline import clip_grad_norm_
 
 
@@ -63,7 +63,7 @@ def train(run: Run) -> dict[str, Any]:
                 run.clock.start()
         summary = {} if run.pipeline.is_released else summary_of(run)
         if run.recorder is not None:
-            run.recorder.close(summary)
+            run.recorder.close(summary, summary_table(run.recorder.title, summary))
     return summary
 
 
@@ -158,41 +158,37 @@ def _mean(values: Sequence[float]) -> float:
 
 @record
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line; a mistake of the user's ends it with one line and status 2, Ctrl-C with one line and 130."""
-    try:
-        parsed = argument_parser().parse_args(arguments)
-        config = config_from_arguments(parsed)
-        if parsed.dry_run:
-            ranks = int(os.environ.get("WORLD_SIZE", "2")) if parsed.ranks is None else parsed.ranks
-            dry_run(config, num_stages=ranks)
-            return
-        require_torchrun("lm_examples.train --config small")
-        config.validate_stages(int(os.environ["WORLD_SIZE"]))
-    except ValueError as error:
-        refuse(error)
-    with ended_by_interrupt(lambda: how_to_go_on(config)):
-        if os.environ["RANK"] == "0":
-            show_messages()
-        try:
-            run = _joined(config, resume=parsed.resume)
-        except ValueError as error:
-            refuse(error)
-        if run.step < config.training.steps:
-            train(run)
-        elif run.recorder is not None:
-            print(f"nothing to do: the checkpoint has {run.step} steps, training.steps asks for no more")
-        run.held.close()
-        if run.config.repack.is_on:  # released ranks have left
-            dist.destroy_process_group()
-        else:
-            leave_together()
+    """The command line; see :func:`vit_examples.program.run_program`."""
+    run_program(
+        arguments,
+        parser=argument_parser(),
+        config_from=config_from_arguments,
+        dry_run=lambda config, num_stages: dry_run(config, num_stages=num_stages),
+        how_to_go_on=how_to_go_on,
+        prepare=_joined,
+        finish=_finish,
+    )
 
 
-def _joined(config: RunConfig, *, resume: bool) -> Run:
+def _joined(config: RunConfig, resume: bool) -> Run:
+    require_torchrun("lm_examples.train --config small")
+    config.validate_stages(int(os.environ["WORLD_SIZE"]))
     text = load_text(config)
     dist.init_process_group("gloo", timeout=timedelta(seconds=config.pipeline.timeout_s))
     assert dist.group.WORLD is not None
     return prepare(config, text, dist.group.WORLD, resume=resume)
+
+
+def _finish(run: Run) -> None:
+    if run.step < run.config.training.steps:
+        train(run)
+    elif run.recorder is not None:
+        print(f"nothing to do: the checkpoint has {run.step} steps, training.steps asks for no more")
+    run.held.close()
+    if run.config.repack.is_on:  # released ranks have left
+        dist.destroy_process_group()
+    else:
+        leave_together()
 
 
 if __name__ == "__main__":

@@ -43,6 +43,18 @@ def of_all_ranks(value: Any, process_group: ProcessGroup | None = None) -> list[
     return values
 
 
+def require_same(what: str, value: str, process_group: ProcessGroup | None = None) -> None:
+    """Check that every rank has the same; collective.
+
+    Raises:
+        ValueError: on every rank, naming the ranks that are alike.
+    """
+    values = of_all_ranks(value, process_group)
+    if len(set(values)) > 1:
+        alike = [[rank for rank, one in enumerate(values) if one == own] for own in dict.fromkeys(values)]
+        raise ValueError(f"the ranks do not agree on {what}; those that do: {alike}")
+
+
 def do_nothing() -> None:
     """What a rank calls that has no part in it."""
 

@@ -18,8 +18,8 @@ from vit_examples.file_lock import locked
 from vit_examples.plain_files import read_values
 
 
-def checkpoint_folder(config: RunConfig) -> Path:
-    """Where a run keeps its checkpoints."""
+def checkpoint_folder(config: Any) -> Path:
+    """Where a run keeps its checkpoints, whose configuration has ``output.folder``."""
     return Path(config.output.folder) / "checkpoints"
 
 
@@ -33,6 +33,17 @@ def claimed(config: RunConfig) -> Iterator[None]:
     if int(os.environ.get("RANK", "0")):
         yield
         return
+    with claimed_here(config):
+        yield
+
+
+@contextmanager
+def claimed_here(config: Any) -> Iterator[None]:
+    """As :func:`claimed`, whatever rank this is.
+
+    Raises:
+        ValueError: as there.
+    """
     folder = Path(config.output.folder)
     with writable(folder):
         folder.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,6 @@ The loop is :func:`train_epoch`; what this package adds to an ordinary loop are 
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 import os
 import signal
@@ -43,9 +42,9 @@ from vit_examples.data import Split, load_splits, num_batches, test_batches, tra
 from vit_examples.display import Display
 from vit_examples.dry_run import dry_run
 from vit_examples.host import Host
-from vit_examples.interruption import ended_by_interrupt, how_to_go_on
-from vit_examples.mistakes import refuse
+from vit_examples.interruption import how_to_go_on
 from vit_examples.model import classification_loss, num_correct
+from vit_examples.program import run_program
 from vit_examples.recorder import Recorder, StepClock, timing
 from vit_examples.run_folder import checkpoint_folder, checkpoint_to_resume, claimed, timed_settings
 from vit_examples.straggling import stragglers
@@ -269,40 +268,27 @@ def learning_rate(run: Run, step: int) -> float:
     return training.lr * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def show_messages() -> None:
-    """What the library has to say: which layers it took, what its calibrations found."""
-    library = logging.getLogger("zeroresize")
-    library.setLevel(logging.INFO)
-    library.propagate = False  # hosts that show everything would show it twice
-    if not library.handlers:
-        library.addHandler(logging.StreamHandler())
-
-
 @record
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line; a mistake of the user's ends it with one line and status 2, Ctrl-C with one line and 130."""
-    try:
-        parsed = argument_parser().parse_args(arguments)
-        config = config_from_arguments(parsed)
-        if parsed.dry_run:
-            ranks = int(os.environ.get("WORLD_SIZE", "2")) if parsed.ranks is None else parsed.ranks
-            dry_run(config, num_ranks=ranks)
-            return
-    except ValueError as error:
-        refuse(error)
-    with ended_by_interrupt(lambda: how_to_go_on(config)):
-        if os.environ.get("RANK") == "0":
-            show_messages()
-        try:
-            run = prepare(config, resume=parsed.resume)
-        except ValueError as error:
-            refuse(error)
-        if run.progress.epochs < config.training.epochs:
-            train(run)
-        elif run.host.rank == 0:
-            print(f"nothing to do: the checkpoint has {run.progress.epochs} epochs, training.epochs asks for no more")
-        run.host.close()
-        run.held.close()
+    """The command line; see :func:`vit_examples.program.run_program`."""
+    run_program(
+        arguments,
+        parser=argument_parser(),
+        config_from=config_from_arguments,
+        dry_run=lambda config, num_ranks: dry_run(config, num_ranks=num_ranks),
+        how_to_go_on=how_to_go_on,
+        prepare=lambda config, resume: prepare(config, resume=resume),
+        finish=_finish,
+    )
+
+
+def _finish(run: Run) -> None:
+    if run.progress.epochs < run.config.training.epochs:
+        train(run)
+    elif run.host.rank == 0:
+        print(f"nothing to do: the checkpoint has {run.progress.epochs} epochs, training.epochs asks for no more")
+    run.host.close()
+    run.held.close()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import json
 import pytest
 from lm_runs import NUM_STEPS, config_of, keep_time, losses_of, text_of, trained, undivided
 
-from lm_examples import checkpoint as checkpoints
+from lm_examples import checkpoint_files as checkpoints
 from lm_examples.build import build_layers, num_parameters
 from lm_examples.cases.dynamic_case import DynamicCase
 from lm_examples.run import prepare

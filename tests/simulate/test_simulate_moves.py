@@ -142,9 +142,8 @@ def test_noise_moves_nothing(noise, num_ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 8])
-def test_noise_moves_nothing_in_ten_thousand_updates(num_ranks):
-    run = simulate(EXACT, cluster(lambda _: [1.0] * num_ranks, noise=0.1), 100_000)
+def test_noise_moves_nothing_in_ten_thousand_updates():
+    run = simulate(EXACT, cluster(lambda _: [1.0] * 2, noise=0.1), 100_000)
     assert len(run.moves) <= 4
 
 

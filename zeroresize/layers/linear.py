@@ -37,6 +37,8 @@ class ColumnParallelLinear(BalancedLinear, nn.Module):
         bias: whether to learn b, split like the output.
         gather_output: return the whole output on every rank instead of this rank's slice. Such a layer is left alone
             by balancing.
+        own_features: how many of the output features this rank has, for uneven shares; only on the meta device, as
+            which ones they are is the caller's matter. None for an even share.
         device, dtype: of the parameters.
 
     Shapes: x [..., in] → y [..., out / R], or [..., out] with ``gather_output``.
@@ -55,6 +57,7 @@ class ColumnParallelLinear(BalancedLinear, nn.Module):
         process_group: ProcessGroup,
         bias: bool = True,
         gather_output: bool = False,
+        own_features: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -62,7 +65,9 @@ class ColumnParallelLinear(BalancedLinear, nn.Module):
         self.process_group = require_group(process_group)
         self.in_features, self.out_features = in_features, out_features
         self.gather_output = gather_output
-        num_rows = _divide("out_features", out_features, group_size(process_group))
+        num_rows = _own_size(
+            "out_features", out_features, group_size(process_group), own_features, device, gather_output
+        )
         self.weight = nn.Parameter(torch.empty(num_rows, in_features, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(num_rows, device=device, dtype=dtype)) if bias else None
         self.prepare_balancing()
@@ -136,6 +141,7 @@ class RowParallelLinear(BalancedLinear, nn.Module):
         bias: whether to learn b.
         input_is_parallel: the input is this rank's slice [..., in / R]; otherwise the whole [..., in] is taken
             and split.
+        own_features: how many of the input features this rank has; as of :class:`ColumnParallelLinear`.
         device, dtype: of the parameters.
 
     Shapes: x [..., in / R] (or [..., in]) → y [..., out], the same on every rank.
@@ -154,6 +160,7 @@ class RowParallelLinear(BalancedLinear, nn.Module):
         process_group: ProcessGroup,
         bias: bool = True,
         input_is_parallel: bool = True,
+        own_features: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -161,7 +168,8 @@ class RowParallelLinear(BalancedLinear, nn.Module):
         self.process_group = require_group(process_group)
         self.in_features, self.out_features = in_features, out_features
         self.input_is_parallel = input_is_parallel
-        num_columns = _divide("in_features", in_features, group_size(process_group))
+        splits = not input_is_parallel
+        num_columns = _own_size("in_features", in_features, group_size(process_group), own_features, device, splits)
         self.weight = nn.Parameter(torch.empty(out_features, num_columns, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         self.prepare_balancing()
@@ -230,7 +238,21 @@ def _require_whole(linear: nn.Module) -> None:
         )
 
 
-def _divide(name: str, size: int, num_ranks: int) -> int:
+def _own_size(
+    name: str,
+    size: int,
+    num_ranks: int,
+    own_features: int | None,
+    device: torch.device | str | None,
+    needs_even: bool,
+) -> int:
+    if own_features is not None:
+        if device is None or torch.device(device).type != "meta" or needs_even or not 0 <= own_features <= size:
+            raise ValueError(
+                f"own_features={own_features} of {name}={size} is not allowed: it must be from 0 to {size}, on "
+                "device='meta', and not of a layer that gathers its output or splits its input evenly itself"
+            )
+        return own_features
     if size % num_ranks:
         raise ValueError(f"{name}={size} is not divisible by the {num_ranks} ranks of the process group")
     return size // num_ranks

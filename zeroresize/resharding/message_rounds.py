@@ -51,15 +51,16 @@ class MessageRounds(Generic[RoundT]):
 
         Args:
             buffers: the memory of messages, in turns: as many rounds as there are buffers travel at once.
-            messages_of: where this rank's messages of a round lie in a buffer, by (sender, receiver).
+            messages_of: where this rank's messages of a round lie in a buffer, by (sender, receiver). They are
+                unpacked in this order. That of a rank to itself does not travel, and is unpacked in its turn.
             meanwhile: called once, when the first messages are on their way.
         """
         errors: list[Exception] = []
         under_way: list[tuple[RoundT, Mapping[Pair, Tensor], dict[int, list[Waitable]]]] = []
         for number, round_ in enumerate(rounds):
             messages = messages_of(round_, buffers[number % len(buffers)])
-            sends = {pair[1]: message for pair, message in messages.items() if pair[0] == self._rank}
-            receives = {pair[0]: message for pair, message in messages.items() if pair[1] == self._rank}
+            sends = {pair[1]: message for pair, message in messages.items() if self._sends(pair)}
+            receives = {pair[0]: message for pair, message in messages.items() if pair[0] != self._rank}
             try:
                 for peer, message in sends.items():
                     self._pack(message, round_, (self._rank, peer))
@@ -84,8 +85,11 @@ class MessageRounds(Generic[RoundT]):
         failed = wait_for_all(transfers)
         errors += failed.values()
         for pair, message in messages.items() if not failed else ():
-            if pair[0] == self._rank:
+            if self._sends(pair):
                 self.sent_bytes += message.numel()
             else:
                 self.received_bytes += message.numel()
                 self._unpack(message, round_, pair)
+
+    def _sends(self, pair: Pair) -> bool:
+        return pair[0] == self._rank != pair[1]

@@ -1,0 +1,184 @@
+"""Folders of checkpoints by torch.distributed.checkpoint, whatever is trained.
+
+A folder is written under a temporary name and renamed when complete, so a crash never leaves half a checkpoint that
+looks newest. ``state.json`` holds what is no tensor, ``manifest.json`` what every file is like. torch's own index,
+``.metadata``, is a pickle: load checkpoints of your own only.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+
+from vit_examples.all_ranks import do_nothing, on_all_ranks
+from vit_examples.checkpoint_folders import CheckpointFolders
+from vit_examples.manifest import require_all_intact, sealed, sync_names, write_manifest
+from vit_examples.plain_files import read_state, state_files, write_state
+from zeroresize.utils.value_checks import at_least, known_keys
+
+logger = logging.getLogger(__name__)
+
+_STATE = "state"
+_FOLDERS = CheckpointFolders("step")
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """What of a run is no tensor of its model.
+
+    Attributes:
+        step: how many are done.
+        layout: what the tensors depend on.
+
+    Raises:
+        ValueError: for a value of another kind.
+    """
+
+    step: int
+    layout: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        at_least("step", self.step, 1)
+        if not isinstance(self.layout, dict):
+            raise ValueError("layout is no mapping")
+
+
+_State = TypeVar("_State", bound=SavedState)
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The complete checkpoint of the latest step under ``folder``."""
+    return _FOLDERS.newest(folder)
+
+
+def step_of(checkpoint: Path) -> int:
+    """How many steps had been trained when it was written."""
+    return _FOLDERS.number_of(checkpoint)
+
+
+def read_saved_state(checkpoint: Path, layout: Mapping[str, Any], kind: type[_State]) -> _State:
+    """What is no tensor of a checkpoint, of which every file is checked.
+
+    Raises:
+        ValueError: naming the file that is missing or damaged, or both layouts if they differ.
+    """
+    try:
+        require_all_intact(checkpoint)
+        values = read_state(checkpoint / _STATE)
+        try:
+            saved = kind(**known_keys("key", values, [one.name for one in fields(kind)]))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{state_files(checkpoint / _STATE)[0]}: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{error}\n{_FOLDERS.way_out(checkpoint)}") from error
+    if saved.layout != layout:
+        differing = sorted(key for key in saved.layout.keys() | layout if saved.layout.get(key) != layout.get(key))
+        raise ValueError(
+            f"{checkpoint} is of another model ({', '.join(differing)} differ), nothing was loaded.\n"
+            f"  checkpoint: {json.dumps(saved.layout)}\n  this run:   {json.dumps(layout)}\n"
+            "Resume with the checkpoint's, or choose another --output"
+        )
+    return saved
+
+
+def write_checkpoint(
+    folder: Path,
+    state: SavedState,
+    contents: Mapping[str, Any],
+    process_group: ProcessGroup,
+    *,
+    keep: int,
+    flatten: bool = False,
+) -> bool:
+    """Write ``folder/step-<n>`` and delete all but the ``keep`` newest; collective.
+
+    Where it cannot be written, as on a full disk, the first rank warns, what was begun is deleted, the older ones stay,
+    and training can go on.
+
+    Args:
+        contents: what this rank writes.
+        flatten: whether names within nested mappings become names of the file.
+
+    Returns:
+        Whether it was written, on every rank.
+    """
+    final = folder / f"step-{state.step:08d}"
+    temporary = final.with_suffix(".tmp")
+    is_first = dist.get_rank(process_group) == 0
+
+    def begin() -> None:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+
+    def complete() -> None:
+        write_state(temporary / _STATE, asdict(state))
+        write_manifest(temporary, {path.name: sealed(path) for path in temporary.iterdir()})
+        shutil.rmtree(final, ignore_errors=True)
+        temporary.rename(final)
+        sync_names(folder)  # before older ones are deleted
+
+    try:
+        on_all_ranks(OSError, begin if is_first else do_nothing, process_group)
+        dcp.save(
+            dict(contents),
+            storage_writer=FileSystemWriter(temporary, sync_files=False),  # sealed() does that
+            planner=DefaultSavePlanner(flatten_state_dict=flatten, flatten_sharded_tensors=False),
+            process_group=process_group,
+        )
+        on_all_ranks(OSError, complete if is_first else do_nothing, process_group)
+    except (OSError, CheckpointException) as error:
+        _raise_interrupt(error, process_group)
+        if is_first:
+            shutil.rmtree(temporary, ignore_errors=True)
+            newest = newest_checkpoint(folder)
+            logger.warning(
+                "no checkpoint of step %d, training goes on without (the newest is %s): %s",
+                state.step,
+                newest.name if newest is not None else "none",
+                _reason(error),
+            )
+        return False
+    if is_first:
+        _FOLDERS.delete_but(folder, keep)
+    return True
+
+
+@contextmanager
+def loading(checkpoint: Path, process_group: ProcessGroup) -> Iterator[None]:
+    """A block that loads a checkpoint on every rank.
+
+    Raises:
+        ValueError: naming the checkpoint and the way out, for a ValueError or what torch makes of errors.
+    """
+    try:
+        yield
+    except (ValueError, CheckpointException) as error:
+        _raise_interrupt(error, process_group)
+        raise ValueError(f"{checkpoint}: cannot be loaded: {_reason(error)}\n{_FOLDERS.way_out(checkpoint)}") from error
+
+
+def _raise_interrupt(error: BaseException, process_group: ProcessGroup) -> None:
+    """An interrupt of this rank, which torch takes for a failure of the checkpoint, ends the run as any other."""
+    if isinstance(error, CheckpointException):
+        own = error.failures.get(dist.get_rank(process_group), (None,))[0]
+        if isinstance(own, KeyboardInterrupt):
+            raise KeyboardInterrupt from error
+
+
+def _reason(error: BaseException) -> str:
+    """Without torch's tracebacks."""
+    if not isinstance(error, CheckpointException):
+        return str(error)
+    return "; ".join(f"rank {rank}: {one!r}" for rank, (one, _) in error.failures.items()) or "no reason is known"

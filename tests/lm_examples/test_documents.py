@@ -1,0 +1,81 @@
+"""Documents of long-tailed lengths: cut where functions begin, drawn by seed and step alone."""
+
+import numpy as np
+import pytest
+import torch
+
+from lm_examples.documents import END, DocumentsConfig, MiniBatches, definitions, lengths_of, load_documents
+
+SOURCE = b"""import this
+
+class A:
+    x = 1
+
+    def first(self):
+        def inner():
+            return 1
+        return inner
+
+    @property
+    @cached
+    def second(self):
+        return 2
+
+@wraps
+async def third():
+    pass
+"""
+
+
+def documents_of(folder, **data):
+    for number in range(6):
+        (folder / f"{number}.py").write_bytes(bytes([71 + number]) * 200 + b"\n" + SOURCE)
+    return load_documents(DocumentsConfig(folder=str(folder), **data))
+
+
+def test_sources_are_cut_before_each_definition_and_its_decorators():
+    parts = definitions(SOURCE)
+    assert b"".join(parts) == SOURCE
+    begins = [b"import", b"class", b"    def first", b"    @property\n    @cached\n    def second", b"@wraps\nasync"]
+    assert [part.startswith(one) for part, one in zip(parts, begins, strict=True)] == [True] * 5
+
+
+@pytest.mark.parametrize("lengths", ["definitions", "files", "commoncrawl", "github"])
+def test_a_mini_batch_depends_on_seed_and_step_alone_and_is_as_large_as_asked_for(tmp_path, lengths):
+    documents = documents_of(tmp_path, lengths=lengths, max_length=60)
+    first, again = (MiniBatches(documents, tokens=500, seed=3) for _ in range(2))
+    rows = first.training(7)
+    assert all(map(torch.equal, rows, again.training(7))) and lengths_of(rows).sum() == 500
+    assert rows[0].dtype == torch.int64 and lengths_of(rows).min() >= 1 and lengths_of(rows).max() <= 60
+    others = [first.training(8), MiniBatches(documents, tokens=500, seed=4).training(7), first.validation(7)]
+    assert all(torch.cat(one).tolist() != torch.cat(rows).tolist() for one in others)
+    held_out = {chr(one) for row in first.validation(0) for one in row.tolist()}
+    assert len(held_out & set("GHIJKL")) == 1  # of one file alone
+
+
+def test_whole_documents_end_with_the_end_and_cut_ones_do_not(tmp_path):
+    documents = documents_of(tmp_path, lengths="definitions", max_length=60)
+    rows = {bytes(row.tolist()) for row in documents.training.rows}
+    assert b"@wraps\nasync def third():\n    pass" + bytes([END]) in rows
+    assert {len(row) for row in rows if row[-1] != END} == {61}
+
+
+def test_lengths_of_python_sources_are_long_tailed():
+    documents = load_documents(DocumentsConfig(max_length=2048, max_bytes=2_000_000))
+    lengths = np.sort(lengths_of(documents.training.rows))
+    longest_tenth = lengths[-len(lengths) // 10 :]
+    assert np.median(lengths) < 400 and longest_tenth.sum() > 0.3 * lengths.sum()
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        ({"lengths": "pages"}, r"data\.lengths='pages' is not allowed: choose one of \['definitions', 'files'"),
+        ({"max_length": 0}, r"data\.max_length=0 is not allowed"),
+        ({"lengths": "github", "max_length": 5000}, r"bytes for training are too few .* data\.max_length=5000"),
+        ({"held_out": 0.99}, "no text for training"),
+    ],
+)
+def test_mistakes_are_named(tmp_path, data, told):
+    with pytest.raises(ValueError, match=told):
+        documents_of(tmp_path, **data)

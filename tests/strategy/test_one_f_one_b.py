@@ -1,0 +1,152 @@
+"""A pipeline of packed micro-batches of any number and size computes what the undivided model does."""
+
+import os
+
+import pytest
+import torch
+from survivors import told_by_survivors
+from torch import nn
+
+from lm_examples.llama import LlamaConfig, llama_layers, token_loss
+from zeroresize.pipeline.partition import Partition
+from zeroresize.strategy.activations import Activation, find_activations
+from zeroresize.strategy.one_f_one_b import PipelineStage
+from zeroresize.strategy.packed import Packed
+
+CONFIG = LlamaConfig(num_blocks=3, hidden_size=8, num_heads=2, mlp_size=12, vocabulary=16)
+
+
+def layers_of():
+    torch.manual_seed(0)
+    return nn.ModuleList(llama_layers(CONFIG)).double()
+
+
+def activations_of():
+    with torch.device("meta"):
+        return find_activations(nn.ModuleList(llama_layers(CONFIG)).double())
+
+
+def micro_batches_of(number):
+    generator = torch.Generator().manual_seed(1)
+    lengths = [(3, 2), (9,), (1, 1, 4), (2,), (7, 3), (5,)][:number]
+    return [Packed.of([torch.randint(16, (one + 1,), generator=generator) for one in own]) for own in lengths]
+
+
+def undivided(layers, number):
+    total = torch.zeros((), dtype=torch.float64)
+    for packed in micro_batches_of(number):
+        x = packed.tokens
+        for layer in layers:
+            x = layer(x, packed)
+        total = total + token_loss(x, packed)
+    return total
+
+
+def stage_of(layers, group):
+    if group.size() == 1:
+        return PipelineStage(list(layers), 0, activations_of(), None, torch.device("cpu")), layers
+    boundaries = Partition.uniform(len(layers), group.size()).boundaries
+    begin, end = boundaries[group.rank()], boundaries[group.rank() + 1]
+    own = layers[begin:end]
+    return PipelineStage(list(own), begin, activations_of(), group, torch.device("cpu")), own
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+def test_stages_add_up_the_undivided_models_gradients(run_ranks, num_stages):
+    def check(rank, group):
+        layers = layers_of()
+        stage, own = stage_of(layers, group)
+        for number in (1, 0, 6, 3):  # with as many, fewer and more than stages; one after the other in one group
+            layers.zero_grad()
+            wanted = undivided(layers, number)
+            if number:
+                wanted.backward()
+            gradients = [parameter.grad for parameter in own.parameters()]
+            layers.zero_grad()
+            micro_batches = micro_batches_of(number)
+            for found in (stage.train(micro_batches, token_loss), stage.evaluate(micro_batches, token_loss)):
+                assert not found.requires_grad
+                torch.testing.assert_close(found, wanted.detach() if stage.is_last else torch.zeros_like(found))
+            for parameter, gradient in zip(own.parameters(), gradients, strict=True):
+                assert (gradient is None) == (number == 0)
+                torch.testing.assert_close(parameter.grad, gradient, rtol=1e-10, atol=1e-12)
+            assert all(one.grad is None for one in layers.parameters() if not any(one is p for p in own.parameters()))
+
+    run_ranks(check, num_stages)
+
+
+def test_frozen_stages_and_as_few_forwards_ahead_as_1f1b_needs(run_ranks):
+    def check(rank, group):
+        layers = layers_of()
+        for number in (0, 1, 3):
+            layers[number].requires_grad_(False)
+        stage, own = stage_of(layers, group)
+        held, most = 0, 0
+
+        def count(change):
+            def hook(*_):
+                nonlocal held, most
+                held += change
+                most = max(most, held)
+
+            return hook
+
+        own[0].register_forward_hook(count(1))
+        undivided(layers, 6).backward()
+        wanted = [parameter.grad for parameter in own.parameters()]
+        layers.zero_grad()
+        held = most = 0
+        backward = torch.autograd.backward
+        torch.autograd.backward = lambda *args: (backward(*args), count(-1)())
+        if rank == 0:  # nothing to be learnt there: no backward
+            torch.autograd.backward = lambda *_: pytest.fail("a frozen first stage runs backward")
+        stage.train(micro_batches_of(6), token_loss)
+        for parameter, gradient in zip(own.parameters(), wanted, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-10, atol=1e-12)
+        assert rank == 0 or most == group.size() - rank
+
+    run_ranks(check, 3)
+
+
+def test_a_dead_stage_is_named_by_its_neighbours(tmp_path):
+    def check(rank, group):
+        layers = layers_of()
+        stage, own = stage_of(layers, group)
+        if rank == 1:
+            calls = []
+            own[0].register_forward_hook(lambda *_: os._exit(0) if calls else calls.append(1))
+        with pytest.raises(RuntimeError) as caught:
+            stage.train(micro_batches_of(6), token_loss)
+        return str(caught.value)
+
+    told = told_by_survivors(check, 3, tmp_path)
+    assert told.keys() == {0, 2}
+    assert all("ranks [1] of the group (ranks [1] of the job) failed" in one for one in told.values()), told
+
+
+def test_activations_are_those_between_whole_layers():
+    assert activations_of() == [Activation((8,), torch.float64)] * 4
+    assert activations_of()[0].token_bytes == 64
+
+
+class Returns(nn.Module):
+    def __init__(self, give):
+        super().__init__()
+        self.give = give
+
+    def forward(self, x, packed):
+        return self.give(x)
+
+
+@pytest.mark.parametrize(
+    ("give", "told"),
+    [
+        (lambda x: x.long(), r"layer 1 \(Returns\) returns torch\.int64 \[\d+\]"),
+        (lambda x: (x.double(),), r"layer 1 \(Returns\) returns tuple"),
+        (lambda x: x.double().sum(), r"layer 1 \(Returns\) returns torch\.float64 \[\]"),
+        (lambda x: x.double() * float(x.sum()), r"layer 1 \(Returns\) does not run on the meta device"),
+    ],
+)
+def test_layers_whose_output_a_pipeline_cannot_hand_on_are_errors(give, told):
+    with pytest.raises(ValueError, match=told):
+        find_activations([Returns(lambda x: x.double()), Returns(give), Returns(lambda x: x)])

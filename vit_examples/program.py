@@ -1,0 +1,61 @@
+"""What every training program does around its training: the command line, mistakes, interrupts."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from vit_examples.interruption import ended_by_interrupt
+from vit_examples.mistakes import refuse
+
+_Config = TypeVar("_Config")
+_Run = TypeVar("_Run")
+
+
+def run_program(
+    arguments: Sequence[str] | None,
+    *,
+    parser: argparse.ArgumentParser,
+    config_from: Callable[[argparse.Namespace], _Config],
+    dry_run: Callable[[_Config, int], Any],
+    how_to_go_on: Callable[[_Config], str],
+    prepare: Callable[[_Config, bool], _Run],
+    finish: Callable[[_Run], None],
+) -> None:
+    """The command line; a mistake of the user's ends it with one line and status 2, Ctrl-C with one line and 130.
+
+    Args:
+        parser: with ``--dry-run``, ``--ranks`` and ``--resume``.
+        dry_run: of a configuration for so many ranks.
+        how_to_go_on: what rank 0 says after an interrupt.
+        prepare: what is to be trained, whether or not it resumes; a ValueError is a mistake of the user's.
+        finish: trains, and leaves the process groups.
+    """
+    try:
+        parsed = parser.parse_args(arguments)
+        config = config_from(parsed)
+        if parsed.dry_run:
+            dry_run(config, int(os.environ.get("WORLD_SIZE", "2")) if parsed.ranks is None else parsed.ranks)
+            return
+    except ValueError as error:
+        refuse(error)
+    with ended_by_interrupt(lambda: how_to_go_on(config)):
+        if os.environ.get("RANK") == "0":
+            show_messages()
+        try:
+            run = prepare(config, parsed.resume)
+        except ValueError as error:
+            refuse(error)
+        finish(run)
+
+
+def show_messages() -> None:
+    """What the library has to say: which layers it took, what its calibrations found."""
+    library = logging.getLogger("zeroresize")
+    library.setLevel(logging.INFO)
+    library.propagate = False  # hosts that show everything would show it twice
+    if not library.handlers:
+        library.addHandler(logging.StreamHandler())

@@ -1,0 +1,314 @@
+"""A model whose parallelism is switched while training goes on (HotSPa): the weights move, the step goes on.
+
+``L`` layers, ``P`` tensors, ``R`` ranks of the job.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from zeroresize.comm.collectives import group_rank, group_size, message_device, require_group
+from zeroresize.comm.remaining_group import num_known_groups
+from zeroresize.resharding.agreement import (
+    fingerprint,
+    meet_over,
+    meet_prepared,
+    require_same,
+    texts_of_ranks,
+)
+from zeroresize.resharding.layout import Layout, TensorSpec
+from zeroresize.strategy.all_or_nothing import carried_out
+from zeroresize.strategy.gradient_sum import sum_gradients
+from zeroresize.strategy.placement import Placement, held_bytes
+from zeroresize.strategy.sharding import Initialize, SegmentsOf, WholeLayers, WholeTensor
+from zeroresize.strategy.strategy import Position, Strategy
+from zeroresize.strategy.strategy_groups import OwnGroups, StrategyGroups
+from zeroresize.strategy.switching import Route, Switch, SwitchReport
+
+_T = TypeVar("_T")
+
+
+class SwitchableModel:
+    """A model of whole layers that runs under one of several strategies at a time; collective, as all of its methods.
+
+    ::
+
+        model = SwitchableModel(layers, strategies=[Strategy(dp=4), Strategy(tp=4)], process_group=dist.group.WORLD)
+        optimizer = torch.optim.AdamW(model.parameters())
+        ...
+        model.switch_to(model.strategies[1])  # and forwards and backwards of model.stage_layers
+        model.collect()
+        optimizer.step()
+
+    The optimizer steps the parameters of the **home** strategy, and its state stays there. Within a step the weights
+    travel from strategy to strategy, and each one's gradients to the home, where they are added. Between switches each
+    rank holds one set of weights: its part under the strategy in force.
+
+    Gradients are added, never averaged: a loss is a sum over tokens, divided by the tokens of the whole mini-batch.
+    Under (dp, tp, pp) every rank has the gradients of its own part of the model and of its replica's sequences only.
+
+    Args:
+        layers: [L] whole layers, built alike on all ranks, called ``layer(x, packed)``. They stay as they are, and are
+            not needed any more: to hold no whole model, give layers on meta, and ``initialize``.
+        strategies: under which it will run; more come with :meth:`add`. The same on all ranks.
+        process_group: of all ranks of the job, those that a strategy leaves out included.
+        home: where the optimizer's state is; None for the first strategy.
+        segments: ``segments(number, layer)`` tells which linear layers are divided; None asks each layer's method
+            ``segments``, if it has one.
+        initialize: ``initialize(number, layer)`` fills a layer's parameters and buffers, alike on all ranks. Only
+            layers on meta are given to it.
+        device: of the weights; None for that of the first parameter, or the CPU for layers on meta.
+        nodes: [R] on which node each rank is, as switches prefer links inside nodes; None asks for host names.
+        max_bytes: of the messages that a rank sends and receives at once.
+
+    Attributes:
+        strategies: all that it may run under.
+        home, current: the strategy of the optimizer, and the one in force.
+        tensors: [P], of the undivided model.
+        rank: of this process within the group.
+
+    Raises:
+        ValueError: for strategies that do not fit the ranks or layers, parameters that layers share, buffers with
+            state, and segments that do not fit; see :class:`~zeroresize.strategy.sharding.WholeLayers`.
+        RuntimeError: if ranks differ in what they were given, if one fails, or does not come.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        *,
+        strategies: Sequence[Strategy],
+        process_group: ProcessGroup | None = None,
+        home: Strategy | None = None,
+        segments: SegmentsOf | None = None,
+        initialize: Initialize | None = None,
+        device: torch.device | str | None = None,
+        nodes: Sequence[int] | None = None,
+        max_bytes: int = 256 * 2**20,
+    ) -> None:
+        self.process_group = require_group(process_group or dist.group.WORLD)
+        self.rank, self._num_ranks = group_rank(self.process_group), group_size(self.process_group)
+        self.device = _device(layers, device)
+        self._meet = meet_over(self.process_group, self.device)
+        self._max_bytes = max_bytes
+        self._placements: dict[Strategy, Placement] = {}
+        self._routes: dict[tuple[Strategy, Strategy, Strategy | None], Route] = {}
+
+        def checked() -> tuple[WholeLayers, dict[Strategy, Layout]]:
+            if max_bytes < 1:
+                raise ValueError(f"max_bytes={max_bytes} is not allowed: at least 1 is needed")
+            whole = WholeLayers(layers, segments)
+            wanted = dict.fromkeys([*strategies, *([] if home is None else [home])])
+            if not wanted:
+                raise ValueError("strategies=[]: at least one is needed")
+            specs = [one.spec for one in whole.tensors]
+            return whole, {one: one.layout(specs, self._num_ranks, whole.num_layers) for one in wanted}
+
+        self._layers, layouts = self._agreed(
+            checked,
+            lambda found: [
+                [asdict(one.spec) for one in found[0].tensors],
+                [str(one.dtype) for one in found[0].tensors],
+                [one.as_dict() for one in found[1]],
+                home and home.as_dict(),
+                max_bytes,
+            ],
+            "the layers, the strategies, home or max_bytes",
+        )
+        self._nodes = self._agreed_nodes(nodes)
+        self._groups = StrategyGroups(self.process_group)
+        self.home = self.current = home or next(iter(layouts))
+        parts: dict[int, Tensor] = {}
+
+        def take(number: int, tensor: WholeTensor, whole: Tensor) -> None:
+            units = layouts[self.home].units_of(number, self.rank)
+            position = self.home.position_of(self.rank)
+            if position is not None and self._stage_of(self.home, tensor) == position.stage:
+                parts[number] = tensor.part_of(whole, units).to(self.device)
+
+        def filled() -> None:
+            self._layers.take_weights(self.device, initialize, take)
+
+        self._agreed(filled, lambda _: None, "nothing")
+        self._place(layouts)
+        for number, parameter in self._placements[self.home].parameters.items():
+            parameter.data = parts[number]
+
+    @property
+    def strategies(self) -> list[Strategy]:
+        return list(self._placements)
+
+    @property
+    def tensors(self) -> list[TensorSpec]:
+        return [one.spec for one in self._layers.tensors]
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return self._layers.num_layers
+
+    @property
+    def position(self) -> Position | None:
+        """Of this rank in the strategy in force; None where it is left out."""
+        return self._placements[self.current].position
+
+    @property
+    def stage_layers(self) -> dict[int, nn.Module]:
+        """The layers of this rank's stage in the strategy in force, by their numbers in ascending order."""
+        return self._placements[self.current].stage_layers
+
+    @property
+    def held_bytes(self) -> int:
+        """Of parameters and gradients that this rank holds now."""
+        return held_bytes(list(self._placements.values()))
+
+    def layout_of(self, strategy: Strategy) -> Layout:
+        """What every rank holds under a strategy."""
+        return self._placement(strategy).layout
+
+    def groups_of(self, strategy: Strategy) -> OwnGroups:
+        """The process groups of a strategy that this rank is in."""
+        return self._placement(strategy).groups
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's part of the home strategy, by the names of the undivided model; for the optimizer.
+
+        They stay the same objects until :meth:`rehome`. Their weights are there while the home is in force.
+        """
+        for number, parameter in self._placements[self.home].parameters.items():
+            yield self._layers.tensors[number].spec.name, parameter
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Those of :meth:`named_parameters`."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def switch_to(self, strategy: Strategy, *, gradients: bool = True) -> SwitchReport:
+        """Go on under another strategy, within an optimizer's step.
+
+        The gradients under the strategy that is left travel to the home and are added there, and the weights travel to
+        the next one. A parameter without a gradient counts as one with zeros.
+
+        All or nothing: old weights stay until every rank has all of its new ones. After an error the weights are as
+        they were; where one came while messages were on their way, what gradients of the step the home has is not
+        complete, so the step is to be repeated.
+
+        Args:
+            gradients: False where nothing was computed but evaluations: no gradients travel.
+
+        Raises:
+            ValueError: for a strategy that the model was not given, and without ``gradients`` where there are some; the
+                other ranks raise a RuntimeError.
+            NotEnoughMemoryError: on every rank, if the new tensors and messages do not fit on some.
+            RuntimeError: on every rank that lives, if ranks differ in the switch, or one dies or fails; it names them.
+        """
+        before, home = self._placements[self.current], self._placements[self.home]
+
+        def made() -> Switch:
+            after = self._placement(strategy)
+            travels = before not in (home, after)
+            if travels and not gradients and any(one.grad is not None for one in before.parameters.values()):
+                raise ValueError("switch_to(gradients=False) would lose gradients: there are some")
+            route = self._route(before, after, home if travels and gradients else None)
+            return Switch(route, before, after, home, self._layers.tensors, self.process_group)
+
+        report = carried_out(made, self._meet, self.device, self.held_bytes)
+        self.current = strategy
+        return report
+
+    def collect(self) -> SwitchReport:
+        """The end of a step: weights and gradients get home, and the gradients are summed over its replicas.
+
+        Then ``optimizer.step()`` may follow.
+
+        Raises:
+            Exception: as :meth:`switch_to`.
+        """
+        begin = time.perf_counter()
+        report = self.switch_to(self.home)
+        home = self._placements[self.home]
+        sum_gradients(home, self._layers.tensors)
+        return replace(report, seconds=time.perf_counter() - begin)
+
+    def add(self, strategy: Strategy) -> None:
+        """Take a further strategy, to which a later :meth:`switch_to` may go.
+
+        Raises:
+            ValueError: for one that does not fit the ranks or layers.
+            RuntimeError: if ranks differ in it, or one does not come.
+        """
+        layout = self._agreed(
+            lambda: strategy.layout(self.tensors, self._num_ranks, self.num_layers),
+            lambda _: strategy.as_dict(),
+            "the strategy to add",
+        )
+        self._place({strategy: layout})
+
+    def _place(self, layouts: dict[Strategy, Layout]) -> None:
+        known = [number for number, *_ in meet_prepared(self._meet, (float(num_known_groups()), 0.0))]
+        require_same(known, "how many process groups they have made: make the same ones on all ranks", self._meet)
+        for strategy, layout in layouts.items():
+            if strategy not in self._placements:
+                groups = self._groups.of(strategy)
+                own = Placement.of(strategy, layout, self._layers, groups, self.rank, self.device)
+                self._placements[strategy] = own
+
+    def _placement(self, strategy: Strategy) -> Placement:
+        if strategy not in self._placements:
+            known = ", ".join(map(str, self._placements))
+            raise ValueError(f"strategy {strategy} is none of the model's: {known}; add(strategy) takes another")
+        return self._placements[strategy]
+
+    def _route(self, before: Placement, after: Placement, home: Placement | None) -> Route:
+        key = before.strategy, after.strategy, None if home is None else home.strategy
+        if key not in self._routes:
+            self._routes[key] = Route.of(
+                before, after, home, self._layers.tensors, self._nodes, self.rank, self._max_bytes
+            )
+        return self._routes[key]
+
+    def _stage_of(self, strategy: Strategy, tensor: WholeTensor) -> int:
+        return strategy.partition(self._layers.num_layers).stages[tensor.spec.layer]
+
+    def _agreed(self, make: Callable[[], _T], told: Callable[[_T], object], what: str) -> _T:
+        """What ``make`` returns, once it is known that all ranks have made the same; collective."""
+        try:
+            found: _T | Exception = make()
+        except Exception as error:  # the others must hear of any
+            found = error
+        own = found if isinstance(found, Exception) else (fingerprint(json.dumps(told(found))), 0.0)
+        table = meet_prepared(self._meet, own)
+        assert not isinstance(found, Exception)
+        require_same([number for number, *_ in table], what, self._meet)
+        return found
+
+    def _agreed_nodes(self, nodes: Sequence[int] | None) -> list[int]:
+        where = message_device(self.process_group, self.device)
+        text = socket.gethostname() if nodes is None else json.dumps(list(nodes))
+        told = texts_of_ranks(text, self._meet, self.process_group, where)
+        if nodes is None:
+            return [told.index(one) for one in told]
+
+        def checked() -> list[int]:
+            if len(nodes) != self._num_ranks:
+                raise ValueError(f"nodes={list(nodes)}: one number for each of the {self._num_ranks} ranks is needed")
+            return list(nodes)
+
+        return self._agreed(checked, list, "nodes")
+
+
+def _device(layers: Sequence[nn.Module], device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    tensors = itertools.chain.from_iterable((*layer.parameters(), *layer.buffers()) for layer in layers)
+    return next((one.device for one in tensors if not one.is_meta), torch.device("cpu"))

@@ -1,0 +1,130 @@
+"""1F1B of one replica's stages over any number of micro-batches, each with as many tokens as it has.
+
+``torch.distributed.pipelining`` fits neither: its stages hand on tensors of one static shape, and its 1F1B refuses
+fewer micro-batches than stages. Few long sequences are exactly that.
+
+Each stage first runs as many forwards as there are stages behind it, then one forward and one backward in turn, so that
+at most that many micro-batches' activations are held (PipeDream-Flush, as Megatron-LM runs it). One stage is plain
+gradient accumulation. Gradients are added to those of the parameters.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from zeroresize.comm.collectives import group_rank, group_size
+from zeroresize.strategy.activations import Activation
+from zeroresize.strategy.neighbours import AdjacentStage, Neighbour, Nobody
+from zeroresize.strategy.packed import Packed
+
+#: Of the last layer's output and its micro-batch; a sum over tokens.
+Loss = Callable[[Tensor, Packed], Tensor]
+
+
+class PipelineStage:
+    """What one rank runs of one replica: neighbouring layers, and the stages before and behind.
+
+    Args:
+        layers: of this stage, in order; called ``layer(x, packed)``.
+        first: number of the first of them in the model.
+        activations: [L − 1] between all layers of the model, of :func:`~zeroresize.strategy.activations
+            .find_activations`.
+        process_group: the pipeline's, first stage first; None where there is one stage only.
+        device: of the layers.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        first: int,
+        activations: Sequence[Activation],
+        process_group: ProcessGroup | None,
+        device: torch.device,
+    ) -> None:
+        self._layers, self._device = layers, device
+        self._before: Neighbour = Nobody()
+        self._behind: Neighbour = Nobody()
+        self._num_behind = 0
+        if process_group is None:
+            return
+        index, last = group_rank(process_group), group_size(process_group) - 1
+        self._num_behind = last - index
+        if index > 0:
+            self._before = AdjacentStage(process_group, index - 1, activations[first - 1], device)
+        if index < last:
+            handed_on = activations[first + len(layers) - 1]
+            self._behind = AdjacentStage(process_group, index + 1, handed_on, device)
+
+    @property
+    def is_last(self) -> bool:
+        return self._num_behind == 0
+
+    def train(self, micro_batches: Sequence[Packed], loss: Loss) -> Tensor:
+        """Forward and backward of all micro-batches, which all stages of the replica are given alike.
+
+        Returns:
+            The sum of the losses, a float64 scalar; zero on other stages than the last one.
+
+        Raises:
+            RuntimeError: if a neighbour does not come, naming it.
+        """
+        before, behind = self._before, self._behind
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        in_flight: deque[tuple[Tensor, Tensor]] = deque()
+
+        def forward(packed: Packed, x: Tensor | None) -> Tensor:
+            x = packed.tokens if x is None else x.requires_grad_()
+            with torch.enable_grad():
+                y = self._run(x, packed, loss)
+            if self.is_last:
+                total.add_(y.detach())
+            in_flight.append((x, y))
+            return y
+
+        def backward(dy: Tensor | None) -> Tensor | None:
+            x, y = in_flight.popleft()
+            if y.requires_grad:
+                torch.autograd.backward(y, dy)
+            if not x.is_floating_point():
+                return None
+            return x.grad if x.grad is not None else torch.zeros_like(x)
+
+        sizes = [packed.num_tokens for packed in micro_batches] + [0]
+        num_warmup = min(self._num_behind, len(micro_batches))
+        for packed in micro_batches[:num_warmup]:
+            behind.exchange(forward(packed, before.exchange(num_tokens=packed.num_tokens)))
+        x = before.exchange(num_tokens=sizes[num_warmup])
+        for number in range(num_warmup, len(micro_batches)):
+            y = forward(micro_batches[number], x)
+            dx = backward(behind.exchange(y, sizes[number - num_warmup]))
+            x = before.exchange(dx, sizes[number + 1])
+        for size in sizes[len(micro_batches) - num_warmup : -1]:
+            before.exchange(backward(behind.exchange(num_tokens=size)))
+        before.finish()
+        behind.finish()
+        return total
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Sequence[Packed], loss: Loss) -> Tensor:
+        """The sum of the losses as of :meth:`train`, without gradients; errors as there."""
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for packed in micro_batches:
+            x = self._before.exchange(num_tokens=packed.num_tokens)
+            y = self._run(packed.tokens if x is None else x, packed, loss)
+            self._behind.finish()
+            self._behind.exchange(y)
+            if self.is_last:
+                total += y
+        self._behind.finish()
+        return total
+
+    def _run(self, x: Tensor, packed: Packed, loss: Loss) -> Tensor:
+        """The last layer's output, or the loss on the last stage."""
+        for layer in self._layers:
+            x = layer(x, packed)
+        return loss(x, packed) if self.is_last else x

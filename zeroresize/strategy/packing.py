@@ -1,0 +1,93 @@
+"""Which sequences go into which micro-batch of which replica, from their lengths alone; pure.
+
+Every rank computes the same from the same lengths, so nothing needs to be sent.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+#: Numbers of the sequences of one micro-batch, longest first.
+MicroBatch = tuple[int, ...]
+#: What a replica needs for a micro-batch of sequences of these lengths, in any unit, such as seconds.
+Work = Callable[[Sequence[int]], float]
+
+
+def num_tokens(lengths: Sequence[int]) -> float:
+    """The :data:`Work` of layers whose every token costs the same."""
+    return float(sum(lengths))
+
+
+def spread_and_pack(
+    lengths: Sequence[int], max_tokens: int, num_replicas: int, work: Work = num_tokens
+) -> list[list[MicroBatch]]:
+    """The micro-batches of each replica; a replica may have more than another, or none.
+
+    Sequences go to replicas first, the one with most work to the replica that has least so far (longest processing
+    time first), and are packed there: replicas finish together, and few sequences still keep all replicas busy. No two
+    replicas differ by more than the work of one sequence.
+
+    Args:
+        lengths: of the sequences, in tokens.
+        max_tokens: that a micro-batch may have.
+        work: of a sequence alone, called with its length as the only one.
+
+    Raises:
+        ValueError: as :func:`pack` does.
+    """
+    _require_fitting(lengths, max_tokens)
+    work_of = {length: work((length,)) for length in set(lengths)}
+    loads = [(0.0, 0, replica) for replica in range(num_replicas)]
+    members: list[list[int]] = [[] for _ in range(num_replicas)]
+    for number in sorted(range(len(lengths)), key=lambda one: (-work_of[lengths[one]], one)):
+        load, _, replica = loads[0]
+        members[replica].append(number)
+        heapq.heapreplace(loads, (load + work_of[lengths[number]], len(members[replica]), replica))
+    found = []
+    for own in members:
+        packed = pack([lengths[number] for number in own], max_tokens)
+        found.append([tuple(own[number] for number in one) for one in packed])
+    return found
+
+
+def pack(lengths: Sequence[int], max_tokens: int) -> list[MicroBatch]:
+    """Micro-batches of at most ``max_tokens`` tokens, by best-fit decreasing.
+
+    The longest sequence that is left goes into the fullest micro-batch that has room for it, else into a new one. That
+    takes about 11/9 of the least possible number at most (Johnson et al., 1974).
+
+    Raises:
+        ValueError: for sequences that are longer than ``max_tokens``, naming them.
+    """
+    _require_fitting(lengths, max_tokens)
+    found: list[list[int]] = []
+    fullest_with: defaultdict[int, list[int]] = defaultdict(list)  # room that is left -> micro-batches
+    rooms: list[int] = []  # ascending, each once
+    for number in sorted(range(len(lengths)), key=lambda one: (-lengths[one], one)):
+        place = bisect.bisect_left(rooms, lengths[number])
+        if place == len(rooms):
+            room, micro_batch = max_tokens, len(found)
+            found.append([])
+        else:
+            room = rooms[place]
+            micro_batch = fullest_with[room].pop()
+            if not fullest_with[room]:
+                del rooms[place]
+        found[micro_batch].append(number)
+        room -= lengths[number]
+        if not fullest_with[room]:
+            bisect.insort(rooms, room)
+        fullest_with[room].append(micro_batch)
+    return [tuple(one) for one in found]
+
+
+def _require_fitting(lengths: Sequence[int], max_tokens: int) -> None:
+    longer = [number for number, length in enumerate(lengths) if length > max_tokens]
+    if longer:
+        raise ValueError(
+            f"sequences {longer} of {[lengths[number] for number in longer]} tokens are longer than "
+            f"max_tokens={max_tokens}, which a micro-batch may have"
+        )

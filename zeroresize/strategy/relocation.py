@@ -1,0 +1,69 @@
+"""Tensors of the parameters' shapes that a rank holds under one strategy, and its part of them under another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from zeroresize.strategy.carrying import Ends
+from zeroresize.strategy.placement import Placement
+from zeroresize.strategy.sharding import WholeTensor
+
+
+class Relocation:
+    """One kind of tensors that change layouts, such as weights, on this rank; what is there stays as it is.
+
+    Args:
+        held: by the number of the tensor, under the strategy before.
+        dtypes: of what is wanted under the strategy after, by the number of the tensor.
+
+    Attributes:
+        new_bytes: of what :meth:`allocate` makes: tensors of which the rank holds the same part after stay the same.
+    """
+
+    def __init__(
+        self,
+        before: Placement,
+        after: Placement,
+        tensors: Sequence[WholeTensor],
+        rank: int,
+        held: Mapping[int, Tensor],
+        dtypes: Mapping[int, torch.dtype],
+    ) -> None:
+        self._before, self._after, self._tensors, self._rank, self._held = before, after, tensors, rank, held
+        self._same = {
+            number: held[number]
+            for number in dtypes
+            if number in held and before.layout.units_of(number, rank) == after.layout.units_of(number, rank)
+        }
+        self._made = {number: dtype for number, dtype in dtypes.items() if number not in self._same}
+        self._new: dict[int, Tensor] = {}
+        self.new_bytes = sum(after.parameters[number].numel() * dtype.itemsize for number, dtype in self._made.items())
+
+    @property
+    def tensors(self) -> dict[int, Tensor]:
+        """Under the strategy after, by the number of the tensor."""
+        return self._same | self._new
+
+    def allocate(self, device: torch.device) -> None:
+        """Make the new tensors."""
+        for number, dtype in self._made.items():
+            self._new[number] = torch.empty(self._after.parameters[number].shape, dtype=dtype, device=device)
+
+    def ends(self) -> Ends:
+        """Where it begins and ends, for what travels; what this rank has of its new tensors already is copied now."""
+        rank, before, after = self._rank, self._before, self._after
+        sources: dict[int, Tensor | None] = {
+            number: before.stack(number, self._tensors[number], one, rank) for number, one in self._held.items()
+        }
+        targets = {number: after.stack(number, self._tensors[number], one, rank) for number, one in self._new.items()}
+        for number, target in targets.items():
+            old, new = (one.layout.units_of(number, rank) for one in (before, after))
+            source = sources.get(number)
+            begin, end = max(old.start, new.start), min(old.stop, new.stop)
+            if source is not None and begin < end:
+                own = source.narrow(2, begin - old.start, end - begin)
+                target.narrow(2, begin - new.start, end - begin).copy_(own)
+        return Ends(sources, targets, before.layout.begins[:, rank], after.layout.begins[:, rank])

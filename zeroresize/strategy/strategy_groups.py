@@ -1,0 +1,62 @@
+"""The process groups of strategies: tensor-parallel ones, data-parallel ones and pipelines, made once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch.distributed import ProcessGroup
+
+from zeroresize.comm.collectives import group_rank, group_size
+from zeroresize.comm.remaining_group import new_group_of
+from zeroresize.strategy.strategy import Strategy
+
+_Ranks = tuple[int, ...]
+
+
+class OwnGroups(NamedTuple):
+    """The groups that a rank is in; of a rank that is left out, each has only itself.
+
+    Attributes:
+        tp: the ranks that divide the same layers, in the order of their shards.
+        dp: the ranks that hold the same part of the model, in the order of the replicas.
+        pipeline: the ranks that hand on activations to each other, first stage first.
+    """
+
+    tp: ProcessGroup
+    dp: ProcessGroup
+    pipeline: ProcessGroup
+
+
+class StrategyGroups:
+    """Groups of the ranks of a job, each made once, however many strategies have it.
+
+    Every rank makes equally many, since torch names groups by their number: so a rank that is left out of a strategy
+    makes groups of itself.
+
+    Args:
+        process_group: of the job's ranks.
+    """
+
+    def __init__(self, process_group: ProcessGroup) -> None:
+        self._job = process_group
+        self._rank, self._num_ranks = group_rank(process_group), group_size(process_group)
+        self._made: dict[frozenset[_Ranks], ProcessGroup] = {}
+
+    def of(self, strategy: Strategy) -> OwnGroups:
+        """This rank's groups; collective over the job where the strategy has groups that are not made yet.
+
+        Raises:
+            RuntimeError: if a rank does not come.
+        """
+        return OwnGroups(*map(self._own, (strategy.tp_groups(), strategy.dp_groups(), strategy.pipelines())))
+
+    def _own(self, groups: Sequence[_Ranks]) -> ProcessGroup:
+        left_out = set(range(self._num_ranks)).difference(*groups)
+        division = frozenset([*groups, *((rank,) for rank in left_out)])
+        own = next(ranks for ranks in division if self._rank in ranks)
+        if own == tuple(range(self._num_ranks)):
+            return self._job
+        if division not in self._made:
+            self._made[division] = new_group_of(self._job, own)
+        return self._made[division]

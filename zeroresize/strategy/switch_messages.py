@@ -1,0 +1,194 @@
+"""What travels in a switch, in rounds of bounded memory, with one message for each pair of ranks and round.
+
+A round has neighbouring tensors, or a part of a large one: all that is added to one element comes in one round, so
+that it is added in one order wherever it is added.
+
+``P`` tensors, ``R`` ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from zeroresize.resharding.layout import Indices
+from zeroresize.resharding.messages import Pair
+from zeroresize.strategy.sharding import WholeTensor
+from zeroresize.strategy.switch_plan import Transfers
+
+#: Every message begins at a multiple of it, so that its elements are aligned.
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Flow:
+    """One kind of content that travels, such as weights, or gradients.
+
+    Attributes:
+        transfers: between different ranks.
+        kept: what stays on its rank, and is added there in its turn; None for nothing.
+        itemsizes: [P], bytes of an element; None for those of the parameters.
+    """
+
+    transfers: Transfers
+    kept: Transfers | None = None
+    itemsizes: Indices | None = None
+
+    def only(self, is_wanted: np.ndarray) -> Flow:
+        """Without some tensors; [P] tells which are wanted."""
+        parts = (
+            None if one is None else one.at(np.flatnonzero(is_wanted[one.tensors]))
+            for one in (self.transfers, self.kept)
+        )
+        transfers, kept = parts
+        assert transfers is not None
+        return Flow(transfers, kept, self.itemsizes)
+
+
+class Parcel(NamedTuple):
+    """Units of a tensor; of an undivided one, elements.
+
+    Attributes:
+        flow: which of the flows.
+    """
+
+    flow: int
+    tensor: int
+    begin: int
+    end: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Round:
+    """A rank's messages of a round.
+
+    Attributes:
+        parcels: by (sender, receiver): in the order in which what is received is unpacked.
+        places: where each message begins and ends in the memory of messages, by (sender, receiver).
+    """
+
+    parcels: Mapping[Pair, Sequence[Parcel]]
+    places: Mapping[Pair, tuple[int, int]]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the memory of messages."""
+        return max((end for _, end in self.places.values()), default=0)
+
+
+class _Span(NamedTuple):
+    """The tensors from ``first`` up to ``last``; of a single one, the units from ``begin`` up to ``end``."""
+
+    first: int
+    last: int
+    begin: int = 0
+    end: int = 2**62
+
+
+def rounds_of(
+    flows: Sequence[Flow], tensors: Sequence[WholeTensor], rank: int, order: Sequence[int], max_bytes: int
+) -> list[Round]:
+    """The rounds of a rank; all ranks have equally many.
+
+    Args:
+        order: [R]: what comes from ranks of smaller numbers is unpacked first.
+        max_bytes: that a rank sends and receives in a round; a single unit may be larger.
+    """
+    spans = _spans(flows, tensors, len(order), max_bytes)
+    found: list[dict[Pair, list[Parcel]]] = [{} for _ in spans]
+    firsts, lasts = (np.array([getattr(one, key) for one in spans]) for key in ("first", "last"))
+    for number, flow in enumerate(flows):
+        own = flow.transfers.at(
+            np.flatnonzero((flow.transfers.sources == rank) | (flow.transfers.destinations == rank))
+        )
+        kept = [] if flow.kept is None else [flow.kept.at(np.flatnonzero(flow.kept.sources == rank))]
+        for transfer in (one for part in (own, *kept) for one in part):
+            tensor = tensors[transfer.tensor]
+            begin, end = transfer.begin, transfer.end
+            if tensor.spec.division is None:
+                end = math.prod(tensor.spec.shape)
+            unit_bytes = _unit_elements(tensor) * _itemsize(flow, transfer.tensor, tensor)
+            of_tensor = np.flatnonzero((firsts <= transfer.tensor) & (transfer.tensor < lasts))
+            for span in of_tensor.tolist():
+                low, high = max(begin, spans[span].begin), min(end, spans[span].end)
+                if low < high:
+                    pair = transfer.source, transfer.destination
+                    parcel = Parcel(number, transfer.tensor, low, high, (high - low) * unit_bytes)
+                    found[span].setdefault(pair, []).append(parcel)
+
+    def turn(pair: Pair) -> tuple[int, int, int]:
+        return order[pair[0]], *pair
+
+    return [_round({pair: of_span[pair] for pair in sorted(of_span, key=turn)}, flows, tensors) for of_span in found]
+
+
+def fingerprint_of(flows: Iterable[Flow]) -> str:
+    """Of all that travels, on all ranks."""
+    digest = hashlib.blake2b(digest_size=16)
+    for flow in flows:
+        for one in (flow.transfers, flow.kept):
+            for column in () if one is None else (one.tensors, one.begins, one.ends, one.sources, one.destinations):
+                digest.update(np.ascontiguousarray(column).tobytes())
+    return digest.hexdigest()
+
+
+def _spans(flows: Sequence[Flow], tensors: Sequence[WholeTensor], num_ranks: int, max_bytes: int) -> list[_Span]:
+    loads_PR, counts_PR = (np.zeros((len(tensors), num_ranks), dtype=np.int64) for _ in range(2))
+    most_itemsize = np.zeros(len(tensors), dtype=np.int64)
+    for flow in flows:
+        itemsizes = np.array([_itemsize(flow, number, one) for number, one in enumerate(tensors)])
+        most_itemsize = np.maximum(most_itemsize, itemsizes)
+        own = flow.transfers
+        of_parameter = np.array([one.spec.itemsize for one in tensors])
+        num_bytes = own.num_bytes // of_parameter[own.tensors] * itemsizes[own.tensors]
+        for ranks in (own.sources, own.destinations):
+            np.add.at(loads_PR, (own.tensors, ranks), num_bytes)
+            np.add.at(counts_PR, (own.tensors, ranks), 1)
+    spans: list[_Span] = []
+    first, used = 0, np.zeros(num_ranks, dtype=np.int64)
+    for number, tensor in enumerate(tensors):
+        load = loads_PR[number]
+        if (used + load).max() <= max_bytes:
+            used = used + load
+            continue
+        if first < number:
+            spans.append(_Span(first, number))
+        first, used = number, load
+        if load.max() > max_bytes:
+            # Of one unit a rank sends and receives no more than this.
+            of_unit = int(counts_PR[number].max()) * _unit_elements(tensor) * int(most_itemsize[number])
+            each = max(max_bytes // of_unit, 1)
+            units = _num_units(tensor)
+            spans += [_Span(number, number + 1, begin, min(begin + each, units)) for begin in range(0, units, each)]
+            first, used = number + 1, np.zeros_like(used)
+    return [*spans, _Span(first, len(tensors))] if first < len(tensors) else spans
+
+
+def _round(parcels: Mapping[Pair, list[Parcel]], flows: Sequence[Flow], tensors: Sequence[WholeTensor]) -> Round:
+    def larger_elements_first(one: Parcel) -> tuple[int, Parcel]:
+        return -_itemsize(flows[one.flow], one.tensor, tensors[one.tensor]), one
+
+    places, begin = {}, 0
+    for pair, own in parcels.items():
+        size = 0 if pair[0] == pair[1] else sum(one.num_bytes for one in own)
+        places[pair] = begin, begin + size
+        begin += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return Round({pair: sorted(own, key=larger_elements_first) for pair, own in parcels.items()}, places)
+
+
+def _num_units(tensor: WholeTensor) -> int:
+    return math.prod(tensor.spec.shape) if tensor.spec.division is None else tensor.spec.num_units
+
+
+def _unit_elements(tensor: WholeTensor) -> int:
+    return math.prod(tensor.spec.shape) // max(_num_units(tensor), 1)
+
+
+def _itemsize(flow: Flow, number: int, tensor: WholeTensor) -> int:
+    return tensor.spec.itemsize if flow.itemsizes is None else int(flow.itemsizes[number])

@@ -1,0 +1,169 @@
+"""A rank's part of a switch from one strategy to another: new weights beside the old ones until all ranks have theirs.
+
+``P`` tensors, ``R`` ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from zeroresize.comm.collectives import group_rank, message_device
+from zeroresize.resharding.agreement import fingerprint
+from zeroresize.strategy.carrying import Carrier, Ends
+from zeroresize.strategy.placement import Placement
+from zeroresize.strategy.relocation import Relocation
+from zeroresize.strategy.sharding import WholeTensor
+from zeroresize.strategy.switch_messages import Flow, Round, fingerprint_of, rounds_of
+from zeroresize.strategy.switch_plan import plan_gradients, plan_weights
+
+
+@dataclass(frozen=True)
+class SwitchReport:
+    """What a switch was on this rank.
+
+    Attributes:
+        seconds: wall time.
+        sent_bytes, received_bytes: by this rank.
+        num_rounds: in which messages were sent.
+        new_bytes: of tensors that were made, beside those that were there.
+        buffer_bytes: memory of messages.
+        peak_bytes: of parameters, gradients, optimizer state that moves, and messages together, at most.
+    """
+
+    seconds: float
+    sent_bytes: int
+    received_bytes: int
+    num_rounds: int
+    new_bytes: int
+    buffer_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """All that a switch between two strategies is, computed once.
+
+    Attributes:
+        rounds: of this rank.
+        has_gradients: whether gradients travel, too.
+        fingerprint: the same on ranks with the same plan.
+    """
+
+    rounds: Sequence[Round]
+    has_gradients: bool
+    fingerprint: float
+
+    @classmethod
+    def of(
+        cls,
+        before: Placement,
+        after: Placement,
+        home: Placement | None,
+        tensors: Sequence[WholeTensor],
+        nodes: Sequence[int],
+        rank: int,
+        max_bytes: int,
+    ) -> Route:
+        """From one strategy to another.
+
+        Args:
+            home: where the gradients go; None where they stay.
+            nodes: [R], on which node each rank is.
+            max_bytes: of messages that a rank sends and receives at once.
+        """
+        specs = [one.spec for one in tensors]
+        flows = [Flow(plan_weights(before.layout, after.layout, specs, nodes).transfers)]
+        if home is not None:
+            plan = plan_gradients(before.layout, home.layout, specs, nodes)
+            learns = np.array([one.requires_grad for one in tensors])
+            flows.append(Flow(plan.transfers, plan.kept).only(learns))
+        # Partial gradients are added in the order of the replicas that they come from: on ranks that hold the same
+        # the sums are the same to the last bit.
+        rounds = rounds_of(flows, tensors, rank, before.layout.replicas.tolist(), max(max_bytes // 2, 1))
+        told = [None if one is None else one.strategy.as_dict() for one in (before, after, home)]
+        return cls(rounds, home is not None, fingerprint(json.dumps([told, max_bytes, fingerprint_of(flows)])))
+
+
+class Switch:
+    """A switch on this rank, from the route to the installed weights.
+
+    Attributes:
+        fingerprint: of the route.
+        new_bytes: of tensors that :meth:`allocate` makes.
+        carrier: of the messages.
+    """
+
+    def __init__(
+        self,
+        route: Route,
+        before: Placement,
+        after: Placement,
+        home: Placement,
+        tensors: Sequence[WholeTensor],
+        process_group: ProcessGroup,
+    ) -> None:
+        self._has_gradients, self.fingerprint = route.has_gradients, route.fingerprint
+        self._before, self._after, self._home = before, after, home
+        self._tensors, self._rank = tensors, group_rank(process_group)
+        self._group = process_group
+        self.carrier = Carrier(route.rounds, process_group)
+        self._weights = Relocation(before, after, tensors, self._rank, before.weights, after.dtypes)
+        #: Of the home, where it has none yet.
+        self._gradients: dict[int, Tensor] = {}
+        learning = home.parameters.items() if self._has_gradients else ()
+        self._without = [number for number, one in learning if one.requires_grad and one.grad is None]
+        of_gradients = (home.parameters[number] for number in self._without)
+        self.new_bytes = self._weights.new_bytes + sum(one.numel() * one.element_size() for one in of_gradients)
+
+    def allocate(self, device: torch.device) -> None:
+        """Make the new tensors and the memory of messages."""
+        self.carrier.allocate(message_device(self._group, device))
+        self._weights.allocate(device)
+        for number in self._without:
+            one = self._home.parameters[number]
+            self._gradients[number] = torch.zeros(one.shape, dtype=one.dtype, device=device)
+
+    def carry_out(self) -> Exception | None:
+        """Send and receive everything; returns the first failure."""
+        ends = [self._weights.ends()]
+        if self._has_gradients:
+            ends.append(self._partial_gradients())
+        return self.carrier.carry_out(ends)
+
+    def install(self) -> None:
+        """Put the new weights in place, and let go of the old ones and of gradients that have been sent."""
+        put_in_place(self._weights, self._before, self._after)
+        for number, gradient in self._gradients.items():
+            self._home.parameters[number].grad = gradient
+        if self._has_gradients:
+            for one in self._before.parameters.values():
+                one.grad = None
+
+    def _partial_gradients(self) -> Ends:
+        before, home, rank = self._before, self._home, self._rank
+        sources, targets = {}, {}
+        for number, one in before.parameters.items():
+            known = one.grad
+            sources[number] = None if known is None else before.stack(number, self._tensors[number], known, rank)
+        for number, one in home.parameters.items():
+            known = self._gradients.get(number, one.grad)
+            if known is not None:
+                targets[number] = home.stack(number, self._tensors[number], known, rank)
+        begins = (placement.layout.begins[:, rank] for placement in (before, home))
+        return Ends(sources, targets, *begins, adds=True)
+
+
+def put_in_place(weights: Relocation, before: Placement, after: Placement) -> None:
+    """Give one strategy the weights, and leave the other one without."""
+    if after is before:
+        return
+    for number, new in weights.tensors.items():
+        after.parameters[number].data = new
+    before.let_go()
