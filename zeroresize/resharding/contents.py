@@ -120,7 +120,7 @@ class Contents:
         if agreed.kept != self.description.kept or own != state.keys():  # without units it follows those with some
             of_tensor.clear()
             for key, value in agreed.kept.items():
-                of_tensor[key] = _kept_value(value, self.stepped.device)
+                of_tensor[key] = kept_value(value, self.stepped.device)
         of_tensor.update(state)
         if not of_tensor:
             del self._optimizer.state[self.stepped]
@@ -236,7 +236,8 @@ def _without_gradients(dtypes: Mapping[str, str]) -> dict[str, str]:
     return {what: dtype for what, dtype in dtypes.items() if what not in GRADIENTS}
 
 
-def _kept_value(value: Sequence[Any], device: torch.device) -> Any:
+def kept_value(value: Sequence[Any], device: torch.device) -> Any:
+    """What an entry of ``Description.kept`` stands for."""
     dtype, device_type, shape, number = value
     if not dtype:
         return number

@@ -31,6 +31,7 @@ from zeroresize.resharding.layout import Layout, TensorSpec
 from zeroresize.strategy.all_or_nothing import carried_out
 from zeroresize.strategy.gradient_sum import sum_gradients
 from zeroresize.strategy.placement import Placement, held_bytes
+from zeroresize.strategy.rehoming import OwnState, Rehoming
 from zeroresize.strategy.sharding import Initialize, SegmentsOf, WholeLayers, WholeTensor
 from zeroresize.strategy.strategy import Position, Strategy
 from zeroresize.strategy.strategy_groups import OwnGroups, StrategyGroups
@@ -240,6 +241,48 @@ class SwitchableModel:
         sum_gradients(home, self._layers.tensors)
         return replace(report, seconds=time.perf_counter() - begin)
 
+    def rehome(self, strategy: Strategy, optimizer: object | None) -> SwitchReport:
+        """Make another strategy the home, between two steps, with all that the optimizer keeps.
+
+        State tensors of a parameter's shape travel with its weights, numbers such as the step are told, all bit for
+        bit. :meth:`parameters` are then those of the new home, in the same parameter groups of the optimizer. A rank
+        that the home leaves out has none: its optimizer has empty groups, as ``AdamW([{"params": []}])`` makes.
+
+        All or nothing, as :meth:`switch_to`.
+
+        Args:
+            strategy: one of the model's; it may be on other ranks.
+            optimizer: the only one that steps the parameters, with groups of equal settings on all ranks; None for
+                none.
+
+        Raises:
+            ValueError: for a strategy that the model was not given, within a step (``collect`` comes before), where
+                gradients are left (``zero_grad``), and for an optimizer that is a wrapper, steps other parameters or
+                keeps what cannot move; the other ranks raise a RuntimeError.
+            NotEnoughMemoryError: on every rank, if the new tensors and messages do not fit on some.
+            RuntimeError: on every rank that lives, if ranks differ in the strategy, the groups' settings, or the state
+                of what they share, or one dies or fails.
+        """
+        begin = time.perf_counter()
+        before = self._placements[self.home]
+
+        def checked() -> tuple[Placement, OwnState]:
+            if self.current != self.home:
+                raise ValueError(f"the home cannot change while {self.current} is in force: call collect() before")
+            return self._placement(strategy), OwnState(before, self._layers.tensors, optimizer)
+
+        what = "the strategy, or the settings of the optimizer's parameter groups"
+        after, own = self._agreed(checked, lambda found: [strategy.as_dict(), found[1].settings], what)
+        told = self._texts(own.told())
+
+        def made() -> Rehoming:
+            tensors, nodes = self._layers.tensors, self._nodes
+            return Rehoming(before, after, own, told, tensors, nodes, self.process_group, self._max_bytes)
+
+        report = carried_out(made, self._meet, self.device, self.held_bytes + own.held_bytes)
+        self.home = self.current = strategy
+        return replace(report, seconds=time.perf_counter() - begin)
+
     def add(self, strategy: Strategy) -> None:
         """Take a further strategy, to which a later :meth:`switch_to` may go.
 
@@ -292,10 +335,13 @@ class SwitchableModel:
         require_same([number for number, *_ in table], what, self._meet)
         return found
 
-    def _agreed_nodes(self, nodes: Sequence[int] | None) -> list[int]:
+    def _texts(self, own: str) -> list[str]:
         where = message_device(self.process_group, self.device)
+        return texts_of_ranks(own, self._meet, self.process_group, where)
+
+    def _agreed_nodes(self, nodes: Sequence[int] | None) -> list[int]:
         text = socket.gethostname() if nodes is None else json.dumps(list(nodes))
-        told = texts_of_ranks(text, self._meet, self.process_group, where)
+        told = self._texts(text)
         if nodes is None:
             return [told.index(one) for one in told]
 

@@ -156,8 +156,7 @@ class Switch:
             known = self._gradients.get(number, one.grad)
             if known is not None:
                 targets[number] = home.stack(number, self._tensors[number], known, rank)
-        begins = (placement.layout.begins[:, rank] for placement in (before, home))
-        return Ends(sources, targets, *begins, adds=True)
+        return Ends(sources, targets, before.layout.begins[:, rank], home.layout.begins[:, rank], adds=True)
 
 
 def put_in_place(weights: Relocation, before: Placement, after: Placement) -> None:

@@ -1,0 +1,71 @@
+"""The home moves with the optimizer's state, bit for bit, also to other ranks; training goes on as if it had not."""
+
+import pytest
+import torch
+from switched_models import FOUR, assert_holds, layers_of, own_part, whole_tensors
+
+from zeroresize.strategy.gradient_norm import clip_grad_norm_
+from zeroresize.strategy.model import SwitchableModel
+from zeroresize.strategy.strategy import Strategy
+
+THREE = Strategy(1, 1, 3, ranks=(3, 0, 2))
+HOMES = [FOUR[1], FOUR[4], THREE, FOUR[0], Strategy(1, 1, 1, ranks=(2,)), FOUR[2], FOUR[1]]
+
+
+def optimizer_of(named_parameters):
+    """Without weight decay for tensors of one dimension."""
+    groups = {True: [], False: []}
+    for _, one in named_parameters:
+        groups[one.dim() > 1].append(one)
+    return torch.optim.AdamW([{"params": groups[True]}, {"params": groups[False], "weight_decay": 0.0}], lr=0.1)
+
+
+def give_gradients(model, wholes, step):
+    """Of the whole model, and of what this rank has of it; summed over the replicas they are the same."""
+    for number, (name, whole) in enumerate(wholes.items()):
+        torch.manual_seed(1000 * step + number)
+        whole.grad = torch.randn_like(whole)
+        own = dict(model.named_parameters()).get(name)
+        if own is not None and model.position.replica == 0:
+            own.grad = own_part(model, model.home, name, whole.grad).clone()
+    model.collect()
+
+
+def test_optimizer_state_moves_with_the_home_bit_for_bit(run_ranks):
+    def check(rank, group):
+        wholes = whole_tensors(layers_of())
+        whole_optimizer = optimizer_of(wholes.items())
+        model = SwitchableModel(layers_of(), strategies=dict.fromkeys(HOMES), process_group=group, max_bytes=1000)
+        optimizer = optimizer_of(model.named_parameters())
+        rounds = []
+        for step, home in enumerate(HOMES):
+            report = model.rehome(home, optimizer)
+            assert model.home == model.current == home
+            assert sum(len(one["params"]) for one in optimizer.param_groups) == len(list(model.parameters()))
+            rounds.append(report.num_rounds)
+            give_gradients(model, wholes, step)
+            whole_norm = torch.nn.utils.clip_grad_norm_(wholes.values(), 5.0)
+            norm = clip_grad_norm_(model, 5.0)
+            assert float(norm) == pytest.approx(float(whole_norm), rel=1e-12) and norm > 5.0
+            for name, one in model.named_parameters():  # the norms may differ in the last bit
+                torch.testing.assert_close(
+                    one.grad, own_part(model, home, name, wholes[name].grad), rtol=1e-12, atol=0.0
+                )
+                one.grad = own_part(model, home, name, wholes[name].grad).clone()
+            for one in (optimizer, whole_optimizer):
+                one.step()
+                one.zero_grad()
+            model.switch_to(FOUR[0], gradients=False)
+            assert_holds(model, wholes)
+            model.collect()
+            optimizer.zero_grad()
+            for name, one in model.named_parameters():
+                expected = whole_optimizer.state[wholes[name]]
+                assert optimizer.state[one].keys() == expected.keys()
+                assert torch.equal(optimizer.state[one]["step"], expected["step"])
+                for key in ("exp_avg", "exp_avg_sq"):
+                    assert torch.equal(optimizer.state[one][key], own_part(model, home, name, expected[key])), name
+            assert len(optimizer.state) == len(list(model.parameters()))
+        assert max(rounds) > 1
+
+    run_ranks(check, 4)

@@ -1,0 +1,224 @@
+"""The home of a model changes between two steps: weights move, and all that the optimizer keeps.
+
+``P`` tensors, ``R`` ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from zeroresize.comm.collectives import group_rank, message_device
+from zeroresize.pipeline.layer_contents import require_movable_state, settings_of
+from zeroresize.resharding.agreement import fingerprint
+from zeroresize.resharding.contents import PARAMETER, STATE, Description, agreed_contents, kept_value
+from zeroresize.strategy.carrying import Carrier
+from zeroresize.strategy.placement import Placement
+from zeroresize.strategy.relocation import Relocation
+from zeroresize.strategy.sharding import WholeTensor
+from zeroresize.strategy.switch_messages import Flow, fingerprint_of, rounds_of
+from zeroresize.strategy.switch_plan import plan_weights
+from zeroresize.strategy.switching import put_in_place
+
+
+class OwnState:
+    """What a rank's optimizer keeps of the home's parameters.
+
+    Attributes:
+        optimizer: None without one.
+        settings: of its parameter groups, which must be alike on all ranks.
+
+    Raises:
+        ValueError: for a wrapper or ZeRO, one that steps other parameters than the home's, gradients that are still
+            there, and state that is neither of the parameter's shape nor a single number or text.
+    """
+
+    def __init__(self, home: Placement, tensors: Sequence[WholeTensor], optimizer: object | None) -> None:
+        self._home, self._tensors = home, tensors
+        self.optimizer = require_movable_state(optimizer)
+        self._groups = [] if self.optimizer is None else self.optimizer.param_groups
+        self.settings = settings_of(self.optimizer)
+        known = {id(one): number for number, one in home.parameters.items()}
+        stepped = [(known.get(id(one)), index) for index, group in enumerate(self._groups) for one in group["params"]]
+        others = sum(1 for number, _ in stepped if number is None)
+        if others:
+            raise ValueError(f"the optimizer steps {others} tensors that are no parameters of the model's home")
+        #: The parameter group of each tensor.
+        self._group_of = {number: index for number, index in stepped if number is not None}
+        for number, one in home.parameters.items():
+            if one.grad is not None:
+                raise ValueError(f"{tensors[number].spec.name} has a gradient: call optimizer.zero_grad() before")
+
+    def told(self) -> str:
+        """All that the other ranks must know."""
+        numbers = self._home.parameters
+        return json.dumps([self._group_of, [[number, asdict(self._described(number))] for number in numbers]])
+
+    @property
+    def held_bytes(self) -> int:
+        """Of the optimizer's tensors."""
+        if self.optimizer is None:
+            return 0
+        held = [one for number in self._home.parameters for one in self._state(number).values()]
+        return sum(one.numel() * one.element_size() for one in held if isinstance(one, Tensor))
+
+    def held(self, key: str) -> dict[int, Tensor]:
+        """The optimizer's tensors of one kind, by the number of the tensor."""
+        return {
+            number: self._state(number)[key]
+            for number in self._home.parameters
+            if STATE + key in self._described(number).dtypes
+        }
+
+    def install(self, after: Placement, group_of: dict[int, int], state: dict[int, dict[str, Any]]) -> None:
+        """Give the optimizer the parameters of another home in the same groups, and their state."""
+        if self.optimizer is None:
+            return
+        for one in self._home.parameters.values():
+            self.optimizer.state.pop(one, None)
+        for index, group in enumerate(self._groups):
+            own = [number for number in after.parameters if group_of.get(number) == index]
+            group["params"] = [after.parameters[number] for number in own]
+            if "param_names" in group:
+                group["param_names"] = [self._tensors[number].spec.name for number in own]
+        for number, values in state.items():
+            if values and number in group_of:
+                self.optimizer.state[after.parameters[number]].update(values)  # the optimizer's own kind of dictionary
+
+    def _state(self, number: int) -> dict[str, Any]:
+        assert self.optimizer is not None
+        found: dict[str, Any] = self.optimizer.state.get(self._home.parameters[number], {})
+        return found
+
+    def _described(self, number: int) -> Description:
+        parameter, name = self._home.parameters[number], self._tensors[number].spec.name
+        found = Description(name, 1, {PARAMETER: str(parameter.dtype)[6:]})
+        if self.optimizer is None or parameter not in self.optimizer.state:
+            return found
+        for key, value in sorted(self.optimizer.state[parameter].items()):
+            if (
+                isinstance(value, Tensor)
+                and value.shape == parameter.shape
+                and not (key == "step" and value.numel() == 1)
+            ):
+                found.dtypes[STATE + key] = str(value.dtype)[6:]
+            elif isinstance(value, Tensor) and value.numel() == 1:
+                found.kept[key] = [str(value.dtype)[6:], value.device.type, list(value.shape), value.item()]
+            elif isinstance(value, bool | int | float | str | None):
+                found.kept[key] = ["", "", [], value]
+            else:
+                raise ValueError(
+                    f"{name}: its optimizer keeps {key!r} as {_kind(value)} beside a parameter of shape "
+                    f"{tuple(parameter.shape)}: only tensors of that shape, single numbers and texts can move"
+                )
+        return found
+
+
+class Rehoming:
+    """A rank's part of it, from what all ranks have told to the installed state.
+
+    Args:
+        told: of every rank, see :meth:`OwnState.told`.
+        nodes: [R], on which node each rank is.
+        max_bytes: of messages that a rank sends and receives at once.
+
+    Attributes:
+        fingerprint: of all that moves.
+        new_bytes: of tensors that :meth:`allocate` makes.
+        carrier: of the messages.
+
+    Raises:
+        RuntimeError: if ranks that hold parts of a tensor differ in its state, or in its parameter group.
+    """
+
+    def __init__(
+        self,
+        before: Placement,
+        after: Placement,
+        own: OwnState,
+        told: Sequence[str],
+        tensors: Sequence[WholeTensor],
+        nodes: Sequence[int],
+        process_group: ProcessGroup,
+        max_bytes: int,
+    ) -> None:
+        self._before, self._after, self._own, self._group = before, after, own, process_group
+        self._agreed, self._group_of = _agreed(told, tensors)
+        rank = group_rank(process_group)
+        plan = plan_weights(before.layout, after.layout, [one.spec for one in tensors], nodes)
+        flows = [Flow(plan.transfers)]
+        self._weights = Relocation(before, after, tensors, rank, before.weights, after.dtypes)
+        self._state: dict[str, Relocation] = {}
+        for what in sorted({what for one in self._agreed for what in one.dtypes if what.startswith(STATE)}):
+            key = what.removeprefix(STATE)
+            dtypes = {number: _dtype(one, what) for number, one in enumerate(self._agreed) if what in one.dtypes}
+            itemsizes = [dtypes[number].itemsize if number in dtypes else 1 for number in range(len(tensors))]
+            has_it = np.array([number in dtypes for number in range(len(tensors))])
+            flows.append(Flow(plan.transfers, None, np.array(itemsizes)).only(has_it))
+            wanted = {number: dtype for number, dtype in dtypes.items() if number in after.parameters}
+            self._state[key] = Relocation(before, after, tensors, rank, own.held(key), wanted)
+        rounds = rounds_of(flows, tensors, rank, before.layout.replicas.tolist(), max(max_bytes // 2, 1))
+        self.carrier = Carrier(rounds, process_group)
+        self.fingerprint = fingerprint(json.dumps([list(told), max_bytes, fingerprint_of(flows)]))
+        self.new_bytes = sum(one.new_bytes for one in self._moving)
+
+    @property
+    def _moving(self) -> list[Relocation]:
+        return [self._weights, *self._state.values()]
+
+    def allocate(self, device: torch.device) -> None:
+        """Make the new tensors and the memory of messages."""
+        self.carrier.allocate(message_device(self._group, device))
+        for one in self._moving:
+            one.allocate(device)
+
+    def carry_out(self) -> Exception | None:
+        """Send and receive everything; returns the first failure."""
+        return self.carrier.carry_out([one.ends() for one in self._moving])
+
+    def install(self) -> None:
+        """Put weights and state in place, and let go of the old ones."""
+        put_in_place(self._weights, self._before, self._after)
+        state: dict[int, dict[str, Any]] = {}
+        for number, parameter in self._after.parameters.items():
+            kept = self._agreed[number].kept
+            state[number] = {key: kept_value(value, parameter.device) for key, value in kept.items()}
+            for key, moved in self._state.items():
+                if number in moved.tensors:
+                    state[number][key] = moved.tensors[number]
+        self._own.install(self._after, self._group_of, state)
+
+
+def _agreed(told: Sequence[str], tensors: Sequence[WholeTensor]) -> tuple[list[Description], dict[int, int]]:
+    by_rank: list[list[Description]] = []
+    group_of: dict[int, tuple[int, int | None]] = {}
+    for rank, text in enumerate(told):
+        groups, described = json.loads(text)
+        own = {number: Description(**one) for number, one in described}
+        by_rank.append([own.get(number, Description(one.spec.name, 0)) for number, one in enumerate(tensors)])
+        for number in own:
+            group = groups.get(str(number))
+            if group_of.setdefault(number, (rank, group))[1] != group:
+                other, there = group_of[number]
+                raise RuntimeError(
+                    f"{tensors[number].spec.name} is in parameter group {there} of the optimizer on rank {other} of "
+                    f"the group, and in {group} on rank {rank}: give it the same groups on all ranks"
+                )
+    found = {number: group for number, (_, group) in group_of.items() if group is not None}
+    return agreed_contents(by_rank), found
+
+
+def _dtype(description: Description, what: str) -> torch.dtype:
+    found: torch.dtype = getattr(torch, description.dtypes[what])
+    return found
+
+
+def _kind(value: object) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
