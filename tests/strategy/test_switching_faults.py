@@ -1,0 +1,173 @@
+"""A switch that cannot be made leaves every rank that lives with its weights, and tells all of them why."""
+
+import os
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from survivors import dying, send_half, told_by_survivors
+from switched_models import assert_holds, layers_of, whole_tensors
+from torch import nn
+
+from zeroresize.layers.segment import Segment
+from zeroresize.resharding import agreement, message_rounds
+from zeroresize.resharding.agreement import NotEnoughMemoryError
+from zeroresize.strategy import all_or_nothing
+from zeroresize.strategy.model import SwitchableModel
+from zeroresize.strategy.strategy import Strategy
+
+UNEVEN, PIPELINE, REPLICAS = Strategy(1, 3, shares=(1, 2, 3)), Strategy(1, 1, 3), Strategy(3)
+HALVES, PAIR = Strategy(1, 2), Strategy(2)
+
+
+class Training:
+    """A model that has made a step, in a group that waits for seconds only."""
+
+    def __init__(self, group, strategies, **options):
+        self.group = dist.new_group(list(range(group.size())), timeout=timedelta(seconds=5))
+        self.model = SwitchableModel(layers_of(), strategies=strategies, process_group=self.group, **options)
+        self.optimizer = torch.optim.AdamW([{"params": list(self.model.parameters())}], lr=0.0, weight_decay=0.0)
+        for one in self.model.parameters():
+            one.grad = torch.ones_like(one)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.wholes = {name: one.detach() for name, one in whole_tensors(layers_of()).items()}
+
+    def fails(self, call, kind=RuntimeError):
+        """The text of the error; nothing has changed then."""
+        before = self.model.home, self.model.current, [id(one) for one in self.optimizer.state]
+        state = [one["exp_avg"].clone() for one in self.optimizer.state.values()]
+        with pytest.raises(kind) as caught:
+            call(self.model)
+        assert before == (self.model.home, self.model.current, [id(one) for one in self.optimizer.state])
+        assert all(map(torch.equal, state, [one["exp_avg"] for one in self.optimizer.state.values()]))
+        assert_holds(self.model, self.wholes)
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("when", ["before all", "before", "while", "between rounds", "after", "rehome"])
+def test_a_rank_that_dies_in_a_switch_is_named_and_the_others_keep_their_weights(tmp_path, when):
+    def switch(model, training):
+        if when == "rehome":
+            model.rehome(PIPELINE, training.optimizer)
+        else:
+            model.switch_to(PIPELINE)
+
+    def check(rank, group):
+        training = Training(group, [UNEVEN, PIPELINE], max_bytes=2000)
+        if rank != 1:
+            return training.fails(lambda model: switch(model, training))
+        real, rounds = message_rounds.start_messages, []
+
+        def start(*arguments):
+            rounds.append(1)
+            return dying()(*arguments) if len(rounds) == 3 else real(*arguments)
+
+        if when == "before all":
+            os._exit(0)
+        elif when == "between rounds":
+            message_rounds.start_messages = start
+        elif when == "after":
+            all_or_nothing.require_received = lambda *_: os._exit(0)
+        else:
+            message_rounds.start_messages = dying(send_half if when == "while" else lambda *_: None)
+        switch(training.model, training)
+        return "did not die"
+
+    told = told_by_survivors(check, 3, tmp_path)
+    assert sorted(told) == [0, 2], told
+    for text in told.values():
+        assert text.startswith("RuntimeError: nothing has moved or changed"), text
+        assert "ranks [1] of the group" in text, text
+
+
+def test_switches_that_ranks_do_not_agree_on_or_that_do_not_fit_change_nothing(run_ranks, monkeypatch):
+    def check(rank, group):
+        training = Training(group, [UNEVEN, PIPELINE, REPLICAS])
+        model, told = training.model, []
+        told += [training.fails(lambda model: model.switch_to(REPLICAS if rank == 2 else PIPELINE))]
+        told += [
+            training.fails(lambda model: model.switch_to(HALVES if rank == 1 else PIPELINE), (ValueError, RuntimeError))
+        ]
+        told += [training.fails(lambda model: model.add(HALVES if rank == 1 else PAIR))]
+        told += [training.fails(lambda model: model.add(Strategy(5)), ValueError)]
+        told += [training.fails(lambda model: model.rehome(REPLICAS if rank == 2 else PIPELINE, training.optimizer))]
+        training.optimizer.param_groups[0]["lr"] = float(rank)
+        told += [training.fails(lambda model: model.rehome(PIPELINE, training.optimizer))]
+        training.optimizer.param_groups[0]["lr"] = 0.0
+        if rank == 1:
+            monkeypatch.setattr(agreement, "free_bytes", lambda device: 1000)
+            monkeypatch.setattr(agreement, "_place_of", lambda device: "a small device")
+        told += [training.fails(lambda model: model.switch_to(PIPELINE), NotEnoughMemoryError)]
+        monkeypatch.undo()
+        model.switch_to(PIPELINE)
+        told += [training.fails(lambda model: model.rehome(REPLICAS, training.optimizer), ValueError)]
+        for one in model.stage_layers.values():
+            for parameter in one.parameters():
+                parameter.grad = torch.ones_like(parameter)
+        told += [training.fails(lambda model: model.switch_to(REPLICAS, gradients=False), ValueError)]
+        model.collect()
+        assert_holds(model, training.wholes)
+        assert all(torch.equal(one.grad, torch.ones_like(one)) for one in model.parameters())
+        return told
+
+    for rank, told in enumerate(run_ranks(check, 3)):
+        assert "differ in where the switch leads, or how it was planned: [[0, 1], [2]]" in told[0]
+        expected = "is none of the model's: (1, 3, 1" if rank == 1 else "ranks [1] of the group failed before"
+        assert expected in told[1]
+        assert "differ in the strategy to add: [[0, 2], [1]]" in told[2]
+        assert "needs rank 4: there are 3 ranks" in told[3]
+        assert "differ in the strategy, or the settings of the optimizer's parameter groups: [[0, 1], [2]]" in told[4]
+        assert "differ in the strategy, or the settings of the optimizer's parameter groups: [[0], [1], [2]]" in told[5]
+        assert "rank 1 lacks 0.0" in told[6] and "rank 0" not in told[6]
+        assert "call collect() before" in told[7]
+        assert "would lose gradients" in told[8]
+
+
+class Odd(nn.Module):
+    """One linear layer after another, as told."""
+
+    def __init__(self, *segments, state=False, tied=False):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.named = segments
+        if state:
+            self.register_buffer("mean", torch.zeros(2))
+        if tied:
+            self.again = self.up
+
+    def segments(self):
+        return self.named
+
+
+DO_NOT_FIT = [
+    (lambda: layers_of(), Strategy(1, 2, 2, ranks=(0, 1, 2, 3)), "needs rank 3: there are 2 ranks"),
+    (lambda: layers_of(num_blocks=0)[:1], Strategy(1, 1, 2), "strategy"),
+    (lambda: [Odd(Segment(["up"], "down", unit_size=8))], HALVES, "1 units of layers.0.up.weight do not divide"),
+    (lambda: [Odd(Segment(["up"], "gone"))], HALVES, "Odd has no module 'gone'"),
+    (lambda: [Odd(Segment(["named"], "down"))], HALVES, "has no module 'named'"),
+    (lambda: [Odd(Segment(["up"], "down", unit_size=3))], HALVES, "are no units of unit_size=3"),
+    (lambda: [Odd(Segment(["up"], "down", num_blocks=3))], HALVES, "are not 3 blocks of 8 units"),
+    (lambda: [Odd(Segment(["up"], "down"), Segment(["up"], "down"))], HALVES, "are in another segment, too"),
+    (lambda: [Odd(Segment(["up"], "down"), tied=True)], HALVES, "are one parameter, which cannot be divided"),
+    (lambda: [Odd(state=True)], HALVES, "layers.0.mean is a buffer that state dictionaries hold"),
+    (lambda: [Odd()] * 2, HALVES, "layers.0.up.weight and layers.1.up.weight are one parameter"),
+    (lambda: [Odd().to("meta")], HALVES, "layer 0 is on meta: initialize(number, layer) is needed"),
+    (lambda: [], HALVES, "a model needs at least one layer"),
+]
+
+
+def test_models_and_strategies_that_do_not_fit_are_told_to_all(run_ranks):
+    def check(rank, group):
+        for layers, strategy, expected in DO_NOT_FIT:
+            with pytest.raises(ValueError) as caught:
+                SwitchableModel(layers(), strategies=[strategy], process_group=group)
+            assert expected in str(caught.value)
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            SwitchableModel([Odd(state=rank == 1)], strategies=[PAIR], process_group=group)
+        assert rank == 1 or "ranks [1] of the group failed before" in str(caught.value)
+        with pytest.raises(RuntimeError, match="differ in the layers, the strategies, home or max_bytes"):
+            SwitchableModel([Odd()], strategies=[(HALVES, PAIR)[rank]], process_group=group)
+
+    run_ranks(check, 2)
