@@ -155,6 +155,10 @@ class StragglerDecision:
         self._pause = self._next_pause
         self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
 
+    def look_again(self) -> None:
+        """What steps take has changed for other reasons than speeds."""
+        self._last = None
+
     def state_dict(self) -> dict[str, Any]:
         """Plain values, the same on every rank; the original strategies are the caller's."""
         return {
