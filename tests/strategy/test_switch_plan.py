@@ -68,7 +68,7 @@ def test_weights_get_to_whoever_lacks_them_once_and_from_holders(case, heuristic
 @given(switch_cases(), st.booleans())
 def test_every_partial_gradient_is_added_in_one_home_replica(case, heuristics):
     """Source replica i's partial gradient is 2 ** i, so a sum tells which ones are in it, and how often."""
-    source, home, tensors, nodes = case
+    source, home, tensors, _ = case
     plan = plan_gradients(*case, heuristics=heuristics)
     of_source, of_home = held_units(source, tensors), held_units(home, tensors)
     sums = np.zeros_like(of_home)
@@ -143,6 +143,18 @@ def test_two_replicas_send_partial_gradients_to_different_home_replicas():
     assert plan.received_within.tolist() == [0, 0, 12, 12] and plan.sent_within.tolist() == [12, 12, 0, 0]
     apart = plan_gradients(source, home, tensors, [0, 1, 1, 0])
     assert sorted({(one.source, one.destination) for one in apart.transfers}) == [(0, 3), (1, 2)]
+
+
+def test_a_link_that_a_node_shares_holds_up_what_its_ranks_send_together():
+    """Both ranks of the first node send a tensor of four bytes to the second node."""
+    tensors = whole_tensors(4, 4)
+    before = Strategy(dp=2, ranks=(0, 1)).layout(tensors, 3, 1)
+    after = Strategy(ranks=(2,)).layout(tensors, 3, 1)
+    plan = plan_weights(before, after, tensors, [0, 0, 1])
+    assert plan.sent_between.tolist() == [4, 4, 0]
+    for node_speed, seconds in ((8.0, 4.0), (1.0, 8.0)):
+        links = LinkSpeeds(100.0, 2.0, node_bytes_per_s=node_speed)
+        assert plan.seconds(links) == lower_bound(before, after, tensors, [0, 0, 1], links) == seconds
 
 
 def test_layouts_that_do_not_belong_together_are_an_error():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,7 +41,7 @@ def find_activations(layers: Sequence[nn.Module]) -> list[Activation]:
     """[L − 1]: what layer l hands to layer l + 1; nothing is computed.
 
     Args:
-        layers: [L], whole, on the meta device.
+        layers: [L], whole, on any device; they stay as they are.
 
     Raises:
         ValueError: naming the layer that does not run on the meta device, or returns no floating-point tensor [T, …].
@@ -50,7 +52,7 @@ def find_activations(layers: Sequence[nn.Module]) -> list[Activation]:
     with torch.no_grad():
         for number, layer in enumerate(layers[:-1]):
             try:
-                x = layer(x, packed)
+                x = _on_meta(layer)(x, packed)
             except Exception as error:
                 raise ValueError(
                     f"layer {number} ({type(layer).__name__}) does not run on the meta device, by which the shapes of "
@@ -64,3 +66,11 @@ def find_activations(layers: Sequence[nn.Module]) -> list[Activation]:
                 )
             found.append(Activation(tuple(x.shape[1:]), x.dtype))
     return found
+
+
+def _on_meta(layer: nn.Module) -> nn.Module:
+    memo: dict[int, object] = {}
+    for one in itertools.chain(layer.parameters(), layer.buffers()):
+        hollow = torch.empty_like(one, device="meta")
+        memo[id(one)] = nn.Parameter(hollow, one.requires_grad) if isinstance(one, nn.Parameter) else hollow
+    return copy.deepcopy(layer, memo)

@@ -160,6 +160,16 @@ class SwitchableModel:
         return self._layers.num_layers
 
     @property
+    def whole_layers(self) -> list[nn.Module]:
+        """[L] undivided, with parameters on meta: for shapes."""
+        return self._layers.on_meta
+
+    @property
+    def nodes(self) -> list[int]:
+        """[R] on which node each rank is."""
+        return list(self._nodes)
+
+    @property
     def position(self) -> Position | None:
         """Of this rank in the strategy in force; None where it is left out."""
         return self._placements[self.current].position

@@ -20,6 +20,7 @@ class Neighbour(Protocol):
         """Send a tensor, and wait for one of so many tokens if there are any.
 
         Raises:
+            ValueError: if what is sent is not what was found on the meta device.
             RuntimeError: if the neighbour does not come, naming it.
         """
 
@@ -57,6 +58,8 @@ class AdjacentStage:
         self._under_way: list[tuple[Mapping[int, Tensor], list[Waitable]]] = []
 
     def exchange(self, sent: Tensor | None = None, num_tokens: int = 0) -> Tensor | None:
+        if sent is not None:
+            self._require_known(sent)
         sends = {} if sent is None else {self._peer: sent.detach().contiguous().to(self._where)}
         receives = {self._peer: self._activation.empty(num_tokens, self._where)} if num_tokens else {}
         if sends or receives:
@@ -72,3 +75,11 @@ class AdjacentStage:
             _, works = self._under_way.pop(0)
             for work in works:
                 work.wait()
+
+    def _require_known(self, sent: Tensor) -> None:
+        found = Activation(tuple(sent.shape[1:]), sent.dtype)
+        if found != self._activation:
+            raise ValueError(
+                f"a stage hands on {found}, where the layers on the meta device told {self._activation}: what layers "
+                "return must not depend on the device, on torch.autocast or on the number of tokens"
+            )

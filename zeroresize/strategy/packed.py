@@ -43,6 +43,10 @@ class Packed:
             tuple(len(one) - 1 for one in sequences),
         )
 
+    def to(self, device: torch.device) -> Packed:
+        """The same micro-batch with its tensors on a device."""
+        return Packed(self.tokens.to(device), self.targets.to(device), self.lengths)
+
     @property
     def num_tokens(self) -> int:
         """T."""

@@ -104,6 +104,11 @@ class WholeLayers:
     def num_layers(self) -> int:
         return len(self._layers)
 
+    @property
+    def on_meta(self) -> list[nn.Module]:
+        """[L] the whole layers with parameters on meta, once weights are taken."""
+        return list(self._layers)
+
     def take_weights(
         self,
         device: torch.device,

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from zeroresize.pipeline.partition import Floats
 from zeroresize.resharding.layout import Indices, Layout, TensorSpec
 from zeroresize.resharding.senders import Queues, SendLoads
 from zeroresize.resharding.slices import Slices, common_slices
@@ -101,8 +102,8 @@ def lower_bound(
     """Seconds that any plan for weights takes at least, as :meth:`SwitchPlan.seconds` counts them.
 
     A plan is any in which ranks get what they lack from ranks that hold it before. Every rank receives what it lacks,
-    and from other nodes what nobody on its node holds. Likewise all holders of the same slices together send what is
-    lacking of these.
+    and from other nodes what nobody on its node holds. Likewise all holders of the same slices together, and their
+    nodes, send what is lacking of these.
 
     Raises:
         ValueError: as :func:`plan_weights` does.
@@ -113,19 +114,25 @@ def lower_bound(
         return 0.0
     bytes_C = np.bincount(slices.patterns, weights=slices.num_bytes, minlength=len(slices.held))
     missing_CR = slices.wanted & ~slices.held
-    on_node_NR = nodes_R[None, :] == np.unique(nodes_R)[:, None]
-    is_near_CR = (slices.held.astype(np.float64) @ on_node_NR.T > 0.0)[:, nodes_R]
+    on_node_RN = (nodes_R[:, None] == np.unique(nodes_R)).astype(np.float64)
+    is_on_node_CN = slices.held @ on_node_RN > 0.0
+    far_CR = missing_CR & ~is_on_node_CN[:, nodes_R]
     number_of: dict[bytes, int] = {}
     holders_C = [number_of.setdefault(held.tobytes(), len(number_of)) for held in slices.held]
-    seconds = 0.0
-    for lacking_CR, bytes_per_s in (
-        (missing_CR, links.within_bytes_per_s + links.between_bytes_per_s),
-        (missing_CR & ~is_near_CR, links.between_bytes_per_s),
-    ):
-        received_R = bytes_C @ lacking_CR
-        sent = np.bincount(holders_C, weights=bytes_C * lacking_CR.sum(axis=1) / slices.held.sum(axis=1))
-        seconds = max(seconds, received_R.max() / bytes_per_s, sent.max() / bytes_per_s)
-    return float(seconds) + (links.latency_s if missing_CR.any() else 0.0)
+
+    def most(received: Floats, num_missing_C: Indices, num_senders_C: Indices) -> float:
+        sent = np.bincount(holders_C, weights=bytes_C * num_missing_C / num_senders_C)
+        return float(max(received.max(), sent.max()))
+
+    any_bytes = most(bytes_C @ missing_CR, missing_CR.sum(axis=1), slices.held.sum(axis=1))
+    far_bytes = most(bytes_C @ far_CR, far_CR.sum(axis=1), slices.held.sum(axis=1))
+    node_bytes = most(bytes_C @ far_CR @ on_node_RN, far_CR.sum(axis=1), is_on_node_CN.sum(axis=1))
+    seconds = max(
+        any_bytes / (links.within_bytes_per_s + links.between_bytes_per_s),
+        far_bytes / links.between_bytes_per_s,
+        node_bytes / links.node_bytes_per_s,
+    )
+    return seconds + (links.latency_s if missing_CR.any() else 0.0)
 
 
 class _Builder:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,11 +23,13 @@ class LinkSpeeds:
 
     Attributes:
         latency_s: what a switch takes besides.
+        node_bytes_per_s: what all ranks of a node together send to other nodes, or receive from them.
     """
 
     within_bytes_per_s: float
     between_bytes_per_s: float
     latency_s: float = 0.0
+    node_bytes_per_s: float = math.inf
 
 
 class Transfer(NamedTuple):
@@ -138,10 +141,11 @@ class SwitchPlan:
         """How long the transfers take if nothing but the ranks' own links holds them up.
 
         All ranks start together; a rank sends and receives at the same time, and inside its node and to other nodes at
-        the same time; no link is shared between ranks. 0 if nothing travels.
+        the same time; ranks share no link but the one of their node, where its speed is told. 0 if nothing travels.
         """
         if not len(self.transfers):
             return 0.0
         within = max(self.sent_within.max(), self.received_within.max()) / links.within_bytes_per_s
         between = max(self.sent_between.max(), self.received_between.max()) / links.between_bytes_per_s
-        return float(max(within, between)) + links.latency_s
+        of_nodes = (np.bincount(self.nodes, weights=one).max() for one in (self.sent_between, self.received_between))
+        return float(max(within, between, max(of_nodes) / links.node_bytes_per_s)) + links.latency_s

@@ -1,0 +1,142 @@
+"""Training under several strategies in every step is training of the undivided model."""
+
+import pytest
+import torch
+from switched_models import own_part
+from torch import nn
+
+from lm_examples.llama import LlamaConfig, llama_layers, token_loss
+from zeroresize.strategy.length_range import LengthRange
+from zeroresize.strategy.model import SwitchableModel
+from zeroresize.strategy.packed import Packed
+from zeroresize.strategy.strategy import Strategy
+from zeroresize.strategy.trainer import StrategyTrainer
+
+CONFIG = LlamaConfig(num_blocks=4, hidden_size=16, num_heads=8, num_kv_heads=4, mlp_size=12, vocabulary=32)
+MAX_NORM, MAX_TOKENS = 0.5, 24
+FIVE = [Strategy(4), Strategy(2, 2), Strategy(1, 4), Strategy(1, 2, 2), Strategy(2, 1, 2)]
+TWO = [Strategy(2), Strategy(1, 2), Strategy(1, 1, 2), Strategy(1, 2, shares=(3, 1)), Strategy(1, 2, shares=(0, 1))]
+#: Ranks 1 and 2 are left out of some; rank 2 has no part of the first.
+SOME = [Strategy(1, 2), Strategy(2, ranks=(2, 0)), Strategy(3), Strategy(1, 1, 3, ranks=(1, 2, 0)), Strategy(1)]
+#: Of the longest sequences of five ranges.
+UP_TO = (3, 6, 10, 15, 20)
+
+
+def ranges_of(strategies):
+    return [LengthRange(*one) for one in zip(UP_TO, strategies, strict=True)]
+
+
+def layers_of(dtype):
+    torch.manual_seed(0)
+    layers = nn.ModuleList(llama_layers(CONFIG)).to(dtype)
+    for one in layers.parameters():
+        if one.dim() == 2:
+            nn.init.normal_(one, std=0.3)
+    return layers
+
+
+def batch(step):
+    """Several sequences of each range; in step 1 of two ranges only."""
+    generator = torch.Generator().manual_seed(step)
+    lengths = torch.randint(1, UP_TO[-1] + 1, (24,), generator=generator).tolist()
+    lengths = [one for one in lengths if step != 1 or one in (5, 6, 11, 12, 13)] + ([] if step == 1 else [*UP_TO])
+    return [torch.randint(CONFIG.vocabulary, (one + 1,), generator=generator) for one in lengths]
+
+
+def optimizer_of(parameters):
+    return torch.optim.AdamW([{"params": list(parameters)}], lr=1e-2, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-4)
+
+
+def mean_loss(layers, sequences):
+    packed = Packed.of(sequences)
+    x = packed.tokens
+    for layer in layers:
+        x = layer(x, packed)
+    return token_loss(x, packed) / packed.num_tokens
+
+
+def undivided(dtype, num_steps):
+    """Losses and norms of each step, the loss after the last one, and the weights."""
+    layers = layers_of(dtype)
+    optimizer, told = optimizer_of(layers.parameters()), []
+    for step in range(num_steps):
+        loss = mean_loss(layers, batch(step))
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(layers.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append((float(loss.detach()), float(norm)))
+    return (
+        told,
+        float(mean_loss(layers, batch(0))),
+        {f"layers.{name}": one.detach() for name, one in layers.named_parameters()},
+    )
+
+
+def trainer_of(group, strategies, home, dtype=torch.float64, **options):
+    model = SwitchableModel(
+        list(layers_of(dtype)), strategies=strategies, process_group=group, home=home, max_bytes=5000
+    )
+    chosen = {"loss": token_loss, "max_tokens": MAX_TOKENS, "grad_clip": MAX_NORM, **options}
+    return StrategyTrainer(model, optimizer_of(model.parameters()), ranges_of(strategies), **chosen)
+
+
+def check_against_undivided(run_ranks, num_ranks, strategies, homes, dtype=torch.float64, tolerance=1e-10):
+    """One step for each home, which changes by ``rehome`` in between."""
+    told, last_loss, wholes = undivided(dtype, len(homes))
+    assert all(norm > MAX_NORM for _, norm in told)
+
+    def train(rank, group):
+        trainer = trainer_of(group, strategies, homes[0], dtype)
+        model = trainer.model
+        reports = []
+        for step, home in enumerate(homes):
+            if model.home != home:
+                model.rehome(home, trainer.optimizer)
+            reports.append(trainer.step(batch(step)))
+            assert model.current == model.home == home
+        last = trainer.evaluate(batch(0))
+        assert all(one.grad is None for one in model.parameters())
+        expected = {name: own_part(model, model.home, name, one) for name, one in wholes.items()}
+        found = dict(model.named_parameters())
+        assert found.keys() == {name for name, one in expected.items() if one is not None}
+        for name, one in found.items():
+            torch.testing.assert_close(one.detach(), expected[name], rtol=tolerance, atol=tolerance, msg=name)
+        return reports, last
+
+    by_rank = run_ranks(train, num_ranks)
+    for reports, last in by_rank:
+        found = [(one.loss, one.grad_norm) for one in reports]
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(told), rtol=tolerance, atol=tolerance)
+        assert last == pytest.approx(last_loss, rel=tolerance)
+        assert last == by_rank[0][1] and found == [(one.loss, one.grad_norm) for one in by_rank[0][0]]
+    return [reports for reports, _ in by_rank]
+
+
+@pytest.mark.parametrize("home", [FIVE[1], FIVE[3]])
+def test_four_ranks_train_five_strategies_in_every_step(run_ranks, home):
+    reports = check_against_undivided(run_ranks, 4, FIVE, [home] * 4)[0]
+    for step, report in enumerate(reports):
+        visited = [one.strategy for one in report.by_range]
+        assert set(visited) == (set(FIVE) if step != 1 else {FIVE[1], FIVE[3]})
+        assert visited[0] == home and len(report.switches) == len(visited)
+        assert report.num_tokens == sum(len(one) - 1 for one in batch(step))
+        assert sum(one.num_tokens for one in report.by_range) == report.num_tokens
+        assert [one.num_sequences for one in report.by_range] == [
+            sum(low < len(row) - 1 <= one.up_to[0] for row in batch(step))
+            for one in report.by_range
+            for low in [max([0, *(up_to for up_to in UP_TO if up_to < one.up_to[0])])]
+        ]
+        assert step == 1 or all(max(one.num_micro_batches) > 1 for one in report.by_range[1:3])
+
+
+def test_in_single_precision_too(run_ranks):
+    check_against_undivided(run_ranks, 4, FIVE, [FIVE[0]] * 3, torch.float32, 1e-5)
+
+
+def test_two_ranks_with_uneven_shares_and_a_home_that_changes(run_ranks):
+    check_against_undivided(run_ranks, 2, TWO, [TWO[1], TWO[1], TWO[2], TWO[3]])
+
+
+def test_ranks_that_strategies_leave_out(run_ranks):
+    check_against_undivided(run_ranks, 3, SOME, [SOME[0], SOME[0], SOME[1]])

@@ -1,0 +1,49 @@
+"""The order in which a step visits its strategies, by what the switches of this model send."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zeroresize.strategy.cost_model import fused_seconds
+from zeroresize.strategy.model import SwitchableModel
+from zeroresize.strategy.strategy import Strategy
+from zeroresize.strategy.switch_order import cheapest_order
+from zeroresize.strategy.switch_plan import plan_gradients, plan_weights
+from zeroresize.strategy.transfers import LinkSpeeds
+
+#: Of NVLink and InfiniBand, roughly. Orders depend on their ratio alone, and inside one node on neither.
+TYPICAL_LINKS = LinkSpeeds(within_bytes_per_s=200e9, between_bytes_per_s=25e9)
+
+
+class SwitchTour:
+    """Finds the tour from home through some strategies and back whose switches take least.
+
+    Args:
+        links: of the ranks, the same on all of them.
+    """
+
+    def __init__(self, model: SwitchableModel, links: LinkSpeeds = TYPICAL_LINKS) -> None:
+        self._model, self._links = model, links
+        self._seconds: dict[tuple[Strategy, Strategy, Strategy], float] = {}
+
+    def order(self, strategies: Sequence[Strategy]) -> list[Strategy]:
+        """The strategies, home first where it is one of them; the same on all ranks.
+
+        Raises:
+            ValueError: for more strategies than :func:`~zeroresize.strategy.switch_order.cheapest_order` takes.
+        """
+        home = self._model.home
+        stops = [home, *(one for one in strategies if one != home)]
+        seconds = [[0.0 if one == other else self._between(one, other) for other in stops] for one in stops]
+        return [stops[number] for number in cheapest_order(seconds, 0) if stops[number] in strategies]
+
+    def _between(self, before: Strategy, after: Strategy) -> float:
+        model, home = self._model, self._model.home
+        key = before, after, home
+        if key not in self._seconds:
+            old, new, back = (model.layout_of(one) for one in key)
+            plans = [plan_weights(old, new, model.tensors, model.nodes)]
+            if before != home:
+                plans.append(plan_gradients(old, back, model.tensors, model.nodes))
+            self._seconds[key] = fused_seconds(plans, self._links)
+        return self._seconds[key]
