@@ -1,11 +1,14 @@
 """Weights and gradients after any chain of switches are those of the undivided model."""
 
+import gc
 import itertools
 
 import torch
-from switched_models import FOUR, assert_holds, layers_of, own_part, whole_tensors
+from switched_models import FOUR, VOCABULARY, assert_holds, layers_of, own_part, whole_tensors
 
+from zeroresize.comm.collectives import group_ranks
 from zeroresize.strategy.model import SwitchableModel
+from zeroresize.strategy.strategy import Strategy
 
 
 def test_weights_are_those_of_the_whole_model_after_any_chain_of_switches(run_ranks):
@@ -52,3 +55,116 @@ def add(model, name, gradient):
     _, number, own_name = name.split(".", 2)
     parameter = dict(model.stage_layers[int(number)].named_parameters())[own_name]
     parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad + gradient
+
+
+def test_gradients_computed_under_several_strategies_are_those_of_the_undivided_model(run_ranks):
+    """Real forwards and backwards; the home has three replicas, and one rank is left out of it."""
+    strategies = [Strategy(2, 2), Strategy(4), Strategy(1, 4, shares=(3, 1, 2, 0)), Strategy(1, 3, ranks=(2, 3, 1))]
+
+    def check(rank, group):
+        home = Strategy(3, ranks=(3, 0, 1))
+        whole_layers = layers_of()
+        options = {"process_group": group, "home": home, "initialize": filled_as(layers_of())}
+        model = SwitchableModel(layers_of(device="meta"), strategies=strategies, **options)
+        for step, strategy in enumerate([*strategies, home, strategies[0]]):
+            torch.manual_seed(step)
+            tokens = torch.randint(VOCABULARY, (strategy.dp, 5))
+            loss_of(whole_layers, tokens.flatten()).backward()
+            model.switch_to(strategy)
+            if model.position is not None:
+                loss_of(model.stage_layers.values(), tokens[model.position.replica]).backward()
+        model.collect()
+        expected = {name: own_part(model, home, name, one.grad) for name, one in whole_tensors(whole_layers).items()}
+        assert len(list(model.parameters())) == (0 if rank == 2 else len(expected))
+        for name, one in model.named_parameters():
+            torch.testing.assert_close(one.grad, expected[name], rtol=0.0, atol=1e-10)
+
+    run_ranks(check, 4)
+
+
+def filled_as(layers):
+    def initialize(number, layer):
+        for one, known in zip(layer.parameters(), layers[number].parameters(), strict=True):
+            one.data.copy_(known)
+        for one, known in zip(layer.buffers(), layers[number].buffers(), strict=True):
+            one.copy_(known)
+
+    return initialize
+
+
+def loss_of(layers, x):
+    for layer in layers:
+        x = layer(x, None)
+    return x.logsumexp(dim=-1).sum()
+
+
+def test_ranks_that_hold_the_same_have_the_same_gradients_to_the_last_bit(run_ranks):
+    """Partial gradients of four replicas reach each of three shards, in single precision."""
+
+    def check(rank, group):
+        home = Strategy(1, 3, shares=(1, 2, 3))
+        layers = layers_of(dtype=torch.float32)
+        model = SwitchableModel(layers, strategies=[home, FOUR[0]], process_group=group, max_bytes=2000)
+        for step in range(2):
+            report = model.switch_to(FOUR[0])
+            assert report.num_rounds > 2
+            torch.manual_seed(10 * step + rank)
+            for one in (one for layer in model.stage_layers.values() for one in layer.parameters()):
+                one.grad = torch.randn_like(one)
+            model.switch_to(home)
+        model.collect()
+        divided = {one.name for one in model.tensors if one.division is not None}
+        return {name: one.grad.tolist() for name, one in model.named_parameters() if name not in divided}
+
+    first, second, third, _ = run_ranks(check, 4)
+    assert len(first) == 11 and first == second == third
+
+
+def test_one_set_of_weights_is_held_between_switches(run_ranks):
+    def check(rank, group):
+        gc.freeze()  # what is there already is not looked through
+        model = SwitchableModel(layers_of(num_blocks=6), strategies=FOUR, process_group=group)
+        # A weight that is away takes one element, and each block has a buffer.
+        slack = 8 * (len(FOUR) * len(model.tensors) + 6)
+        for strategy in [FOUR[3], FOUR[1], FOUR[4], FOUR[2], FOUR[0], FOUR[3]]:
+            held = model.held_bytes
+            report = model.switch_to(strategy, gradients=False)
+            own = int(model.layout_of(strategy).rank_bytes(model.tensors)[rank])
+            assert own <= model.held_bytes <= own + slack
+            gc.collect()
+            assert own <= memory() <= own + slack
+            assert report.peak_bytes == held + report.new_bytes + report.buffer_bytes
+            assert report.new_bytes <= own
+        assert model.switch_to(FOUR[3]).new_bytes == 0
+
+    run_ranks(check, 4)
+
+
+def memory():
+    """Bytes of all tensors that were made since ``gc.freeze``."""
+    tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and not one.is_meta]
+    memories = [one.untyped_storage() for tensor in tensors for one in (tensor, tensor.grad) if one is not None]
+    return sum({one.data_ptr(): one.nbytes() for one in memories}.values())
+
+
+def test_groups_of_strategies_are_made_once(run_ranks):
+    def check(rank, group):
+        model = SwitchableModel(layers_of(), strategies=[FOUR[0], FOUR[1]], process_group=group)
+        assert [one.size() for one in model.groups_of(FOUR[0])] == [1, 4, 1]
+        model.add(FOUR[4])
+        model.add(Strategy(2, 2, boundaries=(0, 4)))
+        model.add(Strategy(2, 2, ranks=(1, 0, 3, 2)))
+        for strategy in model.strategies:
+            own = strategy.position_of(rank)
+            for groups, found in zip(
+                (strategy.tp_groups(), strategy.dp_groups(), strategy.pipelines()),
+                model.groups_of(strategy),
+                strict=True,
+            ):
+                assert group_ranks(found) == list(next((one for one in groups if rank in one), (rank,)))
+            assert own is None or model.groups_of(strategy).tp.rank() == own.shard
+        again = model.groups_of(Strategy(2, 2, boundaries=(0, 4)))
+        assert all(one is other for one, other in zip(again, model.groups_of(FOUR[1]), strict=True))
+        assert model.groups_of(FOUR[0]).dp is group
+
+    run_ranks(check, 4)
