@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -70,8 +71,13 @@ def matrix(title: str, rows: Sequence[dict[str, Any]], cell: Callable[[dict[str,
 def against_baseline(row: dict[str, Any], name: str) -> str:
     own, baseline = row[name], row[f"{name} baseline"]
     if not own:
-        return f"0 : {baseline:.3f}"
+        return f"0 : {baseline:.3f}" if baseline else "0 : 0"
     return f"{own:.3f} : {baseline:.3f} ({baseline / own:.1f}×)"
+
+
+def against_bound(row: dict[str, Any]) -> str:
+    bound = row["lower bound"]
+    return f"{bound:.3f}, {row['weights'] / bound:.2f}×" if bound else "0"
 
 
 def seconds_to_plan(
@@ -87,13 +93,12 @@ def seconds_to_plan(
         clocks.setdefault(name, []).append(time.process_time() - began)
         return found
 
+    num_layers = tensors[-1].layer + 1
+    strategies = Strategy(*before), Strategy(*after)
     for _ in range(repeats):
-        num_layers = tensors[-1].layer + 1
-        layouts = timed(
-            "layouts", lambda: [Strategy(*one).layout(tensors, 1024, num_layers) for one in (before, after)]
-        )
-        weights = timed("weights", lambda: plan_weights(*layouts, tensors, nodes))
-        gradients = timed("gradients", lambda: plan_gradients(*layouts, tensors, nodes))
+        layouts = timed("layouts", lambda: [one.layout(tensors, 1024, num_layers) for one in strategies])
+        weights = timed("weights", partial(plan_weights, *layouts, tensors, nodes))
+        gradients = timed("gradients", partial(plan_gradients, *layouts, tensors, nodes))
     return {
         **{name: min(seconds) for name, seconds in clocks.items()},
         "slices": len(common_slices(*layouts, tensors)),
@@ -128,9 +133,7 @@ def main() -> None:
     console.print(f"seconds, heuristics : baseline; {links}")
     console.print(matrix("weights, from \\ to", rows, lambda row: against_baseline(row, "weights")))
     console.print(matrix("gradients, from \\ home", rows, lambda row: against_baseline(row, "gradients")))
-    console.print(
-        matrix("weights: lower bound, plan / bound", rows, lambda row: _bound(row["lower bound"], row["weights"]))
-    )
+    console.print(matrix("weights: lower bound, plan / bound", rows, against_bound))
     same = llama_tensors(LARGE_MODEL)
     times = {}
     for before, after in LARGE_SWITCHES:
@@ -145,10 +148,6 @@ def main() -> None:
         table.add_row(name, *milliseconds, *counts)
     console.print(table)
     save("switch_plans", {"links": dataclasses.asdict(links), "switches": rows, "planning": times})
-
-
-def _bound(bound: float, seconds: float) -> str:
-    return f"{bound:.3f}, {seconds / bound:.2f}×" if bound else f"0, plan {seconds:.3f}"
 
 
 if __name__ == "__main__":

@@ -127,10 +127,11 @@ def test_memory_is_what_lies_at_home_and_what_is_in_force():
     assert away.tolist() == [held + 2 * activations] * 2 + [held + activations] * 2
     assert ONE_NODE.switch_memory_bytes(home, other, home).tolist() == [quarter + half + 3 * quarter] * 4
     assert ONE_NODE.switch_memory_bytes(other, home, home).tolist() == [2 * half + quarter + 3 * quarter] * 4
-    most = held + 20 * activations
-    assert ONE_NODE.fits(other, home, 100, most) and not ONE_NODE.fits(other, home, 100, most - 1)
+    most = held + 2 * activations
+    assert ONE_NODE.fits(other, home, 10, most) and not ONE_NODE.fits(other, home, 10, most - 1)
     switch = 2 * half + 4 * quarter
-    assert ONE_NODE.fits(other, home, 0, switch) and not ONE_NODE.fits(other, home, 0, switch - 1)
+    for limit, back_fits in ((switch, True), (switch - 1, False)):
+        assert ONE_NODE.switches_fit([home, other], 0, limit).tolist()[1][0] is back_fits
 
 
 def test_layer_costs_are_kept_in_a_file(tmp_path):

@@ -69,8 +69,12 @@ class SendLoads:
 
         Neighbours of one queue get the same sender where that is as good, so that few ranks have to do with each other.
         """
-        num_times = np.bincount(queue_of, minlength=len(queues.links))
         ranks_QW = queues.ranks_QW
+        if ranks_QW.shape[1] == 1:
+            sources = ranks_QW[queue_of, 0]
+            np.add.at(self.sent, (queues.links[queue_of], sources), size)
+            return sources
+        num_times = np.bincount(queue_of, minlength=len(queues.links))
         loads_QW = self.sent[queues.links[:, None], ranks_QW]
         times_QW = filled(loads_QW, ranks_QW >= 0, size, num_times)
         senders = np.repeat(ranks_QW.ravel(), times_QW.ravel())
@@ -93,9 +97,8 @@ def filled(loads_QW: Indices, is_there_QW: NDArray[np.bool_], size: int, num_tim
     order = np.argsort(np.where(is_there_QW, loads_QW, most), axis=1, kind="stable")
     own, is_there = (np.take_along_axis(one, order, axis=1) for one in (loads_QW, is_there_QW))
     # The level up to which the loads are filled, from below: at most num_times whole transfers fit under it.
-    levels = (size * num_times[:, None] + np.cumsum(np.where(is_there, own, 0), axis=1)) // np.arange(
-        1, own.shape[1] + 1
-    )
+    volumes = size * num_times[:, None] + np.cumsum(np.where(is_there, own, 0), axis=1)
+    levels = volumes // np.arange(1, own.shape[1] + 1)
     num_filled = (is_there & (own <= levels)).sum(axis=1, keepdims=True)
     level = np.take_along_axis(levels, num_filled - 1, axis=1)
     times = np.where(is_there, np.maximum((level - own) // size, 0), 0)

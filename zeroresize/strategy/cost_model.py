@@ -95,7 +95,7 @@ class CostModel:
         """
         costs = np.array([[one.fixed_s, one.token_s, one.square_s] for one in self.stage_costs(strategy)])
         seconds = np.stack([np.ones_like(tokens), tokens, squares], axis=1) @ costs.T
-        seconds *= [self._slowness_of(strategy, replica, stage) for stage in range(strategy.pp)]
+        seconds *= np.array([self._slowness_of(strategy, replica, stage) for stage in range(strategy.pp)])
         for stage in range(strategy.pp - 1):  # an activation to the next stage, a gradient back
             ranks = [strategy.rank_at(Position(replica, own, 0)) for own in (stage, stage + 1)]
             transfer_s = 2.0 * self.layers.boundary_bytes * tokens / self._link(ranks)
@@ -158,7 +158,8 @@ class CostModel:
         Weights and their gradients, where home is another strategy its gradients besides, the optimizer's state in
         home's layout, and the activations of the micro-batches that 1F1B keeps on a stage, pp − stage.
         """
-        held = 2.0 * self.weight_bytes(strategy)
+        held = np.zeros(self.num_ranks)
+        held += 2 * self.weight_bytes(strategy)
         held += (self.optimizer_ratio + (strategy != home)) * self.weight_bytes(home)
         for stage, cost in enumerate(self.stage_costs(strategy)):
             activations = cost.token_bytes * tokens * (strategy.pp - stage)
@@ -167,18 +168,27 @@ class CostModel:
                 held[strategy.rank_at(Position(replica, stage, shard))] += activations * share
         return held
 
+    def fits(self, strategy: Strategy, home: Strategy, tokens: int, limit_bytes: float) -> bool:
+        """Whether no rank needs more than the limit for micro-batches of so many tokens."""
+        return float(self.memory_bytes(strategy, home, tokens).max()) <= limit_bytes
+
     def switch_memory_bytes(self, before: Strategy, after: Strategy, home: Strategy) -> Floats:
         """[R] the most that each rank holds during a switch: two sets of weights, and no activations."""
         at_home = self.weight_bytes(home)
         gradients = self.weight_bytes(before) * float(before != home)
         return self.weight_bytes(before) + self.weight_bytes(after) + gradients + (1.0 + self.optimizer_ratio) * at_home
 
-    def fits(self, strategy: Strategy, home: Strategy, tokens: int, limit_bytes: float) -> bool:
-        """Whether a micro-batch of so many tokens, and a switch from home and back, need no more than the limit."""
-        needs = [self.memory_bytes(strategy, home, tokens)]
-        if strategy != home:
-            needs += [self.switch_memory_bytes(home, strategy, home), self.switch_memory_bytes(strategy, home, home)]
-        return all(float(one.max()) <= limit_bytes for one in needs)
+    def switches_fit(self, strategies: Sequence[Strategy], home: int, limit_bytes: float) -> NDArray[np.bool_]:
+        """[S, S] whether no rank needs more than the limit for the switch from the row's strategy to the column's."""
+        return np.array(
+            [
+                [
+                    float(self.switch_memory_bytes(before, after, strategies[home]).max()) <= limit_bytes
+                    for after in strategies
+                ]
+                for before in strategies
+            ]
+        )
 
     def _link(self, ranks: Sequence[int]) -> float:
         is_within = len({self.nodes[rank] for rank in ranks}) == 1
@@ -217,10 +227,7 @@ def fused_seconds(plans: Sequence[SwitchPlan], links: LinkSpeeds) -> float:
     if not any(len(plan.transfers) for plan in plans):
         return 0.0
     within, between = (
-        max(
-            int(sum(getattr(plan, f"{way}_{link}") for plan in plans).max())  # type: ignore[attr-defined]
-            for way in ("sent", "received")
-        )
+        max(int(sum(getattr(plan, f"{way}_{link}") for plan in plans).max()) for way in ("sent", "received"))
         for link in ("within", "between")
     )
     return max(within / links.within_bytes_per_s, between / links.between_bytes_per_s) + links.latency_s

@@ -44,10 +44,17 @@ class PartialGradients:
         alike: dict[bytes, list[int]] = {}
         for number, row in enumerate(is_choice):
             alike.setdefault(row.tobytes() + bytes([links[number]]), []).append(number)
+        choices = [(np.array(own), np.flatnonzero(is_choice[own[0]]), int(links[own[0]])) for own in alike.values()]
         #: Source replicas, the home replicas that are equally good for them, and the link that most of it takes.
-        self._choices = [
-            (np.array(numbers), np.flatnonzero(is_choice[numbers[0]]), int(links[numbers[0]]))
-            for numbers in alike.values()
+        self._free = [one for one in choices if len(one[1]) > 1]
+        settled = [(own, self._receivers[homes[0]]) for own, homes, _ in choices if len(homes) == 1]
+        #: Source replicas for which one home replica is best, and the ranks to which their gradients go.
+        self._settled = [
+            np.concatenate([np.zeros(0, np.int64), *parts])
+            for parts in (
+                [np.repeat(own, len(takers)) for own, takers in settled],
+                [np.tile(takers, len(own)) for own, takers in settled],
+            )
         ]
 
     def assigned(self, numbers: Indices, received: Indices, size: int) -> tuple[Indices, Indices, Indices, Flags]:
@@ -57,14 +64,12 @@ class PartialGradients:
             numbers: of the slices, of ``size`` bytes each.
             received: [2, R] bytes so far.
         """
-        found: list[tuple[Indices, Indices, Indices]] = []
-        for replicas, homes, link in self._choices:
+        replicas, takers = self._settled
+        found = [(np.tile(numbers, len(replicas)), *(np.repeat(one, len(numbers)) for one in (replicas, takers)))]
+        for replicas, homes, link in self._free:
             own, of_replica = np.tile(numbers, len(replicas)), np.repeat(replicas, len(numbers))
-            if len(homes) > 1:
-                levels = np.array([[received[link, self._receivers[home]].max() for home in homes]])
-                times = filled(levels, np.ones_like(levels, dtype=bool), size, np.array([len(own)]))[0]
-            else:
-                times = np.array([len(own)])
+            levels = np.array([[received[link, self._receivers[home]].max() for home in homes]])
+            times = filled(levels, np.ones_like(levels, dtype=bool), size, np.array([len(own)]))[0]
             ends = np.cumsum(times)
             for home, begin, end in zip(homes, ends - times, ends, strict=True):
                 takers = self._receivers[home]

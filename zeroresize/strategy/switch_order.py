@@ -22,12 +22,13 @@ def cheapest_order(seconds: Sequence[Sequence[float]] | NDArray[np.float64], sta
     agree on the seconds agree on the order.
 
     Args:
-        seconds: [S, S] of switching from the strategy of the row to that of the column; the diagonal is not read.
+        seconds: [S, S] of switching from the strategy of the row to that of the column, infinite where that is not
+            possible; the diagonal is not read.
         start: home.
 
     Raises:
-        ValueError: for a matrix that is not square, seconds that are negative or not finite, a start that is no
-            strategy, or more than 12 strategies.
+        ValueError: for a matrix that is not square, seconds that are negative or no numbers, a start that is no
+            strategy, more than 12 strategies, or if no tour is possible.
     """
     times_SS = _checked(seconds)
     size = len(times_SS)
@@ -53,6 +54,8 @@ def cheapest_order(seconds: Sequence[Sequence[float]] | NDArray[np.float64], sta
     visited, remaining_s = (1 << len(others)) - 1, back
     while visited:
         last = int(np.argmin(ways[visited] + remaining_s))
+        if not np.isfinite(ways[visited, last] + remaining_s[last]):
+            raise ValueError("no order of the strategies has only switches that are possible")
         order.append(others[last])
         visited, remaining_s = visited & ~(1 << last), between[:, last]
     return [start, *reversed(order)]
@@ -71,6 +74,6 @@ def _checked(seconds: Sequence[Sequence[float]] | NDArray[np.float64]) -> NDArra
     if times_SS.ndim != 2 or not times_SS.size or times_SS.shape[0] != times_SS.shape[1]:
         raise ValueError(f"seconds of switching have the shape {times_SS.shape}: a square matrix is needed")
     np.fill_diagonal(times_SS, 0.0)
-    if not np.isfinite(times_SS).all() or (times_SS < 0.0).any():
-        raise ValueError("seconds of switching are finite and not negative")
+    if not (times_SS >= 0.0).all():
+        raise ValueError("seconds of switching are numbers and not negative")
     return times_SS

@@ -6,10 +6,11 @@ Every rank computes the same plan. ``P`` tensors, ``R`` ranks, ``N`` nodes, ``S`
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from zeroresize.pipeline.partition import Floats
 from zeroresize.resharding.layout import Indices, Layout, TensorSpec
 from zeroresize.resharding.senders import Queues, SendLoads
 from zeroresize.resharding.slices import Slices, common_slices
@@ -112,7 +113,8 @@ def lower_bound(
     slices = common_slices(before, after, tensors)
     if not len(slices):
         return 0.0
-    bytes_C = np.bincount(slices.patterns, weights=slices.num_bytes, minlength=len(slices.held))
+    sizes = slices.num_bytes.astype(np.float64)
+    bytes_C = np.bincount(slices.patterns, weights=sizes, minlength=len(slices.held))
     missing_CR = slices.wanted & ~slices.held
     on_node_RN = (nodes_R[:, None] == np.unique(nodes_R)).astype(np.float64)
     is_on_node_CN = slices.held @ on_node_RN > 0.0
@@ -120,13 +122,13 @@ def lower_bound(
     number_of: dict[bytes, int] = {}
     holders_C = [number_of.setdefault(held.tobytes(), len(number_of)) for held in slices.held]
 
-    def most(received: Floats, num_missing_C: Indices, num_senders_C: Indices) -> float:
+    def most(received: NDArray[Any], num_missing_C: Indices, num_senders_C: Indices) -> float:
         sent = np.bincount(holders_C, weights=bytes_C * num_missing_C / num_senders_C)
         return float(max(received.max(), sent.max()))
 
     any_bytes = most(bytes_C @ missing_CR, missing_CR.sum(axis=1), slices.held.sum(axis=1))
     far_bytes = most(bytes_C @ far_CR, far_CR.sum(axis=1), slices.held.sum(axis=1))
-    node_bytes = most(bytes_C @ far_CR @ on_node_RN, far_CR.sum(axis=1), is_on_node_CN.sum(axis=1))
+    node_bytes = most((bytes_C @ far_CR) @ on_node_RN, far_CR.sum(axis=1), is_on_node_CN.sum(axis=1))
     seconds = max(
         any_bytes / (links.within_bytes_per_s + links.between_bytes_per_s),
         far_bytes / links.between_bytes_per_s,
