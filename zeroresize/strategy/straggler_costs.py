@@ -18,6 +18,9 @@ from zeroresize.strategy.strategy import Strategy
 from zeroresize.strategy.switch_order import cheapest_order, tour_seconds
 from zeroresize.strategy.switch_plan import plan_weights
 
+#: Of the heaviest layer's work, at least.
+_LEAST_WORK = 1e-6
+
 
 class StragglerCosts:
     """A :class:`~zeroresize.strategy.straggler_decision.StrategyCosts` of a training.
@@ -54,7 +57,9 @@ class StragglerCosts:
     def division(self) -> ModelDivision:
         """How the model can be divided; a layer's work is that of a token."""
         layers, tensors = self._cost.layers, self._cost.tensors
-        work = tuple(layers.costs[kind][1].token_s or 1.0 for kind in layers.kinds)
+        token_s = [layers.costs[kind][1].token_s for kind in layers.kinds]
+        least_s = _LEAST_WORK * max(token_s) or 1.0  # layers that cost nothing need a stage, too
+        work = tuple(max(one, least_s) for one in token_s)
         return ModelDivision(work, tuple(sorted({one.num_units for one in tensors if one.division is not None})))
 
     def expect(self, sample: Sequence[Sequence[int]]) -> None:
@@ -97,7 +102,7 @@ class StragglerCosts:
         if (own, other) not in self._price:
             cost = self._cost
             layouts = [one.layout(cost.tensors, cost.num_ranks, cost.layers.num_layers) for one in (own, other)]
-            plan = plan_weights(*layouts, cost.tensors, cost.nodes)
+            plan = plan_weights(layouts[0], layouts[1], cost.tensors, cost.nodes)
             most = max(
                 int((getattr(plan, f"{way}_within") + getattr(plan, f"{way}_between")).max())
                 for way in ("sent", "received")

@@ -98,9 +98,7 @@ class StrategyBalancer:
         self._costs = StragglerCosts(
             cost, trainer.ranges, home=self._home, max_tokens=max_tokens, limit_bytes=limit_bytes
         )
-        links = (
-            cost.links.within_bytes_per_s if len(set(cost.nodes)) == 1 else cost.links.between_bytes_per_s
-        )
+        links = cost.links.within_bytes_per_s if len(set(cost.nodes)) == 1 else cost.links.between_bytes_per_s
         self._decision = StragglerDecision(
             strategies,
             self._costs.division,
@@ -112,6 +110,7 @@ class StrategyBalancer:
         self._speeds = RankSpeeds(cost.num_ranks)
         self._sample: deque[list[int]] = deque(maxlen=_SAMPLE)
         self._work_s: deque[float] = deque()  # of steps whose seconds are not read yet
+        self._steps_without = 0  # a part, in a row
         self._on_change = on_change
         agreement = {
             "the costs": repr(cost.layers),
@@ -137,8 +136,9 @@ class StrategyBalancer:
         """
         lengths = [len(one) - 1 for one in sequences]
         has_part = any(one.position_of(self._model.rank) is not None for one in self.in_force)
-        if not has_part and self.steps % PROBE_EVERY == 0:  # while the others train
+        if not has_part and self._steps_without % PROBE_EVERY == 0:  # while the others train
             self._probe_s = self._probe()
+        self._steps_without = 0 if has_part else self._steps_without + 1
         self._timer.begin_step()
         report = self._trainer.step(sequences)
         times = self._timer.end_step()
