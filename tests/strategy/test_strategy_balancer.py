@@ -160,7 +160,7 @@ def test_a_slow_rank_is_shrunk_left_out_and_comes_back_and_results_are_those_of_
         assert (rank == 1) == (not list(trainer.model.parameters()))
         for _ in range(12):  # it stays where it is while it is slow
             losses.append(balancer.step(batch(len(losses))).loss)
-        assert records[-1].what == "leave out"
+        assert len(records) == 2
         run_until("original", 1.0, 60)
         assert [one.strategy for one in trainer.ranges] == [one.strategy for one in RANGES]
         for _ in range(2):
