@@ -1,0 +1,194 @@
+"""The slides' Table 3 (HotSPa), simulated: python -m scripts.bench.strategy_tables
+
+A LLaMA-like model of 32B on 4 nodes of 8 GPUs, a context of 32K: one static strategy, the slides' combinations C1 to
+C3, and the one that the search finds, each in the cheapest home that fits.
+
+Lengths are log-normal. Its two parameters are fitted to the shares of the table's column "Static", as a static
+strategy takes as long for any token; a mini-batch has as many tokens as take the column's total. Nothing is fitted to
+the other columns, nor any speed to any figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from scripts.bench.common import save
+from zeroresize.simulate.llama_tensors import LLAMA_32B
+from zeroresize.simulate.strategies import (
+    GpuCluster,
+    LengthDistribution,
+    llama_cost_model,
+    packed_by_work,
+    padded_rows,
+)
+from zeroresize.strategy.candidates import candidate_strategies
+from zeroresize.strategy.cost_model import CostModel
+from zeroresize.strategy.forecast import Pack, StepForecast, forecast_step
+from zeroresize.strategy.length_range import LengthRange
+from zeroresize.strategy.search import SearchResult, search_strategies
+from zeroresize.strategy.strategy import Strategy
+
+K = 1024
+#: Where the rows of the table end.
+EDGES = (1 * K, 4 * K, 8 * K, 16 * K, 32 * K)
+STATIC = ((32 * K, (1, 16, 2)),)
+COMBINATIONS = {
+    "C1": ((4 * K, (4, 2, 4)), (16 * K, (2, 8, 2)), (32 * K, (1, 16, 2))),
+    "C2": ((4 * K, (4, 2, 4)), (8 * K, (4, 4, 2)), (16 * K, (2, 8, 2)), (32 * K, (1, 16, 2))),
+    "C3": ((1 * K, (8, 4, 1)), (4 * K, (4, 2, 4)), (8 * K, (4, 4, 2)), (16 * K, (2, 8, 2)), (32 * K, (1, 16, 2))),
+}
+#: Table 3, seconds: the column Static by range, then of each combination its ranges, Others and Total.
+PAPER_STATIC = {"CommonCrawl": (42.1, 12.5, 3.5, 2.9, 2.4), "GitHub": (34.9, 38.4, 25.0, 27.3, 53.0)}
+PAPER = {
+    "CommonCrawl": {
+        "C1": ((22.7, 5.4, None), 1.8, 32.3),  # the text of the slides has no figure for the last range
+        "C2": ((22.7, None, 2.2, 2.4), 3.5, 33.5),
+        "C3": ((12.8, 8.2, 2.7, 2.2, 2.4), 4.9, 33.2),
+    },
+    "GitHub": {
+        "C1": ((26.3, 37.4, 53.0), 1.8, 118.5),
+        "C2": ((26.3, 15.4, 20.2, 53.0), 3.5, 118.4),
+        "C3": ((8.6, 17.1, 15.4, 20.2, 53.0), 4.9, 119.2),
+    },
+}
+PACKS: dict[str, Pack] = {"padded rows": padded_rows, "sequences apart": packed_by_work}
+
+
+def ranges_of(combination: Sequence[tuple[int, tuple[int, int, int]]]) -> list[LengthRange]:
+    return [LengthRange(up_to, Strategy(*degrees)) for up_to, degrees in combination]
+
+
+def in_best_home(
+    ranges: Sequence[LengthRange], sample: Sequence[Sequence[int]], cost: CostModel, pack: Pack, limit: float
+) -> StepForecast:
+    """A step with these ranges in that home of their strategies with which it takes least.
+
+    Raises:
+        ValueError: if they fit in none.
+    """
+    homes = [
+        home
+        for home in dict.fromkeys(own.strategy for own in ranges)
+        if all(cost.fits(own.strategy, home, own.up_to, limit) for own in ranges)
+    ]
+    if not homes:
+        raise ValueError(f"{[str(own) for own in ranges]} need more than {limit:g} bytes a rank in every home")
+    return min((forecast_step(ranges, home, sample, cost, pack) for home in homes), key=lambda one: one.step_s)
+
+
+def searched(sample: Sequence[Sequence[int]], cost: CostModel, pack: Pack, limit: float) -> SearchResult:
+    """The search over all strategies of which one can hold the model at all."""
+    every = candidate_strategies(cost.num_ranks, cost.layers.num_layers, [64, 17920], ranks_per_node=8)
+    candidates = [own for own in every if any(cost.fits(own, home, EDGES[0], limit) for home in every)]
+    return search_strategies(
+        sample, candidates, cost, memory_limit=limit, thresholds=EDGES, pack=pack, max_ranges=len(EDGES)
+    )
+
+
+def num_tokens(seconds: float, lengths: LengthDistribution, cost: CostModel, pack: Pack) -> int:
+    """Of a mini-batch that takes the static strategy so long."""
+    (up_to, degrees), tokens = STATIC[0], 2**20
+    for _ in range(3):  # the pipeline's filling does not grow with the tokens
+        taken = cost.work_seconds(Strategy(*degrees), pack(lengths.sample(1, tokens)[0], up_to, degrees[0]))
+        tokens = round(tokens * seconds / taken)
+    return tokens
+
+
+def simulated(
+    data: str, cluster: GpuCluster, pack: Pack, limit: float, num_batches: int
+) -> tuple[dict[str, StepForecast], dict[str, Any]]:
+    """Forecasts of the static strategy, C1 to C3 and what the search finds; what there is to say of the lengths."""
+    static = PAPER_STATIC[data]
+    lengths = LengthDistribution.fitted(EDGES, [own / sum(static) for own in static])
+    cost = llama_cost_model(LLAMA_32B, cluster, (1, 2, 4, 8, 16, 32))
+    sample = lengths.sample(num_batches, num_tokens(sum(static), lengths, cost, pack))
+    found = {"Static": in_best_home(ranges_of(STATIC), sample, cost, pack, limit)}
+    for name, combination in COMBINATIONS.items():
+        found[name] = in_best_home(ranges_of(combination), sample, cost, pack, limit)
+    began = time.perf_counter()
+    result = searched(sample, cost, pack, limit)
+    told = {
+        "mu": lengths.mu,
+        "sigma": lengths.sigma,
+        "token_shares": lengths.token_shares(EDGES),
+        "tokens": sum(map(sum, sample)) / len(sample),
+        "search_s": time.perf_counter() - began,
+        "num_visited": result.num_visited,
+    }
+    return found | {"best static": result.static, "searched": result.best}, told
+
+
+def row_of(up_to: int, forecast: StepForecast) -> int | None:
+    """The number of the range that ends with a row of the table."""
+    ends = [own.up_to for own in forecast.ranges]
+    return ends.index(up_to) if up_to in ends else None
+
+
+def table_of(title: str, data: str, found: dict[str, StepForecast], shares: Sequence[float]) -> Table:
+    table = Table("", *found, title=title, title_justify="left")
+    static = PAPER_STATIC[data]
+
+    def paper(seconds: float | None) -> str:
+        return "" if seconds is None else f" [dim]({seconds:g})[/dim]"
+
+    for number, up_to in enumerate(EDGES):
+        cells = [f"{found['Static'].range_s[0] * shares[number]:.1f}{paper(static[number])}"]
+        for name in list(found)[1:]:
+            place = row_of(up_to, found[name])
+            figures = PAPER[data][name][0] if name in COMBINATIONS else None
+            told = paper(figures[place]) if figures and place is not None else ""
+            own = found[name].ranges[place].strategy if place is not None and not figures else ""
+            cells.append("" if place is None else f"{found[name].range_s[place]:.1f}{told} {own}".rstrip())
+        table.add_row(f"to {up_to // K}K", *cells)
+    others = [paper(PAPER[data][name][1]) if name in COMBINATIONS else "" for name in found]
+    own_others = [one.switch_s + one.reduction_s for one in found.values()]
+    table.add_row("Others", *(f"{own:.2f}{told}" for own, told in zip(own_others, others, strict=True)))
+    totals = [PAPER[data][name][2] if name in COMBINATIONS else None for name in found]
+    totals[0] = sum(static)
+    table.add_row("Total", *(f"{one.step_s:.1f}{paper(own)}" for one, own in zip(found.values(), totals, strict=True)))
+    gains = [f"{found['Static'].step_s / one.step_s:.2f}×" for one in found.values()]
+    told = ["" if own is None else f" [dim]({sum(static) / own:.2f}×)[/dim]" for own in totals]
+    table.add_row("speedup", *(f"{one}{own}" for one, own in zip(gains, told, strict=True)))
+    table.add_row("home", *(str(one.home) for one in found.values()))
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--between", type=float, nargs="+", default=[25.0, 6.25], help="GB/s of a GPU between nodes")
+    parser.add_argument("--efficiency", type=float, default=0.5, help="share of the GPUs' peak that products reach")
+    parser.add_argument("--memory", type=float, default=72.0, help="GB of a GPU for training; the rest is reserved")
+    parser.add_argument("--packs", nargs="+", choices=list(PACKS), default=list(PACKS))
+    parser.add_argument("--batches", type=int, default=4)
+    options = parser.parse_args()
+    console, rows = Console(width=170), []
+    for between in options.between:
+        cluster = GpuCluster(efficiency=options.efficiency, between_bytes_per_s=between * 1e9)
+        for pack in options.packs:
+            for data in PAPER:
+                found, told = simulated(data, cluster, PACKS[pack], options.memory * 1e9, options.batches)
+                title = f"{data}, {pack}, {between:g} GB/s between nodes; seconds, in brackets the slides' figures"
+                console.print(table_of(title, data, found, told["token_shares"]))
+                console.print({key: value for key, value in told.items()})
+                forecasts = {
+                    name: {
+                        "ranges": [own.as_dict() for own in one.ranges],
+                        "home": one.home.as_dict(),
+                        "range_s": one.range_s,
+                        "others_s": one.switch_s + one.reduction_s,
+                        "step_s": one.step_s,
+                    }
+                    for name, one in found.items()
+                }
+                rows.append({"data": data, "pack": pack, "between_gb_per_s": between, **told, "forecasts": forecasts})
+    save("strategy_tables", {"efficiency": options.efficiency, "memory_gb": options.memory, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Strategies on a simulated cluster: arithmetic of layers, lengths, and the combinations of the slides' Table 3."""
+
+import numpy as np
+import pytest
+
+from scripts.bench.strategy_tables import COMBINATIONS, STATIC, in_best_home, ranges_of
+from zeroresize.simulate.llama_tensors import LLAMA_32B
+from zeroresize.simulate.strategies import (
+    GpuCluster,
+    LengthDistribution,
+    llama_cost_model,
+    llama_layer_costs,
+    packed_by_work,
+    padded_rows,
+)
+from zeroresize.strategy.search import search_strategies
+from zeroresize.strategy.strategy import Strategy
+
+K = 1024
+CLUSTER = GpuCluster()
+LIMIT = 72e9
+
+
+@pytest.fixture(scope="module")
+def cost():
+    return llama_cost_model(LLAMA_32B, CLUSTER, (1, 2, 4, 8, 16))
+
+
+def test_layers_cost_their_products_and_messages():
+    costs = llama_layer_costs(LLAMA_32B, CLUSTER, (1, 8, 16))
+    whole, node, nodes = (costs.stage_cost(range(60), tp) for tp in (1, 8, 16))
+    num_weights = sum(own.num_bytes for own in llama_cost_model(LLAMA_32B, CLUSTER, (1,)).tensors) / 2
+    # Norms and the embedding multiply nothing.
+    assert whole.token_s * 156e12 / 6 == pytest.approx(num_weights, rel=0.01)
+    assert whole.fixed_s == 0.0 and node.square_s == pytest.approx(whole.square_s / 8)
+    message = 60 * 4 * 2 * 6656 * 2  # all-reduces of all blocks, twice their bytes
+    assert node.token_s - whole.token_s / 8 == pytest.approx(message * 7 / 8 / 200e9)
+    assert nodes.token_s - whole.token_s / 16 == pytest.approx(message * 15 / 16 / 200e9)
+    slow = llama_layer_costs(LLAMA_32B, GpuCluster(between_bytes_per_s=1e9), (8, 16))
+    assert slow.stage_cost(range(60), 16).token_s - whole.token_s / 16 == pytest.approx(message * 15 / 16 / 8e9)
+    assert slow.stage_cost(range(60), 8).token_s == node.token_s
+
+
+def test_lengths_have_the_shares_of_tokens_that_they_are_fitted_to():
+    edges, wanted = (1 * K, 4 * K, 8 * K, 16 * K, 32 * K), [0.195, 0.215, 0.14, 0.153, 0.297]
+    lengths = LengthDistribution.fitted(edges, wanted)
+    assert np.abs(np.subtract(lengths.token_shares(edges), wanted)).max() < 0.03
+    drawn = np.concatenate(lengths.sample(2, 2**21))
+    assert drawn.min() >= 128 and drawn.max() == 32 * K
+    shares = np.histogram(drawn, [0.5, *(edge + 0.5 for edge in edges)], weights=drawn)[0] / drawn.sum()
+    assert shares == pytest.approx(lengths.token_shares(edges), abs=0.03)
+
+
+def test_rows_are_padded_and_sequences_are_not():
+    assert padded_rows([5, 5, 3, 2], 8, 2) == [[[8]], [[8]]]
+    assert sorted(packed_by_work([5, 5, 3, 2], 8, 2)) == [[[5, 2]], [[5, 3]]]
+
+
+def test_every_combination_of_the_slides_fits_and_the_search_is_no_worse(cost):
+    sample = LengthDistribution(1.45, 2.84).sample(1, 2**19)
+    slides = {
+        name: in_best_home(ranges_of(own), sample, cost, padded_rows, LIMIT)
+        for name, own in {"static": STATIC, **COMBINATIONS}.items()
+    }
+    candidates = [Strategy(8, 4, 1), *(Strategy(*own) for own in ((4, 2, 4), (4, 4, 2), (2, 8, 2), (1, 16, 2)))]
+    found = search_strategies(
+        sample, candidates, cost, memory_limit=LIMIT, thresholds=[K, 4 * K, 8 * K, 16 * K, 32 * K], pack=padded_rows,
+        max_ranges=5,
+    )  # fmt: skip
+    assert found.best.step_s <= min(own.step_s for own in slides.values()) * (1 + 1e-12)
+    assert slides["C1"].step_s < slides["static"].step_s
+    # Each further strategy has its switches.
+    assert slides["C1"].switch_s < slides["C2"].switch_s < slides["C3"].switch_s
+    # Long sequences fit with much tensor parallelism alone: what (4, 2, 4) has room for ends soon behind 4K.
+    homes = Strategy(1, 16, 2)
+    assert cost.fits(Strategy(4, 2, 4), homes, 4 * K, LIMIT) and not cost.fits(Strategy(4, 2, 4), homes, 8 * K, LIMIT)
