@@ -115,7 +115,7 @@ def candidates(
     found.append(Candidate("original", (), tuple(original)))
     slow = _slow_ranks(original, speeds)
     if slow:
-        shares = [{with_shares(one, one.ranks, speeds, model)} for one in original]
+        shares = [{with_shares(one, one.ranks, speeds, model), one} for one in original]
         rearranged = [arrangements(one.degrees, one.ranks, speeds, model) | {one} for one in original]
         found += _best("shares", (), shares, speeds, costs)
         found += _best("rearrange", (), rearranged, speeds, costs)

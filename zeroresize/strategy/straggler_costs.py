@@ -79,7 +79,9 @@ class StragglerCosts:
 
     def range_s(self, number: int, strategy: Strategy, speeds: Sequence[float]) -> float:
         """As of :class:`~zeroresize.strategy.straggler_candidates.RangeCosts`, the mean of the expected steps."""
-        if not self._cost.fits(strategy, strategy, self._max_tokens[number], self._limit_bytes):
+        home = strategy if number == self._home else self._ranges[self._home].strategy
+        is_known_to_fit = strategy == self._ranges[number].strategy  # the caller trains under it
+        if not (is_known_to_fit or self._cost.fits(strategy, home, self._max_tokens[number], self._limit_bytes)):
             return math.inf
         slow, packed = self._at(speeds), self._packed(number, strategy.dp)
         return math.fsum(slow.work_seconds(strategy, replicas) for replicas in packed) / max(len(packed), 1)

@@ -10,12 +10,12 @@ Pure: the same speeds give the same decisions on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 from zeroresize.policy.moving import FIRST_PAUSE, LONGEST_PAUSE, MoveCost
-from zeroresize.strategy.straggler_candidates import Candidate, ModelDivision, RangeCosts, candidates
+from zeroresize.strategy.straggler_candidates import Candidate, Kind, ModelDivision, RangeCosts, candidates
 from zeroresize.strategy.strategy import Strategy
 from zeroresize.utils.state_checks import anything, count, each, keyed, not_negative, row, values
 
@@ -68,6 +68,7 @@ class StragglerDecision:
         tolerance: see :data:`TOLERANCE`.
         min_saving: see :data:`MIN_SAVING`.
         cost: of a switch, until one was made.
+        kinds: of candidates that may be chosen, beside to stay and to go back.
 
     Attributes:
         original, in_force: of each range.
@@ -86,13 +87,14 @@ class StragglerDecision:
         tolerance: float = TOLERANCE,
         min_saving: float = MIN_SAVING,
         cost: MoveCost | None = None,
+        kinds: Collection[Kind] = get_args(Kind),
     ) -> None:
         for name, value in (("tolerance", tolerance), ("min_saving", min_saving)):
             if not 0.0 <= value < 1.0:
                 raise ValueError(f"{name}={value} is not allowed: it is a share of a step, 0 up to 1")
         self.original = self.in_force = tuple(original)
         self.cost = cost or MoveCost()
-        self._model, self._costs = model, costs
+        self._model, self._costs, self._kinds = model, costs, {"stay", "original", *kinds}
         self._tolerance, self._min_saving = tolerance, min_saving
         self._owed_s: dict[str, float] = {}
         self._strategies_of: dict[str, tuple[Strategy, ...]] = {}  # of what is owed, as last offered
@@ -105,7 +107,7 @@ class StragglerDecision:
         if self._last is None or self._last[0] != key:  # speeds mostly stay, and to look at all candidates takes long
             found = candidates(self.original, self.in_force, speeds, self._model, self._costs)
             now_s = self._costs.step_s(self.in_force, speeds)
-            forecasts = [self._forecast(one, speeds, now_s) for one in found]
+            forecasts = [self._forecast(one, speeds, now_s) for one in found if one.kind in self._kinds]
             stay, *others = forecasts
             self._last = key, (stay, *sorted(others, key=lambda one: one.step_s))
         return tuple(
