@@ -11,6 +11,7 @@ from straggling import FormulaCosts
 
 from zeroresize.policy.moving import FIRST_PAUSE, MoveCost
 from zeroresize.resharding.layout import unit_bounds
+from zeroresize.simulate.strategy_stragglers import simulate_stragglers
 from zeroresize.strategy.straggler_candidates import ModelDivision, arrangements, candidates, largest_degrees
 from zeroresize.strategy.straggler_decision import StragglerDecision
 from zeroresize.strategy.strategy import Strategy
@@ -95,6 +96,13 @@ def test_slow_ranks_become_one_stage_with_fewer_layers():
     assert len(slow_stage) == 1
     layers = np.diff(best.partition(8).boundaries)
     assert layers[slow_stage.pop()] == min(layers) < max(layers)
+
+
+def test_groups_of_the_rest_stay_within_nodes_where_they_can():
+    nodes = (0, 0, 0, 0, 1, 1, 1, 1)
+    model = ModelDivision((1.0,) * 8, (8,), nodes)
+    found = arrangements((3, 2, 1), (0, 2, 3, 4, 5, 6, 7), (1.0,) * 8, model)
+    assert any(all(len({nodes[rank] for rank in group}) == 1 for group in one.tp_groups()) for one in found)
 
 
 @given(st.lists(st.floats(0.01, 1.0), min_size=4, max_size=4), st.sampled_from([(1, 4, 1), (2, 2, 1), (1, 2, 2)]))
@@ -224,6 +232,17 @@ def test_its_state_goes_on_where_it_was_saved():
     ):
         with pytest.raises(ValueError, match=r"state\."):
             second.load_state_dict({**first.state_dict(), **broken})
+
+
+def test_simulated_training_is_shortest_where_everything_may_be_done():
+    speeds = [EVEN] * 20 + [one_slow(4.0)] * 60 + [EVEN] * 40
+    seconds = {}
+    for kinds in ((), ("shares",), ("shares", "rearrange", "leave out")):
+        run = simulate_stragglers(decision(switch_s=0.2, kinds=kinds), FormulaCosts([1.0]), speeds, delay=2)
+        seconds[len(kinds)] = run.seconds
+        assert len(run.steps_s) == 120 and [what.split()[0] for _, what, _ in run.switches][-1:] in ([], ["original"])
+        assert all(step > 22 for step, *_ in run.switches)
+    assert seconds[3] < seconds[1] < seconds[0]
 
 
 @pytest.mark.parametrize("options", [{"tolerance": -0.1}, {"min_saving": 1.0}])

@@ -224,6 +224,10 @@ def test_a_rank_is_expected_to_take_its_share_of_its_replicas_tokens():
     # Two sequences of 4 tokens, one a replica; one of 12 that all four share.
     assert costs.rank_s(shrunk, [4, 4, 12], 0) == pytest.approx(NUM_BLOCKS * TOKEN_S * (4 * 0.75 + 12 / 4))
     assert costs.rank_s(shrunk, [4, 4, 12], 3) == pytest.approx(NUM_BLOCKS * TOKEN_S * (4 * 0.25 + 12 / 4))
+    # 12 units of 5 ranks: two have 3, which is 5 / 4 of an equal share; costs are those of tp = 4, the last known.
+    of_five = StragglerCosts(cost_of(tensors, 5), RANGES, home=0, max_tokens=MAX_TOKENS)
+    fifth = (Strategy(1, 5, shares=(2, 1, 1, 1, 1)), Strategy(1, 5, shares=(1.000001, 1, 1, 1, 1)))
+    assert of_five.rank_s(fifth, [12], 0) == pytest.approx(NUM_BLOCKS * 12 * TOKEN_S / 4 * 5 / 4, rel=1e-6)
     costs.expect([[4, 4, 12]])
     even = (1.0,) * 4
     assert costs.range_s(0, shrunk[0], even) == pytest.approx(NUM_BLOCKS * TOKEN_S * 4 * 0.75)

@@ -37,6 +37,7 @@ class ModelDivision:
     Attributes:
         layer_work: [L] of each layer, in any unit, such as seconds.
         unit_counts: of its segments, such as heads and neurons: each shard needs one of each.
+        nodes: [R] on which node each rank is, so that tensor-parallel groups stay within nodes; empty for one node.
 
     Raises:
         ValueError: for a model without layers, or work or units that are not above zero.
@@ -44,6 +45,7 @@ class ModelDivision:
 
     layer_work: tuple[float, ...]
     unit_counts: tuple[int, ...]
+    nodes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.layer_work or min(self.layer_work) <= 0.0 or not np.isfinite(self.layer_work).all():
@@ -145,18 +147,19 @@ def arrangements(
 ) -> set[Strategy]:
     """Strategies of these degrees on the ranks, which may be more than needed: the fastest are taken.
 
-    In the order given; with slow ranks together, which puts them into one group and one stage; and with slow ranks as
-    the same shard of each group, so that one list of shares suits all. Each with and without shares and boundaries by
-    the speeds.
+    In the order given; with groups within nodes as far as possible; with slow ranks together, which puts them into one
+    group and one stage; and with slow ranks as the same shard of each group, so that one list of shares suits all.
+    Each with and without shares and boundaries by the speeds.
     """
     dp, tp, pp = degrees
     size = dp * tp * pp
     by_speed = sorted(ranks, key=lambda rank: -speeds[rank])  # stable: neighbours stay neighbours
+    within = _within_nodes(by_speed, tp, model.nodes)[:size]
     taken = set(by_speed[:size])
     together = by_speed[:size]
     columns = np.array(together).reshape(tp, size // tp).T.ravel().tolist()
     found = set()
-    for order in ([rank for rank in ranks if rank in taken], together, columns):
+    for order in ([rank for rank in ranks if rank in taken], together, columns, within):
         for shares, boundaries in itertools.product((False, True), (False, True)):
             found.add(_divided(degrees, order, speeds, model, by_shares=shares, by_layers=boundaries))
     return found
@@ -166,6 +169,18 @@ def with_shares(strategy: Strategy, ranks: Sequence[int], speeds: Sequence[float
     """The same with shares by the speeds: units move inside the tensor-parallel groups, and nothing else does."""
     shares = _shares(strategy.degrees, ranks, speeds, model, by_speed=True)
     return Strategy(*strategy.degrees, tuple(ranks), shares, strategy.boundaries)
+
+
+def _within_nodes(ranks: Sequence[int], tp: int, nodes: Sequence[int]) -> list[int]:
+    """The ranks node by node, as many groups of ``tp`` of each as it has; those that are left over come last."""
+    if not nodes:
+        return list(ranks)
+    of_node: dict[int, list[int]] = {}
+    for rank in sorted(ranks, key=lambda rank: nodes[rank]):
+        of_node.setdefault(nodes[rank], []).append(rank)
+    whole = {node: len(own) // tp * tp for node, own in of_node.items()}
+    groups = [rank for node, own in of_node.items() for rank in own[: whole[node]]]
+    return groups + [rank for node, own in of_node.items() for rank in own[whole[node] :]]
 
 
 def _divided(

@@ -6,9 +6,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
+from zeroresize.resharding.layout import unit_bounds
 from zeroresize.strategy.cost_model import CostModel
 from zeroresize.strategy.layer_costs import LayerCost, LayerCosts
 from zeroresize.strategy.length_range import LengthRange, range_of
@@ -51,6 +55,11 @@ class StragglerCosts:
         self._sample: list[list[list[int]]] = []
         self._slow: dict[tuple[float, ...], CostModel] = {}
         self._packs: dict[tuple[int, int], list[list[list[list[int]]]]] = {}
+        self._bytes_of_units: Counter[int] = Counter()
+        for one in cost.tensors:
+            if one.division is not None:
+                self._bytes_of_units[one.num_units] += one.num_bytes
+        self._unit_shares: dict[Strategy, Strategy] = {}
         self._price: dict[tuple[Strategy, Strategy], float] = {}
 
     @property
@@ -60,7 +69,8 @@ class StragglerCosts:
         token_s = [layers.costs[kind][1].token_s for kind in layers.kinds]
         least_s = _LEAST_WORK * max(token_s) or 1.0  # layers that cost nothing need a stage, too
         work = tuple(max(one, least_s) for one in token_s)
-        return ModelDivision(work, tuple(sorted({one.num_units for one in tensors if one.division is not None})))
+        unit_counts = tuple(sorted({one.num_units for one in tensors if one.division is not None}))
+        return ModelDivision(work, unit_counts, self._cost.nodes)
 
     def expect(self, sample: Sequence[Sequence[int]]) -> None:
         """Steps will be like these: the lengths of the sequences of some mini-batches.
@@ -78,13 +88,19 @@ class StragglerCosts:
         self._packs.clear()
 
     def range_s(self, number: int, strategy: Strategy, speeds: Sequence[float]) -> float:
-        """As of :class:`~zeroresize.strategy.straggler_candidates.RangeCosts`, the mean of the expected steps."""
+        """As of :class:`~zeroresize.strategy.straggler_candidates.RangeCosts`, the mean of the expected steps.
+
+        Infinite, too, where a tensor-parallel group is on more nodes than it needs.
+        """
         home = strategy if number == self._home else self._ranges[self._home].strategy
         is_known_to_fit = strategy == self._ranges[number].strategy  # the caller trains under it
-        if not (is_known_to_fit or self._cost.fits(strategy, home, self._max_tokens[number], self._limit_bytes)):
+        if not is_known_to_fit and (
+            self._leaves_nodes(strategy)
+            or not self._cost.fits(strategy, home, self._max_tokens[number], self._limit_bytes)
+        ):
             return math.inf
-        slow, packed = self._at(speeds), self._packed(number, strategy.dp)
-        return math.fsum(slow.work_seconds(strategy, replicas) for replicas in packed) / max(len(packed), 1)
+        slow, packed, own = self._at(speeds), self._packed(number, strategy.dp), self._in_units(strategy)
+        return math.fsum(slow.work_seconds(own, replicas) for replicas in packed) / max(len(packed), 1)
 
     def step_s(self, strategies: Sequence[Strategy], speeds: Sequence[float]) -> float:
         """Seconds of a step, the mean of the expected ones: work, switches, and the sum of the gradients at home."""
@@ -123,10 +139,28 @@ class StragglerCosts:
             if position is None or not group:
                 continue
             cost = self._cost.stage_costs(strategy)[position.stage]
-            share = strategy.shares[position.shard] if strategy.shares else 1.0
+            shares = self._in_units(strategy).shares
+            share = shares[position.shard] if shares else 1.0
             own = _packed(group, self._max_tokens[number], strategy.dp)[position.replica]
             total_s += share * math.fsum(cost.seconds(sum(one), sum(n * n for n in one)) for one in own)
         return total_s
+
+    def _in_units(self, strategy: Strategy) -> Strategy:
+        """The same with the shares that whole units come to, the mean of all divided tensors by their bytes."""
+        if strategy not in self._unit_shares:
+            total, shares = sum(self._bytes_of_units.values()), np.zeros(strategy.tp)
+            for num_units, num_bytes in self._bytes_of_units.items():
+                own = np.diff(unit_bounds(num_units, strategy.shares or (1.0,) * strategy.tp))
+                shares += strategy.tp * own / num_units * num_bytes / total
+            self._unit_shares[strategy] = replace(strategy, shares=tuple(shares.tolist())) if total else strategy
+        return self._unit_shares[strategy]
+
+    def _leaves_nodes(self, strategy: Strategy) -> bool:
+        """Whether a tensor-parallel group is on more nodes than it needs: layers have no costs for that."""
+        nodes = self._cost.nodes
+        largest = max(Counter(nodes).values())
+        needed = math.ceil(strategy.tp / largest)
+        return any(len({nodes[rank] for rank in group}) > needed for group in strategy.tp_groups())
 
     def _at(self, speeds: Sequence[float]) -> CostModel:
         key = tuple(speeds)
