@@ -2,8 +2,8 @@
 
 Every layer is called ``layer(x, packed)``, with a :class:`~zeroresize.strategy.packed.Packed` micro-batch.
 
-``T`` tokens of a micro-batch, ``D`` hidden size, ``H`` query heads and ``G`` KV groups of this rank, ``N`` sequences of
-``S`` tokens, ``V`` tokens of the vocabulary.
+``T`` tokens of a micro-batch, ``D`` hidden size, ``G`` KV groups and ``H`` heads of this rank, ``C`` features
+of a head, ``N`` sequences of ``S`` tokens, ``V`` tokens of the vocabulary.
 """
 
 from __future__ import annotations
@@ -109,25 +109,22 @@ class Attention(nn.Module):
         super().__init__()
         self.head_size, self.rotary_base = config.head_size, config.rotary_base
         self.heads_per_group = config.num_heads // config.num_kv_groups
-        kv_size = config.num_kv_groups * config.head_size
-        self.query = _linear(config.hidden_size, config.hidden_size)
-        self.key = _linear(config.hidden_size, kv_size)
-        self.value = _linear(config.hidden_size, kv_size)
+        # A KV group after the other, each with its queries, key and value: one product, so one all-reduce of its dx.
+        self.qkv = _linear(config.hidden_size, config.num_kv_groups * self._group_size)
         self.out = _linear(config.hidden_size, config.hidden_size, num_blocks=config.num_blocks)
 
-    def forward(self, x_TD: Tensor, packed: Packed) -> Tensor:
-        waves = _rotary_waves(packed.positions, self.head_size, self.rotary_base, x_TD.dtype)
-        query_THC = _rotate(self._heads(self.query(x_TD)), *waves)
-        key_TGC, value_TGC = _rotate(self._heads(self.key(x_TD)), *waves), self._heads(self.value(x_TD))
-        key_THC, value_THC = (one.repeat_interleave(self.heads_per_group, dim=1) for one in (key_TGC, value_TGC))
-        if query_THC.shape[1]:
-            mixed_THC = _causal_attention(query_THC, key_THC, value_THC, packed.lengths)
-        else:
-            mixed_THC = query_THC + key_THC + value_THC  # empty, but every projection's backward must meet its group's
-        return self.out(mixed_THC.flatten(1))
+    @property
+    def _group_size(self) -> int:
+        return (self.heads_per_group + 2) * self.head_size
 
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (x.shape[-1] // self.head_size, self.head_size))
+    def forward(self, x_TD: Tensor, packed: Packed) -> Tensor:
+        qkv = self.qkv(x_TD)
+        groups = qkv.unflatten(-1, (qkv.shape[-1] // self._group_size, self.heads_per_group + 2, self.head_size))
+        turned, value = groups.split((self.heads_per_group + 1, 1), dim=2)
+        waves = _rotary_waves(packed.positions, self.head_size, self.rotary_base, x_TD.dtype)
+        query, key = _rotate(turned, *waves).split((self.heads_per_group, 1), dim=2)
+        query_THC, key_THC, value_THC = (one.expand_as(query).flatten(1, 2) for one in (query, key, value))
+        return self.out(_causal_attention(query_THC, key_THC, value_THC, packed.lengths).flatten(1))
 
 
 class FeedForward(nn.Module):
@@ -135,12 +132,12 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.gate = _linear(config.hidden_size, config.feed_forward_size)
-        self.up = _linear(config.hidden_size, config.feed_forward_size)
+        self.gate_up = _linear(config.hidden_size, 2 * config.feed_forward_size)
         self.down = _linear(config.feed_forward_size, config.hidden_size, num_blocks=config.num_blocks)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x_TD)) * self.up(x_TD))
+        gate, up = self.gate_up(x_TD).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
 
 
 class Block(nn.Module):
@@ -157,15 +154,10 @@ class Block(nn.Module):
 
     def segments(self) -> list[Segment]:
         """What tensor parallelism divides: attention by KV groups, the feed-forward part by neurons."""
-        attention = self.attention
+        group_size = self.attention.heads_per_group * self.attention.head_size
         return [
-            Segment(
-                ["attention.query", "attention.key", "attention.value"],
-                "attention.out",
-                unit_size=attention.heads_per_group * attention.head_size,
-                kind="KV groups",
-            ),
-            Segment(["mlp.gate", "mlp.up"], "mlp.down", kind="neurons"),
+            Segment(["attention.qkv"], "attention.out", unit_size=group_size, kind="KV groups"),
+            Segment(["mlp.gate_up"], "mlp.down", num_blocks=2, kind="neurons"),
         ]
 
 
@@ -200,16 +192,16 @@ def _linear(in_features: int, out_features: int, num_blocks: int | None = None) 
 
 
 def _rotary_waves(positions_T: Tensor, head_size: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [T, 1, head_size / 2] of the positions' angles (RoFormer, Eq. 34)."""
+    """Cosines and sines [T, 1, 1, C / 2] of the positions' angles (RoFormer, Eq. 34)."""
     wide = torch.promote_types(dtype, torch.float32)
     exponents = torch.arange(0, head_size, 2, device=positions_T.device, dtype=wide) / head_size
-    angles = positions_T[:, None, None] * base**-exponents
+    angles = positions_T[:, None, None, None] * base**-exponents
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def _rotate(x_THC: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+def _rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     """Each head's feature i and the one half a head further turn together."""
-    first, second = x_THC.chunk(2, dim=-1)
+    first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cosines - second * sines, first * sines + second * cosines], dim=-1)
 
 

@@ -1,4 +1,4 @@
-"""How long switches between strategies take: torchrun --standalone --nproc-per-node 4 -m scripts.bench.strategy_switches
+"""Switches between strategies: torchrun --standalone --nproc-per-node 4 -m scripts.bench.strategy_switches
 
 A LLaMA-like model on four ranks, as if two of them were one node. Every switch between five strategies is timed, in
 turns with the planner's heuristics (HotSPa, Algorithm 1) and without: weights alone, and weights with gradients that

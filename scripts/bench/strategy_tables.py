@@ -24,12 +24,11 @@ from zeroresize.simulate.strategies import (
     GpuCluster,
     LengthDistribution,
     llama_cost_model,
-    packed_by_work,
     padded_rows,
 )
 from zeroresize.strategy.candidates import candidate_strategies
 from zeroresize.strategy.cost_model import CostModel
-from zeroresize.strategy.forecast import Pack, StepForecast, forecast_step
+from zeroresize.strategy.forecast import Pack, StepForecast, forecast_step, packed_by_work
 from zeroresize.strategy.length_range import LengthRange
 from zeroresize.strategy.search import SearchResult, search_strategies
 from zeroresize.strategy.strategy import Strategy

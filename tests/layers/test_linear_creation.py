@@ -58,6 +58,21 @@ def test_features_that_do_not_divide_are_named(run_ranks):
     run_ranks(check, 2)
 
 
+def test_own_features_are_those_of_uneven_shares_on_meta(run_ranks):
+    def check(rank, group):
+        column = ColumnParallelLinear(3, 5, process_group=group, own_features=(5, 0)[rank], device="meta")
+        row = RowParallelLinear(5, 3, process_group=group, own_features=(5, 0)[rank], device="meta")
+        assert [tuple(one.shape) for one in (*column.parameters(), *row.parameters())] == [
+            ((5, 0)[rank], 3), ((5, 0)[rank],), (3, (5, 0)[rank]), (3,)
+        ]  # fmt: skip
+        with pytest.raises(ValueError, match="own_features=6 of out_features=5 is not allowed: it must be from 0 to 5"):
+            ColumnParallelLinear(3, 5, process_group=group, own_features=6, device="meta")
+        with pytest.raises(ValueError, match="own_features=2 of in_features=5 is not allowed"):
+            RowParallelLinear(5, 3, process_group=group, own_features=2)
+
+    run_ranks(check, 2)
+
+
 @pytest.mark.parametrize("layer_class", [ColumnParallelLinear, RowParallelLinear])
 def test_a_layer_needs_a_group_that_this_rank_is_in(run_ranks, layer_class):
     def check(rank, group):

@@ -55,7 +55,7 @@ def test_packed_sequences_give_what_each_gives_alone(num_kv_heads):
 def test_attention_sees_what_came_before_and_how_far_away_it_was():
     torch.manual_seed(2)
     attention = Attention(config_of()).double()
-    for linear in (attention.query, attention.key, attention.value, attention.out):
+    for linear in (attention.qkv, attention.out):
         nn.init.normal_(linear.weight)
     x = torch.randn(5, 16, dtype=torch.float64)
     packed = Packed.of([torch.zeros(6, dtype=torch.int64)])
@@ -80,13 +80,15 @@ def test_shards_of_the_units_add_up_to_the_whole_layer(counts):
         num_units = whole.get_submodule(segment.row).in_features // segment.unit_size
         assert num_units == {"attention": 2, "mlp": 48}[module]
         begin, found = 0, []
+        # Of each parameter: the dimension of units, and the blocks that hold all units each.
+        places = [*((name, 0, segment.num_blocks) for name in segment.column), (segment.row, 1, 1)]
         for count in counts:
             own = layers_of(num_kv_heads=2)[1]
             units = count * num_units // 2
-            for name, dim in (*((name, 0) for name in segment.column), (segment.row, 1)):
+            for name, dim, blocks in places:
                 linear = own.get_submodule(name)
-                parts = linear.weight.detach().unflatten(dim, (num_units, -1)).narrow(dim, begin, units)
-                linear.weight = nn.Parameter(parts.flatten(dim, dim + 1))
+                parts = linear.weight.detach().unflatten(dim, (blocks, num_units, -1)).narrow(dim + 1, begin, units)
+                linear.weight = nn.Parameter(parts.flatten(dim, dim + 2))
             found.append(own.get_submodule(module)(x, *call))
             columns = [own.get_submodule(name).weight for name in segment.column]
             grads = torch.autograd.grad(found[-1].sum(), columns)  # every projection has one, though of no units

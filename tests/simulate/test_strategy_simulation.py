@@ -10,9 +10,9 @@ from zeroresize.simulate.strategies import (
     LengthDistribution,
     llama_cost_model,
     llama_layer_costs,
-    packed_by_work,
     padded_rows,
 )
+from zeroresize.strategy.forecast import packed_by_work
 from zeroresize.strategy.search import search_strategies
 from zeroresize.strategy.strategy import Strategy
 

@@ -38,8 +38,8 @@ def layers_of(dtype):
 def batch(step):
     """Several sequences of each range; in step 1 of two ranges only."""
     generator = torch.Generator().manual_seed(step)
-    lengths = torch.randint(1, UP_TO[-1] + 1, (24,), generator=generator).tolist()
-    lengths = [one for one in lengths if step != 1 or one in (5, 6, 11, 12, 13)] + ([] if step == 1 else [*UP_TO])
+    lengths = torch.randint(1, UP_TO[-1] + 1, (12,), generator=generator).tolist()
+    lengths = [one for one in lengths if step != 1] + [*(UP_TO if step != 1 else (5, 6, 5, 12, 14, 15))]
     return [torch.randint(CONFIG.vocabulary, (one + 1,), generator=generator) for one in lengths]
 
 
@@ -68,7 +68,7 @@ def undivided(dtype, num_steps):
         told.append((float(loss.detach()), float(norm)))
     return (
         told,
-        float(mean_loss(layers, batch(0))),
+        float(mean_loss(layers, batch(0)).detach()),
         {f"layers.{name}": one.detach() for name, one in layers.named_parameters()},
     )
 
@@ -115,7 +115,7 @@ def check_against_undivided(run_ranks, num_ranks, strategies, homes, dtype=torch
 
 @pytest.mark.parametrize("home", [FIVE[1], FIVE[3]])
 def test_four_ranks_train_five_strategies_in_every_step(run_ranks, home):
-    reports = check_against_undivided(run_ranks, 4, FIVE, [home] * 4)[0]
+    reports = check_against_undivided(run_ranks, 4, FIVE, [home] * 3)[0]
     for step, report in enumerate(reports):
         visited = [one.strategy for one in report.by_range]
         assert set(visited) == (set(FIVE) if step != 1 else {FIVE[1], FIVE[3]})
@@ -131,11 +131,11 @@ def test_four_ranks_train_five_strategies_in_every_step(run_ranks, home):
 
 
 def test_in_single_precision_too(run_ranks):
-    check_against_undivided(run_ranks, 4, FIVE, [FIVE[0]] * 3, torch.float32, 1e-5)
+    check_against_undivided(run_ranks, 4, FIVE, [FIVE[0]] * 2, torch.float32, 1e-5)
 
 
 def test_two_ranks_with_uneven_shares_and_a_home_that_changes(run_ranks):
-    check_against_undivided(run_ranks, 2, TWO, [TWO[1], TWO[1], TWO[2], TWO[3]])
+    check_against_undivided(run_ranks, 2, TWO, [TWO[1], TWO[2], TWO[3]])
 
 
 def test_ranks_that_strategies_leave_out(run_ranks):

@@ -145,6 +145,22 @@ def test_two_replicas_send_partial_gradients_to_different_home_replicas():
     assert sorted({(one.source, one.destination) for one in apart.transfers}) == [(0, 3), (1, 2)]
 
 
+@pytest.mark.parametrize("nodes", [[0, 0, 0], [0, 1, 2]])
+def test_home_replicas_that_hold_none_of_it_receive_equally_much(nodes):
+    tensors = whole_tensors(3, 2, 1)
+    source, home = (Strategy(dp=len(ranks), ranks=ranks).layout(tensors, 3, 1) for ranks in ((0,), (1, 2)))
+    plan = plan_gradients(source, home, tensors, nodes)
+    assert (plan.received_within + plan.received_between).tolist() == [0, 3, 3]
+
+
+def test_who_alone_can_send_something_sends_less_of_the_rest():
+    """Rank 0 alone holds the first tensor, ranks 0 and 1 hold the second one; rank 2 wants both."""
+    tensors = whole_tensors(4, 3)
+    after = Strategy(ranks=(2,)).layout(tensors, 3, 1)
+    before = dataclasses.replace(after, ends=np.array([[1, 0, 0], [1, 1, 0]]))
+    assert plan_weights(before, after, tensors, [0, 0, 0]).sent_within.tolist() == [4, 3, 0]
+
+
 def test_a_link_that_a_node_shares_holds_up_what_its_ranks_send_together():
     """Both ranks of the first node send a tensor of four bytes to the second node."""
     tensors = whole_tensors(4, 4)

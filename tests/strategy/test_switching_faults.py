@@ -107,6 +107,10 @@ def test_switches_that_ranks_do_not_agree_on_or_that_do_not_fit_change_nothing(r
             for parameter in one.parameters():
                 parameter.grad = torch.ones_like(parameter)
         told += [training.fails(lambda model: model.switch_to(REPLICAS, gradients=False), ValueError)]
+        first = next(iter(next(iter(model.stage_layers.values())).parameters()))
+        dense, first.grad = first.grad, first.grad.to_sparse()
+        training.fails(lambda model: model.collect(), (ValueError, RuntimeError))
+        first.grad = dense
         model.collect()
         assert_holds(model, training.wholes)
         assert all(torch.equal(one.grad, torch.ones_like(one)) for one in model.parameters())

@@ -16,7 +16,7 @@ import numpy as np
 from zeroresize.simulate.llama_tensors import LlamaShape, llama_tensors
 from zeroresize.strategy.cost_model import CostModel
 from zeroresize.strategy.layer_costs import LayerCost, LayerCosts
-from zeroresize.strategy.packing import pack, spread_and_pack
+from zeroresize.strategy.packing import pack
 from zeroresize.strategy.switch_plan import LinkSpeeds
 
 _BF16 = 2
@@ -155,12 +155,6 @@ class LengthDistribution:
                 left -= lengths[-1]
             found.append(lengths)
         return found
-
-
-def packed_by_work(lengths: Sequence[int], max_tokens: int, dp: int) -> list[list[list[int]]]:
-    """As training packs: sequences spread over replicas; attention inside each sequence alone."""
-    replicas = spread_and_pack(lengths, max_tokens, dp)
-    return [[[lengths[number] for number in own] for own in batches] for batches in replicas]
 
 
 def padded_rows(lengths: Sequence[int], max_tokens: int, dp: int) -> list[list[list[int]]]:

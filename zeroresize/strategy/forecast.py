@@ -12,6 +12,7 @@ import numpy as np
 
 from zeroresize.strategy.cost_model import CostModel, Floats
 from zeroresize.strategy.length_range import LengthRange, as_ranges, range_of
+from zeroresize.strategy.packing import spread_and_pack
 from zeroresize.strategy.strategy import Strategy
 from zeroresize.strategy.switch_order import cheapest_order, tour_seconds
 
@@ -114,6 +115,12 @@ def forecast_step(
         switch_s += tours.seconds(used)
     means = (range_s / len(sample)).tolist()
     return StepForecast(ranges, home, tuple(means), switch_s / len(sample), cost.reduction_seconds(home))
+
+
+def packed_by_work(lengths: Sequence[int], max_tokens: int, dp: int) -> list[list[list[int]]]:
+    """As training packs: sequences spread over replicas; attention inside each sequence alone."""
+    replicas = spread_and_pack(lengths, max_tokens, dp)
+    return [[[lengths[number] for number in own] for own in batches] for batches in replicas]
 
 
 def work_seconds(lengths: Sequence[int], strategy: Strategy, tokens: int, cost: CostModel, pack: Pack) -> float:

@@ -31,8 +31,8 @@ def sum_gradients(home: Placement, tensors: Sequence[WholeTensor]) -> None:
     gradients: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
     for number, parameter in home.parameters.items():
         if parameter.requires_grad:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+            known = parameter.grad
+            parameter.grad = torch.zeros_like(parameter) if known is None else known.contiguous()
             kind = parameter.dtype, tensors[number].spec.division is None
             gradients.setdefault(kind, []).append(parameter.grad)
     under_way = []

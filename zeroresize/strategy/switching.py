@@ -115,6 +115,13 @@ class Switch:
         self._group = process_group
         self.carrier = Carrier(route.rounds, process_group)
         self._weights = Relocation(before, after, tensors, self._rank, before.weights, after.dtypes)
+        for number, one in before.parameters.items() if self._has_gradients else ():
+            known = one.grad
+            if known is not None and (known.layout is not torch.strided or known.dtype != one.dtype):
+                raise ValueError(
+                    f"{tensors[number].spec.name}: a gradient of {known.dtype} and {known.layout} cannot travel; "
+                    f"allowed are those of {one.dtype} and {torch.strided}"
+                )
         #: Of the home, where it has none yet.
         self._gradients: dict[int, Tensor] = {}
         learning = home.parameters.items() if self._has_gradients else ()
@@ -154,6 +161,8 @@ class Switch:
             sources[number] = None if known is None else before.stack(number, self._tensors[number], known, rank)
         for number, one in home.parameters.items():
             known = self._gradients.get(number, one.grad)
+            if known is not None and not known.is_contiguous():
+                known = one.grad = known.contiguous()  # of which a stack is a view
             if known is not None:
                 targets[number] = home.stack(number, self._tensors[number], known, rank)
         return Ends(sources, targets, before.layout.begins[:, rank], home.layout.begins[:, rank], adds=True)

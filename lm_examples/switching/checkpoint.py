@@ -1,0 +1,33 @@
+"""Checkpoints of a run: written under any strategies, read under any others; see ``checkpoint_files.py``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+
+from lm_examples.checkpoint_files import SavedState, loading, write_checkpoint
+from zeroresize.strategy.model import SwitchableModel
+from zeroresize.strategy.strategy_state import strategy_state
+
+
+def save_model(
+    folder: Path, state: SavedState, model: SwitchableModel, optimizer: torch.optim.Optimizer, *, keep: int
+) -> bool:
+    """Write ``folder/step-<n>``; collective. See :func:`lm_examples.checkpoint_files.write_checkpoint`."""
+    return write_checkpoint(
+        folder, state, strategy_state(model, optimizer), model.process_group, keep=keep, flatten=True
+    )
+
+
+def load_model(checkpoint: Path, model: SwitchableModel, optimizer: torch.optim.Optimizer) -> None:
+    """Fill what this rank holds of a new model, and its optimizer's state; collective.
+
+    Raises:
+        ValueError: on every rank, naming the checkpoint, if it cannot be read or lacks something.
+    """
+    with loading(checkpoint, model.process_group):
+        reader = FileSystemReader(checkpoint)
+        dcp.load(strategy_state(model, optimizer), storage_reader=reader, process_group=model.process_group)

@@ -1,0 +1,178 @@
+"""What one run of ``lm_examples.train_strategies`` is: frozen dataclasses, each checked when it is built.
+
+``config_file.py`` reads them from YAML and the command line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lm_examples.config import DTYPES, LONGEST_TIMEOUT_S, NUM_BYTES, OutputConfig
+from lm_examples.documents import DocumentsConfig
+from lm_examples.llama import LlamaConfig, llama_layers
+from zeroresize.resharding.layout import TensorSpec
+from zeroresize.strategy.length_range import LengthRange, as_ranges
+from zeroresize.strategy.sharding import WholeLayers
+from zeroresize.strategy.strategy import Strategy
+from zeroresize.utils.value_checks import at_least, is_bool, number, one_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """The loop.
+
+    Attributes:
+        steps: of the optimizer, AdamW.
+        tokens: of a step's mini-batch; each of them counts alike in the loss.
+        max_tokens: of a micro-batch, into which whole sequences are packed.
+        lr: constant.
+        grad_clip: largest norm of all gradients; 0 is off.
+        dtype: of weights, gradients, optimizer and activations.
+        log_every: steps between two lines of ``metrics.jsonl``; the last step has a line, too.
+        validate_every: steps between two validations; 0 is at the end only.
+        validation_batches: held-out mini-batches of a validation, the same ones each time.
+    """
+
+    steps: int = 50
+    tokens: int = 16384
+    max_tokens: int = 2048
+    lr: float = 1e-3
+    weight_decay: float = 0.01
+    grad_clip: float = 1.0
+    seed: int = 0
+    dtype: str = "float32"
+    log_every: int = 1
+    validate_every: int = 0
+    validation_batches: int = 1
+
+    def __post_init__(self) -> None:
+        for key in ("steps", "tokens", "max_tokens", "log_every", "validation_batches"):
+            at_least(f"training.{key}", getattr(self, key), 1)
+        for key in ("seed", "validate_every"):
+            at_least(f"training.{key}", getattr(self, key), 0)
+        for key in ("weight_decay", "grad_clip"):
+            number(f"training.{key}", getattr(self, key), least=0.0)
+        number("training.lr", self.lr, above=0.0)
+        one_of("training.dtype", self.dtype, DTYPES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategiesConfig:
+    """Which strategy trains which lengths: exactly one of ``ranges``, ``static`` and ``search``.
+
+    A strategy is ``[dp, tp, pp]``, or a mapping with ``ranks``, ``shares`` and ``boundaries`` besides.
+
+    Attributes:
+        ranges: such as ``[{up_to: 128, strategy: [4, 1, 1]}, {up_to: 1024, strategy: [1, 4, 1]}]``.
+        static: one strategy for all lengths.
+        search: measure the layers and links on these ranks, and take what is expected to be fastest.
+        home: in which the optimizer steps; None for the first range's, or what the search finds.
+        max_ranges: that the search may take.
+        memory_limit: bytes that a rank may hold, for ``--dry-run`` and the search; None for no limit.
+        timeout_s: seconds after which a message that does not come fails.
+    """
+
+    ranges: tuple[LengthRange, ...] | None = None
+    static: Strategy | None = None
+    search: bool = False
+    home: Strategy | None = None
+    max_ranges: int = 4
+    memory_limit: float | None = None
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        is_bool("strategies.search", self.search)
+        chosen = [key for key in ("ranges", "static", "search") if getattr(self, key)]
+        if len(chosen) != 1:
+            found = " and ".join(chosen) if chosen else "none of them"
+            raise ValueError(f"strategies: one of ranges, static and search: true is needed, found {found}")
+        self._read("ranges", as_ranges)
+        self._read("static", Strategy.of)
+        self._read("home", Strategy.of)
+        at_least("strategies.max_ranges", self.max_ranges, 1)
+        if self.memory_limit is not None:
+            number("strategies.memory_limit", self.memory_limit, above=0.0)
+        number("strategies.timeout_s", self.timeout_s, above=0.0, most=LONGEST_TIMEOUT_S)
+
+    def _read(self, key: str, read: Any) -> None:
+        value = getattr(self, key)
+        if value is None:
+            return
+        if key == "ranges" and not isinstance(value, list | tuple):
+            raise ValueError(f"strategies.ranges={value!r}: a list of ranges is needed")
+        try:
+            object.__setattr__(self, key, read(value))
+        except ValueError as error:
+            raise ValueError(f"strategies.{key}: {error}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One run."""
+
+    model: LlamaConfig = field(default_factory=LlamaConfig)
+    data: DocumentsConfig = field(default_factory=DocumentsConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    strategies: StrategiesConfig = field(default_factory=lambda: StrategiesConfig(static=Strategy()))
+    output: OutputConfig = field(default_factory=OutputConfig)
+
+    def __post_init__(self) -> None:
+        if self.model.vocabulary < NUM_BYTES:
+            raise ValueError(
+                f"model.vocabulary={self.model.vocabulary} is not allowed: tokens are bytes, so at least {NUM_BYTES} "
+                "are needed"
+            )
+        longest, ranges = self.data.max_length, self.strategies.ranges
+        if ranges and ranges[-1].up_to < longest:
+            raise ValueError(
+                f"strategies.ranges end at up_to={ranges[-1].up_to}: sequences have up to data.max_length={longest} "
+                "tokens"
+            )
+        needed = f"up_to={ranges[-1].up_to}" if ranges else f"data.max_length={longest}"
+        if self.training.max_tokens < (ranges[-1].up_to if ranges else longest):
+            raise ValueError(
+                f"training.max_tokens={self.training.max_tokens} is not allowed: a micro-batch must have room for a "
+                f"whole sequence of {needed} tokens"
+            )
+
+    @property
+    def ranges(self) -> tuple[LengthRange, ...]:
+        """Those that are given; a static strategy is one range.
+
+        Raises:
+            ValueError: where they are to be searched.
+        """
+        own = self.strategies
+        if own.search:
+            raise ValueError("strategies.search=true: the ranges are found on the ranks that train")
+        return own.ranges or (LengthRange(self.data.max_length, own.static),)
+
+    @property
+    def home(self) -> Strategy:
+        """In which the optimizer steps."""
+        return self.strategies.home or self.ranges[0].strategy
+
+    def tensors(self) -> list[TensorSpec]:
+        """Of the whole model."""
+        with torch.device("meta"):
+            layers = [one.to(getattr(torch, self.training.dtype)) for one in llama_layers(self.model)]
+        return [one.spec for one in WholeLayers(layers).tensors]
+
+    @property
+    def num_layers(self) -> int:
+        """Blocks, embedding and head."""
+        return self.model.num_blocks + 2
+
+    def validate_ranks(self, num_ranks: int) -> None:
+        """Raises ValueError for strategies that do not fit the model or so many ranks."""
+        own = self.strategies
+        given = [one.strategy for one in own.ranges or ()] + [one for one in (own.static, own.home) if one]
+        tensors = self.tensors()
+        for strategy in dict.fromkeys(given):
+            try:
+                strategy.layout(tensors, num_ranks, self.num_layers)
+            except ValueError as error:
+                raise ValueError(f"strategies: {error}") from error

@@ -1,0 +1,100 @@
+"""What a run writes and shows on rank 0: ``metrics.jsonl``, ``summary.json``, tables of lengths and of ranges."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from lm_examples.run_record import RunRecord
+from lm_examples.switching.config import RunConfig
+from lm_examples.switching.config_file import config_to_dict
+from lm_examples.switching.search import Choice
+from zeroresize.strategy.length_range import LengthRange
+
+
+class Recorder(RunRecord):
+    """See :class:`lm_examples.run_record.RunRecord`."""
+
+    def __init__(
+        self, config: RunConfig, choice: Choice, *, num_ranks: int, from_step: int, console: Console | None = None
+    ) -> None:
+        num_strategies = len({one.strategy for one in choice.ranges})
+        words = "one strategy" if num_strategies == 1 else f"{num_strategies} strategies"
+        super().__init__(
+            config_to_dict(config),
+            f"{num_ranks} ranks, {words}, home {choice.home}",
+            folder=Path(config.output.folder),
+            files=("metrics",),
+            num_steps=config.training.steps,
+            from_step=from_step,
+            is_shown=config.output.progress,
+            console=console,
+        )
+
+    def metrics(self, step: int, numbers: Mapping[str, Any]) -> None:
+        """What the steps since the last line were."""
+        self.write("metrics", {"step": step, **numbers})
+        switches = f"{1e3 * numbers['switch_s']:.0f} ms of them switches"
+        self.tell(step, f"loss {numbers['loss']:.4f}, {1e3 * numbers['step_s']:.0f} ms/step, {switches}")
+
+
+def lengths_table(ranges: Sequence[LengthRange], lengths: NDArray[np.int64]) -> Table:
+    """How many sequences and tokens each range has, of a sample."""
+    table = Table(title=f"{len(lengths)} sequences, {lengths.sum():,} tokens", title_justify="left")
+    table.add_column("length")
+    for heading in ("strategy", "sequences", "tokens"):
+        table.add_column(heading, justify="right")
+    for begin, own in zip([0, *(one.up_to for one in ranges)], ranges, strict=False):
+        is_inside = (lengths > begin) & (lengths <= own.up_to)
+        shares = is_inside.mean(), lengths[is_inside].sum() / lengths.sum()
+        table.add_row(_span(begin, own.up_to), str(own.strategy), *(f"{100 * one:.1f} %" for one in shares))
+    return table
+
+
+def summary_table(title: str, summary: Mapping[str, Any]) -> Table:
+    """What a run has come to: seconds of a step by range, the rest of it, and the losses."""
+    table = Table(title=title, title_justify="left")
+    for heading in ("", "strategy", "sequences", "tokens", "ms/step"):
+        table.add_column(heading, justify="left" if heading in ("", "strategy") else "right")
+    spent_s = summary["switch_s"]
+    for own in summary["ranges"]:
+        spent_s += own["seconds"]
+        lengths = "up to " + ", ".join(map(str, own["up_to"]))
+        counts = f"{own['sequences']:.1f}", f"{own['tokens']:,.0f}"
+        table.add_row(lengths, own["strategy"], *counts, f"{1e3 * own['seconds']:.1f}")
+    table.add_row("switches", "", "", "", f"{1e3 * summary['switch_s']:.1f}")
+    table.add_row("optimizer and rest", "", "", "", f"{1e3 * max(summary['step_s'] - spent_s, 0.0):.1f}")
+    table.add_row("step", "", "", "", f"{1e3 * summary['step_s']:.1f}", end_section=True)
+    table.add_row("tokens/s", "", "", "", f"{summary['tokens_per_s']:,.0f}")
+    table.add_row("loss", "", "", "", f"{summary['loss']:.4f}")
+    table.add_row("validation loss", "", "", "", f"{summary['validation_loss']:.4f}")
+    table.add_row("steps", "", "", "", str(summary["steps"]))
+    return table
+
+
+def choice_table(choice: Choice) -> Table:
+    """What a search has found, beside the best strategy for all lengths."""
+    assert choice.found is not None
+    table = Table(title=f"searched: {choice.found.speedup:.2f} times as fast as one strategy", title_justify="left")
+    for heading in ("length", "strategy", "expected ms/step"):
+        table.add_column(heading, justify="right" if heading.startswith("expected") else "left")
+    best = choice.found.best
+    bounds = itertools.pairwise([0, *(one.up_to for one in best.ranges)])
+    for (begin, end), own, seconds in zip(bounds, best.ranges, best.range_s, strict=True):
+        table.add_row(_span(begin, end), str(own.strategy), f"{1e3 * seconds:.1f}")
+    table.add_row("switches", f"home {best.home}", f"{1e3 * best.switch_s:.1f}")
+    table.add_row("step", "", f"{1e3 * best.step_s:.1f}", end_section=True)
+    static = choice.found.static
+    table.add_row("all, static", str(static.home), f"{1e3 * static.step_s:.1f}")
+    return table
+
+
+def _span(begin: int, end: int) -> str:
+    return f"{begin + 1} to {end}"

@@ -1,0 +1,116 @@
+"""Everything of one run on one rank: what it is made of, and what it goes on from."""
+
+from __future__ import annotations
+
+import json
+import math
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from lm_examples.checkpoint_files import SavedState
+from lm_examples.documents import Documents, MiniBatches
+from lm_examples.llama import llama_layers, token_loss
+from lm_examples.run_folder import begin_run
+from lm_examples.switching.checkpoint import load_model
+from lm_examples.switching.config import RunConfig
+from lm_examples.switching.config_file import config_to_dict
+from lm_examples.switching.recorder import Recorder
+from lm_examples.switching.search import Choice, chosen_ranges
+from vit_examples.all_ranks import do_nothing, on_all_ranks
+from zeroresize.strategy.model import SwitchableModel
+from zeroresize.strategy.step_report import StepReport
+from zeroresize.strategy.trainer import StrategyTrainer
+
+
+@dataclass
+class Run:
+    """What :func:`lm_examples.train_strategies.train` trains; made by :func:`prepare`.
+
+    Attributes:
+        choice: of ranges and home.
+        step: how many are done.
+        recorder: on the first rank, None on the others.
+        reports: of all steps of this process, of which ``num_logged`` are written.
+        loss, validation_loss: the newest ones.
+        held: what keeps other runs out of the output folder; close it when all is written.
+    """
+
+    config: RunConfig
+    choice: Choice
+    model: SwitchableModel
+    optimizer: torch.optim.Optimizer
+    trainer: StrategyTrainer
+    batches: MiniBatches
+    step: int = 0
+    recorder: Recorder | None = None
+    reports: list[StepReport] = field(default_factory=list)
+    num_logged: int = 0
+    loss: float = math.nan
+    validation_loss: float = math.nan
+    held: ExitStack = field(default_factory=ExitStack)
+
+
+def prepare(config: RunConfig, documents: Documents, process_group: ProcessGroup, *, resume: bool) -> Run:
+    """Build the model, and continue where asked to; collective.
+
+    Raises:
+        ValueError: on every rank, for anything a user can mend, naming it.
+    """
+    config.validate_ranks(dist.get_world_size(process_group))
+    begun = begin_run(
+        config,
+        config_to_dict(config),
+        documents.digest,
+        process_group,
+        layout=layout_of(config),
+        kind=SavedState,
+        resume=resume,
+    )
+    with begun.held as held:
+        run = _build(config, documents, process_group)
+        if begun.checkpoint is not None and begun.state is not None:
+            load_model(begun.checkpoint, run.model, run.optimizer)
+            run.step = begun.state.step
+
+        def record() -> None:
+            run.recorder = Recorder(
+                config, run.choice, num_ranks=dist.get_world_size(process_group), from_step=run.step
+            )
+
+        is_first = dist.get_rank(process_group) == 0
+        on_all_ranks(ValueError, record if is_first else do_nothing, process_group)
+        run.held = held.pop_all()
+    return run
+
+
+def layout_of(config: RunConfig) -> dict[str, Any]:
+    """What a checkpoint's tensors depend on; as JSON has it. Strategies are not among it."""
+    layout = {"model": config_to_dict(config)["model"], "dtype": config.training.dtype}
+    return json.loads(json.dumps(layout))
+
+
+def _build(config: RunConfig, documents: Documents, process_group: ProcessGroup) -> Run:
+    training = config.training
+    torch.manual_seed(training.seed)
+    layers = [one.to(getattr(torch, training.dtype)) for one in llama_layers(config.model)]
+    batches = MiniBatches(documents, tokens=training.tokens, seed=training.seed)
+    choice = chosen_ranges(config, layers, batches, process_group)
+    strategies = list(dict.fromkeys(one.strategy for one in choice.ranges))
+    model = SwitchableModel(layers, strategies=strategies, process_group=process_group, home=choice.home)
+    # As a group, which may be empty: a rank that home leaves out has no parameters.
+    groups = [{"params": list(model.parameters())}]
+    optimizer = torch.optim.AdamW(groups, lr=training.lr, weight_decay=training.weight_decay)
+    trainer = StrategyTrainer(
+        model,
+        optimizer,
+        choice.ranges,
+        loss=token_loss,
+        max_tokens=training.max_tokens,
+        grad_clip=training.grad_clip,
+    )
+    return Run(config, choice, model, optimizer, trainer, batches)

@@ -1,0 +1,144 @@
+"""Trains a small LLaMA-like model under strategies that are switched, by the lengths of sequences, inside every step.
+
+    torchrun --nproc-per-node 4 -m lm_examples.train_strategies --config switching
+
+The loop is :func:`train`; what switching adds to an ordinary one are ``SwitchableModel`` and ``StrategyTrainer``.
+``--dry-run`` checks a configuration on any machine, without torchrun.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import statistics
+from collections.abc import Sequence
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any
+
+# Ctrl-C while torch is imported: end without a traceback
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from lm_examples.checkpoint_files import SavedState
+from lm_examples.documents import load_documents
+from lm_examples.run_folder import how_to_go_on
+from lm_examples.switching.checkpoint import save_model
+from lm_examples.switching.config import RunConfig
+from lm_examples.switching.config_file import argument_parser, config_from_arguments
+from lm_examples.switching.dry_run import dry_run
+from lm_examples.switching.recorder import choice_table, lengths_table, summary_table
+from lm_examples.switching.run import Run, layout_of, prepare
+from lm_examples.switching.search import sample_of
+from lm_examples.switching.step_numbers import numbers_of
+from vit_examples.all_ranks import leave_together
+from vit_examples.build_host import require_torchrun
+from vit_examples.program import run_program
+from vit_examples.recorder import num_settling
+from vit_examples.run_folder import checkpoint_folder
+
+
+def train(run: Run) -> dict[str, Any]:
+    """All steps that are left; returns the summary that rank 0 writes, on every rank."""
+    training, output = run.config.training, run.config.output
+    with run.recorder or nullcontext():
+        _show_choice(run)
+        while run.step < training.steps:
+            run.step += 1
+            train_step(run)
+            is_last = run.step == training.steps
+            is_validated = is_last or (training.validate_every and run.step % training.validate_every == 0)
+            if is_validated or run.step % training.log_every == 0:
+                report(run, is_validated=bool(is_validated))
+            if output.save_every and run.step % output.save_every == 0:
+                state = SavedState(run.step, layout_of(run.config))
+                save_model(checkpoint_folder(run.config), state, run.model, run.optimizer, keep=output.keep)
+        summary = summary_of(run)
+        if run.recorder is not None:
+            run.recorder.close(summary, summary_table(run.recorder.title, summary))
+    return summary
+
+
+def train_step(run: Run) -> None:
+    """One mini-batch, under as many strategies as its lengths ask for, and one step of the optimizer."""
+    run.reports.append(run.trainer.step(run.batches.training(run.step)))
+    if run.recorder is not None:
+        run.recorder.step()
+
+
+def validate(run: Run) -> float:
+    """Mean loss of a held-out token; collective."""
+    numbers = range(run.config.training.validation_batches)
+    return statistics.fmean(run.trainer.evaluate(run.batches.validation(number)) for number in numbers)
+
+
+def report(run: Run, *, is_validated: bool) -> None:
+    """Write what the steps since the last line were; collective where it validates."""
+    numbers = numbers_of(run.reports[run.num_logged :])
+    run.num_logged = len(run.reports)
+    run.loss = numbers["loss"]
+    if is_validated:
+        numbers["validation_loss"] = run.validation_loss = validate(run)
+    if run.recorder is not None:
+        run.recorder.metrics(run.step, numbers)
+
+
+def summary_of(run: Run) -> dict[str, Any]:
+    """What a run has come to; seconds are means over this process's steps without the first one."""
+    settled = run.reports[num_settling([one.seconds for one in run.reports], 1) :]
+    return {
+        **numbers_of(settled),
+        "steps": run.step,
+        "median_step_s": statistics.median(one.seconds for one in settled),
+        "loss": run.loss,
+        "validation_loss": run.validation_loss,
+        "home": str(run.choice.home),
+        "expected_step_s": math.nan if run.choice.found is None else run.choice.found.best.step_s,
+    }
+
+
+def _show_choice(run: Run) -> None:
+    if run.recorder is not None:
+        if run.choice.found is not None:
+            run.recorder.show(choice_table(run.choice))
+        run.recorder.show(lengths_table(run.choice.ranges, sample_of(run.batches)))
+
+
+@record
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line; see :func:`vit_examples.program.run_program`."""
+    run_program(
+        arguments,
+        parser=argument_parser(),
+        config_from=config_from_arguments,
+        dry_run=lambda config, num_ranks: dry_run(config, num_ranks=num_ranks),
+        how_to_go_on=how_to_go_on,
+        prepare=_joined,
+        finish=_finish,
+    )
+
+
+def _joined(config: RunConfig, resume: bool) -> Run:
+    require_torchrun("lm_examples.train_strategies --config switching")
+    config.validate_ranks(int(os.environ["WORLD_SIZE"]))
+    documents = load_documents(config.data)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=config.strategies.timeout_s))
+    assert dist.group.WORLD is not None
+    return prepare(config, documents, dist.group.WORLD, resume=resume)
+
+
+def _finish(run: Run) -> None:
+    if run.step < run.config.training.steps:
+        train(run)
+    elif run.recorder is not None:
+        print(f"nothing to do: the checkpoint has {run.step} steps, training.steps asks for no more")
+    run.held.close()
+    leave_together()
+
+
+if __name__ == "__main__":
+    main()

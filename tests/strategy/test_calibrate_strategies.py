@@ -1,0 +1,45 @@
+"""Costs of layers, measured on real ranks, and fitted."""
+
+import numpy as np
+import pytest
+import torch
+from switched_models import WIDTH, layers_of
+
+from zeroresize.strategy.calibrate import fitted_cost, measure_layer_costs, measure_links
+from zeroresize.strategy.model import SwitchableModel
+from zeroresize.strategy.packed import Packed
+from zeroresize.strategy.strategy import Strategy
+
+
+def test_costs_are_found_again_and_never_negative():
+    tokens, squares = np.array([1.0, 64, 64, 256]), np.array([1.0, 64**2, 4 * 16**2, 256**2])
+    found = fitted_cost(tokens, squares, 0.5 + 2.0 * tokens + 0.1 * squares, 3.0)
+    assert (found.fixed_s, found.token_s, found.square_s) == pytest.approx((0.5, 2.0, 0.1))
+    falling = fitted_cost(tokens, squares, np.maximum(3.0 - 0.01 * tokens, 0.1), 3.0)
+    assert min(falling.fixed_s, falling.token_s, falling.square_s) >= 0.0
+
+
+def test_all_ranks_measure_the_same_and_lose_nothing(run_ranks):
+    def check(rank, group):
+        model = SwitchableModel(layers_of(), strategies=[Strategy(dp=2), Strategy(tp=2)], process_group=group)
+        before = [one.detach().clone() for one in model.parameters()]
+
+        def batch_of(lengths):
+            return Packed.of([torch.zeros(length + 1, dtype=torch.int64) for length in lengths])
+
+        costs = measure_layer_costs(model, batch_of, points=((4,), (8,), (4, 4), (16,)))
+        links = measure_links(model)
+        after = list(model.parameters())
+        assert all(map(torch.equal, before, after)) and all(one.grad is None for one in after)
+        assert model.current == model.home and costs.degrees == (1, 2)
+        assert costs.boundary_bytes == WIDTH * 8
+        whole, half = (costs.costs["layer 1"][tp] for tp in (1, 2))
+        assert whole.token_bytes > half.token_bytes > whole.token_bytes / 2
+        assert whole.seconds(16, 256) > 0.0 and links.within_bytes_per_s > 0.0
+        after[0].grad = torch.zeros_like(after[0]) if rank else None
+        with pytest.raises(ValueError, match="there are gradients"):
+            measure_layer_costs(model, batch_of)
+        return costs.as_dict(), links
+
+    ranks = run_ranks(check, 2)
+    assert ranks[0] == ranks[1]

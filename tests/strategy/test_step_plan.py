@@ -1,0 +1,51 @@
+"""Sequences find their strategies, and strategies are visited on the tour whose switches take least."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+
+from zeroresize.resharding.layout import TensorSpec, UnitDivision
+from zeroresize.strategy.length_range import LengthRange
+from zeroresize.strategy.step_plan import Visit, plan_visits, token_limits
+from zeroresize.strategy.strategy import Strategy
+from zeroresize.strategy.switch_order import tour_seconds
+from zeroresize.strategy.switch_tour import SwitchTour
+from zeroresize.strategy.transfers import LinkSpeeds
+
+DATA, TENSOR, BOTH = Strategy(4), Strategy(1, 4), Strategy(2, 2)
+RANGES = [LengthRange(*one) for one in ((2, DATA), (4, TENSOR), (6, DATA), (8, BOTH))]
+
+
+def test_ranges_of_one_strategy_are_one_visit_and_those_without_sequences_none():
+    assert plan_visits([5, 1, 2, 8, 6, 7], RANGES, (2, 4, 12, 8)) == [
+        Visit(DATA, (2, 6), (0, 1, 2, 4), 12),
+        Visit(BOTH, (8,), (3, 5), 8),
+    ]
+    assert plan_visits([3], RANGES, (2, 4, 12, 8)) == [Visit(TENSOR, (4,), (0,), 4)]
+    with pytest.raises(ValueError, match="sequence 1: a sequence of 9 tokens is longer"):
+        plan_visits([3, 9], RANGES, (2, 4, 6, 8))
+
+
+def test_limits_are_one_number_or_one_for_each_range():
+    assert token_limits(8, RANGES) == (8, 8, 8, 8)
+    assert token_limits([2, 4, 12, 8], RANGES) == (2, 4, 12, 8)
+
+
+def test_the_tour_is_the_shortest_from_home_by_what_switches_send():
+    tensors = [TensorSpec("a", 0, (64, 8), 4, UnitDivision(0, 64, 1)), TensorSpec("b", 1, (128, 8), 4)]
+    strategies = [DATA, TENSOR, BOTH, Strategy(2, 1, 2), Strategy(1, 2, 2), Strategy(1, 1, 2, ranks=(3, 1))]
+    for home in strategies:
+        model = SimpleNamespace(
+            home=home, tensors=tensors, nodes=[0, 0, 1, 1], layout_of=lambda one: one.layout(tensors, 4, 2)
+        )
+        tour = SwitchTour(model, LinkSpeeds(10.0, 1.0))
+        found = tour.order(strategies)
+        assert found[0] == home and set(found) == set(strategies)
+        seconds = [[0.0 if one == other else tour._between(one, other) for other in strategies] for one in strategies]
+        of = strategies.index
+        others = [of(one) for one in strategies if one != home]
+        shortest = min(tour_seconds(seconds, [of(home), *one]) for one in itertools.permutations(others))
+        assert tour_seconds(seconds, [of(one) for one in found]) == pytest.approx(shortest)
+        without = [one for one in strategies if one != home]
+        assert tour.order(without) == found[1:]  # home is passed, though nothing is done there

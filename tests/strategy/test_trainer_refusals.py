@@ -1,0 +1,95 @@
+"""What a step cannot do is told on every rank before anything runs; a rank that dies is named."""
+
+import os
+
+import pytest
+import torch
+from survivors import told_by_survivors
+
+from lm_examples.llama import LlamaConfig, llama_layers, token_loss
+from zeroresize.strategy.length_range import LengthRange
+from zeroresize.strategy.model import SwitchableModel
+from zeroresize.strategy.strategy import Strategy
+from zeroresize.strategy.trainer import StrategyTrainer
+
+CONFIG = LlamaConfig(num_blocks=1, hidden_size=8, num_heads=2, mlp_size=4, vocabulary=16)
+RANGES = [LengthRange(4, Strategy(2)), LengthRange(8, Strategy(1, 2))]
+
+
+def model_of(group):
+    torch.manual_seed(0)
+    return SwitchableModel(
+        llama_layers(CONFIG), strategies=[one.strategy for one in RANGES], process_group=group, nodes=[0] * group.size()
+    )
+
+
+def trainer_of(model, optimizer=None, ranges=RANGES, max_tokens=8, **options):
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+    return StrategyTrainer(model, optimizer, ranges, loss=token_loss, max_tokens=max_tokens, **options)
+
+
+def rows(*lengths):
+    return [torch.arange(one + 1) % CONFIG.vocabulary for one in lengths]
+
+
+def refuses(call, kind, match):
+    with pytest.raises(kind, match=match):
+        call()
+
+
+def test_what_cannot_be_trained_is_refused_on_every_rank_and_the_next_step_works(run_ranks):
+    def check(rank, group):
+        model = model_of(group)
+        for options, told in (
+            ({"max_tokens": 7}, r"max_tokens of the length range up to 8: \(1, 2, 1\)=7.*at least 8"),
+            ({"max_tokens": [4, 8, 8]}, r"max_tokens=\[4, 8, 8\].*one for each of 2 ranges"),
+            ({"ranges": RANGES[::-1]}, "needs a larger up_to"),
+            ({"ranges": [LengthRange(8, Strategy(1, 1, 2))]}, r"up to 8: \(1, 1, 2\): the model's strategies are"),
+            ({"grad_clip": -1.0}, "grad_clip=-1"),
+        ):
+            refuses(lambda options=options: trainer_of(model, **options), ValueError, told)
+        trainer = trainer_of(model, max_tokens=[4, 8])
+        weights = [one.detach().clone() for one in model.parameters()]
+        for sequences, told in (
+            ([], "at least one is needed"),
+            (rows(3, 9), r"sequence 1: a sequence of 9 tokens is longer than the last length range: up to 8"),
+            ([*rows(3), torch.zeros(1, dtype=torch.int64)], r"sequences \[1\] are no rows"),
+            ([torch.zeros(3)], r"sequences \[0\] are no rows .* of int64"),
+        ):
+            for call in (trainer.step, trainer.evaluate):
+                refuses(lambda call=call, sequences=sequences: call(sequences), ValueError, told)
+        # One rank only has it wrong: the other one hears of it.
+        kind, told = (ValueError, "longer than") if rank else (RuntimeError, r"ranks \[1\] .* failed before")
+        refuses(lambda: trainer.step(rows(9 if rank else 8)), kind, told)
+        other = rows(3)
+        other[0][1] += rank
+        for sequences in (rows(3 + rank), other):
+            refuses(lambda sequences=sequences: trainer.step(sequences), RuntimeError, r"differ in .*\[\[0\], \[1\]\]")
+        stranger = torch.optim.SGD([*list(model.parameters())[1:], torch.nn.Parameter(torch.zeros(1))])
+        told = r"lacks \['layers\.0\.tokens\.weight'\], and has 1 others"
+        refuses(lambda: trainer_of(model, stranger).step(rows(3)), ValueError, told)
+        model.switch_to(RANGES[1].strategy)
+        refuses(lambda: trainer.step(rows(3)), ValueError, r"under \(1, 2, 1\), not its home")
+        model.collect()
+        for one, before in zip(model.parameters(), weights, strict=True):
+            assert torch.equal(one, before)
+        report = trainer.step(rows(3, 8))
+        assert trainer.evaluate(rows(3, 8)) < report.loss and report.grad_norm is None
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("length", [3, 8])
+def test_a_rank_that_dies_in_a_step_is_named(tmp_path, length):
+    def check(rank, group):
+        model = model_of(group)
+        trainer = trainer_of(model)
+        if rank == 1:  # in the midst of a forward, under data or under tensor parallelism
+            strategy = RANGES[length == 8].strategy
+            model._placements[strategy].stage_layers[1].mlp.register_forward_pre_hook(lambda *_: os._exit(0))
+        with pytest.raises(RuntimeError) as caught:
+            trainer.step(rows(length, length))
+        return str(caught.value)
+
+    told = told_by_survivors(check, 2, tmp_path)
+    assert told.keys() == {0} and "(ranks [1] of the job)" in told[0], told

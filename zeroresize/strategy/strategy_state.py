@@ -1,0 +1,73 @@
+"""A switchable model for torch.distributed.checkpoint (DCP): what was written under one home, any other one reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from zeroresize.resharding.divided_tensor import DividedTensor, Division, unit_pieces
+from zeroresize.resharding.layout import TensorSpec
+from zeroresize.resharding.optimizer_state import OptimizerState
+from zeroresize.strategy.model import SwitchableModel
+
+OPTIMIZER = "optimizer"
+
+
+def strategy_state(model: SwitchableModel, optimizer: Any = None) -> dict[str, Any]:
+    """What DCP saves and loads of a model between two steps, whatever its strategies, home and number of ranks.
+
+    ::
+
+        dcp.save(strategy_state(model, optimizer), checkpoint_id=folder)
+
+        dcp.load(strategy_state(model, optimizer), checkpoint_id=folder)  # in place
+
+    Both are collective over all ranks of the job; each one writes and reads what its home layout holds, and nothing is
+    gathered. A rank that home leaves out takes part without weights. Gradients are not written.
+
+    Args:
+        optimizer: of ``model.parameters()``; it may be new.
+
+    Returns:
+        Whole tensors, by the names of the undivided model (``layers.3.attention.query.weight``), of which this rank
+        gives its part; the optimizer's beside them, as :class:`~zeroresize.resharding.optimizer_state.OptimizerState`
+        names them. Only DCP can use it.
+
+    Raises:
+        RuntimeError: within a step, while another strategy than home is in force.
+        ValueError: for an optimizer of other tensors, or whose state of a divided tensor has another shape.
+    """
+    if model.current != model.home:
+        raise RuntimeError(
+            f"strategy_state: strategy {model.current} is in force, and the weights are at home between two steps only: "
+            "call it behind model.collect()"
+        )
+    specs = {one.name: (number, one) for number, one in enumerate(model.tensors)}
+    layout = model.layout_of(model.home)
+    parameters = dict(model.named_parameters())
+    divisions: dict[int, Division] = {}
+    found: dict[str, Any] = {}
+    for name, parameter in parameters.items():
+        number, spec = specs[name]
+        division = _division(spec, layout.units_of(number, model.rank))
+        if division is not None:
+            divisions[id(parameter)] = division
+        found[name] = _part(name, parameter, division)
+    if optimizer is not None:
+        found[OPTIMIZER] = OptimizerState(optimizer, parameters, divisions)
+    return found
+
+
+def _division(spec: TensorSpec, units: range) -> Division | None:
+    """How a rank that holds these units has the tensor; None where it has the whole."""
+    own = spec.division
+    if own is None:
+        return None
+    pieces = unit_pieces(np.array(units, dtype=np.int64), own.num_units, own.rows, own.num_blocks)
+    return Division(own.dim, spec.shape[own.dim], lambda: pieces)
+
+
+def _part(name: str, parameter: Tensor, division: Division | None) -> Tensor:
+    return parameter.data if division is None else DividedTensor(name, parameter, division)
