@@ -31,7 +31,7 @@ def measured_shares(
     """
     meet(0.0)  # so that all of them multiply at the same time
     weight = max((layer.local_weight for layer in layers.values()), key=Tensor.numel).detach()
-    seconds = [own for own, *_ in meet(_seconds(weight))]
+    seconds = [own for own, *_ in meet(product_seconds(weight))]
     mean = sum(seconds) / len(seconds)
     if max(seconds) - min(seconds) <= _ALIKE * mean:
         return (1.0,) * len(seconds)
@@ -39,8 +39,14 @@ def measured_shares(
 
 
 @torch.no_grad()
-def _seconds(weight: Tensor) -> float:
-    """Of the three products of one layer."""
+def product_seconds(weight: Tensor, *, least_s: float = _LEAST_S, repetitions: int = _REPETITIONS) -> float:
+    """Of the three products of one layer.
+
+    Args:
+        weight: [N, K] of the layer.
+        least_s: that one measurement takes.
+        repetitions: of it, of which the fastest counts.
+    """
     x = torch.ones(_NUM_TOKENS, weight.shape[1], dtype=weight.dtype, device=weight.device)
 
     def products() -> None:
@@ -50,16 +56,16 @@ def _seconds(weight: Tensor) -> float:
 
     products()  # what is set up once
     fastest_s, num_products = float("inf"), 1
-    for _ in range(_REPETITIONS):
+    for _ in range(repetitions):
         elapsed_s = 0.0
-        while elapsed_s < _LEAST_S:
+        while elapsed_s < least_s:
             _synchronize(weight.device)
             began = time.perf_counter()
             for _ in range(num_products):
                 products()
             _synchronize(weight.device)
             elapsed_s = time.perf_counter() - began
-            if elapsed_s < _LEAST_S:
+            if elapsed_s < least_s:
                 num_products *= 2
         fastest_s = min(fastest_s, elapsed_s / num_products)
     return fastest_s

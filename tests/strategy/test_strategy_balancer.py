@@ -1,0 +1,242 @@
+"""A rank becomes slow and fast again while strategies are switched: it is shrunk, left out, and comes back."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from lm_examples.llama import token_loss
+from zeroresize.layers.segment import Segment
+from zeroresize.measure.step_timer import HostClock
+from zeroresize.strategy.cost_model import CostModel
+from zeroresize.strategy.layer_costs import LayerCost, LayerCosts
+from zeroresize.strategy.length_range import LengthRange
+from zeroresize.strategy.model import SwitchableModel
+from zeroresize.strategy.packed import Packed
+from zeroresize.strategy.rank_speeds import RankSpeeds
+from zeroresize.strategy.straggler_costs import StragglerCosts
+from zeroresize.strategy.strategy import Strategy
+from zeroresize.strategy.strategy_balancer import StrategyBalancer
+from zeroresize.strategy.switch_plan import LinkSpeeds
+from zeroresize.strategy.trainer import StrategyTrainer
+
+WIDTH, UNITS, VOCABULARY, NUM_BLOCKS, MAX_TOKENS = 4, 12, 16, 2, 32
+TOKEN_S = 0.01  # of a token in a whole block, forward and backward
+RANGES = [LengthRange(6, Strategy(2, 2)), LengthRange(16, Strategy(1, 4))]
+
+
+class Pace:
+    """The only clock of this rank: it moves when blocks compute, χ times as far as usual."""
+
+    chi, now_s = 1.0, 0.0
+
+
+class _Takes(torch.autograd.Function):
+    """Half of a block's seconds in forward, half in backward, by the tokens and units that it has here."""
+
+    @staticmethod
+    def forward(ctx, h):
+        ctx.seconds = 0.0 if h.is_meta else TOKEN_S / 2 * len(h) * h.shape[1] / UNITS
+        Pace.now_s += Pace.chi * ctx.seconds
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx, dh):
+        Pace.now_s += Pace.chi * ctx.seconds
+        return dh.clone()
+
+
+class Clock(HostClock):
+    def mark(self):
+        return Pace.now_s
+
+
+class Embedding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, WIDTH, dtype=torch.float64)
+
+    def forward(self, x, packed):
+        return self.table(x)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, UNITS, dtype=torch.float64)
+        self.down = nn.Linear(UNITS, WIDTH, dtype=torch.float64)
+
+    def segments(self):
+        return [Segment(["up"], "down")]
+
+    def forward(self, x, packed):
+        return x + self.down(_Takes.apply(torch.tanh(self.up(x))))
+
+
+class Output(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(WIDTH, VOCABULARY, dtype=torch.float64)
+
+    def forward(self, x, packed):
+        return self.project(x)
+
+
+def layers_of():
+    torch.manual_seed(0)
+    return [Embedding(), *(Block() for _ in range(NUM_BLOCKS)), Output()]
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(step)
+    lengths = torch.randint(1, 17, (6,), generator=generator).tolist()
+    return [torch.randint(VOCABULARY, (one + 1,), generator=generator) for one in [*lengths, 16]]
+
+
+def optimizer_of(parameters):
+    return torch.optim.AdamW([{"params": list(parameters)}], lr=1e-2)
+
+
+def undivided_losses(num_steps):
+    layers = layers_of()
+    optimizer = optimizer_of(nn.ModuleList(layers).parameters())
+    losses = []
+    for step in range(num_steps):
+        packed = Packed.of(batch(step))
+        x = packed.tokens
+        for layer in layers:
+            x = layer(x, packed)
+        loss = token_loss(x, packed) / packed.num_tokens
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def cost_of(tensors, num_ranks=4):
+    kinds = ("whole", *("block",) * NUM_BLOCKS, "whole")
+    costs = {
+        "block": {tp: LayerCost(0.0, TOKEN_S / tp, 0.0, 8.0) for tp in (1, 2, 4)},
+        "whole": dict.fromkeys((1, 2, 4), LayerCost(0.0, 0.0, 0.0, 8.0)),
+    }
+    return CostModel(LayerCosts(kinds, costs, 8.0), tensors, (0,) * num_ranks, LinkSpeeds(1e9, 1e9))
+
+
+def training(group, **options):
+    model = SwitchableModel(layers_of(), strategies=[one.strategy for one in RANGES], process_group=group)
+    trainer = StrategyTrainer(model, optimizer_of(model.parameters()), RANGES, loss=token_loss, max_tokens=MAX_TOKENS)
+    cost = cost_of(model.tensors)
+    probe = lambda: 1e-3 * Pace.chi  # noqa: E731
+    return trainer, StrategyBalancer(trainer, cost, max_tokens=MAX_TOKENS, probe=probe, clock=Clock(), **options)
+
+
+def test_a_slow_rank_is_shrunk_left_out_and_comes_back_and_results_are_those_of_undisturbed_training(run_ranks):
+    def train(rank, group):
+        records, losses = [], []
+        trainer, balancer = training(group, on_change=records.append)
+
+        def run_until(kind, chi, most):
+            Pace.chi = chi if rank == 1 else 1.0
+            for _ in range(most):
+                losses.append(balancer.step(batch(len(losses))).loss)
+                if records and records[-1].what == kind:
+                    return
+            raise AssertionError(f"{kind} did not come: {[one.what for one in records]}, {balancer.what_if()}")
+
+        for _ in range(5):
+            losses.append(balancer.step(batch(len(losses))).loss)
+        assert not records and balancer.what_if()[0].candidate.kind == "stay"
+        run_until("shares", 1.4, 30)
+        assert all(
+            one.ranks == original.strategy.ranks for one, original in zip(balancer.in_force, RANGES, strict=True)
+        )
+        balancer.load_state_dict(json.loads(json.dumps(balancer.state_dict())))
+        run_until("leave out", 8.0, 30)
+        assert records[-1].left_out == (1,) and trainer.model.home == balancer.in_force[0]
+        assert not any(1 in one.ranks for one in balancer.in_force)
+        assert (rank == 1) == (not list(trainer.model.parameters()))
+        for _ in range(12):  # it stays where it is while it is slow
+            losses.append(balancer.step(batch(len(losses))).loss)
+        assert len(records) == 2
+        run_until("original", 1.0, 60)
+        assert [one.strategy for one in trainer.ranges] == [one.strategy for one in RANGES]
+        for _ in range(2):
+            losses.append(balancer.step(batch(len(losses))).loss)
+        return losses, [(one.step, one.what) for one in records], [one.to_dict() for one in records]
+
+    found = run_ranks(train, 4)
+    losses, decisions, told = found[0]
+    assert all(one[1] == decisions for one in found)
+    assert losses == pytest.approx(undivided_losses(len(losses)), rel=1e-10)
+    for one in json.loads(json.dumps(told)):
+        assert one["kind"] == "strategies" and one["is_made"] and one["expected_step_s"] < one["step_s"]
+    assert told[-1]["moved_bytes"] > 0
+
+
+def test_a_home_outside_the_ranges_is_refused(run_ranks):
+    def make(rank, group):
+        home = Strategy(4)
+        model = SwitchableModel(layers_of(), strategies=[home, *(one.strategy for one in RANGES)], process_group=group)
+        trainer = StrategyTrainer(
+            model, optimizer_of(model.parameters()), RANGES, loss=token_loss, max_tokens=MAX_TOKENS
+        )
+        with pytest.raises(ValueError, match="strategy of no range"):
+            StrategyBalancer(trainer, cost_of(model.tensors), max_tokens=MAX_TOKENS)
+
+    run_ranks(make, 4)
+
+
+def test_speeds_follow_jumps_after_three_steps_and_no_single_interruption():
+    speeds, even = RankSpeeds(3), (1.0,) * 3
+    for _ in range(4):
+        speeds.learn((2.0, 2.02, 1.99), even, even)
+    assert len(set(speeds.speeds())) == 1
+    speeds.learn((2.0, 9.0, 2.0), even, even)
+    assert len(set(speeds.speeds())) == 1
+    speeds.learn((2.0, 2.0, 2.0), even, even)
+    for _ in range(2):
+        speeds.learn((2.0, 8.0, 2.0), even, even)
+    first, slow, _ = speeds.speeds()
+    assert first / slow == pytest.approx(4.0, rel=0.05)
+
+
+def test_a_rank_without_a_part_is_as_fast_as_its_products_say():
+    speeds = RankSpeeds(3)
+    for _ in range(4):
+        speeds.learn((3.0, 3.0, 3.0), (1.0,) * 3, (0.1, 0.1, 0.1))
+    for _ in range(4):
+        speeds.learn((3.0, 3.0, 0.0), (1.0, 1.0, 0.0), (0.0, 0.0, 0.2))
+    assert speeds.speeds()[2] == pytest.approx(speeds.speeds()[0] / 2)
+    other = RankSpeeds(3)
+    other.load_state_dict(json.loads(json.dumps(speeds.state_dict())))
+    assert other.speeds() == speeds.speeds()
+    with pytest.raises(ValueError, match="paces"):
+        other.load_state_dict({**speeds.state_dict(), "paces": "fast"})
+
+
+def test_a_rank_is_expected_to_take_its_share_of_its_replicas_tokens():
+    tensors = training_tensors()
+    costs = StragglerCosts(cost_of(tensors), RANGES, home=0, max_tokens=MAX_TOKENS)
+    shrunk = (Strategy(2, 2, shares=(3, 1)), Strategy(1, 4))
+    # Two sequences of 4 tokens, one a replica; one of 12 that all four share.
+    assert costs.rank_s(shrunk, [4, 4, 12], 0) == pytest.approx(NUM_BLOCKS * TOKEN_S * (4 * 0.75 + 12 / 4))
+    assert costs.rank_s(shrunk, [4, 4, 12], 3) == pytest.approx(NUM_BLOCKS * TOKEN_S * (4 * 0.25 + 12 / 4))
+    # 12 units of 5 ranks: two have 3, which is 5 / 4 of an equal share; costs are those of tp = 4, the last known.
+    of_five = StragglerCosts(cost_of(tensors, 5), RANGES, home=0, max_tokens=MAX_TOKENS)
+    fifth = (Strategy(1, 5, shares=(2, 1, 1, 1, 1)), Strategy(1, 5, shares=(1.000001, 1, 1, 1, 1)))
+    assert of_five.rank_s(fifth, [12], 0) == pytest.approx(NUM_BLOCKS * 12 * TOKEN_S / 4 * 5 / 4, rel=1e-6)
+    costs.expect([[4, 4, 12]])
+    even = (1.0,) * 4
+    assert costs.range_s(0, shrunk[0], even) == pytest.approx(NUM_BLOCKS * TOKEN_S * 4 * 0.75)
+    assert costs.range_s(1, Strategy(1, 3, ranks=(0, 1, 2), shares=(2, 1, 1)), even) < math.inf
+    tight = StragglerCosts(cost_of(tensors), RANGES, home=0, max_tokens=MAX_TOKENS, limit_bytes=10.0)
+    assert tight.range_s(0, shrunk[0], even) == math.inf
+
+
+def training_tensors():
+    from zeroresize.strategy.sharding import WholeLayers
+
+    return tuple(one.spec for one in WholeLayers(layers_of(), None).tensors)

@@ -1,0 +1,50 @@
+"""Training with strategies while ranks are slow, in virtual time: what deciding about stragglers brings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from zeroresize.strategy.straggler_decision import StragglerDecision, StrategyCosts
+
+
+@dataclass(frozen=True)
+class StragglerRun:
+    """What a training took.
+
+    Attributes:
+        steps_s: of each step.
+        switches: (steps that were over, what was done, seconds), in order.
+    """
+
+    steps_s: tuple[float, ...]
+    switches: tuple[tuple[int, str, float], ...]
+
+    @property
+    def seconds(self) -> float:
+        """Of all steps and switches."""
+        return math.fsum(self.steps_s) + math.fsum(own_s for *_, own_s in self.switches)
+
+
+def simulate_stragglers(
+    decision: StragglerDecision, costs: StrategyCosts, speeds_of_steps: Iterable[Sequence[float]], *, delay: int = 0
+) -> StragglerRun:
+    """Train as long as there are speeds, and carry out what is decided.
+
+    Args:
+        decision: is told the speeds after each step, as if they had been measured without noise.
+        speeds_of_steps: of all ranks in each step.
+        delay: steps after which it is known how fast the ranks were in one.
+    """
+    steps_s, switches, told = list[float](), list[tuple[int, str, float]](), list[Sequence[float]]()
+    for number, speeds in enumerate(speeds_of_steps, 1):
+        steps_s.append(costs.step_s(decision.in_force, speeds))
+        told.append(speeds)
+        if number <= delay:
+            continue
+        forecast = decision.update(told[-1 - delay])
+        if forecast is not None:
+            decision.made(forecast)
+            switches.append((number, forecast.candidate.key, forecast.switch_s))
+    return StragglerRun(tuple(steps_s), tuple(switches))

@@ -1,0 +1,202 @@
+"""What steps and switches take while some ranks are slow, by the model of costs and the newest mini-batches.
+
+``G`` ranges of lengths, ``R`` ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from zeroresize.resharding.layout import unit_bounds
+from zeroresize.strategy.cost_model import CostModel
+from zeroresize.strategy.layer_costs import LayerCost, LayerCosts
+from zeroresize.strategy.length_range import LengthRange, range_of
+from zeroresize.strategy.packing import spread_and_pack
+from zeroresize.strategy.straggler_candidates import ModelDivision
+from zeroresize.strategy.strategy import Strategy
+from zeroresize.strategy.switch_order import cheapest_order, tour_seconds
+from zeroresize.strategy.switch_plan import plan_weights
+
+#: Of the heaviest layer's work, at least.
+_LEAST_WORK = 1e-6
+
+
+class StragglerCosts:
+    """A :class:`~zeroresize.strategy.straggler_decision.StrategyCosts` of a training.
+
+    Args:
+        cost: of the model and the cluster; whether ranks are slow there does not count.
+        ranges: of lengths, [G].
+        home: the number of the range under whose strategy the optimizer steps.
+        max_tokens: of a micro-batch, where a range does not say; one number, or one for each range.
+        limit_bytes: memory of a rank; infinite where that is no question.
+    """
+
+    def __init__(
+        self,
+        cost: CostModel,
+        ranges: Sequence[LengthRange],
+        *,
+        home: int,
+        max_tokens: int | Sequence[int],
+        limit_bytes: float = math.inf,
+    ) -> None:
+        most_tp = min((one.num_units for one in cost.tensors if one.division is not None), default=1)
+        self._cost = replace(cost, layers=of_all_degrees(cost.layers, most_tp), slowness=())
+        self._ranges, self._home = tuple(ranges), home
+        usual = [max_tokens] * len(ranges) if isinstance(max_tokens, int) else max_tokens
+        self._max_tokens = [one.max_tokens or own for one, own in zip(ranges, usual, strict=True)]
+        self._limit_bytes = limit_bytes
+        self._sample: list[list[list[int]]] = []
+        self._slow: dict[tuple[float, ...], CostModel] = {}
+        self._packs: dict[tuple[int, int], list[list[list[list[int]]]]] = {}
+        self._bytes_of_units: Counter[int] = Counter()
+        for one in cost.tensors:
+            if one.division is not None:
+                self._bytes_of_units[one.num_units] += one.num_bytes
+        self._unit_shares: dict[Strategy, Strategy] = {}
+        self._price: dict[tuple[Strategy, Strategy], float] = {}
+
+    @property
+    def division(self) -> ModelDivision:
+        """How the model can be divided; a layer's work is that of a token."""
+        layers, tensors = self._cost.layers, self._cost.tensors
+        token_s = [layers.costs[kind][1].token_s for kind in layers.kinds]
+        least_s = _LEAST_WORK * max(token_s) or 1.0  # layers that cost nothing need a stage, too
+        work = tuple(max(one, least_s) for one in token_s)
+        unit_counts = tuple(sorted({one.num_units for one in tensors if one.division is not None}))
+        return ModelDivision(work, unit_counts, self._cost.nodes)
+
+    def expect(self, sample: Sequence[Sequence[int]]) -> None:
+        """Steps will be like these: the lengths of the sequences of some mini-batches.
+
+        Raises:
+            ValueError: for a sequence that is longer than every range allows.
+        """
+        found: list[list[list[int]]] = []
+        for lengths in sample:
+            groups: list[list[int]] = [[] for _ in self._ranges]
+            for length in lengths:
+                groups[range_of(self._ranges, length)].append(length)
+            found.append(groups)
+        self._sample = found
+        self._packs.clear()
+
+    def range_s(self, number: int, strategy: Strategy, speeds: Sequence[float]) -> float:
+        """As of :class:`~zeroresize.strategy.straggler_candidates.RangeCosts`, the mean of the expected steps.
+
+        Infinite, too, where a tensor-parallel group is on more nodes than it needs.
+        """
+        home = strategy if number == self._home else self._ranges[self._home].strategy
+        is_known_to_fit = strategy == self._ranges[number].strategy  # the caller trains under it
+        if not is_known_to_fit and (
+            self._leaves_nodes(strategy)
+            or not self._cost.fits(strategy, home, self._max_tokens[number], self._limit_bytes)
+        ):
+            return math.inf
+        slow, packed, own = self._at(speeds), self._packed(number, strategy.dp), self._in_units(strategy)
+        return math.fsum(slow.work_seconds(own, replicas) for replicas in packed) / max(len(packed), 1)
+
+    def step_s(self, strategies: Sequence[Strategy], speeds: Sequence[float]) -> float:
+        """Seconds of a step, the mean of the expected ones: work, switches, and the sum of the gradients at home."""
+        work_s = math.fsum(self.range_s(number, one, speeds) for number, one in enumerate(strategies))
+        home = strategies[self._home]
+        different = list(dict.fromkeys([home, *strategies]))
+        switches = self._cost.switch_seconds(different, 0)
+        tour_s = tour_seconds(switches, cheapest_order(switches, 0))
+        return work_s + tour_s + self._cost.reduction_seconds(home)
+
+    def switch_bytes(self, before: Sequence[Strategy], after: Sequence[Strategy]) -> float:
+        """That the busiest rank sends or receives as home changes: weights with the optimizer's state.
+
+        Gradients are none between two steps, and strategies that are not home hold nothing then.
+        """
+        own, other = before[self._home], after[self._home]
+        if (own, other) not in self._price:
+            cost = self._cost
+            layouts = [one.layout(cost.tensors, cost.num_ranks, cost.layers.num_layers) for one in (own, other)]
+            plan = plan_weights(layouts[0], layouts[1], cost.tensors, cost.nodes)
+            most = max(
+                int((getattr(plan, f"{way}_within") + getattr(plan, f"{way}_between")).max())
+                for way in ("sent", "received")
+            )
+            self._price[own, other] = most * (1.0 + self._cost.optimizer_ratio)
+        return self._price[own, other]
+
+    def rank_s(self, strategies: Sequence[Strategy], lengths: Sequence[int], rank: int) -> float:
+        """Seconds that a rank should compute in a step with sequences of these lengths, if it is not slow."""
+        groups: list[list[int]] = [[] for _ in self._ranges]
+        for length in lengths:
+            groups[range_of(self._ranges, length)].append(length)
+        total_s = 0.0
+        for number, (strategy, group) in enumerate(zip(strategies, groups, strict=True)):
+            position = strategy.position_of(rank)
+            if position is None or not group:
+                continue
+            cost = self._cost.stage_costs(strategy)[position.stage]
+            shares = self._in_units(strategy).shares
+            share = shares[position.shard] if shares else 1.0
+            own = _packed(group, self._max_tokens[number], strategy.dp)[position.replica]
+            total_s += share * math.fsum(cost.seconds(sum(one), sum(n * n for n in one)) for one in own)
+        return total_s
+
+    def _in_units(self, strategy: Strategy) -> Strategy:
+        """The same with the shares that whole units come to, the mean of all divided tensors by their bytes."""
+        if strategy not in self._unit_shares:
+            total, shares = sum(self._bytes_of_units.values()), np.zeros(strategy.tp)
+            for num_units, num_bytes in self._bytes_of_units.items():
+                own = np.diff(unit_bounds(num_units, strategy.shares or (1.0,) * strategy.tp))
+                shares += strategy.tp * own / num_units * num_bytes / total
+            self._unit_shares[strategy] = replace(strategy, shares=tuple(shares.tolist())) if total else strategy
+        return self._unit_shares[strategy]
+
+    def _leaves_nodes(self, strategy: Strategy) -> bool:
+        """Whether a tensor-parallel group is on more nodes than it needs: layers have no costs for that."""
+        nodes = self._cost.nodes
+        largest = max(Counter(nodes).values())
+        needed = math.ceil(strategy.tp / largest)
+        return any(len({nodes[rank] for rank in group}) > needed for group in strategy.tp_groups())
+
+    def _at(self, speeds: Sequence[float]) -> CostModel:
+        key = tuple(speeds)
+        if key not in self._slow:
+            self._slow = {key: replace(self._cost, slowness=tuple(1.0 / speed for speed in key))}
+        return self._slow[key]
+
+    def _packed(self, number: int, dp: int) -> list[list[list[list[int]]]]:
+        if (number, dp) not in self._packs:
+            self._packs[number, dp] = [
+                _packed(groups[number], self._max_tokens[number], dp) for groups in self._sample if groups[number]
+            ]
+        return self._packs[number, dp]
+
+
+def of_all_degrees(layers: LayerCosts, most: int) -> LayerCosts:
+    """The same with costs for every tensor-parallel degree up to the most, as uneven groups have odd ones.
+
+    Those that are missing lie on a line over 1 / tp between their neighbours, or are as at the last that is known.
+    """
+    known = layers.degrees
+
+    def cost(own: dict[int, LayerCost], tp: int) -> LayerCost:
+        below = max((one for one in known if one <= tp), default=known[0])
+        above = min((one for one in known if one >= tp), default=known[-1])
+        part = 0.0 if below == above else (1.0 / below - 1.0 / tp) / (1.0 / below - 1.0 / above)
+        low, high = own[below], own[above]
+        keys = ("fixed_s", "token_s", "square_s", "token_bytes")
+        return LayerCost(*(getattr(low, key) + part * (getattr(high, key) - getattr(low, key)) for key in keys))
+
+    degrees = range(1, max(most, *known) + 1)
+    costs = {kind: {tp: cost(dict(own), tp) for tp in degrees} for kind, own in layers.costs.items()}
+    return replace(layers, costs=costs)
+
+
+def _packed(lengths: Sequence[int], max_tokens: int, dp: int) -> list[list[list[int]]]:
+    """[dp] the micro-batches of each replica, as lengths."""
+    found = spread_and_pack(lengths, max_tokens, dp)
+    return [[[lengths[number] for number in one] for one in own] for own in found]

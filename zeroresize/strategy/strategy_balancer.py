@@ -1,0 +1,251 @@
+"""Keeps a training with strategies fast while ranks are slow: measures, decides, changes strategies and home.
+
+``G`` ranges of lengths, ``R`` ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+from weakref import finalize
+
+import torch
+from torch import Tensor
+
+from zeroresize.comm.cpu_group import CpuGroup
+from zeroresize.comm.exchange import Exchange
+from zeroresize.comm.whereabouts import Call
+from zeroresize.measure.device_speed import product_seconds
+from zeroresize.measure.step_timer import Clock, StepTimer, clock_for
+from zeroresize.policy.moving import MoveCost
+from zeroresize.resharding.agreement import NotEnoughMemoryError
+from zeroresize.strategy.cost_model import CostModel
+from zeroresize.strategy.rank_speeds import RankSpeeds
+from zeroresize.strategy.step_report import StepReport
+from zeroresize.strategy.straggler_costs import StragglerCosts
+from zeroresize.strategy.straggler_decision import MIN_SAVING, TOLERANCE, StragglerDecision, StragglerForecast
+from zeroresize.strategy.straggler_record import StragglerRecord
+from zeroresize.strategy.strategy import Strategy
+from zeroresize.strategy.trainer import StrategyTrainer
+from zeroresize.utils.state_checks import anything, count, keyed
+
+logger = logging.getLogger(__name__)
+
+#: A rank without a part looks how fast it is once in so many steps, by products of weights of this size that take so
+#: many seconds, of which the fastest of so many counts.
+PROBE_EVERY, _PROBE_SIZE, _PROBE_S, _PROBE_REPETITIONS = 8, 256, 0.002, 3
+#: Steps are expected to be like so many of the newest ones; what they take is worked out anew every so many steps.
+_SAMPLE, _NEW_SAMPLE = 4, 16
+
+
+class StrategyBalancer:
+    """Changes a trainer's strategies where ranks are slow, and back, when that saves more than the switch takes::
+
+        balancer = StrategyBalancer(trainer, cost, max_tokens=8192)
+        for sequences in batches:
+            print(balancer.step(sequences).loss)
+
+    Each rank's busy seconds, without waits, are compared with what its part of the step should have taken. The numbers
+    travel while the next step runs; after it all ranks decide alike (:mod:`zeroresize.strategy.straggler_decision`).
+    A rank that was left out takes part in :meth:`step`, has nothing to train, and looks how fast it is by a few
+    products, so that it comes back when it is fast again. Results stay those of training under one strategy.
+
+    Its constructor and :meth:`step` are collective.
+
+    Args:
+        trainer: its model's home must be the strategy of a range. Nobody else changes its ranges.
+        cost: of the model and the cluster; only its seconds relative to each other, its links and sizes count.
+        max_tokens: as of the trainer.
+        limit_bytes: memory of a rank for weights, gradients, optimizer state and activations.
+        tolerance, min_saving: as of :class:`~zeroresize.strategy.straggler_decision.StragglerDecision`.
+        probe: ``probe()`` gives seconds of a few products on this rank; None for products on its device.
+        clock: for the busy seconds; None for that of the model's device.
+        on_change: is given a :class:`~zeroresize.strategy.straggler_record.StragglerRecord` after each decision that
+            was carried out or could not be, on every rank.
+
+    Attributes:
+        steps: how many are over.
+
+    Raises:
+        ValueError: for values that are not allowed, and where the model's home is the strategy of no range; on all
+            ranks, if they differ in the values.
+        RuntimeError: if a rank does not come.
+    """
+
+    def __init__(
+        self,
+        trainer: StrategyTrainer,
+        cost: CostModel,
+        *,
+        max_tokens: int | Sequence[int],
+        limit_bytes: float = math.inf,
+        tolerance: float = TOLERANCE,
+        min_saving: float = MIN_SAVING,
+        probe: Callable[[], float] | None = None,
+        clock: Clock | None = None,
+        on_change: Callable[[StragglerRecord], object] | None = None,
+    ) -> None:
+        model, strategies = trainer.model, [one.strategy for one in trainer.ranges]
+        if model.home not in strategies:
+            raise ValueError(f"home {model.home} is the strategy of no range: {', '.join(map(str, strategies))}")
+        self.steps = 0
+        self._trainer, self._model, self._home = trainer, model, strategies.index(model.home)
+        self._costs = StragglerCosts(
+            cost, trainer.ranges, home=self._home, max_tokens=max_tokens, limit_bytes=limit_bytes
+        )
+        links = cost.links.within_bytes_per_s if len(set(cost.nodes)) == 1 else cost.links.between_bytes_per_s
+        self._decision = StragglerDecision(
+            strategies,
+            self._costs.division,
+            self._costs,
+            tolerance=tolerance,
+            min_saving=min_saving,
+            cost=MoveCost(1.0 / links, cost.links.latency_s),
+        )
+        self._speeds = RankSpeeds(cost.num_ranks)
+        self._sample: deque[list[int]] = deque(maxlen=_SAMPLE)
+        self._work_s: deque[float] = deque()  # of steps whose seconds are not read yet
+        self._steps_without = 0  # a part, in a row
+        self._on_change = on_change
+        agreement = {
+            "the costs": repr(cost.layers),
+            "max_tokens, limit_bytes, tolerance or min_saving": f"{max_tokens} {limit_bytes} {tolerance} {min_saving}",
+        }
+        self._exchange = Exchange(CpuGroup(model.process_group, agreement))
+        self._timer = StepTimer(clock or clock_for(model.device))
+        self.close: Callable[[], object] = finalize(self, _close, self._exchange, self._timer)
+        self._probe = probe or _Products(model.device)
+        self._probe_s = self._probe()
+
+    @property
+    def in_force(self) -> tuple[Strategy, ...]:
+        """[G] the strategies of the ranges."""
+        return self._decision.in_force
+
+    def step(self, sequences: Sequence[Tensor]) -> StepReport:
+        """One step of the trainer; strategies and home may be others behind it.
+
+        Raises:
+            Exception: as :meth:`StrategyTrainer.step <zeroresize.strategy.trainer.StrategyTrainer.step>`, and as
+                ``model.rehome``, except that memory that does not suffice leaves everything as it is.
+        """
+        lengths = [len(one) - 1 for one in sequences]
+        has_part = any(one.position_of(self._model.rank) is not None for one in self.in_force)
+        if not has_part and self._steps_without % PROBE_EVERY == 0:  # while the others train
+            self._probe_s = self._probe()
+        self._steps_without = 0 if has_part else self._steps_without + 1
+        self._timer.begin_step()
+        report = self._trainer.step(sequences)
+        times = self._timer.end_step()
+        self._work_s.append(self._costs.rank_s(self.in_force, lengths, self._model.rank))
+        self._sample.append(lengths)
+        if self.steps % _NEW_SAMPLE < _SAMPLE:
+            self._costs.expect(list(self._sample))
+            self._decision.look_again()
+        self.steps += 1
+        self._exchange.where.call, self._exchange.where.num_steps = Call.STEP, self.steps
+        table = self._exchange.collect()
+        # On a device the seconds of a step are read one or more steps later.
+        busy = [(one.busy_s, self._work_s.popleft()) for one in times]
+        busy_s, work_s = busy[-1] if busy else (0.0, 0.0)
+        probe_s = self._probe_s if self._speeds.learns_probes or not has_part else 0.0
+        self._exchange.post([busy_s, work_s, probe_s])
+        if table is not None:
+            self._speeds.learn(*(tuple(column) for column in zip(*table, strict=True)))
+            self._decide()
+        return report
+
+    def what_if(self) -> tuple[StragglerForecast, ...]:
+        """What each candidate would bring now, the first being to stay; empty before speeds are known."""
+        speeds = self._speeds.speeds()
+        return () if speeds is None else self._decision.what_if(speeds)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learned and is owed; plain values, the same on every rank."""
+        return {"steps": self.steps, "speeds": self._speeds.state_dict(), "decision": self._decision.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict`, between two steps, on every rank alike.
+
+        The trainer keeps its strategies: where they are others than they were, what was owed for changing those is
+        forgotten.
+
+        Raises:
+            ValueError: naming what does not fit; nothing is taken over then.
+        """
+        keyed({"steps": count, "speeds": anything, "decision": anything})(state, "state")
+        speeds = RankSpeeds(len(self._exchange.ranks))
+        speeds.load_state_dict(state["speeds"])
+        in_force = [one.as_dict() for one in self.in_force]
+        decision = dict(state["decision"])
+        if decision.get("in_force") != in_force:
+            decision.update(in_force=in_force, owed_s={}, owed_for={})
+        self._decision.load_state_dict(decision)
+        self._speeds, self.steps = speeds, state["steps"]
+        self._exchange.collect()  # of steps before
+
+    def _decide(self) -> None:
+        speeds = self._speeds.speeds()
+        forecast = None if speeds is None else self._decision.update(speeds)
+        if forecast is None or speeds is None:
+            return
+        before = self.in_force
+        switch_s, moved_bytes, is_made = self._carry_out(forecast)
+        record = StragglerRecord.of(
+            self.steps, forecast, before, speeds, switch_s=switch_s, moved_bytes=moved_bytes, is_made=is_made
+        )
+        if self._model.rank == 0:
+            logger.info(
+                "step %d: %s%s: %s; expected step %.0f -> %.0f ms, switch %.2f s%s",
+                self.steps,
+                forecast.candidate.kind,
+                f" {list(forecast.candidate.left_out)}" if forecast.candidate.left_out else "",
+                ", ".join(map(str, forecast.candidate.strategies)),
+                1e3 * record.step_s,
+                1e3 * record.expected_step_s,
+                switch_s,
+                "" if is_made else ": not made, memory does not suffice",
+            )
+        if self._on_change is not None:
+            self._on_change(record)
+
+    def _carry_out(self, forecast: StragglerForecast) -> tuple[float, int, bool]:
+        """(seconds, bytes that all ranks received, whether it was made)"""
+        wanted = forecast.candidate.strategies
+        begin, received = time.perf_counter(), 0
+        try:
+            for strategy in dict.fromkeys(wanted):
+                if strategy not in self._model.strategies:
+                    self._model.add(strategy)
+            if wanted[self._home] != self._model.home:
+                received = self._model.rehome(wanted[self._home], self._trainer.optimizer).received_bytes
+        except NotEnoughMemoryError:  # on every rank, and nothing has moved
+            self._decision.refuse()
+            return forecast.switch_s, 0, False
+        self._trainer.ranges = tuple(
+            replace(one, strategy=strategy) for one, strategy in zip(self._trainer.ranges, wanted, strict=True)
+        )
+        table = self._exchange.meet(time.perf_counter() - begin, float(received))
+        seconds = max(own for own, _ in table)
+        self._decision.made(forecast, seconds)
+        return seconds, int(sum(own for _, own in table)), True
+
+
+class _Products:
+    """Seconds of the three products of a layer of a fixed size on a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._weight = torch.ones(_PROBE_SIZE, _PROBE_SIZE, device=device)
+
+    def __call__(self) -> float:
+        return product_seconds(self._weight, least_s=_PROBE_S, repetitions=_PROBE_REPETITIONS)
+
+
+def _close(exchange: Exchange, timer: StepTimer) -> None:
+    timer.close()
+    exchange.close()
