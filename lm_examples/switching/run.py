@@ -112,7 +112,7 @@ def _build(config: RunConfig, documents: Documents, process_group: ProcessGroup)
         optimizer,
         choice.ranges,
         loss=token_loss,
-        max_tokens=[one.max_tokens or training.max_tokens for one in choice.ranges],
+        max_tokens=training.max_tokens,
         grad_clip=training.grad_clip,
     )
     return Run(config, choice, model, optimizer, trainer, batches)

@@ -13,14 +13,14 @@ from torch.distributed import ProcessGroup
 
 from lm_examples.documents import MiniBatches, lengths_of
 from lm_examples.switching.config import RunConfig
-from zeroresize.strategy.calibrate import measure_layer_costs, measure_links
-from zeroresize.strategy.candidates import candidate_strategies, default_thresholds
-from zeroresize.strategy.cost_model import CostModel
-from zeroresize.strategy.forecast import packed_by_work
+from zeroresize.strategy.costs.calibrate import measure_layer_costs, measure_links
+from zeroresize.strategy.costs.candidates import candidate_strategies, default_thresholds
+from zeroresize.strategy.costs.cost_model import CostModel
+from zeroresize.strategy.costs.forecast import packed_by_work
+from zeroresize.strategy.costs.search import SearchResult, search_strategies
 from zeroresize.strategy.length_range import LengthRange
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.packed import Packed
-from zeroresize.strategy.search import SearchResult, search_strategies
 from zeroresize.strategy.strategy import Strategy
 
 #: Mini-batches whose lengths stand for those of all.

@@ -73,9 +73,7 @@ def main() -> None:
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     trainers = {
-        name: StrategyTrainer(
-            model, optimizer, ranges, loss=token_loss, max_tokens=[one.max_tokens or one.up_to for one in ranges]
-        )
+        name: StrategyTrainer(model, optimizer, ranges, loss=token_loss)
         for name, ranges in combinations(arguments.tokens).items()
     }
     console, result = Console(width=140), {}

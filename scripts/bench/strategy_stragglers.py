@@ -18,9 +18,9 @@ from zeroresize.simulate.llama_tensors import LLAMA_32B
 from zeroresize.simulate.strategies import GpuCluster, LengthDistribution, llama_cost_model
 from zeroresize.simulate.strategy_stragglers import simulate_stragglers
 from zeroresize.strategy.length_range import LengthRange
-from zeroresize.strategy.straggler_candidates import Kind
-from zeroresize.strategy.straggler_costs import StragglerCosts
-from zeroresize.strategy.straggler_decision import StragglerDecision
+from zeroresize.strategy.stragglers.straggler_candidates import Kind
+from zeroresize.strategy.stragglers.straggler_costs import StragglerCosts
+from zeroresize.strategy.stragglers.straggler_decision import StragglerDecision
 from zeroresize.strategy.strategy import Strategy
 
 MODES: dict[str, tuple[Kind, ...]] = {
@@ -44,13 +44,7 @@ def main() -> None:
     ranges = [LengthRange(up_to, Strategy(*degrees)) for up_to, degrees in COMBINATIONS["C2"]]
     total = sum(PAPER_STATIC["CommonCrawl"])
     lengths = LengthDistribution.fitted(EDGES, [one / total for one in PAPER_STATIC["CommonCrawl"]])
-    costs = StragglerCosts(
-        cost,
-        ranges,
-        home=len(ranges) - 1,
-        max_tokens=[one.up_to for one in ranges],
-        limit_bytes=options.limit_gb * 1e9,
-    )
+    costs = StragglerCosts(cost, ranges, home=len(ranges) - 1, limit_bytes=options.limit_gb * 1e9)
     costs.expect(lengths.sample(1, options.tokens))
     even = (1.0,) * cluster.num_gpus
     table = Table(title=f"C2, {options.tokens / K:.0f}K tokens a step, one of 32 GPUs slow in the middle third")

@@ -26,11 +26,11 @@ from zeroresize.simulate.strategies import (
     llama_cost_model,
     padded_rows,
 )
-from zeroresize.strategy.candidates import candidate_strategies
-from zeroresize.strategy.cost_model import CostModel
-from zeroresize.strategy.forecast import Pack, StepForecast, forecast_step, packed_by_work
+from zeroresize.strategy.costs.candidates import candidate_strategies
+from zeroresize.strategy.costs.cost_model import CostModel
+from zeroresize.strategy.costs.forecast import Pack, StepForecast, forecast_step, packed_by_work
+from zeroresize.strategy.costs.search import SearchResult, search_strategies
 from zeroresize.strategy.length_range import LengthRange
-from zeroresize.strategy.search import SearchResult, search_strategies
 from zeroresize.strategy.strategy import Strategy
 
 K = 1024

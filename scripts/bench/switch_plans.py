@@ -24,7 +24,7 @@ from zeroresize.resharding.layout import TensorSpec
 from zeroresize.resharding.slices import common_slices
 from zeroresize.simulate.llama_tensors import LLAMA_32B, LlamaShape, llama_tensors
 from zeroresize.strategy.strategy import Strategy
-from zeroresize.strategy.switch_plan import LinkSpeeds, lower_bound, plan_gradients, plan_weights
+from zeroresize.strategy.switching.switch_plan import LinkSpeeds, lower_bound, plan_gradients, plan_weights
 
 #: HotSPa, Table 3.
 STRATEGIES = ((1, 16, 2), (2, 8, 2), (4, 4, 2), (4, 2, 4), (8, 4, 1))

@@ -12,8 +12,8 @@ from zeroresize.simulate.strategies import (
     llama_layer_costs,
     padded_rows,
 )
-from zeroresize.strategy.forecast import packed_by_work
-from zeroresize.strategy.search import search_strategies
+from zeroresize.strategy.costs.forecast import packed_by_work
+from zeroresize.strategy.costs.search import search_strategies
 from zeroresize.strategy.strategy import Strategy
 
 K = 1024

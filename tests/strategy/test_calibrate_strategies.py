@@ -5,7 +5,7 @@ import pytest
 import torch
 from switched_models import WIDTH, layers_of
 
-from zeroresize.strategy.calibrate import fitted_cost, measure_layer_costs, measure_links
+from zeroresize.strategy.costs.calibrate import fitted_cost, measure_layer_costs, measure_links
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.packed import Packed
 from zeroresize.strategy.strategy import Strategy

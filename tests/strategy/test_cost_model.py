@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from zeroresize.pipeline.bubbles import order_of, simulated_step
 from zeroresize.resharding.layout import TensorSpec, UnitDivision
-from zeroresize.strategy.cost_model import CostModel, pipeline_seconds
-from zeroresize.strategy.layer_costs import LayerCost, LayerCosts
+from zeroresize.strategy.costs.cost_model import CostModel, pipeline_seconds
+from zeroresize.strategy.costs.layer_costs import LayerCost, LayerCosts
 from zeroresize.strategy.strategy import Strategy
-from zeroresize.strategy.switch_plan import LinkSpeeds
+from zeroresize.strategy.switching.switch_plan import LinkSpeeds
 
 NUM_LAYERS = 4
 #: A weight of 8 units of 100 bytes in each layer, and a bias of 8 bytes that nobody divides.

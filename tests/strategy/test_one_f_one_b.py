@@ -9,9 +9,9 @@ from torch import nn
 
 from lm_examples.llama import LlamaConfig, llama_layers, token_loss
 from zeroresize.pipeline.partition import Partition
-from zeroresize.strategy.activations import Activation, find_activations
-from zeroresize.strategy.one_f_one_b import PipelineStage
 from zeroresize.strategy.packed import Packed
+from zeroresize.strategy.running.activations import Activation, find_activations
+from zeroresize.strategy.running.one_f_one_b import PipelineStage
 
 CONFIG = LlamaConfig(num_blocks=3, hidden_size=8, num_heads=2, mlp_size=12, vocabulary=16)
 

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroresize.resharding.layout import TensorSpec, UnitDivision
-from zeroresize.strategy.candidates import candidate_strategies, default_thresholds
-from zeroresize.strategy.cost_model import CostModel
-from zeroresize.strategy.forecast import forecast_step
-from zeroresize.strategy.layer_costs import LayerCost, LayerCosts
+from zeroresize.strategy.costs.candidates import candidate_strategies, default_thresholds
+from zeroresize.strategy.costs.cost_model import CostModel
+from zeroresize.strategy.costs.forecast import forecast_step
+from zeroresize.strategy.costs.layer_costs import LayerCost, LayerCosts
+from zeroresize.strategy.costs.search import search_strategies
 from zeroresize.strategy.length_range import LengthRange
-from zeroresize.strategy.search import search_strategies
 from zeroresize.strategy.strategy import Strategy
-from zeroresize.strategy.switch_plan import LinkSpeeds
+from zeroresize.strategy.switching.switch_plan import LinkSpeeds
 
 TENSORS = tuple(TensorSpec(f"{layer}.weight", layer, (8, 25), 4, UnitDivision(0, 8, 1)) for layer in range(4))
 CANDIDATES = [Strategy(dp=4), Strategy(tp=4), Strategy(dp=2, tp=2), Strategy(pp=4)]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroresize.strategy.packing import num_tokens, pack, spread_and_pack
+from zeroresize.strategy.running.packing import num_tokens, pack, spread_and_pack
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=60)
 FIGURE_2 = [500, 28000, 3600, 13500, 14500, 5000, 1500, 4000, 4500, 3200, 200, 26000, 6600, 2000, 8000, 5000]

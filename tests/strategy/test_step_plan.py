@@ -6,30 +6,33 @@ from types import SimpleNamespace
 import pytest
 
 from zeroresize.resharding.layout import TensorSpec, UnitDivision
-from zeroresize.strategy.length_range import LengthRange
-from zeroresize.strategy.step_plan import Visit, plan_visits, token_limits
+from zeroresize.strategy.length_range import LengthRange, with_limits
+from zeroresize.strategy.running.step_plan import Visit, plan_visits
+from zeroresize.strategy.running.switch_tour import SwitchTour
 from zeroresize.strategy.strategy import Strategy
-from zeroresize.strategy.switch_order import tour_seconds
-from zeroresize.strategy.switch_tour import SwitchTour
-from zeroresize.strategy.transfers import LinkSpeeds
+from zeroresize.strategy.switching.switch_order import tour_seconds
+from zeroresize.strategy.switching.transfers import LinkSpeeds
 
 DATA, TENSOR, BOTH = Strategy(4), Strategy(1, 4), Strategy(2, 2)
-RANGES = [LengthRange(*one) for one in ((2, DATA), (4, TENSOR), (6, DATA), (8, BOTH))]
+RANGES = [LengthRange(*one) for one in ((2, DATA), (4, TENSOR), (6, DATA, 12), (8, BOTH))]
 
 
 def test_ranges_of_one_strategy_are_one_visit_and_those_without_sequences_none():
-    assert plan_visits([5, 1, 2, 8, 6, 7], RANGES, (2, 4, 12, 8)) == [
+    ranges = with_limits(RANGES, None)
+    assert plan_visits([5, 1, 2, 8, 6, 7], ranges) == [
         Visit(DATA, (2, 6), (0, 1, 2, 4), 12),
         Visit(BOTH, (8,), (3, 5), 8),
     ]
-    assert plan_visits([3], RANGES, (2, 4, 12, 8)) == [Visit(TENSOR, (4,), (0,), 4)]
+    assert plan_visits([3], ranges) == [Visit(TENSOR, (4,), (0,), 4)]
     with pytest.raises(ValueError, match="sequence 1: a sequence of 9 tokens is longer"):
-        plan_visits([3, 9], RANGES, (2, 4, 6, 8))
+        plan_visits([3, 9], ranges)
 
 
-def test_limits_are_one_number_or_one_for_each_range():
-    assert token_limits(8, RANGES) == (8, 8, 8, 8)
-    assert token_limits([2, 4, 12, 8], RANGES) == (2, 4, 12, 8)
+def test_a_range_says_its_limit_or_all_have_one_or_the_longest_sequence_is_it():
+    assert [one.max_tokens for one in with_limits(RANGES, 9)] == [9, 9, 12, 9]
+    assert [one.max_tokens for one in with_limits(RANGES, None)] == [2, 4, 12, 8]
+    with pytest.raises(ValueError, match="max_tokens of the length range up to 8=7 is not allowed"):
+        with_limits(RANGES, 7)
 
 
 def test_the_tour_is_the_shortest_from_home_by_what_switches_send():

@@ -12,8 +12,8 @@ from straggling import FormulaCosts
 from zeroresize.policy.moving import FIRST_PAUSE, MoveCost
 from zeroresize.resharding.layout import unit_bounds
 from zeroresize.simulate.strategy_stragglers import simulate_stragglers
-from zeroresize.strategy.straggler_candidates import ModelDivision, arrangements, candidates, largest_degrees
-from zeroresize.strategy.straggler_decision import StragglerDecision
+from zeroresize.strategy.stragglers.straggler_candidates import ModelDivision, arrangements, candidates, largest_degrees
+from zeroresize.strategy.stragglers.straggler_decision import StragglerDecision
 from zeroresize.strategy.strategy import Strategy
 
 MODEL = ModelDivision((1.0,) * 8, (8, 32))

@@ -10,16 +10,16 @@ from torch import nn
 from lm_examples.llama import token_loss
 from zeroresize.layers.segment import Segment
 from zeroresize.measure.step_timer import HostClock
-from zeroresize.strategy.cost_model import CostModel
-from zeroresize.strategy.layer_costs import LayerCost, LayerCosts
-from zeroresize.strategy.length_range import LengthRange
+from zeroresize.strategy.costs.cost_model import CostModel
+from zeroresize.strategy.costs.layer_costs import LayerCost, LayerCosts
+from zeroresize.strategy.length_range import LengthRange, with_limits
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.packed import Packed
-from zeroresize.strategy.rank_speeds import RankSpeeds
-from zeroresize.strategy.straggler_costs import StragglerCosts
+from zeroresize.strategy.stragglers.rank_speeds import RankSpeeds
+from zeroresize.strategy.stragglers.straggler_costs import StragglerCosts
 from zeroresize.strategy.strategy import Strategy
 from zeroresize.strategy.strategy_balancer import StrategyBalancer
-from zeroresize.strategy.switch_plan import LinkSpeeds
+from zeroresize.strategy.switching.switch_plan import LinkSpeeds
 from zeroresize.strategy.trainer import StrategyTrainer
 
 WIDTH, UNITS, VOCABULARY, NUM_BLOCKS, MAX_TOKENS = 4, 12, 16, 2, 32
@@ -130,7 +130,7 @@ def training(group, **options):
     trainer = StrategyTrainer(model, optimizer_of(model.parameters()), RANGES, loss=token_loss, max_tokens=MAX_TOKENS)
     cost = cost_of(model.tensors)
     probe = lambda: 1e-3 * Pace.chi  # noqa: E731
-    return trainer, StrategyBalancer(trainer, cost, max_tokens=MAX_TOKENS, probe=probe, clock=Clock(), **options)
+    return trainer, StrategyBalancer(trainer, cost, probe=probe, clock=Clock(), **options)
 
 
 def test_a_slow_rank_is_shrunk_left_out_and_comes_back_and_results_are_those_of_undisturbed_training(run_ranks):
@@ -184,7 +184,7 @@ def test_a_home_outside_the_ranges_is_refused(run_ranks):
             model, optimizer_of(model.parameters()), RANGES, loss=token_loss, max_tokens=MAX_TOKENS
         )
         with pytest.raises(ValueError, match="strategy of no range"):
-            StrategyBalancer(trainer, cost_of(model.tensors), max_tokens=MAX_TOKENS)
+            StrategyBalancer(trainer, cost_of(model.tensors))
 
     run_ranks(make, 4)
 
@@ -219,24 +219,24 @@ def test_a_rank_without_a_part_is_as_fast_as_its_products_say():
 
 def test_a_rank_is_expected_to_take_its_share_of_its_replicas_tokens():
     tensors = training_tensors()
-    costs = StragglerCosts(cost_of(tensors), RANGES, home=0, max_tokens=MAX_TOKENS)
+    costs = StragglerCosts(cost_of(tensors), with_limits(RANGES, MAX_TOKENS), home=0)
     shrunk = (Strategy(2, 2, shares=(3, 1)), Strategy(1, 4))
     # Two sequences of 4 tokens, one a replica; one of 12 that all four share.
     assert costs.rank_s(shrunk, [4, 4, 12], 0) == pytest.approx(NUM_BLOCKS * TOKEN_S * (4 * 0.75 + 12 / 4))
     assert costs.rank_s(shrunk, [4, 4, 12], 3) == pytest.approx(NUM_BLOCKS * TOKEN_S * (4 * 0.25 + 12 / 4))
     # 12 units of 5 ranks: two have 3, which is 5 / 4 of an equal share; costs are those of tp = 4, the last known.
-    of_five = StragglerCosts(cost_of(tensors, 5), RANGES, home=0, max_tokens=MAX_TOKENS)
+    of_five = StragglerCosts(cost_of(tensors, 5), with_limits(RANGES, MAX_TOKENS), home=0)
     fifth = (Strategy(1, 5, shares=(2, 1, 1, 1, 1)), Strategy(1, 5, shares=(1.000001, 1, 1, 1, 1)))
     assert of_five.rank_s(fifth, [12], 0) == pytest.approx(NUM_BLOCKS * 12 * TOKEN_S / 4 * 5 / 4, rel=1e-6)
     costs.expect([[4, 4, 12]])
     even = (1.0,) * 4
     assert costs.range_s(0, shrunk[0], even) == pytest.approx(NUM_BLOCKS * TOKEN_S * 4 * 0.75)
     assert costs.range_s(1, Strategy(1, 3, ranks=(0, 1, 2), shares=(2, 1, 1)), even) < math.inf
-    tight = StragglerCosts(cost_of(tensors), RANGES, home=0, max_tokens=MAX_TOKENS, limit_bytes=10.0)
+    tight = StragglerCosts(cost_of(tensors), with_limits(RANGES, MAX_TOKENS), home=0, limit_bytes=10.0)
     assert tight.range_s(0, shrunk[0], even) == math.inf
 
 
 def training_tensors():
-    from zeroresize.strategy.sharding import WholeLayers
+    from zeroresize.strategy.switching.sharding import WholeLayers
 
     return tuple(one.spec for one in WholeLayers(layers_of(), None).tensors)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from zeroresize.strategy.length_range import LengthRange, as_ranges, range_of
 from zeroresize.strategy.strategy import Strategy
-from zeroresize.strategy.switch_order import cheapest_order, tour_seconds
+from zeroresize.strategy.switching.switch_order import cheapest_order, tour_seconds
 
 
 @settings(max_examples=30)

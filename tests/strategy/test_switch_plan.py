@@ -13,7 +13,7 @@ from switch_cases import least_volumes, switch_cases
 from zeroresize.resharding.layout import TensorSpec, UnitDivision
 from zeroresize.resharding.slices import common_slices
 from zeroresize.strategy.strategy import Strategy
-from zeroresize.strategy.switch_plan import LinkSpeeds, lower_bound, plan_gradients, plan_weights
+from zeroresize.strategy.switching.switch_plan import LinkSpeeds, lower_bound, plan_gradients, plan_weights
 
 LINKS = LinkSpeeds(within_bytes_per_s=8.0, between_bytes_per_s=2.0, latency_s=0.5)
 

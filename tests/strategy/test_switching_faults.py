@@ -13,9 +13,9 @@ from torch import nn
 from zeroresize.layers.segment import Segment
 from zeroresize.resharding import agreement, message_rounds
 from zeroresize.resharding.agreement import NotEnoughMemoryError
-from zeroresize.strategy import all_or_nothing
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.strategy import Strategy
+from zeroresize.strategy.switching import all_or_nothing
 
 UNEVEN, PIPELINE, REPLICAS = Strategy(1, 3, shares=(1, 2, 3)), Strategy(1, 1, 3), Strategy(3)
 HALVES, PAIR = Strategy(1, 2), Strategy(2)

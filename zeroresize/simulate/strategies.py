@@ -14,10 +14,10 @@ from statistics import NormalDist
 import numpy as np
 
 from zeroresize.simulate.llama_tensors import LlamaShape, llama_tensors
-from zeroresize.strategy.cost_model import CostModel
-from zeroresize.strategy.layer_costs import LayerCost, LayerCosts
-from zeroresize.strategy.packing import pack
-from zeroresize.strategy.switch_plan import LinkSpeeds
+from zeroresize.strategy.costs.cost_model import CostModel
+from zeroresize.strategy.costs.layer_costs import LayerCost, LayerCosts
+from zeroresize.strategy.running.packing import pack
+from zeroresize.strategy.switching.switch_plan import LinkSpeeds
 
 _BF16 = 2
 

@@ -1,1 +1,50 @@
-"""Strategies of parallelism that change while training goes on."""
+"""Strategies of parallelism that change while training goes on (HotSPa).
+
+- :class:`Strategy` is (DP, TP, PP) on a set of ranks; :class:`LengthRange` says which one trains which sequences.
+- :class:`SwitchableModel` is a model of plain layers whose weights go from one strategy to another.
+- :class:`StrategyTrainer` trains a mini-batch, each sequence under the strategy of its length, in one optimizer step.
+- :func:`search_strategies` finds the ranges and strategies, by costs that :func:`measure_layer_costs` measures.
+- :class:`StrategyBalancer` changes strategies where ranks are slow, and back.
+- :func:`strategy_state` checkpoints a model and its optimizer, for any other strategy.
+
+Layers are called ``layer(x, packed)``, with a :class:`Packed` micro-batch. A guide with a whole program:
+docs/strategies.md.
+"""
+
+from zeroresize.strategy.costs.calibrate import measure_layer_costs, measure_links
+from zeroresize.strategy.costs.candidates import candidate_strategies
+from zeroresize.strategy.costs.cost_model import CostModel
+from zeroresize.strategy.costs.search import SearchResult, search_strategies
+from zeroresize.strategy.gradient_norm import clip_grad_norm_
+from zeroresize.strategy.length_range import LengthRange
+from zeroresize.strategy.model import SwitchableModel
+from zeroresize.strategy.packed import Packed
+from zeroresize.strategy.step_report import RangeReport, StepReport
+from zeroresize.strategy.strategy import Position, Strategy
+from zeroresize.strategy.strategy_balancer import StrategyBalancer
+from zeroresize.strategy.strategy_state import strategy_state
+from zeroresize.strategy.switching.switch import SwitchReport
+from zeroresize.strategy.switching.transfers import LinkSpeeds
+from zeroresize.strategy.trainer import StrategyTrainer
+
+__all__ = [
+    "CostModel",
+    "LengthRange",
+    "LinkSpeeds",
+    "Packed",
+    "Position",
+    "RangeReport",
+    "SearchResult",
+    "StepReport",
+    "Strategy",
+    "StrategyBalancer",
+    "StrategyTrainer",
+    "SwitchReport",
+    "SwitchableModel",
+    "candidate_strategies",
+    "clip_grad_norm_",
+    "measure_layer_costs",
+    "measure_links",
+    "search_strategies",
+    "strategy_state",
+]

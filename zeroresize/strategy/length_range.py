@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from zeroresize.strategy.strategy import Strategy
@@ -17,8 +17,8 @@ class LengthRange:
     """Sequences longer than the range before allows, up to ``up_to`` tokens, and the strategy that trains them.
 
     Attributes:
-        max_tokens: that a micro-batch under the strategy may have, as far as memory allows; None for what holds for
-            all ranges.
+        max_tokens: that a micro-batch of one replica may have, as far as memory allows; None for what holds for all
+            ranges.
 
     Raises:
         ValueError: if ``up_to`` is no whole number of at least 1, for a strategy of another kind than
@@ -33,7 +33,7 @@ class LengthRange:
         at_least("length range up_to", self.up_to, 1)
         object.__setattr__(self, "strategy", Strategy.of(self.strategy))
         if self.max_tokens is not None:
-            at_least("length range max_tokens", self.max_tokens, self.up_to)
+            at_least(f"max_tokens of the length range up to {self.up_to}", self.max_tokens, self.up_to)
 
     @classmethod
     def of(cls, value: Any) -> LengthRange:
@@ -74,6 +74,18 @@ def as_ranges(values: Iterable[Any]) -> tuple[LengthRange, ...]:
                 f"length range {after} follows {before}: each range needs a larger up_to than the one before"
             )
     return ranges
+
+
+def with_limits(ranges: Iterable[LengthRange], max_tokens: int | None) -> tuple[LengthRange, ...]:
+    """The same with every ``max_tokens`` set: where a range says none to this one, or to ``up_to`` if that is None.
+
+    Raises:
+        ValueError: if it is smaller than the longest sequence of a range that says none.
+    """
+    return tuple(
+        one if one.max_tokens is not None else replace(one, max_tokens=one.up_to if max_tokens is None else max_tokens)
+        for one in ranges
+    )
 
 
 def range_of(ranges: Sequence[LengthRange], length: int) -> int:

@@ -28,14 +28,14 @@ from zeroresize.resharding.agreement import (
     texts_of_ranks,
 )
 from zeroresize.resharding.layout import Layout, TensorSpec
-from zeroresize.strategy.all_or_nothing import carried_out
-from zeroresize.strategy.gradient_sum import sum_gradients
-from zeroresize.strategy.placement import Placement, held_bytes
-from zeroresize.strategy.rehoming import OwnState, Rehoming
-from zeroresize.strategy.sharding import Initialize, SegmentsOf, WholeLayers, WholeTensor
 from zeroresize.strategy.strategy import Position, Strategy
-from zeroresize.strategy.strategy_groups import OwnGroups, StrategyGroups
-from zeroresize.strategy.switching import Route, Switch, SwitchReport
+from zeroresize.strategy.switching.all_or_nothing import carried_out
+from zeroresize.strategy.switching.gradient_sum import sum_gradients
+from zeroresize.strategy.switching.placement import Placement, held_bytes
+from zeroresize.strategy.switching.rehoming import OwnState, Rehoming
+from zeroresize.strategy.switching.sharding import Initialize, SegmentsOf, WholeLayers, WholeTensor
+from zeroresize.strategy.switching.strategy_groups import OwnGroups, StrategyGroups
+from zeroresize.strategy.switching.switch import Route, Switch, SwitchReport
 
 _T = TypeVar("_T")
 
@@ -81,7 +81,7 @@ class SwitchableModel:
 
     Raises:
         ValueError: for strategies that do not fit the ranks or layers, parameters that layers share, buffers with
-            state, and segments that do not fit; see :class:`~zeroresize.strategy.sharding.WholeLayers`.
+            state, and segments that do not fit; see :class:`~zeroresize.strategy.switching.sharding.WholeLayers`.
         RuntimeError: if ranks differ in what they were given, if one fails, or does not come.
     """
 

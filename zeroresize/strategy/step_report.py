@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zeroresize.strategy.strategy import Strategy
-from zeroresize.strategy.switching import SwitchReport
+from zeroresize.strategy.switching.switch import SwitchReport
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,17 @@ from zeroresize.measure.device_speed import product_seconds
 from zeroresize.measure.step_timer import Clock, StepTimer, clock_for
 from zeroresize.policy.moving import MoveCost
 from zeroresize.resharding.agreement import NotEnoughMemoryError
-from zeroresize.strategy.cost_model import CostModel
-from zeroresize.strategy.rank_speeds import RankSpeeds
+from zeroresize.strategy.costs.cost_model import CostModel
 from zeroresize.strategy.step_report import StepReport
-from zeroresize.strategy.straggler_costs import StragglerCosts
-from zeroresize.strategy.straggler_decision import MIN_SAVING, TOLERANCE, StragglerDecision, StragglerForecast
-from zeroresize.strategy.straggler_record import StragglerRecord
+from zeroresize.strategy.stragglers.rank_speeds import RankSpeeds
+from zeroresize.strategy.stragglers.straggler_costs import StragglerCosts
+from zeroresize.strategy.stragglers.straggler_decision import (
+    MIN_SAVING,
+    TOLERANCE,
+    StragglerDecision,
+    StragglerForecast,
+)
+from zeroresize.strategy.stragglers.straggler_record import StragglerRecord
 from zeroresize.strategy.strategy import Strategy
 from zeroresize.strategy.trainer import StrategyTrainer
 from zeroresize.utils.state_checks import anything, count, keyed
@@ -46,12 +51,13 @@ _SAMPLE, _NEW_SAMPLE = 4, 16
 class StrategyBalancer:
     """Changes a trainer's strategies where ranks are slow, and back, when that saves more than the switch takes::
 
-        balancer = StrategyBalancer(trainer, cost, max_tokens=8192)
+        balancer = StrategyBalancer(trainer, cost)
         for sequences in batches:
             print(balancer.step(sequences).loss)
 
     Each rank's busy seconds, without waits, are compared with what its part of the step should have taken. The numbers
-    travel while the next step runs; after it all ranks decide alike (:mod:`zeroresize.strategy.straggler_decision`).
+    travel while the next step runs; after it all ranks decide alike
+    (:mod:`zeroresize.strategy.stragglers.straggler_decision`).
     A rank that was left out takes part in :meth:`step`, has nothing to train, and looks how fast it is by a few
     products, so that it comes back when it is fast again. Results stay those of training under one strategy.
 
@@ -60,13 +66,12 @@ class StrategyBalancer:
     Args:
         trainer: its model's home must be the strategy of a range. Nobody else changes its ranges.
         cost: of the model and the cluster; only its seconds relative to each other, its links and sizes count.
-        max_tokens: as of the trainer.
         limit_bytes: memory of a rank for weights, gradients, optimizer state and activations.
-        tolerance, min_saving: as of :class:`~zeroresize.strategy.straggler_decision.StragglerDecision`.
+        tolerance, min_saving: as of :class:`~zeroresize.strategy.stragglers.straggler_decision.StragglerDecision`.
         probe: ``probe()`` gives seconds of a few products on this rank; None for products on its device.
         clock: for the busy seconds; None for that of the model's device.
-        on_change: is given a :class:`~zeroresize.strategy.straggler_record.StragglerRecord` after each decision that
-            was carried out or could not be, on every rank.
+        on_change: is given a :class:`~zeroresize.strategy.stragglers.straggler_record.StragglerRecord` after each
+            decision that was carried out or could not be, on every rank.
 
     Attributes:
         steps: how many are over.
@@ -82,7 +87,6 @@ class StrategyBalancer:
         trainer: StrategyTrainer,
         cost: CostModel,
         *,
-        max_tokens: int | Sequence[int],
         limit_bytes: float = math.inf,
         tolerance: float = TOLERANCE,
         min_saving: float = MIN_SAVING,
@@ -95,9 +99,7 @@ class StrategyBalancer:
             raise ValueError(f"home {model.home} is the strategy of no range: {', '.join(map(str, strategies))}")
         self.steps = 0
         self._trainer, self._model, self._home = trainer, model, strategies.index(model.home)
-        self._costs = StragglerCosts(
-            cost, trainer.ranges, home=self._home, max_tokens=max_tokens, limit_bytes=limit_bytes
-        )
+        self._costs = StragglerCosts(cost, trainer.ranges, home=self._home, limit_bytes=limit_bytes)
         links = cost.links.within_bytes_per_s if len(set(cost.nodes)) == 1 else cost.links.between_bytes_per_s
         self._decision = StragglerDecision(
             strategies,
@@ -114,7 +116,7 @@ class StrategyBalancer:
         self._on_change = on_change
         agreement = {
             "the costs": repr(cost.layers),
-            "max_tokens, limit_bytes, tolerance or min_saving": f"{max_tokens} {limit_bytes} {tolerance} {min_saving}",
+            "limit_bytes, tolerance or min_saving": f"{limit_bytes} {tolerance} {min_saving}",
         }
         self._exchange = Exchange(CpuGroup(model.process_group, agreement))
         self._timer = StepTimer(clock or clock_for(model.device))

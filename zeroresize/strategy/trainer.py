@@ -13,18 +13,18 @@ from torch import Tensor, nn
 
 from zeroresize.comm.collectives import all_reduce, message_device
 from zeroresize.resharding.agreement import fingerprint, meet_over, meet_prepared, require_same
-from zeroresize.strategy.activations import find_activations
 from zeroresize.strategy.gradient_norm import clip_grad_norm_
-from zeroresize.strategy.length_range import LengthRange, as_ranges
+from zeroresize.strategy.length_range import LengthRange, as_ranges, with_limits
 from zeroresize.strategy.model import SwitchableModel
-from zeroresize.strategy.one_f_one_b import Loss, PipelineStage
 from zeroresize.strategy.packed import Packed
-from zeroresize.strategy.packing import MicroBatch, Work, num_tokens, spread_and_pack
-from zeroresize.strategy.step_plan import Visit, plan_visits, token_limits
+from zeroresize.strategy.running.activations import find_activations
+from zeroresize.strategy.running.one_f_one_b import Loss, PipelineStage
+from zeroresize.strategy.running.packing import MicroBatch, Work, num_tokens, spread_and_pack
+from zeroresize.strategy.running.step_plan import Visit, plan_visits
+from zeroresize.strategy.running.switch_tour import TYPICAL_LINKS, SwitchTour
 from zeroresize.strategy.step_report import RangeReport, StepReport
-from zeroresize.strategy.switch_tour import TYPICAL_LINKS, SwitchTour
-from zeroresize.strategy.switching import SwitchReport
-from zeroresize.strategy.transfers import LinkSpeeds
+from zeroresize.strategy.switching.switch import SwitchReport
+from zeroresize.strategy.switching.transfers import LinkSpeeds
 from zeroresize.utils.value_checks import number
 
 
@@ -50,7 +50,8 @@ class StrategyTrainer:
             leaves out, of none: ``AdamW([{"params": []}])``.
         ranges: rising, each with one of the model's strategies.
         loss: ``loss(output of the last layer, packed)``, summed over the tokens, not averaged.
-        max_tokens: of a micro-batch of one replica, as its memory allows; one number, or one for each range.
+        max_tokens: of a micro-batch of one replica, as its memory allows, where a range does not say; None for as many
+            as the longest sequence of its range has.
         grad_clip: largest norm of the gradients; 0 for no clipping.
         work: what sequences cost, by which replicas share them; their tokens by default.
         links: between the ranks, by which switches are ordered.
@@ -67,14 +68,13 @@ class StrategyTrainer:
         ranges: Sequence[LengthRange],
         *,
         loss: Loss,
-        max_tokens: int | Sequence[int],
+        max_tokens: int | None = None,
         grad_clip: float = 0.0,
         work: Work = num_tokens,
         links: LinkSpeeds = TYPICAL_LINKS,
     ) -> None:
-        self.ranges = as_ranges(ranges)
+        self.ranges = with_limits(as_ranges(ranges), max_tokens)
         self.model, self.optimizer = model, optimizer
-        self._limits = token_limits(max_tokens, self.ranges)
         number("grad_clip", grad_clip, least=0.0)
         for one in self.ranges:
             if one.strategy not in model.strategies:
@@ -146,9 +146,7 @@ class StrategyTrainer:
             raise ValueError(f"sequences {wrong} are no rows of at least two tokens of int64")
         if trains:
             self._require_parameters()
-        visits = {
-            one.strategy: one for one in plan_visits([len(one) - 1 for one in sequences], self.ranges, self._limits)
-        }
+        visits = {one.strategy: one for one in plan_visits([len(one) - 1 for one in sequences], self.ranges)}
         return [visits[strategy] for strategy in self._tour.order(list(visits))]
 
     def _require_parameters(self) -> None:

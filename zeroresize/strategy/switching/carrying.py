@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from zeroresize.resharding.layout import Indices
 from zeroresize.resharding.message_rounds import MessageRounds
 from zeroresize.resharding.messages import Pair
-from zeroresize.strategy.switch_messages import Parcel, Round
+from zeroresize.strategy.switching.switch_messages import Parcel, Round
 
 
 @dataclass(frozen=True)

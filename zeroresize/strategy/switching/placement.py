@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from zeroresize.resharding.layout import Layout
-from zeroresize.strategy.sharding import WholeLayers, WholeTensor, hollow
 from zeroresize.strategy.strategy import Position, Strategy
-from zeroresize.strategy.strategy_groups import OwnGroups
+from zeroresize.strategy.switching.sharding import WholeLayers, WholeTensor, hollow
+from zeroresize.strategy.switching.strategy_groups import OwnGroups
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,27 +13,26 @@ from dataclasses import replace
 import numpy as np
 
 from zeroresize.resharding.layout import unit_bounds
-from zeroresize.strategy.cost_model import CostModel
-from zeroresize.strategy.layer_costs import LayerCost, LayerCosts
+from zeroresize.strategy.costs.cost_model import CostModel
+from zeroresize.strategy.costs.layer_costs import LayerCost, LayerCosts
 from zeroresize.strategy.length_range import LengthRange, range_of
-from zeroresize.strategy.packing import spread_and_pack
-from zeroresize.strategy.straggler_candidates import ModelDivision
+from zeroresize.strategy.running.packing import spread_and_pack
+from zeroresize.strategy.stragglers.straggler_candidates import ModelDivision
 from zeroresize.strategy.strategy import Strategy
-from zeroresize.strategy.switch_order import cheapest_order, tour_seconds
-from zeroresize.strategy.switch_plan import plan_weights
+from zeroresize.strategy.switching.switch_order import cheapest_order, tour_seconds
+from zeroresize.strategy.switching.switch_plan import plan_weights
 
 #: Of the heaviest layer's work, at least.
 _LEAST_WORK = 1e-6
 
 
 class StragglerCosts:
-    """A :class:`~zeroresize.strategy.straggler_decision.StrategyCosts` of a training.
+    """A :class:`~zeroresize.strategy.stragglers.straggler_decision.StrategyCosts` of a training.
 
     Args:
         cost: of the model and the cluster; whether ranks are slow there does not count.
-        ranges: of lengths, [G].
+        ranges: of lengths, [G], all of them with ``max_tokens``, as a trainer's are.
         home: the number of the range under whose strategy the optimizer steps.
-        max_tokens: of a micro-batch, where a range does not say; one number, or one for each range.
         limit_bytes: memory of a rank; infinite where that is no question.
     """
 
@@ -43,14 +42,12 @@ class StragglerCosts:
         ranges: Sequence[LengthRange],
         *,
         home: int,
-        max_tokens: int | Sequence[int],
         limit_bytes: float = math.inf,
     ) -> None:
         most_tp = min((one.num_units for one in cost.tensors if one.division is not None), default=1)
         self._cost = replace(cost, layers=of_all_degrees(cost.layers, most_tp), slowness=())
         self._ranges, self._home = tuple(ranges), home
-        usual = [max_tokens] * len(ranges) if isinstance(max_tokens, int) else max_tokens
-        self._max_tokens = [one.max_tokens or own for one, own in zip(ranges, usual, strict=True)]
+        self._max_tokens = [one.max_tokens or one.up_to for one in ranges]
         self._limit_bytes = limit_bytes
         self._sample: list[list[list[int]]] = []
         self._slow: dict[tuple[float, ...], CostModel] = {}
@@ -88,7 +85,7 @@ class StragglerCosts:
         self._packs.clear()
 
     def range_s(self, number: int, strategy: Strategy, speeds: Sequence[float]) -> float:
-        """As of :class:`~zeroresize.strategy.straggler_candidates.RangeCosts`, the mean of the expected steps.
+        """Mean of the expected steps, as of :mod:`~zeroresize.strategy.stragglers.straggler_candidates`.
 
         Infinite, too, where a tensor-parallel group is on more nodes than it needs.
         """

@@ -18,8 +18,8 @@ import numpy as np
 
 from zeroresize.resharding.layout import Indices
 from zeroresize.resharding.messages import Pair
-from zeroresize.strategy.sharding import WholeTensor
-from zeroresize.strategy.switch_plan import Transfers
+from zeroresize.strategy.switching.sharding import WholeTensor
+from zeroresize.strategy.switching.switch_plan import Transfers
 
 #: Every message begins at a multiple of it, so that its elements are aligned.
 _ALIGNMENT = 16

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from zeroresize.strategy.carrying import Ends
-from zeroresize.strategy.placement import Placement
-from zeroresize.strategy.sharding import WholeTensor
+from zeroresize.strategy.switching.carrying import Ends
+from zeroresize.strategy.switching.placement import Placement
+from zeroresize.strategy.switching.sharding import WholeTensor
 
 
 class Relocation:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import Waitable, message_device, start_messages
-from zeroresize.strategy.activations import Activation
+from zeroresize.strategy.running.activations import Activation
 
 
 class Neighbour(Protocol):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from zeroresize.strategy.straggler_decision import StragglerForecast
+from zeroresize.strategy.stragglers.straggler_decision import StragglerForecast
 from zeroresize.strategy.strategy import Strategy
 
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -143,9 +143,21 @@ class SwitchPlan:
         All ranks start together; a rank sends and receives at the same time, and inside its node and to other nodes at
         the same time; ranks share no link but the one of their node, where its speed is told. 0 if nothing travels.
         """
-        if not len(self.transfers):
-            return 0.0
-        within = max(self.sent_within.max(), self.received_within.max()) / links.within_bytes_per_s
-        between = max(self.sent_between.max(), self.received_between.max()) / links.between_bytes_per_s
-        of_nodes = (np.bincount(self.nodes, weights=one).max() for one in (self.sent_between, self.received_between))
-        return float(max(within, between, max(of_nodes) / links.node_bytes_per_s)) + links.latency_s
+        return fused_seconds([self], links)
+
+
+def fused_seconds(plans: Sequence[SwitchPlan], links: LinkSpeeds) -> float:
+    """What plans of the same nodes that are carried out together take, as :meth:`SwitchPlan.seconds` says of one."""
+    if not any(len(plan.transfers) for plan in plans):
+        return 0.0
+    seconds = 0.0
+    for way in ("sent", "received"):
+        within, between = (sum(getattr(plan, f"{way}_{link}") for plan in plans) for link in ("within", "between"))
+        of_nodes = np.bincount(plans[0].nodes, weights=between)
+        seconds = max(
+            seconds,
+            within.max() / links.within_bytes_per_s,
+            between.max() / links.between_bytes_per_s,
+            of_nodes.max() / links.node_bytes_per_s,
+        )
+    return float(seconds) + links.latency_s

@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeroresize.resharding.layout import Indices, Layout, TensorSpec
-from zeroresize.strategy.layer_costs import LayerCost, LayerCosts
+from zeroresize.strategy.costs.layer_costs import LayerCost, LayerCosts
 from zeroresize.strategy.strategy import Position, Strategy
-from zeroresize.strategy.switch_plan import LinkSpeeds, SwitchPlan, plan_gradients, plan_weights
+from zeroresize.strategy.switching.switch_plan import plan_gradients, plan_weights
+from zeroresize.strategy.switching.transfers import LinkSpeeds, SwitchPlan, fused_seconds
 from zeroresize.utils.value_checks import number
 
 Floats = NDArray[np.float64]
@@ -220,14 +221,3 @@ class CostModel:
             plan = plan_gradients if gradients else plan_weights
             self._plans[key] = plan(self._layout(before), self._layout(after), self.tensors, self.nodes)
         return self._plans[key]
-
-
-def fused_seconds(plans: Sequence[SwitchPlan], links: LinkSpeeds) -> float:
-    """What plans that are carried out together take, as :meth:`SwitchPlan.seconds` says of one."""
-    if not any(len(plan.transfers) for plan in plans):
-        return 0.0
-    within, between = (
-        max(int(sum(getattr(plan, f"{way}_{link}") for plan in plans).max()) for way in ("sent", "received"))
-        for link in ("within", "between")
-    )
-    return max(within / links.within_bytes_per_s, between / links.between_bytes_per_s) + links.latency_s

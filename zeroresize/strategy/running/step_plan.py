@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from zeroresize.strategy.length_range import LengthRange, range_of
 from zeroresize.strategy.strategy import Strategy
-from zeroresize.utils.value_checks import at_least
 
 
 @dataclass(frozen=True)
@@ -26,28 +25,14 @@ class Visit:
     max_tokens: int
 
 
-def token_limits(max_tokens: int | Sequence[int], ranges: Sequence[LengthRange]) -> tuple[int, ...]:
-    """Of a micro-batch of each range: one number for all of them, or one for each.
-
-    Raises:
-        ValueError: if there are not as many as ranges, or one is smaller than the longest sequence of its range.
-    """
-    limits = (max_tokens,) * len(ranges) if isinstance(max_tokens, int) else tuple(max_tokens)
-    if len(limits) != len(ranges):
-        raise ValueError(f"max_tokens={list(limits)}: one number is needed, or one for each of {len(ranges)} ranges")
-    for limit, one in zip(limits, ranges, strict=True):
-        at_least(f"max_tokens of the length range {one}", limit, one.up_to)
-    return limits
-
-
-def plan_visits(lengths: Sequence[int], ranges: Sequence[LengthRange], limits: Sequence[int]) -> list[Visit]:
+def plan_visits(lengths: Sequence[int], ranges: Sequence[LengthRange]) -> list[Visit]:
     """One visit of each strategy that has sequences, in the order of the ranges; the others have nothing to do.
 
     Ranges of one strategy are one visit, with the largest of their limits.
 
     Args:
         lengths: of the mini-batch's sequences, in tokens.
-        limits: tokens of a micro-batch of each range.
+        ranges: all of them with ``max_tokens``.
 
     Raises:
         ValueError: for a sequence that is longer than the last range, naming it.
@@ -63,7 +48,7 @@ def plan_visits(lengths: Sequence[int], ranges: Sequence[LengthRange], limits: S
             strategy,
             tuple(one.up_to for one in ranges if one.strategy == strategy),
             tuple(own),
-            max(limit for limit, one in zip(limits, ranges, strict=True) if one.strategy == strategy),
+            max(one.max_tokens or one.up_to for one in ranges if one.strategy == strategy),
         )
         for strategy, own in members.items()
         if own

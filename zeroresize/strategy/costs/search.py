@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from zeroresize.resharding.layout import Indices
-from zeroresize.strategy.cost_model import CostModel, Floats
-from zeroresize.strategy.forecast import (
+from zeroresize.strategy.costs.cost_model import CostModel, Floats
+from zeroresize.strategy.costs.forecast import (
     Pack,
     StepForecast,
     Tours,

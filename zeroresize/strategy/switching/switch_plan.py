@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from zeroresize.resharding.layout import Indices, Layout, TensorSpec
 from zeroresize.resharding.senders import Queues, SendLoads
 from zeroresize.resharding.slices import Slices, common_slices
-from zeroresize.strategy.partial_gradients import PartialGradients
-from zeroresize.strategy.transfers import LinkSpeeds, SwitchPlan, Transfers
+from zeroresize.strategy.switching.partial_gradients import PartialGradients
+from zeroresize.strategy.switching.transfers import LinkSpeeds, SwitchPlan, Transfers
 
 #: Slices are cut to this part of what a rank receives on average, so that senders can be loaded evenly.
 LARGEST_SLICE = 1 / 8

@@ -15,7 +15,7 @@ from dataclasses import astuple, dataclass
 from typing import Any, Protocol, get_args
 
 from zeroresize.policy.moving import FIRST_PAUSE, LONGEST_PAUSE, MoveCost
-from zeroresize.strategy.straggler_candidates import Candidate, Kind, ModelDivision, RangeCosts, candidates
+from zeroresize.strategy.stragglers.straggler_candidates import Candidate, Kind, ModelDivision, RangeCosts, candidates
 from zeroresize.strategy.strategy import Strategy
 from zeroresize.utils.state_checks import anything, count, each, keyed, not_negative, row, values
 

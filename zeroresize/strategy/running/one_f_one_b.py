@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_rank, group_size
-from zeroresize.strategy.activations import Activation
-from zeroresize.strategy.neighbours import AdjacentStage, Neighbour, Nobody
 from zeroresize.strategy.packed import Packed
+from zeroresize.strategy.running.activations import Activation
+from zeroresize.strategy.running.neighbours import AdjacentStage, Neighbour, Nobody
 
 #: Of the last layer's output and its micro-batch; a sum over tokens.
 Loss = Callable[[Tensor, Packed], Tensor]
@@ -32,7 +32,7 @@ class PipelineStage:
     Args:
         layers: of this stage, in order; called ``layer(x, packed)``.
         first: number of the first of them in the model.
-        activations: [L − 1] between all layers of the model, of :func:`~zeroresize.strategy.activations
+        activations: [L − 1] between all layers of the model, of :func:`~zeroresize.strategy.running.activations
             .find_activations`.
         process_group: the pipeline's, first stage first; None where there is one stage only.
         device: of the layers.

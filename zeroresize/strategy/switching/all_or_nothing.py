@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 
 from zeroresize.resharding.agreement import Meet, allocate_together, require_received, require_same
-from zeroresize.strategy.carrying import Carrier
-from zeroresize.strategy.switching import SwitchReport
+from zeroresize.strategy.switching.carrying import Carrier
+from zeroresize.strategy.switching.switch import SwitchReport
 
 
 class Moving(Protocol):

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from zeroresize.comm.collectives import all_reduce, group_rank, group_size, message_device
 from zeroresize.measure.calibrate_moves import measure_move_cost
-from zeroresize.strategy.cost_model import Floats
-from zeroresize.strategy.layer_costs import LayerCost, LayerCosts
+from zeroresize.strategy.costs.cost_model import Floats
+from zeroresize.strategy.costs.layer_costs import LayerCost, LayerCosts
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.packed import Packed
-from zeroresize.strategy.switch_plan import LinkSpeeds
+from zeroresize.strategy.switching.switch_plan import LinkSpeeds
 
 #: The lengths of the micro-batches that are timed: equal tokens in sequences of different lengths tell b and c apart.
 POINTS = ((16,), (128,), (32,) * 4, (512,), (64,) * 8, (128,) * 4)

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zeroresize.strategy.cost_model import CostModel, Floats
+from zeroresize.strategy.costs.cost_model import CostModel, Floats
 from zeroresize.strategy.length_range import LengthRange, as_ranges, range_of
-from zeroresize.strategy.packing import spread_and_pack
+from zeroresize.strategy.running.packing import spread_and_pack
 from zeroresize.strategy.strategy import Strategy
-from zeroresize.strategy.switch_order import cheapest_order, tour_seconds
+from zeroresize.strategy.switching.switch_order import cheapest_order, tour_seconds
 
 #: ``pack(lengths, max_tokens, dp)``: [dp] the micro-batches of each replica, as lists of lengths.
 Pack = Callable[[Sequence[int], int, int], Sequence[Sequence[Sequence[int]]]]

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from zeroresize.comm.collectives import group_size, start_all_reduce
-from zeroresize.strategy.placement import Placement
-from zeroresize.strategy.sharding import WholeTensor
+from zeroresize.strategy.switching.placement import Placement
+from zeroresize.strategy.switching.sharding import WholeTensor
 
 #: Small gradients are summed together, up to so many bytes.
 _BUCKET_BYTES = 32 * 2**20

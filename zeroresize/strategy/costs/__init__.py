@@ -1,0 +1,1 @@
+"""What strategies cost, and the search for the best ones."""

@@ -1,0 +1,1 @@
+"""How the sequences of a step run under a strategy."""

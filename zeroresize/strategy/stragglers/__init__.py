@@ -1,0 +1,1 @@
+"""Strategies for slow ranks: which there are, and when they pay."""

@@ -1,0 +1,1 @@
+"""What a switch of strategies sends, and how it is carried out."""
