@@ -98,10 +98,11 @@ def rank_needs(config: RunConfig, strategy: Strategy, home: Strategy, num_ranks:
 def token_bytes(config: RunConfig, number: int, share: float = 1.0) -> float:
     """Estimate of what forward of layer ``number`` keeps of one token for backward.
 
-    Of a block the inputs, normalised inputs and outputs of both norms (6 D) and, of the rank's ``share`` of the heads
-    and neurons, q, k and v, the attention's output and its copy (5 D), both products, SiLU's output and theirs
-    together (4 M); of the head its norm's (3 D) and the logits (V), which belong to the loss; of the embedding the
-    number of the token.
+    Of a block the inputs, normalised inputs and outputs of both norms (6 D), and the rotary waves (head size). Of the
+    rank's ``share`` of the heads and neurons: turned queries and keys (2 D), the product that values are a part of (3 D;
+    with fewer KV heads copies of the values, and of the keys, D (1 + KV heads / heads)), the attention's output and its
+    copy (2 D); gate and up, SiLU's output and theirs together (4 M). Of the head its norm's (3 D) and the logits (V),
+    which belong to the loss; of the embedding the number of the token.
     """
     model = config.model
     dtype = getattr(torch, config.training.dtype)
@@ -110,7 +111,10 @@ def token_bytes(config: RunConfig, number: int, share: float = 1.0) -> float:
     if number == config.num_layers - 1:
         wide = torch.promote_types(dtype, torch.float32)
         return 3 * model.hidden_size * dtype.itemsize + model.vocabulary * wide.itemsize
-    return (6 * model.hidden_size + share * (5 * model.hidden_size + 4 * model.feed_forward_size)) * dtype.itemsize
+    are_all = model.num_kv_groups == model.num_heads
+    copied = 3.0 if are_all else 1.0 + model.num_kv_groups / model.num_heads
+    divided = (4.0 + copied) * model.hidden_size + 4 * model.feed_forward_size
+    return (6 * model.hidden_size + model.head_size + share * divided) * dtype.itemsize
 
 
 def require_memory(config: RunConfig, needs: Mapping[Strategy, Sequence[RankNeeds]]) -> None:

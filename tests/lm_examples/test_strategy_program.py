@@ -178,7 +178,7 @@ def test_mistakes_are_named_with_what_is_allowed(tmp_path, sections, told):
     [
         (["--config=nothing"], "--config nothing: no such file; by bare name there are ['switching', "),
         (["--dry-run", "--ranks=3"], "strategies: strategy (4, 1, 1) needs rank 3: there are 3 ranks"),
-        (["--dry-run", "--set=model.mlp_size=6"], "the 6 units of layers.1.mlp.gate.weight do not divide by tp=4"),
+        (["--dry-run", "--set=model.mlp_size=6"], "the 6 units of layers.1.mlp.gate_up.weight do not divide by tp=4"),
         (["--dry-run", "--set=strategies.memory_limit=1e6"], "rank 0 needs "),
         ([], "start it with `torchrun --nproc-per-node 2 -m lm_examples.train_strategies"),
     ],
@@ -206,8 +206,9 @@ def test_a_dry_run_tells_what_every_rank_needs_under_each_strategy():
     assert "257 to 1024" in said and "embedding, blocks 0 to 3, head" in said and "(1, 2, 1)" in said
 
 
-def test_activations_are_estimated_as_autograd_keeps_them():
-    config = load_config("switching")
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+def test_activations_are_estimated_as_autograd_keeps_them(num_kv_heads):
+    config = load_config("switching", [f"model.num_kv_heads={num_kv_heads}"])
     layers = llama_layers(config.model)
     weights = {one.untyped_storage().data_ptr() for layer in layers for one in layer.parameters()}
     packed = Packed.of([torch.randint(0, 256, (257,))])
