@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from scripts.bench.strategy_tables import COMBINATIONS, EDGES, PAPER_STATIC, K
-from zeroresize.policy.moving import MoveCost
 from zeroresize.simulate.llama_tensors import LLAMA_32B
 from zeroresize.simulate.strategies import GpuCluster, LengthDistribution, llama_cost_model
 from zeroresize.simulate.strategy_stragglers import simulate_stragglers
 from zeroresize.strategy.length_range import LengthRange
+from zeroresize.strategy.stragglers.change_cost import ChangeCost
 from zeroresize.strategy.stragglers.straggler_candidates import Kind
 from zeroresize.strategy.stragglers.straggler_costs import StragglerCosts
 from zeroresize.strategy.stragglers.straggler_decision import StragglerDecision
@@ -55,7 +55,7 @@ def main() -> None:
         slow = tuple(1.0 / chi if rank == SLOW_RANK else 1.0 for rank in range(cluster.num_gpus))
         speeds = [even] * third + [slow] * third + [even] * (options.steps - 2 * third)
         for name, kinds in MODES.items():
-            price = MoveCost(1.0 / cluster.between_bytes_per_s)
+            price = ChangeCost(1.0 / cluster.between_bytes_per_s)
             strategies = [one.strategy for one in ranges]
             decision = StragglerDecision(strategies, costs.division, costs, cost=price, kinds=kinds)
             run = simulate_stragglers(decision, costs, speeds, delay=2)

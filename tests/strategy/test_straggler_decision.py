@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from straggling import FormulaCosts
 
-from zeroresize.policy.moving import FIRST_PAUSE, MoveCost
+from zeroresize.policy.moving import FIRST_PAUSE
 from zeroresize.resharding.layout import unit_bounds
 from zeroresize.simulate.strategy_stragglers import simulate_stragglers
-from zeroresize.strategy.stragglers.straggler_candidates import ModelDivision, arrangements, candidates, largest_degrees
+from zeroresize.strategy.stragglers.change_cost import ChangeCost
+from zeroresize.strategy.stragglers.straggler_candidates import ModelDivision, arrangements, candidates, smaller_degrees
 from zeroresize.strategy.stragglers.straggler_decision import StragglerDecision
 from zeroresize.strategy.strategy import Strategy
 
@@ -33,7 +34,7 @@ def offered(original, speeds, costs=None, model=MODEL):
 def decision(original=ORIGINAL, *, switch_s=10.0, costs=None, **options):
     """A switch takes ``switch_s``."""
     own = costs or FormulaCosts([1.0] * len(original))
-    return StragglerDecision(original, MODEL, own, cost=MoveCost(switch_s, 0.0), **options)
+    return StragglerDecision(original, MODEL, own, cost=ChangeCost(switch_s, 0.0, 0.0), **options)
 
 
 def run(decider, speeds_of_steps):
@@ -226,7 +227,7 @@ def test_its_state_goes_on_where_it_was_saved():
     assert len(switched) >= 2 and second.state_dict() == whole.state_dict()
     for broken in (
         {"in_force": []},
-        {"cost": (1.0,)},
+        {"cost": (1.0, 2.0)},
         {"owed_s": {"leave out 1": -1.0}},
         {"owed_for": {"x": [[1, 1, 1]]}},
     ):
