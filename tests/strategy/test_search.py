@@ -150,7 +150,7 @@ def test_a_range_says_how_large_its_micro_batches_are():
         found = search(cost_model(1e9, communication=4.0), sample, max_tokens=max_tokens).best
         assert [own.max_tokens for own in found.ranges] == [max_tokens or own.up_to for own in found.ranges]
         assert forecast_step(found.ranges, found.home, sample, cost_model(1e9, communication=4.0), pack) == found
-    with pytest.raises(ValueError, match="=16 is not allowed.*at least 32"):
+    with pytest.raises(ValueError, match=r"=16 is not allowed.*at least 32"):
         forecast_step([LengthRange(32, CANDIDATES[1])], CANDIDATES[1], sample, cost, pack, max_tokens=16)
 
 
