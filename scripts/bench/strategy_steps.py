@@ -48,9 +48,7 @@ def mini_batch(
     name: str, num_tokens: int, longest: int, vocabulary: int, generator: np.random.Generator
 ) -> list[Tensor]:
     """Sequences of so many tokens together, at least, with lengths as the distribution has them."""
-    lengths: list[int] = []
-    while sum(lengths) < num_tokens:
-        lengths += DISTRIBUTIONS[name].draw(1, longest, generator).tolist()
+    lengths = DISTRIBUTIONS[name].mini_batch(num_tokens, longest, generator)
     return [torch.from_numpy(generator.integers(vocabulary, size=length + 1)) for length in lengths]
 
 

@@ -3,9 +3,8 @@
 A LLaMA-like model of 32B on 4 nodes of 8 GPUs, a context of 32K: one static strategy, the slides' combinations C1 to
 C3, and the one that the search finds, each in the cheapest home that fits.
 
-Lengths are log-normal. Its two parameters are fitted to the shares of the table's column "Static", as a static
-strategy takes as long for any token; a mini-batch has as many tokens as take the column's total. Nothing is fitted to
-the other columns, nor any speed to any figure.
+The tokens of each range are shared out as the table's column "Static" is, and a mini-batch has as many as take a
+static strategy that column's total. Nothing is fitted to the other columns, nor any speed to any figure.
 """
 
 from __future__ import annotations
@@ -15,14 +14,15 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from scripts.bench.common import save
+from zeroresize.simulate.length_distributions import DISTRIBUTIONS
 from zeroresize.simulate.llama_tensors import LLAMA_32B
 from zeroresize.simulate.strategies import (
     GpuCluster,
-    LengthDistribution,
     llama_cost_model,
     padded_rows,
 )
@@ -43,7 +43,7 @@ COMBINATIONS = {
     "C3": ((1 * K, (8, 4, 1)), (4 * K, (4, 2, 4)), (8 * K, (4, 4, 2)), (16 * K, (2, 8, 2)), (32 * K, (1, 16, 2))),
 }
 #: Table 3, seconds: the column Static by range, then of each combination its ranges, Others and Total.
-PAPER_STATIC = {"CommonCrawl": (42.1, 12.5, 3.5, 2.9, 2.4), "GitHub": (34.9, 38.4, 25.0, 27.3, 53.0)}
+PAPER_STATIC = {"CommonCrawl": DISTRIBUTIONS["commoncrawl"].tokens, "GitHub": DISTRIBUTIONS["github"].tokens}
 PAPER = {
     "CommonCrawl": {
         "C1": ((22.7, 5.4, None), 1.8, 32.3),  # the text of the slides has no figure for the last range
@@ -90,33 +90,33 @@ def searched(sample: Sequence[Sequence[int]], cost: CostModel, pack: Pack, limit
     )
 
 
-def num_tokens(seconds: float, lengths: LengthDistribution, cost: CostModel, pack: Pack) -> int:
-    """Of a mini-batch that takes the static strategy so long."""
-    (up_to, degrees), tokens = STATIC[0], 2**20
+def mini_batches(data: str, num_batches: int, cost: CostModel, pack: Pack) -> list[list[int]]:
+    """Lengths, of as many tokens as take the static strategy what the column "Static" has in all."""
+    (up_to, degrees), tokens, lengths = STATIC[0], 2**20, DISTRIBUTIONS[data.lower()]
     for _ in range(3):  # the pipeline's filling does not grow with the tokens
-        taken = cost.work_seconds(Strategy(*degrees), pack(lengths.sample(1, tokens)[0], up_to, degrees[0]))
-        tokens = round(tokens * seconds / taken)
-    return tokens
+        drawn = lengths.mini_batch(tokens, up_to, np.random.default_rng(0))
+        taken = cost.work_seconds(Strategy(*degrees), pack(drawn, up_to, degrees[0]))
+        tokens = round(tokens * sum(lengths.tokens) / taken)
+    random = np.random.default_rng(0)
+    return [lengths.mini_batch(tokens, up_to, random) for _ in range(num_batches)]
 
 
 def simulated(
-    data: str, cluster: GpuCluster, pack: Pack, limit: float, num_batches: int
+    data: str, cost: CostModel, pack: Pack, limit: float, num_batches: int
 ) -> tuple[dict[str, StepForecast], dict[str, Any]]:
     """Forecasts of the static strategy, C1 to C3 and what the search finds; what there is to say of the lengths."""
-    static = PAPER_STATIC[data]
-    lengths = LengthDistribution.fitted(EDGES, [own / sum(static) for own in static])
-    cost = llama_cost_model(LLAMA_32B, cluster, (1, 2, 4, 8, 16, 32))
-    sample = lengths.sample(num_batches, num_tokens(sum(static), lengths, cost, pack))
+    sample = mini_batches(data, num_batches, cost, pack)
     found = {"Static": in_best_home(ranges_of(STATIC), sample, cost, pack, limit)}
     for name, combination in COMBINATIONS.items():
         found[name] = in_best_home(ranges_of(combination), sample, cost, pack, limit)
     began = time.perf_counter()
     result = searched(sample, cost, pack, limit)
+    drawn = np.concatenate(sample)
+    tokens = np.bincount(np.searchsorted(EDGES, drawn), weights=drawn)
     told = {
-        "mu": lengths.mu,
-        "sigma": lengths.sigma,
-        "token_shares": lengths.token_shares(EDGES),
-        "tokens": sum(map(sum, sample)) / len(sample),
+        "token_shares": (tokens / tokens.sum()).round(4).tolist(),
+        "tokens": float(tokens.sum()) / len(sample),
+        "sequences": len(drawn) / len(sample),
         "search_s": time.perf_counter() - began,
         "num_visited": result.num_visited,
     }
@@ -169,9 +169,10 @@ def main() -> None:
     console, rows = Console(width=170), []
     for between in options.between:
         cluster = GpuCluster(efficiency=options.efficiency, between_bytes_per_s=between * 1e9)
+        cost = llama_cost_model(LLAMA_32B, cluster, (1, 2, 4, 8, 16, 32))
         for pack in options.packs:
             for data in PAPER:
-                found, told = simulated(data, cluster, PACKS[pack], options.memory * 1e9, options.batches)
+                found, told = simulated(data, cost, PACKS[pack], options.memory * 1e9, options.batches)
                 title = f"{data}, {pack}, {between:g} GB/s between nodes; seconds, in brackets the slides' figures"
                 console.print(table_of(title, data, found, told["token_shares"]))
                 console.print({key: value for key, value in told.items()})

@@ -1,13 +1,13 @@
-"""Strategies on a simulated cluster: arithmetic of layers, lengths, and the combinations of the slides' Table 3."""
+"""Strategies on a simulated cluster: arithmetic of layers, and the combinations of the slides' Table 3."""
 
 import numpy as np
 import pytest
 
 from scripts.bench.strategy_tables import COMBINATIONS, STATIC, in_best_home, ranges_of
+from zeroresize.simulate.length_distributions import DISTRIBUTIONS
 from zeroresize.simulate.llama_tensors import LLAMA_32B
 from zeroresize.simulate.strategies import (
     GpuCluster,
-    LengthDistribution,
     llama_cost_model,
     llama_layer_costs,
     padded_rows,
@@ -41,23 +41,13 @@ def test_layers_cost_their_products_and_messages():
     assert slow.stage_cost(range(60), 8).token_s == node.token_s
 
 
-def test_lengths_have_the_shares_of_tokens_that_they_are_fitted_to():
-    edges, wanted = (1 * K, 4 * K, 8 * K, 16 * K, 32 * K), [0.195, 0.215, 0.14, 0.153, 0.297]
-    lengths = LengthDistribution.fitted(edges, wanted)
-    assert np.abs(np.subtract(lengths.token_shares(edges), wanted)).max() < 0.03
-    drawn = np.concatenate(lengths.sample(2, 2**21))
-    assert drawn.min() >= 128 and drawn.max() == 32 * K
-    shares = np.histogram(drawn, [0.5, *(edge + 0.5 for edge in edges)], weights=drawn)[0] / drawn.sum()
-    assert shares == pytest.approx(lengths.token_shares(edges), abs=0.03)
-
-
 def test_rows_are_padded_and_sequences_are_not():
     assert padded_rows([5, 5, 3, 2], 8, 2) == [[[8]], [[8]]]
     assert sorted(packed_by_work([5, 5, 3, 2], 8, 2)) == [[[5, 2]], [[5, 3]]]
 
 
 def test_every_combination_of_the_slides_fits_and_the_search_is_no_worse(cost):
-    sample = LengthDistribution(1.45, 2.84).sample(1, 2**19)
+    sample = [DISTRIBUTIONS["github"].mini_batch(2**21, 32 * K, np.random.default_rng(0))]
     slides = {
         name: in_best_home(ranges_of(own), sample, cost, padded_rows, LIMIT)
         for name, own in {"static": STATIC, **COMBINATIONS}.items()

@@ -140,6 +140,20 @@ def test_a_step_is_forecast_range_by_range():
     assert own.reduction_s == 0.0 and own.step_s == pytest.approx(sum(own.range_s) + there + back)
 
 
+def test_a_range_says_how_large_its_micro_batches_are():
+    cost, sample = cost_model(1e3), [[4] * 8 + [20]]
+    ranges = [LengthRange(4, CANDIDATES[1], 8), LengthRange(32, CANDIDATES[1])]
+    own = forecast_step(ranges, CANDIDATES[1], sample, cost, pack, max_tokens=64)
+    assert own.ranges == (ranges[0], LengthRange(32, CANDIDATES[1], 64))
+    assert own.range_s[0] == cost.work_seconds(CANDIDATES[1], [[(4, 4)] * 4])
+    for max_tokens in (None, 64):
+        found = search(cost_model(1e9, communication=4.0), sample, max_tokens=max_tokens).best
+        assert [own.max_tokens for own in found.ranges] == [max_tokens or own.up_to for own in found.ranges]
+        assert forecast_step(found.ranges, found.home, sample, cost_model(1e9, communication=4.0), pack) == found
+    with pytest.raises(ValueError, match=r"=16 is not allowed.*at least 32"):
+        forecast_step([LengthRange(32, CANDIDATES[1])], CANDIDATES[1], sample, cost, pack, max_tokens=16)
+
+
 def test_candidates_are_all_degrees_that_divide():
     found = candidate_strategies(8, 4, units=[12, 48], ranks_per_node=4)
     assert {own.degrees for own in found} == {(8, 1, 1), (4, 1, 2), (2, 1, 4), (4, 2, 1), (2, 2, 2), (1, 2, 4),

@@ -1,4 +1,4 @@
-"""Strategies on a simulated cluster: what layers of a LLaMA-like model cost by arithmetic, and long-tailed lengths.
+"""Strategies on a simulated cluster: what layers of a LLaMA-like model cost by arithmetic.
 
 ``T`` tokens, ``n`` ranks of a tensor-parallel group. For the slides' Table 3 (HotSPa); what they do not tell is an
 assumption that a field here states.
@@ -6,12 +6,8 @@ assumption that a field here states.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
-
-import numpy as np
 
 from zeroresize.simulate.llama_tensors import LlamaShape, llama_tensors
 from zeroresize.strategy.costs.cost_model import CostModel
@@ -94,67 +90,6 @@ def llama_cost_model(shape: LlamaShape, cluster: GpuCluster, degrees: Sequence[i
         LinkSpeeds(cluster.within_bytes_per_s, cluster.between_bytes_per_s),
         optimizer_ratio=6.0,
     )
-
-
-@dataclass(frozen=True)
-class LengthDistribution:
-    """Log-normal lengths; what is longer than the context is cut off and what is very short dropped.
-
-    Attributes:
-        mu, sigma: mean and standard deviation of the logarithm, before anything is cut off or dropped.
-        context: tokens of the longest sequence.
-        shortest: tokens of the shortest one.
-    """
-
-    mu: float
-    sigma: float
-    context: int = 32768
-    shortest: int = 128
-
-    @classmethod
-    def fitted(cls, up_to: Sequence[int], token_shares: Sequence[float]) -> LengthDistribution:
-        """The one whose shares of tokens in ranges of lengths come nearest to the given ones (least squares).
-
-        Args:
-            up_to: rising ends of the ranges, the last one the context.
-            token_shares: of each range; their sum is 1.
-        """
-        from scipy.optimize import minimize
-
-        def error(values: Sequence[float]) -> float:
-            own = cls(float(values[0]), float(values[1]), up_to[-1])
-            return math.fsum((one - told) ** 2 for one, told in zip(own.token_shares(up_to), token_shares, strict=True))
-
-        starts = ((mu, sigma) for mu in (4.0, 6.0, 8.0) for sigma in (1.0, 2.0))
-        bounds = [(0.0, 12.0), (0.3, 3.0)]
-        found = min(
-            (minimize(error, start, method="Nelder-Mead", bounds=bounds) for start in starts), key=lambda one: one.fun
-        )
-        return cls(float(found.x[0]), float(found.x[1]), up_to[-1])
-
-    def token_shares(self, up_to: Sequence[int]) -> list[float]:
-        """The share of all tokens that lies in sequences of each range."""
-        normal = NormalDist()
-        # Of a log-normal variable tokens are log-normal, too, with the mean of the logarithm moved by sigma².
-        places = [(math.log(one) - self.mu) / self.sigma for one in (self.shortest, *up_to)]
-        tokens = [normal.cdf(place - self.sigma) for place in places]
-        cut = (1.0 - normal.cdf(places[-1])) * self.context / math.exp(self.mu + self.sigma**2 / 2)
-        parts = np.diff([*tokens[:-1], tokens[-1] + cut])
-        return (parts / parts.sum()).tolist()
-
-    def sample(self, num_batches: int, num_tokens: int, seed: int = 0) -> list[list[int]]:
-        """The lengths of mini-batches that end with the sequence that brings them to so many tokens."""
-        generator, normal = np.random.default_rng(seed), NormalDist(self.mu, self.sigma)
-        dropped = normal.cdf(math.log(self.shortest))
-        found: list[list[int]] = []
-        for _ in range(num_batches):
-            lengths, left = list[int](), num_tokens
-            while left > 0:
-                quantile = min(float(generator.uniform(dropped, 1.0)), 1.0 - 1e-12)
-                lengths.append(min(math.ceil(math.exp(normal.inv_cdf(quantile))), self.context))
-                left -= lengths[-1]
-            found.append(lengths)
-        return found
 
 
 def padded_rows(lengths: Sequence[int], max_tokens: int, dp: int) -> list[list[list[int]]]:

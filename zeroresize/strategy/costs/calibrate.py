@@ -36,7 +36,7 @@ def fitted_cost(tokens: Sequence[float], squares: Sequence[float], seconds: Floa
     try:
         from scipy.optimize import nnls
     except ImportError as error:
-        raise ImportError("fitting the costs of layers needs SciPy: pip install scipy") from error
+        raise ImportError("fitting the costs of layers needs SciPy: pip install 'zeroresize[search]'") from error
     columns = np.stack([np.ones(len(tokens)), np.asarray(tokens), np.asarray(squares)], axis=1).astype(np.float64)
     scale = columns.max(axis=0)
     found = nnls(columns / scale / seconds[:, None], np.ones(len(seconds)))[0] / scale

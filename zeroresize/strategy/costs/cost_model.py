@@ -41,6 +41,17 @@ def pipeline_seconds(stage_s: Floats) -> float:
     return float(stage_s.max(axis=1).sum() + largest.sum() - largest.max()) if num_stages > 1 else float(stage_s.sum())
 
 
+def batch_sums(replicas: Sequence[Sequence[MicroBatch]]) -> list[tuple[Floats, Floats]]:
+    """[dp] of the micro-batches of each replica: [M] their tokens, and [M] the sum of their sequences' length²."""
+    return [
+        (
+            np.array([sum(own) for own in batches], dtype=np.float64),
+            np.array([sum(length * length for length in own) for own in batches], dtype=np.float64),
+        )
+        for batches in replicas
+    ]
+
+
 @dataclass(frozen=True)
 class CostModel:
     """What is known of a model and a cluster.
@@ -114,15 +125,14 @@ class CostModel:
         """
         if len(replicas) != strategy.dp:
             raise ValueError(f"strategy {strategy} has {strategy.dp} replicas: micro-batches are for {len(replicas)}")
-        slowest_s = 0.0
-        for replica, batches in enumerate(replicas):
-            tokens, squares = (
-                np.array([sum(length**power for length in own) for own in batches], dtype=np.float64)
-                for power in (1, 2)
-            )
-            seconds = self.micro_batch_seconds(strategy, replica, tokens, squares)
-            slowest_s = max(slowest_s, pipeline_seconds(seconds))
-        return slowest_s
+        return self.summed_work_seconds(strategy, batch_sums(replicas))
+
+    def summed_work_seconds(self, strategy: Strategy, replicas: Sequence[tuple[Floats, Floats]]) -> float:
+        """As :meth:`work_seconds`, of what :func:`batch_sums` says of each replica."""
+        return max(
+            pipeline_seconds(self.micro_batch_seconds(strategy, replica, tokens, squares))
+            for replica, (tokens, squares) in enumerate(replicas)
+        )
 
     def reduction_seconds(self, home: Strategy) -> float:
         """Of the one all-reduce of a step's gradients between the replicas of home: a ring over its slowest link."""
@@ -151,7 +161,9 @@ class CostModel:
 
     def weight_bytes(self, strategy: Strategy) -> Indices:
         """[R] bytes of weights of each rank."""
-        return self._layout(strategy).rank_bytes(self.tensors)
+        if strategy not in self._weight_bytes:
+            self._weight_bytes[strategy] = self._layout(strategy).rank_bytes(self.tensors)
+        return self._weight_bytes[strategy]
 
     def memory_bytes(self, strategy: Strategy, home: Strategy, tokens: int) -> Floats:
         """[R] the most that each rank holds while this strategy trains micro-batches of so many tokens.
@@ -204,6 +216,10 @@ class CostModel:
 
     @cached_property
     def _layouts(self) -> dict[Strategy, Layout]:
+        return {}
+
+    @cached_property
+    def _weight_bytes(self) -> dict[Strategy, Indices]:
         return {}
 
     @cached_property

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from zeroresize.strategy.costs.cost_model import CostModel, Floats
-from zeroresize.strategy.length_range import LengthRange, as_ranges, range_of
+from zeroresize.strategy.length_range import LengthRange, as_ranges, range_of, with_limits
 from zeroresize.strategy.running.packing import spread_and_pack
 from zeroresize.strategy.strategy import Strategy
 from zeroresize.strategy.switching.switch_order import cheapest_order, tour_seconds
@@ -70,17 +70,6 @@ class Tours:
         return self._known[used]
 
 
-def token_limit(up_to: int, max_tokens: int | None) -> int:
-    """Tokens of a micro-batch of sequences up to a length: ``max_tokens``, or one longest sequence if that is None.
-
-    Raises:
-        ValueError: if a sequence of that length is more.
-    """
-    if max_tokens is not None and max_tokens < up_to:
-        raise ValueError(f"max_tokens={max_tokens} is not allowed: sequences have up to {up_to} tokens")
-    return max_tokens or up_to
-
-
 def forecast_step(
     ranges: Sequence[LengthRange],
     home: Strategy,
@@ -93,13 +82,13 @@ def forecast_step(
 
     Args:
         sample: [B] the lengths of the sequences of each mini-batch.
-        max_tokens: of a micro-batch; None: as many as the longest sequence of its range may have.
+        max_tokens: of a micro-batch, where a range does not say; None: as many as its longest sequence may have.
 
     Raises:
-        ValueError: for ranges that do not rise, a sample without mini-batches, a sequence that no range allows, and as
-            :class:`CostModel` does.
+        ValueError: for ranges that do not rise, ``max_tokens`` below the longest sequence of a range, a sample
+            without mini-batches, a sequence that no range allows, and as :class:`CostModel` does.
     """
-    ranges = as_ranges(ranges)
+    ranges = with_limits(as_ranges(ranges), max_tokens)
     check_sample(sample, ranges[-1].up_to)
     strategies = list(dict.fromkeys([home, *(one.strategy for one in ranges)]))
     tours = Tours(cost.switch_seconds(strategies, 0), 0)
@@ -110,7 +99,9 @@ def forecast_step(
             groups[range_of(ranges, length)].append(length)
         used = 0
         for number, (own, group) in enumerate(zip(ranges, groups, strict=True)):
-            range_s[number] += work_seconds(group, own.strategy, token_limit(own.up_to, max_tokens), cost, pack)
+            if group:
+                replicas = pack(group, own.max_tokens or own.up_to, own.strategy.dp)
+                range_s[number] += cost.work_seconds(own.strategy, replicas)
             used |= bool(group) << strategies.index(own.strategy)
         switch_s += tours.seconds(used)
     means = (range_s / len(sample)).tolist()
@@ -121,11 +112,6 @@ def packed_by_work(lengths: Sequence[int], max_tokens: int, dp: int) -> list[lis
     """As training packs: sequences spread over replicas; attention inside each sequence alone."""
     replicas = spread_and_pack(lengths, max_tokens, dp)
     return [[[lengths[number] for number in own] for own in batches] for batches in replicas]
-
-
-def work_seconds(lengths: Sequence[int], strategy: Strategy, tokens: int, cost: CostModel, pack: Pack) -> float:
-    """Of sequences in micro-batches of so many tokens at most, without switches; 0 for no sequence."""
-    return cost.work_seconds(strategy, pack(lengths, tokens, strategy.dp)) if lengths else 0.0
 
 
 def check_sample(sample: Sequence[Sequence[int]], longest: int) -> None:

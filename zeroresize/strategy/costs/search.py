@@ -2,7 +2,8 @@
 
 For each home a dynamic program over ranges finds the least work that is left behind every threshold. With it as the
 bound, branch and bound finds the least step exactly, although what a switch costs depends on all strategies in use:
-each mini-batch pays for the tour of the strategies for which it has sequences.
+each mini-batch pays for the tour of the strategies for which it has sequences. Homes and candidates with which even the
+work alone takes no less than the best step so far are left out; switches are planned between the others only.
 
 ``B`` mini-batches of a sample, ``S`` candidates, ``K`` thresholds. ``begin`` and ``end`` count thresholds: a range is
 from the length at ``begin`` (0 for 0) to that at ``end``, 1 to K.
@@ -11,6 +12,7 @@ from the length at ``begin`` (0 for 0) to that at ``end``, 1 to K.
 from __future__ import annotations
 
 import bisect
+import copy
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,15 +20,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from zeroresize.resharding.layout import Indices
-from zeroresize.strategy.costs.cost_model import CostModel, Floats
+from zeroresize.strategy.costs.cost_model import CostModel, Floats, batch_sums
 from zeroresize.strategy.costs.forecast import (
     Pack,
     StepForecast,
     Tours,
     check_sample,
     forecast_step,
-    token_limit,
-    work_seconds,
 )
 from zeroresize.strategy.length_range import LengthRange
 from zeroresize.strategy.strategy import Strategy
@@ -38,7 +38,7 @@ class SearchResult:
     """The best ranges, beside the best strategy for all lengths.
 
     Attributes:
-        best: of all ranges and homes.
+        best: of all ranges and homes; every range with the ``max_tokens`` for which it was found to fit.
         static: of one range.
         num_visited: how many beginnings of ranges were looked at.
     """
@@ -92,43 +92,80 @@ def search_strategies(
     at_least("max_ranges", max_ranges, 1)
     number("memory_limit", memory_limit, above=0.0)
     check_sample(sample, thresholds[-1])
-    limits = [token_limit(up_to, max_tokens) for up_to in thresholds]
+    if max_tokens is not None:
+        at_least("max_tokens", max_tokens, thresholds[-1])
+    limits = [max_tokens or up_to for up_to in thresholds]
     table = _WorkTable.of(sample, candidates, cost, thresholds, limits, pack)
-    best, static, num_visited = _Found(), _Found(), 0
-    for home in range(len(candidates)):
-        is_allowed = np.array(
-            [[cost.fits(one, candidates[home], limit, memory_limit) for one in candidates] for limit in limits]
-        )
-        reduction_s = cost.reduction_seconds(candidates[home])
-        if is_allowed[-1, home]:
-            static.offer(float(table.work_s[0, -1, home]) + reduction_s, home, [(len(thresholds), home)])
+    static, homes = _Found(), list[_Home]()
+    for place, home in enumerate(candidates):
+        is_allowed = [[cost.fits(one, home, limit, memory_limit) for one in candidates] for limit in limits]
+        homes.append(_Home(home, np.where(np.array(is_allowed)[None], table.work_s, np.inf), cost))
+        static_s = float(homes[-1].work_s[0, -1, place]) + homes[-1].reduction_s
+        static.offer(static_s, home, [(len(thresholds), home)])
+    best, num_visited = copy.copy(static), 0
+    for own in sorted(homes, key=lambda one: one.least_s.min()):
+        useful = np.flatnonzero(own.least_s < best.step_s)
+        if not useful.size:
+            continue
+        kept = sorted({*useful.tolist(), candidates.index(own.strategy)})
+        strategies = [candidates[one] for one in kept]
+        home_number = strategies.index(own.strategy)
         switch_s = np.where(
-            cost.switches_fit(candidates, home, memory_limit), cost.switch_seconds(candidates, home), np.inf
+            cost.switches_fit(strategies, home_number, memory_limit),
+            cost.switch_seconds(strategies, home_number),
+            np.inf,
         )
-        branches = _Branches(table, is_allowed, switch_s, home, reduction_s, max_ranges)
+        branches = _Branches(
+            strategies, own.work_s[:, :, kept], table.is_present, switch_s, home_number, own.reduction_s, max_ranges
+        )
         num_visited += branches.explore(best)
-    if not best.ranges or not static.ranges:
+    if static.home is None or best.home is None:
         raise ValueError(
             f"none of the strategies {[str(one) for one in candidates]} trains all lengths up to {thresholds[-1]} in "
             f"{memory_limit:g} bytes a rank: choose shorter sequences, smaller micro-batches or more ranks"
         )
 
-    def forecast(found: _Found) -> StepForecast:
-        ranges = [LengthRange(thresholds[end - 1], candidates[one]) for end, one in found.ranges]
-        return forecast_step(ranges, candidates[found.home], sample, cost, pack, max_tokens)
+    def forecast(home: Strategy, found: _Found) -> StepForecast:
+        ranges = [LengthRange(thresholds[end - 1], one, limits[end - 1]) for end, one in found.ranges]
+        return forecast_step(ranges, home, sample, cost, pack)
 
-    return SearchResult(forecast(best), forecast(static), num_visited)
+    return SearchResult(forecast(best.home, best), forecast(static.home, static), num_visited)
 
 
 class _Found:
-    """The best so far: ``ranges`` as (end, candidate)."""
+    """The best so far: ``ranges`` as (end, strategy); no home if nothing fits."""
 
     def __init__(self) -> None:
-        self.step_s, self.home, self.ranges = float("inf"), 0, list[tuple[int, int]]()
+        self.step_s = float("inf")
+        self.home: Strategy | None = None
+        self.ranges: list[tuple[int, Strategy]] = []
 
-    def offer(self, step_s: float, home: int, ranges: list[tuple[int, int]]) -> None:
+    def offer(self, step_s: float, home: Strategy, ranges: list[tuple[int, Strategy]]) -> None:
         if step_s < self.step_s:
             self.step_s, self.home, self.ranges = step_s, home, list(ranges)
+
+
+class _Home:
+    """What one of the candidates is as a home.
+
+    Attributes:
+        strategy: the home.
+        work_s: [K, K, S] of :class:`_WorkTable`, infinite where the memory does not suffice.
+        reduction_s: of the gradients at the end of a step.
+        least_s: [S] what a step takes at least that uses a candidate somewhere: the reduction, and all work with any
+            number of ranges and without switches.
+    """
+
+    def __init__(self, strategy: Strategy, work_s: Floats, cost: CostModel) -> None:
+        self.strategy, self.work_s, self.reduction_s = strategy, work_s, cost.reduction_seconds(strategy)
+        size, by_range = len(work_s), work_s.min(axis=2)
+        before, behind = np.zeros(size + 1), np.zeros(size + 1)
+        for count in range(1, size + 1):
+            before[count] = (before[:count] + by_range[:count, count - 1]).min()
+            begin = size - count
+            behind[begin] = (by_range[begin, begin:] + behind[begin + 1 :]).min()
+        through = before[:-1, None, None] + work_s + behind[None, 1:, None]
+        self.least_s: Floats = self.reduction_s + through.min(axis=(0, 1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,9 +199,12 @@ class _WorkTable:
             for last in range(begin, size):
                 groups = [own[cut[begin] : cut[last + 1]] for own, cut in zip(lengths, cuts, strict=True)]
                 is_present[:, begin, last] = [bool(group) for group in groups]
-                for one, strategy in enumerate(candidates):
-                    taken = (work_seconds(group, strategy, limits[last], cost, pack) for group in groups)
-                    work_s[begin, last, one] = sum(taken) / len(sample)
+                for dp in {strategy.dp for strategy in candidates}:
+                    sums = [batch_sums(pack(group, limits[last], dp)) for group in groups if group]
+                    for one, strategy in enumerate(candidates):
+                        if strategy.dp == dp:
+                            taken = (cost.summed_work_seconds(strategy, own) for own in sums)
+                            work_s[begin, last, one] = sum(taken) / len(sample)
         return cls(work_s, is_present)
 
 
@@ -177,10 +217,16 @@ class _Branches:
     """
 
     def __init__(
-        self, table: _WorkTable, is_allowed: Indices, switch_s: Floats, home: int, reduction_s: float, max_ranges: int
+        self,
+        strategies: list[Strategy],
+        work_s: Floats,
+        is_present: Indices,
+        switch_s: Floats,
+        home: int,
+        reduction_s: float,
+        max_ranges: int,
     ) -> None:
-        self._work_s = np.where(is_allowed[None], table.work_s, np.inf)
-        self._bits = table.is_present
+        self._strategies, self._work_s, self._is_present = strategies, work_s, is_present
         self._home, self._reduction_s, self._max_ranges = home, reduction_s, max_ranges
         self._tours = Tours(switch_s, home)
         self._entry_s = np.where(np.eye(len(switch_s), dtype=bool), np.inf, switch_s).min(axis=0)
@@ -200,14 +246,15 @@ class _Branches:
 
     def explore(self, best: _Found) -> int:
         """Offer what is better; returns how many branches were looked at."""
-        self._explore(0, 0.0, [], [0] * len(self._bits), best)
+        self._explore(0, 0.0, [], [0] * len(self._is_present), best)
         return self._num_visited
 
     def _explore(self, begin: int, work_s: float, ranges: list[tuple[int, int]], used: list[int], best: _Found) -> None:
         self._num_visited += 1
         if begin == self._size:
             tours_s = sum(map(self._tours.seconds, used)) / len(used)
-            best.offer(work_s + tours_s + self._reduction_s, self._home, ranges)
+            found = [(end, self._strategies[one]) for end, one in ranges]
+            best.offer(work_s + tours_s + self._reduction_s, self._strategies[self._home], found)
             return
         left = self._max_ranges - len(ranges)
         if not left:
@@ -220,7 +267,7 @@ class _Branches:
                 return
             if ranges and ranges[-1][1] == one:
                 continue  # one range as well
-            present = self._bits[:, begin, last]
+            present = self._is_present[:, begin, last]
             now = [mask | int(is_there) << one for mask, is_there in zip(used, present, strict=True)]
             if bound_s + sum(map(self._least_switches, now)) / len(now) < best.step_s:
                 spent_s = work_s + float(self._work_s[begin, last, one])
