@@ -18,7 +18,6 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_ranks, time_limit
 
-
 #: How many groups of these ranks of the whole job this process has made.
 _num_made: Counter[tuple[int, ...]] = Counter()
 

@@ -307,7 +307,7 @@ def _best(
         seconds_of = {one: costs.range_s(number, one, speeds) for one in strategies}
         possible = [one for one in strategies if seconds_of[one] < np.inf]
         # Of equally fast ones that which is told most shortly, on all ranks alike.
-        ranked.append(sorted(possible, key=lambda one: (seconds_of[one], len(str(one)), str(one))))  # noqa: B023
+        ranked.append(sorted(possible, key=lambda one: (seconds_of[one], len(str(one)), str(one))))
     for home in ranked[costs.home]:
         chosen = [
             next((one for one in own if costs.fits(number, one, home)), None)
