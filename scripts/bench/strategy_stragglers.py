@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import argparse
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from scripts.bench.strategy_tables import COMBINATIONS, EDGES, PAPER_STATIC, K
-from zeroresize.policy.moving import MoveCost
+from scripts.bench.strategy_tables import COMBINATIONS, K
+from zeroresize.simulate.length_distributions import DISTRIBUTIONS
 from zeroresize.simulate.llama_tensors import LLAMA_32B
-from zeroresize.simulate.strategies import GpuCluster, LengthDistribution, llama_cost_model
+from zeroresize.simulate.strategies import GpuCluster, llama_cost_model
 from zeroresize.simulate.strategy_stragglers import simulate_stragglers
 from zeroresize.strategy.length_range import LengthRange
+from zeroresize.strategy.stragglers.change_cost import ChangeCost
 from zeroresize.strategy.stragglers.straggler_candidates import Kind
 from zeroresize.strategy.stragglers.straggler_costs import StragglerCosts
 from zeroresize.strategy.stragglers.straggler_decision import StragglerDecision
@@ -36,16 +38,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60, help="the GPU is slow in the middle third of them")
     parser.add_argument("--tokens", type=int, default=500_000, help="of a mini-batch")
+    parser.add_argument("--batches", type=int, default=4, help="mini-batches that a step is the mean of")
     parser.add_argument("--limit-gb", type=float, default=80.0, help="memory of a GPU")
     parser.add_argument("--chi", type=float, nargs="+", default=[2.0, 4.0, 8.0])
     options = parser.parse_args()
     cluster = GpuCluster()
     cost = llama_cost_model(LLAMA_32B, cluster, (1, 2, 4, 8, 16, 32))
     ranges = [LengthRange(up_to, Strategy(*degrees)) for up_to, degrees in COMBINATIONS["C2"]]
-    total = sum(PAPER_STATIC["CommonCrawl"])
-    lengths = LengthDistribution.fitted(EDGES, [one / total for one in PAPER_STATIC["CommonCrawl"]])
+    lengths, random = DISTRIBUTIONS["commoncrawl"], np.random.default_rng(0)
+    sample = [lengths.mini_batch(options.tokens, ranges[-1].up_to, random) for _ in range(options.batches)]
     costs = StragglerCosts(cost, ranges, home=len(ranges) - 1, limit_bytes=options.limit_gb * 1e9)
-    costs.expect(lengths.sample(1, options.tokens))
+    costs.expect(sample)
     even = (1.0,) * cluster.num_gpus
     table = Table(title=f"C2, {options.tokens / K:.0f}K tokens a step, one of 32 GPUs slow in the middle third")
     for name in ("χ", "may be done", "steps and switches [s]", "slow step before, last [s]", "decided (after step)"):
@@ -55,7 +58,7 @@ def main() -> None:
         slow = tuple(1.0 / chi if rank == SLOW_RANK else 1.0 for rank in range(cluster.num_gpus))
         speeds = [even] * third + [slow] * third + [even] * (options.steps - 2 * third)
         for name, kinds in MODES.items():
-            price = MoveCost(1.0 / cluster.between_bytes_per_s)
+            price = ChangeCost(1.0 / cluster.between_bytes_per_s)
             strategies = [one.strategy for one in ranges]
             decision = StragglerDecision(strategies, costs.division, costs, cost=price, kinds=kinds)
             run = simulate_stragglers(decision, costs, speeds, delay=2)

@@ -12,11 +12,10 @@ class FormulaCosts:
         self.work, self.num_layers, self.num_units = work, num_layers, num_units
         self.num_microbatches, self.bytes_per_switch = num_microbatches, bytes_per_switch
         self.least_split = least_split  # tp × pp below which memory does not suffice
+        self.home = 0
 
     def range_s(self, number, strategy, speeds):
         dp, tp, pp = strategy.degrees
-        if tp * pp < self.least_split:
-            return np.inf
         units = np.diff(unit_bounds(self.num_units, strategy.shares or (1.0,) * tp)) / self.num_units
         layers = np.diff(strategy.partition(self.num_layers).boundaries) / self.num_layers
         own = np.array([speeds[rank] for rank in strategy.ranks]).reshape(pp, dp, tp)
@@ -28,5 +27,12 @@ class FormulaCosts:
     def step_s(self, strategies, speeds):
         return sum(self.range_s(number, one, speeds) for number, one in enumerate(strategies))
 
+    def fits(self, number, strategy, home):
+        return strategy.tp * strategy.pp >= self.least_split
+
+    def switches_fit(self, strategies):
+        return True
+
     def switch_bytes(self, before, after):
-        return 0.0 if tuple(before) == tuple(after) else self.bytes_per_switch
+        """Only home holds weights between steps."""
+        return 0.0 if before[self.home] == after[self.home] else self.bytes_per_switch

@@ -1,6 +1,5 @@
 """Which strategies are offered while ranks are slow, and when one is put in force: by a formula, without time."""
 
-import itertools
 import json
 
 import numpy as np
@@ -9,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from straggling import FormulaCosts
 
-from zeroresize.policy.moving import FIRST_PAUSE, MoveCost
+from zeroresize.policy.moving import FIRST_PAUSE
 from zeroresize.resharding.layout import unit_bounds
 from zeroresize.simulate.strategy_stragglers import simulate_stragglers
-from zeroresize.strategy.stragglers.straggler_candidates import ModelDivision, arrangements, candidates, largest_degrees
+from zeroresize.strategy.stragglers.change_cost import ChangeCost
+from zeroresize.strategy.stragglers.straggler_candidates import ModelDivision, arrangements, candidates, smaller_degrees
 from zeroresize.strategy.stragglers.straggler_decision import StragglerDecision
 from zeroresize.strategy.strategy import Strategy
 
@@ -33,7 +33,7 @@ def offered(original, speeds, costs=None, model=MODEL):
 def decision(original=ORIGINAL, *, switch_s=10.0, costs=None, **options):
     """A switch takes ``switch_s``."""
     own = costs or FormulaCosts([1.0] * len(original))
-    return StragglerDecision(original, MODEL, own, cost=MoveCost(switch_s, 0.0), **options)
+    return StragglerDecision(original, MODEL, own, cost=ChangeCost(switch_s, 0.0, 0.0), **options)
 
 
 def run(decider, speeds_of_steps):
@@ -49,16 +49,10 @@ def run(decider, speeds_of_steps):
     return total_s, switched
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3, 7, 12, 31])
-def test_the_largest_degrees_are_those_that_nothing_can_be_added_to(num_ranks):
-    model = ModelDivision((1.0,) * 5, (6,))
-    fit = {
-        (dp, tp, pp)
-        for dp, tp, pp in itertools.product(range(1, num_ranks + 1), range(1, 7), range(1, 6))
-        if dp * tp * pp <= num_ranks
-    }
-    largest = {(dp, tp, pp) for dp, tp, pp in fit if not fit & {(dp + 1, tp, pp), (dp, tp + 1, pp), (dp, tp, pp + 1)}}
-    assert set(largest_degrees(num_ranks, model)) == largest
+def test_what_fewer_ranks_do_stays_like_what_all_did():
+    model = ModelDivision((1.0,) * 64, (64,), degrees=(1, 2, 4, 8, 16))
+    assert set(smaller_degrees((2, 8, 2), 31, model)) == {(1, 8, 2), (3, 8, 1), (3, 4, 2), (7, 4, 1)}
+    assert set(smaller_degrees((1, 4, 1), 3, model)) == {(1, 3, 1), (1, 2, 1)}
 
 
 def test_equally_fast_ranks_are_left_alone():
@@ -72,6 +66,27 @@ def test_a_slow_rank_is_left_out_and_three_divide_what_four_did():
     assert found.left_out == (1,) and strategy.degrees == (1, 3, 1) and strategy.ranks == (0, 2, 3)
     assert sorted(np.diff(unit_bounds(8, strategy.shares))) == [2, 3, 3]
     assert sorted(np.diff(unit_bounds(32, strategy.shares))) == [10, 11, 11]
+
+
+def test_memory_is_asked_of_the_home_that_a_candidate_has_and_of_its_switches():
+    class Tight(FormulaCosts):
+        def fits(self, number, strategy, home):
+            return number == self.home or home.degrees == (1, 2, 1)
+
+        def switches_fit(self, strategies):
+            return self.switches_suffice
+
+    original, costs = [Strategy(2, 2), Strategy(1, 4)], Tight([0.2, 1.0])
+    costs.switches_suffice = True
+    (home, other) = offered(original, one_slow(8.0), costs)["leave out"].strategies
+    assert home.degrees == (1, 2, 1) and other.tp in (2, 3)  # (3, 1, 1) would be the faster home
+    costs.switches_suffice = False
+    assert set(offered(original, one_slow(8.0), costs)) == {"stay"}
+
+
+def test_speeds_that_divide_units_alike_give_the_same_strategy():
+    found = {offered([Strategy(1, 4, 1)], one_slow(chi))["shares"].strategies for chi in (2.0, 2.001, 2.002)}
+    assert len(found) == 1
 
 
 def test_nothing_is_offered_whose_memory_does_not_suffice():
@@ -173,6 +188,29 @@ def test_speeds_that_alternate_quickly_never_make_it_flap(periods, chi):
     assert len(switched) <= 2 and total_s <= 2.0 * best_s + switch_s + step_s.max()
 
 
+def test_changes_that_move_no_bytes_have_their_price_too():
+    original = (Strategy(4), Strategy(1, 4))
+    decider = StragglerDecision(original, MODEL, FormulaCosts([0.2, 1.0]), cost=ChangeCost(10.0, 0.5, 1.0))
+    other = next(one for one in decider.what_if(one_slow(2.0))[1:] if one.candidate.strategies[0] == original[0])
+    assert other.switch_s == 1.5  # one strategy is new
+    num_changes = 0
+    for step in range(400):
+        forecast = decider.update(one_slow(2.0, 3) if step // 2 % 2 else EVEN)
+        if forecast is not None:
+            decider.made(forecast, 3.0)
+            num_changes += 1
+    assert num_changes <= 2
+
+
+def test_a_price_is_learned_of_what_had_a_part_in_it():
+    cost = ChangeCost(1.0, 1.0, 1.0).learned(0.0, 0, 3.0)
+    assert cost.fixed_s > 2.0 and (cost.seconds_per_byte, cost.new_s) == (1.0, 1.0)
+    assert ChangeCost(1.0, 1.0, 1.0).learned(2.0, 1, 4.0) == ChangeCost(1.0, 1.0, 1.0)
+    assert ChangeCost(0.0, 0.0, 0.0).learned(0.0, 1, 2.0).seconds(0.0, 0) == 2.0
+    with pytest.raises(ValueError, match="not negative"):
+        ChangeCost(-1.0)
+
+
 @given(st.lists(st.booleans(), min_size=1, max_size=80), st.floats(1.5, 20.0), st.floats(0.05, 5.0))
 @settings(max_examples=50)
 def test_whatever_happens_it_takes_at_most_three_times_what_the_best_would_who_knew_it(is_slow, chi, switch_s):
@@ -226,7 +264,7 @@ def test_its_state_goes_on_where_it_was_saved():
     assert len(switched) >= 2 and second.state_dict() == whole.state_dict()
     for broken in (
         {"in_force": []},
-        {"cost": (1.0,)},
+        {"cost": (1.0, 2.0)},
         {"owed_s": {"leave out 1": -1.0}},
         {"owed_for": {"x": [[1, 1, 1]]}},
     ):

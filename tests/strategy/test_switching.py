@@ -3,10 +3,13 @@
 import gc
 import itertools
 
+import pytest
 import torch
+import torch.distributed as dist
 from switched_models import FOUR, VOCABULARY, assert_holds, layers_of, own_part, whole_tensors
 
 from zeroresize.comm.collectives import group_ranks
+from zeroresize.comm.remaining_group import num_known_groups
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.strategy import Strategy
 
@@ -168,3 +171,47 @@ def test_groups_of_strategies_are_made_once(run_ranks):
         assert model.groups_of(FOUR[0]).dp is group
 
     run_ranks(check, 4)
+
+
+def test_strategies_that_come_and_go_leave_nothing_behind(run_ranks):
+    def check(rank, group):
+        wholes = {name: one.detach() for name, one in whole_tensors(layers_of()).items()}
+        model = SwitchableModel(layers_of(), strategies=[Strategy(4)], process_group=group)
+        before = num_known_groups()
+        for ranks in [*itertools.islice(itertools.permutations(range(4)), 1, 5), (1, 0, 2, 3), (1, 0, 2, 3)]:
+            strategy = Strategy(1, 2, 2, ranks=ranks)
+            model.add(strategy)
+            model.switch_to(strategy, gradients=False)
+            assert_holds(model, wholes)
+            for kind in model.groups_of(strategy):
+                dist.all_reduce(torch.ones(1), group=kind)
+            if ranks == (0, 1, 3, 2):
+                with pytest.raises(ValueError, match="in force"):
+                    model.forget(strategy)
+            model.switch_to(model.home, gradients=False)
+            model.forget(strategy)
+            assert num_known_groups() == before and len(model._routes) <= 1
+        for strategy in (model.home, Strategy(2, 2)):
+            with pytest.raises(ValueError, match=r"the home|none of the model's"):
+                model.forget(strategy)
+
+    run_ranks(check, 4)
+
+
+def test_shares_that_come_to_the_same_units_are_one_strategy(run_ranks):
+    def check(rank, group):
+        wholes = {name: one.detach() for name, one in whole_tensors(layers_of()).items()}
+        first, same, other = (Strategy(1, 2, shares=(share, 1.0)) for share in (2.0, 2.001, 5.0))
+        model = SwitchableModel(layers_of(), strategies=[first], process_group=group)
+        model.add(same)
+        model.add(other)
+        assert model.layout_of(same) is model.layout_of(first) is not model.layout_of(other)
+        for strategy in (same, other, first):
+            model.switch_to(strategy, gradients=False)
+            assert_holds(model, wholes)
+        model.rehome(same, None)
+        model.forget(first)
+        assert_holds(model, wholes)
+        assert model.strategies == [same, other]
+
+    run_ranks(check, 2)

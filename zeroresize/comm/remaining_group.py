@@ -8,6 +8,7 @@ the ranks that stay meet over the job's store. Whatever process hosts that store
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,9 +18,12 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_ranks, time_limit
 
+#: How many groups of these ranks of the whole job this process has made.
+_num_made: Counter[tuple[int, ...]] = Counter()
+
 
 def num_known_groups() -> int:
-    """How many groups this process knows: torch names a new one by it, so its ranks must know equally many."""
+    """How many groups this process knows: ranks that know different ones have not made the same."""
     return len(dist.distributed_c10d._world.pg_names)
 
 
@@ -35,7 +39,7 @@ def new_group_of(process_group: ProcessGroup, members: Sequence[int]) -> Process
     whole = group_ranks(process_group)
     ranks = [whole[member] for member in members]
     keeps_order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
-    with _no_split():
+    with _no_split(), _name_of_its_own():
         return dist.new_group(
             ranks,
             timeout=time_limit(process_group),
@@ -43,6 +47,33 @@ def new_group_of(process_group: ProcessGroup, members: Sequence[int]) -> Process
             use_local_synchronization=True,
             **keeps_order,
         )
+
+
+def destroy_group(process_group: ProcessGroup) -> None:
+    """Leave a group of :func:`new_group_of`, which all of its ranks leave when none of them uses it any more."""
+    dist.destroy_process_group(process_group)
+
+
+@contextmanager
+def _name_of_its_own() -> Iterator[None]:
+    """The group's name is one that no group of these ranks had before.
+
+    torch names it by how many groups a process knows. Where one was destroyed, the next would get its name, and find
+    the addresses of the old one in the job's store.
+    """
+    torch_groups: Any = dist.distributed_c10d
+    usual = torch_groups._process_group_name
+
+    def name_of(ranks: Sequence[int], use_hashed_name: bool) -> str:
+        name = f"zeroresize {'-'.join(map(str, ranks))} {_num_made[tuple(ranks)]}"
+        _num_made[tuple(ranks)] += 1
+        return name
+
+    torch_groups._process_group_name = name_of
+    try:
+        yield
+    finally:
+        torch_groups._process_group_name = usual
 
 
 @contextmanager

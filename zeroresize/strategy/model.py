@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -295,7 +296,9 @@ class SwitchableModel:
         return replace(report, seconds=time.perf_counter() - begin)
 
     def add(self, strategy: Strategy) -> None:
-        """Take a further strategy, to which a later :meth:`switch_to` may go.
+        """Take a further strategy, to which a later :meth:`switch_to` may go, until :meth:`forget`.
+
+        Where its shares come to the same units as those of one that the model has, both are one: nothing is made.
 
         Raises:
             ValueError: for one that does not fit the ranks or layers.
@@ -308,14 +311,52 @@ class SwitchableModel:
         )
         self._place({strategy: layout})
 
+    def forget(self, strategy: Strategy) -> None:
+        """Give up a strategy, with the process groups, modules and plans that no other one needs.
+
+        Raises:
+            ValueError: for one that the model does not have, the home, and the one in force; the other ranks raise a
+                RuntimeError.
+            RuntimeError: if ranks differ in it, or one does not come.
+        """
+
+        def checked() -> Placement:
+            if strategy in (self.home, self.current):
+                raise ValueError(f"strategy {strategy} cannot be forgotten: it is the home, or in force")
+            return self._placement(strategy)
+
+        placement = self._agreed(checked, lambda _: strategy.as_dict(), "the strategy to forget")
+        del self._placements[strategy]
+        left = list(self._placements.values())
+        if placement not in left:
+            self._routes = {key: one for key, one in self._routes.items() if placement.strategy not in key}
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self._groups.keep(one.strategy for one in left)
+
     def _place(self, layouts: dict[Strategy, Layout]) -> None:
         known = [number for number, *_ in meet_prepared(self._meet, (float(num_known_groups()), 0.0))]
         require_same(known, "how many process groups they have made: make the same ones on all ranks", self._meet)
         for strategy, layout in layouts.items():
-            if strategy not in self._placements:
+            if strategy in self._placements:
+                continue
+            alike = next((one for one in self._placements.values() if self._divides_alike(one, strategy, layout)), None)
+            if alike is not None:
+                self._placements[strategy] = alike
+            else:
                 groups = self._groups.of(strategy)
                 own = Placement.of(strategy, layout, self._layers, groups, self.rank, self.device)
                 self._placements[strategy] = own
+
+    def _divides_alike(self, placement: Placement, strategy: Strategy, layout: Layout) -> bool:
+        known = placement.strategy
+        partitions = (one.partition(self.num_layers) for one in (known, strategy))
+        return (
+            (known.degrees, known.ranks) == (strategy.degrees, strategy.ranks)
+            and len({one.boundaries for one in partitions}) == 1
+            and np.array_equal(placement.layout.begins, layout.begins)
+            and np.array_equal(placement.layout.ends, layout.ends)
+        )
 
     def _placement(self, strategy: Strategy) -> Placement:
         if strategy not in self._placements:

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 from weakref import finalize
 
@@ -22,10 +23,10 @@ from zeroresize.comm.exchange import Exchange
 from zeroresize.comm.whereabouts import Call
 from zeroresize.measure.device_speed import product_seconds
 from zeroresize.measure.step_timer import Clock, StepTimer, clock_for
-from zeroresize.policy.moving import MoveCost
 from zeroresize.resharding.agreement import NotEnoughMemoryError
 from zeroresize.strategy.costs.cost_model import CostModel
 from zeroresize.strategy.step_report import StepReport
+from zeroresize.strategy.stragglers.change_cost import ChangeCost
 from zeroresize.strategy.stragglers.rank_speeds import RankSpeeds
 from zeroresize.strategy.stragglers.straggler_costs import StragglerCosts
 from zeroresize.strategy.stragglers.straggler_decision import (
@@ -41,9 +42,11 @@ from zeroresize.utils.state_checks import anything, count, keyed
 
 logger = logging.getLogger(__name__)
 
-#: A rank without a part looks how fast it is once in so many steps, by products of weights of this size that take so
-#: many seconds, of which the fastest of so many counts.
-PROBE_EVERY, _PROBE_SIZE, _PROBE_S, _PROBE_REPETITIONS = 8, 256, 0.002, 3
+#: A rank without a part looks how fast it is once in so many steps, and one with a part once in so many, so that it is
+#: known what that says of training.
+PROBE_EVERY, _PROBE_WITH_PART_EVERY = 4, 16
+#: By products of weights of this size that take so many seconds, of which the fastest of so many counts.
+_PROBE_SIZE, _PROBE_S, _PROBE_REPETITIONS = 256, 0.002, 3
 #: Steps are expected to be like so many of the newest ones; what they take is worked out anew every so many steps.
 _SAMPLE, _NEW_SAMPLE = 4, 16
 
@@ -59,7 +62,8 @@ class StrategyBalancer:
     travel while the next step runs; after it all ranks decide alike
     (:mod:`zeroresize.strategy.stragglers.straggler_decision`).
     A rank that was left out takes part in :meth:`step`, has nothing to train, and looks how fast it is by a few
-    products, so that it comes back when it is fast again. Results stay those of training under one strategy.
+    products, so that it comes back when it is fast again. Strategies that come for slow ranks are given to the model,
+    and forgotten when no range has them. Results stay those of training under one strategy.
 
     Its constructor and :meth:`step` are collective.
 
@@ -107,22 +111,22 @@ class StrategyBalancer:
             self._costs,
             tolerance=tolerance,
             min_saving=min_saving,
-            cost=MoveCost(1.0 / links, cost.links.latency_s),
+            cost=ChangeCost(1.0 / links),
         )
         self._speeds = RankSpeeds(cost.num_ranks)
         self._sample: deque[list[int]] = deque(maxlen=_SAMPLE)
         self._work_s: deque[float] = deque()  # of steps whose seconds are not read yet
         self._steps_without = 0  # a part, in a row
         self._on_change = on_change
-        agreement = {
-            "the costs": repr(cost.layers),
+        self._kept = tuple(model.strategies)
+        agreement = {f"cost.{one.name}": _digest(getattr(cost, one.name)) for one in fields(cost)} | {
+            "the ranges": " | ".join(f"{one}, max_tokens {one.max_tokens}" for one in trainer.ranges),
             "limit_bytes, tolerance or min_saving": f"{limit_bytes} {tolerance} {min_saving}",
         }
         self._exchange = Exchange(CpuGroup(model.process_group, agreement))
         self._timer = StepTimer(clock or clock_for(model.device))
         self.close: Callable[[], object] = finalize(self, _close, self._exchange, self._timer)
         self._probe = probe or _Products(model.device)
-        self._probe_s = self._probe()
 
     @property
     def in_force(self) -> tuple[Strategy, ...]:
@@ -138,8 +142,8 @@ class StrategyBalancer:
         """
         lengths = [len(one) - 1 for one in sequences]
         has_part = any(one.position_of(self._model.rank) is not None for one in self.in_force)
-        if not has_part and self._steps_without % PROBE_EVERY == 0:  # while the others train
-            self._probe_s = self._probe()
+        every, steps = (_PROBE_WITH_PART_EVERY, self.steps) if has_part else (PROBE_EVERY, self._steps_without)
+        probe_s = self._probe() if steps % every == PROBE_EVERY - 1 else 0.0
         self._steps_without = 0 if has_part else self._steps_without + 1
         self._timer.begin_step()
         report = self._trainer.step(sequences)
@@ -155,7 +159,6 @@ class StrategyBalancer:
         # On a device the seconds of a step are read one or more steps later.
         busy = [(one.busy_s, self._work_s.popleft()) for one in times]
         busy_s, work_s = busy[-1] if busy else (0.0, 0.0)
-        probe_s = self._probe_s if self._speeds.learns_probes or not has_part else 0.0
         self._exchange.post([busy_s, work_s, probe_s])
         if table is not None:
             self._speeds.learn(*(tuple(column) for column in zip(*table, strict=True)))
@@ -228,6 +231,7 @@ class StrategyBalancer:
                 received = self._model.rehome(wanted[self._home], self._trainer.optimizer).received_bytes
         except NotEnoughMemoryError:  # on every rank, and nothing has moved
             self._decision.refuse()
+            self._forget_others()
             return forecast.switch_s, 0, False
         self._trainer.ranges = tuple(
             replace(one, strategy=strategy) for one, strategy in zip(self._trainer.ranges, wanted, strict=True)
@@ -235,7 +239,14 @@ class StrategyBalancer:
         table = self._exchange.meet(time.perf_counter() - begin, float(received))
         seconds = max(own for own, _ in table)
         self._decision.made(forecast, seconds)
+        self._forget_others()
         return seconds, int(sum(own for _, own in table)), True
+
+    def _forget_others(self) -> None:
+        """Those that came for slow ranks and are in no range now."""
+        for strategy in self._model.strategies:
+            if strategy not in (*self._kept, *self.in_force, self._model.home):
+                self._model.forget(strategy)
 
 
 class _Products:
@@ -246,6 +257,10 @@ class _Products:
 
     def __call__(self) -> float:
         return product_seconds(self._weight, least_s=_PROBE_S, repetitions=_PROBE_REPETITIONS)
+
+
+def _digest(value: object) -> str:
+    return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
 
 
 def _close(exchange: Exchange, timer: StepTimer) -> None:

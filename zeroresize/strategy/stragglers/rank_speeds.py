@@ -32,7 +32,7 @@ class RankSpeeds:
     """Takes what each rank told of each step.
 
     A rank that has no part in a step tells what a few products took instead. What these take compared with a unit of
-    work is learned from all ranks' products before training.
+    work is learned from ranks that do both, in steps like those before: so not while a device warms up.
 
     Args:
         num_ranks: R.
@@ -42,12 +42,7 @@ class RankSpeeds:
         self._recent: list[deque[float]] = [deque(maxlen=_RECENT) for _ in range(num_ranks)]
         self._paces: list[float | None] = [None] * num_ranks
         self._told: list[float] = []
-        self._work_of_probe: float | None = None
-
-    @property
-    def learns_probes(self) -> bool:
-        """Whether it is still unknown what a few products take compared with a unit of work."""
-        return self._work_of_probe is None
+        self._ratios: list[deque[float]] = [deque(maxlen=_RECENT) for _ in range(num_ranks)]
 
     def learn(self, busy_s: Sequence[float], work_s: Sequence[float], probe_s: Sequence[float]) -> None:
         """Take one step.
@@ -55,31 +50,25 @@ class RankSpeeds:
         Args:
             busy_s: [R] seconds that each rank computed in it.
             work_s: [R] what it should have taken; 0 for a rank without a part.
-            probe_s: [R] seconds of a few products, newest measurement; 0 where there is none.
+            probe_s: [R] seconds of a few products; 0 where none were made in this step.
         """
-        if self.learns_probes:
-            self._learn_probe(busy_s, work_s, probe_s)
         for rank, (busy, work, probe) in enumerate(zip(busy_s, work_s, probe_s, strict=True)):
             if work > 0.0 and 0.0 < busy < math.inf:
                 self._take(rank, busy / work)
-            elif work <= 0.0 and probe > 0.0 and self._work_of_probe is not None:
-                self._take(rank, probe * self._work_of_probe)
+                if probe > 0.0 and self._is_settled(rank, busy / work):
+                    self._ratios[rank].append(busy / work / probe)
+        known = [median(own) for own in self._ratios if own]
+        for rank, (work, probe) in enumerate(zip(work_s, probe_s, strict=True)):
+            if known and work <= 0.0 and probe > 0.0:
+                self._take(rank, probe * median(known))
+        self._tell()
 
     def speeds(self) -> tuple[float, ...] | None:
         """[R] how many times as fast as the model of costs says each rank is; None before enough is known of all.
 
         Ranks that are about as fast as the middle one are told to be as fast as that.
         """
-        if any(pace is None or len(own) < _RECENT for pace, own in zip(self._paces, self._recent, strict=True)):
-            return None
-        now = [1.0 / pace for pace in self._paces if pace]
-        before = self._told or now
-        middle = _steady(median(before), median(now))
-        self._told = [
-            middle if abs(new / middle - 1.0) < _ALIKE else _steady(old, new)
-            for old, new in zip(before, now, strict=True)
-        ]
-        return tuple(self._told)
+        return tuple(self._told) or None
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -87,7 +76,7 @@ class RankSpeeds:
             "recent": tuple(map(tuple, self._recent)),
             "paces": tuple(self._paces),
             "told": tuple(self._told),
-            "work_of_probe": self._work_of_probe,
+            "ratios": tuple(map(tuple, self._ratios)),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -101,24 +90,30 @@ class RankSpeeds:
                 "recent": each(each(not_negative)),
                 "paces": each(optional(not_negative)),
                 "told": each(not_negative),
-                "work_of_probe": optional(not_negative),
+                "ratios": each(each(not_negative)),
             }
         )(state, "state")
         num_ranks = len(self._recent)
-        if len(state["recent"]) != num_ranks or len(state["paces"]) != num_ranks:
+        if any(len(state[key]) != num_ranks for key in ("recent", "paces", "ratios")):
             return
         self._recent = [deque(own, maxlen=_RECENT) for own in state["recent"]]
         self._paces, self._told = list(state["paces"]), list(state["told"])
-        self._work_of_probe = state["work_of_probe"]
+        self._ratios = [deque(own, maxlen=_RECENT) for own in state["ratios"]]
 
-    def _learn_probe(self, busy_s: Sequence[float], work_s: Sequence[float], probe_s: Sequence[float]) -> None:
-        ratios = [
-            busy / work / probe
-            for busy, work, probe in zip(busy_s, work_s, probe_s, strict=True)
-            if work > 0.0 and busy > 0.0 and probe > 0.0
+    def _tell(self) -> None:
+        if any(pace is None or len(own) < _RECENT for pace, own in zip(self._paces, self._recent, strict=True)):
+            return
+        now = [1.0 / pace for pace in self._paces if pace]
+        before = self._told or now
+        middle = _steady(median(before), median(now))
+        self._told = [
+            middle if abs(new / middle - 1.0) < _ALIKE else _steady(old, new)
+            for old, new in zip(before, now, strict=True)
         ]
-        # A rank that became slow between its products and the step tells nothing; most did not.
-        self._work_of_probe = median(ratios) if ratios else None
+
+    def _is_settled(self, rank: int, pace: float) -> bool:
+        mean = self._paces[rank]
+        return len(self._recent[rank]) == _RECENT and mean is not None and abs(math.log(pace / mean)) < math.log(_JUMP)
 
     def _take(self, rank: int, pace: float) -> None:
         own, mean = self._recent[rank], self._paces[rank]

@@ -26,8 +26,11 @@ Kind = Literal["stay", "shares", "rearrange", "leave out", "original"]
 SLOW_BELOW = 0.9
 #: No more than this share of the ranks is left out.
 MOST_LEFT_OUT = 0.5
+#: Groups of up to so many ranks may go on with one rank less; larger ones become as small as degrees that are known.
+_SMALL_GROUP = 4
 #: Equal shares of units that do not divide are refused as a mistake: one share is so much larger where they are meant.
 _HAIR = 1e-6
+_POWERS = tuple(2**power for power in range(20))
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class ModelDivision:
         layer_work: [L] of each layer, in any unit, such as seconds.
         unit_counts: of its segments, such as heads and neurons: each shard needs one of each.
         nodes: [R] on which node each rank is, so that tensor-parallel groups stay within nodes; empty for one node.
+        degrees: tensor-parallel ones whose costs are known; empty for the powers of two.
 
     Raises:
         ValueError: for a model without layers, or work or units that are not above zero.
@@ -46,6 +50,7 @@ class ModelDivision:
     layer_work: tuple[float, ...]
     unit_counts: tuple[int, ...]
     nodes: tuple[int, ...] = ()
+    degrees: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.layer_work or min(self.layer_work) <= 0.0 or not np.isfinite(self.layer_work).all():
@@ -85,11 +90,23 @@ class Candidate:
 
 
 class RangeCosts(Protocol):
-    """What one range of lengths takes in a step."""
+    """What one range of lengths takes in a step.
+
+    Attributes:
+        home: the number of the range under whose strategy the optimizer steps.
+    """
+
+    home: int
 
     def range_s(self, number: int, strategy: Strategy, speeds: Sequence[float]) -> float:
         """Seconds of range ``number`` under a strategy where rank r is ``speeds[r]`` times as fast as the model of
-        costs says; infinite where its memory does not suffice."""
+        costs says; infinite where it is out of the question."""
+
+    def fits(self, number: int, strategy: Strategy, home: Strategy) -> bool:
+        """Whether memory suffices to train range ``number`` under a strategy with this home."""
+
+    def switches_fit(self, strategies: Sequence[Strategy]) -> bool:
+        """Whether memory suffices for the switches between the strategies of all ranges."""
 
 
 def candidates(
@@ -127,19 +144,24 @@ def candidates(
     return _without_repetition(found)
 
 
-def largest_degrees(num_ranks: int, model: ModelDivision) -> list[tuple[int, int, int]]:
-    """Every (dp, tp, pp) of which none can be larger with the others as they are: all that use the ranks well."""
-    most_tp, most_pp = min(num_ranks, model.most_shards), min(num_ranks, model.num_layers)
-    found = []
-    for tp in range(1, most_tp + 1):
-        for pp in range(1, min(most_pp, num_ranks // tp) + 1):
-            dp = num_ranks // (tp * pp)
-            is_largest = (tp == most_tp or dp * (tp + 1) * pp > num_ranks) and (
-                pp == most_pp or dp * tp * (pp + 1) > num_ranks
-            )
-            if is_largest:
-                found.append((dp, tp, pp))
-    return found
+def smaller_degrees(degrees: tuple[int, int, int], num_ranks: int, model: ModelDivision) -> list[tuple[int, int, int]]:
+    """The same (dp, tp, pp), or the next smaller groups and pipelines, with as many replicas as there are ranks for.
+
+    What fewer ranks do stays like what all did: other strategies may be better whoever is slow, and that is a search's
+    matter (:mod:`zeroresize.strategy.costs.search`).
+    """
+    _, tp, pp = degrees
+    return [
+        (num_ranks // (shards * stages), shards, stages)
+        for shards, stages in itertools.product(_next_smaller(tp, model.degrees or _POWERS), _next_smaller(pp, _POWERS))
+        if shards * stages <= num_ranks
+    ]
+
+
+def _next_smaller(degree: int, known: Sequence[int]) -> list[int]:
+    """Itself, the next smaller known one and, of a small one, one less."""
+    found = {degree, max((one for one in known if one < degree), default=degree)}
+    return sorted(found | ({max(degree - 1, 1)} if degree <= _SMALL_GROUP else set()))
 
 
 def arrangements(
@@ -217,13 +239,19 @@ def _shares(
     dp, tp, pp = degrees
     of_shard = np.array([speeds[rank] for rank in ranks]).reshape(pp * dp, tp).min(axis=0)
     if by_speed and len(set(of_shard.tolist())) > 1:
-        found = _with_a_unit_each(of_shard.tolist(), model.most_shards)
+        found = _in_units(_with_a_unit_each(of_shard.tolist(), model.most_shards), model)
         is_even = all(len(set(np.diff(unit_bounds(units, found)).tolist())) == 1 for units in model.unit_counts)
-        if not is_even:
+        if not is_even and len(set(found)) > 1:
             return found
     if all(units % tp == 0 for units in model.unit_counts):
         return ()
     return (1.0 + _HAIR, *(1.0,) * (tp - 1))
+
+
+def _in_units(shares: Sequence[float], model: ModelDivision) -> tuple[float, ...]:
+    """Those of whole units of the most finely divided segment: speeds that divide alike give the same strategy."""
+    counts = np.diff(unit_bounds(max(model.unit_counts), shares)).astype(np.float64)
+    return _with_a_unit_each(counts.tolist(), model.most_shards)
 
 
 def _with_a_unit_each(shares: Sequence[float], num_units: int) -> tuple[float, ...]:
@@ -258,7 +286,7 @@ def _on_the_rest(
 ) -> set[Strategy]:
     rest = [rank for rank in strategy.ranks if rank not in left_out]
     found: set[Strategy] = set()
-    for degrees in largest_degrees(len(rest), model) if rest else []:
+    for degrees in smaller_degrees(strategy.degrees, len(rest), model):
         found |= arrangements(degrees, rest, speeds, model)
     return found
 
@@ -270,16 +298,25 @@ def _best(
     speeds: Sequence[float],
     costs: RangeCosts,
 ) -> Iterator[Candidate]:
-    """Of each range the fastest option; nothing if a range has none whose memory suffices."""
-    chosen = []
+    """The fastest home with which memory suffices, and for each other range the fastest option that fits beside it.
+
+    Nothing where there is none.
+    """
+    ranked = []
     for number, strategies in enumerate(options):
         seconds_of = {one: costs.range_s(number, one, speeds) for one in strategies}
+        possible = [one for one in strategies if seconds_of[one] < np.inf]
         # Of equally fast ones that which is told most shortly, on all ranks alike.
-        fastest = min(strategies, key=lambda one: (seconds_of[one], len(str(one)), str(one)), default=None)
-        if fastest is None or seconds_of[fastest] == np.inf:
+        ranked.append(sorted(possible, key=lambda one: (seconds_of[one], len(str(one)), str(one))))
+    for home in ranked[costs.home]:
+        chosen = [
+            next((one for one in own if costs.fits(number, one, home)), None)
+            for number, own in enumerate([*ranked[: costs.home], [home], *ranked[costs.home + 1 :]])
+        ]
+        strategies_of = tuple(one for one in chosen if one is not None)
+        if len(strategies_of) == len(chosen) and costs.switches_fit(strategies_of):
+            yield Candidate(kind, left_out, strategies_of)
             return
-        chosen.append(fastest)
-    yield Candidate(kind, left_out, tuple(chosen))
 
 
 def _left_out(strategies: Sequence[Strategy], speeds: Sequence[float]) -> tuple[int, ...]:

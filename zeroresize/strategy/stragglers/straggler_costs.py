@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ class StragglerCosts:
         cost: of the model and the cluster; whether ranks are slow there does not count.
         ranges: of lengths, [G], all of them with ``max_tokens``, as a trainer's are.
         home: the number of the range under whose strategy the optimizer steps.
-        limit_bytes: memory of a rank; infinite where that is no question.
+        limit_bytes: memory of a rank; infinite where that is no question. The ranges' own strategies are known to fit.
     """
 
     def __init__(
@@ -46,7 +47,9 @@ class StragglerCosts:
     ) -> None:
         most_tp = min((one.num_units for one in cost.tensors if one.division is not None), default=1)
         self._cost = replace(cost, layers=of_all_degrees(cost.layers, most_tp), slowness=())
-        self._ranges, self._home = tuple(ranges), home
+        self._ranges, self.home = tuple(ranges), home
+        self._own = tuple(one.strategy for one in self._ranges)
+        self._degrees = cost.layers.degrees
         self._max_tokens = [one.max_tokens or one.up_to for one in ranges]
         self._limit_bytes = limit_bytes
         self._sample: list[list[list[int]]] = []
@@ -67,7 +70,7 @@ class StragglerCosts:
         least_s = _LEAST_WORK * max(token_s) or 1.0  # layers that cost nothing need a stage, too
         work = tuple(max(one, least_s) for one in token_s)
         unit_counts = tuple(sorted({one.num_units for one in tensors if one.division is not None}))
-        return ModelDivision(work, unit_counts, self._cost.nodes)
+        return ModelDivision(work, unit_counts, self._cost.nodes, tuple(self._degrees))
 
     def expect(self, sample: Sequence[Sequence[int]]) -> None:
         """Steps will be like these: the lengths of the sequences of some mini-batches.
@@ -82,27 +85,40 @@ class StragglerCosts:
                 groups[range_of(self._ranges, length)].append(length)
             found.append(groups)
         self._sample = found
-        self._packs.clear()
+        # Strategies that were thought of since are many; layouts and plans of those that are still are made again.
+        self._cost = replace(self._cost)
+        for one in (self._packs, self._slow, self._unit_shares, self._price):
+            one.clear()
 
     def range_s(self, number: int, strategy: Strategy, speeds: Sequence[float]) -> float:
         """Mean of the expected steps, as of :mod:`~zeroresize.strategy.stragglers.straggler_candidates`.
 
-        Infinite, too, where a tensor-parallel group is on more nodes than it needs.
+        Infinite where a tensor-parallel group is on more nodes than it needs.
         """
-        home = strategy if number == self._home else self._ranges[self._home].strategy
-        is_known_to_fit = strategy == self._ranges[number].strategy  # the caller trains under it
-        if not is_known_to_fit and (
-            self._leaves_nodes(strategy)
-            or not self._cost.fits(strategy, home, self._max_tokens[number], self._limit_bytes)
-        ):
+        if strategy != self._own[number] and self._leaves_nodes(strategy):
             return math.inf
         slow, packed, own = self._at(speeds), self._packed(number, strategy.dp), self._in_units(strategy)
         return math.fsum(slow.work_seconds(own, replicas) for replicas in packed) / max(len(packed), 1)
 
+    def fits(self, number: int, strategy: Strategy, home: Strategy) -> bool:
+        """As of :mod:`~zeroresize.strategy.stragglers.straggler_candidates`."""
+        is_known_to_fit = (strategy, home) == (self._own[number], self._own[self.home])  # the caller trains so
+        return is_known_to_fit or self._cost.fits(strategy, home, self._max_tokens[number], self._limit_bytes)
+
+    def switches_fit(self, strategies: Sequence[Strategy]) -> bool:
+        """As of :mod:`~zeroresize.strategy.stragglers.straggler_candidates`; in whatever order they are visited."""
+        different = list(dict.fromkeys([strategies[self.home], *strategies]))
+        known = set(self._own) if different[0] == self._own[self.home] else set()
+        fit = self._cost.switches_fit(different, 0, self._limit_bytes)
+        return all(
+            fit[before, after] or {different[before], different[after]} <= known
+            for before, after in itertools.permutations(range(len(different)), 2)
+        )
+
     def step_s(self, strategies: Sequence[Strategy], speeds: Sequence[float]) -> float:
         """Seconds of a step, the mean of the expected ones: work, switches, and the sum of the gradients at home."""
         work_s = math.fsum(self.range_s(number, one, speeds) for number, one in enumerate(strategies))
-        home = strategies[self._home]
+        home = strategies[self.home]
         different = list(dict.fromkeys([home, *strategies]))
         switches = self._cost.switch_seconds(different, 0)
         tour_s = tour_seconds(switches, cheapest_order(switches, 0))
@@ -113,7 +129,7 @@ class StragglerCosts:
 
         Gradients are none between two steps, and strategies that are not home hold nothing then.
         """
-        own, other = before[self._home], after[self._home]
+        own, other = before[self.home], after[self.home]
         if (own, other) not in self._price:
             cost = self._cost
             layouts = [one.layout(cost.tensors, cost.num_ranks, cost.layers.num_layers) for one in (own, other)]

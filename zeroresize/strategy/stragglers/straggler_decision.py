@@ -2,7 +2,8 @@
 
 As moves of units are decided (:mod:`zeroresize.policy.moving`), with more than one thing to choose from. For each
 candidate adds up what steps would have been shorter by under it; where they would have been longer that is taken off,
-down to zero. When the sum has reached what the switch there and back takes, the switch is made. Going back is a
+down to zero. When the sum has reached what the switch there and back takes, the switch is made. Every change takes
+some seconds, those of home most, since that has the weights and the optimizer's state. Going back is a
 candidate like others. So speeds that alternate faster than a switch pays never make it go to and fro.
 
 Pure: the same speeds give the same decisions on every rank.
@@ -14,7 +15,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, Protocol, get_args
 
-from zeroresize.policy.moving import FIRST_PAUSE, LONGEST_PAUSE, MoveCost
+from zeroresize.policy.moving import FIRST_PAUSE, LONGEST_PAUSE
+from zeroresize.strategy.stragglers.change_cost import ChangeCost
 from zeroresize.strategy.stragglers.straggler_candidates import Candidate, Kind, ModelDivision, RangeCosts, candidates
 from zeroresize.strategy.strategy import Strategy
 from zeroresize.utils.state_checks import anything, count, each, keyed, not_negative, row, values
@@ -35,8 +37,8 @@ class StrategyCosts(RangeCosts, Protocol):
         """Seconds of a step under these strategies, one of each range, with the switches in it."""
 
     def switch_bytes(self, before: Sequence[Strategy], after: Sequence[Strategy]) -> float:
-        """That the busiest rank sends or receives when training goes on under others: weights, gradients and the
-        optimizer's state."""
+        """That the busiest rank sends or receives when training goes on under others: weights and the optimizer's
+        state, where home is another; 0 otherwise."""
 
 
 @dataclass(frozen=True)
@@ -86,14 +88,14 @@ class StragglerDecision:
         *,
         tolerance: float = TOLERANCE,
         min_saving: float = MIN_SAVING,
-        cost: MoveCost | None = None,
+        cost: ChangeCost | None = None,
         kinds: Collection[Kind] = get_args(Kind),
     ) -> None:
         for name, value in (("tolerance", tolerance), ("min_saving", min_saving)):
             if not 0.0 <= value < 1.0:
                 raise ValueError(f"{name}={value} is not allowed: it is a share of a step, 0 up to 1")
         self.original = self.in_force = tuple(original)
-        self.cost = cost or MoveCost()
+        self.cost = cost or ChangeCost()
         self._model, self._costs, self._kinds = model, costs, {"stay", "original", *kinds}
         self._tolerance, self._min_saving = tolerance, min_saving
         self._owed_s: dict[str, float] = {}
@@ -143,9 +145,10 @@ class StragglerDecision:
 
     def made(self, forecast: StragglerForecast, seconds: float | None = None) -> None:
         """It is in force from now on; the switch took so many seconds, if that is known."""
-        before, self.in_force = self.in_force, forecast.candidate.strategies
+        after = forecast.candidate.strategies
         if seconds is not None:
-            self.cost = self.cost.learned(self._costs.switch_bytes(before, self.in_force), seconds)
+            self.cost = self.cost.learned(self._costs.switch_bytes(self.in_force, after), self._num_new(after), seconds)
+        self.in_force = after
         # What would have been better still is owed for that.
         left_s = {key: owed_s - forecast.owed_s for key, owed_s in self._owed_s.items()}
         self._owed_s = {key: owed_s for key, owed_s in left_s.items() if owed_s > 0.0}
@@ -184,7 +187,7 @@ class StragglerDecision:
                 "in_force": strategies,
                 "owed_s": values(not_negative),
                 "owed_for": values(strategies),
-                "cost": row(not_negative, not_negative),
+                "cost": row(not_negative, not_negative, not_negative),
                 "pause": row(count, count),
             }
         )(state, "state")
@@ -193,7 +196,7 @@ class StragglerDecision:
         in_force = tuple(map(Strategy.of, state["in_force"]))
         owed_for = {key: tuple(map(Strategy.of, own)) for key, own in state["owed_for"].items()}
         self.in_force, self._strategies_of = in_force, owed_for
-        self._owed_s, self.cost = dict(state["owed_s"]), MoveCost(*state["cost"])
+        self._owed_s, self.cost = dict(state["owed_s"]), ChangeCost(*state["cost"])
         self._pause, self._next_pause = state["pause"]
         self._next_pause = max(self._next_pause, FIRST_PAUSE)
         self._last = None
@@ -208,8 +211,16 @@ class StragglerDecision:
 
     def _forecast(self, candidate: Candidate, speeds: Sequence[float], now_s: float) -> StragglerForecast:
         step_s = self._costs.step_s(candidate.strategies, speeds)
-        num_bytes = self._costs.switch_bytes(self.in_force, candidate.strategies)
-        return StragglerForecast(candidate, step_s, now_s - step_s, self.cost.seconds(num_bytes), 0.0)
+        return StragglerForecast(candidate, step_s, now_s - step_s, self._switch_s(candidate.strategies), 0.0)
+
+    def _switch_s(self, after: tuple[Strategy, ...]) -> float:
+        if after == self.in_force:
+            return 0.0
+        return self.cost.seconds(self._costs.switch_bytes(self.in_force, after), self._num_new(after))
+
+    def _num_new(self, after: Sequence[Strategy]) -> int:
+        """Strategies that the model does not have: it has the original ones and those in force."""
+        return len({*after} - {*self.original, *self.in_force})
 
     def _add_up(self, forecasts: Sequence[StragglerForecast], speeds: Sequence[float], num_steps: int) -> None:
         now_s = forecasts[0].step_s

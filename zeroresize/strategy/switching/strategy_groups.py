@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_rank, group_size
-from zeroresize.comm.remaining_group import new_group_of
+from zeroresize.comm.remaining_group import destroy_group, new_group_of
 from zeroresize.strategy.strategy import Strategy
 
 _Ranks = tuple[int, ...]
@@ -31,7 +31,7 @@ class OwnGroups(NamedTuple):
 class StrategyGroups:
     """Groups of the ranks of a job, each made once, however many strategies have it.
 
-    Every rank makes equally many, since torch names groups by their number: so a rank that is left out of a strategy
+    Every rank makes and destroys equally many, so that all know the same number: a rank that is left out of a strategy
     makes groups of itself.
 
     Args:
@@ -49,11 +49,21 @@ class StrategyGroups:
         Raises:
             RuntimeError: if a rank does not come.
         """
-        return OwnGroups(*map(self._own, (strategy.tp_groups(), strategy.dp_groups(), strategy.pipelines())))
+        return OwnGroups(*map(self._own, self._divisions(strategy)))
 
-    def _own(self, groups: Sequence[_Ranks]) -> ProcessGroup:
-        left_out = set(range(self._num_ranks)).difference(*groups)
-        division = frozenset([*groups, *((rank,) for rank in left_out)])
+    def keep(self, strategies: Iterable[Strategy]) -> None:
+        """Destroy the groups that none of these strategies has, on all ranks when none uses them any more."""
+        kept = {division for one in strategies for division in self._divisions(one)}
+        for division in [one for one in self._made if one not in kept]:
+            destroy_group(self._made.pop(division))
+
+    def _divisions(self, strategy: Strategy) -> list[frozenset[_Ranks]]:
+        """Of all ranks into tensor-parallel groups, data-parallel groups and pipelines."""
+        left_out = [(rank,) for rank in range(self._num_ranks) if strategy.position_of(rank) is None]
+        kinds = strategy.tp_groups(), strategy.dp_groups(), strategy.pipelines()
+        return [frozenset([*groups, *left_out]) for groups in kinds]
+
+    def _own(self, division: frozenset[_Ranks]) -> ProcessGroup:
         own = next(ranks for ranks in division if self._rank in ranks)
         if own == tuple(range(self._num_ranks)):
             return self._job
