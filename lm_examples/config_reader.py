@@ -42,6 +42,8 @@ class ConfigReader(Generic[_Config]):
         read_section: of sections that are read in another way than by their dataclass's fields.
         deciding: keys, with their defaults, of whose values it depends what else their section has: if one is changed,
             the rest of its section does not stay.
+        instead_of: keys beside which others of their section make no sense: if one is set on the command line, those
+            that the file sets do not stay.
     """
 
     kind: Callable[..., _Config]
@@ -51,6 +53,7 @@ class ConfigReader(Generic[_Config]):
     flags: Mapping[str, Flag]
     read_section: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     deciding: Mapping[str, str] = field(default_factory=dict)
+    instead_of: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def parser(self, program: str, description: str, default_ranks: int, where: str) -> argparse.ArgumentParser:
         """The command line; a wrong argument is a ValueError.
@@ -113,8 +116,13 @@ class ConfigReader(Generic[_Config]):
             self.from_dict(document)
         except ValueError as error:
             raise ValueError(f"{path.name}: {error}") from error
+        given = {key for key, _ in changes}
         for key, value in changes:
             document = self._with_change(document, key, value)
+            for other in self.instead_of.get(key, ()) if value else ():
+                section, _, leaf = other.partition(".")
+                if other not in given:
+                    document[section].pop(leaf, None)
         return self.from_dict(document)
 
     def _section(self, name: str, values: Any) -> Any:

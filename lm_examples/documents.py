@@ -124,8 +124,12 @@ class MiniBatches:
         return self._drawn(self._documents.held_out, 1, number)
 
     def sampled_lengths(self) -> NDArray[np.int64]:
-        """Lengths of the sequences of the first mini-batches."""
-        return np.concatenate([lengths_of(self.training(step)) for step in range(1, _NUM_SAMPLED + 1)])
+        """Of the sequences of :meth:`sample`, all together."""
+        return np.concatenate(self.sample())
+
+    def sample(self) -> list[NDArray[np.int64]]:
+        """Lengths of the sequences of each of the first mini-batches."""
+        return [lengths_of(self.training(step)) for step in range(1, _NUM_SAMPLED + 1)]
 
     def _drawn(self, source: Source, kind: int, number: int) -> list[Tensor]:
         random = np.random.default_rng([kind, 0 if kind else self._seed, number])

@@ -32,11 +32,10 @@ from lm_examples.switching.config_file import argument_parser, config_from_argum
 from lm_examples.switching.dry_run import dry_run
 from lm_examples.switching.recorder import choice_table, lengths_table, summary_table
 from lm_examples.switching.run import Run, layout_of, prepare
-from lm_examples.switching.step_numbers import numbers_of
+from lm_examples.switching.step_numbers import StepSums
 from vit_examples.all_ranks import leave_together
 from vit_examples.build_host import require_torchrun
 from vit_examples.program import run_program
-from vit_examples.recorder import num_settling
 from vit_examples.run_folder import checkpoint_folder
 
 
@@ -66,7 +65,11 @@ def train(run: Run) -> dict[str, Any]:
 
 def train_step(run: Run) -> None:
     """One mini-batch, under as many strategies as its lengths ask for, and one step of the optimizer."""
-    run.reports.append(run.trainer.step(run.batches.training(run.step)))
+    report = run.trainer.step(run.batches.training(run.step))
+    run.unwritten.add(report)
+    if run.has_settled or run.step == run.config.training.steps:  # the first step of a process is not timed
+        run.settled.add(report)
+    run.has_settled = True
     if run.recorder is not None:
         run.recorder.step()
 
@@ -79,8 +82,8 @@ def validate(run: Run) -> float:
 
 def report(run: Run, *, is_validated: bool) -> None:
     """Write what the steps since the last line were; collective where it validates."""
-    numbers = numbers_of(run.reports[run.num_logged :])
-    run.num_logged = len(run.reports)
+    numbers = run.unwritten.means()
+    run.unwritten = StepSums()
     run.loss = numbers["loss"]
     if is_validated:
         numbers["validation_loss"] = run.validation_loss = validate(run)
@@ -89,12 +92,10 @@ def report(run: Run, *, is_validated: bool) -> None:
 
 
 def summary_of(run: Run) -> dict[str, Any]:
-    """What a run has come to; seconds are means over this process's steps without the first one."""
-    settled = run.reports[num_settling([one.seconds for one in run.reports], 1) :]
+    """What a run has come to; seconds are means over this process's steps without the first one, if it is not the only one."""
     return {
-        **numbers_of(settled),
+        **run.settled.means(),
         "steps": run.step,
-        "median_step_s": statistics.median(one.seconds for one in settled),
         "loss": run.loss,
         "validation_loss": run.validation_loss,
         "home": str(run.choice.home),

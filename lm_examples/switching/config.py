@@ -89,9 +89,12 @@ class StrategiesConfig:
         chosen = [key for key in ("ranges", "static", "search") if getattr(self, key)]
         if len(chosen) != 1:
             found = " and ".join(chosen) or "none of them"
-            raise ValueError(f"strategies: one of ranges, static and search: true is needed, found {found}")
+            raise ValueError(
+                f"strategies: one of ranges, static and search: true is needed, found {found}; on the command line "
+                "--set strategies.search=true, or strategies.static=[dp, tp, pp], takes the place of what a file says"
+            )
         if self.search and self.home:
-            raise ValueError("strategies.home does not go with search: true, which finds the home")
+            raise ValueError("strategies.home does not go with search: true, which finds the home: leave it out")
         self._read("ranges", as_ranges)
         self._read("static", Strategy.of)
         self._read("home", Strategy.of)

@@ -30,6 +30,11 @@ _READER = ConfigReader(
         "output": Flag("output.folder", "output.folder"),
         "seed": Flag("training.seed", "training.seed", int),
     },
+    instead_of={
+        "strategies.ranges": ("strategies.static", "strategies.search"),
+        "strategies.static": ("strategies.ranges", "strategies.search", "strategies.home"),
+        "strategies.search": ("strategies.ranges", "strategies.static", "strategies.home"),
+    },
 )
 
 config_from_arguments = _READER.from_arguments

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -15,7 +17,9 @@ from lm_examples.recorder import stage_names
 from lm_examples.switching.config import RunConfig
 from lm_examples.switching.recorder import lengths_table
 from lm_examples.switching.search import candidates_of
+from zeroresize.strategy.costs.switch_memory import switch_bytes
 from zeroresize.strategy.strategy import Strategy
+from zeroresize.strategy.switching.switch_plan import plan_gradients, plan_weights
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,7 @@ class RankNeeds:
         gradients: under the strategy and, where it is not home, those that wait at home.
         optimizer: AdamW's state, at home.
         activations: of all micro-batches that the rank keeps at once.
+        switch: all that is held in a switch from or to another strategy, at most; there are no activations then.
     """
 
     layers: str
@@ -34,10 +39,12 @@ class RankNeeds:
     gradients: int
     optimizer: int
     activations: int
+    switch: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations
+        """The most at any time, in training or in a switch."""
+        return max(self.weights + self.gradients + self.optimizer + self.activations, self.switch)
 
 
 def dry_run(
@@ -68,8 +75,30 @@ def needs_of(config: RunConfig, num_ranks: int) -> dict[Strategy, list[RankNeeds
     """[R] of each rank, by strategy; of all that a search could find, each as its own home."""
     if config.strategies.search:
         return {one: rank_needs(config, one, one, num_ranks) for one in candidates_of(config, num_ranks)}
-    used = dict.fromkeys([config.home, *(one.strategy for one in config.ranges)])
-    return {one: rank_needs(config, one, config.home, num_ranks) for one in used}
+    used = list(dict.fromkeys([config.home, *(one.strategy for one in config.ranges)]))
+    switches = _switch_bytes(config, used, num_ranks)
+    return {
+        one: [replace(own, switch=size) for own, size in zip(needs, switches[one], strict=True)]
+        for one in used
+        for needs in [rank_needs(config, one, config.home, num_ranks)]
+    }
+
+
+def _switch_bytes(config: RunConfig, used: Sequence[Strategy], num_ranks: int) -> dict[Strategy, list[int]]:
+    """[R] of each strategy, the most that the switches from and to it take; 0 for the only one."""
+    tensors, nodes = config.tensors(), [0] * num_ranks
+    layouts = {one: one.layout(tensors, num_ranks, config.num_layers) for one in used}
+    sizes = {one: own.rank_bytes(tensors) for one, own in layouts.items()}
+    most = {one: np.zeros(num_ranks, dtype=np.int64) for one in used}
+    home = config.home
+    for before, after in itertools.permutations(used, 2):
+        plans = [plan_weights(layouts[before], layouts[after], tensors, nodes)]
+        if before != home:
+            plans.append(plan_gradients(layouts[before], layouts[home], tensors, nodes))
+        own = switch_bytes(sizes[before], sizes[after], sizes[home], plans, is_home=before == home)
+        for one in (before, after):
+            most[one] = np.maximum(most[one], own.astype(np.int64))
+    return {one: own.tolist() for one, own in most.items()}
 
 
 def rank_needs(config: RunConfig, strategy: Strategy, home: Strategy, num_ranks: int) -> list[RankNeeds]:
@@ -124,8 +153,9 @@ def require_memory(config: RunConfig, needs: Mapping[Strategy, Sequence[RankNeed
         rank = max(range(len(own)), key=lambda one: own[one].total)
         total = own[rank].total
         if limit is not None and total > limit:
+            where = "in switches from or to" if total == own[rank].switch else "under"
             raise ValueError(
-                f"strategies.memory_limit={limit:g}: rank {rank} needs {total / 1e6:,.1f} MB under {strategy}: choose "
+                f"strategies.memory_limit={limit:g}: rank {rank} needs {total / 1e6:,.1f} MB {where} {strategy}: choose "
                 "more tp or pp, another home, or smaller training.max_tokens"
             )
 
@@ -134,16 +164,18 @@ def _table(config: RunConfig, needs: Mapping[Strategy, Sequence[RankNeeds]]) -> 
     training = config.training
     title = f"{training.dtype}, micro-batches of {training.max_tokens} tokens unless a range says otherwise"
     table = Table(title=title, title_justify="left")
-    for heading in ("strategy", "rank", "layers"):
-        table.add_column(heading, justify="right" if heading == "rank" else "left")
-    for heading in ("weights", "gradients", "AdamW", "activations, estimated", "total"):
+    for heading in ("strategy", "ranks", "layers"):
+        table.add_column(heading, justify="right" if heading == "ranks" else "left")
+    for heading in ("weights", "gradients", "AdamW", "activations, estimated", "a switch", "at most"):
         table.add_column(heading, justify="right")
     for strategy, own in needs.items():
-        for rank, one in enumerate(own):
-            sizes = (one.weights, one.gradients, one.optimizer, one.activations, one.total)
+        first = 0
+        for one, equal in itertools.groupby(own):
+            end = first + len(list(equal))
+            ranks = f"{first} to {end - 1}" if end > first + 1 else str(first)
+            sizes = (one.weights, one.gradients, one.optimizer, one.activations, one.switch, one.total)
             told = [f"{size / 1e6:,.1f} MB" for size in sizes]
-            is_last = rank == len(own) - 1
-            table.add_row(
-                "" if rank else str(strategy), str(rank), one.layers or "left out", *told, end_section=is_last
-            )
+            name = "" if first else str(strategy)
+            table.add_row(name, ranks, one.layers or "left out", *told, end_section=end == len(own))
+            first = end
     return table

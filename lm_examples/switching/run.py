@@ -22,9 +22,9 @@ from lm_examples.switching.config_file import config_to_dict
 from lm_examples.switching.dry_run import needs_of, require_memory
 from lm_examples.switching.recorder import Recorder
 from lm_examples.switching.search import Choice, chosen
+from lm_examples.switching.step_numbers import StepSums
 from vit_examples.all_ranks import do_nothing, on_all_ranks
 from zeroresize.strategy.model import SwitchableModel
-from zeroresize.strategy.step_report import StepReport
 from zeroresize.strategy.trainer import StrategyTrainer
 
 
@@ -36,7 +36,8 @@ class Run:
         choice: of ranges and home.
         step: how many are done.
         recorder: on the first rank, None on the others.
-        reports: of all steps of this process, of which ``num_logged`` are written.
+        unwritten: the steps since the last line of ``metrics.jsonl``.
+        settled: the steps of this process without the first one, ``has_settled`` once that is over.
         loss, validation_loss: the newest ones.
         held: what keeps other runs out of the output folder; close it when all is written.
     """
@@ -49,8 +50,9 @@ class Run:
     batches: MiniBatches
     step: int = 0
     recorder: Recorder | None = None
-    reports: list[StepReport] = field(default_factory=list)
-    num_logged: int = 0
+    unwritten: StepSums = field(default_factory=StepSums)
+    settled: StepSums = field(default_factory=StepSums)
+    has_settled: bool = False
     loss: float = math.nan
     validation_loss: float = math.nan
     held: ExitStack = field(default_factory=ExitStack)
@@ -64,7 +66,7 @@ def prepare(config: RunConfig, documents: Documents, process_group: ProcessGroup
     """
     num_ranks = dist.get_world_size(process_group)
     config.validate_ranks(num_ranks)
-    if not config.strategies.search:
+    if not config.strategies.search and config.strategies.memory_limit is not None:
         require_memory(config, needs_of(config, num_ranks))
     begun = begin_run(
         config,
@@ -101,7 +103,13 @@ def _build(config: RunConfig, documents: Documents, process_group: ProcessGroup)
     torch.manual_seed(training.seed)
     layers = [one.to(getattr(torch, training.dtype)) for one in llama_layers(config.model)]
     batches = MiniBatches(documents, tokens=training.tokens, seed=training.seed)
-    choice = chosen(config, layers, batches, process_group)
+    is_told = config.output.progress and dist.get_rank(process_group) == 0
+
+    def tell(line: str) -> None:
+        if is_told:
+            print(line, flush=True)
+
+    choice = chosen(config, layers, batches, process_group, tell)
     strategies = list(dict.fromkeys(one.strategy for one in choice.ranges))
     model = SwitchableModel(layers, strategies=strategies, process_group=process_group, home=choice.home)
     # As a group, which may be empty: a rank that home leaves out has no parameters.

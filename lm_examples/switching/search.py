@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,20 +12,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from lm_examples.documents import MiniBatches, lengths_of
+from lm_examples.documents import MiniBatches
 from lm_examples.switching.config import RunConfig
 from zeroresize.strategy.costs.calibrate import measure_layer_costs, measure_links
 from zeroresize.strategy.costs.candidates import candidate_strategies, default_thresholds
 from zeroresize.strategy.costs.cost_model import CostModel
-from zeroresize.strategy.costs.forecast import packed_by_work
 from zeroresize.strategy.costs.search import SearchResult, search_strategies
 from zeroresize.strategy.length_range import LengthRange
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.packed import Packed
 from zeroresize.strategy.strategy import Strategy
 
-#: Mini-batches whose lengths stand for those of all.
-_NUM_SAMPLED = 8
 _SHORTEST_RANGE = 64
 
 
@@ -41,8 +39,17 @@ class Choice:
     found: SearchResult | None = None
 
 
-def chosen(config: RunConfig, layers: Sequence[nn.Module], batches: MiniBatches, process_group: ProcessGroup) -> Choice:
+def chosen(
+    config: RunConfig,
+    layers: Sequence[nn.Module],
+    batches: MiniBatches,
+    process_group: ProcessGroup,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Choice:
     """The ranges and home of a run; collective, and the same on all ranks.
+
+    Args:
+        tell: is given a line of what is being done.
 
     Raises:
         ValueError: if no strategy fits into ``strategies.memory_limit``.
@@ -50,22 +57,36 @@ def chosen(config: RunConfig, layers: Sequence[nn.Module], batches: MiniBatches,
     own = config.strategies
     if not own.search:
         return Choice(config.ranges, config.home)
+    began = time.perf_counter()
     num_ranks = dist.get_world_size(process_group)
     candidates = candidates_of(config, num_ranks)
+    longest, max_tokens = config.data.max_length, config.training.max_tokens
+    limit = own.memory_limit or sys.float_info.max
+    degrees = ", ".join(str(one.tp) for one in candidates if one.pp == 1)
+    tell(f"search: measuring {len(layers)} layers under tp = {degrees}, and links")
     model = SwitchableModel(layers, strategies=[one for one in candidates if one.pp == 1], process_group=process_group)
-    layer_costs = measure_layer_costs(model, _batch_of)
+    layer_costs = measure_layer_costs(
+        model, _batch_of, longest=longest, max_tokens=max_tokens, memory_limit=limit
+    )
     cost = CostModel(layer_costs, tuple(model.tensors), (0,) * num_ranks, measure_links(model))
-    sample = [lengths_of(batches.training(step)).tolist() for step in range(1, _NUM_SAMPLED + 1)]
+    model.close()
+    sample = [one.tolist() for one in batches.sample()]
+    thresholds = default_thresholds(longest, _SHORTEST_RANGE)
+    measured_s = time.perf_counter() - began
+    tell(
+        f"search: measured in {measured_s:.1f} s; comparing {len(candidates)} strategies in ranges that end at "
+        f"{', '.join(map(str, thresholds))} tokens, on {len(sample)} mini-batches"
+    )
     found = search_strategies(
         sample,
         candidates,
         cost,
-        memory_limit=own.memory_limit or sys.float_info.max,
-        thresholds=default_thresholds(config.data.max_length, _SHORTEST_RANGE),
-        pack=packed_by_work,
+        memory_limit=limit,
+        thresholds=thresholds,
         max_ranges=own.max_ranges,
-        max_tokens=config.training.max_tokens,
+        max_tokens=max_tokens,
     )
+    tell(f"search: done after {time.perf_counter() - began:.1f} s")
     return Choice(found.ranges, found.home, found)
 
 

@@ -37,6 +37,7 @@ from zeroresize.strategy.switching.rehoming import OwnState, Rehoming
 from zeroresize.strategy.switching.sharding import Initialize, SegmentsOf, WholeLayers, WholeTensor
 from zeroresize.strategy.switching.strategy_groups import OwnGroups, StrategyGroups
 from zeroresize.strategy.switching.switch import Route, Switch, SwitchReport
+from zeroresize.strategy.switching.switch_messages import MAX_MESSAGE_BYTES
 
 _T = TypeVar("_T")
 
@@ -97,7 +98,7 @@ class SwitchableModel:
         initialize: Initialize | None = None,
         device: torch.device | str | None = None,
         nodes: Sequence[int] | None = None,
-        max_bytes: int = 256 * 2**20,
+        max_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         self.process_group = require_group(process_group or dist.group.WORLD)
         self.rank, self._num_ranks = group_rank(self.process_group), group_size(self.process_group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -17,10 +18,31 @@ from zeroresize.strategy.costs.layer_costs import LayerCost, LayerCosts
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.packed import Packed
 from zeroresize.strategy.switching.switch_plan import LinkSpeeds
+from zeroresize.utils.value_checks import at_least
 
-#: The lengths of the micro-batches that are timed: equal tokens in sequences of different lengths tell b and c apart.
-POINTS = ((16,), (128,), (32,) * 4, (512,), (64,) * 8, (128,) * 4)
+#: The lengths that are timed: the longest one, and these parts of it.
+_PARTS = (1, 4, 16)
 _ROUNDS = 3
+
+
+def measured_points(longest: int, max_tokens: int) -> list[tuple[int, ...]]:
+    """Lengths of the micro-batches that are timed, fewest tokens first: one sequence, and as many as there is room for.
+
+    They reach as far as training does, so that nothing is extrapolated. Equal tokens in sequences of different lengths
+    tell b and c apart.
+
+    Args:
+        longest: sequence.
+        max_tokens: of a micro-batch.
+
+    Raises:
+        ValueError: for no tokens, or no room for the longest sequence.
+    """
+    at_least("longest", longest, 1)
+    at_least("max_tokens", max_tokens, longest)
+    lengths = [max(longest // part, 1) for part in _PARTS]
+    counts = dict.fromkeys((length, count) for length in lengths for count in (1, max_tokens // length))
+    return sorted(((length,) * count for length, count in counts), key=lambda one: (sum(one), one))
 
 
 def fitted_cost(tokens: Sequence[float], squares: Sequence[float], seconds: Floats, token_bytes: float) -> LayerCost:
@@ -44,7 +66,12 @@ def fitted_cost(tokens: Sequence[float], squares: Sequence[float], seconds: Floa
 
 
 def measure_layer_costs(
-    model: SwitchableModel, batch_of: Callable[[Sequence[int]], Packed], points: Sequence[Sequence[int]] = POINTS
+    model: SwitchableModel,
+    batch_of: Callable[[Sequence[int]], Packed],
+    *,
+    longest: int,
+    max_tokens: int | None = None,
+    memory_limit: float = math.inf,
 ) -> LayerCosts:
     """What the layers cost under every tensor-parallel degree of the model's strategies that have one stage.
 
@@ -54,10 +81,13 @@ def measure_layer_costs(
 
     Args:
         batch_of: a micro-batch of sequences of these lengths, on the model's device.
-        points: lengths of the micro-batches.
+        longest: sequence of training; costs of longer ones are extrapolated.
+        max_tokens: of a micro-batch of training; None for as many as the longest sequence has.
+        memory_limit: bytes of a rank: micro-batches with which a layer would need more are not measured.
 
     Raises:
-        ValueError: if no strategy has one stage and all ranks, or gradients are there.
+        ValueError: if no strategy has one stage and all ranks, or gradients are there, for lengths as
+            :func:`measured_points`, and if not even the smallest micro-batch fits.
     """
     num_ranks = group_size(model.process_group)
     by_degree = {own.tp: own for own in model.strategies if own.pp == 1 and own.num_ranks == num_ranks}
@@ -69,6 +99,7 @@ def measure_layer_costs(
     has_gradients = any(one.grad is not None for one in model.parameters())
     if _most(np.array([float(has_gradients)]), model)[0]:
         raise ValueError("layers are measured between steps: there are gradients; call optimizer.zero_grad() first")
+    points = measured_points(longest, longest if max_tokens is None else max_tokens)
     batches = [batch_of(lengths) for lengths in points]
     tokens = [float(one.num_tokens) for one in batches]
     squares = [float(sum(length**2 for length in lengths)) for lengths in points]
@@ -78,15 +109,25 @@ def measure_layer_costs(
     for tp, strategy in sorted(by_degree.items()):
         model.switch_to(strategy, gradients=False)
         layers = [model.stage_layers[number] for number in range(model.num_layers)]
-        rounds = [np.stack([_timed(layers, one, model.device) for one in batches], axis=1) for _ in range(_ROUNDS)]
+        kept_bytes, _ = _bytes(layers, batches[0])
+        most, held = _most(np.array([kept_bytes.max(), model.held_bytes]), model).tolist()
+        fitting = [one for one in range(len(points)) if held + most * tokens[one] <= memory_limit]
+        if not fitting:
+            model.switch_to(model.home, gradients=False)
+            raise ValueError(
+                f"memory_limit={memory_limit:g}: under {strategy} a rank has {held:.0f} bytes of weights, and not even a "
+                f"micro-batch of {tokens[0]:.0f} tokens fits beside them"
+            )
+        timed = [batches[one] for one in fitting]
+        kept_bytes, handed_bytes = _bytes(layers, timed[-1])
+        rounds = [np.stack([_timed(layers, one, model.device) for one in timed], axis=1) for _ in range(_ROUNDS)]
         seconds_LP = np.min(rounds, axis=0)
-        kept_bytes, handed_bytes = _bytes(layers, batches[-1])
-        own = np.concatenate([seconds_LP.ravel(), kept_bytes, [handed_bytes]])
-        most = _most(own, model)
-        seconds_LP, kept_bytes = most[: seconds_LP.size].reshape(seconds_LP.shape), most[seconds_LP.size : -1]
-        boundary_bytes = float(most[-1])
+        own = _most(np.concatenate([seconds_LP.ravel(), kept_bytes, [handed_bytes]]), model)
+        seconds_LP, kept_bytes = own[: seconds_LP.size].reshape(seconds_LP.shape), own[seconds_LP.size : -1]
+        boundary_bytes = float(own[-1])
+        of_points = [[values[one] for one in fitting] for values in (tokens, squares)]
         for kind, seconds, kept in zip(kinds, seconds_LP, kept_bytes, strict=True):
-            costs[kind][tp] = fitted_cost(tokens, squares, seconds, float(kept))
+            costs[kind][tp] = fitted_cost(*of_points, seconds, float(kept))
     model.switch_to(model.home, gradients=False)
     return LayerCosts(tuple(kinds), costs, boundary_bytes)
 

@@ -15,10 +15,12 @@ from numpy.typing import NDArray
 
 from zeroresize.resharding.layout import Indices, Layout, TensorSpec
 from zeroresize.strategy.costs.layer_costs import LayerCost, LayerCosts
+from zeroresize.strategy.costs.switch_memory import switch_bytes
 from zeroresize.strategy.strategy import Position, Strategy
+from zeroresize.strategy.switching.switch_messages import MAX_MESSAGE_BYTES
 from zeroresize.strategy.switching.switch_plan import plan_gradients, plan_weights
 from zeroresize.strategy.switching.transfers import LinkSpeeds, SwitchPlan, fused_seconds
-from zeroresize.utils.value_checks import number
+from zeroresize.utils.value_checks import at_least, number
 
 Floats = NDArray[np.float64]
 #: The lengths of the sequences of one micro-batch.
@@ -64,6 +66,7 @@ class CostModel:
         optimizer_ratio: bytes of optimizer state for a byte of weights; 2 for Adam in the precision of the weights, 6
             for Adam and weights in fp32 beside weights in bf16.
         slowness: [R] χ: how many times its normal time a rank's products take; empty if none is slow.
+        max_message_bytes: of a switch's messages that a rank sends and receives at once.
 
     Raises:
         ValueError: for no node, an optimizer ratio that is negative, or slowness that is not of all ranks or not
@@ -76,11 +79,13 @@ class CostModel:
     links: LinkSpeeds
     optimizer_ratio: float = 2.0
     slowness: tuple[float, ...] = ()
+    max_message_bytes: int = MAX_MESSAGE_BYTES
 
     def __post_init__(self) -> None:
         for key in ("tensors", "nodes", "slowness"):
             object.__setattr__(self, key, tuple(getattr(self, key)))
         number("optimizer_ratio", self.optimizer_ratio, least=0.0)
+        at_least("max_message_bytes", self.max_message_bytes, 1)
         if not self.nodes:
             raise ValueError("nodes name no rank: at least one is needed")
         if self.slowness and len(self.slowness) != self.num_ranks:
@@ -153,9 +158,7 @@ class CostModel:
         """
         seconds = np.zeros((len(strategies), len(strategies)))
         for before, after in itertools.permutations(range(len(strategies)), 2):
-            plans = [self._plan(strategies[before], strategies[after], gradients=False)]
-            if before != home:
-                plans.append(self._plan(strategies[before], strategies[home], gradients=True))
+            plans = self._plans_of(strategies[before], strategies[after], strategies[home])
             seconds[before, after] = fused_seconds(plans, self.links)
         return seconds
 
@@ -186,17 +189,22 @@ class CostModel:
         return float(self.memory_bytes(strategy, home, tokens).max()) <= limit_bytes
 
     def switch_memory_bytes(self, before: Strategy, after: Strategy, home: Strategy) -> Floats:
-        """[R] the most that each rank holds during a switch: two sets of weights, and no activations."""
-        at_home = self.weight_bytes(home)
-        gradients = self.weight_bytes(before) * float(before != home)
-        return self.weight_bytes(before) + self.weight_bytes(after) + gradients + (1.0 + self.optimizer_ratio) * at_home
+        """[R] the most that each rank holds during a switch, with its messages; see :func:`switch_bytes`."""
+        return switch_bytes(
+            *map(self.weight_bytes, (before, after, home)),
+            self._plans_of(before, after, home),
+            is_home=before == home,
+            optimizer_ratio=self.optimizer_ratio,
+            max_bytes=self.max_message_bytes,
+        )
 
     def switches_fit(self, strategies: Sequence[Strategy], home: int, limit_bytes: float) -> NDArray[np.bool_]:
         """[S, S] whether no rank needs more than the limit for the switch from the row's strategy to the column's."""
         return np.array(
             [
                 [
-                    float(self.switch_memory_bytes(before, after, strategies[home]).max()) <= limit_bytes
+                    before == after
+                    or float(self.switch_memory_bytes(before, after, strategies[home]).max()) <= limit_bytes
                     for after in strategies
                 ]
                 for before in strategies
@@ -230,6 +238,11 @@ class CostModel:
         if strategy not in self._layouts:
             self._layouts[strategy] = strategy.layout(self.tensors, self.num_ranks, self.layers.num_layers)
         return self._layouts[strategy]
+
+    def _plans_of(self, before: Strategy, after: Strategy, home: Strategy) -> list[SwitchPlan]:
+        """Of the weights, and of the gradients that do not lie at home."""
+        plans = [self._plan(before, after, gradients=False)]
+        return plans if before == home else [*plans, self._plan(before, home, gradients=True)]
 
     def _plan(self, before: Strategy, after: Strategy, *, gradients: bool) -> SwitchPlan:
         key = before, after, gradients

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from zeroresize.resharding.layout import Indices
+from zeroresize.strategy.costs.candidates import default_thresholds
 from zeroresize.strategy.costs.cost_model import CostModel, Floats, batch_sums
 from zeroresize.strategy.costs.forecast import (
     Pack,
@@ -27,6 +28,7 @@ from zeroresize.strategy.costs.forecast import (
     Tours,
     check_sample,
     forecast_step,
+    packed_by_work,
 )
 from zeroresize.strategy.length_range import LengthRange
 from zeroresize.strategy.strategy import Strategy
@@ -67,8 +69,8 @@ def search_strategies(
     cost: CostModel,
     *,
     memory_limit: float,
-    thresholds: Sequence[int],
-    pack: Pack,
+    thresholds: Sequence[int] | None = None,
+    pack: Pack = packed_by_work,
     max_ranges: int = 4,
     max_tokens: int | None = None,
 ) -> SearchResult:
@@ -78,7 +80,8 @@ def search_strategies(
         sample: [B] the lengths of the sequences of each mini-batch.
         candidates: [S] any of them may be home.
         memory_limit: bytes of a rank, which training and switches keep.
-        thresholds: [K] rising lengths at which a range may end; the last one is the longest sequence allowed.
+        thresholds: [K] rising lengths at which a range may end; the last one is the longest sequence allowed. None: the
+            longest of the sample and its halves, as :func:`default_thresholds` says.
         pack: how sequences are packed into micro-batches and these dealt to replicas, as in training.
         max_ranges: at most so many.
         max_tokens: of a micro-batch; None: as many as the longest sequence of its range may have.
@@ -87,7 +90,7 @@ def search_strategies(
         ValueError: if thresholds do not rise, no candidate is given or one is given twice, the sample has a sequence
             that is too long, or no candidate can train all lengths in the memory.
     """
-    candidates, thresholds = list(candidates), list(thresholds)
+    candidates, thresholds = list(candidates), _thresholds(thresholds, sample)
     _check(candidates, thresholds)
     at_least("max_ranges", max_ranges, 1)
     number("memory_limit", memory_limit, above=0.0)
@@ -279,6 +282,14 @@ class _Branches:
         if not away:
             return 0.0
         return float(self._entry_s[self._home] + sum(own for one, own in enumerate(self._entry_s) if away >> one & 1))
+
+
+def _thresholds(given: Sequence[int] | None, sample: Sequence[Sequence[int]]) -> list[int]:
+    if given is not None:
+        return list(given)
+    longest = max((max(own, default=0) for own in sample), default=0)
+    check_sample(sample, longest)
+    return default_thresholds(longest)
 
 
 def _check(candidates: list[Strategy], thresholds: list[int]) -> None:

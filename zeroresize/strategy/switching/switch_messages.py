@@ -21,6 +21,8 @@ from zeroresize.resharding.messages import Pair
 from zeroresize.strategy.switching.sharding import WholeTensor
 from zeroresize.strategy.switching.switch_plan import Transfers
 
+#: Of the messages that a rank sends and receives at once, unless said otherwise.
+MAX_MESSAGE_BYTES = 256 * 2**20
 #: Every message begins at a multiple of it, so that its elements are aligned.
 _ALIGNMENT = 16
 
