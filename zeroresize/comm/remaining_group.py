@@ -62,7 +62,10 @@ def _name_of_its_own() -> Iterator[None]:
     the addresses of the old one in the job's store.
     """
     torch_groups: Any = dist.distributed_c10d
-    usual = torch_groups._process_group_name
+    usual = getattr(torch_groups, "_process_group_name", None)
+    if usual is None:  # another version of torch
+        yield
+        return
 
     def name_of(ranks: Sequence[int], use_hashed_name: bool) -> str:
         name = f"zeroresize {'-'.join(map(str, ranks))} {_num_made[tuple(ranks)]}"
