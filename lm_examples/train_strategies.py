@@ -92,7 +92,7 @@ def report(run: Run, *, is_validated: bool) -> None:
 
 
 def summary_of(run: Run) -> dict[str, Any]:
-    """What a run has come to; seconds are means over this process's steps without the first one, if it is not the only one."""
+    """What a run has come to; seconds are means over this process's steps, without the first one if there are more."""
     return {
         **run.settled.means(),
         "steps": run.step,

@@ -128,7 +128,7 @@ def token_bytes(config: RunConfig, number: int, share: float = 1.0) -> float:
     """Estimate of what forward of layer ``number`` keeps of one token for backward.
 
     Of a block the inputs, normalised inputs and outputs of both norms (6 D), and the rotary waves (head size). Of the
-    rank's ``share`` of the heads and neurons: turned queries and keys (2 D), the product that values are a part of (3 D;
+    rank's ``share`` of the heads and neurons: turned queries and keys (2 D), the product that values are part of (3 D;
     with fewer KV heads copies of the values, and of the keys, D (1 + KV heads / heads)), the attention's output and its
     copy (2 D); gate and up, SiLU's output and theirs together (4 M). Of the head its norm's (3 D) and the logits (V),
     which belong to the loss; of the embedding the number of the token.
@@ -155,8 +155,8 @@ def require_memory(config: RunConfig, needs: Mapping[Strategy, Sequence[RankNeed
         if limit is not None and total > limit:
             where = "in switches from or to" if total == own[rank].switch else "under"
             raise ValueError(
-                f"strategies.memory_limit={limit:g}: rank {rank} needs {total / 1e6:,.1f} MB {where} {strategy}: choose "
-                "more tp or pp, another home, or smaller training.max_tokens"
+                f"strategies.memory_limit={limit:g}: rank {rank} needs {total / 1e6:,.1f} MB {where} {strategy}: "
+                "choose more tp or pp, another home, or smaller training.max_tokens"
             )
 
 

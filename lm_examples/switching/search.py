@@ -65,9 +65,7 @@ def chosen(
     degrees = ", ".join(str(one.tp) for one in candidates if one.pp == 1)
     tell(f"search: measuring {len(layers)} layers under tp = {degrees}, and links")
     model = SwitchableModel(layers, strategies=[one for one in candidates if one.pp == 1], process_group=process_group)
-    layer_costs = measure_layer_costs(
-        model, _batch_of, longest=longest, max_tokens=max_tokens, memory_limit=limit
-    )
+    layer_costs = measure_layer_costs(model, _batch_of, longest=longest, max_tokens=max_tokens, memory_limit=limit)
     cost = CostModel(layer_costs, tuple(model.tensors), (0,) * num_ranks, measure_links(model))
     model.close()
     sample = [one.tolist() for one in batches.sample()]

@@ -111,8 +111,8 @@ def test_a_run_resumed_under_other_strategies_equals_undivided_training(run_rank
     assert sum(one["seconds"] for one in first["ranges"]) + first["switch_s"] <= first["step_s"]
 
 
-def test_a_search_finds_what_it_trains_under(run_ranks, tmp_path):
-    config = config_of(tmp_path, {"search": True, "max_ranges": 2}, training={"steps": 2})
+def test_a_search_finds_what_it_trains_under(run_ranks, tmp_path, capfd):
+    config = config_of(tmp_path, {"search": True, "max_ranges": 2}, training={"steps": 2}, output={"progress": True})
 
     def searched(rank, group):
         run = prepare(config, documents_of(), group, resume=False)
@@ -122,6 +122,8 @@ def test_a_search_finds_what_it_trains_under(run_ranks, tmp_path):
     (choice, loss), (other, _) = run_ranks(searched, 2)
     assert choice == other and choice.ranges[-1].up_to == 24 and choice.found.speedup >= 1.0
     assert loss == pytest.approx(undivided(config)[0][2], rel=1e-10)
+    said = capfd.readouterr().out
+    assert said.count("search: measuring 4 layers under tp = 1, 2") == 1 and "comparing 3 strategies" in said
 
 
 def test_what_does_not_go_on_is_refused_on_all_ranks(run_ranks, tmp_path):
@@ -173,6 +175,16 @@ def test_mistakes_are_named_with_what_is_allowed(tmp_path, sections, told):
     assert told in str(refused.value)
 
 
+def test_a_choice_on_the_command_line_takes_the_place_of_the_files():
+    for given, key in (("search=true", "search"), ("static=[1, 2, 1]", "static")):
+        own = load_config("switching_two_ranks", [f"strategies.{given}"]).strategies
+        assert getattr(own, key) and own.ranges is None and own.home is None
+    own = load_config("switching_two_ranks", ["strategies.home=[2, 1, 1]", "strategies.static=[1, 2, 1]"]).strategies
+    assert own.home == Strategy(2) and own.static == Strategy(tp=2)
+    with pytest.raises(ValueError, match=r"found static and search; on the command line --set strategies.search=true"):
+        load_config("switching_two_ranks", ["strategies.search=true", "strategies.static=[1, 2, 1]"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -202,7 +214,11 @@ def test_a_dry_run_tells_what_every_rank_needs_under_each_strategy():
     assert 0.5 * whole < home[0].weights < 0.6 * whole and home[0].gradients == home[0].weights
     assert data_parallel[0].gradients == whole + home[0].weights and data_parallel[0].optimizer == 2 * home[0].weights
     assert home[0].activations < data_parallel[0].activations
+    # In a switch both sets of weights, gradients at both ends, AdamW's state and messages.
+    least = 2 * whole + (1 + 1 + 2) * home[0].weights
+    assert least < data_parallel[0].switch <= data_parallel[0].total and home[0].switch == data_parallel[0].switch
     said = console.export_text()
+    assert said.count("0 to 1") == 2
     assert "257 to 1024" in said and "embedding, blocks 0 to 3, head" in said and "(1, 2, 1)" in said
 
 

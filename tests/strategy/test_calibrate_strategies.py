@@ -5,7 +5,8 @@ import pytest
 import torch
 from switched_models import WIDTH, layers_of
 
-from zeroresize.strategy.costs.calibrate import fitted_cost, measure_layer_costs, measure_links
+from zeroresize.comm.remaining_group import num_known_groups
+from zeroresize.strategy.costs.calibrate import fitted_cost, measure_layer_costs, measure_links, measured_points
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.packed import Packed
 from zeroresize.strategy.strategy import Strategy
@@ -19,6 +20,15 @@ def test_costs_are_found_again_and_never_negative():
     assert min(falling.fixed_s, falling.token_s, falling.square_s) >= 0.0
 
 
+def test_what_is_measured_reaches_as_far_as_training():
+    points = measured_points(4096, 8192)
+    assert (4096,) * 2 in points and max(map(sum, points)) == 8192
+    assert (4096,) in points and (256,) * 32 in points and len({sum(one) for one in points}) >= 3
+    assert measured_points(1, 1) == [(1,)]
+    with pytest.raises(ValueError, match="max_tokens=15 is not allowed"):
+        measured_points(16, 15)
+
+
 def test_all_ranks_measure_the_same_and_lose_nothing(run_ranks):
     def check(rank, group):
         model = SwitchableModel(layers_of(), strategies=[Strategy(dp=2), Strategy(tp=2)], process_group=group)
@@ -27,7 +37,7 @@ def test_all_ranks_measure_the_same_and_lose_nothing(run_ranks):
         def batch_of(lengths):
             return Packed.of([torch.zeros(length + 1, dtype=torch.int64) for length in lengths])
 
-        costs = measure_layer_costs(model, batch_of, points=((4,), (8,), (4, 4), (16,)))
+        costs = measure_layer_costs(model, batch_of, longest=16)
         links = measure_links(model)
         after = list(model.parameters())
         assert all(map(torch.equal, before, after)) and all(one.grad is None for one in after)
@@ -36,9 +46,14 @@ def test_all_ranks_measure_the_same_and_lose_nothing(run_ranks):
         whole, half = (costs.costs["layer 1"][tp] for tp in (1, 2))
         assert whole.token_bytes > half.token_bytes > whole.token_bytes / 2
         assert whole.seconds(16, 256) > 0.0 and links.within_bytes_per_s > 0.0
+        with pytest.raises(ValueError, match=r"memory_limit=1: under .* not even a micro-batch of 1 tokens fits"):
+            measure_layer_costs(model, batch_of, longest=16, memory_limit=1.0)
+        assert model.current == model.home
         after[0].grad = torch.zeros_like(after[0]) if rank else None
         with pytest.raises(ValueError, match="there are gradients"):
-            measure_layer_costs(model, batch_of)
+            measure_layer_costs(model, batch_of, longest=16)
+        model.close()
+        assert num_known_groups() == 1  # that of the job
         return costs.as_dict(), links
 
     ranks = run_ranks(check, 2)

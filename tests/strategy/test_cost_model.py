@@ -1,5 +1,7 @@
 """What the cost model says of strategies, beside pipelines simulated operation by operation and volumes by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -125,13 +127,17 @@ def test_memory_is_what_lies_at_home_and_what_is_in_force():
     # Ranks 0 and 1 are the first stage, which keeps two micro-batches.
     held = 2 * half + 3 * quarter
     assert away.tolist() == [held + 2 * activations] * 2 + [held + activations] * 2
-    assert ONE_NODE.switch_memory_bytes(home, other, home).tolist() == [quarter + half + 3 * quarter] * 4
-    assert ONE_NODE.switch_memory_bytes(other, home, home).tolist() == [2 * half + quarter + 3 * quarter] * 4
+    # Messages of more than a round's bytes take as much as they may.
+    cost = replace(ONE_NODE, max_message_bytes=64)
+    assert cost.switch_memory_bytes(home, other, home).tolist() == [quarter + half + 3 * quarter + 64] * 4
+    assert cost.switch_memory_bytes(other, home, home).tolist() == [2 * half + quarter + 3 * quarter + 64] * 4
+    messages = ONE_NODE.switch_memory_bytes(home, other, home) - (half + 4 * quarter)
+    assert messages.min() > 0 and messages.sum() % 2 == 0  # what is sent and what is received lie in them
     most = held + 2 * activations
     assert ONE_NODE.fits(other, home, 10, most) and not ONE_NODE.fits(other, home, 10, most - 1)
-    switch = 2 * half + 4 * quarter
+    switch = 2 * half + 4 * quarter + 64
     for limit, back_fits in ((switch, True), (switch - 1, False)):
-        assert ONE_NODE.switches_fit([home, other], 0, limit).tolist()[1][0] is back_fits
+        assert cost.switches_fit([home, other], 0, limit).tolist()[1][0] is back_fits
 
 
 def test_layer_costs_are_kept_in_a_file(tmp_path):

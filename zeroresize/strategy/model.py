@@ -334,6 +334,17 @@ class SwitchableModel:
                 torch.cuda.synchronize(self.device)
             self._groups.keep(one.strategy for one in left)
 
+    def close(self) -> None:
+        """Destroy the process groups of all strategies, on all ranks; the model is not to be used after that.
+
+        Raises:
+            RuntimeError: if a rank does not come.
+        """
+        self._agreed(lambda: None, lambda _: "close", "whether the model is closed")
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._groups.keep(())
+
     def _place(self, layouts: dict[Strategy, Layout]) -> None:
         known = [number for number, *_ in meet_prepared(self._meet, (float(num_known_groups()), 0.0))]
         require_same(known, "how many process groups they have made: make the same ones on all ranks", self._meet)

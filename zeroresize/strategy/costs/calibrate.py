@@ -115,8 +115,8 @@ def measure_layer_costs(
         if not fitting:
             model.switch_to(model.home, gradients=False)
             raise ValueError(
-                f"memory_limit={memory_limit:g}: under {strategy} a rank has {held:.0f} bytes of weights, and not even a "
-                f"micro-batch of {tokens[0]:.0f} tokens fits beside them"
+                f"memory_limit={memory_limit:g}: under {strategy} a rank has {held:.0f} bytes of weights, and not even "
+                f"a micro-batch of {tokens[0]:.0f} tokens fits beside them"
             )
         timed = [batches[one] for one in fitting]
         kept_bytes, handed_bytes = _bytes(layers, timed[-1])
@@ -125,9 +125,9 @@ def measure_layer_costs(
         own = _most(np.concatenate([seconds_LP.ravel(), kept_bytes, [handed_bytes]]), model)
         seconds_LP, kept_bytes = own[: seconds_LP.size].reshape(seconds_LP.shape), own[seconds_LP.size : -1]
         boundary_bytes = float(own[-1])
-        of_points = [[values[one] for one in fitting] for values in (tokens, squares)]
+        own_tokens, own_squares = ([values[one] for one in fitting] for values in (tokens, squares))
         for kind, seconds, kept in zip(kinds, seconds_LP, kept_bytes, strict=True):
-            costs[kind][tp] = fitted_cost(*of_points, seconds, float(kept))
+            costs[kind][tp] = fitted_cost(own_tokens, own_squares, seconds, float(kept))
     model.switch_to(model.home, gradients=False)
     return LayerCosts(tuple(kinds), costs, boundary_bytes)
 

@@ -191,7 +191,9 @@ class CostModel:
     def switch_memory_bytes(self, before: Strategy, after: Strategy, home: Strategy) -> Floats:
         """[R] the most that each rank holds during a switch, with its messages; see :func:`switch_bytes`."""
         return switch_bytes(
-            *map(self.weight_bytes, (before, after, home)),
+            self.weight_bytes(before),
+            self.weight_bytes(after),
+            self.weight_bytes(home),
             self._plans_of(before, after, home),
             is_home=before == home,
             optimizer_ratio=self.optimizer_ratio,
