@@ -20,10 +20,13 @@ RANGES = [LengthRange(*one) for one in ((2, DATA), (4, TENSOR), (6, DATA, 12), (
 def test_ranges_of_one_strategy_are_one_visit_and_those_without_sequences_none():
     ranges = with_limits(RANGES, None)
     assert plan_visits([5, 1, 2, 8, 6, 7], ranges) == [
-        Visit(DATA, (2, 6), (0, 1, 2, 4), 12),
-        Visit(BOTH, (8,), (3, 5), 8),
+        Visit(DATA, (2, 6), (((4,),), ((0,),), ((2,),), ((1,),))),
+        Visit(BOTH, (8,), (((3,),), ((5,),))),
     ]
-    assert plan_visits([3], ranges) == [Visit(TENSOR, (4,), (0,), 4)]
+    assert plan_visits([3], ranges) == [Visit(TENSOR, (4,), (((0,),),))]
+    # The range's own limit counts, and what a sequence costs decides who has it.
+    assert plan_visits([6] * 5, ranges)[0].replicas == (((0, 4),), ((1,),), ((2,),), ((3,),))
+    assert plan_visits([7, 8], ranges, lambda lengths: -lengths[0])[0].replicas == (((0,), (1,)), ())
     with pytest.raises(ValueError, match="sequence 1: a sequence of 9 tokens is longer"):
         plan_visits([3, 9], ranges)
 

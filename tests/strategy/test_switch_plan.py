@@ -25,7 +25,7 @@ def held_units(layout, tensors):
 
 
 def check_volumes(plan, case):
-    """The plan's volumes are those of its transfers; both ends of a message go through it in the same order."""
+    """The plan's volumes are those of its transfers; they are in one order on all ranks."""
     volumes = np.zeros((2, 2, len(case.nodes)), dtype=np.int64)
     for one in plan.transfers:
         link = int(case.nodes[one.source] != case.nodes[one.destination])
@@ -37,13 +37,9 @@ def check_volumes(plan, case):
     assert np.array_equal(volumes[1], [plan.sent_between, plan.received_between])
     slowest = max(volumes[0].max() / 8.0, volumes[1].max() / 2.0)
     assert plan.seconds(LINKS) == (slowest + 0.5 if len(plan.transfers) else 0.0)
-    parts = [plan.of_rank(rank) for rank in range(len(case.nodes))]
-    assert sum(len(part.sends) for part in parts) == len(plan.transfers)
-    for part in parts:
-        assert list(part.sends) == sorted(part.sends, key=lambda one: (one.tensor, one.begin, one.destination))
-        for other in parts:
-            sent = [one for one in part.sends if any(one == got for got in other.receives)]
-            assert sent == [one for one in other.receives if any(one == own for own in part.sends)]
+    assert list(plan.transfers) == sorted(
+        plan.transfers, key=lambda one: (one.tensor, one.begin, one.destination, one.source)
+    )
 
 
 @given(switch_cases(), st.booleans())

@@ -174,4 +174,7 @@ def test_models_and_strategies_that_do_not_fit_are_told_to_all(run_ranks):
         with pytest.raises(RuntimeError, match="differ in the layers, the strategies, home or max_bytes"):
             SwitchableModel([Odd()], strategies=[(HALVES, PAIR)[rank]], process_group=group)
 
+        with pytest.raises(RuntimeError, match=r"differ in the weights .*manual_seed.*\[\[0\], \[1\]\]"):
+            SwitchableModel(layers_of(seed=rank, dtype=torch.bfloat16), strategies=[PAIR], process_group=group)
+
     run_ranks(check, 2)

@@ -69,11 +69,64 @@ def test_what_cannot_be_trained_is_refused_on_every_rank_and_the_next_step_works
         refuses(lambda: trainer_of(model, stranger).step(rows(3)), ValueError, told)
         model.switch_to(RANGES[1].strategy)
         refuses(lambda: trainer.step(rows(3)), ValueError, r"under \(1, 2, 1\), not its home")
-        model.collect()
+        model.abandon()
         for one, before in zip(model.parameters(), weights, strict=True):
             assert torch.equal(one, before)
         report = trainer.step(rows(3, 8))
-        assert trainer.evaluate(rows(3, 8)) < report.loss and report.grad_norm is None
+        assert trainer.evaluate(rows(3, 8)) < report.loss and report.grad_norm > 0.0 and not report.is_skipped
+        trainer._work = (lambda lengths: float(sum(lengths)), lambda lengths: -float(sum(lengths)))[rank]
+        refuses(lambda: trainer.step(rows(3, 4, 4)), RuntimeError, r"differ in .*work.*\[\[0\], \[1\]\]")
+        refuses(lambda: trainer.use([LengthRange(8, Strategy(1, 1, 2))]), ValueError, "the model's strategies are")
+        trainer.use(RANGES[1:])
+        assert trainer.ranges == (LengthRange(8, Strategy(1, 2), 8),)
+
+    run_ranks(check, 2)
+
+
+def test_a_step_that_fails_or_is_not_finite_leaves_nothing_to_the_next_one(run_ranks):
+    """In the second micro-batch at home, in the visit after it, and by a loss or a gradient that is not a number."""
+
+    class Spoils(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dx):
+            return dx * float("nan")
+
+    def check(rank, group):
+        kind, seen = None, []
+
+        def loss(output, packed):
+            seen.append(packed.lengths)
+            if kind == "home" and len(seen) == 2 or kind == "visit" and max(packed.lengths) > 4:
+                raise FloatingPointError("bad")
+            output = Spoils.apply(output) if kind == "gradient" else output
+            return token_loss(output, packed) * (float("nan") if kind == "loss" else 1.0)
+
+        model = model_of(group)
+        trainer = StrategyTrainer(model, torch.optim.SGD(model.parameters(), lr=0.1), RANGES, loss=loss, max_tokens=8)
+        weights = [one.detach().clone() for one in model.parameters()]
+        for spoiled in ("home", "visit"):
+            kind = spoiled
+            seen.clear()
+            refuses(lambda: trainer.step(rows(4, 4, 4, 4, 4, 4, 8)), FloatingPointError, "bad")
+            for call in (trainer.step, trainer.evaluate):
+                refuses(lambda call=call: call(rows(3)), RuntimeError, "FloatingPointError: bad.*Exit .*abandon")
+            model.abandon()
+            assert model.current == model.home and all(one.grad is None for one in model.parameters())
+        for spoiled in ("loss", "gradient"):
+            kind = spoiled
+            report = trainer.step(rows(3, 8))
+            assert report.is_skipped and all(one.grad is None for one in model.parameters())
+        assert all(map(torch.equal, weights, model.parameters()))
+        kind = None
+        next(model.parameters()).grad = torch.zeros_like(next(model.parameters()))
+        refuses(lambda: trainer.step(rows(3)), ValueError, r"zero_grad\(\) or model.abandon\(\) before")
+        model.abandon()
+        trainer.step(rows(3, 8))
+        assert not any(map(torch.equal, weights, model.parameters()))
 
     run_ranks(check, 2)
 

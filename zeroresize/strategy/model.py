@@ -9,6 +9,7 @@ import itertools
 import json
 import socket
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import TypeVar
@@ -80,11 +81,12 @@ class SwitchableModel:
         home, current: the strategy of the optimizer, and the one in force.
         tensors: [P], of the undivided model.
         rank: of this process within the group.
+        failure: what ended a step under way, told by who runs it; None if nothing did, and after :meth:`abandon`.
 
     Raises:
         ValueError: for strategies that do not fit the ranks or layers, parameters that layers share, buffers with
             state, and segments that do not fit; see :class:`~zeroresize.strategy.switching.sharding.WholeLayers`.
-        RuntimeError: if ranks differ in what they were given, if one fails, or does not come.
+        RuntimeError: if ranks differ in what they were given, the weights included, if one fails, or does not come.
     """
 
     def __init__(
@@ -132,9 +134,13 @@ class SwitchableModel:
         self._nodes = self._agreed_nodes(nodes)
         self._groups = StrategyGroups(self.process_group)
         self.home = self.current = home or next(iter(layouts))
+        self.failure: str | None = None
         parts: dict[int, Tensor] = {}
+        digest = 0
 
         def take(number: int, tensor: WholeTensor, whole: Tensor) -> None:
+            nonlocal digest
+            digest = zlib.crc32(_bytes_of(whole), digest)
             units = layouts[self.home].units_of(number, self.rank)
             position = self.home.position_of(self.rank)
             if position is not None and self._stage_of(self.home, tensor) == position.stage:
@@ -143,7 +149,11 @@ class SwitchableModel:
         def filled() -> None:
             self._layers.take_weights(self.device, initialize, take)
 
-        self._agreed(filled, lambda _: None, "nothing")
+        self._agreed(
+            filled,
+            lambda _: digest,
+            "the weights that the layers were given: call torch.manual_seed alike on all ranks before they are filled",
+        )
         self._place(layouts)
         for number, parameter in self._placements[self.home].parameters.items():
             parameter.data = parts[number]
@@ -231,7 +241,9 @@ class SwitchableModel:
             after = self._placement(strategy)
             travels = before not in (home, after)
             if travels and not gradients and any(one.grad is not None for one in before.parameters.values()):
-                raise ValueError("switch_to(gradients=False) would lose gradients: there are some")
+                raise ValueError(
+                    "switch_to(gradients=False) would lose gradients: there are some; abandon() drops them"
+                )
             route = self._route(before, after, home if travels and gradients else None)
             return Switch(route, before, after, home, self._layers.tensors, self.process_group)
 
@@ -252,6 +264,22 @@ class SwitchableModel:
         home = self._placements[self.home]
         sum_gradients(home, self._layers.tensors)
         return replace(report, seconds=time.perf_counter() - begin)
+
+    def abandon(self) -> SwitchReport:
+        """Give up the step that is under way: its gradients are dropped everywhere, and the weights get home.
+
+        It goes on after a step that failed on *all* ranks alike. Where one rank failed alone, the others may be in the
+        midst of the step: then that process has to exit, so that they notice.
+
+        Raises:
+            Exception: as :meth:`switch_to`; the gradients are gone even so.
+        """
+        for placement in self._placements.values():
+            for one in placement.parameters.values():
+                one.grad = None
+        report = self.switch_to(self.home, gradients=False)
+        self.failure = None
+        return report
 
     def rehome(self, strategy: Strategy, optimizer: object | None) -> SwitchReport:
         """Make another strategy the home, between two steps, with all that the optimizer keeps.
@@ -414,6 +442,11 @@ class SwitchableModel:
             return list(nodes)
 
         return self._agreed(checked, list, "nodes")
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """What is in it, of any type."""
+    return tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy().data
 
 
 def _device(layers: Sequence[nn.Module], device: torch.device | str | None) -> torch.device:

@@ -37,7 +37,8 @@ class StepReport:
         seconds: on this rank.
         by_range: in the order in which the strategies were visited.
         switches: to each of them that was not in force, and home; as this rank saw them.
-        grad_norm: before clipping; None without clipping.
+        grad_norm: of the whole model, before clipping.
+        is_skipped: the loss or the norm was not finite, so the optimizer did not step.
     """
 
     loss: float
@@ -45,4 +46,5 @@ class StepReport:
     seconds: float
     by_range: tuple[RangeReport, ...]
     switches: tuple[SwitchReport, ...]
-    grad_norm: float | None
+    grad_norm: float
+    is_skipped: bool = False

@@ -233,7 +233,7 @@ class StrategyBalancer:
             self._decision.refuse()
             self._forget_others()
             return forecast.switch_s, 0, False
-        self._trainer.ranges = tuple(
+        self._trainer.use(
             replace(one, strategy=strategy) for one, strategy in zip(self._trainer.ranges, wanted, strict=True)
         )
         table = self._exchange.meet(time.perf_counter() - begin, float(received))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -13,19 +15,21 @@ from torch import Tensor, nn
 
 from zeroresize.comm.collectives import all_reduce, message_device
 from zeroresize.resharding.agreement import fingerprint, meet_over, meet_prepared, require_same
-from zeroresize.strategy.gradient_norm import clip_grad_norm_
+from zeroresize.strategy.gradient_norm import clip_grad_norm_, grad_norm
 from zeroresize.strategy.length_range import LengthRange, as_ranges, with_limits
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.packed import Packed
 from zeroresize.strategy.running.activations import find_activations
 from zeroresize.strategy.running.one_f_one_b import Loss, PipelineStage
-from zeroresize.strategy.running.packing import MicroBatch, Work, num_tokens, spread_and_pack
+from zeroresize.strategy.running.packing import MicroBatch, Work, num_tokens
 from zeroresize.strategy.running.step_plan import Visit, plan_visits
 from zeroresize.strategy.running.switch_tour import TYPICAL_LINKS, SwitchTour
 from zeroresize.strategy.step_report import RangeReport, StepReport
 from zeroresize.strategy.switching.switch import SwitchReport
 from zeroresize.strategy.switching.transfers import LinkSpeeds
 from zeroresize.utils.value_checks import number
+
+logger = logging.getLogger(__name__)
 
 
 class StrategyTrainer:
@@ -73,42 +77,65 @@ class StrategyTrainer:
         work: Work = num_tokens,
         links: LinkSpeeds = TYPICAL_LINKS,
     ) -> None:
-        self.ranges = with_limits(as_ranges(ranges), max_tokens)
         self.model, self.optimizer = model, optimizer
         number("grad_clip", grad_clip, least=0.0)
-        for one in self.ranges:
-            if one.strategy not in model.strategies:
-                known = ", ".join(map(str, model.strategies))
-                raise ValueError(f"length range {one}: the model's strategies are {known}; add(strategy) takes another")
-        self._loss, self._grad_clip, self._work = loss, grad_clip, work
+        self._loss, self._max_tokens, self._grad_clip, self._work = loss, max_tokens, grad_clip, work
         self._tour = SwitchTour(model, links)
-        self._tour.order([one.strategy for one in self.ranges])
+        self.use(ranges)
         self._activations = find_activations(model.whole_layers)
         self._meet = meet_over(model.process_group, model.device)
 
+    @property
+    def ranges(self) -> tuple[LengthRange, ...]:
+        """All of them with ``max_tokens``."""
+        return self._ranges
+
+    def use(self, ranges: Iterable[LengthRange]) -> None:
+        """Train by other ranges from the next step on, the same on all ranks.
+
+        Raises:
+            ValueError: as the constructor does; the ranges stay as they are then.
+        """
+        wanted = with_limits(as_ranges(ranges), self._max_tokens)
+        for one in wanted:
+            if one.strategy not in self.model.strategies:
+                known = ", ".join(map(str, self.model.strategies))
+                raise ValueError(f"length range {one}: the model's strategies are {known}; add(strategy) takes another")
+        self._tour.order(list(dict.fromkeys(one.strategy for one in wanted)))
+        self._ranges = wanted
+
     def step(self, sequences: Sequence[Tensor]) -> StepReport:
         """One optimizer step on a mini-batch; collective.
+
+        Where the loss or the norm of the gradients is not finite, the optimizer does not step, on any rank.
 
         Args:
             sequences: rows [length + 1] of int64, the same on every rank.
 
         Raises:
             ValueError: for no sequences, a row of another kind, one that is longer than the last range, an optimizer
-                that does not step the model's parameters, and a model that is not under its home strategy; the other
-                ranks raise a RuntimeError. Nothing has run then.
-            RuntimeError: if ranks were given different sequences, or one does not come. A step that fails while it
-                runs is to be repeated from a checkpoint.
+                that does not step the model's parameters, gradients that are left, and a model that is not under its
+                home strategy; the other ranks raise a RuntimeError. Nothing has run then.
+            RuntimeError: if ranks were given different sequences, or one does not come, and after a step that failed.
+            Exception: what a layer or the loss raises. A step that fails while it runs is to be repeated from a
+                checkpoint, and the process has to exit: else the other ranks wait for it until the process group's
+                time limit. Only where all ranks failed alike may ``model.abandon()`` and another step follow.
         """
         begin = time.perf_counter()
         visits = self._agreed_visits(sequences, trains=True)
-        loss, by_range, switches = self._run(visits, sequences, trains=True)
-        switches.append(self.model.collect())
-        norm = float(clip_grad_norm_(self.model, self._grad_clip)) if self._grad_clip else None
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self._synchronize()
-        total = sum(one.num_tokens for one in by_range)
-        return StepReport(loss, total, time.perf_counter() - begin, tuple(by_range), tuple(switches), norm)
+        with self._failing():
+            loss, by_range, switches = self._run(visits, sequences, trains=True)
+            switches.append(self.model.collect())
+            norm = float(clip_grad_norm_(self.model, self._grad_clip) if self._grad_clip else grad_norm(self.model))
+            is_skipped = not (math.isfinite(loss) and math.isfinite(norm))  # sums over all ranks: they decide alike
+            if not is_skipped:
+                self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            self._synchronize()
+        if is_skipped and self.model.rank == 0:
+            logger.warning("the optimizer does not step: the loss is %s, the norm of the gradients %s", loss, norm)
+        total, seconds = sum(one.num_tokens for one in by_range), time.perf_counter() - begin
+        return StepReport(loss, total, seconds, tuple(by_range), tuple(switches), norm, is_skipped)
 
     def evaluate(self, sequences: Sequence[Tensor]) -> float:
         """Mean loss of a token, without gradients and in evaluation mode, under the ranges' strategies; collective.
@@ -117,11 +144,26 @@ class StrategyTrainer:
             Exception: as :meth:`step`, but for the optimizer, which is not asked.
         """
         visits = self._agreed_visits(sequences, trains=False)
-        loss, _, _ = self._run(visits, sequences, trains=False)
-        self.model.switch_to(self.model.home, gradients=False)
+        with self._failing():
+            loss, _, _ = self._run(visits, sequences, trains=False)
+            self.model.switch_to(self.model.home, gradients=False)
         return loss
 
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Remembers what ends a step in its midst."""
+        try:
+            yield
+        except BaseException as error:
+            self.model.failure = f"{type(error).__name__}: {error}"
+            raise
+
     def _agreed_visits(self, sequences: Sequence[Tensor], *, trains: bool) -> list[Visit]:
+        if self.model.failure is not None:  # meeting the others, who may be in the midst of that step, would mix it up
+            raise RuntimeError(
+                f"a step failed here while it ran: {self.model.failure}. Exit this process, so that the other ranks "
+                "notice, and go on from a checkpoint; only if all ranks failed alike, call model.abandon() on all"
+            )
         try:
             visits = self._visits(sequences, trains)
             told = [str(visits), str(self.model.home), trains, self._grad_clip, _digest(sequences)]
@@ -129,12 +171,12 @@ class StrategyTrainer:
         except Exception as error:  # the others must hear of any
             own = error
         table = meet_prepared(self._meet, own)
-        require_same([one for one, *_ in table], "the sequences, the ranges, max_tokens or grad_clip", self._meet)
+        require_same([one for one, *_ in table], "the sequences, the ranges, max_tokens, work or grad_clip", self._meet)
         return visits
 
     def _visits(self, sequences: Sequence[Tensor], trains: bool) -> list[Visit]:
         if self.model.current != self.model.home:
-            raise ValueError(f"the model is under {self.model.current}, not its home: call collect() before")
+            raise ValueError(f"the model is under {self.model.current}, not its home: abandon() gets it there")
         if not sequences:
             raise ValueError("sequences=[]: at least one is needed")
         wrong = [
@@ -146,7 +188,14 @@ class StrategyTrainer:
             raise ValueError(f"sequences {wrong} are no rows of at least two tokens of int64")
         if trains:
             self._require_parameters()
-        visits = {one.strategy: one for one in plan_visits([len(one) - 1 for one in sequences], self.ranges)}
+            left = [name for name, one in self.model.named_parameters() if one.grad is not None]
+            if left:
+                raise ValueError(
+                    f"{left} have gradients, to which the step's would be added: call optimizer.zero_grad() or "
+                    "model.abandon() before"
+                )
+        lengths = [len(one) - 1 for one in sequences]
+        visits = {one.strategy: one for one in plan_visits(lengths, self.ranges, self._work)}
         return [visits[strategy] for strategy in self._tour.order(list(visits))]
 
     def _require_parameters(self) -> None:
@@ -172,12 +221,10 @@ class StrategyTrainer:
             if self.model.current != visit.strategy:
                 switches.append(self.model.switch_to(visit.strategy, gradients=trains))
             begin = time.perf_counter()
-            rows = [sequences[index] for index in visit.members]
             own = [lengths[index] for index in visit.members]
-            replicas = spread_and_pack(own, visit.max_tokens, visit.strategy.dp, self._work)
-            mean += self._run_own(rows, replicas, total, trains)
+            mean += self._run_own(sequences, visit.replicas, total, trains)
             self._synchronize()
-            seconds, num_micro_batches = time.perf_counter() - begin, tuple(map(len, replicas))
+            seconds, num_micro_batches = time.perf_counter() - begin, tuple(map(len, visit.replicas))
             by_range.append(RangeReport(visit.strategy, visit.up_to, len(own), sum(own), num_micro_batches, seconds))
         all_reduce(mean, self.model.process_group)
         return float(mean), by_range, switches

@@ -70,20 +70,6 @@ class Transfers:
         return Transfers(*(column[entries] for column in columns))
 
 
-@dataclass(frozen=True)
-class RankTransfers:
-    """What a rank has to do.
-
-    Attributes:
-        sends, receives: what it sends and is sent, in the order of :class:`Transfers`.
-        kept: of gradients: what it adds to its own, as it holds it in both layouts.
-    """
-
-    sends: Transfers
-    receives: Transfers
-    kept: Transfers
-
-
 @dataclass(frozen=True, eq=False)
 class SwitchPlan:
     """Which slices travel, and how much that is for every rank.
@@ -98,15 +84,6 @@ class SwitchPlan:
     transfers: Transfers
     kept: Transfers
     nodes: Indices
-
-    def of_rank(self, rank: int) -> RankTransfers:
-        """A rank's part of the plan."""
-        own, kept = self.transfers, self.kept
-        return RankTransfers(
-            own.at(np.flatnonzero(own.sources == rank)),
-            own.at(np.flatnonzero(own.destinations == rank)),
-            kept.at(np.flatnonzero(kept.sources == rank)),
-        )
 
     @cached_property
     def sent_within(self) -> Indices:

@@ -1,0 +1,33 @@
+"""The sum over home's replicas holds few copies, and a parameter without a gradient counts as one with zeros."""
+
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from zeroresize.strategy.switching import gradient_sum
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_few_sums_are_under_way_and_missing_gradients_are_zeros(monkeypatch, num_replicas):
+    flats, most = [], 0
+
+    def start(flat, group):
+        nonlocal most
+        flats.append(weakref.ref(flat))
+        most = max(most, sum(one() is not None for one in flats))
+        return SimpleNamespace(wait=lambda flat=weakref.ref(flat): flat().mul_(num_replicas))
+
+    monkeypatch.setattr(gradient_sum, "group_size", lambda group: num_replicas)
+    monkeypatch.setattr(gradient_sum, "start_all_reduce", start)
+    monkeypatch.setattr(gradient_sum, "_BUCKET_BYTES", 32)  # two gradients
+    parameters = {number: nn.Parameter(torch.ones(4)) for number in range(12)}
+    for number, one in parameters.items():
+        one.grad = torch.full((4,), float(number)) if number % 3 else None
+    home = SimpleNamespace(groups=SimpleNamespace(dp=None), position=0, parameters=parameters)
+    gradient_sum.sum_gradients(home, [SimpleNamespace(spec=SimpleNamespace(division=None))] * 12)
+    for number, one in parameters.items():
+        assert one.grad.tolist() == [float(num_replicas * number if number % 3 else 0)] * 4
+    assert (len(flats), most) == ((6, 2) if num_replicas > 1 else (0, 0))
