@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroresize.comm.collectives import all_reduce, message_device
+from zeroresize.layers.balanced_linear import autocast_dtype
 from zeroresize.resharding.agreement import fingerprint, meet_over, meet_prepared, require_same
 from zeroresize.strategy.gradient_norm import clip_grad_norm_
 from zeroresize.strategy.length_range import LengthRange, as_ranges, with_limits
@@ -20,6 +21,7 @@ from zeroresize.strategy.packed import Packed
 from zeroresize.strategy.running.activations import find_activations
 from zeroresize.strategy.running.one_f_one_b import Loss, PipelineStage
 from zeroresize.strategy.running.packing import MicroBatch, Work, num_tokens, spread_and_pack
+from zeroresize.strategy.running.random_numbers import seed_of
 from zeroresize.strategy.running.step_plan import Visit, plan_visits
 from zeroresize.strategy.running.switch_tour import TYPICAL_LINKS, SwitchTour
 from zeroresize.strategy.step_report import RangeReport, StepReport
@@ -55,6 +57,11 @@ class StrategyTrainer:
         grad_clip: largest norm of the gradients; 0 for no clipping.
         work: what sequences cost, by which replicas share them; their tokens by default.
         links: between the ranks, by which switches are ordered.
+        seed: of what layers draw at random, such as dropout's masks: they are a function of it, the step, the
+            strategy's place in the step, the replica, the stage and the micro-batch. The generators stay as they are.
+
+    Attributes:
+        num_steps: how many are done; set it, alike on all ranks, where training is resumed.
 
     Raises:
         ValueError: for ranges that do not rise or whose strategies the model does not have, ``max_tokens`` below the
@@ -72,6 +79,7 @@ class StrategyTrainer:
         grad_clip: float = 0.0,
         work: Work = num_tokens,
         links: LinkSpeeds = TYPICAL_LINKS,
+        seed: int = 0,
     ) -> None:
         self.ranges = with_limits(as_ranges(ranges), max_tokens)
         self.model, self.optimizer = model, optimizer
@@ -81,6 +89,7 @@ class StrategyTrainer:
                 known = ", ".join(map(str, model.strategies))
                 raise ValueError(f"length range {one}: the model's strategies are {known}; add(strategy) takes another")
         self._loss, self._grad_clip, self._work = loss, grad_clip, work
+        self._seed, self.num_steps = seed, 0
         self._tour = SwitchTour(model, links)
         self._tour.order([one.strategy for one in self.ranges])
         self._activations = find_activations(model.whole_layers)
@@ -106,6 +115,7 @@ class StrategyTrainer:
         norm = float(clip_grad_norm_(self.model, self._grad_clip)) if self._grad_clip else None
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self.num_steps += 1
         self._synchronize()
         total = sum(one.num_tokens for one in by_range)
         return StepReport(loss, total, time.perf_counter() - begin, tuple(by_range), tuple(switches), norm)
@@ -125,11 +135,16 @@ class StrategyTrainer:
         try:
             visits = self._visits(sequences, trains)
             told = [str(visits), str(self.model.home), trains, self._grad_clip, _digest(sequences)]
+            told += [self._seed, self.num_steps, str(autocast_dtype(self.model.device.type))]
             own: tuple[float, float] | Exception = fingerprint(json.dumps(told)), 0.0
         except Exception as error:  # the others must hear of any
             own = error
         table = meet_prepared(self._meet, own)
-        require_same([one for one, *_ in table], "the sequences, the ranges, max_tokens or grad_clip", self._meet)
+        require_same(
+            [one for one, *_ in table],
+            "the sequences, the ranges, max_tokens, grad_clip, seed, num_steps or torch.autocast",
+            self._meet,
+        )
         return visits
 
     def _visits(self, sequences: Sequence[Tensor], trains: bool) -> list[Visit]:
@@ -168,14 +183,14 @@ class StrategyTrainer:
         total = sum(lengths)
         mean = torch.zeros((), dtype=torch.float64, device=message_device(self.model.process_group, self.model.device))
         by_range, switches = [], []
-        for visit in visits:
+        for index, visit in enumerate(visits):
             if self.model.current != visit.strategy:
                 switches.append(self.model.switch_to(visit.strategy, gradients=trains))
             begin = time.perf_counter()
             rows = [sequences[index] for index in visit.members]
             own = [lengths[index] for index in visit.members]
             replicas = spread_and_pack(own, visit.max_tokens, visit.strategy.dp, self._work)
-            mean += self._run_own(rows, replicas, total, trains)
+            mean += self._run_own(rows, replicas, total, trains, seed_of(self._seed, self.num_steps, index))
             self._synchronize()
             seconds, num_micro_batches = time.perf_counter() - begin, tuple(map(len, replicas))
             by_range.append(RangeReport(visit.strategy, visit.up_to, len(own), sum(own), num_micro_batches, seconds))
@@ -183,7 +198,7 @@ class StrategyTrainer:
         return float(mean), by_range, switches
 
     def _run_own(
-        self, rows: Sequence[Tensor], replicas: Sequence[Sequence[MicroBatch]], total: int, trains: bool
+        self, rows: Sequence[Tensor], replicas: Sequence[Sequence[MicroBatch]], total: int, trains: bool, seed: int
     ) -> Tensor:
         """This rank's part; of the losses of its replica's micro-batches each counts on one rank."""
         model, position = self.model, self.model.position
@@ -192,7 +207,8 @@ class StrategyTrainer:
             return nothing
         layers = model.stage_layers
         pipeline = model.groups_of(model.current).pipeline
-        stage = PipelineStage(list(layers.values()), min(layers), self._activations, pipeline, model.device)
+        seed = seed_of(seed, position.replica, position.stage)
+        stage = PipelineStage(list(layers.values()), min(layers), self._activations, pipeline, model.device, seed)
         micro_batches = [
             Packed.of([rows[index] for index in own]).to(model.device) for own in replicas[position.replica]
         ]
