@@ -81,7 +81,7 @@ def prepare(config: RunConfig, documents: Documents, process_group: ProcessGroup
         run = _build(config, documents, process_group)
         if begun.checkpoint is not None and begun.state is not None:
             load_model(begun.checkpoint, run.model, run.optimizer)
-            run.step = begun.state.step
+            run.step = run.trainer.num_steps = begun.state.step
 
         def record() -> None:
             run.recorder = Recorder(config, run.choice, num_ranks=num_ranks, from_step=run.step)
@@ -122,5 +122,6 @@ def _build(config: RunConfig, documents: Documents, process_group: ProcessGroup)
         loss=token_loss,
         max_tokens=training.max_tokens,
         grad_clip=training.grad_clip,
+        seed=training.seed,
     )
     return Run(config, choice, model, optimizer, trainer, batches)

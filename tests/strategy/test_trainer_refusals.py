@@ -50,10 +50,12 @@ def test_what_cannot_be_trained_is_refused_on_every_rank_and_the_next_step_works
         trainer = trainer_of(model, max_tokens=None)
         weights = [one.detach().clone() for one in model.parameters()]
         for sequences, told in (
-            ([], "at least one is needed"),
+            ([], "empty: a list of rows"),
+            (torch.zeros(2, 3, dtype=torch.int64), "one tensor: a list of rows"),
+            ([[1, 2, 3]], r"sequences \[0\] are no tensors"),
             (rows(3, 9), r"sequence 1: a sequence of 9 tokens is longer than the last length range: up to 8"),
-            ([*rows(3), torch.zeros(1, dtype=torch.int64)], r"sequences \[1\] are no rows"),
-            ([torch.zeros(3)], r"sequences \[0\] are no rows .* of int64"),
+            ([*rows(3), torch.zeros(1, dtype=torch.int64)], r"sequences \[1\] are no tensors"),
+            ([torch.zeros(3)], r"sequences \[0\] are no tensors .* of int64"),
         ):
             for call in (trainer.step, trainer.evaluate):
                 refuses(lambda call=call, sequences=sequences: call(sequences), ValueError, told)
@@ -65,7 +67,7 @@ def test_what_cannot_be_trained_is_refused_on_every_rank_and_the_next_step_works
         for sequences in (rows(3 + rank), other):
             refuses(lambda sequences=sequences: trainer.step(sequences), RuntimeError, r"differ in .*\[\[0\], \[1\]\]")
         stranger = torch.optim.SGD([*list(model.parameters())[1:], torch.nn.Parameter(torch.zeros(1))])
-        told = r"lacks \['layers\.0\.tokens\.weight'\], and has 1 others"
+        told = r"lacks 1 of them, layers\.0\.tokens\.weight, and has 1 others"
         refuses(lambda: trainer_of(model, stranger).step(rows(3)), ValueError, told)
         model.switch_to(RANGES[1].strategy)
         refuses(lambda: trainer.step(rows(3)), ValueError, r"under \(1, 2, 1\), not its home")
@@ -100,7 +102,7 @@ def test_a_step_that_fails_or_is_not_finite_leaves_nothing_to_the_next_one(run_r
 
         def loss(output, packed):
             seen.append(packed.lengths)
-            if kind == "home" and len(seen) == 2 or kind == "visit" and max(packed.lengths) > 4:
+            if (kind == "home" and len(seen) == 2) or (kind == "visit" and max(packed.lengths) > 4):
                 raise FloatingPointError("bad")
             output = Spoils.apply(output) if kind == "gradient" else output
             return token_loss(output, packed) * (float("nan") if kind == "loss" else 1.0)

@@ -193,7 +193,7 @@ class BalancedLinear:
 
 def _cast_for_autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """The operands as ``torch.autocast`` casts those of ``F.linear``; autograd casts gradients back."""
-    dtype = _autocast_dtype(x.device.type)
+    dtype = autocast_dtype(x.device.type)
     if dtype is None:
         return x, weight, bias
     return _cast(x, dtype), _cast(weight, dtype), None if bias is None else _cast(bias, dtype)
@@ -204,7 +204,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.to(dtype)
 
 
-def _autocast_dtype(device_type: str) -> torch.dtype | None:
+def autocast_dtype(device_type: str) -> torch.dtype | None:
     """The dtype that autocast computes in on ``device_type``, or None where it is off (any torch from 2.2 on)."""
     if hasattr(torch, "get_autocast_dtype"):
         return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None

@@ -114,7 +114,7 @@ class SwitchableModel:
             if max_bytes < 1:
                 raise ValueError(f"max_bytes={max_bytes} is not allowed: at least 1 is needed")
             whole = WholeLayers(layers, segments)
-            wanted = dict.fromkeys([*strategies, *([] if home is None else [home])])
+            wanted = dict.fromkeys(map(Strategy.of, [*strategies, *([] if home is None else [home])]))
             if not wanted:
                 raise ValueError("strategies=[]: at least one is needed")
             specs = [one.spec for one in whole.tensors]
@@ -126,14 +126,14 @@ class SwitchableModel:
                 [asdict(one.spec) for one in found[0].tensors],
                 [str(one.dtype) for one in found[0].tensors],
                 [one.as_dict() for one in found[1]],
-                home and home.as_dict(),
+                home and Strategy.of(home).as_dict(),
                 max_bytes,
             ],
             "the layers, the strategies, home or max_bytes",
         )
         self._nodes = self._agreed_nodes(nodes)
         self._groups = StrategyGroups(self.process_group)
-        self.home = self.current = home or next(iter(layouts))
+        self.home = self.current = next(iter(layouts)) if home is None else Strategy.of(home)
         self.failure: str | None = None
         parts: dict[int, Tensor] = {}
         digest = 0

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroresize.comm.collectives import all_reduce, message_device
+from zeroresize.layers.balanced_linear import autocast_dtype
 from zeroresize.resharding.agreement import fingerprint, meet_over, meet_prepared, require_same
 from zeroresize.strategy.gradient_norm import clip_grad_norm_, grad_norm
 from zeroresize.strategy.length_range import LengthRange, as_ranges, with_limits
@@ -22,6 +23,7 @@ from zeroresize.strategy.packed import Packed
 from zeroresize.strategy.running.activations import find_activations
 from zeroresize.strategy.running.one_f_one_b import Loss, PipelineStage
 from zeroresize.strategy.running.packing import MicroBatch, Work, num_tokens
+from zeroresize.strategy.running.random_numbers import seed_of
 from zeroresize.strategy.running.step_plan import Visit, plan_visits
 from zeroresize.strategy.running.switch_tour import TYPICAL_LINKS, SwitchTour
 from zeroresize.strategy.step_report import RangeReport, StepReport
@@ -59,6 +61,11 @@ class StrategyTrainer:
         grad_clip: largest norm of the gradients; 0 for no clipping.
         work: what sequences cost, by which replicas share them; their tokens by default.
         links: between the ranks, by which switches are ordered.
+        seed: of what layers draw at random, such as dropout's masks: they are a function of it, the step, the
+            strategy's place in the step, the replica, the stage and the micro-batch. The generators stay as they are.
+
+    Attributes:
+        num_steps: how many are done; set it, alike on all ranks, where training is resumed.
 
     Raises:
         ValueError: for ranges that do not rise or whose strategies the model does not have, ``max_tokens`` below the
@@ -76,10 +83,12 @@ class StrategyTrainer:
         grad_clip: float = 0.0,
         work: Work = num_tokens,
         links: LinkSpeeds = TYPICAL_LINKS,
+        seed: int = 0,
     ) -> None:
         self.model, self.optimizer = model, optimizer
         number("grad_clip", grad_clip, least=0.0)
         self._loss, self._max_tokens, self._grad_clip, self._work = loss, max_tokens, grad_clip, work
+        self._seed, self.num_steps = seed, 0
         self._tour = SwitchTour(model, links)
         self.use(ranges)
         self._activations = find_activations(model.whole_layers)
@@ -131,6 +140,7 @@ class StrategyTrainer:
             if not is_skipped:
                 self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
+            self.num_steps += 1
             self._synchronize()
         if is_skipped and self.model.rank == 0:
             logger.warning("the optimizer does not step: the loss is %s, the norm of the gradients %s", loss, norm)
@@ -167,25 +177,32 @@ class StrategyTrainer:
         try:
             visits = self._visits(sequences, trains)
             told = [str(visits), str(self.model.home), trains, self._grad_clip, _digest(sequences)]
+            told += [self._seed, self.num_steps, str(autocast_dtype(self.model.device.type))]
             own: tuple[float, float] | Exception = fingerprint(json.dumps(told)), 0.0
         except Exception as error:  # the others must hear of any
             own = error
         table = meet_prepared(self._meet, own)
-        require_same([one for one, *_ in table], "the sequences, the ranges, max_tokens, work or grad_clip", self._meet)
+        require_same(
+            [one for one, *_ in table],
+            "the sequences, the ranges, max_tokens, work, grad_clip, seed, num_steps or torch.autocast",
+            self._meet,
+        )
         return visits
 
     def _visits(self, sequences: Sequence[Tensor], trains: bool) -> list[Visit]:
         if self.model.current != self.model.home:
             raise ValueError(f"the model is under {self.model.current}, not its home: abandon() gets it there")
-        if not sequences:
-            raise ValueError("sequences=[]: at least one is needed")
+        rows: object = sequences
+        if isinstance(rows, Tensor) or not sequences:
+            found = "one tensor" if isinstance(rows, Tensor) else "empty"
+            raise ValueError(f"sequences are {found}: a list of rows [length + 1] is needed, without padding")
         wrong = [
             index
             for index, one in enumerate(sequences)
-            if one.dtype != torch.int64 or one.dim() != 1 or len(one) < 2 or one.is_meta
+            if not isinstance(one, Tensor) or one.dtype != torch.int64 or one.dim() != 1 or len(one) < 2 or one.is_meta
         ]
         if wrong:
-            raise ValueError(f"sequences {wrong} are no rows of at least two tokens of int64")
+            raise ValueError(f"sequences {wrong} are no tensors [length + 1] of int64, of at least two tokens")
         if trains:
             self._require_parameters()
             left = [name for name, one in self.model.named_parameters() if one.grad is not None]
@@ -206,7 +223,8 @@ class StrategyTrainer:
         if missing or num_others:
             raise ValueError(
                 f"the optimizer does not step the parameters of the home strategy {self.model.home}: it lacks "
-                f"{missing}, and has {num_others} others; make it of model.parameters()"
+                f"{', '.join([f'{len(missing)} of them', *missing[:3]])}, and has {num_others} others; make it of "
+                "model.parameters()"
             )
 
     def _run(
@@ -217,12 +235,13 @@ class StrategyTrainer:
         total = sum(lengths)
         mean = torch.zeros((), dtype=torch.float64, device=message_device(self.model.process_group, self.model.device))
         by_range, switches = [], []
-        for visit in visits:
+        for index, visit in enumerate(visits):
             if self.model.current != visit.strategy:
                 switches.append(self.model.switch_to(visit.strategy, gradients=trains))
             begin = time.perf_counter()
             own = [lengths[index] for index in visit.members]
-            mean += self._run_own(sequences, visit.replicas, total, trains)
+            seed = seed_of(self._seed, self.num_steps, index)
+            mean += self._run_own(sequences, visit.replicas, total, trains, seed)
             self._synchronize()
             seconds, num_micro_batches = time.perf_counter() - begin, tuple(map(len, visit.replicas))
             by_range.append(RangeReport(visit.strategy, visit.up_to, len(own), sum(own), num_micro_batches, seconds))
@@ -230,7 +249,7 @@ class StrategyTrainer:
         return float(mean), by_range, switches
 
     def _run_own(
-        self, rows: Sequence[Tensor], replicas: Sequence[Sequence[MicroBatch]], total: int, trains: bool
+        self, rows: Sequence[Tensor], replicas: Sequence[Sequence[MicroBatch]], total: int, trains: bool, seed: int
     ) -> Tensor:
         """This rank's part; of the losses of its replica's micro-batches each counts on one rank."""
         model, position = self.model, self.model.position
@@ -239,13 +258,17 @@ class StrategyTrainer:
             return nothing
         layers = model.stage_layers
         pipeline = model.groups_of(model.current).pipeline
-        stage = PipelineStage(list(layers.values()), min(layers), self._activations, pipeline, model.device)
+        seed = seed_of(seed, position.replica, position.stage)
+        stage = PipelineStage(list(layers.values()), min(layers), self._activations, pipeline, model.device, seed)
         micro_batches = [
             Packed.of([rows[index] for index in own]).to(model.device) for own in replicas[position.replica]
         ]
 
         def share_of_mean(output: Tensor, packed: Packed) -> Tensor:
-            return self._loss(output, packed) / total
+            loss = self._loss(output, packed)
+            if loss.dim():
+                raise ValueError(f"loss returns {list(loss.shape)}: one number is needed, summed over the tokens")
+            return loss / total
 
         with nullcontext() if trains else _evaluating(layers.values()):
             found = (stage.train if trains else stage.evaluate)(micro_batches, share_of_mean)

@@ -81,5 +81,5 @@ class AdjacentStage:
         if found != self._activation:
             raise ValueError(
                 f"a stage hands on {found}, where the layers on the meta device told {self._activation}: what layers "
-                "return must not depend on the device, on torch.autocast or on the number of tokens"
+                "return must not depend on the device or on the number of tokens"
             )

@@ -6,6 +6,10 @@ fewer micro-batches than stages. Few long sequences are exactly that.
 Each stage first runs as many forwards as there are stages behind it, then one forward and one backward in turn, so that
 at most that many micro-batches' activations are held (PipeDream-Flush, as Megatron-LM runs it). One stage is plain
 gradient accumulation. Gradients are added to those of the parameters.
+
+What a forward draws at random is a function of the stage's seed and the number of the micro-batch. Under
+``torch.autocast`` stages hand on activations, and gradients, in the dtype that they have without it, and a backward
+runs outside of it.
 """
 
 from __future__ import annotations
@@ -18,9 +22,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_rank, group_size
+from zeroresize.layers.balanced_linear import autocast_dtype
 from zeroresize.strategy.packed import Packed
 from zeroresize.strategy.running.activations import Activation
+from zeroresize.strategy.running.autocast import weights_cast_anew, without_autocast
 from zeroresize.strategy.running.neighbours import AdjacentStage, Neighbour, Nobody
+from zeroresize.strategy.running.random_numbers import drawing_from, seed_of
 
 #: Of the last layer's output and its micro-batch; a sum over tokens.
 Loss = Callable[[Tensor, Packed], Tensor]
@@ -36,6 +43,7 @@ class PipelineStage:
             .find_activations`.
         process_group: the pipeline's, first stage first; None where there is one stage only.
         device: of the layers.
+        seed: of 64 bits, of what the layers draw at random; alike on the ranks that divide the stage's layers.
     """
 
     def __init__(
@@ -45,8 +53,10 @@ class PipelineStage:
         activations: Sequence[Activation],
         process_group: ProcessGroup | None,
         device: torch.device,
+        seed: int = 0,
     ) -> None:
-        self._layers, self._device = layers, device
+        self._layers, self._device, self._seed = layers, device, seed
+        self._handed_on: Activation | None = None
         self._before: Neighbour = Nobody()
         self._behind: Neighbour = Nobody()
         self._num_behind = 0
@@ -57,13 +67,14 @@ class PipelineStage:
         if index > 0:
             self._before = AdjacentStage(process_group, index - 1, activations[first - 1], device)
         if index < last:
-            handed_on = activations[first + len(layers) - 1]
-            self._behind = AdjacentStage(process_group, index + 1, handed_on, device)
+            self._handed_on = activations[first + len(layers) - 1]
+            self._behind = AdjacentStage(process_group, index + 1, self._handed_on, device)
 
     @property
     def is_last(self) -> bool:
         return self._num_behind == 0
 
+    @weights_cast_anew()
     def train(self, micro_batches: Sequence[Packed], loss: Loss) -> Tensor:
         """Forward and backward of all micro-batches, which all stages of the replica are given alike.
 
@@ -77,10 +88,11 @@ class PipelineStage:
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         in_flight: deque[tuple[Tensor, Tensor]] = deque()
 
-        def forward(packed: Packed, x: Tensor | None) -> Tensor:
+        def forward(number: int, x: Tensor | None) -> Tensor:
+            packed = micro_batches[number]
             x = packed.tokens if x is None else x.requires_grad_()
             with torch.enable_grad():
-                y = self._run(x, packed, loss)
+                y = self._run(x, number, packed, loss)
             if self.is_last:
                 total.add_(y.detach())
             in_flight.append((x, y))
@@ -89,18 +101,19 @@ class PipelineStage:
         def backward(dy: Tensor | None) -> Tensor | None:
             x, y = in_flight.popleft()
             if y.requires_grad:
-                torch.autograd.backward(y, dy)
+                with without_autocast(self._device):
+                    torch.autograd.backward(y, dy)
             if not x.is_floating_point():
                 return None
             return x.grad if x.grad is not None else torch.zeros_like(x)
 
         sizes = [packed.num_tokens for packed in micro_batches] + [0]
         num_warmup = min(self._num_behind, len(micro_batches))
-        for packed in micro_batches[:num_warmup]:
-            behind.exchange(forward(packed, before.exchange(num_tokens=packed.num_tokens)))
+        for number in range(num_warmup):
+            behind.exchange(forward(number, before.exchange(num_tokens=sizes[number])))
         x = before.exchange(num_tokens=sizes[num_warmup])
         for number in range(num_warmup, len(micro_batches)):
-            y = forward(micro_batches[number], x)
+            y = forward(number, x)
             dx = backward(behind.exchange(y, sizes[number - num_warmup]))
             x = before.exchange(dx, sizes[number + 1])
         for size in sizes[len(micro_batches) - num_warmup : -1]:
@@ -110,12 +123,13 @@ class PipelineStage:
         return total
 
     @torch.no_grad()
+    @weights_cast_anew()
     def evaluate(self, micro_batches: Sequence[Packed], loss: Loss) -> Tensor:
         """The sum of the losses as of :meth:`train`, without gradients; errors as there."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for packed in micro_batches:
+        for number, packed in enumerate(micro_batches):
             x = self._before.exchange(num_tokens=packed.num_tokens)
-            y = self._run(packed.tokens if x is None else x, packed, loss)
+            y = self._run(packed.tokens if x is None else x, number, packed, loss)
             self._behind.finish()
             self._behind.exchange(y)
             if self.is_last:
@@ -123,8 +137,11 @@ class PipelineStage:
         self._behind.finish()
         return total
 
-    def _run(self, x: Tensor, packed: Packed, loss: Loss) -> Tensor:
-        """The last layer's output, or the loss on the last stage."""
-        for layer in self._layers:
-            x = layer(x, packed)
-        return loss(x, packed) if self.is_last else x
+    def _run(self, x: Tensor, number: int, packed: Packed, loss: Loss) -> Tensor:
+        """What is handed on, or the loss on the last stage, of this micro-batch."""
+        with drawing_from(seed_of(self._seed, number), self._device):
+            for layer in self._layers:
+                x = layer(x, packed)
+            if self._handed_on is None:
+                return loss(x, packed)
+        return x.to(self._handed_on.dtype) if autocast_dtype(self._device.type) else x

@@ -1,0 +1,23 @@
+"""``torch.autocast`` around steps whose weights change within."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+def without_autocast(device: torch.device) -> torch.autocast:
+    """For a backward, which computes in the types of its forward."""
+    return torch.autocast(device.type, enabled=False)
+
+
+@contextmanager
+def weights_cast_anew() -> Iterator[None]:
+    """Autocast forgets before and after what it has cast, as an optimizer or a switch changes the weights."""
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
