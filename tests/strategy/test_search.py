@@ -49,7 +49,7 @@ def long_tailed(seed, num_batches, num_sequences=6, longest=32):
 
 def everything(sample, cost, memory_limit, thresholds, max_ranges):
     """The least step of all ranges, strategies, homes and orders that fit."""
-    best, switch_s = np.inf, {home: switches(home, cost) for home in CANDIDATES}
+    best, switch_s = np.inf, {home: switches(home, cost, limit) for home in CANDIDATES}
     work = functools.cache(lambda strategy, own, up_to: cost.work_seconds(strategy, pack(own, up_to, strategy.dp)))
     fits = functools.cache(lambda *values: cost.fits(*values, memory_limit))
     for count in range(1, max_ranges + 1):
@@ -64,8 +64,11 @@ def everything(sample, cost, memory_limit, thresholds, max_ranges):
     return best
 
 
-def switches(home, cost):
-    seconds = cost.switch_seconds(CANDIDATES, CANDIDATES.index(home))
+def switches(home, cost, limit):
+    """Seconds of every switch, infinite where one does not fit into the memory."""
+    number = CANDIDATES.index(home)
+    fits = cost.switches_fit(CANDIDATES, number, limit)
+    seconds = np.where(fits, cost.switch_seconds(CANDIDATES, number), np.inf)
     return {pair: seconds[pair] for pair in itertools.product(range(len(CANDIDATES)), repeat=2)}
 
 

@@ -241,7 +241,7 @@ def test_ranks_must_agree_on_all_of_the_costs_and_ranges(run_ranks):
             cost = cost_of(trainer.model.tensors, 2)
             if "up_to" in own:
                 first, last = trainer.ranges
-                trainer.ranges = (replace(first, up_to=own.pop("up_to")), last)
+                trainer.use([replace(first, up_to=own.pop("up_to")), last])
             StrategyBalancer(trainer, replace(cost, **own), probe=lambda: 1.0, clock=Clock()).close()
 
         for others in ({"links": LinkSpeeds(1e9, 2e9)}, {"nodes": (0, 1)}, {"optimizer_ratio": 3.0}, {"up_to": 5}):
