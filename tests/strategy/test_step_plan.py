@@ -26,7 +26,7 @@ def test_ranges_of_one_strategy_are_one_visit_and_those_without_sequences_none()
     assert plan_visits([3], ranges) == [Visit(TENSOR, (4,), (((0,),),))]
     # The range's own limit counts, and what a sequence costs decides who has it.
     assert plan_visits([6] * 5, ranges)[0].replicas == (((0, 4),), ((1,),), ((2,),), ((3,),))
-    assert plan_visits([7, 8], ranges, lambda lengths: -lengths[0])[0].replicas == (((0,), (1,)), ())
+    assert plan_visits([7, 8], ranges, lambda lengths: -lengths[0])[0].replicas == (((1,), (0,)), ())
     with pytest.raises(ValueError, match="sequence 1: a sequence of 9 tokens is longer"):
         plan_visits([3, 9], ranges)
 

@@ -100,7 +100,7 @@ def test_a_step_that_fails_or_is_not_finite_leaves_nothing_to_the_next_one(run_r
 
         def loss(output, packed):
             seen.append(packed.lengths)
-            if kind == "home" and len(seen) == 2 or kind == "visit" and max(packed.lengths) > 4:
+            if (kind == "home" and len(seen) == 2) or (kind == "visit" and max(packed.lengths) > 4):
                 raise FloatingPointError("bad")
             output = Spoils.apply(output) if kind == "gradient" else output
             return token_loss(output, packed) * (float("nan") if kind == "loss" else 1.0)
