@@ -16,9 +16,9 @@ def test_few_sums_are_under_way_and_missing_gradients_are_zeros(monkeypatch, num
 
     def start(flat, group):
         nonlocal most
-        flats.append(weakref.ref(flat))
+        own = weakref.ref(flat)
+        flats.append(own)
         most = max(most, sum(one() is not None for one in flats))
-        own = flats[-1]
         return SimpleNamespace(wait=lambda: own().mul_(num_replicas))
 
     monkeypatch.setattr(gradient_sum, "group_size", lambda group: num_replicas)

@@ -49,7 +49,7 @@ def long_tailed(seed, num_batches, num_sequences=6, longest=32):
 
 def everything(sample, cost, memory_limit, thresholds, max_ranges):
     """The least step of all ranges, strategies, homes and orders that fit."""
-    best, switch_s = np.inf, {home: switches(home, cost, limit) for home in CANDIDATES}
+    best, switch_s = np.inf, {home: switches(home, cost, memory_limit) for home in CANDIDATES}
     work = functools.cache(lambda strategy, own, up_to: cost.work_seconds(strategy, pack(own, up_to, strategy.dp)))
     fits = functools.cache(lambda *values: cost.fits(*values, memory_limit))
     for count in range(1, max_ranges + 1):
