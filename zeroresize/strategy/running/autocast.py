@@ -15,7 +15,7 @@ def without_autocast(device: torch.device) -> torch.autocast:
 
 @contextmanager
 def weights_cast_anew() -> Iterator[None]:
-    """Autocast forgets before and after what it has cast, as an optimizer or a switch changes the weights."""
+    """Autocast forgets what it has cast, before and after: an optimizer or a switch changes the weights."""
     torch.clear_autocast_cache()
     try:
         yield
