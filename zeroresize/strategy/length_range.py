@@ -88,6 +88,18 @@ def with_limits(ranges: Iterable[LengthRange], max_tokens: int | None) -> tuple[
     )
 
 
+def lengths_by_range(ranges: Sequence[LengthRange], lengths: Iterable[int]) -> list[list[int]]:
+    """[number of ranges] the lengths in each, in the order given.
+
+    Raises:
+        ValueError: as :func:`range_of` does.
+    """
+    groups: list[list[int]] = [[] for _ in ranges]
+    for length in lengths:
+        groups[range_of(ranges, length)].append(length)
+    return groups
+
+
 def range_of(ranges: Sequence[LengthRange], length: int) -> int:
     """The number of the range that a sequence of ``length`` tokens is in.
 

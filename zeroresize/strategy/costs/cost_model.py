@@ -162,6 +162,10 @@ class CostModel:
             seconds[before, after] = fused_seconds(plans, self.links)
         return seconds
 
+    def weight_plan(self, before: Strategy, after: Strategy) -> SwitchPlan:
+        """Of the weights alone."""
+        return self._plan(before, after, gradients=False)
+
     def weight_bytes(self, strategy: Strategy) -> Indices:
         """[R] bytes of weights of each rank."""
         if strategy not in self._weight_bytes:
@@ -243,7 +247,7 @@ class CostModel:
 
     def _plans_of(self, before: Strategy, after: Strategy, home: Strategy) -> list[SwitchPlan]:
         """Of the weights, and of the gradients that do not lie at home."""
-        plans = [self._plan(before, after, gradients=False)]
+        plans = [self.weight_plan(before, after)]
         return plans if before == home else [*plans, self._plan(before, home, gradients=True)]
 
     def _plan(self, before: Strategy, after: Strategy, *, gradients: bool) -> SwitchPlan:

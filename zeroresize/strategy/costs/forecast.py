@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from zeroresize.strategy.costs.cost_model import CostModel, Floats
-from zeroresize.strategy.length_range import LengthRange, as_ranges, range_of, with_limits
+from zeroresize.strategy.length_range import LengthRange, as_ranges, lengths_by_range, with_limits
 from zeroresize.strategy.running.packing import spread_and_pack
 from zeroresize.strategy.strategy import Strategy
 from zeroresize.strategy.switching.switch_order import cheapest_order, tour_seconds
@@ -94,10 +94,8 @@ def forecast_step(
     tours = Tours(cost.switch_seconds(strategies, 0), 0)
     range_s, switch_s = np.zeros(len(ranges)), 0.0
     for mini_batch in sample:
-        groups: list[list[int]] = [[] for _ in ranges]
-        for length in sorted(mini_batch):
-            groups[range_of(ranges, length)].append(length)
         used = 0
+        groups = lengths_by_range(ranges, sorted(mini_batch))
         for number, (own, group) in enumerate(zip(ranges, groups, strict=True)):
             if group:
                 replicas = pack(group, own.max_tokens or own.up_to, own.strategy.dp)

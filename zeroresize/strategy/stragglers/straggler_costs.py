@@ -15,13 +15,12 @@ import numpy as np
 
 from zeroresize.resharding.layout import unit_bounds
 from zeroresize.strategy.costs.cost_model import CostModel
+from zeroresize.strategy.costs.forecast import packed_by_work
 from zeroresize.strategy.costs.layer_costs import LayerCost, LayerCosts
-from zeroresize.strategy.length_range import LengthRange, range_of
-from zeroresize.strategy.running.packing import spread_and_pack
+from zeroresize.strategy.length_range import LengthRange, lengths_by_range
 from zeroresize.strategy.stragglers.straggler_candidates import ModelDivision
 from zeroresize.strategy.strategy import Strategy
 from zeroresize.strategy.switching.switch_order import cheapest_order, tour_seconds
-from zeroresize.strategy.switching.switch_plan import plan_weights
 
 #: Of the heaviest layer's work, at least.
 _LEAST_WORK = 1e-6
@@ -78,13 +77,7 @@ class StragglerCosts:
         Raises:
             ValueError: for a sequence that is longer than every range allows.
         """
-        found: list[list[list[int]]] = []
-        for lengths in sample:
-            groups: list[list[int]] = [[] for _ in self._ranges]
-            for length in lengths:
-                groups[range_of(self._ranges, length)].append(length)
-            found.append(groups)
-        self._sample = found
+        self._sample = [lengths_by_range(self._ranges, lengths) for lengths in sample]
         # Strategies that were thought of since are many; layouts and plans of those that are still are made again.
         self._cost = replace(self._cost)
         for one in (self._packs, self._slow, self._unit_shares, self._price):
@@ -131,9 +124,7 @@ class StragglerCosts:
         """
         own, other = before[self.home], after[self.home]
         if (own, other) not in self._price:
-            cost = self._cost
-            layouts = [one.layout(cost.tensors, cost.num_ranks, cost.layers.num_layers) for one in (own, other)]
-            plan = plan_weights(layouts[0], layouts[1], cost.tensors, cost.nodes)
+            plan = self._cost.weight_plan(own, other)
             most = max(
                 int((getattr(plan, f"{way}_within") + getattr(plan, f"{way}_between")).max())
                 for way in ("sent", "received")
@@ -143,10 +134,7 @@ class StragglerCosts:
 
     def rank_s(self, strategies: Sequence[Strategy], lengths: Sequence[int], rank: int) -> float:
         """Seconds that a rank should compute in a step with sequences of these lengths, if it is not slow."""
-        groups: list[list[int]] = [[] for _ in self._ranges]
-        for length in lengths:
-            groups[range_of(self._ranges, length)].append(length)
-        total_s = 0.0
+        groups, total_s = lengths_by_range(self._ranges, lengths), 0.0
         for number, (strategy, group) in enumerate(zip(strategies, groups, strict=True)):
             position = strategy.position_of(rank)
             if position is None or not group:
@@ -154,7 +142,7 @@ class StragglerCosts:
             cost = self._cost.stage_costs(strategy)[position.stage]
             shares = self._in_units(strategy).shares
             share = shares[position.shard] if shares else 1.0
-            own = _packed(group, self._max_tokens[number], strategy.dp)[position.replica]
+            own = packed_by_work(group, self._max_tokens[number], strategy.dp)[position.replica]
             total_s += share * math.fsum(cost.seconds(sum(one), sum(n * n for n in one)) for one in own)
         return total_s
 
@@ -184,7 +172,9 @@ class StragglerCosts:
     def _packed(self, number: int, dp: int) -> list[list[list[list[int]]]]:
         if (number, dp) not in self._packs:
             self._packs[number, dp] = [
-                _packed(groups[number], self._max_tokens[number], dp) for groups in self._sample if groups[number]
+                packed_by_work(groups[number], self._max_tokens[number], dp)
+                for groups in self._sample
+                if groups[number]
             ]
         return self._packs[number, dp]
 
@@ -207,9 +197,3 @@ def of_all_degrees(layers: LayerCosts, most: int) -> LayerCosts:
     degrees = range(1, max(most, *known) + 1)
     costs = {kind: {tp: cost(dict(own), tp) for tp in degrees} for kind, own in layers.costs.items()}
     return replace(layers, costs=costs)
-
-
-def _packed(lengths: Sequence[int], max_tokens: int, dp: int) -> list[list[list[int]]]:
-    """[dp] the micro-batches of each replica, as lengths."""
-    found = spread_and_pack(lengths, max_tokens, dp)
-    return [[[lengths[number] for number in one] for one in own] for own in found]
