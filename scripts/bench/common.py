@@ -131,6 +131,16 @@ def of_every_rank(value: float) -> list[float]:
     return everyone
 
 
+def slowest_rank_s(call: Callable[[], object]) -> float:
+    """Wall seconds of the slowest rank of a call that all begin together; collective."""
+    dist.barrier()
+    begin = time.perf_counter()
+    call()
+    seconds = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return seconds.item()
+
+
 def bootstrap_interval(
     ratios: Sequence[float], *, num_samples: int = 10_000, level: float = 0.95
 ) -> tuple[float, float]:

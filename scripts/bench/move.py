@@ -11,14 +11,12 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import time
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from scripts.bench.common import interval_of_ratio, save
+from scripts.bench.common import interval_of_ratio, save, slowest_rank_s
 from zeroresize import ColumnParallelLinear, RowParallelLinear
 from zeroresize.layers.segment import OwnedSegment, UnitTensor
 from zeroresize.plan.ownership import OwnershipMap
@@ -50,16 +48,6 @@ def stepped_adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     optimizer.step()
     optimizer.zero_grad()
     return optimizer
-
-
-def timed(call: Callable[[], object]) -> float:
-    """Wall seconds of the slower rank of a call that both begin together."""
-    dist.barrier()
-    begin = time.perf_counter()
-    call()
-    seconds = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return seconds.item()
 
 
 def send_one_buffer(buffer: torch.Tensor, source: int) -> None:
@@ -111,12 +99,12 @@ def main() -> None:
 
     for repeat in range(arguments.repeats + 1):
         for source, targets in ((1, away), (0, home)):
-            move_s = timed(lambda targets=targets: move(targets))
+            move_s = slowest_rank_s(lambda targets=targets: move(targets))
             assert report is not None
             buffer = torch.ones(report.sent_bytes + report.received_bytes, dtype=torch.uint8)
-            message_s = timed(lambda buffer=buffer, source=source: send_one_buffer(buffer, source))
+            message_s = slowest_rank_s(lambda buffer=buffer, source=source: send_one_buffer(buffer, source))
             source_bytes = torch.ones(report.new_bytes, dtype=torch.uint8)
-            copy_s = timed(lambda source_bytes=source_bytes: fill_fresh_memory(source_bytes))
+            copy_s = slowest_rank_s(lambda source_bytes=source_bytes: fill_fresh_memory(source_bytes))
             if repeat:  # the first one warms up
                 moves.append(move_s)
                 messages.append(message_s)

@@ -11,8 +11,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -24,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lm_examples.llama import LlamaConfig, llama_layers
-from scripts.bench.common import machine, save
+from scripts.bench.common import machine, save, slowest_rank_s
 from zeroresize.comm.collectives import start_messages
 from zeroresize.resharding.agreement import wait_for_all
 from zeroresize.strategy.model import SwitchableModel
@@ -47,16 +46,6 @@ def planned(heuristics: bool) -> Iterator[None]:
     }
     with mock.patch.multiple(switching, **plans):
         yield
-
-
-def slowest(call: Callable[[], object]) -> float:
-    """Wall seconds of the slowest rank of a call that all begin together."""
-    dist.barrier()
-    begin = time.perf_counter()
-    call()
-    seconds = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return seconds.item()
 
 
 def ring() -> None:
@@ -86,7 +75,7 @@ def main() -> None:
     bandwidths: list[float] = []
     seconds: dict[tuple[str, bool], dict[tuple[Strategy, Strategy], list[float]]] = {}
     for repeat in range(arguments.repeats + 1):
-        bandwidths.append(BUFFER_BYTES / slowest(ring))
+        bandwidths.append(BUFFER_BYTES / slowest_rank_s(ring))
         for (before, after), heuristics in itertools.product(itertools.permutations(STRATEGIES, 2), (True, False)):
             model = models[heuristics]
             with planned(heuristics):
@@ -96,7 +85,7 @@ def main() -> None:
                     for one in parameters if what != "weights" else ():
                         one.grad = torch.ones_like(one)
                     switch = partial(model.switch_to, after, gradients=what != "weights")
-                    own = slowest(switch)
+                    own = slowest_rank_s(switch)
                     for one in (*model.parameters(), *parameters):
                         one.grad = None
                     if repeat:  # the first one plans, and warms up
