@@ -210,7 +210,7 @@ def _group_of_remaining(pipeline: Pipeline, stages: Sequence[int], begin: float)
     Raises:
         DifferentGroupsError: on every rank, if ranks have made different numbers of groups.
         RuntimeError: on every rank that lives, if one dies or cannot make it. A group that others have made then stays
-            unused: torch would give the next one its name, and find what the first one has left in the store.
+            unused.
     """
     meet, group = pipeline.meet(), None
     known = [number for number, *_ in meet_prepared(meet, (float(num_known_groups()), 0.0))]
