@@ -25,7 +25,7 @@ from zeroresize.policy.cost_model import MigrationCost
 
 def table_of(num_ranks: int, generator: random.Random) -> list[list[float]]:
     """Every rank's numbers as :class:`GroupDecision` sends them."""
-    cost = [COST.borrowing, *COST.ratios, *COST.gemm_share, *COST.gather_fill_s]
+    cost = [COST.borrowing, COST.widening, *COST.ratios, *COST.gemm_share, *COST.gather_fill_s]
     return [
         [
             0.0,

@@ -133,7 +133,7 @@ class GroupDecision:
         def received(value: Any, where: str) -> None:
             row(text, optional(each(each(number), num_ranks)))(value, where)
             if value[0] == self._told_config and value[1] is not None:
-                each(each(number, 8 + 3 * NUM_POINTS))(value[1], f"{where}[1]")
+                each(each(number, 9 + 3 * NUM_POINTS))(value[1], f"{where}[1]")
 
         return keyed(
             {
@@ -290,12 +290,12 @@ def _as_numbers(times: RankTimes | None, cost: ResizingCost) -> list[float]:
     own = [math.nan] * 5
     if times is not None:
         own = [times.rest_s, times.gemm_s, times.gather_fill_scale, times.deviation, times.moving_rest]
-    return [*own, cost.borrowing, *cost.ratios, *cost.gemm_share, *cost.gather_fill_s]
+    return [*own, cost.borrowing, cost.widening, *cost.ratios, *cost.gemm_share, *cost.gather_fill_s]
 
 
 def _as_rank_times(numbers: list[float]) -> RankTimes:
-    rest_s, gemm_s, gather_fill_scale, deviation, moving_rest, borrowing, *points = numbers
+    rest_s, gemm_s, gather_fill_scale, deviation, moving_rest, borrowing, widening, *points = numbers
     third = len(points) // 3
     ratios, gemm_share, gather_fill_s = (tuple(points[i * third : (i + 1) * third]) for i in range(3))
-    cost = ResizingCost(ratios, gemm_share, gather_fill_s, borrowing)
+    cost = ResizingCost(ratios, gemm_share, gather_fill_s, borrowing, widening)
     return RankTimes(rest_s, gemm_s, gather_fill_scale, cost, deviation, moving_rest)

@@ -259,7 +259,7 @@ class Controller:
         """Of what :meth:`load_state_dict` can take over."""
         index = below(self.num_ranks)
         points = each(number)
-        times = row(number, number, number, number, row(points, points, points, number), number)
+        times = row(number, number, number, number, row(points, points, points, number, number), number)
         return keyed(
             {
                 "saved_for_calibration_s": number,
@@ -507,13 +507,14 @@ def _as_plain(times: RankTimes | None) -> tuple[Any, ...] | None:
     if times is None:
         return None
     cost = times.cost
-    points = cost.ratios, cost.gemm_share, cost.gather_fill_s, cost.borrowing
+    points = cost.ratios, cost.gemm_share, cost.gather_fill_s, cost.borrowing, cost.widening
     return times.rest_s, times.gemm_s, times.gather_fill_scale, times.deviation, points, times.moving_rest
 
 
 def _from_plain(values: Sequence[Any] | None) -> RankTimes | None:
     if values is None:
         return None
-    rest_s, gemm_s, scale, deviation, (ratios, gemm_share, gather_fill_s, borrowing), moving_rest = values
-    cost = ResizingCost(tuple(ratios), tuple(gemm_share), tuple(gather_fill_s), borrowing)
+    rest_s, gemm_s, scale, deviation, (*points, borrowing, widening), moving_rest = values
+    ratios, gemm_share, gather_fill_s = map(tuple, points)
+    cost = ResizingCost(ratios, gemm_share, gather_fill_s, borrowing, widening)
     return RankTimes(rest_s, gemm_s, scale, cost, deviation, moving_rest)

@@ -30,12 +30,14 @@ class ResizingCost:
         gemm_share: time of the matrix multiplications at γ, as a share of theirs at γ = 0; the first 1.
         gather_fill_s: Ω(γ), seconds an iteration that gathers and fills take at γ; the first 0.
         borrowing: how many times as long as so many columns of its own another rank's take here.
+        widening: how many times as long as in proportion takes what a rank owns beyond its even share.
     """
 
     ratios: tuple[float, ...]
     gemm_share: tuple[float, ...]
     gather_fill_s: tuple[float, ...]
     borrowing: float = 1.0
+    widening: float = 1.0
 
     def __post_init__(self) -> None:
         if not len(self.ratios) == len(self.gemm_share) == len(self.gather_fill_s) >= 2:
@@ -44,8 +46,8 @@ class ResizingCost:
             raise ValueError(f"ratios={self.ratios} must ascend from 0")
         if min(self.gemm_share) <= 0 or min(self.gather_fill_s) < 0:
             raise ValueError(f"gemm_share must be positive and gather_fill_s not negative: {self}")
-        if not self.borrowing > 0.0:
-            raise ValueError(f"borrowing must be positive: {self}")
+        if not (self.borrowing > 0.0 and self.widening > 0.0):
+            raise ValueError(f"borrowing and widening must be positive: {self}")
 
     @classmethod
     def linear(cls, max_ratio: float) -> ResizingCost:
@@ -62,8 +64,8 @@ class ResizingCost:
         """The same, with what nothing can cost taken as proportional to FLOPs, as long as others', and without Ω."""
         shares = [_LEAST_SHARE <= share <= _MOST_SHARE for share in self.gemm_share]
         overheads = [0.0 <= seconds <= _MOST_GATHER_FILL_S for seconds in self.gather_fill_s]
-        is_usual = _LEAST_SHARE <= self.borrowing <= _MOST_SHARE
-        if all(shares) and all(overheads) and is_usual:
+        factors = [_LEAST_SHARE <= factor <= _MOST_SHARE for factor in (self.borrowing, self.widening)]
+        if all(shares) and all(overheads) and all(factors):
             return self
         return ResizingCost(
             self.ratios,
@@ -74,13 +76,16 @@ class ResizingCost:
             tuple(
                 seconds if is_sound else 0.0 for seconds, is_sound in zip(self.gather_fill_s, overheads, strict=True)
             ),
-            self.borrowing if is_usual else 1.0,
+            self.borrowing if factors[0] else 1.0,
+            self.widening if factors[1] else 1.0,
         )
 
-    def scaled(self, factors: Sequence[float], borrowing: float = 1.0) -> ResizingCost:
-        """The same cost with the gemm share of every point but the first times its factor, and that of borrowing."""
+    def scaled(self, factors: Sequence[float], borrowing: float = 1.0, widening: float = 1.0) -> ResizingCost:
+        """The same cost with the gemm share of every point but the first, borrowing and widening times its factor."""
         shares = (share * factor for share, factor in zip(self.gemm_share[1:], factors[1:], strict=True))
-        return ResizingCost(self.ratios, (1.0, *shares), self.gather_fill_s, self.borrowing * borrowing)
+        return ResizingCost(
+            self.ratios, (1.0, *shares), self.gather_fill_s, self.borrowing * borrowing, self.widening * widening
+        )
 
     def gemm_share_at(self, ratio: float) -> float:
         """Share of the full multiplication time at γ; beyond the last point in proportion to the columns left."""
@@ -91,13 +96,14 @@ class ResizingCost:
     def executed_at(self, owned: float, ratio: float = 0.0) -> float:
         """Multiplication time of a rank that owns ``owned`` and is spared γ of that, as a share of that at even shares.
 
-        Less than at even shares costs what so many columns do by the measured curve, more is in proportion.
+        Less than at even shares costs what so many columns do by the measured curve; what is more is in proportion,
+        times ``widening``.
         """
         if owned == 1.0:
             return self.gemm_share_at(ratio)
         if owned < 1.0:
             return self.gemm_share_at(1.0 - owned * (1.0 - ratio))
-        return owned * self.gemm_share_at(ratio)
+        return (1.0 + self.widening * (owned - 1.0)) * self.gemm_share_at(ratio)
 
     def borrowed_at(self, share: float) -> float:
         """Φ2: time of multiplying ``share`` times as many columns as the rank's own for others, as a share of its own.

@@ -25,6 +25,7 @@ class Curves:
     Attributes:
         rest_s: [R] T − M of every rank, seconds.
         moving_rest: [R] the share of that which moves along with units.
+        widening: [R] how many times as long as in proportion takes what a rank owns beyond its even share.
         gemm_s: [R] M of every rank, seconds.
         busy_s: [R] T of every rank, seconds.
         ratios: [R, P] of every rank's measured points.
@@ -35,6 +36,7 @@ class Curves:
         numbers = np.array([(rank.rest_s, rank.gemm_s, rank.gather_fill_scale, rank.cost.borrowing) for rank in times])
         self.rest_s, self.gemm_s, self._scale, self._borrowing = numbers.T.copy()
         self.moving_rest = np.array([rank.moving_rest for rank in times])
+        self.widening = np.array([rank.cost.widening for rank in times])
         self.busy_s = self.rest_s + self.gemm_s
         self.ratios = _padded([rank.cost.ratios for rank in times], most)
         self._gemm_share = _padded([rank.cost.gemm_share for rank in times], most)
@@ -69,7 +71,8 @@ class Curves:
 
     def owning_s(self, owned_RX: Floats) -> Floats:
         """[R, X] busy seconds of ranks that own so much by :meth:`ResizingCost.executed_at`, and are spared nothing."""
-        executed = np.where(owned_RX > 1.0, owned_RX, self.gemm_share_at(1.0 - np.minimum(owned_RX, 1.0)))
+        wider_RX = 1.0 + self.widening[:, None] * (owned_RX - 1.0)
+        executed = np.where(owned_RX > 1.0, wider_RX, self.gemm_share_at(1.0 - np.minimum(owned_RX, 1.0)))
         rest = 1.0 - self.moving_rest[:, None] * (1.0 - owned_RX)
         return self.rest_s[:, None] * rest + self.gemm_s[:, None] * executed
 

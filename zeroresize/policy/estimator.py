@@ -2,12 +2,13 @@
 
 State: log r (seconds outside the balanced products), log M (seconds of their multiplications at full work), log ω (how
 many times as long as in the calibration gathers and fills take), c_1 … c_P (corrections of the calibrated share of the
-multiplications at each of P ratios) and b (of borrowing). Between two intervals all but the corrections walk at random.
-Measured under shares (γ, β) of a rank that owns f (1 at even shares), each with the noise that the filter learns from
-its own innovations:
+multiplications at each of P ratios), b (of borrowing) and w (of owning more than an even share). Between two intervals
+all but the corrections walk at random. Measured under shares (γ, β) of a rank that owns f (1 at even shares), each with
+the noise that the filter learns from its own innovations:
 
     log rest     = log r + log(1 − ρ + ρ f)
-    log gemm     = log M + log(s(1 − f (1 − γ)) + e^b φ(β)),   s linear between the points s_p e^{c_p}; f s(γ) for f > 1
+    log gemm     = log M + log(s(1 − f (1 − γ)) + e^b φ(β)),   s linear between the points s_p e^{c_p};
+                                                              (1 + e^w (f − 1)) s(γ) for f > 1
     log gather_fill = log ω + log Ω(γ)
 
 ρ is what moves along of the rest, such as activation functions. It has a filter of its own with log r, which it is told
@@ -15,7 +16,14 @@ nothing of at f = 1, so that there all is as if it were not. Its prior, 0.2 ± 0
 of the rest, up to ρ = 0.8 of a rank that gives nearly all it has, is within ``JUMP`` standard deviations: no jump.
 
 An innovation of more than ``JUMP`` standard deviations is a change of speed: the speeds' variances open up, the curve's
-hardly. So a change of plan at constant speed informs the curve, a change of times under one plan the speed.
+hardly. So a change of times under one plan informs the speed, also within an interval (``change_of_level.py``). A
+change of plan alone tells nothing apart: the speed may have changed with it. When units have moved, the products are
+timed at even shares and at those in force in turn (:meth:`RankEstimator.compare`), which tells s(f) at whatever speed;
+what surprises under that plan is speed. Where that is not known, as of what is pruned or lent, a surprise is put down
+to the curve, with the variance that it may have been the speed, until steps at full work tell.
+
+A rank that owns nothing computes nothing that tells its speed: a reference product does
+(:meth:`RankEstimator.learn_reference`), by what it took when steps told the speed.
 """
 
 from __future__ import annotations
@@ -30,11 +38,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeroresize.plan.group import Shares
+from zeroresize.policy.change_of_level import change_of_level
 from zeroresize.policy.cost_model import ResizingCost
+from zeroresize.policy.part_noise import JUMP, PartNoise, middle_of, usual_of
 from zeroresize.policy.times import (
     DURATION,
     LEAST_SECONDS,
     MOST_MOVING_REST,
+    MOST_SECONDS,
     MOVING_REST,
     MOVING_REST_ERROR,
     RankTimes,
@@ -42,24 +53,28 @@ from zeroresize.policy.times import (
 )
 from zeroresize.utils.state_checks import each, flag, keyed, not_negative, number, optional, row, share
 
-#: An innovation of so many standard deviations is a jump of the rank's speed.
-JUMP = 4.0
 #: Standard deviation of a jump's logarithm: a factor of 4.
 JUMP_SIZE = math.log(4.0)
 #: A rank's speed jumps in that share of the intervals.
 HAZARD = 0.05
 #: Standard deviation of what borrowing was taken to cost, and of a calibrated share s, times 1 − log s: its logarithm.
 CURVE_ERROR = 0.3
+#: And of what is owned beyond an even share, which is taken to be in proportion.
+WIDENING_ERROR = 0.15
+#: Of a share s(f) that was measured by comparing products apart from training, and of a reference product.
+COMPARISON_ERROR, REFERENCE_ERROR = 0.04, 0.1
+#: How well is known what a reference takes beside the products of a step, before both were measured at one speed.
+_REFERENCE_PRIOR = 0.3
+#: Share of its prior variance that ρ forgets in an interval.
+_FORGOTTEN = 1 / 64
 #: What a jump of speed adds to that: what made the rank slow may slow other sizes of products otherwise.
 CURVE_CHANGE = 0.1
 #: A calibration is not believed where columns take less than this part of their share of FLOPs.
 LEAST_OF_FLOPS = 0.8
-#: Relative standard deviation of an interval's times before any were compared, and the least there is.
-USUAL_NOISE, LEAST_NOISE = 0.03, 0.003
-#: Innovations that the learned noise is the mean of, at most.
-MEMORY = 24
 #: Parts of a step, in the order of the state; then the corrections.
 _REST, _GEMM, _GATHER_FILL, _CURVE = 0, 1, 2, 3
+_BORROWING, _WIDENING = -2, -1
+_POINT_CURVE = slice(_CURVE, _BORROWING)
 #: Of a step's busy time a part is not known more finely.
 _LEAST_PART = 1e-4
 #: Standard deviations of a part that was never measured.
@@ -70,8 +85,6 @@ _LEAST_LOG, _MOST_LOG = math.log(2.0 * LEAST_SECONDS), math.log(0.5e6)
 _MOST_CORRECTION = math.log(50.0)
 #: Correlation of neighbouring points' errors.
 _NEIGHBOURS = 0.7
-#: Variance of a median to that of a mean; standard deviation to the median deviation: both of normal noise.
-_MEDIAN, _NORMAL = 1.57, 1.4826
 #: How often what is told of ρ is taken to be a straight line.
 _ITERATIONS = 3
 #: The scatter of fewer steps tells nothing.
@@ -79,68 +92,6 @@ _FEWEST = 3
 _POINTS = ("ratios", "gemm_share", "gather_fill_s")
 
 Floats = NDArray[np.float64]
-
-
-@dataclasses.dataclass
-class PartNoise:
-    """How one part's logarithm varies from interval to interval, under one plan at one speed.
-
-    With y the measured logarithm and d its differences: E[d²] = q + 2r, E[d d'] = −r.
-
-    Attributes:
-        weight: how many differences were seen, at most ``MEMORY``.
-        square, product: their mean square, and the mean product of two that follow each other.
-        last: y of the last interval, and its difference to the one before; NaN where that cannot be compared.
-        scatter: variance of a single step, by what it was within intervals; 0 where these were too short.
-    """
-
-    weight: float = 1.0
-    square: float = 2.0 * USUAL_NOISE**2
-    product: float = -(USUAL_NOISE**2)
-    last: tuple[float, float] = (math.nan, math.nan)
-    scatter: float = 0.0
-
-    @property
-    def white(self) -> float:
-        """r, variance of one interval's measurement."""
-        return max(min(-self.product, self.square / 2.0), LEAST_NOISE**2)
-
-    @property
-    def drift(self) -> float:
-        """q, variance of the speed's change in an interval."""
-        return max(self.square - 2.0 * self.white, (LEAST_NOISE / 2.0) ** 2)
-
-    def of_steps(self, number: int) -> float:
-        """Variance of the median of so many steps."""
-        return max(self.white, self.scatter * (_MEDIAN if number > 2 else 1.0) / number)
-
-    def learn_scatter(self, values: Sequence[float]) -> None:
-        """Take the logarithms of an interval's steps."""
-        middle = _middle(values)
-        variance = (_NORMAL * _middle([abs(value - middle) for value in values])) ** 2
-        if self.scatter == 0.0:
-            self.scatter = variance
-        else:  # an interval within which the speed jumps scatters widely
-            self.scatter += (min(variance, 4.0 * self.scatter) - self.scatter) / 4.0
-
-    def learn(self, value: float) -> None:
-        """Take the next interval's y, measured under the same plan and at the same speed as the last."""
-        last, difference_before = self.last
-        difference = value - last
-        if not math.isnan(difference):
-            most = JUMP * math.sqrt(self.square + LEAST_NOISE**2)
-            difference = min(max(difference, -most), most)
-            self.weight = min(self.weight + 1.0, MEMORY)
-            self.square += (difference**2 - self.square) / self.weight
-            if not math.isnan(difference_before):
-                self.product += (difference * difference_before - self.product) / self.weight
-            else:
-                self.product += (-0.5 * difference**2 - self.product) / self.weight
-        self.last = value, difference
-
-    def forget_last(self, value: float) -> None:
-        """The next interval cannot be compared with what was before ``value``."""
-        self.last = value, math.nan
 
 
 class RankEstimator:
@@ -159,7 +110,7 @@ class RankEstimator:
         self._is_known = False
         self._cost: ResizingCost | None = None
         num_points = len(calibrated.ratios) - 1
-        self._x = np.zeros(_CURVE + num_points + 1)
+        self._x = np.zeros(_CURVE + num_points + 2)
         self._p = np.zeros((len(self._x), len(self._x)))
         self._identity = np.eye(len(self._x))
         self._p[_REST, _REST] = self._p[_GEMM, _GEMM] = _UNKNOWN**2
@@ -167,18 +118,29 @@ class RankEstimator:
         distance = np.abs(np.subtract.outer(np.arange(num_points), np.arange(num_points)))
         least = LEAST_OF_FLOPS * (1.0 - np.array(calibrated.ratios[1:]))
         believed = np.maximum(calibrated.gemm_share[1:], least)
-        self._x[_CURVE:-1] = np.log(believed / calibrated.gemm_share[1:])
+        self._x[_POINT_CURVE] = np.log(believed / calibrated.gemm_share[1:])
         errors = CURVE_ERROR * (1.0 - np.log(np.minimum(believed, 1.0)))
-        self._p[_CURVE:-1, _CURVE:-1] = np.outer(errors, errors) * _NEIGHBOURS**distance
-        self._p[-1, -1] = CURVE_ERROR**2
+        self._p[_POINT_CURVE, _POINT_CURVE] = np.outer(errors, errors) * _NEIGHBOURS**distance
+        self._p[_BORROWING, _BORROWING] = CURVE_ERROR**2
+        self._p[_WIDENING, _WIDENING] = WIDENING_ERROR**2
         # Mean and variance of ρ, and its covariance with log r.
         self._moving_rest = (MOVING_REST, MOVING_REST_ERROR**2, 0.0)
+        # What the rank owned when its products were compared last.
+        self._compared: float | None = None
+        # Mean and variance of log(reference / M); logarithms of the reference that came before any step, and of the
+        # last; by how much references have changed log M since the rest was measured.
+        self._reference = (0.0, _REFERENCE_PRIOR**2)
+        self._first_reference: float | None = None
+        self._last_reference: float | None = None
+        self._reference_change = 0.0
 
     @property
     def cost(self) -> ResizingCost:
         """What pruning and borrowing cost, as far as is known."""
         if self._cost is None:
-            self._cost = self.calibrated.scaled([1.0, *np.exp(self._x[_CURVE:-1]).tolist()], math.exp(self._x[-1]))
+            points = np.exp(self._x[_POINT_CURVE]).tolist()
+            others = (math.exp(self._x[part]) for part in (_BORROWING, _WIDENING))
+            self._cost = self.calibrated.scaled([1.0, *points], *others)
         return self._cost
 
     @property
@@ -203,18 +165,20 @@ class RankEstimator:
             "moving_rest": self._moving_rest,
             "noise": tuple(dataclasses.astuple(noise) for noise in self._noise),
             "shares": dataclasses.astuple(self._shares) if self._shares is not None else None,
+            "compared": self._compared,
+            "reference": (*self._reference, self._first_reference, self._last_reference, self._reference_change),
         }
 
     @staticmethod
     def state_check(state: Any, where: str) -> None:
         """Check for what :meth:`load_state_dict` can take over."""
         points = dict.fromkeys(_POINTS, each(number))
-        keyed({"calibrated": keyed({**points, "borrowing": number})})(state, where)
+        keyed({"calibrated": keyed({**points, "borrowing": number, "widening": number})})(state, where)
         try:
             cost = _cost_of(state["calibrated"])
         except ValueError as error:
             raise ValueError(f"{where}.calibrated: {error}") from error
-        size = _CURVE + len(cost.ratios)
+        size = _CURVE + len(cost.ratios) + 1
         noise = row(number, number, number, row(number, number), number)
         keyed(
             {
@@ -224,6 +188,8 @@ class RankEstimator:
                 "moving_rest": row(share, not_negative, number),
                 "noise": row(noise, noise, noise),
                 "shares": optional(row(share, share, not_negative, not_negative)),
+                "compared": optional(not_negative),
+                "reference": row(number, not_negative, optional(number), optional(number), number),
             }
         )(state, where)
 
@@ -239,6 +205,9 @@ class RankEstimator:
             for weight, square, product, last, scatter in state["noise"]
         ]
         self._shares = Shares(*state["shares"]) if state["shares"] is not None else None
+        self._compared = state["compared"]
+        mean, variance, self._first_reference, self._last_reference, self._reference_change = state["reference"]
+        self._reference = (mean, variance)
         self.usual_step = None
 
     def learn(self, steps: Sequence[StepTimes]) -> None:
@@ -250,13 +219,106 @@ class RankEstimator:
         if steps:
             last = steps[-1].shares.work
             self.usual_step = _median([step for step in steps if step.shares.work == last])
+        if self._is_known:
+            self._learn_rest_alone([step for step in steps if not step.shares.computes])
         steps = [step for step in steps if step.gemm_s >= LEAST_SECONDS]
         steps = [step for step in steps if step.shares.computes]
-        own = [list(alike) for _, alike in itertools.groupby(steps, key=lambda step: step.shares.work)]
-        for alike in own:
-            self._learn_plan(alike, is_new_interval=alike is own[0])
+        is_new_interval = True
+        for _, alike in itertools.groupby(steps, key=lambda step: step.shares.work):
+            for level in self._levels(list(alike)):
+                self._learn_level(level, is_new_interval=is_new_interval)
+                is_new_interval = False
 
-    def _learn_plan(self, steps: Sequence[StepTimes], *, is_new_interval: bool) -> None:
+    def compare(self, owned: float, ratio: float) -> None:
+        """Products at even shares and at those in force were timed in turn, apart from training.
+
+        Args:
+            owned: what the rank owns, > 0.
+            ratio: how many times as long the latter took; nothing is learned of what no products can take.
+        """
+        if not (owned > 0.0 and LEAST_SECONDS < ratio < MOST_SECONDS) or owned == 1.0:
+            return
+        executed, own = self._executed(Shares(owned=owned))
+        gradient = np.zeros(len(self._x))
+        gradient[_CURVE:] = own
+        variance = COMPARISON_ERROR**2
+        innovation = math.log(ratio) - executed
+        curve_variance = float(gradient @ self._p @ gradient)
+        if innovation**2 > JUMP**2 * (curve_variance + variance):  # what was seen outweighs what was believed
+            curve = np.arange(_CURVE, len(self._x))
+            self._p[curve, curve] += innovation**2
+        self._correct(gradient, innovation, variance)
+        self._compared = owned
+
+    def learn_reference(self, seconds: float, owned: float) -> None:
+        """A reference product was timed apart from training: always the same, whatever the rank owns.
+
+        Of a rank that owns nothing it tells the speed; of another only how long a reference takes beside its products.
+
+        Args:
+            seconds: that it took; nothing is learned of what no product can take.
+            owned: what the rank owns.
+        """
+        if not LEAST_SECONDS < seconds < MOST_SECONDS:
+            return
+        value = math.log(seconds)
+        if not self._is_known:
+            self._first_reference = value
+        elif owned > 0.0:
+            self._relate_reference(value)
+        else:
+            mean, variance = self._reference
+            variance += REFERENCE_ERROR**2
+            before, last = float(self._x[_GEMM]), self._last_reference
+            innovation = value - mean - before
+            surprise = innovation**2 / (float(self._p[_GEMM, _GEMM]) + variance)
+            change = abs(value - last) / (math.sqrt(2.0) * REFERENCE_ERROR) if last is not None else 0.0
+            if surprise > JUMP**2 or change > JUMP:
+                self._p[_GEMM, _GEMM] += max(JUMP_SIZE, abs(innovation)) ** 2
+            gradient = np.zeros(len(self._x))
+            gradient[_GEMM] = 1.0
+            self._correct(gradient, innovation, variance)
+            self._last_reference = value
+            self._reference_change += float(self._x[_GEMM]) - before
+
+    def _relate_reference(self, value: float) -> None:
+        """The logarithm of a reference, timed while steps told the speed."""
+        mean, variance = self._reference
+        gain = variance / (variance + REFERENCE_ERROR**2 + float(self._p[_GEMM, _GEMM]))
+        self._reference = (mean + gain * (value - float(self._x[_GEMM]) - mean), variance * (1.0 - gain))
+        self._last_reference = value
+
+    def _levels(self, steps: list[StepTimes]) -> list[list[StepTimes]]:
+        """Steps under one plan, split where the rank's speed changed.
+
+        A rank that has become slower is taken at its word when it was so for half of the steps: what is shorter may be
+        over before any plan could meet it.
+        """
+        parts = list(zip(*(_log_parts(step, 0.0) for step in steps), strict=True))
+        place = change_of_level(parts, self._noise[: len(parts)])
+        if place is None:
+            return [steps]
+        before, after = steps[:place], steps[place:]
+        is_slower = usual_of([step.busy_s for step in after]) > usual_of([step.busy_s for step in before])
+        return [before] if is_slower and 2 * len(after) < len(steps) else [before, after]
+
+    def _learn_rest_alone(self, steps: Sequence[StepTimes]) -> None:
+        """Of a rank that computes no products."""
+        if not steps:
+            return
+        shares, noise = steps[-1].shares, self._noise[_REST]
+        logarithms = [math.log(max(step.busy_s, LEAST_SECONDS)) for step in steps]
+        place = change_of_level([logarithms], [noise])
+        self._p[_REST, _REST] += noise.drift
+        for level in (logarithms[:place], logarithms[place:]) if place is not None else (logarithms,):
+            value, variance = usual_of(level), noise.of_steps(len(level))
+            self._measure_rest(value, variance, shares.owned, gemm_change=self._reference_change)
+            noise.forget_last(value)
+            self._reference_change = 0.0
+        self._shares = shares
+
+    def _learn_level(self, steps: Sequence[StepTimes], *, is_new_interval: bool) -> None:
+        """Steps of one plan at one speed."""
         shares, cost = steps[-1].shares, self.cost
         expected_s = cost.gather_fill_at(shares.spared) if shares.spared >= cost.ratios[1] else 0.0
         values = list(zip(*(_log_parts(step, expected_s) for step in steps), strict=True))  # by part, then by step
@@ -264,50 +326,67 @@ class RankEstimator:
             self._x[_REST] = values[_REST][0] - math.log(self._rest_part(shares.owned))
             self._x[_GEMM] = values[_GEMM][0] - self._executed(shares)[0]
         is_same = self._shares is not None and shares.work == self._shares.work
-        rest_change = 0.0
-        for part, own in enumerate(values):
+        usual, variances = [], []
+        for part, measured in enumerate(values):
             noise = self._noise[part]
             if is_new_interval:
                 self._p[part, part] += noise.drift
-            if len(own) >= _FEWEST:
-                noise.learn_scatter(own)
-            value = usual_of(own)
-            variance = noise.of_steps(len(own))
-            if part == _GEMM:
-                has_jumped = self._measure_gemm(
-                    value,
-                    variance,
-                    steps[-1],
-                    is_same=is_same,
-                    is_after_others=not is_new_interval,
-                    rest_change=rest_change,
-                )
-            elif part == _REST:
-                change = value - float(self._x[part]) - math.log(self._rest_part(shares.owned))
-                has_jumped = self._measure_rest(value, variance, shares.owned)
-                rest_change = change if has_jumped else rest_change
-            else:
-                has_jumped = self._measure(part, value, variance)
+            if len(measured) >= _FEWEST:
+                noise.learn_scatter(measured)
+            usual.append(usual_of(measured))
+            variances.append(noise.of_steps(len(measured)))
+        rest_change = self._change_of_rest(usual[_REST], variances[_REST], shares.owned)
+        before = float(self._x[_GEMM])
+        jumps = [False] * len(usual)
+        jumps[_GEMM] = self._measure_gemm(
+            usual[_GEMM],
+            variances[_GEMM],
+            steps[-1],
+            is_same=is_same,
+            is_after_others=not is_new_interval,
+            rest_change=rest_change,
+        )
+        gemm_change = float(self._x[_GEMM]) - before if jumps[_GEMM] and not is_same else 0.0
+        jumps[_REST] = self._measure_rest(usual[_REST], variances[_REST], shares.owned, gemm_change=gemm_change)
+        if len(usual) > _GATHER_FILL:
+            jumps[_GATHER_FILL] = self._measure(_GATHER_FILL, usual[_GATHER_FILL], variances[_GATHER_FILL])
+        for noise, value, has_jumped in zip(self._noise, usual, jumps, strict=False):
             if has_jumped or not is_same:
                 noise.forget_last(value)
             else:
                 noise.learn(value)
+        if self._first_reference is not None:
+            self._relate_reference(self._first_reference)
+            self._first_reference = None
         self._shares, self._is_known = shares, True
 
     def _rest_part(self, owned: float) -> float:
         """The rest of a rank that owns so much, as a share of that at even shares."""
         return 1.0 - self._moving_rest[0] * (1.0 - owned)
 
-    def _measure_rest(self, value: float, variance: float, owned: float) -> bool:
-        """Seconds of the rest under ``owned``. Whether the rank's speed has jumped."""
-        moving, own_variance, covariance = self._moving_rest
-        before, speed = float(self._x[_REST]), float(self._p[_REST, _REST])
+    def _change_of_rest(self, value: float, variance: float, owned: float) -> float:
+        """By how much the logarithm of the rest has jumped, of which nothing is learned yet; 0 if it has not."""
+        _, own_variance, covariance = self._moving_rest
         part = self._rest_part(owned)
-        innovation = value - before - math.log(part)
+        innovation = value - float(self._x[_REST]) - math.log(part)
         gradient = (owned - 1.0) / part
-        told = speed + gradient * (2.0 * covariance + gradient * own_variance)
-        has_jumped = innovation**2 > JUMP**2 * (told + variance)
-        if has_jumped:
+        known = float(self._p[_REST, _REST]) + gradient * (2.0 * covariance + gradient * own_variance)
+        return innovation if innovation**2 > JUMP**2 * (known + variance) else 0.0
+
+    def _measure_rest(self, value: float, variance: float, owned: float, *, gemm_change: float = 0.0) -> bool:
+        """Seconds of the rest under ``owned``. Whether the rank's speed has jumped.
+
+        Args:
+            gemm_change: by how much the logarithm of the products has jumped as the plan changed; 0 if it has not. A
+                rest that has changed alike is no evidence for ρ.
+        """
+        moving, own_variance, covariance = self._moving_rest
+        if owned == 1.0:
+            own_variance += _FORGOTTEN * (MOVING_REST_ERROR**2 - own_variance)
+        before, speed = float(self._x[_REST]), float(self._p[_REST, _REST])
+        innovation = value - before - math.log(self._rest_part(owned))
+        has_jumped = self._change_of_rest(value, variance, owned) != 0.0
+        if has_jumped or _are_alike(innovation, gemm_change):
             speed += max(JUMP_SIZE, abs(innovation)) ** 2
         found = moving
         for _ in range(_ITERATIONS):  # the logarithm bends: anew around what was found
@@ -365,16 +444,28 @@ class RankEstimator:
         gain = self._p @ gradient
         own_variance = float(gradient @ gain) + variance
         innovation = value - float(self._x[_GEMM]) - executed
-        # What no plan changes has changed as much, within a factor of 2: so the rank's speed has.
-        has_rest_jumped = innovation**2 / 2.0 < rest_change * innovation < innovation**2 * 2.0
-        is_ambiguous = not is_same and not step.is_forced and bool(own.any()) and not has_rest_jumped
+        has_rest_jumped = _are_alike(innovation, rest_change)  # what no plan changes has: so the rank's speed has
+        is_compared = step.shares.owned == self._compared and not step.shares.spared and not step.shares.borrowed
+        is_ambiguous = (
+            not is_same and not is_compared and not step.is_forced and bool(own.any()) and not has_rest_jumped
+        )
         has_jumped = not is_ambiguous and (has_rest_jumped or innovation**2 > JUMP**2 * own_variance)
         if has_jumped:
             self._p[_GEMM, _GEMM] += max(JUMP_SIZE, abs(innovation)) ** 2
             curve = np.arange(_CURVE, len(self._x))
             self._p[curve, curve] += np.where(self._p[curve, curve] < CURVE_ERROR**2, CURVE_CHANGE**2, 0.0)
-            gain = self._p @ gradient
-            own_variance = float(gradient @ gain) + variance
+        gain, own_variance = self._correct(gradient, innovation, variance)
+        if is_ambiguous and not is_after_others:
+            # Or the speed has jumped just then and the curve is right: how far that is from what is believed now.
+            elsewhere = -gain * innovation
+            elsewhere[_GEMM] += innovation
+            self._p += _share_of_jumps(innovation, own_variance) * elsewhere[:, None] * elsewhere
+        return has_jumped
+
+    def _correct(self, gradient: Floats, innovation: float, variance: float) -> tuple[Floats, float]:
+        """Take one measured number, of which the state told ``innovation`` less. Its gain, and variance in all."""
+        gain = self._p @ gradient
+        own_variance = float(gradient @ gain) + variance
         gain /= own_variance
         self._x += gain * innovation
         np.clip(self._x[:_CURVE], _LEAST_LOG, _MOST_LOG, out=self._x[:_CURVE])
@@ -383,24 +474,21 @@ class RankEstimator:
         # Joseph's form keeps the covariance positive whatever rounding does.
         keep = self._identity - gain[:, None] * gradient
         self._p = keep @ self._p @ keep.T + gain[:, None] * (variance * gain)
-        if is_ambiguous and not is_after_others:
-            # Or the speed has jumped just then and the curve is right: how far that is from what is believed now.
-            elsewhere = -gain * innovation
-            elsewhere[_GEMM] += innovation
-            self._p += _share_of_jumps(innovation, own_variance) * elsewhere[:, None] * elsewhere
-        return has_jumped
+        return gain, own_variance
 
     def _executed(self, shares: Shares) -> tuple[float, Floats]:
         """(logarithm of the multiplications' share under a plan, its gradient by the corrections)."""
-        cost, spared, wider = self.cost, shares.spared, max(shares.owned, 1.0)
+        cost, spared = self.cost, shares.spared
         gradient = np.zeros(len(self._x) - _CURVE)
+        more = cost.widening * max(shares.owned - 1.0, 0.0)
         if shares.owned < 1.0:
             spared = 1.0 - shares.owned * (1.0 - spared)
-        own = wider * cost.gemm_share_at(spared)
-        _add_gradient(gradient, cost, spared, wider)
+        own = (1.0 + more) * cost.gemm_share_at(spared)
+        _add_gradient(gradient, cost, spared, 1.0 + more)
+        gradient[_WIDENING] = more * cost.gemm_share_at(spared)
         borrowed = cost.borrowed_at(shares.borrowed) if shares.borrowed > 0.0 else 0.0
         if borrowed:
-            gradient[-1] = borrowed
+            gradient[_BORROWING] = borrowed
             if shares.borrowed < 1.0:
                 _add_gradient(gradient, cost, 1.0 - shares.borrowed, cost.borrowing)
         executed = max(own + borrowed, 1e-9)
@@ -420,6 +508,11 @@ def _add_gradient(gradient: Floats, cost: ResizingCost, ratio: float, factor: fl
         gradient[above - 2] += factor * (1.0 - part) * cost.gemm_share[above - 1]
 
 
+def _are_alike(change: float, other: float) -> bool:
+    """Whether two logarithms have changed alike, within a factor of 2."""
+    return change**2 / 2.0 < other * change < change**2 * 2.0
+
+
 def _share_of_jumps(innovation: float, variance: float) -> float:
     """How likely an innovation under a new plan comes from a jump, by Bayes."""
     jump = HAZARD * _density(innovation, variance + JUMP_SIZE**2)
@@ -431,7 +524,8 @@ def _density(distance: float, variance: float) -> float:
 
 
 def _cost_of(calibrated: Mapping[str, Any]) -> ResizingCost:
-    return ResizingCost(**{name: tuple(calibrated[name]) for name in _POINTS}, borrowing=calibrated["borrowing"])
+    points = {name: tuple(calibrated[name]) for name in _POINTS}
+    return ResizingCost(**points, borrowing=calibrated["borrowing"], widening=calibrated["widening"])
 
 
 def _log_parts(step: StepTimes, expected_gather_fill_s: float) -> list[float]:
@@ -444,17 +538,6 @@ def _log_parts(step: StepTimes, expected_gather_fill_s: float) -> list[float]:
     return parts
 
 
-def usual_of(values: Sequence[float]) -> float:
-    """What is usual among a few: the median forgives a hiccup, an evaluation or a checkpoint; of two the smaller."""
-    return min(values) if len(values) == 2 else _middle(values)
-
-
-def _middle(values: Sequence[float]) -> float:
-    """The median."""
-    ascending, half = sorted(values), len(values) // 2
-    return ascending[half] if len(ascending) % 2 else (ascending[half - 1] + ascending[half]) / 2
-
-
 def _median(steps: Sequence[StepTimes]) -> StepTimes:
     """A step's usual times."""
     return StepTimes(
@@ -463,5 +546,5 @@ def _median(steps: Sequence[StepTimes]) -> StepTimes:
         gather_fill_s=usual_of([step.gather_fill_s for step in steps]),
         shares=steps[-1].shares,
         is_forced=steps[-1].is_forced,
-        wait_s=_middle([step.wait_s for step in steps]),
+        wait_s=middle_of([step.wait_s for step in steps]),
     )

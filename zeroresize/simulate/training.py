@@ -8,7 +8,7 @@ reach the controller as they do in training: medians of an interval's steps, one
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -50,6 +50,8 @@ class Cluster:
         bytes_of_units: bytes of the units of one rank at home.
         move: what a move really takes; what the controller is told, unless :func:`simulate` is given another.
         moving_rest: share of ``rest_s`` that moves along with units.
+        slows_rest: whether χ holds for all of a rank's work, and not for its multiplications only.
+        comparison_error: relative standard deviation of what products take that are timed apart from training.
     """
 
     chi: Speeds
@@ -64,6 +66,8 @@ class Cluster:
     bytes_of_units: float = 0.0
     move: MoveCost = field(default_factory=MoveCost)
     moving_rest: float = 0.0
+    slows_rest: bool = False
+    comparison_error: float = 0.02
 
     @property
     def homogeneous_s(self) -> float:
@@ -113,6 +117,7 @@ def simulate(
     believed_migration: MigrationCost | None = None,
     believed_move: MoveCost | None = None,
     learns_moves: bool = True,
+    divisions: Mapping[int, Sequence[float]] | None = None,
 ) -> Simulation:
     """Train ``num_steps`` steps.
 
@@ -120,6 +125,7 @@ def simulate(
         believed_cost, believed_migration, believed_move: what the calibrations measured, where it differs from the
             cluster's own.
         learns_moves: whether the controller is told what moves take.
+        divisions: shares by which a user divides the units before a step, by step; decisions go on from there.
     """
     believed = believed_cost or cluster.cost
     calibrated = believed_migration or cluster.migration
@@ -132,18 +138,29 @@ def simulate(
     moves: list[tuple[int, float, float]] = []
     owned: list[tuple[float, ...]] = []
     estimates = [RankEstimator(believed) for _ in range(num_ranks)]
+    generator = np.random.default_rng((cluster.seed, 2))
+
+    def comparisons() -> float:
+        """How many times as long as it should a comparison takes."""
+        return math.exp(cluster.comparison_error * generator.standard_normal())
+
+    for estimate, own_chi in zip(estimates, cluster.chi(0), strict=True):
+        estimate.learn_reference(cluster.gemm_s * own_chi * comparisons(), 1.0)
     interval: list[list[StepTimes]] = []
     unread: list[list[StepTimes]] = []
     received: tuple[list[RankTimes], CollectiveTimes] | None = None
     step_s, ratios, lent = [], [], []
     pruned_share = lent_share = 0.0
     for step in range(num_steps):
+        if divisions and step in divisions:
+            plan = controller.set_owned(divisions[step])
         calibrates = step % config.update_every < controller.num_calibration_steps
         in_force = controller.calibration_plan if calibrates else plan
         if num_bytes := holdings.take(in_force.owned):
             moves.append((step, num_bytes, cluster.move.seconds(num_bytes)))
             if learns_moves:
                 controller.moved(*moves[-1][1:])
+            _compare(cluster, cluster.chi(max(step - 1, 0)), holdings, estimates, comparisons)
         times = _step(cluster, cluster.chi(step), in_force, holdings, noise.next_step())
         unread.append(times)
         interval += unread[:-1] if cluster.reads_late else unread
@@ -155,6 +172,8 @@ def simulate(
             continue
         for rank, estimate in enumerate(estimates):
             estimate.learn([times[rank] for times in interval])
+            if holdings.owned[rank] == 0.0:
+                estimate.learn_reference(cluster.gemm_s * cluster.chi(step)[rank] * comparisons(), 0.0)
         interval = []
         measured_under = in_force
         if received is not None:
@@ -220,7 +239,8 @@ def _step(
         shares = Shares(rank.pruned, rank.lent, share)
         gemm_s = own_chi * cluster.gemm_s * (cluster.cost.gemm_share_at(shares.spared) + extra) * own_noise[1]
         gather_fill_s = cluster.cost.gather_fill_at(shares.spared) * own_noise[2]
-        executed.append((cluster.rest_s * own_noise[0] + gemm_s + gather_fill_s, gemm_s, gather_fill_s, shares))
+        rest_s = cluster.rest_s * (own_chi if cluster.slows_rest else 1.0) * own_noise[0]
+        executed.append((rest_s + gemm_s + gather_fill_s, gemm_s, gather_fill_s, shares))
     sent_s = cluster.migration.seconds([rank.lent for rank in plan.ranks])
     ends_s = max(busy_s for busy_s, *_ in executed) + sent_s
     return [StepTimes(*times, wait_s=ends_s - times[0]) for times in executed]
@@ -236,11 +256,28 @@ def _step_away(
         executed = np.array([cluster.cost.executed_at(share) for share in owned.tolist()])
         own_gemm_s = work * np.array(chi) * cluster.gemm_s * executed * noise[:, 1]
         rest_s = work * cluster.rest_s * (1.0 - cluster.moving_rest * (1.0 - owned)) * noise[:, 0]
+        if cluster.slows_rest:
+            rest_s = rest_s * np.array(chi)
         gemm_s += own_gemm_s
         busy_s += rest_s + own_gemm_s
         ends_s += float((rest_s + own_gemm_s).max())
     every_rank = zip(busy_s.tolist(), gemm_s.tolist(), holdings.owned, strict=True)
     return [StepTimes(busy, gemm, 0.0, Shares(owned=owned), wait_s=ends_s - busy) for busy, gemm, owned in every_rank]
+
+
+def _compare(
+    cluster: Cluster,
+    chi: Sequence[float],
+    holdings: _Holdings,
+    estimates: Sequence[RankEstimator],
+    error: Callable[[], float],
+) -> None:
+    """Every rank times its products after a move."""
+    for estimate, own_chi, owned in zip(estimates, chi, holdings.owned, strict=True):
+        if owned > 0.0:
+            estimate.compare(owned, cluster.cost.executed_at(owned) * error())
+        else:
+            estimate.learn_reference(cluster.gemm_s * own_chi * error(), 0.0)
 
 
 def _borrowed_time(loans: Sequence[Loan], num_ranks: int, cost: ResizingCost) -> NDArray[np.float64]:

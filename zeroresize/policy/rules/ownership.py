@@ -103,7 +103,7 @@ def _work_curves(curves: Curves, are_slow: np.ndarray, noise: float) -> tuple[Fl
     moving_s = rest_s * curves.moving_rest
     seconds_RP = (rest_s - moving_s)[:, None] + moving_s[:, None] * owned_RP
     seconds_RP = seconds_RP + gemm_s[:, None] * curves.gemm_share_at(1.0 - owned_RP)
-    return owned_RP, np.maximum.accumulate(seconds_RP, axis=1), moving_s + gemm_s
+    return owned_RP, np.maximum.accumulate(seconds_RP, axis=1), moving_s + gemm_s * curves.widening
 
 
 def _balanced(owned_RP: Floats, seconds_RP: Floats, more_s_R: Floats) -> Floats:
