@@ -201,6 +201,7 @@ def tell(name: str, results: Sequence[tuple[Spell, int, Outcome]], console: Cons
     moved = [result for result in results if result[2].moved]
     late = [result for result in results if result[2].late > 0]
     long = [result for result in results if result[2].step > _LONGEST]
+    misses = [result for result in results if result[2].late > 0 or result[2].step > _LONGEST]
     never = sum(math.isinf(found.late) for *_, found in late)
     worst = max((found.step for *_, found in results), default=math.nan)
     usual = statistics.median(found.updates for *_, found in moved) if moved else math.nan
@@ -209,10 +210,10 @@ def tell(name: str, results: Sequence[tuple[Spell, int, Outcome]], console: Cons
         f"{never}; steps above {_LONGEST} of undisturbed {len(long)}, worst {worst:.3f}; home after {usual:.1f} updates "
         "in the median"
     )
-    by = Counter((spell.mode, spell.slows, spell.factor != 1.0, spell.units_left is None) for spell, _, _ in [*late, *long])
+    by = Counter((spell.mode, spell.slows, spell.factor != 1.0, spell.units_left is None) for spell, _, _ in misses)
     for key, count in by.most_common(8):
         console.print("   mode %s, slow %s, wrong calibration %s, natural %s: %d" % (*key, count))
-    for spell, seed, found in sorted([*late, *long], key=lambda one: -one[2].step)[:shown]:
+    for spell, seed, found in sorted(misses, key=lambda one: -one[2].step)[:shown]:
         console.print(f"   {found} seed {seed} {spell}", soft_wrap=True)
 
 

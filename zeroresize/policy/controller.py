@@ -79,7 +79,7 @@ class Controller:
         self._times = [None] * self.num_ranks
         self._usual: list[RankTimes | None] = [None] * self.num_ranks
         self._shares = [Shares()] * self.num_ranks
-        self._measured_under = self._shares
+        self._measured_under, self._loans_then = self._shares, self._loans
         self._are_stragglers = [False] * self.num_ranks
         self._spells = Spells(self.num_ranks)
         self._moving = Moving(self.num_ranks, self.segments)
@@ -114,6 +114,7 @@ class Controller:
             return self.current_plan()
 
         times = self._floored([times for times in self._times if times is not None])
+        self._account(times)
         busy_s = times.curves.busy_s
         reference_s = reference_time(busy_s.tolist(), self.config.target)
         deviations, usual = self._deviations(times)
@@ -126,6 +127,7 @@ class Controller:
         ]
         told, times = times, self._lasting(times, are_slow)
         before = self._measured_under = self._shares
+        self._loans_then = self._loans
         is_in_doubt = False
         if self._moving.is_home:
             migration = self._communication.migration
@@ -475,12 +477,31 @@ class Controller:
             is_noise = saved_s <= (COST_IN_VAIN / DURATION + deviation) * now_s
             if is_noise and not moving.is_home and wanted != moving.home:
                 saved_s = 0.0
-        if moving.update(wanted, saved_s, self.config.update_every, gain_s=gain_s, waits=comes_too_late):
+        every = self.config.update_every
+        if moving.update(wanted, saved_s, every, step_s=now_s, gain_s=gain_s, waits=comes_too_late):
             self._spare_nobody()
 
-    def _step_s(self, times: GroupTimes, shares: Sequence[Shares], loans: Sequence[Loan]) -> float:
-        if not self._moving.is_home:
-            busy_s = owned_step_s(times, self._moving.owned, self._moving.segments)
+    def _account(self, times: GroupTimes) -> None:
+        """What the plan under which ``times`` were measured has lost against even shares, nothing pruned or lent."""
+        owned = self._moving.owned_before
+        even_s = float(times.curves.busy_s.max()) + self._communication.seconds(())
+        if owned == self._moving.home and not self._loans_then:
+            step_s = even_s
+        else:
+            step_s = self._step_s(times, self._measured_under, self._loans_then, owned)
+        every = self.config.update_every
+        self._moving.account.take((step_s - even_s) * every, step_s * every)
+
+    def _step_s(
+        self,
+        times: GroupTimes,
+        shares: Sequence[Shares],
+        loans: Sequence[Loan],
+        owned: tuple[float, ...] | None = None,
+    ) -> float:
+        owned = self._moving.owned if owned is None else owned
+        if owned != self._moving.home:
+            busy_s = owned_step_s(times, owned, self._moving.segments)
             return busy_s + self._communication.seconds(())
         spared = [own.spared for own in shares]
         return max(predicted_busy_s(times, spared, loans)) + self._communication.seconds([own.lent for own in shares])

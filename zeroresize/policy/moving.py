@@ -2,8 +2,12 @@
 
 Every step under a division that is not the wanted one costs the difference of the two. When that has added up to what
 the move there and back takes, the move is made: so all of it takes at most twice what the best would in hindsight.
-Units come home, or go to others, by the same rule. A straggler that changes place before its slowness has cost as much
-is never worth a move.
+Units go to others by the same rule. They come home when that has added up to one way, as the way out has paid for both,
+or when it was surely better for some updates, however little. A straggler that changes place before its slowness has
+cost as much is never worth a move.
+
+Small gains are not chased: after each move away the next one must have been missed for longer, the more the less it
+saves. And an account is kept (``account.py``): where balancing has lost more than it may, units stay or come home.
 
 The price of moves is not all: a rank that recovers, or becomes slow after it was given units, is noticed some steps
 later only, and until then the division is worse than even shares. What that has cost is remembered, and past spells
@@ -18,8 +22,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zeroresize.plan.ownership import SegmentWork, checked_shares, owned_shares
+from zeroresize.policy.account import Account
 from zeroresize.policy.rules.ownership import merged
-from zeroresize.utils.state_checks import Check, count, each, flag, keyed, not_negative, row
+from zeroresize.utils.state_checks import Check, count, each, flag, keyed, not_negative, number, row
 
 #: How much the newest move says of what moves cost, and by which factors no single move changes that.
 _WEIGHT, _LEAST_FACTOR, _MOST_FACTOR = 0.7, 0.1, 10.0
@@ -28,6 +33,11 @@ _WEIGHT, _LEAST_FACTOR, _MOST_FACTOR = 0.7, 0.1, 10.0
 _WEIGHT_OF_LATE, _FORGETTING, _MOST_LATE = 0.5, 1 / 64, 2.0
 #: Ranks whose share changes at least this part as much as any other's are those for whom units move.
 _MOVERS = 0.5
+#: Units come home after so many updates in which that was surely better, whatever the move takes.
+_SURE_UPDATES = 4
+#: Each move away of late adds to the price of the next one as often as this share of a step goes into what that saves,
+#: squared; and after so many steps it counts half.
+_CHASED, _HALF_LIFE = 0.5, 2000
 #: After a refused move no other is tried for so many updates, twice as many after each that follows, up to the most.
 FIRST_PAUSE, LONGEST_PAUSE = 8, 1024
 
@@ -85,6 +95,9 @@ class Moving:
             made it.
         late_s: seconds of a step that a division costs, compared with even shares, until it is noticed that it is good
             for nothing; 0 before that was seen.
+        moves_lately: moves away from home that were decided, older ones counting less.
+        sure: for so many updates it was surely better to come home.
+        account: what balancing has lost.
     """
 
     num_ranks: int
@@ -99,6 +112,9 @@ class Moving:
     pause: int = field(default=0, init=False)
     gain_s: float = field(default=0.0, init=False)
     late_s: float = field(default=0.0, init=False)
+    moves_lately: float = field(default=0.0, init=False)
+    sure: int = field(default=0, init=False)
+    account: Account = field(default_factory=Account, init=False)
     _next_pause: int = field(default=FIRST_PAUSE, init=False)
     _was_held: bool = field(default=False, init=False)
 
@@ -135,15 +151,23 @@ class Moving:
         self._settle()
 
     def price_s(self, wanted: Sequence[float]) -> float:
-        """Seconds of a move from the present division to another, and back."""
+        """Seconds of a move from the present division to another, and back; one way home."""
         if not self._work:
             return 0.0
         now, then = (owned_shares(shares, self.segments) for shares in (self.owned, wanted))
         most = max(abs(after - before) for before, after in zip(now, then, strict=True))
-        return 2.0 * self.cost.seconds(most / self._work * self.bytes_of_units)
+        ways = 1.0 if tuple(wanted) == self.home else 2.0
+        return ways * self.cost.seconds(most / self._work * self.bytes_of_units)
 
     def update(
-        self, wanted: tuple[float, ...], saved_s: float, num_steps: int, *, gain_s: float = 0.0, waits: bool = False
+        self,
+        wanted: tuple[float, ...],
+        saved_s: float,
+        num_steps: int,
+        *,
+        step_s: float = math.inf,
+        gain_s: float = 0.0,
+        waits: bool = False,
     ) -> bool:
         """Decide whether to move to what is wanted.
 
@@ -151,6 +175,7 @@ class Moving:
             wanted: what every rank should own.
             saved_s: by how much steps would be shorter then, seconds; 0 where that is noise.
             num_steps: until the next decision.
+            step_s: how long steps are, seconds.
             gain_s: by how much they would be shorter than at even shares.
             waits: whether something else than the price speaks against it; what is owed adds up all the same.
         """
@@ -159,16 +184,28 @@ class Moving:
         if self.is_held:
             return False
         self.pause = max(self.pause - 1, 0)
+        self.moves_lately *= 0.5 ** (num_steps / _HALF_LIFE)
         movers = self._movers(wanted)
         common = self.movers & movers
         if not common:  # nobody, or somebody else
             self.owed_s = 0.0
         self.movers = common or movers
+        is_homecoming = wanted == self.home
+        self.sure = self.sure + 1 if movers and is_homecoming and saved_s > 0.0 else 0
         if not movers:
             return False
         self.owed_s = max(self.owed_s + saved_s * num_steps, 0.0)
-        if waits or saved_s <= 0.0 or self.pause or self.owed_s < self.price_s(wanted):
+        if waits or saved_s <= 0.0 or self.pause:
             return False
+        price_s = self.price_s(wanted)
+        if is_homecoming:
+            if self.owed_s < price_s and self.sure < _SURE_UPDATES:
+                return False
+        else:
+            price_s *= 1.0 + self.moves_lately * (_CHASED * step_s / saved_s) ** 2 if self.moves_lately else 1.0
+            if self.owed_s < price_s or not self.account.allows(self.price_s(wanted)):
+                return False
+            self.moves_lately += 1.0
         self.owned, self.gain_s = wanted, gain_s
         self._settle()
         return True
@@ -191,6 +228,7 @@ class Moving:
     def learn(self, num_bytes: float, seconds: float) -> None:
         """A move has been made."""
         self.cost = self.cost.learned(num_bytes, seconds)
+        self.account.take(seconds, seconds)
         self._next_pause = FIRST_PAUSE
 
     def state_dict(self) -> dict[str, Any]:
@@ -205,6 +243,8 @@ class Moving:
             "movers": tuple(sorted(self.movers)),
             "pause": (self.pause, self._next_pause),
             "late": (self.gain_s, self.late_s),
+            "lately": (self.moves_lately, self.sure),
+            "account": (self.account.lost_s, self.account.elapsed_s),
         }
 
     @property
@@ -221,6 +261,8 @@ class Moving:
                 "movers": each(row(count, flag)),
                 "pause": row(count, count),
                 "late": row(not_negative, not_negative),
+                "lately": row(not_negative, count),
+                "account": row(number, not_negative),
             }
         )
 
@@ -235,6 +277,8 @@ class Moving:
         self.movers = frozenset((rank, is_more) for rank, is_more in state["movers"])
         self.pause, self._next_pause = state["pause"]
         self.gain_s, self.late_s = state["late"]
+        self.moves_lately, self.sure = state["lately"]
+        self.account = Account(*state["account"])
 
     def _movers(self, wanted: Sequence[float]) -> frozenset[tuple[int, bool]]:
         changes = [new - now for now, new in zip(self.owned, wanted, strict=True)]
@@ -244,4 +288,4 @@ class Moving:
         )
 
     def _settle(self) -> None:
-        self.owed_s, self.movers = 0.0, frozenset()
+        self.owed_s, self.movers, self.sure = 0.0, frozenset(), 0
