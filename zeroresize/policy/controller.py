@@ -136,7 +136,7 @@ class Controller:
             lent_before = any(own.lent for own, slow in zip(before, self._are_stragglers, strict=True) if slow)
             if lent_before and not any(own.lent for own in self._shares):
                 self._communication.give_up()
-        self._move(times, usual, saved)
+        self._move(times, usual, deviations, saved)
         step_s = self._step_s(told, self._shares, self._loans)
         self._calibrate(told, deviations, step_s, before, is_in_doubt=is_in_doubt)
         return self._plan(step_s)
@@ -438,10 +438,12 @@ class Controller:
             config.semi_rule if config.mode == "semi" else config.mig_rule if config.mode == "mig" else ""
         )
 
-    def _move(self, times: GroupTimes, deviation: float, saved: Sequence[float]) -> None:
+    def _move(self, times: GroupTimes, deviation: float, deviations: Floats, saved: Sequence[float]) -> None:
         """Give units to other ranks if not doing so has cost as much as the move there and back.
 
         Args:
+            deviation: of a rank that is spared nothing, relative.
+            deviations: of every rank.
             saved: of every rank, what share of a step its slowness costs.
         """
         moving = self._moving
@@ -473,6 +475,9 @@ class Controller:
         saved_s = 0.0
         if wanted != moving.owned:
             saved_s = now_s - owned_step_s(times, wanted, moving.segments)
+            if wanted == moving.home:
+                # Who may only seem slower than others, as he owns little, is seen there.
+                saved_s = now_s - float((times.curves.busy_s / (1.0 + CERTAINTY_KEPT * deviations)).max())
             # To go or to come home it is certain who is slow; from one division to another everybody's times count.
             is_noise = saved_s <= (COST_IN_VAIN / DURATION + deviation) * now_s
             if is_noise and not moving.is_home and wanted != moving.home:

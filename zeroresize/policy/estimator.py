@@ -312,10 +312,12 @@ class RankEstimator:
         self._p[_REST, _REST] += noise.drift
         for level in (logarithms[:place], logarithms[place:]) if place is not None else (logarithms,):
             value, variance = usual_of(level), noise.of_steps(len(level))
-            self._measure_rest(value, variance, shares.owned, gemm_change=self._reference_change)
+            is_same = self._shares is not None and shares.owned == self._shares.owned
+            self._measure_rest(
+                value, variance, shares.owned, is_same=is_same, gemm_change=self._reference_change
+            )
             noise.forget_last(value)
-            self._reference_change = 0.0
-        self._shares = shares
+            self._shares, self._reference_change = shares, 0.0
 
     def _learn_level(self, steps: Sequence[StepTimes], *, is_new_interval: bool) -> None:
         """Steps of one plan at one speed."""
@@ -347,7 +349,10 @@ class RankEstimator:
             rest_change=rest_change,
         )
         gemm_change = float(self._x[_GEMM]) - before if jumps[_GEMM] and not is_same else 0.0
-        jumps[_REST] = self._measure_rest(usual[_REST], variances[_REST], shares.owned, gemm_change=gemm_change)
+        is_same_owned = self._shares is not None and shares.owned == self._shares.owned
+        jumps[_REST] = self._measure_rest(
+            usual[_REST], variances[_REST], shares.owned, is_same=is_same_owned, gemm_change=gemm_change
+        )
         if len(usual) > _GATHER_FILL:
             jumps[_GATHER_FILL] = self._measure(_GATHER_FILL, usual[_GATHER_FILL], variances[_GATHER_FILL])
         for noise, value, has_jumped in zip(self._noise, usual, jumps, strict=False):
@@ -373,10 +378,13 @@ class RankEstimator:
         known = float(self._p[_REST, _REST]) + gradient * (2.0 * covariance + gradient * own_variance)
         return innovation if innovation**2 > JUMP**2 * (known + variance) else 0.0
 
-    def _measure_rest(self, value: float, variance: float, owned: float, *, gemm_change: float = 0.0) -> bool:
+    def _measure_rest(
+        self, value: float, variance: float, owned: float, *, is_same: bool, gemm_change: float = 0.0
+    ) -> bool:
         """Seconds of the rest under ``owned``. Whether the rank's speed has jumped.
 
         Args:
+            is_same: whether the rank owned as much before.
             gemm_change: by how much the logarithm of the products has jumped as the plan changed; 0 if it has not. A
                 rest that has changed alike is no evidence for ρ.
         """
@@ -384,10 +392,10 @@ class RankEstimator:
         if owned == 1.0:
             own_variance += _FORGOTTEN * (MOVING_REST_ERROR**2 - own_variance)
         before, speed = float(self._x[_REST]), float(self._p[_REST, _REST])
-        innovation = value - before - math.log(self._rest_part(owned))
-        has_jumped = self._change_of_rest(value, variance, owned) != 0.0
-        if has_jumped or _are_alike(innovation, gemm_change):
-            speed += max(JUMP_SIZE, abs(innovation)) ** 2
+        surprise = value - before - math.log(self._rest_part(owned))
+        has_jumped = self._change_of_rest(value, variance, owned) != 0.0 or _are_alike(surprise, gemm_change)
+        if has_jumped:
+            speed += max(JUMP_SIZE, abs(surprise)) ** 2
         found = moving
         for _ in range(_ITERATIONS):  # the logarithm bends: anew around what was found
             part = 1.0 - found * (1.0 - owned)
@@ -397,13 +405,20 @@ class RankEstimator:
             of_speed, of_moving = speed + gradient * covariance, covariance + gradient * own_variance
             total = of_speed + gradient * of_moving + variance
             found = min(max(moving + of_moving / total * innovation, 0.0), MOST_MOVING_REST)
-        self._x[_REST] = min(max(before + of_speed / total * innovation, _LEAST_LOG), _MOST_LOG)
-        self._p[_REST, _REST] = max(speed - of_speed**2 / total, 0.0) if gradient else speed * variance / total
-        self._moving_rest = (
-            found,
-            max(own_variance - of_moving**2 / total, 0.0),
-            covariance - of_speed * of_moving / total,
-        )
+        change = of_speed / total * innovation
+        self._x[_REST] = min(max(before + change, _LEAST_LOG), _MOST_LOG)
+        speed = max(speed - of_speed**2 / total, 0.0) if gradient else speed * variance / total
+        own_variance = max(own_variance - of_moving**2 / total, 0.0)
+        covariance -= of_speed * of_moving / total
+        if gradient and not is_same and not has_jumped:
+            # Or the speed has jumped just then and ρ is as it was: how far that is from what is believed now.
+            likely = _share_of_jumps(surprise, total)
+            of_speed, of_moving = surprise - change, moving - found
+            speed += likely * of_speed**2
+            own_variance += likely * of_moving**2
+            covariance += likely * of_speed * of_moving
+        self._p[_REST, _REST] = speed
+        self._moving_rest = (found, own_variance, covariance)
         return has_jumped
 
     def _measure(self, part: int, value: float, variance: float) -> bool:

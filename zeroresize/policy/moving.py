@@ -37,7 +37,7 @@ _MOVERS = 0.5
 _SURE_UPDATES = 4
 #: Each move away of late adds to the price of the next one as often as this share of a step goes into what that saves,
 #: squared; and after so many steps it counts half.
-_CHASED, _HALF_LIFE = 0.5, 2000
+_CHASED, _HALF_LIFE = 0.25, 1000
 #: After a refused move no other is tried for so many updates, twice as many after each that follows, up to the most.
 FIRST_PAUSE, LONGEST_PAUSE = 8, 1024
 

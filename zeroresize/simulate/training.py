@@ -171,9 +171,9 @@ def simulate(
         if (step + 1) % config.update_every:
             continue
         for rank, estimate in enumerate(estimates):
-            estimate.learn([times[rank] for times in interval])
             if holdings.owned[rank] == 0.0:
                 estimate.learn_reference(cluster.gemm_s * cluster.chi(step)[rank] * comparisons(), 0.0)
+            estimate.learn([times[rank] for times in interval])
         interval = []
         measured_under = in_force
         if received is not None:
