@@ -16,7 +16,7 @@ from zeroresize.policy.part_noise import JUMP, PartNoise, usual_of
 #: Steps on either side of a change, at least: one alone is a hiccup.
 _FEWEST = 2
 #: A change of level is at least so large: the logarithm of times.
-_LEAST_CHANGE = 0.05
+_LEAST_CHANGE = 0.1
 #: So many places of a long interval are tried.
 _MOST_PLACES = 32
 
@@ -25,7 +25,7 @@ def change_of_level(parts: Sequence[Sequence[float]], noises: Sequence[PartNoise
     """After how many steps the level of any part changed.
 
     The place is that with the least distance of all steps from the usual time of their side, each part in units of
-    its own scatter; the change counts if it is more than ``JUMP`` times what the scatter of single steps explains.
+    its own scatter; the change counts if it is more than ``JUMP`` times the scatter of single steps.
 
     Args:
         parts: logarithms of each part's seconds, step by step.
@@ -49,10 +49,8 @@ def change_of_level(parts: Sequence[Sequence[float]], noises: Sequence[PartNoise
         return total
 
     place = min(places, key=distance)
-    for values, noise in zip(parts, noises, strict=True):
-        before, after = values[:place], values[place:]
-        change = abs(usual_of(after) - usual_of(before))
-        error = math.sqrt(noise.of_steps(len(before)) + noise.of_steps(len(after)))
-        if change > max(JUMP * error, _LEAST_CHANGE):
+    for values, scatter in zip(parts, scatters, strict=True):
+        change = abs(usual_of(values[place:]) - usual_of(values[:place]))
+        if change > max(JUMP * scatter, _LEAST_CHANGE):
             return place
     return None

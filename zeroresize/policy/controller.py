@@ -114,10 +114,10 @@ class Controller:
             return self.current_plan()
 
         times = self._floored([times for times in self._times if times is not None])
-        self._account(times)
         busy_s = times.curves.busy_s
         reference_s = reference_time(busy_s.tolist(), self.config.target)
         deviations, usual = self._deviations(times)
+        self._account(times, deviations)
         are_slow = self._are_slow(times, deviations, reference_s)
         saved = np.maximum(1.0 - reference_s / busy_s, 0.0).tolist()
         self._spells.learn(are_slow, saved)
@@ -131,7 +131,9 @@ class Controller:
         is_in_doubt = False
         if self._moving.is_home:
             migration = self._communication.migration
-            division = wanted_division(self.config, times, self._are_stragglers, reference_s, migration)
+            may_lend = self.config.mode != "exact" or self._moving.account.allows(0.0)
+            stragglers = self._are_stragglers if may_lend else [False] * self.num_ranks
+            division = wanted_division(self.config, times, stragglers, reference_s, migration)
             is_in_doubt = self._change_to(division, times, usual)
             lent_before = any(own.lent for own, slow in zip(before, self._are_stragglers, strict=True) if slow)
             if lent_before and not any(own.lent for own in self._shares):
@@ -239,7 +241,8 @@ class Controller:
             "times": tuple(_as_plain(times) for times in self._times),
             "usual": tuple(_as_plain(times) for times in self._usual),
             "spells": self._spells.state_dict(),
-            "loans": [(loan.owner, loan.share, list(loan.receivers), list(loan.parts)) for loan in self._loans],
+            "loans": _as_plain_loans(self._loans),
+            "loans_then": _as_plain_loans(self._loans_then),
             "moving": self._moving.state_dict(),
             "communication": self._communication.state_dict(),
         }
@@ -247,9 +250,9 @@ class Controller:
     def fingerprint(self, plan: WorkloadPlan, *values: object) -> float:
         """A hash of all that decisions follow from, of ``plan``, and of plain ``values``."""
         state = self.state_dict()
-        del state["loans"]
+        del state["loans"], state["loans_then"]
         return fingerprint(
-            (self._loans, plan.loans),
+            (self._loans, self._loans_then, plan.loans),
             state,
             [(rank.pruned, rank.lent, rank.is_straggler, rank.owned) for rank in plan.ranks],
             plan.predicted_step_s,
@@ -273,6 +276,7 @@ class Controller:
                 "usual": each(optional(times), self.num_ranks),
                 "spells": self._spells.state_check,
                 "loans": each(row(index, share, each(index), each(share))),
+                "loans_then": each(row(index, share, each(index), each(share))),
                 "communication": self._communication.state_check,
                 "moving": self._moving.state_check,
             }
@@ -300,13 +304,7 @@ class Controller:
         self._usual = [_from_plain(times) for times in state["usual"]]
         self._spells.load_state_dict(state["spells"])
         self._communication.load_state_dict(state["communication"])
-        receivers: dict[tuple[int, ...], tuple[int, ...]] = {}  # loans have theirs in common, as decided ones have
-        shares: dict[tuple[float, ...], tuple[float, ...]] = {}
-        loans = ((owner, ratio, tuple(to), tuple(parts)) for owner, ratio, to, parts in state["loans"])
-        self._loans = tuple(
-            Loan(owner, ratio, receivers.setdefault(to, to), shares.setdefault(parts, parts))
-            for owner, ratio, to, parts in loans
-        )
+        self._loans, self._loans_then = _from_plain_loans(state["loans"]), _from_plain_loans(state["loans_then"])
         self._moving.load_state_dict(state["moving"])
         may_be_away = self.config.may_move or (self._moving.is_held and self.config.forced_ratio is None)
         if not self._moving.is_home and not may_be_away:
@@ -486,14 +484,21 @@ class Controller:
         if moving.update(wanted, saved_s, every, step_s=now_s, gain_s=gain_s, waits=comes_too_late):
             self._spare_nobody()
 
-    def _account(self, times: GroupTimes) -> None:
-        """What the plan under which ``times`` were measured has lost against even shares, nothing pruned or lent."""
+    def _account(self, times: GroupTimes, deviations: Floats) -> None:
+        """What the plan under which ``times`` were measured has lost against even shares, nothing pruned or lent.
+
+        A rank that does less than the others is taken to be as fast as it may well be: what is not sure is no gain.
+        """
         owned = self._moving.owned_before
-        even_s = float(times.curves.busy_s.max()) + self._communication.seconds(())
-        if owned == self._moving.home and not self._loans_then:
-            step_s = even_s
-        else:
-            step_s = self._step_s(times, self._measured_under, self._loans_then, owned)
+        is_even = owned == self._moving.home and not any(own.spared for own in self._measured_under)
+        sure = GroupTimes(
+            own.faster(1.0 + CERTAINTY_KEPT * deviation) if shares.spared or share < 1.0 else own
+            for own, deviation, shares, share in zip(
+                times, deviations.tolist(), self._measured_under, owned, strict=True
+            )
+        )
+        even_s = float(sure.curves.busy_s.max()) + self._communication.seconds(())
+        step_s = even_s if is_even else self._step_s(sure, self._measured_under, self._loans_then, owned)
         every = self.config.update_every
         self._moving.account.take((step_s - even_s) * every, step_s * every)
 
@@ -527,6 +532,20 @@ class Controller:
             is_new=is_new or is_in_doubt,
             is_unsure=float(deviations[spared].max()) > UNSURE,
         )
+
+
+def _as_plain_loans(loans: Sequence[Loan]) -> list[tuple[Any, ...]]:
+    return [(loan.owner, loan.share, list(loan.receivers), list(loan.parts)) for loan in loans]
+
+
+def _from_plain_loans(values: Sequence[Any]) -> tuple[Loan, ...]:
+    receivers: dict[tuple[int, ...], tuple[int, ...]] = {}  # loans have theirs in common, as decided ones have
+    shares: dict[tuple[float, ...], tuple[float, ...]] = {}
+    loans = ((owner, ratio, tuple(to), tuple(parts)) for owner, ratio, to, parts in values)
+    return tuple(
+        Loan(owner, ratio, receivers.setdefault(to, to), shares.setdefault(parts, parts))
+        for owner, ratio, to, parts in loans
+    )
 
 
 def _as_plain(times: RankTimes | None) -> tuple[Any, ...] | None:

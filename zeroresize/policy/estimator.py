@@ -81,8 +81,10 @@ _LEAST_PART = 1e-4
 _UNKNOWN = 10.0
 #: Of seconds, and of how many times as long gathers take.
 _LEAST_LOG, _MOST_LOG = math.log(2.0 * LEAST_SECONDS), math.log(0.5e6)
-#: No correction is larger: a factor of 50.
-_MOST_CORRECTION = math.log(50.0)
+#: No correction of borrowing or widening is larger: a factor of 4.
+_MOST_CORRECTION = math.log(4.0)
+#: Fewer columns take at least this part of their share of FLOPs, and at most so many times as long as all of them.
+_LEAST_SHARE_OF_FLOPS, _MOST_OF_WHOLE = 0.5, 1.25
 #: Correlation of neighbouring points' errors.
 _NEIGHBOURS = 0.7
 #: How often what is told of ρ is taken to be a straight line.
@@ -123,6 +125,8 @@ class RankEstimator:
         self._p[_POINT_CURVE, _POINT_CURVE] = np.outer(errors, errors) * _NEIGHBOURS**distance
         self._p[_BORROWING, _BORROWING] = CURVE_ERROR**2
         self._p[_WIDENING, _WIDENING] = WIDENING_ERROR**2
+        self._prior_variances = np.diag(self._p)[_CURVE:].copy()
+        self._least, self._most = self._bounds()
         # Mean and variance of ρ, and its covariance with log r.
         self._moving_rest = (MOVING_REST, MOVING_REST_ERROR**2, 0.0)
         # What the rank owned when its products were compared last.
@@ -199,6 +203,8 @@ class RankEstimator:
         self._is_known = state["is_known"]
         self._x, self._p = np.array(state["mean"]), np.array(state["covariance"])
         self._identity, self._cost = np.eye(len(self._x)), None
+        fresh = RankEstimator(self.calibrated)
+        self._prior_variances, self._least, self._most = fresh._prior_variances, fresh._least, fresh._most
         self._moving_rest = tuple(state["moving_rest"])
         self._noise = [
             PartNoise(weight, square, product, tuple(last), scatter)
@@ -465,17 +471,41 @@ class RankEstimator:
             not is_same and not is_compared and not step.is_forced and bool(own.any()) and not has_rest_jumped
         )
         has_jumped = not is_ambiguous and (has_rest_jumped or innovation**2 > JUMP**2 * own_variance)
+        if not has_jumped:
+            x, p = self._x.copy(), self._p
+            gain, own_variance = self._correct(gradient, innovation, variance)
+            left = value - float(self._x[_GEMM]) - self._executed(step.shares)[0]
+            if left**2 > JUMP**2 * (float(self._p[_GEMM, _GEMM]) + variance):  # no curve is so: it was the speed
+                self._x, self._p, self._cost, has_jumped = x, p, None, True
+            elif is_ambiguous and not is_after_others:
+                # Or the speed has jumped just then and the curve is right: how far that is from what is believed now.
+                elsewhere = -gain * innovation
+                elsewhere[_GEMM] += innovation
+                self._p = self._p + _share_of_jumps(innovation, own_variance) * elsewhere[:, None] * elsewhere
         if has_jumped:
             self._p[_GEMM, _GEMM] += max(JUMP_SIZE, abs(innovation)) ** 2
             curve = np.arange(_CURVE, len(self._x))
             self._p[curve, curve] += np.where(self._p[curve, curve] < CURVE_ERROR**2, CURVE_CHANGE**2, 0.0)
-        gain, own_variance = self._correct(gradient, innovation, variance)
-        if is_ambiguous and not is_after_others:
-            # Or the speed has jumped just then and the curve is right: how far that is from what is believed now.
-            elsewhere = -gain * innovation
-            elsewhere[_GEMM] += innovation
-            self._p += _share_of_jumps(innovation, own_variance) * elsewhere[:, None] * elsewhere
+            self._correct(gradient, innovation, variance)
+        self._forget_no_more_than_all()
         return has_jumped
+
+    def _forget_no_more_than_all(self) -> None:
+        """Of the curve more is known, at least, than before anything was measured."""
+        shrink = np.ones(len(self._x))
+        variances = np.diag(self._p)[_CURVE:]
+        shrink[_CURVE:] = np.sqrt(np.minimum(self._prior_variances / np.maximum(variances, 1e-300), 1.0))
+        self._p *= shrink[:, None] * shrink
+
+    def _bounds(self) -> tuple[Floats, Floats]:
+        """What the state can be: the least and the most of each entry."""
+        calibrated = np.log(self.calibrated.gemm_share[1:])
+        columns = 1.0 - np.array(self.calibrated.ratios[1:])
+        least, most = (np.full(len(self._x), sign * _MOST_CORRECTION) for sign in (-1.0, 1.0))
+        least[:_CURVE], most[:_CURVE] = _LEAST_LOG, _MOST_LOG
+        least[_POINT_CURVE] = np.minimum(np.log(_LEAST_SHARE_OF_FLOPS * columns) - calibrated, self._x[_POINT_CURVE])
+        most[_POINT_CURVE] = np.maximum(math.log(_MOST_OF_WHOLE) - calibrated, self._x[_POINT_CURVE])
+        return least, most
 
     def _correct(self, gradient: Floats, innovation: float, variance: float) -> tuple[Floats, float]:
         """Take one measured number, of which the state told ``innovation`` less. Its gain, and variance in all."""
@@ -483,8 +513,7 @@ class RankEstimator:
         own_variance = float(gradient @ gain) + variance
         gain /= own_variance
         self._x += gain * innovation
-        np.clip(self._x[:_CURVE], _LEAST_LOG, _MOST_LOG, out=self._x[:_CURVE])
-        np.clip(self._x[_CURVE:], -_MOST_CORRECTION, _MOST_CORRECTION, out=self._x[_CURVE:])
+        np.clip(self._x, self._least, self._most, out=self._x)
         self._cost = None
         # Joseph's form keeps the covariance positive whatever rounding does.
         keep = self._identity - gain[:, None] * gradient

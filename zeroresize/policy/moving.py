@@ -37,7 +37,7 @@ _MOVERS = 0.5
 _SURE_UPDATES = 4
 #: Each move away of late adds to the price of the next one as often as this share of a step goes into what that saves,
 #: squared; and after so many steps it counts half.
-_CHASED, _HALF_LIFE = 0.25, 1000
+_CHASED, _HALF_LIFE = 0.14, 1000
 #: After a refused move no other is tried for so many updates, twice as many after each that follows, up to the most.
 FIRST_PAUSE, LONGEST_PAUSE = 8, 1024
 
@@ -202,7 +202,7 @@ class Moving:
             if self.owed_s < price_s and self.sure < _SURE_UPDATES:
                 return False
         else:
-            price_s *= 1.0 + self.moves_lately * (_CHASED * step_s / saved_s) ** 2 if self.moves_lately else 1.0
+            price_s *= 1.0 + self.moves_lately * (_CHASED * step_s / saved_s) ** 4 if self.moves_lately else 1.0
             if self.owed_s < price_s or not self.account.allows(self.price_s(wanted)):
                 return False
             self.moves_lately += 1.0

@@ -99,6 +99,10 @@ class RankTimes:
             return self if cost is self.cost else dataclasses.replace(self, cost=cost)
         return RankTimes(math.nan, math.nan, math.nan, cost, math.nan)
 
+    def faster(self, factor: float) -> RankTimes:
+        """The times if the rank were ``factor`` times as fast."""
+        return dataclasses.replace(self, rest_s=self.rest_s / factor, gemm_s=self.gemm_s / factor)
+
     def busy_at(self, ratio: float) -> float:
         """Busy seconds when a share ``ratio`` of the columns is pruned."""
         shrunk_s = self.gemm_s * self.cost.gemm_share_at(ratio)
