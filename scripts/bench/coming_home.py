@@ -311,7 +311,14 @@ def main() -> None:
                 table.add_row(str(period), *(f"{moves:.1f}" for moves in worst))
             console.print(table)
         if "against-off" in arguments.only:
-            cases = [("pareto", 4, 10), ("pareto", 8, 10), ("pareto", 4, 2), ("bursts", 4, 10), ("bursts", 4, 4), ("bursts", 4, 2)]
+            cases = [
+                ("pareto", 4, 10),
+                ("pareto", 8, 10),
+                ("pareto", 4, 2),
+                ("bursts", 4, 10),
+                ("bursts", 4, 4),
+                ("bursts", 4, 2),
+            ]
             tasks = [(*case, arguments.steps, seed) for case in cases for seed in range(arguments.off_seeds)]
             found = pool.map(against_off, tasks, chunksize=1)
             table = Table("spells", "ranks", "every", "mean", "worst", "moves per 1,000", title="exact / off")

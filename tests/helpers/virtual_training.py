@@ -8,7 +8,7 @@ from torch import nn
 
 import zeroresize as zr
 from zeroresize.kernels.probe import Probe
-from zeroresize.measure import calibrate_migration, calibrate_resizing, step_timer
+from zeroresize.measure import calibrate_migration, step_timer, timed_products
 from zeroresize.plan.layer import LayerPlan
 
 FEATURES = 48
@@ -56,7 +56,7 @@ class VirtualTime(Probe):
 
 def keep_time(time, layers):
     """What balancing measures of these layers, converted already, it reads off this clock from now on."""
-    for module in (step_timer, calibrate_resizing, calibrate_migration):
+    for module in (step_timer, timed_products, calibrate_migration):
         module.time = types.SimpleNamespace(perf_counter=time.perf_counter)
     for layer in layers:
         layer.probes.add_innermost(time)

@@ -102,6 +102,14 @@ class UnitMoves:
             else:
                 parts.statistic.pause()
         if move is not None:
-            parts.decision.moved(move.largest_bytes, move.seconds)
+            parts.decision.moved(move.largest_bytes, move.seconds + self._compare())
             if parts.rank == 0:
                 logger.info("step %d: %s", num_steps, self._log.line(move, plan, parts.decision.busy_s))
+
+    def _compare(self) -> float:
+        """Let all ranks time products at even shares and at those in force; the most seconds that one of them took."""
+        parts, units = self._parts, self._parts.units
+        everybody = parts.exchange_of_replicas or parts.exchange
+        if units is None or everybody is None or units.is_home:
+            return 0.0
+        return max(seconds for seconds, *_ in everybody.meet(parts.monitor.compare(units.owned)))

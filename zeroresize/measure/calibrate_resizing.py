@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from zeroresize import kernels
 from zeroresize.config import BalanceConfig
-from zeroresize.kernels.probe import Probe
 from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.measure.timed_products import ProductShape, random_operands, watch_products
 from zeroresize.plan.layer import LayerPlan
 from zeroresize.policy.columns.order import decided_columns, order_without_priority
 from zeroresize.policy.cost_model import NUM_POINTS, ResizingCost, spread_ratios
@@ -26,20 +24,6 @@ _REPEATS = 3
 _FIRST_TOKENS = 256
 #: What a product costs on average over the measured ratios, roughly, relative to the whole one.
 _MEAN_COST = 0.7
-
-
-@dataclass(frozen=True)
-class _Shape:
-    num_tokens: int
-    num_columns: int
-    num_outputs: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def work(self) -> int:
-        """Relative FLOPs of the products."""
-        return self.num_tokens * self.num_columns * self.num_outputs
 
 
 class _Seconds(NamedTuple):
@@ -97,12 +81,12 @@ def measure_resizing_cost(
     layers = {name: layer for name, layer in layers.items() if layer.num_tokens > 0}
     if not layers:
         return proportional_to_flops(config)
-    examples: dict[_Shape, BalancedLinear] = {}
-    counts: Counter[_Shape] = Counter()
+    examples: dict[ProductShape, BalancedLinear] = {}
+    counts: Counter[ProductShape] = Counter()
     for layer in layers.values():
         weight = layer.local_weight
         num_outputs, num_columns = layer.even_shape  # costs are of even shares, though units may be away
-        shape = _Shape(layer.num_tokens, num_columns, num_outputs, layer.compute_dtype, weight.device)
+        shape = ProductShape(layer.num_tokens, num_columns, num_outputs, layer.compute_dtype, weight.device)
         examples.setdefault(shape, layer)
         counts[shape] += 1
 
@@ -135,39 +119,26 @@ def proportional_to_flops(config: BalanceConfig) -> tuple[ResizingCost, ProductS
 
 
 def _measure_shape(
-    layer: BalancedLinear, shape: _Shape, plans: Sequence[LayerPlan | None], budget_s: float
+    layer: BalancedLinear, shape: ProductShape, plans: Sequence[LayerPlan | None], budget_s: float
 ) -> list[_Seconds]:
     """Of the three products under every plan for all the layer's tokens.
 
     The best of three rounds, with the plans interleaved so that drift hits all alike.
     """
     num_tokens = min(shape.num_tokens, _FIRST_TOKENS)
-    operands = _operands(shape, num_tokens)
+    operands = random_operands(shape, num_tokens)
     _time_products(layer, *operands, None)  # first calls set up threads and libraries
     first = _time_products(layer, *operands, None)
     seconds_a_token = (first.gemm + first.gather_fill + first.whole_gemm) / num_tokens  # fused ones are timed twice
     affordable = budget_s / (seconds_a_token * len(plans) * _REPEATS * _MEAN_COST)
     num_tokens = min(shape.num_tokens, max(num_tokens // 2, int(affordable)))
-    x_TK, dy_TN, w_NK = _operands(shape, num_tokens)
+    x_TK, dy_TN, w_NK = random_operands(shape, num_tokens)
     rounds = [[_time_products(layer, x_TK, dy_TN, w_NK, plan) for plan in plans] for _ in range(_REPEATS)]
     scale = shape.num_tokens / num_tokens
     return [_Seconds(*(scale * min(own) for own in zip(*point, strict=True))) for point in zip(*rounds, strict=True)]
 
 
-def _operands(shape: _Shape, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator(shape.device).manual_seed(0)  # its own, so training's random numbers do not change
-
-    def random(*size: int) -> Tensor:
-        return torch.randn(*size, generator=generator, device=shape.device).to(shape.dtype)
-
-    return (
-        random(num_tokens, shape.num_columns),
-        random(num_tokens, shape.num_outputs),
-        random(shape.num_outputs, shape.num_columns),
-    )
-
-
-def _spread_plan(ratio: float, shape: _Shape, config: BalanceConfig) -> LayerPlan | None:
+def _spread_plan(ratio: float, shape: ProductShape, config: BalanceConfig) -> LayerPlan | None:
     """Prunes as many columns as training would at this ratio, in a selector's order without priorities."""
     order = order_without_priority(config, shape.num_columns)
     pruned = decided_columns(order, ratio, config.block, config.max_ratio)
@@ -180,72 +151,14 @@ def _time_products(
     layer: BalancedLinear, x_TK: Tensor, dy_TN: Tensor, w_NK: Tensor, plan: LayerPlan | None
 ) -> _Seconds:
     """Of the three products under ``plan``."""
-    watched = _watch_products(layer, x_TK, dy_TN, w_NK, plan)
+    watched = watch_products(layer, x_TK, dy_TN, w_NK, plan)
     gather_fill_s = max(watched.products_s - watched.gemm_s - watched.whole_s, 0.0)
     whole_gemm_s = watched.whole_s
     if whole_gemm_s > 0.0 and plan is not None:
         packed_x_TP, packed_w_NP = (plan.kept.of(matrix).contiguous() for matrix in (x_TK, w_NK))
-        packed_s = _watch_products(layer, packed_x_TP, dy_TN, packed_w_NP, None).whole_s
+        packed_s = watch_products(layer, packed_x_TP, dy_TN, packed_w_NP, None).whole_s
         whole_gemm_s = min(watched.whole_s, packed_s)
     whole_gather_fill_s = watched.whole_s - whole_gemm_s
     return _Seconds(
         watched.gemm_s + whole_gemm_s, gather_fill_s + whole_gather_fill_s, whole_gemm_s, whole_gather_fill_s
     )
-
-
-def _watch_products(
-    layer: BalancedLinear, x_TK: Tensor, dy_TN: Tensor, w_NK: Tensor, plan: LayerPlan | None
-) -> _Stopwatch:
-    """Carry out the three products under ``plan``."""
-    stopwatch = _Stopwatch(x_TK.device)
-    layer.probes.add_outermost(stopwatch)
-    try:
-        layer.probes.product(kernels.forward, x_TK, w_NK, None, plan)
-        layer.probes.product(kernels.dgrad, dy_TN, w_NK, plan, None)
-        layer.probes.product(kernels.wgrad, dy_TN, x_TK, plan, None)
-    finally:
-        layer.probes.remove(stopwatch)
-    return stopwatch
-
-
-class _Stopwatch(Probe):
-    """Times products and multiplications with the device at rest: only here, never inside an iteration.
-
-    Attributes:
-        products_s: of whole products.
-        gemm_s: of multiplications inside of them.
-        whole_s: of fused products that showed no multiplication.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._begun: list[float] = []
-        self._is_whole = False
-        self.products_s = self.gemm_s = self.whole_s = 0.0
-
-    def product_begins(self) -> None:
-        self._is_whole = False
-        self._begun.append(self._now())
-
-    def product_ends(self) -> None:
-        elapsed_s = self._now() - self._begun.pop()
-        self.products_s += elapsed_s
-        self.whole_s += elapsed_s if self._is_whole else 0.0
-
-    def whole_begins(self, operands: tuple[Any, ...]) -> None:
-        self._is_whole = True
-
-    def whole_ends(self, operands: tuple[Any, ...]) -> None:
-        pass
-
-    def gemm_begins(self, operands: tuple[Any, ...]) -> None:
-        self._is_whole = False
-        self._begun.append(self._now())
-
-    def gemm_ends(self, operands: tuple[Any, ...]) -> None:
-        self.gemm_s += self._now() - self._begun.pop()
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()

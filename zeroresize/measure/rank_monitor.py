@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import math
 import statistics
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from zeroresize.config import BalanceConfig
 from zeroresize.kernels import implementation_on
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.measure.calibrate_resizing import ProductSplit, measure_resizing_cost
+from zeroresize.measure.compare_products import Reference, choose_reference, compare_products, time_reference
 from zeroresize.measure.step_timer import LayerTimer, StepTimer, clock_for
 from zeroresize.plan.group import Shares
 from zeroresize.policy.cost_model import NUM_POINTS, ResizingCost
@@ -101,6 +103,8 @@ class RankMonitor:
         self._timer = StepTimer(clock_for(device))
         self._split: ProductSplit | None = None
         self._layer_times: dict[str, float] = {}
+        self._num_tokens: dict[str, int] = {}
+        self._reference: Reference | None = None
         probes = []
         for name, layer in layers.items():
             layer.forget_forwards()
@@ -145,7 +149,9 @@ class RankMonitor:
     def end_step(self) -> None:
         """The step is over."""
         self._interval += self._timer.end_step()
-        self._has_seen_training |= self.is_step_of_training
+        if self.is_step_of_training:
+            self._has_seen_training = True
+            self._num_tokens = {name: layer.num_tokens for name, layer in self._layers.items()}
 
     @property
     def is_step_of_training(self) -> bool:
@@ -173,12 +179,43 @@ class RankMonitor:
         self._estimator = RankEstimator(cost)
         self._take_split(split)
         self._calibrated_on = _Conditions.of_step(self._layers, self._config)
+        self._reference = choose_reference(self._layers, self._num_tokens)
+        self._time_reference(self._shares_in_force.owned)
         logger.info(
             "calibration of pruning: at γ = %.2f multiplications take %.2f of their time, gathers and fills %.1f ms",
             cost.max_ratio,
             cost.gemm_share[-1],
             1e3 * cost.gather_fill_s[-1],
         )
+
+    def compare(self, owned: float) -> float:
+        """Time products at even shares and at the present ones in turn, after units have moved.
+
+        So the estimate of this rank's speed does not depend on whether that changed with the move. A rank that owns
+        nothing times a reference product, now and at every update.
+
+        Args:
+            owned: what the rank owns now, 1 at even shares.
+
+        Returns:
+            The seconds that it took.
+        """
+        began = time.perf_counter()
+        try:
+            if owned == 0.0:
+                self._time_reference(owned)
+            elif owned != 1.0:
+                ratio = compare_products(self._layers, self._num_tokens)
+                if ratio is not None:
+                    self._estimator.compare(owned, ratio)
+        except torch.OutOfMemoryError as error:
+            logger.warning("products could not be compared after a move, so speeds are known later: %s", error)
+        return time.perf_counter() - began
+
+    def _time_reference(self, owned: float) -> None:
+        layer = self._layers.get(self._reference.layer) if self._reference is not None else None
+        if self._reference is not None and layer is not None:
+            self._estimator.learn_reference(time_reference(layer, self._reference), owned)
 
     def learn(self) -> None:
         """Full-work times, and what pruning costs, from the interval that ends."""
@@ -188,6 +225,8 @@ class RankMonitor:
                 "no converted layer was in training in %d steps: layers in eval() compute in full and are not balanced",
                 len(self._interval),
             )
+        if self._shares_in_force.owned == 0.0:  # no step tells the speed of a rank without products
+            self._time_reference(0.0)
         self._estimator.learn(self._interval)
         usual = self._estimator.usual_step
         self._wait_s = math.nan
@@ -214,6 +253,8 @@ class RankMonitor:
             "calibrated_on": dataclasses.astuple(self._calibrated_on) if self._calibrated_on is not None else None,
             "estimator": self._estimator.state_dict(),
             "split": dataclasses.astuple(self._split) if self._split is not None else None,
+            "num_tokens": [(name, number) for name, number in self._num_tokens.items()],
+            "reference": dataclasses.astuple(self._reference) if self._reference is not None else None,
             # Without the times of layers, which the next interval tells anew.
             "interval": [dataclasses.astuple(dataclasses.replace(step, layers={}))[:-1] for step in self._interval],
         }
@@ -229,6 +270,8 @@ class RankMonitor:
                 "calibrated_on": optional(conditions),
                 "estimator": self._estimator.state_check,
                 "split": optional(split),
+                "num_tokens": each(row(text, count)),
+                "reference": optional(row(text, count, count)),
                 "interval": each(step),
             }
         )
@@ -238,6 +281,8 @@ class RankMonitor:
         self._calibrated_on = _Conditions(*state["calibrated_on"]) if state["calibrated_on"] is not None else None
         if state["split"] is not None:
             self._take_split(ProductSplit(*map(tuple, state["split"])))
+        self._num_tokens = dict(state["num_tokens"])
+        self._reference = Reference(*state["reference"]) if state["reference"] is not None else None
         self._interval = [_step_of(*values) for values in state["interval"]]
         self._estimator.load_state_dict(state["estimator"])
 

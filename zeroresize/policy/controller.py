@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 #: with lending, and to go on.
 CERTAINTY_LOSSY, CERTAINTY_EXACT, CERTAINTY_KEPT = 3.5, 2.5, 2.0
 #: Of a rank that is relieved of something, its time at full work is not known: a standard deviation, as a share of it.
-UNSURE = 0.3
+UNSURE = 0.12
 #: Who prunes goes on where that saves this part of what it must save to begin.
 KEPT_GAIN = 0.5
 #: A step at full work is due where γ changes by so much.

@@ -319,9 +319,7 @@ class RankEstimator:
         for level in (logarithms[:place], logarithms[place:]) if place is not None else (logarithms,):
             value, variance = usual_of(level), noise.of_steps(len(level))
             is_same = self._shares is not None and shares.owned == self._shares.owned
-            self._measure_rest(
-                value, variance, shares.owned, is_same=is_same, gemm_change=self._reference_change
-            )
+            self._measure_rest(value, variance, shares.owned, is_same=is_same, gemm_change=self._reference_change)
             noise.forget_last(value)
             self._shares, self._reference_change = shares, 0.0
 
