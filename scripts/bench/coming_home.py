@@ -16,7 +16,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from rich.console import Console
@@ -27,7 +27,7 @@ from zeroresize.config import BalanceConfig
 from zeroresize.plan.ownership import SegmentWork, owned_shares
 from zeroresize.policy.cost_model import MigrationCost, ResizingCost
 from zeroresize.policy.moving import MoveCost
-from zeroresize.simulate import Cluster, Noise, Simulation, simulate
+from zeroresize.simulate import Cluster, Noise, simulate
 
 #: So fine that whole units are no matter.
 _SEGMENTS = (SegmentWork(16384, 8, 1.0),)
@@ -206,13 +206,13 @@ def tell(name: str, results: Sequence[tuple[Spell, int, Outcome]], console: Cons
     worst = max((found.step for *_, found in results), default=math.nan)
     usual = statistics.median(found.updates for *_, found in moved) if moved else math.nan
     console.print(
-        f"{name}: {len(results)} runs, {len(moved)} of them away after the spell; late {len(late)}, of these never home "
-        f"{never}; steps above {_LONGEST} of undisturbed {len(long)}, worst {worst:.3f}; home after {usual:.1f} updates "
-        "in the median"
+        f"{name}: {len(results)} runs, {len(moved)} of them away after the spell; late {len(late)}, of these never "
+        f"home {never}; steps above {_LONGEST} of undisturbed {len(long)}, worst {worst:.3f}; home after {usual:.1f} "
+        "updates in the median"
     )
     by = Counter((spell.mode, spell.slows, spell.factor != 1.0, spell.units_left is None) for spell, _, _ in misses)
-    for key, count in by.most_common(8):
-        console.print("   mode %s, slow %s, wrong calibration %s, natural %s: %d" % (*key, count))
+    for (mode, slows, is_wrong, is_natural), count in by.most_common(8):
+        console.print(f"   mode {mode}, slow {slows}, wrong calibration {is_wrong}, natural {is_natural}: {count}")
     for spell, seed, found in sorted(misses, key=lambda one: -one[2].step)[:shown]:
         console.print(f"   {found} seed {seed} {spell}", soft_wrap=True)
 

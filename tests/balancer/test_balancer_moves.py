@@ -288,7 +288,7 @@ def test_chi_that_changes_while_units_travel_is_followed(run_ranks, monkeypatch)
             run.updates(1)
         first = counts(run)
         run.balancer._parts.units.move = move
-        run.updates(16)
+        run.updates(60)  # what the first move has lost must be earned before the second
         return first, counts(run)
 
     for first, after in run_ranks(train, 2):

@@ -100,7 +100,7 @@ def test_a_jump_right_before_a_new_plan_is_told_by_the_calibration_step(chi):
 def test_without_one_it_is_unsure_until_something_tells(chi):
     surprised = learned(*[steps(0.0)] * 4, steps(0.6, chi=chi))
     expected = learned(*[steps(0.0)] * 4, steps(0.6))
-    assert surprised.times.deviation > 0.2 > 0.05 > expected.times.deviation
+    assert surprised.times.deviation > 0.15 > 0.05 > expected.times.deviation
     surprised.learn(steps(0.0, chi=chi))
     assert surprised.times.gemm_s == pytest.approx(chi * GEMM_S, rel=0.05)
     assert surprised.cost.gemm_share_at(0.6) == pytest.approx(0.5, rel=0.1)
@@ -213,6 +213,6 @@ def test_a_rank_that_computes_no_products_tells_nothing_of_its_speed():
     before = estimator.times
     for _ in range(20):
         estimator.learn([StepTimes(0.3, 2e-5, 0.0, Shares(lent=1.0))] * 5)
-    assert estimator.times == before
+    assert estimator.times.gemm_s == before.gemm_s
     estimator.learn([StepTimes(1.0, 0.8, 0.0)] * 5)
     assert estimator.times.gemm_s == pytest.approx(before.gemm_s, rel=0.05)

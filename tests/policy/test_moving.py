@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroresize.plan.ownership import SegmentWork
+from zeroresize.policy.account import Account
 from zeroresize.policy.moving import FIRST_PAUSE, LONGEST_PAUSE, MoveCost, Moving
 
 SEGMENTS = (SegmentWork(4800, 1, 1.0),)
@@ -24,9 +25,9 @@ def moving(owned=HOME, cost=COST):
     return made
 
 
-def test_a_move_costs_what_the_rank_with_most_bytes_takes_there_and_back():
+def test_a_move_away_costs_what_the_rank_with_most_bytes_takes_there_and_back_and_one_home_one_way():
     assert moving().price_s(AWAY) == pytest.approx(PRICE_S)
-    assert moving(AWAY).price_s(HOME) == pytest.approx(PRICE_S)
+    assert moving(AWAY).price_s(HOME) == pytest.approx(PRICE_S / 2)
     assert moving().price_s(HOME) == 0.0
     assert moving(AWAY).price_s(OTHER) == pytest.approx(2 * (1.0 + 0.8 * 5.0))
 
@@ -90,10 +91,51 @@ def test_what_moving_would_have_lost_is_taken_off():
     assert made.owed_s == 0.0
 
 
-def test_units_come_home_by_the_same_rule():
+def test_units_come_home_when_that_has_cost_one_way():
     made = moving(AWAY)
-    assert not made.update(HOME, 0.6 * PRICE_S, 1)
-    assert made.update(HOME, 0.6 * PRICE_S, 1) and made.is_home
+    assert not made.update(HOME, 0.3 * PRICE_S, 1)
+    assert made.update(HOME, 0.3 * PRICE_S, 1) and made.is_home
+
+
+def test_units_come_home_after_some_updates_in_which_that_was_better_however_little():
+    made = moving(AWAY)
+    found = [made.update(HOME, saved_s, 1) for saved_s in (1e-3, 1e-3, -1e-3, 1e-3, 1e-3, 1e-3, 1e-3)]
+    assert found == [False] * 6 + [True] and made.is_home
+
+
+def updates_until_away(made, saved_s, step_s):
+    for number in range(1, 100_000):
+        if made.update(AWAY, saved_s, 1, step_s=step_s):
+            return number
+    raise AssertionError("units never move")
+
+
+def there_and_back(made, saved_s, step_s):
+    """After how many updates units are away; then they come home."""
+    number = updates_until_away(made, saved_s, step_s)
+    assert made.update(HOME, PRICE_S, 1, step_s=step_s)
+    return number
+
+
+def test_small_gains_are_not_chased_and_large_ones_are():
+    small, large = moving(), moving()
+    first, second, third = (there_and_back(small, 0.05 * PRICE_S, PRICE_S) for _ in range(3))
+    assert 20 * first < second < third
+    first, second = (there_and_back(large, 0.05 * PRICE_S, 0.1 * PRICE_S) for _ in range(2))
+    assert second <= 1.1 * first
+
+
+def test_a_debt_is_first_earned_by_slowness():
+    made = moving()
+    made.account.take(3.0 * PRICE_S, 100.0 * PRICE_S)  # one price is credit, and one in a hundred was allowed
+    assert updates_until_away(made, 0.5 * PRICE_S, PRICE_S) == pytest.approx(22, abs=1)
+
+
+def test_gains_of_the_past_are_no_licence_to_lose():
+    account = Account()
+    account.take(-1e6, 1e4)
+    account.take(250.0, 0.0)
+    assert account.debt_s == pytest.approx(50.0)
 
 
 def test_a_refused_move_leaves_things_as_they_are_and_is_tried_ever_more_rarely():

@@ -31,10 +31,7 @@ class Account:
         self.elapsed_s += elapsed_s
         self.lost_s = max(self.lost_s + lost_s, -MOST_LOST * self.elapsed_s)
 
-    def allows(self, credit_s: float) -> bool:
-        """Whether something may be tried that costs at first.
-
-        Args:
-            credit_s: what may be lost on top of the share of the time.
-        """
-        return self.lost_s <= MOST_LOST * self.elapsed_s + credit_s
+    @property
+    def debt_s(self) -> float:
+        """Seconds that were lost beyond ``MOST_LOST`` of the time so far; 0 where there is nothing beyond."""
+        return max(self.lost_s - MOST_LOST * self.elapsed_s, 0.0)

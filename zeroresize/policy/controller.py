@@ -131,7 +131,7 @@ class Controller:
         is_in_doubt = False
         if self._moving.is_home:
             migration = self._communication.migration
-            may_lend = self.config.mode != "exact" or self._moving.account.allows(0.0)
+            may_lend = self.config.mode != "exact" or not self._moving.account.debt_s
             stragglers = self._are_stragglers if may_lend else [False] * self.num_ranks
             division = wanted_division(self.config, times, stragglers, reference_s, migration)
             is_in_doubt = self._change_to(division, times, usual)

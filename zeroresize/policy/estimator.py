@@ -85,6 +85,8 @@ _LEAST_LOG, _MOST_LOG = math.log(2.0 * LEAST_SECONDS), math.log(0.5e6)
 _MOST_CORRECTION = math.log(4.0)
 #: Fewer columns take at least this part of their share of FLOPs, and at most so many times as long as all of them.
 _LEAST_SHARE_OF_FLOPS, _MOST_OF_WHOLE = 0.5, 1.25
+#: Surprises make the curve no less certain than so many times its first variance.
+_MOST_FORGOTTEN = 4.0
 #: Correlation of neighbouring points' errors.
 _NEIGHBOURS = 0.7
 #: How often what is told of ρ is taken to be a straight line.
@@ -131,11 +133,10 @@ class RankEstimator:
         self._moving_rest = (MOVING_REST, MOVING_REST_ERROR**2, 0.0)
         # What the rank owned when its products were compared last.
         self._compared: float | None = None
-        # Mean and variance of log(reference / M); logarithms of the reference that came before any step, and of the
-        # last; by how much references have changed log M since the rest was measured.
+        # Mean and variance of log(reference / M); the logarithm of a reference that came before any step; by how much
+        # references have changed log M since the rest was measured.
         self._reference = (0.0, _REFERENCE_PRIOR**2)
         self._first_reference: float | None = None
-        self._last_reference: float | None = None
         self._reference_change = 0.0
 
     @property
@@ -170,7 +171,7 @@ class RankEstimator:
             "noise": tuple(dataclasses.astuple(noise) for noise in self._noise),
             "shares": dataclasses.astuple(self._shares) if self._shares is not None else None,
             "compared": self._compared,
-            "reference": (*self._reference, self._first_reference, self._last_reference, self._reference_change),
+            "reference": (*self._reference, self._first_reference, self._reference_change),
         }
 
     @staticmethod
@@ -193,7 +194,7 @@ class RankEstimator:
                 "noise": row(noise, noise, noise),
                 "shares": optional(row(share, share, not_negative, not_negative)),
                 "compared": optional(not_negative),
-                "reference": row(number, not_negative, optional(number), optional(number), number),
+                "reference": row(number, not_negative, optional(number), number),
             }
         )(state, where)
 
@@ -212,7 +213,7 @@ class RankEstimator:
         ]
         self._shares = Shares(*state["shares"]) if state["shares"] is not None else None
         self._compared = state["compared"]
-        mean, variance, self._first_reference, self._last_reference, self._reference_change = state["reference"]
+        mean, variance, self._first_reference, self._reference_change = state["reference"]
         self._reference = (mean, variance)
         self.usual_step = None
 
@@ -274,17 +275,11 @@ class RankEstimator:
             self._relate_reference(value)
         else:
             mean, variance = self._reference
-            variance += REFERENCE_ERROR**2
-            before, last = float(self._x[_GEMM]), self._last_reference
-            innovation = value - mean - before
-            surprise = innovation**2 / (float(self._p[_GEMM, _GEMM]) + variance)
-            change = abs(value - last) / (math.sqrt(2.0) * REFERENCE_ERROR) if last is not None else 0.0
-            if surprise > JUMP**2 or change > JUMP:
-                self._p[_GEMM, _GEMM] += max(JUMP_SIZE, abs(innovation)) ** 2
+            before = float(self._x[_GEMM])
+            self._p[_GEMM, _GEMM] += JUMP_SIZE**2  # nothing else tells whether it is as fast as it was
             gradient = np.zeros(len(self._x))
             gradient[_GEMM] = 1.0
-            self._correct(gradient, innovation, variance)
-            self._last_reference = value
+            self._correct(gradient, value - mean - before, variance + REFERENCE_ERROR**2)
             self._reference_change += float(self._x[_GEMM]) - before
 
     def _relate_reference(self, value: float) -> None:
@@ -292,7 +287,6 @@ class RankEstimator:
         mean, variance = self._reference
         gain = variance / (variance + REFERENCE_ERROR**2 + float(self._p[_GEMM, _GEMM]))
         self._reference = (mean + gain * (value - float(self._x[_GEMM]) - mean), variance * (1.0 - gain))
-        self._last_reference = value
 
     def _levels(self, steps: list[StepTimes]) -> list[list[StepTimes]]:
         """Steps under one plan, split where the rank's speed changed.
@@ -485,14 +479,16 @@ class RankEstimator:
             curve = np.arange(_CURVE, len(self._x))
             self._p[curve, curve] += np.where(self._p[curve, curve] < CURVE_ERROR**2, CURVE_CHANGE**2, 0.0)
             self._correct(gradient, innovation, variance)
-        self._forget_no_more_than_all()
+        self._keep_curve_known()
         return has_jumped
 
-    def _forget_no_more_than_all(self) -> None:
-        """Of the curve more is known, at least, than before anything was measured."""
+    def _keep_curve_known(self) -> None:
+        """However many surprises may have been the curve, its variance stays near what it was before any measurement."""
         shrink = np.ones(len(self._x))
         variances = np.diag(self._p)[_CURVE:]
-        shrink[_CURVE:] = np.sqrt(np.minimum(self._prior_variances / np.maximum(variances, 1e-300), 1.0))
+        shrink[_CURVE:] = np.sqrt(
+            np.minimum(_MOST_FORGOTTEN * self._prior_variances / np.maximum(variances, 1e-300), 1.0)
+        )
         self._p *= shrink[:, None] * shrink
 
     def _bounds(self) -> tuple[Floats, Floats]:

@@ -7,7 +7,8 @@ or when it was surely better for some updates, however little. A straggler that 
 cost as much is never worth a move.
 
 Small gains are not chased: after each move away the next one must have been missed for longer, the more the less it
-saves. And an account is kept (``account.py``): where balancing has lost more than it may, units stay or come home.
+saves. And an account is kept (``account.py``): where balancing has lost more than it may, the next slowness must first
+have cost many times what is beyond that.
 
 The price of moves is not all: a rank that recovers, or becomes slow after it was given units, is noticed some steps
 later only, and until then the division is worse than even shares. What that has cost is remembered, and past spells
@@ -35,9 +36,11 @@ _WEIGHT_OF_LATE, _FORGETTING, _MOST_LATE = 0.5, 1 / 64, 2.0
 _MOVERS = 0.5
 #: Units come home after so many updates in which that was surely better, whatever the move takes.
 _SURE_UPDATES = 4
-#: Each move away of late adds to the price of the next one as often as this share of a step goes into what that saves,
-#: squared; and after so many steps it counts half.
+#: Each move away of late adds to the price of the next one: (this share of a step / what that saves) ** 4 times the
+#: price. After so many steps a move counts half.
 _CHASED, _HALF_LIFE = 0.14, 1000
+#: Where balancing has lost more than it may, slowness must have cost so many times the rest before units move again.
+_MISTRUST = 10.0
 #: After a refused move no other is tried for so many updates, twice as many after each that follows, up to the most.
 FIRST_PAUSE, LONGEST_PAUSE = 8, 1024
 
@@ -165,7 +168,7 @@ class Moving:
         saved_s: float,
         num_steps: int,
         *,
-        step_s: float = math.inf,
+        step_s: float = 0.0,
         gain_s: float = 0.0,
         waits: bool = False,
     ) -> bool:
@@ -175,7 +178,7 @@ class Moving:
             wanted: what every rank should own.
             saved_s: by how much steps would be shorter then, seconds; 0 where that is noise.
             num_steps: until the next decision.
-            step_s: how long steps are, seconds.
+            step_s: how long steps are, seconds; 0 where that is not known.
             gain_s: by how much they would be shorter than at even shares.
             waits: whether something else than the price speaks against it; what is owed adds up all the same.
         """
@@ -202,8 +205,9 @@ class Moving:
             if self.owed_s < price_s and self.sure < _SURE_UPDATES:
                 return False
         else:
-            price_s *= 1.0 + self.moves_lately * (_CHASED * step_s / saved_s) ** 4 if self.moves_lately else 1.0
-            if self.owed_s < price_s or not self.account.allows(self.price_s(wanted)):
+            debt_s = max(self.account.debt_s - price_s, 0.0)
+            price_s *= 1.0 + self.moves_lately * (_CHASED * step_s / saved_s) ** 4
+            if self.owed_s < price_s + _MISTRUST * debt_s:
                 return False
             self.moves_lately += 1.0
         self.owned, self.gain_s = wanted, gain_s
@@ -219,6 +223,8 @@ class Moving:
     def refuse(self, in_force: tuple[float, ...]) -> None:
         """The last move was not made: ``in_force`` stays, and nothing is tried for a while."""
         self.is_held = self._was_held and in_force == self.owned_before
+        if self.owned != self.home and not self.is_held:
+            self.moves_lately = max(self.moves_lately - 1.0, 0.0)
         self.owned = self.owned_before = in_force
         self.gain_s = 0.0
         self._settle()
