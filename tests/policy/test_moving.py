@@ -127,15 +127,19 @@ def test_small_gains_are_not_chased_and_large_ones_are():
 
 def test_a_debt_is_first_earned_by_slowness():
     made = moving()
-    made.account.take(3.0 * PRICE_S, 100.0 * PRICE_S)  # one price is credit, and one in a hundred was allowed
+    made.account.take(3.0 * PRICE_S, 100.0 * PRICE_S, 1)  # one price is credit, and one in a hundred was allowed
     assert updates_until_away(made, 0.5 * PRICE_S, PRICE_S) == pytest.approx(22, abs=1)
 
 
-def test_gains_of_the_past_are_no_licence_to_lose():
+def test_gains_of_long_ago_are_no_licence_to_lose():
     account = Account()
-    account.take(-1e6, 1e4)
-    account.take(250.0, 0.0)
-    assert account.debt_s == pytest.approx(50.0)
+    account.take(-1e3, 1e4, 10**4)
+    account.take(900.0, 1e3, 10**3)
+    assert account.debt_s == 0.0
+    for _ in range(100):
+        account.take(0.0, 1e3, 10**3)
+    account.take(900.0, 1e3, 10**3)
+    assert account.debt_s > 500.0
 
 
 def test_a_refused_move_leaves_things_as_they_are_and_is_tried_ever_more_rarely():

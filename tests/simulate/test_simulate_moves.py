@@ -34,6 +34,7 @@ def cluster(chi, **changes):
         "bytes_of_units": 1.0,
         "move": MOVE,
         "noise": 0.02,
+        "comparison_error": 0.01,
     }
     return Cluster(chi, **(values | changes))
 
@@ -54,7 +55,7 @@ def test_a_straggler_costs_what_nobody_can_spare_and_no_more(chi, num_ranks):
     run, baseline = simulate(EXACT, slow, 600), simulate(OFF, slow, 600)
     settled_s, baseline_s = (statistics.fmean(own.step_s[200:]) for own in (run, baseline))
     least_s = bound_s(num_ranks, chi)
-    assert settled_s <= 1.03 * least_s
+    assert settled_s <= 1.035 * least_s
     assert run.pruned_share == 0.0
     assert run.lent[-1] == [0.0] * num_ranks
     # Of noise alone a group of so many ranks loses as much, whatever it does.

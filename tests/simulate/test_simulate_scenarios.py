@@ -136,7 +136,6 @@ BUSY_MACHINES = [
         ("correlated", 0.05, 1): "4.2, 0.0 exact ones, γ up to 0.22",
         ("bursts", 0.05, 4): "6.2, 6.2 exact ones, γ up to 0.60",
         ("bursts of 4 ranks", 0.05, 4): "4.2, 7.3 exact ones, γ up to 0.40",
-        ("bursts of 4 ranks", 0.05, 10): "4.2, 4.2 exact ones, γ up to 0.64",
     },
 )
 def test_noise_starts_no_pruning_and_sooner_a_loan(noise, deviation, update_every):
@@ -168,10 +167,7 @@ def test_a_straggler_is_met_and_released_soon_on_a_busy_machine(chi, most, noise
     ("course", "mode", "update_every"),
     list(itertools.product(("each in turn, 1 update", "2 updates on, 2 off", "1 update on, 3 off"), MODES, (1, 4, 10))),
     wanted="at most 1.01 of the time with balancing off, and at most 0.01 dropped",
-    today={
-        ("2 updates on, 2 off", "zero-pri", 1): "0.880, 0.040 dropped",
-        ("2 updates on, 2 off", "semi", 1): "0.825, 0.023 dropped",
-    },
+    today={},
 )
 def test_what_does_not_last_is_left_alone(course, mode, update_every):
     found = figures(mode, course=course, update_every=update_every)

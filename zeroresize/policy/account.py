@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: Share of the time so far that balancing may lose in all, and that gains of the past can stand for.
+#: Share of the time that balancing may lose in all.
 MOST_LOST = 0.01
+#: After so many steps gains, losses and time count half: a good week is no licence to lose for another one.
+HALF_LIFE = 10_000
 
 
 @dataclass
@@ -13,25 +15,33 @@ class Account:
     """Seconds that balancing has lost against even shares, less those that it has gained.
 
     Attributes:
-        lost_s: losses less gains; never further below zero than ``MOST_LOST`` of the time so far, so that a long good
-            time does not pay for a bad one without end.
-        elapsed_s: the time so far.
+        lost_s: losses less gains.
+        elapsed_s: the time in which they were made.
+        num_steps: of that time.
     """
 
     lost_s: float = 0.0
     elapsed_s: float = 0.0
+    num_steps: float = 0.0
 
-    def take(self, lost_s: float, elapsed_s: float) -> None:
+    def take(self, lost_s: float, elapsed_s: float, num_steps: int) -> None:
         """Add an interval, or a move.
+
+        An interval has lost at most as much as so many steps usually take: a freak is no rule.
 
         Args:
             lost_s: by how much longer it was than with even shares and nothing lent or pruned; negative where shorter.
             elapsed_s: how long it was.
+            num_steps: how many steps it had.
         """
-        self.elapsed_s += elapsed_s
-        self.lost_s = max(self.lost_s + lost_s, -MOST_LOST * self.elapsed_s)
+        kept = 0.5 ** (num_steps / HALF_LIFE)
+        if num_steps and self.num_steps:
+            lost_s = min(lost_s, self.elapsed_s / self.num_steps * num_steps)
+        self.lost_s = kept * self.lost_s + lost_s
+        self.elapsed_s = kept * self.elapsed_s + elapsed_s
+        self.num_steps = kept * self.num_steps + num_steps
 
     @property
     def debt_s(self) -> float:
-        """Seconds that were lost beyond ``MOST_LOST`` of the time so far; 0 where there is nothing beyond."""
+        """Seconds that were lost beyond ``MOST_LOST`` of the time; 0 where there is nothing beyond."""
         return max(self.lost_s - MOST_LOST * self.elapsed_s, 0.0)

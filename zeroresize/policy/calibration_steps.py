@@ -8,6 +8,8 @@ from dataclasses import dataclass
 BUDGET = 0.01
 #: So many usual steps' time they may take ahead of that budget, where a ratio is new or little is known.
 CREDIT = 20.0
+#: The same where what is known may just be wrong.
+SMALL_CREDIT = 4.0
 #: Of a usual step, at least: what costs nothing else tells nothing of the plan while it lasts.
 _LEAST_PRICE = 0.25
 #: In a shorter interval all steps are made so, since a device is read one step late.
@@ -24,7 +26,16 @@ class CalibrationSteps:
 
     saved_s: float = 0.0
 
-    def due(self, num_steps: int, step_s: float, full_step_s: float, *, is_new: bool, is_unsure: bool) -> int:
+    def due(
+        self,
+        num_steps: int,
+        step_s: float,
+        full_step_s: float,
+        *,
+        is_new: bool,
+        is_unsure: bool,
+        is_doubtful: bool = False,
+    ) -> int:
         """With how many of them the interval that follows begins, asked once an interval.
 
         Args:
@@ -32,14 +43,17 @@ class CalibrationSteps:
             step_s, full_step_s: seconds of a step under the plan, and at full work.
             is_new: whether a rank is spared much more or less than before.
             is_unsure: whether little is known of the speed of a rank that is spared something.
+            is_doubtful: whether not enough is known of it to tell it from the others'.
         """
         number = 1 if num_steps >= _FEWEST_STEPS else num_steps
         price_s = number * max(full_step_s - step_s, _LEAST_PRICE * step_s)
         # What was owed for long steps is not paid off by short ones for ever.
         self.saved_s = max(self.saved_s, -CREDIT * step_s)
         self.saved_s = min(self.saved_s + BUDGET * num_steps * step_s, price_s)
-        has_credit = is_unsure or (is_new and number < num_steps)
-        if self.saved_s + (CREDIT * step_s if has_credit else 0.0) < price_s:
+        credit = SMALL_CREDIT if is_doubtful else 0.0
+        if is_unsure or (is_new and number < num_steps):
+            credit = CREDIT
+        if self.saved_s + credit * step_s < price_s:
             return 0
         self.saved_s -= price_s
         return number

@@ -35,7 +35,9 @@ logger = logging.getLogger(__name__)
 #: with lending, and to go on.
 CERTAINTY_LOSSY, CERTAINTY_EXACT, CERTAINTY_KEPT = 3.5, 2.5, 2.0
 #: Of a rank that is relieved of something, its time at full work is not known: a standard deviation, as a share of it.
-UNSURE = 0.12
+UNSURE = 0.3
+#: From here on it may be as fast as others all the same.
+DOUBTFUL = 0.12
 #: Who prunes goes on where that saves this part of what it must save to begin.
 KEPT_GAIN = 0.5
 #: A step at full work is due where γ changes by so much.
@@ -500,7 +502,7 @@ class Controller:
         even_s = float(sure.curves.busy_s.max()) + self._communication.seconds(())
         step_s = even_s if is_even else self._step_s(sure, self._measured_under, self._loans_then, owned)
         every = self.config.update_every
-        self._moving.account.take((step_s - even_s) * every, step_s * every)
+        self._moving.account.take((step_s - even_s) * every, step_s * every, every)
 
     def _step_s(
         self,
@@ -531,6 +533,7 @@ class Controller:
             float(times.curves.busy_s.max()),
             is_new=is_new or is_in_doubt,
             is_unsure=float(deviations[spared].max()) > UNSURE,
+            is_doubtful=float(deviations[spared].max()) > DOUBTFUL,
         )
 
 

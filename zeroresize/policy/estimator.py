@@ -86,7 +86,7 @@ _MOST_CORRECTION = math.log(4.0)
 #: Fewer columns take at least this part of their share of FLOPs, and at most so many times as long as all of them.
 _LEAST_SHARE_OF_FLOPS, _MOST_OF_WHOLE = 0.5, 1.25
 #: Surprises make the curve no less certain than so many times its first variance.
-_MOST_FORGOTTEN = 4.0
+_MOST_FORGOTTEN = 16.0
 #: Correlation of neighbouring points' errors.
 _NEIGHBOURS = 0.7
 #: How often what is told of ρ is taken to be a straight line.
@@ -467,7 +467,9 @@ class RankEstimator:
             x, p = self._x.copy(), self._p
             gain, own_variance = self._correct(gradient, innovation, variance)
             left = value - float(self._x[_GEMM]) - self._executed(step.shares)[0]
-            if left**2 > JUMP**2 * (float(self._p[_GEMM, _GEMM]) + variance):  # no curve is so: it was the speed
+            is_at_bound = ((self._x <= self._least) | (self._x >= self._most)) & (gradient != 0.0)
+            # No curve is so: it was the speed.
+            if is_at_bound.any() and left**2 > JUMP**2 * (float(self._p[_GEMM, _GEMM]) + variance):
                 self._x, self._p, self._cost, has_jumped = x, p, None, True
             elif is_ambiguous and not is_after_others:
                 # Or the speed has jumped just then and the curve is right: how far that is from what is believed now.
@@ -483,7 +485,7 @@ class RankEstimator:
         return has_jumped
 
     def _keep_curve_known(self) -> None:
-        """However many surprises may have been the curve, its variance stays near what it was before any measurement."""
+        """However many surprises may have been the curve, its variance stays near that before any measurement."""
         shrink = np.ones(len(self._x))
         variances = np.diag(self._p)[_CURVE:]
         shrink[_CURVE:] = np.sqrt(

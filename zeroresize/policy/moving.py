@@ -206,7 +206,8 @@ class Moving:
                 return False
         else:
             debt_s = max(self.account.debt_s - price_s, 0.0)
-            price_s *= 1.0 + self.moves_lately * (_CHASED * step_s / saved_s) ** 4
+            if self.is_home:
+                price_s *= 1.0 + self.moves_lately * (_CHASED * step_s / saved_s) ** 4
             if self.owed_s < price_s + _MISTRUST * debt_s:
                 return False
             self.moves_lately += 1.0
@@ -234,7 +235,7 @@ class Moving:
     def learn(self, num_bytes: float, seconds: float) -> None:
         """A move has been made."""
         self.cost = self.cost.learned(num_bytes, seconds)
-        self.account.take(seconds, seconds)
+        self.account.take(seconds, seconds, 0)
         self._next_pause = FIRST_PAUSE
 
     def state_dict(self) -> dict[str, Any]:
@@ -250,7 +251,7 @@ class Moving:
             "pause": (self.pause, self._next_pause),
             "late": (self.gain_s, self.late_s),
             "lately": (self.moves_lately, self.sure),
-            "account": (self.account.lost_s, self.account.elapsed_s),
+            "account": (self.account.lost_s, self.account.elapsed_s, self.account.num_steps),
         }
 
     @property
@@ -268,7 +269,7 @@ class Moving:
                 "pause": row(count, count),
                 "late": row(not_negative, not_negative),
                 "lately": row(not_negative, count),
-                "account": row(number, not_negative),
+                "account": row(number, not_negative, not_negative),
             }
         )
 
