@@ -104,6 +104,8 @@ class Balancer:
         if is_update:
             parts.monitor.learn()
             self._decide()  # a plan
+            if parts.start_check is not None:
+                parts.start_check.after_update(self._num_steps)
         else:
             parts.decision.next_step()
         if self.config.iters_per_epoch and self._num_steps % self.config.iters_per_epoch == 0:
