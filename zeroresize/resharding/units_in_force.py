@@ -15,6 +15,8 @@ from zeroresize.comm.collectives import group_rank, group_size
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.layers.segments import owned_segments, segment_works
+from zeroresize.optim.independence import why_not_elementwise
+from zeroresize.optim.optimizers import stepped_tensors
 from zeroresize.plan.ownership import SegmentWork, checked_shares, owned_shares, unit_counts
 from zeroresize.resharding.agreement import CannotMoveError, Meet
 from zeroresize.resharding.contents import contents_of
@@ -63,7 +65,8 @@ class UnitsInForce:
         works: what decisions must know of them.
         shares: by which the units are divided now, one a rank.
         moves: that were made since :meth:`forget_moves`.
-        why_not_movable: why no unit may change hands; None where they may.
+        why_not_divisible: why the optimizer does not let units be divided unevenly; None where it does.
+        why_not_movable: why no unit may change hands, for that or another reason; None where they may.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class UnitsInForce:
         self.shares = next((segment.shares for segment in self.segments), self.home)
         self.moves: list[Move] = []
         self._owned_by: tuple[tuple[float, ...], float] = self.home, 1.0
+        self.why_not_divisible = self._why_not_divisible()
         self.why_not_movable = self._why_not_movable(replicas)
 
     @property
@@ -133,6 +137,21 @@ class UnitsInForce:
             raise ValueError(f"shares={list(checked)}: no unit can change hands: {self.why_not_movable}")
         return checked
 
+    def agree(self) -> None:
+        """Where one rank's optimizer does not let units be divided, no rank's does; collective.
+
+        Raises:
+            ValueError: on every rank, if units are away all the same.
+        """
+        by_rank = [bool(refuses) for refuses, *_ in self.meet(float(self.why_not_divisible is not None), 0.0)]
+        if not any(by_rank):
+            return
+        if self.why_not_divisible is None:
+            self.why_not_divisible = f"the optimizer of rank {by_rank.index(True)} of the group does not allow it"
+        self.why_not_movable = self.why_not_movable or self.why_not_divisible
+        if not self.is_home:
+            raise ValueError(f"units are divided by the shares {list(self.shares)}: {self.why_not_divisible}")
+
     def move(self, shares: Sequence[float]) -> Move | None:
         """Divide the units by ``shares``; None where that is how they are divided already.
 
@@ -145,6 +164,8 @@ class UnitsInForce:
         before, after = self.shares, tuple(shares)
         if after == before or not self.segments:
             return None
+        if self.why_not_divisible is not None:
+            raise CannotMoveError(f"nothing has changed: {self.why_not_divisible}")
         targets = {
             segment.name: segment.owned.with_counts(unit_counts(after, work))
             for segment, work in zip(self.segments, self.works, strict=True)
@@ -202,11 +223,23 @@ class UnitsInForce:
             raise
         self.move(away)
 
+    def _why_not_divisible(self) -> str | None:
+        if self._optimizer is None:
+            return None
+        parameters = {one.name: one.parameter for segment in self.segments for one in segment.tensors}
+        try:
+            stepped = stepped_tensors(self._optimizer, parameters)
+        except ValueError:  # a move tells
+            return None
+        return why_not_elementwise(self._optimizer, stepped.values())
+
     def _why_not_movable(self, replicas: Replicas) -> str | None:
         if not self.segments:
             return "the model has no segment that is known to be divisible unevenly (the log of convert says why)"
-        if replicas.why_unknown is not None or replicas.group is None:
+        if replicas.why_unknown is not None:
             return replicas.why_unknown
+        if self.why_not_divisible is not None or replicas.group is None:
+            return self.why_not_divisible
         if any(one.__name__ == "ZeroRedundancyOptimizer" for one in type(self._optimizer).__mro__):
             return "the optimizer is a ZeroRedundancyOptimizer, whose replicas keep different parts of its state"
         try:
