@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroresize.layers.segment import OwnedSegment, UnitTensor
+from zeroresize.layers.weight_checks import is_sharded
 from zeroresize.optim.optimizers import stepped_tensors, torch_optimizer
 
 PARAMETER, GRADIENT, MASTER, MASTER_GRADIENT, STATE = "parameter", "gradient", "master", "master gradient", "state "
@@ -71,6 +72,11 @@ class Contents:
             raise ValueError(
                 f"{name}: its shape is {tuple(parameter.shape)}, but dimension {dim} must be {size}: "
                 f"{unit_tensor.num_blocks} blocks of {num_units} units of {unit_tensor.rows} rows"
+            )
+        if is_sharded(parameter):
+            raise ValueError(
+                f"{name}: it is a DTensor, of which this rank holds a shard only, as with fully_shard, so its units "
+                "cannot move"
             )
         if not parameter.is_leaf:
             raise ValueError(f"{name}: it is computed from other tensors (is_leaf is False), so its units cannot move")

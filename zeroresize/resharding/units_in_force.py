@@ -8,13 +8,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_rank, group_size
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.layers.segments import owned_segments, segment_works
+from zeroresize.layers.weight_checks import is_sharded
 from zeroresize.optim.independence import why_not_elementwise
 from zeroresize.optim.optimizers import stepped_tensors
 from zeroresize.plan.ownership import SegmentWork, checked_shares, owned_shares, unit_counts
@@ -223,12 +224,16 @@ class UnitsInForce:
             raise
         self.move(away)
 
+    @property
+    def _parameters(self) -> dict[str, Tensor]:
+        """Those that hold units, by name."""
+        return {one.name: one.parameter for segment in self.segments for one in segment.tensors}
+
     def _why_not_divisible(self) -> str | None:
         if self._optimizer is None:
             return None
-        parameters = {one.name: one.parameter for segment in self.segments for one in segment.tensors}
         try:
-            stepped = stepped_tensors(self._optimizer, parameters)
+            stepped = stepped_tensors(self._optimizer, self._parameters)
         except ValueError:  # a move tells
             return None
         return why_not_elementwise(self._optimizer, stepped.values())
@@ -238,8 +243,13 @@ class UnitsInForce:
             return "the model has no segment that is known to be divisible unevenly (the log of convert says why)"
         if replicas.why_unknown is not None:
             return replicas.why_unknown
-        if self.why_not_divisible is not None or replicas.group is None:
+        if self.why_not_divisible is not None:
             return self.why_not_divisible
+        sharded = next((name for name, one in self._parameters.items() if is_sharded(one)), None)
+        if sharded is not None:
+            return f"{sharded} is a DTensor, of which this rank holds a shard only, as with fully_shard"
+        if replicas.group is None:
+            return None
         if any(one.__name__ == "ZeroRedundancyOptimizer" for one in type(self._optimizer).__mro__):
             return "the optimizer is a ZeroRedundancyOptimizer, whose replicas keep different parts of its state"
         try:
