@@ -222,3 +222,12 @@ def test_matrices_by_themselves_may_lie_on_different_ranks(kind):
 def test_what_sees_other_parameters_may_not(kind):
     own = parameters()
     assert "parameter by parameter" in why_not_by_parameter(kind(own, lr=0.1), own)
+
+
+def test_the_users_word_for_parameters_says_nothing_of_elements(monkeypatch):
+    monkeypatch.setattr(independence, "_by_parameter", set())
+    own = parameters()
+    assert "zeroresize.mark_by_parameter(Noisy)" in why_not_by_parameter(Noisy(own, lr=0.1), own)
+    assert zr.mark_by_parameter(Noisy) is Noisy
+    assert why_not_by_parameter(Noisy(own, lr=0.1), own) is None
+    assert "zeroresize.mark_elementwise(Noisy)" in why_not_elementwise(Noisy(own, lr=0.1), own)

@@ -10,14 +10,16 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-_OptimizerT = TypeVar("_OptimizerT", bound=type[Optimizer])
+_OptimizerT = TypeVar("_OptimizerT", bound=type)
 
 #: Of torch's, those whose step is made of element-wise operations and numbers that are alike for all elements.
 _TORCHS = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
@@ -27,6 +29,7 @@ _COLOSSALAIS = ("cpu_adam.CPUAdam", "fused_adam.FusedAdam", "fused_sgd.FusedSGD"
 _WRAPPERS = {"colossalai": "optim", "accelerate": "optimizer"}
 
 _elementwise: set[type] = {getattr(torch.optim, name) for name in _TORCHS}
+_by_parameter: set[type] = set()
 
 _SEED = 7
 #: Sizes of trial tensors: small for many steps, since some optimizers begin to look at matrices after some; and large
@@ -51,9 +54,21 @@ def mark_elementwise(optimizer_class: _OptimizerT) -> _OptimizerT:
     Raises:
         ValueError: for what is no class.
     """
+    return _marked(optimizer_class, _elementwise, "mark_elementwise")
+
+
+def mark_by_parameter(optimizer_class: _OptimizerT) -> _OptimizerT:
+    """Say of an optimizer class that it treats every parameter by itself, as Muon does, so layers may change stages.
+
+    A parameter's update must not depend on other parameters. As :func:`mark_elementwise`, which says more.
+    """
+    return _marked(optimizer_class, _by_parameter, "mark_by_parameter")
+
+
+def _marked(optimizer_class: _OptimizerT, known: set[type], call: str) -> _OptimizerT:
     if not isinstance(optimizer_class, type):
-        raise ValueError(f"mark_elementwise({optimizer_class!r}): wanted is the class of an optimizer")
-    _elementwise.add(optimizer_class)
+        raise ValueError(f"{call}({optimizer_class!r}): wanted is the class of an optimizer")
+    known.add(optimizer_class)
     return optimizer_class
 
 
@@ -63,7 +78,7 @@ def why_not_elementwise(optimizer: Any, tensors: Iterable[Tensor]) -> str | None
     Known are torch's classes and what :func:`mark_elementwise` was given. Any other one is tried: some steps on a
     tensor must be, bit for bit, those on its two halves by themselves, whatever they are beside.
     """
-    return _why_not(optimizer, tensors, _why_halves_differ, "element by element")
+    return _why_not(optimizer, tensors, _Kind("element by element", "mark_elementwise", _why_halves_differ))
 
 
 def why_not_by_parameter(optimizer: Any, tensors: Iterable[Tensor]) -> str | None:
@@ -71,32 +86,53 @@ def why_not_by_parameter(optimizer: Any, tensors: Iterable[Tensor]) -> str | Non
 
     As :func:`why_not_elementwise`, of whole parameters: a step on several must be that on each by itself.
     """
-    return _why_not(optimizer, tensors, _why_parameters_differ, "parameter by parameter")
+    kind = _Kind("parameter by parameter", "mark_by_parameter", _why_parameters_differ, _by_parameter)
+    return _why_not(optimizer, tensors, kind)
 
 
-def _why_not(optimizer: Any, tensors: Iterable[Tensor], trial: Any, how: str) -> str | None:
+class _NoTrialError(Exception):
+    """Why an optimizer could not be tried."""
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Of independence: its name, by which call a user says so, its trial, and classes that have it besides."""
+
+    name: str
+    call: str
+    trial: Callable[[Optimizer, Mapping[str, Any], Tensor], str | None]
+    known: Set[type] = frozenset()
+
+    def is_known(self, optimizer: Any) -> bool:
+        return _is_elementwise(type(optimizer)) or type(optimizer) in self.known
+
+
+def _why_not(optimizer: Any, tensors: Iterable[Tensor], kind: _Kind) -> str | None:
     inner = optimizer
     while not isinstance(inner, Optimizer) or _wrapper_of(inner):
         within = getattr(inner, _wrapper_of(inner) or "optim", None)
         if within is None:
             return None  # nothing steps; others say so
-        if not _wrapper_of(inner) and type(inner) not in _elementwise:
-            return _told(inner, how, "it is a wrapper of an optimizer that is not known")
+        if not _wrapper_of(inner) and not kind.is_known(inner):
+            return _told(inner, kind, "it is a wrapper of an optimizer that is not known")
         inner = within
-    if _is_elementwise(type(inner)):
+    if kind.is_known(inner):
         return None
-    for settings, tensor in _kinds(inner, tensors):
-        reason = trial(inner, settings, tensor)
+    for settings, tensor in _settings_of(inner, tensors):
+        try:
+            reason = kind.trial(inner, settings, tensor)
+        except _NoTrialError as error:
+            reason = str(error)
         if reason is not None:
-            return _told(inner, how, reason)
+            return _told(inner, kind, reason)
     return None
 
 
-def _told(optimizer: Any, how: str, reason: str) -> str:
-    kind = type(optimizer)
+def _told(optimizer: Any, kind: _Kind, reason: str) -> str:
+    own = type(optimizer)
     return (
-        f"the optimizer {kind.__module__}.{kind.__qualname__} is not known to treat tensors {how}: {reason}. If it "
-        f"does treat every element by itself, say so by zeroresize.mark_elementwise({kind.__name__})"
+        f"the optimizer {own.__module__}.{own.__qualname__} is not known to treat tensors {kind.name}: {reason}. If it "
+        f"does, say so by zeroresize.{kind.call}({own.__name__})"
     )
 
 
@@ -116,7 +152,7 @@ def _is_elementwise(kind: type) -> bool:
     return kind in _elementwise or is_colossalais
 
 
-def _kinds(optimizer: Optimizer, tensors: Iterable[Tensor]) -> list[tuple[dict[str, Any], Tensor]]:
+def _settings_of(optimizer: Optimizer, tensors: Iterable[Tensor]) -> list[tuple[dict[str, Any], Tensor]]:
     """The settings with which it steps ``tensors``, each once for tensors of equally many dimensions."""
     group_of = {id(one): group for group in optimizer.param_groups for one in group["params"]}
     found: dict[str, tuple[dict[str, Any], Tensor]] = {}
@@ -133,15 +169,11 @@ def _why_halves_differ(optimizer: Optimizer, settings: Mapping[str, Any], like: 
         whole = _drawn((rows, columns) if like.dim() > 1 else (rows * columns,), num_steps, like)
         other = _drawn(_OTHER_SHAPE, num_steps, like)
         after = _stepped(optimizer, settings, [whole, other])
-        if isinstance(after, str):
-            return after
         for dim in range(whole[0].dim()):
             for size in (0, 2 * whole[0].shape[dim] // 5):  # a rank may have no units
                 sizes = size, whole[0].shape[dim] - size
                 halves = [[one.split(sizes, dim)[half].clone() for one in whole] for half in (0, 1)]
                 parts = [_stepped(optimizer, settings, [half, other]) for half in halves]
-                if failed := [part for part in parts if isinstance(part, str)]:
-                    return failed[0]
                 joined = torch.cat([part[0] for part in parts], dim)
                 if not torch.equal(joined, after[0]) or not all(torch.equal(part[1], after[1]) for part in parts):
                     shape = tuple(whole[0].shape)
@@ -155,13 +187,9 @@ def _why_parameters_differ(optimizer: Optimizer, settings: Mapping[str, Any], li
         _drawn(shape if like.dim() > 1 else (shape[0],), num_steps, like) for shape in ((rows, columns), _OTHER_SHAPE)
     ]
     together = _stepped(optimizer, settings, parameters)
-    if isinstance(together, str):
-        return together
     for one, expected in zip(parameters, together, strict=True):
-        alone = _stepped(optimizer, settings, [one])
-        if isinstance(alone, str):
-            return alone
-        if not torch.equal(alone[0], expected):
+        (alone,) = _stepped(optimizer, settings, [one])
+        if not torch.equal(alone, expected):
             return "in a trial its steps on two parameters were others than those on each by itself"
     return None
 
@@ -175,10 +203,16 @@ def _drawn(shape: Sequence[int], num_steps: int, like: Tensor) -> list[Tensor]:
     return list(drawn.to(like.device).unbind())
 
 
-def _stepped(
-    optimizer: Optimizer, settings: Mapping[str, Any], drawn: Sequence[Sequence[Tensor]]
-) -> list[Tensor] | str:
-    """The parameters after all steps of an optimizer like ``optimizer``, made anew; or why there are none."""
+def _on(tensor: Tensor) -> AbstractContextManager[object]:
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+def _stepped(optimizer: Optimizer, settings: Mapping[str, Any], drawn: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """The parameters after all steps of an optimizer like ``optimizer``, made anew.
+
+    Raises:
+        _NoTrialError: if there is none.
+    """
     kind, parameters = type(optimizer), [nn.Parameter(values.clone()) for values, *_ in drawn]
     own = copy.deepcopy(dict(settings))
     if own.get("lr") is not None:  # at the start of a warm-up it is zero
@@ -186,13 +220,15 @@ def _stepped(
     known = {**optimizer.defaults, **own}
     wanted = {name: known[name] for name in list(inspect.signature(kind.__init__).parameters)[2:] if name in known}
     devices = [parameters[0].device] if parameters[0].is_cuda else []
-    with warnings.catch_warnings(), torch.random.fork_rng(devices), torch.enable_grad():
+    with warnings.catch_warnings(), torch.random.fork_rng(devices), torch.enable_grad(), _on(parameters[0]):
         warnings.simplefilter("ignore")
-        torch.manual_seed(_SEED)
+        torch.default_generator.manual_seed(_SEED)  # torch.manual_seed would seed devices that are not put back
+        if devices:
+            torch.cuda.manual_seed(_SEED)
         try:
-            trial = kind([{**own, "params": parameters}], **wanted)  # type: ignore[call-arg]
+            trial = kind([{**own, "params": parameters}], **wanted)
         except Exception as error:
-            return f"none could be made for a trial ({type(error).__name__}: {error})"
+            raise _NoTrialError(f"none could be made for a trial ({type(error).__name__}: {error})") from error
         try:
             for gradients in zip(*(gradients for _, *gradients in drawn), strict=True):
                 for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -200,7 +236,8 @@ def _stepped(
                 trial.step()
         except Exception as error:
             shapes = " and ".join(str(tuple(one.shape)) for one in parameters)
-            return f"a trial step on tensors {shapes} failed ({type(error).__name__}: {error})"
+            told = f"a trial step on tensors {shapes} failed ({type(error).__name__}: {error})"
+            raise _NoTrialError(told) from error
     if any(one.numel() and torch.equal(one, values) for one, (values, *_) in zip(parameters, drawn, strict=True)):
-        return "in a trial it did not step"
+        raise _NoTrialError("in a trial it did not step")
     return [one.detach() for one in parameters]

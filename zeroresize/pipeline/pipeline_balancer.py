@@ -154,7 +154,7 @@ class PipelineBalancer:
             if units is not None and replicas is None and units.num_ranks > 1:
                 raise ValueError(f"units of {units.num_ranks} ranks need these ranks as replicas=")
             _require_no_ties(pipeline)
-            require_plain(pipeline.layers)
+            require_plain(list(pipeline.layers))
             groups = _require_stepping_all(pipeline, optimizer)
             rule = RebalancingRule(
                 by,

@@ -20,7 +20,7 @@ from zeroresize.optim.independence import why_not_elementwise
 from zeroresize.optim.optimizers import stepped_tensors
 from zeroresize.plan.ownership import SegmentWork, checked_shares, owned_shares, unit_counts
 from zeroresize.resharding.agreement import CannotMoveError, Meet
-from zeroresize.resharding.contents import contents_of
+from zeroresize.resharding.contents import contents_of, why_of_fixed_size
 from zeroresize.resharding.data_parallel import Replicas
 from zeroresize.resharding.transfer import bytes_of_units, move_units
 
@@ -139,18 +139,19 @@ class UnitsInForce:
         return checked
 
     def agree(self) -> None:
-        """Where one rank's optimizer does not let units be divided, no rank's does; collective.
+        """Where units of one rank cannot move or be divided, those of no rank can; collective.
 
         Raises:
-            ValueError: on every rank, if units are away all the same.
+            ValueError: on every rank, if units are away though the optimizer does not let them be divided.
         """
-        by_rank = [bool(refuses) for refuses, *_ in self.meet(float(self.why_not_divisible is not None), 0.0)]
-        if not any(by_rank):
-            return
-        if self.why_not_divisible is None:
-            self.why_not_divisible = f"the optimizer of rank {by_rank.index(True)} of the group does not allow it"
-        self.why_not_movable = self.why_not_movable or self.why_not_divisible
-        if not self.is_home:
+        own = self.why_not_divisible is not None, self.why_not_movable is not None
+        table = self.meet(*map(float, own))
+        indivisible, immovable = ([rank for rank, row in enumerate(table) if row[kind]] for kind in (0, 1))
+        if indivisible and self.why_not_divisible is None:
+            self.why_not_divisible = f"the optimizer of rank {indivisible[0]} of the group does not allow it"
+        if immovable and self.why_not_movable is None:
+            self.why_not_movable = self.why_not_divisible or f"those of rank {immovable[0]} of the group cannot"
+        if self.why_not_divisible is not None and not self.is_home:
             raise ValueError(f"units are divided by the shares {list(self.shares)}: {self.why_not_divisible}")
 
     def move(self, shares: Sequence[float]) -> Move | None:
@@ -248,6 +249,9 @@ class UnitsInForce:
         sharded = next((name for name, one in self._parameters.items() if is_sharded(one)), None)
         if sharded is not None:
             return f"{sharded} is a DTensor, of which this rank holds a shard only, as with fully_shard"
+        fixed = (why_of_fixed_size(name, one) for name, one in self._parameters.items())
+        if reason := next(filter(None, fixed), None):
+            return reason
         if replicas.group is None:
             return None
         if any(one.__name__ == "ZeroRedundancyOptimizer" for one in type(self._optimizer).__mro__):
