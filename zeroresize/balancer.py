@@ -57,8 +57,8 @@ class Balancer:
             ranks do not agree on the configuration; if ``data_parallel_group`` lacks this rank, or does not make whole
             replicas of the group. Unless ``start_checks`` is off also if it does not step some of
             them that want gradients, or DistributedDataParallel averages over the group; the first training forward
-            raises it if parameters that are no shards differ between the ranks. Where units are away by ``shares``, also
-            for an optimizer with which they could not move.
+            raises it if parameters that are no shards differ between the ranks. Where units are away by ``shares``,
+            also for an optimizer with which they could not move.
     """
 
     def __init__(
