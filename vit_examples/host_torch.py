@@ -52,7 +52,7 @@ class TorchHost(Host):
         if self._scaler is not None:
             self._scaler.unscale_(self.optimizer)
         if self._grad_clip > 0:
-            clip_gradients(self.model, self._grad_clip, self.tp_group)
+            zr.clip_grad_norm_(self.model.parameters(), self._grad_clip)
         if self._scaler is not None:
             self._scaler.step(self.optimizer)
             self._scaler.update()
@@ -96,20 +96,3 @@ def shard_vit(model: Any, process_group: ProcessGroup) -> Any:
         attention.num_attention_heads //= num_ranks
         attention.all_head_size = attention.num_attention_heads * attention.attention_head_size
     return model
-
-
-def clip_gradients(model: nn.Module, max_norm: float, process_group: ProcessGroup) -> None:
-    """Scale all gradients so that the norm of the whole model's is at most ``max_norm``; replicas count once."""
-    split: list[Tensor] = []
-    replicated: list[Tensor] = []
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            style = parallel_style(name)
-            is_split = style == "column" or (style == "row" and name.endswith(".weight"))
-            (split if is_split else replicated).append(parameter.grad)
-    squared = torch.stack([grad.float().square().sum() for grad in split]).sum()
-    dist.all_reduce(squared, group=process_group)
-    norm = (squared + torch.stack([grad.float().square().sum() for grad in replicated]).sum()).sqrt()
-    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for grad in (*split, *replicated):
-        grad.mul_(scale)

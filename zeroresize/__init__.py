@@ -8,6 +8,8 @@ from zeroresize.convert import convert
 from zeroresize.injection import StragglerInjector, round_robin, static
 from zeroresize.layers.linear import ColumnParallelLinear, RowParallelLinear
 from zeroresize.layers.segment import Segment
+from zeroresize.optim.gradient_clipping import clip_grad_norm_
+from zeroresize.optim.independence import mark_by_parameter, mark_elementwise
 from zeroresize.resharding.sharded_state import sharded_state_dict
 from zeroresize.telemetry import JsonLinesTelemetry, TensorBoardTelemetry, UpdateRecord
 
@@ -27,7 +29,10 @@ __all__ = [
     "StragglerInjector",
     "TensorBoardTelemetry",
     "UpdateRecord",
+    "clip_grad_norm_",
     "convert",
+    "mark_by_parameter",
+    "mark_elementwise",
     "round_robin",
     "sharded_state_dict",
     "static",

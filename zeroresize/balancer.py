@@ -38,7 +38,8 @@ class Balancer:
 
     Args:
         model: what ``zeroresize.convert`` returned, on its device.
-        optimizer: the optimizer that steps its parameters.
+        optimizer: the optimizer that steps its parameters. Units move only if it treats every element by itself, as
+            AdamW does: see :func:`zeroresize.mark_elementwise`.
         process_group: the tensor-parallel group; making the balancer is collective over it.
         config: the configuration that ``convert`` was given; for another one convert again first.
         data_parallel_group: the ranks that hold the same shards as this one, and must own the same units: needed for
@@ -56,7 +57,8 @@ class Balancer:
             ranks do not agree on the configuration; if ``data_parallel_group`` lacks this rank, or does not make whole
             replicas of the group. Unless ``start_checks`` is off also if it does not step some of
             them that want gradients, or DistributedDataParallel averages over the group; the first training forward
-            raises it if parameters that are no shards differ between the ranks.
+            raises it if parameters that are no shards differ between the ranks. Where units are away by ``shares``,
+            also for an optimizer with which they could not move.
     """
 
     def __init__(
@@ -104,6 +106,8 @@ class Balancer:
         if is_update:
             parts.monitor.learn()
             self._decide()  # a plan
+            if parts.start_check is not None:
+                parts.start_check.after_update(self._num_steps)
         else:
             parts.decision.next_step()
         if self.config.iters_per_epoch and self._num_steps % self.config.iters_per_epoch == 0:

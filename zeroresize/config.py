@@ -93,9 +93,9 @@ class BalanceConfig:
         iters_per_epoch: if set, ``Balancer.step`` calls ``epoch_end`` itself every so many optimizer steps.
         seed: seed of the column orders.
         start_checks: whether ranks that begin with different weights, DistributedDataParallel over the group, and an
-            optimizer of some of the layers are errors (the last is warned of otherwise), and whether ranks compare
-            the size of their batches wherever it changes: for batches of varying length a rendezvous of the hosts, some
-            tenths of a millisecond, in every forward.
+            optimizer of some of the layers are errors (the last is warned of otherwise), whether a warning tells of
+            copies that drift apart later, and whether ranks compare the size of their batches wherever it changes: for
+            batches of varying length a rendezvous of the hosts, some tenths of a millisecond, in every forward.
 
     Raises:
         ValueError: naming the key, the value and what is allowed, or where the key is used.

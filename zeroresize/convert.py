@@ -88,7 +88,7 @@ def convert(
             no layer that can be balanced, the group has one rank and the model's layers are of a larger one, or the
             model is converted again with another configuration while a balancer works by the old one, or with a filter
             that chooses other layers; for ``segments`` that do not fit the model, and ``shares`` that are no division
-            of it.
+            of it, or that ``optimizer`` does not allow, as it sees whole matrices.
         TypeError: if a host adapter does not make a layer balanceable in place.
     """
     require_group(process_group)
@@ -222,7 +222,11 @@ def _divide(
             )
         shares = measured_shares(layers, _meet_over(process_group, layers))
         logger.info("convert: by their speed the ranks take the shares %s", [round(share, 2) for share in shares])
-    UnitsInForce(model, layers, optimizer, process_group, meet=_meet_over(process_group, layers)).move(shares)
+    units = UnitsInForce(model, layers, optimizer, process_group, meet=_meet_over(process_group, layers))
+    units.agree()
+    if units.why_not_divisible is not None:
+        raise ValueError(f"shares={list(shares)}: units cannot be divided so: {units.why_not_divisible}")
+    units.move(shares)
 
 
 def _meet_over(process_group: ProcessGroup, layers: Mapping[str, BalancedLinear]) -> Meet:

@@ -14,7 +14,7 @@ from torch import nn
 from virtual_training import VirtualTime
 
 import zeroresize as zr
-from zeroresize.pipeline import Pipeline, PipelineBalancer, moving, profiling
+from zeroresize.pipeline import Pipeline, PipelineBalancer, clip_grad_norm_, moving, profiling
 
 NUM_LAYERS, MICRO, BATCH, WIDTH = 6, 4, 8, virtual_training.FEATURES
 
@@ -190,3 +190,21 @@ def test_a_stage_without_balanced_layers_has_settled_and_units_can_be_at_home(ru
         units.close()
 
     run_ranks(check, 2)
+
+
+def test_clipping_is_by_the_norm_over_stages_and_over_the_shards_of_each(run_ranks):
+    def clip(rank, group):
+        stages, pipelines = [[dist.new_group(ranks) for ranks in own] for own in (([0, 1], [2, 3]), ([0, 2], [1, 3]))]
+        stage, shard = divmod(rank, 2)
+        layers = nn.ModuleList(Divided(one, stages[stage]) for one in whole_layers())
+        pipeline = Pipeline(layers, nn.functional.mse_loss, num_microbatches=MICRO, process_group=pipelines[shard])
+        x, target = batch(0)
+        pipeline.step(x, target=target)
+        return [clip_grad_norm_(pipeline, 1e-3).item() for _ in range(2)]
+
+    whole = nn.Sequential(*whole_layers())
+    x, target = batch(0)
+    nn.functional.mse_loss(whole(x), target).backward()
+    norms = run_ranks(clip, 4)
+    assert norms == [norms[0]] * 4
+    assert norms[0] == [pytest.approx(nn.utils.clip_grad_norm_(whole.parameters(), 1e-3).item()), pytest.approx(1e-3)]

@@ -200,3 +200,48 @@ def test_what_colossalai_splits_is_left_out_and_what_it_replicates_is_compared(r
         assert (
             len(told) == 1 and told[0].startswith("1 of ") and "layernorm_before.weight on ranks [1]. Seed" in told[0]
         )
+
+
+def drift_lines(run_ranks, num_steps, clip=None, change_at=None, by=0.0, before=0.0):
+    """The warnings of each rank in a training in which units move."""
+
+    def train(rank, group):
+        torch.manual_seed(0)
+        model = Model(group)
+        change(model, rank, by=before)
+        config = zr.BalanceConfig(mode="off", update_every=5)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        balancer = balanced(model, group, config, optimizer=optimizer)
+        with caught_log_lines() as lines:
+            for step in range(num_steps):
+                x = torch.randn(8, FEATURES, generator=torch.Generator().manual_seed(step))
+                ((1 + step % 3) * model(x).square().mean()).backward()
+                if clip is not None:
+                    clip(model.parameters(), 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == change_at:
+                    change(model, rank, by=by)
+                if step == 7:
+                    balancer.move([1, 3])
+                balancer.step()
+        return [line for line in lines if "drifted apart" in line]
+
+    return run_ranks(train, 2)
+
+
+def test_clipping_by_shards_is_noticed_as_copies_drift_apart(run_ranks):
+    lines, others = drift_lines(run_ranks, 25, nn.utils.clip_grad_norm_)
+    assert len(lines) == 1 and not others
+    assert "of 5 parameters that all ranks of the group hold alike have drifted apart" in lines[0]
+    assert "head.weight on ranks [1]" in lines[0] and "zeroresize.clip_grad_norm_" in lines[0]
+
+
+@pytest.mark.parametrize("clip", [None, zr.clip_grad_norm_])
+def test_copies_that_stay_alike_are_not_warned_of(run_ranks, clip):
+    assert drift_lines(run_ranks, 45, clip) == [[], []]
+
+
+def test_what_differed_at_the_start_by_rounding_is_no_drift_and_what_differs_later_is(run_ranks):
+    assert drift_lines(run_ranks, 5, before=1e-7) == [[], []]
+    assert len(drift_lines(run_ranks, 25, before=1e-7, change_at=12, by=1e-2)[0]) == 1

@@ -173,3 +173,51 @@ def test_a_model_that_fsdp1_has_sharded_already_has_nothing_to_convert(run_ranks
             zr.convert(model, process_group=group, config=zr.BalanceConfig(mode="zero-pri"))
 
     run_ranks(check, 4)
+
+
+@pytest.mark.parametrize("is_sharded_later", [False, True])
+def test_no_unit_moves_where_fully_shard_holds_shards_of_its_weights(run_ranks, is_sharded_later):
+    def move(rank, _):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "tensor"))
+        group, replicas = mesh["tensor"].get_group(), mesh["replicas"]
+        config = zr.BalanceConfig(mode="off")
+        model = zr.convert(Pair(group), process_group=group, config=config)
+        if not is_sharded_later:
+            fully_shard(model, mesh=replicas)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        alike = replicas.get_group()
+        balancer = zr.Balancer(model, optimizer, process_group=group, config=config, data_parallel_group=alike)
+        if is_sharded_later:
+            fully_shard(model, mesh=replicas)
+            optimizer.param_groups[0]["params"] = list(model.parameters())
+        with pytest.raises(RuntimeError if is_sharded_later else ValueError, match=r"is a DTensor, .* fully_shard"):
+            balancer.move([3, 1])
+        model(torch.ones(2, FEATURES)).square().mean().backward()
+        optimizer.step()
+        balancer.step()
+        squares = {name: one.grad.full_tensor().square().sum() for name, one in model.named_parameters()}
+        replicated = squares.pop("down.bias")
+        shards = torch.stack(list(squares.values())).sum()
+        torch.distributed.all_reduce(shards, group=group)
+        norm = zr.clip_grad_norm_(model.parameters(), 1e9)
+        torch.testing.assert_close(norm, (shards + replicated).sqrt())
+
+    run_ranks(move, 4, timeout_s=20)
+
+
+def test_uneven_shares_stay_where_fully_shard_comes_later(run_ranks):
+    def train(rank, group):
+        config = zr.BalanceConfig(mode="off")
+        model = zr.convert(Pair(group), process_group=group, config=config, shares=(3, 1))
+        fully_shard(model, mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicas", "tensor"))["replicas"])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        balancer = zr.Balancer(model, optimizer, process_group=group, config=config)
+        for _ in range(12):
+            model(torch.ones(2, FEATURES)).square().mean().backward()
+            optimizer.step()
+            balancer.step()
+        with pytest.raises(RuntimeError, match="is a DTensor"), balancer.at_home():
+            pass
+        return balancer.plan.owned
+
+    assert run_ranks(train, 2) == [(1.5, 0.5)] * 2

@@ -4,6 +4,7 @@ import gc
 import json
 import logging
 import os
+import types
 import weakref
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,6 +17,7 @@ from sleeping_layers import BACKWARD_S, FORWARD_S, MICRO, Pace, layers_of, undiv
 from survivors import told_by_survivors
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+from torch.nn.parallel import DistributedDataParallel
 
 from zeroresize.pipeline import (
     LayerProfiler,
@@ -399,3 +401,44 @@ def test_a_step_that_fails_leaves_nothing_behind(run_ranks):
         return training.losses
 
     require_undivided(run_ranks(check, 2)[1], 4)
+
+
+def test_optimizers_with_which_layers_cannot_move_are_refused_when_the_balancer_is_made(run_ranks):
+    def check(rank, group):
+        pipeline = Pipeline(layers_of(4, Pace()), nn.functional.mse_loss, num_microbatches=MICRO, process_group=group)
+        everything = list(pipeline.parameters())
+        present = [one for number in pipeline.present for one in pipeline.layers[number].parameters()]
+        wrapper = types.SimpleNamespace(optim=torch.optim.SGD(everything), param_groups=[])
+        for optimizer, told in (
+            (torch.optim.SGD(present), "does not step .* of the pipeline's parameters, which want gradients"),
+            (torch.optim.LBFGS(everything), "LBFGS is not known to treat tensors parameter by parameter"),
+            (wrapper, r"SimpleNamespace is no torch\.optim\.Optimizer: layers cannot move with wrappers"),
+        ):
+            with pytest.raises(ValueError, match=told):
+                PipelineBalancer(pipeline, optimizer)
+        groups = [{"params": everything[: 1 + rank]}, {"params": everything[1 + rank :]}]
+        with pytest.raises(RuntimeError, match=r"differ in .* the parameter groups of the optimizer.*\[\[0\], \[1\]\]"):
+            PipelineBalancer(pipeline, torch.optim.SGD(groups))
+        with pytest.raises(
+            ValueError if rank else RuntimeError, match="LBFGS" if rank else r"ranks \[1\] of the group"
+        ):
+            PipelineBalancer(pipeline, (torch.optim.SGD, torch.optim.LBFGS)[rank](everything))
+        for kind in (torch.optim.SGD, torch.optim.Adafactor):
+            PipelineBalancer(pipeline, kind(everything))
+
+    run_ranks(check, 2, timeout_s=30)
+
+
+def test_layers_that_were_wrapped_after_the_pipeline_was_made_are_refused(run_ranks):
+    def check(rank, group):
+        pipeline = Pipeline(layers_of(4, Pace()), nn.functional.mse_loss, num_microbatches=MICRO, process_group=group)
+        optimizer = torch.optim.SGD(pipeline.parameters())
+        first = pipeline.present[0]
+        pipeline.layers[first] = DistributedDataParallel(pipeline.layers[first], process_group=alone(rank))
+        with pytest.raises(ValueError, match=rf"layers\.{first} is inside DistributedDataParallel"):
+            PipelineBalancer(pipeline, optimizer)
+
+    def alone(rank):
+        return dist.new_group([rank], use_local_synchronization=True)
+
+    run_ranks(check, 2, timeout_s=30)

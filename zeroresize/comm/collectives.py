@@ -177,6 +177,14 @@ def start_all_reduce(tensor: Tensor, process_group: ProcessGroup, layer: str | N
     return Transfer(start, "an all-reduce with", process_group, None, layer)
 
 
+def all_gather(tensor: Tensor, process_group: ProcessGroup) -> list[Tensor]:
+    """Every rank's ``tensor``, in the order of the group."""
+    parts = [torch.empty_like(tensor) for _ in range(group_size(process_group))]
+    call = partial(dist.all_gather, parts, tensor, group=process_group)
+    _told_if_it_fails(call, "an all-gather with", process_group)
+    return parts
+
+
 def broadcast(tensor: Tensor, root: int, process_group: ProcessGroup) -> None:
     """``tensor`` of rank ``root`` within the group, on every rank, in place."""
     start_broadcast(tensor, root, process_group).wait()
@@ -301,11 +309,7 @@ def scatter_to_tp_region(x: Tensor, process_group: ProcessGroup) -> Tensor:
 
 
 def _all_gather_last_dim(x: Tensor, process_group: ProcessGroup) -> Tensor:
-    x = x.contiguous()
-    parts = [torch.empty_like(x) for _ in range(group_size(process_group))]
-    call = partial(dist.all_gather, parts, x, group=process_group)
-    _told_if_it_fails(call, "an all-gather with", process_group)
-    return torch.cat(parts, dim=-1)
+    return torch.cat(all_gather(x.contiguous(), process_group), dim=-1)
 
 
 def _own_slice_of_last_dim(x: Tensor, process_group: ProcessGroup) -> Tensor:

@@ -134,6 +134,7 @@ def build(
             exchange = of_replicas = _kept(_meet(config, layers, process_group), attached)
             replicas = replicas_of(model, layers, process_group, data_parallel_group)
             units = UnitsInForce(model, layers, optimizer, process_group, meet=exchange.meet, replicas=replicas)
+            units.agree()
             guard_optimizer(optimizer, units.are_away)  # also once the balancer is closed
             _require_home(units, config)
             if world_size() > num_ranks and config.mode in AWAY_MODES:

@@ -1,8 +1,11 @@
-"""Ranks that begin with different weights train different models, and nothing fails: they are compared at the start."""
+"""Ranks that hold different copies of a weight train different models, and nothing fails: so copies are compared, at
+the start and now and then.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,21 +15,29 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from zeroresize.comm.collectives import same_ranks
+from zeroresize.comm.collectives import group_rank, same_ranks
 from zeroresize.comm.exchange import Exchange
 from zeroresize.control.setup_checks import HINT, MOST_NAMED, Layers, check_data_parallelism
 from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.layers.shards import is_marked_as_shard
+
+logger = logging.getLogger(__name__)
 
 #: Of its norm: what two ranks' copies of a parameter may differ by in sum. Rounding in another order, as atomic
 #: additions on a GPU do it, stays below over a long training; other seeds, or another checkpoint, are far above.
 _TOLERANCE = 1e-3
+#: Of its norm, times the machine epsilon and the root of the steps: what rounding adds to that at most, as it adds up
+#: like a random walk. A gradient that is scaled by other factors on other ranks is above after a few steps.
+_ROUNDINGS = 8.0
+#: Copies are compared whenever the number of steps has doubled, and after so many at the latest.
+_MOST_STEPS = 1000
 #: Elements that are summed at once.
 _PIECE = 2**22
 
 
 class StartCheck:
-    """Compares, in the first training forward, what the ranks of a group should hold alike; a model may be loaded until
-    then.
+    """Compares what the ranks of a group should hold alike: in the first training forward, until which a model may be
+    loaded, and at updates, with which copies of a parameter may have drifted apart.
 
     Compared are the parameters that are no shards, by a few sums of each. Left out is what may be a shard: parameters
     of modules that hold a process group, those that a framework has marked (``dist_layout``,
@@ -41,6 +52,8 @@ class StartCheck:
 
     def __init__(self, model: nn.Module, layers: Layers, process_group: ProcessGroup, exchange: Exchange) -> None:
         self._model, self._layers, self._group, self._exchange = model, layers, process_group, exchange
+        self._at_start: dict[str, list[float]] | None = None
+        self._next_step, self._has_told = 0, False
         first: Any = next(iter(layers.values()))
         self._first = first
         hook = first.register_forward_pre_hook(_calling(weakref.WeakMethod(self._training_begins)))
@@ -61,27 +74,72 @@ class StartCheck:
         Raises:
             ValueError: on every rank, naming the first parameters that differ and the ranks on which they do.
         """
+        replicated, apart = self._apart()
+        self._at_start = apart
+        differing = {name: ranks for name, of_ranks in apart.items() if (ranks := _above(of_ranks, _TOLERANCE))}
+        if differing:
+            raise ValueError(
+                f"{len(differing)} of {len(replicated)} parameters that all ranks of the group should hold alike "
+                f"differ from rank 0's: {_named(differing)}. Seed the "
+                "ranks alike before the model is built, or load the same checkpoint on all. A shard of a layer of "
+                f"your own is left out where its parameter has tensor_model_parallel=True; {HINT}"
+            )
+
+    def after_update(self, num_steps: int) -> None:
+        """Warn, once and on rank 0, of copies that have drifted apart since the start; collective, if it is due.
+
+        Args:
+            num_steps: of the optimizer so far, the same on all ranks.
+        """
+        if self._at_start is None or num_steps < self._next_step:
+            return
+        self._next_step = min(2 * num_steps, num_steps + _MOST_STEPS)
+        replicated, apart = self._apart()
+        drifted = {}
+        for name, of_ranks in apart.items():
+            before = self._at_start.get(name, [0.0] * len(of_ranks))
+            rounding = _ROUNDINGS * torch.finfo(replicated[name].dtype).eps * math.sqrt(num_steps)
+            more = [now - then for now, then in zip(of_ranks, before, strict=True)]
+            if ranks := _above(more, min(rounding, _TOLERANCE)):
+                drifted[name] = ranks
+        if drifted and not self._has_told and group_rank(self._group) == 0:
+            self._has_told = True
+            logger.warning(
+                "step %d: %d of %d parameters that all ranks of the group hold alike have drifted apart, so the ranks "
+                "train different models: %s. Clip gradients by zeroresize.clip_grad_norm_ (torch's takes each rank's "
+                "own shards), step on all ranks or on none where a gradient scaler skips steps, and draw alike what "
+                "is random outside of the parallel layers; %s",
+                num_steps,
+                len(drifted),
+                len(replicated),
+                _named(drifted),
+                HINT,
+            )
+
+    def _apart(self) -> tuple[dict[str, Tensor], dict[str, list[float]]]:
+        """The parameters that should be alike, and by how much each rank's differ from rank 0's; collective."""
         replicated = dict(_replicated(self._model, self._group))
         own = [number for row in _table(replicated) for number in row]
         tables = [
             {numbers[at]: numbers[at + 1 : at + 4] for at in range(0, len(numbers), 4)}
             for numbers in self._exchange.gather(own)
         ]
-        differing: dict[str, list[int]] = {}
+        apart = {}
         for name, parameter in replicated.items():
             key = _key(name, parameter)
             if key in tables[0]:
-                ranks = [rank for rank, table in enumerate(tables) if _differ(table.get(key), tables[0][key])]
-                if ranks:
-                    differing[name] = ranks
-        if differing:
-            named = [f"{name} on ranks {ranks}" for name, ranks in list(differing.items())[:MOST_NAMED]]
-            raise ValueError(
-                f"{len(differing)} of {len(replicated)} parameters that all ranks of the group should hold alike "
-                f"differ from rank 0's: {'; '.join(named)}{'; …' if len(differing) > MOST_NAMED else ''}. Seed the "
-                "ranks alike before the model is built, or load the same checkpoint on all. A shard of a layer of "
-                f"your own is left out where its parameter has tensor_model_parallel=True; {HINT}"
-            )
+                apart[name] = [_distance(table.get(key), tables[0][key]) for table in tables]
+        return replicated, apart
+
+
+def _above(distances: Sequence[float], most: float) -> list[int]:
+    """The ranks that are further away."""
+    return [rank for rank, distance in enumerate(distances) if distance > most]
+
+
+def _named(differing: Mapping[str, Sequence[int]]) -> str:
+    told = [f"{name} on ranks {ranks}" for name, ranks in list(differing.items())[:MOST_NAMED]]
+    return f"{'; '.join(told)}{'; …' if len(differing) > MOST_NAMED else ''}"
 
 
 def _calling(method: weakref.WeakMethod[Any]) -> Any:
@@ -110,7 +168,7 @@ def _replicated(model: nn.Module, process_group: ProcessGroup) -> Iterator[tuple
             whole = {name: one for name, one in own.items() if is_whole and name.rpartition(".")[2] == "bias"}
         elif _holds_group(module) or id(module) in makers:
             whole = {}
-        whole = {name: one for name, one in whole.items() if not _is_marked(one)}
+        whole = {name: one for name, one in whole.items() if not _is_its_own(one)}
         shards |= {id(one) for name, one in own.items() if name not in whole}
         found |= whole
     for name, one in found.items():
@@ -122,15 +180,9 @@ def _holds_group(module: nn.Module) -> bool:
     return any(isinstance(value, ProcessGroup) for value in vars(module).values())
 
 
-def _is_marked(parameter: Tensor) -> bool:
+def _is_its_own(parameter: Tensor) -> bool:
     """Whether a framework says that each rank has its own."""
-    marks = getattr(parameter, "__dict__", {})
-    return (
-        hasattr(parameter, "dist_layout")
-        or hasattr(parameter, "device_mesh")
-        or bool(marks.get("tensor_model_parallel"))
-        or any(isinstance(value, ProcessGroup) for value in marks.values())
-    )
+    return is_marked_as_shard(parameter) or hasattr(parameter, "device_mesh")
 
 
 def _table(parameters: Mapping[str, Tensor]) -> list[list[float]]:
@@ -159,11 +211,12 @@ def _key(name: str, parameter: Tensor) -> float:
     return float(int.from_bytes(hashlib.sha256(told).digest()[:6], "big"))
 
 
-def _differ(own: Sequence[float] | None, reference: Sequence[float]) -> bool:
-    """Whether two ranks' numbers of a parameter are of different ones; what one does not know does not differ."""
-    if own is None:
-        return False
+def _distance(own: Sequence[float] | None, reference: Sequence[float]) -> float:
+    """How far apart two ranks' numbers of a parameter are, of its norm; what one does not know is not apart."""
+    if own is None or list(own) == list(reference):
+        return 0.0
     if any(map(math.isnan, (*own, *reference))):
-        return any(math.isnan(one) != math.isnan(other) for one, other in zip(own, reference, strict=True))
-    most = _TOLERANCE * max(own[-1], reference[-1])
-    return any(abs(one - other) > most for one, other in zip(own, reference, strict=True))
+        are_alike = all(math.isnan(one) == math.isnan(other) for one, other in zip(own, reference, strict=True))
+        return 0.0 if are_alike else math.inf
+    most = max(abs(one - other) for one, other in zip(own, reference, strict=True))
+    return most / max(own[-1], reference[-1])

@@ -15,6 +15,7 @@ from zeroresize.config import BalanceConfig
 from zeroresize.kernels.probe import Probes
 from zeroresize.layers.functional import LastGradients, ProductContext, column_parallel_products, row_parallel_products
 from zeroresize.layers.segment import OwnedSegment
+from zeroresize.layers.shards import tell_shards_of
 from zeroresize.layers.shared_products import SharedProducts
 from zeroresize.plan.layer import LayerPlan
 
@@ -85,6 +86,7 @@ class BalancedLinear:
         self.probes = Probes()
         self.needs_eager_autograd = False
         self.forget_forwards()
+        tell_shards_of(self)
 
     def __copy__(self) -> BalancedLinear:
         return self._blank_with(self._own_state())

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from zeroresize.comm.collectives import all_reduce
+from zeroresize.optim.gradient_clipping import grad_norm, scale_gradients
 from zeroresize.pipeline.pipeline import Pipeline
 
 
@@ -13,23 +14,21 @@ from zeroresize.pipeline.pipeline import Pipeline
 def clip_grad_norm_(pipeline: Pipeline, max_norm: float) -> Tensor:
     """What ``torch.nn.utils.clip_grad_norm_`` does to the undivided model's gradients; collective.
 
-    Not with tensor parallelism inside stages: each rank would count its own shards only, and scale by another factor
-    than the others of its stage.
+    With tensor parallelism inside stages it is so over the stages' groups, too: see
+    :func:`zeroresize.clip_grad_norm_`.
 
     Args:
         max_norm: of all stages' gradients together, as one vector.
 
     Returns:
         Their 2-norm before, on every rank.
+
+    Raises:
+        ValueError: for layers of several tensor-parallel groups.
     """
-    gradients = [one.grad for one in pipeline.parameters() if one.grad is not None]
-    squares = [torch.linalg.vector_norm(one, dtype=torch.promote_types(one.dtype, torch.float32)) for one in gradients]
-    total = torch.zeros((), dtype=torch.float64, device=pipeline.device)
-    for norm in squares:
-        total += norm.double().square()
+    parameters = list(pipeline.parameters())  # of all stages' layers, so all ranks find the same groups
+    total = grad_norm(parameters).to(pipeline.device).square()
     all_reduce(total, pipeline.process_group)
     total.sqrt_()
-    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for gradient in gradients:
-        gradient.mul_(factor.to(gradient.dtype))
+    scale_gradients(parameters, max_norm, total)
     return total

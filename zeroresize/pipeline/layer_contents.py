@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroresize.pipeline.stage_layers import LayerTensors, emptied
-from zeroresize.resharding.contents import GRADIENT, PARAMETER, STATE, replace_data
+from zeroresize.resharding.contents import GRADIENT, PARAMETER, STATE, replace_data, why_of_fixed_size
 
 BUFFER, EXTRA = "buffer", "extra state"
 
@@ -151,11 +151,14 @@ def describe(
     """A present layer's note, and the tensors in its order.
 
     Raises:
-        ValueError: for a sparse gradient, and optimizer state of other kinds than tensors, numbers and texts.
+        ValueError: for a sparse gradient, a tensor of a parameter's size as its attribute, and optimizer state of other
+            kinds than tensors, numbers and texts.
     """
     found: list[tuple[str, str, Tensor]] = []
     parameters = {}
     for name, parameter in own.parameters.items():
+        if reason := why_of_fixed_size(f"layers.{number}.{name}", parameter):
+            raise ValueError(f"{reason}, so its layer cannot move")
         found.append((name, PARAMETER, parameter.detach()))
         if parameter.grad is not None:
             if parameter.grad.layout is not torch.strided:

@@ -15,6 +15,8 @@ from torch.distributed.pipelining import Schedule1F1B
 
 from zeroresize.comm.collectives import all_reduce
 from zeroresize.comm.remaining_group import num_known_groups
+from zeroresize.optim.independence import why_not_by_parameter
+from zeroresize.pipeline.layer_contents import groups_of, require_movable_state
 from zeroresize.pipeline.moving import LayerMoveReport, move_layers
 from zeroresize.pipeline.moving_early import MoveDuringBackward, moving_during_backward
 from zeroresize.pipeline.pipeline import Pipeline
@@ -34,6 +36,7 @@ from zeroresize.pipeline.records import ProfileRecord, RebalancingRecord
 from zeroresize.pipeline.releasing import Releasing, Repack
 from zeroresize.pipeline.replicas import Replicas
 from zeroresize.pipeline.shrinking import NUM_GROUPS
+from zeroresize.pipeline.stage_layers import require_plain
 from zeroresize.pipeline.stage_units import StageUnits, UnitsFirst
 from zeroresize.resharding.agreement import (
     CannotMoveError,
@@ -45,6 +48,11 @@ from zeroresize.resharding.agreement import (
 from zeroresize.utils.state_checks import count
 
 logger = logging.getLogger(__name__)
+
+_OPTIONS = (
+    "the options of PipelineBalancer, or in the parameter groups of the optimizer: give every rank's all of "
+    "pipeline.parameters(), in the same groups"
+)
 
 
 class PipelineBalancer:
@@ -97,9 +105,11 @@ class PipelineBalancer:
         steps: how many blocks are over.
 
     Raises:
-        ValueError: for values that are not allowed, and for layers of which some share a parameter.
-        RuntimeError: on every rank, if ranks differ in these values, or, with ``repack``, in how many process groups
-            they are members of: torch names new ones by that.
+        ValueError: for values that are not allowed, for layers of which some share a parameter or that are inside
+            DistributedDataParallel or FSDP, and for an optimizer that is a wrapper, does not step all parameters that
+            want gradients, or is not known to step each by itself (LBFGS).
+        RuntimeError: on every rank, if ranks differ in these values or in the optimizer's parameter groups, or, with
+            ``repack``, in how many process groups they are members of: torch names new ones by that.
         ValueError, RuntimeError: as :class:`~zeroresize.pipeline.replicas.Replicas`.
     """
 
@@ -144,6 +154,8 @@ class PipelineBalancer:
             if units is not None and replicas is None and units.num_ranks > 1:
                 raise ValueError(f"units of {units.num_ranks} ranks need these ranks as replicas=")
             _require_no_ties(pipeline)
+            require_plain(list(pipeline.layers))
+            groups = _require_stepping_all(pipeline, optimizer)
             rule = RebalancingRule(
                 by,
                 balancer,
@@ -156,14 +168,14 @@ class PipelineBalancer:
             self._rebalancing = Rebalancing(rule)
             options = f"{rule}, max_bytes={max_bytes}, move_during_backward={move_during_backward}"
             alike = (
-                fingerprint(f"{options} {replicas is None} {units is None} {repack}"),
+                fingerprint(f"{options} {replicas is None} {units is None} {repack} {groups}"),
                 0.0 if repack is None else num_known_groups(),
             )
         except Exception as error:  # the others must hear of any
             alike = error
         meet = pipeline.meet()
         table = meet_prepared(meet, alike)
-        require_same([one for one, *_ in table], "the options of PipelineBalancer", meet)
+        require_same([one for one, *_ in table], _OPTIONS, meet)
         require_same([number for _, number, *_ in table], NUM_GROUPS, meet)
         if replicas is not None:
             self._replicas = Replicas(pipeline, replicas, options)
@@ -403,3 +415,21 @@ def _require_no_ties(pipeline: Pipeline) -> None:
                     f"layers {other} and {number} share a parameter, so they cannot be moved one by one: make one "
                     "layer of them and of those between"
                 )
+
+
+def _require_stepping_all(pipeline: Pipeline, optimizer: torch.optim.Optimizer | None) -> list[int | None]:
+    """The number of each parameter's group in the optimizer, where layers can move with it; None for those in none."""
+    if require_movable_state(optimizer) is None:
+        return []
+    groups = groups_of(optimizer)
+    missing = [name for name, one in pipeline.named_parameters() if one.requires_grad and id(one) not in groups]
+    if missing:
+        raise ValueError(
+            f"the optimizer does not step {len(missing)} of the pipeline's parameters, which want gradients "
+            f"({', '.join(missing[:3])}{', …' if missing[3:] else ''}): give every rank's all of "
+            "pipeline.parameters(), those of other stages included, since layers move with its state"
+        )
+    reason = why_not_by_parameter(optimizer, pipeline.parameters())
+    if reason is not None:
+        raise ValueError(f"layers cannot move to other stages: {reason}")
+    return [groups.get(id(one)) for one in pipeline.parameters()]

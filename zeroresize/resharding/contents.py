@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from zeroresize.layers.segment import OwnedSegment, UnitTensor
+from zeroresize.layers.weight_checks import is_sharded
 from zeroresize.optim.optimizers import stepped_tensors, torch_optimizer
+from zeroresize.resharding.accumulator_hooks import KeptHooks
 
 PARAMETER, GRADIENT, MASTER, MASTER_GRADIENT, STATE = "parameter", "gradient", "master", "master gradient", "state "
 GRADIENTS = (GRADIENT, MASTER_GRADIENT)
@@ -72,8 +74,15 @@ class Contents:
                 f"{name}: its shape is {tuple(parameter.shape)}, but dimension {dim} must be {size}: "
                 f"{unit_tensor.num_blocks} blocks of {num_units} units of {unit_tensor.rows} rows"
             )
+        if is_sharded(parameter):
+            raise ValueError(
+                f"{name}: it is a DTensor, of which this rank holds a shard only, as with fully_shard, so its units "
+                "cannot move"
+            )
         if not parameter.is_leaf:
             raise ValueError(f"{name}: it is computed from other tensors (is_leaf is False), so its units cannot move")
+        if reason := why_of_fixed_size(name, parameter):
+            raise ValueError(f"{reason}, so its units cannot move")
         self._state: Mapping[str, Any] = {}
         if optimizer is not None and stepped is not None and stepped in optimizer.state:
             self._state = optimizer.state[stepped]
@@ -246,16 +255,29 @@ def kept_value(value: Sequence[Any], device: torch.device) -> Any:
 
 
 def replace_data(tensor: Tensor, new: Tensor, gradient: Tensor | None) -> None:
-    """Give ``tensor`` other data, of another shape, and another gradient.
+    """Give ``tensor`` other data, of another shape, and another gradient; hooks stay, on its gradient accumulator, too.
 
-    Its gradient accumulator remembers the shape for as long as anything holds on to it, such as the graph of a loss.
+    That remembers the shape for as long as anything holds on to it, such as the graph of a loss.
     Torch makes a new one only where dtype or device change: so the dtype changes for a moment.
     """
+    hooks = KeptHooks(tensor)
     tensor.grad = None
     other = torch.float16 if tensor.dtype != torch.float16 else torch.float32
     tensor.data = torch.empty(0, dtype=other, device=tensor.device)
     tensor.data = new
     tensor.grad = gradient
+    hooks.put_on(tensor)
+
+
+def why_of_fixed_size(name: str, parameter: Tensor) -> str | None:
+    """Why a parameter must keep its size: somebody has put a tensor of it beside, as Megatron's ``main_grad``."""
+    for key, value in vars(parameter).items():
+        if isinstance(value, Tensor) and value.numel() == parameter.numel() > 1:
+            return (
+                f"{name} has an attribute {key!r} of shape {tuple(value.shape)}, as some reducers of gradients put "
+                "there, which may be a part of a buffer and would not follow"
+            )
+    return None
 
 
 def layers_of(segment: OwnedSegment) -> list[nn.Module]:

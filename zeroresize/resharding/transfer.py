@@ -69,8 +69,8 @@ def move_units(
     that move away and back leave everything as it was.
 
     Parameters, master weights and the optimizer's state dictionaries stay the objects that they are, their tensors get
-    other shapes. Hooks on parameters stay; hooks that somebody else put on gradient accumulators are lost, but for
-    those of DistributedDataParallel.
+    other shapes. Hooks on parameters stay, those on gradient accumulators, too. A parameter with a tensor of its size
+    as an attribute, as Megatron's ``main_grad``, cannot move.
 
     All or nothing: nobody changes anything before every rank has received all. Up to then the new tensors of all
     segments that this rank's units change in are held beside the old ones, and messages of at most ``max_bytes``.

@@ -8,16 +8,19 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_rank, group_size
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.layers.segments import owned_segments, segment_works
+from zeroresize.layers.weight_checks import is_sharded
+from zeroresize.optim.independence import why_not_elementwise
+from zeroresize.optim.optimizers import stepped_tensors
 from zeroresize.plan.ownership import SegmentWork, checked_shares, owned_shares, unit_counts
 from zeroresize.resharding.agreement import CannotMoveError, Meet
-from zeroresize.resharding.contents import contents_of
+from zeroresize.resharding.contents import contents_of, why_of_fixed_size
 from zeroresize.resharding.data_parallel import Replicas
 from zeroresize.resharding.transfer import bytes_of_units, move_units
 
@@ -63,7 +66,8 @@ class UnitsInForce:
         works: what decisions must know of them.
         shares: by which the units are divided now, one a rank.
         moves: that were made since :meth:`forget_moves`.
-        why_not_movable: why no unit may change hands; None where they may.
+        why_not_divisible: why the optimizer does not let units be divided unevenly; None where it does.
+        why_not_movable: why no unit may change hands, for that or another reason; None where they may.
     """
 
     def __init__(
@@ -83,6 +87,7 @@ class UnitsInForce:
         self.shares = next((segment.shares for segment in self.segments), self.home)
         self.moves: list[Move] = []
         self._owned_by: tuple[tuple[float, ...], float] = self.home, 1.0
+        self.why_not_divisible = self._why_not_divisible()
         self.why_not_movable = self._why_not_movable(replicas)
 
     @property
@@ -133,6 +138,22 @@ class UnitsInForce:
             raise ValueError(f"shares={list(checked)}: no unit can change hands: {self.why_not_movable}")
         return checked
 
+    def agree(self) -> None:
+        """Where units of one rank cannot move or be divided, those of no rank can; collective.
+
+        Raises:
+            ValueError: on every rank, if units are away though the optimizer does not let them be divided.
+        """
+        own = self.why_not_divisible is not None, self.why_not_movable is not None
+        table = self.meet(*map(float, own))
+        indivisible, immovable = ([rank for rank, row in enumerate(table) if row[kind]] for kind in (0, 1))
+        if indivisible and self.why_not_divisible is None:
+            self.why_not_divisible = f"the optimizer of rank {indivisible[0]} of the group does not allow it"
+        if immovable and self.why_not_movable is None:
+            self.why_not_movable = self.why_not_divisible or f"those of rank {immovable[0]} of the group cannot"
+        if self.why_not_divisible is not None and not self.is_home:
+            raise ValueError(f"units are divided by the shares {list(self.shares)}: {self.why_not_divisible}")
+
     def move(self, shares: Sequence[float]) -> Move | None:
         """Divide the units by ``shares``; None where that is how they are divided already.
 
@@ -145,6 +166,8 @@ class UnitsInForce:
         before, after = self.shares, tuple(shares)
         if after == before or not self.segments:
             return None
+        if self.why_not_divisible is not None:
+            raise CannotMoveError(f"nothing has changed: {self.why_not_divisible}")
         targets = {
             segment.name: segment.owned.with_counts(unit_counts(after, work))
             for segment, work in zip(self.segments, self.works, strict=True)
@@ -202,11 +225,35 @@ class UnitsInForce:
             raise
         self.move(away)
 
+    @property
+    def _parameters(self) -> dict[str, Tensor]:
+        """Those that hold units, by name."""
+        return {one.name: one.parameter for segment in self.segments for one in segment.tensors}
+
+    def _why_not_divisible(self) -> str | None:
+        if self._optimizer is None:
+            return None
+        try:
+            stepped = stepped_tensors(self._optimizer, self._parameters)
+        except ValueError:  # a move tells
+            return None
+        return why_not_elementwise(self._optimizer, stepped.values())
+
     def _why_not_movable(self, replicas: Replicas) -> str | None:
         if not self.segments:
             return "the model has no segment that is known to be divisible unevenly (the log of convert says why)"
-        if replicas.why_unknown is not None or replicas.group is None:
+        if replicas.why_unknown is not None:
             return replicas.why_unknown
+        if self.why_not_divisible is not None:
+            return self.why_not_divisible
+        sharded = next((name for name, one in self._parameters.items() if is_sharded(one)), None)
+        if sharded is not None:
+            return f"{sharded} is a DTensor, of which this rank holds a shard only, as with fully_shard"
+        fixed = (why_of_fixed_size(name, one) for name, one in self._parameters.items())
+        if reason := next(filter(None, fixed), None):
+            return reason
+        if replicas.group is None:
+            return None
         if any(one.__name__ == "ZeroRedundancyOptimizer" for one in type(self._optimizer).__mro__):
             return "the optimizer is a ZeroRedundancyOptimizer, whose replicas keep different parts of its state"
         try:

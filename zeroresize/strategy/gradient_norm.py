@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from zeroresize.comm.collectives import all_reduce
+from zeroresize.optim.gradient_clipping import scale_gradients
 from zeroresize.strategy.model import SwitchableModel
 
 
@@ -35,8 +36,5 @@ def clip_grad_norm_(model: SwitchableModel, max_norm: float) -> Tensor:
         The norm before.
     """
     norm = grad_norm(model)
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.mul_(factor.to(parameter.grad.dtype))
+    scale_gradients(list(model.parameters()), max_norm, norm)
     return norm

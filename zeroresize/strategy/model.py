@@ -30,6 +30,7 @@ from zeroresize.resharding.agreement import (
     texts_of_ranks,
 )
 from zeroresize.resharding.layout import Layout, TensorSpec
+from zeroresize.strategy.optimizer_checks import require_divisible
 from zeroresize.strategy.strategy import Position, Strategy
 from zeroresize.strategy.switching.all_or_nothing import carried_out
 from zeroresize.strategy.switching.gradient_sum import sum_gradients
@@ -85,7 +86,8 @@ class SwitchableModel:
 
     Raises:
         ValueError: for strategies that do not fit the ranks or layers, parameters that layers share, buffers with
-            state, and segments that do not fit; see :class:`~zeroresize.strategy.switching.sharding.WholeLayers`.
+            state, layers inside DistributedDataParallel or FSDP, and segments that do not fit; see
+            :class:`~zeroresize.strategy.switching.sharding.WholeLayers`.
         RuntimeError: if ranks differ in what they were given, the weights included, if one fails, or does not come.
     """
 
@@ -297,8 +299,9 @@ class SwitchableModel:
 
         Raises:
             ValueError: for a strategy that the model was not given, within a step (``collect`` comes before), where
-                gradients are left (``zero_grad``), and for an optimizer that is a wrapper, steps other parameters or
-                keeps what cannot move; the other ranks raise a RuntimeError.
+                gradients are left (``zero_grad``), and for an optimizer that is a wrapper, steps other parameters,
+                keeps what cannot move or sees whole matrices that the home divides; the other ranks raise a
+                RuntimeError.
             NotEnoughMemoryError: on every rank, if the new tensors and messages do not fit on some.
             RuntimeError: on every rank that lives, if ranks differ in the strategy, the groups' settings, or the state
                 of what they share, or one dies or fails.
@@ -309,6 +312,7 @@ class SwitchableModel:
         def checked() -> tuple[Placement, OwnState]:
             if self.current != self.home:
                 raise ValueError(f"the home cannot change while {self.current} is in force: call collect() before")
+            require_divisible(optimizer, strategy, dict(self.named_parameters()), self.tensors)
             return self._placement(strategy), OwnState(before, self._layers.tensors, optimizer)
 
         what = "the strategy, or the settings of the optimizer's parameter groups"

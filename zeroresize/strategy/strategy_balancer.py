@@ -23,7 +23,8 @@ from zeroresize.comm.exchange import Exchange
 from zeroresize.comm.whereabouts import Call
 from zeroresize.measure.device_speed import product_seconds
 from zeroresize.measure.step_timer import Clock, StepTimer, clock_for
-from zeroresize.resharding.agreement import NotEnoughMemoryError
+from zeroresize.optim.independence import why_not_elementwise
+from zeroresize.resharding.agreement import NotEnoughMemoryError, meet_over, meet_prepared
 from zeroresize.strategy.costs.cost_model import CostModel
 from zeroresize.strategy.step_report import StepReport
 from zeroresize.strategy.stragglers.change_cost import ChangeCost
@@ -82,7 +83,8 @@ class StrategyBalancer:
 
     Raises:
         ValueError: for values that are not allowed, and where the model's home is the strategy of no range; on all
-            ranks, if they differ in the values.
+            ranks, if they differ in the values; for an optimizer that sees whole matrices, as Muon does, since another
+            home may divide them: the other ranks may raise a RuntimeError then.
         RuntimeError: if a rank does not come.
     """
 
@@ -101,6 +103,7 @@ class StrategyBalancer:
         model, strategies = trainer.model, [one.strategy for one in trainer.ranges]
         if model.home not in strategies:
             raise ValueError(f"home {model.home} is the strategy of no range: {', '.join(map(str, strategies))}")
+        self._require_any_home(trainer)
         self.steps = 0
         self._trainer, self._model, self._home = trainer, model, strategies.index(model.home)
         self._costs = StragglerCosts(cost, trainer.ranges, home=self._home, limit_bytes=limit_bytes)
@@ -127,6 +130,16 @@ class StrategyBalancer:
         self._timer = StepTimer(clock or clock_for(model.device))
         self.close: Callable[[], object] = finalize(self, _close, self._exchange, self._timer)
         self._probe = probe or _Products(model.device)
+
+    @staticmethod
+    def _require_any_home(trainer: StrategyTrainer) -> None:
+        """Collective."""
+        model = trainer.model
+        own: tuple[float, float] | Exception = 0.0, 0.0
+        reason = why_not_elementwise(trainer.optimizer, model.parameters())
+        if reason is not None:
+            own = ValueError(f"where ranks are slow, another home may divide what the optimizer steps, but {reason}")
+        meet_prepared(meet_over(model.process_group, model.device), own)
 
     @property
     def in_force(self) -> tuple[Strategy, ...]:

@@ -19,6 +19,7 @@ from zeroresize.resharding.agreement import fingerprint, meet_over, meet_prepare
 from zeroresize.strategy.gradient_norm import clip_grad_norm_, grad_norm
 from zeroresize.strategy.length_range import LengthRange, as_ranges, with_limits
 from zeroresize.strategy.model import SwitchableModel
+from zeroresize.strategy.optimizer_checks import require_divisible
 from zeroresize.strategy.packed import Packed
 from zeroresize.strategy.running.activations import find_activations
 from zeroresize.strategy.running.one_f_one_b import Loss, PipelineStage
@@ -50,6 +51,8 @@ class StrategyTrainer:
     salesman's tour from home and back). The sequences of a visit are packed into micro-batches, replica by replica, and
     run in 1F1B. A token counts the same under every strategy, so the step is that of training under one of them.
 
+    Its constructor is collective.
+
     Args:
         model: under its home strategy between steps. A rank that a strategy leaves out takes part in the switches.
         optimizer: of the model's parameters; after ``model.rehome`` of those that it has then. On a rank that home
@@ -69,7 +72,8 @@ class StrategyTrainer:
 
     Raises:
         ValueError: for ranges that do not rise or whose strategies the model does not have, ``max_tokens`` below the
-            longest sequence of a range, and layers that do not run on the meta device.
+            longest sequence of a range, and layers that do not run on the meta device. For an optimizer that sees
+            whole matrices where the home divides them, as Muon does; the other ranks may raise a RuntimeError then.
     """
 
     def __init__(
@@ -86,13 +90,14 @@ class StrategyTrainer:
         seed: int = 0,
     ) -> None:
         self.model, self.optimizer = model, optimizer
+        self._meet = meet_over(model.process_group, model.device)
+        self._require_divisible()
         number("grad_clip", grad_clip, least=0.0)
         self._loss, self._max_tokens, self._grad_clip, self._work = loss, max_tokens, grad_clip, work
         self._seed, self.num_steps = seed, 0
         self._tour = SwitchTour(model, links)
         self.use(ranges)
         self._activations = find_activations(model.whole_layers)
-        self._meet = meet_over(model.process_group, model.device)
 
     @property
     def ranges(self) -> tuple[LengthRange, ...]:
@@ -214,6 +219,16 @@ class StrategyTrainer:
         lengths = [len(one) - 1 for one in sequences]
         visits = {one.strategy: one for one in plan_visits(lengths, self.ranges, self._work)}
         return [visits[strategy] for strategy in self._tour.order(list(visits))]
+
+    def _require_divisible(self) -> None:
+        """Collective, since a rank that the home leaves out has nothing to step."""
+        model = self.model
+        own: tuple[float, float] | Exception = 0.0, 0.0
+        try:
+            require_divisible(self.optimizer, model.home, dict(model.named_parameters()), model.tensors)
+        except ValueError as error:  # the others must hear of it
+            own = error
+        meet_prepared(self._meet, own)
 
     def _require_parameters(self) -> None:
         held = {id(one) for group in self.optimizer.param_groups for one in group["params"]}

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.layers.linear import ColumnParallelLinear, RowParallelLinear
 from zeroresize.layers.segment import Segment
+from zeroresize.pipeline.stage_layers import require_plain
 from zeroresize.resharding.layout import TensorSpec, UnitDivision
 
 #: ``segments(number, layer)`` tells which linear layers of a layer are divided, and by which units.
@@ -74,7 +75,8 @@ class WholeLayers:
         tensors: [P], in the order of the layers and of their ``named_parameters``.
 
     Raises:
-        ValueError: for parameters that layers share, buffers that state dictionaries hold, and segments whose layers
+        ValueError: for layers inside DistributedDataParallel or FSDP, parameters that are no plain tensors or that
+            layers share, buffers that state dictionaries hold, and segments whose layers
             do not exist, are no ``nn.Linear``, or do not fit each other.
     """
 
@@ -83,6 +85,7 @@ class WholeLayers:
         self._layers = list(layers)
         if not self._layers:
             raise ValueError("a model needs at least one layer")
+        require_plain(self._layers)
         _require_own_parameters(self._layers)
         self.tensors: list[WholeTensor] = []
         for number, layer in enumerate(self._layers):

@@ -1,0 +1,116 @@
+"""Optimizers for which dividing a matrix in another way is another training: no unit moves, and training goes on."""
+
+import math
+
+import pytest
+import torch
+from log_lines import caught_log_lines
+from torch import nn
+from virtual_training import FEATURES, Pair
+
+import zeroresize as zr
+
+MATRICES = "is not known to treat tensors element by element"
+
+
+class ByNorm(torch.optim.SGD):
+    """Scales by the norm of each matrix, as LAMB does; fails on a rank without units, as Muon does."""
+
+    def step(self):
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is not None:
+                    one.grad.mul_(math.sqrt(one.shape[-1] / one.shape[0]) / (1.0 + one.grad.norm()))
+        super().step()
+
+
+class Away(torch.optim.SGD):
+    """Not known; element by element."""
+
+
+def made(group, kind=ByNorm, shares=None, **config):
+    model = Pair(group)
+    config = zr.BalanceConfig(update_every=2, **config)
+    zr.convert(model, process_group=group, config=config, shares=shares)
+    return model, zr.Balancer(model, kind(model.parameters(), lr=0.1), process_group=group, config=config)
+
+
+@pytest.mark.parametrize("mode", ["exact", "off"])
+def test_no_unit_moves_and_training_goes_on(run_ranks, mode):
+    def train(rank, group):
+        with caught_log_lines() as lines:
+            model, balancer = made(group, mode=mode)
+        told = [line for line in lines if "no units change hands" in line and MATRICES in line]
+        assert len(told) == (mode == "exact")
+        optimizer = ByNorm(model.parameters(), lr=0.1)
+        for step in range(6):
+            model(torch.ones(2, FEATURES)).square().mean().backward()
+            optimizer.step()
+            balancer.step()
+            if step == 3:
+                with pytest.raises(ValueError, match=f"no unit can change hands: the optimizer .*ByNorm {MATRICES}"):
+                    balancer.move([1, 0])
+        assert balancer.plan.owned == (1.0, 1.0)
+        with balancer.at_home():
+            pass
+
+    run_ranks(train, 2, timeout_s=30)
+
+
+def test_torchs_muon_and_adafactor_are_refused(run_ranks):
+    def train(rank, group):
+        for kind in (getattr(torch.optim, name, None) for name in ("Muon", "Adafactor")):
+            if kind is None:
+                continue
+            model = nn.Sequential(Pair(group))
+            for layer in (model[0].up, model[0].down):
+                layer.bias = None
+            config = zr.BalanceConfig()
+            zr.convert(model, process_group=group, config=config)
+            balancer = zr.Balancer(model, kind(model.parameters()), process_group=group, config=config)
+            with pytest.raises(ValueError, match=f"{kind.__name__} {MATRICES}"):
+                balancer.move([3, 1])
+            balancer.close()
+
+    run_ranks(train, 2, timeout_s=30)
+
+
+def test_shares_are_refused_where_they_are_given_with_the_optimizer(run_ranks):
+    def convert(rank, group):
+        model = Pair(group)
+        optimizer = ByNorm(model.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match=rf"^shares=\[1.5, 0.5\]: units cannot be divided so: .*{MATRICES}"):
+            zr.convert(model, process_group=group, config=zr.BalanceConfig(), shares=(3, 1), optimizer=optimizer)
+        assert model.up.weight.shape == (2 * FEATURES, FEATURES)
+
+    run_ranks(convert, 2, timeout_s=30)
+
+
+def test_uneven_shares_are_refused_when_the_balancer_is_made(run_ranks):
+    def convert(rank, group):
+        with pytest.raises(ValueError, match=rf"^units are divided by the shares \[1.5, 0.5\]: .*{MATRICES}"):
+            made(group, shares=(3, 1))
+
+    run_ranks(convert, 2, timeout_s=30)
+
+
+def test_an_unknown_optimizer_that_passes_the_trial_moves(run_ranks):
+    def move(rank, group):
+        _, balancer = made(group, Away, mode="off")
+        balancer.move([3, 1])
+        return balancer.plan.owned
+
+    assert run_ranks(move, 2) == [(1.5, 0.5)] * 2
+
+
+def test_where_ranks_judge_differently_none_moves_and_none_waits(run_ranks):
+    def move(rank, group):
+        if rank == 1:
+            zr.mark_elementwise(ByNorm)
+        _, balancer = made(group)
+        with pytest.raises(ValueError, match="no unit can change hands: ") as error:
+            balancer.move([3, 1])
+        return str(error.value)
+
+    of_first, of_second = run_ranks(move, 2, timeout_s=30)
+    assert MATRICES in of_first and "the optimizer of rank 0 of the group does not allow it" in of_second

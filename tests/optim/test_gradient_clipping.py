@@ -1,0 +1,186 @@
+"""Clipping of a divided model is that of the undivided one, on every rank alike."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from colossalai_host import OFF, Host, small_vit
+from moving import WIDTH, block, segments_of, uneven
+from torch import nn
+
+import zeroresize as zr
+from zeroresize.resharding.transfer import move_units
+
+MAX_NORM = 0.05
+
+
+class Models:
+    """A divided model, and the undivided one that it is."""
+
+    def __init__(self, group):
+        self.group = group
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        self.divided, self.whole = block(group), block(alone)
+
+    def backward(self, seed=0, scale=1.0):
+        x = torch.randn(5, 3, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        for model in (self.divided, self.whole):
+            model.zero_grad()
+            (scale * model(x).square().sum()).backward()
+
+    def move(self, targets, optimizer=None):
+        segments = segments_of(self.divided, self.group)
+        move_units(segments, targets, process_group=self.group, optimizer=optimizer)
+
+    def replicated(self):
+        """Of both models, what every rank holds as a whole: the last layer and the row-parallel biases."""
+        names = [f"2.{kind}" for kind in ("weight", "bias")] + ["0.out.bias", "1.down.bias"]
+        return [[dict(model.named_parameters())[name] for name in names] for model in (self.divided, self.whole)]
+
+
+def bits(tensor):
+    return tensor.detach().clone().view(torch.int64).tolist()
+
+
+@pytest.mark.parametrize(
+    ("norm_type", "foreach"), [(1, None), (2.0, None), (2.0, False), (2.0, True), (3.5, False), ("inf", None)]
+)
+def test_the_norm_is_that_of_the_undivided_model_whoever_owns_which_units(run_ranks, norm_type, foreach):
+    def clip(rank, group):
+        models, norms = Models(group), []
+        for turn in (None, 0, 1):  # at home, unevenly, and with a rank that has nothing
+            if turn is not None:
+                models = Models(group)
+                models.move(uneven(3, turn))
+            models.backward()
+            norm = zr.clip_grad_norm_(models.divided.parameters(), MAX_NORM, norm_type, foreach=foreach)
+            expected = nn.utils.clip_grad_norm_(models.whole.parameters(), MAX_NORM, norm_type)
+            torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
+            assert expected > MAX_NORM
+            for own, whole in zip(*models.replicated(), strict=True):
+                torch.testing.assert_close(own.grad, whole.grad, rtol=1e-9, atol=1e-12)
+            norms.append(bits(norm))
+        return norms
+
+    assert all(norms == found[0] for found in [run_ranks(clip, 3)] for norms in found)
+
+
+def test_training_with_clipping_is_that_of_the_undivided_model_and_replicas_stay_alike(run_ranks):
+    def train(rank, group):
+        models = Models(group)
+        optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (models.divided, models.whole)]
+        for step in range(12):
+            models.backward(step)
+            zr.clip_grad_norm_(models.divided.parameters(), MAX_NORM)
+            nn.utils.clip_grad_norm_(models.whole.parameters(), MAX_NORM)
+            for optimizer in optimizers:
+                optimizer.step()
+            if step == 5:
+                models.move(uneven(2), optimizers[0])
+        for own, whole in zip(*models.replicated(), strict=True):
+            torch.testing.assert_close(own, whole, rtol=1e-10, atol=1e-12)
+        return [bits(own) for own in models.replicated()[0]]
+
+    first, second = run_ranks(train, 2)
+    assert first == second
+
+
+def test_a_rank_without_gradients_takes_part(run_ranks):
+    def clip(rank, group):
+        models = Models(group)
+        models.backward()
+        if rank == 1:
+            models.divided.zero_grad()
+        return zr.clip_grad_norm_(models.divided.parameters(), math.inf).item()
+
+    first, second = run_ranks(clip, 2, timeout_s=20)
+    assert first == second > 0.0
+
+
+def test_all_ranks_raise_where_one_has_an_infinite_gradient_and_scale_nothing(run_ranks):
+    def clip(rank, group):
+        models = Models(group)
+        models.backward()
+        if rank == 1:
+            models.divided[1].up.weight.grad[0, 0] = math.inf
+        before = copy.deepcopy([one.grad for one in models.divided.parameters()])
+        with pytest.raises(RuntimeError, match=r"norm of order 2\.0 of the gradients is inf"):
+            zr.clip_grad_norm_(models.divided.parameters(), MAX_NORM, error_if_nonfinite=True)
+        assert all(map(torch.equal, before, [one.grad for one in models.divided.parameters()]))
+        assert zr.clip_grad_norm_(models.divided.parameters(), MAX_NORM).isinf()
+
+    run_ranks(clip, 2, timeout_s=20)
+
+
+def test_a_copy_of_a_model_and_one_in_half_precision_are_known_as_well(run_ranks):
+    def clip(rank, group):
+        models = Models(group)
+        models.divided, models.whole = copy.deepcopy(models.divided), models.whole
+        models.backward()
+        expected = nn.utils.clip_grad_norm_(models.whole.parameters(), math.inf)
+        torch.testing.assert_close(zr.clip_grad_norm_(models.divided.parameters(), math.inf), expected)
+        for one in models.divided.parameters():
+            gradient, one.grad = one.grad, None
+            one.data = one.data.bfloat16()
+            one.grad = gradient.bfloat16()
+        norm = zr.clip_grad_norm_(models.divided.parameters(), MAX_NORM)
+        assert norm.dtype is torch.float32
+        torch.testing.assert_close(norm.double(), expected, rtol=1e-2, atol=0)
+
+    run_ranks(clip, 2)
+
+
+def test_without_parallel_layers_it_is_torchs():
+    torch.manual_seed(0)
+    layers = nn.Linear(5, 7), nn.Linear(5, 7)
+    layers[1].load_state_dict(layers[0].state_dict())
+    for layer in layers:
+        layer(torch.ones(2, 5)).square().sum().backward()
+    norms = [
+        clip(layer.parameters(), 0.1)
+        for clip, layer in zip((zr.clip_grad_norm_, nn.utils.clip_grad_norm_), layers, strict=True)
+    ]
+    torch.testing.assert_close(*norms)
+    torch.testing.assert_close(layers[0].weight.grad, layers[1].weight.grad)
+    assert zr.clip_grad_norm_([], 1.0) == 0.0
+    assert zr.clip_grad_norm_(layers[0].weight, 1.0) == layers[0].weight.grad.norm()
+
+
+@pytest.mark.parametrize(("key", "value"), [("norm_type", 0), ("norm_type", math.nan), ("max_norm", -1.0)])
+def test_values_that_mean_nothing_are_refused(key, value):
+    with pytest.raises(ValueError, match=f"^{key}={value!r} is not allowed"):
+        zr.clip_grad_norm_([nn.Parameter(torch.ones(2))], **{"max_norm": 1.0, key: value})
+
+
+def test_shards_that_others_have_marked_count_on_every_rank(run_ranks):
+    def clip(rank, group):
+        layer = block(group)[1]
+        marked = nn.Parameter(torch.ones(2, dtype=torch.float64))
+        marked.tensor_model_parallel = True
+        marked.grad = torch.full((2,), 3.0 + rank, dtype=torch.float64)
+        parameters = [*layer.parameters(), marked]
+        with pytest.raises(ValueError, match="1 of 1 parameters are marked as shards, but none is of a parallel layer"):
+            zr.clip_grad_norm_([marked], 1.0)
+        return zr.clip_grad_norm_(parameters, math.inf).item()
+
+    assert run_ranks(clip, 2) == [pytest.approx(math.sqrt(2 * 9 + 2 * 16))] * 2
+
+
+@pytest.mark.colossalai
+def test_colossalais_layers_are_known_once_they_are_converted(run_ranks, colossalai_vit_modules):
+    def clip(rank, group):
+        host, whole = Host(group), small_vit()
+        model = host.shard(copy.deepcopy(whole))
+        zr.convert(model, process_group=group, config=OFF)
+        x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+        for one in (model, whole):
+            one(x).logits.square().sum().backward()
+        expected = nn.utils.clip_grad_norm_(whole.parameters(), MAX_NORM)
+        norm = zr.clip_grad_norm_(model.parameters(), MAX_NORM)
+        torch.testing.assert_close(norm, expected, rtol=1e-4, atol=0)
+        return norm.item()
+
+    first, second = run_ranks(clip, 2)
+    assert first == second

@@ -1,0 +1,85 @@
+"""A home divides only what its optimizer treats element by element, and layers inside wrappers are refused."""
+
+import pytest
+import torch
+from switched_models import layers_of
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from lm_examples.llama import LlamaConfig, llama_layers, token_loss
+from zeroresize.strategy.length_range import LengthRange
+from zeroresize.strategy.model import SwitchableModel
+from zeroresize.strategy.strategy import Strategy
+from zeroresize.strategy.strategy_balancer import StrategyBalancer
+from zeroresize.strategy.trainer import StrategyTrainer
+
+CONFIG = LlamaConfig(num_blocks=1, hidden_size=8, num_heads=2, mlp_size=4, vocabulary=16)
+WHOLE, DIVIDED, STAGES, ONE = Strategy(2), Strategy(1, 2), Strategy(1, 1, 2), Strategy(1, ranks=(1,))
+NOT_BY_ELEMENT = "is not known to treat tensors element by element"
+
+
+class ByNorm(torch.optim.SGD):
+    """As LAMB and Adafactor do it, which older releases of torch lack."""
+
+    def step(self):
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is not None:
+                    one.grad.div_(1.0 + one.grad.norm())
+        super().step()
+
+
+def trainer_of(group, home, kind=ByNorm):
+    torch.manual_seed(0)
+    strategies = [home, *(one for one in (WHOLE, DIVIDED) if one != home)]
+    model = SwitchableModel(llama_layers(CONFIG), strategies=strategies, process_group=group, nodes=[0, 0])
+    optimizer = kind([{"params": list(model.parameters())}], lr=0.1)
+    return StrategyTrainer(model, optimizer, [LengthRange(8, home)], loss=token_loss)
+
+
+def test_a_home_with_tensor_parallelism_is_refused_on_every_rank(run_ranks):
+    def check(rank, group):
+        with pytest.raises(ValueError, match=rf"the home \(1, 2, 1\) divides .*ByNorm {NOT_BY_ELEMENT}"):
+            trainer_of(group, DIVIDED)
+        trainer_of(group, DIVIDED, torch.optim.SGD)
+        trainer = trainer_of(group, WHOLE)
+        with pytest.raises(ValueError, match=rf"the home \(1, 2, 1\) divides .*ByNorm {NOT_BY_ELEMENT}"):
+            trainer.model.rehome(DIVIDED, trainer.optimizer)
+        with pytest.raises(ValueError, match=f"another home may divide .*ByNorm {NOT_BY_ELEMENT}"):
+            StrategyBalancer(trainer, None)
+        trainer.step([torch.arange(9)])
+
+    run_ranks(check, 2, timeout_s=30)
+
+
+def test_a_rank_that_the_home_leaves_out_hears_of_it(run_ranks):
+    def check(rank, group):
+        trainer = trainer_of(group, ONE)
+        error = ValueError if rank else RuntimeError
+        with pytest.raises(error, match="element by element" if rank else r"ranks \[1\] of the group failed before"):
+            trainer.model.rehome(DIVIDED, trainer.optimizer)
+
+    run_ranks(check, 2, timeout_s=30)
+
+
+def test_a_home_of_stages_is_refused_where_the_optimizer_sees_other_parameters(run_ranks):
+    def check(rank, group):
+        trainer_of(group, STAGES)
+        with pytest.raises(ValueError, match=r"the home \(1, 1, 2\) divides .*LBFGS .* parameter by parameter"):
+            trainer_of(group, STAGES, torch.optim.LBFGS)
+
+    run_ranks(check, 2, timeout_s=30)
+
+
+def test_layers_inside_data_parallel_wrappers_are_refused(run_ranks):
+    def check(rank, group):
+        for wrap, told in (
+            (DistributedDataParallel, r"layers\.1 is inside Distributed"),
+            (fully_shard, r"layers\.1 is"),
+        ):
+            layers = layers_of()
+            layers[1] = wrap(layers[1])
+            with pytest.raises(ValueError, match=told):
+                SwitchableModel(layers, strategies=[WHOLE], process_group=group)
+
+    run_ranks(check, 2, timeout_s=30)

@@ -1,0 +1,125 @@
+"""Clipping by the norm of the undivided model's gradients; ``R`` ranks of the tensor-parallel group."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from zeroresize.comm.collectives import all_gather, group_size, message_device
+from zeroresize.layers.shards import sharding_of
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """What ``torch.nn.utils.clip_grad_norm_`` does to the undivided model's gradients, in place.
+
+    That function itself would take each rank's own shards only, and scale what all ranks hold alike by other factors on
+    other ranks. Collective over the tensor-parallel group, also on a rank without gradients, and whoever owns which
+    units. Of parameters that all ranks hold, rank 0's gradients count, once.
+
+    Shards are the parameters of this package's layers and of those that ``convert`` took, but for the row-parallel
+    bias. A shard of a layer of your own is one where it has ``tensor_model_parallel=True``, as Megatron marks it. In
+    mixed precision unscale gradients before. A :class:`~zeroresize.pipeline.Pipeline` has a function of its own.
+
+    Args:
+        parameters: of the model, the same on all ranks; those without a gradient have none.
+        max_norm: of all gradients together, as one vector.
+        norm_type: p > 0 of the p-norm; ``inf`` for the largest element.
+        error_if_nonfinite: whether to raise if the norm is nan or infinite; on all ranks then.
+        foreach: whether many tensors are computed with at once; None for where torch can.
+
+    Returns:
+        The norm before, of no dimension, on the first parameter's device; bitwise the same on every rank.
+
+    Raises:
+        ValueError: for another ``norm_type``, a negative ``max_norm``, layers of several process groups, and marked
+            shards without a layer that tells their group.
+        RuntimeError: if the norm is not finite and ``error_if_nonfinite``; nothing is scaled. If a rank does not come.
+    """
+    wanted = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if not float(max_norm) >= 0.0:
+        raise ValueError(f"max_norm={max_norm!r} is not allowed: a number of at least 0 is needed")
+    norm = grad_norm(wanted, norm_type, foreach)
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped. To "
+            "scale them by it all the same, set error_if_nonfinite=False"
+        )
+    scale_gradients(wanted, float(max_norm), norm, foreach)
+    return norm.to(torch.float64 if any(one.dtype is torch.float64 for one in wanted) else torch.float32)
+
+
+def grad_norm(parameters: Sequence[Tensor], norm_type: float = 2.0, foreach: bool | None = None) -> Tensor:
+    """The p-norm of the undivided model's gradients, in float64; collective, as :func:`clip_grad_norm_`."""
+    p = float(norm_type)
+    if not p > 0.0:
+        raise ValueError(f"norm_type={norm_type!r} is not allowed: a number above 0 is needed, or inf")
+    group, are_shards = sharding_of(parameters)
+    device = parameters[0].device if parameters else torch.device("cpu")
+    with torch.no_grad():
+        norms = [
+            _norm([one for one, is_shard in zip(parameters, are_shards, strict=True) if is_shard is wanted], p, foreach)
+            for wanted in (False, True)
+        ]
+        own = torch.stack([one.to(device) for one in norms])  # of what all ranks hold, and of shards
+        if group is None or group_size(group) == 1:
+            return torch.linalg.vector_norm(own, p)
+        # Gathered, not summed: ranks then add in one order, whatever the algorithm of a backend.
+        rows = [row.to(device) for row in all_gather(own.to(message_device(group, device)), group)]
+        return torch.linalg.vector_norm(torch.stack([rows[0][0], *(row[1] for row in rows)]), p)
+
+
+def scale_gradients(parameters: Sequence[Tensor], max_norm: float, norm: Tensor, foreach: bool | None = None) -> None:
+    """Scale all gradients so that ``norm``, theirs at present, gets ``max_norm`` at most."""
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for (device, dtype), gradients in _by_kind(parameters).items():
+        own = factor.to(device, torch.promote_types(dtype, torch.float32))
+        if foreach is False:
+            for gradient in gradients:
+                gradient.mul_(own)
+        else:
+            torch._foreach_mul_(gradients, own)
+
+
+def _norm(parameters: Sequence[Tensor], p: float, foreach: bool | None) -> Tensor:
+    """Of the gradients that this process holds; of DTensors, those of all ranks of their mesh."""
+    norms: list[Tensor] = []
+    whole: list[Tensor] = []
+    for one in parameters:
+        if one.grad is None:
+            continue
+        if hasattr(one.grad, "full_tensor"):
+            norms.append(torch.linalg.vector_norm(one.grad, p, dtype=_wide(one.grad.dtype)).full_tensor())
+        elif one.grad.numel():
+            whole.append(one)
+    for (_, dtype), gradients in _by_kind(whole).items():
+        if foreach is not False and dtype in (torch.float32, torch.float64):  # others are to be summed in float32
+            norms += torch._foreach_norm(gradients, p)
+        else:
+            norms += [torch.linalg.vector_norm(one, p, dtype=_wide(dtype)) for one in gradients]
+    if not norms:
+        return torch.zeros((), dtype=torch.float64)
+    return torch.linalg.vector_norm(torch.stack([one.to(norms[0].device, torch.float64) for one in norms]), p)
+
+
+def _by_kind(parameters: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    """Local gradients by device and dtype."""
+    found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for one in parameters:
+        if one.grad is not None:
+            gradient = one.grad.to_local() if hasattr(one.grad, "to_local") else one.grad
+            found[gradient.device, gradient.dtype].append(gradient)
+    return found
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
