@@ -4,7 +4,7 @@ The work of layers is real: each case of ``lm_examples`` trains a GPT of 48 bloc
 every block tells how many multiplications it did, and whether it has a backward. What a step on 24 devices takes, and
 what moves, is simulated from that (``zeroresize.simulate.pipeline_training``): a dense block takes 0.5 ms forward and
 1 ms backward of a micro-batch and holds 200 MB, as of hidden size 1,024 with Adam's state; moves have 10 GB/s and 50 ms
-besides; a profiled step takes 5 % longer; all seconds vary by 2 %.
+besides, which is known from the start; a profiled step takes 5 % longer; all seconds vary by 2 %.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ MODEL = (
     "output.progress=false",
 )
 FORWARD_S, BACKWARD_S, BLOCK_BYTES = 0.5e-3, 1e-3, 200e6
+LINKS = MoveCost(seconds_per_byte=1e-10, fixed_s=0.05)
 STRAGGLERS = {"χ = 2": 2.0, "χ = 4": 4.0}
 PROFILE_EVERY = 10
 
@@ -133,7 +134,7 @@ def main() -> None:
             for stages in options.stages:
                 speeds = np.ones((options.steps, stages))
                 speeds[options.steps // 8 :, stages // 2] = 1.0 / STRAGGLERS.get(case, 1.0)
-                cluster = PipelineCluster(stages, speeds, MoveCost(1e-10, 0.05), profiled_share=0.05, noise=0.02)
+                cluster = PipelineCluster(stages, speeds, LINKS, profiled_share=0.05, noise=0.02)
                 every = 1 if often(case) else PROFILE_EVERY
                 for name, trace in traces(loads, sizes, changes, cluster, options.micro_batches, every).items():
                     rows.append(_row(case, stages, name, trace))

@@ -9,6 +9,7 @@ from zeroresize.pipeline.partition import Partition, PipelineLoad
 from zeroresize.pipeline.profiling import LayerProfile, PipelineProfile
 from zeroresize.pipeline.rebalancing import Rebalancing
 from zeroresize.pipeline.rebalancing_forecast import RebalancingRule
+from zeroresize.policy.moving import MoveCost
 
 NUM_MICROBATCHES = 8
 
@@ -63,7 +64,7 @@ class World:
         return moves
 
 
-def rebalancing_of(**options):
+def rebalancing_of(cost_of_move=MoveCost(1e-9, 0.05), **options):
     chosen = {
         "by": "time",
         "method": "partition",
@@ -71,4 +72,4 @@ def rebalancing_of(**options):
         "num_microbatches": NUM_MICROBATCHES,
         "num_steps": 100,
     }
-    return Rebalancing(RebalancingRule(**(chosen | options)))
+    return Rebalancing(RebalancingRule(**(chosen | options)), cost_of_move)

@@ -32,6 +32,7 @@ from zeroresize.pipeline.centralized import balanced_partition
 from zeroresize.pipeline.early_layer_move import EarlyLayerMove
 from zeroresize.pipeline.partition import Partition, PipelineLoad
 from zeroresize.pipeline.profile_exchange import ProfileExchange
+from zeroresize.policy.moving import MoveCost
 from zeroresize.resharding import agreement
 from zeroresize.resharding.agreement import NotEnoughMemoryError
 
@@ -82,6 +83,35 @@ def step_s(load, partition):
 
 def require_undivided(losses, num_layers):
     assert losses == pytest.approx(undivided_losses(num_layers, len(losses)), rel=1e-10, abs=0.0)
+
+
+def test_moves_have_the_price_that_the_links_tell_and_learned_prices_are_kept(run_ranks, monkeypatch):
+    def check(rank, group):
+        monkeypatch.setattr(pipeline_balancer, "measure_links", lambda *_: MoveCost(3e-10, 0.002))
+        training = Training(group, 8)
+        measured = training.balancer.state_dict()["cost_of_move"]
+        training.pace.of_rank = 3.0 if rank == 1 else 1.0
+        training.train(12)
+        assert len(training.records) == 1
+        learned = training.balancer.state_dict()
+        resumed = Training(group, 8)
+        resumed.balancer.load_state_dict(learned)
+        return measured, learned["cost_of_move"], resumed.balancer.state_dict()["cost_of_move"]
+
+    measured, learned, resumed = require_alike(run_ranks(check, 2))
+    assert measured == pytest.approx((3e-10, 0.052))
+    assert resumed == learned != measured
+
+
+@pytest.mark.parametrize("during", [False, True])
+def test_links_are_measured_when_the_balancer_is_made(run_ranks, during):
+    """Between processes of one machine nothing takes as little as no time, or as much as a second for 100 MB."""
+
+    def check(rank, group):
+        return Training(group, 2, move_during_backward=during).balancer.state_dict()["cost_of_move"]
+
+    per_byte_s, fixed_s = require_alike(run_ranks(check, 2))
+    assert 0.0 < per_byte_s < 1e-8 and per_byte_s != MoveCost().seconds_per_byte and fixed_s > 0.0
 
 
 @pytest.mark.parametrize("method", ["partition", "diffusion"])

@@ -88,6 +88,18 @@ def test_moves_that_are_too_dear_are_not_made():
     assert cheap.step_s[-1] < dear.step_s[0]
 
 
+def test_large_layers_move_at_the_price_of_real_links():
+    """A step saves 7 ms from step 25 on; 16 layers of 400 MB take 40 ms each at 10 GB/s, and 400 ms at 1 GB/s."""
+    light = loads_of()
+    loads = LayerLoads(light.forward_s, light.backward_s, np.full(LAYERS, 4e8))
+    quick, slow = (
+        balanced(loads, PipelineCluster(4, slow_from(25), links=MoveCost(seconds_per_byte, 0.05)))
+        for seconds_per_byte in (1e-10, 1e-8)
+    )
+    assert quick.num_moves == 1 and slow.num_moves == 0
+    assert balanced(loads, PipelineCluster(4, slow_from(25))) == quick  # such as are usual
+
+
 def test_nothing_moves_where_all_is_even_and_noise_is_small():
     trace = balanced(loads_of(), PipelineCluster(4, noise=0.02, seed=3), every=1)
     assert trace.num_moves == 0

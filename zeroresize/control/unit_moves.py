@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from zeroresize.config_keys import AWAY_MODES, MOVING_MODES
 from zeroresize.control.assembly import Parts
 from zeroresize.control.move_log import MoveLog
-from zeroresize.measure.calibrate_moves import measure_move_cost
+from zeroresize.measure.links import measure_links
 from zeroresize.plan.group import WorkloadPlan
 from zeroresize.policy.moving import MoveCost
 from zeroresize.resharding.agreement import CannotMoveError, NotEnoughMemoryError
@@ -69,13 +69,13 @@ class UnitMoves:
         if units is None or everybody is None or units.why_not_movable is not None:
             return
         if parts.config.may_move or parts.config.mode == "off":
-            cost = measure_move_cost(parts.process_group, parts.device)
+            links = measure_links(parts.process_group, parts.device)
             try:
                 num_bytes = float(units.bytes_of_units)
             except Exception as error:
                 logger.warning("units cannot move: %s", error)
                 num_bytes = math.nan
-            told = everybody.gather([*cost, num_bytes])
+            told = everybody.gather([links.seconds_per_byte, links.fixed_s, num_bytes])
             if any(math.isnan(own) for *_, own in told):
                 units.why_not_movable = (
                     "the optimizer keeps state that cannot be divided by units, or the model changed"

@@ -15,6 +15,7 @@ from torch.distributed.pipelining import Schedule1F1B
 
 from zeroresize.comm.collectives import all_reduce
 from zeroresize.comm.remaining_group import num_known_groups
+from zeroresize.measure.links import measure_links
 from zeroresize.optim.independence import why_not_by_parameter
 from zeroresize.pipeline.layer_contents import groups_of, require_movable_state
 from zeroresize.pipeline.moving import LayerMoveReport, move_layers
@@ -38,6 +39,7 @@ from zeroresize.pipeline.replicas import Replicas
 from zeroresize.pipeline.shrinking import NUM_GROUPS
 from zeroresize.pipeline.stage_layers import require_plain
 from zeroresize.pipeline.stage_units import StageUnits, UnitsFirst
+from zeroresize.policy.moving import MoveCost
 from zeroresize.resharding.agreement import (
     CannotMoveError,
     NotEnoughMemoryError,
@@ -48,6 +50,9 @@ from zeroresize.resharding.agreement import (
 from zeroresize.utils.state_checks import count
 
 logger = logging.getLogger(__name__)
+
+#: Seconds in which ranks agree on a move and install layers, before the first one tells.
+_INSTALLED_S = 0.05
 
 _OPTIONS = (
     "the options of PipelineBalancer, or in the parameter groups of the optimizer: give every rank's all of "
@@ -165,7 +170,6 @@ class PipelineBalancer:
                 min_saving,
                 limits,
             )
-            self._rebalancing = Rebalancing(rule)
             options = f"{rule}, max_bytes={max_bytes}, move_during_backward={move_during_backward}"
             alike = (
                 fingerprint(f"{options} {replicas is None} {units is None} {repack} {groups}"),
@@ -181,6 +185,7 @@ class PipelineBalancer:
             self._replicas = Replicas(pipeline, replicas, options)
         self._tells = pipeline.stage == 0 and (self._replicas is None or self._replicas.is_first)
         self._connect()
+        self._rebalancing = Rebalancing(rule, self._measured_cost())
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -370,6 +375,14 @@ class PipelineBalancer:
         self._profiles = ProfileExchange(self._pipeline)
         if self._moves_during_backward:
             _ = self._pipeline.side_group
+
+    def _measured_cost(self) -> MoveCost:
+        """Of moves, by the links that layers travel over; collective, and alike in all pipelines."""
+        channel = self._pipeline.side_group if self._moves_during_backward else None
+        links = measure_links(self._pipeline.process_group, self._pipeline.device, channel)
+        figures = [links.seconds_per_byte, links.fixed_s]
+        per_byte_s, latency_s = figures if self._replicas is None else self._replicas.most(*figures)
+        return MoveCost(per_byte_s, _INSTALLED_S + latency_s)
 
     def _tell(self, forecast: RebalancingForecast, report: LayerMoveReport) -> None:
         table = torch.zeros(self._pipeline.num_stages, 3, dtype=torch.float64)

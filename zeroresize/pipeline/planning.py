@@ -75,7 +75,7 @@ def plan_pipeline(
     )
     profile = PipelineProfile(tuple(layers), (0.0,) * num_stages, uniform.boundaries)
     if boundaries is None:
-        partition = rule.wanted(costs, profile, MoveCost())
+        partition = rule.wanted(costs, profile, MoveCost(0.0, 0.0))  # what a run begins with has no price
     else:
         partition = Partition.of(boundaries, len(layers), num_stages)
     step = rule.simulated(costs, partition)

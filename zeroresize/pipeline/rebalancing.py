@@ -37,8 +37,12 @@ _CHECK = keyed(
 class Rebalancing:
     """Decides, profile by profile.
 
-    Attributes:
+    Args:
         rule: how wanted boundaries are found.
+        cost_of_move: as the links between stages promise.
+
+    Attributes:
+        rule: as given.
         costs: of layers; None before the first profile.
         cost_of_move: as far as is known.
         owed_s: seconds that the present boundaries have cost since others were wanted.
@@ -47,10 +51,10 @@ class Rebalancing:
         has_learned: whether ``costs`` are of the last profile; not while another one is waited for.
     """
 
-    def __init__(self, rule: RebalancingRule) -> None:
+    def __init__(self, rule: RebalancingRule, cost_of_move: MoveCost) -> None:
         self.rule = rule
         self.costs: LayerCosts | None = None
-        self.cost_of_move = MoveCost()
+        self.cost_of_move = cost_of_move
         self.owed_s, self.doubt = 0.0, 1.0
         self._profile: PipelineProfile | None = None
         self._running: RunningProfile | None = None

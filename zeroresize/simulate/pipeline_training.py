@@ -7,7 +7,7 @@ figures are known at the end of the next step, and layers move there or, as by d
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from zeroresize.pipeline.profiling import LayerProfile, PipelineProfile
 from zeroresize.pipeline.rebalancing import Rebalancing
 from zeroresize.pipeline.rebalancing_forecast import RebalancingForecast, RebalancingRule
 from zeroresize.policy.moving import MoveCost
+
+#: A network of 100 Gbit/s, roughly, and what ranks take to agree on a move and to install layers.
+TYPICAL_LINKS = MoveCost(1e-10, 0.05)
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,8 @@ class PipelineCluster:
     Attributes:
         num_stages: one device each.
         speeds: [N, S]; None for devices that are equally fast at all times.
-        move: what a move really takes.
+        links: what moves take by the links between stages, as measured at the start of a training.
+        move: what a move really takes; None for what the links promise.
         profiled_share: by how much a step becomes longer where it is measured.
         noise: relative standard deviation of a layer's measured and real seconds from step to step.
         seed: of the noise.
@@ -64,7 +68,8 @@ class PipelineCluster:
 
     num_stages: int
     speeds: Floats | None = None
-    move: MoveCost = field(default_factory=MoveCost)
+    links: MoveCost = TYPICAL_LINKS
+    move: MoveCost | None = None
     profiled_share: float = 0.0
     noise: float = 0.0
     seed: int = 0
@@ -131,7 +136,7 @@ def simulate_pipeline(
     if rule is not None and (rule.num_microbatches, rule.schedule) != (num_microbatches, schedule):
         raise ValueError("the rule is of another number of micro-batches or another schedule")
     random = np.random.default_rng(cluster.seed)
-    rebalancing = None if rule is None else Rebalancing(rule)
+    rebalancing = None if rule is None else Rebalancing(rule, cluster.links)
     cadence = ProfileCadence(1 if rule is None else rule.num_steps)
     measured: PipelineProfile | None = None
     wanted: RebalancingForecast | None = None
@@ -161,7 +166,7 @@ def simulate_pipeline(
                 moving, wanted = wanted, None
         if moving is not None:
             now = Partition(moving.after)
-            seconds = cluster.move.seconds(moving.num_bytes)
+            seconds = (cluster.move or cluster.links).seconds(moving.num_bytes)
             rebalancing.learn(moving.num_bytes, seconds)
             move_s += seconds
             num_moves += 1

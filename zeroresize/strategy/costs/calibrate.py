@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroresize.comm.collectives import all_reduce, group_rank, group_size, message_device
-from zeroresize.measure.calibrate_moves import measure_move_cost
+from zeroresize.measure import links
 from zeroresize.strategy.costs.cost_model import Floats
 from zeroresize.strategy.costs.layer_costs import LayerCost, LayerCosts
 from zeroresize.strategy.model import SwitchableModel
@@ -138,9 +138,9 @@ def measure_links(model: SwitchableModel) -> LinkSpeeds:
     A network between nodes that is slower than the links within makes both as slow: the safe side for deciding whether
     a switch pays.
     """
-    per_byte_s, smallest_s = _most(np.array(measure_move_cost(model.process_group, model.device)), model).tolist()
-    speed = 1.0 / max(per_byte_s, 1e-15)
-    return LinkSpeeds(speed, speed, smallest_s)
+    found = links.measure_links(model.process_group, model.device)
+    speed = 1.0 / max(found.seconds_per_byte, 1e-15)
+    return LinkSpeeds(speed, speed, found.fixed_s)
 
 
 def _timed(layers: Sequence[nn.Module], batch: Packed, device: torch.device) -> Floats:
