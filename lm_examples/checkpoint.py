@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lm_examples import checkpoint_files
-from lm_examples.checkpoint_files import loading, write_checkpoint
+from lm_examples.checkpoint_files import loading, reader_of, write_checkpoint
 from vit_examples.all_ranks import on_all_ranks
 from zeroresize.pipeline import Pipeline
 
@@ -63,7 +63,6 @@ def load_layers(checkpoint: Path, pipeline: Pipeline, optimizer: torch.optim.Opt
     Raises:
         ValueError: on every rank, naming the checkpoint, if it cannot be read or lacks something.
     """
-    reader = FileSystemReader(checkpoint)
     group = pipeline.process_group
 
     def wanted() -> dict[str, Any]:
@@ -87,6 +86,7 @@ def load_layers(checkpoint: Path, pipeline: Pipeline, optimizer: torch.optim.Opt
                 optimizer.state[parameters[parameter]][key] = one
 
     with loading(checkpoint, group):
+        reader = reader_of(checkpoint, group)
         values = on_all_ranks(ValueError, wanted, group)
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         dcp.load(values, storage_reader=reader, planner=planner, process_group=group)

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader
 
-from lm_examples.checkpoint_files import SavedState, loading, write_checkpoint
+from lm_examples.checkpoint_files import SavedState, loading, reader_of, write_checkpoint
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.strategy_state import strategy_state
 
@@ -29,5 +28,5 @@ def load_model(checkpoint: Path, model: SwitchableModel, optimizer: torch.optim.
         ValueError: on every rank, naming the checkpoint, if it cannot be read or lacks something.
     """
     with loading(checkpoint, model.process_group):
-        reader = FileSystemReader(checkpoint)
+        reader = reader_of(checkpoint, model.process_group)
         dcp.load(strategy_state(model, optimizer), storage_reader=reader, process_group=model.process_group)

@@ -136,7 +136,7 @@ class LayerMove:
         ]
         try:
             for arrived in self._arrived:
-                arrived.unpickle()
+                arrived.read_extra_state(is_from_file=False)
         except Exception as error:
             return [error]
         return []
