@@ -113,6 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         how_to_go_on=how_to_go_on,
         prepare=_joined,
         finish=_finish,
+        leave=_leave,
         default_ranks=4,
     )
 
@@ -131,6 +132,9 @@ def _finish(run: Run) -> None:
         train(run)
     elif run.recorder is not None:
         print(f"nothing to do: the checkpoint has {run.step} steps, training.steps asks for no more")
+
+
+def _leave(run: Run) -> None:
     run.held.close()
     leave_together()
 

@@ -8,7 +8,7 @@ import math
 import platform
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,10 @@ from zeroresize.utils.json_lines import JsonLines, without_nan
 
 MOST_RANKS_SHOWN = 16
 _PACKAGES = ("torch", "colossalai", "transformers", "numpy")
+
+
+class SummaryNotWrittenError(OSError):
+    """What a run has come to could not be written; the message has it."""
 
 
 class StepClock:
@@ -157,26 +161,38 @@ class Recorder:
         """Write ``summary.json``, whole or not at all, with commits, versions and configuration added.
 
         Raises:
-            OSError: naming the file, if it cannot be written: what a run has found is no telemetry.
+            SummaryNotWrittenError: if it cannot be written.
         """
         self._board.close()
         with self._metrics.writing("its end"):
             self._lines.close()
         commit = " ".join(self.commits)
         summary = {**summary, "commit": commit, "versions": _versions(), "config": config_to_dict(self._config)}
-        unfinished = self._folder / "unfinished-summary.json"
-        try:
-            unfinished.write_text(json.dumps(without_nan(summary), indent=1), encoding="utf-8")
-            unfinished.replace(self._summary)
-        except OSError as error:
-            with suppress(OSError):
-                unfinished.unlink(missing_ok=True)
-            raise OSError(f"{self._summary}: cannot be written: {error.strerror}") from error
+        write_summary(self._summary, summary)
 
     def _show(self, numbers: dict[str, float], prefix: str, step: int) -> None:
         for name, value in numbers.items():
             if not math.isnan(value):
                 self._board.add(name if "/" in name else prefix + name, value, step)
+
+
+def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
+    """Write what a run has come to, whole or not at all.
+
+    Raises:
+        SummaryNotWrittenError: if it cannot be written; other than telemetry it is what the run was for.
+    """
+    unfinished = path.with_name(f"unfinished-{path.name}")
+    try:
+        unfinished.write_text(json.dumps(without_nan(summary), indent=1), encoding="utf-8")
+        unfinished.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        plain = {key: value for key, value in without_nan(summary).items() if not isinstance(value, dict)}
+        raise SummaryNotWrittenError(
+            f"the run is complete, but {path}: cannot be written: {error.strerror}; it would say {json.dumps(plain)}"
+        ) from error
 
 
 def num_settling(seconds: Sequence[float], settle_steps: int) -> int:

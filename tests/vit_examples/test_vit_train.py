@@ -26,6 +26,7 @@ pytest.importorskip("safetensors")
 import torch
 from fake_time import FakeTime
 from forked_training import forked_training, training_started
+from full_disk import full_when
 from picture_files import write_parquet
 from rich.console import Console
 from safetensors.torch import load_file
@@ -224,6 +225,16 @@ def test_a_run_on_a_full_disk_trains_to_its_end_and_says_what_it_could_not_write
         assert f"no checkpoint of epoch {epoch}, training goes on without (the newest is none): rank " in run.stderr
     assert run.stderr.count("metrics.jsonl is incomplete from step ") == 1
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
+def test_a_summary_that_cannot_be_written_ends_the_run_with_one_line(pictures: Path, tmp_path: Path) -> None:
+    arguments = micro_arguments(pictures, tmp_path / "run", "host=torch", "training.epochs=1")
+    run = forked_training(arguments, tmp_path / "said", lambda: full_when(recorder.Recorder, "close"))
+    assert run.returncode == 1, run.stderr
+    summary = tmp_path / "run" / "summary.json"
+    assert f"error: the run is complete, but {summary}: cannot be written: File too large" in run.stderr
+    assert '"test_accuracy": ' in run.stderr and "Traceback" not in run.stderr
+    assert (tmp_path / "run" / "checkpoints" / "epoch-0001").is_dir()
 
 
 @pytest.mark.timeout(300)

@@ -101,7 +101,7 @@ class KubernetesHook:
         body = {"spec": {"containers": [{"name": self._container, "resources": self._resources}]}}
         patches = {"resize": api.patch_namespaced_pod_resize, "none": api.patch_namespaced_pod}
         tried = ["resize", "none"] if self._subresource == "either" else [self._subresource]
-        for number, subresource in enumerate(tried):
+        for turn, subresource in enumerate(tried, 1):
             try:
                 # The answer is not read into a pod: nothing of it is needed, and its parsing could fail.
                 patches[subresource](
@@ -109,7 +109,7 @@ class KubernetesHook:
                 )
                 return
             except client.ApiException as error:
-                if error.status in _NOT_FOUND and number + 1 < len(tried):
+                if error.status in _NOT_FOUND and turn < len(tried):
                     continue
                 raise RuntimeError(
                     f"the API server refuses to change pod {pod} of namespace {self._namespace}: {error.status} "
