@@ -38,16 +38,19 @@ class StepClock:
 
     Args:
         before: seconds of iterations of earlier processes, one sequence each.
+        since_lap: those of them that no lap was told of yet.
 
     Attributes:
         seconds: of this process's iterations.
         is_of_each: whether they are measured one by one.
     """
 
-    def __init__(self, device: torch.device, before: Sequence[Sequence[float]] = ()) -> None:
+    def __init__(
+        self, device: torch.device, before: Sequence[Sequence[float]] = (), since_lap: Sequence[float] = ()
+    ) -> None:
         self._is_gpu = device.type == "cuda"
         self.is_of_each = not self._is_gpu
-        self._before = before
+        self._before, self._carried = before, list(since_lap)
         self.seconds: list[float] = []
         self._pending, self._num_told = 0, 0
 
@@ -59,7 +62,7 @@ class StepClock:
     @property
     def num_since_lap(self) -> int:
         """Iterations since the last lap."""
-        return len(self.seconds) - self._num_told + self._pending
+        return len(self._carried) + len(self.seconds) - self._num_told + self._pending
 
     def start(self) -> None:
         """The next iteration begins now, for example after an evaluation."""
@@ -73,12 +76,16 @@ class StepClock:
 
     def lap(self) -> float:
         """Mean seconds of the iterations since the last lap; NaN for none."""
+        since = self.since_lap()
+        self._num_told, self._carried = len(self.seconds), []
+        return statistics.fmean(since) if since else math.nan
+
+    def since_lap(self) -> list[float]:
+        """Seconds of the iterations since the last lap; a GPU is synchronised."""
         if self._pending:  # on a GPU
             torch.cuda.synchronize()
             self._time_pending()
-        since = self.seconds[self._num_told :]
-        self._num_told = len(self.seconds)
-        return statistics.fmean(since) if since else math.nan
+        return self._carried + self.seconds[self._num_told :]
 
     def _time_pending(self) -> None:
         now = time.perf_counter()
