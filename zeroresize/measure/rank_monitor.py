@@ -92,7 +92,7 @@ class RankMonitor:
         self._calibrated_on: _Conditions | None = None
         self._interval: list[StepTimes] = []
         self._shares_in_force = Shares()
-        self._wait_s = math.nan
+        self._wait_s, self._outside_s = math.nan, 0.0
         self._has_seen_training = self._has_warned = False
         # Ranks run row-parallel layers together, since their outputs are summed; a model without any counts all layers.
         self._counted = [layer for layer in layers.values() if not layer.is_column_parallel] or list(layers.values())
@@ -111,7 +111,8 @@ class RankMonitor:
     @property
     def times(self) -> RankTimes | None:
         """Times at full work as far as is known, None before the first update."""
-        return self._estimator.times
+        times = self._estimator.times
+        return None if times is None else dataclasses.replace(times, outside_s=self._outside_s)
 
     @property
     def wait_s(self) -> float:
@@ -188,7 +189,10 @@ class RankMonitor:
                 "no converted layer was in training in %d steps: layers in eval() compute in full and are not balanced",
                 len(self._interval),
             )
-        self._estimator.learn(self._interval)
+        possible = [step.outside_s for step in self._interval if step.is_possible]
+        if possible:
+            self._outside_s = statistics.median(possible)
+        self._estimator.learn([step.inside for step in self._interval])
         usual = self._estimator.usual_step
         self._wait_s = math.nan
         if self._interval and usual is not None and usual.shares == self._shares_in_force:
@@ -214,6 +218,7 @@ class RankMonitor:
             "calibrated_on": dataclasses.astuple(self._calibrated_on) if self._calibrated_on is not None else None,
             "estimator": self._estimator.state_dict(),
             "split": dataclasses.astuple(self._split) if self._split is not None else None,
+            "outside_s": self._outside_s,
             # Without the times of layers, which the next interval tells anew.
             "interval": [dataclasses.astuple(dataclasses.replace(step, layers={}))[:-1] for step in self._interval],
         }
@@ -222,13 +227,14 @@ class RankMonitor:
     def state_check(self) -> Check:
         """Of what :meth:`load_state_dict` can take over."""
         conditions = row(text, number, number, count, flag)
-        step = row(number, number, number, row(share, share, not_negative, not_negative), flag, number)
+        step = row(number, number, number, row(share, share, not_negative, not_negative), flag, number, number)
         split = row(*[each(number, NUM_POINTS)] * 3)
         return keyed(
             {
                 "calibrated_on": optional(conditions),
                 "estimator": self._estimator.state_check,
                 "split": optional(split),
+                "outside_s": not_negative,
                 "interval": each(step),
             }
         )
@@ -240,6 +246,7 @@ class RankMonitor:
             self._take_split(ProductSplit(*map(tuple, state["split"])))
         self._interval = [_step_of(*values) for values in state["interval"]]
         self._estimator.load_state_dict(state["estimator"])
+        self._outside_s = state["outside_s"]
 
 
 def _step_of(busy_s: float, gemm_s: float, gather_fill_s: float, shares: Sequence[float], *others: Any) -> StepTimes:
