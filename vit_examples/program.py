@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import stat
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -32,7 +33,8 @@ def run_program(
 ) -> None:
     """The command line; a mistake of the user's ends it with one line and status 2, Ctrl-C with one line and 130.
 
-    A summary that cannot be written ends it with one line, which says what would be in it, and status 1.
+    A summary that cannot be written ends it with one line, which says what would be in it, and status 1. Whatever the
+    umask, nobody but the owner and the group may write to the files that it makes.
 
     Args:
         parser: with ``--dry-run``, ``--ranks`` and ``--resume``.
@@ -43,6 +45,7 @@ def run_program(
         leave: leaves the process groups.
         default_ranks: that ``--dry-run`` assumes.
     """
+    os.umask(os.umask(0) | stat.S_IWOTH)  # what a run resumes from is not for everybody to change
     try:
         parsed = parser.parse_args(arguments)
         config = config_from(parsed)
