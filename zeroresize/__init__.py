@@ -15,12 +15,14 @@ from zeroresize.telemetry import JsonLinesTelemetry, TensorBoardTelemetry, Updat
 
 if TYPE_CHECKING:
     from zeroresize.stage_balancer import StageBalancer
+    from zeroresize.utils.checkpoint_reader import CheckpointReader
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BalanceConfig",
     "Balancer",
+    "CheckpointReader",
     "ColumnParallelLinear",
     "JsonLinesTelemetry",
     "RowParallelLinear",
@@ -40,9 +42,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What needs pipelines is imported where it is asked for: older releases of torch have none."""
+    """What needs pipelines or checkpoints of torch is imported where it is asked for: older releases have none."""
     if name == "StageBalancer":
         from zeroresize.stage_balancer import StageBalancer
 
         return StageBalancer
+    if name == "CheckpointReader":
+        from zeroresize.utils.checkpoint_reader import CheckpointReader
+
+        return CheckpointReader
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -42,6 +42,10 @@ class Planner(Protocol):
     def busy_s(self) -> Sequence[float]:
         """Of every rank, seconds of a step at full work as far as is known; empty before all were measured."""
 
+    @property
+    def outside_s(self) -> Sequence[float]:
+        """Of every rank, seconds of a step before its first balanced layer; empty before all were measured."""
+
     def update(self, times: RankTimes | None, cost: ResizingCost, wait_s: float, agreed: object) -> None:
         """An interval of training is over: take this rank's numbers, and decide.
 
