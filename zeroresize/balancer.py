@@ -106,6 +106,7 @@ class Balancer:
         self._calibrate()
         if is_update:
             parts.monitor.learn()
+            self._moves.tell_what_came_of_it(self._num_steps)
             self._decide()  # a plan
             if parts.start_check is not None:
                 parts.start_check.after_update(self._num_steps)

@@ -100,9 +100,9 @@ class GroupDecision:
         """Units have changed hands as planned: what the rank that sent or received most did, and how long it took."""
         self._controller.moved(num_bytes, seconds)
 
-    def refuse_move(self, reason: str, in_force: Sequence[float]) -> None:
+    def refuse_move(self, in_force: Sequence[float]) -> None:
         """Nothing has changed hands: these shares stay in force, and another move is not planned for a while."""
-        self.plan = self._controller.refuse_move(reason, in_force)
+        self.plan = self._controller.refuse_move(in_force)
 
     def hold_owned(self, shares: Sequence[float] | None) -> None:
         """Own by these shares whatever is measured; None to decide again."""

@@ -104,6 +104,7 @@ class RankMonitor:
         self._split: ProductSplit | None = None
         self._layer_times: dict[str, float] = {}
         self._num_tokens: dict[str, int] = {}
+        self._step_s = math.nan
         self._reference: Reference | None = None
         probes = []
         for name, layer in layers.items():
@@ -122,6 +123,11 @@ class RankMonitor:
     def wait_s(self) -> float:
         """Seconds of waiting in a usual step under the last update's last plan, NaN where none was read."""
         return self._wait_s
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a usual step in the last interval, waits included; NaN where none was read."""
+        return self._step_s
 
     @property
     def cost(self) -> ResizingCost:
@@ -234,6 +240,8 @@ class RankMonitor:
         self._estimator.learn([step.inside for step in self._interval])
         usual = self._estimator.usual_step
         self._wait_s = math.nan
+        whole = [step.busy_s + step.wait_s for step in self._interval if step.is_possible]
+        self._step_s = statistics.median(whole) if whole else math.nan
         if self._interval and usual is not None and usual.shares == self._shares_in_force:
             self._wait_s = usual.wait_s
         # Of steps from a loaded state it is not known.
