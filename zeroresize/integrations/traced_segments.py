@@ -307,6 +307,11 @@ def why_changed(module: nn.Module) -> str | None:
     """Why a module may return something else than its class computes; None if it does not."""
     if "forward" in vars(module):
         return "has another forward than its class"
+    return why_hooked(module)
+
+
+def why_hooked(module: nn.Module) -> str | None:
+    """Why a module may return something else than its forward does; None if it does not."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     if any(not getattr(hook, "__module__", "").startswith("zeroresize.") for hook in hooks):
         return "has a forward hook, which may change what it returns"
