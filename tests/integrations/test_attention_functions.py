@@ -122,7 +122,7 @@ def test_heads_do_not_move_any_more_once_the_function_has_changed(run_ranks, att
         before = results(model, segments, compute("Llama"), group)
         if rank == 1:  # only one of them knows
             model.config._attn_implementation = "sdpa"
-        with pytest.raises(ValueError if rank == 0 else CannotMoveError, match="'alibi'|ranks \\[0\\]"):
+        with pytest.raises(ValueError if rank == 0 else CannotMoveError, match=r"'alibi'|ranks \[0\]"):
             move(uneven)
         model.config._attn_implementation = "alibi"
         assert all(one.owned.is_even for one in segments)

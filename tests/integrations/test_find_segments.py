@@ -236,7 +236,7 @@ NOT_PROVEN = {
         "scale",
     ),
     "two outputs": (odd(lambda self, x: [h := self.a(x).relu(), (self.b(h), h)][1][0] + h.sum()), "sum()"),
-    "kept": (odd(keeping), "its forward keeps what it computes as an attribute: seen"),
+    "kept": (odd(keeping), "its forward keeps something from call to call: Module.seen"),
     "returned": (odd(lambda self, x: [h := self.a(x), self.b(h), h][1:]), "also used by the module's caller"),
     "another input": (odd(lambda self, x: self.b(self.a(x) + x)), "no output of a column-parallel layer"),
     "parts": (odd(mixed_parts), "repeat()"),

@@ -25,9 +25,9 @@ class Segment:
             between the layers must treat units independently of each other: that is the user's word.
         num_blocks: of a column-parallel layer whose weight holds several parts one after another, each with all units
             (q, k and v in one): how many.
-        on_change: called with the units that this rank owns now, whenever that changes: their numbers among the units of
+        on_change: called with the units that this rank owns, whenever that changes: their numbers among the units of
             all ranks, ascending, in the order in which the layers hold them. What lies between the layers must follow:
-            counts (``attention.num_heads = len(units)``) and everything that it keeps for single units
+            counts (``attention.num_heads = len(units)``), and everything that it keeps for single units
             (``attention.slopes = slopes_of_all_heads[units]``). At even shares rank r has the r-th part of them.
         min_units: how many units every rank must keep. 0 where what lies between computes with none at all, too, such
             as ``len(units) // groups`` that nothing is divided by.
