@@ -211,7 +211,7 @@ def _random_states(module: nn.Module) -> tuple[list[Any], tuple[Any, ...]]:
     """States of the generators that everybody shares, and the same as something that can be compared."""
     devices = list({one.device for one in module.parameters() if one.is_cuda})
     of_torch = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
-    of_numpy = np.random.get_state()
+    of_numpy: Any = np.random.get_state()
     state = [random.getstate(), of_numpy, of_torch, devices]
     told = [one.tobytes() if isinstance(one, np.ndarray) else one for one in of_numpy]
     return state, (random.getstate(), told, *(one.numpy().tobytes() for one in of_torch))

@@ -29,10 +29,10 @@ class Segment:
             all ranks, ascending, in the order in which the layers hold them. What lies between the layers must follow:
             counts (``attention.num_heads = len(units)``), and everything that it keeps for single units
             (``attention.slopes = slopes_of_all_heads[units]``). At even shares rank r has the r-th part of them.
-        min_units: how many units every rank must keep. 0 where what lies between computes with none at all, too, such
-            as ``len(units) // groups`` that nothing is divided by.
-        head_size: how many output features of a column-parallel layer must stay together. None for the ``head_dim`` or
-            ``head_size`` of the module that holds the layers; 1 where any number may be a unit.
+        min_units: how many units every rank must keep. 0 if what lies between computes with none at all, too: it then
+            divides by no count, and makes no shape of ``-1`` from nothing.
+        head_size: how many output features of a column-parallel layer are one head, which no unit may cut. None for
+            the ``head_dim`` or ``head_size`` of the module that holds the layers; 1 where any number may be a unit.
         why_even: asked before units move away from even shares: why they may not, now; None where they may. It must
             answer alike on all ranks.
         kind: what a unit is, as reports name it: ``"neurons"``, ``"heads"``.
