@@ -236,7 +236,7 @@ NOT_PROVEN = {
         "scale",
     ),
     "two outputs": (odd(lambda self, x: [h := self.a(x).relu(), (self.b(h), h)][1][0] + h.sum()), "sum()"),
-    "kept": (odd(keeping), "its forward keeps what it computes as an attribute: seen"),
+    "kept": (odd(keeping), "its forward keeps something from call to call: Module.seen"),
     "returned": (odd(lambda self, x: [h := self.a(x), self.b(h), h][1:]), "also used by the module's caller"),
     "another input": (odd(lambda self, x: self.b(self.a(x) + x)), "no output of a column-parallel layer"),
     "parts": (odd(mixed_parts), "repeat()"),
@@ -316,7 +316,7 @@ def test_a_user_names_what_cannot_be_proven(run_ranks):
             column=["0.q", own.k, "0.v"],
             row=own.out,
             unit_size=6,
-            on_change=lambda count: heads.update(now=count),
+            on_change=lambda units: heads.update(now=len(units)),
             kind="heads",
         )
         segments, reasons = found_in(model, group, named=[named])
@@ -395,7 +395,11 @@ def test_a_user_registers_a_module_of_theirs(run_ranks):
         if module.num_heads == 1:
             raise StaysEven("one head is too few")
         return Segment(
-            [module.qkv], module.out, unit_size=4, num_blocks=3, on_change=lambda n: setattr(module, "num_heads", n)
+            [module.qkv],
+            module.out,
+            unit_size=4,
+            num_blocks=3,
+            on_change=lambda units: setattr(module, "num_heads", len(units)),
         )
 
     def check(rank, group):

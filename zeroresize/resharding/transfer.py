@@ -132,9 +132,8 @@ def move_units(
         drop_reducers(wrappers)
         move.install()
         rebuild_reducers(wrappers)
-        for segment, _, after in move.moving:
-            if segment.on_change is not None:
-                segment.on_change(after.counts[rank])
+        for segment, *_ in move.moving:
+            segment.follow(rank)
     return MoveReport(
         move.sent_bytes,
         move.received_bytes,
