@@ -8,6 +8,7 @@ from zeroresize.convert import convert
 from zeroresize.injection import StragglerInjector, round_robin, static
 from zeroresize.layers.linear import ColumnParallelLinear, RowParallelLinear
 from zeroresize.layers.segment import Segment
+from zeroresize.resharding.segment_check import SegmentCheck, check_segments
 from zeroresize.resharding.sharded_state import sharded_state_dict
 from zeroresize.telemetry import JsonLinesTelemetry, TensorBoardTelemetry, UpdateRecord
 
@@ -23,10 +24,12 @@ __all__ = [
     "JsonLinesTelemetry",
     "RowParallelLinear",
     "Segment",
+    "SegmentCheck",
     "StageBalancer",
     "StragglerInjector",
     "TensorBoardTelemetry",
     "UpdateRecord",
+    "check_segments",
     "convert",
     "round_robin",
     "sharded_state_dict",
