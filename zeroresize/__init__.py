@@ -10,6 +10,7 @@ from zeroresize.layers.linear import ColumnParallelLinear, RowParallelLinear
 from zeroresize.layers.segment import Segment
 from zeroresize.optim.gradient_clipping import clip_grad_norm_
 from zeroresize.optim.independence import mark_by_parameter, mark_elementwise
+from zeroresize.resharding.segment_check import SegmentCheck, check_segments
 from zeroresize.resharding.sharded_state import sharded_state_dict
 from zeroresize.telemetry import JsonLinesTelemetry, TensorBoardTelemetry, UpdateRecord
 
@@ -27,10 +28,12 @@ __all__ = [
     "JsonLinesTelemetry",
     "RowParallelLinear",
     "Segment",
+    "SegmentCheck",
     "StageBalancer",
     "StragglerInjector",
     "TensorBoardTelemetry",
     "UpdateRecord",
+    "check_segments",
     "clip_grad_norm_",
     "convert",
     "mark_by_parameter",

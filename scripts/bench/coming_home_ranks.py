@@ -23,7 +23,7 @@ from torch import nn
 import zeroresize as zr
 from zeroresize.injection import StragglerInjector
 
-_WARM_UP, _MOST_WAITED, _WATCHED = 60, 100, 100
+_WARM_UP, _MOST_WAITED, _WATCHED = 60, 100, 60
 
 
 class Block(nn.Module):
@@ -120,6 +120,7 @@ def main() -> None:
             begins, ends, has_moved, home_at, ratio = results.get(timeout=600)
             home = "never" if home_at is None else str(home_at)
             table.add_row(str(begins), str(ends), str(has_moved), home, f"{ratio:.3f}")
+            Console(stderr=True).print(f"begins {begins}, ends {ends}: moved {has_moved}, home {home}, {ratio:.3f}")
         for process in ranks:
             process.join()
     Console().print(table)

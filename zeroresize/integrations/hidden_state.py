@@ -71,6 +71,18 @@ def nothing_kept(module: nn.Module) -> Iterator[None]:
         raise error
 
 
+@contextmanager
+def restored(module: nn.Module) -> Iterator[None]:
+    """What the modules in ``module`` hold is as before when the block ends; contents of tensors are not looked at."""
+    watch = _Watch()
+    for name, one in module.named_modules():
+        watch.add(f"{name}." if name else "", one)
+    try:
+        yield
+    finally:
+        watch.restore()
+
+
 class _Watch:
     """What can be reached from some objects, as it was, and how to make it so again."""
 
@@ -114,9 +126,13 @@ class _Watch:
         for path, root in self._roots:
             _look(root(), path, now, {}, None)
         differing = [path for path in {**self._were, **now} if self._were.get(path, _look) != now.get(path, _look)]
+        self.restore()
+        return list(dict.fromkeys([*map(_shown, differing), *self._stores]))
+
+    def restore(self) -> None:
+        """Let everything hold what it held."""
         for one, contents in self._contents.values():
             _refill(one, contents)
-        return list(dict.fromkeys([*map(_shown, differing), *self._stores]))
 
     def _add(self, path: str, root: Callable[[], Any]) -> None:
         self._roots.append((path, root))
