@@ -15,9 +15,11 @@ import functools
 import inspect
 import itertools
 import operator
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -117,9 +119,12 @@ class TracedModule:
 
 
 class _TensorProxy(fx.Proxy):
-    """Answers as the tensor that it stands for where a forward asks what it is."""
+    """Answers as the tensor that it stands for where a forward asks what it is.
 
-    __class__ = property(lambda self: torch.Tensor)
+    Not to torch's own code: that hands what it takes for a tensor to functions which read its memory unchecked.
+    """
+
+    __class__ = property(lambda self: fx.Proxy if _is_torch(sys._getframe(1)) else torch.Tensor)
     # Subclasses of a tensor that torch knows by a mark.
     _is_param = _is_buffer = False
 
@@ -127,6 +132,11 @@ class _TensorProxy(fx.Proxy):
         if not hasattr(torch.Tensor, name):
             raise AttributeError(f"'Tensor' object has no attribute {name!r}")
         return super().__getattr__(name)
+
+
+def _is_torch(frame: FrameType) -> bool:
+    """Whether a frame runs code of torch."""
+    return frame.f_globals.get("__name__", "").partition(".")[0] == "torch"
 
 
 class _Tracer(fx.Tracer):
