@@ -1,6 +1,7 @@
 """Forwards that compute something else under other circumstances, or the next time, are not proven by one look."""
 
 import collections
+import gc
 import itertools
 import random
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import zeroresize as zr
 from zeroresize import ColumnParallelLinear, RowParallelLinear
@@ -190,6 +192,41 @@ def test_what_is_not_the_same_every_time_stays_even(run_ranks, kind):
     run_ranks(check, 2)
 
 
+class Doubled(torch.autograd.Function):
+    """Its backward could mix units."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, dy):
+        return 2 * dy
+
+
+def test_an_autograd_function_shows_only_its_forward(run_ranks):
+    def check(rank, group):
+        segments, reasons = found_in(module(lambda self, x: self.b(Doubled.apply(self.a(x))), group), group)
+        assert segments == [] and "Doubled is an autograd function, whose backward is not seen" in reasons["b"]
+
+    run_ranks(check, 2)
+
+
+def test_a_collection_of_garbage_is_not_the_forward_s(run_ranks):
+    def count(phase, info):
+        global NUMBER
+        NUMBER += 1
+
+    def check(rank, group):
+        gc.set_threshold(1)
+        gc.callbacks.append(count)
+        segments, reasons = found_in(module(softmax_if(lambda self, h: False), group), group)
+        assert gc.isenabled() and [one.name for one in segments] == ["b"], reasons
+
+    run_ranks(check, 2)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_first_look_at_softmax_is_not_forgotten(run_ranks, seed):
     """Whatever the coin shows."""
@@ -207,6 +244,7 @@ PROVEN = {
     "a constant": (softmax_if(lambda self, h: self.mixes), {"mixes": False}),
     "a setting": (softmax_if(lambda self, h: self.settings["mixes"]), {"settings": {"mixes": False, "more": [1, 2.0]}}),
     "a number of the file": (softmax_if(lambda self, h: NUMBER > 1000), {}),
+    "checkpointed": (lambda self, x: self.b(checkpoint(lambda x: self.a(x).relu(), x, use_reentrant=False)), {}),
     "a dropout": (softmax_if(lambda self, h: False), {"drop": nn.Dropout(0.1)}),
 }
 

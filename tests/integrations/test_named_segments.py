@@ -111,6 +111,18 @@ def test_every_rank_keeps_a_unit_unless_the_user_says_that_it_needs_none(run_ran
     run_ranks(check, 2)
 
 
+def test_neurons_that_are_named_change_hands_by_eights_too(run_ranks):
+    def check(rank, group):
+        model = nn.Sequential(
+            ColumnParallelLinear(WIDTH, 2048, process_group=group), RowParallelLinear(2048, WIDTH, process_group=group)
+        )
+        zr.convert(model, process_group=group, config=OFF, segments=[zr.Segment(["0"], "1")], shares=(1000, 1))
+        (found,) = owned_segments(balanced_layers(model))
+        assert found.quantum == found.min_units == 8 and all(count and count % 8 == 0 for count in found.owned.counts)
+
+    run_ranks(check, 2)
+
+
 def test_a_follower_that_fails_is_named(run_ranks):
     def check(rank, group):
         message = r"on_change of the segment of 0\.out failed for [13] KV groups: KeyError: 'slopes'"

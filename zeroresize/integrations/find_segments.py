@@ -230,14 +230,15 @@ class _Search:
             tensors += self._unit_tensors(name, rows, num_blocks)
         if not 0 <= segment.min_units <= num_units:
             raise StaysEven(f"min_units={segment.min_units}: allowed are 0 to {num_units}, what a rank has")
+        quantum = neuron_quantum(num_units * self._num_ranks, self._num_ranks) if unit_size == 1 else 1
         return OwnedSegment(
             name=row,
             kind=segment.kind,
             layers=(*columns, row),
             tensors=(*tensors, *self._unit_tensors(row, unit_size, 1)),
             owned=OwnershipMap.even(num_units * self._num_ranks, self._num_ranks),
-            quantum=neuron_quantum(num_units * self._num_ranks, self._num_ranks) if unit_size == 1 else 1,
-            min_units=segment.min_units,
+            quantum=quantum,
+            min_units=-(-segment.min_units // quantum) * quantum,  # so that all counts are multiples
             on_change=segment.on_change,
             why_even=segment.why_even,
             modules=tuple(self._layers[name] for name in (*columns, row)),

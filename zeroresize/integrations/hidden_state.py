@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dis
+import gc
 import itertools
 import operator
 import random
@@ -49,7 +50,8 @@ def nothing_kept(module: nn.Module) -> Iterator[None]:
     for name, one in module.named_modules():
         watch.add(f"{name}." if name else "", one)
     random_before = _random_states(module)
-    outer = sys.getprofile()
+    outer, collects = sys.getprofile(), gc.isenabled()
+    gc.disable()  # what it calls back is not the forward's
     if outer is None:
         sys.setprofile(watch.on_call)
     error: Exception | None = None
@@ -60,6 +62,8 @@ def nothing_kept(module: nn.Module) -> Iterator[None]:
     finally:
         if outer is None:
             sys.setprofile(None)
+        if collects:
+            gc.enable()
         random_after = _random_states(module)
         _restore_random(random_before)
         kept = watch.changed()

@@ -11,6 +11,7 @@ autocast, optional arguments), each time twice, and must keep no state and draw 
 
 from __future__ import annotations
 
+import builtins
 import functools
 import inspect
 import itertools
@@ -19,7 +20,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ from zeroresize.layers.unit_dropout import UnitDropout
 #: Of a tensor, what says nothing of its features.
 _METADATA = ("dtype", "device")
 _TO_ANOTHER = ("to", "type_as")
+_KNOWING_PROXIES = ("torch", "zeroresize")
 
 
 class NotProven(Exception):
@@ -119,14 +120,7 @@ class TracedModule:
 
 
 class _TensorProxy(fx.Proxy):
-    """Answers as the tensor that it stands for where a forward asks what it is.
-
-    Not to torch's own code: that hands what it takes for a tensor to functions which read its memory unchecked.
-    """
-
-    __class__ = property(lambda self: fx.Proxy if _is_torch(sys._getframe(1)) else torch.Tensor)
-    # Subclasses of a tensor that torch knows by a mark.
-    _is_param = _is_buffer = False
+    """Has the attributes of the tensor that it stands for, and no others."""
 
     def __getattr__(self, name: str) -> Any:
         if not hasattr(torch.Tensor, name):
@@ -134,9 +128,40 @@ class _TensorProxy(fx.Proxy):
         return super().__getattr__(name)
 
 
-def _is_torch(frame: FrameType) -> bool:
-    """Whether a frame runs code of torch."""
-    return frame.f_globals.get("__name__", "").partition(".")[0] == "torch"
+@contextmanager
+def _proxies_are_tensors() -> Iterator[None]:
+    """Code of users that asks whether a proxy is a tensor hears that it is, and calls no autograd function unseen.
+
+    Not so torch's own code, which knows proxies. A ``__class__`` would be believed by its C code, too, which crashes.
+    """
+    is_instance, is_tensor = builtins.isinstance, torch.is_tensor
+    apply = vars(torch.autograd.Function)["apply"]
+
+    def asked(one: Any, kinds: Any) -> bool:
+        if (
+            type(one) is _TensorProxy
+            and _library_of(sys._getframe(1).f_globals.get("__name__")) not in _KNOWING_PROXIES
+        ):
+            return issubclass(torch.Tensor, kinds)
+        return is_instance(one, kinds)
+
+    def applied(kind: Any, *inputs: Any, **options: Any) -> Any:
+        if _library_of(kind.__module__) != "torch" and any(type(one) is _TensorProxy for one in inputs):
+            raise TypeError(f"{kind.__name__} is an autograd function, whose backward is not seen")
+        return apply.__get__(None, kind)(*inputs, **options)
+
+    builtins.isinstance = asked
+    torch.is_tensor = lambda obj: type(obj) is _TensorProxy or is_tensor(obj)  # type: ignore[assignment]
+    torch.autograd.Function.apply = classmethod(applied)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        builtins.isinstance, torch.is_tensor = is_instance, is_tensor
+        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+
+
+def _library_of(module_name: Any) -> str:
+    return str(module_name).partition(".")[0]
 
 
 class _Tracer(fx.Tracer):
@@ -152,9 +177,6 @@ class _Tracer(fx.Tracer):
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _TensorProxy(node, self)
-
-    def create_arg(self, a: Any) -> Any:
-        return a.node if isinstance(a, fx.Proxy) else super().create_arg(a)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if isinstance(m, BalancedLinear) or is_elementwise_module(m):
@@ -178,7 +200,7 @@ def _graphs(module: nn.Module, holding: nn.Module | None) -> Iterator[fx.Graph]:
         if parameter.default is not inspect.Parameter.empty
     }
     for_arguments = (None, optional) if optional else (None,)
-    with nothing_kept(module):
+    with _proxies_are_tensors(), nothing_kept(module):
         for training, gradients, autocast in itertools.product((True, False), (True, False), (False, True)):
             for arguments in for_arguments:
                 with _in_mode(module, training), torch.set_grad_enabled(gradients), _autocast(autocast):
