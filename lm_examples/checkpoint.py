@@ -7,21 +7,46 @@ Tensors have the names of the undivided model (``model/layers.7.up.weight``,
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lm_examples import checkpoint_files
-from lm_examples.checkpoint_files import loading, write_checkpoint
+from lm_examples.checkpoint_files import loading, reader_of, write_checkpoint
 from vit_examples.all_ranks import on_all_ranks
 from zeroresize.pipeline import Pipeline
+from zeroresize.utils.value_checks import known_keys
 
 _LAYER = re.compile(r"(?:model|optimizer)/layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Unwritten:
+    """What the next line of ``metrics.jsonl`` needs of steps before a checkpoint.
+
+    Attributes:
+        losses: of each step.
+        seconds: of each step, on the first stage.
+        slept_s: mean seconds over the stages, of all of them.
+
+    Raises:
+        ValueError: for anything else than numbers.
+    """
+
+    losses: Sequence[float] = ()
+    seconds: Sequence[float] = ()
+    slept_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        lists = all(isinstance(one, list | tuple) for one in (self.losses, self.seconds))
+        if not lists or not all(isinstance(one, int | float) for one in (*self.losses, *self.seconds, self.slept_s)):
+            raise ValueError("unwritten holds something else than numbers")
 
 
 @dataclass(frozen=True)
@@ -30,6 +55,7 @@ class SavedState(checkpoint_files.SavedState):
 
     Attributes:
         chosen: ``pipeline.boundaries`` of the run that wrote it.
+        unwritten: of the steps since the last line of ``metrics.jsonl``.
         boundaries: in force.
         balancer: None where there was none.
     """
@@ -38,6 +64,7 @@ class SavedState(checkpoint_files.SavedState):
     boundaries: tuple[int, ...]
     balancer: dict[str, Any] | None
     case: dict[str, Any]
+    unwritten: Unwritten = field(default_factory=Unwritten)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,6 +75,9 @@ class SavedState(checkpoint_files.SavedState):
         if not isinstance(self.boundaries, list | tuple):
             raise ValueError("boundaries are no list")
         object.__setattr__(self, "boundaries", tuple(self.boundaries))
+        if not isinstance(self.unwritten, Unwritten):
+            names = [one.name for one in fields(Unwritten)]
+            object.__setattr__(self, "unwritten", Unwritten(**known_keys("key of unwritten", self.unwritten, names)))
 
 
 def save_checkpoint(
@@ -63,7 +93,6 @@ def load_layers(checkpoint: Path, pipeline: Pipeline, optimizer: torch.optim.Opt
     Raises:
         ValueError: on every rank, naming the checkpoint, if it cannot be read or lacks something.
     """
-    reader = FileSystemReader(checkpoint)
     group = pipeline.process_group
 
     def wanted() -> dict[str, Any]:
@@ -87,6 +116,7 @@ def load_layers(checkpoint: Path, pipeline: Pipeline, optimizer: torch.optim.Opt
                 optimizer.state[parameters[parameter]][key] = one
 
     with loading(checkpoint, group):
+        reader = reader_of(checkpoint, group)
         values = on_all_ranks(ValueError, wanted, group)
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         dcp.load(values, storage_reader=reader, planner=planner, process_group=group)

@@ -2,7 +2,8 @@
 
 A folder is written under a temporary name and renamed when complete, so a crash never leaves half a checkpoint that
 looks newest. ``state.json`` holds what is no tensor, ``manifest.json`` what every file is like. torch's own index,
-``.metadata``, is a pickle: load checkpoints of your own only.
+``.metadata``, is a pickle, and is read by :class:`~zeroresize.utils.checkpoint_reader.CheckpointReader`: no code of it
+runs.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from vit_examples.all_ranks import do_nothing, on_all_ranks
 from vit_examples.checkpoint_folders import CheckpointFolders
 from vit_examples.manifest import require_all_intact, sealed, sync_names, write_manifest
 from vit_examples.plain_files import read_state, state_files, write_state
+from zeroresize.utils.checkpoint_reader import CheckpointReader
 from zeroresize.utils.value_checks import at_least, known_keys
 
 logger = logging.getLogger(__name__)
@@ -153,6 +155,24 @@ def write_checkpoint(
     if is_first:
         _FOLDERS.delete_but(folder, keep)
     return True
+
+
+def reader_of(checkpoint: Path, process_group: ProcessGroup) -> CheckpointReader:
+    """What reads a checkpoint's tensors; collective, within :func:`loading`.
+
+    Raises:
+        ValueError: on every rank, if its index cannot be read; ``dcp.load`` would log that with tracebacks.
+    """
+    reader = CheckpointReader(checkpoint)
+
+    def read_index() -> None:
+        try:
+            reader.read_metadata()
+        except OSError as error:
+            raise ValueError(f"{error.filename}: cannot be read: {error.strerror}") from error
+
+    on_all_ranks(ValueError, read_index, process_group)
+    return reader
 
 
 @contextmanager

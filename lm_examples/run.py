@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,14 +16,14 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from lm_examples.build import build_layers, first_boundaries
 from lm_examples.cases.dynamic_case import DynamicCase
-from lm_examples.checkpoint import SavedState, load_layers
+from lm_examples.checkpoint import SavedState, Unwritten, load_layers
 from lm_examples.config import RunConfig
 from lm_examples.config_file import config_to_dict
 from lm_examples.data import Batches, Text, batches_of
 from lm_examples.pace import Pace
 from lm_examples.recorder import Recorder
 from lm_examples.run_folder import begin_run
-from vit_examples.all_ranks import do_nothing, on_all_ranks
+from vit_examples.all_ranks import do_nothing, of_all_ranks, on_all_ranks
 from vit_examples.recorder import StepClock
 from zeroresize.pipeline import Pipeline, PipelineBalancer, ProfileRecord, RebalancingRecord
 
@@ -66,7 +67,10 @@ class Run:
             self.recorder.balance(self.step, record)
 
     def saved_state(self) -> SavedState:
-        """What of this run is no tensor of its layers."""
+        """What of this run is no tensor of its layers; collective."""
+        slept_s = self.pace.since_lap_s if self.pace.sleeps_for_work else 0.0
+        of_stages = of_all_ranks((self.losses, self.clock.since_lap(), slept_s), self.pipeline.process_group)
+        unwritten = Unwritten(of_stages[-1][0], of_stages[0][1], statistics.fmean(one for *_, one in of_stages))
         return SavedState(
             self.step,
             layout_of(self.config),
@@ -74,6 +78,7 @@ class Run:
             self.pipeline.boundaries,
             None if self.balancer is None else self.balancer.state_dict(),
             self.case.state_dict(),
+            unwritten,
         )
 
 
@@ -131,7 +136,8 @@ def _build(config: RunConfig, text: Text, process_group: ProcessGroup, saved: Sa
     optimizer = torch.optim.AdamW(pipeline.parameters(), lr=training.lr, weight_decay=training.weight_decay)
     pace = Pace(config.sleep.forward_s)
     pace.hold_up(layers[1:-1])
-    clock = StepClock(pipeline.device)
+    unwritten = Unwritten() if saved is None else saved.unwritten
+    clock = StepClock(pipeline.device, since_lap=unwritten.seconds)
     run = Run(config, case, pipeline, optimizer, batches_of(config, text), pace, clock, pipeline.stage)
     if balance.is_on:
         run.balancer = PipelineBalancer(
@@ -167,3 +173,6 @@ def _go_on(run: Run, saved: SavedState) -> None:
     if run.balancer is not None and saved.balancer is not None:
         run.balancer.load_state_dict(saved.balancer)
     run.step = saved.step
+    run.pace.since_lap_s = saved.unwritten.slept_s
+    if run.pipeline.stage == run.pipeline.num_stages - 1:
+        run.losses = list(saved.unwritten.losses)

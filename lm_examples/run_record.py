@@ -13,9 +13,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from typing_extensions import Self
 
+from vit_examples.recorder import write_summary
 from vit_examples.run_folder import writable
 from zeroresize.utils.best_effort import BestEffort
-from zeroresize.utils.json_lines import JsonLines, without_nan
+from zeroresize.utils.json_lines import JsonLines
 
 
 class RunRecord:
@@ -102,14 +103,11 @@ class RunRecord:
         """Write ``summary.json``, whole or not at all, and show the table.
 
         Raises:
-            OSError: if it cannot be written: what a run has found is no telemetry.
+            SummaryNotWrittenError: if it cannot be written.
         """
         self._progress.stop()
-        unfinished = self._folder / "unfinished-summary.json"
-        told = {**summary, "config": self._settings}
-        unfinished.write_text(json.dumps(without_nan(told), indent=1), encoding="utf-8")
-        unfinished.replace(self._folder / "summary.json")
         self.show(table)
+        write_summary(self._folder / "summary.json", {**summary, "config": self._settings})
 
     def _line(self, text: str) -> None:
         if self._is_shown:

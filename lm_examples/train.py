@@ -167,6 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         how_to_go_on=how_to_go_on,
         prepare=_joined,
         finish=_finish,
+        leave=_leave,
     )
 
 
@@ -184,6 +185,9 @@ def _finish(run: Run) -> None:
         train(run)
     elif run.recorder is not None:
         print(f"nothing to do: the checkpoint has {run.step} steps, training.steps asks for no more")
+
+
+def _leave(run: Run) -> None:
     run.held.close()
     if run.config.repack.is_on:  # released ranks have left
         dist.destroy_process_group()

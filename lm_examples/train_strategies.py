@@ -23,10 +23,9 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is not signal.SIG_
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from lm_examples.checkpoint_files import SavedState
 from lm_examples.documents import load_documents
 from lm_examples.run_folder import how_to_go_on
-from lm_examples.switching.checkpoint import save_model
+from lm_examples.switching.checkpoint import SavedState, save_model
 from lm_examples.switching.config import RunConfig
 from lm_examples.switching.config_file import argument_parser, config_from_arguments
 from lm_examples.switching.dry_run import dry_run
@@ -55,7 +54,7 @@ def train(run: Run) -> dict[str, Any]:
             if is_validated or run.step % training.log_every == 0:
                 report(run, is_validated=bool(is_validated))
             if output.save_every and run.step % output.save_every == 0:
-                state = SavedState(run.step, layout_of(run.config))
+                state = SavedState(run.step, layout_of(run.config), run.unwritten.to_dict())
                 save_model(checkpoint_folder(run.config), state, run.model, run.optimizer, keep=output.keep)
         summary = summary_of(run)
         if run.recorder is not None:
@@ -113,6 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         how_to_go_on=how_to_go_on,
         prepare=_joined,
         finish=_finish,
+        leave=_leave,
         default_ranks=4,
     )
 
@@ -131,6 +131,9 @@ def _finish(run: Run) -> None:
         train(run)
     elif run.recorder is not None:
         print(f"nothing to do: the checkpoint has {run.step} steps, training.steps asks for no more")
+
+
+def _leave(run: Run) -> None:
     run.held.close()
     leave_together()
 

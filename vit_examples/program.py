@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import stat
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from vit_examples.interruption import ended_by_interrupt
 from vit_examples.mistakes import refuse
+from vit_examples.recorder import SummaryNotWrittenError
 
 _Config = TypeVar("_Config")
 _Run = TypeVar("_Run")
+_NOT_WRITTEN = 1
 
 
 def run_program(
@@ -24,18 +28,24 @@ def run_program(
     how_to_go_on: Callable[[_Config], str],
     prepare: Callable[[_Config, bool], _Run],
     finish: Callable[[_Run], None],
+    leave: Callable[[_Run], None],
     default_ranks: int = 2,
 ) -> None:
     """The command line; a mistake of the user's ends it with one line and status 2, Ctrl-C with one line and 130.
+
+    A summary that cannot be written ends it with one line, which says what would be in it, and status 1. Whatever the
+    umask, nobody but the owner and the group may write to the files that it makes.
 
     Args:
         parser: with ``--dry-run``, ``--ranks`` and ``--resume``.
         dry_run: of a configuration for so many ranks.
         how_to_go_on: what rank 0 says after an interrupt.
         prepare: what is to be trained, whether or not it resumes; a ValueError is a mistake of the user's.
-        finish: trains, and leaves the process groups.
+        finish: trains.
+        leave: leaves the process groups.
         default_ranks: that ``--dry-run`` assumes.
     """
+    os.umask(os.umask(0) | stat.S_IWOTH)  # what a run resumes from is not for everybody to change
     try:
         parsed = parser.parse_args(arguments)
         config = config_from(parsed)
@@ -51,7 +61,15 @@ def run_program(
             run = prepare(config, parsed.resume)
         except ValueError as error:
             refuse(error)
-        finish(run)
+        unwritten: SummaryNotWrittenError | None = None
+        try:
+            finish(run)
+        except SummaryNotWrittenError as error:  # on the rank that writes it: the others wait for it to leave
+            unwritten = error
+        leave(run)
+    if unwritten is not None:
+        sys.stderr.write(f"error: {unwritten}\n")
+        raise SystemExit(_NOT_WRITTEN) from unwritten
 
 
 def show_messages() -> None:

@@ -8,7 +8,7 @@ import math
 import platform
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,22 +28,29 @@ MOST_RANKS_SHOWN = 16
 _PACKAGES = ("torch", "colossalai", "transformers", "numpy")
 
 
+class SummaryNotWrittenError(OSError):
+    """What a run has come to could not be written; the message has it."""
+
+
 class StepClock:
     """Seconds of every iteration, by wall clock. A GPU is synchronised at each :meth:`lap`, whose iterations share the
     time evenly; a CPU needs no synchronisation.
 
     Args:
         before: seconds of iterations of earlier processes, one sequence each.
+        since_lap: those of them that no lap was told of yet.
 
     Attributes:
         seconds: of this process's iterations.
         is_of_each: whether they are measured one by one.
     """
 
-    def __init__(self, device: torch.device, before: Sequence[Sequence[float]] = ()) -> None:
+    def __init__(
+        self, device: torch.device, before: Sequence[Sequence[float]] = (), since_lap: Sequence[float] = ()
+    ) -> None:
         self._is_gpu = device.type == "cuda"
         self.is_of_each = not self._is_gpu
-        self._before = before
+        self._before, self._carried = before, list(since_lap)
         self.seconds: list[float] = []
         self._pending, self._num_told = 0, 0
 
@@ -55,7 +62,7 @@ class StepClock:
     @property
     def num_since_lap(self) -> int:
         """Iterations since the last lap."""
-        return len(self.seconds) - self._num_told + self._pending
+        return len(self._carried) + len(self.seconds) - self._num_told + self._pending
 
     def start(self) -> None:
         """The next iteration begins now, for example after an evaluation."""
@@ -69,12 +76,16 @@ class StepClock:
 
     def lap(self) -> float:
         """Mean seconds of the iterations since the last lap; NaN for none."""
+        since = self.since_lap()
+        self._num_told, self._carried = len(self.seconds), []
+        return statistics.fmean(since) if since else math.nan
+
+    def since_lap(self) -> list[float]:
+        """Seconds of the iterations since the last lap; a GPU is synchronised."""
         if self._pending:  # on a GPU
             torch.cuda.synchronize()
             self._time_pending()
-        since = self.seconds[self._num_told :]
-        self._num_told = len(self.seconds)
-        return statistics.fmean(since) if since else math.nan
+        return self._carried + self.seconds[self._num_told :]
 
     def _time_pending(self) -> None:
         now = time.perf_counter()
@@ -157,26 +168,38 @@ class Recorder:
         """Write ``summary.json``, whole or not at all, with commits, versions and configuration added.
 
         Raises:
-            OSError: naming the file, if it cannot be written: what a run has found is no telemetry.
+            SummaryNotWrittenError: if it cannot be written.
         """
         self._board.close()
         with self._metrics.writing("its end"):
             self._lines.close()
         commit = " ".join(self.commits)
         summary = {**summary, "commit": commit, "versions": _versions(), "config": config_to_dict(self._config)}
-        unfinished = self._folder / "unfinished-summary.json"
-        try:
-            unfinished.write_text(json.dumps(without_nan(summary), indent=1), encoding="utf-8")
-            unfinished.replace(self._summary)
-        except OSError as error:
-            with suppress(OSError):
-                unfinished.unlink(missing_ok=True)
-            raise OSError(f"{self._summary}: cannot be written: {error.strerror}") from error
+        write_summary(self._summary, summary)
 
     def _show(self, numbers: dict[str, float], prefix: str, step: int) -> None:
         for name, value in numbers.items():
             if not math.isnan(value):
                 self._board.add(name if "/" in name else prefix + name, value, step)
+
+
+def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
+    """Write what a run has come to, whole or not at all.
+
+    Raises:
+        SummaryNotWrittenError: if it cannot be written; other than telemetry it is what the run was for.
+    """
+    unfinished = path.with_name(f"unfinished-{path.name}")
+    try:
+        unfinished.write_text(json.dumps(without_nan(summary), indent=1), encoding="utf-8")
+        unfinished.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        plain = {key: value for key, value in without_nan(summary).items() if not isinstance(value, dict)}
+        raise SummaryNotWrittenError(
+            f"the run is complete, but {path}: cannot be written: {error.strerror}; it would say {json.dumps(plain)}"
+        ) from error
 
 
 def num_settling(seconds: Sequence[float], settle_steps: int) -> int:

@@ -279,6 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         how_to_go_on=how_to_go_on,
         prepare=lambda config, resume: prepare(config, resume=resume),
         finish=_finish,
+        leave=_leave,
     )
 
 
@@ -287,6 +288,9 @@ def _finish(run: Run) -> None:
         train(run)
     elif run.host.rank == 0:
         print(f"nothing to do: the checkpoint has {run.progress.epochs} epochs, training.epochs asks for no more")
+
+
+def _leave(run: Run) -> None:
     run.host.close()
     run.held.close()
 

@@ -19,6 +19,7 @@ from zeroresize.config import BalanceConfig
 from zeroresize.config_keys import AWAY_MODES
 from zeroresize.control import balancer_state, records
 from zeroresize.control.assembly import build
+from zeroresize.control.late_starts import LateStarts
 from zeroresize.control.unit_moves import UnitMoves
 from zeroresize.measure.calibration import calibrate_group
 from zeroresize.plan.group import WorkloadPlan
@@ -77,7 +78,7 @@ class Balancer:
         self._num_steps = 0
         self._has_calibrated = self._is_closed = self._is_at_home = False
         self._balancing_s = self._balancing_since_update_s = 0.0
-        self._moves = UnitMoves(self._parts)
+        self._moves, self._late_starts = UnitMoves(self._parts), LateStarts(config.tolerance)
         try:
             self._change_plan()
         except BaseException:
@@ -105,6 +106,7 @@ class Balancer:
         self._calibrate()
         if is_update:
             parts.monitor.learn()
+            self._moves.tell_what_came_of_it(self._num_steps)
             self._decide()  # a plan
             if parts.start_check is not None:
                 parts.start_check.after_update(self._num_steps)
@@ -379,8 +381,11 @@ class Balancer:
         measured, before = self._parts.monitor, self.plan.relieved
         self._moves.will_decide()
         self._parts.decision.update(measured.times, measured.cost, measured.wait_s, self._agreed)
+        late = self._late_starts.told(self._parts.decision.outside_s, self._parts.decision.busy_s)
         if self._parts.rank == 0 and self.plan.relieved != before:
             logger.info("step %d: %s", self._num_steps, self.plan.told)
+        if self._parts.rank == 0 and late is not None:
+            logger.warning("step %d: %s", self._num_steps, late)
 
     def _end_epoch(self) -> None:
         """Order the columns anew, by what the epoch told of them."""

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
+import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
@@ -25,13 +26,14 @@ from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import OwnedSegment, Segment
 from zeroresize.layers.segments import owned_segments
 from zeroresize.layers.unit_dropout import mixed
-from zeroresize.layers.weight_checks import why_no_whole_weight
+from zeroresize.layers.weight_checks import is_sharded, why_no_whole_weight
 from zeroresize.measure.device_speed import measured_shares
 from zeroresize.measure.step_timer import LayerTimer
 from zeroresize.plan.ownership import checked_shares
 from zeroresize.resharding.agreement import Meet, meet_over
 from zeroresize.resharding.data_parallel import unwrap
-from zeroresize.resharding.state_dicts import guard_modules
+from zeroresize.resharding.same_segments import require_same_segments
+from zeroresize.resharding.state_dicts import guard_modules, guard_save_pretrained
 from zeroresize.resharding.units_in_force import UnitsInForce
 from zeroresize.utils.value_checks import one_of
 
@@ -114,15 +116,30 @@ def convert(
             )
         return model
 
-    left_alone, filtered = _swap_layers(model, process_group, module_filter_fn)
-    layers = balanced_layers(model)
-    if not layers:
-        raise ValueError(_nothing_to_convert(left_alone, filtered))
-    for layer in layers.values():
-        layer.configuration = config
-    _find_segments(model, layers, process_group, config, segments)
-    if wanted != "even":
-        _divide(model, layers, process_group, config, wanted, optimizer)
+    left_alone: dict[str, str] = {}
+    filtered: list[str] = []
+    error: Exception | None = None
+    try:
+        left_alone, filtered = _swap_layers(model, process_group, module_filter_fn)
+        layers = balanced_layers(model)
+        if not layers:
+            raise ValueError(_nothing_to_convert(model, left_alone, filtered))
+        for layer in layers.values():
+            layer.configuration = config
+        _find_segments(model, layers, process_group, config, segments)
+    except Exception as raised:  # other ranks may be about to divide
+        error = raised
+    try:
+        if error is not None and wanted == "even":
+            raise error
+        if wanted != "even":
+            device = next((one.device for one in model.parameters()), torch.device("cpu"))
+            require_same_segments(owned_segments(layers), wanted, error, process_group, device)
+            _divide(model, layers, process_group, config, wanted, optimizer)
+    except Exception:
+        _take_back(balanced_layers(model))
+        raise
+    guard_save_pretrained(unwrap(model))
     logger.info(
         "convert: %d layers can be balanced, %d were left alone, %d were left out by module_filter_fn",
         len(layers),
@@ -130,6 +147,13 @@ def convert(
         len(filtered),
     )
     return model
+
+
+def _take_back(layers: Mapping[str, BalancedLinear]) -> None:
+    """After an error: the model may be converted again, in the right way."""
+    if all(segment.owned.is_even for segment in owned_segments(layers)):
+        for layer in layers.values():
+            layer.is_converted, layer.configuration, layer.segment = False, None, None
 
 
 def _find_segments(
@@ -367,9 +391,19 @@ def _why_left_alone(module: Any, host: HostAdapter, process_group: ProcessGroup)
     return None
 
 
-def _nothing_to_convert(left_alone: Mapping[str, str], filtered: list[str]) -> str:
+def _nothing_to_convert(model: nn.Module, left_alone: Mapping[str, str], filtered: list[str]) -> str:
     found = "; ".join(f"{name}: {reason}" for name, reason in left_alone.items()) or "none"
     refused = f". module_filter_fn left out {_first_of(filtered)}" if filtered else ""
+    sharded = {name: type(one).__name__ for name, one in unwrap(model).named_parameters() if is_sharded(one)}
+    if sharded:
+        return (
+            f"convert: the model has no layer that can be balanced, and {len(sharded)} of its parameters are "
+            f"{', '.join(sorted(set(sharded.values())))}s, as parallelize_module and fully_shard make them: "
+            f"{_first_of(list(sharded))}. A DTensor can only be divided evenly. In place of parallelize_module split "
+            "the nn.Linear layers by zeroresize.ColumnParallelLinear.from_linear and RowParallelLinear.from_linear; "
+            "give the model to fully_shard after convert only. Parallel layers that were left alone: "
+            f"{found}{refused}"
+        )
     return (
         f"convert: the model has no layer that can be balanced. Wanted are {known_kinds()}, or layers of a host that "
         f"zeroresize.integrations.register_host was given. Parallel layers found but left alone: {found}{refused}"

@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from lm_examples.checkpoint_files import SavedState
 from lm_examples.documents import Documents, MiniBatches
 from lm_examples.llama import llama_layers, token_loss
 from lm_examples.run_folder import begin_run
-from lm_examples.switching.checkpoint import load_model
+from lm_examples.switching.checkpoint import SavedState, load_model
 from lm_examples.switching.config import RunConfig
 from lm_examples.switching.config_file import config_to_dict
 from lm_examples.switching.dry_run import needs_of, require_memory
@@ -82,6 +81,7 @@ def prepare(config: RunConfig, documents: Documents, process_group: ProcessGroup
         if begun.checkpoint is not None and begun.state is not None:
             load_model(begun.checkpoint, run.model, run.optimizer)
             run.step = run.trainer.num_steps = begun.state.step
+            run.unwritten = StepSums.from_dict(begun.state.unwritten)
 
         def record() -> None:
             run.recorder = Recorder(config, run.choice, num_ranks=num_ranks, from_step=run.step)

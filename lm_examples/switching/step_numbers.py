@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from zeroresize.strategy.step_report import StepReport
+from zeroresize.utils.value_checks import known_keys
 
 
 @dataclass
@@ -18,31 +20,58 @@ class _Visits:
     micro_batches: int = 0
     seconds: float = 0.0
 
+    @staticmethod
+    def from_dict(values: Any) -> _Visits:
+        sums = dict(known_keys("sum", values, [one.name for one in fields(_Visits)]))
+        up_to = sums.pop("up_to", None)
+        if not isinstance(up_to, list | tuple) or not all(
+            isinstance(one, int | float) for one in (*up_to, *sums.values())
+        ):
+            raise ValueError("sums over visits of a strategy hold something else than numbers")
+        return _Visits(tuple(up_to), **sums)
+
 
 @dataclass
 class StepSums:
     """Sums over steps, of which none is kept; seconds are those of this rank."""
 
     num_steps: int = 0
-    _loss: float = 0.0
-    _seconds: float = 0.0
-    _switch_s: float = 0.0
-    _tokens: int = 0
-    _visits: dict[str, _Visits] = field(default_factory=dict)
+    loss: float = 0.0
+    seconds: float = 0.0
+    switch_s: float = 0.0
+    tokens: int = 0
+    visits: dict[str, _Visits] = field(default_factory=dict)
 
     def add(self, report: StepReport) -> None:
         """One more step."""
         self.num_steps += 1
-        self._loss += report.loss
-        self._seconds += report.seconds
-        self._switch_s += sum(one.seconds for one in report.switches)
-        self._tokens += report.num_tokens
+        self.loss += report.loss
+        self.seconds += report.seconds
+        self.switch_s += sum(one.seconds for one in report.switches)
+        self.tokens += report.num_tokens
         for visit in report.by_range:
-            own = self._visits.setdefault(str(visit.strategy), _Visits(visit.up_to))
+            own = self.visits.setdefault(str(visit.strategy), _Visits(visit.up_to))
             own.sequences += visit.num_sequences
             own.tokens += visit.num_tokens
             own.micro_batches += sum(visit.num_micro_batches)
             own.seconds += visit.seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for a checkpoint."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(values: Any) -> StepSums:
+        """What :meth:`to_dict` returned.
+
+        Raises:
+            ValueError: for anything else.
+        """
+        sums = dict(known_keys("sum", values, [one.name for one in fields(StepSums)]))
+        visits = sums.pop("visits", {})
+        if not isinstance(visits, Mapping) or not all(isinstance(one, int | float) for one in sums.values()):
+            raise ValueError("sums over steps hold something else than numbers")
+        return StepSums(**sums, visits={strategy: _Visits.from_dict(one) for strategy, one in visits.items()})
 
     def means(self) -> dict[str, Any]:
         """Of a step, where there is at least one.
@@ -53,10 +82,10 @@ class StepSums:
         """
         count = self.num_steps
         return {
-            "loss": self._loss / count,
-            "step_s": self._seconds / count,
-            "tokens_per_s": self._tokens / self._seconds,
-            "switch_s": self._switch_s / count,
+            "loss": self.loss / count,
+            "step_s": self.seconds / count,
+            "tokens_per_s": self.tokens / self.seconds,
+            "switch_s": self.switch_s / count,
             "ranges": [
                 {
                     "up_to": list(own.up_to),
@@ -66,6 +95,6 @@ class StepSums:
                     "micro_batches": own.micro_batches / count,
                     "seconds": own.seconds / count,
                 }
-                for strategy, own in sorted(self._visits.items(), key=lambda one: one[1].up_to)
+                for strategy, own in sorted(self.visits.items(), key=lambda one: one[1].up_to)
             ],
         }

@@ -34,6 +34,8 @@ def table_of(num_ranks: int, generator: random.Random) -> list[list[float]]:
             (1.0 - REST_SHARE) * generator.uniform(0.98, 1.02) * (generator.uniform(1.5, 4.0) if rank % 2 else 1.0),
             1.0,
             0.01,
+            0.2,
+            0.0,
             *cost,
         ]
         for rank in range(num_ranks)

@@ -56,7 +56,7 @@ def read_records(file: Path) -> list[dict[str, Any]]:
     for number, record in enumerate(records, 1):
         wrong = [name for name in _NUMBERS if not _is_number(record.get(name))]
         wrong += [name for name in ("update", "step") if isinstance(record.get(name), float)]
-        wrong += [name for name in _MAY_BE_UNKNOWN if name not in record or not _is_number(record[name] or 0)]
+        wrong += [name for name in _MAY_BE_UNKNOWN if name not in record or not _is_unknown_or_number(record[name])]
         wrong += [name for name in _MAPPINGS if not _is_of_numbers(record.get(name))]
         if wrong:
             raise ValueError(
@@ -82,7 +82,7 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
     least = {"step": 0, "epoch": 0}
     for number, line in enumerate(lines, 1):
         seconds = line.get("seconds", [])
-        is_step = line.get("kind") == "step" and "step_s" in line and _is_number(line["step_s"] or 0)
+        is_step = line.get("kind") == "step" and "step_s" in line and _is_unknown_or_number(line["step_s"])
         is_epoch = line.get("kind") == "epoch" and isinstance(seconds, list) and all(map(_is_number, seconds))
         has_steps = all(isinstance(one, int) for one in (line.get("step"), line.get("from_step", 0)))
         if not (is_step or is_epoch) or not has_steps:
@@ -126,6 +126,10 @@ def section_of(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float)
+
+
+def _is_unknown_or_number(value: Any) -> bool:
+    return value is None or _is_number(value)
 
 
 def _check_step(file: Path, number: int, step: int, least: int) -> None:

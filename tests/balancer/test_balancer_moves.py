@@ -295,6 +295,45 @@ def test_chi_that_changes_while_units_travel_is_followed(run_ranks, monkeypatch)
         assert first[0] > first[1] and after[0] < after[1]
 
 
+@pytest.mark.parametrize("chi", [2.0, 10.0])
+def test_units_come_home_though_the_slowness_ended_just_as_they_left(run_ranks, chi):
+    """Steps at the old speed are all under the old division, steps at the new speed under the new one."""
+
+    def train(rank, group):
+        run = exact_run(group)
+        move = run.balancer._parts.units.move
+
+        def move_as_the_slowness_ends(shares):
+            run.time.chi = 1.0
+            return move(shares)
+
+        run.updates(4)
+        run.time.chi = chi if rank == 1 else 1.0
+        run.balancer._parts.units.move = move_as_the_slowness_ends
+        while run.balancer._parts.units.is_home:
+            run.updates(1)
+        run.balancer._parts.units.move = move
+        run.updates(8)
+        return counts(run)
+
+    assert run_ranks(train, 2) == [(96, 96)] * 2
+
+
+def test_a_rank_that_a_user_left_nothing_gets_its_units_back_after_it_has_recovered(run_ranks):
+    def train(rank, group):
+        run = exact_run(group)
+        run.updates(4)
+        run.time.chi = 6.0 if rank == 1 else 1.0
+        run.balancer.move((1, 0))
+        run.updates(4)
+        run.time.chi = 1.0
+        run.balancer.move(None)
+        run.updates(8)
+        return counts(run)
+
+    assert run_ranks(train, 2) == [(96, 96)] * 2
+
+
 def test_shares_without_moves_stay_also_when_a_run_is_resumed(run_ranks):
     """As devices with different memory want it."""
 

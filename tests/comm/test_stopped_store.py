@@ -168,11 +168,14 @@ def test_connecting_ends_in_an_error_where_the_store_stops_after_all_have_come(r
     def train(rank, group):
         job = Job(rank, 2, keeper_is_rank_0=False)
 
-        def stop_and_connect(self, make):
-            job.stop_keeper()
-            return connect(self, make)
+        def connect_stopped(self, make):
+            def stop_and_make():
+                job.stop_keeper()
+                return make()
 
-        monkeypatch.setattr(Rendezvous, "connect", stop_and_connect)
+            return connect(self, stop_and_make)
+
+        monkeypatch.setattr(Rendezvous, "connect", connect_stopped)
         told = error_of(make)
         job.end()
         return told

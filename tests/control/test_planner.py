@@ -22,7 +22,7 @@ class Prescribed:
 
     def __init__(self, num_ranks, at_update):
         self.migration = None
-        self.what_if_plans = {}
+        self.what_if_plans, self.busy_s, self.outside_s = {}, (), ()
         self.calibration_plan, self.num_calibration_steps = None, 0
         self.updates, self.is_closed = [], False
         self._num_ranks, self._at_update = num_ranks, at_update

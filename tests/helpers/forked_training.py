@@ -1,4 +1,4 @@
-"""Two ranks of ``vit_examples.train`` as forks of this process, whose imports they inherit: each would take seconds.
+"""Two ranks of a training program as forks of this process, whose imports they inherit: each would take seconds.
 
 They get what torchrun gives its ranks. How real launchers start, stop and report ranks is for tests that start those.
 """
@@ -53,7 +53,7 @@ class ForkedTraining:
                 status = status or rank.exitcode
         stop(self._ranks)
         stdout, stderr = self.said()
-        return subprocess.CompletedProcess(["vit_examples.train"], status, stdout, stderr)
+        return subprocess.CompletedProcess(["training"], status, stdout, stderr)
 
     def said(self) -> tuple[str, str]:
         """What is on the ranks' standard output and standard error so far."""
@@ -62,9 +62,12 @@ class ForkedTraining:
 
 @contextmanager
 def training_started(
-    arguments: Sequence[str], folder: Path, before: Callable[[], None] = lambda: None
+    arguments: Sequence[str],
+    folder: Path,
+    before: Callable[[], None] = lambda: None,
+    main: Callable[[Sequence[str]], None] = train.main,
 ) -> Iterator[ForkedTraining]:
-    """While such a block lasts; each rank calls ``before()``, then ``train.main(arguments)``."""
+    """While such a block lasts; each rank calls ``before()``, then ``main(arguments)``."""
     folder.mkdir(parents=True)
     here, there = _FORK.Pipe()
     store = _FORK.Process(target=_keep_store, args=(there,))
@@ -74,7 +77,7 @@ def training_started(
         port = here.recv()
         for rank in range(NUM_RANKS):
             environment = rank_environment(rank, NUM_RANKS, port)
-            ranks.append(_FORK.Process(target=_rank_main, args=(arguments, environment, folder, before)))
+            ranks.append(_FORK.Process(target=_rank_main, args=(arguments, environment, folder, before, main)))
             ranks[-1].start()
         yield ForkedTraining(ranks, folder)
     finally:
@@ -84,10 +87,13 @@ def training_started(
 
 
 def forked_training(
-    arguments: Sequence[str], folder: Path, before: Callable[[], None] = lambda: None
+    arguments: Sequence[str],
+    folder: Path,
+    before: Callable[[], None] = lambda: None,
+    main: Callable[[Sequence[str]], None] = train.main,
 ) -> subprocess.CompletedProcess[str]:
     """What a training ends with and says."""
-    with training_started(arguments, folder, before) as training:
+    with training_started(arguments, folder, before, main) as training:
         return training.wait(100.0)
 
 
@@ -105,7 +111,13 @@ def _keep_store(pipe: Connection) -> None:
     time.sleep(300.0)  # until it is killed; not for ever, should the test process be killed itself
 
 
-def _rank_main(arguments: Sequence[str], environment: dict[str, str], folder: Path, before: Callable[[], None]) -> None:
+def _rank_main(
+    arguments: Sequence[str],
+    environment: dict[str, str],
+    folder: Path,
+    before: Callable[[], None],
+    main: Callable[[Sequence[str]], None],
+) -> None:
     for number, name in ((1, "stdout"), (2, "stderr")):
         file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, number)
@@ -116,4 +128,4 @@ def _rank_main(arguments: Sequence[str], environment: dict[str, str], folder: Pa
     logging.getLogger().handlers.clear()  # pytest's: without any, warnings go to standard error
     torch.set_num_threads(1)
     before()
-    train.main(arguments)
+    main(arguments)

@@ -59,8 +59,8 @@ def segments_of(model, group):
     attention, feed_forward, _ = model
     ranks = dist.get_world_size(group)
 
-    def follow(num_heads):
-        attention.num_heads = num_heads
+    def follow(heads):
+        attention.num_heads = len(heads)
 
     heads, neurons = [], []
     for name in "qkv":

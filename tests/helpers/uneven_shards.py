@@ -35,8 +35,7 @@ def hold(segment, owned, group):
         description.parameter.data = part.clone(memory_format=torch.contiguous_format)
         description.parameter.grad = None
     segment.owned = owned
-    if segment.on_change is not None:
-        segment.on_change(len(mine))
+    segment.follow(dist.get_rank(group))
 
 
 def uneven_maps(segment):

@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from uneven_shards import assert_any_owner_computes_the_same
 
 import zeroresize as zr
@@ -236,7 +237,7 @@ NOT_PROVEN = {
         "scale",
     ),
     "two outputs": (odd(lambda self, x: [h := self.a(x).relu(), (self.b(h), h)][1][0] + h.sum()), "sum()"),
-    "kept": (odd(keeping), "its forward keeps what it computes as an attribute: seen"),
+    "kept": (odd(keeping), "its forward keeps something from call to call: Module.seen"),
     "returned": (odd(lambda self, x: [h := self.a(x), self.b(h), h][1:]), "also used by the module's caller"),
     "another input": (odd(lambda self, x: self.b(self.a(x) + x)), "no output of a column-parallel layer"),
     "parts": (odd(mixed_parts), "repeat()"),
@@ -316,7 +317,7 @@ def test_a_user_names_what_cannot_be_proven(run_ranks):
             column=["0.q", own.k, "0.v"],
             row=own.out,
             unit_size=6,
-            on_change=lambda count: heads.update(now=count),
+            on_change=lambda units: heads.update(now=len(units)),
             kind="heads",
         )
         segments, reasons = found_in(model, group, named=[named])
@@ -395,7 +396,11 @@ def test_a_user_registers_a_module_of_theirs(run_ranks):
         if module.num_heads == 1:
             raise StaysEven("one head is too few")
         return Segment(
-            [module.qkv], module.out, unit_size=4, num_blocks=3, on_change=lambda n: setattr(module, "num_heads", n)
+            [module.qkv],
+            module.out,
+            unit_size=4,
+            num_blocks=3,
+            on_change=lambda units: setattr(module, "num_heads", len(units)),
         )
 
     def check(rank, group):
@@ -442,3 +447,27 @@ def test_a_user_registers_an_activation(run_ranks):
 def test_what_is_no_class_of_modules_cannot_be_registered():
     with pytest.raises(TypeError, match=r"needs a class of torch\.nn\.Module, found 3"):
         register_segments(3, lambda module: [])
+
+
+def test_tracing_goes_through_reentrant_checkpoints(run_ranks):
+    """Whose autograd function reads tensors unchecked, so that what only pretends to be one would end the process."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self, group):
+            super().__init__()
+            self.up = zr.ColumnParallelLinear.from_linear(nn.Linear(8, 32), process_group=group)
+            self.down = zr.RowParallelLinear.from_linear(nn.Linear(32, 8), process_group=group)
+
+        def compute(self, x):
+            return self.down(torch.relu(self.up(x)))
+
+        def forward(self, x):
+            return checkpoint(self.compute, x, use_reentrant=True)
+
+    def check(rank, group):
+        model = Checkpointed(group)
+        zr.convert(model, process_group=group, config=OFF)
+        segments, _ = find_segments(model, balanced_layers(model), 2)
+        return [one.kind for one in segments]
+
+    assert run_ranks(check, 2) == [["neurons"]] * 2

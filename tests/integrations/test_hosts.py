@@ -26,7 +26,7 @@ CONFIG = zr.BalanceConfig(mode="zero-rd")
 def example(monkeypatch):
     """The names of the program in the docs; its host is forgotten again when the test ends."""
     monkeypatch.setattr(hosts, "_hosts", list(hosts._hosts))
-    program, _ = PROGRAMS
+    program, *_ = PROGRAMS
     names = {"__name__": "adding_a_host"}
     exec(compile(program, "docs/adding_a_host.md", "exec"), names)
     return names

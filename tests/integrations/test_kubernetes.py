@@ -148,6 +148,9 @@ def test_without_any_account_the_error_says_so(tmp_path, monkeypatch):
         ({"resources": {"request": {"cpu": "1"}}}, "wanted are 'requests', 'limits' or both"),
         ({"subresource": "status"}, "subresource='status' is not allowed"),
         ({"timeout_s": 0.0}, "timeout_s=0.0 is not allowed"),
+        ({"timeout_s": "x"}, "timeout_s='x' is not allowed"),
+        ({"resources": 3}, "resources=3 is not allowed"),
+        ({"container": 3}, "container=3 is not allowed"),
     ],
 )
 def test_wrong_options_are_errors_at_once(arguments, message):

@@ -133,6 +133,6 @@ def test_a_fused_kernel_trains_bitwise_alike_and_is_balanced_alike(run_ranks, im
         losses, shares, measured = own
         assert losses == expected[0]
         assert shares == [[pytest.approx(rank) for rank in update] for update in expected[1]]
-        assert measured == pytest.approx(expected[2], rel=1e-6)
+        assert measured == pytest.approx(expected[2], rel=1e-5)
     spared = [sum(update[1]) for update in plain[0][1]]
     assert spared[7] > 0.3 and spared[-1] == 0.0

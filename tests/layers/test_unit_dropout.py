@@ -118,7 +118,7 @@ def test_recomputation_from_another_random_state_is_an_error():
 
 
 def test_mistakes_are_told():
-    with pytest.raises(ValueError, match=r"p=1.5: allowed are 0 to 1"):
+    with pytest.raises(ValueError, match=r"p=1.5 is not allowed: a finite number at least 0 and at most 1"):
         dropout_of(segment_of([0, 1]), 0, p=1.5)
     with pytest.raises(
         ValueError, match="7 features in dimension -1, and this rank owns 4 units of the segment of fc2"

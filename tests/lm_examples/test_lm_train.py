@@ -7,10 +7,12 @@ import pytest
 from lm_runs import NUM_STEPS, config_of, keep_time, losses_of, text_of, trained, undivided
 
 from lm_examples import checkpoint_files as checkpoints
+from lm_examples import pace
 from lm_examples.build import build_layers, num_parameters
 from lm_examples.cases.dynamic_case import DynamicCase
 from lm_examples.run import prepare
 from lm_examples.train import train
+from vit_examples import recorder
 from zeroresize.pipeline import LayerProfiler
 from zeroresize.utils.json_lines import read_json_lines
 
@@ -49,6 +51,37 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened_on_any_number_of_stage
     if before == after:
         assert tuple(lines[10]["boundaries"]) == first["boundaries"] != (0, 4, 8)
     assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step-00000005", "step-00000010"]
+
+
+@pytest.mark.parametrize("stages", [(2, 2), (2, 3)])
+def test_a_line_tells_the_mean_of_all_its_steps_also_of_those_before_a_resume(run_ranks, tmp_path, stages):
+    """The checkpoint is of step 6, and lines are of steps 4, 8 and 12."""
+
+    def run(rank, group, config, resume=False):
+        keep_time()
+        recorder.time = pace.time
+        run = prepare(config, text_of(), group, resume=resume)
+        with run.held:
+            train(run)
+
+    sections = {"balance": {"mode": "off"}, "output": {"save_every": 6}}
+    training = {"log_every": 4, "steps": 12}
+    whole = config_of(tmp_path / "whole", training=training, **sections)
+    run_ranks(run, stages[0], whole)
+    half, rest = (
+        config_of(tmp_path / "resumed", training=training | {"steps": steps}, **sections) for steps in (7, 12)
+    )
+    run_ranks(run, stages[0], half)
+    run_ranks(run, stages[1], rest, True)
+    expected, found = (read_json_lines(tmp_path / name / "metrics.jsonl") for name in ("whole", "resumed"))
+    assert [line["step"] for line in found] == [4, 8, 12]
+    for line, of_whole in zip(found, expected, strict=True):
+        assert line["loss"] == same(of_whole["loss"])
+    state = json.loads((tmp_path / "resumed" / "checkpoints" / "step-00000006" / "state.json").read_text())
+    assert state["unwritten"]["seconds"] == same([expected[1]["step_s"]] * 2)  # two of the four steps
+    if stages[0] == stages[1]:  # the other two were slowed by one forward, by which a new process finds shapes
+        assert found[1]["step_s"] == pytest.approx(expected[1]["step_s"], rel=0.05)
+        assert found[1]["bubble_ratio"] == pytest.approx(expected[1]["bubble_ratio"], rel=0.05)
 
 
 def test_what_balancing_has_learned_is_resumed(run_ranks, tmp_path):

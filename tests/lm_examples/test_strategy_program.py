@@ -111,6 +111,22 @@ def test_a_run_resumed_under_other_strategies_equals_undivided_training(run_rank
     assert sum(one["seconds"] for one in first["ranges"]) + first["switch_s"] <= first["step_s"]
 
 
+def test_a_line_tells_the_mean_of_all_its_steps_also_of_those_before_a_resume(run_ranks, tmp_path):
+    """The checkpoint is of step 3, and lines are of steps 2, 4 and 6."""
+    output = {"save_every": 3}
+    whole = config_of(tmp_path / "whole", training={"log_every": 2}, output=output)
+    half, rest = (
+        config_of(tmp_path / "resumed", training={"log_every": 2, "steps": steps}, output=output) for steps in (4, 6)
+    )
+    run_ranks(lambda rank, group: (trained(whole, group), trained(half, group), trained(rest, group, resume=True)), 2)
+    expected, found = (read_json_lines(tmp_path / name / "metrics.jsonl") for name in ("whole", "resumed"))
+    assert [line["step"] for line in found] == [2, 4, 6]
+    for line, of_whole in zip(found, expected, strict=True):
+        assert line["loss"] == pytest.approx(of_whole["loss"], rel=1e-10)
+        for own, other in zip(line["ranges"], of_whole["ranges"], strict=True):
+            assert own | {"seconds": 0.0} == other | {"seconds": 0.0}
+
+
 def test_a_search_finds_what_it_trains_under(run_ranks, tmp_path, capfd):
     config = config_of(tmp_path, {"search": True, "max_ranges": 2}, training={"steps": 2}, output={"progress": True})
 

@@ -58,7 +58,7 @@ def test_layers_take_no_more_marks_and_no_more_memory(clock, timer):
     assert len(timer._step.marks) < 10_000 and len(timer._step.layers) == 20
     num_marks = timer._step.num_marks
     timer.end_step()
-    assert num_marks == 1 + 4 * 5_000 * 20
+    assert num_marks == 2 + 4 * 5_000 * 20
     assert sys.getsizeof(timer._unread) < 1_000 and not timer._unread
 
 

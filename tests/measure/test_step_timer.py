@@ -35,6 +35,39 @@ def test_busy_time_leaves_out_waits_and_splits_products(clock, timer):
     assert (times.busy_s, times.gemm_s, times.gather_fill_s, times.shares.spared) == (3.0, 1.5, 0.5, 0.5)
 
 
+def test_what_lies_before_the_first_product_is_outside_but_for_its_waits(clock, timer):
+    timer.begin_step()
+    clock.advance(3.0)
+    timer.wait_begins()  # as for a batch that another rank sends
+    clock.advance(2.0)
+    timer.wait_ends()
+    clock.advance(1.0)
+    for _ in range(2):
+        timer.product_begins()
+        clock.advance(1.0)
+        timer.product_ends()
+        clock.advance(10.0)
+    timer.wait_begins()
+    clock.advance(5.0)
+    timer.wait_ends()
+    timer.backward_ends()
+    clock.advance(7.0)
+    timer.product_begins()  # of the next forward
+    timer.product_ends()
+    timer.backward_ends()
+    clock.advance(100.0)  # the optimizer's step
+    (times,) = timer.end_step()
+    assert (times.outside_s, times.wait_s, times.busy_s) == (4.0 + 7.0, 7.0, 4.0 + 22.0 + 7.0 + 100.0)
+    assert times.inside.busy_s == 122.0
+
+
+def test_a_step_without_products_has_no_outside(clock, timer):
+    timer.begin_step()
+    clock.advance(3.0)
+    (times,) = timer.end_step()
+    assert times.outside_s == 0.0 and times.busy_s == 3.0
+
+
 def test_nothing_is_counted_outside_a_step(clock, timer):
     one_step(clock, timer)
     timer.end_step()
@@ -88,7 +121,7 @@ def test_measuring_has_a_price_in_proportion_to_what_was_measured(clock, timer):
     empty = timer.timer_s
     one_step(clock, timer)
     timer.end_step()
-    assert timer.timer_s == pytest.approx(4 * empty)  # 8 marks against 2
+    assert timer.timer_s == pytest.approx(4.5 * empty)  # 9 marks against 2
 
 
 def collectives_of_torch(group):
@@ -158,10 +191,10 @@ def test_marks_are_given_back_once_read_and_when_dropped(clock, timer):
     clock.recycled.clear()
     one_step(clock, timer)
     timer.end_step()
-    assert len(clock.recycled) == 8
+    assert len(clock.recycled) == 9
     one_step(clock, timer)
     timer.begin_step()
-    assert len(clock.recycled) == 15  # the end of a dropped step was never marked
+    assert len(clock.recycled) == 17  # the end of a dropped step was never marked
 
 
 def test_a_step_of_any_number_of_products_is_measured_in_little_memory(clock, timer):

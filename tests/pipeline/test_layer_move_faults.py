@@ -1,6 +1,7 @@
 """A move of layers that cannot be made leaves every rank that lives with what it had, and tells all of them why."""
 
 import os
+import re
 import time
 import warnings
 from datetime import timedelta
@@ -9,11 +10,12 @@ import pipelines
 import pytest
 import torch
 import torch.distributed as dist
+from little_memory import memory_of_at_most
 from pipelines import assert_same, groups_of, held, pipeline_of
 from survivors import dying, send_half, told_by_survivors
 from torch import nn
 
-from zeroresize.pipeline import layer_move, move_layers, moving
+from zeroresize.pipeline import layer_move, move_layers, moving, moving_during_backward
 from zeroresize.resharding import agreement, message_rounds
 from zeroresize.resharding.agreement import NotEnoughMemoryError
 
@@ -148,6 +150,36 @@ def test_memory_that_runs_out_all_the_same_is_told_to_all(run_ranks, monkeypatch
     assert expected in second and expected not in first
     for told in (first, second):
         assert "rank 1 lacks 0.0" in told and "rank 0" not in told
+
+
+@pytest.mark.parametrize("megabytes", [0.5, *(pytest.param(one, marks=pytest.mark.slow) for one in (2, 8, 40))])
+@pytest.mark.parametrize("is_early", [False, True])
+def test_wherever_memory_runs_out_all_are_told_at_once_that_it_was_that(run_ranks, megabytes, is_early):
+    """In telling each other what moves, in making threads and connections, and in the new tensors."""
+
+    def check(rank, group):
+        sizes = [(1000, 8000), (8000, 1000), *([(1000, 2), (2, 1000)] * 100)]
+        with torch.device("meta"):
+            layers = [nn.Sequential(*(nn.Linear(*one) for one in sizes)).to_empty(device="cpu") for _ in range(4)]
+        own_group = dist.new_group([0, 1], timeout=timedelta(seconds=5))
+        pipeline = pipeline_of(own_group, (0, 3, 4), layers=layers, loss=nn.functional.mse_loss)
+        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+        begin = time.perf_counter()
+        with memory_of_at_most(int(megabytes * 2**20) if rank == 1 else 2**40), pytest.raises(RuntimeError) as caught:
+            if is_early:
+                with moving_during_backward(pipeline, (0, 1, 4), optimizer=optimizer):
+                    raise AssertionError("the block must not begin")
+            move_layers(pipeline, (0, 1, 4), optimizer=optimizer)
+        assert time.perf_counter() - begin < 4.0  # others wait for five seconds
+        assert pipeline.boundaries == (0, 3, 4)
+        return type(caught.value), str(caught.value)
+
+    (first_kind, first), (kind, told) = run_ranks(check, 2)
+    assert first_kind is kind is NotEnoughMemoryError
+    assert first.startswith("nothing has moved or changed") and told.startswith("nothing has moved or changed")
+    assert "to boundaries [0, 1, 4]: out of memory" in told or re.search(
+        r"not enough memory for [a-z ]+: .*rank 1 lacks [\d.]+ MB, of [\d.]+ MB that it needs: .*memory", told
+    ), told
 
 
 def test_optimizers_with_other_settings_or_groups_do_not_get_layers(run_ranks):

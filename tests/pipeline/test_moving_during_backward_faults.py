@@ -1,6 +1,7 @@
 """A move during backward that cannot be made leaves every rank that lives as it was, and tells all of them why."""
 
 import os
+import threading
 import time
 import weakref
 from contextlib import contextmanager
@@ -213,6 +214,40 @@ def test_a_rank_that_cannot_go_on_tells_the_other_at_once(run_ranks, monkeypatch
     assert told[failing] == "RuntimeError: nothing has moved or changed: no memory left"
     where = "cannot go to stage 0" if failing == 0 else "cannot come from stage 1"
     assert f"{where}; its error tells why" in told[1 - failing]
+
+
+@pytest.mark.parametrize("which", ["of the store", "of the connection", "of the move"])
+def test_a_rank_without_memory_for_threads_says_so_and_all_hear_of_it_at_once(run_ranks, monkeypatch, which):
+    def check(rank, group):
+        training = Training(group)
+        real, begin = threading.Thread.start, time.perf_counter()
+        allowed = {"of the store": 0, "of the connection": 3, "of the move": 10**6}[which]
+
+        def start(thread):
+            nonlocal allowed
+            allowed -= 1
+            if allowed < 0 or thread.name == "layers that move":
+                raise RuntimeError("can't start new thread")
+            real(thread)
+
+        if rank == 1:
+            monkeypatch.setattr(threading.Thread, "start", start)
+        with (
+            training.fails(NotEnoughMemoryError) as told,
+            moving_during_backward(training.pipeline, (0, 6, 7), optimizer=training.optimizer),
+        ):
+            raise AssertionError("the block must not begin")
+        monkeypatch.undo()
+        assert time.perf_counter() - begin < 4.0  # others wait for five seconds
+        assert training.moves() == 3
+        return told[0]
+
+    first, second = run_ranks(check, 2)
+    assert (
+        "preparing an early move of layers to boundaries [0, 6, 7]: " in second and "can't start new thread" in second
+    )
+    assert "the job's store cannot be reached" not in first + second
+    assert "ranks [1] of the group" in first
 
 
 def test_an_optimizer_that_steps_in_the_block_is_an_error(run_ranks):

@@ -4,6 +4,7 @@ import pipelines
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from foreign_code import Evil, put_into_planner_data
 from pipelines import BOUNDARIES, OPTIMIZERS, assert_same, groups_of, half_the_loss, held, pipeline_of, undivided
 from torch import nn
 
@@ -270,3 +271,53 @@ def test_what_does_not_fit_is_told_and_changes_nothing(run_ranks, written, tmp_p
         assert optimizer.state
 
     run_ranks(check, 2)
+
+
+class Remembering(nn.Linear):
+    """With extra state that may be anything."""
+
+    def __init__(self, extra):
+        super().__init__(2, 2)
+        self.extra = extra
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+def test_no_code_of_a_checkpoint_runs(run_ranks, tmp_path):
+    """Neither of its index nor of extra state: refused on all ranks, and nothing changes."""
+
+    def check(rank, group):
+        def pipeline_with(extra):
+            layers = [nn.Linear(2, 2), Remembering(extra)]
+            return pipeline_of(group, (0, 1, 2), loss=nn.functional.mse_loss, layers=layers)
+
+        plain = {"plain": [1, torch.ones(2)]}
+        said = {}
+        for name, extra in (("plain", plain), ("index", plain), ("extra", Evil(tmp_path / "marker"))):
+            folder = tmp_path / name
+            dcp.save(pipeline_state(pipeline_with(extra)), checkpoint_id=folder, process_group=group)
+            if name == "index" and rank == 0:
+                put_into_planner_data(folder, tmp_path / "marker")
+            torch.distributed.barrier(group)
+            pipeline = pipeline_with(None)
+            before = pipeline.layers[rank].weight.detach().clone()
+            try:
+                load_pipeline(folder, pipeline)
+            except (ValueError, RuntimeError) as error:
+                said[name] = str(error)
+                assert torch.equal(pipeline.layers[rank].weight, before) and pipeline.layers[1].extra is None
+            else:
+                assert rank == 0 or pipeline.layers[1].extra["plain"][1].tolist() == [1.0, 1.0]
+        return said
+
+    first, last = run_ranks(check, 2)
+    assert not (tmp_path / "marker").exists()
+    assert first.keys() == last.keys() == {"index", "extra"}
+    assert "names posix.system, which is none of the classes" in first["index"]
+    assert (
+        "extra state of layers.1: not read, since it is damaged or of a class whose reading could run" in last["extra"]
+    )

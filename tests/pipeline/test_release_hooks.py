@@ -60,7 +60,10 @@ def test_a_command_that_fails_is_told_and_is_no_more_than_a_warning(command, mes
         ("echo {rank}", {}, "wanted are a program and its arguments, as a list"),
         (["echo", "{node}"], {}, r"\{rank\} and \{step\} can be filled in"),
         (["echo", "{"], {}, "braces that are meant as such are doubled"),
+        (3, {}, "command=3 is not allowed: wanted are a program and its arguments, as a list"),
+        (None, {}, "command=None is not allowed"),
         (["echo"], {"timeout_s": 0.0}, "timeout_s=0.0 is not allowed"),
+        (["echo"], {"timeout_s": "5"}, "timeout_s='5' is not allowed: a finite number above 0 is needed"),
     ],
 )
 def test_wrong_options_are_errors_at_once(command, options, message):

@@ -185,7 +185,12 @@ def test_ranks_in_different_numbers_of_groups_release_nobody_and_train_on(run_ra
 def test_options_must_be_allowed_and_alike(run_ranks):
     for options, message in (
         ({"least_stages": 0}, "least_stages=0 is not allowed"),
-        ({"max_slowdown": 0.0}, "max_slowdown=0.0 is not allowed: it must be above zero"),
+        ({"max_slowdown": 0.0}, "max_slowdown=0.0 is not allowed: a finite number above 0 is needed"),
+        ({"max_slowdown": "x"}, "max_slowdown='x' is not allowed: a finite number above 0 is needed"),
+        ({"max_slowdown": float("nan")}, "max_slowdown=nan is not allowed"),
+        ({"on_release": 3}, "on_release=3 is not allowed: a list is needed of functions that take a Release"),
+        ({"on_release": print}, "a list is needed of functions"),
+        ({"on_release": [print, 3]}, "a list is needed of functions"),
     ):
         with pytest.raises(ValueError, match=message):
             Repack(**options)

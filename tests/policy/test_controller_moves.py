@@ -128,7 +128,7 @@ def test_a_refused_move_is_not_tried_for_a_while():
     made = controller()
     while updated(made, 4.0, times=1).owned == HOME:
         pass
-    assert made.refuse_move("rank 1 has no memory for it", HOME).owned == HOME
+    assert made.refuse_move(HOME).owned == HOME
     waited = 0
     while (plan := updated(made, 4.0, times=1)).owned == HOME:
         assert plan.loans, "it lends meanwhile"

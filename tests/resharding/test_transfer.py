@@ -261,14 +261,14 @@ def test_blocks_of_one_weight_and_frozen_parameters(run_ranks):
         layer.qkv = torch.nn.Parameter(whole[:, home.units_of(rank)].reshape(-1, 4), requires_grad=False)
         tensors = (UnitTensor(layer, "qkv", "qkv", 0, 2, num_blocks=3),) * 2  # named twice: counts once
         segment = OwnedSegment("s", "heads", ("qkv",), tensors, home)
-        counts = []
-        segment.on_change = counts.append
+        told = []
+        segment.on_change = told.append
         for owners in ([2, 0, 0, 1, 1, 2], [1] * 6, [0, 1, 2, 0, 1, 2]):
             after = OwnershipMap(np.array(owners), 3)
             mover(group, None)([segment], {"s": after})
             assert torch.equal(layer.qkv, whole[:, after.units_of(rank)].reshape(-1, 4))
             assert not layer.qkv.requires_grad
-            assert counts[-1] == after.counts[rank]
+            assert told[-1] == [unit for unit, owner in enumerate(owners) if owner == rank]
 
     run_ranks(check, 3)
 

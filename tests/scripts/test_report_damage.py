@@ -69,6 +69,9 @@ def test_a_summary_that_cannot_be_read_is_left_out(folder: Path, name: str, text
         {**record(1, 5, 0.5).to_dict(), "step": None},
         {**record(1, 5, 0.5).to_dict(), "step": 50.5},
         {**record(1, 5, 0.5).to_dict(), "busy_s": "long"},
+        {**record(1, 5, 0.5).to_dict(), "busy_s": {}},
+        {**record(1, 5, 0.5).to_dict(), "gemm_s": []},
+        {**record(1, 5, 0.5).to_dict(), "predicted_step_s": ""},
         {**record(1, 5, 0.5).to_dict(), "lent_to": [0.5]},
         {**record(1, 5, 0.5).to_dict(), "layer_shares": {"fc1": None}},
         {**record(1, 5, 0.5).to_dict(), "units": {"heads": "six"}},
@@ -91,6 +94,7 @@ def test_a_line_that_is_no_record_is_named(folder: Path, line: dict) -> None:
     "line",
     [
         {"step": 3, "step_s": 1.0},
+        {"kind": "step", "step": 3, "step_s": {}},
         {"kind": "step", "step": 3},
         {"kind": "step", "step": "3", "step_s": 1.0},
         {"kind": "epoch", "step": 3, "seconds": ["1"]},

@@ -283,7 +283,7 @@ def test_simulated_training_is_shortest_where_everything_may_be_done():
     assert seconds[3] < seconds[1] < seconds[0]
 
 
-@pytest.mark.parametrize("options", [{"tolerance": -0.1}, {"min_saving": 1.0}])
+@pytest.mark.parametrize("options", [{"tolerance": -0.1}, {"min_saving": 1.0}, {"min_saving": "x"}])
 def test_values_that_are_not_allowed_are_refused(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         decision(**options)

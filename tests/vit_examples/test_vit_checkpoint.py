@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from foreign_code import Evil
+from foreign_code import Evil, resealed
 from full_disk import files_of_at_most
 
 pytest.importorskip("transformers")
@@ -28,7 +28,6 @@ from vit_examples.all_ranks import of_all_ranks
 from vit_examples.checkpoint import Progress, layout_of, load_checkpoint, newest_checkpoint, require_layout
 from vit_examples.config import RunConfig
 from vit_examples.config_file import load_config
-from vit_examples.manifest import sealed
 from vit_examples.plain_files import read_state, write_state
 
 HOSTS = ("torch", pytest.param("colossalai", marks=pytest.mark.colossalai))
@@ -179,14 +178,6 @@ def evil_files(marker: Path) -> dict[str, bytes]:
     saved = marker.with_name("evil.pt")
     torch.save(Evil(marker), saved)
     return {"pickle": pickle.dumps(Evil(marker)), "torch": saved.read_bytes()}
-
-
-def resealed(checkpoint: Path, name: str) -> None:
-    """Let the manifest say that the file ``name`` is as it was written."""
-    manifest = checkpoint / "manifest.json"
-    told = json.loads(manifest.read_text())
-    told["files"][name] = sealed(checkpoint / name)
-    manifest.write_text(json.dumps(told))
 
 
 def on_copies_of(

@@ -140,6 +140,13 @@ def test_a_lap_is_the_mean_of_the_steps_since_the_last(monkeypatch: pytest.Monke
     assert synchronised == ([] if device == "cpu" else [9.0, 13.0, 118.0])
 
 
+def test_a_lap_goes_on_with_steps_of_an_earlier_process() -> None:
+    clock = recorder.StepClock(torch.device("cpu"), since_lap=[1.0, 3.0])
+    assert clock.num_since_lap == 2 and clock.since_lap() == [1.0, 3.0]
+    assert clock.lap() == 2.0 and clock.num_since_lap == 0 and clock.seconds == []
+    assert math.isnan(clock.lap())
+
+
 def test_a_summary_tells_the_commit_that_the_run_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "commit_of_code", lambda: "abc1234")
     written = Recorder(RunConfig(output=OutputConfig(folder=str(tmp_path))), from_epoch=0, from_step=0, total_steps=2)

@@ -25,7 +25,9 @@ pytest.importorskip("safetensors")
 
 import torch
 from fake_time import FakeTime
+from file_modes import writable_by_all
 from forked_training import forked_training, training_started
+from full_disk import full_when
 from picture_files import write_parquet
 from rich.console import Console
 from safetensors.torch import load_file
@@ -43,6 +45,10 @@ from zeroresize.utils.json_lines import read_json_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_STEPS = 8  # two epochs of four
+
+
+def open_umask() -> None:
+    os.umask(0)
 
 
 def die_in_second_epoch() -> None:
@@ -224,6 +230,24 @@ def test_a_run_on_a_full_disk_trains_to_its_end_and_says_what_it_could_not_write
         assert f"no checkpoint of epoch {epoch}, training goes on without (the newest is none): rank " in run.stderr
     assert run.stderr.count("metrics.jsonl is incomplete from step ") == 1
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
+def test_not_everybody_may_write_to_what_a_run_makes_whatever_the_umask(pictures: Path, tmp_path: Path) -> None:
+    arguments = micro_arguments(pictures, tmp_path / "run", "host=torch", "training.epochs=1")
+    run = forked_training(arguments, tmp_path / "said", open_umask)
+    assert run.returncode == 0, run.stderr
+    assert (tmp_path / "run" / "checkpoints" / "epoch-0001").is_dir()
+    assert writable_by_all(tmp_path / "run") == []
+
+
+def test_a_summary_that_cannot_be_written_ends_the_run_with_one_line(pictures: Path, tmp_path: Path) -> None:
+    arguments = micro_arguments(pictures, tmp_path / "run", "host=torch", "training.epochs=1")
+    run = forked_training(arguments, tmp_path / "said", lambda: full_when(recorder.Recorder, "close"))
+    assert run.returncode == 1, run.stderr
+    summary = tmp_path / "run" / "summary.json"
+    assert f"error: the run is complete, but {summary}: cannot be written: File too large" in run.stderr
+    assert '"test_accuracy": ' in run.stderr and "Traceback" not in run.stderr
+    assert (tmp_path / "run" / "checkpoints" / "epoch-0001").is_dir()
 
 
 @pytest.mark.timeout(300)

@@ -74,7 +74,6 @@ class CpuGroup:
         # A process that ends while gloo's threads live can abort. Dropping the group, also at exit, ends them.
         self._gloo: list[Any] = [self._rendezvous.connect(lambda: dist.ProcessGroupGloo(*ends))]
         self.close = weakref.finalize(self, self._gloo.clear)
-        self._rendezvous.exchange("connected")  # nobody may leave again while others are still connecting
         self.where = where or Whereabouts()
         self.reports = FailureReports(self._rendezvous, self.where)
         if ranks is None:

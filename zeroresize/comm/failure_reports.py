@@ -15,6 +15,7 @@ from datetime import timedelta
 from zeroresize.comm.rendezvous import Rendezvous
 from zeroresize.comm.whereabouts import Whereabouts
 from zeroresize.utils.deadline import within
+from zeroresize.utils.memory_errors import is_out_of_memory, reason
 
 #: Seconds that a rank waits for the others' reports; ranks mostly fail together, at one time limit.
 WAIT_S = 2.0
@@ -69,11 +70,14 @@ class FailureReports:
         rank = self._rendezvous.rank
         try:
             reports = within(timedelta(seconds=wait_s + _ANSWER_S), lambda: self._leave_and_read(own, wait_s))
-        except Exception:
-            return (
-                f". This rank, {rank}, was at: {own}. What the others were doing is not known: the job's store cannot "
-                "be reached; the process that keeps it, usually rank 0's or torchrun's own, is stopped or gone"
+        except Exception as error:
+            why = (
+                f"this rank has no memory left to ask in ({reason(error)})"
+                if is_out_of_memory(error)
+                else "the job's store cannot be reached; the process that keeps it, usually rank 0's or torchrun's "
+                "own, is stopped or gone"
             )
+            return f". This rank, {rank}, was at: {own}. What the others were doing is not known: {why}"
         told = (f"rank {rank}: {report or self._last_heard_of(rank)}" for rank, report in enumerate(reports))
         return f". What the ranks of the group were doing: {'; '.join(told)}"
 

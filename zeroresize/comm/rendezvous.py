@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, ClassVar, TypeVar
 
@@ -12,11 +14,16 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_rank, group_ranks, time_limit
 from zeroresize.utils.deadline import within
+from zeroresize.utils.memory_errors import is_out_of_memory, reason
 
 _T = TypeVar("_T")
 
 #: Added to the time limit, so the store can report it first, and for asking who came.
 _GRACE = timedelta(seconds=1)
+#: As many as a connection takes, with the one that waits for it.
+_NUM_THREADS = 4
+#: Begins what a rank leaves in place of a message that memory kept it from.
+_RAN_OUT = "\0out of memory: "
 
 
 class Rendezvous:
@@ -60,9 +67,10 @@ class Rendezvous:
             where: the name of this exchange, used once.
 
         Raises:
-            RuntimeError: if not all ranks come within the time limit, naming those that did not.
+            RuntimeError: if not all ranks come within the time limit, naming those that did not; or if one has no
+                memory for it, naming it.
         """
-        keys = [f"{where}/{rank}" for rank in range(self.size)]
+        keys = self._keys(where)
 
         def exchange() -> list[str]:
             self.store.set(keys[self.rank], message)
@@ -70,24 +78,63 @@ class Rendezvous:
             return [self.store.get(key).decode() for key in keys]
 
         try:
-            return within(self.time_limit + _GRACE, exchange)
+            messages = within(self.time_limit + _GRACE, exchange)
         except Exception as error:
+            self._require_memory(error, keys)
             raise RuntimeError(f"{self._missing(keys)} did not come to {self._purpose} {self._limit_told}") from error
+        self._require_all(messages)
+        return messages
 
     def connect(self, make: Callable[[], _T]) -> _T:
-        """``make()``, which connects the ranks over the store.
+        """``make()``, which connects the ranks over the store; then nobody leaves before all are connected.
 
         Raises:
-            RuntimeError: if it fails, or takes longer than the time limit.
+            RuntimeError: if it fails on a rank, or takes longer than the time limit.
         """
+        where = "connected"
+        keys = self._keys("ready")
         try:
-            return within(self.time_limit + _GRACE, make)
+            _try_threads()
         except Exception as error:
+            self._require_memory(error, keys)
+            raise
+        self.exchange("ready")
+        keys = self._keys(where)
+        try:
+            made = within(self.time_limit + _GRACE, make)
+        except Exception as error:
+            self._require_memory(error, keys)
+            left: list[str] = []
+            with suppress(Exception):  # a store that does not answer is named below
+                left = within(_GRACE, lambda: self._left(keys))
+            self._require_all(left)
             raise RuntimeError(
                 f"all ranks of {self.whose} came to {self._purpose}, but could not be connected {self._limit_told}; or "
                 "the job's store cannot be reached: the process that keeps it, usually rank 0's or torchrun's own, is "
-                "stopped or gone"
+                f"stopped or gone ({error})"
             ) from error
+        self.exchange(where)
+        return made
+
+    def _keys(self, where: str) -> list[str]:
+        return [f"{where}/{rank}" for rank in range(self.size)]
+
+    def _require_memory(self, error: Exception, keys: list[str]) -> None:
+        """Tell the others where memory kept this rank from coming: they would wait for it."""
+        if is_out_of_memory(error):
+            with suppress(Exception):  # no thread may be left to wait for the store in
+                self.store.set(keys[self.rank], _RAN_OUT + reason(error))
+            raise RuntimeError(f"out of memory, so this rank cannot {self._purpose}: {reason(error)}") from error
+
+    def _left(self, keys: list[str]) -> list[str]:
+        """What ranks have left so far."""
+        return [self.store.get(key).decode() if self.store.check([key]) else "" for key in keys]
+
+    def _require_all(self, messages: list[str]) -> None:
+        lacking = {rank: one.removeprefix(_RAN_OUT) for rank, one in enumerate(messages) if one.startswith(_RAN_OUT)}
+        if lacking:
+            told = next(iter(lacking.values()))
+            raise RuntimeError(f"ranks {list(lacking)} of {self.whose} ran out of memory to {self._purpose}: {told}")
 
     @property
     def _limit_told(self) -> str:
@@ -105,3 +152,17 @@ class Rendezvous:
                 "stopped or gone, or other ranks"
             )
         return f"ranks {missing} of {self.whose}"
+
+
+def _try_threads() -> None:
+    """Whether there is memory for those of a connection: who fails while others connect leaves them waiting."""
+    may_end, threads = threading.Event(), []
+    try:
+        for _ in range(_NUM_THREADS):
+            thread = threading.Thread(target=may_end.wait, daemon=True)
+            thread.start()
+            threads.append(thread)
+    finally:
+        may_end.set()
+        for thread in threads:
+            thread.join()

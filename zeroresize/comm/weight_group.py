@@ -39,14 +39,15 @@ class WeightGroup:
         transport: Any = process_group
         if kind == "gloo":
             transport = rendezvous.connect(lambda: dist.ProcessGroupGloo(*ends, rendezvous.time_limit))
-        elif kind == "nccl":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = rendezvous.time_limit
-            transport = dist.ProcessGroupNCCL(*ends, options)
+        else:
+            if kind == "nccl":
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = rendezvous.time_limit
+                transport = dist.ProcessGroupNCCL(*ends, options)
+            rendezvous.exchange("connected")  # nobody may leave again while others are still connecting
         # The only reference, so close() ends the backend's threads: a process that ends while they live can abort.
         self._transport: list[Any] = [transport]
         self.close = weakref.finalize(self, self._transport.clear)
-        rendezvous.exchange("connected")  # nobody may leave again while others are still connecting
 
     def broadcast(self, tensor: Tensor, root: int, /) -> Work:
         return self._transport[0].broadcast(tensor, root)

@@ -33,6 +33,7 @@ class Whereabouts:
         num_steps: calls of ``balancer.step()``, the one that it is in included.
         epoch: how many epochs have ended.
         num_forwards: training forwards of balanced layers.
+        num_optimizer_steps: that the optimizer has made, without those that a loss scaler skipped.
         batch: what is compared while ``call`` is ``Call.FORWARD``.
     """
 
@@ -40,18 +41,20 @@ class Whereabouts:
     num_steps: int = 0
     epoch: int = 0
     num_forwards: int = 0
+    num_optimizer_steps: int = 0
     batch: str = ""
 
     #: Of :meth:`as_numbers`.
-    NUM_NUMBERS = 4
+    NUM_NUMBERS = 5
 
     def as_numbers(self) -> list[float]:
-        return [float(_CALLS.index(self.call)), float(self.num_steps), float(self.epoch), float(self.num_forwards)]
+        counts = self.num_steps, self.epoch, self.num_forwards, self.num_optimizer_steps
+        return [float(_CALLS.index(self.call)), *map(float, counts)]
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[float]) -> Whereabouts:
-        call, num_steps, epoch, num_forwards = map(int, numbers)
-        return cls(_CALLS[call], num_steps, epoch, num_forwards)
+        call, num_steps, epoch, num_forwards, num_optimizer_steps = map(int, numbers)
+        return cls(_CALLS[call], num_steps, epoch, num_forwards, num_optimizer_steps)
 
     def __str__(self) -> str:
         if self.call is Call.STEP:
@@ -87,6 +90,14 @@ def require_same(ranks: Sequence[Whereabouts], *, counts_forwards: bool = True) 
         raise RuntimeError(
             f"the ranks of the group did not call balancer.step() equally often: {_by_rank(told)}; call it once after "
             "every optimizer step, and load_state_dict with what was saved together, on every rank"
+        )
+    if differ("num_optimizer_steps"):
+        told = [f"{one.num_optimizer_steps} steps" for one in ranks]
+        raise RuntimeError(
+            f"the ranks of the group did not make equally many optimizer steps: {_by_rank(told)}. A loss scaler skips "
+            "a step where gradients overflow, and each rank sees those of its own shards only, so scale and weights "
+            "have come apart: use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler(process_group=...) with "
+            "the tensor-parallel group, and begin again from a checkpoint"
         )
     if differ("epoch"):
         told = [f"{one.epoch} epochs had ended at {one}" for one in ranks]

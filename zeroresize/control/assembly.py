@@ -21,6 +21,7 @@ from zeroresize.config_keys import AWAY_MODES, MIGRATING_MODES, MOVING_MODES, PR
 from zeroresize.control.forward_watch import ForwardWatch
 from zeroresize.control.group_decision import GroupDecision
 from zeroresize.control.lineage import LineageTable
+from zeroresize.control.optimizer_steps import OptimizerSteps
 from zeroresize.control.plan_in_force import PlanInForce
 from zeroresize.control.plan_installer import PlanInstaller
 from zeroresize.control.planner import Planner
@@ -157,6 +158,7 @@ def build(
             lender = _kept(Lender(layers, process_group, config.migration_transport, is_forced=is_forced), attached)
         monitor = _kept(RankMonitor(layers, config), attached)
         if exchange is not None:
+            _kept(OptimizerSteps(optimizer, exchange.where), attached)
             forward_watch = _kept(ForwardWatch(layers, exchange, compares=config.start_checks), attached)
         selector = _build_selector(config, layers, rank)
         installer = PlanInstaller(layers, selector, config.imputation)

@@ -36,6 +36,7 @@ class GroupDecision:
     Attributes:
         plan: what is decided.
         num_calibration_steps: for how many of the next steps another plan is in force, :attr:`calibration`.
+        outside_s: of every rank, seconds of a step before its first balanced layer; empty before all were measured.
         migration: Φ1 by the calibration, the same on every rank; None where nobody can lend, or before it is known.
     """
 
@@ -60,6 +61,7 @@ class GroupDecision:
         self.migration: MigrationCost | None = None
         self.plan: WorkloadPlan = self._controller.initial_plan()
         self.num_calibration_steps = 0
+        self.outside_s: tuple[float, ...] = ()
 
     def update(self, times: RankTimes | None, cost: ResizingCost, wait_s: float, agreed: object) -> None:
         """Decide from what was sent at the last update, and send this rank's numbers.
@@ -98,9 +100,9 @@ class GroupDecision:
         """Units have changed hands as planned: what the rank that sent or received most did, and how long it took."""
         self._controller.moved(num_bytes, seconds)
 
-    def refuse_move(self, reason: str, in_force: Sequence[float]) -> None:
+    def refuse_move(self, in_force: Sequence[float]) -> None:
         """Nothing has changed hands: these shares stay in force, and another move is not planned for a while."""
-        self.plan = self._controller.refuse_move(reason, in_force)
+        self.plan = self._controller.refuse_move(in_force)
 
     def hold_owned(self, shares: Sequence[float] | None) -> None:
         """Own by these shares whatever is measured; None to decide again."""
@@ -133,7 +135,7 @@ class GroupDecision:
         def received(value: Any, where: str) -> None:
             row(text, optional(each(each(number), num_ranks)))(value, where)
             if value[0] == self._told_config and value[1] is not None:
-                each(each(number, 9 + 3 * NUM_POINTS))(value[1], f"{where}[1]")
+                each(each(number, 10 + 3 * NUM_POINTS))(value[1], f"{where}[1]")
 
         return keyed(
             {
@@ -229,7 +231,10 @@ class GroupDecision:
 
     def _decide(self, received: list[list[float]]) -> None:
         self._require_equal([numbers[0] for numbers in received])
-        samples = [_as_rank_times(numbers[2:]) for numbers in received]
+        measured = [_as_rank_times(numbers[2:]).checked() for numbers in received]
+        are_known = not any(math.isnan(one.busy_s) for one in measured)
+        self.outside_s = tuple(one.outside_s for one in measured) if are_known else ()
+        samples = _begun_together(measured)
         waits_s = [numbers[1] for numbers in received]
         wait_s = math.nan if any(map(math.isnan, waits_s)) else min(waits_s)
         collectives = CollectiveTimes(wait_s, self._lent_when_sent, self.migration)
@@ -270,6 +275,16 @@ class GroupDecision:
             )
 
 
+def _begun_together(samples: Sequence[RankTimes]) -> list[RankTimes]:
+    """With what lies outside of the layers as part of the rest, on all ranks as long as on the slowest.
+
+    Who comes late to the first collective holds up all, and no division of the layers' work makes up for that: behind
+    it all ranks begin together.
+    """
+    outside_s = max((one.outside_s for one in samples if not math.isnan(one.busy_s)), default=0.0)
+    return [one.beginning_after(outside_s) for one in samples]
+
+
 def _of_slowest(replicas: Sequence[list[float]]) -> list[float]:
     """What counts of the numbers that a rank and its replicas sent: the longest times, and the shortest wait.
 
@@ -287,15 +302,15 @@ def _of_slowest(replicas: Sequence[list[float]]) -> list[float]:
 
 
 def _as_numbers(times: RankTimes | None, cost: ResizingCost) -> list[float]:
-    own = [math.nan] * 5
+    own = [math.nan] * 6
     if times is not None:
-        own = [times.rest_s, times.gemm_s, times.gather_fill_scale, times.deviation, times.moving_rest]
+        own = [times.rest_s, times.gemm_s, times.gather_fill_scale, times.deviation, times.moving_rest, times.outside_s]
     return [*own, cost.borrowing, cost.widening, *cost.ratios, *cost.gemm_share, *cost.gather_fill_s]
 
 
 def _as_rank_times(numbers: list[float]) -> RankTimes:
-    rest_s, gemm_s, gather_fill_scale, deviation, moving_rest, borrowing, widening, *points = numbers
+    rest_s, gemm_s, gather_fill_scale, deviation, moving_rest, outside_s, borrowing, widening, *points = numbers
     third = len(points) // 3
     ratios, gemm_share, gather_fill_s = (tuple(points[i * third : (i + 1) * third]) for i in range(3))
     cost = ResizingCost(ratios, gemm_share, gather_fill_s, borrowing, widening)
-    return RankTimes(rest_s, gemm_s, gather_fill_scale, cost, deviation, moving_rest)
+    return RankTimes(rest_s, gemm_s, gather_fill_scale, cost, deviation, moving_rest, outside_s)

@@ -1,4 +1,4 @@
-"""One line for an operator whenever units change hands: who is slow, what moves where, what it costs and brings."""
+"""Lines for an operator when units change hands: who is slow, what moves where, what it costs, what came of it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MoveLog:
         self._clock = clock
         self._decided_at = clock()
         self._slow_since: dict[int, float] = {}
-        self._step_s = math.nan
+        self._last: tuple[int, float, float] | None = None
 
     def planned(self, before: WorkloadPlan) -> None:
         """A decision is about to replace the plan ``before``, which the last such call was followed by."""
@@ -33,30 +33,62 @@ class MoveLog:
             for rank, own in enumerate(before.ranks)
             if own.is_straggler
         }
-        self._step_s = before.predicted_step_s
         self._decided_at = self._clock()
 
-    def line(self, move: Move, plan: WorkloadPlan, busy_s: Sequence[float]) -> str:
+    def line(
+        self,
+        move: Move,
+        plan: WorkloadPlan,
+        busy_s: Sequence[float],
+        *,
+        num_steps: int = 0,
+        step_s: float = math.nan,
+        is_by_hand: bool = False,
+    ) -> str:
         """What the log tells of ``move``, as "rank 3 is 2.1 times slower than the fastest for 40 s: 43 % of rank
-        3's neurons and 25 % of its heads move to ranks 0, 1, 2: 38 MB, 0.4 s; expected step 310 → 205 ms".
+        3's neurons and 25 % of its heads move to ranks 0, 1, 2: 38 MB, 0.4 s; a step takes 310 ms, expected 205 ms".
 
         Percentages are of what the rank owned in all layers together, since layers need not divide alike.
 
         Args:
             plan: by which it was made.
             busy_s: of every rank at its even share, seconds; empty where nothing was measured.
+            num_steps: after so many steps it was made.
+            step_s: what a step took before, as it was measured.
+            is_by_hand: whether a user called for it.
         """
+        self._last = None if is_by_hand else (num_steps, step_s, plan.predicted_step_s)
         if not any(map(any, move.changes.values())):
             return "shares change by less than a unit: nothing moves"
         return (
-            f"{self._why(move, plan, busy_s)}{_what(move)}: {_size(move.total_bytes)}, {_seconds(move.seconds)}"
-            f"{self._expected(move, plan, busy_s)}"
+            f"{'by hand: ' if is_by_hand else self._why(move, plan, busy_s)}{_what(move)}: {_size(move.total_bytes)}, "
+            f"{_seconds(move.seconds)}{'' if is_by_hand else _expected(step_s, plan.predicted_step_s)}"
+        )
+
+    def came_of(self, step_s: float) -> str | None:
+        """What came of the last move, once after it; None where there is nothing to tell.
+
+        Args:
+            step_s: what a step has taken since, as it was measured.
+        """
+        if self._last is None or math.isnan(step_s):
+            return None
+        (num_steps, before_s, expected_s), self._last = self._last, None
+        if math.isnan(before_s):
+            return None
+        expected = "" if math.isnan(expected_s) else f", {_number(1e3 * expected_s)} ms were expected"
+        return (
+            f"since units moved at step {num_steps} a step takes {_number(1e3 * step_s)} ms, "
+            f"{_number(1e3 * before_s)} ms before{expected}"
         )
 
     def _why(self, move: Move, plan: WorkloadPlan, busy_s: Sequence[float]) -> str:
-        """The stragglers whose units change; no rank's slowness brings units home."""
+        """The stragglers whose units change, or that there are none any more."""
         slow = [rank for rank in _changing(move, lambda change: change != 0) if plan.ranks[rank].is_straggler]
-        if not slow or _comes_home(move) or len(busy_s) != len(plan.ranks):
+        if _comes_home(move):
+            is_anyone_slow = any(rank.is_straggler for rank in plan.ranks)
+            return "even shares are faster now: " if is_anyone_slow else "no rank is slow any more: "
+        if not slow or len(busy_s) != len(plan.ranks):
             return ""
         by = {rank: busy_s[rank] / min(busy_s) for rank in slow}
         if len(slow) > _MOST_TOLD:
@@ -69,15 +101,14 @@ class MoveLog:
         ]
         return f"{', '.join(told)}: "
 
-    def _expected(self, move: Move, plan: WorkloadPlan, busy_s: Sequence[float]) -> str:
-        """The step from now on; beside the one before where it is shorter, as that one was predicted earlier."""
-        after_s, before_s = plan.predicted_step_s, self._step_s
-        if math.isnan(before_s) and len(set(move.before)) == 1:  # before the first decision all was even
-            before_s = max(busy_s, default=math.nan)
-        if math.isnan(after_s):
-            return ""
-        before = f"{_number(1e3 * before_s)} → " if before_s > after_s else ""
-        return f"; expected step {before}{_number(1e3 * after_s)} ms"
+
+def _expected(before_s: float, after_s: float) -> str:
+    """The step as it was measured, and as it is expected from now on."""
+    if math.isnan(after_s):
+        return "" if math.isnan(before_s) else f"; a step takes {_number(1e3 * before_s)} ms"
+    if math.isnan(before_s):
+        return f"; expected step {_number(1e3 * after_s)} ms"
+    return f"; a step takes {_number(1e3 * before_s)} ms, expected {_number(1e3 * after_s)} ms"
 
 
 def _what(move: Move) -> str:

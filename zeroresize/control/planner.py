@@ -42,6 +42,10 @@ class Planner(Protocol):
     def busy_s(self) -> Sequence[float]:
         """Of every rank, seconds of a step at full work as far as is known; empty before all were measured."""
 
+    @property
+    def outside_s(self) -> Sequence[float]:
+        """Of every rank, seconds of a step before its first balanced layer; empty before all were measured."""
+
     def update(self, times: RankTimes | None, cost: ResizingCost, wait_s: float, agreed: object) -> None:
         """An interval of training is over: take this rank's numbers, and decide.
 
@@ -61,7 +65,7 @@ class Planner(Protocol):
     def moved(self, num_bytes: float, seconds: float) -> None:
         """Units have changed hands as planned: what the rank that sent or received most did, and how long it took."""
 
-    def refuse_move(self, reason: str, in_force: Sequence[float]) -> None:
+    def refuse_move(self, in_force: Sequence[float]) -> None:
         """Nothing has changed hands: these shares stay in force, and another move is not planned for a while."""
 
     def hold_owned(self, shares: Sequence[float] | None) -> None:

@@ -21,7 +21,7 @@ def update_record(parts: Parts, num_steps: int, balancing_since_update_s: float)
         step=num_steps,
         epoch=parts.selector.epoch,
         rank=parts.rank,
-        busy_s=times.busy_s if times else math.nan,
+        busy_s=times.busy_s + times.outside_s if times else math.nan,
         gemm_s=times.gemm_s if times else math.nan,
         is_straggler=plan.ranks[parts.rank].is_straggler,
         ratio=in_force.ratio,
@@ -56,7 +56,7 @@ def metrics(parts: Parts, num_steps: int, balancing_s: float) -> dict[str, float
     numbers = {name: float(getattr(record, name)) for name in _RECORDED_METRICS} | {
         **{f"{name}_share": share for name, share in asdict(executed).items()},
         "relieved": 1.0 - record.owned * (1.0 - record.ratio),
-        "least_busy_s": times.least_busy_s if times else math.nan,
+        "least_busy_s": times.least_busy_s + times.outside_s if times else math.nan,
         "balancing_s": balancing_s,
         "statistic_bytes": float(parts.statistic.bytes_held if parts.statistic is not None else 0),
         "migration_bytes": float(parts.lender.bytes_held if parts.lender is not None else 0),

@@ -42,8 +42,9 @@ class UnitMoves:
         try:
             self._move(plan, num_steps)
         except (CannotMoveError, NotEnoughMemoryError) as error:
-            logger.warning("step %d: units stay where they are: %s", num_steps, error)
-            self._refuse(str(error))
+            if self._parts.rank == 0:  # the ranks have agreed on what it is
+                logger.warning("step %d: units stay where they are: %s", num_steps, error)
+            self._refuse()
 
     def by_hand(self, shares: Sequence[float] | None, num_steps: int) -> None:
         """As :meth:`zeroresize.balancer.Balancer.move` has it."""
@@ -57,9 +58,9 @@ class UnitMoves:
             )
         parts.decision.hold_owned(units.checked(shares) if shares is not None else None)
         try:
-            self._move(parts.decision.plan, num_steps)
-        except BaseException as error:
-            self._refuse(str(error))
+            self._move(parts.decision.plan, num_steps, is_by_hand=True)
+        except BaseException:
+            self._refuse()
             raise
 
     def calibrate(self) -> None:
@@ -85,12 +86,18 @@ class UnitMoves:
             per_byte_s, fixed_s, num_bytes = (max(column) for column in zip(*told, strict=True))
             parts.decision.expect_moves(MoveCost(per_byte_s, fixed_s), num_bytes)
 
-    def _refuse(self, reason: str) -> None:
+    def _refuse(self) -> None:
         units = self._parts.units
         assert units is not None
-        self._parts.decision.refuse_move(reason, units.shares)
+        self._parts.decision.refuse_move(units.shares)
 
-    def _move(self, plan: WorkloadPlan, num_steps: int) -> None:
+    def tell_what_came_of_it(self, num_steps: int) -> None:
+        """Log how long steps have been since the last move; at the end of an interval."""
+        told = self._log.came_of(self._parts.monitor.step_s)
+        if told is not None and self._parts.rank == 0:
+            logger.info("step %d: %s", num_steps, told)
+
+    def _move(self, plan: WorkloadPlan, num_steps: int, *, is_by_hand: bool = False) -> None:
         parts, units = self._parts, self._parts.units
         if units is None or not units.segments or plan.owned == units.shares:
             return
@@ -104,7 +111,15 @@ class UnitMoves:
         if move is not None:
             parts.decision.moved(move.largest_bytes, move.seconds + self._compare())
             if parts.rank == 0:
-                logger.info("step %d: %s", num_steps, self._log.line(move, plan, parts.decision.busy_s))
+                told = self._log.line(
+                    move,
+                    plan,
+                    parts.decision.busy_s,
+                    num_steps=num_steps,
+                    step_s=parts.monitor.step_s,
+                    is_by_hand=is_by_hand,
+                )
+                logger.info("step %d: %s", num_steps, told)
 
     def _compare(self) -> float:
         """Let all ranks time products at even shares and at those in force; the most seconds that one of them took."""

@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 import zeroresize.integrations.transformers_segments  # noqa: F401 - it registers what it knows
+from zeroresize.integrations.named_segments import require_follower, require_whole_heads
 from zeroresize.integrations.segment_registry import StaysEven, is_registered, registered_segments
 from zeroresize.integrations.traced_segments import FromOutside, NotProven, TracedModule, why_changed
 from zeroresize.layers.balanced_linear import BalancedLinear
@@ -24,7 +25,8 @@ from zeroresize.layers.segment import OwnedSegment, Segment, UnitTensor
 from zeroresize.plan.ownership import OwnershipMap, neuron_quantum
 
 _SPLITS_ITSELF = "it takes the whole input and splits it evenly itself"
-_NAME_IT = "name it by zeroresize.Segment(column=[...], row=..., unit_size=...)"
+_TRY_IT = "zeroresize.check_segments(model, batch) shows whether a segment that is named moves soundly"
+_NAME_IT = f"name it by zeroresize.Segment(column=[...], row=..., unit_size=...); {_TRY_IT}"
 
 
 def find_segments(
@@ -89,7 +91,7 @@ class _Search:
                 raise StaysEven("it names no column-parallel layer")
             self._take(segment, columns, row)
         except StaysEven as error:
-            raise ValueError(f"{self._told(segment)}: {error}") from None
+            raise ValueError(f"{self._told(segment)}: {error}. {_TRY_IT}") from None
 
     def take_registered(self) -> None:
         for name, module in self._modules.items():
@@ -140,6 +142,7 @@ class _Search:
             layers[:-1],
             layers[-1],
             num_blocks=blocks.pop(),
+            min_units=0,
             kind="neurons",
             dropouts=[(dropout, -1) for dropout in found.dropouts],
             has_other_dropout=found.has_other_dropout,
@@ -187,12 +190,22 @@ class _Search:
                 raise StaysEven(f"layer {name} is in another segment already, that of {self._owner[name].name}")
             self._require_movable(name)
         owned = self._owned(segment, columns, row)
+        if not is_proven:
+            self._require_sound(segment, owned, columns, row)
         if is_proven and any(one.rows != 1 for one in owned.tensors):
             raise StaysEven("what lies between changes the number of features")
         self._found.append(owned)
         self._owner.update(dict.fromkeys(names, owned))
         for name in names:
             self._reasons.pop(name, None)
+
+    def _require_sound(self, segment: Segment, owned: OwnedSegment, columns: Sequence[str], row: str) -> None:
+        """Of somebody's word, what can be seen without running the model."""
+        rows = {one.name.removesuffix(".weight"): one.rows for one in owned.tensors if one.attribute == "weight"}
+        require_whole_heads(segment, {name: rows[name] for name in columns}, row, self._modules)
+        num_units = owned.owned.counts[0]
+        num_features = [num_units * rows[name] for name in (*columns, row)]
+        require_follower(segment, num_units, num_features, (*columns, row), self._modules)
 
     def _owned(self, segment: Segment, columns: Sequence[str], row: str) -> OwnedSegment:
         unit_size, num_blocks = segment.unit_size, segment.num_blocks
@@ -217,15 +230,17 @@ class _Search:
             tensors += self._unit_tensors(name, rows, num_blocks)
         if not 0 <= segment.min_units <= num_units:
             raise StaysEven(f"min_units={segment.min_units}: allowed are 0 to {num_units}, what a rank has")
+        quantum = neuron_quantum(num_units * self._num_ranks, self._num_ranks) if unit_size == 1 else 1
         return OwnedSegment(
             name=row,
             kind=segment.kind,
             layers=(*columns, row),
             tensors=(*tensors, *self._unit_tensors(row, unit_size, 1)),
             owned=OwnershipMap.even(num_units * self._num_ranks, self._num_ranks),
-            quantum=neuron_quantum(num_units * self._num_ranks, self._num_ranks) if unit_size == 1 else 1,
-            min_units=segment.min_units,
+            quantum=quantum,
+            min_units=-(-segment.min_units // quantum) * quantum,  # so that all counts are multiples
             on_change=segment.on_change,
+            why_even=segment.why_even,
             modules=tuple(self._layers[name] for name in (*columns, row)),
             dropouts=tuple(segment.dropouts),
             has_other_dropout=segment.has_other_dropout,

@@ -20,6 +20,8 @@ import os
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol, get_args
 
+from zeroresize.utils.value_checks import number
+
 Subresource = Literal["resize", "none", "either"]
 
 _NOT_FOUND = (404, 405)
@@ -72,14 +74,16 @@ class KubernetesHook:
     ) -> None:
         _client()
         for name, value in (("namespace", namespace), ("container", container), ("pod", pod)):
-            if value == "":
-                raise ValueError(f"{name}='' is not allowed: it is a name")
-        if not resources or not set(resources) <= {"requests", "limits"}:
-            raise ValueError(f"resources={dict(resources)} is not allowed: wanted are 'requests', 'limits' or both")
+            if not (value is None and name == "pod") and (not isinstance(value, str) or not value):
+                raise ValueError(f"{name}={value!r} is not allowed: it is a name")
+        is_mapping = isinstance(resources, Mapping) and all(isinstance(one, Mapping) for one in resources.values())
+        if not is_mapping or not resources or not set(resources) <= {"requests", "limits"}:
+            raise ValueError(
+                f"resources={resources!r} is not allowed: wanted are 'requests', 'limits' or both, each by resource"
+            )
         if subresource not in get_args(Subresource):
             raise ValueError(f"subresource={subresource!r} is not allowed: there are {list(get_args(Subresource))}")
-        if not timeout_s > 0.0:
-            raise ValueError(f"timeout_s={timeout_s} is not allowed: it must be above zero")
+        number("timeout_s", timeout_s, above=0.0)
         self._namespace, self._pod, self._container = namespace, pod, container
         self._resources = {kind: {key: str(one) for key, one in wanted.items()} for kind, wanted in resources.items()}
         self._subresource, self._timeout_s, self._api_client = subresource, timeout_s, api_client
@@ -97,7 +101,7 @@ class KubernetesHook:
         body = {"spec": {"containers": [{"name": self._container, "resources": self._resources}]}}
         patches = {"resize": api.patch_namespaced_pod_resize, "none": api.patch_namespaced_pod}
         tried = ["resize", "none"] if self._subresource == "either" else [self._subresource]
-        for number, subresource in enumerate(tried):
+        for turn, subresource in enumerate(tried, 1):
             try:
                 # The answer is not read into a pod: nothing of it is needed, and its parsing could fail.
                 patches[subresource](
@@ -105,7 +109,7 @@ class KubernetesHook:
                 )
                 return
             except client.ApiException as error:
-                if error.status in _NOT_FOUND and number + 1 < len(tried):
+                if error.status in _NOT_FOUND and turn < len(tried):
                     continue
                 raise RuntimeError(
                     f"the API server refuses to change pod {pod} of namespace {self._namespace}: {error.status} "

@@ -4,12 +4,19 @@ A row-parallel layer ends a segment if all that its input follows from are outpu
 operations that compute every feature by itself (:mod:`zeroresize.integrations.elementwise`), and if nothing else reads
 what lies on the way. ``chunk(n, dim=-1)`` and ``glu`` of a column-parallel output are known, too: it then holds n
 blocks, each with all units (gate and up in one).
+
+A graph is what the forward did once. So it is traced under everything that a forward may ask for (training, gradients,
+autocast, optional arguments), each time twice, and must keep no state and draw no random numbers.
 """
 
 from __future__ import annotations
 
+import builtins
+import functools
 import inspect
+import itertools
 import operator
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,12 +31,14 @@ from zeroresize.integrations.elementwise import (
     is_elementwise_method,
     is_elementwise_module,
 )
+from zeroresize.integrations.hidden_state import nothing_kept
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.unit_dropout import UnitDropout
 
 #: Of a tensor, what says nothing of its features.
 _METADATA = ("dtype", "device")
 _TO_ANOTHER = ("to", "type_as")
+_KNOWING_PROXIES = ("torch", "zeroresize")
 
 
 class NotProven(Exception):
@@ -61,7 +70,7 @@ class Found:
 
 @dataclass
 class TracedModule:
-    """The graphs of a module's forward, in training and evaluation, with and without its optional arguments."""
+    """The graphs of a module's forward under everything that it may ask for."""
 
     module: nn.Module
     name: str
@@ -82,8 +91,11 @@ class TracedModule:
                     raise NotProven(f"the layers before it depend on how {self._told} is called")
                 dropouts = dict.fromkeys(module for one in found for module in one.dropouts)
                 return Found(found[0].columns, tuple(dropouts), any(one.has_other_dropout for one in found))
-            except NotProven as error:
+            except _NotTraced as error:
                 failures.append(error)
+            except NotProven as error:  # seen whole, it shows no more with less of it
+                failures.append(error)
+                break
         if any(isinstance(one, FromOutside) for one in failures):
             raise FromOutside("its input is no output of a column-parallel layer")
         raise next((one for one in failures if not isinstance(one, _NotTraced)), failures[0])
@@ -107,6 +119,51 @@ class TracedModule:
         return known
 
 
+class _TensorProxy(fx.Proxy):
+    """Has the attributes of the tensor that it stands for, and no others."""
+
+    def __getattr__(self, name: str) -> Any:
+        if not hasattr(torch.Tensor, name):
+            raise AttributeError(f"'Tensor' object has no attribute {name!r}")
+        return super().__getattr__(name)
+
+
+@contextmanager
+def _proxies_are_tensors() -> Iterator[None]:
+    """Code of users that asks whether a proxy is a tensor hears that it is, and calls no autograd function unseen.
+
+    Not so torch's own code, which knows proxies. A ``__class__`` would be believed by its C code, too, which crashes.
+    """
+    is_instance, is_tensor = builtins.isinstance, torch.is_tensor
+    apply = vars(torch.autograd.Function)["apply"]
+
+    def asked(one: Any, kinds: Any) -> bool:
+        if (
+            type(one) is _TensorProxy
+            and _library_of(sys._getframe(1).f_globals.get("__name__")) not in _KNOWING_PROXIES
+        ):
+            return issubclass(torch.Tensor, kinds)
+        return is_instance(one, kinds)
+
+    def applied(kind: Any, *inputs: Any, **options: Any) -> Any:
+        if _library_of(kind.__module__) != "torch" and any(type(one) is _TensorProxy for one in inputs):
+            raise TypeError(f"{kind.__name__} is an autograd function, whose backward is not seen")
+        return apply.__get__(None, kind)(*inputs, **options)
+
+    builtins.isinstance = asked
+    torch.is_tensor = lambda obj: type(obj) is _TensorProxy or is_tensor(obj)  # type: ignore[assignment]
+    torch.autograd.Function.apply = classmethod(applied)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        builtins.isinstance, torch.is_tensor = is_instance, is_tensor
+        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+
+
+def _library_of(module_name: Any) -> str:
+    return str(module_name).partition(".")[0]
+
+
 class _Tracer(fx.Tracer):
     """Into containers and modules of the user, not into torch's own and parallel layers.
 
@@ -118,6 +175,9 @@ class _Tracer(fx.Tracer):
         super().__init__()
         self._holding = holding
 
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _TensorProxy(node, self)
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if isinstance(m, BalancedLinear) or is_elementwise_module(m):
             return True
@@ -127,6 +187,11 @@ class _Tracer(fx.Tracer):
 
 
 def _graphs(module: nn.Module, holding: nn.Module | None) -> Iterator[fx.Graph]:
+    """One of every circumstance.
+
+    Raises:
+        Exception: whatever the forward raises, and TypeError where it is not the same every time.
+    """
     if "forward" in vars(module):  # fx would trace that of its class
         raise TypeError("its forward was replaced")
     optional = {
@@ -134,30 +199,44 @@ def _graphs(module: nn.Module, holding: nn.Module | None) -> Iterator[fx.Graph]:
         for name, parameter in inspect.signature(module.forward).parameters.items()
         if parameter.default is not inspect.Parameter.empty
     }
-    devices = list({one.device for one in module.parameters() if one.is_cuda})
-    for mode in (True, False):
-        with _in_mode(module, mode), torch.random.fork_rng(devices=devices), torch.no_grad():
-            for arguments in (None, optional) if optional else (None,):
-                with _keeping_attributes(module):
-                    graph = _Tracer(holding).trace(module, concrete_args=arguments)
+    for_arguments = (None, optional) if optional else (None,)
+    with _proxies_are_tensors(), nothing_kept(module):
+        for training, gradients, autocast in itertools.product((True, False), (True, False), (False, True)):
+            for arguments in for_arguments:
+                with _in_mode(module, training), torch.set_grad_enabled(gradients), _autocast(autocast):
+                    graph, again = (_Tracer(holding).trace(module, concrete_args=arguments) for _ in range(2))
+                if _operations(graph) != _operations(again):
+                    raise TypeError("its forward does not compute the same every time")
                 yield graph
 
 
+def _operations(graph: fx.Graph) -> list[tuple[str, str, str, str]]:
+    """What a graph computes, such that it can be compared."""
+    return [(node.op, str(node.target), repr(node.args), repr(node.kwargs)) for node in graph.nodes]
+
+
 @contextmanager
-def _keeping_attributes(module: nn.Module) -> Iterator[None]:
-    """Raises TypeError if the block has stored something traced in a module: what it is used for is not seen."""
-    before = [(one, dict(vars(one))) for one in module.modules()]
-    yield
-    stored = []
-    for one, were in before:
-        for name in [name for name, value in vars(one).items() if isinstance(value, fx.Proxy)]:
-            stored.append(name)
-            if name in were:
-                vars(one)[name] = were[name]
-            else:
-                del vars(one)[name]
-    if stored:
-        raise TypeError(f"its forward keeps what it computes as an attribute: {', '.join(sorted(stored))}")
+def _autocast(enabled: bool) -> Iterator[None]:
+    """As if autocast were on or off, on every device; nothing is computed meanwhile."""
+    flags: list[tuple[Any, Any]]
+    if hasattr(torch, "get_autocast_dtype"):
+        flags = [
+            (functools.partial(torch.is_autocast_enabled, kind), functools.partial(torch.set_autocast_enabled, kind))
+            for kind in ("cpu", "cuda")
+        ]
+    else:  # older versions of torch
+        flags = [
+            (torch.is_autocast_enabled, torch.set_autocast_enabled),
+            (torch.is_autocast_cpu_enabled, torch.set_autocast_cpu_enabled),
+        ]
+    before = [is_enabled() for is_enabled, _ in flags]
+    try:
+        for _, enable in flags:
+            enable(enabled)
+        yield
+    finally:
+        for (_, enable), was in zip(flags, before, strict=True):
+            enable(was)
 
 
 @contextmanager
@@ -307,6 +386,11 @@ def why_changed(module: nn.Module) -> str | None:
     """Why a module may return something else than its class computes; None if it does not."""
     if "forward" in vars(module):
         return "has another forward than its class"
+    return why_hooked(module)
+
+
+def why_hooked(module: nn.Module) -> str | None:
+    """Why a module may return something else than its forward does; None if it does not."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     if any(not getattr(hook, "__module__", "").startswith("zeroresize.") for hook in hooks):
         return "has a forward hook, which may change what it returns"

@@ -6,12 +6,15 @@ its own and the one that ShardFormer puts in its place.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
+from zeroresize.integrations.attention_functions import is_forward_of_class, why_unknown_attention
 from zeroresize.integrations.segment_registry import SegmentAdapter, StaysEven, register_by_name, require_elementwise
+from zeroresize.integrations.traced_segments import why_hooked
 from zeroresize.layers.segment import Segment
 
 #: The dimension of attention probabilities [B, heads, T, T] that holds heads.
@@ -31,11 +34,12 @@ def _bert_attention(module: Any) -> Segment:
 def _self_attention(attention: Any, output: Any) -> Segment:
     _require_known(attention)
     _require_known(output)
+    _require_known_function(attention)
     head_size = attention.attention_head_size
 
-    def set_heads(num_heads: int) -> None:
-        attention.num_attention_heads = num_heads
-        attention.all_head_size = num_heads * head_size
+    def set_heads(heads: list[int]) -> None:
+        attention.num_attention_heads = len(heads)
+        attention.all_head_size = len(heads) * head_size
 
     columns = [attention.query, attention.key, attention.value]
     return Segment(
@@ -43,8 +47,9 @@ def _self_attention(attention: Any, output: Any) -> Segment:
         output.dense,
         unit_size=head_size,
         on_change=set_heads,
+        min_units=0,
         kind="heads",
-        dropouts=[(attention.dropout, _HEADS)] if hasattr(attention, "dropout") else (),
+        dropouts=[(_dropout(attention.dropout), _HEADS)] if hasattr(attention, "dropout") else (),
         has_other_dropout=getattr(attention, "dropout_prob", 0.0) > 0.0,  # as of a function
     )
 
@@ -53,17 +58,18 @@ def _encoder_layer(module: Any) -> Segment:
     _require_known(module.intermediate)
     _require_known(module.output)
     require_elementwise(module.intermediate.intermediate_act_fn)
-    return Segment([module.intermediate.dense], module.output.dense, kind="neurons")
+    return Segment([module.intermediate.dense], module.output.dense, min_units=0, kind="neurons")
 
 
 def _llama_attention(module: Any) -> Segment:
+    _require_known_function(module)
     groups, head_size = module.num_key_value_groups, module.head_dim
 
-    def set_heads(num_units: int) -> None:
+    def set_heads(units: list[int]) -> None:
         counts = {
-            "num_heads": num_units * groups,
-            "num_key_value_heads": num_units,
-            "hidden_size": num_units * groups * head_size,
+            "num_heads": len(units) * groups,
+            "num_key_value_heads": len(units),
+            "hidden_size": len(units) * groups * head_size,
         }
         for name, count in counts.items():
             if hasattr(module, name):  # older versions, and ShardFormer
@@ -74,6 +80,7 @@ def _llama_attention(module: Any) -> Segment:
         module.o_proj,
         unit_size=groups * head_size,
         on_change=set_heads,
+        min_units=0,
         kind="heads" if groups == 1 else "KV groups",
         has_other_dropout=module.attention_dropout > 0.0,
     )
@@ -82,13 +89,14 @@ def _llama_attention(module: Any) -> Segment:
 def _gpt2_attention(module: Any) -> Segment:
     if module.is_cross_attention:
         raise StaysEven("its queries and its keys are of two inputs")
+    _require_known_function(module)
     head_size = module.head_dim
 
-    def set_heads(num_heads: int) -> None:
-        module.num_heads = num_heads
-        module.embed_dim = num_heads * head_size
+    def set_heads(heads: list[int]) -> None:
+        module.num_heads = len(heads)
+        module.embed_dim = len(heads) * head_size
         # Tensor.split cannot make three parts of nothing by their size.
-        module.split_size = num_heads * head_size or (0, 0, 0)
+        module.split_size = len(heads) * head_size or (0, 0, 0)
 
     return Segment(
         [module.c_attn],
@@ -96,15 +104,22 @@ def _gpt2_attention(module: Any) -> Segment:
         unit_size=head_size,
         num_blocks=3,
         on_change=set_heads,
+        min_units=0,
         kind="heads",
-        dropouts=[(module.attn_dropout, _HEADS)],
+        dropouts=[(_dropout(module.attn_dropout), _HEADS)],
         has_other_dropout=module.attn_dropout.p > 0.0 and module.config._attn_implementation != "eager",
     )
 
 
 def _gpt2_mlp(module: Any) -> Segment:
     require_elementwise(module.act)
-    return Segment([module.c_fc], module.c_proj, kind="neurons")
+    return Segment([module.c_fc], module.c_proj, min_units=0, kind="neurons")
+
+
+def _dropout(module: nn.Module) -> nn.Module:
+    require_elementwise(module)
+    _require_no_hooks(module)
+    return module
 
 
 def _require_known(module: nn.Module) -> None:
@@ -112,24 +127,59 @@ def _require_known(module: nn.Module) -> None:
     if f"{kind.__module__}.{kind.__qualname__}" not in _PARTS:
         raise StaysEven(f"{kind.__name__} is no module that is known")
     _require_own_forward(module)
+    _require_no_hooks(module)
+
+
+def _require_no_hooks(module: nn.Module) -> None:
+    if (changed := why_hooked(module)) is not None:
+        raise StaysEven(f"{type(module).__name__} {changed}")
 
 
 def _require_own_forward(module: nn.Module) -> None:
+    kind = type(module)
+    for name in vars(module):
+        if callable(getattr(kind, name, None)) and not (name == "forward" and _is_read(module)):
+            raise StaysEven(f"the {name} of {kind.__name__} was replaced")
+    if "forward" not in vars(module) and not is_forward_of_class(module):
+        raise StaysEven(f"the forward of the class {kind.__name__} was replaced")
+
+
+def _is_read(module: nn.Module) -> bool:
+    """Whether the module has a forward of Colossal-AI in place of its class's."""
     forward = vars(module).get("forward")
     function = getattr(forward, "__func__", forward)
-    if forward is not None and not getattr(function, "__module__", "").startswith(_READ_FORWARDS):
-        raise StaysEven(f"the forward of {type(module).__name__} was replaced")
+    return str(getattr(function, "__globals__", {}).get("__name__")).startswith(_READ_FORWARDS)
+
+
+def _require_known_function(attention: nn.Module) -> None:
+    """Those of Colossal-AI do not look the function up."""
+    if not _is_read(attention) and (unknown := why_unknown_attention(attention)) is not None:
+        raise StaysEven(unknown)
 
 
 def _checked(adapter: Callable[[Any], Segment]) -> SegmentAdapter:
-    """For a library that may change: a module that is not as it was read stays even."""
+    """For a library that may change: a module that is not as it was read stays even, or does not move any more."""
 
-    def checked(module: Any) -> Segment:
+    def as_read(module: Any) -> Segment:
         _require_own_forward(module)
         try:
             return adapter(module)
         except AttributeError as error:
             raise StaysEven(f"{type(module).__name__} is not as transformers 4.51 has it: {error}") from error
+
+    def checked(module: Any) -> Segment:
+        found = as_read(module)
+
+        def why_even() -> str | None:
+            try:
+                now = as_read(module)
+            except StaysEven as error:
+                return str(error)
+            if now.has_other_dropout and not found.has_other_dropout:
+                return f"the dropout of {type(module).__name__} was turned on after convert"
+            return None
+
+        return dataclasses.replace(found, why_even=why_even)
 
     return checked
 

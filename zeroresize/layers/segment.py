@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from zeroresize.plan.ownership import OwnershipMap
 
+#: Takes the numbers of the units that this rank owns.
+OnChange = Callable[[list[int]], object]
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -22,9 +25,16 @@ class Segment:
             between the layers must treat units independently of each other: that is the user's word.
         num_blocks: of a column-parallel layer whose weight holds several parts one after another, each with all units
             (q, k and v in one): how many.
-        on_change: called with the number of units that this rank owns whenever that changes, so that what lies between
-            the layers can follow (``num_heads`` of an attention module).
-        min_units: how many units every rank must keep, where what lies between cannot do with none.
+        on_change: called with the units that this rank owns, whenever that changes: their numbers among the units of
+            all ranks, ascending, in the order in which the layers hold them. What lies between the layers must follow:
+            counts (``attention.num_heads = len(units)``), and everything that it keeps for single units
+            (``attention.slopes = slopes_of_all_heads[units]``). At even shares rank r has the r-th part of them.
+        min_units: how many units every rank must keep. 0 if what lies between computes with none at all, too: it then
+            divides by no count, and makes no shape of ``-1`` from nothing.
+        head_size: how many output features of a column-parallel layer are one head, which no unit may cut. None for
+            the ``head_dim`` or ``head_size`` of the module that holds the layers; 1 where any number may be a unit.
+        why_even: asked before units move away from even shares: why they may not, now; None where they may. It must
+            answer alike on all ranks.
         kind: what a unit is, as reports name it: ``"neurons"``, ``"heads"``.
         dropouts: dropout modules between the layers, each with the dimension of its input that holds the units.
         has_other_dropout: whether something between the layers drops elements by random numbers of its own, so that
@@ -38,11 +48,13 @@ class Segment:
     row: str | nn.Module
     unit_size: int = 1
     num_blocks: int = 1
-    on_change: Callable[[int], None] | None = None
-    min_units: int = 0
+    on_change: OnChange | None = None
+    min_units: int = 1
     kind: str = "units"
     dropouts: Sequence[tuple[nn.Module, int]] = ()
     has_other_dropout: bool = False
+    head_size: int | None = None
+    why_even: Callable[[], str | None] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.column, str) or not isinstance(self.column, Sequence):
@@ -86,7 +98,7 @@ class OwnedSegment:
         layers: names of its column- and row-parallel layers.
         tensors: what changes hands, in an order that is the same on every rank.
         quantum, min_units: as of :class:`~zeroresize.plan.ownership.SegmentWork`.
-        on_change, dropouts, has_other_dropout: as of :class:`Segment`.
+        on_change, dropouts, has_other_dropout, why_even: as of :class:`Segment`.
         owned: who owns which units now.
         shares: of the ranks, by which they were divided.
         modules: its layers, in the order of ``layers``.
@@ -99,7 +111,8 @@ class OwnedSegment:
     owned: OwnershipMap
     quantum: int = 1
     min_units: int = 0
-    on_change: Callable[[int], None] | None = None
+    on_change: OnChange | None = None
+    why_even: Callable[[], str | None] | None = None
     modules: tuple[Any, ...] = field(default=(), repr=False)
     dropouts: tuple[tuple[nn.Module, int], ...] = field(default=(), repr=False)
     has_other_dropout: bool = False
@@ -107,3 +120,19 @@ class OwnedSegment:
 
     def __post_init__(self) -> None:
         self.shares = self.shares or (1.0,) * self.owned.num_ranks
+
+    def follow(self, rank: int) -> None:
+        """Let what lies between the layers follow what ``rank``, this one, owns now.
+
+        Raises:
+            RuntimeError: from what ``on_change`` raises, naming the segment.
+        """
+        if self.on_change is None:
+            return
+        try:
+            self.on_change(self.owned.units_of(rank).tolist())
+        except Exception as error:
+            raise RuntimeError(
+                f"on_change of the segment of {self.name} failed for {self.owned.counts[rank]} {self.kind}: "
+                f"{type(error).__name__}: {error}"
+            ) from error

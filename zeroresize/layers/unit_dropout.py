@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.plan.ownership import OwnershipMap
+from zeroresize.utils.value_checks import number
 
 #: Calls of which a module knows the numbers, for those that are computed again.
 _REMEMBERED = 4096
@@ -53,8 +54,7 @@ class UnitDropout(nn.Module):
 
     def __init__(self, p: float, segment: OwnedSegment, rank: int, *, dim: int, seed: int) -> None:
         super().__init__()
-        if not 0.0 <= p <= 1.0:
-            raise ValueError(f"p={p}: allowed are 0 to 1")
+        number("p", p, least=0.0, most=1.0)
         self.p, self.segment, self.rank, self.dim, self.seed = p, segment, rank, dim, seed
         self.num_calls = 0
         self._numbers: OrderedDict[int, int] = OrderedDict()

@@ -94,7 +94,7 @@ class RankMonitor:
         self._calibrated_on: _Conditions | None = None
         self._interval: list[StepTimes] = []
         self._shares_in_force = Shares()
-        self._wait_s = math.nan
+        self._wait_s, self._outside_s = math.nan, 0.0
         self._has_seen_training = self._has_warned = False
         # Ranks run row-parallel layers together, since their outputs are summed; a model without any counts all layers.
         self._counted = [layer for layer in layers.values() if not layer.is_column_parallel] or list(layers.values())
@@ -104,6 +104,7 @@ class RankMonitor:
         self._split: ProductSplit | None = None
         self._layer_times: dict[str, float] = {}
         self._num_tokens: dict[str, int] = {}
+        self._step_s = math.nan
         self._reference: Reference | None = None
         probes = []
         for name, layer in layers.items():
@@ -115,12 +116,18 @@ class RankMonitor:
     @property
     def times(self) -> RankTimes | None:
         """Times at full work as far as is known, None before the first update."""
-        return self._estimator.times
+        times = self._estimator.times
+        return None if times is None else dataclasses.replace(times, outside_s=self._outside_s)
 
     @property
     def wait_s(self) -> float:
         """Seconds of waiting in a usual step under the last update's last plan, NaN where none was read."""
         return self._wait_s
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a usual step in the last interval, waits included; NaN where none was read."""
+        return self._step_s
 
     @property
     def cost(self) -> ResizingCost:
@@ -227,9 +234,14 @@ class RankMonitor:
             )
         if self._shares_in_force.owned == 0.0:  # no step tells the speed of a rank without products
             self._time_reference(0.0)
-        self._estimator.learn(self._interval)
+        possible = [step.outside_s for step in self._interval if step.is_possible]
+        if possible:
+            self._outside_s = statistics.median(possible)
+        self._estimator.learn([step.inside for step in self._interval])
         usual = self._estimator.usual_step
         self._wait_s = math.nan
+        whole = [step.busy_s + step.wait_s for step in self._interval if step.is_possible]
+        self._step_s = statistics.median(whole) if whole else math.nan
         if self._interval and usual is not None and usual.shares == self._shares_in_force:
             self._wait_s = usual.wait_s
         # Of steps from a loaded state it is not known.
@@ -255,6 +267,7 @@ class RankMonitor:
             "split": dataclasses.astuple(self._split) if self._split is not None else None,
             "num_tokens": [(name, number) for name, number in self._num_tokens.items()],
             "reference": dataclasses.astuple(self._reference) if self._reference is not None else None,
+            "outside_s": self._outside_s,
             # Without the times of layers, which the next interval tells anew.
             "interval": [dataclasses.astuple(dataclasses.replace(step, layers={}))[:-1] for step in self._interval],
         }
@@ -263,7 +276,7 @@ class RankMonitor:
     def state_check(self) -> Check:
         """Of what :meth:`load_state_dict` can take over."""
         conditions = row(text, number, number, count, flag)
-        step = row(number, number, number, row(share, share, not_negative, not_negative), flag, number)
+        step = row(number, number, number, row(share, share, not_negative, not_negative), flag, number, number)
         split = row(*[each(number, NUM_POINTS)] * 3)
         return keyed(
             {
@@ -272,6 +285,7 @@ class RankMonitor:
                 "split": optional(split),
                 "num_tokens": each(row(text, count)),
                 "reference": optional(row(text, count, count)),
+                "outside_s": not_negative,
                 "interval": each(step),
             }
         )
@@ -285,6 +299,7 @@ class RankMonitor:
         self._reference = Reference(*state["reference"]) if state["reference"] is not None else None
         self._interval = [_step_of(*values) for values in state["interval"]]
         self._estimator.load_state_dict(state["estimator"])
+        self._outside_s = state["outside_s"]
 
 
 def _step_of(busy_s: float, gemm_s: float, gather_fill_s: float, shares: Sequence[float], *others: Any) -> StepTimes:

@@ -111,13 +111,15 @@ class _Step:
     """One iteration while it is measured.
 
     ``pairs`` are the intervals of which the clock has not told the seconds yet, each with its kind and its layer;
-    ``seconds`` are the sums of the others by kind, ``layers`` those of products by layer.
+    ``seconds`` are the sums of the others by kind, ``layers`` those of products by layer. ``outside_begin`` is since
+    when no balanced layer computes: from the beginning, or the end of a backward, to the next forward.
     """
 
     begin: Any
     shares: Shares = _WHOLE
     is_forced: bool = False
     end: Any = None
+    outside_begin: Any = None
     num_marks: int = 1
     pairs: deque[tuple[str, str | None, Any, Any]] = field(default_factory=deque)
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -126,8 +128,9 @@ class _Step:
     @property
     def marks(self) -> list[Any]:
         """Those that are kept."""
-        pairs = [(self.begin, self.end), *((begin, end) for *_, begin, end in self.pairs)]
-        return [mark for pair in pairs for mark in pair if mark is not None]
+        pairs = [(self.outside_begin, self.end), *((begin, end) for *_, begin, end in self.pairs)]
+        own = [mark for pair in pairs for mark in pair if mark is not None and mark is not self.begin]
+        return [self.begin, *own]
 
     def add(self, kind: str, layer: str | None, begin: Any, end: Any, clock: Clock) -> None:
         self.pairs.append((kind, layer, begin, end))
@@ -143,7 +146,7 @@ class _Step:
             self.seconds[kind] += elapsed_s
             if layer is not None:
                 self.layers[layer] += elapsed_s
-            clock.recycle([begin, end])
+            clock.recycle([end] if begin is self.begin else [begin, end])
 
 
 class StepTimer(Probe):
@@ -179,7 +182,8 @@ class StepTimer(Probe):
         self._drop_step()
         self._thread = threading.get_ident()
         self._clock.enter_main_stream()
-        self._step = _Step(self._clock.mark(), shares, is_forced)
+        begin = self._clock.mark()
+        self._step = _Step(begin, shares, is_forced, outside_begin=begin)
 
     def end_step(self) -> list[StepTimes]:
         """The iteration is over; returns the times of the iterations that can be read now without waiting.
@@ -188,6 +192,7 @@ class StepTimer(Probe):
         """
         if self._step is not None:
             self._step.end = self._clock.mark()
+            self._end_outside()  # the optimizer's step is not outside: it is less where units are few
             self._last_num_marks = self._step.num_marks + 1
             self._unread.append(self._step)
             self._step = None
@@ -208,6 +213,10 @@ class StepTimer(Probe):
 
     def product_begins(self) -> None:
         waits.watch_end_of_backward()
+        if self._step is not None and self._step.outside_begin is not None and self._counts():
+            self._step.add("outside", None, self._step.outside_begin, self._clock.mark(), self._clock)
+            self._step.num_marks -= 1  # of the two one was counted when it was taken
+            self._step.outside_begin = None
         self._begun.is_whole = False
         self._begin("products")
 
@@ -232,10 +241,28 @@ class StepTimer(Probe):
         self._begin("waits")
 
     def wait_ends(self) -> None:
-        self._end("waits")
+        is_outside = self._step is not None and self._step.outside_begin is not None
+        self._end("waits outside" if is_outside else "waits", begun="waits")
+
+    def backward_ends(self) -> None:
+        if self._step is not None and self._counts():
+            self._end_outside()
+            self._step.outside_begin = self._clock.mark()
+            self._step.num_marks += 1
+
+    def _end_outside(self) -> None:
+        """Nothing more is outside; what was begun does not count."""
+        assert self._step is not None
+        begin, self._step.outside_begin = self._step.outside_begin, None
+        if begin is not None and begin is not self._step.begin:
+            self._clock.recycle([begin])
+
+    def _counts(self) -> bool:
+        """Whether what is done now is a part of the step."""
+        return self._is_training_thread() and self._clock.is_on_main_stream()
 
     def _begin(self, kind: str) -> None:
-        if self._step is not None and self._is_training_thread() and self._clock.is_on_main_stream():
+        if self._step is not None and self._counts():
             setattr(self._begun, kind, self._clock.mark())
 
     def _end(self, kind: str, layer: str | None = None, begun: str = "") -> None:
@@ -270,6 +297,9 @@ class StepTimer(Probe):
         wall_s = self._clock.seconds(step.begin, step.end)
         self._clock.recycle([step.begin, step.end])
         split_s, whole_s, gemm_s, waits_s = (step.seconds[kind] for kind in ("products", "wholes", "gemms", "waits"))
+        waits_outside_s = step.seconds["waits outside"]
+        outside_s = max(step.seconds["outside"] - waits_outside_s, 0.0)
+        waits_s += waits_outside_s
         products_s = split_s + whole_s
         if whole_s > 0.0:
             gemm_s += whole_s * self.gemm_part(step.shares.spared, step.shares.borrowed)
@@ -281,6 +311,7 @@ class StepTimer(Probe):
             shares=step.shares,
             is_forced=step.is_forced,
             wait_s=max(wall_s - busy_s, 0.0),
+            outside_s=min(outside_s, busy_s - products_s),
             layers=dict(step.layers),
         )
 

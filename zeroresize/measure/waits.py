@@ -48,6 +48,9 @@ class WaitListener(Protocol):
 
     def wait_ends(self) -> None: ...
 
+    def backward_ends(self) -> None:
+        """Called at the end of a backward that was watched, after its last wait."""
+
 
 _listeners: weakref.WeakSet[WaitListener] = weakref.WeakSet()
 _inside = threading.local()
@@ -85,7 +88,14 @@ def _end_of_backward_begins() -> None:
     if getattr(_inside, "wait", False):
         return
     _enter()
-    torch.autograd.Variable._execution_engine.queue_callback(_leave)
+    torch.autograd.Variable._execution_engine.queue_callback(_end_of_backward_ends)
+
+
+def _end_of_backward_ends() -> None:
+    listeners = _inside.listeners
+    _leave()
+    for listener in listeners:
+        listener.backward_ends()
 
 
 def _enter() -> None:

@@ -9,7 +9,7 @@ receiver has told that it can take them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -70,6 +70,7 @@ class EarlyLayerMove(LayerMove):
         self._at_last: dict[int, tuple[LayerNote, list[_Sent]]] = {}
         self._errors: list[Exception] = []
         self._lost: set[int] = set()
+        self._may_begin, self._is_dropped = threading.Event(), False
         self._stream: torch.cuda.Stream | None = None
         self._main_stream: torch.cuda.Stream | None = None
 
@@ -85,7 +86,7 @@ class EarlyLayerMove(LayerMove):
     def streamed(self, tensor: TensorNote) -> bool:
         return tensor.is_constant
 
-    def agree(self, told: Sequence[str]) -> None:
+    def agree(self, told: Iterable[str]) -> None:
         super().agree(told)
         # There may be gradients later that are not there now, as large as their parameters.
         self.new_bytes += sum(
@@ -96,15 +97,29 @@ class EarlyLayerMove(LayerMove):
             if tensor.what == PARAMETER or not (tensor.is_constant or tensor.what == GRADIENT)
         )
 
+    def connect(self) -> None:
+        """Make the group and the thread that this takes; collective.
+
+        Raises:
+            RuntimeError: where there is no memory for them, or a rank does not come.
+        """
+        self._side_group = self._pipeline.side_group
+        self._thread = threading.Thread(target=self._run, name="layers that move", daemon=True)
+        self._thread.start()
+
     def start(self) -> None:
         """Begin to send and receive."""
         device = self._pipeline.device
         if device.type == "cuda":
             self._stream, self._main_stream = torch.cuda.Stream(device), torch.cuda.current_stream(device)
             self._stream.wait_stream(self._main_stream)
-        self._side_group = self._pipeline.side_group
-        self._thread = threading.Thread(target=self._run, name="layers that move", daemon=True)
-        self._thread.start()
+        self._may_begin.set()
+
+    def drop(self) -> None:
+        """End without having begun."""
+        self._is_dropped = True
+        self._may_begin.set()
+        self._pipeline.leave_side_group()
 
     def join(self) -> Exception | None:
         """Wait until all is sent and received; returns the first failure. Not before ``finished`` has been left."""
@@ -126,6 +141,9 @@ class EarlyLayerMove(LayerMove):
         return False
 
     def _run(self) -> None:
+        self._may_begin.wait()
+        if self._is_dropped:
+            return
         try:
             with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
                 try:

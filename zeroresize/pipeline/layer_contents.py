@@ -5,10 +5,11 @@ The sender describes it, so the receiver knows what will come. Nothing is comput
 
 from __future__ import annotations
 
+import io
 import json
-import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from zeroresize.pipeline.stage_layers import LayerTensors, emptied
 from zeroresize.resharding.contents import GRADIENT, PARAMETER, STATE, replace_data, why_of_fixed_size
+from zeroresize.utils.checkpoint_reader import plain_value
 
 BUFFER, EXTRA = "buffer", "extra state"
 
@@ -180,7 +182,7 @@ def describe(
         parameters[name] = ParameterNote(groups.get(id(parameter)), parameter.requires_grad, plain)
     buffers = {name: module._buffers[key] for name, (module, key) in own.buffers.items()}
     found += [(name, BUFFER, buffer.detach()) for name, buffer in buffers.items() if buffer is not None]
-    found += [(path, EXTRA, _pickled(module.get_extra_state())) for path, module in _with_extra_state(layer)]
+    found += [(path, EXTRA, _serialized(module.get_extra_state())) for path, module in _with_extra_state(layer)]
     dense = [(name, what, _dense(tensor)) for name, what, tensor in found]
     notes = tuple(
         TensorNote(name, what, str(one.dtype)[6:], tuple(one.shape), one.stride(), one.device.type == "cpu")
@@ -224,11 +226,19 @@ class Arrived:
         self._note, self._layer, self._own = note, layer, own
         self._new = {(one.name, one.what): tensor for one, tensor in zip(note.tensors, new, strict=True)}
 
-    def unpickle(self) -> None:
-        """Read extra state."""
-        self._extra = {
-            path: pickle.loads(bytes(tensor.numpy())) for (path, what), tensor in self._new.items() if what == EXTRA
-        }
+    def read_extra_state(self, *, is_from_file: bool) -> None:
+        """Read extra state, of any classes where it comes from another rank.
+
+        Raises:
+            ValueError: for what is from a file and could run code.
+        """
+        self._extra: dict[str, Any] = {}
+        for (path, what), tensor in self._new.items():
+            if what == EXTRA:
+                stream = io.BytesIO(bytes(tensor.numpy()))
+                name = f"extra state of layers.{self._note.layer}.{path}".rstrip(".")
+                read = partial(plain_value, what=name) if is_from_file else partial(torch.load, weights_only=False)
+                self._extra[path] = read(stream)
 
     def install(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Make it this rank's; only a ``set_extra_state`` of the layer could fail."""
@@ -292,8 +302,10 @@ def _with_extra_state(layer: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
 
 
-def _pickled(state: Any) -> Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
+def _serialized(state: Any) -> Tensor:
+    stream = io.BytesIO()
+    torch.save(state, stream)
+    return torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
 
 
 def _plain(value: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -89,7 +89,7 @@ class LayerMove:
         """What this rank will send, for the others."""
         return as_json(note for note, _ in self._sent.values())
 
-    def agree(self, told: Sequence[str]) -> None:
+    def agree(self, told: Iterable[str]) -> None:
         """Take what all ranks have told, and lay out the rounds.
 
         Raises:
@@ -136,7 +136,7 @@ class LayerMove:
         ]
         try:
             for arrived in self._arrived:
-                arrived.unpickle()
+                arrived.read_extra_state(is_from_file=False)
         except Exception as error:
             return [error]
         return []

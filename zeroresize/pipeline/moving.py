@@ -11,6 +11,7 @@ from zeroresize.pipeline.layer_move import LayerMove
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.resharding.agreement import (
     allocate_together,
+    failure_of,
     meet_prepared,
     require_received,
     require_same,
@@ -91,7 +92,7 @@ def received_move(pipeline: Pipeline, make: Callable[[], LayerMove]) -> LayerMov
         Exception: as :func:`move_layers`.
     """
     move = prepared(pipeline, make)
-    require_received(move.carry_out(), pipeline.meet())
+    require_received(failure_of(move.carry_out), pipeline.meet())
     return move
 
 
@@ -105,21 +106,23 @@ def prepared(pipeline: Pipeline, make: Callable[[], MoveT]) -> MoveT:
         Exception: as :func:`move_layers`, before anything has changed.
     """
     meet = pipeline.meet()
+    numbers: tuple[float, float] | Exception
     try:
-        move: MoveT | Exception = make()
+        move = make()
+        own = move.told()
+        numbers = move.plan, move.settings
     except Exception as error:  # the others must hear of any
-        move = error
-    table = meet_prepared(meet, move if isinstance(move, Exception) else (move.plan, move.settings))
-    assert not isinstance(move, Exception)
+        numbers = error
+    table = meet_prepared(meet, numbers)
     require_same([plan for plan, *_ in table], _PLAN, meet)
     require_same([settings for _, settings, *_ in table], "the settings of the optimizer's parameter groups", meet)
-    told = texts_of_ranks(move.told(), meet, pipeline.process_group, pipeline.meet_device)
+    told = texts_of_ranks(own, meet, pipeline.process_group, pipeline.meet_device)
     agreed: tuple[float, float] | Exception = (0.0, 0.0)
     try:
         move.agree(told)
     except Exception as error:  # the others must hear of any
         agreed = error
-    meet_prepared(meet, agreed)
+    meet_prepared(meet, agreed, f"a move of layers to boundaries {list(move.boundaries)}")
     needed = move.new_bytes + move.streams.buffer_bytes + move.reserved_bytes
-    allocate_together(needed, pipeline.device, move.allocate, meet)
+    allocate_together(needed, pipeline.device, move.allocate, meet, "new tensors of layers that move")
     return move

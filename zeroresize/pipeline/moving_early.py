@@ -11,7 +11,7 @@ from functools import partial
 from zeroresize.pipeline.early_layer_move import EarlyLayerMove
 from zeroresize.pipeline.moving import LayerMoveReport, move_layers, prepared
 from zeroresize.pipeline.pipeline import Pipeline
-from zeroresize.resharding.agreement import require_received
+from zeroresize.resharding.agreement import Meet, meet_prepared, require_received
 
 
 @dataclass
@@ -69,6 +69,7 @@ def moving_during_backward(
         yield found
         found.report = LayerMoveReport(0, 0, 0, 0.0, 0, 0)
         return
+    _connect(move, pipeline.meet())
     move.start()
     meet = pipeline.meet_aside()
     before_s = time.perf_counter() - begin
@@ -99,3 +100,17 @@ def moving_during_backward(
             move.streams.buffer_bytes,
         )
     found.report = replace(report, seconds=before_s + time.perf_counter() - begin)
+
+
+def _connect(move: EarlyLayerMove, meet: Meet) -> None:
+    """On all ranks or on none; collective."""
+    try:
+        move.connect()
+        connected: tuple[float, float] | Exception = (0.0, 0.0)
+    except Exception as error:  # the others must hear of any
+        connected = error
+    try:
+        meet_prepared(meet, connected, f"an early move of layers to boundaries {list(move.boundaries)}")
+    except Exception:
+        move.drop()
+        raise

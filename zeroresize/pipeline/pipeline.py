@@ -191,6 +191,12 @@ class Pipeline:
         """
         return CpuGroup(self.process_group, {}, group_ranks(self.process_group))
 
+    def leave_side_group(self) -> None:
+        """Its next use makes a new one; all ranks leave it, also where not all could make it."""
+        side_group = self.__dict__.pop("side_group", None)
+        if side_group is not None:
+            side_group.close()
+
     def step(self, *inputs: Tensor, target: Tensor | None = None) -> Tensor | None:
         """Forward and backward of one batch; gradients are added to those there are.
 
@@ -245,9 +251,7 @@ class Pipeline:
         The group is this pipeline's from now on, which destroys it when it follows to the next one.
         """
         before, self._group = self._group, process_group
-        side_group = self.__dict__.pop("side_group", None)
-        if side_group is not None:
-            side_group.close()
+        self.leave_side_group()
         if self._owns_group:
             dist.destroy_process_group(before)
         self._owns_group = True

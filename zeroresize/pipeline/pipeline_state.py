@@ -42,6 +42,7 @@ from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.pipeline.pipeline_balancer import PipelineBalancer
 from zeroresize.resharding.agreement import meet_prepared
 from zeroresize.resharding.contents import GRADIENT, PARAMETER, STATE
+from zeroresize.utils.checkpoint_reader import CheckpointReader
 
 _SETTINGS = "pipeline.settings"
 
@@ -104,19 +105,20 @@ def load_pipeline(
     modules and their modes stay as they are here.
 
     Args:
-        checkpoint: a folder, or what reads another storage.
+        checkpoint: a folder, of which no code runs; or what reads another storage, as it does.
         optimizer: with all of ``pipeline.parameters()``, in the same groups as when it was written; whose state and
             settings, such as learning rates, are taken over. None leaves them.
         balancer: which goes on with what was learned, if that was written, too.
 
     Raises:
-        ValueError: if something is missing or does not fit, naming it; the other ranks raise a RuntimeError.
+        ValueError: if something is missing, does not fit, or could run code, naming it; the other ranks raise a
+            RuntimeError. Classes of extra state are allowed by ``torch.serialization.add_safe_globals``.
         RuntimeError: on every rank that lives, if one cannot read or does not come. Nothing has changed then.
     """
     meet = pipeline.meet()
     read: _Read | Exception
     try:
-        reader = checkpoint if isinstance(checkpoint, dcp.StorageReader) else dcp.FileSystemReader(checkpoint)
+        reader = checkpoint if isinstance(checkpoint, dcp.StorageReader) else CheckpointReader(checkpoint)
         read = _Read(reader, pipeline, require_movable_state(optimizer))
     except Exception as error:  # the others must hear of any
         read = error
@@ -202,7 +204,7 @@ class _Read:
         self._load(wanted)
         for note, new in installing:
             arrived = Arrived(note, pipeline.layers[note.layer], pipeline.tensors[note.layer], new)
-            arrived.unpickle()
+            arrived.read_extra_state(is_from_file=True)
             self._arrived.append(arrived)
 
     def _shared_buffers(self, number: int, layer: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:

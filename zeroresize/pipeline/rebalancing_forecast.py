@@ -19,6 +19,7 @@ from zeroresize.pipeline.partition import Floats, Partition, PipelineLoad, Trans
 from zeroresize.pipeline.profiling import PipelineProfile
 from zeroresize.pipeline.shortest_step import refined_partition
 from zeroresize.policy.moving import MoveCost
+from zeroresize.utils.value_checks import at_least, number
 
 By = Literal["time", "parameters"]
 Method = Literal["partition", "diffusion"]
@@ -96,10 +97,8 @@ class RebalancingRule:
                 raise ValueError(
                     f"{name}={value!r} is not allowed: there are {' and '.join(map(repr, get_args(allowed)))}"
                 )
-        if self.num_steps < 1:
-            raise ValueError(f"profile_every={self.num_steps} is not allowed: it is at least 1")
-        if not 0.0 <= self.min_saving < 1.0:
-            raise ValueError(f"min_saving={self.min_saving} is not allowed: it is a share of a step, 0 up to 1")
+        at_least("profile_every", self.num_steps, 1)
+        number("min_saving", self.min_saving, least=0.0, below=1.0)
 
     def forecast(self, costs: LayerCosts, profile: PipelineProfile, cost_of_move: MoveCost) -> RebalancingForecast:
         """What would change by the wanted boundaries.

@@ -13,6 +13,8 @@ import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
+from zeroresize.utils.value_checks import number
+
 logger = logging.getLogger(__name__)
 
 #: How much of what a command prints an error shows.
@@ -58,10 +60,9 @@ class CommandHook:
     """
 
     def __init__(self, command: Sequence[str], *, timeout_s: float = 60.0) -> None:
-        if isinstance(command, str) or not command:
+        if not isinstance(command, list | tuple) or not command:
             raise ValueError(f"command={command!r} is not allowed: wanted are a program and its arguments, as a list")
-        if not timeout_s > 0.0:
-            raise ValueError(f"timeout_s={timeout_s} is not allowed: it must be above zero")
+        number("timeout_s", timeout_s, above=0.0)
         self._command, self._timeout_s = [str(one) for one in command], timeout_s
         self._filled(0, 0)
 

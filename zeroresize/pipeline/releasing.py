@@ -20,7 +20,7 @@ from zeroresize.pipeline.release_hooks import ReleaseHook
 from zeroresize.pipeline.shrinking import DifferentGroupsError, RepackingReport, carry_out_repacking, stage_that_stays
 from zeroresize.resharding.agreement import NotEnoughMemoryError
 from zeroresize.utils.state_checks import keyed, not_negative
-from zeroresize.utils.value_checks import at_least
+from zeroresize.utils.value_checks import at_least, number
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +55,12 @@ class Repack:
 
     def __post_init__(self) -> None:
         at_least("least_stages", self.least_stages, 1)
-        if not self.max_slowdown > 0.0:
-            raise ValueError(f"max_slowdown={self.max_slowdown} is not allowed: it must be above zero")
+        if self.max_slowdown != math.inf:
+            number("max_slowdown", self.max_slowdown, above=0.0)
+        if not isinstance(self.on_release, list | tuple) or not all(map(callable, self.on_release)):
+            raise ValueError(
+                f"on_release={self.on_release!r} is not allowed: a list is needed of functions that take a Release"
+            )
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,8 +27,6 @@ from zeroresize.policy.rules.sharing import Division, borrowed_shares, loans_of,
 from zeroresize.policy.spells import COST_IN_VAIN, Spells
 from zeroresize.policy.times import DURATION, RankTimes
 from zeroresize.utils.state_checks import Check, below, count, each, flag, keyed, number, optional, row, share
-
-logger = logging.getLogger(__name__)
 
 #: A rank is relieved if it is slower than the reference by so many standard deviations: to begin with pruning, to begin
 #: with lending, and to go on.
@@ -179,7 +176,7 @@ class Controller:
         """
         self._moving.learn(num_bytes, seconds)
 
-    def refuse_move(self, reason: str, in_force: Sequence[float]) -> WorkloadPlan:
+    def refuse_move(self, in_force: Sequence[float]) -> WorkloadPlan:
         """The move of the last plan was not made, and nothing has changed; to be called alike on every rank.
 
         No move is tried for a while: for 8 updates, and twice as many each time.
@@ -191,7 +188,6 @@ class Controller:
             The plan in force from now on.
         """
         self._moving.refuse(tuple(in_force))
-        logger.info("units stay where they are for %d updates: %s", self._moving.pause, reason)
         return self._spare_nobody()
 
     def set_owned(self, shares: Sequence[float]) -> WorkloadPlan:

@@ -39,6 +39,7 @@ class StepTimes:
         shares: what the rank did not compute, and what it computed for others.
         is_forced: whether someone forced just this share, whatever it costs.
         wait_s: the rest of the time between the two ends, waiting in collectives.
+        outside_s: the part of ``busy_s`` before the first balanced layer of each forward, as for fetching a batch.
         layers: by name, what the products of each layer took that had any, in forward and backward together.
     """
 
@@ -48,12 +49,19 @@ class StepTimes:
     shares: Shares = _WHOLE
     is_forced: bool = False
     wait_s: float = 0.0
+    outside_s: float = 0.0
     layers: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     @property
     def is_possible(self) -> bool:
         """Whether a step can have taken these times."""
-        return all(0.0 <= seconds <= MOST_SECONDS for seconds in (self.busy_s, self.gemm_s, self.gather_fill_s))
+        told = self.busy_s, self.gemm_s, self.gather_fill_s, self.outside_s
+        return all(0.0 <= seconds <= MOST_SECONDS for seconds in told)
+
+    @property
+    def inside(self) -> StepTimes:
+        """The same without what lies outside of the balanced layers."""
+        return dataclasses.replace(self, busy_s=max(self.busy_s - self.outside_s, 0.0), outside_s=0.0)
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,7 @@ class RankTimes:
         cost: of pruning on this rank.
         deviation: standard deviation of T, as a share of it.
         moving_rest: ρ: a rank that owns f has a rest of (1 − ρ + ρ f) ``rest_s``.
+        outside_s: what it takes besides, before the first balanced layer; not a part of T.
     """
 
     rest_s: float
@@ -75,6 +84,7 @@ class RankTimes:
     cost: ResizingCost
     deviation: float = 0.0
     moving_rest: float = MOVING_REST
+    outside_s: float = 0.0
 
     @property
     def busy_s(self) -> float:
@@ -94,6 +104,7 @@ class RankTimes:
             and 0.0 <= self.gather_fill_scale <= _MOST_SCALE
             and 0.0 <= self.deviation <= _MOST_SCALE
             and 0.0 <= self.moving_rest <= MOST_MOVING_REST
+            and 0.0 <= self.outside_s <= MOST_SECONDS
         )
         if is_sound:
             return self if cost is self.cost else dataclasses.replace(self, cost=cost)
@@ -102,6 +113,18 @@ class RankTimes:
     def faster(self, factor: float) -> RankTimes:
         """The times if the rank were ``factor`` times as fast."""
         return dataclasses.replace(self, rest_s=self.rest_s / factor, gemm_s=self.gemm_s / factor)
+
+    def beginning_after(self, outside_s: float) -> RankTimes:
+        """The same of a rank whose every step begins with so many seconds that no division of the work changes."""
+        if not outside_s or math.isnan(self.busy_s):
+            return dataclasses.replace(self, outside_s=0.0)
+        return dataclasses.replace(
+            self,
+            rest_s=self.rest_s + outside_s,
+            deviation=self.deviation * self.busy_s / (self.busy_s + outside_s),
+            moving_rest=self.moving_rest * self.rest_s / (self.rest_s + outside_s),
+            outside_s=0.0,
+        )
 
     def busy_at(self, ratio: float) -> float:
         """Busy seconds when a share ``ratio`` of the columns is pruned."""

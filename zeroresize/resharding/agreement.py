@@ -7,7 +7,7 @@ import math
 import os
 import re
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import Channel, Waitable, group_ranks, group_size, message_device, start_messages
+from zeroresize.utils.memory_errors import is_out_of_memory, reason
 
 #: Up to two numbers of every rank of a group, in the order of the ranks; collective. See also :class:`MeetReplicas`.
 Meet = Callable[..., Sequence[Sequence[float]]]
@@ -48,6 +49,8 @@ _MOST_MIB = 2**28 - 1
 #: The tag of meets over a channel: they never take a message of the move that is under way there.
 _MET_ASIDE = 1
 _NOTHING_CHANGED = "nothing has moved or changed"
+#: What a rank meets with that has failed before, and where its memory ran out.
+_FAILED, _RAN_OUT = -1.0, -2.0
 
 
 class CannotMoveError(RuntimeError):
@@ -69,21 +72,30 @@ def meet_over(process_group: ProcessGroup, device: torch.device, over: Channel |
 
     def meet(*numbers: float) -> Sequence[Sequence[float]]:
         own = torch.tensor(numbers, dtype=torch.float64, device=where)
-        return [part.tolist() for part in _of_every_rank(own, len(numbers), torch.float64, process_group, over)]
+        return [part.tolist() for part in _of_every_rank(own, process_group, over)]
 
     return meet
 
 
-def texts_of_ranks(text: str, meet: Meet, process_group: ProcessGroup, device: torch.device) -> list[str]:
-    """Every rank's text, in the order of the ranks; collective.
+def texts_of_ranks(text: str, meet: Meet, process_group: ProcessGroup, device: torch.device) -> Iterator[str]:
+    """Every rank's text, in the order of the ranks, decoded where it is read; collective.
 
     Raises:
+        NotEnoughMemoryError: on every rank, if the texts do not fit on some.
         RuntimeError: if a rank does not come, naming it.
     """
     data = text.encode()
-    most = int(max(size for size, *_ in meet(float(len(data)), 0.0)))  # of all replicas, where it meets those
-    own = torch.tensor(list(data.ljust(most)), dtype=torch.uint8, device=device)
-    return [bytes(part.tolist()).decode().rstrip() for part in _of_every_rank(own, most, torch.uint8, process_group)]
+    most = int(max(1.0, *(size for size, *_ in meet(float(len(data)), 0.0))))  # of all replicas, where it meets those
+    parts: list[Tensor] = []
+
+    def allocate() -> None:
+        own = torch.frombuffer(bytearray(data.ljust(most)), dtype=torch.uint8).to(device)
+        parts.extend(_parts(own, process_group))
+
+    needed = most * (group_size(process_group) + 1)
+    allocate_together(needed, device, allocate, meet, "what they tell each other of what moves")
+    _fill(parts, process_group)
+    return (part.cpu().numpy().tobytes().decode().rstrip() for part in parts)
 
 
 def wait_for_all(transfers: Mapping[int, Sequence[Waitable]]) -> dict[int, RuntimeError]:
@@ -98,24 +110,34 @@ def wait_for_all(transfers: Mapping[int, Sequence[Waitable]]) -> dict[int, Runti
     return errors
 
 
-def meet_prepared(meet: Meet, own: tuple[float, float] | Exception) -> Sequence[Sequence[float]]:
+def meet_prepared(
+    meet: Meet, own: tuple[float, float] | Exception, what: str = "what moves"
+) -> Sequence[Sequence[float]]:
     """Two numbers of every rank, none of them negative, or what kept a rank from giving any.
+
+    Args:
+        what: is prepared, for errors where memory runs out.
 
     Raises:
         ValueError: what is given, if it is one.
+        NotEnoughMemoryError: where memory ran out, and on the other ranks, if that was all that failed.
         CannotMoveError: for any other that is given, and on the other ranks, naming those that gave one.
         RuntimeError: if a rank does not come.
     """
     if isinstance(own, Exception):
+        ran_out = is_out_of_memory(own)
         with suppress(RuntimeError):  # the own error says more
-            meet(-1.0, 0.0)
+            meet(_RAN_OUT if ran_out else _FAILED, 0.0)
         if isinstance(own, ValueError):
             raise own
-        raise CannotMoveError(f"{_NOTHING_CHANGED}: {own}") from own
+        if ran_out:
+            raise NotEnoughMemoryError(f"{_NOTHING_CHANGED}, preparing {what}: {reason(own)}") from own
+        raise CannotMoveError(f"{_NOTHING_CHANGED}: {reason(own)}") from own
     table = _together(meet, *own)
     failed = [rank for rank, (number, *_) in enumerate(table) if number < 0.0]
     if failed:
-        raise CannotMoveError(f"{_NOTHING_CHANGED}: {named(failed, meet)} failed before; their errors tell why")
+        kind = NotEnoughMemoryError if all(table[rank][0] == _RAN_OUT for rank in failed) else CannotMoveError
+        raise kind(f"{_NOTHING_CHANGED}: {named(failed, meet)} failed before; their errors tell why")
     return table
 
 
@@ -138,7 +160,9 @@ def require_same(numbers: Sequence[float], what: str, meet: Meet) -> None:
         raise RuntimeError(f"{_NOTHING_CHANGED}: the ranks of the {_whose(meet)} differ in {what}: {alike}")
 
 
-def allocate_together(needed: int, device: torch.device, allocate: Callable[[], None], meet: Meet) -> None:
+def allocate_together(
+    needed: int, device: torch.device, allocate: Callable[[], None], meet: Meet, what: str = "new tensors"
+) -> None:
     """Call ``allocate`` once it is known that what every rank needs fits; collective.
 
     Ranks on one CPU, or on one GPU, share what is free there.
@@ -146,6 +170,7 @@ def allocate_together(needed: int, device: torch.device, allocate: Callable[[], 
     Args:
         needed: bytes that this rank's ``allocate`` takes on ``device``, and what else must be free. It must not fill
             them: they are taken before other ranks have told what they need.
+        what: it is for, for errors.
 
     Raises:
         NotEnoughMemoryError: on every rank, naming those that lack memory, and how much; also where ``allocate`` runs
@@ -163,7 +188,7 @@ def allocate_together(needed: int, device: torch.device, allocate: Callable[[], 
             allocate()
         except Exception as error:  # the others must hear of any
             own = error
-            if _is_out_of_memory(error):
+            if is_out_of_memory(error):
                 ran_out, own = error, (float(max(needed, 1)), float(place))
     table = meet_prepared(meet, own)
     all_needed = [number for number, *_ in table]
@@ -175,17 +200,14 @@ def allocate_together(needed: int, device: torch.device, allocate: Callable[[], 
         if needed_there and lack > 0.0:
             lacking[rank] = lack
     if lacking:
-        told = "; ".join(f"rank {_number(rank, meet)} lacks {lack / 1e6:.1f} MB" for rank, lack in lacking.items())
-        why = "" if ran_out is None else f": {ran_out}"
+        told = "; ".join(
+            f"rank {_number(rank, meet)} lacks {lack / 1e6:.1f} MB, of {all_needed[rank] / 1e6:.1f} MB that it needs"
+            for rank, lack in lacking.items()
+        )
+        why = "" if ran_out is None else f": {reason(ran_out)}"
         raise NotEnoughMemoryError(
-            f"{_NOTHING_CHANGED}, as there is not enough memory for new tensors: {told}{why}"
+            f"{_NOTHING_CHANGED}, as there is not enough memory for {what}: {told}{why}"
         ) from ran_out
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """On the CPU torch raises a plain RuntimeError."""
-    is_of_cpu = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    return is_of_cpu or isinstance(error, MemoryError | torch.OutOfMemoryError)
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -239,10 +261,18 @@ def require_received(error: Exception | None, meet: Meet, told: float = 0.0) -> 
         raise RuntimeError(f"{_NOTHING_CHANGED}: {gone}") from (error or gone)
     failed = [rank for rank, (has_failed, *_) in enumerate(table) if has_failed]
     if error is not None:
-        raise RuntimeError(f"{_NOTHING_CHANGED}: {error}") from error
+        raise RuntimeError(f"{_NOTHING_CHANGED}: {reason(error)}") from error
     if failed:
         raise RuntimeError(f"{_NOTHING_CHANGED}: {named(failed, meet)} have not received everything")
     return [number for _, number, *_ in table]
+
+
+def failure_of(carry_out: Callable[[], Exception | None]) -> Exception | None:
+    """What ``carry_out`` returns, or raises: the others must hear of any."""
+    try:
+        return carry_out()
+    except Exception as error:
+        return error
 
 
 def _together(meet: Meet, *numbers: float) -> Sequence[Sequence[float]]:
@@ -265,15 +295,22 @@ def _place_of(device: torch.device) -> str:
     return f"{socket.gethostname()} {device} {visible}"
 
 
-def _of_every_rank(
-    own: Tensor, size: int, dtype: torch.dtype, process_group: ProcessGroup, over: Channel | None = None
-) -> list[Tensor]:
+def _of_every_rank(own: Tensor, process_group: ProcessGroup, over: Channel | None = None) -> list[Tensor]:
+    parts = _parts(own, process_group)
+    _fill(parts, process_group, over)
+    return parts
+
+
+def _parts(own: Tensor, process_group: ProcessGroup) -> list[Tensor]:
+    """Memory for a tensor of every rank, of which this one's is there."""
+    rank, num_ranks = process_group.rank(), group_size(process_group)
+    return [own if peer == rank else torch.empty_like(own) for peer in range(num_ranks)]
+
+
+def _fill(parts: Sequence[Tensor], process_group: ProcessGroup, over: Channel | None = None) -> None:
     """From rank to rank: a collective could not tell who did not come."""
     rank, ranks = process_group.rank(), group_ranks(process_group)
-    parts = [
-        own if peer == rank else torch.empty(size, dtype=dtype, device=own.device)
-        for peer in range(group_size(process_group))
-    ]
+    own = parts[rank]
     others = [peer for peer in range(len(parts)) if peer != rank]
     receives = {peer: parts[peer] for peer in others}
     tag = 0 if over is None else _MET_ASIDE
@@ -285,4 +322,3 @@ def _of_every_rank(
             f"ranks {missing} of the group (ranks {[ranks[peer] for peer in missing]} of the job) did not come: "
             f"{errors[missing[0]]}"
         ) from errors[missing[0]]
-    return parts

@@ -209,6 +209,8 @@ def _require_fitting(segment: OwnedSegment, after: OwnershipMap, num_ranks: int)
         raise ValueError(f"{segment.name}: units are owned by ranks 0 to {num_ranks - 1} only")
     if min(after.counts) < segment.min_units:
         raise ValueError(f"{segment.name}: every rank must keep {segment.min_units} units, found {list(after.counts)}")
+    if not after.is_even and segment.why_even is not None and (reason := segment.why_even()) is not None:
+        raise ValueError(f"the {segment.kind} of {segment.name} must stay evenly divided: {reason}")
 
 
 def _require_disjoint(contents: Sequence[Sequence[Contents]]) -> None:

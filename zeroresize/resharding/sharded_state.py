@@ -19,7 +19,7 @@ def sharded_state_dict(model: nn.Module, optimizer: Any = None) -> dict[str, Any
 
         dcp.save(zr.sharded_state_dict(model, optimizer), checkpoint_id=folder)
 
-        dcp.load(zr.sharded_state_dict(model, optimizer), checkpoint_id=folder)  # in place
+        dcp.load(zr.sharded_state_dict(model, optimizer), storage_reader=zr.CheckpointReader(folder))  # in place
 
     A file holds whole tensors, as the model that is not divided has them. So what was saved under any division can be
     loaded under any other one, on another number of ranks, and into the model that is not divided; each rank reads and

@@ -1,15 +1,19 @@
 """No uneven shard gets into a file, or out of one, by accident.
 
-``state_dict()`` and ``load_state_dict()`` are errors while units are away from home.
+``state_dict()`` and ``load_state_dict()`` are errors while units are away from home. ``save_pretrained()`` always is,
+since it would write this rank's shards as if they were the model.
 """
 
 from __future__ import annotations
 
+import inspect
+import types
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
 from zeroresize.layers.segment import OwnedSegment
 
@@ -30,6 +34,26 @@ def guard_modules(segments: Iterable[OwnedSegment]) -> None:
         for owner in {id(tensor.owner): tensor.owner for tensor in segment.tensors}.values():
             owner.register_state_dict_pre_hook(_before_saving)
             _register_load_hook(owner)
+
+
+def guard_save_pretrained(model: nn.Module) -> None:
+    """Let no module in ``model`` write its shards by ``save_pretrained``, unless the state is given; copies too."""
+    for module in model.modules():
+        if callable(getattr(type(module), "save_pretrained", None)):
+            # A method: that of a copy is the copy's.
+            vars(module)["save_pretrained"] = types.MethodType(_save_pretrained, module)
+
+
+def _save_pretrained(model: Any, *args: Any, **options: Any) -> Any:
+    save = type(model).save_pretrained
+    if inspect.signature(save).bind(model, *args, **options).arguments.get("state_dict") is None:
+        raise RuntimeError(
+            f"{type(model).__name__}.save_pretrained() would write this rank's shards of the layers as if they were "
+            "the whole model. Let torch.distributed.checkpoint save zeroresize.sharded_state_dict(model), which holds "
+            "whole tensors, load that into the model that is not split, and save it there; or pass whole tensors as "
+            "state_dict="
+        )
+    return save(model, *args, **options)
 
 
 def guard_optimizer(optimizer: Any, are_away: Callable[[], bool]) -> Callable[[], None]:

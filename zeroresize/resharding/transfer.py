@@ -17,6 +17,7 @@ from zeroresize.plan.ownership import OwnershipMap
 from zeroresize.resharding.agreement import (
     Meet,
     allocate_together,
+    failure_of,
     fingerprint,
     meet_over,
     meet_prepared,
@@ -103,36 +104,36 @@ def move_units(
     buffer_device = message_device(process_group, device)
     meet = meet or meet_over(process_group, device)
     wrappers = () if model is None else wrappers_of(model)
+    numbers: tuple[float, float] | Exception
     try:
-        move: LocalMove | Exception = LocalMove(segments, targets, process_group, optimizer, wrappers, max_bytes)
+        move = LocalMove(segments, targets, process_group, optimizer, wrappers, max_bytes)
+        own = move.told(with_units=True)
+        numbers = move.fingerprint, fingerprint(move.told(with_units=False))
     except Exception as error:  # the others must hear of any
-        move = error
-    numbers = move if isinstance(move, Exception) else (move.fingerprint, fingerprint(move.told(with_units=False)))
+        numbers = error
     table = meet_prepared(meet, numbers)
-    assert isinstance(move, LocalMove)
     require_same(
         [number for number, *_ in table], "the segments, their owners or the targets that they were given", meet
     )
     if len({number for _, number, *_ in table}) > 1:
-        told = texts_of_ranks(move.told(with_units=True), meet, process_group, buffer_device)
+        told = texts_of_ranks(own, meet, process_group, buffer_device)
         agreed: tuple[float, float] | Exception = (0.0, 0.0)
         try:
             move.agree(agreed_contents([from_json(text) for text in told]))
         except Exception as error:  # replicas must hear of it
             agreed = error
-        meet_prepared(meet, agreed)
+        meet_prepared(meet, agreed, "a move of units")
     else:
         move.agree(move.descriptions)
     needed = move.new_bytes + move.buffer_bytes
-    allocate_together(needed, device, partial(move.allocate, buffer_device), meet)
-    require_received(move.carry_out(), meet)
+    allocate_together(needed, device, partial(move.allocate, buffer_device), meet, "new tensors of units that move")
+    require_received(failure_of(move.carry_out), meet)
     if move.num_units:
         drop_reducers(wrappers)
         move.install()
         rebuild_reducers(wrappers)
-        for segment, _, after in move.moving:
-            if segment.on_change is not None:
-                segment.on_change(after.counts[rank])
+        for segment, *_ in move.moving:
+            segment.follow(rank)
     return MoveReport(
         move.sent_bytes,
         move.received_bytes,

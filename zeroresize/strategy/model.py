@@ -432,7 +432,7 @@ class SwitchableModel:
 
     def _texts(self, own: str) -> list[str]:
         where = message_device(self.process_group, self.device)
-        return texts_of_ranks(own, self._meet, self.process_group, where)
+        return list(texts_of_ranks(own, self._meet, self.process_group, where))
 
     def _agreed_nodes(self, nodes: Sequence[int] | None) -> list[int]:
         text = socket.gethostname() if nodes is None else json.dumps(list(nodes))

@@ -22,7 +22,7 @@ def strategy_state(model: SwitchableModel, optimizer: Any = None) -> dict[str, A
 
         dcp.save(strategy_state(model, optimizer), checkpoint_id=folder)
 
-        dcp.load(strategy_state(model, optimizer), checkpoint_id=folder)  # in place
+        dcp.load(strategy_state(model, optimizer), storage_reader=zr.CheckpointReader(folder))  # in place
 
     Both are collective over all ranks of the job; each one writes and reads what its home layout holds, and nothing is
     gathered. A rank that home leaves out takes part without weights. Gradients are not written.

@@ -20,6 +20,7 @@ from zeroresize.strategy.stragglers.change_cost import ChangeCost
 from zeroresize.strategy.stragglers.straggler_candidates import Candidate, Kind, ModelDivision, RangeCosts, candidates
 from zeroresize.strategy.strategy import Strategy
 from zeroresize.utils.state_checks import anything, count, each, keyed, not_negative, row, values
+from zeroresize.utils.value_checks import number
 
 #: Where shares inside the tensor-parallel groups make a step at most so much longer than the best candidate does, as a
 #: share of that, nothing else is done: less travels, and no rank is idle.
@@ -92,8 +93,7 @@ class StragglerDecision:
         kinds: Collection[Kind] = get_args(Kind),
     ) -> None:
         for name, value in (("tolerance", tolerance), ("min_saving", min_saving)):
-            if not 0.0 <= value < 1.0:
-                raise ValueError(f"{name}={value} is not allowed: it is a share of a step, 0 up to 1")
+            number(name, value, least=0.0, below=1.0)
         self.original = self.in_force = tuple(original)
         self.cost = cost or ChangeCost()
         self._model, self._costs, self._kinds = model, costs, {"stay", "original", *kinds}

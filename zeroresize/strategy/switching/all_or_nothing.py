@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from zeroresize.resharding.agreement import Meet, allocate_together, require_received, require_same
+from zeroresize.resharding.agreement import Meet, allocate_together, failure_of, require_received, require_same
 from zeroresize.strategy.switching.carrying import Carrier
 from zeroresize.strategy.switching.switch import SwitchReport
 
@@ -61,11 +61,7 @@ def carried_out(make: Callable[[], Moving], meet: Meet, device: torch.device, he
     allocate_together(needed, device, allocate, meet_with_fingerprint)
     assert not isinstance(moving, Exception)
     require_same([row[2] for row in told], "where the switch leads, or how it was planned", meet)
-    failure: Exception | None
-    try:
-        failure = moving.carry_out()
-    except Exception as error:  # the others must hear of any
-        failure = error
+    failure = failure_of(moving.carry_out)
     if device.type == "cuda":  # a wait only orders streams: nothing has been received before this
         torch.cuda.synchronize(device)
     require_received(failure, meet)

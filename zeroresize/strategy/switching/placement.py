@@ -52,10 +52,8 @@ class Placement:
             begin, end = strategy.partition(layers.num_layers).boundaries[position.stage :][:2]
             for number in range(begin, end):
                 own = {index: one for index, one in enumerate(layers.tensors) if one.spec.layer == number}
-                shapes = {
-                    one.own_name: one.spec.local_shape(len(layout.units_of(index, rank))) for index, one in own.items()
-                }
-                stage_layers[number] = layers.shard(number, device, groups.tp, shapes)
+                units = {one.own_name: layout.units_of(index, rank) for index, one in own.items()}
+                stage_layers[number] = layers.shard(number, device, groups.tp, units)
                 named = dict(stage_layers[number].named_parameters())
                 parameters |= {index: named[one.own_name] for index, one in own.items()}
         return cls(strategy, layout, position, groups, stage_layers, parameters)

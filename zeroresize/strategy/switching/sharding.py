@@ -142,14 +142,19 @@ class WholeLayers:
             self._layers[number] = _copied(whole, device)
 
     def shard(
-        self, number: int, device: torch.device, process_group: ProcessGroup, shapes: Mapping[str, tuple[int, ...]]
+        self, number: int, device: torch.device, process_group: ProcessGroup, units: Mapping[str, range]
     ) -> nn.Module:
         """A rank's part of a layer; its weights are yet to come: see :func:`hollow`.
 
         Args:
             process_group: the tensor-parallel group.
-            shapes: of the rank's parts of the layer's parameters, by their name within the layer.
+            units: that the rank holds of the layer's parameters, by their name within the layer.
         """
+        shapes = {
+            one.own_name: one.spec.local_shape(len(units[one.own_name]))
+            for one in self.tensors
+            if one.spec.layer == number
+        }
         layer = _copied(self._layers[number], device)
         # Asked of the copy, so that on_change is that of the copy.
         for segment in list(self._segments(number, layer)):
@@ -160,7 +165,7 @@ class WholeLayers:
                 _shard_linear(layer, name, ColumnParallelLinear, shapes[f"{name}.weight"][0], process_group)
             _shard_linear(layer, row_name, RowParallelLinear, own_features, process_group)
             if segment.on_change is not None:
-                segment.on_change(own_features // segment.unit_size)
+                segment.on_change(list(units[f"{row_name}.weight"]))
         for name, parameter in layer.named_parameters():
             empty = nn.Parameter(hollow(shapes[name], parameter.dtype, device), parameter.requires_grad)
             _replace_parameter(layer, parameter, empty)

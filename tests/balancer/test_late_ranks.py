@@ -1,0 +1,102 @@
+"""A rank that comes late to the model, as from a slow data loader: nothing of that can be balanced, and it is said."""
+
+import logging
+import time
+
+import pytest
+import torch
+from torch import nn
+from virtual_training import FEATURES, Run
+
+import zeroresize as zr
+from zeroresize.control.late_starts import LateStarts
+
+MODES = ("exact", "semi", "mig", "zero-rd")
+
+
+@pytest.fixture
+def said(caplog):
+    """Of the balancer, by this rank."""
+
+    def lines():
+        return [one.getMessage() for one in caplog.records if "come late to the model" in one.getMessage()]
+
+    with caplog.at_level(logging.INFO, logger="zeroresize"):
+        yield lines
+
+
+def steps(run, num_steps, late_s, num_batches=1):
+    for _ in range(num_steps):
+        for _ in range(num_batches):
+            run.time.now += 0.01 + late_s
+            run.model(run.x).square().mean().backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        run.balancer.step()
+
+
+@pytest.mark.parametrize("num_batches", [1, 3])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_slow_data_loader_moves_lends_and_prunes_nothing_and_is_said_once(run_ranks, said, mode, num_batches):
+    def train(rank, group):
+        run = Run(group, mode=mode, update_every=2)
+        steps(run, 16, 0.05 if rank == 1 else 0.0, num_batches)
+        shares = [(one.pruned, one.lent, one.owned) for one in run.balancer.plan.ranks]
+        return shares, run.balancer.metrics()["balance/busy_s"], said()
+
+    (shares, busy_s, lines), (others, late_busy_s, nothing) = run_ranks(train, 2)
+    assert shares == others == [(0.0, 0.0, 1.0)] * 2
+    assert late_busy_s - busy_s == pytest.approx(0.05 * num_batches)  # what a user measures
+    assert nothing == [] and len(lines) == 1
+    assert f"rank 1 by {50 * num_batches} ms" in lines[0]
+
+
+def test_a_straggler_that_is_late_too_gives_away_what_it_is_slow_in(run_ranks, said):
+    """As many units as without being late."""
+
+    def train(rank, group):
+        owned = []
+        for late_s in (0.0, 0.05):
+            run = Run(group, mode="off", update_every=2)
+            run.time.chi = 2.0 if rank == 1 else 1.0
+            steps(run, 16, late_s if rank == 1 else 0.0)
+            owned.append(run.balancer.what_if()["exact"]["owned"][1])
+            run.balancer.close()
+        return owned
+
+    (alone, late), others = run_ranks(train, 2)
+    assert [alone, late] == others and alone < 0.9 and late == pytest.approx(alone, rel=0.02)
+
+
+def test_on_the_machines_own_clock(run_ranks, said):
+    def train(rank, group):
+        torch.manual_seed(0)
+        config = zr.BalanceConfig(update_every=2)
+        model = nn.Sequential(
+            zr.ColumnParallelLinear.from_linear(nn.Linear(FEATURES, 4 * FEATURES), process_group=group),
+            nn.GELU(),
+            zr.RowParallelLinear.from_linear(nn.Linear(4 * FEATURES, FEATURES), process_group=group),
+        )
+        zr.convert(model, process_group=group, config=config)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        balancer = zr.Balancer(model, optimizer, process_group=group, config=config)
+        for _ in range(12):
+            time.sleep(0.03 if rank == 1 else 0.0)
+            model(torch.ones(8, FEATURES)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            balancer.step()
+        return [one.owned for one in balancer.plan.ranks], said()
+
+    (owned, lines), (others, nothing) = run_ranks(train, 2)
+    assert owned == others == [1.0, 1.0] and len(lines) == 1 and nothing == []
+
+
+def test_it_is_said_of_what_lasts_and_matters():
+    late = LateStarts(0.1)
+    for outside_s in ([0.1, 0.15], [0.1, 0.1], [0.1, 0.19], [0.1, 0.1]):  # 9 % of a step, and now and then
+        assert late.told(outside_s, [1.0, 1.0]) is None
+    assert late.told((), ()) is None and late.told([0.1, 0.3], []) is None
+    assert late.told([0.1, 0.3, 0.1], [1.0] * 3) is None
+    assert "rank 1 by 200 ms" in late.told([0.1, 0.3, 0.1], [1.0] * 3)
+    assert late.told([0.1, 0.3, 0.1], [1.0] * 3) is None

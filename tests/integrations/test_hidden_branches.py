@@ -1,0 +1,260 @@
+"""Forwards that compute something else under other circumstances, or the next time, are not proven by one look."""
+
+import collections
+import gc
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import zeroresize as zr
+from zeroresize import ColumnParallelLinear, RowParallelLinear
+from zeroresize.convert import balanced_layers
+from zeroresize.integrations.find_segments import find_segments
+
+OFF = zr.BalanceConfig(mode="off")
+WIDTH, INNER = 8, 12
+CALLS = [0]
+KEPT = []
+NUMBER = 0
+
+
+class State:
+    """Something that a user's modules share."""
+
+    def __init__(self):
+        self.calls = 0
+
+
+SHARED = State()
+
+
+def module(forward, group, **parts):
+    """``forward(self, x)`` between a column- and a row-parallel layer, a and b."""
+
+    class Module(nn.Module):
+        calls_of_class = 0
+
+    Module.forward = forward
+    made = Module()
+    made.a = ColumnParallelLinear(WIDTH, INNER, process_group=group)
+    made.b = RowParallelLinear(INNER, WIDTH, process_group=group)
+    for name, part in parts.items():
+        setattr(made, name, part)
+    return made
+
+
+def found_in(model, group):
+    zr.convert(model, process_group=group, config=OFF)
+    return find_segments(model, balanced_layers(model), 2)
+
+
+def softmax_if(question):
+    """Mixes units where ``question(self, h)`` says so."""
+
+    def forward(self, x):
+        h = self.a(x)
+        return self.b(h.softmax(-1) if question(self, h) else h.relu())
+
+    return forward
+
+
+def relu_if(question):
+    """The other way round: what is seen first may be any of the two."""
+    return softmax_if(lambda self, h: not question(self, h))
+
+
+def counts(self, h):
+    self.calls += 1
+    return self.calls > 1000
+
+
+def counts_in_a_list(self, h):
+    self.calls[0] += 1
+    return self.calls[0] > 1000
+
+
+def counts_globally(self, h):
+    CALLS[0] += 1
+    return CALLS[0] > 1000
+
+
+def counts_in_an_object(self, h):
+    SHARED.calls += 1
+    return SHARED.calls > 1000
+
+
+def counts_in_the_class(self, h):
+    type(self).calls_of_class += 1
+    return self.calls_of_class > 1000
+
+
+def counts_by_name(self, h):
+    global NUMBER
+    NUMBER += 1
+    return NUMBER > 1000
+
+
+def closure():
+    number = 0
+
+    def counts_outside(self, h):
+        nonlocal number
+        number += 1
+        return number > 1000
+
+    return counts_outside
+
+
+def keeps(place):
+    def keep(self, h):
+        place(self).append(h)
+        return False
+
+    return keep
+
+
+def keeps_by_name(self, h):
+    self.kept["h"] = h
+    return False
+
+
+NOT_PROVEN = {
+    "without gradients": (softmax_if(lambda self, h: not torch.is_grad_enabled()), {}, "softmax()"),
+    "with gradients": (softmax_if(lambda self, h: torch.is_grad_enabled()), {}, "softmax()"),
+    "a tensor": (softmax_if(lambda self, h: isinstance(h, torch.Tensor)), {}, "softmax()"),
+    "is_tensor": (softmax_if(lambda self, h: torch.is_tensor(h)), {}, "softmax()"),
+    "no attribute": (softmax_if(lambda self, h: not hasattr(h, "quantized")), {}, "softmax()"),
+    "autocast on the CPU": (softmax_if(lambda self, h: torch.is_autocast_enabled("cpu")), {}, "softmax()"),
+    "autocast on a GPU": (softmax_if(lambda self, h: torch.is_autocast_enabled("cuda")), {}, "softmax()"),
+    "a counter": (softmax_if(counts), {"calls": 0}, "keeps something from call to call: Module.calls"),
+    "a counter in a list": (softmax_if(counts_in_a_list), {"calls": [0]}, "Module.calls"),
+    "a counter of the file": (softmax_if(counts_globally), {}, "CALLS"),
+    "a counter in an object": (softmax_if(counts_in_an_object), {}, "SHARED.calls"),
+    "a counter of the class": (softmax_if(counts_in_the_class), {}, "Module.calls_of_class"),
+    "a counter by name": (softmax_if(counts_by_name), {}, "NUMBER"),
+    "a counter of an outer function": (softmax_if(closure()), {}, "number"),
+    "an iterator": (
+        softmax_if(lambda self, h: next(self.calls) > 1000),
+        {"calls": itertools.count()},
+        "Module.calls",
+    ),
+    "a tensor that counts": (
+        softmax_if(lambda self, h: self.calls.add_(1).item() > 1000),
+        {"calls": torch.zeros(())},
+        "Module.calls",
+    ),
+    "a list": (softmax_if(keeps(lambda self: self.kept)), {"kept": []}, "Module.kept"),
+    "a deque": (
+        softmax_if(keeps(lambda self: self.kept)),
+        {"kept": collections.deque([0, 1], maxlen=2)},
+        "Module.kept",
+    ),
+    "a list in a dictionary": (softmax_if(keeps(lambda self: self.kept["h"])), {"kept": {"h": []}}, "Module.kept"),
+    "a dictionary": (softmax_if(keeps_by_name), {"kept": {}}, "Module.kept"),
+    "a list of the file": (softmax_if(keeps(lambda self: KEPT)), {}, "KEPT"),
+    "a coin": (softmax_if(lambda self, h: random.random() < 0.5), {}, "its forward draws random numbers"),
+    "a coin of torch": (softmax_if(lambda self, h: torch.rand(()).item() < 0.5), {}, "draws random numbers"),
+    "a coin of numpy": (softmax_if(lambda self, h: np.random.rand() < 0.5), {}, "draws random numbers"),
+    "a coin of its own": (
+        softmax_if(lambda self, h: self.coin.random() < 0.001),
+        {"coin": random.Random(0)},
+        "Module.coin",
+    ),
+    "a generator of its own": (
+        softmax_if(lambda self, h: self.coin.random() < 0.001),
+        {"coin": np.random.default_rng(0)},
+        "Module.coin",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_PROVEN)
+def test_what_is_not_the_same_every_time_stays_even(run_ranks, kind):
+    forward, parts, reason = NOT_PROVEN[kind]
+
+    def check(rank, group):
+        model = module(forward, group, **parts)
+        before = {name: repr(one) for name, one in vars(model).items() if name in parts and name != "coin"}
+        states = random.getstate(), torch.get_rng_state(), CALLS[0], SHARED.calls, len(KEPT)
+        segments, reasons = found_in(model, group)
+        assert segments == [] and reason in reasons["b"], reasons
+        if kind not in ("an iterator", "a tensor that counts"):
+            assert {name: repr(one) for name, one in vars(model).items() if name in before} == before
+        assert states[0] == random.getstate() and torch.equal(states[1], torch.get_rng_state())
+        assert states[2:] == (CALLS[0], SHARED.calls, len(KEPT))
+        assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+
+    run_ranks(check, 2)
+
+
+class Doubled(torch.autograd.Function):
+    """Its backward could mix units."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, dy):
+        return 2 * dy
+
+
+def test_an_autograd_function_shows_only_its_forward(run_ranks):
+    def check(rank, group):
+        segments, reasons = found_in(module(lambda self, x: self.b(Doubled.apply(self.a(x))), group), group)
+        assert segments == [] and "Doubled is an autograd function, whose backward is not seen" in reasons["b"]
+
+    run_ranks(check, 2)
+
+
+def test_a_collection_of_garbage_is_not_the_forward_s(run_ranks):
+    def count(phase, info):
+        global NUMBER
+        NUMBER += 1
+
+    def check(rank, group):
+        gc.set_threshold(1)
+        gc.callbacks.append(count)
+        segments, reasons = found_in(module(softmax_if(lambda self, h: False), group), group)
+        assert gc.isenabled() and [one.name for one in segments] == ["b"], reasons
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_first_look_at_softmax_is_not_forgotten(run_ranks, seed):
+    """Whatever the coin shows."""
+
+    def check(rank, group):
+        random.seed(seed)
+        segments, _ = found_in(module(relu_if(lambda self, h: random.random() < 0.5), group), group)
+        assert segments == []
+
+    run_ranks(check, 2)
+
+
+PROVEN = {
+    "a tensor": (softmax_if(lambda self, h: not isinstance(h, torch.Tensor)), {}),
+    "a constant": (softmax_if(lambda self, h: self.mixes), {"mixes": False}),
+    "a setting": (softmax_if(lambda self, h: self.settings["mixes"]), {"settings": {"mixes": False, "more": [1, 2.0]}}),
+    "a number of the file": (softmax_if(lambda self, h: NUMBER > 1000), {}),
+    "checkpointed": (lambda self, x: self.b(checkpoint(lambda x: self.a(x).relu(), x, use_reentrant=False)), {}),
+    "a dropout": (softmax_if(lambda self, h: False), {"drop": nn.Dropout(0.1)}),
+}
+
+
+@pytest.mark.parametrize("kind", PROVEN)
+def test_what_is_always_the_same_moves(run_ranks, kind):
+    forward, parts = PROVEN[kind]
+
+    def check(rank, group):
+        segments, reasons = found_in(module(forward, group, **parts), group)
+        assert [one.name for one in segments] == ["b"] and reasons == {}
+
+    run_ranks(check, 2)

@@ -1,0 +1,148 @@
+"""Segments that a user names: what convert refuses before anything runs, and what zero units do."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import zeroresize as zr
+from zeroresize import ColumnParallelLinear, RowParallelLinear
+from zeroresize.convert import balanced_layers
+from zeroresize.layers.segments import owned_segments
+
+OFF = zr.BalanceConfig(mode="off")
+WIDTH, HEAD = 8, 4
+
+
+class Attention(nn.Module):
+    """Eight heads of queries and four of keys and values on all ranks."""
+
+    def __init__(self, group, *, keeps_size=True):
+        super().__init__()
+        made_for = {"process_group": group, "dtype": torch.float64}
+        self.q = ColumnParallelLinear(WIDTH, 8 * HEAD, **made_for)
+        self.k, self.v = (ColumnParallelLinear(WIDTH, 4 * HEAD, **made_for) for _ in "kv")
+        self.out = RowParallelLinear(8 * HEAD, WIDTH, **made_for)
+        self.num_heads, self.num_kv_heads = 8 // group.size(), 4 // group.size()
+        self.scaling = 1.0
+        if keeps_size:
+            self.head_dim = HEAD
+
+    def follow(self, units):
+        self.num_heads, self.num_kv_heads = 2 * len(units), len(units)
+
+    def forward(self, x):
+        groups = self.num_heads // self.num_kv_heads
+        q, k, v = (one(x).unflatten(-1, (-1, HEAD)).transpose(-2, -3) for one in (self.q, self.k, self.v))
+        k, v = (one.repeat_interleave(groups, -3) for one in (k, v))
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(-2, -3).flatten(-2))
+
+
+def segment(model, **options):
+    options = {"unit_size": 2 * HEAD, "kind": "KV groups", "on_change": model[0].follow} | options
+    return zr.Segment(["0.q", "0.k", "0.v"], "0.out", **options)
+
+
+def converted(group, shares=None, *, keeps_size=True, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(Attention(group, keeps_size=keeps_size))
+    named = segment(model, **options)
+    zr.convert(model, process_group=group, config=OFF, segments=[named], shares=shares)
+    return model
+
+
+REFUSED = {
+    "half a key's head": (
+        {"unit_size": HEAD},
+        r"unit_size=4 makes 2 features of 0\.k a unit, which are no whole heads of 4 \(Attention\.head_dim\)",
+    ),
+    "a unit that is no head": ({"unit_size": 2}, r"makes 2 features of 0\.q a unit, which are no whole heads"),
+    "heads of a size that nobody told": (
+        {"unit_size": HEAD, "keeps_size": False},
+        r"different numbers of features of a unit \(4 of 0\.q, 2 of 0\.k, 2 of 0\.v, 4 of 0\.out\).*head_size=",
+    ),
+    "the wrong size": ({"head_size": 3}, r"no whole heads of 3 \(head_size\)"),
+    "no size": ({"head_size": 0}, "head_size=0 is not allowed: wanted is a whole number of features, at least 1"),
+    "no on_change": ({"on_change": None}, r"Attention\.num_heads=4 seems to count .* no on_change"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_would_fail_in_use_is_refused_by_convert(run_ranks, kind):
+    options, message = REFUSED[kind]
+
+    def check(rank, group):
+        with pytest.raises(ValueError, match=message) as error:
+            converted(group, **options)
+        assert str(error.value).startswith("Segment(column=['0.q', '0.k', '0.v'], row='0.out'): ")
+        assert "zeroresize.check_segments" in str(error.value)
+
+    run_ranks(check, 2)
+
+
+ALLOWED = {
+    "as the module keeps it": {},
+    "as it is told": {"keeps_size": False, "head_size": HEAD},
+    "two groups": {"unit_size": 4 * HEAD},
+    "whatever the module keeps": {"unit_size": HEAD, "head_size": 1},
+    "nothing to follow": {"on_change": lambda units: None},
+}
+
+
+@pytest.mark.parametrize("kind", ALLOWED)
+def test_what_the_user_says_is_taken(run_ranks, kind):
+    def check(rank, group):
+        (found,) = owned_segments(balanced_layers(converted(group, **ALLOWED[kind])))
+        assert found.name == "0.out" and found.min_units == 1
+
+    run_ranks(check, 2)
+
+
+def test_every_rank_keeps_a_unit_unless_the_user_says_that_it_needs_none(run_ranks):
+    x = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def check(rank, group):
+        even, uneven = converted(group), converted(group, (1, 0))
+        assert owned_segments(balanced_layers(uneven))[0].owned.counts == (3, 1)
+        torch.testing.assert_close(uneven(x), even(x))
+        empty = converted(group, (1, 0), min_units=0)
+        assert owned_segments(balanced_layers(empty))[0].owned.counts == (4, 0)
+
+    run_ranks(check, 2)
+
+
+def test_neurons_that_are_named_change_hands_by_eights_too(run_ranks):
+    def check(rank, group):
+        model = nn.Sequential(
+            ColumnParallelLinear(WIDTH, 2048, process_group=group), RowParallelLinear(2048, WIDTH, process_group=group)
+        )
+        zr.convert(model, process_group=group, config=OFF, segments=[zr.Segment(["0"], "1")], shares=(1000, 1))
+        (found,) = owned_segments(balanced_layers(model))
+        assert found.quantum == found.min_units == 8 and all(count and count % 8 == 0 for count in found.owned.counts)
+
+    run_ranks(check, 2)
+
+
+def test_a_follower_that_fails_is_named(run_ranks):
+    def check(rank, group):
+        message = r"on_change of the segment of 0\.out failed for [13] KV groups: KeyError: 'slopes'"
+        with pytest.raises(RuntimeError, match=message):
+            converted(group, (1, 0), on_change=lambda units: {}["slopes"])
+
+    run_ranks(check, 2)
+
+
+def test_a_registered_class_without_a_follower_stays_even(run_ranks, monkeypatch, caplog):
+    from zeroresize.integrations import register_segments, segment_registry
+
+    monkeypatch.setattr(segment_registry, "_adapters", dict(segment_registry._adapters))
+    register_segments(Attention, lambda one: zr.Segment([one.q, one.k, one.v], one.out, unit_size=2 * HEAD))
+
+    def check(rank, group):
+        model = nn.Sequential(Attention(group))
+        zr.convert(model, process_group=group, config=OFF)
+        assert owned_segments(balanced_layers(model)) == []
+        assert "Attention.num_heads=4 seems to count what this rank holds" in caplog.text
+
+    caplog.set_level("INFO", logger="zeroresize")
+    run_ranks(check, 2)

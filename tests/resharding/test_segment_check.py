@@ -1,0 +1,218 @@
+"""check_segments(): what it lets pass, what it refuses, and that it leaves everything as it was."""
+
+import copy
+
+import moving
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import zeroresize as zr
+from zeroresize import ColumnParallelLinear, RowParallelLinear
+from zeroresize.convert import balanced_layers
+from zeroresize.layers.segments import owned_segments
+
+CONFIG = zr.BalanceConfig(mode="exact")
+WIDTH, HEADS, HEAD = 8, 8, 4
+SLOPES = torch.arange(1.0, HEADS + 1.0).view(-1, 1, 1) / 8
+
+
+class Alibi(nn.Module):
+    """Attention that is biased by a slope for each of this rank's heads."""
+
+    def __init__(self, group):
+        super().__init__()
+        self.qkv = ColumnParallelLinear(WIDTH, 3 * HEADS * HEAD, process_group=group)
+        self.out = RowParallelLinear(HEADS * HEAD, WIDTH, process_group=group)
+        self.num_heads = HEADS // group.size()
+        self.slopes = SLOPES.chunk(group.size())[group.rank()]
+
+    def forward(self, x, scale=1.0):
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, HEAD)).movedim(-3, 0).transpose(-2, -3)
+        bias = -self.slopes.to(x.dtype) * torch.arange(x.shape[1], dtype=x.dtype)
+        return scale * self.out(F.scaled_dot_product_attention(q, k, v, bias).transpose(-2, -3).flatten(-2))
+
+
+class Block(nn.Module):
+    def __init__(self, group):
+        super().__init__()
+        self.attention, self.norm = Alibi(group), nn.BatchNorm1d(WIDTH)
+        self.mlp = nn.Sequential(
+            ColumnParallelLinear(WIDTH, 16, process_group=group),
+            nn.GELU(),
+            nn.Dropout(0.2),
+            RowParallelLinear(16, WIDTH, process_group=group),
+        )
+
+    def forward(self, x, scale=1.0):
+        x = x + self.attention(x, scale)
+        return x + self.mlp(self.norm(x.transpose(1, 2)).transpose(1, 2))
+
+
+def follows_all(attention):
+    def follow(heads):
+        attention.num_heads, attention.slopes = len(heads), SLOPES[heads]
+
+    return follow
+
+
+def follows_counts(attention):
+    def follow(heads):
+        attention.num_heads, attention.slopes = len(heads), SLOPES[: len(heads)]
+
+    return follow
+
+
+def converted(group, follow=follows_all, config=CONFIG, **options):
+    torch.manual_seed(0)
+    model = Block(group)
+    options = {"unit_size": HEAD, "num_blocks": 3, "kind": "heads", "on_change": follow(model.attention)} | options
+    named = zr.Segment(["attention.qkv"], "attention.out", **options)
+    return zr.convert(model, process_group=group, config=config, segments=[named])
+
+
+def batch(dtype=torch.float32):
+    x = torch.randn(4, 5, WIDTH, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    return {"x": x, "scale": 0.5}
+
+
+def test_a_follower_that_sets_all_that_is_of_single_units_passes(run_ranks):
+    def check(rank, group):
+        found = zr.check_segments(converted(group), batch())
+        assert [(one.name, one.kind) for one in found] == [("attention.out", "heads"), ("mlp.3", "neurons")]
+        for one in found:
+            assert one.problem is None and one.output_difference < 1e-13 and one.gradient_difference < 1e-13
+
+    run_ranks(check, 2)
+    run_ranks(check, 4)
+
+
+def follows_only_away(attention):
+    def follow(heads):
+        attention.num_heads = len(heads)
+        attention.slopes = SLOPES[:4] if heads == [4, 5, 6, 7] else SLOPES[heads]
+
+    return follow
+
+
+WRONG = {
+    "constants that stay": (follows_counts, r"1 of 2 segments .* attention\.out \(heads\): with .* outputs differ by"),
+    "a follower that does not come home": (follows_only_away, r"with all units at home again outputs differ by"),
+    "a follower that fails": (lambda attention: lambda heads: heads[9], "failed for .* heads: IndexError"),
+    "a follower that forgets": (
+        lambda attention: lambda heads: None,
+        r"attention\.out \(heads\): with the first heads of each rank on the next one outputs differ by",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_what_depends_on_who_owns_a_unit_is_an_error_on_every_rank(run_ranks, kind):
+    follow, message = WRONG[kind]
+
+    def check(rank, group):
+        model = converted(group, follow)
+        before, weights = copy.deepcopy(model.state_dict()), list(model.parameters())
+        slopes, segments = model.attention.slopes, owned_segments(balanced_layers(model))
+        with pytest.raises(ValueError, match=message) as error:
+            zr.check_segments(model, batch())
+        assert "mlp.3" not in str(error.value)
+        assert all(one is other for one, other in zip(model.parameters(), weights, strict=True))
+        assert moving.same(dict(model.state_dict()), dict(before)) and all(one.owned.is_even for one in segments)
+        assert model.attention.slopes is slopes and model.attention.num_heads == HEADS // 2
+        return str(error.value)
+
+    one, other = run_ranks(check, 2, timeout_s=20)
+    assert one == other
+
+
+def test_zero_units_are_tried_where_the_user_says_that_none_are_needed(run_ranks):
+    """A rank that fails alone must not leave the other waiting for it."""
+
+    def follow(attention):
+        def divide(heads):
+            attention.num_heads, attention.slopes = len(heads), SLOPES[heads]
+            attention.share = HEADS // len(heads)
+
+        return divide
+
+    def check(rank, group):
+        zr.check_segments(converted(group, follow), batch())
+        with pytest.raises(ValueError, match=r"failed for 0 heads: ZeroDivisionError"):
+            zr.check_segments(converted(group, follow, min_units=0), batch())
+
+    run_ranks(check, 2, timeout_s=20)
+
+
+def test_a_forward_that_fails_on_one_rank_ends_on_all(run_ranks):
+    def check(rank, group):
+        model = converted(group, min_units=0)
+
+        def divide(module, inputs):
+            module.share = HEADS // module.num_heads
+
+        def forward(model, batch):
+            model.attention.register_forward_pre_hook(divide)
+            return model(**batch)
+
+        with pytest.raises(ValueError, match=r"attention\.out \(heads\): rank 0: ZeroDivisionError"):
+            zr.check_segments(model, batch(), forward=forward)
+        assert not model.attention._forward_pre_hooks
+
+    run_ranks(check, 2, timeout_s=20)
+
+
+def test_training_goes_on_as_if_nothing_had_been_checked(run_ranks):
+    def check(rank, group):
+        losses = []
+        for checks in (False, True):
+            model = converted(group)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            balancer = zr.Balancer(model, optimizer, process_group=group, config=CONFIG)
+            torch.manual_seed(1)
+            losses.append([])
+            for step in range(4):
+                if checks and step in (0, 2):
+                    gradients = [one.grad for one in model.parameters()]
+                    zr.check_segments(model, batch())
+                    assert all(one.grad is old for one, old in zip(model.parameters(), gradients, strict=True))
+                loss = model(**batch()).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                balancer.step()
+                losses[-1].append((loss.item(), model.norm.running_mean.clone()))
+            balancer.close()
+        assert all(a == b and torch.equal(x, y) for (a, x), (b, y) in zip(*losses, strict=True))
+
+    run_ranks(check, 2)
+
+
+def test_it_says_what_it_needs(run_ranks):
+    def check(rank, group):
+        model = converted(group)
+        with pytest.raises(ValueError, match="results of two calls differ by"):
+            zr.check_segments(model, batch(), forward=lambda model, batch: model(**batch) * counter.pop())
+        with pytest.raises(ValueError, match="not compute the batch in float64: rank 0: KeyError"):
+            zr.check_segments(model, batch(), forward=lambda model, batch: model(batch["y"]))
+        with pytest.raises(ValueError, match="returns no tensor that gradients can be taken of"):
+            zr.check_segments(model, batch(), forward=lambda model, batch: model(**batch).detach())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        balancer = zr.Balancer(model, optimizer, process_group=group, config=CONFIG)
+        balancer.move((3, 1))
+        with pytest.raises(ValueError, match=r"units of attention\.out are away: .*at_home"):
+            zr.check_segments(model, batch())
+        with balancer.at_home():
+            assert len(zr.check_segments(model, batch())) == 2
+        even = nn.Sequential(ColumnParallelLinear(4, 4, process_group=group), nn.Softmax(-1))
+        zr.convert(even, process_group=group, config=CONFIG)
+        with pytest.raises(ValueError, match="no segment whose units may move"):
+            zr.check_segments(even, torch.zeros(1, 4))
+
+    counter = [2.0, 1.0]
+    run_ranks(check, 2)
+
+
+def test_a_group_of_one_rank_has_nothing_to_check(run_ranks):
+    assert run_ranks(lambda rank, group: zr.check_segments(converted(group), batch()), 1) == [[]]

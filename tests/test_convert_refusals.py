@@ -1,0 +1,117 @@
+"""What convert refuses on every rank at once, and what a converted model refuses: files of shards."""
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from tiny_transformers import build, split
+from torch import nn
+
+import zeroresize as zr
+from zeroresize import ColumnParallelLinear, RowParallelLinear
+from zeroresize.convert import balanced_layers
+from zeroresize.layers.segments import owned_segments
+
+OFF = zr.BalanceConfig(mode="off")
+
+
+def model_of(group):
+    torch.manual_seed(0)
+    layers = (ColumnParallelLinear(8, 16, process_group=group), RowParallelLinear(16, 8, process_group=group))
+    return nn.Sequential(layers[0], nn.Softmax(-1), layers[1])
+
+
+def named(**options):
+    return [zr.Segment(["0"], "2", **options)]
+
+
+#: What the ranks give to ``convert(segments=, shares=)``, and what both of them are told.
+DIFFERENT = {
+    "a mistake on one rank": (
+        [named(), named(unit_size=3)],
+        [(2, 1), (2, 1)],
+        r"rank 1 of the group failed: Segment.* of unit_size=3|Segment.* of unit_size=3",
+    ),
+    "min_units": (
+        [named(), named(min_units=2)],
+        [(2, 1), (2, 1)],
+        "of the segment of 2, min_units is 1 and 2",
+    ),
+    "unit_size": ([named(), named(unit_size=2)], [(2, 1), (2, 1)], "of the segment of 2, units is 16 and 8"),
+    "no segment": ([named(), []], [(2, 1), (2, 1)], "only one of them has the segments of 2"),
+    "shares": ([named(), named()], [(2, 1), (1, 2)], r"shares=\[1\.3.* and shares=\[0\.6"),
+}
+
+
+@pytest.mark.parametrize("kind", DIFFERENT)
+def test_ranks_that_mean_different_segments_hear_of_it_at_once(run_ranks, kind):
+    segments, shares, message = DIFFERENT[kind]
+
+    def check(rank, group):
+        model = model_of(group)
+        weights = [one.detach().clone() for one in model.parameters()]
+        with pytest.raises(ValueError, match=message):
+            zr.convert(model, process_group=group, config=OFF, segments=segments[rank], shares=shares[rank])
+        assert all(map(torch.equal, weights, model.parameters()))
+        zr.convert(model, process_group=group, config=OFF, segments=named(), shares=(3, 1))
+        assert owned_segments(balanced_layers(model))[0].owned.counts == (12, 4)
+
+    run_ranks(check, 2, timeout_s=20)
+
+
+def test_a_rank_whose_model_has_no_layer_leaves_nobody_waiting(run_ranks):
+    def check(rank, group):
+        model = model_of(group) if rank == 0 else nn.Sequential(nn.Linear(8, 8))
+        with pytest.raises(ValueError, match="the model has no layer that can be balanced"):
+            zr.convert(model, process_group=group, config=OFF, shares=(2, 1))
+
+    run_ranks(check, 2, timeout_s=20)
+
+
+def test_a_mistake_can_be_mended_and_converted_again(run_ranks):
+    def check(rank, group):
+        model = model_of(group)
+        with pytest.raises(ValueError, match="unit_size=3"):
+            zr.convert(model, process_group=group, config=OFF, segments=named(unit_size=3))
+        zr.convert(model, process_group=group, config=OFF, segments=named())
+        assert len(owned_segments(balanced_layers(model))) == 1
+
+    run_ranks(check, 2)
+
+
+def test_save_pretrained_never_writes_a_rank_s_shards(run_ranks, tmp_path):
+    def check(rank, group):
+        model = split(build("Llama"), group)
+        zr.convert(model, process_group=group, config=zr.BalanceConfig(mode="exact"))
+        balancer = zr.Balancer(
+            model, torch.optim.SGD(model.parameters()), process_group=group, config=zr.BalanceConfig(mode="exact")
+        )
+        for folder in (tmp_path / "away", tmp_path / "home"):
+            with balancer.at_home(), pytest.raises(RuntimeError, match=r"shards .* whole model.*sharded_state_dict"):
+                model.save_pretrained(folder)
+            assert not folder.exists()
+        dcp.save(zr.sharded_state_dict(model), checkpoint_id=str(tmp_path / "sharded"))
+        if rank == 0:
+            whole = build("Llama")
+            expected = {name: one.clone() for name, one in whole.state_dict().items()}
+            for one in whole.parameters():
+                nn.init.zeros_(one)
+            state = whole.state_dict()
+            dcp.load(state, checkpoint_id=str(tmp_path / "sharded"), no_dist=True)
+            model.save_pretrained(tmp_path / "given", state_dict=state)
+            saved = type(whole).from_pretrained(tmp_path / "given", torch_dtype=torch.float64).state_dict()
+            assert all(torch.equal(saved[name], one) for name, one in expected.items())
+
+    run_ranks(check, 2)
+
+
+def test_a_model_of_dtensors_is_told_the_way(run_ranks):
+    def check(rank, group):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+        parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        with pytest.raises(ValueError, match=r"4 of its parameters are DTensors.*0\.weight.*from_linear"):
+            zr.convert(model, process_group=group, config=OFF)
+
+    run_ranks(check, 2)

@@ -1,0 +1,202 @@
+"""Checkpoints of torch.distributed.checkpoint, read without running what somebody has put into them."""
+
+import builtins
+import pickle
+import random
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from foreign_code import Evil, change_index, put_into_planner_data
+from moving import block, segments_of, uneven
+from torch.distributed.checkpoint.api import CheckpointException
+
+import zeroresize as zr
+from zeroresize.resharding.transfer import move_units
+from zeroresize.utils.checkpoint_index import read_index
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+class Kept:
+    """A class of a user's."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+def written(folder):
+    """Tensors of several kinds, and values that are none."""
+    state = {
+        "weight": torch.arange(6.0).view(2, 3),
+        "nested": {"scale": torch.ones((), dtype=torch.bfloat16), "list": [torch.zeros(2, dtype=torch.int64), "text"]},
+        "settings": {"lr": 0.1, "betas": (0.9, 0.999), "none": None},
+    }
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    return state
+
+
+def blank(state):
+    """The same, without its values."""
+    if isinstance(state, dict):
+        return {key: blank(one) for key, one in state.items()}
+    if isinstance(state, list):
+        return list(map(blank, state))
+    return torch.zeros_like(state) if isinstance(state, torch.Tensor) else "unread"
+
+
+def loaded(folder, state, **options):
+    dcp.load(state, storage_reader=zr.CheckpointReader(folder), no_dist=True, **options)
+    return state
+
+
+def refusal(folder):
+    with pytest.raises((ValueError, CheckpointException)) as refused:
+        loaded(folder, {"weight": torch.zeros(2, 3), "settings": {"lr": 0.0}})
+    return str(refused.value)
+
+
+def test_what_dcp_wrote_is_read(tmp_path):
+    state = written(tmp_path)
+    found = loaded(tmp_path, blank(state))
+    assert torch.equal(found["weight"], state["weight"]) and torch.equal(found["nested"]["scale"], torch.tensor(1.0))
+    assert found["nested"]["list"][1] == "text" and found["nested"]["list"][0].tolist() == [0, 0]
+    assert found["settings"] == state["settings"]
+    index = (tmp_path / ".metadata").read_bytes()
+    with (tmp_path / ".metadata").open("rb") as stream:
+        assert read_index(stream, "it") == pickle.loads(index)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda index, evil: setattr(index, "planner_data", {"evil": evil}),
+        lambda index, evil: setattr(index, "planner_data", evil),
+        lambda index, evil: index.storage_data.update({"evil": evil}),
+        lambda index, evil: index.state_dict_metadata.update({"evil": evil}),
+        lambda index, evil: index.storage_meta.modules.append(evil),
+        lambda index, evil: setattr(index, "version", evil),
+        lambda index, evil: setattr(index, "of_another_torch", evil),
+    ],
+    ids=["planner_data", "all planner_data", "storage_data", "tensors", "modules", "version", "unknown"],
+)
+def test_code_in_an_index_does_not_run(tmp_path, change):
+    written(tmp_path)
+    change_index(tmp_path, lambda index: change(index, Evil(tmp_path / "marker")))
+    said = refusal(tmp_path)
+    assert ".metadata: not an index that torch.distributed.checkpoint wrote, refused: it names posix.system" in said
+    assert not (tmp_path / "marker").exists()
+    pickle.loads((tmp_path / ".metadata").read_bytes())
+    assert (tmp_path / "marker").exists(), "else the test tells nothing"
+
+
+MODULE = "torch.distributed.checkpoint.metadata"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        # What is named is no class of DCP's, though its module has one.
+        f"c{MODULE}\nos\n.",
+        "ctorch.serialization\nload\n.",
+        "ctorch\nload\n(Vfile\ntR.",
+        # A function of torch's may be called with what it is meant for only.
+        "ctorch.serialization\n_get_layout\n(Vtorch.nn\ntR.",
+        # A class itself is to be changed: state (None, {"from_a_file": True}) for a class, not for one of its objects.
+        f"c{MODULE}\nMetadata\n(N(dVfrom_a_file\nI01\nstb.",
+        # An object of the right class, with nothing in it; a class; a number.
+        f"c{MODULE}\nMetadata\n)R.",
+        f"c{MODULE}\nMetadata\n.",
+        "I3\n.",
+    ],
+    ids=["dotted", "load", "call", "layout", "class state", "empty", "class", "number"],
+)
+def test_what_is_no_index_is_refused(tmp_path, program):
+    written(tmp_path)
+    (tmp_path / ".metadata").write_bytes(program.encode())
+    assert "not an index that torch.distributed.checkpoint wrote" in refusal(tmp_path)
+    assert not hasattr(dcp.metadata.Metadata, "from_a_file")
+
+
+def test_a_damaged_index_is_refused_or_read_and_runs_nothing(tmp_path, monkeypatch):
+    written(tmp_path)
+    whole = (tmp_path / ".metadata").read_bytes()
+    chance, imported = random.Random(0), []
+    monkeypatch.setattr(builtins, "__import__", lambda name, *_, **__: imported.append(name) or 1 / 0)
+    num_refused = 0
+    for _ in range(300):
+        damaged = bytearray(whole)
+        damaged[chance.randrange(len(whole))] = chance.randrange(256)
+        (tmp_path / ".metadata").write_bytes(damaged)
+        with (tmp_path / ".metadata").open("rb") as stream:
+            try:
+                read_index(stream, "it")
+            except ValueError:
+                num_refused += 1
+    monkeypatch.undo()
+    assert num_refused > 100 and not imported
+
+
+@pytest.mark.parametrize("path", ["../outside", "/etc/passwd", "a/../../b"])
+def test_files_outside_of_the_checkpoint_are_not_read(tmp_path, path):
+    written(tmp_path)
+    change_index(tmp_path, lambda index: [setattr(one, "relative_path", path) for one in index.storage_data.values()])
+    assert f"is in {path}, outside of the checkpoint" in refusal(tmp_path)
+
+
+def test_a_value_that_is_no_tensor_runs_nothing_either(tmp_path):
+    folder, marker = tmp_path / "saved", tmp_path / "marker"
+    dcp.save({"value": Evil(marker)}, checkpoint_id=folder, no_dist=True)
+    with pytest.raises(CheckpointException, match=r"saved: value: not read, since it .*could run code.*posix.system"):
+        loaded(folder, {"value": 0})
+    assert not marker.exists()
+    dcp.load({"value": 0}, checkpoint_id=folder, no_dist=True)
+    assert marker.exists(), "else the test tells nothing"
+
+
+def test_classes_that_the_user_trusts_are_read(tmp_path):
+    dcp.save({"value": Kept(3)}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(CheckpointException, match=r"Kept.*allowed by torch.serialization.add_safe_globals"):
+        loaded(tmp_path, {"value": 0})
+    with torch.serialization.safe_globals([Kept]):
+        assert loaded(tmp_path, {"value": 0})["value"].value == 3
+
+
+def test_a_divided_model_its_optimizer_and_whatever_is_beside_them(run_ranks, tmp_path):
+    """As usage.md has it, on ranks of which one is given a tampered index in the end: all of them hear of it."""
+
+    def check(rank, group):
+        def training(seed, targets):
+            model = block(group, seed)
+            segments = segments_of(model, group)
+            for segment in segments:
+                for where in segment.tensors:
+                    where.owner.segment = segment
+            optimizer = torch.optim.AdamW(model.parameters())
+            move_units(segments, targets, process_group=group, optimizer=optimizer)
+            model(torch.ones(3, 8, dtype=torch.float64)).sum().backward()
+            optimizer.step()
+            return model, optimizer
+
+        folder = tmp_path / "saved"
+        targets = uneven(2)
+        model, optimizer = training(0, targets)
+        dcp.save({**zr.sharded_state_dict(model, optimizer), "step": 1}, checkpoint_id=folder, process_group=group)
+        other, its_optimizer = training(1, targets)
+        state = {**zr.sharded_state_dict(other, its_optimizer), "step": 0}
+        dcp.load(state, storage_reader=zr.CheckpointReader(folder), process_group=group)
+        assert state["step"] == 1
+        pairs = list(zip(model.parameters(), other.parameters(), strict=True))
+        assert all(torch.equal(one, same) for one, same in pairs)
+        for one, same in pairs:
+            for key, value in optimizer.state[one].items():
+                assert torch.equal(value, its_optimizer.state[same][key])
+        torch.distributed.barrier(group)
+        if rank == 1:
+            put_into_planner_data(folder, tmp_path / "marker")
+        torch.distributed.barrier(group)
+        with pytest.raises(CheckpointException, match=r"it names posix\.system"):
+            dcp.load(state, storage_reader=zr.CheckpointReader(folder), process_group=group)
+        return (tmp_path / "marker").exists()
+
+    assert run_ranks(check, 2) == [False, False]

@@ -1,0 +1,43 @@
+"""Ranks that come late to the model, as from a slow data loader: no division of its work helps, so it is said."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+#: So many updates in a row a rank must be late.
+_UPDATES = 2
+
+
+class LateStarts:
+    """Watches what lies outside of the balanced layers, update after update.
+
+    Args:
+        tolerance: the share of a step by which a rank may be later than the first one.
+    """
+
+    def __init__(self, tolerance: float) -> None:
+        self._tolerance, self._num_updates, self._was_told = tolerance, 0, False
+
+    def told(self, outside_s: Sequence[float], busy_s: Sequence[float]) -> str | None:
+        """What is to be said now, once; alike on all ranks.
+
+        Args:
+            outside_s: of every rank, seconds of a step before its first balanced layer; empty where none are known.
+            busy_s: of every rank, seconds of a step.
+        """
+        if self._was_told or len(outside_s) < 2 or not busy_s:
+            return None
+        least_s = min(outside_s)
+        late = {
+            rank: own - least_s for rank, own in enumerate(outside_s) if own - least_s > self._tolerance * max(busy_s)
+        }
+        self._num_updates = self._num_updates + 1 if late else 0
+        if self._num_updates < _UPDATES:
+            return None
+        self._was_told = True
+        named = ", ".join(f"rank {rank} by {1e3 * seconds:.0f} ms" for rank, seconds in late.items())
+        return (
+            f"ranks come late to the model in every step: {named}. All others wait for them, and nothing of that can "
+            "be moved, lent or pruned: look at what they do between balancer.step() and the first balanced layer, such "
+            "as fetching batches"
+        )

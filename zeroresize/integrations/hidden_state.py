@@ -1,0 +1,250 @@
+"""What a forward does besides computing: state that it keeps from call to call, and random numbers that it draws.
+
+A forward that counts its calls, fills a list or draws a number may compute something else the next time, whatever it
+computed when it was looked at.
+"""
+
+from __future__ import annotations
+
+import collections
+import dis
+import gc
+import itertools
+import operator
+import random
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+
+#: Values that are looked at in a module at most.
+_MOST_VALUES = 200_000
+_MOST_NAMED = 4
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, range, slice)
+_CONTAINERS = (dict, list, set, collections.deque)
+_COUNTING = (itertools.count, itertools.cycle, types.GeneratorType)
+#: Their code is known to keep nothing of a user's.
+_LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "zeroresize"} - {"__main__"}
+#: What ``torch.fx`` itself stores in a module.
+_OF_TRACING = ("_tensor_constant", "_torchbind_obj")
+
+
+class KeepsStateError(TypeError):
+    """A forward keeps something, or draws random numbers; the reason is its text."""
+
+
+@contextmanager
+def nothing_kept(module: nn.Module) -> Iterator[None]:
+    """Everything is as before when the block ends: what ``module`` and code of a user that ran holds, random states.
+
+    Raises:
+        KeepsStateError: if something was not.
+    """
+    watch = _Watch()
+    for name, one in module.named_modules():
+        watch.add(f"{name}." if name else "", one)
+    random_before = _random_states(module)
+    outer, collects = sys.getprofile(), gc.isenabled()
+    gc.disable()  # what it calls back is not the forward's
+    if outer is None:
+        sys.setprofile(watch.on_call)
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:  # what was kept says more
+        error = raised
+    finally:
+        if outer is None:
+            sys.setprofile(None)
+        if collects:
+            gc.enable()
+        random_after = _random_states(module)
+        _restore_random(random_before)
+        kept = watch.changed()
+    if kept:
+        raise KeepsStateError(f"its forward keeps something from call to call: {', '.join(kept[:_MOST_NAMED])}")
+    if random_after[1] != random_before[1]:
+        raise KeepsStateError("its forward draws random numbers")
+    if error is not None:
+        raise error
+
+
+@contextmanager
+def restored(module: nn.Module) -> Iterator[None]:
+    """What the modules in ``module`` hold is as before when the block ends; contents of tensors are not looked at."""
+    watch = _Watch()
+    for name, one in module.named_modules():
+        watch.add(f"{name}." if name else "", one)
+    try:
+        yield
+    finally:
+        watch.restore()
+
+
+class _Watch:
+    """What can be reached from some objects, as it was, and how to make it so again."""
+
+    def __init__(self) -> None:
+        self._roots: list[tuple[str, Callable[[], Any]]] = []
+        self._were: dict[str, Any] = {}
+        #: Contents of everything that can be changed, by ``id``; the object is held, so that this is nobody else's.
+        self._contents: dict[int, tuple[Any, Any]] = {}
+        self._codes: set[types.CodeType] = set()
+        self._stores: list[str] = []
+
+    def add(self, path: str, root: nn.Module) -> None:
+        """An object whose attributes are looked at."""
+        self._add(path.rstrip(".") or type(root).__name__, lambda: root)
+        kind = type(root)
+        if _library(kind.__module__) not in _LIBRARIES:
+            for name in [name for name, one in vars(kind).items() if not callable(one) and not name.startswith("__")]:
+                self._add(f"{kind.__name__}.{name}", partial(vars(kind).get, name))
+
+    def on_call(self, frame: Any, event: str, _: Any) -> None:
+        """For ``sys.setprofile``: a function of a user begins, and may reach more than its module does."""
+        code = frame.f_code
+        if event != "call" or code in self._codes or _library(frame.f_globals.get("__name__")) in _LIBRARIES:
+            return
+        self._codes.add(code)
+        self._stores += _assigned_outside(code)
+        for name in code.co_freevars:
+            if name in frame.f_locals:
+                self._add(name, partial(operator.itemgetter(0), (frame.f_locals[name],)))
+        for name in code.co_names:
+            one = frame.f_globals.get(name)
+            if isinstance(one, types.ModuleType):
+                for inner in code.co_names:
+                    self._add(f"{name}.{inner}", partial(vars(one).get, inner))
+            elif one is not None:
+                self._add(name, partial(frame.f_globals.get, name))
+
+    def changed(self) -> list[str]:
+        """What is not as it was, by name; it then is again, as far as that can be done."""
+        now: dict[str, Any] = {}
+        for path, root in self._roots:
+            _look(root(), path, now, {}, None)
+        differing = [path for path in {**self._were, **now} if self._were.get(path, _look) != now.get(path, _look)]
+        self.restore()
+        return list(dict.fromkeys([*map(_shown, differing), *self._stores]))
+
+    def restore(self) -> None:
+        """Let everything hold what it held."""
+        for one, contents in self._contents.values():
+            _refill(one, contents)
+
+    def _add(self, path: str, root: Callable[[], Any]) -> None:
+        self._roots.append((path, root))
+        _look(root(), path, self._were, {}, self._contents)
+
+
+def _look(
+    value: Any, path: str, found: dict[str, Any], seen: dict[int, Any], contents: dict[int, tuple[Any, Any]] | None
+) -> None:
+    """Write down what ``value`` and everything in it is, by path, and copies of the contents of what can be changed."""
+    if isinstance(value, _PLAIN):
+        found[path] = value if value == value else repr(value)  # NaN
+        return
+    if len(seen) > _MOST_VALUES:
+        raise KeepsStateError("it holds too much to be looked at")
+    if id(value) in seen or isinstance(value, fx.Proxy):
+        found[path] = id(value)
+        return
+    seen[id(value)] = value
+    if isinstance(value, Tensor):
+        found[path] = id(value), value._version, tuple(value.shape)
+    elif isinstance(value, random.Random):
+        found[path] = value.getstate()
+    elif isinstance(value, np.random.Generator):
+        found[path] = repr(value.bit_generator.state)
+    elif isinstance(value, np.random.RandomState):
+        found[path] = repr(value.get_state(legacy=False))
+    elif isinstance(value, torch.Generator):
+        found[path] = value.get_state().numpy().tobytes()
+    elif isinstance(value, _COUNTING):
+        frame = getattr(value, "gi_frame", None)
+        found[path] = repr(value) if frame is None else (frame.f_lasti, repr(value))
+    else:
+        found[path] = id(value)
+        for name, one in _inside(value, contents):
+            _look(one, f"{path}{name}", found, seen, contents)
+
+
+def _inside(value: Any, contents: dict[int, tuple[Any, Any]] | None) -> list[tuple[str, Any]]:
+    """What an object holds, by the end of its path; nothing for what is not looked into."""
+    if isinstance(value, _CONTAINERS):
+        if contents is not None:
+            contents.setdefault(id(value), (value, value.copy()))
+        if isinstance(value, dict):
+            return [(f"[{key!r}]" if isinstance(key, _PLAIN) else f"[{id(key)}]", one) for key, one in value.items()]
+        if isinstance(value, set):
+            return [(f"[{id(one) if not isinstance(one, _PLAIN) else one!r}]", one) for one in value]
+        return [(f"[{number}]", one) for number, one in enumerate(value)]
+    if isinstance(value, tuple | frozenset):
+        return [(f"[{number}]", one) for number, one in enumerate(value)]
+    is_of_user = _library(type(value).__module__) not in _LIBRARIES
+    if isinstance(value, type | types.FunctionType) or not (isinstance(value, nn.Module) or is_of_user):
+        return []
+    attributes = getattr(value, "__dict__", None)
+    if not isinstance(attributes, dict):
+        return []
+    if contents is not None:
+        contents.setdefault(id(attributes), (attributes, attributes.copy()))
+    return [(f".{name}", one) for name, one in attributes.items() if not str(name).startswith(_OF_TRACING)]
+
+
+def _refill(one: Any, contents: Any) -> None:
+    """Let a container hold what it held."""
+    is_same = len(one) == len(contents) and (
+        all(key in one and one[key] is value for key, value in contents.items())
+        if isinstance(one, dict)
+        else one == contents
+        if isinstance(one, set)
+        else all(now is was for now, was in zip(one, contents, strict=True))
+    )
+    if not is_same:
+        one.clear()
+        one.extend(contents) if isinstance(one, list | collections.deque) else one.update(contents)
+
+
+def _shown(path: str) -> str:
+    """A path up to what holds the element that changed."""
+    return path.partition("[")[0]
+
+
+@lru_cache(maxsize=1024)
+def _assigned_outside(code: types.CodeType) -> tuple[str, ...]:
+    """Names of outer functions and of the file that a function assigns to."""
+    return tuple(
+        str(one.argval)
+        for one in dis.get_instructions(code)
+        if one.opname == "STORE_GLOBAL" or (one.opname == "STORE_DEREF" and one.argval in code.co_freevars)
+    )
+
+
+def _random_states(module: nn.Module) -> tuple[list[Any], tuple[Any, ...]]:
+    """States of the generators that everybody shares, and the same as something that can be compared."""
+    devices = list({one.device for one in module.parameters() if one.is_cuda})
+    of_torch = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+    of_numpy: Any = np.random.get_state()
+    state = [random.getstate(), of_numpy, of_torch, devices]
+    told = [one.tobytes() if isinstance(one, np.ndarray) else one for one in of_numpy]
+    return state, (random.getstate(), told, *(one.numpy().tobytes() for one in of_torch))
+
+
+def _restore_random(states: tuple[list[Any], tuple[Any, ...]]) -> None:
+    of_python, of_numpy, of_torch, devices = states[0]
+    random.setstate(of_python)
+    np.random.set_state(of_numpy)
+    torch.set_rng_state(of_torch[0])
+    for device, state in zip(devices, of_torch[1:], strict=True):
+        torch.cuda.set_rng_state(state, device)
+
+
+def _library(module_name: Any) -> str:
+    return str(module_name).partition(".")[0]

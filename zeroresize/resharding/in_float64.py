@@ -1,0 +1,84 @@
+"""in_float64(): a model computes in float64 for a while, with everything else out of its way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroresize.integrations.hidden_state import restored
+from zeroresize.kernels.probe import Probes
+from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.layers.weight_checks import is_flat_parameters, is_sharded
+
+
+def require_plain(model: nn.Module) -> None:
+    """Check that parameters can be replaced by others for a while.
+
+    Raises:
+        ValueError: naming one that cannot.
+    """
+    for name, one in model.named_parameters():
+        if is_sharded(one) or is_flat_parameters(one):
+            raise ValueError(
+                f"check_segments: {name} is a {type(one).__name__} of FSDP or of a device mesh: check the model before "
+                "it is given to them"
+            )
+
+
+@contextmanager
+def in_float64(model: nn.Module) -> Iterator[None]:
+    """While the block lasts ``model`` holds other parameters and buffers, of equal values in float64.
+
+    Afterwards it holds its own, whatever was done: their values, gradients, hooks and optimizer state were not touched.
+    What its modules hold besides is restored, too. Nothing that balances or measures is at work meanwhile.
+    """
+    with restored(model):
+        copies: dict[int, Tensor] = {}
+        for module in model.modules():
+            if isinstance(module, BalancedLinear):
+                _let_alone(module)
+            for tensors in (module._parameters, module._buffers):
+                for name, one in tensors.items():
+                    if one is not None:
+                        tensors[name] = copies.setdefault(id(one), _copy(one))  # type: ignore[assignment]
+        yield
+
+
+def to_float64(value: Any) -> Any:
+    """``value`` with all real floating-point tensors in it in float64; containers are new ones."""
+    if isinstance(value, Tensor):
+        return value.detach().double() if value.is_floating_point() else value
+    if isinstance(value, dict):
+        items = {key: to_float64(one) for key, one in value.items()}
+        try:
+            return type(value)(items)
+        except TypeError:
+            return items
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(to_float64, value))
+    if isinstance(value, list | tuple):
+        return type(value)(map(to_float64, value))
+    return value
+
+
+def _copy(one: Tensor) -> Tensor:
+    values = one.detach().double() if one.is_floating_point() else one.detach()
+    values = values.clone(memory_format=torch.preserve_format)
+    if not isinstance(one, nn.Parameter):
+        return values
+    copy = nn.Parameter(values, requires_grad=one.requires_grad)
+    vars(copy).update(vars(one))  # marks by which hosts know it
+    return copy
+
+
+def _let_alone(layer: Any) -> None:
+    """No plan, loan, measurement or check of a balancer in a layer."""
+    layer.plan = layer.loans = layer.last = layer.watch_forward = layer.watch_input = None
+    layer.probes = Probes()
+    hooks = layer._forward_pre_hooks
+    for key in [key for key, one in hooks.items() if getattr(one, "__module__", "").startswith("zeroresize.")]:
+        del hooks[key]

@@ -1,0 +1,199 @@
+"""The index of a checkpoint by torch.distributed.checkpoint (DCP), read without running what is in it.
+
+DCP writes its index, ``.metadata``, as a pickle, and a pickle calls whatever it names. Here nothing that it names is
+looked up: every class is replaced by a record that keeps what it was called with. Of these records DCP's own data
+classes are built, and anything else is refused.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import PurePath, PurePosixPath, PureWindowsPath
+from typing import IO, Any, ClassVar
+
+import torch
+from torch.distributed.checkpoint import filesystem, metadata
+
+_METADATA, _FILESYSTEM = metadata.__name__, filesystem.__name__
+_PLAIN = (type(None), bool, int, float, str, bytes)
+_LAYOUTS = {str(one): one for one in (torch.strided, torch.sparse_coo, torch.sparse_csr)}
+
+
+class _Record:
+    """Stands for an object of a class; a subclass stands for what is named.
+
+    Attributes:
+        path: module and name.
+        arguments: of the call that made it.
+        state: as pickled.
+    """
+
+    path: ClassVar[tuple[str, str]]
+    arguments: tuple[Any, ...]
+    state: Any = None
+
+    def __new__(cls, *arguments: Any) -> _Record:
+        record = super().__new__(cls)
+        record.arguments = arguments
+        return record
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if not _is_known((module, name)):
+            raise pickle.UnpicklingError(
+                f"it names {module}.{name}, which is none of the classes that torch.distributed.checkpoint writes"
+            )
+        return type(name, (_Record,), {"path": (module, name)})
+
+
+def read_index(stream: IO[bytes], where: str) -> metadata.Metadata:
+    """What DCP wrote as ``.metadata``.
+
+    Args:
+        where: names the file in errors.
+
+    Raises:
+        ValueError: if it holds anything else than DCP's own data, such as a function to call, or files outside of the
+            checkpoint; nothing of it has run.
+    """
+    try:
+        index = _built(_Unpickler(stream).load())
+        if not isinstance(index, metadata.Metadata):
+            raise ValueError(f"it holds a {type(index).__name__}")
+        _require_sound(index)
+    except Exception as error:  # damaged pickles raise whatever they come to
+        reason = str(error) or type(error).__name__
+        raise ValueError(f"{where}: not an index that torch.distributed.checkpoint wrote, refused: {reason}") from error
+    return index
+
+
+def _is_known(path: tuple[str, str]) -> bool:
+    return path in _BUILDERS or _dtype(path) is not None
+
+
+def _dtype(path: tuple[str, str]) -> torch.dtype | None:
+    found = vars(torch).get(path[1]) if path[0] == "torch" else None
+    return found if isinstance(found, torch.dtype) else None
+
+
+def _built(value: Any) -> Any:
+    """``value`` with real objects for its records."""
+    if isinstance(value, _Record):
+        return _BUILDERS[value.path](value)
+    if isinstance(value, type):
+        dtype = _dtype(value.path) if issubclass(value, _Record) else None
+        if dtype is None:
+            raise ValueError(f"it holds the class {value.__name__} itself")
+        return dtype
+    if type(value) is dict:
+        return {_built(key): _built(one) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_built, value))
+    if type(value) in _PLAIN:
+        return value
+    raise ValueError(f"it holds a {type(value).__name__}")
+
+
+def _of_class(kind: type) -> Callable[[_Record], Any]:
+    """Builds a data class of its fields by name."""
+    names = {one.name for one in fields(kind)}
+
+    def build(record: _Record) -> Any:
+        state = _built(record.state or {})
+        if record.arguments or not isinstance(state, dict) or not state.keys() <= names:
+            raise ValueError(f"a {kind.__name__} has other fields than {sorted(names)}, which this torch knows")
+        return kind(**state)
+
+    return build
+
+
+def _of_one(function: Callable[[Any], Any]) -> Callable[[_Record], Any]:
+    """Builds what is made of one plain value."""
+
+    def build(record: _Record) -> Any:
+        (argument,) = record.arguments
+        return function(_built(argument))
+
+    return build
+
+
+def _size(values: Any) -> torch.Size:
+    return torch.Size(_of_type(tuple, values))
+
+
+def _tensor_properties(record: _Record) -> metadata.TensorProperties:
+    properties = metadata.TensorProperties()
+    properties.__setstate__(_of_type(tuple, _built(record.state)))
+    _of_type(torch.dtype, properties.dtype)
+    return properties
+
+
+def _path(kind: type[PurePath]) -> Callable[[_Record], PurePath]:
+    return lambda record: kind(*(_of_type(str, one) for one in record.arguments))
+
+
+_BUILDERS: dict[tuple[str, str], Callable[[_Record], Any]] = {
+    ("torch", "Size"): _of_one(_size),
+    ("torch.serialization", "_get_layout"): _of_one(_LAYOUTS.__getitem__),
+    (_METADATA, "_MEM_FORMAT_ENCODING"): _of_one(metadata._MEM_FORMAT_ENCODING),
+    (_METADATA, "TensorProperties"): _tensor_properties,
+    **{
+        (kind.__module__, kind.__name__): _of_class(kind)
+        for kind in (
+            metadata.Metadata,
+            metadata.TensorStorageMetadata,
+            metadata.BytesStorageMetadata,
+            metadata.ChunkStorageMetadata,
+            metadata.MetadataIndex,
+            metadata.StorageMeta,
+            filesystem._StorageInfo,
+        )
+    },
+    # Where it was written, which is only told.
+    **{
+        (module, name): _path(kind)
+        for module in ("pathlib", "pathlib._local")
+        for name, kind in (
+            ("PosixPath", PurePosixPath),
+            ("PurePosixPath", PurePosixPath),
+            ("WindowsPath", PureWindowsPath),
+            ("PureWindowsPath", PureWindowsPath),
+        )
+    },
+}
+
+
+def _require_sound(index: metadata.Metadata) -> None:
+    """Check what readers and planners rely on."""
+    for name, tensor in _of_type(dict, index.state_dict_metadata).items():
+        _of_type(str, name)
+        if not isinstance(tensor, metadata.BytesStorageMetadata):
+            _of_type(metadata.TensorStorageMetadata, tensor)
+            _of_type(metadata.TensorProperties, tensor.properties)
+            _of_type(torch.Size, tensor.size)
+            for chunk in _of_type(list, tensor.chunks):
+                _of_type(metadata.ChunkStorageMetadata, chunk)
+                _of_type(torch.Size, chunk.offsets)
+                _of_type(torch.Size, chunk.sizes)
+    for key, one in _of_type(dict, index.storage_data).items():
+        _of_type(metadata.MetadataIndex, key)
+        _of_type(filesystem._StorageInfo, one)
+        _of_type(int, one.offset)
+        _of_type(int, one.length)
+        file = PurePath(_of_type(str, one.relative_path))
+        if file.is_absolute() or ".." in file.parts:
+            raise ValueError(f"{key.fqn} is in {file}, outside of the checkpoint")
+    if index.storage_meta is not None:
+        _of_type(metadata.StorageMeta, index.storage_meta)
+
+
+def _of_type(kind: type, value: Any) -> Any:
+    if not isinstance(value, kind):
+        raise ValueError(f"it holds a {type(value).__name__} where a {kind.__name__} belongs")
+    return value

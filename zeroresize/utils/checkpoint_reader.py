@@ -1,0 +1,96 @@
+"""Checkpoints by torch.distributed.checkpoint (DCP), read without running what is in them."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from zeroresize.utils.checkpoint_index import read_index
+
+
+class CheckpointReader(FileSystemReader):
+    """Reads a folder that ``dcp.save`` wrote, and runs no code that somebody has put there::
+
+        dcp.load(zr.sharded_state_dict(model, optimizer), storage_reader=zr.CheckpointReader(folder))
+
+    torch's own reader unpickles the index and every value that is no tensor, which runs whatever they name. This one
+    admits DCP's own data classes in the index; elsewhere tensors, numbers, texts, lists, tuples and dictionaries, and
+    classes that were allowed by ``torch.serialization.add_safe_globals``.
+
+    Args:
+        path: the folder.
+
+    Raises:
+        RuntimeError: for a torch before 2.6, which reads tensors by unpickling, too.
+        ValueError: from ``read_metadata`` and ``read_data`` for anything else; ``dcp.load`` raises a
+            CheckpointException with it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6):
+            raise RuntimeError(f"CheckpointReader needs torch 2.6 or newer, this is {torch.__version__}")
+        super().__init__(path)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The index, or that of one rank (``rank``) where each has written an index of its own."""
+        rank = kwargs.get("rank")
+        path = Path(self.path) / (".metadata" if rank is None else f"__{rank}.metadata")
+        with path.open("rb") as stream:
+            metadata = read_index(stream, str(path))
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what a plan asks for."""
+        return super().read_data(plan, _PlainValues(planner, self.path))  # type: ignore[arg-type]  # all it is asked for
+
+
+class _PlainValues:
+    """A planner that is given plain values only."""
+
+    def __init__(self, planner: LoadPlanner, path: Any) -> None:
+        self._planner, self._path = planner, path
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._planner, name)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Planners unpickle what they get, so it is written anew from what was read."""
+        plain, anew = plain_value(value, f"{self._path}: {read_item.storage_index.fqn}"), io.BytesIO()
+        torch.save(plain, anew)
+        anew.seek(0)
+        self._planner.load_bytes(read_item, anew)
+
+
+def plain_value(stream: io.BytesIO, what: str) -> Any:
+    """What ``torch.save`` wrote, if reading it runs no code.
+
+    Args:
+        what: names it in errors.
+
+    Raises:
+        ValueError: for other classes than tensors' and plain values'; nothing has run.
+    """
+    try:
+        return torch.load(stream, map_location="cpu", weights_only=True)
+    except Exception as error:  # damaged files raise whatever they come to
+        raise ValueError(
+            f"{what}: not read, since it is damaged or of a class whose reading could run code ({_reason(error)}); "
+            "classes that you trust are allowed by torch.serialization.add_safe_globals"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    """The part of torch's long message that says what is not allowed."""
+    lines = [one.strip() for one in str(error).splitlines()]
+    named = [one.partition(". Please")[0] for one in lines if "GLOBAL" in one]
+    return next(iter(named or filter(None, lines)), type(error).__name__)
