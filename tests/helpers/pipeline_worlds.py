@@ -12,6 +12,7 @@ from zeroresize.pipeline.rebalancing_forecast import RebalancingRule
 from zeroresize.policy.moving import MoveCost
 
 NUM_MICROBATCHES = 8
+COST_OF_MOVE = MoveCost(1e-9, 0.05)
 
 
 @dataclass
@@ -64,7 +65,7 @@ class World:
         return moves
 
 
-def rebalancing_of(cost_of_move=MoveCost(1e-9, 0.05), **options):
+def rebalancing_of(cost_of_move=COST_OF_MOVE, **options):
     chosen = {
         "by": "time",
         "method": "partition",

@@ -2,7 +2,6 @@
 
 import json
 import logging
-from dataclasses import astuple
 
 import pytest
 import sleeping_layers
