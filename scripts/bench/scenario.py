@@ -15,7 +15,7 @@ from scripts.bench.measured_cost import COST, REST_SHARE
 from scripts.bench.scenario_figures import Figures, figures
 from zeroresize.config import BalanceConfig
 from zeroresize.policy.cost_model import MigrationCost, ResizingCost
-from zeroresize.simulate import Cluster, Simulation, simulate
+from zeroresize.simulate import Cluster, Simulation, simulate, unbalanced_step_s
 from zeroresize.simulate.noise import Noise
 
 #: What lending costs where nothing else is said: so little that it is nearly always worth it while a straggler lasts.
@@ -123,23 +123,31 @@ class Scenario:
     rest_share: float = REST_SHARE
     migration: MigrationCost = MIGRATION
 
-    def simulate(self, config: BalanceConfig, seed: int = 0) -> Simulation:
-        """One run; its ``update_every`` is the scenario's."""
+    @property
+    def num_steps(self) -> int:
+        """Of a run."""
+        return COURSES[self.course].num_updates * self.update_every
+
+    def cluster(self, seed: int = 0) -> Cluster:
+        """Whose noise is that of a seed."""
         course, every = COURSES[self.course], self.update_every
         gemm_s = 1.0 - self.rest_share
         gather_fill_s = tuple(seconds * gemm_s / (1.0 - REST_SHARE) for seconds in COST.gather_fill_s)
-        cost = ResizingCost(COST.ratios, COST.gemm_share, gather_fill_s)
-        cluster = Cluster(
+        return Cluster(
             chi=lambda step: course.chi(step // every, self.num_ranks),
             rest_s=self.rest_share,
             gemm_s=gemm_s,
-            cost=cost,
+            cost=ResizingCost(COST.ratios, COST.gemm_share, gather_fill_s),
             migration=self.migration,
             noise=NOISES[self.noise](self.deviation),
             seed=seed,
         )
-        believed = believed_cost(cost, self.calibration, self.factor)
-        return simulate(config.replace(update_every=every), cluster, course.num_updates * every, believed_cost=believed)
+
+    def simulate(self, config: BalanceConfig, seed: int = 0) -> Simulation:
+        """One run; its ``update_every`` is the scenario's."""
+        cluster = self.cluster(seed)
+        believed = believed_cost(cluster.cost, self.calibration, self.factor)
+        return simulate(config.replace(update_every=self.update_every), cluster, self.num_steps, believed_cost=believed)
 
     def figures(self, config: BalanceConfig, seed: int = 0) -> Figures:
         """Of one run."""
@@ -151,4 +159,4 @@ class Scenario:
 @functools.lru_cache(maxsize=1024)
 def _step_s_off(scenario: Scenario, seed: int) -> float:
     """Mean seconds of a step with balancing off and the same noise."""
-    return statistics.fmean(scenario.simulate(BalanceConfig(mode="off"), seed).step_s)
+    return statistics.fmean(unbalanced_step_s(scenario.cluster(seed), scenario.num_steps))

@@ -78,7 +78,7 @@ def test_noise_moves_nothing_that_is_balanced(seed, half):
     assert world.train(rebalancing_of(), 10) == []
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(st.floats(0.1, 10.0), min_size=6, max_size=24),
     st.lists(st.floats(0.2, 1.0), min_size=2, max_size=6),

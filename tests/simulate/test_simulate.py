@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scripts.bench.scenario import NOISES
 from zeroresize.config import BalanceConfig
 from zeroresize.policy.cost_model import ResizingCost
-from zeroresize.simulate import Cluster, settling, simulate
+from zeroresize.simulate import Cluster, settling, simulate, unbalanced_step_s
 
 LINEAR = ResizingCost.linear(0.9)
 
@@ -22,6 +23,12 @@ def test_a_step_takes_as_long_as_its_slowest_rank():
     result = simulate(BalanceConfig(mode="off"), cluster(1.0, 3.0), 20)
     assert result.step_s == pytest.approx([0.2 + 3.0 * 0.8] * 20)
     assert result.pruned_share == 0.0
+
+
+@pytest.mark.parametrize("noise", ["white", "correlated", "bursts"])
+def test_steps_without_balancing_are_those_of_mode_off(noise):
+    slow = cluster(chi=lambda step: (1.0, 3.0 if 20 <= step < 50 else 1.0), noise=NOISES[noise](0.05), seed=2)
+    assert unbalanced_step_s(slow, 80) == simulate(BalanceConfig(mode="off"), slow, 80).step_s
 
 
 @pytest.mark.parametrize("reads_late", [False, True])

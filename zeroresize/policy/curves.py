@@ -108,11 +108,14 @@ def _padded(points: Sequence[tuple[float, ...]], most: int) -> Floats:
 
 def _interpolated(x_RX: Floats, points_RP: Floats, values_RP: Floats) -> Floats:
     """Straight lines between each rank's points, its last value beyond them."""
-    found = np.broadcast_to(values_RP[:, -1:], x_RX.shape)
-    for left in range(points_RP.shape[1] - 2, -1, -1):
-        low, high = values_RP[:, left, None], values_RP[:, left + 1, None]
-        x_low, x_high = points_RP[:, left, None], points_RP[:, left + 1, None]
-        width = np.where(x_high > x_low, x_high - x_low, 1.0)
-        line = low + (high - low) * np.maximum(x_RX - x_low, 0.0) / width
-        found = np.where(x_RX <= x_high, line, found)
-    return found
+    last = points_RP.shape[1] - 1
+    if last == 0:
+        return np.broadcast_to(values_RP, x_RX.shape)
+    # Of each x how many points beside the first it is not up to, which is all of them where it is not a number.
+    right_RX = np.count_nonzero(~(x_RX[:, :, None] <= points_RP[:, None, 1:]), axis=2)
+    rank_R1, left_RX = np.arange(len(x_RX))[:, None], np.minimum(right_RX, last - 1)
+    low, high = values_RP[rank_R1, left_RX], values_RP[rank_R1, left_RX + 1]
+    x_low, x_high = points_RP[rank_R1, left_RX], points_RP[rank_R1, left_RX + 1]
+    width = np.where(x_high > x_low, x_high - x_low, 1.0)
+    line = low + (high - low) * np.maximum(x_RX - x_low, 0.0) / width
+    return np.where(right_RX == last, values_RP[:, -1:], line)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeroresize.config import BalanceConfig
-from zeroresize.plan.group import Loan, Shares, WorkloadPlan
+from zeroresize.plan.group import Loan, RankPlan, Shares, WorkloadPlan
 from zeroresize.plan.ownership import SegmentWork, owned_shares, unit_counts
 from zeroresize.policy.communication import CollectiveTimes
 from zeroresize.policy.controller import Controller
@@ -191,6 +191,15 @@ def simulate(
     for step, _, seconds in moves:
         step_s[step] += seconds
     return Simulation(step_s, ratios, lent, pruned_share, lent_share, owned, moves)
+
+
+def unbalanced_step_s(cluster: Cluster, num_steps: int) -> list[float]:
+    """Seconds of the steps of :func:`simulate` in mode "off", where nobody has anything to decide."""
+    num_ranks = len(cluster.chi(0))
+    noise = NoiseSource(cluster.noise_kind, num_ranks, cluster.seed)
+    plan, holdings = WorkloadPlan((RankPlan(),) * num_ranks), _Holdings(cluster, num_ranks)
+    every_step = (_step(cluster, cluster.chi(step), plan, holdings, noise.next_step()) for step in range(num_steps))
+    return [max(rank.busy_s + rank.wait_s for rank in times) for times in every_step]
 
 
 class _Holdings:
