@@ -117,7 +117,7 @@ def _groups_around(
 def wrappers_of(model: nn.Module) -> tuple[DistributedDataParallel, ...]:
     """The DistributedDataParallel modules in ``model`` and those around it or around a part of it.
 
-    The ones around it are found by looking at all objects of this process, which takes tenths of a second, until some
+    The ones around it are found by looking at all objects of this process, which takes hundredths of a second, until some
     are found.
     """
     found = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
@@ -128,9 +128,18 @@ def wrappers_of(model: nn.Module) -> tuple[DistributedDataParallel, ...]:
 
 def _found_around(model: nn.Module) -> list[DistributedDataParallel]:
     parts = set(map(id, model.modules()))
-    # Not isinstance(): some objects' __class__ is computed, with side effects.
-    wrappers = [one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)]
+    # Not isinstance(): some objects' __class__ is computed, with side effects. Nor issubclass(), of each object: it asks
+    # abstract classes, which takes most of a move's time.
+    kinds = _with_subclasses(DistributedDataParallel)
+    everything = gc.get_objects()
+    if kinds.isdisjoint(map(type, everything)):
+        return []
+    wrappers: list[Any] = [one for one in everything if type(one) in kinds]
     return [one for one in wrappers if "reducer" in vars(one) and parts & set(map(id, one.module.modules()))]
+
+
+def _with_subclasses(kind: type) -> set[type]:
+    return {kind}.union(*map(_with_subclasses, type.__subclasses__(kind)))
 
 
 def require_rebuildable(wrappers: Sequence[DistributedDataParallel]) -> None:
