@@ -117,8 +117,8 @@ def _groups_around(
 def wrappers_of(model: nn.Module) -> tuple[DistributedDataParallel, ...]:
     """The DistributedDataParallel modules in ``model`` and those around it or around a part of it.
 
-    The ones around it are found by looking at all objects of this process, which takes hundredths of a second, until some
-    are found.
+    The ones around it are found by looking at all objects of this process, which takes hundredths of a second, until
+    some are found.
     """
     found = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     if not _around.get(model):  # it may be wrapped later than it was looked at first
@@ -128,8 +128,8 @@ def wrappers_of(model: nn.Module) -> tuple[DistributedDataParallel, ...]:
 
 def _found_around(model: nn.Module) -> list[DistributedDataParallel]:
     parts = set(map(id, model.modules()))
-    # Not isinstance(): some objects' __class__ is computed, with side effects. Nor issubclass(), of each object: it asks
-    # abstract classes, which takes most of a move's time.
+    # Not isinstance(): some objects' __class__ is computed, with side effects. Nor issubclass() of each object: it asks
+    # abstract classes, which takes longer than many a move.
     kinds = _with_subclasses(DistributedDataParallel)
     everything = gc.get_objects()
     if kinds.isdisjoint(map(type, everything)):
