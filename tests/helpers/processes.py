@@ -7,6 +7,7 @@ Colossal-AI) is there at once. For CPU only, since CUDA does not survive a fork.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -68,6 +69,7 @@ def run_ranks(fn: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: flo
 
 def _rank_main(fn, rank, num_ranks, args, timeout_s, scratch, pipe) -> None:
     os.setpgid(0, 0)  # a group of its own, to be killed with all that it starts
+    gc.freeze()  # a collection that looked at what the parent has imported would copy all of its memory
     stack_file = _stack_path(scratch, rank).open("w")
     faulthandler.register(signal.SIGUSR1, file=stack_file)
     try:
