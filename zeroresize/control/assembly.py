@@ -159,7 +159,9 @@ def build(
         monitor = _kept(RankMonitor(layers, config), attached)
         if exchange is not None:
             _kept(OptimizerSteps(optimizer, exchange.where), attached)
-            forward_watch = _kept(ForwardWatch(layers, exchange, compares=config.start_checks), attached)
+            groups = {id(layer.process_group): layer.process_group for layer in layers.values()}.values()
+            watch = ForwardWatch(layers, exchange, compares=config.start_checks, groups=groups)
+            forward_watch = _kept(watch, attached)
         selector = _build_selector(config, layers, rank)
         installer = PlanInstaller(layers, selector, config.imputation)
         attached.callback(installer.clear)
