@@ -307,7 +307,11 @@ def _require_one_section(document: Mapping[Any, Any]) -> None:
     keys = [key for key in document if isinstance(key, str)]
     known = list(_defaults())
     for key in keys:
-        if isinstance(document[key], Mapping | NoneType) and key != "balance" and closest(key.lower(), ["balance"], 0.8):
+        if (
+            isinstance(document[key], Mapping | NoneType)
+            and key != "balance"
+            and closest(key.lower(), ["balance"], 0.8)
+        ):
             raise ValueError(f"unknown section '{key}' (did you mean 'balance'?)")
     if "balance" not in document:
         return
