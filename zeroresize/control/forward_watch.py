@@ -78,7 +78,8 @@ class ForwardWatch:
         """Layer ``name`` is about to compute T tokens.
 
         Raises:
-            ValueError: on every rank, if their T differ; where T changes on some only, the others' collective raises it.
+            ValueError: on every rank, if their T differ; where T changes on some only, the others' collective raises
+                it.
             RuntimeError: if a rank does not come.
         """
         if training and not self._has_warned and self._first in (name, ""):

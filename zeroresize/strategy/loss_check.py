@@ -21,8 +21,8 @@ _FEWEST_TOKENS = 4
 def averages(loss: Callable[[Tensor, Packed], Tensor], output: Tensor, packed: Packed, value: Tensor) -> bool | None:
     """Whether ``value``, ``loss`` of a micro-batch, is an average over its tokens.
 
-    A trained model's loss may be small, too: so where it is far below ln V, the two halves of the micro-batch are looked
-    at by themselves, without gradients.
+    A trained model's loss may be small, too: so where it is far below ln V, the two halves of the micro-batch are
+    looked at by themselves, without gradients.
 
     Args:
         output: of the last layer, [T, V] with V classes; other shapes tell nothing, nor do very few tokens.
