@@ -17,7 +17,9 @@ class Alone:
 
     def __init__(self):
         self.where = Whereabouts()
-        self.waiting = SimpleNamespace(left_if_long=lambda text: contextlib.nullcontext())
+        self.waiting = SimpleNamespace(
+            left_if_long=lambda text: contextlib.nullcontext(), look_when_stuck=lambda progress, look: None
+        )
         self.met = []
 
     def meet(self, *numbers):

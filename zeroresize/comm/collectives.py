@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from zeroresize.comm.long_waits import is_looked_at, wait_looking
+from zeroresize.comm.long_waits import is_looked_at, look, wait_looking
 
 _T = TypeVar("_T")
 
@@ -157,6 +157,7 @@ def _told_if_it_fails(
     except torch.cuda.OutOfMemoryError:  # no other rank is to blame
         raise
     except RuntimeError as error:
+        look(process_group)
         ranks = group_ranks(process_group)
         peers = [rank for rank in range(len(ranks)) if rank != group_rank(process_group)] if peer is None else [peer]
         in_layer = f", in layer {layer}" if layer is not None else ""
