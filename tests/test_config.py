@@ -300,6 +300,12 @@ def test_yaml_with_and_without_a_section_of_its_own(tmp_path, text):
         ("ratio: .nan\n", "ratio=nan is not allowed"),
         ("balance: {gamma: 0.5}\n", "unknown balance key 'gamma'"),
         ("model: {depth: 2}\n", "unknown balance key 'model'"),
+        ("balance: {}\nupdate_every: 3\n", "the balance key 'update_every' stands beside the section 'balance'"),
+        ("mode: off\nbalance: {}\n", "the balance key 'mode' stands beside the section 'balance'"),
+        ("balance: {}\nupdate_evry: 3\n", "the key 'update_evry' stands beside .*: did you mean 'update_every'"),
+        ("ballance: {mode: off}\n", r"unknown section 'ballance' \(did you mean 'balance'\?\)"),
+        ("Balance: {mode: off}\nmodel: {depth: 2}\n", r"unknown section 'Balance' \(did you mean 'balance'\?\)"),
+        ("balance: {mode: off}\nbalnace: {tolerance: 0.2}\n", r"unknown section 'balnace' \(did you mean 'balance'"),
     ],
 )
 def test_a_wrong_file_is_named(tmp_path, text, message):
@@ -307,6 +313,15 @@ def test_a_wrong_file_is_named(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(ValueError, match=f"{re.escape(str(path))}: {message}"):
         BalanceConfig.from_yaml(path)
+
+
+def test_what_other_programs_read_may_stand_beside_the_section(tmp_path):
+    path = tmp_path / "train.yaml"
+    path.write_text(
+        "balance: {tolerance: 0.2}\nseed: 3\nmode: train\nalpha: 0.1\ntarget: val_loss\nlog_every: 5\n"
+        "steps_per_epoch: 9\nmodel: {depth: 2}\nbatch_size: 8\nratio: 0.5\n1: one\nload_balance: {}\nshare: x\n"
+    )
+    assert BalanceConfig.from_yaml(path) == BalanceConfig(tolerance=0.2)
 
 
 def test_values_are_read_as_people_mean_them(tmp_path):

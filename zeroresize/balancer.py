@@ -107,6 +107,7 @@ class Balancer:
         if is_update:
             parts.monitor.learn()
             self._moves.tell_what_came_of_it(self._num_steps)
+            self._moves.tell_what_was_replaced(self._num_steps)
             self._decide()  # a plan
             if parts.start_check is not None:
                 parts.start_check.after_update(self._num_steps)
@@ -352,6 +353,8 @@ class Balancer:
         self._parts.where.call, self._parts.where.num_steps = Call.STEP, self._num_steps
         if self._parts.forward_watch is not None:
             self._parts.forward_watch.step_is_called()
+        if self._parts.optimizer_steps is not None:
+            self._parts.optimizer_steps.step_is_called()
         self._parts.plan_in_force.end_step()
 
     def _calibrate(self) -> None:

@@ -7,9 +7,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from zeroresize.config_keys import (
+    COMMON_WORDS,
     GONE,
     IMPUTATIONS,
     MIG_RULES,
@@ -29,7 +31,7 @@ from zeroresize.config_keys import (
     differentiates_layers,
     without_effect,
 )
-from zeroresize.utils.value_checks import at_least, is_bool, is_number, known_keys, number, one_of
+from zeroresize.utils.value_checks import at_least, closest, is_bool, is_number, known_keys, number, one_of
 from zeroresize.utils.yaml_values import read_yaml
 
 
@@ -279,12 +281,18 @@ class BalanceConfig:
     def from_yaml(cls, path: str | Path) -> BalanceConfig:
         """Read the ``balance:`` section of a YAML file, or the whole file if it has no such section.
 
+        Beside the section a file may hold whatever other programs read.
+
         Raises:
-            ValueError: if the file is no mapping or holds a wrong key or value.
+            ValueError: if the file is no mapping, holds a wrong key or value, or has a key of the section beside it or
+                a section by nearly that name.
         """
         document = read_yaml(path)
         try:
-            return cls.from_dict(document.get("balance", document) if isinstance(document, Mapping) else document)
+            if not isinstance(document, Mapping):
+                return cls.from_dict(document)
+            _require_one_section(document)
+            return cls.from_dict(document.get("balance", document))
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 
@@ -292,6 +300,33 @@ class BalanceConfig:
         """Plain values that ``from_dict`` reads back."""
         values = dataclasses.asdict(self)
         return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+
+
+def _require_one_section(document: Mapping[Any, Any]) -> None:
+    """Raises ValueError for what is passed over though it is surely meant for balancing."""
+    keys = [key for key in document if isinstance(key, str)]
+    known = list(_defaults())
+    for key in keys:
+        if (
+            isinstance(document[key], Mapping | NoneType)
+            and key != "balance"
+            and closest(key.lower(), ["balance"], 0.8)
+        ):
+            raise ValueError(f"unknown section '{key}' (did you mean 'balance'?)")
+    if "balance" not in document:
+        return
+    for key in keys:
+        value = document[key]
+        if key in known and (key not in COMMON_WORDS or (isinstance(value, str) and value in COMMON_WORDS[key])):
+            raise ValueError(
+                f"the balance key '{key}' stands beside the section 'balance', where it has no effect: move it into "
+                "the section"
+            )
+        meant = closest(key, [one for one in known if one not in COMMON_WORDS], 0.92)
+        if key not in known and meant:
+            raise ValueError(
+                f"the key '{key}' stands beside the section 'balance': did you mean '{meant}', within the section?"
+            )
 
 
 def _defaults() -> dict[str, Any]:

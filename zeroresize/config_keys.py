@@ -69,6 +69,16 @@ GONE = {
     "migrating": "it is called num_migrating",
     "prune": "columns are all that a resize drops; leave the key out",
 }
+#: Keys by words that other programs use, too, with the values that are surely meant for balancing.
+COMMON_WORDS: Mapping[str, tuple[str, ...]] = {
+    "mode": MODES,
+    "ratio": ("auto",),
+    "ranks": RANK_CHOICES,
+    "target": TARGETS,
+    "priority": PRIORITIES,
+    "snapshot": SNAPSHOTS,
+    **dict.fromkeys(("alpha", "budget", "block", "seed"), ()),
+}
 _IN_PRIDIFF = "in mode 'zero-pridiff', and in 'semi' with semi_rule='paper'"
 #: Where a key that not all modes use has an effect, and the same in words. It follows from which way of balancing is
 #: chosen, not from how much is asked for: with a budget of 0 nothing is pruned, and imputation may be set all the same.

@@ -1,5 +1,6 @@
 """Which layers meet the other ranks over the size of a batch, and when a forgotten step is warned of."""
 
+import contextlib
 import logging
 from types import SimpleNamespace
 
@@ -16,6 +17,9 @@ class Alone:
 
     def __init__(self):
         self.where = Whereabouts()
+        self.waiting = SimpleNamespace(
+            left_if_long=lambda text: contextlib.nullcontext(), look_when_stuck=lambda progress, look: None
+        )
         self.met = []
 
     def meet(self, *numbers):

@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from zeroresize.comm.long_waits import is_looked_at, look, wait_looking
+
 _T = TypeVar("_T")
 
 
@@ -115,12 +117,13 @@ class Transfer:
         process_group: the group whose ranks take part.
         peer: the only other rank, within the group; None for all of them.
         layer: name of the layer, if known.
+        tensor: that a collective of all ranks fills, for waits in which somebody looks what the others do.
 
     Raises:
         RuntimeError: if it cannot be started, naming all of these.
     """
 
-    __slots__ = ("_told", "_work")
+    __slots__ = ("_told", "_wait")
 
     def __init__(
         self,
@@ -129,9 +132,12 @@ class Transfer:
         process_group: ProcessGroup,
         peer: int | None = None,
         layer: str | None = None,
+        tensor: Tensor | None = None,
     ) -> None:
         self._told = what, process_group, peer, layer
-        self._work = _told_if_it_fails(start, *self._told)
+        work = _told_if_it_fails(start, *self._told)
+        looks = tensor is not None and is_looked_at(process_group, tensor)
+        self._wait = partial(wait_looking, work, process_group) if looks else work.wait
 
     def wait(self) -> None:
         """Until it is done.
@@ -139,7 +145,7 @@ class Transfer:
         Raises:
             RuntimeError: if it fails, naming what and with whom.
         """
-        _told_if_it_fails(self._work.wait, *self._told)
+        _told_if_it_fails(self._wait, *self._told)
 
 
 def _told_if_it_fails(
@@ -151,6 +157,7 @@ def _told_if_it_fails(
     except torch.cuda.OutOfMemoryError:  # no other rank is to blame
         raise
     except RuntimeError as error:
+        look(process_group)
         ranks = group_ranks(process_group)
         peers = [rank for rank in range(len(ranks)) if rank != group_rank(process_group)] if peer is None else [peer]
         in_layer = f", in layer {layer}" if layer is not None else ""
@@ -165,6 +172,10 @@ def _told_if_it_fails(
 def all_reduce(tensor: Tensor, process_group: ProcessGroup, layer: str | None = None) -> None:
     """Sum ``tensor`` over the group in place."""
     if group_size(process_group) > 1:
+        if is_looked_at(process_group, tensor):
+            start = partial(dist.all_reduce, tensor, group=process_group, async_op=True)
+            Transfer(start, "an all-reduce with", process_group, None, layer, tensor).wait()
+            return
         call = partial(dist.all_reduce, tensor, group=process_group)
         _told_if_it_fails(call, "an all-reduce with", process_group, None, layer)
 
@@ -174,7 +185,7 @@ def start_all_reduce(tensor: Tensor, process_group: ProcessGroup, layer: str | N
     if group_size(process_group) == 1:
         return None
     start = partial(dist.all_reduce, tensor, group=process_group, async_op=True)
-    return Transfer(start, "an all-reduce with", process_group, None, layer)
+    return Transfer(start, "an all-reduce with", process_group, None, layer, tensor)
 
 
 def all_gather(tensor: Tensor, process_group: ProcessGroup) -> list[Tensor]:
@@ -195,14 +206,14 @@ def start_broadcast(
 ) -> Transfer:
     """Start :func:`broadcast`, by the group itself or ``over`` another transport between its ranks."""
     start = partial((over or process_group).broadcast, tensor, root)
-    return Transfer(start, "a broadcast with", process_group, None, layer)
+    return Transfer(start, "a broadcast with", process_group, None, layer, tensor)
 
 
 def start_reduce(tensor: Tensor, root: int, process_group: ProcessGroup, layer: str | None = None) -> Transfer:
     """Start summing ``tensor`` over the group, in place, on rank ``root`` within it."""
     root = dist.get_global_rank(process_group, root)
     start = partial(dist.reduce, tensor, root, group=process_group, async_op=True)
-    return Transfer(start, "a reduce with", process_group, None, layer)
+    return Transfer(start, "a reduce with", process_group, None, layer, tensor)
 
 
 def start_send(

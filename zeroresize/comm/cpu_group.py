@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from zeroresize.comm.collectives import explain_failures
 from zeroresize.comm.failure_reports import FailureReports
 from zeroresize.comm.rendezvous import Rendezvous
+from zeroresize.comm.waiting_note import WaitingNote
 from zeroresize.comm.whereabouts import Whereabouts
 
 
@@ -52,6 +53,7 @@ class CpuGroup:
         time_limit: of every wait.
         where: this rank's whereabouts, for errors of waits here and of the layers' collectives over ``process_group``.
         reports: of failures.
+        waiting: what a rank waits for, where that takes long.
 
     Raises:
         ValueError: on every rank, if the ranks do not agree, naming what differs and where.
@@ -73,7 +75,8 @@ class CpuGroup:
         ends = self._rendezvous.store, self.rank, self.size, self.time_limit
         # A process that ends while gloo's threads live can abort. Dropping the group, also at exit, ends them.
         self._gloo: list[Any] = [self._rendezvous.connect(lambda: dist.ProcessGroupGloo(*ends))]
-        self.close = weakref.finalize(self, self._gloo.clear)
+        self.waiting = WaitingNote(rendezvous)
+        self.close = weakref.finalize(self, _close, self._gloo, self.waiting)
         self.where = where or Whereabouts()
         self.reports = FailureReports(self._rendezvous, self.where)
         if ranks is None:
@@ -107,6 +110,11 @@ class CpuGroup:
             if len(set(said)) > 1:
                 detail = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(said))
                 raise ValueError(f"the ranks of {self.whose} do not agree on {what}: {detail}")
+
+
+def _close(gloo: list[Any], waiting: WaitingNote) -> None:
+    waiting.close()
+    gloo.clear()
 
 
 class Round:

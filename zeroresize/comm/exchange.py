@@ -25,11 +25,12 @@ class Exchange:
     Attributes:
         where: this rank's whereabouts, to be kept up to date.
         ranks: those that take part, in the order of the group, counted over the whole world.
+        waiting: what a rank waits for, where that takes long.
     """
 
     def __init__(self, group: CpuGroup, *, counts_forwards: bool = True) -> None:
         self._group, self._counts_forwards = group, counts_forwards
-        self.where, self.ranks = group.where, group.ranks
+        self.where, self.ranks, self.waiting = group.where, group.ranks, group.waiting
         self._round: Round | None = None
         self._posted_at = ""
 

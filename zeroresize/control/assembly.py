@@ -59,6 +59,7 @@ class Parts:
             Without replicas it is ``exchange``.
         start_check: compares the ranks' parameters when training begins.
         forward_watch: compares the ranks' batches, and notices where no step is called.
+        optimizer_steps: counts the optimizer's steps, and notices where another one steps.
         monitor: measures this rank's steps.
         statistic: tells the columns' importance.
         decision: the group's, from exchanged numbers to a plan.
@@ -81,6 +82,7 @@ class Parts:
     exchange_of_replicas: Exchange | None
     start_check: StartCheck | None
     forward_watch: ForwardWatch | None
+    optimizer_steps: OptimizerSteps | None
     monitor: RankMonitor
     statistic: RestartableStatistic | None
     decision: Planner
@@ -130,7 +132,7 @@ def build(
     with ExitStack() as attached:
         _prepare_layers(layers, config)
         attached.callback(_release_layers, layers)
-        exchange = of_replicas = start_check = forward_watch = lender = statistic = units = None
+        exchange = of_replicas = start_check = forward_watch = optimizer_steps = lender = statistic = units = None
         if num_ranks > 1:
             exchange = of_replicas = _kept(_meet(config, layers, process_group), attached)
             replicas = replicas_of(model, layers, process_group, data_parallel_group)
@@ -158,8 +160,12 @@ def build(
             lender = _kept(Lender(layers, process_group, config.migration_transport, is_forced=is_forced), attached)
         monitor = _kept(RankMonitor(layers, config), attached)
         if exchange is not None:
-            _kept(OptimizerSteps(optimizer, exchange.where), attached)
-            forward_watch = _kept(ForwardWatch(layers, exchange, compares=config.start_checks), attached)
+            optimizer_steps = _kept(OptimizerSteps(optimizer, exchange.where, layers), attached)
+            if units is not None:
+                units.checks.append(optimizer_steps.why_another_steps)
+            groups = {id(layer.process_group): layer.process_group for layer in layers.values()}.values()
+            watch = ForwardWatch(layers, exchange, compares=config.start_checks, groups=groups)
+            forward_watch = _kept(watch, attached)
         selector = _build_selector(config, layers, rank)
         installer = PlanInstaller(layers, selector, config.imputation)
         attached.callback(installer.clear)
@@ -185,6 +191,7 @@ def build(
             exchange_of_replicas=of_replicas,
             start_check=start_check,
             forward_watch=forward_watch,
+            optimizer_steps=optimizer_steps,
             monitor=monitor,
             statistic=statistic,
             decision=decision,

@@ -5,13 +5,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from zeroresize.comm.exchange import Exchange
+from zeroresize.comm.long_waits import look_in_long_waits
 from zeroresize.comm.whereabouts import Call
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.weight_checks import is_sharded
@@ -32,13 +36,26 @@ class ForwardWatch:
     One layer meets for all after it that change alike in the same forward of the model. Models that are compiled are
     not watched.
 
+    Where T changes on some ranks only, these wait, and the others wait for them in the layer's collective. After some
+    seconds they look why, and come: so all ranks learn all T. In waits that cannot be interrupted (for one rank's
+    message, or on a GPU) a thread comes for them, so the ranks that wait here learn it at once, and the others by their
+    log, and when their wait ends.
+
     Args:
         layers: balanced layers by name.
         exchange: with the other ranks.
         compares: whether batches are compared.
+        groups: the process groups of the layers' collectives, in whose waits this rank looks for the others.
     """
 
-    def __init__(self, layers: Mapping[str, BalancedLinear], exchange: Exchange, *, compares: bool) -> None:
+    def __init__(
+        self,
+        layers: Mapping[str, BalancedLinear],
+        exchange: Exchange,
+        *,
+        compares: bool,
+        groups: Iterable[ProcessGroup] = (),
+    ) -> None:
         self._layers, self._exchange, self._names = layers, exchange, list(layers)
         self._compares = compares
         self._tokens: dict[str, int] = {}
@@ -48,9 +65,14 @@ class ForwardWatch:
         self._first = ""  # layer that trained, which stands for all of them
         self._seen_weight: tuple[int, int] | None = None
         self._num_changes = self._num_forwards = 0
+        self._num_calls = self._num_met = 0  # alike on all ranks, as all layers are collective
         self._has_stepped = self._has_warned = False
+        self._comparing, self._different = threading.Lock(), ""
         for name, layer in layers.items():
             layer.watch_forward = _calling(weakref.ref(self), name)
+        for group in groups if compares else ():
+            look_in_long_waits(group, self._come_if_awaited, 2.0 * exchange.waiting.long_s)
+        exchange.waiting.look_when_stuck(self._progress, self._come_in_thread)
 
     def step_is_called(self) -> None:
         """``balancer.step()`` is called."""
@@ -61,14 +83,18 @@ class ForwardWatch:
         """Layer ``name`` is about to compute T tokens.
 
         Raises:
-            ValueError: on every rank whose T changes, if their T differ.
-            RuntimeError: if only some ranks' T change; on the others the collective that they wait in fails.
+            ValueError: on every rank, if their T differ; where T changes on some only, the others' collective raises
+                it.
+            RuntimeError: if a rank does not come.
         """
         if training and not self._has_warned and self._first in (name, ""):
             self._first = name
             self._expect_step(self._layers[name].weight)
-        if not self._compares:
-            return
+        if self._compares:
+            self._compare_if_changed(name, num_tokens)
+            self._num_calls += 1  # only now has this rank passed the comparison
+
+    def _compare_if_changed(self, name: str, num_tokens: int) -> None:
         if self._met is not None and self._met[0] == name:  # another forward of the model
             self._met = None
         before = self._tokens.get(name)
@@ -81,15 +107,55 @@ class ForwardWatch:
 
     def close(self) -> None:
         """Watch nothing any more."""
+        self._compares = False
         for layer in self._layers.values():
             layer.watch_forward = None
 
+    def _progress(self) -> object:
+        return self._num_calls, self._num_met
+
+    def _come_if_awaited(self) -> None:
+        """In a long wait: where other ranks wait to compare a T that has not changed here, come to them.
+
+        Raises:
+            ValueError: if T differ.
+        """
+        if not self._compares or not self._comparing.acquire(blocking=False):
+            return
+        try:
+            self._require_alike()
+            num_passed = self._num_calls  # before it reads: in a thread it may go on meanwhile
+            told = self._exchange.waiting.read()
+            num_met, call, name = json.loads(told) if told else (0, 0, "")
+            if num_met > self._num_met and call <= num_passed:
+                self._meet(name, self._tokens.get(name, 0))
+        finally:
+            self._comparing.release()
+
+    def _come_in_thread(self) -> None:
+        try:
+            self._come_if_awaited()
+        except ValueError as error:
+            logger.error("%s", error)
+
+    def _require_alike(self) -> None:
+        """Raises the ValueError that a thread has met."""
+        if self._different:
+            raise ValueError(self._different)
+
     def _compare(self, name: str, num_tokens: int) -> None:
+        with self._comparing:
+            self._require_alike()
+            self._meet(name, num_tokens)
+
+    def _meet(self, name: str, num_tokens: int) -> None:
         where = self._exchange.where
         call, where.call = where.call, Call.FORWARD
         where.batch = f"{num_tokens} tokens in layer {name}, {self._tokens.get(name, 'none')} before"
+        self._num_met += 1
         try:
-            table = self._exchange.meet(num_tokens, self._names.index(name))
+            with self._exchange.waiting.left_if_long(json.dumps([self._num_met, self._num_calls + 1, name])):
+                table = self._exchange.meet(num_tokens, self._names.index(name))
         finally:
             where.call = call
         if any(own != table[0] for own in table):
@@ -97,10 +163,11 @@ class ForwardWatch:
                 f"rank {rank}: {tokens:.0f} tokens in layer {self._names[int(layer)]}"
                 for rank, (tokens, layer) in enumerate(table)
             )
-            raise ValueError(
+            self._different = (
                 f"the ranks of the group were given different batches: {told}; every rank of a tensor-parallel group "
                 "must be given the same batch"
             )
+            self._require_alike()
 
     def _expect_step(self, weight: Tensor) -> None:
         """A forward of training with ``weight``, which an optimizer step before it has changed."""

@@ -1,34 +1,70 @@
-"""How many steps an optimizer has made: ranks that skip different ones train different models, and nothing fails."""
+"""How many steps an optimizer has made: ranks that skip different ones train different models, and nothing fails; nor
+does anything where another optimizer steps than the one whose state moves.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from torch import Tensor
+
 from zeroresize.comm.whereabouts import Whereabouts
-from zeroresize.optim.optimizers import hook_steps
+from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.optim.optimizers import hook_steps, stepped_tensors
+
+#: So many calls of ``balancer.step()``, between which weights changed without a step of the optimizer, are a mistake.
+_FEW_STEPS = 2
 
 
 class OptimizerSteps:
     """Counts an optimizer's steps into this rank's whereabouts, which the ranks compare whenever they meet.
 
-    A loss scaler calls no step where gradients overflow.
+    A loss scaler calls no step where gradients overflow; then weights stay as they are, too.
 
     Args:
         optimizer: a torch optimizer, or a host's wrapper of one; of others nothing is counted.
         where: this rank's whereabouts.
+        layers: balanced layers by name.
     """
 
-    def __init__(self, optimizer: Any, where: Whereabouts) -> None:
-        self._where = where
+    def __init__(self, optimizer: Any, where: Whereabouts, layers: Mapping[str, BalancedLinear]) -> None:
+        self._where, self._optimizer = where, optimizer
         self._unhook: Callable[[], object] = lambda: None
+        self._weight: Tensor | None = None  # one that it steps, which stands for all
+        self._num_seen, self._version, self._num_unseen = where.num_optimizer_steps, 0, 0
         with suppress(ValueError):  # a wrapper that hides its optimizer
             self._unhook = hook_steps(optimizer, self._before_step, self._after_step)
+            weights = {name: layer.weight for name, layer in layers.items() if layer.weight.requires_grad}
+            name = next(iter(stepped_tensors(optimizer, weights)), None)
+            self._weight = None if name is None else weights[name]
+            self._version = self._version_now()
 
     def close(self) -> None:
         """Count no more."""
         self._unhook()
+
+    def step_is_called(self) -> None:
+        """``balancer.step()`` is called."""
+        version = self._version_now()
+        if self._num_seen != self._where.num_optimizer_steps:
+            self._num_unseen = 0
+        elif version != self._version:
+            self._num_unseen += 1
+        self._num_seen, self._version = self._where.num_optimizer_steps, version
+
+    def why_another_steps(self) -> str | None:
+        """Why the optimizer seems to have been replaced; None if it does not."""
+        if self._num_unseen < _FEW_STEPS:
+            return None
+        return (
+            f"in the last {self._num_unseen} steps weights changed, but not by the {type(self._optimizer).__name__} "
+            "that the Balancer was given: close() the Balancer and make a new one with the optimizer that steps"
+        )
+
+    def _version_now(self) -> int:
+        return 0 if self._weight is None else self._weight._version
 
     def _before_step(self) -> None:
         """Only steps that end count."""

@@ -25,7 +25,7 @@ class UnitMoves:
     """
 
     def __init__(self, parts: Parts) -> None:
-        self._parts, self._log = parts, MoveLog()
+        self._parts, self._log, self._has_told = parts, MoveLog(), False
 
     def will_decide(self) -> None:
         """The present plan is about to be replaced by a decision."""
@@ -45,6 +45,16 @@ class UnitMoves:
             if self._parts.rank == 0:  # the ranks have agreed on what it is
                 logger.warning("step %d: units stay where they are: %s", num_steps, error)
             self._refuse()
+
+    def tell_what_was_replaced(self, num_steps: int) -> None:
+        """Warn, once and on rank 0, where units may no longer move; at the end of an interval."""
+        units = self._parts.units
+        if self._has_told or units is None or not units.segments or units.why_not_movable is not None:
+            return
+        if (why := units.why_not_now()) is not None:
+            self._has_told = True
+            if self._parts.rank == 0:
+                logger.warning("step %d: from now on no units change hands, and training goes on: %s", num_steps, why)
 
     def by_hand(self, shares: Sequence[float] | None, num_steps: int) -> None:
         """As :meth:`zeroresize.balancer.Balancer.move` has it."""
@@ -71,16 +81,16 @@ class UnitMoves:
             return
         if parts.config.may_move or parts.config.mode == "off":
             links = measure_links(parts.process_group, parts.device)
+            why, num_bytes = None, math.nan
             try:
                 num_bytes = float(units.bytes_of_units)
             except Exception as error:
-                logger.warning("units cannot move: %s", error)
-                num_bytes = math.nan
+                why = str(error) or type(error).__name__
             told = everybody.gather([links.seconds_per_byte, links.fixed_s, num_bytes])
             if any(math.isnan(own) for *_, own in told):
-                units.why_not_movable = (
-                    "the optimizer keeps state that cannot be divided by units, or the model changed"
-                )
+                units.why_not_movable = units.reasons(why)
+                if parts.rank == 0:
+                    logger.warning("units cannot move: %s", units.why_not_movable)
                 parts.decision.hold_owned(units.shares)
                 return
             per_byte_s, fixed_s, num_bytes = (max(column) for column in zip(*told, strict=True))

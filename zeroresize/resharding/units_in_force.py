@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from zeroresize.comm.collectives import group_rank, group_size
+from zeroresize.comm.collectives import group_rank, group_size, message_device
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.layers.segments import owned_segments, segment_works
@@ -19,9 +20,10 @@ from zeroresize.layers.weight_checks import is_sharded
 from zeroresize.optim.independence import why_not_elementwise
 from zeroresize.optim.optimizers import stepped_tensors
 from zeroresize.plan.ownership import SegmentWork, checked_shares, owned_shares, unit_counts
-from zeroresize.resharding.agreement import CannotMoveError, Meet
+from zeroresize.resharding.agreement import CannotMoveError, Meet, NotEnoughMemoryError, texts_of_ranks
 from zeroresize.resharding.contents import contents_of, why_of_fixed_size
 from zeroresize.resharding.data_parallel import Replicas
+from zeroresize.resharding.replaced_parts import ReplacedParts
 from zeroresize.resharding.transfer import bytes_of_units, move_units
 
 _ALONE = Replicas()
@@ -66,6 +68,8 @@ class UnitsInForce:
         works: what decisions must know of them.
         shares: by which the units are divided now, one a rank.
         moves: that were made since :meth:`forget_moves`.
+        checks: each tells why units may not move now, though they might at the start; None where they may. They may
+            answer otherwise on other ranks.
         why_not_divisible: why the optimizer does not let units be divided unevenly; None where it does.
         why_not_movable: why no unit may change hands, for that or another reason; None where they may.
     """
@@ -86,6 +90,7 @@ class UnitsInForce:
         self.works: tuple[SegmentWork, ...] = segment_works(layers)
         self.shares = next((segment.shares for segment in self.segments), self.home)
         self.moves: list[Move] = []
+        self.checks: list[Callable[[], str | None]] = [ReplacedParts(model, layers, optimizer).why_not_same]
         self._owned_by: tuple[tuple[float, ...], float] = self.home, 1.0
         self.why_not_divisible = self._why_not_divisible()
         self.why_not_movable = self._why_not_movable(replicas)
@@ -147,12 +152,31 @@ class UnitsInForce:
         own = self.why_not_divisible is not None, self.why_not_movable is not None
         table = self.meet(*map(float, own))
         indivisible, immovable = ([rank for rank, row in enumerate(table) if row[kind]] for kind in (0, 1))
-        if indivisible and self.why_not_divisible is None:
-            self.why_not_divisible = f"the optimizer of rank {indivisible[0]} of the group does not allow it"
-        if immovable and self.why_not_movable is None:
-            self.why_not_movable = self.why_not_divisible or f"those of rank {immovable[0]} of the group cannot"
+        if 0 < len(indivisible) < self._num_ranks:
+            self.why_not_divisible = self.reasons(self.why_not_divisible)
+        if 0 < len(immovable) < self._num_ranks:
+            self.why_not_movable = self.reasons(self.why_not_movable)
         if self.why_not_divisible is not None and not self.is_home:
             raise ValueError(f"units are divided by the shares {list(self.shares)}: {self.why_not_divisible}")
+
+    def reasons(self, own: str | None) -> str:
+        """Why some ranks cannot, this one for ``own`` if it is one of them; collective.
+
+        Of ranks of other replicas that is not known.
+        """
+        devices = (one.parameter.device for segment in self.segments for one in segment.tensors)
+        where = message_device(self._group, next(devices, torch.device("cpu")))
+        texts: list[str] = []
+        with suppress(NotEnoughMemoryError):  # on all ranks
+            texts = list(texts_of_ranks(own or "", self.meet, self._group, where))
+        if own:
+            return own
+        told = [f"{text} (rank {rank} of the group)" for rank, text in enumerate(texts) if text]
+        return told[0] if told else "other ranks cannot; their errors tell why"
+
+    def why_not_now(self) -> str | None:
+        """Why units may not move now, though they might at the start, as far as this rank knows."""
+        return next(filter(None, (check() for check in self.checks)), None)
 
     def move(self, shares: Sequence[float]) -> Move | None:
         """Divide the units by ``shares``; None where that is how they are divided already.
@@ -168,6 +192,7 @@ class UnitsInForce:
             return None
         if self.why_not_divisible is not None:
             raise CannotMoveError(f"nothing has changed: {self.why_not_divisible}")
+        self._require_same()
         targets = {
             segment.name: segment.owned.with_counts(unit_counts(after, work))
             for segment, work in zip(self.segments, self.works, strict=True)
@@ -182,8 +207,12 @@ class UnitsInForce:
                 meet=self.meet,
                 model=self._model,
             )
-        except ValueError as error:
-            raise CannotMoveError(f"nothing has changed: {error}") from error
+        except (ValueError, CannotMoveError, NotEnoughMemoryError) as error:  # on all ranks together
+            own = error if isinstance(error, ValueError | NotEnoughMemoryError) else error.__cause__
+            why = self.reasons(None if own is None else str(own))
+            if isinstance(error, NotEnoughMemoryError):
+                raise
+            raise CannotMoveError(f"nothing has changed: {why}") from error
         for segment in self.segments:
             segment.shares = after
         self.shares = after
@@ -202,6 +231,12 @@ class UnitsInForce:
         )
         self.moves.append(move)
         return move
+
+    def _require_same(self) -> None:
+        """Raises CannotMoveError on every rank if a check on one of them says why; collective."""
+        why = self.why_not_now()
+        if any(row[0] for row in self.meet(float(why is not None), 0.0)):
+            raise CannotMoveError(f"nothing has changed: {self.reasons(why)}")
 
     def _require_units(self) -> None:
         """Raises ValueError for a parameter, or optimizer state, that is not divided by units as segments say."""

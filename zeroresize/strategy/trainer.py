@@ -18,6 +18,7 @@ from zeroresize.layers.balanced_linear import autocast_dtype
 from zeroresize.resharding.agreement import fingerprint, meet_over, meet_prepared, require_same
 from zeroresize.strategy.gradient_norm import clip_grad_norm_, grad_norm
 from zeroresize.strategy.length_range import LengthRange, as_ranges, with_limits
+from zeroresize.strategy.loss_check import averages
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.optimizer_checks import require_divisible
 from zeroresize.strategy.packed import Packed
@@ -58,7 +59,8 @@ class StrategyTrainer:
         optimizer: of the model's parameters; after ``model.rehome`` of those that it has then. On a rank that home
             leaves out, of none: ``AdamW([{"params": []}])``.
         ranges: rising, each with one of the model's strategies.
-        loss: ``loss(output of the last layer, packed)``, summed over the tokens, not averaged.
+        loss: ``loss(output of the last layer, packed)``, summed over the tokens, not averaged; a warning after the
+            first step tells of one that averages.
         max_tokens: of a micro-batch of one replica, as its memory allows, where a range does not say; None for as many
             as the longest sequence of its range has.
         grad_clip: largest norm of the gradients; 0 for no clipping.
@@ -95,6 +97,8 @@ class StrategyTrainer:
         number("grad_clip", grad_clip, least=0.0)
         self._loss, self._max_tokens, self._grad_clip, self._work = loss, max_tokens, grad_clip, work
         self._seed, self.num_steps = seed, 0
+        self._averages: bool | None = None  # of the loss, once a micro-batch has told
+        self._has_checked_loss = False
         self._tour = SwitchTour(model, links)
         self.use(ranges)
         self._activations = find_activations(model.whole_layers)
@@ -139,6 +143,7 @@ class StrategyTrainer:
         visits = self._agreed_visits(sequences, trains=True)
         with self._failing():
             loss, by_range, switches = self._run(visits, sequences, trains=True)
+            self._check_loss(loss)
             switches.append(self.model.collect())
             norm = float(clip_grad_norm_(self.model, self._grad_clip) if self._grad_clip else grad_norm(self.model))
             is_skipped = not (math.isfinite(loss) and math.isfinite(norm))  # sums over all ranks: they decide alike
@@ -283,11 +288,29 @@ class StrategyTrainer:
             loss = self._loss(output, packed)
             if loss.dim():
                 raise ValueError(f"loss returns {list(loss.shape)}: one number is needed, summed over the tokens")
+            if trains and self._averages is None and not self._has_checked_loss:
+                self._averages = averages(self._loss, output, packed, loss)
             return loss / total
 
         with nullcontext() if trains else _evaluating(layers.values()):
             found = (stage.train if trains else stage.evaluate)(micro_batches, share_of_mean)
         return found.to(nothing.device) if position.shard == 0 else nothing
+
+    def _check_loss(self, mean: float) -> None:
+        """In the first step: collective, since only some ranks know the loss."""
+        if self._has_checked_loss:
+            return
+        self._has_checked_loss = True
+        where = message_device(self.model.process_group, self.model.device)
+        num_averaging = torch.tensor(float(self._averages or False), dtype=torch.float64, device=where)
+        all_reduce(num_averaging, self.model.process_group)
+        if num_averaging and self.model.rank == 0:
+            logger.warning(
+                "the loss averages over the tokens of a micro-batch, where it must sum: the first loss of a token, "
+                "%.3g, is far below ln(vocabulary), and gradients are as much too small, unevenly over the "
+                "micro-batches. Use reduction='sum'",
+                mean,
+            )
 
     def _synchronize(self) -> None:
         if self.model.device.type == "cuda":

@@ -72,11 +72,12 @@ def known_keys(what: str, values: Any, known: Sequence[str]) -> Mapping[str, Any
         raise ValueError(f"expected a mapping of {what}s, found {found}: allowed are {list(known)}")
     unknown = [str(key) for key in values if key not in known]
     if unknown:
-        named = ", ".join(f"'{key}'{_closest(key, known)}" for key in unknown)
+        meant = {key: closest(key, known) for key in unknown}
+        named = ", ".join(f"'{key}'" + (f" (did you mean '{one}'?)" if one else "") for key, one in meant.items())
         raise ValueError(f"unknown {what} {named}: allowed are {list(known)}")
     return values
 
 
-def _closest(key: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(key, known, n=1)
-    return f" (did you mean '{close[0]}'?)" if close else ""
+def closest(key: str, known: Sequence[str], cutoff: float = 0.6) -> str | None:
+    """The one of ``known`` that ``key`` may be misspelt for; None if none is as alike as ``cutoff``."""
+    return next(iter(difflib.get_close_matches(key, known, n=1, cutoff=cutoff)), None)

@@ -1,0 +1,77 @@
+"""A rank that waits long in a collective looks now and then whether the others wait for it elsewhere."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+#: Seconds between two looks at most: they begin often and double.
+_MOST_S = 10.0
+
+_Looks = list[tuple["weakref.WeakMethod[Callable[[], None]]", float]]
+_looks: weakref.WeakKeyDictionary[ProcessGroup, _Looks] = weakref.WeakKeyDictionary()
+
+
+def look_in_long_waits(process_group: ProcessGroup, method: Callable[[], None], first_s: float) -> None:
+    """Call a method after every ``first_s`` seconds, then twice as many and so on, that a collective is waited for.
+
+    Also when the collective fails. What it raises ends the wait. It holds for as long as its object lives, and for
+    gloo: NCCL's waits hold up the device, not the process.
+
+    Args:
+        process_group: whose collectives are meant.
+    """
+    backends = [process_group._get_backend(device) for device in process_group._device_types]
+    if any(backend.name() == "gloo" for backend in backends):
+        _looks.setdefault(process_group, []).append((weakref.WeakMethod(method), first_s))
+
+
+def is_looked_at(process_group: ProcessGroup, tensor: torch.Tensor) -> bool:
+    """Whether somebody looks while a collective of ``tensor`` is waited for."""
+    return not torch.compiler.is_compiling() and bool(_looks) and tensor.is_cpu and bool(_alive(process_group))
+
+
+def look(process_group: ProcessGroup) -> None:
+    """Look now, after a wait that failed; errors as of :func:`wait_looking`."""
+    for one, _ in _alive(process_group):
+        one()
+
+
+def wait_looking(work: Any, process_group: ProcessGroup) -> None:
+    """``work.wait()`` of a collective of tensors on the CPU, with looks.
+
+    Raises:
+        RuntimeError: if the collective fails.
+        Exception: what a look raises.
+    """
+    looks = _alive(process_group)
+    pause_s = min((first_s for _, first_s in looks), default=_MOST_S)
+    while not _has_ended(work, pause_s):
+        look(process_group)
+        pause_s = min(2.0 * pause_s, _MOST_S)
+
+
+def _alive(process_group: ProcessGroup) -> list[tuple[Callable[[], None], float]]:
+    kept = _looks.get(process_group)
+    if not kept:
+        return []
+    alive = [(method, first_s) for weak, first_s in kept if (method := weak()) is not None]
+    if len(alive) < len(kept):
+        kept[:] = [one for one in kept if one[0]() is not None]
+    return alive
+
+
+def _has_ended(work: dist.Work, limit_s: float) -> bool:
+    try:
+        work.wait(timedelta(seconds=limit_s))
+    except RuntimeError:
+        if not work.is_completed():
+            return False  # gloo's collectives go on when a wait for them ends
+        work.wait()
+    return True

@@ -1,0 +1,110 @@
+"""A note in the job's store of what a rank waits for, left only if the wait is long, and who looks for it."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+from zeroresize.comm.rendezvous import Rendezvous
+from zeroresize.utils.deadline import within
+
+#: Seconds after which a wait is long, if that is not too much of the time limit.
+_LONG_S = 1.0
+_SHARE_OF_LIMIT = 0.1
+#: Times that, after which a process without progress looks for a note at first; then after twice as long and so on.
+_FIRST_LOOK = 4
+#: Seconds to wait for an answer of the store.
+_ANSWER_S = 1.0
+
+
+class WaitingNote:
+    """One note for all ranks; the newest stays.
+
+    A thread that wakes once a second writes it, so short waits cost nothing, and a store that does not answer holds up
+    nobody. It also looks for the others' where this process makes no progress, wherever it waits.
+
+    Args:
+        rendezvous: of the ranks; they share its store.
+
+    Attributes:
+        long_s: seconds after which a wait is long; a note is there after twice that.
+    """
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self._store, self._key = rendezvous.store, "waiting"
+        self.long_s = min(_LONG_S, _SHARE_OF_LIMIT * rendezvous.time_limit.total_seconds())
+        self._waits: list[list[str]] = []  # at most one, whose identity tells one wait from the next
+        self._ended = threading.Event()
+        self._watched: list[tuple[Callable[[], Any], Callable[[], Any]]] = []  # at most one pair of weak methods
+        self._is_started = self._is_unreadable = False
+        self.close = weakref.finalize(self, self._ended.set)
+
+    def look_when_stuck(self, progress: Callable[[], object], look: Callable[[], None]) -> None:
+        """Call ``look`` in the thread where ``progress()`` stays the same for long.
+
+        Args:
+            progress, look: methods, called for as long as their object lives.
+        """
+        self._watched[:] = [(weakref.WeakMethod(progress), weakref.WeakMethod(look))]
+
+    @contextmanager
+    def left_if_long(self, text: str) -> Iterator[None]:
+        """Leave ``text`` for the others if what is done within takes long."""
+        if not self._is_started:
+            self._is_started = True
+            args = self._waits, self._watched, self._ended, self.long_s, self._store, self._key
+            with suppress(RuntimeError, MemoryError):  # no memory for a thread: then others wait for the time limit
+                threading.Thread(target=_attend, args=args, daemon=True, name="zeroresize, long waits").start()
+        self._waits.append([text])
+        try:
+            yield
+        finally:
+            self._waits.clear()
+
+    def read(self) -> str | None:
+        """The newest note; None if there never was one, or the store does not answer."""
+        if self._is_unreadable:
+            return None
+
+        def read() -> str | None:
+            return self._store.get(self._key).decode() if self._store.check([self._key]) else None
+
+        try:
+            return within(timedelta(seconds=_ANSWER_S), read)
+        except Exception:
+            self._is_unreadable = True
+            return None
+
+
+def _attend(
+    waits: list[list[str]],
+    watched: list[tuple[Callable[[], Any], Callable[[], Any]]],
+    ended: threading.Event,
+    long_s: float,
+    store: Any,
+    key: str,
+) -> None:
+    seen: list[str] | None = None
+    progress_seen, num_still, next_look = None, 0, _FIRST_LOOK
+    while not ended.wait(long_s):
+        now = next(iter(waits), None)
+        if now is not None and now is seen:
+            with suppress(Exception):  # the others then wait for the time limit
+                store.set(key, now[0])
+        seen = now
+        progress, look = (method() for method in watched[0]) if watched else (None, None)
+        if progress is None or look is None:
+            continue
+        progress_now = progress()
+        if progress_now != progress_seen:
+            progress_seen, num_still, next_look = progress_now, 0, _FIRST_LOOK
+            continue
+        num_still += 1
+        if num_still >= next_look:
+            next_look *= 2
+            with suppress(Exception):  # kept for the process itself
+                look()
