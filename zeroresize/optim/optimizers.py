@@ -12,20 +12,25 @@ from torch.utils.hooks import RemovableHandle
 
 
 def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """``optimizer`` itself, or the one inside Colossal-AI's wrappers.
+    """``optimizer`` itself, or the one inside Colossal-AI's or Accelerate's wrappers.
 
     Raises:
         ValueError: if there is none.
     """
     inner = optimizer
-    while not isinstance(inner, torch.optim.Optimizer):
-        inner = getattr(inner, "optim", None)
+    while not isinstance(inner, torch.optim.Optimizer) or _only_wraps(inner):
+        inner = getattr(inner, "optimizer" if isinstance(inner, torch.optim.Optimizer) else "optim", None)
         if inner is None:
             raise ValueError(
                 f"{type(optimizer).__name__} is no torch.optim.Optimizer and has none as its .optim: moving units, "
                 "sharded_state_dict, pruned_update='freeze' and priority='path_length' need one"
             )
     return inner
+
+
+def _only_wraps(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is an optimizer by its class alone, which has another one do its work, such as Accelerate's."""
+    return "_optimizer_step_pre_hooks" not in vars(optimizer) and hasattr(optimizer, "optimizer")
 
 
 def stepped_tensors(optimizer: Any, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroresize.optim.optimizers import torch_optimizer
 from zeroresize.pipeline.stage_layers import LayerTensors, emptied
 from zeroresize.resharding.contents import GRADIENT, PARAMETER, STATE, replace_data, why_of_fixed_size
 from zeroresize.utils.checkpoint_reader import plain_value
@@ -121,9 +122,10 @@ def require_movable_state(optimizer: object | None) -> torch.optim.Optimizer | N
     """
     if optimizer is None:
         return None
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    if not isinstance(optimizer, torch.optim.Optimizer) or torch_optimizer(optimizer) is not optimizer:
+        kind = "only wraps a" if isinstance(optimizer, torch.optim.Optimizer) else "is no"
         raise ValueError(
-            f"{type(optimizer).__name__} is no torch.optim.Optimizer: layers cannot move with wrappers of optimizers, "
+            f"{type(optimizer).__name__} {kind} torch.optim.Optimizer: layers cannot move with wrappers of optimizers, "
             "which may keep master copies or shards of the parameters"
         )
     # By its name: importing it takes a while and warns.

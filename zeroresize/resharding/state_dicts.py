@@ -12,10 +12,10 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import nn
 
 from zeroresize.layers.segment import OwnedSegment
+from zeroresize.optim.optimizers import torch_optimizer
 
 _SAVING = (
     "which no other number of ranks, and no model that is not balanced, could load. Save with all units at home, "
@@ -62,11 +62,10 @@ def guard_optimizer(optimizer: Any, are_away: Callable[[], bool]) -> Callable[[]
     Args:
         are_away: whether they are, a method; the guard ends when its object does.
     """
-    inner = optimizer
-    while not isinstance(inner, torch.optim.Optimizer):
-        inner = getattr(inner, "optim", None)
-        if inner is None:
-            return lambda: None
+    try:
+        inner = torch_optimizer(optimizer)
+    except ValueError:  # a wrapper that hides it
+        return lambda: None
     alive = weakref.WeakMethod(are_away)
 
     def is_away() -> bool:
