@@ -144,9 +144,30 @@ class Returns(nn.Module):
         (lambda x: x.long(), r"layer 1 \(Returns\) returns torch\.int64 \[\d+\]"),
         (lambda x: (x.double(),), r"layer 1 \(Returns\) returns tuple"),
         (lambda x: x.double().sum(), r"layer 1 \(Returns\) returns torch\.float64 \[\]"),
-        (lambda x: torch.from_numpy(x.numpy()), r"layer 1 \(Returns\) does not run on the meta device"),
+        (lambda x: torch.from_numpy(x.numpy()), r"layer 1 \(Returns\) does not run on the meta device.* x = torch.f"),
+        (lambda x: x[:, None] + x, r"layer 1 \(Returns\) returns .* \[5, 5\] for 5 tokens and .* \[7, 7\] for 7"),
     ],
 )
 def test_layers_whose_output_a_pipeline_cannot_hand_on_are_errors(give, told):
     with pytest.raises(ValueError, match=told):
         find_activations([Returns(lambda x: x.double()), Returns(give), Returns(lambda x: x)])
+
+
+def test_shapes_of_a_recurrent_layer_are_found_by_few_tokens():
+    """It computes them one after another, on the meta device too."""
+    num_tokens = []
+
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm = nn.LSTM(4, 6)
+
+        def forward(self, x, packed):
+            num_tokens.append(packed.num_tokens)
+            if packed.num_tokens > 1000:
+                pytest.fail(f"{packed.num_tokens} tokens")
+            return self.lstm(x)[0]
+
+    embedding = Returns(lambda x: x.float()[:, None].expand(-1, 4))
+    assert find_activations([embedding, Recurrent(), Returns(lambda x: x)])[1] == Activation((6,), torch.float32)
+    assert len(num_tokens) == 2

@@ -42,6 +42,9 @@ class TensorShape:
 #: All tensors between two layers, before the first or behind the last one.
 Boundary = tuple[TensorShape, ...]
 
+#: How the text of a stage begins whose layers fail, in place of boundaries.
+_FAILED = "the first forward fails in the layers"
+
 
 def boundary_of(tensors: Sequence[Tensor]) -> Boundary:
     return tuple(TensorShape(tuple(one.shape), str(one.dtype)[6:], one.requires_grad) for one in tensors)
@@ -59,8 +62,7 @@ def find_boundaries(
         inputs: one micro-batch, on the first stage.
 
     Raises:
-        RuntimeError: on the other stages, if a layer of one fails, naming it; or if a rank does not come.
-        Exception: what a layer of this stage raises.
+        RuntimeError: on all ranks alike if a layer fails, naming it and what it raised; or if a rank does not come.
     """
     found: list[Boundary] = []
     for turn in range(group_size(process_group)):
@@ -72,11 +74,10 @@ def find_boundaries(
                 own = _as_json([*([] if found else [before]), *_run(stage, tensors, device)])
             except Exception as error:  # the others must hear of any
                 failure = error
+                own = f"{_FAILED} of stage {turn}: {error}"
         text = broadcast_text(own, turn, device, process_group)
-        if failure is not None:
-            raise failure
-        if not text:
-            raise RuntimeError(f"the layers of stage {turn} fail in forward; its own error tells why")
+        if text.startswith(_FAILED):
+            raise RuntimeError(text) from failure
         found += _from_json(text)
     return found
 
@@ -105,13 +106,25 @@ def _run(stage: StageLayers, tensors: tuple[Tensor, ...], device: torch.device) 
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
             for number in stage.present:
-                tensors = stage.run(number, tensors)
+                tensors = _called(stage, number, tensors)
                 found.append(boundary_of(tensors))
     finally:
         with torch.no_grad():
             for module, name, buffer, values in buffers:
                 module._buffers[name] = buffer.copy_(values)
     return found
+
+
+def _called(stage: StageLayers, number: int, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    try:
+        return stage.run(number, inputs)
+    except Exception as error:
+        given = ", ".join(f"{one.dtype} {list(one.shape)}" for one in inputs)
+        raise RuntimeError(
+            f"layers.{number} ({type(stage.layers[number]).__name__}), called with ({given}), raises "
+            f"{type(error).__name__}: {error}. A layer of a pipeline gets what the layer before it returns and nothing "
+            "else: one that wants more, such as a decoder layer of transformers, needs a module around it that makes it"
+        ) from error
 
 
 def _as_json(boundaries: Sequence[Boundary]) -> str:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from zeroresize.strategy.packed import Packed
 
-#: Tokens of the run that finds shapes: a size that no dimension of a model has by chance.
-_NUM_TOKENS = 1_000_003
+#: Tokens of the two runs that find shapes: what differs between them is the number of tokens.
+_NUMBERS_OF_TOKENS = (5, 7)
 
 
 @dataclass(frozen=True)
@@ -46,26 +46,53 @@ def find_activations(layers: Sequence[nn.Module]) -> list[Activation]:
     Raises:
         ValueError: naming the layer that does not run on the meta device, or returns no floating-point tensor [T, …].
     """
-    tokens = torch.empty(_NUM_TOKENS, dtype=torch.int64, device="meta")
-    packed = Packed(tokens, tokens, (_NUM_TOKENS,))
-    x, found = tokens, []
+    xs, packs = [], []
+    for num_tokens in _NUMBERS_OF_TOKENS:
+        tokens = torch.empty(num_tokens, dtype=torch.int64, device="meta")
+        xs.append(tokens)
+        packs.append(Packed(tokens, tokens, (num_tokens,)))
+    found = []
     with torch.no_grad():
         for number, layer in enumerate(layers[:-1]):
-            try:
-                x = _on_meta(layer)(x, packed)
-            except Exception as error:
+            name, hollow = f"layer {number} ({type(layer).__name__})", _on_meta(layer)
+            xs = [_called(name, hollow, x, packed) for x, packed in zip(xs, packs, strict=True)]
+            (first, other), (few, more) = xs, _NUMBERS_OF_TOKENS
+            if first.shape[1:] != other.shape[1:] or first.dtype != other.dtype:
                 raise ValueError(
-                    f"layer {number} ({type(layer).__name__}) does not run on the meta device, by which the shapes of "
-                    f"activations are found: {error}"
-                ) from error
-            if not isinstance(x, Tensor) or not x.is_floating_point() or x.shape[:1] != (_NUM_TOKENS,):
-                told = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-                raise ValueError(
-                    f"layer {number} ({type(layer).__name__}) returns {told} for {_NUM_TOKENS} tokens: layers before "
-                    "the last one must return one floating-point tensor [T, …]"
+                    f"{name} returns {_told(first)} for {few} tokens and {_told(other)} for {more}: "
+                    "layers before the last one must return one floating-point tensor [T, …], of which only T follows "
+                    "the number of tokens"
                 )
-            found.append(Activation(tuple(x.shape[1:]), x.dtype))
+            found.append(Activation(tuple(first.shape[1:]), first.dtype))
     return found
+
+
+def _called(name: str, layer: nn.Module, x: Tensor, packed: Packed) -> Tensor:
+    """Its output [T, …].
+
+    Raises:
+        ValueError: if there is none.
+    """
+    num_tokens = packed.num_tokens
+    try:
+        output = layer(x, packed)
+    except Exception as error:
+        raise ValueError(
+            f"{name} does not run on the meta device, by which the shapes of activations are found. It was called with "
+            f"x = {_told(x)} and packed = Packed(tokens, targets, lengths) of {num_tokens} tokens, as every layer of "
+            f"a strategy is, and raised {type(error).__name__}: {error}. A layer that takes other arguments, such as a "
+            "decoder layer of transformers, needs a module around it that makes them from these two"
+        ) from error
+    if not isinstance(output, Tensor) or not output.is_floating_point() or output.shape[:1] != (num_tokens,):
+        raise ValueError(
+            f"{name} returns {_told(output)} for {num_tokens} tokens: layers before the last one must return one "
+            "floating-point tensor [T, …]"
+        )
+    return output
+
+
+def _told(value: object) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _on_meta(layer: nn.Module) -> nn.Module:
