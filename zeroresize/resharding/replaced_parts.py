@@ -50,8 +50,12 @@ class ReplacedParts:
 
     def _gone_parameter(self) -> str | None:
         for name, (layer, kind, parameter) in self._parameters.items():
-            if _own_parameters(layer).get(kind) is not parameter:
-                return f"{name} was replaced by another Parameter after the Balancer was made"
+            now = _own_parameters(layer).get(kind)
+            if now is parameter:
+                continue
+            if now is not None and is_sharded(now):
+                return f"{name} is a DTensor, a shard, as by a fully_shard after the Balancer was made"
+            return f"{name} was replaced by another Parameter after the Balancer was made"
         return None
 
     def _gone_from_optimizer(self) -> str | None:
