@@ -10,7 +10,7 @@ from virtual_training import FEATURES, Pair
 
 import zeroresize as zr
 
-MATRICES = "is not known to treat tensors element by element"
+MATRICES = "is not element-wise"
 
 
 class ByNorm(torch.optim.SGD):
