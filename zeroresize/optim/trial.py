@@ -78,7 +78,7 @@ def why_halves_differ(optimizer: Optimizer, settings: Mapping[str, Any], like: T
         other = _drawn(_OTHER_SHAPE, trial, like)
         after = _stepped(optimizer, settings, [whole, other])
         for dim in range(whole[0].dim()):
-            for size in (0, 2 * whole[0].shape[dim] // 5):  # a rank may have no units
+            for size in (2 * whole[0].shape[dim] // 5, 0):  # a rank may have no units
                 sizes = size, whole[0].shape[dim] - size
                 halves = [[one.split(sizes, dim)[half].clone() for one in whole] for half in (0, 1)]
                 parts = [_stepped(optimizer, settings, [half, other]) for half in halves]
