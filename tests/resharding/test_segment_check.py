@@ -240,7 +240,7 @@ def test_a_rank_that_leaves_out_layers_where_others_run_them_is_told(run_ranks):
         follow = functools.partial(setattr, model, "num_units")
         segment = zr.Segment(["up"], "down", min_units=0, on_change=lambda units: follow(len(units)))
         zr.convert(model, process_group=group, config=CONFIG, segments=[segment])
-        with pytest.raises(ValueError, match=r"down \(neurons\): the ranks run different layers"):
+        with pytest.raises(ValueError, match=r"down \(units\): the ranks run different layers"):
             zr.check_segments(model, torch.ones(3, WIDTH))
 
     run_ranks(check, 2, timeout_s=20)
