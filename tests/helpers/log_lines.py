@@ -8,15 +8,15 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def caught_log_lines() -> Iterator[list[str]]:
-    """A list that fills with what ``zeroresize`` logs from INFO on."""
+def caught_log_lines(lowest: int = logging.INFO) -> Iterator[list[str]]:
+    """A list that fills with what ``zeroresize`` logs from a level on."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logger = logging.getLogger("zeroresize")
     level = logger.level
     logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    logger.setLevel(lowest)
     try:
         yield lines
     finally:

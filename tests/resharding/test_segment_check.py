@@ -1,6 +1,7 @@
 """check_segments(): what it lets pass, what it refuses, and that it leaves everything as it was."""
 
 import copy
+import functools
 
 import moving
 import pytest
@@ -216,3 +217,54 @@ def test_it_says_what_it_needs(run_ranks):
 
 def test_a_group_of_one_rank_has_nothing_to_check(run_ranks):
     assert run_ranks(lambda rank, group: zr.check_segments(converted(group), batch()), 1) == [[]]
+
+
+class Skipping(nn.Module):
+    """A rank without heads leaves out layers in which the others meet it."""
+
+    def __init__(self, group):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.up = ColumnParallelLinear(WIDTH, 16, process_group=group)
+        self.down = RowParallelLinear(16, WIDTH, process_group=group)
+        self.num_units = 16 // group.size()
+
+    def forward(self, x):
+        x = self.first(x)
+        return x if self.num_units == 0 else x + self.down(torch.tanh(self.up(x)))
+
+
+def test_a_rank_that_leaves_out_layers_where_others_run_them_is_told(run_ranks):
+    def check(rank, group):
+        model = Skipping(group)
+        follow = functools.partial(setattr, model, "num_units")
+        segment = zr.Segment(["up"], "down", min_units=0, on_change=lambda units: follow(len(units)))
+        zr.convert(model, process_group=group, config=CONFIG, segments=[segment])
+        with pytest.raises(ValueError, match=r"down \(units\): the ranks run different layers"):
+            zr.check_segments(model, torch.ones(3, WIDTH))
+
+    run_ranks(check, 2, timeout_s=20)
+
+
+class Centred(nn.Module):
+    """Subtracts an average that every forward in training moves."""
+
+    def __init__(self, group):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.block = Block(group).mlp
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.5)
+        return self.block(x - self.mean)
+
+
+def test_a_buffer_that_forwards_read_and_move_does_no_harm(run_ranks):
+    def check(rank, group):
+        torch.manual_seed(0)
+        model = zr.convert(Centred(group), process_group=group, config=CONFIG)
+        (found,) = zr.check_segments(model, torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1)))
+        assert found.problem is None and not model.mean.any()
+
+    run_ranks(check, 2, timeout_s=20)

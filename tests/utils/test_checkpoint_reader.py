@@ -3,6 +3,7 @@
 import builtins
 import pickle
 import random
+import time
 
 import pytest
 import torch
@@ -116,6 +117,17 @@ def test_what_is_no_index_is_refused(tmp_path, program):
     (tmp_path / ".metadata").write_bytes(program.encode())
     assert "not an index that torch.distributed.checkpoint wrote" in refusal(tmp_path)
     assert not hasattr(dcp.metadata.Metadata, "from_a_file")
+
+
+def test_what_a_pickle_refers_to_often_is_looked_at_once(tmp_path):
+    written(tmp_path)
+    value = []
+    for _ in range(24):
+        value = [value, value]
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(value))
+    begin = time.perf_counter()
+    assert "it holds a list" in refusal(tmp_path)
+    assert time.perf_counter() - begin < 1.0
 
 
 def test_a_damaged_index_is_refused_or_read_and_runs_nothing(tmp_path, monkeypatch):

@@ -138,6 +138,7 @@ def build(
             replicas = replicas_of(model, layers, process_group, data_parallel_group)
             units = UnitsInForce(model, layers, optimizer, process_group, meet=exchange.meet, replicas=replicas)
             units.agree()
+            _tell_what_stays(units, config, rank)
             guard_optimizer(optimizer, units.are_away)  # also once the balancer is closed
             _require_home(units, config)
             if world_size() > num_ranks and config.mode in AWAY_MODES:
@@ -291,13 +292,21 @@ def _require_home(units: UnitsInForce, config: BalanceConfig) -> None:
         )
 
 
+def _tell_what_stays(units: UnitsInForce, config: BalanceConfig, rank: int) -> None:
+    """Where units were to move and cannot: a warning, once for all ranks, if it is for the optimizer."""
+    if units.why_not_movable is None or config.mode not in MOVING_MODES or not config.moves:
+        return
+    if units.why_not_divisible is None:
+        logger.info("no units change hands: %s", units.why_not_movable)
+    elif rank == 0:
+        logger.warning("no units change hands, and columns are lent instead: %s", units.why_not_movable)
+
+
 def _build_decision(
     config: BalanceConfig, num_ranks: int, exchange: Exchange | None, units: UnitsInForce | None
 ) -> GroupDecision:
     if units is None:
         return GroupDecision(config, num_ranks, exchange)
-    if units.why_not_movable is not None and config.mode in MOVING_MODES and config.moves:
-        logger.info("no units change hands: %s", units.why_not_movable)
     if units.why_not_movable is None:
         decision = GroupDecision(config, num_ranks, exchange, units.works, units.shares)
         if not config.may_move and units.shares != units.home:

@@ -7,19 +7,23 @@ parameters at once.
 
 from __future__ import annotations
 
-import copy
-import inspect
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
+import functools
+import logging
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim import optimizer as torchs
+
+from zeroresize.optim.trial import NoTrialError, settings_of, why_halves_differ, why_parameters_differ
 
 _OptimizerT = TypeVar("_OptimizerT", bound=type)
+
+logger = logging.getLogger(__name__)
 
 #: Of torch's, those whose step is made of element-wise operations and numbers that are alike for all elements.
 _TORCHS = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
@@ -27,16 +31,17 @@ _TORCHS = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "R
 _COLOSSALAIS = ("cpu_adam.CPUAdam", "fused_adam.FusedAdam", "fused_sgd.FusedSGD", "hybrid_adam.HybridAdam")
 #: Packages whose wrappers of optimizers scale and clip, and have the optimizer in this attribute.
 _WRAPPERS = {"colossalai": "optim", "accelerate": "optimizer"}
+#: Where other wrappers have it.
+_WITHIN = ("optim", "optimizer")
+#: Whose functions around steps only watch them.
+_WATCHING = ("zeroresize", "torch.profiler", "torch.distributed._tools")
 
-_elementwise: set[type] = {getattr(torch.optim, name) for name in _TORCHS}
+_known: set[type] = {getattr(torch.optim, name) for name in _TORCHS}
+#: By the user's word.
+_elementwise: set[type] = set()
 _by_parameter: set[type] = set()
-
-_SEED = 7
-#: Sizes of trial tensors: small for many steps, since some optimizers begin to look at matrices after some; and large
-#: for some, since others treat small tensors element by element only.
-_TRIALS = ((10, 6, 24), (64, 150, 3))  # rows, columns, steps
-_OTHER_SHAPE = (4, 6)  # of a parameter beside the trial's
-_LR = 0.05
+#: Of these, and by which call, a warning has told that the trial says otherwise.
+_doubted: set[tuple[type, str]] = set()
 
 
 def mark_elementwise(optimizer_class: _OptimizerT) -> _OptimizerT:
@@ -45,8 +50,9 @@ def mark_elementwise(optimizer_class: _OptimizerT) -> _OptimizerT:
         zr.mark_elementwise(MyAdam)
 
     An element's update must depend on its own gradients and state, and on settings, alone: not on a norm, a mean or a
-    product of a matrix, and not on other parameters. It is your word; torch's such classes are known, and others are
-    tried. Also for a wrapper of optimizers. Subclasses are to be marked themselves.
+    product of a matrix, and not on other parameters. It is your word, also for what hangs on its instances, as step
+    hooks; torch's such classes are known, and others are tried. Where a trial says otherwise, your word counts, and a
+    warning tells so once. Also for a wrapper of optimizers. Subclasses are to be marked themselves.
 
     Returns:
         ``optimizer_class`` itself, so that it is a decorator, too.
@@ -65,10 +71,10 @@ def mark_by_parameter(optimizer_class: _OptimizerT) -> _OptimizerT:
     return _marked(optimizer_class, _by_parameter, "mark_by_parameter")
 
 
-def _marked(optimizer_class: _OptimizerT, known: set[type], call: str) -> _OptimizerT:
+def _marked(optimizer_class: _OptimizerT, words: set[type], call: str) -> _OptimizerT:
     if not isinstance(optimizer_class, type):
         raise ValueError(f"{call}({optimizer_class!r}): wanted is the class of an optimizer")
-    known.add(optimizer_class)
+    words.add(optimizer_class)
     return optimizer_class
 
 
@@ -76,9 +82,11 @@ def why_not_elementwise(optimizer: Any, tensors: Iterable[Tensor]) -> str | None
     """Why ``tensors`` that ``optimizer`` steps may not be divided; None where that changes nothing.
 
     Known are torch's classes and what :func:`mark_elementwise` was given. Any other one is tried: some steps on a
-    tensor must be, bit for bit, those on its two halves by themselves, whatever they are beside.
+    tensor must be, bit for bit, those on its two halves by themselves, whatever they are beside. Of what hangs on an
+    instance, a ``step`` in place of its class's or hooks around steps, nothing is known.
     """
-    return _why_not(optimizer, tensors, _Kind("element by element", "mark_elementwise", _why_halves_differ))
+    kind = _Kind("element by element", "is not element-wise", "mark_elementwise", why_halves_differ)
+    return _why_not(optimizer, tensors, kind)
 
 
 def why_not_by_parameter(optimizer: Any, tensors: Iterable[Tensor]) -> str | None:
@@ -86,54 +94,67 @@ def why_not_by_parameter(optimizer: Any, tensors: Iterable[Tensor]) -> str | Non
 
     As :func:`why_not_elementwise`, of whole parameters: a step on several must be that on each by itself.
     """
-    kind = _Kind("parameter by parameter", "mark_by_parameter", _why_parameters_differ, _by_parameter)
+    by = "parameter by parameter"
+    kind = _Kind(by, f"does not step {by}", "mark_by_parameter", why_parameters_differ, _by_parameter)
     return _why_not(optimizer, tensors, kind)
-
-
-class _NoTrialError(Exception):
-    """Why an optimizer could not be tried."""
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """Of independence: its name, by which call a user says so, its trial, and classes that have it besides."""
+    """Of independence: its name, what one without it does, how a user says so, its trial, and what was said besides."""
 
     name: str
+    lacking: str
     call: str
     trial: Callable[[Optimizer, Mapping[str, Any], Tensor], str | None]
-    known: Set[type] = frozenset()
+    words: Set[type] = frozenset()
 
-    def is_known(self, optimizer: Any) -> bool:
-        return _is_elementwise(type(optimizer)) or type(optimizer) in self.known
+    def is_said(self, optimizer: Any) -> bool:
+        return type(optimizer) in _elementwise or type(optimizer) in self.words
 
 
 def _why_not(optimizer: Any, tensors: Iterable[Tensor], kind: _Kind) -> str | None:
     inner = optimizer
     while not isinstance(inner, Optimizer) or _wrapper_of(inner):
-        within = getattr(inner, _wrapper_of(inner) or "optim", None)
+        attribute = _wrapper_of(inner)
+        within = getattr(inner, attribute, None) if attribute else _within(inner)
+        if attribute is None and not kind.is_said(inner):
+            if within is None:
+                return _unknown(inner, kind, "it is no torch.optim.Optimizer and holds none")
+            return _unknown(inner, kind, "it is a wrapper of an optimizer that is not known")
         if within is None:
-            return None  # nothing steps; others say so
-        if not _wrapper_of(inner) and not kind.is_known(inner):
-            return _told(inner, kind, "it is a wrapper of an optimizer that is not known")
+            return None
         inner = within
-    if kind.is_known(inner):
+    is_said = kind.is_said(inner)
+    if not is_said and (reason := _why_not_as_its_class(inner)) is not None:
+        return _unknown(inner, kind, reason)
+    if _is_known(type(inner)) or (is_said and (type(inner), kind.call) in _doubted):
         return None
-    for settings, tensor in _settings_of(inner, tensors):
+    for settings, tensor in settings_of(inner, tensors):
         try:
             reason = kind.trial(inner, settings, tensor)
-        except _NoTrialError as error:
-            reason = str(error)
+        except NoTrialError as error:
+            if is_said:
+                return None
+            return _unknown(inner, kind, str(error))
+        if reason is not None and is_said:
+            _doubted.add((type(inner), kind.call))
+            logger.warning("by zeroresize.%s %s counts, but it %s: %s", kind.call, _name(inner), kind.lacking, reason)
+            return None
         if reason is not None:
-            return _told(inner, kind, reason)
+            return f"the optimizer {_name(inner)} {kind.lacking}: {reason}"
     return None
 
 
-def _told(optimizer: Any, kind: _Kind, reason: str) -> str:
-    own = type(optimizer)
+def _unknown(optimizer: Any, kind: _Kind, reason: str) -> str:
     return (
-        f"the optimizer {own.__module__}.{own.__qualname__} is not known to treat tensors {kind.name}: {reason}. If it "
-        f"does, say so by zeroresize.{kind.call}({own.__name__})"
+        f"the optimizer {_name(optimizer)} is not known to treat tensors {kind.name}: {reason}. If it does, say so by "
+        f"zeroresize.{kind.call}({type(optimizer).__name__})"
     )
+
+
+def _name(optimizer: Any) -> str:
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
 def _wrapper_of(optimizer: Any) -> str | None:
@@ -145,99 +166,49 @@ def _wrapper_of(optimizer: Any) -> str | None:
     return None
 
 
-def _is_elementwise(kind: type) -> bool:
+def _within(wrapper: Any) -> Any:
+    """What another wrapper holds; None if nothing is known of it."""
+    return next((one for one in (getattr(wrapper, name, None) for name in _WITHIN) if one is not None), None)
+
+
+def _is_known(kind: type) -> bool:
     is_colossalais = kind.__module__.startswith("colossalai.nn.optimizer.") and any(
         f"{kind.__module__}.{kind.__qualname__}".endswith(f".{name}") for name in _COLOSSALAIS
     )
-    return kind in _elementwise or is_colossalais
+    return kind in _known or is_colossalais
 
 
-def _settings_of(optimizer: Optimizer, tensors: Iterable[Tensor]) -> list[tuple[dict[str, Any], Tensor]]:
-    """The settings with which it steps ``tensors``, each once for tensors of equally many dimensions."""
-    group_of = {id(one): group for group in optimizer.param_groups for one in group["params"]}
-    found: dict[str, tuple[dict[str, Any], Tensor]] = {}
-    for tensor in tensors:
-        if id(tensor) in group_of:
-            group = group_of[id(tensor)]
-            settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            found.setdefault(f"{min(tensor.dim(), 2)} {tensor.device} {settings}", (settings, tensor))
-    return list(found.values())
-
-
-def _why_halves_differ(optimizer: Optimizer, settings: Mapping[str, Any], like: Tensor) -> str | None:
-    for rows, columns, num_steps in _TRIALS:
-        whole = _drawn((rows, columns) if like.dim() > 1 else (rows * columns,), num_steps, like)
-        other = _drawn(_OTHER_SHAPE, num_steps, like)
-        after = _stepped(optimizer, settings, [whole, other])
-        for dim in range(whole[0].dim()):
-            for size in (0, 2 * whole[0].shape[dim] // 5):  # a rank may have no units
-                sizes = size, whole[0].shape[dim] - size
-                halves = [[one.split(sizes, dim)[half].clone() for one in whole] for half in (0, 1)]
-                parts = [_stepped(optimizer, settings, [half, other]) for half in halves]
-                joined = torch.cat([part[0] for part in parts], dim)
-                if not torch.equal(joined, after[0]) or not all(torch.equal(part[1], after[1]) for part in parts):
-                    shape = tuple(whole[0].shape)
-                    return f"in a trial its steps on a tensor {shape} were others than those on its parts {sizes}"
+def _why_not_as_its_class(optimizer: Optimizer) -> str | None:
+    """What of an instance may make its steps others than its class's, which are known or can be tried."""
+    if not _has_step_of_class(optimizer):
+        return "its step was replaced on the instance"
+    for kind in ("pre", "post"):
+        of_all: Mapping[int, Any] = getattr(torchs, f"_global_optimizer_{kind}_hooks", {})
+        for hook in (*of_all.values(), *getattr(optimizer, f"_optimizer_step_{kind}_hooks", {}).values()):
+            where = _module_of(hook)
+            if not any(where == one or where.startswith(f"{one}.") for one in _WATCHING):
+                shown = getattr(hook, "__qualname__", type(hook).__qualname__)
+                return f"a hook {'before' if kind == 'pre' else 'after'} its steps ({where}.{shown}) may do anything"
     return None
 
 
-def _why_parameters_differ(optimizer: Optimizer, settings: Mapping[str, Any], like: Tensor) -> str | None:
-    rows, columns, num_steps = _TRIALS[0]
-    parameters = [
-        _drawn(shape if like.dim() > 1 else (shape[0],), num_steps, like) for shape in ((rows, columns), _OTHER_SHAPE)
-    ]
-    together = _stepped(optimizer, settings, parameters)
-    for one, expected in zip(parameters, together, strict=True):
-        (alone,) = _stepped(optimizer, settings, [one])
-        if not torch.equal(alone, expected):
-            return "in a trial its steps on two parameters were others than those on each by itself"
-    return None
+def _has_step_of_class(optimizer: Optimizer) -> bool:
+    """Also where a learning rate scheduler counts its steps, or a host put back what it had replaced."""
+    step = vars(optimizer).get("step")
+    if step is None:
+        return True
+    while True:
+        if isinstance(step, MethodType) and step.__self__ is optimizer:
+            step = step.__func__
+        elif _module_of(step) == "torch.optim.lr_scheduler" and hasattr(step, "__wrapped__"):
+            step = step.__wrapped__
+        else:
+            return step is type(optimizer).step
 
 
-def _drawn(shape: Sequence[int], num_steps: int, like: Tensor) -> list[Tensor]:
-    """A parameter's values, and its gradient in each step: of different sizes, so that no norm is like another."""
-    generator = torch.Generator().manual_seed(_SEED + len(shape) + shape[0])
-    dtype = like.dtype if like.dtype is torch.float64 else torch.float32  # rounding would hide what differs
-    scales = torch.logspace(-2, 1, shape[0], dtype=dtype).view(-1, *[1] * (len(shape) - 1))
-    drawn = torch.randn(num_steps + 1, *shape, generator=generator, dtype=dtype) * scales
-    return list(drawn.to(like.device).unbind())
-
-
-def _on(tensor: Tensor) -> AbstractContextManager[object]:
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
-
-
-def _stepped(optimizer: Optimizer, settings: Mapping[str, Any], drawn: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """The parameters after all steps of an optimizer like ``optimizer``, made anew.
-
-    Raises:
-        _NoTrialError: if there is none.
-    """
-    kind, parameters = type(optimizer), [nn.Parameter(values.clone()) for values, *_ in drawn]
-    own = copy.deepcopy(dict(settings))
-    if own.get("lr") is not None:  # at the start of a warm-up it is zero
-        own["lr"] = _LR
-    known = {**optimizer.defaults, **own}
-    wanted = {name: known[name] for name in list(inspect.signature(kind.__init__).parameters)[2:] if name in known}
-    devices = [parameters[0].device] if parameters[0].is_cuda else []
-    with warnings.catch_warnings(), torch.random.fork_rng(devices), torch.enable_grad(), _on(parameters[0]):
-        warnings.simplefilter("ignore")
-        torch.default_generator.manual_seed(_SEED)  # torch.manual_seed would seed devices that are not put back
-        if devices:
-            torch.cuda.manual_seed(_SEED)
-        try:
-            trial = kind([{**own, "params": parameters}], **wanted)
-        except Exception as error:
-            raise _NoTrialError(f"none could be made for a trial ({type(error).__name__}: {error})") from error
-        try:
-            for gradients in zip(*(gradients for _, *gradients in drawn), strict=True):
-                for parameter, gradient in zip(parameters, gradients, strict=True):
-                    parameter.grad = gradient.clone()
-                trial.step()
-        except Exception as error:
-            shapes = " and ".join(str(tuple(one.shape)) for one in parameters)
-            told = f"a trial step on tensors {shapes} failed ({type(error).__name__}: {error})"
-            raise _NoTrialError(told) from error
-    if any(one.numel() and torch.equal(one, values) for one, (values, *_) in zip(parameters, drawn, strict=True)):
-        raise _NoTrialError("in a trial it did not step")
-    return [one.detach() for one in parameters]
+def _module_of(call: Any) -> str:
+    """The file in which a function was written, as functools.wraps() cannot tell."""
+    while isinstance(call, functools.partial):
+        call = call.func
+    call = getattr(call, "__func__", call)
+    return str(getattr(call, "__globals__", {}).get("__name__") or type(call).__module__)

@@ -63,7 +63,7 @@ class SegmentCheck:
 
 
 class _ElsewhereError(RuntimeError):
-    """Another rank's forward has failed."""
+    """Another rank's forward has failed, or has come to another layer."""
 
 
 def check_segments(
@@ -143,7 +143,7 @@ class _Check:
         self._device = segments[0].tensors[0].parameter.device
         self._meet: Meet = meet_over(self._group, self._device)
         self._devices = sorted({one.device.index for one in model.parameters() if one.is_cuda})
-        self._buffers = [(one, one.detach().clone()) for one in model.buffers()]
+        self._buffers: list[tuple[Tensor, Tensor]] = []
         self._seeds = torch.get_rng_state(), [torch.cuda.get_rng_state(one) for one in self._devices]
 
     def run(self) -> list[SegmentCheck]:
@@ -152,6 +152,7 @@ class _Check:
         Raises:
             ValueError: if there is nothing to compare with.
         """
+        self._buffers = [(one, one.detach().clone()) for one in self._model.buffers()]
         homes = [(one, one.owned, one.shares) for one in self._segments]
         rows = [one for one in self._model.modules() if isinstance(one, BalancedLinear) and not one.is_column_parallel]
         for row in rows:
@@ -249,16 +250,19 @@ class _Check:
 
     def _together(self, call: Callable[[], _T]) -> tuple[_T | None, str | None]:
         """What it returns; and what has failed on some rank, the same on all of them."""
-        result, told = None, ""
+        result, told, is_elsewhere = None, "", False
         try:
             result = call()
         except _ElsewhereError:
-            pass
+            is_elsewhere = True
         except Exception as error:
             told = f"rank {self._rank}: {type(error).__name__}: {error}"
         device = message_device(self._group, self._device)
         texts = texts_of_ranks(told or " ", self._meet, self._group, device)
-        return result, next(filter(None, texts), None)
+        problem = next(filter(None, texts), None)
+        if any(row[0] for row in self._meet(float(is_elsewhere), 0.0)):
+            problem = problem or "the ranks run different layers: one came to a layer that another left out"
+        return result, problem
 
     def _differences(self, expected: _Results, computed: _Results) -> tuple[float, float]:
         """Of outputs and of gradients, over all ranks."""

@@ -140,7 +140,7 @@ class UnitsInForce:
         """
         checked = checked_shares(shares, self._num_ranks)
         if self.why_not_movable is not None:
-            raise ValueError(f"shares={list(checked)}: no unit can change hands: {self.why_not_movable}")
+            raise ValueError(f"move({shares}): no unit can change hands: {self.why_not_movable}")
         return checked
 
     def agree(self) -> None:

@@ -63,7 +63,7 @@ def read_index(stream: IO[bytes], where: str) -> metadata.Metadata:
             checkpoint; nothing of it has run.
     """
     try:
-        index = _built(_Unpickler(stream).load())
+        index = _Builder()(_Unpickler(stream).load())
         if not isinstance(index, metadata.Metadata):
             raise ValueError(f"it holds a {type(index).__name__}")
         _require_sound(index)
@@ -82,30 +82,45 @@ def _dtype(path: tuple[str, str]) -> torch.dtype | None:
     return found if isinstance(found, torch.dtype) else None
 
 
-def _built(value: Any) -> Any:
-    """``value`` with real objects for its records."""
-    if isinstance(value, _Record):
-        return _BUILDERS[value.path](value)
-    if isinstance(value, type):
-        dtype = _dtype(value.path) if issubclass(value, _Record) else None
-        if dtype is None:
-            raise ValueError(f"it holds the class {value.__name__} itself")
-        return dtype
-    if type(value) is dict:
-        return {_built(key): _built(one) for key, one in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_built, value))
-    if type(value) in _PLAIN:
-        return value
-    raise ValueError(f"it holds a {type(value).__name__}")
+class _Builder:
+    """Builds real objects for records, each once, however often a pickle refers to it."""
+
+    def __init__(self) -> None:
+        #: By ``id``; the value is held, so that this is nobody else's.
+        self._built: dict[int, tuple[Any, Any]] = {}
+
+    def __call__(self, value: Any) -> Any:
+        """``value`` with real objects for its records."""
+        if type(value) in _PLAIN:
+            return value
+        if id(value) not in self._built:
+            self._built[id(value)] = value, self._made(value)
+        return self._built[id(value)][1]
+
+    def _made(self, value: Any) -> Any:
+        if isinstance(value, _Record):
+            return _BUILDERS[value.path](value, self)
+        if isinstance(value, type):
+            dtype = _dtype(value.path) if issubclass(value, _Record) else None
+            if dtype is None:
+                raise ValueError(f"it holds the class {value.__name__} itself")
+            return dtype
+        if type(value) is dict:
+            return {self(key): self(one) for key, one in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(map(self, value))
+        raise ValueError(f"it holds a {type(value).__name__}")
 
 
-def _of_class(kind: type) -> Callable[[_Record], Any]:
+_Build = Callable[[_Record, _Builder], Any]
+
+
+def _of_class(kind: type) -> _Build:
     """Builds a data class of its fields by name."""
     names = {one.name for one in fields(kind)}
 
-    def build(record: _Record) -> Any:
-        state = _built(record.state or {})
+    def build(record: _Record, built: _Builder) -> Any:
+        state = built(record.state or {})
         if record.arguments or not isinstance(state, dict) or not state.keys() <= names:
             raise ValueError(f"a {kind.__name__} has other fields than {sorted(names)}, which this torch knows")
         return kind(**state)
@@ -113,12 +128,12 @@ def _of_class(kind: type) -> Callable[[_Record], Any]:
     return build
 
 
-def _of_one(function: Callable[[Any], Any]) -> Callable[[_Record], Any]:
+def _of_one(function: Callable[[Any], Any]) -> _Build:
     """Builds what is made of one plain value."""
 
-    def build(record: _Record) -> Any:
+    def build(record: _Record, built: _Builder) -> Any:
         (argument,) = record.arguments
-        return function(_built(argument))
+        return function(built(argument))
 
     return build
 
@@ -127,18 +142,18 @@ def _size(values: Any) -> torch.Size:
     return torch.Size(_of_type(tuple, values))
 
 
-def _tensor_properties(record: _Record) -> metadata.TensorProperties:
+def _tensor_properties(record: _Record, built: _Builder) -> metadata.TensorProperties:
     properties = metadata.TensorProperties()
-    properties.__setstate__(_of_type(tuple, _built(record.state)))
+    properties.__setstate__(_of_type(tuple, built(record.state)))
     _of_type(torch.dtype, properties.dtype)
     return properties
 
 
-def _path(kind: type[PurePath]) -> Callable[[_Record], PurePath]:
-    return lambda record: kind(*(_of_type(str, one) for one in record.arguments))
+def _path(kind: type[PurePath]) -> _Build:
+    return lambda record, _: kind(*(_of_type(str, one) for one in record.arguments))
 
 
-_BUILDERS: dict[tuple[str, str], Callable[[_Record], Any]] = {
+_BUILDERS: dict[tuple[str, str], _Build] = {
     ("torch", "Size"): _of_one(_size),
     ("torch.serialization", "_get_layout"): _of_one(_LAYOUTS.__getitem__),
     (_METADATA, "_MEM_FORMAT_ENCODING"): _of_one(metadata._MEM_FORMAT_ENCODING),
