@@ -17,13 +17,13 @@ WIDTH, HEAD = 8, 4
 class Attention(nn.Module):
     """Eight heads of queries and four of keys and values on all ranks."""
 
-    def __init__(self, group, *, keeps_size=True):
+    def __init__(self, group, *, keeps_size=True, key_heads=4):
         super().__init__()
         made_for = {"process_group": group, "dtype": torch.float64}
         self.q = ColumnParallelLinear(WIDTH, 8 * HEAD, **made_for)
-        self.k, self.v = (ColumnParallelLinear(WIDTH, 4 * HEAD, **made_for) for _ in "kv")
+        self.k, self.v = (ColumnParallelLinear(WIDTH, key_heads * HEAD, **made_for) for _ in "kv")
         self.out = RowParallelLinear(8 * HEAD, WIDTH, **made_for)
-        self.num_heads, self.num_kv_heads = 8 // group.size(), 4 // group.size()
+        self.num_heads, self.num_kv_heads = 8 // group.size(), key_heads // group.size()
         self.scaling = 1.0
         if keeps_size:
             self.head_dim = HEAD
@@ -38,14 +38,15 @@ class Attention(nn.Module):
         return self.out(F.scaled_dot_product_attention(q, k, v).transpose(-2, -3).flatten(-2))
 
 
-def segment(model, **options):
+def segment(model, *, by_module=False, **options):
     options = {"unit_size": 2 * HEAD, "kind": "KV groups", "on_change": model[0].follow} | options
-    return zr.Segment(["0.q", "0.k", "0.v"], "0.out", **options)
+    layers = [model[0].q, model[0].k, model[0].v, model[0].out] if by_module else ["0.q", "0.k", "0.v", "0.out"]
+    return zr.Segment(layers[:-1], layers[-1], **options)
 
 
-def converted(group, shares=None, *, keeps_size=True, **options):
+def converted(group, shares=None, *, keeps_size=True, key_heads=4, **options):
     torch.manual_seed(0)
-    model = nn.Sequential(Attention(group, keeps_size=keeps_size))
+    model = nn.Sequential(Attention(group, keeps_size=keeps_size, key_heads=key_heads))
     named = segment(model, **options)
     zr.convert(model, process_group=group, config=OFF, segments=[named], shares=shares)
     return model
@@ -63,6 +64,16 @@ REFUSED = {
     ),
     "the wrong size": ({"head_size": 3}, r"no whole heads of 3 \(head_size\)"),
     "no size": ({"head_size": 0}, "head_size=0 is not allowed: wanted is a whole number of features, at least 1"),
+    "no unit_size": (
+        {"unit_size": 1, "key_heads": 8, "on_change": None, "kind": "heads"},
+        r"unit_size=1 makes 1 feature of 0\.q a unit, which are no whole heads of 4 \(Attention\.head_dim\): "
+        "say unit_size=4 for one head",
+    ),
+    "no unit_size, units of no kind": ({"unit_size": 1, "key_heads": 8, "kind": "units"}, "makes 1 feature of 0.q"),
+    "heads of one feature, and no on_change": (
+        {"unit_size": 1, "key_heads": 8, "head_size": 1, "on_change": None, "kind": "heads"},
+        r"Attention\.num_heads=4 seems to count .* no on_change",
+    ),
     "no on_change": ({"on_change": None}, r"Attention\.num_heads=4 seems to count .* no on_change"),
 }
 
@@ -72,10 +83,11 @@ def test_what_would_fail_in_use_is_refused_by_convert(run_ranks, kind):
     options, message = REFUSED[kind]
 
     def check(rank, group):
-        with pytest.raises(ValueError, match=message) as error:
-            converted(group, **options)
-        assert str(error.value).startswith("Segment(column=['0.q', '0.k', '0.v'], row='0.out'): ")
-        assert "zeroresize.check_segments" in str(error.value)
+        for by_module in (False, True):  # a message gives names all the same
+            with pytest.raises(ValueError, match=message) as error:
+                converted(group, by_module=by_module, **options)
+            assert str(error.value).startswith("Segment(column=['0.q', '0.k', '0.v'], row='0.out'): ")
+            assert "zeroresize.check_segments" in str(error.value)
 
     run_ranks(check, 2)
 

@@ -308,11 +308,14 @@ class _Search:
             raise StaysEven(f"layer {name} is {found}-parallel, and {wanted} must name {wanted}-parallel layers")
         return name
 
-    @staticmethod
-    def _told(segment: Segment) -> str:
-        columns = [one if isinstance(one, str) else type(one).__name__ for one in segment.column]
-        row = segment.row if isinstance(segment.row, str) else type(segment.row).__name__
-        return f"Segment(column={columns}, row={row!r})"
+    def _told(self, segment: Segment) -> str:
+        """The segment as the user may have written it, its layers by their names."""
+        column, row = [self._given_name(one) for one in segment.column], self._given_name(segment.row)
+        return f"Segment(column={column}, row={row!r})"
+
+    def _given_name(self, one: str | nn.Module) -> str:
+        """Of a layer that a user names, also where it is not in the model."""
+        return one if isinstance(one, str) else self._names.get(id(one), [type(one).__name__])[0]
 
 
 def reads_its_slice(layer: Any) -> bool:

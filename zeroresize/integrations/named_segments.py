@@ -36,7 +36,7 @@ def require_whole_heads(segment: Segment, rows: Mapping[str, int], row: str, mod
     size, where = segment.head_size, "head_size"
     if size is not None and (type(size) is not int or size < 1):
         raise StaysEven(f"head_size={size!r} is not allowed: wanted is a whole number of features, at least 1")
-    if size is None and segment.unit_size > 1:
+    if size is None and (segment.unit_size > 1 or segment.kind != "neurons"):
         size, where = _size_of_head([*rows, row], modules)
     if size is None:
         if segment.unit_size > 1 and set(rows.values()) != {segment.unit_size}:
@@ -50,10 +50,10 @@ def require_whole_heads(segment: Segment, rows: Mapping[str, int], row: str, mod
     for name, number in {**rows, row: segment.unit_size}.items():
         if number % size:
             raise StaysEven(
-                f"unit_size={segment.unit_size} makes {number} features of {name} a unit, which are no whole heads of "
-                f"{size} ({where}): with heads that share keys and values a unit is a key's head with all of its "
-                f"queries' heads, unit_size=(query heads / key heads) * {size}. Say head_size= if heads are of another "
-                "size (1 if any number of features may be a unit)"
+                f"unit_size={segment.unit_size} makes {number} feature{'s' * (number > 1)} of {name} a unit, which are "
+                f"no whole heads of {size} ({where}): say unit_size={size} for one head. With heads that share keys and values a unit is "
+                f"a key's head with all of its queries' heads, unit_size=(query heads / key heads) * {size}. Say "
+                "head_size= if heads are of another size (1 if any number of features may be a unit)"
             )
 
 
@@ -69,7 +69,7 @@ def require_follower(
     Raises:
         StaysEven: if there is none, naming the count.
     """
-    if segment.on_change is not None or segment.unit_size == 1:
+    if segment.on_change is not None or (segment.unit_size == 1 and segment.kind != "heads"):
         return
     for module in _between(layers, modules):
         for name, value in vars(module).items():

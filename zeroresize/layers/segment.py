@@ -32,7 +32,8 @@ class Segment:
         min_units: how many units every rank must keep. 0 if what lies between computes with none at all, too: it then
             divides by no count, and makes no shape of ``-1`` from nothing.
         head_size: how many output features of a column-parallel layer are one head, which no unit may cut. None for
-            the ``head_dim`` or ``head_size`` of the module that holds the layers; 1 where any number may be a unit.
+            the ``head_dim`` or ``head_size`` of the module that holds the layers, unless ``kind`` is ``"neurons"``; 1
+            where any number may be a unit.
         why_even: asked before units move away from even shares: why they may not, now; None where they may. It must
             answer alike on all ranks.
         kind: what a unit is, as reports name it: ``"neurons"``, ``"heads"``.
