@@ -76,8 +76,8 @@ def convert(
             :class:`~zeroresize.Segment`.
         shares: how to divide the units from the start, one number a rank, such as ``(2, 1, 1)`` where rank 0 is twice
             as fast, or has twice the memory: then with ``moves=False``, since decisions look at time only. ``"auto"``
-            measures how fast the ranks multiply. Alike on every rank. By default ``config.shares``; ``"even"`` leaves them
-            as the host made them, until a balancer moves them.
+            measures how fast the ranks multiply. Alike on every rank. By default ``config.shares``; ``"even"`` leaves
+            them as the host made them, until a balancer moves them.
         optimizer: only where ``shares`` are given and the optimizer has stepped, or keeps copies of the weights, as in
             mixed precision.
 
