@@ -38,12 +38,6 @@ DIFFERENT = {
     ),
     "unit_size": ([named(), named(unit_size=2)], [(2, 1), (2, 1)], "of the segment of 2, units is 16 and 8"),
     "no segment": ([named(), []], [(2, 1), (2, 1)], "only one of them has the segments of 2"),
-    "shares on one rank": ([named(), named()], ["even", (1, 2)], r"shares=even and shares=\[0\.6"),
-    "a mistake on a rank that stays even": (
-        [named(unit_size=3), named()],
-        ["even", (2, 1)],
-        r"rank 0 of the group failed: Segment.* of unit_size=3|Segment.* of unit_size=3",
-    ),
     "shares": ([named(), named()], [(2, 1), (1, 2)], r"shares=\[1\.3.* and shares=\[0\.6"),
 }
 

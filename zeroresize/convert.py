@@ -56,7 +56,7 @@ def convert(
     shares: Sequence[float] | Literal["even", "auto"] | None = None,
     optimizer: Any = None,
 ) -> ModelT:
-    """Swap the column- and row-parallel linear layers of ``model`` for balanced ones, in place; collective.
+    """Swap the column- and row-parallel linear layers of ``model`` for balanced ones, in place.
 
     Taken are this package's own layers, Colossal-AI's ``Linear1D_Col`` and ``Linear1D_Row`` (after ``booster.boost`` or
     ``ShardFormer.optimize``), and those of any host that ``zeroresize.integrations.register_host`` was given. A swapped
@@ -76,8 +76,8 @@ def convert(
             :class:`~zeroresize.Segment`.
         shares: how to divide the units from the start, one number a rank, such as ``(2, 1, 1)`` where rank 0 is twice
             as fast, or has twice the memory: then with ``moves=False``, since decisions look at time only. ``"auto"``
-            measures how fast the ranks multiply. Alike on every rank. By default ``config.shares``; ``"even"`` leaves
-            them as the host made them, until a balancer moves them.
+            measures how fast the ranks multiply. Collective then. By default ``config.shares``; ``"even"`` leaves them
+            as the host made them, until a balancer moves them.
         optimizer: only where ``shares`` are given and the optimizer has stepped, or keeps copies of the weights, as in
             mixed precision.
 
@@ -130,10 +130,11 @@ def convert(
     except Exception as raised:  # other ranks may be about to divide
         error = raised
     try:
-        device = next((one.device for one in model.parameters()), torch.device("cpu"))
-        divided = owned_segments(layers) if wanted != "even" else ()  # others need not be alike yet
-        require_same_segments(divided, wanted, error, process_group, device)
+        if error is not None and wanted == "even":
+            raise error
         if wanted != "even":
+            device = next((one.device for one in model.parameters()), torch.device("cpu"))
+            require_same_segments(owned_segments(layers), wanted, error, process_group, device)
             _divide(model, layers, process_group, config, wanted, optimizer)
     except Exception:
         _take_back(balanced_layers(model))
