@@ -49,10 +49,11 @@ def require_whole_heads(segment: Segment, rows: Mapping[str, int], row: str, mod
         return
     for name, number in {**rows, row: segment.unit_size}.items():
         if number % size:
+            what = f"{number} feature{'s' if number > 1 else ''}"
             raise StaysEven(
-                f"unit_size={segment.unit_size} makes {number} feature{'s' * (number > 1)} of {name} a unit, which are "
-                f"no whole heads of {size} ({where}): say unit_size={size} for one head. With heads that share keys and values a unit is "
-                f"a key's head with all of its queries' heads, unit_size=(query heads / key heads) * {size}. Say "
+                f"unit_size={segment.unit_size} makes {what} of {name} a unit, which are no whole heads of {size} "
+                f"({where}): say unit_size={size} for one head. With heads that share keys and values a unit is a "
+                f"key's head with all of its queries' heads, unit_size=(query heads / key heads) * {size}. Say "
                 "head_size= if heads are of another size (1 if any number of features may be a unit)"
             )
 
