@@ -128,9 +128,9 @@ def check_segments(
         raise ValueError(
             f"check_segments: {len(wrong)} of {len(found)} segments do not move soundly: "
             f"{'; '.join(f'{one.name} ({one.kind}): {one.problem}' for one in wrong)}. {_left_out(layers, wrong)}What "
-            "lies between a segment's layers must compute each unit by itself, unit_size must be all that one unit has (a "
-            "head's size), and on_change must set what counts units (num_heads) and all that is of single units; else "
-            "leave the segment out, and its layers stay even"
+            "lies between a segment's layers must compute each unit by itself, unit_size must be all that one unit has "
+            "(a head's size), and on_change must set what counts units (num_heads) and all that is of single units; "
+            "else leave the segment out, and its layers stay even"
         )
     return found
 
