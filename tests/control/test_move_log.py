@@ -95,6 +95,15 @@ def test_coming_home_is_told_by_itself_though_another_rank_is_slow():
     assert told.startswith("no rank is slow any more: units come home to rank 1: ")
 
 
+def test_an_expectation_above_what_was_measured_is_left_out():
+    """It rests on older times, and reads as if the move made steps longer."""
+    log = MoveLog()
+    back = move(3, after=(1.0, 1.0, 1.0), neurons=(-200, 400, -200))
+    told = log.line(back, plan(3, (), 0.255), (0.1, 0.1, 0.1), num_steps=5, step_s=0.101)
+    assert told == "no rank is slow any more: units come home to rank 1: 38 MB, 0.4 s; a step takes 101 ms"
+    assert log.came_of(0.09) == "since units moved at step 5 a step takes 90 ms, 101 ms before"
+
+
 def test_a_slow_rank_whose_units_stay_is_not_told_as_the_cause():
     told = MoveLog().line(move(3, neurons=(-200, 200, 0)), plan(3, {2}), (0.1, 0.1, 0.2))
     assert told == "20 % of rank 0's neurons move to rank 1: 38 MB, 0.4 s"

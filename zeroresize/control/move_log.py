@@ -76,7 +76,9 @@ class MoveLog:
         (num_steps, before_s, expected_s), self._last = self._last, None
         if math.isnan(before_s):
             return None
-        expected = "" if math.isnan(expected_s) else f", {_number(1e3 * expected_s)} ms were expected"
+        expected = (
+            "" if math.isnan(expected_s) or expected_s > before_s else f", {_number(1e3 * expected_s)} ms were expected"
+        )
         return (
             f"since units moved at step {num_steps} a step takes {_number(1e3 * step_s)} ms, "
             f"{_number(1e3 * before_s)} ms before{expected}"
@@ -103,8 +105,11 @@ class MoveLog:
 
 
 def _expected(before_s: float, after_s: float) -> str:
-    """The step as it was measured, and as it is expected from now on."""
-    if math.isnan(after_s):
+    """The step as it was measured, and as it is expected from now on.
+
+    What is expected may rest on older times than the last measured one: where it is longer, it is no promise of a move.
+    """
+    if math.isnan(after_s) or after_s > before_s:
         return "" if math.isnan(before_s) else f"; a step takes {_number(1e3 * before_s)} ms"
     if math.isnan(before_s):
         return f"; expected step {_number(1e3 * after_s)} ms"

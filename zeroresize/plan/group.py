@@ -94,8 +94,9 @@ class WorkloadPlan:
     @property
     def told(self) -> str:
         """Who prunes and lends how much, for a log."""
-        shares = [
-            f"rank {rank} prunes {self.ranks[rank].pruned:.2f} and lends {self.ranks[rank].lent:.2f} of its products"
-            for rank in self.relieved
-        ]
+        shares = []
+        for rank in self.relieved:
+            parts = {"prunes": self.ranks[rank].pruned, "lends": self.ranks[rank].lent}
+            what = " and ".join(f"{verb} {share:.2f}" for verb, share in parts.items() if share > 0.0)
+            shares.append(f"rank {rank} {what} of its products")
         return ", ".join(shares) or "every rank computes all of its products"

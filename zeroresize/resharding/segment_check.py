@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,6 +40,8 @@ logger = logging.getLogger(__name__)
 _TOLERANCE = 1e-6
 #: Of the largest element of all tensors: those that are only rounding are measured by it.
 _FLOOR = 0.1
+#: A message asks after so many layers that are in no segment.
+_MOST_ASKED = 4
 
 
 @dataclass(frozen=True)
@@ -124,9 +127,10 @@ def check_segments(
     if wrong:
         raise ValueError(
             f"check_segments: {len(wrong)} of {len(found)} segments do not move soundly: "
-            f"{'; '.join(f'{one.name} ({one.kind}): {one.problem}' for one in wrong)}. What lies between their layers "
-            "must compute each unit by itself, and on_change must set all that is of single units; else leave the "
-            "segment out, and its layers stay even"
+            f"{'; '.join(f'{one.name} ({one.kind}): {one.problem}' for one in wrong)}. {_left_out(layers, wrong)}What "
+            "lies between a segment's layers must compute each unit by itself, unit_size must be all that one unit has "
+            "(a head's size), and on_change must set what counts units (num_heads) and all that is of single units; "
+            "else leave the segment out, and its layers stay even"
         )
     return found
 
@@ -342,6 +346,25 @@ def _told(differences: tuple[float, float], where: str) -> str | None:
     return (
         f"{where} outputs differ by {differences[0]:.1e} and gradients by {differences[1]:.1e} of their largest element"
     )
+
+
+def _left_out(layers: Mapping[str, BalancedLinear], wrong: Sequence[SegmentCheck]) -> str:
+    """Asks after the layers in no segment that lie beside those of a segment that is wrong."""
+    asked: dict[str, str] = {}
+    for segment in wrong:
+        holder = _holder(segment.layers)
+        for name, layer in layers.items():
+            if layer.is_converted and layer.segment is None and name.startswith(holder):
+                question = "does it belong to column?" if layer.is_column_parallel else "is it the row?"
+                asked[name] = f"{name} is in no segment: {question} "
+    return "".join(list(asked.values())[:_MOST_ASKED])
+
+
+def _holder(names: Sequence[str]) -> str:
+    """What the names of all layers in the nearest module that holds these begin with."""
+    parts = zip(*(name.split(".")[:-1] for name in names), strict=False)
+    shared = itertools.takewhile(lambda of_all: len(set(of_all)) == 1, parts)
+    return "".join(f"{of_all[0]}." for of_all in shared)
 
 
 def _require_finite(results: _Results) -> None:
