@@ -442,7 +442,7 @@ def test_optimizers_with_which_layers_cannot_move_are_refused_when_the_balancer_
         wrapper = types.SimpleNamespace(optim=torch.optim.SGD(everything), param_groups=[])
         for optimizer, told in (
             (torch.optim.SGD(present), "does not step .* of the pipeline's parameters, which want gradients"),
-            (torch.optim.LBFGS(everything), "LBFGS does not step parameter by parameter"),
+            (torch.optim.LBFGS(everything), "LBFGS is not known to treat tensors parameter by parameter"),
             (wrapper, r"SimpleNamespace is no torch\.optim\.Optimizer: layers cannot move with wrappers"),
         ):
             with pytest.raises(ValueError, match=told):
