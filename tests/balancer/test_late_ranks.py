@@ -100,3 +100,9 @@ def test_it_is_said_of_what_lasts_and_matters():
     assert late.told([0.1, 0.3, 0.1], [1.0] * 3) is None
     assert "rank 1 by 200 ms" in late.told([0.1, 0.3, 0.1], [1.0] * 3)
     assert late.told([0.1, 0.3, 0.1], [1.0] * 3) is None
+
+
+def test_nobody_is_late_by_less_than_starting_varies_by():
+    late = LateStarts(0.1)
+    for _ in range(5):
+        assert late.told([0.001, 0.005], [0.01, 0.01]) is None

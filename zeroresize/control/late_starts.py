@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 #: So many updates in a row a rank must be late.
 _UPDATES = 2
+#: By less nobody is late: starting to compute varies by as much.
+_LEAST_S = 0.005
 
 
 class LateStarts:
@@ -28,9 +30,8 @@ class LateStarts:
         if self._was_told or len(outside_s) < 2 or not busy_s:
             return None
         least_s = min(outside_s)
-        late = {
-            rank: own - least_s for rank, own in enumerate(outside_s) if own - least_s > self._tolerance * max(busy_s)
-        }
+        most_s = least_s + max(self._tolerance * max(busy_s), _LEAST_S)
+        late = {rank: own - least_s for rank, own in enumerate(outside_s) if own > most_s}
         self._num_updates = self._num_updates + 1 if late else 0
         if self._num_updates < _UPDATES:
             return None
