@@ -172,12 +172,15 @@ def _told_if_it_fails(
 def all_reduce(tensor: Tensor, process_group: ProcessGroup, layer: str | None = None) -> None:
     """Sum ``tensor`` over the group in place."""
     if group_size(process_group) > 1:
-        if is_looked_at(process_group, tensor):
-            start = partial(dist.all_reduce, tensor, group=process_group, async_op=True)
-            Transfer(start, "an all-reduce with", process_group, None, layer, tensor).wait()
-            return
-        call = partial(dist.all_reduce, tensor, group=process_group)
+        call = partial(_all_reduce, tensor, process_group)
         _told_if_it_fails(call, "an all-reduce with", process_group, None, layer)
+
+
+def _all_reduce(tensor: Tensor, process_group: ProcessGroup) -> None:
+    if is_looked_at(process_group, tensor):
+        wait_looking(dist.all_reduce(tensor, group=process_group, async_op=True), process_group)
+    else:
+        dist.all_reduce(tensor, group=process_group)
 
 
 def start_all_reduce(tensor: Tensor, process_group: ProcessGroup, layer: str | None = None) -> Transfer | None:
