@@ -46,11 +46,8 @@ def find_activations(layers: Sequence[nn.Module]) -> list[Activation]:
     Raises:
         ValueError: naming the layer that does not run on the meta device, or returns no floating-point tensor [T, …].
     """
-    xs, packs = [], []
-    for num_tokens in _NUMBERS_OF_TOKENS:
-        tokens = torch.empty(num_tokens, dtype=torch.int64, device="meta")
-        xs.append(tokens)
-        packs.append(Packed(tokens, tokens, (num_tokens,)))
+    xs = [torch.empty(number, dtype=torch.int64, device="meta") for number in _NUMBERS_OF_TOKENS]
+    packs = [Packed(tokens, tokens, (len(tokens),)) for tokens in xs]
     found = []
     with torch.no_grad():
         for number, layer in enumerate(layers[:-1]):
