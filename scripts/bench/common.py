@@ -86,9 +86,8 @@ class ColossalAIRanks:
         prepare_accelerator()
         dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=30))
         torch.set_num_threads(1)
-        cores = sorted(os.sched_getaffinity(0))
-        for thread in os.listdir("/proc/self/task") if pin else ():
-            os.sched_setaffinity(int(thread), {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
+        if pin:
+            pin_to_core()
         self.plugin = HybridParallelPlugin(tp_size=dist.get_world_size(), pp_size=1, precision="fp32")
         self.group = self.plugin.tp_group
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
@@ -115,6 +114,13 @@ class ColossalAIRanks:
         return balancer
 
 
+def pin_to_core() -> None:
+    """Keep this rank, with all threads that it has by now, to a core of its own."""
+    cores = sorted(os.sched_getaffinity(0))
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
+
+
 def slowness_of(model: nn.Module) -> SlowLayers:
     """How slow a converted model's multiplications are made, once it is entered: sleeps after each of them.
 
@@ -129,6 +135,16 @@ def of_every_rank(value: float) -> list[float]:
     everyone: list[float] = [math.nan] * dist.get_world_size()
     dist.all_gather_object(everyone, value)
     return everyone
+
+
+def work_conserving_bound_s(balancer: zr.Balancer, chis: Sequence[float], homogeneous_s: float) -> float:
+    """T*, seconds: what is not a product stays, products are shared out by speed; collectives cost nothing more.
+
+    Collective. Products take what those of ranks of χ = 1 took in the last interval.
+    """
+    own = balancer.metrics()["balance/gemm_s"]
+    gemm_s = statistics.fmean(seconds for seconds, chi in zip(of_every_rank(own), chis, strict=True) if chi == 1)
+    return homogeneous_s - gemm_s + gemm_s * len(chis) / sum(1 / chi for chi in chis)
 
 
 def slowest_rank_s(call: Callable[[], object]) -> float:

@@ -9,7 +9,6 @@ the default, and the bound T* of whatever divides products.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from rich.table import Table
 from torch import nn
 
 import zeroresize as zr
-from scripts.bench.common import interval_of_ratio, save, slowness_of
+from scripts.bench.common import interval_of_ratio, pin_to_core, save, slowness_of, work_conserving_bound_s
 from zeroresize.convert import balanced_layers
 
 _COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -80,12 +79,6 @@ class Copy:
         return [self.step() for _ in range(num_steps)]
 
 
-def bound(homogeneous_s: float, products_s: float, chi: float) -> float:
-    """T* / homogeneous: products shared out so that all ranks are done together, and the rest as it was."""
-    num_ranks = dist.get_world_size()
-    return (homogeneous_s - products_s + products_s * num_ranks / (num_ranks - 1 + 1 / chi)) / homogeneous_s
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=1024)
@@ -103,9 +96,8 @@ def main() -> None:
     arguments = parser.parse_args()
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[dist.get_rank() % len(cores)]})
-    table = Table("KV heads", "χ", "homogeneous, ms", "T*", "Baseline", "exact", "95 %", "units of each segment")
+    pin_to_core()
+    table = Table("KV heads", "χ", "homogeneous, ms", "T*", "Baseline", "exact", "95 %", "columns of rank 0")
     rows = []
     for kv_heads in arguments.kv_heads:
         shape = argparse.Namespace(**{**vars(arguments), "kv_heads": kv_heads})
@@ -115,7 +107,7 @@ def main() -> None:
             table.add_row(
                 str(kv_heads), f"{chi:g}", f"{1e3 * row['homogeneous_s']:.0f}", f"{row['bound']:.2f}",
                 f"{row['baseline']:.2f}", f"{row['exact']:.2f}", "{:.2f} to {:.2f}".format(*row["interval"]),
-                "; ".join(row["units"]),
+                "; ".join(row["columns"]),
             )  # fmt: skip
     if dist.get_rank() == 0:
         Console(width=160).print(table)
@@ -128,13 +120,10 @@ def _row(arguments: argparse.Namespace, chi: float) -> dict[str, object]:
     for copy in (off, exact):
         for _ in range(3 * arguments.update_every):
             copy.step()
-    for _ in range(arguments.rounds):
-        off.window(arguments.steps)
-    products_s = _products_s(off)
-    slow = dist.get_rank() == dist.get_world_size() - 1
+    chis = [*[1.0] * (dist.get_world_size() - 1), chi]
 
     def window(copy: Copy, chi: float) -> list[float]:
-        copy.slowness.chi = chi if slow else 1.0
+        copy.slowness.chi = chi if dist.get_rank() == len(chis) - 1 else 1.0
         return copy.window(arguments.steps)
 
     for _ in range(arguments.updates):
@@ -148,11 +137,11 @@ def _row(arguments: argparse.Namespace, chi: float) -> dict[str, object]:
     homogeneous_s = statistics.median(homogeneous)
     result = {
         "homogeneous_s": homogeneous_s,
-        "bound": bound(homogeneous_s, products_s, chi),
+        "bound": work_conserving_bound_s(off.balancer, chis, homogeneous_s) / homogeneous_s,
         "baseline": statistics.median(seconds["off"]) / homogeneous_s,
         "exact": statistics.median(seconds["exact"]) / homogeneous_s,
         "interval": interval_of_ratio(seconds["exact"], homogeneous),
-        "units": _units(exact),
+        "columns": _columns(exact),
     }
     for copy in (off, exact):
         copy.slowness.__exit__(None, None, None)
@@ -160,16 +149,8 @@ def _row(arguments: argparse.Namespace, chi: float) -> dict[str, object]:
     return result
 
 
-def _products_s(copy: Copy) -> float:
-    """Seconds of a step's products on the slowest rank, as the monitor measures them."""
-    metrics = copy.balancer.metrics()
-    seconds = torch.tensor(metrics["balance/gemm_s"], dtype=torch.float64)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return seconds.item()
-
-
-def _units(copy: Copy) -> Sequence[str]:
-    """Columns that the last rank has of the layers that start a segment, in the first block."""
+def _columns(copy: Copy) -> Sequence[str]:
+    """How many this rank has of the layers that start a segment, in the first block."""
     return [
         f"{name.rsplit('.', 1)[-1]} {layer.weight.size(0)}"
         for name, layer in balanced_layers(copy.model).items()

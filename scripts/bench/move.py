@@ -9,14 +9,13 @@ memory, which a move that is all or nothing does besides. Ratios are those of th
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from scripts.bench.common import interval_of_ratio, save, slowest_rank_s
+from scripts.bench.common import interval_of_ratio, pin_to_core, save, slowest_rank_s
 from zeroresize import ColumnParallelLinear, RowParallelLinear
 from zeroresize.layers.segment import OwnedSegment, UnitTensor
 from zeroresize.plan.ownership import OwnershipMap
@@ -69,9 +68,7 @@ def main() -> None:
     arguments = parser.parse_args()
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    cores = sorted(os.sched_getaffinity(0))
-    for thread in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(thread), {cores[dist.get_rank() % len(cores)]})
+    pin_to_core()
     num_heads, num_neurons = 2 * HEADS_OF_RANK, 4 * arguments.hidden
     segments = []
     for layer in range(arguments.layers):

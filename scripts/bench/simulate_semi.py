@@ -15,7 +15,7 @@ from rich.table import Table
 from scripts.bench.measured_cost import COST
 from zeroresize.config import BalanceConfig
 from zeroresize.policy.cost_model import MigrationCost
-from zeroresize.simulate import Cluster, simulate
+from zeroresize.simulate import Cluster, simulate, unbalanced_step_s
 
 
 def main() -> None:
@@ -34,9 +34,7 @@ def main() -> None:
             lambda step: chis, arguments.rest, 1 - arguments.rest, COST, migration=migration, noise=arguments.noise
         )
 
-    homogeneous_s = statistics.fmean(
-        simulate(BalanceConfig(mode="off"), cluster([1.0] * len(arguments.chi)), arguments.steps).step_s
-    )
+    homogeneous_s = statistics.fmean(unbalanced_step_s(cluster([1.0] * len(arguments.chi)), arguments.steps))
     table = Table("rule", "λ", "step / homogeneous", "dropped", "lent", title_justify="left",
                   title=f"χ = {arguments.chi}, after the first 60 steps")  # fmt: skip
     num_stragglers = sum(chi > 1 for chi in arguments.chi)

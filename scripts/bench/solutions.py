@@ -33,7 +33,15 @@ from rich.console import Console
 from rich.table import Table
 
 import zeroresize as zr
-from scripts.bench.common import ColossalAIRanks, Trainer, interval_of_ratio, of_every_rank, save, slowness_of
+from scripts.bench.common import (
+    ColossalAIRanks,
+    Trainer,
+    interval_of_ratio,
+    of_every_rank,
+    save,
+    slowness_of,
+    work_conserving_bound_s,
+)
 from vit_examples.config import ModelConfig
 from zeroresize.convert import balanced_layers
 from zeroresize.injection.slow_layers import SlowLayers
@@ -209,12 +217,6 @@ class Bench:
         self.slow(copy, chis)
         return [copy.timed_step().seconds for _ in range(num_steps)]
 
-    def bound(self, chis: Sequence[float], homogeneous_s: float) -> float:
-        """T*, seconds: what is not a product stays, products are shared out by speed; collectives cost nothing more."""
-        own = self.copies["off"].balancer.metrics()["balance/gemm_s"]
-        gemm_s = statistics.fmean(seconds for seconds, chi in zip(of_every_rank(own), chis, strict=True) if chi == 1)
-        return homogeneous_s - gemm_s + gemm_s * len(chis) / sum(1 / chi for chi in chis)
-
 
 def report(
     bench: Bench, chis: Sequence[float], seconds: dict[str, list[float]], runs: Mapping[str, list[float]]
@@ -222,7 +224,7 @@ def report(
     """A table of every solution, and of what ``runs`` took unprepared."""
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     homogeneous_s = medians["homogeneous"]
-    bound_s = bench.bound(chis, homogeneous_s)
+    bound_s = work_conserving_bound_s(bench.copies["off"].balancer, chis, homogeneous_s)
 
     def removed(step_s: float) -> float:
         """Share of the removable slowdown."""
