@@ -53,8 +53,6 @@ class ReplicaRun(Run):
         if wraps:
             self.model = DistributedDataParallel(self.model, process_group=replicas)
         self.optimizer = optimizer(self.model.parameters())
-        if not wraps:
-            self.optimizer.register_step_pre_hook(self.average_gradients)
         self.balancer = zr.Balancer(
             self.model,
             self.optimizer,
@@ -65,7 +63,9 @@ class ReplicaRun(Run):
         generator = torch.Generator().manual_seed(1 + dist.get_rank(replicas))
         self.x = torch.randn(8, FEATURES, generator=generator, dtype=torch.get_default_dtype())
 
-    def average_gradients(self, *_):
+    def reduce_gradients(self):
+        if self.model is not self.inner:
+            return
         for parameter in self.inner.parameters():
             dist.all_reduce(parameter.grad, group=self.replicas)
             parameter.grad /= 2.0

@@ -104,11 +104,15 @@ class Run:
             self.time.now += 0.01  # what is not a product
             loss = self.model(self.x).square().mean()
             loss.backward()
+            self.reduce_gradients()
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.balancer.step()
             losses.append(loss.item())
         return losses
+
+    def reduce_gradients(self):
+        """What happens to gradients between backward and the optimizer's step."""
 
     def updates(self, number):
         """γ of every rank after each update."""
