@@ -1,6 +1,8 @@
 """A note is left by long waits only, and a store that does not answer holds up nobody."""
 
+import threading
 import time
+import weakref
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -61,6 +63,49 @@ def test_who_makes_no_progress_looks_less_and_less_often(note):
     assert until(lambda: watched.looks == 3)
     watched.steps = 1
     assert until(lambda: watched.looks == 4)
+
+
+def test_what_is_watched_is_freed_by_who_drops_it_not_by_the_thread_that_ends_later(note):
+    class Watched:
+        was_asked = threading.Event()
+
+        def progress(self):
+            self.was_asked.set()
+            return 0
+
+        def look(self):
+            pass
+
+    watched = Watched()
+    note.look_when_stuck(watched.progress, watched.look)
+    with note.left_if_long(""):
+        pass
+    assert watched.was_asked.wait(10.0)
+    time.sleep(LONG_S / 2)  # the thread waits to ask again
+    weak = weakref.ref(watched)
+    del watched
+    assert weak() is None
+
+
+def test_python_shuts_down_only_when_a_look_has_ended(note):
+    class Watched:
+        looks, has_ended = threading.Event(), False
+
+        def progress(self):
+            return 0
+
+        def look(self):
+            self.looks.set()
+            time.sleep(0.3)
+            self.has_ended = True
+
+    watched = Watched()
+    note.look_when_stuck(watched.progress, watched.look)
+    with note.left_if_long(""):
+        pass
+    assert watched.looks.wait(10.0)
+    waiting_note._end_threads()
+    assert watched.has_ended
 
 
 def test_a_store_that_does_not_answer_is_asked_once(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,6 +20,10 @@ _SHARE_OF_LIMIT = 0.1
 _FIRST_LOOK = 4
 #: Seconds to wait for an answer of the store.
 _ANSWER_S = 1.0
+#: Seconds to wait for a thread's end; it takes longer only where the store does not answer.
+_END_S = 2.0
+#: What ends each thread.
+_threads: weakref.WeakKeyDictionary[threading.Thread, threading.Event] = weakref.WeakKeyDictionary()
 
 
 class WaitingNote:
@@ -58,7 +63,9 @@ class WaitingNote:
             self._is_started = True
             args = self._waits, self._watched, self._ended, self.long_s, self._store, self._key
             with suppress(RuntimeError, MemoryError):  # no memory for a thread: then others wait for the time limit
-                threading.Thread(target=_attend, args=args, daemon=True, name="zeroresize, long waits").start()
+                thread = threading.Thread(target=_attend, args=args, daemon=True, name="zeroresize, long waits")
+                thread.start()
+                _threads[thread] = self._ended
         self._waits.append([text])
         try:
             yield
@@ -80,6 +87,17 @@ class WaitingNote:
             return None
 
 
+def _end_threads() -> None:
+    """Before Python shuts down: a thread that frees tensors, or meets other ranks, while it does aborts the process."""
+    for ended in _threads.values():
+        ended.set()
+    for thread in list(_threads):
+        thread.join(_END_S)
+
+
+atexit.register(_end_threads)
+
+
 def _attend(
     waits: list[list[str]],
     watched: list[tuple[Callable[[], Any], Callable[[], Any]]],
@@ -96,10 +114,9 @@ def _attend(
             with suppress(Exception):  # the others then wait for the time limit
                 store.set(key, now[0])
         seen = now
-        progress, look = (method() for method in watched[0]) if watched else (None, None)
-        if progress is None or look is None:
+        progress_now = _call(watched, 0)
+        if progress_now is None:
             continue
-        progress_now = progress()
         if progress_now != progress_seen:
             progress_seen, num_still, next_look = progress_now, 0, _FIRST_LOOK
             continue
@@ -107,4 +124,10 @@ def _attend(
         if num_still >= next_look:
             next_look *= 2
             with suppress(Exception):  # kept for the process itself
-                look()
+                _call(watched, 1)
+
+
+def _call(watched: list[tuple[Callable[[], Any], Callable[[], Any]]], which: int) -> Any:
+    """Call one of the pair if its object is alive, which is kept no longer than that."""
+    method = watched[0][which]() if watched else None
+    return method() if method is not None else None
