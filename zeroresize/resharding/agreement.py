@@ -133,7 +133,7 @@ def meet_prepared(
         if ran_out:
             raise NotEnoughMemoryError(f"{_NOTHING_CHANGED}, preparing {what}: {reason(own)}") from own
         raise CannotMoveError(f"{_NOTHING_CHANGED}: {reason(own)}") from own
-    table = _together(meet, *own)
+    table = meet_unchanged(meet, *own)
     failed = [rank for rank, (number, *_) in enumerate(table) if number < 0.0]
     if failed:
         kind = NotEnoughMemoryError if all(table[rank][0] == _RAN_OUT for rank in failed) else CannotMoveError
@@ -275,7 +275,7 @@ def failure_of(carry_out: Callable[[], Exception | None]) -> Exception | None:
         return error
 
 
-def _together(meet: Meet, *numbers: float) -> Sequence[Sequence[float]]:
+def meet_unchanged(meet: Meet, *numbers: float) -> Sequence[Sequence[float]]:
     try:
         return meet(*numbers)
     except RuntimeError as error:

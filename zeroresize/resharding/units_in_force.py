@@ -20,7 +20,7 @@ from zeroresize.layers.weight_checks import is_sharded
 from zeroresize.optim.independence import why_not_elementwise
 from zeroresize.optim.optimizers import stepped_tensors
 from zeroresize.plan.ownership import SegmentWork, checked_shares, owned_shares, unit_counts
-from zeroresize.resharding.agreement import CannotMoveError, Meet, NotEnoughMemoryError, texts_of_ranks
+from zeroresize.resharding.agreement import CannotMoveError, Meet, NotEnoughMemoryError, meet_unchanged, texts_of_ranks
 from zeroresize.resharding.contents import contents_of, why_of_fixed_size
 from zeroresize.resharding.data_parallel import Replicas
 from zeroresize.resharding.replaced_parts import ReplacedParts
@@ -235,7 +235,7 @@ class UnitsInForce:
     def _require_same(self) -> None:
         """Raises CannotMoveError on every rank if a check on one of them says why; collective."""
         why = self.why_not_now()
-        if any(row[0] for row in self.meet(float(why is not None), 0.0)):
+        if any(row[0] for row in meet_unchanged(self.meet, float(why is not None), 0.0)):
             raise CannotMoveError(f"nothing has changed: {self.reasons(why)}")
 
     def _require_units(self) -> None:
@@ -279,6 +279,8 @@ class UnitsInForce:
             return "the model has no segment that is known to be divisible unevenly (the log of convert says why)"
         if replicas.why_unknown is not None:
             return replicas.why_unknown
+        if any(one.__name__ == "ZeroRedundancyOptimizer" for one in type(self._optimizer).__mro__):
+            return "the optimizer is a ZeroRedundancyOptimizer, whose replicas keep different parts of its state"
         if self.why_not_divisible is not None:
             return self.why_not_divisible
         sharded = next((name for name, one in self._parameters.items() if is_sharded(one)), None)
@@ -289,8 +291,6 @@ class UnitsInForce:
             return reason
         if replicas.group is None:
             return None
-        if any(one.__name__ == "ZeroRedundancyOptimizer" for one in type(self._optimizer).__mro__):
-            return "the optimizer is a ZeroRedundancyOptimizer, whose replicas keep different parts of its state"
         try:
             self._require_units()
         except (ValueError, RuntimeError, AttributeError) as error:
