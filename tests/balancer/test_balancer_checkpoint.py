@@ -118,6 +118,7 @@ def test_a_run_that_is_resumed_with_another_max_ratio_prunes_up_to_it(run_ranks,
         assert max_ratio - 0.05 <= trace[-1]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("mode", "resumed_mode", "is_measured_anew"),
     [
@@ -318,6 +319,7 @@ def test_a_state_that_is_damaged_on_one_rank_is_refused_on_all_at_once(run_ranks
     run_ranks(load, 2, timeout_s=30)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_can_load_what_it_saved_also_as_json(run_ranks, mode):
     def load(rank, group):

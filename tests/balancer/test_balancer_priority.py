@@ -125,6 +125,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("mode", ["zero-pri", "zero-pridiff"])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind.values()))
 def test_a_run_resumed_within_an_epoch_goes_on_bit_for_bit(run_ranks, tmp_path, mode, kind):

@@ -51,6 +51,7 @@ def test_an_epoch_that_ends_on_every_rank_goes_on(run_ranks, mode):
     assert run_ranks(train, 2, timeout_s=20) == [(True, 12)] * 2
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("mode", ["mig", "semi"])
 @pytest.mark.parametrize("alone", [0, 1])
 def test_a_release_on_one_rank_only_sends_nothing_and_training_goes_on(run_ranks, mode, alone):

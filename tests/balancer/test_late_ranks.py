@@ -35,6 +35,7 @@ def steps(run, num_steps, late_s, num_batches=1):
         run.balancer.step()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("num_batches", [1, 3])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_slow_data_loader_moves_lends_and_prunes_nothing_and_is_said_once(run_ranks, said, mode, num_batches):

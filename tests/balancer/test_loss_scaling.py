@@ -69,6 +69,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("mode", "move"), CASES)
 def test_steps_that_overflow_are_skipped_alike(run_ranks, mode, move):
     def check(rank, group):

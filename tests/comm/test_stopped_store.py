@@ -101,6 +101,7 @@ def test_epoch_end_names_the_rank_that_is_stopped(run_ranks):
         assert STORE_IS_GONE in text
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["zero-pri", "mig"])
 def test_training_names_where_each_rank_is(run_ranks, mode):
@@ -138,6 +139,7 @@ def test_a_balancer_needs_no_store_once_it_is_made(run_ranks, mode):
     assert run_ranks(train, 2, timeout_s=30) == [24, 24]
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("keeper_is_rank_0", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_making_a_balancer_ends_in_an_error(run_ranks, keeper_is_rank_0):

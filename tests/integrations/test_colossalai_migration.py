@@ -94,6 +94,7 @@ def errors_of_steps(group, dtype, owners, settings):
     return errors
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("num_ranks", "owners", "dtype"),
     [
@@ -111,6 +112,7 @@ def test_training_is_exact(run_ranks, num_ranks, owners, dtype):
         assert max(errors.values()) <= EXACT[dtype], errors
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("migration_transport", MIGRATION_TRANSPORTS)
 def test_loans_that_follow_a_straggler_change_nothing(run_ranks, migration_transport):

@@ -78,6 +78,7 @@ def test_a_copy_is_whole_and_in_no_balancers_hands(run_ranks, config, make_copy)
         assert losses == expected, "the model itself goes on as if it had not been copied"
 
 
+@pytest.mark.few(2)
 @each_config
 def test_a_deep_copy_has_weights_of_its_own_and_can_be_balanced_itself(run_ranks, config):
     def check(rank, group):

@@ -142,6 +142,7 @@ def test_what_is_allowed_beside_fsdp_trains_as_beside_ddp(run_ranks, wrap, confi
         assert losses == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("wrap", "config", "found"),
     [

@@ -8,6 +8,7 @@ from torch import nn
 from zeroresize import ColumnParallelLinear, RowParallelLinear
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("leading", [(4,), (2, 3), ()], ids=str)
 @pytest.mark.parametrize("bias", [True, False])
 def test_forward_and_backward_are_the_whole_models(run_ranks, leading, bias):

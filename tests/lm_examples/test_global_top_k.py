@@ -60,6 +60,7 @@ def test_numbers_of_several_ranks_with_many_ties(run_ranks, num_ranks, dtype):
     run_ranks(check, num_ranks)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtypes", [[torch.float32] * 4, [torch.bfloat16, torch.float32, torch.float64, torch.float16]])
 def test_large_matrices_of_any_dtype_on_four_ranks(run_ranks, dtypes):
     def check(rank, group):

@@ -109,6 +109,7 @@ def reference(model, plan):
     return losses
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("schedule", [Schedule1F1B, ScheduleGPipe])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_frozen_stages_train_as_a_model_whose_first_parameters_are_not_stepped(run_ranks, num_ranks, schedule):
@@ -200,6 +201,7 @@ def test_a_layers_plasticity_is_how_much_its_outputs_have_changed(run_ranks):
     assert found == pytest.approx(expected, rel=1e-12) and found > 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("num_before", [5, 8])
 def test_a_saved_run_goes_on_with_the_same_frozen_layers(run_ranks, num_before):
     dynamic_cases.check_that_saved_runs_go_on(run_ranks, case, num_before, 6)

@@ -23,6 +23,7 @@ def same(one):
     return pytest.approx(one, rel=1e-10, abs=0.0)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("num_stages", "schedule"), [(1, "gpipe"), (2, "1f1b"), (2, "gpipe"), (4, "1f1b")])
 def test_losses_are_those_of_undivided_training_wherever_layers_move(run_ranks, tmp_path, num_stages, schedule):
     config = config_of(tmp_path, straggler=STRAGGLER, pipeline={"schedule": schedule})
@@ -37,6 +38,7 @@ def test_losses_are_those_of_undivided_training_wherever_layers_move(run_ranks, 
         assert tuple(move["after"]) == first["boundaries"] == others[-1]["boundaries"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (4, 2), (1, 4), (2, 1)])
 def test_a_resumed_run_goes_on_as_if_nothing_had_happened_on_any_number_of_stages(run_ranks, tmp_path, before, after):
     sections = {"straggler": STRAGGLER, "output": {"save_every": 5}}
@@ -53,6 +55,7 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened_on_any_number_of_stage
     assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step-00000005", "step-00000010"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stages", [(2, 2), (2, 3)])
 def test_a_line_tells_the_mean_of_all_its_steps_also_of_those_before_a_resume(run_ranks, tmp_path, stages):
     """The checkpoint is of step 6, and lines are of steps 4, 8 and 12."""
@@ -186,6 +189,7 @@ def test_a_save_that_fails_leaves_the_one_before_and_training_goes_on(
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["__1_0.distcp", "state.json", ".metadata", "manifest.json"])
 def test_a_damaged_or_missing_file_is_named_with_a_way_out(run_ranks, tmp_path, name):
     config = config_of(tmp_path, training={"steps": 4}, output={"save_every": 2})

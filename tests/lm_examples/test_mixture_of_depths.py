@@ -110,6 +110,7 @@ def test_the_predictor_may_choose_none_or_all(bias):
     assert x.grad is not None
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("num_ranks", "schedule", "routing"), [(2, Schedule1F1B, "predictor"), (3, ScheduleGPipe, "router")]
 )

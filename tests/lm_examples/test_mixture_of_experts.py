@@ -121,6 +121,7 @@ def test_work_follows_the_busiest_expert_and_a_capacity_bounds_it(monkeypatch):
     assert work[None] > 2 * work[1.0] > 2 * work[0.5]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("num_ranks", "schedule", "factor"), [(2, Schedule1F1B, None), (3, ScheduleGPipe, 1.0)])
 def test_losses_are_the_same_wherever_layers_are(run_ranks, num_ranks, schedule, factor):
     def make():

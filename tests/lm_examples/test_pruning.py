@@ -130,6 +130,7 @@ def masked_reference(model, num_steps):
     return losses
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("sparse_below", [0.0, 0.6])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_stages_train_as_a_dense_masked_model_wherever_layers_are(run_ranks, num_ranks, sparse_below):

@@ -29,6 +29,7 @@ def calibrated_bytes(layers, group, migration_transport):
     return calibrate_migration.measure_migration_cost(layers, group, migration_transport).seconds([LENT])
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("migration_transport", MIGRATION_TRANSPORTS)
 @pytest.mark.parametrize("use_reentrant", [None, False, True], ids=["whole", "checkpointed", "checkpointed reentrant"])

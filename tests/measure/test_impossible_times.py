@@ -58,7 +58,7 @@ samples = st.builds(RankTimes, any_float | times, any_float | times, any_float |
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(
     config=st.sampled_from(CONFIGS),
     told=st.lists(

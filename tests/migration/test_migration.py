@@ -22,6 +22,7 @@ OUT = 12  # divides by 2, 3 and 4 ranks
 EXACT = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("migration_transport", MIGRATION_TRANSPORTS)
 @pytest.mark.parametrize(
     ("num_ranks", "owners"),
@@ -66,6 +67,7 @@ def test_training_is_exact_whoever_lends_how_much(run_ranks, migration_transport
             assert held == held[:1] * 6 and held[0] > 0, "buffers do not grow, nor do they with other columns"
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("migration_transport", MIGRATION_TRANSPORTS)
 @pytest.mark.parametrize("kind", ["column", "row"])
 @pytest.mark.parametrize("learns", ["x", "w", "x and w"])

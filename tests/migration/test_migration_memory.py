@@ -59,6 +59,7 @@ def batches_of_any_size(model, layers, step):
 ORDERS = [accumulate, all_forwards_first, recompute, forwards_without_backward, backward_twice, batches_of_any_size]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("migration_transport", MIGRATION_TRANSPORTS)
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.__name__)
 def test_what_is_kept_lies_where_it_lay_in_the_first_step_and_gradients_are_exact(

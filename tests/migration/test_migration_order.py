@@ -9,6 +9,7 @@ from virtual_training import Run
 LENDING = {"mode": "mig", "ratio": 0.5, "ranks": [0]}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("migration_transport", ["broadcast-reduce", "scatter-gather"])
 @pytest.mark.parametrize("layer", ["up", "down"])
 def test_weights_may_be_frozen_and_unfrozen_while_they_are_lent(run_ranks, migration_transport, layer):
@@ -27,6 +28,7 @@ def test_weights_may_be_frozen_and_unfrozen_while_they_are_lent(run_ranks, migra
         assert losses == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_hooks_of_gradients_may_meet_the_other_ranks(run_ranks, num_ranks):
     """A norm of every whole parameter, summed over the group when its gradient is there."""

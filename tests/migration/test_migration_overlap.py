@@ -118,6 +118,7 @@ def last(log, event):
     return len(log) - 1 - log[::-1].index(event)
 
 
+@pytest.mark.few(2)
 def test_weights_of_all_layers_travel_before_the_first_product_and_none_is_waited_for_before_its_layer(logs):
     for forward, backward in logs:
         begins = min(first(forward, ("product", layer)) for layer in LAYERS)
@@ -128,6 +129,7 @@ def test_weights_of_all_layers_travel_before_the_first_product_and_none_is_waite
             assert first(forward, ("wait w", layer)) > last(forward, ("product", before))
 
 
+@pytest.mark.few(2)
 def test_gradients_of_lent_columns_travel_while_earlier_layers_go_back_and_none_is_waited_for_before_all_have(logs):
     for _, backward in logs:
         ends = max(last(backward, ("product", layer)) for layer in LAYERS)

@@ -49,6 +49,7 @@ def whole_mask(pruned_of_ranks, whole, is_row_parallel):
     return torch.cat(masks)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("migration_transport", MIGRATION_TRANSPORTS)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_only_pruned_columns_are_missing(run_ranks, migration_transport, setting):
@@ -105,6 +106,7 @@ def masked_loss_and_gradients(run, group):
     return loss.item(), [own(weight.grad, dim, group) for dim, weight in enumerate(weights)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("migration_transport", MIGRATION_TRANSPORTS)
 def test_by_the_papers_rule_a_straggler_that_only_prunes_borrows(run_ranks, migration_transport):
     """λ = 1 of ν = 2 stragglers migrates, and every rank that does not receives (Eq. (3))."""

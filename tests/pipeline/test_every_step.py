@@ -70,6 +70,7 @@ def varying(step, random):
     return (0.01 * random.uniform(0.5, 1.5, NUM_LAYERS)).tolist()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_noise_and_chance_move_nothing(seed):
     assert trained(even, 200, noise=0.5, seed=seed).moves == []
@@ -95,6 +96,7 @@ def test_work_that_shrinks_layer_by_layer_is_followed():
     assert kept(run) > 0.6 and len(run.moves) <= 24
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("period", "least"), [(400, 0.8), (100, 0.3)])
 def test_heavy_work_that_wanders_is_followed(period, least):
     def wandering(step, random):

@@ -53,6 +53,7 @@ class Training:
         pipelines.train_step(self.pipeline, self.optimizer, 1)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("when", ["before all", "before", "while", "between rounds", "after"])
 def test_a_rank_that_dies_in_a_move_is_named_and_the_others_stay_as_they_were(tmp_path, when):
     def check(rank, group):

@@ -17,6 +17,7 @@ def trained(group, name="AdamW", **options):
     return pipeline, optimizer
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
 @pytest.mark.parametrize("max_bytes", [700, 2**26])
 def test_there_and_home_again_leaves_every_bit_whatever_the_rounds(run_ranks, max_bytes, name):

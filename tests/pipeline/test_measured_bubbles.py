@@ -39,6 +39,7 @@ class Slept(nn.Module):
         return _Slept.apply(self.linear(x), self.work)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("schedule", "works", "loss_work"),
     [(Schedule1F1B, [1.0, 1.0], 0.0), (ScheduleGPipe, [0.5, 2.0], 0.0), (ScheduleGPipe, [1.5, 0.5], 1.0)],

@@ -54,6 +54,7 @@ def there_and_back(num_stages):
     return [BOUNDARIES[num_stages][number] for number in (1, 2, 0, 0, 1)]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_everything_is_as_after_a_move_between_two_steps(run_ranks, name):
     def check(rank, group):
@@ -74,6 +75,7 @@ def test_everything_is_as_after_a_move_between_two_steps(run_ranks, name):
     )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("num_stages", [2, 4])
 @pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
 def test_training_goes_on_as_if_undivided(run_ranks, schedule, num_stages):

@@ -67,6 +67,7 @@ class Training:
         return move.report.num_layers
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("when", ["before all", "before", "while", "between rounds", "at the last layer", "after"])
 def test_a_rank_that_dies_leaves_the_others_as_they_were(tmp_path, when):
     def check(rank, group):

@@ -221,6 +221,7 @@ def test_a_move_that_does_not_fit_beside_a_step_is_made_after_it(run_ranks, monk
     assert (stayed, num_moves) == (([], 1) if has_room_after else (began, 0))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("during", [False, True])
 @pytest.mark.parametrize("profile_every", [1, 4])
 def test_layers_move_during_backward_or_between_steps(run_ranks, profile_every, during):

@@ -54,6 +54,7 @@ def written(run_ranks, tmp_path):
     return tmp_path / "saved", whole, by_rank[3][1] + by_rank[1][1]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("num_stages", [4, 3, 1])
 def test_training_goes_on_on_any_number_of_stages(run_ranks, written, num_stages):
     folder, whole, losses = written

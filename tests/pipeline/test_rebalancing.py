@@ -71,6 +71,7 @@ def test_two_profiles_of_the_same_boundaries_must_want_a_move():
     assert rebalancing.update(world.profile()).before == (0, 3, 8)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 1000), st.lists(st.sampled_from([1.0, 2.0]), min_size=4, max_size=12))
 def test_noise_moves_nothing_that_is_balanced(seed, half):
     """Each half of the layers has the same work, and no layer is so light that moving it would save 5 %."""
@@ -78,6 +79,7 @@ def test_noise_moves_nothing_that_is_balanced(seed, half):
     assert world.train(rebalancing_of(), 10) == []
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(st.floats(0.1, 10.0), min_size=6, max_size=24),

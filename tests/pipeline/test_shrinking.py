@@ -38,6 +38,7 @@ class Training:
         return sum(one.untyped_storage().nbytes() for one in tensors)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("before", "after", "name"),
     [

@@ -49,6 +49,7 @@ class Training:
             pipelines.train_step(self.pipeline, self.optimizer, 2)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("dead", "when"),
     [

@@ -96,6 +96,7 @@ def check_training(rank, group, make):
     return ""
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_goes_on_as_without_moves(run_ranks, name):
     told = run_ranks(check_training, 2, OPTIMIZERS[name])

@@ -61,6 +61,7 @@ def environment():
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["script", "module"])
 def test_torchrun_slows_a_plain_script_epoch_by_epoch(tmp_path, how):

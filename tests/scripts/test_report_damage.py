@@ -43,6 +43,7 @@ def damaged_columns(path: Path, how: str) -> None:
         np.savez_compressed(path, fc1=np.array([["text"]]))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("how", ["truncated", "empty", "changed inside", "of objects", "of text"])
 def test_columns_that_cannot_be_read_are_left_out(folder: Path, how: str) -> None:
     damaged_columns(folder / "columns-rank1.npz", how)
@@ -51,6 +52,7 @@ def test_columns_that_cannot_be_read_are_left_out(folder: Path, how: str) -> Non
     assert "<h3>Ranks</h3>" in page
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "text", ['{"step_ms": 2', "[1, 2]", "", '{"config": 3, "step_ms": "fast", "test_accuracy": []}']
 )

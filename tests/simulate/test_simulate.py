@@ -41,6 +41,7 @@ def test_a_straggler_that_recovers_right_after_it_began_to_prune_is_let_go_at_on
     assert max(straggler[9:]) == 0.0
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("reads_late", [False, True])
 @pytest.mark.parametrize("chi", [2.0, 4.0, 8.0])
 def test_a_cost_that_no_calibration_foresaw_does_not_make_the_ratio_swing_for_ever(chi, reads_late):

@@ -182,6 +182,7 @@ def by_turns(every, there_and_back_s, policy):
     return sum(run.step_s), num_steps // every
 
 
+@pytest.mark.few(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(("every", "there_and_back_s"), list(itertools.product(EVERY, THERE_AND_BACK)))
 def test_by_turns_it_is_never_much_worse_than_the_better_of_never_and_always(every, there_and_back_s):

@@ -48,6 +48,7 @@ WRONG_CALIBRATIONS = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("update_every", "calibration"), WRONG_CALIBRATIONS)
 def test_a_straggler_is_released_soon_at_every_cadence_however_wrong_the_calibration_was(update_every, calibration):
     """Each of twelve, within three updates; relieved it is all the same, while it is slow."""
@@ -146,6 +147,7 @@ def test_noise_starts_no_pruning_and_sooner_a_loan(noise, deviation, update_ever
     assert lossy.false_starts <= exact.false_starts
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(
     ("noise", "deviation", "update_every", "mode"), [(*machine, mode) for machine in BUSY_MACHINES for mode in MODES]
 )

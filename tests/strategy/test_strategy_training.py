@@ -113,6 +113,7 @@ def check_against_undivided(run_ranks, num_ranks, strategies, homes, dtype=torch
     return [reports for reports, _ in by_rank]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("home", [FIVE[1], FIVE[3]])
 def test_four_ranks_train_five_strategies_in_every_step(run_ranks, home):
     reports = check_against_undivided(run_ranks, 4, FIVE, [home] * 3)[0]

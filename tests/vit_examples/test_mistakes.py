@@ -27,6 +27,7 @@ def mistakes(said: str) -> list[str]:
     return [line for line in said.splitlines() if line.startswith("error")]
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("launcher", [ONE_NODE, TORCHRUN], ids=["one_node", "torchrun"])
@@ -50,6 +51,7 @@ def test_a_wrong_flag_is_said_once(tmp_path: Path) -> None:
     assert "--help" in done.stderr
 
 
+@pytest.mark.few(2)
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 @each_launcher

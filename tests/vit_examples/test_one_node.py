@@ -44,6 +44,7 @@ def test_the_ranks_meet(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["1.0", "1.0"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "status", "said"),
@@ -60,6 +61,7 @@ def test_a_rank_that_fails_ends_the_others_and_its_status_is_that_of_the_launche
     assert (done.returncode, done.stderr) == (status, said)
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_the_launcher_alone_ends_the_ranks(tmp_path: Path, number: signal.Signals) -> None:
@@ -122,6 +124,7 @@ def test_at_least_one_rank_is_needed() -> None:
     assert "--nproc-per-node 0: at least 1 is needed" in done.stderr
 
 
+@pytest.mark.few(1)
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="no /proc/net/tcp")
 @pytest.mark.timeout(200)
 @pytest.mark.slow

@@ -117,6 +117,7 @@ def torch_host(request: pytest.FixtureRequest) -> str:
     return "torch"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_training_goes_on_to_the_bit(run_ranks, tmp_path: Path, host: str, precision: str) -> None:
     config = micro_config(host, f"training.precision={precision}")

@@ -216,6 +216,7 @@ def test_a_file_with_damage_in_the_middle_is_named(tmp_path: Path) -> None:
         load_splits(DataConfig(source=str(tmp_path)), ModelConfig())
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["train", "test"])
 def test_more_pictures_than_there_are_is_an_error(tmp_path: Path, kind: str) -> None:

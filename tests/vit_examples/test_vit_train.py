@@ -165,6 +165,7 @@ def test_a_run_leaves_its_numbers(host: str, pictures: Path, finished_runs: dict
     assert not list(output.glob("checkpoints/*.tmp"))
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_dying_rank_ends_the_job_and_the_resumed_run_equals_the_uninterrupted_one(
@@ -208,6 +209,7 @@ def require_death_in_second_epoch(died: subprocess.CompletedProcess[str], output
     assert newest_checkpoint(output / "checkpoints").name == "epoch-0001"
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_run_on_a_full_disk_trains_to_its_end_and_says_what_it_could_not_write(
@@ -317,6 +319,7 @@ def test_migration_trains_as_if_nothing_migrated_also_after_a_death(
     assert all(0.4 < line["lent"] < 0.6 and line["pruned"] == 0.0 for line in lender)
 
 
+@pytest.mark.few(1)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("num_migrating", "does", "never"), [(1, "lent", "pruned"), (0, "pruned", "lent")])
 def test_semi_relieves_a_straggler_as_it_is_told(
@@ -334,6 +337,7 @@ def test_semi_relieves_a_straggler_as_it_is_told(
     assert any(line["borrowed"] > 0.05 for line in normal) == bool(num_migrating)
 
 
+@pytest.mark.few(1)
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_run_that_is_resumed_while_a_straggler_is_relieved_has_its_units_away_at_once(

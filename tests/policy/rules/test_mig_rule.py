@@ -98,6 +98,7 @@ def test_a_rank_that_lent_all_it_could_is_seen_to_recover(config, chi):
     assert run.lent[8][0] > 0.9 and run.lent[-1][0] == 0.0
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("num_ranks", [2, 8])
 @pytest.mark.parametrize(
     "believed", [(1.0, 1.1, 0.7, 0.8, 0.4, 0.3), (1.0, 0.6, 0.5, 0.3, 0.2, 0.05), (1.0, 0.85, 0.68, 0.51, 0.33, 0.14)]

@@ -117,6 +117,7 @@ def test_nothing_is_pruned_beyond_the_budget_where_the_cost_of_migrating_is_unkn
     assert [own.pruned for own in plan.ranks] == [0.0, 0.0]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 @pytest.mark.parametrize("chi", [2.0, 4.0, 8.0])
 @pytest.mark.parametrize("rule", ["makespan", "paper"])
@@ -196,6 +197,7 @@ def test_a_loss_that_the_calibration_takes_for_a_gain_is_tried_ever_more_rarely(
     assert sum(lends) <= 0.02 * len(lends)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("truth", "lent_from"), [(DEAR, None), (CHEAP, 2)])
 def test_a_calibration_that_told_five_times_the_cost_does_no_harm(truth, lent_from):
     cluster = Cluster(lambda step: [2.0, 1.0], 0.2, 0.8, LINEAR, truth)
@@ -217,6 +219,7 @@ def lending_while_it_costs(factors):
     return lends
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("num_dear", [20, 600])
 def test_where_the_network_becomes_cheap_again_lending_comes_back(num_dear):
     """Within a hundred updates, or as many as it was dear; after a bad hour later on, within a hundred again."""
