@@ -42,13 +42,13 @@ $(STAMP): requirements/torch.txt requirements/base.txt requirements/colossalai.t
 
 test: setup  ## run the tests, but for slow ones that rarely fail
 	@echo "Running the tests, without slow ones"
-	@$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+	@$(PYTEST) -m "not slow and not exhaustive" $(PYTEST_ARGS)
 
 test-slow: setup  ## run the slow tests
 	@echo "Running the slow tests"
-	@$(PYTEST) -m slow $(PYTEST_ARGS)
+	@$(PYTEST) -m "slow and not exhaustive" $(PYTEST_ARGS)
 
-test-all: setup  ## run all tests
+test-all: setup  ## run all tests, also further cases of those that run otherwise
 	@echo "Running all tests"
 	@$(PYTEST) $(PYTEST_ARGS)
 

@@ -42,12 +42,27 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    _mark_exhaustive(items)
     skip_gpu = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         if "colossalai_module" in getattr(item, "fixturenames", ()):
             item.add_marker("colossalai")
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(skip_gpu)
+
+
+def _mark_exhaustive(items: list[pytest.Item]) -> None:
+    """Of tests marked ``few(n)``, all cases but n, from the first to the last at equal distances."""
+    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("few"):
+            cases.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
+    for of_test in cases.values():
+        (number,) = of_test[0].get_closest_marker("few").args
+        kept = {round(at * (len(of_test) - 1) / max(number - 1, 1)) for at in range(number)}
+        for at, item in enumerate(of_test):
+            if at not in kept:
+                item.add_marker("exhaustive")
 
 
 @pytest.fixture

@@ -3,7 +3,8 @@
 import pytest
 from virtual_training import Run
 
-from zeroresize.measure.compare_products import compare_products
+from zeroresize.measure import rank_monitor
+from zeroresize.measure.compare_products import choose_reference, compare_products, time_reference
 
 
 @pytest.mark.parametrize("chi", [1.0, 7.0])
@@ -44,3 +45,34 @@ def test_a_rank_that_owns_nothing_is_seen_to_become_slow_and_to_recover(run_rank
     _, (before, slow, after) = run_ranks(train, 2)
     assert slow / before == pytest.approx(5.0, rel=0.2)
     assert after / before == pytest.approx(1.0, rel=0.2)
+
+
+def test_a_reference_tells_the_products_of_a_whole_step(run_ranks):
+    def train(rank, group):
+        run = Run(group, gather_s=0.0, mode="off", update_every=4)
+        run.updates(2)
+        monitor = run.balancer._parts.monitor
+        reference = choose_reference(monitor._layers, monitor._num_tokens)
+        return time_reference(monitor._layers[reference.layer], reference), monitor.times.gemm_s
+
+    for by_reference, by_steps in run_ranks(train, 2):  # steps leave out the first layer's dgrad
+        assert by_reference == pytest.approx(1.2 * by_steps, rel=1e-2)
+
+
+@pytest.mark.parametrize("shares", [(3, 1), (1, 0)])
+def test_what_cannot_be_compared_on_one_rank_holds_up_nobody(run_ranks, shares):
+    def train(rank, group):
+        run = Run(group, gather_s=0.0, mode="off", update_every=4)
+        run.updates(2)
+
+        def fail(*_):
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1e12 bytes")
+
+        if rank == 1:
+            rank_monitor.compare_products = rank_monitor.time_reference = fail
+        run.balancer.move(shares)
+        run.updates(2)
+        return run.balancer.plan.owned
+
+    wanted = tuple(2.0 * share / sum(shares) for share in shares)
+    assert run_ranks(train, 2, timeout_s=20) == [wanted] * 2

@@ -175,6 +175,18 @@ def test_a_rank_without_units_is_seen_to_recover_by_a_reference(chi, slows_rest,
     assert estimator.times.rest_s == pytest.approx(REST_S, rel=0.15) or estimator.times.deviation > 0.15
 
 
+@pytest.mark.parametrize("chi", [1.0, 4.0])
+def test_a_rank_that_had_no_units_from_the_start_is_known_by_a_reference_until_it_has_products(chi):
+    estimator = RankEstimator(COST)
+    for _ in range(2):
+        estimator.learn_reference(chi * GEMM_S, 0.0)
+        estimator.learn([StepTimes(0.8 * REST_S, 0.0, 0.0, Shares(owned=0.0))] * 5)
+    assert estimator.times.gemm_s == pytest.approx(chi * GEMM_S, rel=0.02)
+    assert estimator.times.rest_s == pytest.approx(REST_S, rel=0.02)
+    estimator.learn(steps(1.0, 2.0))
+    assert estimator.times.gemm_s == pytest.approx(2.0 * GEMM_S, rel=0.05)
+
+
 @pytest.mark.parametrize("widening", [0.8, 1.3])
 def test_what_is_owned_beyond_an_even_share_need_not_be_in_proportion(widening):
     truth = ResizingCost(COST.ratios, COST.gemm_share, COST.gather_fill_s, widening=widening)

@@ -127,8 +127,34 @@ def test_small_gains_are_not_chased_and_large_ones_are():
 
 def test_a_debt_is_first_earned_by_slowness():
     made = moving()
-    made.account.take(3.0 * PRICE_S, 100.0 * PRICE_S, 1)  # one price is credit, and one in a hundred was allowed
-    assert updates_until_away(made, 0.5 * PRICE_S, PRICE_S) == pytest.approx(22, abs=1)
+    made.account.take(3.0 * PRICE_S, 100.0 * PRICE_S, 1)  # one in a hundred was allowed; with the next move four
+    assert updates_until_away(made, 0.5 * PRICE_S, PRICE_S) == pytest.approx(2 * (1 + 10 * 3), abs=1)
+
+
+def test_only_the_first_move_is_free_and_later_ones_fit_into_what_may_be_lost():
+    made = moving()
+    assert updates_until_away(made, PRICE_S, PRICE_S) == 1
+    made.account.take(PRICE_S, 99.0 * PRICE_S, 1)  # in vain
+    made.put(HOME, is_held=False)
+    made.moves_lately = 0.0
+    assert updates_until_away(made, PRICE_S, PRICE_S) > 5
+    made.put(HOME, is_held=False)
+    made.moves_lately = 0.0
+    made.account.take(0.0, 101.0 * PRICE_S, 1)
+    assert updates_until_away(made, PRICE_S, PRICE_S) == 1
+
+
+def test_comparing_products_is_part_of_a_move_away_and_is_learned_apart():
+    made = moving()
+    made.comparing_s = 2.0
+    assert made.price_s(AWAY) == pytest.approx(PRICE_S + 2.0)
+    made.learn(60.0, 4.0, 4.0)
+    assert made.price_s(AWAY) == pytest.approx(PRICE_S + 2.0 + 0.7 * 2.0)
+    assert made.account.lost_s == pytest.approx(8.0)
+    made.learn(60.0, 4.0)
+    assert made.comparing_s == pytest.approx(3.4)
+    made.owned = AWAY
+    assert made.price_s(HOME) == pytest.approx(PRICE_S / 2)
 
 
 def test_gains_of_long_ago_are_no_licence_to_lose():

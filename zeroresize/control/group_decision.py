@@ -91,14 +91,14 @@ class GroupDecision:
         self._exchange.post([fingerprint, wait_s, *_as_numbers(times, cost)])
         self._lent_when_sent = lent_in_force
 
-    def expect_moves(self, cost: MoveCost, bytes_of_units: float) -> None:
-        """What a move costs by the calibration, and the bytes of all units of a rank; alike on all ranks."""
+    def expect_moves(self, cost: MoveCost, bytes_of_units: float, comparing_s: float = 0.0) -> None:
+        """As :meth:`~zeroresize.policy.controller.Controller.expect_moves`; alike on all ranks."""
         for one in (self._controller, self._what_if):
-            one.expect_moves(cost, bytes_of_units)
+            one.expect_moves(cost, bytes_of_units, comparing_s)
 
-    def moved(self, num_bytes: float, seconds: float) -> None:
-        """Units have changed hands as planned: what the rank that sent or received most did, and how long it took."""
-        self._controller.moved(num_bytes, seconds)
+    def moved(self, num_bytes: float, seconds: float, comparing_s: float) -> None:
+        """Units have changed hands as planned; as :meth:`~zeroresize.policy.controller.Controller.moved`."""
+        self._controller.moved(num_bytes, seconds, comparing_s)
 
     def refuse_move(self, in_force: Sequence[float]) -> None:
         """Nothing has changed hands: these shares stay in force, and another move is not planned for a while."""

@@ -43,6 +43,7 @@ class MoveLog:
         *,
         num_steps: int = 0,
         step_s: float = math.nan,
+        comparing_s: float = 0.0,
         is_by_hand: bool = False,
     ) -> str:
         """What the log tells of ``move``, as "rank 3 is 2.1 times slower than the fastest for 40 s: 43 % of rank
@@ -55,6 +56,7 @@ class MoveLog:
             busy_s: of every rank at its even share, seconds; empty where nothing was measured.
             num_steps: after so many steps it was made.
             step_s: what a step took before, as it was measured.
+            comparing_s: seconds for which ranks compared products after it.
             is_by_hand: whether a user called for it.
         """
         self._last = None if is_by_hand else (num_steps, step_s, plan.predicted_step_s)
@@ -62,7 +64,7 @@ class MoveLog:
             return "shares change by less than a unit: nothing moves"
         return (
             f"{'by hand: ' if is_by_hand else self._why(move, plan, busy_s)}{_what(move)}: {_size(move.total_bytes)}, "
-            f"{_seconds(move.seconds)}{'' if is_by_hand else _expected(step_s, plan.predicted_step_s)}"
+            f"{_seconds(move.seconds + comparing_s)}{'' if is_by_hand else _expected(step_s, plan.predicted_step_s)}"
         )
 
     def came_of(self, step_s: float) -> str | None:

@@ -59,11 +59,13 @@ class Planner(Protocol):
             RuntimeError: if the ranks of the group do not agree on their plans, or on ``agreed``.
         """
 
-    def expect_moves(self, cost: MoveCost, bytes_of_units: float) -> None:
-        """What a move costs by the calibration, and the bytes of all units of a rank; alike on all ranks."""
+    def expect_moves(self, cost: MoveCost, bytes_of_units: float, comparing_s: float = 0.0) -> None:
+        """What a move costs by the calibration, the bytes of all units of a rank, and the seconds for which ranks
+        compare products after a move away from home; alike on all ranks."""
 
-    def moved(self, num_bytes: float, seconds: float) -> None:
-        """Units have changed hands as planned: what the rank that sent or received most did, and how long it took."""
+    def moved(self, num_bytes: float, seconds: float, comparing_s: float) -> None:
+        """Units have changed hands as planned: what the rank that sent or received most did, how long it took, and for
+        how long ranks compared products then."""
 
     def refuse_move(self, in_force: Sequence[float]) -> None:
         """Nothing has changed hands: these shares stay in force, and another move is not planned for a while."""

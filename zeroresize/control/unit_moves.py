@@ -6,10 +6,13 @@ import logging
 import math
 from collections.abc import Sequence
 
+import torch.distributed as dist
+
 from zeroresize.config_keys import AWAY_MODES, MOVING_MODES
 from zeroresize.control.assembly import Parts
 from zeroresize.control.move_log import MoveLog
-from zeroresize.measure.links import measure_links
+from zeroresize.measure.compare_products import BUDGET_S
+from zeroresize.measure.links import INSTALLING_S, measure_links
 from zeroresize.plan.group import WorkloadPlan
 from zeroresize.policy.moving import MoveCost
 from zeroresize.resharding.agreement import CannotMoveError, NotEnoughMemoryError
@@ -26,6 +29,9 @@ class UnitMoves:
 
     def __init__(self, parts: Parts) -> None:
         self._parts, self._log, self._has_told = parts, MoveLog(), False
+        # The ranks agree on what is told, and so do replicas: it is told once.
+        everybody = parts.exchange_of_replicas
+        self._tells = parts.rank == 0 and (everybody is None or everybody.ranks[0] == dist.get_rank())
 
     def will_decide(self) -> None:
         """The present plan is about to be replaced by a decision."""
@@ -42,7 +48,7 @@ class UnitMoves:
         try:
             self._move(plan, num_steps)
         except (CannotMoveError, NotEnoughMemoryError) as error:
-            if self._parts.rank == 0:  # the ranks have agreed on what it is
+            if self._tells:
                 logger.warning("step %d: units stay where they are: %s", num_steps, error)
             self._refuse()
 
@@ -94,7 +100,7 @@ class UnitMoves:
                 parts.decision.hold_owned(units.shares)
                 return
             per_byte_s, fixed_s, num_bytes = (max(column) for column in zip(*told, strict=True))
-            parts.decision.expect_moves(MoveCost(per_byte_s, fixed_s), num_bytes)
+            parts.decision.expect_moves(MoveCost(per_byte_s, INSTALLING_S + fixed_s), num_bytes, BUDGET_S)
 
     def _refuse(self) -> None:
         units = self._parts.units
@@ -104,7 +110,7 @@ class UnitMoves:
     def tell_what_came_of_it(self, num_steps: int) -> None:
         """Log how long steps have been since the last move; at the end of an interval."""
         told = self._log.came_of(self._parts.monitor.step_s)
-        if told is not None and self._parts.rank == 0:
+        if told is not None and self._tells:
             logger.info("step %d: %s", num_steps, told)
 
     def _move(self, plan: WorkloadPlan, num_steps: int, *, is_by_hand: bool = False) -> None:
@@ -119,16 +125,18 @@ class UnitMoves:
             else:
                 parts.statistic.pause()
         if move is not None:
-            parts.decision.moved(move.largest_bytes, move.seconds + self._compare())
-            if parts.rank == 0:
-                told = self._log.line(
-                    move,
-                    plan,
-                    parts.decision.busy_s,
-                    num_steps=num_steps,
-                    step_s=parts.monitor.step_s,
-                    is_by_hand=is_by_hand,
-                )
+            comparing_s = self._compare()
+            parts.decision.moved(move.largest_bytes, move.seconds, comparing_s)
+            told = self._log.line(
+                move,
+                plan,
+                parts.decision.busy_s,
+                num_steps=num_steps,
+                step_s=parts.monitor.step_s,
+                comparing_s=comparing_s,
+                is_by_hand=is_by_hand,
+            )
+            if self._tells:
                 logger.info("step %d: %s", num_steps, told)
 
     def _compare(self) -> float:

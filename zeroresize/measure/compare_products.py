@@ -14,8 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from zeroresize.layers.balanced_linear import BalancedLinear
-from zeroresize.measure.timed_products import ProductShape, random_operands, watch_products
+from zeroresize.measure.timed_products import ProductShape, random_operands, time_products
 
+#: Seconds that a comparison may take, roughly.
+BUDGET_S = 0.2
 #: So often both are timed; the median counts.
 _PAIRS = 5
 #: A sample is at least so long, since what delays a product may be carried to the next, and a shorter one can lie
@@ -35,15 +37,17 @@ class Reference:
         layer: name of the layer of whose even shape it is.
         num_tokens: T.
         repeats: how often it is carried out.
+        scale: how many times as many FLOPs all products of a step have at even shares.
     """
 
     layer: str
     num_tokens: int
     repeats: int
+    scale: float
 
 
 def compare_products(
-    layers: Mapping[str, BalancedLinear], num_tokens: Mapping[str, int], budget_s: float = 0.2
+    layers: Mapping[str, BalancedLinear], num_tokens: Mapping[str, int], budget_s: float = BUDGET_S
 ) -> float | None:
     """How many times as long the products of all layers take as they would at even shares.
 
@@ -52,7 +56,7 @@ def compare_products(
 
     Args:
         layers: balanced layers by name.
-        num_tokens: T of a step by layer; layers without any do not count.
+        num_tokens: T of a forward by layer; layers without any do not count.
         budget_s: seconds it may take, roughly.
 
     Returns:
@@ -85,17 +89,18 @@ def choose_reference(layers: Mapping[str, BalancedLinear], num_tokens: Mapping[s
         return None
     name = min(sizes, key=lambda name: sizes[name])
     tokens = min(num_tokens[name], _FIRST_TOKENS)
-    once = Reference(name, tokens, 1)
+    once = Reference(name, tokens, 1, 1.0)
     time_reference(layers[name], once)  # first calls set up threads and libraries
-    once_s = time_reference(layers[name], once)
-    return replace(once, repeats=_repeats_of(once_s))
+    repeats = _repeats_of(time_reference(layers[name], once))
+    flops = tokens * layers[name].even_shape.numel() * repeats
+    return replace(once, repeats=repeats, scale=sum(sizes.values()) / flops)
 
 
 def time_reference(layer: BalancedLinear, reference: Reference) -> float:
-    """Seconds of ``reference`` now."""
+    """Seconds that a step's products at even shares would take if all were as fast as ``reference`` is now."""
     operands = random_operands(_shape(layer, tuple(layer.even_shape), reference.num_tokens), reference.num_tokens)
-    watch_products(layer, *operands, None)  # touches the memory first
-    return sum(watch_products(layer, *operands, None).products_s for _ in range(reference.repeats))
+    time_products(layer, *operands, 1)  # touches the memory first
+    return reference.scale * time_products(layer, *operands, reference.repeats)
 
 
 def _time_in_turn(
@@ -104,19 +109,19 @@ def _time_in_turn(
     """Seconds of the products at two shapes for all tokens: medians of ``_PAIRS`` in turn."""
     tokens = min(even.num_tokens, _FIRST_TOKENS)
     first = random_operands(even, tokens)
-    watch_products(layer, *first, None)
-    first_s = watch_products(layer, *first, None).products_s
+    time_products(layer, *first, 1)
+    first_s = time_products(layer, *first, 1)
     affordable = int(budget_s / (2 * _PAIRS) / max(first_s, 1e-9) * tokens)
     tokens = max(min(even.num_tokens, affordable), min(tokens, 64))
     shapes = [shape for shape in (even, present) if shape.work > 0]
     operands = [random_operands(shape, tokens) for shape in shapes]
     for own in operands:
-        watch_products(layer, *own, None)
+        time_products(layer, *own, 1)
     repeats = _repeats_of(first_s * tokens / min(even.num_tokens, _FIRST_TOKENS))
     samples: list[list[float]] = [[] for _ in shapes]
     for _ in range(_PAIRS):
         for own, seconds in zip(operands, samples, strict=True):
-            seconds.append(sum(watch_products(layer, *own, None).products_s for _ in range(repeats)))
+            seconds.append(time_products(layer, *own, repeats))
     scale = even.num_tokens / tokens / repeats
     even_s, *others = (scale * statistics.median(seconds) for seconds in samples)
     return even_s, others[0] if others else 0.0

@@ -15,6 +15,8 @@ from zeroresize.resharding.agreement import meet_over, wait_for_all
 #: Bytes of a small and of a large message, and how often each is sent. The median of each size counts: a freak of the
 #: machine must not make a link look slow, nor fast.
 _SMALL, _LARGE, _ROUNDS = 2**10, 2**22, 5
+#: Seconds of a move beside its messages, in which ranks agree, allocate and install; the first move tells what it is.
+INSTALLING_S = 0.05
 
 
 def measure_links(process_group: ProcessGroup, device: torch.device, over: Channel | None = None) -> MoveCost:

@@ -8,7 +8,8 @@ import math
 import statistics
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,7 +104,8 @@ class RankMonitor:
         self._timer = StepTimer(clock_for(device))
         self._split: ProductSplit | None = None
         self._layer_times: dict[str, float] = {}
-        self._num_tokens: dict[str, int] = {}
+        self._num_tokens: dict[str, int] = {}  # of the last step of training
+        self._most_forwards = 1  # of one layer in it
         self._step_s = math.nan
         self._reference: Reference | None = None
         probes = []
@@ -126,7 +128,7 @@ class RankMonitor:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a usual step in the last interval, waits included; NaN where none was read."""
+        """Seconds of a usual step under the last update's last plan, waits included; NaN where none was read."""
         return self._step_s
 
     @property
@@ -159,6 +161,7 @@ class RankMonitor:
         if self.is_step_of_training:
             self._has_seen_training = True
             self._num_tokens = {name: layer.num_tokens for name, layer in self._layers.items()}
+            self._most_forwards = max(layer.num_forwards for layer in self._layers.values())
 
     @property
     def is_step_of_training(self) -> bool:
@@ -186,7 +189,8 @@ class RankMonitor:
         self._estimator = RankEstimator(cost)
         self._take_split(split)
         self._calibrated_on = _Conditions.of_step(self._layers, self._config)
-        self._reference = choose_reference(self._layers, self._num_tokens)
+        with self._optional("no reference product could be chosen"):
+            self._reference = choose_reference(self._layers, self._num_tokens)
         self._time_reference(self._shares_in_force.owned)
         logger.info(
             "calibration of pruning: at γ = %.2f multiplications take %.2f of their time, gathers and fills %.1f ms",
@@ -208,21 +212,29 @@ class RankMonitor:
             The seconds that it took.
         """
         began = time.perf_counter()
-        try:
-            if owned == 0.0:
-                self._time_reference(owned)
-            elif owned != 1.0:
-                ratio = compare_products(self._layers, self._num_tokens)
+        if owned == 0.0:
+            self._time_reference(owned)
+        elif owned != 1.0:
+            with self._optional("products could not be compared after a move, so speeds are known later"):
+                of_forward = {name: -(-tokens // self._most_forwards) for name, tokens in self._num_tokens.items()}
+                ratio = compare_products(self._layers, of_forward)
                 if ratio is not None:
                     self._estimator.compare(owned, ratio)
-        except torch.OutOfMemoryError as error:
-            logger.warning("products could not be compared after a move, so speeds are known later: %s", error)
         return time.perf_counter() - began
 
     def _time_reference(self, owned: float) -> None:
         layer = self._layers.get(self._reference.layer) if self._reference is not None else None
         if self._reference is not None and layer is not None:
-            self._estimator.learn_reference(time_reference(layer, self._reference), owned)
+            with self._optional("a reference product could not be timed"):
+                self._estimator.learn_reference(time_reference(layer, self._reference), owned)
+
+    @contextmanager
+    def _optional(self, lacking: str) -> Iterator[None]:
+        """What is measured beside training may fail, mostly for lack of memory: the other ranks wait for this one."""
+        try:
+            yield
+        except Exception as error:
+            logger.warning("%s: %s", lacking, str(error) or type(error).__name__)
 
     def learn(self) -> None:
         """Full-work times, and what pruning costs, from the interval that ends."""
@@ -240,18 +252,15 @@ class RankMonitor:
         self._estimator.learn([step.inside for step in self._interval])
         usual = self._estimator.usual_step
         self._wait_s = math.nan
-        whole = [step.busy_s + step.wait_s for step in self._interval if step.is_possible]
+        under_last_plan = [step for step in self._interval if step.shares == self._shares_in_force]
+        whole = [step.busy_s + step.wait_s for step in under_last_plan if step.is_possible]
         self._step_s = statistics.median(whole) if whole else math.nan
         if self._interval and usual is not None and usual.shares == self._shares_in_force:
             self._wait_s = usual.wait_s
         # Of steps from a loaded state it is not known.
-        under_last_plan = [
-            step.layers for step in self._interval if step.layers and step.shares == self._shares_in_force
-        ]
+        by_layer = [step.layers for step in under_last_plan if step.layers]
         self._layer_times = {
-            name: statistics.median(layers.get(name, 0.0) for layers in under_last_plan)
-            for name in self._layers
-            if under_last_plan
+            name: statistics.median(layers.get(name, 0.0) for layers in by_layer) for name in self._layers if by_layer
         }
         self._interval, self._has_seen_training = [], False
 
@@ -266,6 +275,7 @@ class RankMonitor:
             "estimator": self._estimator.state_dict(),
             "split": dataclasses.astuple(self._split) if self._split is not None else None,
             "num_tokens": [(name, number) for name, number in self._num_tokens.items()],
+            "most_forwards": self._most_forwards,
             "reference": dataclasses.astuple(self._reference) if self._reference is not None else None,
             "outside_s": self._outside_s,
             # Without the times of layers, which the next interval tells anew.
@@ -284,7 +294,8 @@ class RankMonitor:
                 "estimator": self._estimator.state_check,
                 "split": optional(split),
                 "num_tokens": each(row(text, count)),
-                "reference": optional(row(text, count, count)),
+                "most_forwards": count,
+                "reference": optional(row(text, count, count, not_negative)),
                 "outside_s": not_negative,
                 "interval": each(step),
             }
@@ -295,7 +306,7 @@ class RankMonitor:
         self._calibrated_on = _Conditions(*state["calibrated_on"]) if state["calibrated_on"] is not None else None
         if state["split"] is not None:
             self._take_split(ProductSplit(*map(tuple, state["split"])))
-        self._num_tokens = dict(state["num_tokens"])
+        self._num_tokens, self._most_forwards = dict(state["num_tokens"]), max(state["most_forwards"], 1)
         self._reference = Reference(*state["reference"]) if state["reference"] is not None else None
         self._interval = [_step_of(*values) for values in state["interval"]]
         self._estimator.load_state_dict(state["estimator"])

@@ -15,7 +15,7 @@ from torch.distributed.pipelining import Schedule1F1B
 
 from zeroresize.comm.collectives import all_reduce
 from zeroresize.comm.remaining_group import num_known_groups
-from zeroresize.measure.links import measure_links
+from zeroresize.measure.links import INSTALLING_S, measure_links
 from zeroresize.optim.independence import why_not_by_parameter
 from zeroresize.pipeline.layer_contents import groups_of, require_movable_state
 from zeroresize.pipeline.moving import LayerMoveReport, move_layers
@@ -50,9 +50,6 @@ from zeroresize.resharding.agreement import (
 from zeroresize.utils.state_checks import count
 
 logger = logging.getLogger(__name__)
-
-#: Seconds in which ranks agree on a move and install layers, before the first one tells.
-_INSTALLED_S = 0.05
 
 _OPTIONS = (
     "the options of PipelineBalancer, or in the parameter groups of the optimizer: give every rank's all of "
@@ -382,7 +379,7 @@ class PipelineBalancer:
         links = measure_links(self._pipeline.process_group, self._pipeline.device, channel)
         figures = [links.seconds_per_byte, links.fixed_s]
         per_byte_s, latency_s = figures if self._replicas is None else self._replicas.most(*figures)
-        return MoveCost(per_byte_s, _INSTALLED_S + latency_s)
+        return MoveCost(per_byte_s, INSTALLING_S + latency_s)
 
     def _tell(self, forecast: RebalancingForecast, report: LayerMoveReport) -> None:
         table = torch.zeros(self._pipeline.num_stages, 3, dtype=torch.float64)

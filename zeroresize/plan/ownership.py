@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 
 #: Of shares: much finer than a unit, and alike on machines whose sums differ in the last bit.
 SHARE_DECIMALS = 6
+#: Of what they own of the products, however many works of segments are added up.
+_OWNED_DECIMALS = 9
 
 Indices = NDArray[np.int64]
 
@@ -200,4 +202,5 @@ def owned_shares(shares: Sequence[float], segments: Sequence[SegmentWork]) -> tu
     for segment in segments:
         for rank, count in enumerate(unit_counts(shares, segment)):
             owned[rank] += segment.work * count * len(shares) / segment.num_units
-    return tuple(owned)
+    # All of it and nothing are exact: who owns nothing is treated otherwise than who owns a little.
+    return tuple(round(share, _OWNED_DECIMALS) for share in owned)

@@ -45,3 +45,12 @@ class Account:
     def debt_s(self) -> float:
         """Seconds that were lost beyond ``MOST_LOST`` of the time; 0 where there is nothing beyond."""
         return max(self.lost_s - MOST_LOST * self.elapsed_s, 0.0)
+
+    def debt_with(self, price_s: float, late_s: float) -> float:
+        """Seconds beyond what may be lost if a move were made that is good for nothing; the first move is free.
+
+        Args:
+            price_s: of that move and the way back.
+            late_s: seconds lost until it is noticed.
+        """
+        return max(self.lost_s + late_s + price_s - max(MOST_LOST * self.elapsed_s, price_s), 0.0)

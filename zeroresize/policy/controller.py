@@ -152,9 +152,14 @@ class Controller:
         ranks = zip(self._moving.owned, self._are_stragglers, strict=True)
         return WorkloadPlan(tuple(RankPlan(owned=owned, is_straggler=slow) for owned, slow in ranks))
 
-    def expect_moves(self, cost: MoveCost, bytes_of_units: float) -> None:
-        """What a move takes by the calibration, and the bytes of all units of a rank; alike on every rank."""
+    def expect_moves(self, cost: MoveCost, bytes_of_units: float, comparing_s: float = 0.0) -> None:
+        """What a move takes by the calibration, and the bytes of all units of a rank; alike on every rank.
+
+        Args:
+            comparing_s: seconds for which ranks compare products after a move away from home.
+        """
         self._moving.cost, self._moving.bytes_of_units = cost, bytes_of_units
+        self._moving.comparing_s = comparing_s
 
     @property
     def move_cost(self) -> MoveCost:
@@ -167,14 +172,15 @@ class Controller:
         known = [times.busy_s for times in self._times if times is not None]
         return tuple(known) if len(known) == self.num_ranks else ()
 
-    def moved(self, num_bytes: float, seconds: float) -> None:
+    def moved(self, num_bytes: float, seconds: float, comparing_s: float = 0.0) -> None:
         """The move of the last plan has been made; to be told alike on every rank.
 
         Args:
             num_bytes: of the rank that sent or received most.
             seconds: that it took.
+            comparing_s: for which ranks compared products after it.
         """
-        self._moving.learn(num_bytes, seconds)
+        self._moving.learn(num_bytes, seconds, comparing_s)
 
     def refuse_move(self, in_force: Sequence[float]) -> WorkloadPlan:
         """The move of the last plan was not made, and nothing has changed; to be called alike on every rank.

@@ -226,8 +226,7 @@ class RankEstimator:
         if steps:
             last = steps[-1].shares.work
             self.usual_step = _median([step for step in steps if step.shares.work == last])
-        if self._is_known:
-            self._learn_rest_alone([step for step in steps if not step.shares.computes])
+        self._learn_rest_alone([step for step in steps if not step.shares.computes])
         steps = [step for step in steps if step.gemm_s >= LEAST_SECONDS]
         steps = [step for step in steps if step.shares.computes]
         is_new_interval = True
@@ -263,7 +262,7 @@ class RankEstimator:
         Of a rank that owns nothing it tells the speed; of another only how long a reference takes beside its products.
 
         Args:
-            seconds: that it took; nothing is learned of what no product can take.
+            seconds: that a step's products would take if they were as fast; nothing is learned of what none can take.
             owned: what the rank owns.
         """
         if not LEAST_SECONDS < seconds < MOST_SECONDS:
@@ -308,6 +307,12 @@ class RankEstimator:
             return
         shares, noise = steps[-1].shares, self._noise[_REST]
         logarithms = [math.log(max(step.busy_s, LEAST_SECONDS)) for step in steps]
+        if not self._is_known:
+            if self._first_reference is None:
+                return
+            self._x[_REST] = logarithms[0] - math.log(self._rest_part(shares.owned))
+            self._x[_GEMM], self._p[_GEMM, _GEMM] = self._first_reference, self._reference[1] + REFERENCE_ERROR**2
+            self._first_reference, self._is_known = None, True
         place = change_of_level([logarithms], [noise])
         self._p[_REST, _REST] += noise.drift
         for level in (logarithms[:place], logarithms[place:]) if place is not None else (logarithms,):

@@ -41,6 +41,8 @@ _SURE_UPDATES = 4
 _CHASED, _HALF_LIFE = 0.14, 1000
 #: Where balancing has lost more than it may, slowness must have cost so many times the rest before units move again.
 _MISTRUST = 10.0
+#: For so many updates it is not noticed that a division is good for nothing any more.
+_UNNOTICED_UPDATES = 2
 #: After a refused move no other is tried for so many updates, twice as many after each that follows, up to the most.
 FIRST_PAUSE, LONGEST_PAUSE = 8, 1024
 
@@ -96,6 +98,7 @@ class Moving:
         pause: for so many updates nothing moves.
         gain_s: seconds of a step that the present division was to save, compared with even shares; 0 where no decision
             made it.
+        comparing_s: seconds for which ranks compare products after a move away from home.
         late_s: seconds of a step that a division costs, compared with even shares, until it is noticed that it is good
             for nothing; 0 before that was seen.
         moves_lately: moves away from home that were decided, older ones counting less.
@@ -114,6 +117,7 @@ class Moving:
     movers: frozenset[tuple[int, bool]] = field(default=frozenset(), init=False)
     pause: int = field(default=0, init=False)
     gain_s: float = field(default=0.0, init=False)
+    comparing_s: float = field(default=0.0, init=False)
     late_s: float = field(default=0.0, init=False)
     moves_lately: float = field(default=0.0, init=False)
     sure: int = field(default=0, init=False)
@@ -159,8 +163,10 @@ class Moving:
             return 0.0
         now, then = (owned_shares(shares, self.segments) for shares in (self.owned, wanted))
         most = max(abs(after - before) for before, after in zip(now, then, strict=True))
-        ways = 1.0 if tuple(wanted) == self.home else 2.0
-        return ways * self.cost.seconds(most / self._work * self.bytes_of_units)
+        one_way_s = self.cost.seconds(most / self._work * self.bytes_of_units)
+        if tuple(wanted) == self.home or not one_way_s:
+            return one_way_s
+        return 2.0 * one_way_s + self.comparing_s
 
     def update(
         self,
@@ -205,7 +211,7 @@ class Moving:
             if self.owed_s < price_s and self.sure < _SURE_UPDATES:
                 return False
         else:
-            debt_s = max(self.account.debt_s - price_s, 0.0)
+            debt_s = self.account.debt_with(price_s, _UNNOTICED_UPDATES * num_steps * self.late_s)
             if self.is_home:
                 price_s *= 1.0 + self.moves_lately * (_CHASED * step_s / saved_s) ** 4
             if self.owed_s < price_s + _MISTRUST * debt_s:
@@ -232,10 +238,12 @@ class Moving:
         self.pause = self._next_pause
         self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
 
-    def learn(self, num_bytes: float, seconds: float) -> None:
-        """A move has been made."""
+    def learn(self, num_bytes: float, seconds: float, comparing_s: float = 0.0) -> None:
+        """A move has been made, and ranks have compared products for so long; 0 if they have not."""
         self.cost = self.cost.learned(num_bytes, seconds)
-        self.account.take(seconds, seconds, 0)
+        if comparing_s > 0.0:
+            self.comparing_s += _WEIGHT * (comparing_s - self.comparing_s)
+        self.account.take(seconds + comparing_s, seconds + comparing_s, 0)
         self._next_pause = FIRST_PAUSE
 
     def state_dict(self) -> dict[str, Any]:
@@ -249,6 +257,7 @@ class Moving:
             "owed_s": self.owed_s,
             "movers": tuple(sorted(self.movers)),
             "pause": (self.pause, self._next_pause),
+            "comparing_s": self.comparing_s,
             "late": (self.gain_s, self.late_s),
             "lately": (self.moves_lately, self.sure),
             "account": (self.account.lost_s, self.account.elapsed_s, self.account.num_steps),
@@ -267,6 +276,7 @@ class Moving:
                 "owed_s": not_negative,
                 "movers": each(row(count, flag)),
                 "pause": row(count, count),
+                "comparing_s": not_negative,
                 "late": row(not_negative, not_negative),
                 "lately": row(not_negative, count),
                 "account": row(number, not_negative, not_negative),
@@ -283,6 +293,7 @@ class Moving:
         self.owed_s = state["owed_s"]
         self.movers = frozenset((rank, is_more) for rank, is_more in state["movers"])
         self.pause, self._next_pause = state["pause"]
+        self.comparing_s = state["comparing_s"]
         self.gain_s, self.late_s = state["late"]
         self.moves_lately, self.sure = state["lately"]
         self.account = Account(*state["account"])

@@ -46,10 +46,10 @@ class WhatIf:
         self._num_updates = 0
         self._plans = {kind: controller.initial_plan() for kind, controller in self._controllers.items()}
 
-    def expect_moves(self, cost: MoveCost, bytes_of_units: float) -> None:
+    def expect_moves(self, cost: MoveCost, bytes_of_units: float, comparing_s: float = 0.0) -> None:
         """As :meth:`Controller.expect_moves`."""
         for controller in self._controllers.values():
-            controller.expect_moves(cost, bytes_of_units)
+            controller.expect_moves(cost, bytes_of_units, comparing_s)
 
     def update(self, samples: Sequence[RankTimes], collectives: CollectiveTimes) -> None:
         """Let every controller decide, as :meth:`Controller.update` does, where it is time to."""
