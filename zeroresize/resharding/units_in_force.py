@@ -18,7 +18,7 @@ from zeroresize.layers.segment import OwnedSegment
 from zeroresize.layers.segments import owned_segments, segment_works
 from zeroresize.layers.weight_checks import is_sharded
 from zeroresize.optim.independence import why_not_elementwise
-from zeroresize.optim.optimizers import stepped_tensors
+from zeroresize.optim.optimizers import stepped_tensors, torch_optimizer
 from zeroresize.plan.ownership import SegmentWork, checked_shares, owned_shares, unit_counts
 from zeroresize.resharding.agreement import CannotMoveError, Meet, NotEnoughMemoryError, meet_unchanged, texts_of_ranks
 from zeroresize.resharding.contents import contents_of, why_of_fixed_size
@@ -272,7 +272,36 @@ class UnitsInForce:
             stepped = stepped_tensors(self._optimizer, self._parameters)
         except ValueError:  # a move tells
             return None
+        if not self.is_home and (why := self._why_state_does_not_fit(stepped)) is not None:
+            return why
         return why_not_elementwise(self._optimizer, stepped.values())
+
+    def _why_state_does_not_fit(self, stepped: Mapping[str, Tensor]) -> str | None:
+        """Where the optimizer has stepped before the units were divided without it."""
+        state = torch_optimizer(self._optimizer).state
+        for name, tensor in stepped.items():
+            for value in state.get(tensor, {}).values():
+                if isinstance(value, Tensor) and value.ndim == tensor.ndim and value.shape != tensor.shape:
+                    return (
+                        f"{name} has shape {tuple(tensor.shape)} and its state in the optimizer {tuple(value.shape)}: "
+                        "pass optimizer= to convert where it has stepped before"
+                    )
+        return None
+
+    def _why_not_stepped(self) -> str | None:
+        """Where a trained parameter of the units is stepped by something else, whose state would not move along."""
+        if self._optimizer is None:
+            return None
+        try:
+            stepped = stepped_tensors(self._optimizer, self._parameters)
+        except ValueError:  # a move tells
+            return None
+        left = [name for name, one in self._parameters.items() if one.requires_grad and name not in stepped]
+        if not left:
+            return None
+        return (
+            f"{left[0]} and {len(left) - 1} more parameters of the units are" if len(left) > 1 else f"{left[0]} is"
+        ) + " not stepped by the optimizer that the Balancer was given, and another one's state would not move along"
 
     def _why_not_movable(self, replicas: Replicas) -> str | None:
         if not self.segments:
@@ -283,6 +312,8 @@ class UnitsInForce:
             return "the optimizer is a ZeroRedundancyOptimizer, whose replicas keep different parts of its state"
         if self.why_not_divisible is not None:
             return self.why_not_divisible
+        if (why := self._why_not_stepped()) is not None:
+            return why
         sharded = next((name for name, one in self._parameters.items() if is_sharded(one)), None)
         if sharded is not None:
             return f"{sharded} is a DTensor, of which this rank holds a shard only, as with fully_shard"
