@@ -200,3 +200,33 @@ def test_a_trial_of_large_matrices_of_several_names_takes_a_third_of_a_second(dt
             assert why_not(optimizer, [one for _, one in own]) is None
             seconds.append(time.process_time() - begin)
         assert min(seconds) < limit_s
+
+
+class Forgets(Lion):
+    """Keeps none of its settings, as bitsandbytes' optimizers do not keep ``amsgrad``."""
+
+    def __init__(self, params, lr, amsgrad=False):
+        super().__init__(params, lr)
+
+
+class ForgetsBlocks(Forgets):
+    def change(self, one, lr, state):
+        one.data.sub_(lr * one.grad / one.grad.abs().max())
+
+
+class ForgetsToStep(Forgets):
+    def step(self):
+        pass
+
+
+def test_a_word_is_asked_for_only_where_a_trial_with_the_defaults_finds_nothing_against_it():
+    own = [nn.Parameter(torch.ones(6, 5))]
+    told = {kind: why_not_elementwise(kind(own, lr=0.1), own) for kind in (Forgets, ForgetsBlocks, ForgetsToStep)}
+    assert all("does not tell with which amsgrad= it was made" in reason for reason in told.values())
+    assert "with the defaults a trial finds nothing against it" in told[Forgets]
+    assert "say so by zeroresize.mark_elementwise(Forgets)" in told[Forgets]
+    assert "with the defaults in a trial its steps on a tensor (10, 6) were others" in told[ForgetsBlocks]
+    assert "with the defaults it cannot be tried either: in a trial it did not step" in told[ForgetsToStep]
+    assert not any("mark_elementwise" in told[kind] for kind in (ForgetsBlocks, ForgetsToStep))
+    reason = why_not_by_parameter(ForgetsBlocks(own, lr=0.1), own)
+    assert "finds nothing against it" in reason and "mark_by_parameter(ForgetsBlocks)" in reason

@@ -141,7 +141,7 @@ def _why_not(optimizer: Any, tensors: Iterable[Tensor], kind: _Kind) -> str | No
         except NoTrialError as error:
             if is_said:
                 return None
-            return _unknown(inner, kind, str(error))
+            return _untried(inner, case, kind, error)
         if reason is not None and is_said:
             _doubted.add((type(inner), kind.call))
             logger.warning("by zeroresize.%s %s counts, but it %s: %s", kind.call, _name(inner), kind.lacking, reason)
@@ -151,11 +151,26 @@ def _why_not(optimizer: Any, tensors: Iterable[Tensor], kind: _Kind) -> str | No
     return None
 
 
+def _untried(optimizer: Optimizer, case: Case, kind: _Kind, error: NoTrialError) -> str:
+    """Where only settings are unknown, what a trial with the defaults shows: nobody is to give a word against it."""
+    if not error.has_defaults:
+        return _unknown(optimizer, kind, str(error))
+    try:
+        reason = kind.trial(optimizer, case, by_default=True)
+    except NoTrialError as other:
+        reason = f"it cannot be tried either: {other}"
+    if reason is None:
+        return _unknown(optimizer, kind, f"{error}; with the defaults a trial finds nothing against it")
+    return f"{_not_known(optimizer, kind)}: {error}; with the defaults {reason}"
+
+
 def _unknown(optimizer: Any, kind: _Kind, reason: str) -> str:
-    return (
-        f"the optimizer {_name(optimizer)} is not known to treat tensors {kind.name}: {reason}. If it does, say so by "
-        f"zeroresize.{kind.call}({type(optimizer).__name__})"
-    )
+    told = f"zeroresize.{kind.call}({type(optimizer).__name__})"
+    return f"{_not_known(optimizer, kind)}: {reason}. If it does, say so by {told}"
+
+
+def _not_known(optimizer: Any, kind: _Kind) -> str:
+    return f"the optimizer {_name(optimizer)} is not known to treat tensors {kind.name}"
 
 
 def _name(optimizer: Any) -> str:
