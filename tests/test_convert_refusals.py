@@ -1,5 +1,7 @@
 """What convert refuses on every rank at once, and what a converted model refuses: files of shards."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -102,6 +104,59 @@ def test_save_pretrained_never_writes_a_rank_s_shards(run_ranks, tmp_path):
             assert all(torch.equal(saved[name], one) for name, one in expected.items())
 
     run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "GPT2"])
+def test_save_pretrained_does_not_take_a_rank_s_shards_for_a_given_whole_model(run_ranks, tmp_path, kind):
+    def check(rank, group):
+        model = split(build(kind), group)
+        zr.convert(model, process_group=group, config=OFF)
+        layers = balanced_layers(model)
+        divided = [f"{name}.weight" for name in layers]
+        divided += [f"{name}.bias" for name, one in layers.items() if one.is_column_parallel and one.bias is not None]
+        whole, own = build(kind).state_dict(), model.state_dict()
+        kept = {name: one for name, one in whole.items() if name not in divided}  # on every rank alike
+        assert len(kept) > 3 and all(own[name].shape == one.shape for name, one in kept.items())
+        save = functools.partial(model.save_pretrained, tmp_path / f"{rank}")
+        for name in divided:
+            for prefix in ("", "module.", "_orig_mod.module."):
+                state = {f"{prefix}{key}": one for key, one in {**kept, name: own[name]}.items()}
+                with pytest.raises(RuntimeError, match=rf"shards .* whole model \(given is {prefix}{name} of shape"):
+                    save(state_dict=state)
+        with pytest.raises(RuntimeError, match=r"shards .* whole model .*sharded_state_dict"):
+            save(state_dict=own)
+        assert not (tmp_path / f"{rank}").exists()
+        save(state_dict=whole)
+
+    run_ranks(check, 2, timeout_s=60)
+
+
+def test_save_pretrained_tells_parts_from_the_whole_however_units_lie(run_ranks):
+    def check(rank, group):
+        saved = []
+
+        class Model(nn.Sequential):
+            def save_pretrained(self, folder, state_dict=None):
+                saved.append(folder)
+
+        model = Model(*model_of(group), nn.Linear(8, 8))
+        even = model.state_dict()
+        zr.convert(model, process_group=group, config=OFF, segments=named(min_units=0), shares=(1, 0))
+        own = dict(model.named_parameters())
+        whole = {"0.weight": torch.zeros(16, 8), "0.bias": torch.zeros(16), "2.weight": torch.zeros(8, 16)}
+        model.save_pretrained("whole", state_dict=whole)
+        if rank == 0:  # it has all units
+            model.save_pretrained("own", state_dict=own)
+        for state in [even] if rank == 0 else [even, own]:
+            with pytest.raises(RuntimeError, match=r"given is 0\.weight of shape"):
+                model.save_pretrained("parts", state_dict=state)
+        # Of another module that has the same name but for a prefix.
+        model.add_module("other", nn.Sequential(nn.Linear(8, 8)))
+        model.save_pretrained("other", state_dict={**whole, "other.0.weight": torch.zeros(8, 8)})
+        return saved
+
+    saved = run_ranks(check, 2)
+    assert saved == [["whole", "own", "other"], ["whole", "other"]]
 
 
 def test_a_model_of_dtensors_is_told_the_way(run_ranks):

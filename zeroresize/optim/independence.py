@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as torchs
 
-from zeroresize.optim.trial import NoTrialError, settings_of, why_halves_differ, why_parameters_differ
+from zeroresize.optim.likeness import Case, NoTrialError, cases_of
+from zeroresize.optim.trial import why_halves_differ, why_parameters_differ
 
 _OptimizerT = TypeVar("_OptimizerT", bound=type)
 
@@ -99,6 +100,10 @@ def why_not_by_parameter(optimizer: Any, tensors: Iterable[Tensor]) -> str | Non
     return _why_not(optimizer, tensors, kind)
 
 
+class _Try(Protocol):
+    def __call__(self, optimizer: Optimizer, case: Case, *, by_default: bool = False) -> str | None: ...
+
+
 @dataclass(frozen=True)
 class _Kind:
     """Of independence: its name, what one without it does, how a user says so, its trial, and what was said besides."""
@@ -106,7 +111,7 @@ class _Kind:
     name: str
     lacking: str
     call: str
-    trial: Callable[[Optimizer, Mapping[str, Any], Tensor], str | None]
+    trial: _Try
     words: Set[type] = frozenset()
 
     def is_said(self, optimizer: Any) -> bool:
@@ -130,13 +135,13 @@ def _why_not(optimizer: Any, tensors: Iterable[Tensor], kind: _Kind) -> str | No
         return _unknown(inner, kind, reason)
     if _is_known(type(inner)) or (is_said and (type(inner), kind.call) in _doubted):
         return None
-    for settings, tensor in settings_of(inner, tensors):
+    for case in cases_of(inner, tensors):
         try:
-            reason = kind.trial(inner, settings, tensor)
+            reason = kind.trial(inner, case)
         except NoTrialError as error:
             if is_said:
                 return None
-            return _unknown(inner, kind, str(error))
+            return _untried(inner, case, kind, error)
         if reason is not None and is_said:
             _doubted.add((type(inner), kind.call))
             logger.warning("by zeroresize.%s %s counts, but it %s: %s", kind.call, _name(inner), kind.lacking, reason)
@@ -146,11 +151,26 @@ def _why_not(optimizer: Any, tensors: Iterable[Tensor], kind: _Kind) -> str | No
     return None
 
 
+def _untried(optimizer: Optimizer, case: Case, kind: _Kind, error: NoTrialError) -> str:
+    """Where only settings are unknown, what a trial with the defaults shows: nobody is to give a word against it."""
+    if not error.has_defaults:
+        return _unknown(optimizer, kind, str(error))
+    try:
+        reason = kind.trial(optimizer, case, by_default=True)
+    except NoTrialError as other:
+        reason = f"it cannot be tried either: {other}"
+    if reason is None:
+        return _unknown(optimizer, kind, f"{error}; with the defaults a trial finds nothing against it")
+    return f"{_not_known(optimizer, kind)}: {error}; with the defaults {reason}"
+
+
 def _unknown(optimizer: Any, kind: _Kind, reason: str) -> str:
-    return (
-        f"the optimizer {_name(optimizer)} is not known to treat tensors {kind.name}: {reason}. If it does, say so by "
-        f"zeroresize.{kind.call}({type(optimizer).__name__})"
-    )
+    told = f"zeroresize.{kind.call}({type(optimizer).__name__})"
+    return f"{_not_known(optimizer, kind)}: {reason}. If it does, say so by {told}"
+
+
+def _not_known(optimizer: Any, kind: _Kind) -> str:
+    return f"the optimizer {_name(optimizer)} is not known to treat tensors {kind.name}"
 
 
 def _name(optimizer: Any) -> str:

@@ -1,7 +1,7 @@
 """No uneven shard gets into a file, or out of one, by accident.
 
-``state_dict()`` and ``load_state_dict()`` are errors while units are away from home. ``save_pretrained()`` always is,
-since it would write this rank's shards as if they were the model.
+``state_dict()`` and ``load_state_dict()`` are errors while units are away from home. ``save_pretrained()`` always is
+where it would write this rank's shards as if they were the model: without a state, or with this rank's.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
+from zeroresize.comm.collectives import group_size
+from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.optim.optimizers import torch_optimizer
 
@@ -37,7 +39,7 @@ def guard_modules(segments: Iterable[OwnedSegment]) -> None:
 
 
 def guard_save_pretrained(model: nn.Module) -> None:
-    """Let no module in ``model`` write its shards by ``save_pretrained``, unless the state is given; copies too."""
+    """Let no module in ``model`` write its shards by ``save_pretrained``, unless given whole tensors; copies too."""
     for module in model.modules():
         if callable(getattr(type(module), "save_pretrained", None)):
             # A method: that of a copy is the copy's.
@@ -46,14 +48,47 @@ def guard_save_pretrained(model: nn.Module) -> None:
 
 def _save_pretrained(model: Any, *args: Any, **options: Any) -> Any:
     save = type(model).save_pretrained
-    if inspect.signature(save).bind(model, *args, **options).arguments.get("state_dict") is None:
+    state = inspect.signature(save).bind(model, *args, **options).arguments.get("state_dict")
+    shard = None if state is None else _first_shard_in(state, model)
+    if state is None or shard is not None:
         raise RuntimeError(
             f"{type(model).__name__}.save_pretrained() would write this rank's shards of the layers as if they were "
-            "the whole model. Let torch.distributed.checkpoint save zeroresize.sharded_state_dict(model), which holds "
-            "whole tensors, load that into the model that is not split, and save it there; or pass whole tensors as "
-            "state_dict="
+            f"the whole model{'' if shard is None else f' (given is {shard})'}. Let "
+            "torch.distributed.checkpoint save zeroresize.sharded_state_dict(model), which holds whole tensors, load "
+            "that into the model that is not split, and save it there; or pass whole tensors as state_dict="
         )
     return save(model, *args, **options)
+
+
+def _first_shard_in(state: Mapping[str, Any], model: nn.Module) -> str | None:
+    """A tensor of a parallel layer that ``state`` has as this rank's part: name and shape, and that of the whole."""
+    names: set[str] = set()  # of all that is in the model
+    divided: dict[str, tuple[int, int, set[int]]] = {}  # along which dimension, its size, and those of parts
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        own = {key: f"{prefix}.{key}".lstrip(".") for key in (*module._parameters, *module._buffers)}
+        names.update(own.values())
+        if isinstance(module, BalancedLinear):
+            divided.update({own[key]: sizes for key, sizes in _sizes_of(module).items() if key in own})
+    for name, tensor in state.items():
+        shape = getattr(tensor, "shape", ())
+        # A wrapper's state has longer names, such as "module.…" and "_orig_mod.…".
+        parts = name.split(".")
+        ends = [name] if name in names else [".".join(parts[at:]) for at in range(len(parts))]
+        found = next((divided[one] for one in ends if one in divided), None)
+        if found is not None:
+            dim, whole, own_sizes = found
+            if dim < len(shape) and shape[dim] != whole and shape[dim] in own_sizes:
+                return f"{name} of shape {tuple(shape)}, of which all ranks together have {whole} in dimension {dim}"
+    return None
+
+
+def _sizes_of(layer: BalancedLinear) -> dict[str, tuple[int, int, set[int]]]:
+    """Of each divided parameter, by name: its dimension, the size of the whole, and those that this rank may have."""
+    dim = 0 if layer.is_column_parallel else 1
+    even = layer.even_shape[dim]
+    sizes = even * group_size(layer.process_group), {even, layer.local_weight.shape[dim]}
+    found = {"weight": (dim ^ layer.weight_is_transposed, *sizes)}
+    return {**found, "bias": (0, *sizes)} if layer.is_column_parallel else found
 
 
 def guard_optimizer(optimizer: Any, are_away: Callable[[], bool]) -> Callable[[], None]:
