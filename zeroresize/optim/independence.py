@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as torchs
 
-from zeroresize.optim.likeness import Case, NoTrialError, cases_of
+from zeroresize.optim.likeness import Case, KeepsTensorsError, NoTrialError, cases_of
 from zeroresize.optim.trial import why_halves_differ, why_parameters_differ
 
 _OptimizerT = TypeVar("_OptimizerT", bound=type)
@@ -138,6 +138,8 @@ def _why_not(optimizer: Any, tensors: Iterable[Tensor], kind: _Kind) -> str | No
     for case in cases_of(inner, tensors):
         try:
             reason = kind.trial(inner, case)
+        except KeepsTensorsError as error:
+            reason = str(error)
         except NoTrialError as error:
             if is_said:
                 return None
@@ -157,6 +159,8 @@ def _untried(optimizer: Optimizer, case: Case, kind: _Kind, error: NoTrialError)
         return _unknown(optimizer, kind, str(error))
     try:
         reason = kind.trial(optimizer, case, by_default=True)
+    except KeepsTensorsError as other:
+        reason = str(other)
     except NoTrialError as other:
         reason = f"it cannot be tried either: {other}"
     if reason is None:

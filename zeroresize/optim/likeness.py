@@ -29,6 +29,27 @@ class NoTrialError(Exception):
         self.has_defaults = has_defaults
 
 
+class KeepsTensorsError(Exception):
+    """Where an optimizer keeps tensors besides its state, which alone moves along."""
+
+
+def require_state_only(optimizer: Optimizer) -> None:
+    """Check that an optimizer that has stepped keeps nothing of its parameters elsewhere than in ``state``.
+
+    Raises:
+        KeepsTensorsError: where it does, naming it.
+    """
+    parameters = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    places = {f"its attribute {name}": one for name, one in vars(optimizer).items() if not _is_of_torch(name)}
+    for group in optimizer.param_groups:
+        places |= {f"the setting {name} of a group": one for name, one in group.items() if name != "params"}
+    for where, value in places.items():
+        if any(found == "tensors" and id(one) not in parameters for found, one in _found_in(value, optimizer)):
+            raise KeepsTensorsError(
+                f"in a trial it kept tensors in {where}, and only what is in its state, by parameter, moves along"
+            )
+
+
 @dataclass
 class Like:
     """One of the parameters that an optimizer cannot tell from each other, but for their values.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroresize.optim.likeness import Case, Like, NoTrialError, made_like, mark_alike
+from zeroresize.optim.likeness import Case, Like, NoTrialError, made_like, mark_alike, require_state_only
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ def why_halves_differ(optimizer: Optimizer, case: Case, *, by_default: bool = Fa
 
     Raises:
         NoTrialError: where there can be no such steps.
+        KeepsTensorsError: where moves would leave tensors of the optimizer behind.
     """
     for likes, trial in _trials_of(case, _LIMIT):
         whole = [_drawn(trial.shape(like), trial, like) for like in likes]
@@ -185,6 +186,7 @@ class _Steps:
                 shapes = " and ".join(str(tuple(one.shape)) for one in parameters)
                 told = f"a trial step on tensors {shapes} failed ({type(error).__name__}: {error})"
                 raise _StepFailedError(told) from error
+            require_state_only(trial)
         if any(one.numel() and torch.equal(one, values) for one, (values, *_) in zip(parameters, drawn, strict=True)):
             raise NoTrialError("in a trial it did not step")
         return [one.detach() for one in parameters]
