@@ -347,16 +347,19 @@ def _checked_ratio(ratio: Any, mode: str) -> str | float:
     return float(ratio)
 
 
+_WANTED_SHARES = (
+    "'even', 'auto', or a list of one number for each rank of the group, none negative and not all 0, such as [2, 1, 1]"
+)
+
+
 def _checked_shares(shares: Any) -> str | tuple[float, ...]:
     if isinstance(shares, str):
-        one_of("shares", shares, SHARE_CHOICES)
+        if shares not in SHARE_CHOICES:
+            raise ValueError(f"shares={shares!r} is not allowed: {_WANTED_SHARES}")
         return shares
     is_row = isinstance(shares, Sequence) and len(shares) > 0
     if not is_row or not all(is_number(share) and 0.0 <= share < math.inf for share in shares) or not any(shares):
-        raise ValueError(
-            f"shares={shares!r} is not allowed: 'even', 'auto', or a list of one number for each rank of the group, "
-            "none negative and not all 0, such as [2, 1, 1]"
-        )
+        raise ValueError(f"shares={shares!r} is not allowed: {_WANTED_SHARES}")
     return tuple(float(share) for share in shares)
 
 

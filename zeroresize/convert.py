@@ -35,7 +35,6 @@ from zeroresize.resharding.data_parallel import unwrap
 from zeroresize.resharding.same_segments import require_same_segments
 from zeroresize.resharding.state_dicts import guard_modules, guard_save_pretrained
 from zeroresize.resharding.units_in_force import UnitsInForce
-from zeroresize.utils.value_checks import one_of
 
 logger = logging.getLogger(__name__)
 
@@ -215,7 +214,11 @@ def _with_keyed_dropout(
 def _checked_shares(shares: Any, num_ranks: int) -> tuple[float, ...] | str:
     if not isinstance(shares, str):
         return checked_shares(shares, num_ranks)
-    one_of("shares", shares, SHARE_CHOICES)
+    if shares not in SHARE_CHOICES:
+        raise ValueError(
+            f"shares={shares!r} is not allowed: choose one of {list(SHARE_CHOICES)}, or give {num_ranks} numbers, one "
+            "for each rank"
+        )
     return shares
 
 
@@ -251,6 +254,8 @@ def _divide(
     if units.why_not_divisible is not None:
         raise ValueError(f"shares={list(shares)}: units cannot be divided so: {units.why_not_divisible}")
     units.move(shares)
+    counts = "; ".join(f"{kind} {' : '.join(map(str, of_ranks))}" for kind, of_ranks in units.num_units.items())
+    logger.info("convert: the ranks own by the shares %s, in whole units of all layers: %s", list(shares), counts)
 
 
 def _meet_over(process_group: ProcessGroup, layers: Mapping[str, BalancedLinear]) -> Meet:

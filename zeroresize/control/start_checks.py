@@ -106,9 +106,10 @@ class StartCheck:
             self._has_told = True
             logger.warning(
                 "step %d: %d of %d parameters that all ranks of the group hold alike have drifted apart, so the ranks "
-                "train different models: %s. Clip gradients by zeroresize.clip_grad_norm_ (torch's takes each rank's "
-                "own shards), step on all ranks or on none where a gradient scaler skips steps, and draw alike what "
-                "is random outside of the parallel layers; %s",
+                "train different models: %s. Give every rank of the group the same batches (samplers divide them over "
+                "data-parallel ranks only), clip gradients by zeroresize.clip_grad_norm_ (torch's takes a rank's own "
+                "shards), step on all ranks or on none where a gradient scaler skips steps, and draw alike what is "
+                "random outside of the parallel layers; %s",
                 num_steps,
                 len(drifted),
                 len(replicated),

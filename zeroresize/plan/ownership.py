@@ -143,7 +143,7 @@ def checked_shares(shares: Any, num_ranks: int) -> tuple[float, ...]:
     if not is_sound or not all(math.isfinite(one) and one >= 0.0 for one in numbers) or not any(numbers):
         raise ValueError(
             f"shares={shares!r} is not allowed: wanted are {num_ranks} numbers, one for each rank of the group, none "
-            "negative and not all zero, such as (2, 1, 1)"
+            f"negative and not all zero, such as {(2, *(1,) * (num_ranks - 1))}"
         )
     return normalised(numbers)
 
