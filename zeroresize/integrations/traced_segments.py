@@ -6,7 +6,8 @@ what lies on the way. ``chunk(n, dim=-1)`` and ``glu`` of a column-parallel outp
 blocks, each with all units (gate and up in one).
 
 A graph is what the forward did once. So it is traced under everything that a forward may ask for (training, gradients,
-autocast, optional arguments), each time twice, and must keep no state and draw no random numbers.
+autocast, optional arguments), each time twice, and must keep no state and draw no random numbers. Before units move,
+that is done again, each time once.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from zeroresize.integrations.changed_modules import own_hooks_off, why_changed
 from zeroresize.integrations.elementwise import (
     is_elementwise_function,
     is_elementwise_method,
@@ -70,10 +72,16 @@ class Found:
 
 @dataclass
 class TracedModule:
-    """The graphs of a module's forward under everything that it may ask for."""
+    """The graphs of a module's forward under everything that it may ask for.
+
+    Attributes:
+        name: of the module in the model.
+        num_times: that it is traced under each.
+    """
 
     module: nn.Module
     name: str
+    num_times: int = 2
     _graphs: dict[int, list[fx.Graph] | NotProven] = field(default_factory=dict)
 
     def segment_of(self, row: Any) -> Found:
@@ -108,7 +116,7 @@ class TracedModule:
         known = self._graphs.get(id(holding))
         if known is None:
             try:
-                known = list(_graphs(self.module, holding))
+                known = list(_graphs(self.module, holding, self.num_times))
             except Exception as error:  # whatever a user's forward makes of a proxy
                 lines = str(error).strip().splitlines()
                 told = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
@@ -186,7 +194,7 @@ class _Tracer(fx.Tracer):
         return super().is_leaf_module(m, module_qualified_name)
 
 
-def _graphs(module: nn.Module, holding: nn.Module | None) -> Iterator[fx.Graph]:
+def _graphs(module: nn.Module, holding: nn.Module | None, num_times: int) -> Iterator[fx.Graph]:
     """One of every circumstance.
 
     Raises:
@@ -200,14 +208,14 @@ def _graphs(module: nn.Module, holding: nn.Module | None) -> Iterator[fx.Graph]:
         if parameter.default is not inspect.Parameter.empty
     }
     for_arguments = (None, optional) if optional else (None,)
-    with _proxies_are_tensors(), nothing_kept(module):
+    with _proxies_are_tensors(), own_hooks_off(module), nothing_kept(module):
         for training, gradients, autocast in itertools.product((True, False), (True, False), (False, True)):
             for arguments in for_arguments:
                 with _in_mode(module, training), torch.set_grad_enabled(gradients), _autocast(autocast):
-                    graph, again = (_Tracer(holding).trace(module, concrete_args=arguments) for _ in range(2))
-                if _operations(graph) != _operations(again):
+                    graphs = [_Tracer(holding).trace(module, concrete_args=arguments) for _ in range(num_times)]
+                if any(_operations(again) != _operations(graphs[0]) for again in graphs[1:]):
                     raise TypeError("its forward does not compute the same every time")
-                yield graph
+                yield graphs[0]
 
 
 def _operations(graph: fx.Graph) -> list[tuple[str, str, str, str]]:
@@ -380,18 +388,3 @@ def _described(node: fx.Node) -> str:
     if node.op in ("call_module", "get_attr", "placeholder"):
         return str(node.target)
     return f"{getattr(node.target, '__name__', node.target)}()"
-
-
-def why_changed(module: nn.Module) -> str | None:
-    """Why a module may return something else than its class computes; None if it does not."""
-    if "forward" in vars(module):
-        return "has another forward than its class"
-    return why_hooked(module)
-
-
-def why_hooked(module: nn.Module) -> str | None:
-    """Why a module may return something else than its forward does; None if it does not."""
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    if any(not getattr(hook, "__module__", "").startswith("zeroresize.") for hook in hooks):
-        return "has a forward hook, which may change what it returns"
-    return None

@@ -13,8 +13,8 @@ from typing import Any
 from torch import nn
 
 from zeroresize.integrations.attention_functions import is_forward_of_class, why_unknown_attention
+from zeroresize.integrations.changed_modules import why_hooked
 from zeroresize.integrations.segment_registry import SegmentAdapter, StaysEven, register_by_name, require_elementwise
-from zeroresize.integrations.traced_segments import why_hooked
 from zeroresize.layers.segment import Segment
 
 #: The dimension of attention probabilities [B, heads, T, T] that holds heads.
