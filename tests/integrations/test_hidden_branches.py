@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -123,7 +124,74 @@ def keeps_by_name(self, h):
     return False
 
 
+def by_pattern(self, h):
+    match h:
+        case torch.Tensor():
+            return True
+    return False
+
+
+def asks_optional(question):
+    """Mixes units where ``question(mode)`` says so of an argument that is optional."""
+
+    def forward(self, x, mode=None):
+        h = self.a(x)
+        return self.b(h.softmax(-1) if question(mode) else h.relu())
+
+    return forward
+
+
+def is_mixing(self, x, mix=False):
+    h = self.a(x)
+    return self.b(h.softmax(-1) if mix is True else h.relu())
+
+
+def is_not_told(self, x, mix=True):
+    h = self.a(x)
+    return self.b(h.softmax(-1) if mix is None or mix is False else h.relu())
+
+
+def reads_a_weight(self, x):
+    gate = F.linear(x, self.a.weight).softmax(-1).sum(-1, keepdim=True)
+    return self.b(self.a(x).relu()) * gate
+
+
+def scales_a_weight(self, x):
+    with torch.no_grad():
+        self.b.weight.div_(self.b.weight.norm(dim=1, keepdim=True))
+    return self.b(self.a(x).relu())
+
+
+def sets_a_weight(self, x):
+    self.b.weight.data = F.normalize(self.b.weight.data, dim=1)
+    return self.b(self.a(x).relu())
+
+
+def sets_data(self, x):
+    h = self.a(x).relu()
+    h.data = h.data.softmax(-1)
+    return self.b(h)
+
+
 NOT_PROVEN = {
+    "a type": (softmax_if(lambda self, h: type(h) is torch.Tensor), {}, "compares types (in <lambda>, "),
+    "an equal type": (softmax_if(lambda self, h: type(h) == torch.Tensor), {}, "it compares types"),  # noqa: E721
+    "a pattern": (softmax_if(by_pattern), {}, "it matches patterns (in by_pattern, "),
+    "an object": (softmax_if(lambda self, h: h is SHARED), {}, "it compares objects by `is`"),
+    "inference": (softmax_if(lambda self, h: torch.is_inference_mode_enabled()), {}, "is_inference_mode_enabled()"),
+    "compiling": (softmax_if(lambda self, h: torch.compiler.is_compiling()), {}, "it asks is_compiling()"),
+    "a graph": (softmax_if(lambda self, h: h.grad_fn is None), {}, "it asks for grad_fn of a tensor"),
+    "a string": (asks_optional(lambda mode: isinstance(mode, str)), {}, "what kind of object its argument mode is"),
+    "a flag": (is_mixing, {}, "softmax()"),
+    "a flag that is not given": (is_not_told, {}, "softmax()"),
+    "a weight": (reads_a_weight, {}, "the forward uses a.weight itself"),
+    "a weight's norm": (lambda self, x: (self.b(self.a(x)), self.a.weight.norm()), {}, "uses a.weight itself"),
+    "a bias": (lambda self, x: self.b(self.a(x)) + self.a.bias.sum(), {}, "the forward uses a.bias itself"),
+    "a weight in place": (scales_a_weight, {}, "the forward uses b.weight itself"),
+    "a weight's data": (sets_a_weight, {}, "it sets data of a tensor"),
+    "data": (sets_data, {}, "it sets data of a tensor (in sets_data, "),
+    "a shape": (softmax_if(lambda self, h: h.shape[-1] > 8), {}, "TraceError: symbolically traced variables"),
+    "where it asks": (softmax_if(lambda self, h: h.shape[-1] > 8), {}, "test_hidden_branches.py:"),
     "without gradients": (softmax_if(lambda self, h: not torch.is_grad_enabled()), {}, "softmax()"),
     "with gradients": (softmax_if(lambda self, h: torch.is_grad_enabled()), {}, "softmax()"),
     "a tensor": (softmax_if(lambda self, h: isinstance(h, torch.Tensor)), {}, "softmax()"),
@@ -241,6 +309,9 @@ def test_a_first_look_at_softmax_is_not_forgotten(run_ranks, seed):
 
 PROVEN = {
     "a tensor": (softmax_if(lambda self, h: not isinstance(h, torch.Tensor)), {}),
+    "a flag that does not mix": (lambda self, x, twice=False: self.b(self.a(x)) * (2 if twice is True else 1), {}),
+    "a mask that is not given": (lambda self, x, mask=None: self.b(self.a(x if mask is None else x * mask)), {}),
+    "a weight's dtype": (lambda self, x: self.b(self.a(x).relu().to(self.b.weight.dtype)), {}),
     "a constant": (softmax_if(lambda self, h: self.mixes), {"mixes": False}),
     "a setting": (softmax_if(lambda self, h: self.settings["mixes"]), {"settings": {"mixes": False, "more": [1, 2.0]}}),
     "a number of the file": (softmax_if(lambda self, h: NUMBER > 1000), {}),

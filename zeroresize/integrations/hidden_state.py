@@ -40,8 +40,11 @@ class KeepsStateError(TypeError):
 
 
 @contextmanager
-def nothing_kept(module: nn.Module) -> Iterator[None]:
+def nothing_kept(module: nn.Module) -> Iterator[set[types.CodeType]]:
     """Everything is as before when the block ends: what ``module`` and code of a user that ran holds, random states.
+
+    Yields:
+        the code of a user that has run.
 
     Raises:
         KeepsStateError: if something was not.
@@ -56,7 +59,7 @@ def nothing_kept(module: nn.Module) -> Iterator[None]:
         sys.setprofile(watch.on_call)
     error: Exception | None = None
     try:
-        yield
+        yield watch.codes
     except Exception as raised:  # what was kept says more
         error = raised
     finally:
@@ -95,7 +98,8 @@ class _Watch:
         self._were: dict[str, Any] = {}
         #: Contents of everything that can be changed, by ``id``; the object is held, so that this is nobody else's.
         self._contents: dict[int, tuple[Any, Any]] = {}
-        self._codes: set[types.CodeType] = set()
+        #: Of users, that ran.
+        self.codes: set[types.CodeType] = set()
         self._stores: list[str] = []
 
     def add(self, path: str, root: nn.Module) -> None:
@@ -109,9 +113,9 @@ class _Watch:
     def on_call(self, frame: Any, event: str, _: Any) -> None:
         """For ``sys.setprofile``: a function of a user begins, and may reach more than its module does."""
         code = frame.f_code
-        if event != "call" or code in self._codes or _library(frame.f_globals.get("__name__")) in _LIBRARIES:
+        if event != "call" or code in self.codes or _library(frame.f_globals.get("__name__")) in _LIBRARIES:
             return
-        self._codes.add(code)
+        self.codes.add(code)
         self._stores += _assigned_outside(code)
         for name in code.co_freevars:
             if name in frame.f_locals:
