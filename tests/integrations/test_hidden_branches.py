@@ -1,9 +1,14 @@
 """Forwards that compute something else under other circumstances, or the next time, are not proven by one look."""
 
+import array
 import collections
+import cProfile
+import dataclasses
 import gc
 import itertools
 import random
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -29,6 +34,16 @@ class State:
 
     def __init__(self):
         self.calls = 0
+
+
+class Stats:
+    calls = 0
+
+
+@dataclasses.dataclass
+class Slots:
+    __slots__ = ("calls",)
+    calls: int
 
 
 SHARED = State()
@@ -109,6 +124,21 @@ def closure():
         return number > 1000
 
     return counts_outside
+
+
+def counts_in_another_class(self, h):
+    Stats.calls += 1
+    return Stats.calls > 1000
+
+
+def counts_in_an_attribute(self, h):
+    self.kept.calls += 1
+    return self.kept.calls > 1000
+
+
+def counts_unseen_by_torch(self, h):
+    self.calls.detach().numpy()[...] += 1
+    return self.calls.item() > 1000
 
 
 def keeps(place):
@@ -216,6 +246,21 @@ NOT_PROVEN = {
         {"calls": torch.zeros(())},
         "Module.calls",
     ),
+    "a counter of another class": (softmax_if(counts_in_another_class), {}, "Stats.calls"),
+    "a counter in a slot": (softmax_if(counts_in_an_attribute), {"kept": Slots(0)}, "Module.kept.calls"),
+    "a counter in a namespace": (
+        softmax_if(counts_in_an_attribute),
+        {"kept": types.SimpleNamespace(calls=0)},
+        "Module.kept.calls",
+    ),
+    "an array of numpy": (softmax_if(counts_in_a_list), {"calls": np.zeros(1)}, "Module.calls"),
+    "an array": (softmax_if(counts_in_a_list), {"calls": array.array("l", [0])}, "Module.calls"),
+    "bytes": (
+        softmax_if(keeps(lambda self: types.SimpleNamespace(append=lambda h: self.calls.append(1)))),
+        {"calls": bytearray(1)},
+        "Module.calls",
+    ),
+    "a tensor by numpy": (softmax_if(counts_unseen_by_torch), {"calls": torch.zeros(())}, "Module.calls"),
     "a list": (softmax_if(keeps(lambda self: self.kept)), {"kept": []}, "Module.kept"),
     "a deque": (
         softmax_if(keeps(lambda self: self.kept)),
@@ -248,13 +293,13 @@ def test_what_is_not_the_same_every_time_stays_even(run_ranks, kind):
     def check(rank, group):
         model = module(forward, group, **parts)
         before = {name: repr(one) for name, one in vars(model).items() if name in parts and name != "coin"}
-        states = random.getstate(), torch.get_rng_state(), CALLS[0], SHARED.calls, len(KEPT)
+        states = random.getstate(), torch.get_rng_state(), CALLS[0], SHARED.calls, len(KEPT), Stats.calls
         segments, reasons = found_in(model, group)
         assert segments == [] and reason in reasons["b"], reasons
-        if kind not in ("an iterator", "a tensor that counts"):
+        if kind != "an iterator":
             assert {name: repr(one) for name, one in vars(model).items() if name in before} == before
         assert states[0] == random.getstate() and torch.equal(states[1], torch.get_rng_state())
-        assert states[2:] == (CALLS[0], SHARED.calls, len(KEPT))
+        assert states[2:] == (CALLS[0], SHARED.calls, len(KEPT), Stats.calls)
         assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
 
     run_ranks(check, 2)
@@ -307,6 +352,30 @@ def test_a_first_look_at_softmax_is_not_forgotten(run_ranks, seed):
     run_ranks(check, 2)
 
 
+def test_beside_a_profiler_of_python_state_is_seen_and_beside_another_nothing_moves(run_ranks):
+    def check(rank, group):
+        seen = []
+
+        def watch(*event):
+            seen.append(event)
+
+        told = []
+        for forward in (softmax_if(counts_globally), softmax_if(lambda self, h: False)):
+            model = module(forward, group)
+            sys.setprofile(watch)
+            segments, reasons = found_in(model, group)
+            assert sys.getprofile() is watch
+            sys.setprofile(None)
+            told.append((len(segments), "CALLS" in str(reasons)))
+        model = module(softmax_if(counts_globally), group)
+        with cProfile.Profile():
+            segments, reasons = found_in(model, group)
+        assert segments == [] and ("a profiler is active" in reasons["b"] or "CALLS" in reasons["b"])
+        return told, bool(seen)
+
+    assert run_ranks(check, 2) == [([(0, True), (1, False)], True)] * 2
+
+
 PROVEN = {
     "a tensor": (softmax_if(lambda self, h: not isinstance(h, torch.Tensor)), {}),
     "a flag that does not mix": (lambda self, x, twice=False: self.b(self.a(x)) * (2 if twice is True else 1), {}),
@@ -316,6 +385,7 @@ PROVEN = {
     "a setting": (softmax_if(lambda self, h: self.settings["mixes"]), {"settings": {"mixes": False, "more": [1, 2.0]}}),
     "a number of the file": (softmax_if(lambda self, h: NUMBER > 1000), {}),
     "checkpointed": (lambda self, x: self.b(checkpoint(lambda x: self.a(x).relu(), x, use_reentrant=False)), {}),
+    "an array": (softmax_if(lambda self, h: self.sizes[0] > 1), {"sizes": np.ones(1)}),
     "a dropout": (softmax_if(lambda self, h: False), {"drop": nn.Dropout(0.1)}),
 }
 
