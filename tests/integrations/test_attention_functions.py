@@ -1,6 +1,7 @@
 """Attention functions that a user registers in transformers, or puts in place of its own, keep heads where they are."""
 
 import functools
+import importlib
 
 import pytest
 import torch
@@ -145,3 +146,90 @@ def test_moving_such_heads_would_have_computed_something_else(run_ranks, attenti
         assert (results(model, segments, compute("Llama"), group)["y"] - before).abs().max() > 1e-4
 
     run_ranks(check, 2)
+
+
+def weighted(real):
+    def rotate(q, k, *angles, **options):
+        q, k = real(q, k, *angles, **options)
+        return q * torch.linspace(1, 2, q.shape[1], dtype=q.dtype).view(1, -1, 1, 1), k
+
+    return functools.wraps(real)(rotate)
+
+
+#: What a user may put in place of what attention calls: the module that holds it, its name and the implementation.
+CALLED = [
+    ("transformers.models.llama.modeling_llama", "apply_rotary_pos_emb", "sdpa"),
+    ("transformers.models.llama.modeling_llama", "rotate_half", "sdpa"),
+    ("transformers.models.llama.modeling_llama", "repeat_kv", "eager"),
+    ("transformers.integrations.sdpa_attention", "repeat_kv", "sdpa"),
+    ("torch.nn.functional", "scaled_dot_product_attention", "sdpa"),
+]
+
+
+@pytest.mark.parametrize(("place", "name", "attention"), CALLED)
+def test_heads_stay_where_what_the_forward_calls_was_replaced(run_ranks, monkeypatch, place, name, attention):
+    """Before or after convert."""
+    home = importlib.import_module(place)
+    replaced = weighted(getattr(home, name))
+
+    def check(rank, group):
+        model = split(build("Llama", attention), group)
+        segment, *_ = attention_of(model, group)
+        assert segment.why_even() is None
+        monkeypatch.setattr(home, name, replaced)
+        told = segment.why_even()
+        assert told is not None and name in told and "rotate of test_attention_functions" in told
+        assert attention_of(split(build("Llama", attention), group), group) == []
+
+    run_ranks(check, 2)
+
+
+def test_the_rotation_of_liger_is_known(run_ranks, monkeypatch):
+    """Only its name and file are looked at: it need not be installed."""
+    from transformers.models.llama import modeling_llama
+
+    code = "def liger_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):\n    return q, k"
+    file = {"__name__": "liger_kernel.transformers.rope"}
+    exec(code, file)
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", file["liger_rotary_pos_emb"])
+
+    def check(rank, group):
+        return len(attention_of(split(build("Llama"), group), group))
+
+    assert run_ranks(check, 2) == [DEPTH] * 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "attention", "version", "fewest"),
+    [
+        ("Llama", "flash_attention_2", "2.13.0", 1),
+        ("Llama", "sdpa", "2.6.0", 1),
+        ("Llama", "sdpa", "2.13.0+cpu", 0),
+        ("Llama", "eager", "2.6.0", 0),
+        ("Bert", "sdpa", "2.6.0", 1),
+        ("Bert", "eager", "2.6.0", 0),
+        ("GPT2", "flash_attention_2", "2.13.0", 1),
+        ("ViT", "sdpa", "2.6.0", 1),
+    ],
+)
+def test_kernels_that_divide_by_the_number_of_heads_always_have_one(
+    run_ranks, monkeypatch, kind, attention, version, fewest
+):
+    def check(rank, group):
+        model = split(build(kind, "sdpa" if attention == "flash_attention_2" else attention), group)
+        model.config._attn_implementation = attention
+        monkeypatch.setattr(torch, "__version__", version)
+        return {one.min_units for one in attention_of(model, group)}
+
+    assert run_ranks(check, 2) == [{fewest}] * 2
+
+
+def test_heads_do_not_move_any_more_once_the_function_needs_one(run_ranks):
+    def check(rank, group):
+        model = split(build("Llama", "eager"), group)
+        segment, *_ = attention_of(model, group)
+        model.config._attn_implementation = "flash_attention_2"
+        return segment.min_units, segment.why_even()
+
+    for fewest, told in run_ranks(check, 2):
+        assert fewest == 0 and "switched after convert to one that cannot compute with no heads" in told

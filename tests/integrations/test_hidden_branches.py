@@ -1,13 +1,19 @@
 """Forwards that compute something else under other circumstances, or the next time, are not proven by one look."""
 
+import array
 import collections
+import cProfile
+import dataclasses
 import gc
 import itertools
 import random
+import sys
+import types
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -28,6 +34,16 @@ class State:
 
     def __init__(self):
         self.calls = 0
+
+
+class Stats:
+    calls = 0
+
+
+@dataclasses.dataclass
+class Slots:
+    __slots__ = ("calls",)
+    calls: int
 
 
 SHARED = State()
@@ -110,6 +126,21 @@ def closure():
     return counts_outside
 
 
+def counts_in_another_class(self, h):
+    Stats.calls += 1
+    return Stats.calls > 1000
+
+
+def counts_in_an_attribute(self, h):
+    self.kept.calls += 1
+    return self.kept.calls > 1000
+
+
+def counts_unseen_by_torch(self, h):
+    self.calls.detach().numpy()[...] += 1
+    return self.calls.item() > 1000
+
+
 def keeps(place):
     def keep(self, h):
         place(self).append(h)
@@ -123,7 +154,74 @@ def keeps_by_name(self, h):
     return False
 
 
+def by_pattern(self, h):
+    match h:
+        case torch.Tensor():
+            return True
+    return False
+
+
+def asks_optional(question):
+    """Mixes units where ``question(mode)`` says so of an argument that is optional."""
+
+    def forward(self, x, mode=None):
+        h = self.a(x)
+        return self.b(h.softmax(-1) if question(mode) else h.relu())
+
+    return forward
+
+
+def is_mixing(self, x, mix=False):
+    h = self.a(x)
+    return self.b(h.softmax(-1) if mix is True else h.relu())
+
+
+def is_not_told(self, x, mix=True):
+    h = self.a(x)
+    return self.b(h.softmax(-1) if mix is None or mix is False else h.relu())
+
+
+def reads_a_weight(self, x):
+    gate = F.linear(x, self.a.weight).softmax(-1).sum(-1, keepdim=True)
+    return self.b(self.a(x).relu()) * gate
+
+
+def scales_a_weight(self, x):
+    with torch.no_grad():
+        self.b.weight.div_(self.b.weight.norm(dim=1, keepdim=True))
+    return self.b(self.a(x).relu())
+
+
+def sets_a_weight(self, x):
+    self.b.weight.data = F.normalize(self.b.weight.data, dim=1)
+    return self.b(self.a(x).relu())
+
+
+def sets_data(self, x):
+    h = self.a(x).relu()
+    h.data = h.data.softmax(-1)
+    return self.b(h)
+
+
 NOT_PROVEN = {
+    "a type": (softmax_if(lambda self, h: type(h) is torch.Tensor), {}, "compares types (in <lambda>, "),
+    "an equal type": (softmax_if(lambda self, h: type(h) == torch.Tensor), {}, "it compares types"),  # noqa: E721
+    "a pattern": (softmax_if(by_pattern), {}, "it matches patterns (in by_pattern, "),
+    "an object": (softmax_if(lambda self, h: h is SHARED), {}, "it compares objects by `is`"),
+    "inference": (softmax_if(lambda self, h: torch.is_inference_mode_enabled()), {}, "is_inference_mode_enabled()"),
+    "compiling": (softmax_if(lambda self, h: torch.compiler.is_compiling()), {}, "it asks is_compiling()"),
+    "a graph": (softmax_if(lambda self, h: h.grad_fn is None), {}, "it asks for grad_fn of a tensor"),
+    "a string": (asks_optional(lambda mode: isinstance(mode, str)), {}, "what kind of object its argument mode is"),
+    "a flag": (is_mixing, {}, "softmax()"),
+    "a flag that is not given": (is_not_told, {}, "softmax()"),
+    "a weight": (reads_a_weight, {}, "the forward uses a.weight itself"),
+    "a weight's norm": (lambda self, x: (self.b(self.a(x)), self.a.weight.norm()), {}, "uses a.weight itself"),
+    "a bias": (lambda self, x: self.b(self.a(x)) + self.a.bias.sum(), {}, "the forward uses a.bias itself"),
+    "a weight in place": (scales_a_weight, {}, "the forward uses b.weight itself"),
+    "a weight's data": (sets_a_weight, {}, "it sets data of a tensor"),
+    "data": (sets_data, {}, "it sets data of a tensor (in sets_data, "),
+    "a shape": (softmax_if(lambda self, h: h.shape[-1] > 8), {}, "TraceError: symbolically traced variables"),
+    "where it asks": (softmax_if(lambda self, h: h.shape[-1] > 8), {}, "test_hidden_branches.py:"),
     "without gradients": (softmax_if(lambda self, h: not torch.is_grad_enabled()), {}, "softmax()"),
     "with gradients": (softmax_if(lambda self, h: torch.is_grad_enabled()), {}, "softmax()"),
     "a tensor": (softmax_if(lambda self, h: isinstance(h, torch.Tensor)), {}, "softmax()"),
@@ -148,6 +246,21 @@ NOT_PROVEN = {
         {"calls": torch.zeros(())},
         "Module.calls",
     ),
+    "a counter of another class": (softmax_if(counts_in_another_class), {}, "Stats.calls"),
+    "a counter in a slot": (softmax_if(counts_in_an_attribute), {"kept": Slots(0)}, "Module.kept.calls"),
+    "a counter in a namespace": (
+        softmax_if(counts_in_an_attribute),
+        {"kept": types.SimpleNamespace(calls=0)},
+        "Module.kept.calls",
+    ),
+    "an array of numpy": (softmax_if(counts_in_a_list), {"calls": np.zeros(1)}, "Module.calls"),
+    "an array": (softmax_if(counts_in_a_list), {"calls": array.array("l", [0])}, "Module.calls"),
+    "bytes": (
+        softmax_if(keeps(lambda self: types.SimpleNamespace(append=lambda h: self.calls.append(1)))),
+        {"calls": bytearray(1)},
+        "Module.calls",
+    ),
+    "a tensor by numpy": (softmax_if(counts_unseen_by_torch), {"calls": torch.zeros(())}, "Module.calls"),
     "a list": (softmax_if(keeps(lambda self: self.kept)), {"kept": []}, "Module.kept"),
     "a deque": (
         softmax_if(keeps(lambda self: self.kept)),
@@ -180,13 +293,13 @@ def test_what_is_not_the_same_every_time_stays_even(run_ranks, kind):
     def check(rank, group):
         model = module(forward, group, **parts)
         before = {name: repr(one) for name, one in vars(model).items() if name in parts and name != "coin"}
-        states = random.getstate(), torch.get_rng_state(), CALLS[0], SHARED.calls, len(KEPT)
+        states = random.getstate(), torch.get_rng_state(), CALLS[0], SHARED.calls, len(KEPT), Stats.calls
         segments, reasons = found_in(model, group)
         assert segments == [] and reason in reasons["b"], reasons
-        if kind not in ("an iterator", "a tensor that counts"):
+        if kind != "an iterator":
             assert {name: repr(one) for name, one in vars(model).items() if name in before} == before
         assert states[0] == random.getstate() and torch.equal(states[1], torch.get_rng_state())
-        assert states[2:] == (CALLS[0], SHARED.calls, len(KEPT))
+        assert states[2:] == (CALLS[0], SHARED.calls, len(KEPT), Stats.calls)
         assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
 
     run_ranks(check, 2)
@@ -239,12 +352,40 @@ def test_a_first_look_at_softmax_is_not_forgotten(run_ranks, seed):
     run_ranks(check, 2)
 
 
+def test_beside_a_profiler_of_python_state_is_seen_and_beside_another_nothing_moves(run_ranks):
+    def check(rank, group):
+        seen = []
+
+        def watch(*event):
+            seen.append(event)
+
+        told = []
+        for forward in (softmax_if(counts_globally), softmax_if(lambda self, h: False)):
+            model = module(forward, group)
+            sys.setprofile(watch)
+            segments, reasons = found_in(model, group)
+            assert sys.getprofile() is watch
+            sys.setprofile(None)
+            told.append((len(segments), "CALLS" in str(reasons)))
+        model = module(softmax_if(counts_globally), group)
+        with cProfile.Profile():
+            segments, reasons = found_in(model, group)
+        assert segments == [] and ("a profiler is active" in reasons["b"] or "CALLS" in reasons["b"])
+        return told, bool(seen)
+
+    assert run_ranks(check, 2) == [([(0, True), (1, False)], True)] * 2
+
+
 PROVEN = {
     "a tensor": (softmax_if(lambda self, h: not isinstance(h, torch.Tensor)), {}),
+    "a flag that does not mix": (lambda self, x, twice=False: self.b(self.a(x)) * (2 if twice is True else 1), {}),
+    "a mask that is not given": (lambda self, x, mask=None: self.b(self.a(x if mask is None else x * mask)), {}),
+    "a weight's dtype": (lambda self, x: self.b(self.a(x).relu().to(self.b.weight.dtype)), {}),
     "a constant": (softmax_if(lambda self, h: self.mixes), {"mixes": False}),
     "a setting": (softmax_if(lambda self, h: self.settings["mixes"]), {"settings": {"mixes": False, "more": [1, 2.0]}}),
     "a number of the file": (softmax_if(lambda self, h: NUMBER > 1000), {}),
     "checkpointed": (lambda self, x: self.b(checkpoint(lambda x: self.a(x).relu(), x, use_reentrant=False)), {}),
+    "an array": (softmax_if(lambda self, h: self.sizes[0] > 1), {"sizes": np.ones(1)}),
     "a dropout": (softmax_if(lambda self, h: False), {"drop": nn.Dropout(0.1)}),
 }
 

@@ -98,17 +98,23 @@ _FUNCTIONS: frozenset[Any] = _OPERATORS | {
 }
 _METHODS = _NAMES | {f"{name}_" for name in ("add", "clamp", "div", "mul", "neg", "pow", "sub")}
 
-_registered: set[type] = set()
+_registered: set[Any] = set()
 
 
-def register_elementwise(*classes: type[nn.Module]) -> None:
+def register_elementwise(*classes: Any) -> None:
     """Let segments be found that have these modules between their column- and row-parallel layers.
 
     Such a module takes tensors of one shape, computes each feature (index of the last dimension) from that feature
-    alone, and has no parameters or buffers of the features' number. Its subclasses are not meant. Call alike on every
-    rank, before ``convert``.
+    alone, and has no parameters or buffers of the features' number. Its subclasses are not meant. Functions are hooks,
+    on the layers or on their parameters, that only watch, or compute each element from that element alone. Call alike
+    on every rank, before ``convert``.
     """
     _registered.update(classes)
+
+
+def is_registered_function(function: Any) -> bool:
+    """Whether a user has said so of this very function."""
+    return callable(function) and type(function).__hash__ is not None and function in _registered
 
 
 def is_elementwise_module(module: Any) -> bool:

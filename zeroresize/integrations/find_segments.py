@@ -17,9 +17,11 @@ from typing import Any
 from torch import nn
 
 import zeroresize.integrations.transformers_segments  # noqa: F401 - it registers what it knows
+from zeroresize.integrations.changed_modules import why_changed
 from zeroresize.integrations.named_segments import require_follower, require_whole_heads
 from zeroresize.integrations.segment_registry import StaysEven, is_registered, registered_segments
-from zeroresize.integrations.traced_segments import FromOutside, NotProven, TracedModule, why_changed
+from zeroresize.integrations.still_sound import StillSound, TracedAgain
+from zeroresize.integrations.traced_segments import FromOutside, NotProven, TracedModule
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import OwnedSegment, Segment, UnitTensor
 from zeroresize.plan.ownership import OwnershipMap, neuron_quantum
@@ -57,7 +59,7 @@ def find_segments(
 
 class _Search:
     def __init__(self, model: nn.Module, layers: Mapping[str, BalancedLinear], num_ranks: int) -> None:
-        self._layers, self._num_ranks = layers, num_ranks
+        self._model, self._layers, self._num_ranks = model, layers, num_ranks
         self._order = {name: number for number, name in enumerate(layers)}
         self._modules = dict(model.named_modules())
         self._names: dict[int, list[str]] = {}
@@ -146,6 +148,7 @@ class _Search:
             kind="neurons",
             dropouts=[(dropout, -1) for dropout in found.dropouts],
             has_other_dropout=found.has_other_dropout,
+            why_even=TracedAgain(self._model, module.module, module.name, row, found),
         )
         names = sorted(map(self._name_of, columns), key=self._order.__getitem__)
         self._reasons.pop(name, None)
@@ -240,7 +243,7 @@ class _Search:
             quantum=quantum,
             min_units=-(-segment.min_units // quantum) * quantum,  # so that all counts are multiples
             on_change=segment.on_change,
-            why_even=segment.why_even,
+            why_even=StillSound({name: self._layers[name] for name in (*columns, row)}, segment.why_even),
             modules=tuple(self._layers[name] for name in (*columns, row)),
             dropouts=tuple(segment.dropouts),
             has_other_dropout=segment.has_other_dropout,

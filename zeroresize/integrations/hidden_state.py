@@ -6,13 +6,16 @@ computed when it was looked at.
 
 from __future__ import annotations
 
+import array
 import collections
 import dis
 import gc
+import hashlib
 import itertools
 import operator
 import random
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,7 +31,11 @@ _MOST_VALUES = 200_000
 _MOST_NAMED = 4
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, range, slice)
 _CONTAINERS = (dict, list, set, collections.deque)
+_ARRAYS = (Tensor, np.ndarray, array.array, bytearray)
+#: Bytes of an array, or of a tensor, up to which its contents are compared: a tensor's version tells most of it.
+_MOST_BYTES, _MOST_BYTES_OF_TENSOR = 2**24, 2**12
 _COUNTING = (itertools.count, itertools.cycle, types.GeneratorType)
+_NAMESPACES = (types.SimpleNamespace, threading.local)
 #: Their code is known to keep nothing of a user's.
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "zeroresize"} - {"__main__"}
 #: What ``torch.fx`` itself stores in a module.
@@ -40,8 +47,11 @@ class KeepsStateError(TypeError):
 
 
 @contextmanager
-def nothing_kept(module: nn.Module) -> Iterator[None]:
+def nothing_kept(module: nn.Module) -> Iterator[set[types.CodeType]]:
     """Everything is as before when the block ends: what ``module`` and code of a user that ran holds, random states.
+
+    Yields:
+        the code of a user that has run.
 
     Raises:
         KeepsStateError: if something was not.
@@ -51,17 +61,17 @@ def nothing_kept(module: nn.Module) -> Iterator[None]:
         watch.add(f"{name}." if name else "", one)
     random_before = _random_states(module)
     outer, collects = sys.getprofile(), gc.isenabled()
+    if outer is not None and not callable(outer):
+        raise KeepsStateError("a profiler is active, beside which it is not seen what a forward keeps")
     gc.disable()  # what it calls back is not the forward's
-    if outer is None:
-        sys.setprofile(watch.on_call)
+    sys.setprofile(watch.on_call if outer is None else _both(watch.on_call, outer))
     error: Exception | None = None
     try:
-        yield
+        yield watch.codes
     except Exception as raised:  # what was kept says more
         error = raised
     finally:
-        if outer is None:
-            sys.setprofile(None)
+        sys.setprofile(outer)
         if collects:
             gc.enable()
         random_after = _random_states(module)
@@ -78,7 +88,7 @@ def nothing_kept(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def restored(module: nn.Module) -> Iterator[None]:
     """What the modules in ``module`` hold is as before when the block ends; contents of tensors are not looked at."""
-    watch = _Watch()
+    watch = _Watch(with_arrays=False)
     for name, one in module.named_modules():
         watch.add(f"{name}." if name else "", one)
     try:
@@ -88,14 +98,20 @@ def restored(module: nn.Module) -> Iterator[None]:
 
 
 class _Watch:
-    """What can be reached from some objects, as it was, and how to make it so again."""
+    """What can be reached from some objects, as it was, and how to make it so again.
 
-    def __init__(self) -> None:
+    Args:
+        with_arrays: also numbers in arrays, and in tensors that are small.
+    """
+
+    def __init__(self, *, with_arrays: bool = True) -> None:
+        self._with_arrays = with_arrays
         self._roots: list[tuple[str, Callable[[], Any]]] = []
         self._were: dict[str, Any] = {}
         #: Contents of everything that can be changed, by ``id``; the object is held, so that this is nobody else's.
         self._contents: dict[int, tuple[Any, Any]] = {}
-        self._codes: set[types.CodeType] = set()
+        #: Of users, that ran.
+        self.codes: set[types.CodeType] = set()
         self._stores: list[str] = []
 
     def add(self, path: str, root: nn.Module) -> None:
@@ -109,9 +125,9 @@ class _Watch:
     def on_call(self, frame: Any, event: str, _: Any) -> None:
         """For ``sys.setprofile``: a function of a user begins, and may reach more than its module does."""
         code = frame.f_code
-        if event != "call" or code in self._codes or _library(frame.f_globals.get("__name__")) in _LIBRARIES:
+        if event != "call" or code in self.codes or _library(frame.f_globals.get("__name__")) in _LIBRARIES:
             return
-        self._codes.add(code)
+        self.codes.add(code)
         self._stores += _assigned_outside(code)
         for name in code.co_freevars:
             if name in frame.f_locals:
@@ -136,7 +152,8 @@ class _Watch:
     def restore(self) -> None:
         """Let everything hold what it held."""
         for one, contents in self._contents.values():
-            _refill(one, contents)
+            if self._with_arrays or not isinstance(one, _ARRAYS):
+                _refill(one, contents)
 
     def _add(self, path: str, root: Callable[[], Any]) -> None:
         self._roots.append((path, root))
@@ -156,8 +173,12 @@ def _look(
         found[path] = id(value)
         return
     seen[id(value)] = value
-    if isinstance(value, Tensor):
-        found[path] = id(value), value._version, tuple(value.shape)
+    if isinstance(value, _ARRAYS):
+        version = value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+        numbers = _numbers_of(value)
+        found[path] = id(value), version, tuple(getattr(value, "shape", ())), numbers
+        if contents is not None and numbers is not None:
+            contents.setdefault(id(value), (value, _copied(value)))
     elif isinstance(value, random.Random):
         found[path] = value.getstate()
     elif isinstance(value, np.random.Generator):
@@ -187,19 +208,98 @@ def _inside(value: Any, contents: dict[int, tuple[Any, Any]] | None) -> list[tup
         return [(f"[{number}]", one) for number, one in enumerate(value)]
     if isinstance(value, tuple | frozenset):
         return [(f"[{number}]", one) for number, one in enumerate(value)]
+    if isinstance(value, type):
+        return _of_class(value, contents)
     is_of_user = _library(type(value).__module__) not in _LIBRARIES
-    if isinstance(value, type | types.FunctionType) or not (isinstance(value, nn.Module) or is_of_user):
+    if isinstance(value, types.FunctionType) or not (isinstance(value, (nn.Module, *_NAMESPACES)) or is_of_user):
         return []
+    kind: Any = type(value)
+    inside = _of_class(kind, contents)
     attributes = getattr(value, "__dict__", None)
-    if not isinstance(attributes, dict):
+    if isinstance(attributes, dict):
+        if contents is not None:
+            contents.setdefault(id(attributes), (attributes, attributes.copy()))
+        inside += [(f".{name}", one) for name, one in attributes.items() if not str(name).startswith(_OF_TRACING)]
+    slots = {name: getattr(value, name) for name in _slots_of(kind) if hasattr(value, name)}
+    if slots and contents is not None:
+        contents.setdefault(id(value), (value, slots))
+    return inside + [(f".{name}", one) for name, one in slots.items()]
+
+
+def _of_class(kind: type, contents: dict[int, tuple[Any, Any]] | None) -> list[tuple[str, Any]]:
+    """What a user's class holds itself; nothing for others."""
+    if _library(kind.__module__) in _LIBRARIES:
         return []
-    if contents is not None:
-        contents.setdefault(id(attributes), (attributes, attributes.copy()))
-    return [(f".{name}", one) for name, one in attributes.items() if not str(name).startswith(_OF_TRACING)]
+    held = {
+        name: one
+        for name, one in vars(kind).items()
+        if not name.startswith("__") and not callable(one) and not hasattr(one, "__get__")
+    }
+    if held and contents is not None:
+        contents.setdefault(id(kind), (kind, held))
+    return [(f".{kind.__name__}.{name}", one) for name, one in held.items()]
+
+
+@lru_cache(maxsize=1024)
+def _slots_of(kind: type) -> tuple[str, ...]:
+    """Names of the slots of a user's class."""
+    names: list[str] = []
+    for one in kind.__mro__:
+        if _library(one.__module__) not in _LIBRARIES:
+            slots = vars(one).get("__slots__", ())
+            names += [slots] if isinstance(slots, str) else slots
+    return tuple(name for name in names if not name.startswith("__"))
+
+
+def _numbers_of(value: Any) -> bytes | None:
+    """What can be compared of an array's contents; None where they are too many or elsewhere."""
+    if isinstance(value, Tensor):
+        is_plain = type(value) in (Tensor, nn.Parameter) and value.device.type == "cpu" and not value.is_quantized
+        if not is_plain or value.layout != torch.strided or value.nbytes > _MOST_BYTES_OF_TENSOR:
+            return None
+        return value.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8).numpy().tobytes()
+    if isinstance(value, np.ndarray):
+        if value.nbytes > _MOST_BYTES:
+            return None
+        return repr(value.tolist()).encode() if value.dtype.hasobject else hashlib.blake2b(value.tobytes()).digest()
+    return None if memoryview(value).nbytes > _MOST_BYTES else hashlib.blake2b(value).digest()
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return value.copy() if isinstance(value, np.ndarray) else value[:]
+
+
+def _both(first: Callable[..., Any], second: Callable[..., Any]) -> Callable[..., None]:
+    """One function that calls two, for ``sys.setprofile``."""
+
+    def called(*given: Any) -> None:
+        first(*given)
+        second(*given)
+
+    return called
 
 
 def _refill(one: Any, contents: Any) -> None:
-    """Let a container hold what it held."""
+    """Let a container, an array, a class or an object with slots hold what it held."""
+    if isinstance(one, Tensor):
+        if one.shape == contents.shape and not torch.equal(one.detach(), contents):
+            with torch.no_grad():
+                one.detach().copy_(contents)
+        return
+    if isinstance(one, np.ndarray):
+        if one.shape == contents.shape and one.flags.writeable:
+            one[...] = contents
+        return
+    if isinstance(one, array.array | bytearray):
+        one[:] = contents
+        return
+    if isinstance(one, type) or not isinstance(one, _CONTAINERS):
+        for name, was in contents.items():
+            if getattr(one, name, _look) is not was:
+                setattr(one, name, was)
+        return
     is_same = len(one) == len(contents) and (
         all(key in one and one[key] is value for key, value in contents.items())
         if isinstance(one, dict)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from zeroresize.integrations.changed_modules import why_changed
 from zeroresize.integrations.elementwise import is_elementwise_module
 from zeroresize.layers.segment import Segment
 
@@ -78,3 +79,5 @@ def require_elementwise(activation: Any) -> None:
             f"{told} between the layers is not known to be element-wise: if it is, tell by "
             "zeroresize.integrations.register_elementwise"
         )
+    if isinstance(activation, nn.Module) and (changed := why_changed(activation)) is not None:
+        raise StaysEven(f"{type(activation).__name__} between the layers {changed}")

@@ -6,7 +6,8 @@ what lies on the way. ``chunk(n, dim=-1)`` and ``glu`` of a column-parallel outp
 blocks, each with all units (gate and up in one).
 
 A graph is what the forward did once. So it is traced under everything that a forward may ask for (training, gradients,
-autocast, optional arguments), each time twice, and must keep no state and draw no random numbers.
+autocast, optional arguments), each time twice, and must keep no state and draw no random numbers. Before units move,
+that is done again, each time once.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import inspect
 import itertools
 import operator
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import traceback
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,18 +28,23 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from zeroresize.integrations.changed_modules import own_hooks_off, why_changed
 from zeroresize.integrations.elementwise import (
     is_elementwise_function,
     is_elementwise_method,
     is_elementwise_module,
 )
 from zeroresize.integrations.hidden_state import nothing_kept
+from zeroresize.integrations.unseen_questions import compares_arguments, unseen_question
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.unit_dropout import UnitDropout
 
 #: Of a tensor, what says nothing of its features.
 _METADATA = ("dtype", "device")
+_OF_AUTOGRAD = ("grad", "grad_fn")
 _TO_ANOTHER = ("to", "type_as")
+#: What an argument may be that is compared by ``is``.
+_SINGLE_VALUES = (True, False, None, "")
 _KNOWING_PROXIES = ("torch", "zeroresize")
 
 
@@ -70,10 +77,16 @@ class Found:
 
 @dataclass
 class TracedModule:
-    """The graphs of a module's forward under everything that it may ask for."""
+    """The graphs of a module's forward under everything that it may ask for.
+
+    Attributes:
+        name: of the module in the model.
+        num_times: that it is traced under each.
+    """
 
     module: nn.Module
     name: str
+    num_times: int = 2
     _graphs: dict[int, list[fx.Graph] | NotProven] = field(default_factory=dict)
 
     def segment_of(self, row: Any) -> Found:
@@ -108,10 +121,11 @@ class TracedModule:
         known = self._graphs.get(id(holding))
         if known is None:
             try:
-                known = list(_graphs(self.module, holding))
+                known = list(_graphs(self.module, holding, self.num_times))
             except Exception as error:  # whatever a user's forward makes of a proxy
                 lines = str(error).strip().splitlines()
                 told = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+                told += _place_of(error)
                 known = _NotTraced(f"torch.fx cannot trace {self._told}: {told}")
             self._graphs[id(holding)] = known
         if isinstance(known, NotProven):
@@ -119,20 +133,38 @@ class TracedModule:
         return known
 
 
+def _place_of(error: BaseException) -> str:
+    """Where in a user's code it was raised."""
+    places = [
+        f" (in {frame.f_code.co_name}, {frame.f_code.co_filename}:{line})"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if _library_of(frame.f_globals.get("__name__")) not in (*_KNOWING_PROXIES, "contextlib")
+    ]
+    return places[-1] if places else ""
+
+
 class _TensorProxy(fx.Proxy):
-    """Has the attributes of the tensor that it stands for, and no others."""
+    """Has the attributes of the tensor that it stands for, and no others; none can be set."""
 
     def __getattr__(self, name: str) -> Any:
         if not hasattr(torch.Tensor, name):
             raise AttributeError(f"'Tensor' object has no attribute {name!r}")
+        if name in _OF_AUTOGRAD:
+            raise TypeError(f"it asks for {name} of a tensor")
         return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.__dict__.keys() >= {"tracer", "node"}:
+            raise TypeError(f"it sets {name} of a tensor")
+        super().__setattr__(name, value)
 
 
 @contextmanager
-def _proxies_are_tensors() -> Iterator[None]:
+def _proxies_are_tensors(optional: Collection[str]) -> Iterator[None]:
     """Code of users that asks whether a proxy is a tensor hears that it is, and calls no autograd function unseen.
 
-    Not so torch's own code, which knows proxies. A ``__class__`` would be believed by its C code, too, which crashes.
+    Of an ``optional`` argument nothing else is answered. Not so torch's own code, which knows proxies. A ``__class__``
+    would be believed by its C code, too, which crashes.
     """
     is_instance, is_tensor = builtins.isinstance, torch.is_tensor
     apply = vars(torch.autograd.Function)["apply"]
@@ -142,7 +174,10 @@ def _proxies_are_tensors() -> Iterator[None]:
             type(one) is _TensorProxy
             and _library_of(sys._getframe(1).f_globals.get("__name__")) not in _KNOWING_PROXIES
         ):
-            return issubclass(torch.Tensor, kinds)
+            answer = issubclass(torch.Tensor, kinds)
+            if not answer and one.node.op == "placeholder" and str(one.node.target) in optional:
+                raise TypeError(f"it asks what kind of object its argument {one.node.target} is")
+            return answer
         return is_instance(one, kinds)
 
     def applied(kind: Any, *inputs: Any, **options: Any) -> Any:
@@ -186,7 +221,7 @@ class _Tracer(fx.Tracer):
         return super().is_leaf_module(m, module_qualified_name)
 
 
-def _graphs(module: nn.Module, holding: nn.Module | None) -> Iterator[fx.Graph]:
+def _graphs(module: nn.Module, holding: nn.Module | None, num_times: int) -> Iterator[fx.Graph]:
     """One of every circumstance.
 
     Raises:
@@ -199,15 +234,29 @@ def _graphs(module: nn.Module, holding: nn.Module | None) -> Iterator[fx.Graph]:
         for name, parameter in inspect.signature(module.forward).parameters.items()
         if parameter.default is not inspect.Parameter.empty
     }
-    for_arguments = (None, optional) if optional else (None,)
-    with _proxies_are_tensors(), nothing_kept(module):
-        for training, gradients, autocast in itertools.product((True, False), (True, False), (False, True)):
-            for arguments in for_arguments:
-                with _in_mode(module, training), torch.set_grad_enabled(gradients), _autocast(autocast):
-                    graph, again = (_Tracer(holding).trace(module, concrete_args=arguments) for _ in range(2))
-                if _operations(graph) != _operations(again):
-                    raise TypeError("its forward does not compute the same every time")
-                yield graph
+    for_arguments: list[dict[str, Any] | None] = [None, optional] if optional else [None]
+    with _proxies_are_tensors(optional), own_hooks_off(module), nothing_kept(module) as codes:
+        for arguments in for_arguments:
+            yield from _under_modes(module, holding, num_times, arguments)
+        if (asked := unseen_question(codes)) is not None:
+            raise TypeError(asked)
+        if compares_arguments(codes):
+            for name, value in itertools.product(optional, _SINGLE_VALUES):
+                with suppress(AttributeError, ValueError):  # no value for this argument
+                    yield from _under_modes(module, holding, num_times, {**optional, name: value})
+
+
+def _under_modes(
+    module: nn.Module, holding: nn.Module | None, num_times: int, arguments: dict[str, Any] | None
+) -> Iterator[fx.Graph]:
+    flags = {one.training for one in module.modules()}
+    for training in (True, False) if len(flags) == 1 else (True, False, None):
+        for gradients, autocast in itertools.product((True, False), (False, True)):
+            with _in_mode(module, training), torch.set_grad_enabled(gradients), _autocast(autocast):
+                graphs = [_Tracer(holding).trace(module, concrete_args=arguments) for _ in range(num_times)]
+            if any(_operations(again) != _operations(graphs[0]) for again in graphs[1:]):
+                raise TypeError("its forward does not compute the same every time")
+            yield graphs[0]
 
 
 def _operations(graph: fx.Graph) -> list[tuple[str, str, str, str]]:
@@ -240,12 +289,12 @@ def _autocast(enabled: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _in_mode(module: nn.Module, training: bool) -> Iterator[None]:
-    """While the block lasts, every submodule's flag says ``training``."""
+def _in_mode(module: nn.Module, training: bool | None) -> Iterator[None]:
+    """While the block lasts, every submodule's flag says ``training``; None for what it says."""
     before = [(one, one.training) for one in module.modules()]
     try:
         for one, _ in before:
-            one.training = training
+            one.training = one.training if training is None else training
         yield
     finally:
         for one, was in before:
@@ -261,6 +310,7 @@ def _found_in(graph: fx.Graph, module: nn.Module, row: Any) -> Found:
     first, _ = walks[0]
     if any(columns != first for columns, _ in walks):
         raise NotProven("it is called with outputs of different layers")
+    _require_unread([*first, row], graph, modules)
     on_the_way = {node for _, nodes in walks for node in nodes}
     for node in graph.nodes:
         called: Any = _module_of(node, modules)
@@ -271,6 +321,15 @@ def _found_in(graph: fx.Graph, module: nn.Module, row: Any) -> Found:
             if user not in on_the_way and user not in calls and not _is_metadata(user):
                 raise NotProven(f"what {_described(node)} returns is also used by {_described(user)}")
     return Found(first, *_dropouts(graph, on_the_way, modules))
+
+
+def _require_unread(layers: Sequence[Any], graph: fx.Graph, modules: Mapping[str, nn.Module]) -> None:
+    """Nothing but the layers themselves reads or changes what they hold: it is of other units on every rank."""
+    for node in graph.nodes:
+        if node.op == "get_attr" and not all(map(_is_metadata, node.users)):
+            holder, _, _ = str(node.target).rpartition(".")
+            if any(modules.get(holder) is layer for layer in layers):
+                raise NotProven(f"the forward uses {node.target} itself")
 
 
 def _dropouts(
@@ -380,18 +439,3 @@ def _described(node: fx.Node) -> str:
     if node.op in ("call_module", "get_attr", "placeholder"):
         return str(node.target)
     return f"{getattr(node.target, '__name__', node.target)}()"
-
-
-def why_changed(module: nn.Module) -> str | None:
-    """Why a module may return something else than its class computes; None if it does not."""
-    if "forward" in vars(module):
-        return "has another forward than its class"
-    return why_hooked(module)
-
-
-def why_hooked(module: nn.Module) -> str | None:
-    """Why a module may return something else than its forward does; None if it does not."""
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    if any(not getattr(hook, "__module__", "").startswith("zeroresize.") for hook in hooks):
-        return "has a forward hook, which may change what it returns"
-    return None

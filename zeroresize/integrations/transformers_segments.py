@@ -12,9 +12,14 @@ from typing import Any
 
 from torch import nn
 
-from zeroresize.integrations.attention_functions import is_forward_of_class, why_unknown_attention
+from zeroresize.integrations.attention_functions import (
+    fewest_heads,
+    is_forward_of_class,
+    why_foreign,
+    why_unknown_attention,
+)
+from zeroresize.integrations.changed_modules import why_hooked
 from zeroresize.integrations.segment_registry import SegmentAdapter, StaysEven, register_by_name, require_elementwise
-from zeroresize.integrations.traced_segments import why_hooked
 from zeroresize.layers.segment import Segment
 
 #: The dimension of attention probabilities [B, heads, T, T] that holds heads.
@@ -47,7 +52,7 @@ def _self_attention(attention: Any, output: Any) -> Segment:
         output.dense,
         unit_size=head_size,
         on_change=set_heads,
-        min_units=0,
+        min_units=fewest_heads(attention),
         kind="heads",
         dropouts=[(_dropout(attention.dropout), _HEADS)] if hasattr(attention, "dropout") else (),
         has_other_dropout=getattr(attention, "dropout_prob", 0.0) > 0.0,  # as of a function
@@ -80,7 +85,7 @@ def _llama_attention(module: Any) -> Segment:
         module.o_proj,
         unit_size=groups * head_size,
         on_change=set_heads,
-        min_units=0,
+        min_units=fewest_heads(module),
         kind="heads" if groups == 1 else "KV groups",
         has_other_dropout=module.attention_dropout > 0.0,
     )
@@ -104,7 +109,7 @@ def _gpt2_attention(module: Any) -> Segment:
         unit_size=head_size,
         num_blocks=3,
         on_change=set_heads,
-        min_units=0,
+        min_units=fewest_heads(module),
         kind="heads",
         dropouts=[(_dropout(module.attn_dropout), _HEADS)],
         has_other_dropout=module.attn_dropout.p > 0.0 and module.config._attn_implementation != "eager",
@@ -153,7 +158,8 @@ def _is_read(module: nn.Module) -> bool:
 
 def _require_known_function(attention: nn.Module) -> None:
     """Those of Colossal-AI do not look the function up."""
-    if not _is_read(attention) and (unknown := why_unknown_attention(attention)) is not None:
+    asked = why_foreign if _is_read(attention) else why_unknown_attention
+    if (unknown := asked(attention)) is not None:
         raise StaysEven(unknown)
 
 
@@ -177,6 +183,11 @@ def _checked(adapter: Callable[[Any], Segment]) -> SegmentAdapter:
                 return str(error)
             if now.has_other_dropout and not found.has_other_dropout:
                 return f"the dropout of {type(module).__name__} was turned on after convert"
+            if now.min_units > found.min_units:
+                return (
+                    f"the attention of {type(module).__name__} was switched after convert to one that cannot compute "
+                    "with no heads: convert with it"
+                )
             return None
 
         return dataclasses.replace(found, why_even=why_even)

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from zeroresize.comm.collectives import group_rank, group_size
+from zeroresize.integrations.still_sound import asked_together
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.functional import LastGradients
 from zeroresize.layers.segment import OwnedSegment
@@ -47,11 +48,12 @@ class LocalMove:
         require_rebuildable(data_parallel)
         #: (segment, before, after)
         self.moving = []
-        for segment in segments:
-            after = targets.get(segment.name, segment.owned)
-            _require_fitting(segment, after, group_size(process_group))
-            if after != segment.owned:
-                self.moving.append((segment, segment.owned, after))
+        with asked_together():
+            for segment in segments:
+                after = targets.get(segment.name, segment.owned)
+                _require_fitting(segment, after, group_size(process_group))
+                if after != segment.owned:
+                    self.moving.append((segment, segment.owned, after))
         self._plans = [transfer_plan(before, after) for _, before, after in self.moving]
         self._contents = [contents_of(segment, optimizer, self._rank) for segment, *_ in self.moving]
         _require_disjoint(self._contents)
