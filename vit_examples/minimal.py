@@ -50,8 +50,8 @@ def main() -> None:
                 balancer.step()
             step_ms = 1e3 * (time.perf_counter() - begin) / config.update_every
             if dist.get_rank() == 1:
-                owned = balancer.metrics()["balance/owned_share"]
-                print(f"{step_ms:5.0f} ms a step, rank 1 owns {owned:.0%} of an even share of the work", flush=True)
+                computed = 1.0 - balancer.metrics()["balance/relieved"]  # the rest is lent, or has moved to rank 0
+                print(f"{step_ms:5.0f} ms a step, rank 1 computes {computed:.0%} of an even share", flush=True)
     dist.destroy_process_group()
 
 
