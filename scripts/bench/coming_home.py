@@ -262,16 +262,36 @@ def bursts(num_ranks: int, num_steps: int, seed: int) -> list[list[float]]:
     return chi.tolist()
 
 
-KINDS: dict[str, Callable[[int, int, int], list[list[float]]]] = {"pareto": pareto_spells, "bursts": bursts}
+def short_spells(num_ranks: int, num_steps: int, seed: int) -> list[list[float]]:
+    """[steps][ranks] χ: spells of 20 to 45 steps of χ = 3 on one rank after the other, 50 to 300 steps apart."""
+    draw = np.random.default_rng((seed, 9))
+    chi = np.ones((num_steps, num_ranks))
+    step = 60
+    while step < num_steps:
+        length = int(draw.integers(20, 46))
+        chi[step : step + length, draw.integers(num_ranks)] = 3.0
+        step += length + int(draw.integers(50, 301))
+    return chi.tolist()
+
+
+KINDS: dict[str, Callable[[int, int, int], list[list[float]]]] = {
+    "pareto": pareto_spells,
+    "bursts": bursts,
+    "short": short_spells,
+}
+#: Seconds of a move, and what lending takes; where spells are short, so dear that no move and no loan pays.
+_PRICES = {"short": (0.25, MigrationCost(9.0, 9.0))}
+_USUAL_PRICES = (0.05, MigrationCost(0.001, 0.01))
 
 
 def against_off(task: tuple[str, int, int, int, int]) -> tuple[tuple[str, int, int, int], float, float]:
     """(what, exact / off, moves per 1,000 steps)."""
     kind, num_ranks, every, num_steps, seed = task
     course = KINDS[kind](num_ranks, num_steps, seed)
+    move_s, migration = _PRICES.get(kind, _USUAL_PRICES)
     cluster = Cluster(
-        lambda step: course[step], 0.04, 0.06, _COST, MigrationCost(0.001, 0.01), noise=Noise(0.02), seed=seed,
-        segments=_SEGMENTS, bytes_of_units=1.0, move=MoveCost(0.0, 0.05), moving_rest=0.2,
+        lambda step: course[step], 0.04, 0.06, _COST, migration, noise=Noise(0.02), seed=seed,
+        segments=_SEGMENTS, bytes_of_units=1.0, move=MoveCost(0.0, move_s), moving_rest=0.2,
     )  # fmt: skip
     exact = simulate(BalanceConfig(mode="exact", update_every=every), cluster, num_steps)
     ratio = math.fsum(exact.step_s) / math.fsum(unbalanced_step_s(cluster, num_steps))
@@ -318,6 +338,8 @@ def main() -> None:
                 ("bursts", 4, 10),
                 ("bursts", 4, 4),
                 ("bursts", 4, 2),
+                ("short", 2, 10),
+                ("short", 8, 10),
             ]
             tasks = [(*case, arguments.steps, seed) for case in cases for seed in range(arguments.off_seeds)]
             found = pool.map(against_off, tasks, chunksize=1)
