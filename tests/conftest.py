@@ -77,6 +77,13 @@ def run_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
     return run
 
 
+@pytest.fixture
+def cheap_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before one was made, a move of units is expected to take what its messages do: tiny models move soon then."""
+    monkeypatch.setattr("zeroresize.control.unit_moves.BUDGET_S", 0.0)
+    monkeypatch.setattr("zeroresize.control.unit_moves.INSTALLING_S", 0.0)
+
+
 @pytest.fixture(scope="session")
 def colossalai_module() -> ModuleType:
     """Colossal-AI, imported once in the parent (10 s), from which the ranks inherit it."""

@@ -118,7 +118,7 @@ class Training:
 
 
 @pytest.mark.slow
-def test_units_move_first_and_layers_by_what_is_left(run_ranks):
+def test_units_move_first_and_layers_by_what_is_left(run_ranks, cheap_moves):
     def check(rank, group):
         training = Training(rank)
         training.train(12)

@@ -9,7 +9,7 @@ BUDGET = 0.01
 #: So many usual steps' time they may take ahead of that budget, where a ratio is new or little is known.
 CREDIT = 20.0
 #: The same where what is known may just be wrong.
-SMALL_CREDIT = 4.0
+SMALL_CREDIT = 1.5
 #: Of a usual step, at least: what costs nothing else tells nothing of the plan while it lasts.
 _LEAST_PRICE = 0.25
 #: In a shorter interval all steps are made so, since a device is read one step late.
