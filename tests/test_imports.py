@@ -10,6 +10,7 @@ import zeroresize as zr
 SEEN = "import sys, zeroresize, zeroresize.simulate; print('zeroresize.pipeline.pipeline' in sys.modules)"
 
 
+@pytest.mark.slow
 def test_pipelines_are_imported_by_those_only_who_ask_for_them():
     """They need newer releases of torch than the rest."""
     told = subprocess.run([sys.executable, "-c", SEEN], check=True, capture_output=True, text=True)

@@ -167,6 +167,7 @@ def test_an_adapter_that_does_not_swap_in_place_is_an_error(run_ranks, monkeypat
     run_ranks(check, 2)
 
 
+@pytest.mark.slow
 def test_this_packages_own_layers_are_known_without_any_other_library():
     """In a process of its own: importing Colossal-AI takes ten seconds, and nothing here needs it."""
     program = (

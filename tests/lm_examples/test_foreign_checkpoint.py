@@ -8,6 +8,7 @@ from foreign_code import put_into_planner_data, resealed
 from lm_programs import PROGRAMS, ended
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_no_code_runs_at_resume_and_the_run_ends_with_one_line(tmp_path, program):
     folder, marker = tmp_path / "run", tmp_path / "marker"

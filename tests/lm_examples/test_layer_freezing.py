@@ -155,6 +155,7 @@ def case():
     return Freezing(model_of(), FreezingOptions(**SOON))
 
 
+@pytest.mark.slow
 def test_layers_freeze_by_what_they_do_wherever_they_are(run_ranks):
     dynamic_cases.check_that_moves_change_nothing(run_ranks, case, 14)
 

@@ -140,6 +140,7 @@ def test_losses_are_the_same_wherever_layers_are(run_ranks, num_ranks, schedule,
     assert losses[0] == pytest.approx(torch.stack(expected).mean().item(), rel=1e-10)
 
 
+@pytest.mark.slow
 def test_layers_differ_in_work_and_the_auxiliary_loss_evens_experts_out_on_every_stage(run_ranks):
     def check(rank, group, weight):
         run = Run(group, case(top_k=1, balance_loss=weight), lr=0.02)

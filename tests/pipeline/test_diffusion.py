@@ -256,6 +256,7 @@ def test_what_diffusion_cannot_start_from_is_an_error(options, message):
         diffused_partition(load, arguments.pop("start"), **arguments)
 
 
+@pytest.mark.slow
 def test_ten_thousand_layers_over_a_thousand_stages_take_seconds_at_most():
     generator = np.random.default_rng(0)
     load = PipelineLoad.of(generator.lognormal(0.0, 1.0, 10_000), 1024)

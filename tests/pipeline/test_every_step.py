@@ -108,6 +108,7 @@ def test_heavy_work_that_wanders_is_followed(period, least):
     assert kept(run) > least
 
 
+@pytest.mark.slow
 def test_what_changes_too_fast_to_be_followed_costs_little():
     def leaping(step, random):
         work = np.full(NUM_LAYERS, 0.01)

@@ -414,6 +414,7 @@ def test_a_file_of_columns_is_never_seen_unfinished(tmp_path, monkeypatch):
     assert np.load(tmp_path / "columns-rank0.npz")["up"].tolist() == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_what_is_no_run_is_named(tmp_path):
     command = [sys.executable, "-m", "scripts.report", str(tmp_path)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

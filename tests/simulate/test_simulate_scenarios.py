@@ -129,6 +129,7 @@ BUSY_MACHINES = [
 ]
 
 
+@pytest.mark.few(10)
 @cases(
     ("noise", "deviation", "update_every"),
     BUSY_MACHINES,

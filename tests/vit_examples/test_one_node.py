@@ -38,6 +38,7 @@ def script(folder: Path, text: str) -> str:
     return str(folder / "script.py")
 
 
+@pytest.mark.slow
 def test_the_ranks_meet(tmp_path: Path) -> None:
     done = launched(*ONE_NODE, script(tmp_path, SUM_OF_RANKS))
     assert done.returncode == 0, done.stderr

@@ -48,6 +48,7 @@ def lent_and_pruned(run):
     return [[*pruned, *lent] for pruned, lent in zip(run.ratios, run.lent, strict=True)]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("chis", "migration", "noise"),
     [
