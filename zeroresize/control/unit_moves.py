@@ -127,16 +127,16 @@ class UnitMoves:
         if move is not None:
             comparing_s = self._compare()
             parts.decision.moved(move.largest_bytes, move.seconds, comparing_s)
-            told = self._log.line(
-                move,
-                plan,
-                parts.decision.busy_s,
-                num_steps=num_steps,
-                step_s=parts.monitor.step_s,
-                comparing_s=comparing_s,
-                is_by_hand=is_by_hand,
-            )
             if self._tells:
+                told = self._log.line(
+                    move,
+                    plan,
+                    parts.decision.busy_s,
+                    num_steps=num_steps,
+                    step_s=parts.monitor.step_s,
+                    comparing_s=comparing_s,
+                    is_by_hand=is_by_hand,
+                )
                 logger.info("step %d: %s", num_steps, told)
 
     def _compare(self) -> float:

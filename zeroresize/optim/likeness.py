@@ -75,7 +75,6 @@ class Case:
 
 
 LR = 0.05
-_RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # a trial has its own
 #: Of so many parameters at most numbers in names, attributes and state count: they may be those of layers.
 _FEW = 8
 
@@ -130,7 +129,7 @@ def _text_of(like: Like) -> str:
 
 def _shown(value: Any) -> str:
     """Of functions and objects only what they are: their addresses would make all parameters differ."""
-    if isinstance(value, Tensor) or not set(kind for kind, _ in _found_in(value)) <= {"plain"}:
+    if isinstance(value, Tensor) or not _is_plain(value):
         return type(value).__qualname__
     return re.sub(r"0x[0-9a-f]+", "", repr(value))
 
@@ -139,11 +138,7 @@ def _known_state(optimizer: Optimizer, tensor: Tensor) -> dict[str, Any]:
     state = optimizer.state.get(tensor)
     if not isinstance(state, Mapping):
         return {}
-    return {
-        key: value
-        for key, value in state.items()
-        if not isinstance(value, Tensor) and {kind for kind, _ in _found_in(value)} <= {"plain"}
-    }
+    return {key: value for key, value in state.items() if not isinstance(value, Tensor) and _is_plain(value)}
 
 
 def mark_alike(parameters: Sequence[nn.Parameter], likes: Sequence[Like]) -> None:
@@ -156,7 +151,7 @@ def mark_alike(parameters: Sequence[nn.Parameter], likes: Sequence[Like]) -> Non
         for name, value in vars(like.tensor).items():
             if type(value).__module__.partition(".")[0] in _DIVIDING and not isinstance(value, Tensor):
                 vars(parameter)[name] = value
-            elif {kind for kind, _ in _found_in(value)} <= {"plain"}:
+            elif _is_plain(value):
                 vars(parameter)[name] = copy.deepcopy(value)
             else:
                 raise NoTrialError(f"the attribute {name} of its parameters cannot be copied")
@@ -228,6 +223,11 @@ def _require_no_ids(optimizer: Optimizer, held: Mapping[str, Any], likes: Sequen
 def _has_any(root: Any, tensors: Iterable[Tensor]) -> bool:
     wanted = {id(one) for one in tensors}
     return any(id(one) in wanted for found, one in _found_in(root) if found == "tensors")
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it holds settings only, which can be copied."""
+    return all(kind == "plain" for kind, _ in _found_in(value))
 
 
 def _is_of_torch(name: str) -> bool:

@@ -276,6 +276,7 @@ def failure_of(carry_out: Callable[[], Exception | None]) -> Exception | None:
 
 
 def meet_unchanged(meet: Meet, *numbers: float) -> Sequence[Sequence[float]]:
+    """What ``meet`` returns, at a time when nothing has moved yet, as its error then says; collective."""
     try:
         return meet(*numbers)
     except RuntimeError as error:

@@ -265,12 +265,18 @@ class UnitsInForce:
         """Those that hold units, by name."""
         return {one.name: one.parameter for segment in self.segments for one in segment.tensors}
 
-    def _why_not_divisible(self) -> str | None:
+    def _stepped(self) -> dict[str, Tensor] | None:
+        """What the optimizer steps of the units, by name; None without one, or where it keeps them in other shapes."""
         if self._optimizer is None:
             return None
         try:
-            stepped = stepped_tensors(self._optimizer, self._parameters)
+            return stepped_tensors(self._optimizer, self._parameters)
         except ValueError:  # a move tells
+            return None
+
+    def _why_not_divisible(self) -> str | None:
+        stepped = self._stepped()
+        if stepped is None:
             return None
         if not self.is_home and (why := self._why_state_does_not_fit(stepped)) is not None:
             return why
@@ -290,11 +296,8 @@ class UnitsInForce:
 
     def _why_not_stepped(self) -> str | None:
         """Where a trained parameter of the units is stepped by something else, whose state would not move along."""
-        if self._optimizer is None:
-            return None
-        try:
-            stepped = stepped_tensors(self._optimizer, self._parameters)
-        except ValueError:  # a move tells
+        stepped = self._stepped()
+        if stepped is None:
             return None
         left = [name for name, one in self._parameters.items() if one.requires_grad and name not in stepped]
         if not left:
