@@ -9,8 +9,9 @@ from torch import nn
 
 from lm_examples.cases.dynamic_case import DynamicCase
 from lm_examples.config import RunConfig
-from zeroresize.pipeline.centralized import balanced_partition
-from zeroresize.pipeline.partition import Partition, PipelineLoad
+from zeroresize.plan.partition import Partition
+from zeroresize.policy.pipeline.centralized import balanced_partition
+from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
 
 
 def build_layers(config: RunConfig, case: DynamicCase, device: str = "cpu") -> list[nn.Module]:

@@ -14,8 +14,8 @@ from lm_examples.cases.dynamic_case import DynamicCase
 from lm_examples.gpt import ModelConfig
 from zeroresize.injection.schedule import checked_chi
 from zeroresize.pipeline import CommandHook, Repack
-from zeroresize.pipeline.partition import Partition
-from zeroresize.pipeline.rebalancing_forecast import MIN_SAVING, By, Method
+from zeroresize.plan.partition import Partition
+from zeroresize.policy.pipeline.rebalancing_forecast import MIN_SAVING, By, Method
 from zeroresize.utils.value_checks import at_least, divides, is_bool, number, one_of
 
 SCHEDULES = ("1f1b", "gpipe")

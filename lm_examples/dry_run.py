@@ -17,8 +17,9 @@ from torch import nn
 from lm_examples.build import build_layers, first_boundaries, num_parameters
 from lm_examples.config import RunConfig
 from lm_examples.recorder import stage_names
-from zeroresize.pipeline.centralized import balanced_partition
-from zeroresize.pipeline.partition import Partition, PipelineLoad
+from zeroresize.plan.partition import Partition
+from zeroresize.policy.pipeline.centralized import balanced_partition
+from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
 
 
 @dataclass(frozen=True)

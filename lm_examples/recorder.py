@@ -15,7 +15,7 @@ from lm_examples.config import RunConfig
 from lm_examples.config_file import config_to_dict
 from lm_examples.run_record import RunRecord
 from zeroresize.pipeline import ProfileRecord, RebalancingRecord
-from zeroresize.pipeline.partition import Partition
+from zeroresize.plan.partition import Partition
 from zeroresize.utils.json_lines import read_json_lines
 
 

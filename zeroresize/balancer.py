@@ -23,7 +23,7 @@ from zeroresize.control.late_starts import LateStarts
 from zeroresize.control.unit_moves import UnitMoves
 from zeroresize.measure.calibration import calibrate_group
 from zeroresize.plan.group import WorkloadPlan
-from zeroresize.policy.cost_model import MigrationCost
+from zeroresize.policy.tensor.cost_model import MigrationCost
 from zeroresize.telemetry import UpdateRecord
 
 logger = logging.getLogger(__name__)

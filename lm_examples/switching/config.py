@@ -13,9 +13,9 @@ import torch
 from lm_examples.config import DTYPES, LONGEST_TIMEOUT_S, NUM_BYTES, OutputConfig
 from lm_examples.documents import DocumentsConfig
 from lm_examples.llama import LlamaConfig, llama_layers
-from zeroresize.resharding.layout import TensorSpec
-from zeroresize.strategy.length_range import LengthRange, as_ranges
-from zeroresize.strategy.strategy import Strategy
+from zeroresize.plan.layout import TensorSpec
+from zeroresize.plan.length_range import LengthRange, as_ranges
+from zeroresize.plan.strategy import Strategy
 from zeroresize.strategy.switching.sharding import WholeLayers
 from zeroresize.utils.value_checks import at_least, is_bool, number, one_of
 

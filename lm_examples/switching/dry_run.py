@@ -17,9 +17,9 @@ from lm_examples.recorder import stage_names
 from lm_examples.switching.config import RunConfig
 from lm_examples.switching.recorder import lengths_table
 from lm_examples.switching.search import candidates_of
-from zeroresize.strategy.costs.switch_memory import switch_bytes
-from zeroresize.strategy.strategy import Strategy
-from zeroresize.strategy.switching.switch_plan import plan_gradients, plan_weights
+from zeroresize.plan.strategy import Strategy
+from zeroresize.policy.strategy.costs.switch_memory import switch_bytes
+from zeroresize.policy.strategy.switches.switch_plan import plan_gradients, plan_weights
 
 
 @dataclass(frozen=True)

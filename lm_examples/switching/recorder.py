@@ -15,8 +15,8 @@ from lm_examples.run_record import RunRecord
 from lm_examples.switching.config import RunConfig
 from lm_examples.switching.config_file import config_to_dict
 from lm_examples.switching.search import Choice
-from zeroresize.strategy.costs.search import SearchResult
-from zeroresize.strategy.length_range import LengthRange
+from zeroresize.plan.length_range import LengthRange
+from zeroresize.policy.strategy.costs.search import SearchResult
 
 
 class Recorder(RunRecord):

@@ -14,14 +14,14 @@ from torch.distributed import ProcessGroup
 
 from lm_examples.documents import MiniBatches
 from lm_examples.switching.config import RunConfig
-from zeroresize.strategy.costs.calibrate import measure_layer_costs, measure_links
-from zeroresize.strategy.costs.candidates import candidate_strategies, default_thresholds
-from zeroresize.strategy.costs.cost_model import CostModel
-from zeroresize.strategy.costs.search import SearchResult, search_strategies
-from zeroresize.strategy.length_range import LengthRange
+from zeroresize.plan.length_range import LengthRange
+from zeroresize.plan.strategy import Strategy
+from zeroresize.policy.strategy.costs.candidates import candidate_strategies, default_thresholds
+from zeroresize.policy.strategy.costs.cost_model import CostModel
+from zeroresize.policy.strategy.costs.search import SearchResult, search_strategies
+from zeroresize.strategy.calibrate import measure_layer_costs, measure_links
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.packed import Packed
-from zeroresize.strategy.strategy import Strategy
 
 _SHORTEST_RANGE = 64
 

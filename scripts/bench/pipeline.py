@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from scripts.bench.common import save
 from zeroresize.pipeline import Pipeline, PipelineBalancer, RebalancingRecord
-from zeroresize.pipeline.centralized import balanced_partition
-from zeroresize.pipeline.partition import Partition, PipelineLoad
+from zeroresize.plan.partition import Partition
+from zeroresize.policy.pipeline.centralized import balanced_partition
+from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
 
 FORWARD_S, MICRO, STEPS_BEFORE, STATIC_STEPS = 0.001, 8, 10, 12
 #: Work of layers, mean 1, and their hidden widths.

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from scripts.bench.changing_work import CASES, MODEL, PAPER
 from scripts.bench.common import save
-from zeroresize.pipeline.partition import Partition
+from zeroresize.plan.partition import Partition
 from zeroresize.utils.json_lines import read_json_lines
 
 VARIANTS = {

@@ -30,10 +30,11 @@ from lm_examples.train import train_step
 from scripts.bench.changing_work import CASES, PAPER, often
 from scripts.bench.common import save
 from zeroresize.pipeline import Pipeline
-from zeroresize.pipeline.centralized import balanced_partition
-from zeroresize.pipeline.partition import Floats, Partition, PipelineLoad
-from zeroresize.pipeline.rebalancing_forecast import RebalancingRule
-from zeroresize.policy.moving import MoveCost
+from zeroresize.plan.partition import Partition
+from zeroresize.policy.moves.move_cost import MoveCost
+from zeroresize.policy.pipeline.centralized import balanced_partition
+from zeroresize.policy.pipeline.pipeline_load import Floats, PipelineLoad
+from zeroresize.policy.pipeline.rebalancing_forecast import RebalancingRule
 from zeroresize.simulate.pipeline_training import LayerLoads, PipelineCluster, PipelineTrace, simulate_pipeline
 
 MODEL = (

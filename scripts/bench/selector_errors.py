@@ -30,7 +30,7 @@ from vit_examples.host_torch import TorchHost
 from vit_examples.model import classification_loss
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.measure.column_statistics import ActivationNorms, WeightVariation
-from zeroresize.policy.columns.order import random_order
+from zeroresize.policy.tensor.columns.order import random_order
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.01),

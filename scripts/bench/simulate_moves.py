@@ -17,8 +17,8 @@ from rich.table import Table
 from scripts.bench.measured_cost import REST_SHARE
 from zeroresize.config import BalanceConfig
 from zeroresize.plan.ownership import SegmentWork
-from zeroresize.policy.cost_model import MigrationCost, ResizingCost
-from zeroresize.policy.moving import MoveCost
+from zeroresize.policy.moves.move_cost import MoveCost
+from zeroresize.policy.tensor.cost_model import MigrationCost, ResizingCost
 from zeroresize.simulate import Cluster, Simulation, simulate
 
 #: So fine that whole units are no matter; a feed-forward part and one of heads.

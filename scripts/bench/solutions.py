@@ -46,7 +46,7 @@ from vit_examples.config import ModelConfig
 from zeroresize.convert import balanced_layers
 from zeroresize.injection.slow_layers import SlowLayers
 from zeroresize.plan.group import Shares, WorkloadPlan
-from zeroresize.policy.columns.order import aligned_ratio
+from zeroresize.policy.tensor.columns.order import aligned_ratio
 
 DEFAULT = "exact, the default"
 #: SEMI whose units stay at home, as before there was ownership.

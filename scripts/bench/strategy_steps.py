@@ -22,11 +22,11 @@ from torch import Tensor
 
 from lm_examples.llama import LlamaConfig, llama_layers, token_loss
 from scripts.bench.common import bootstrap_interval, machine, save
+from zeroresize.plan.length_range import LengthRange
+from zeroresize.plan.strategy import Strategy
 from zeroresize.simulate.length_distributions import DISTRIBUTIONS
-from zeroresize.strategy.length_range import LengthRange
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.step_report import StepReport
-from zeroresize.strategy.strategy import Strategy
 from zeroresize.strategy.trainer import StrategyTrainer
 
 DP4, DP2_TP2, TP4 = Strategy(4, 1, 1), Strategy(2, 2, 1), Strategy(1, 4, 1)

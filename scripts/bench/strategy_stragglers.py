@@ -14,16 +14,16 @@ from rich.console import Console
 from rich.table import Table
 
 from scripts.bench.strategy_tables import COMBINATIONS, K
+from zeroresize.plan.length_range import LengthRange
+from zeroresize.plan.strategy import Strategy
+from zeroresize.policy.strategy.stragglers.candidates import Kind
+from zeroresize.policy.strategy.stragglers.change_cost import ChangeCost
+from zeroresize.policy.strategy.stragglers.costs import StragglerCosts
+from zeroresize.policy.strategy.stragglers.decision import StragglerDecision
 from zeroresize.simulate.length_distributions import DISTRIBUTIONS
 from zeroresize.simulate.llama_tensors import LLAMA_32B
 from zeroresize.simulate.strategies import GpuCluster, llama_cost_model
 from zeroresize.simulate.strategy_stragglers import simulate_stragglers
-from zeroresize.strategy.length_range import LengthRange
-from zeroresize.strategy.stragglers.change_cost import ChangeCost
-from zeroresize.strategy.stragglers.straggler_candidates import Kind
-from zeroresize.strategy.stragglers.straggler_costs import StragglerCosts
-from zeroresize.strategy.stragglers.straggler_decision import StragglerDecision
-from zeroresize.strategy.strategy import Strategy
 
 MODES: dict[str, tuple[Kind, ...]] = {
     "nothing": (),

@@ -25,11 +25,11 @@ from rich.table import Table
 from lm_examples.llama import LlamaConfig, llama_layers
 from scripts.bench.common import machine, save, slowest_rank_s
 from zeroresize.comm.collectives import start_messages
+from zeroresize.plan.strategy import Strategy
+from zeroresize.policy.strategy.switches.switch_plan import LinkSpeeds, plan_gradients, plan_weights
 from zeroresize.resharding.agreement import wait_for_all
 from zeroresize.strategy.model import SwitchableModel
-from zeroresize.strategy.strategy import Strategy
 from zeroresize.strategy.switching import switch as switching
-from zeroresize.strategy.switching.switch_plan import LinkSpeeds, plan_gradients, plan_weights
 
 STRATEGIES = [Strategy(*degrees) for degrees in ((4, 1, 1), (2, 2, 1), (1, 4, 1), (1, 2, 2), (2, 1, 2))]
 NODES = (0, 0, 1, 1)

@@ -19,6 +19,12 @@ from rich.console import Console
 from rich.table import Table
 
 from scripts.bench.common import save
+from zeroresize.plan.length_range import LengthRange
+from zeroresize.plan.strategy import Strategy
+from zeroresize.policy.strategy.costs.candidates import candidate_strategies
+from zeroresize.policy.strategy.costs.cost_model import CostModel
+from zeroresize.policy.strategy.costs.forecast import Pack, StepForecast, forecast_step, packed_by_work
+from zeroresize.policy.strategy.costs.search import SearchResult, search_strategies
 from zeroresize.simulate.length_distributions import DISTRIBUTIONS
 from zeroresize.simulate.llama_tensors import LLAMA_32B
 from zeroresize.simulate.strategies import (
@@ -26,12 +32,6 @@ from zeroresize.simulate.strategies import (
     llama_cost_model,
     padded_rows,
 )
-from zeroresize.strategy.costs.candidates import candidate_strategies
-from zeroresize.strategy.costs.cost_model import CostModel
-from zeroresize.strategy.costs.forecast import Pack, StepForecast, forecast_step, packed_by_work
-from zeroresize.strategy.costs.search import SearchResult, search_strategies
-from zeroresize.strategy.length_range import LengthRange
-from zeroresize.strategy.strategy import Strategy
 
 K = 1024
 #: Where the rows of the table end.

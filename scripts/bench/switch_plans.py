@@ -20,11 +20,11 @@ from rich.console import Console
 from rich.table import Table
 
 from scripts.bench.common import save
-from zeroresize.resharding.layout import TensorSpec
-from zeroresize.resharding.slices import common_slices
+from zeroresize.plan.layout import TensorSpec
+from zeroresize.plan.strategy import Strategy
+from zeroresize.policy.strategy.switches.slices import common_slices
+from zeroresize.policy.strategy.switches.switch_plan import LinkSpeeds, lower_bound, plan_gradients, plan_weights
 from zeroresize.simulate.llama_tensors import LLAMA_32B, LlamaShape, llama_tensors
-from zeroresize.strategy.strategy import Strategy
-from zeroresize.strategy.switching.switch_plan import LinkSpeeds, lower_bound, plan_gradients, plan_weights
 
 #: HotSPa, Table 3.
 STRATEGIES = ((1, 16, 2), (2, 8, 2), (4, 4, 2), (4, 2, 4), (8, 4, 1))

@@ -23,8 +23,8 @@ from matplotlib import pyplot
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from zeroresize.pipeline.partition import Partition
 from zeroresize.pipeline.records import ProfileRecord
+from zeroresize.plan.partition import Partition
 from zeroresize.utils.json_lines import read_json_lines
 
 FILE = "pipeline.jsonl"

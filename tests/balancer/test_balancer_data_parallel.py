@@ -15,7 +15,7 @@ from virtual_training import FEATURES, Pair, Run, VirtualTime, keep_time
 
 import zeroresize as zr
 from zeroresize.measure import calibration
-from zeroresize.policy.cost_model import MigrationCost
+from zeroresize.policy.tensor.cost_model import MigrationCost
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from virtual_training import Pair, Run, keep_time
 
 import zeroresize as zr
 from zeroresize.measure import calibration
-from zeroresize.policy.cost_model import MigrationCost
+from zeroresize.policy.tensor.cost_model import MigrationCost
 
 
 @pytest.fixture(autouse=True)

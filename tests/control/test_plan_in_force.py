@@ -9,7 +9,7 @@ import zeroresize as zr
 from zeroresize.control.plan_in_force import PlanInForce
 from zeroresize.control.plan_installer import PlanInstaller
 from zeroresize.plan.group import Loan, RankPlan, Shares, WorkloadPlan
-from zeroresize.policy.columns.selector import ColumnSelector
+from zeroresize.policy.tensor.columns.selector import ColumnSelector
 
 PLAN = WorkloadPlan(
     (RankPlan(borrowed=0.25), RankPlan(0.5, 0.25, is_straggler=True)), loans=(Loan(1, 0.25, (0,), (1.0,)),)

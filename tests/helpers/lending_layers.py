@@ -9,8 +9,8 @@ from torch.utils.checkpoint import checkpoint
 import zeroresize as zr
 from zeroresize.migration.lender import Lender
 from zeroresize.plan.layer import LayerPlan
-from zeroresize.policy.columns.order import num_lent
-from zeroresize.policy.rules.sharing import loans_of
+from zeroresize.policy.tensor.columns.order import num_lent
+from zeroresize.policy.tensor.rules.sharing import loans_of
 
 IN, HIDDEN = 24, 36  # divide by 2, 3 and 4 ranks
 

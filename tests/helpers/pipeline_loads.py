@@ -4,7 +4,8 @@ import itertools
 
 from hypothesis import strategies as st
 
-from zeroresize.pipeline.partition import Partition, PipelineLoad
+from zeroresize.plan.partition import Partition
+from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
 
 
 @st.composite

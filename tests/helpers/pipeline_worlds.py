@@ -4,12 +4,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zeroresize.pipeline.bubbles import simulated_step
-from zeroresize.pipeline.partition import Partition, PipelineLoad
-from zeroresize.pipeline.profiling import LayerProfile, PipelineProfile
-from zeroresize.pipeline.rebalancing import Rebalancing
-from zeroresize.pipeline.rebalancing_forecast import RebalancingRule
-from zeroresize.policy.moving import MoveCost
+from zeroresize.plan.partition import Partition
+from zeroresize.policy.moves.move_cost import MoveCost
+from zeroresize.policy.pipeline.bubbles import simulated_step
+from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
+from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
+from zeroresize.policy.pipeline.rebalancing import Rebalancing
+from zeroresize.policy.pipeline.rebalancing_forecast import RebalancingRule
 
 NUM_MICROBATCHES = 8
 COST_OF_MOVE = MoveCost(1e-9, 0.05)

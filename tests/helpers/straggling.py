@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from zeroresize.resharding.layout import unit_bounds
+from zeroresize.plan.layout import unit_bounds
 
 
 class FormulaCosts:

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from zeroresize.resharding.layout import Layout, TensorSpec, UnitDivision
-from zeroresize.resharding.slices import Slices
-from zeroresize.strategy.strategy import Strategy
+from zeroresize.plan.layout import Layout, TensorSpec, UnitDivision
+from zeroresize.plan.strategy import Strategy
+from zeroresize.policy.strategy.switches.slices import Slices
 
 DEGREES = [(a, b, c) for a in (1, 2, 3, 4) for b in (1, 2, 3, 4) for c in (1, 2) if a * b * c <= 8]
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from zeroresize.layers.segment import Segment
-from zeroresize.strategy.strategy import Strategy
+from zeroresize.plan.strategy import Strategy
 
 WIDTH, HEADS, HEAD = 6, 6, 2
 VOCABULARY = 11

@@ -2,8 +2,8 @@
 
 from hypothesis import strategies as st
 
-from zeroresize.policy.cost_model import MigrationCost, ResizingCost
-from zeroresize.policy.times import RankTimes
+from zeroresize.policy.tensor.cost_model import MigrationCost, ResizingCost
+from zeroresize.policy.tensor.times import RankTimes
 
 LINEAR = ResizingCost.linear(0.9)
 #: Half the columns take .6 of the time, gathering takes up to 20 ms.

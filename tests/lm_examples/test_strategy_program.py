@@ -24,8 +24,8 @@ from lm_examples.switching.config_file import (
 from lm_examples.switching.dry_run import dry_run, token_bytes
 from lm_examples.switching.run import prepare
 from lm_examples.train_strategies import main, train
+from zeroresize.plan.strategy import Strategy
 from zeroresize.strategy.packed import Packed
-from zeroresize.strategy.strategy import Strategy
 from zeroresize.utils.json_lines import read_json_lines
 
 ROOT = Path(__file__).resolve().parents[2]

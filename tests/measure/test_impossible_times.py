@@ -10,11 +10,11 @@ from virtual_training import Run
 from zeroresize import BalanceConfig
 from zeroresize.config_keys import MODES
 from zeroresize.measure import calibrate_resizing
-from zeroresize.policy.communication import CollectiveTimes, CommunicationEstimate
-from zeroresize.policy.controller import Controller
-from zeroresize.policy.cost_model import MigrationCost, ResizingCost
-from zeroresize.policy.estimator import RankEstimator
-from zeroresize.policy.times import RankTimes, StepTimes
+from zeroresize.policy.tensor.communication import CollectiveTimes, CommunicationEstimate
+from zeroresize.policy.tensor.controller import Controller
+from zeroresize.policy.tensor.cost_model import MigrationCost, ResizingCost
+from zeroresize.policy.tensor.estimator import RankEstimator
+from zeroresize.policy.tensor.times import RankTimes, StepTimes
 
 REALISTIC = ResizingCost((0.0, 0.3, 0.6, 0.9), (1.0, 0.75, 0.5, 0.15), (0.0, 0.01, 0.01, 0.01))
 NOT_MEASURED = RankTimes(math.nan, math.nan, math.nan, REALISTIC)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from zeroresize.comm.collectives import start_messages
 from zeroresize.measure import links
 from zeroresize.measure.links import measure_links
-from zeroresize.policy.moving import MoveCost
+from zeroresize.policy.moves.move_cost import MoveCost
 
 CPU = torch.device("cpu")
 LATENCY_S, PER_BYTE_S = 0.002, 5e-9

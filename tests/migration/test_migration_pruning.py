@@ -16,7 +16,7 @@ from zeroresize.config_keys import MIGRATION_TRANSPORTS
 from zeroresize.migration.lender import Lender
 from zeroresize.plan.group import Loan
 from zeroresize.plan.layer import LayerPlan
-from zeroresize.policy.columns.order import num_lent
+from zeroresize.policy.tensor.columns.order import num_lent
 
 #: Of every rank: the shares that it prunes and lends; and the loans, None for equal parts of all who lend nothing.
 SETTINGS = {

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from zeroresize.pipeline import LayerProfiler, Pipeline, ProfileRecord
-from zeroresize.pipeline.bubbles import chimera_bubble_ratio, simulated_step
-from zeroresize.pipeline.profiling import LayerProfile, PipelineProfile
+from zeroresize.policy.pipeline.bubbles import chimera_bubble_ratio, simulated_step
+from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
 
 MICRO, FORWARD_S, BACKWARD_S = 4, 0.02, 0.04
 

@@ -27,12 +27,13 @@ from zeroresize.pipeline import (
     moving_early,
     pipeline_balancer,
 )
-from zeroresize.pipeline.bubbles import simulated_step
-from zeroresize.pipeline.centralized import balanced_partition
 from zeroresize.pipeline.early_layer_move import EarlyLayerMove
-from zeroresize.pipeline.partition import Partition, PipelineLoad
 from zeroresize.pipeline.profile_exchange import ProfileExchange
-from zeroresize.policy.moving import MoveCost
+from zeroresize.plan.partition import Partition
+from zeroresize.policy.moves.move_cost import MoveCost
+from zeroresize.policy.pipeline.bubbles import simulated_step
+from zeroresize.policy.pipeline.centralized import balanced_partition
+from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
 from zeroresize.resharding import agreement
 from zeroresize.resharding.agreement import NotEnoughMemoryError
 

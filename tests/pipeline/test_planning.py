@@ -8,7 +8,7 @@ from pipeline_worlds import World
 from torch import nn
 
 from zeroresize.pipeline import LayerProfile, ProfileRecord, plan_pipeline, profiles_on_meta
-from zeroresize.pipeline.bubbles import simulated_step
+from zeroresize.policy.pipeline.bubbles import simulated_step
 
 MICRO = 8
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.pipelining import ScheduleGPipe
 
 from zeroresize.pipeline import LayerProfiler, Pipeline, PipelineBalancer, Repack
-from zeroresize.policy.moving import MoveCost
+from zeroresize.policy.moves.move_cost import MoveCost
 
 NUM_LAYERS = 8
 

@@ -4,6 +4,9 @@ import numpy as np
 import pytest
 
 from scripts.bench.strategy_tables import COMBINATIONS, STATIC, in_best_home, ranges_of
+from zeroresize.plan.strategy import Strategy
+from zeroresize.policy.strategy.costs.forecast import packed_by_work
+from zeroresize.policy.strategy.costs.search import search_strategies
 from zeroresize.simulate.length_distributions import DISTRIBUTIONS
 from zeroresize.simulate.llama_tensors import LLAMA_32B
 from zeroresize.simulate.strategies import (
@@ -12,9 +15,6 @@ from zeroresize.simulate.strategies import (
     llama_layer_costs,
     padded_rows,
 )
-from zeroresize.strategy.costs.forecast import packed_by_work
-from zeroresize.strategy.costs.search import search_strategies
-from zeroresize.strategy.strategy import Strategy
 
 K = 1024
 CLUSTER = GpuCluster()

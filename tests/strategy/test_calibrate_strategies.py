@@ -6,10 +6,10 @@ import torch
 from switched_models import WIDTH, layers_of
 
 from zeroresize.comm.remaining_group import num_known_groups
-from zeroresize.strategy.costs.calibrate import fitted_cost, measure_layer_costs, measure_links, measured_points
+from zeroresize.plan.strategy import Strategy
+from zeroresize.strategy.calibrate import fitted_cost, measure_layer_costs, measure_links, measured_points
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.packed import Packed
-from zeroresize.strategy.strategy import Strategy
 
 
 def test_costs_are_found_again_and_never_negative():

@@ -6,9 +6,9 @@ from switched_models import layers_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from zeroresize.strategy.length_range import LengthRange
+from zeroresize.plan.length_range import LengthRange
+from zeroresize.plan.strategy import Strategy
 from zeroresize.strategy.model import SwitchableModel
-from zeroresize.strategy.strategy import Strategy
 from zeroresize.strategy.trainer import StrategyTrainer
 
 DP, TP, PP = Strategy(2), Strategy(1, 2), Strategy(1, 1, 2)

@@ -6,11 +6,11 @@ import torch.nn.functional as F
 from log_lines import caught_log_lines
 
 from lm_examples.llama import LlamaConfig, llama_layers, token_loss
-from zeroresize.strategy.length_range import LengthRange
+from zeroresize.plan.length_range import LengthRange
+from zeroresize.plan.strategy import Strategy
 from zeroresize.strategy.loss_check import averages
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.packed import Packed
-from zeroresize.strategy.strategy import Strategy
 from zeroresize.strategy.trainer import StrategyTrainer
 
 SUM, MEAN = "sum", "mean"

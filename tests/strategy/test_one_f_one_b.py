@@ -8,7 +8,7 @@ from survivors import told_by_survivors
 from torch import nn
 
 from lm_examples.llama import LlamaConfig, llama_layers, token_loss
-from zeroresize.pipeline.partition import Partition
+from zeroresize.plan.partition import Partition
 from zeroresize.strategy.packed import Packed
 from zeroresize.strategy.running.activations import Activation, find_activations
 from zeroresize.strategy.running.one_f_one_b import PipelineStage

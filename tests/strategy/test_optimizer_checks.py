@@ -7,9 +7,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lm_examples.llama import LlamaConfig, llama_layers, token_loss
-from zeroresize.strategy.length_range import LengthRange
+from zeroresize.plan.length_range import LengthRange
+from zeroresize.plan.strategy import Strategy
 from zeroresize.strategy.model import SwitchableModel
-from zeroresize.strategy.strategy import Strategy
 from zeroresize.strategy.strategy_balancer import StrategyBalancer
 from zeroresize.strategy.trainer import StrategyTrainer
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from switched_models import FOUR, assert_holds, layers_of, own_part, whole_tensors
 
+from zeroresize.plan.strategy import Strategy
 from zeroresize.strategy.gradient_norm import clip_grad_norm_
 from zeroresize.strategy.model import SwitchableModel
-from zeroresize.strategy.strategy import Strategy
 
 THREE = Strategy(1, 1, 3, ranks=(3, 0, 2))
 HOMES = [FOUR[1], FOUR[4], THREE, FOUR[0], Strategy(1, 1, 1, ranks=(2,)), FOUR[2], FOUR[1]]

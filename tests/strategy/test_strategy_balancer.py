@@ -11,16 +11,16 @@ from torch import nn
 from lm_examples.llama import token_loss
 from zeroresize.layers.segment import Segment
 from zeroresize.measure.step_timer import HostClock
-from zeroresize.strategy.costs.cost_model import CostModel
-from zeroresize.strategy.costs.layer_costs import LayerCost, LayerCosts
-from zeroresize.strategy.length_range import LengthRange, with_limits
+from zeroresize.plan.length_range import LengthRange, with_limits
+from zeroresize.plan.strategy import Strategy
+from zeroresize.policy.strategy.costs.cost_model import CostModel
+from zeroresize.policy.strategy.costs.layer_costs import LayerCost, LayerCosts
+from zeroresize.policy.strategy.stragglers.costs import StragglerCosts
+from zeroresize.policy.strategy.stragglers.rank_speeds import RankSpeeds
+from zeroresize.policy.strategy.switches.switch_plan import LinkSpeeds
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.packed import Packed
-from zeroresize.strategy.stragglers.rank_speeds import RankSpeeds
-from zeroresize.strategy.stragglers.straggler_costs import StragglerCosts
-from zeroresize.strategy.strategy import Strategy
 from zeroresize.strategy.strategy_balancer import StrategyBalancer
-from zeroresize.strategy.switching.switch_plan import LinkSpeeds
 from zeroresize.strategy.trainer import StrategyTrainer
 
 WIDTH, UNITS, VOCABULARY, NUM_BLOCKS, MAX_TOKENS = 4, 12, 16, 2, 32

@@ -6,8 +6,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
 from lm_examples.llama import LlamaConfig, llama_layers
+from zeroresize.plan.strategy import Strategy
 from zeroresize.strategy.model import SwitchableModel
-from zeroresize.strategy.strategy import Strategy
 from zeroresize.strategy.strategy_state import strategy_state
 
 WHOLE = Strategy()

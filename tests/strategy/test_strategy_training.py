@@ -6,10 +6,10 @@ from switched_models import own_part
 from torch import nn
 
 from lm_examples.llama import LlamaConfig, llama_layers, token_loss
-from zeroresize.strategy.length_range import LengthRange
+from zeroresize.plan.length_range import LengthRange
+from zeroresize.plan.strategy import Strategy
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.packed import Packed
-from zeroresize.strategy.strategy import Strategy
 from zeroresize.strategy.trainer import StrategyTrainer
 
 CONFIG = LlamaConfig(num_blocks=4, hidden_size=16, num_heads=8, num_kv_heads=4, mlp_size=12, vocabulary=32)

@@ -10,8 +10,8 @@ from switched_models import FOUR, VOCABULARY, assert_holds, layers_of, own_part,
 
 from zeroresize.comm.collectives import group_ranks
 from zeroresize.comm.remaining_group import num_known_groups
+from zeroresize.plan.strategy import Strategy
 from zeroresize.strategy.model import SwitchableModel
-from zeroresize.strategy.strategy import Strategy
 
 
 def test_weights_are_those_of_the_whole_model_after_any_chain_of_switches(run_ranks):

@@ -11,10 +11,10 @@ from switched_models import assert_holds, layers_of, whole_tensors
 from torch import nn
 
 from zeroresize.layers.segment import Segment
+from zeroresize.plan.strategy import Strategy
 from zeroresize.resharding import agreement, message_rounds
 from zeroresize.resharding.agreement import NotEnoughMemoryError
 from zeroresize.strategy.model import SwitchableModel
-from zeroresize.strategy.strategy import Strategy
 from zeroresize.strategy.switching import all_or_nothing
 
 UNEVEN, PIPELINE, REPLICAS = Strategy(1, 3, shares=(1, 2, 3)), Strategy(1, 1, 3), Strategy(3)

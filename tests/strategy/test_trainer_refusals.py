@@ -7,9 +7,9 @@ import torch
 from survivors import told_by_survivors
 
 from lm_examples.llama import LlamaConfig, llama_layers, token_loss
-from zeroresize.strategy.length_range import LengthRange
+from zeroresize.plan.length_range import LengthRange
+from zeroresize.plan.strategy import Strategy
 from zeroresize.strategy.model import SwitchableModel
-from zeroresize.strategy.strategy import Strategy
 from zeroresize.strategy.trainer import StrategyTrainer
 
 CONFIG = LlamaConfig(num_blocks=1, hidden_size=8, num_heads=2, mlp_size=4, vocabulary=16)

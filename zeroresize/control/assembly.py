@@ -35,7 +35,7 @@ from zeroresize.measure.rank_monitor import RankMonitor
 from zeroresize.measure.restartable_statistic import RestartableStatistic
 from zeroresize.migration.lender import Lender
 from zeroresize.optim.freezing import ColumnFreezer
-from zeroresize.policy.columns.selector import ColumnSelector
+from zeroresize.policy.tensor.columns.selector import ColumnSelector
 from zeroresize.resharding.agreement import MeetReplicas
 from zeroresize.resharding.data_parallel import replicas_of
 from zeroresize.resharding.state_dicts import guard_optimizer

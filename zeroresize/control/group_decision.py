@@ -13,12 +13,12 @@ from zeroresize.config import BalanceConfig
 from zeroresize.config_keys import MIGRATING_MODES
 from zeroresize.plan.group import WorkloadPlan
 from zeroresize.plan.ownership import SegmentWork
-from zeroresize.policy.communication import CollectiveTimes
-from zeroresize.policy.controller import Controller
-from zeroresize.policy.cost_model import NUM_POINTS, MigrationCost, ResizingCost
-from zeroresize.policy.moving import MoveCost
-from zeroresize.policy.times import RankTimes
-from zeroresize.policy.what_if import WhatIf
+from zeroresize.policy.moves.move_cost import MoveCost
+from zeroresize.policy.tensor.communication import CollectiveTimes
+from zeroresize.policy.tensor.controller import Controller
+from zeroresize.policy.tensor.cost_model import NUM_POINTS, MigrationCost, ResizingCost
+from zeroresize.policy.tensor.times import RankTimes
+from zeroresize.policy.tensor.what_if import WhatIf
 from zeroresize.utils.state_checks import Check, count, each, keyed, not_negative, number, optional, row, share, text
 
 
@@ -92,12 +92,12 @@ class GroupDecision:
         self._lent_when_sent = lent_in_force
 
     def expect_moves(self, cost: MoveCost, bytes_of_units: float, comparing_s: float = 0.0) -> None:
-        """As :meth:`~zeroresize.policy.controller.Controller.expect_moves`; alike on all ranks."""
+        """As :meth:`~zeroresize.policy.tensor.controller.Controller.expect_moves`; alike on all ranks."""
         for one in (self._controller, self._what_if):
             one.expect_moves(cost, bytes_of_units, comparing_s)
 
     def moved(self, num_bytes: float, seconds: float, comparing_s: float) -> None:
-        """Units have changed hands as planned; as :meth:`~zeroresize.policy.controller.Controller.moved`."""
+        """Units have changed hands as planned; as :meth:`~zeroresize.policy.tensor.controller.Controller.moved`."""
         self._controller.moved(num_bytes, seconds, comparing_s)
 
     def refuse_move(self, in_force: Sequence[float]) -> None:

@@ -10,7 +10,7 @@ from zeroresize.config import BalanceConfig
 from zeroresize.control.plan_installer import PlanInstaller
 from zeroresize.migration.lender import Lender
 from zeroresize.plan.group import Shares, WorkloadPlan
-from zeroresize.policy.columns.selector import ColumnSelector, Relief
+from zeroresize.policy.tensor.columns.selector import ColumnSelector, Relief
 from zeroresize.resharding.units_in_force import UnitsInForce
 
 

@@ -11,7 +11,7 @@ from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segments import work_of_layers
 from zeroresize.plan.group import Shares
 from zeroresize.plan.layer import LayerPlan
-from zeroresize.policy.columns.selector import ColumnSelector, Relief
+from zeroresize.policy.tensor.columns.selector import ColumnSelector, Relief
 
 
 class PlanInstaller:

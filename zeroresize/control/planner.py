@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from zeroresize.plan.group import WorkloadPlan
-from zeroresize.policy.cost_model import MigrationCost, ResizingCost
-from zeroresize.policy.moving import MoveCost
-from zeroresize.policy.times import RankTimes
+from zeroresize.policy.moves.move_cost import MoveCost
+from zeroresize.policy.tensor.cost_model import MigrationCost, ResizingCost
+from zeroresize.policy.tensor.times import RankTimes
 from zeroresize.utils.state_checks import Check
 
 

@@ -14,7 +14,7 @@ from zeroresize.control.move_log import MoveLog
 from zeroresize.measure.compare_products import BUDGET_S
 from zeroresize.measure.links import INSTALLING_S, measure_links
 from zeroresize.plan.group import WorkloadPlan
-from zeroresize.policy.moving import MoveCost
+from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.resharding.agreement import CannotMoveError, NotEnoughMemoryError
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import Channel, group_rank, group_size, message_device, start_messages
-from zeroresize.policy.moving import MoveCost
+from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.resharding.agreement import meet_over, wait_for_all
 
 #: Bytes of a small and of a large message, and how often each is sent. The median of each size counts: a freak of the

@@ -22,9 +22,9 @@ from zeroresize.measure.calibrate_resizing import ProductSplit, measure_resizing
 from zeroresize.measure.compare_products import Reference, choose_reference, compare_products, time_reference
 from zeroresize.measure.step_timer import LayerTimer, StepTimer, clock_for
 from zeroresize.plan.group import Shares
-from zeroresize.policy.cost_model import NUM_POINTS, ResizingCost
-from zeroresize.policy.estimator import RankEstimator
-from zeroresize.policy.times import RankTimes, StepTimes
+from zeroresize.policy.tensor.cost_model import NUM_POINTS, ResizingCost
+from zeroresize.policy.tensor.estimator import RankEstimator
+from zeroresize.policy.tensor.times import RankTimes, StepTimes
 from zeroresize.utils.state_checks import (
     Check,
     count,

@@ -18,7 +18,7 @@ import torch
 from zeroresize.kernels.probe import Probe
 from zeroresize.measure import waits
 from zeroresize.plan.group import Shares
-from zeroresize.policy.times import StepTimes
+from zeroresize.policy.tensor.times import StepTimes
 
 #: At most so many pairs of marks are kept, besides those that the device has not passed yet.
 _MOST_PAIRS = 1024

@@ -20,7 +20,7 @@ from zeroresize.migration.scatter_gather import ScatterGather
 from zeroresize.migration.transport import Route, Transport, bounds_of_parts
 from zeroresize.plan.columns import Columns
 from zeroresize.plan.group import Loan
-from zeroresize.policy.columns.order import num_lent
+from zeroresize.policy.tensor.columns.order import num_lent
 
 _TRANSPORTS: dict[str, type[Transport]] = {"broadcast-reduce": BroadcastReduce, "scatter-gather": ScatterGather}
 

@@ -48,12 +48,13 @@ from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.pipeline.pipeline_balancer import PipelineBalancer
 from zeroresize.pipeline.pipeline_state import load_pipeline, pipeline_state
 from zeroresize.pipeline.planning import PipelinePlan, plan_pipeline, profiles_on_meta
-from zeroresize.pipeline.profiling import LayerProfile, LayerProfiler, PipelineProfile
-from zeroresize.pipeline.rebalancing_forecast import RebalancingForecast
+from zeroresize.pipeline.profiling import LayerProfiler
 from zeroresize.pipeline.records import ProfileRecord, RebalancingRecord
 from zeroresize.pipeline.release_hooks import CommandHook, Release
 from zeroresize.pipeline.releasing import Repack
 from zeroresize.pipeline.shrinking import RepackingReport, repack
+from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
+from zeroresize.policy.pipeline.rebalancing_forecast import RebalancingForecast
 
 __all__ = [
     "CommandHook",

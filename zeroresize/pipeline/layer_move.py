@@ -24,9 +24,9 @@ from zeroresize.pipeline.layer_contents import (
     require_movable_state,
     settings_of,
 )
-from zeroresize.pipeline.partition import Partition
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.pipeline.stage_layers import require_plain, require_ties_within_stages
+from zeroresize.plan.partition import Partition
 from zeroresize.resharding.agreement import fingerprint
 
 

@@ -16,7 +16,6 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from zeroresize.comm.collectives import group_rank, group_ranks, group_size, message_device, require_group
 from zeroresize.comm.cpu_group import CpuGroup
 from zeroresize.pipeline.boundary_shapes import Boundary, find_boundaries
-from zeroresize.pipeline.partition import Partition
 from zeroresize.pipeline.stage_layers import (
     Initialize,
     StageLayers,
@@ -26,6 +25,7 @@ from zeroresize.pipeline.stage_layers import (
     require_ties_within_stages,
     tensors_by_layer,
 )
+from zeroresize.plan.partition import Partition
 from zeroresize.resharding.agreement import Meet, fingerprint, meet_over, meet_prepared, require_same
 
 #: Of a micro-batch's outputs and targets, averaged over its samples.

@@ -21,11 +21,19 @@ from zeroresize.pipeline.layer_contents import groups_of, require_movable_state
 from zeroresize.pipeline.moving import LayerMoveReport, move_layers
 from zeroresize.pipeline.moving_early import MoveDuringBackward, moving_during_backward
 from zeroresize.pipeline.pipeline import Pipeline
-from zeroresize.pipeline.profile_cadence import ProfileCadence
 from zeroresize.pipeline.profile_exchange import ProfileExchange
-from zeroresize.pipeline.profiling import LayerProfiler, PipelineProfile
-from zeroresize.pipeline.rebalancing import Rebalancing
-from zeroresize.pipeline.rebalancing_forecast import (
+from zeroresize.pipeline.profiling import LayerProfiler
+from zeroresize.pipeline.records import ProfileRecord, RebalancingRecord
+from zeroresize.pipeline.releasing import Releasing, Repack
+from zeroresize.pipeline.replicas import Replicas
+from zeroresize.pipeline.shrinking import NUM_GROUPS
+from zeroresize.pipeline.stage_layers import require_plain
+from zeroresize.pipeline.stage_units import StageUnits, UnitsFirst
+from zeroresize.policy.moves.move_cost import MoveCost
+from zeroresize.policy.pipeline.profile_cadence import ProfileCadence
+from zeroresize.policy.pipeline.profiles import PipelineProfile
+from zeroresize.policy.pipeline.rebalancing import Rebalancing
+from zeroresize.policy.pipeline.rebalancing_forecast import (
     MIN_SAVING,
     By,
     Method,
@@ -33,13 +41,6 @@ from zeroresize.pipeline.rebalancing_forecast import (
     RebalancingRule,
     described,
 )
-from zeroresize.pipeline.records import ProfileRecord, RebalancingRecord
-from zeroresize.pipeline.releasing import Releasing, Repack
-from zeroresize.pipeline.replicas import Replicas
-from zeroresize.pipeline.shrinking import NUM_GROUPS
-from zeroresize.pipeline.stage_layers import require_plain
-from zeroresize.pipeline.stage_units import StageUnits, UnitsFirst
-from zeroresize.policy.moving import MoveCost
 from zeroresize.resharding.agreement import (
     CannotMoveError,
     NotEnoughMemoryError,
@@ -75,7 +76,7 @@ class PipelineBalancer:
     With ``profile_every=1``, for work that changes in each step, every block is measured, and running figures decide.
 
     A stage that becomes slow gets fewer layers, and gets them back when it recovers; see
-    :mod:`zeroresize.pipeline.layer_costs` for how slow devices and heavy layers are told apart.
+    :mod:`zeroresize.policy.pipeline.layer_costs` for how slow devices and heavy layers are told apart.
 
     Its constructor is collective, and so are the blocks.
 

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from zeroresize.pipeline.bubbles import Schedule
-from zeroresize.pipeline.layer_costs import LayerCosts
-from zeroresize.pipeline.partition import Partition, PipelineLoad
-from zeroresize.pipeline.profiling import LayerProfile, PipelineProfile, SavedBytes
-from zeroresize.pipeline.rebalancing_forecast import By, RebalancingRule
-from zeroresize.policy.moving import MoveCost
+from zeroresize.pipeline.profiling import SavedBytes
+from zeroresize.plan.partition import Partition
+from zeroresize.policy.moves.move_cost import MoveCost
+from zeroresize.policy.pipeline.bubbles import Schedule
+from zeroresize.policy.pipeline.layer_costs import LayerCosts
+from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
+from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
+from zeroresize.policy.pipeline.rebalancing_forecast import By, RebalancingRule
 
 
 @dataclass(frozen=True)

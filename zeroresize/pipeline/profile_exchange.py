@@ -9,7 +9,8 @@ from zeroresize.comm.cpu_group import CpuGroup
 from zeroresize.comm.exchange import Exchange
 from zeroresize.comm.whereabouts import Call
 from zeroresize.pipeline.pipeline import Pipeline
-from zeroresize.pipeline.profiling import LayerProfiler, PipelineProfile
+from zeroresize.pipeline.profiling import LayerProfiler
+from zeroresize.policy.pipeline.profiles import PipelineProfile
 
 
 class ProfileExchange:

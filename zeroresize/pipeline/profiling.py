@@ -13,7 +13,7 @@ import itertools
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -24,77 +24,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
 from zeroresize.comm.collectives import all_reduce
-from zeroresize.pipeline.bubbles import imbalance
 from zeroresize.pipeline.layer_spans import LayerSpans
 from zeroresize.pipeline.pipeline import Pipeline
-
-
-@dataclass(frozen=True)
-class LayerProfile:
-    """One layer in one iteration.
-
-    Attributes:
-        forward_s, backward_s: seconds, of all micro-batches.
-        weight_bytes: of parameters and buffers.
-        gradient_bytes, optimizer_bytes: as they are at the end of the iteration.
-        activation_bytes: kept for backward, of one micro-batch.
-    """
-
-    forward_s: float
-    backward_s: float
-    weight_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    activation_bytes: int
-
-    @property
-    def bytes_at_rest(self) -> int:
-        """Of weights, gradients and optimizer state: what travels with the layer."""
-        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
-
-
-@dataclass(frozen=True)
-class PipelineProfile:
-    """One iteration of a pipeline, known to every rank.
-
-    Attributes:
-        layers: [L].
-        stage_s: wall seconds of the iteration on each stage.
-        boundaries: in force in it.
-        loss_s: seconds of the loss, forward and backward, on the last stage.
-    """
-
-    layers: tuple[LayerProfile, ...]
-    stage_s: tuple[float, ...]
-    boundaries: tuple[int, ...]
-    loss_s: float = 0.0
-
-    @property
-    def computed_s(self) -> tuple[float, ...]:
-        """[S] seconds in which each stage computed its layers, and the last one the loss."""
-        layer_s = [one.forward_s + one.backward_s for one in self.layers]
-        own = [math.fsum(layer_s[begin:end]) for begin, end in itertools.pairwise(self.boundaries)]
-        return (*own[:-1], own[-1] + self.loss_s)
-
-    @property
-    def bubble_ratios(self) -> tuple[float, ...]:
-        """[S] the share of the iteration in which each stage computed nothing of it, 0 to 1.
-
-        The iteration lasts as long as on the stage where it takes longest.
-        """
-        step_s = max(self.stage_s)
-        return tuple(max(1.0 - own / step_s, 0.0) if step_s else 0.0 for own in self.computed_s)
-
-    @property
-    def bubble_ratio(self) -> float:
-        """The mean of the stages' :attr:`bubble_ratios`."""
-        return math.fsum(self.bubble_ratios) / len(self.stage_s)
-
-    @property
-    def imbalance(self) -> float:
-        """(L_max − L_min) / mean L of the stages' :attr:`computed_s` (DynMo, section 2)."""
-        return imbalance(self.computed_s)
-
+from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
 
 #: Of each layer.
 _NUM_FIGURES = len(fields(LayerProfile))

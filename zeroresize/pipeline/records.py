@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from zeroresize.pipeline.bubbles import Schedule, chimera_bubble_ratio, simulated_step
-from zeroresize.pipeline.profiling import LayerProfile, PipelineProfile
-from zeroresize.pipeline.rebalancing_forecast import RebalancingForecast
+from zeroresize.policy.pipeline.bubbles import Schedule, chimera_bubble_ratio, simulated_step
+from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
+from zeroresize.policy.pipeline.rebalancing_forecast import RebalancingForecast
 from zeroresize.utils.json_lines import without_nan
 from zeroresize.utils.state_checks import each, keyed, not_negative, number
 

@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 
-from zeroresize.pipeline.packing import Packing
-from zeroresize.pipeline.partition import Partition, PipelineLoad
 from zeroresize.pipeline.pipeline import Pipeline
-from zeroresize.pipeline.profiling import PipelineProfile
-from zeroresize.pipeline.rebalancing import Rebalancing
-from zeroresize.pipeline.rebalancing_forecast import RebalancingForecast
 from zeroresize.pipeline.release_hooks import ReleaseHook
 from zeroresize.pipeline.shrinking import DifferentGroupsError, RepackingReport, carry_out_repacking, stage_that_stays
+from zeroresize.plan.partition import Partition
+from zeroresize.policy.pipeline.packing import Packing
+from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
+from zeroresize.policy.pipeline.profiles import PipelineProfile
+from zeroresize.policy.pipeline.rebalancing import Rebalancing
+from zeroresize.policy.pipeline.rebalancing_forecast import RebalancingForecast
 from zeroresize.resharding.agreement import NotEnoughMemoryError
 from zeroresize.utils.state_checks import keyed, not_negative
 from zeroresize.utils.value_checks import at_least, number

@@ -16,7 +16,7 @@ from zeroresize.comm.cpu_group import CpuGroup
 from zeroresize.comm.exchange import Exchange
 from zeroresize.comm.replicas import ranks_with_replicas
 from zeroresize.pipeline.pipeline import Pipeline
-from zeroresize.pipeline.profiling import LayerProfile, PipelineProfile
+from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
 from zeroresize.resharding.agreement import MeetReplicas
 
 _NUM_FIGURES = len(fields(LayerProfile))

@@ -15,16 +15,17 @@ from torch.distributed.pipelining import Schedule1F1B
 
 from zeroresize.comm.collectives import group_ranks
 from zeroresize.comm.remaining_group import new_group_of, num_known_groups
-from zeroresize.pipeline.layer_costs import LayerCosts
 from zeroresize.pipeline.layer_move import LayerMove
 from zeroresize.pipeline.moving import received_move
-from zeroresize.pipeline.packing import Packing
-from zeroresize.pipeline.partition import Partition, PipelineLoad
 from zeroresize.pipeline.pipeline import Pipeline
-from zeroresize.pipeline.profiling import PipelineProfile
-from zeroresize.pipeline.rebalancing_forecast import RebalancingRule
 from zeroresize.pipeline.release_hooks import Release, ReleaseHook, tell_outside
-from zeroresize.pipeline.repacking import Repacking, repacked
+from zeroresize.plan.partition import Partition
+from zeroresize.policy.pipeline.layer_costs import LayerCosts
+from zeroresize.policy.pipeline.packing import Packing
+from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
+from zeroresize.policy.pipeline.profiles import PipelineProfile
+from zeroresize.policy.pipeline.rebalancing_forecast import RebalancingRule
+from zeroresize.policy.pipeline.repacking import Repacking, repacked
 from zeroresize.resharding.agreement import Meet, meet_prepared, require_same
 
 NUM_GROUPS = "how many process groups they have made"

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
-from zeroresize.pipeline.partition import Partition
+from zeroresize.plan.partition import Partition
 from zeroresize.resharding.contents import replace_data
 
 #: Fills the tensors of a layer, by its number, that was built on the meta device.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zeroresize.resharding.layout import TensorSpec, UnitDivision
+from zeroresize.plan.layout import TensorSpec, UnitDivision
 
 
 @dataclass(frozen=True)

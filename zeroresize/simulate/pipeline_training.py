@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zeroresize.pipeline.bubbles import Schedule, simulated_step
-from zeroresize.pipeline.partition import Floats, Partition
-from zeroresize.pipeline.profile_cadence import ProfileCadence
-from zeroresize.pipeline.profiling import LayerProfile, PipelineProfile
-from zeroresize.pipeline.rebalancing import Rebalancing
-from zeroresize.pipeline.rebalancing_forecast import RebalancingForecast, RebalancingRule
-from zeroresize.policy.moving import MoveCost
+from zeroresize.plan.partition import Partition
+from zeroresize.policy.moves.move_cost import MoveCost
+from zeroresize.policy.pipeline.bubbles import Schedule, simulated_step
+from zeroresize.policy.pipeline.pipeline_load import Floats
+from zeroresize.policy.pipeline.profile_cadence import ProfileCadence
+from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
+from zeroresize.policy.pipeline.rebalancing import Rebalancing
+from zeroresize.policy.pipeline.rebalancing_forecast import RebalancingForecast, RebalancingRule
 
 #: A network of 100 Gbit/s, roughly, and what ranks take to agree on a move and to install layers.
 TYPICAL_LINKS = MoveCost(1e-10, 0.05)

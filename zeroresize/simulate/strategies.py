@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zeroresize.policy.strategy.costs.cost_model import CostModel
+from zeroresize.policy.strategy.costs.layer_costs import LayerCost, LayerCosts
+from zeroresize.policy.strategy.packing import pack
+from zeroresize.policy.strategy.switches.switch_plan import LinkSpeeds
 from zeroresize.simulate.llama_tensors import LlamaShape, llama_tensors
-from zeroresize.strategy.costs.cost_model import CostModel
-from zeroresize.strategy.costs.layer_costs import LayerCost, LayerCosts
-from zeroresize.strategy.running.packing import pack
-from zeroresize.strategy.switching.switch_plan import LinkSpeeds
 
 _BF16 = 2
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from zeroresize.strategy.stragglers.straggler_decision import StragglerDecision, StrategyCosts
+from zeroresize.policy.strategy.stragglers.decision import StragglerDecision, StrategyCosts
 
 
 @dataclass(frozen=True)

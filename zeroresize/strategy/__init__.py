@@ -11,20 +11,20 @@ Layers are called ``layer(x, packed)``, with a :class:`Packed` micro-batch. A gu
 docs/strategies.md.
 """
 
-from zeroresize.strategy.costs.calibrate import measure_layer_costs, measure_links
-from zeroresize.strategy.costs.candidates import candidate_strategies
-from zeroresize.strategy.costs.cost_model import CostModel
-from zeroresize.strategy.costs.search import SearchResult, search_strategies
+from zeroresize.plan.length_range import LengthRange
+from zeroresize.plan.strategy import Position, Strategy
+from zeroresize.policy.strategy.costs.candidates import candidate_strategies
+from zeroresize.policy.strategy.costs.cost_model import CostModel
+from zeroresize.policy.strategy.costs.search import SearchResult, search_strategies
+from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
+from zeroresize.strategy.calibrate import measure_layer_costs, measure_links
 from zeroresize.strategy.gradient_norm import clip_grad_norm_
-from zeroresize.strategy.length_range import LengthRange
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.packed import Packed
 from zeroresize.strategy.step_report import RangeReport, StepReport
-from zeroresize.strategy.strategy import Position, Strategy
 from zeroresize.strategy.strategy_balancer import StrategyBalancer
 from zeroresize.strategy.strategy_state import strategy_state
 from zeroresize.strategy.switching.switch import SwitchReport
-from zeroresize.strategy.switching.transfers import LinkSpeeds
 from zeroresize.strategy.trainer import StrategyTrainer
 
 __all__ = [

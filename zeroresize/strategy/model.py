@@ -22,6 +22,9 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_rank, group_size, message_device, require_group
 from zeroresize.comm.remaining_group import num_known_groups
+from zeroresize.plan.layout import Layout, TensorSpec
+from zeroresize.plan.strategy import Position, Strategy
+from zeroresize.policy.strategy.switches.transfers import MAX_MESSAGE_BYTES
 from zeroresize.resharding.agreement import (
     fingerprint,
     meet_over,
@@ -29,9 +32,7 @@ from zeroresize.resharding.agreement import (
     require_same,
     texts_of_ranks,
 )
-from zeroresize.resharding.layout import Layout, TensorSpec
 from zeroresize.strategy.optimizer_checks import require_divisible
-from zeroresize.strategy.strategy import Position, Strategy
 from zeroresize.strategy.switching.all_or_nothing import carried_out
 from zeroresize.strategy.switching.gradient_sum import sum_gradients
 from zeroresize.strategy.switching.placement import Placement, held_bytes
@@ -39,7 +40,6 @@ from zeroresize.strategy.switching.rehoming import OwnState, Rehoming
 from zeroresize.strategy.switching.sharding import Initialize, SegmentsOf, WholeLayers, WholeTensor
 from zeroresize.strategy.switching.strategy_groups import OwnGroups, StrategyGroups
 from zeroresize.strategy.switching.switch import Route, Switch, SwitchReport
-from zeroresize.strategy.switching.switch_messages import MAX_MESSAGE_BYTES
 
 _T = TypeVar("_T")
 

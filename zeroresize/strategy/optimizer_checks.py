@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from zeroresize.optim.independence import why_not_by_parameter, why_not_elementwise
-from zeroresize.resharding.layout import TensorSpec
-from zeroresize.strategy.strategy import Strategy
+from zeroresize.plan.layout import TensorSpec
+from zeroresize.plan.strategy import Strategy
 
 
 def require_divisible(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zeroresize.strategy.strategy import Strategy
+from zeroresize.plan.strategy import Strategy
 from zeroresize.strategy.switching.switch import SwitchReport
 
 

@@ -24,20 +24,20 @@ from zeroresize.comm.whereabouts import Call
 from zeroresize.measure.device_speed import product_seconds
 from zeroresize.measure.step_timer import Clock, StepTimer, clock_for
 from zeroresize.optim.independence import why_not_elementwise
-from zeroresize.resharding.agreement import NotEnoughMemoryError, meet_over, meet_prepared
-from zeroresize.strategy.costs.cost_model import CostModel
-from zeroresize.strategy.step_report import StepReport
-from zeroresize.strategy.stragglers.change_cost import ChangeCost
-from zeroresize.strategy.stragglers.rank_speeds import RankSpeeds
-from zeroresize.strategy.stragglers.straggler_costs import StragglerCosts
-from zeroresize.strategy.stragglers.straggler_decision import (
+from zeroresize.plan.strategy import Strategy
+from zeroresize.policy.strategy.costs.cost_model import CostModel
+from zeroresize.policy.strategy.stragglers.change_cost import ChangeCost
+from zeroresize.policy.strategy.stragglers.costs import StragglerCosts
+from zeroresize.policy.strategy.stragglers.decision import (
     MIN_SAVING,
     TOLERANCE,
     StragglerDecision,
     StragglerForecast,
 )
-from zeroresize.strategy.stragglers.straggler_record import StragglerRecord
-from zeroresize.strategy.strategy import Strategy
+from zeroresize.policy.strategy.stragglers.rank_speeds import RankSpeeds
+from zeroresize.resharding.agreement import NotEnoughMemoryError, meet_over, meet_prepared
+from zeroresize.strategy.step_report import StepReport
+from zeroresize.strategy.straggler_record import StragglerRecord
 from zeroresize.strategy.trainer import StrategyTrainer
 from zeroresize.utils.state_checks import anything, count, keyed
 
@@ -61,7 +61,7 @@ class StrategyBalancer:
 
     Each rank's busy seconds, without waits, are compared with what its part of the step should have taken. The numbers
     travel while the next step runs; after it all ranks decide alike
-    (:mod:`zeroresize.strategy.stragglers.straggler_decision`).
+    (:mod:`zeroresize.policy.strategy.stragglers.decision`).
     A rank that was left out takes part in :meth:`step`, has nothing to train, and looks how fast it is by a few
     products, so that it comes back when it is fast again. Strategies that come for slow ranks are given to the model,
     and forgotten when no range has them. Results stay those of training under one strategy.
@@ -72,10 +72,10 @@ class StrategyBalancer:
         trainer: its model's home must be the strategy of a range. Nobody else changes its ranges.
         cost: of the model and the cluster; only its seconds relative to each other, its links and sizes count.
         limit_bytes: memory of a rank for weights, gradients, optimizer state and activations.
-        tolerance, min_saving: as of :class:`~zeroresize.strategy.stragglers.straggler_decision.StragglerDecision`.
+        tolerance, min_saving: as of :class:`~zeroresize.policy.strategy.stragglers.decision.StragglerDecision`.
         probe: ``probe()`` gives seconds of a few products on this rank; None for products on its device.
         clock: for the busy seconds; None for that of the model's device.
-        on_change: is given a :class:`~zeroresize.strategy.stragglers.straggler_record.StragglerRecord` after each
+        on_change: is given a :class:`~zeroresize.strategy.straggler_record.StragglerRecord` after each
             decision that was carried out or could not be, on every rank.
 
     Attributes:

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from zeroresize.plan.layout import TensorSpec
 from zeroresize.resharding.divided_tensor import DividedTensor, Division, unit_pieces
-from zeroresize.resharding.layout import TensorSpec
 from zeroresize.resharding.optimizer_state import OptimizerState
 from zeroresize.strategy.model import SwitchableModel
 

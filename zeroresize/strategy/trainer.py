@@ -15,22 +15,22 @@ from torch import Tensor, nn
 
 from zeroresize.comm.collectives import all_reduce, message_device
 from zeroresize.layers.balanced_linear import autocast_dtype
+from zeroresize.plan.length_range import LengthRange, as_ranges, with_limits
+from zeroresize.policy.strategy.packing import MicroBatch, Work, num_tokens
+from zeroresize.policy.strategy.step_plan import Visit, plan_visits
+from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
 from zeroresize.resharding.agreement import fingerprint, meet_over, meet_prepared, require_same
 from zeroresize.strategy.gradient_norm import clip_grad_norm_, grad_norm
-from zeroresize.strategy.length_range import LengthRange, as_ranges, with_limits
 from zeroresize.strategy.loss_check import averages
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.optimizer_checks import require_divisible
 from zeroresize.strategy.packed import Packed
 from zeroresize.strategy.running.activations import find_activations
 from zeroresize.strategy.running.one_f_one_b import Loss, PipelineStage
-from zeroresize.strategy.running.packing import MicroBatch, Work, num_tokens
 from zeroresize.strategy.running.random_numbers import seed_of
-from zeroresize.strategy.running.step_plan import Visit, plan_visits
 from zeroresize.strategy.running.switch_tour import TYPICAL_LINKS, SwitchTour
 from zeroresize.strategy.step_report import RangeReport, StepReport
 from zeroresize.strategy.switching.switch import SwitchReport
-from zeroresize.strategy.switching.transfers import LinkSpeeds
 from zeroresize.utils.value_checks import number
 
 logger = logging.getLogger(__name__)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from zeroresize.plan.strategy import Strategy
+from zeroresize.policy.strategy.switches.switch_order import cheapest_order
+from zeroresize.policy.strategy.switches.switch_plan import plan_gradients, plan_weights
+from zeroresize.policy.strategy.switches.transfers import LinkSpeeds, fused_seconds
 from zeroresize.strategy.model import SwitchableModel
-from zeroresize.strategy.strategy import Strategy
-from zeroresize.strategy.switching.switch_order import cheapest_order
-from zeroresize.strategy.switching.switch_plan import plan_gradients, plan_weights
-from zeroresize.strategy.switching.transfers import LinkSpeeds, fused_seconds
 
 #: Of NVLink and InfiniBand, roughly. Orders depend on their ratio alone, and inside one node on neither.
 TYPICAL_LINKS = LinkSpeeds(within_bytes_per_s=200e9, between_bytes_per_s=25e9)
@@ -29,7 +29,7 @@ class SwitchTour:
         """The strategies, home first where it is one of them; the same on all ranks.
 
         Raises:
-            ValueError: for more strategies than :mod:`~zeroresize.strategy.switching.switch_order` takes.
+            ValueError: for more strategies than :mod:`~zeroresize.policy.strategy.switches.switch_order` takes.
         """
         home = self._model.home
         stops = [home, *(one for one in strategies if one != home)]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from zeroresize.resharding.layout import Indices
+from zeroresize.plan.layout import Indices
 from zeroresize.resharding.message_rounds import MessageRounds
 from zeroresize.resharding.messages import Pair
 from zeroresize.strategy.switching.switch_messages import Parcel, Round

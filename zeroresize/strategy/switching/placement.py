@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from zeroresize.resharding.layout import Layout
-from zeroresize.strategy.strategy import Position, Strategy
+from zeroresize.plan.layout import Layout
+from zeroresize.plan.strategy import Position, Strategy
 from zeroresize.strategy.switching.sharding import WholeLayers, WholeTensor, hollow
 from zeroresize.strategy.switching.strategy_groups import OwnGroups
 

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_rank, message_device
 from zeroresize.pipeline.layer_contents import require_movable_state, settings_of
+from zeroresize.policy.strategy.switches.switch_plan import plan_weights
 from zeroresize.resharding.agreement import fingerprint
 from zeroresize.resharding.contents import PARAMETER, STATE, Description, agreed_contents, kept_value
 from zeroresize.strategy.switching.carrying import Carrier
@@ -25,7 +26,6 @@ from zeroresize.strategy.switching.relocation import Relocation
 from zeroresize.strategy.switching.sharding import WholeTensor
 from zeroresize.strategy.switching.switch import put_in_place
 from zeroresize.strategy.switching.switch_messages import Flow, fingerprint_of, rounds_of
-from zeroresize.strategy.switching.switch_plan import plan_weights
 
 
 class OwnState:

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from zeroresize.layers.linear import ColumnParallelLinear, RowParallelLinear
 from zeroresize.layers.segment import Segment
 from zeroresize.pipeline.stage_layers import require_plain
-from zeroresize.resharding.layout import TensorSpec, UnitDivision
+from zeroresize.plan.layout import TensorSpec, UnitDivision
 
 #: ``segments(number, layer)`` tells which linear layers of a layer are divided, and by which units.
 SegmentsOf = Callable[[int, nn.Module], Iterable[Segment]]

@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_rank, group_size
 from zeroresize.comm.remaining_group import destroy_group, new_group_of
-from zeroresize.strategy.strategy import Strategy
+from zeroresize.plan.strategy import Strategy
 
 _Ranks = tuple[int, ...]
 

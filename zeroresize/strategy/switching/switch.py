@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_rank, message_device
+from zeroresize.policy.strategy.switches.switch_plan import plan_gradients, plan_weights
 from zeroresize.resharding.agreement import fingerprint
 from zeroresize.strategy.switching.carrying import Carrier, Ends
 from zeroresize.strategy.switching.placement import Placement
 from zeroresize.strategy.switching.relocation import Relocation
 from zeroresize.strategy.switching.sharding import WholeTensor
 from zeroresize.strategy.switching.switch_messages import Flow, Round, fingerprint_of, rounds_of
-from zeroresize.strategy.switching.switch_plan import plan_gradients, plan_weights
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zeroresize.resharding.layout import Indices
+from zeroresize.plan.layout import Indices
+from zeroresize.policy.strategy.switches.switch_plan import Transfers
 from zeroresize.resharding.messages import Pair
 from zeroresize.strategy.switching.sharding import WholeTensor
-from zeroresize.strategy.switching.switch_plan import Transfers
 
-#: Of the messages that a rank sends and receives at once, unless said otherwise.
-MAX_MESSAGE_BYTES = 256 * 2**20
 #: Every message begins at a multiple of it, so that its elements are aligned.
 _ALIGNMENT = 16
 

@@ -1,0 +1,154 @@
+"""Profiles of every step, simulated: layers follow work that changes, and neither noise nor interruptions move them.
+
+As in training, a profile is known one step late, and layers move during the next step.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from pipeline_worlds import World, rebalancing_of
+
+from zeroresize.plan.partition import Partition
+from zeroresize.policy.pipeline.centralized import balanced_partition
+from zeroresize.policy.pipeline.profiles import LayerProfile
+from zeroresize.policy.pipeline.running_profile import RunningProfile
+
+NUM_LAYERS, EVEN, MOVE_S = 16, (0, 4, 8, 12, 16), 0.005
+
+
+@dataclass
+class Run:
+    """Seconds of all steps: as they were, moves included; never moved; with the best boundaries in each step."""
+
+    total_s: float = 0.0
+    static_s: float = 0.0
+    best_s: float = 0.0
+    moves: list = field(default_factory=list)
+
+
+def trained(work_of, num_steps, speeds=(1.0,) * 4, noise=0.0, interrupted=0.0, seed=0):
+    """A run in which the layers' work in a step is ``work_of(step, random)`` [L]."""
+    random = np.random.default_rng(seed)
+    world = World([0.01] * NUM_LAYERS, speeds, EVEN, noise=noise, seed=seed)
+    rebalancing, run = rebalancing_of(num_steps=1), Run()
+    known, wanted = None, None
+    for step in range(num_steps):
+        world.work = work_of(step, random)
+        run.total_s += world.slowest
+        run.static_s += world.load.slowest(Partition(EVEN))
+        run.best_s += world.load.slowest(balanced_partition(world.load))
+        profile = world.profile()
+        for number in np.flatnonzero(random.random(NUM_LAYERS) < interrupted):
+            one = profile.layers[number]
+            slow = LayerProfile(10 * one.forward_s, 10 * one.backward_s, *[1000] * 4)
+            profile = type(profile)(
+                (*profile.layers[:number], slow, *profile.layers[number + 1 :]), profile.stage_s, profile.boundaries
+            )
+        if wanted is not None:
+            world.boundaries = wanted.after
+            run.moves.append((step, wanted.after))
+            run.total_s += MOVE_S
+            rebalancing.learn(wanted.num_bytes, MOVE_S)
+        usable, known, wanted = known, profile, None
+        if usable is not None and usable.boundaries == world.boundaries:
+            wanted = rebalancing.update(usable)
+    return run
+
+
+def kept(run):
+    """Which share of what could be saved is saved."""
+    return (run.static_s - run.total_s) / (run.static_s - run.best_s)
+
+
+def even(step, random):
+    return [0.01] * NUM_LAYERS
+
+
+def varying(step, random):
+    """As by routing of tokens: half as much or half more, by chance."""
+    return (0.01 * random.uniform(0.5, 1.5, NUM_LAYERS)).tolist()
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("seed", range(4))
+def test_noise_and_chance_move_nothing(seed):
+    assert trained(even, 200, noise=0.5, seed=seed).moves == []
+    assert trained(varying, 200, noise=0.1, seed=seed).moves == []
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_single_interruptions_move_nothing(seed):
+    assert trained(even, 300, interrupted=0.003, seed=seed).moves == []
+
+
+@pytest.mark.parametrize("work_of", [even, varying])
+def test_a_straggler_is_found_out_and_kept_small(work_of):
+    run = trained(work_of, 300, speeds=(1.0, 0.4, 1.0, 1.0), noise=0.05)
+    assert kept(run) > 0.8 and len(run.moves) <= 6
+
+
+def test_work_that_shrinks_layer_by_layer_is_followed():
+    def frozen(step, random):
+        return [0.01 * (0.2 if number < step // 30 else 1.0) for number in range(NUM_LAYERS)]
+
+    run = trained(frozen, 300, noise=0.05)
+    assert kept(run) > 0.6 and len(run.moves) <= 24
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(("period", "least"), [(400, 0.8), (100, 0.3)])
+def test_heavy_work_that_wanders_is_followed(period, least):
+    def wandering(step, random):
+        distance = np.abs(np.arange(NUM_LAYERS) - step / period * NUM_LAYERS % NUM_LAYERS)
+        near = np.exp(-((np.minimum(distance, NUM_LAYERS - distance) / 2) ** 2))
+        return (0.01 * (1.0 + 4.0 * near) * random.uniform(0.9, 1.1, NUM_LAYERS)).tolist()
+
+    run = trained(wandering, 400, noise=0.05)
+    assert kept(run) > least
+
+
+@pytest.mark.slow
+def test_what_changes_too_fast_to_be_followed_costs_little():
+    def leaping(step, random):
+        work = np.full(NUM_LAYERS, 0.01)
+        work[4 * (step // 3 % 4) :][:4] *= 3.0
+        return work.tolist()
+
+    run = trained(leaping, 400, noise=0.05)
+    assert run.total_s < 1.1 * run.static_s
+
+
+def test_devices_are_not_blamed_for_other_work_however_long_it_is_measured():
+    world, rebalancing = World([0.01] * NUM_LAYERS, [1.0] * 4, EVEN), rebalancing_of(num_steps=1, min_saving=0.9)
+    world.train(rebalancing, 20)
+    world.work = [0.01 / 3] * 4 + [0.01] * 12  # the first stage has no backward any more
+    rebalancing.expect_other_work()
+    for _ in range(20):
+        rebalancing.update(world.profile())
+        assert rebalancing.costs.speeds == pytest.approx([1.0] * 4)
+    assert rebalancing.costs.seconds == pytest.approx(world.work)
+
+
+def test_the_best_memory_counts():
+    """Of work that jumps the last profiles tell most, of work that varies the mean does."""
+    random, jumping, steady = np.random.default_rng(0), RunningProfile(4), RunningProfile(4)
+    world = World([1.0] * 4, [1.0, 1.0], (0, 2, 4))
+    for step in range(64):
+        world.work = [1.0 + step // 16] * 4
+        last = jumping.after(world.profile())
+        world.work = (1.0 + random.uniform(-0.5, 0.5, 4)).tolist()
+        mean = steady.after(world.profile())
+    assert [one.forward_s + one.backward_s for one in last.layers] == pytest.approx([4.0] * 4, rel=0.02)
+    assert [one.forward_s + one.backward_s for one in mean.layers] == pytest.approx([1.0] * 4, rel=0.15)
+
+
+def test_a_layer_that_moves_is_measured_anew():
+    world, running = World([1.0] * 4, [1.0, 0.5], (0, 2, 4)), RunningProfile(4)
+    for _ in range(20):
+        before = running.after(world.profile())
+    world.boundaries = (0, 3, 4)
+    found = [running.after(world.profile()) for _ in range(3)]
+    assert found[:2] == [None, None]
+    seconds = [[one.forward_s + one.backward_s for one in which.layers] for which in (before, found[2])]
+    assert seconds[0] == pytest.approx([1.0, 1.0, 2.0, 2.0]) and seconds[1] == pytest.approx([1.0, 1.0, 1.0, 2.0])

@@ -1,0 +1,92 @@
+"""Heavy layers and slow devices are told apart."""
+
+import pytest
+from pipeline_worlds import World
+
+from zeroresize.policy.pipeline.layer_costs import LayerCosts
+
+
+def after(world, *changes):
+    """What is known after a profile of the world and one more after each change."""
+    costs = LayerCosts.first(world.profile())
+    for change in changes:
+        for name, value in change.items():
+            setattr(world, name, value)
+        costs = costs.after(world.profile())
+    return costs
+
+
+def test_at_first_layers_cost_what_they_took():
+    costs = after(World([1.0, 2.0, 3.0, 4.0], [1.0, 0.5], (0, 2, 4)))
+    assert costs.seconds.tolist() == pytest.approx([1.0, 2.0, 6.0, 8.0])
+    assert costs.speeds == (1.0, 1.0)
+
+
+def test_a_change_of_all_layers_of_a_stage_is_its_devices():
+    costs = after(World([1.0, 2.0, 3.0, 4.0], [1.0, 1.0], (0, 2, 4)), {"speeds": [1.0, 0.25]})
+    assert costs.speeds[0] / costs.speeds[1] == pytest.approx(4.0)
+    assert (costs.seconds / costs.seconds[0]).tolist() == pytest.approx([1.0, 2.0, 3.0, 4.0])
+
+
+def test_a_change_of_some_layers_is_theirs():
+    costs = after(World([1.0] * 6, [1.0, 1.0], (0, 3, 6)), {"work": [1.0, 1.0, 1.0, 1.0, 5.0, 5.0]})
+    assert costs.speeds == (1.0, 1.0)
+    assert costs.seconds.tolist() == pytest.approx([1.0, 1.0, 1.0, 1.0, 5.0, 5.0])
+
+
+def test_work_that_grows_everywhere_is_no_slow_device():
+    costs = after(World([1.0, 2.0, 3.0, 4.0], [1.0, 1.0], (0, 2, 4)), {"work": [3.0, 6.0, 9.0, 12.0]})
+    assert costs.speeds == pytest.approx((1.0, 1.0))
+    assert costs.seconds.tolist() == pytest.approx([3.0, 6.0, 9.0, 12.0])
+
+
+def test_work_that_changes_differently_in_most_stages_is_no_change_of_devices():
+    world = World([1.0] * 8, [1.0, 1.0, 0.5, 1.0], (0, 2, 4, 6, 8))
+    pruned = [0.3, 0.3, 0.4, 0.4, 0.35, 0.35, 1.0, 1.0]
+    costs = after(world, {"work": pruned})
+    assert costs.speeds == pytest.approx((1.0,) * 4)
+    costs = after(world, {"work": pruned}, {"work": pruned, "speeds": [1.0, 1.0, 0.5, 0.5]})
+    assert costs.speeds[3] == pytest.approx(0.5 * costs.speeds[2])
+
+
+def test_work_that_is_known_to_have_changed_is_no_change_of_devices():
+    world = World([1.0] * 6, [1.0, 1.0], (0, 3, 6))
+    costs = LayerCosts.first(world.profile())
+    world.work = [0.3, 0.3, 0.3, 1.0, 1.0, 1.0]
+    known = costs.after(world.profile(), is_other_work=True)
+    assert known.speeds == (1.0, 1.0) and known.seconds.tolist() == pytest.approx(world.work)
+    assert costs.after(world.profile()).speeds[0] > 1.0
+    world.boundaries = (0, 2, 6)
+    assert costs.after(world.profile(), is_other_work=True).speeds == (1.0, 1.0)
+
+
+def test_a_layer_that_moved_tells_which_device_is_faster():
+    costs = after(World([1.0] * 6, [1.0, 0.5, 1.0], (0, 2, 4, 6)), {"boundaries": (0, 3, 4, 6)})
+    assert costs.speeds[0] / costs.speeds[1] == pytest.approx(2.0)
+    assert costs.seconds[2:4].tolist() == pytest.approx(costs.seconds[[0, 1]].tolist())
+
+
+def test_a_wrong_guess_is_found_out_by_a_move():
+    """All layers of the last stage have become heavier, which looks like a slow device."""
+    world = World([1.0] * 6, [1.0, 1.0], (0, 3, 6))
+    heavier = [1.0, 1.0, 1.0, 4.0, 4.0, 4.0]
+    assert after(world, {"work": heavier}).speeds[1] < 0.5
+    world = World([1.0] * 6, [1.0, 1.0], (0, 3, 6))
+    costs = after(world, {"work": heavier}, {"boundaries": (0, 4, 6)})
+    assert costs.speeds == pytest.approx((1.0, 1.0))
+    assert costs.seconds.tolist() == pytest.approx(heavier)
+
+
+def test_layers_that_take_nothing_say_nothing():
+    costs = after(World([1.0, 0.0, 0.0, 0.0], [1.0, 1.0], (0, 2, 4)), {"work": [1.0, 1e-6, 1e-6, 0.0]})
+    assert costs.speeds == (1.0, 1.0)
+    assert costs.seconds.tolist() == pytest.approx([1.0, 1e-6, 1e-6, 0.0])
+
+
+def test_stages_that_stay_are_as_fast_as_they_were():
+    costs = LayerCosts((1.0, 2.0, 3.0), (2.0, 4.0, 6.0), (0.6, 1.8, 0.6), (0, 1, 2, 3))
+    left = costs.on_stages((1, 2), (0, 2, 3))
+    assert sum(left.speeds) == pytest.approx(2.0) and left.boundaries == (0, 2, 3)
+    for before, after in ((1, 0), (2, 1)):
+        assert left.seconds / left.speeds[after] == pytest.approx(costs.seconds / costs.speeds[before])
+    assert left.forward_s == pytest.approx([one / 3 for one in (left.seconds)])

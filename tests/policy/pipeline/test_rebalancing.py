@@ -1,0 +1,231 @@
+"""When layers move, decided on plain numbers."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pipeline_worlds import World, rebalancing_of
+
+from zeroresize.plan.partition import Partition, Transfer
+from zeroresize.policy.pipeline.centralized import balanced_partition
+from zeroresize.policy.pipeline.rebalancing_forecast import described
+
+METHODS = pytest.mark.parametrize("method", ["partition", "diffusion"])
+
+
+@METHODS
+def test_a_straggling_stage_gets_fewer_layers_and_gets_them_back(method):
+    world, rebalancing = World([1.0] * 12, [1.0, 1.0], (0, 6, 12)), rebalancing_of(method=method)
+    assert world.train(rebalancing, 3) == []
+    world.speeds = [1.0, 0.5]
+    assert world.train(rebalancing, 6) == [(0, 8, 12)]
+    world.speeds = [1.0, 1.0]
+    assert world.train(rebalancing, 6) == [(0, 6, 12)]
+
+
+def test_a_very_slow_stage_gets_fewer_layers_than_would_make_stages_equal():
+    """Stages of 6 and 6.7 s fill and drain for longer than those of 7 and 3.3 s."""
+    world = World([1.0] * 8, [1.0, 0.3], (0, 4, 8))
+    world.train(rebalancing_of(), 10)
+    assert world.boundaries == (0, 7, 8)
+
+
+@METHODS
+def test_a_stage_that_is_slow_from_the_start_is_found_out(method):
+    world, rebalancing = World([1.0] * 12, [1.0, 0.5, 1.0], (0, 4, 8, 12)), rebalancing_of(method=method)
+    before = world.slowest
+    world.train(rebalancing, 12)
+    assert world.slowest < before
+    assert world.train(rebalancing, 6) == []
+
+
+@METHODS
+def test_work_that_shifts_is_followed(method):
+    world, rebalancing = World([1.0] * 9, [1.0] * 3, (0, 3, 6, 9)), rebalancing_of(method=method)
+    for heavy in (8, 7, 6):
+        world.work = [3.0 if number >= heavy else 1.0 for number in range(9)]
+        world.train(rebalancing, 8)
+        assert world.slowest <= world.load.slowest(balanced_partition(world.load)) + 1.0
+    assert world.slowest < world.load.slowest(Partition((0, 3, 6, 9)))
+
+
+def test_two_profiles_must_want_a_move():
+    world, rebalancing = World([1.0] * 8, [1.0, 1.0], (0, 4, 8)), rebalancing_of()
+    world.train(rebalancing, 2)
+    interrupted = dataclasses.replace(world, work=[1.0] * 7 + [9.0])
+    assert rebalancing.update(interrupted.profile()) is None and rebalancing.looks_again
+    assert rebalancing.update(world.profile()) is None and not rebalancing.looks_again
+    assert rebalancing.costs.seconds.tolist() == pytest.approx([1.0] * 8)
+
+
+def test_two_profiles_of_the_same_boundaries_must_want_a_move():
+    world, rebalancing = World([1.0] * 8, [1.0, 1.0], (0, 4, 8)), rebalancing_of()
+    world.train(rebalancing, 2)
+    world.work[7] = 9.0
+    assert rebalancing.update(world.profile()) is None and rebalancing.looks_again
+    world.boundaries = (0, 3, 8)  # moved by hand
+    assert rebalancing.update(world.profile()) is None and rebalancing.looks_again
+    assert rebalancing.update(world.profile()).before == (0, 3, 8)
+
+
+@pytest.mark.slow
+@given(st.integers(0, 1000), st.lists(st.sampled_from([1.0, 2.0]), min_size=4, max_size=12))
+def test_noise_moves_nothing_that_is_balanced(seed, half):
+    """Each half of the layers has the same work, and no layer is so light that moving it would save 5 %."""
+    world = World(half + half[::-1], [1.0, 1.0], (0, len(half), 2 * len(half)), noise=0.03, seed=seed)
+    assert world.train(rebalancing_of(), 10) == []
+
+
+@pytest.mark.slow
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.lists(st.floats(0.1, 10.0), min_size=6, max_size=24),
+    st.lists(st.floats(0.2, 1.0), min_size=2, max_size=6),
+    st.sampled_from(["partition", "diffusion"]),
+)
+def test_it_settles_and_never_ends_slower_than_it_began(work, speeds, method):
+    world = World(work, [1.0] * len(speeds), Partition.uniform(len(work), len(speeds)).boundaries)
+    rebalancing = rebalancing_of(method=method)
+    world.train(rebalancing, 10)
+    world.speeds = speeds
+    before = world.step_s
+    world.train(rebalancing, 60)
+    assert world.train(rebalancing, 10) == []
+    assert world.step_s <= before * (1.0 + 1e-9)
+
+
+def test_what_does_not_pay_stays_until_it_has_cost_as_much():
+    world, rebalancing = World([0.01] * 8, [1.0, 1.0], (0, 3, 8), weight_bytes=10**9), rebalancing_of()
+    assert world.train(rebalancing, 2) == []
+    forecast = rebalancing.forecast(world.boundaries)
+    num_intervals = math.ceil(forecast.price_s / (100 * forecast.saving_s))
+    assert forecast.price_s == pytest.approx(2 * (0.05 + 4.0)) and num_intervals > 3
+    # In each interval, the first of which is over, there are two profiles.
+    assert world.train(rebalancing, 2 * (num_intervals - 1) - 1) == []
+    assert world.train(rebalancing, 1) == [(0, 4, 8)]
+
+
+def test_a_small_saving_is_noise():
+    world = World([1.0] * 99 + [1.5], [1.0, 1.0], (0, 51, 100))
+    assert world.train(rebalancing_of(min_saving=0.05), 10) == []
+    assert world.train(rebalancing_of(min_saving=0.0), 10) == [(0, 50, 100)]
+
+
+def test_disappointing_moves_become_rare():
+    """Where layer 1 comes to, a layer becomes slow that was there before."""
+    rebalancing = rebalancing_of(num_steps=1)
+    world = World([1.0, 1.0, 1.0, 1.0], [1.0, 1.0], (0, 1, 4))
+    doubts = []
+    for _ in range(40):
+        forecast = rebalancing.update(world.profile())
+        if forecast is not None:
+            world.boundaries = forecast.after
+            world.work = [4.0 if Transfer(1, 1, 0) in forecast.transfers else 1.0, *world.work[1:]]
+        doubts.append(rebalancing.doubt)
+    assert max(doubts) > 1.0
+
+
+@pytest.mark.parametrize("num_steps", [1, 100])
+def test_a_move_is_not_judged_by_steps_of_other_work(num_steps):
+    world, rebalancing = World([1.0] * 7 + [4.0], [1.0, 1.0], (0, 4, 8)), rebalancing_of(num_steps=num_steps)
+    while not world.train(rebalancing, 1):
+        pass
+    world.work = [3.0] * 8
+    rebalancing.expect_other_work()
+    for _ in range(20):
+        world.train(rebalancing, 1)
+        assert rebalancing.doubt == 1.0
+
+
+def test_what_staying_has_cost_is_owed_when_work_changes_often():
+    """A layer more on the second stage is too little to move at once, and the work changes before it has added up."""
+    world = World([0.01] * 8, [1.0, 1.0], (0, 3, 8), weight_bytes=10**7)
+    rebalancing, moves = rebalancing_of(num_steps=1), []
+    for step in range(60):
+        if step % 5 == 0:
+            world.work = [0.01 if step % 10 else 0.011] * 8
+            rebalancing.expect_other_work()
+        moves += world.train(rebalancing, 1)
+    assert moves == [(0, 4, 8)]
+
+
+def test_it_is_told_whether_a_profile_was_learned_from():
+    world, often, rarely = World([1.0] * 8, [1.0, 1.0], (0, 3, 8)), rebalancing_of(num_steps=1), rebalancing_of()
+    for rebalancing, expected in ((often, [False, False, True]), (rarely, [False, True])):
+        found = []
+        for _ in expected:
+            rebalancing.update(world.profile())
+            found.append(rebalancing.has_learned)
+        assert found == expected
+    often.expect_other_work()
+    often.update(world.profile())
+    assert not often.has_learned
+
+
+def test_memory_limits_are_kept():
+    # A layer holds 4000 bytes of weights, gradients and state, and 100 of activations for each of two micro-batches.
+    world = World([1.0] * 8, [1.0, 0.25], (0, 4, 8))
+    rebalancing = rebalancing_of(memory_limits=(5 * 4200.0, 8 * 4200.0))
+    world.train(rebalancing, 8)
+    assert world.boundaries == (0, 5, 8)
+    with pytest.raises(ValueError, match="no partition of 8 layers over 2 stages fits into the memory limits"):
+        rebalancing_of(memory_limits=(4200.0, 4200.0)).update(world.profile())
+
+
+@METHODS
+def test_a_stage_over_its_limit_gives_layers_away_whatever_that_takes(method):
+    world = World([1.0] * 8, [1.0, 1.0], (0, 4, 8), weight_bytes=10**9)
+    rebalancing = rebalancing_of(memory_limits=(3 * 4.1e9, 8 * 4.1e9), num_steps=1, method=method)
+    assert world.train(rebalancing, 4) == [(0, 3, 8)]
+
+
+def test_by_parameters_divides_bytes_where_that_saves_seconds():
+    world = World([1.0] * 8, [1.0, 1.0], (0, 6, 8))
+    assert world.train(rebalancing_of(by="parameters"), 4) == [(0, 4, 8)]
+    world = World([1.0, 1.0, 1.0, 1.0, 4.0, 4.0], [1.0, 1.0], (0, 4, 6))
+    assert world.train(rebalancing_of(by="parameters"), 4) == []
+
+
+def test_what_was_learned_goes_on_elsewhere():
+    world, rebalancing = World([1.0] * 8, [1.0, 0.3], (0, 4, 8)), rebalancing_of()
+    world.train(rebalancing, 10)
+    assert world.boundaries == (0, 7, 8)
+    state = json.loads(json.dumps(rebalancing.state_dict()))
+    other = rebalancing_of()
+    other.load_state_dict(state, 8, 2)
+    assert other.state_dict() == rebalancing.state_dict()
+    world.boundaries = (0, 4, 8)
+    assert world.train(other, 4) == [(0, 7, 8)]
+    fewer = rebalancing_of()
+    fewer.load_state_dict(state, 8, 3)
+    assert fewer.costs is None and fewer.cost_of_move == rebalancing.cost_of_move
+    with pytest.raises(ValueError, match=r"state\.costs\[0\]: a list of 9 is needed, found one of 8"):
+        fewer.load_state_dict(state, 9, 2)
+    with pytest.raises(ValueError, match=r"state\.doubt: a number of at least 0 is needed"):
+        fewer.load_state_dict(state | {"doubt": "much"}, 8, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"by": "layers"}, "by='layers' is not allowed: there are 'time' and 'parameters'"),
+        ({"method": "luck"}, "balancer='luck' is not allowed"),
+        ({"num_steps": 0}, "profile_every=0 is not allowed"),
+        ({"num_steps": "5"}, "profile_every='5' is not allowed"),
+        ({"min_saving": -0.1}, "min_saving=-0.1 is not allowed"),
+        ({"min_saving": "x"}, "min_saving='x' is not allowed"),
+    ],
+)
+def test_values_that_are_not_allowed(options, message):
+    with pytest.raises(ValueError, match=message):
+        rebalancing_of(**options)
+
+
+def test_moves_are_described():
+    one = [Transfer(7, 2, 1), Transfer(8, 2, 1), Transfer(9, 2, 1)]
+    assert described(one[:1]) == "layer 7 moves from stage 2 to 1"
+    assert described(one) == "layers 7, 8 and 9 move from stage 2 to 1"
+    assert described([Transfer(3, 1, 0), *one[:2]]) == "layer 3 moves from stage 1 to 0, layers 7 and 8 from 2 to 1"

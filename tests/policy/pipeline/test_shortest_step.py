@@ -1,0 +1,72 @@
+"""Boundaries that shorten the step, not only its slowest stage."""
+
+import itertools
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zeroresize.plan.partition import Partition
+from zeroresize.policy.pipeline.bubbles import simulated_step
+from zeroresize.policy.pipeline.centralized import balanced_partition
+from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
+from zeroresize.policy.pipeline.shortest_step import refined_partition
+
+
+def step_of(load, num_microbatches, schedule="1f1b"):
+    def step_s(partition):
+        times = (load.stage_times(partition) / num_microbatches).tolist()
+        return simulated_step(times, [2 * one for one in times], num_microbatches, schedule=schedule).step_s
+
+    return step_s
+
+
+def all_partitions(num_layers, num_stages):
+    for inner in itertools.combinations(range(1, num_layers), num_stages - 1):
+        yield Partition((0, *inner, num_layers))
+
+
+@settings(max_examples=60)
+@given(
+    costs=st.lists(st.floats(0.1, 10.0), min_size=4, max_size=9),
+    num_stages=st.integers(2, 4),
+    schedule=st.sampled_from(["1f1b", "gpipe"]),
+)
+def test_no_shift_of_boundaries_shortens_the_step_and_it_is_never_longer_than_before(costs, num_stages, schedule):
+    load = PipelineLoad.of(costs, num_stages)
+    step_s, before = step_of(load, 4, schedule), balanced_partition(load)
+    after = refined_partition(load, before, step_s)
+    assert step_s(after) <= step_s(before)
+    for (first, last), shift in itertools.product(itertools.combinations(range(1, num_stages + 1), 2), (-1, 1)):
+        shifted = np.array(after.boundaries)
+        shifted[first:last] += shift
+        if np.all(np.diff(shifted) > 0):
+            assert step_s(Partition(tuple(shifted.tolist()))) >= step_s(after) * (1 - 1e-6)
+
+
+def test_most_random_loads_get_the_shortest_step_of_all():
+    rng, num_shortest, ratios = np.random.default_rng(0), 0, []
+    for _ in range(50):
+        load = PipelineLoad.of(rng.lognormal(0.0, 0.5, 9), 3)
+        step_s = step_of(load, 3)
+        found = step_s(refined_partition(load, balanced_partition(load), step_s))
+        shortest = min(step_s(one) for one in all_partitions(9, 3))
+        num_shortest += found <= shortest * (1 + 1e-9)
+        ratios.append(step_s(balanced_partition(load)) / found)
+    assert num_shortest >= 45
+    assert max(ratios) > 1.03 and min(ratios) >= 1.0
+
+
+def test_memory_limits_are_kept():
+    costs = [1.0, 1.0, 1.0, 1.0, 1.0, 4.0, 4.0, 4.0, 4.0]
+    free = PipelineLoad.of(costs, 3)
+    step_s = step_of(free, 4)
+    assert step_s(Partition((0, 6, 8, 9))) < step_s(Partition((0, 6, 7, 9)))
+    assert refined_partition(free, Partition((0, 6, 7, 9)), step_s) == Partition((0, 6, 8, 9))
+    tight = PipelineLoad.of(costs, 3, layer_bytes=[1.0] * 9, memory_limits=[9.0, 1.0, 9.0])
+    assert refined_partition(tight, Partition((0, 6, 7, 9)), step_s) == Partition((0, 6, 7, 9))
+
+
+def test_a_single_stage_stays():
+    load = PipelineLoad.of([1.0, 2.0], 1)
+    assert refined_partition(load, Partition((0, 2)), lambda _: 1.0) == Partition((0, 2))

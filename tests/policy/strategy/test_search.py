@@ -1,0 +1,188 @@
+"""The search for ranges and strategies, beside trying everything."""
+
+import functools
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zeroresize.plan.layout import TensorSpec, UnitDivision
+from zeroresize.plan.length_range import LengthRange
+from zeroresize.plan.strategy import Strategy
+from zeroresize.policy.strategy.costs.candidates import candidate_strategies, default_thresholds
+from zeroresize.policy.strategy.costs.cost_model import CostModel
+from zeroresize.policy.strategy.costs.forecast import forecast_step
+from zeroresize.policy.strategy.costs.layer_costs import LayerCost, LayerCosts
+from zeroresize.policy.strategy.costs.search import search_strategies
+from zeroresize.policy.strategy.switches.switch_plan import LinkSpeeds
+
+TENSORS = tuple(TensorSpec(f"{layer}.weight", layer, (8, 25), 4, UnitDivision(0, 8, 1)) for layer in range(4))
+CANDIDATES = [Strategy(dp=4), Strategy(tp=4), Strategy(dp=2, tp=2), Strategy(pp=4)]
+
+
+def pack(lengths, max_tokens, dp):
+    """First fit in the order given, dealt in turn."""
+    batches = []
+    for length in lengths:
+        fitting = next((own for own in batches if sum(own) + length <= max_tokens), None)
+        if fitting is None:
+            batches.append(fitting := [])
+        fitting.append(length)
+    return [batches[replica::dp] for replica in range(dp)]
+
+
+def cost_model(bytes_per_s, communication=1.0, token_bytes=0.0):
+    """Tensor parallelism divides what tokens cost, but adds to it; data parallelism waits for long sequences."""
+    costs = {
+        tp: LayerCost(0.2, (1.0 + communication * (tp - 1) / 4) / tp, 0.05 / tp, token_bytes / tp) for tp in (1, 2, 4)
+    }
+    layers = LayerCosts(("block",) * 4, {"block": costs}, 0.1)
+    return CostModel(layers, TENSORS, (0, 0, 1, 1), LinkSpeeds(bytes_per_s, bytes_per_s / 4))
+
+
+def long_tailed(seed, num_batches, num_sequences=6, longest=32):
+    lengths = np.random.default_rng(seed).pareto(1.0, (num_batches, num_sequences)) * 2 + 1
+    return lengths.astype(int).clip(1, longest).tolist()
+
+
+def everything(sample, cost, memory_limit, thresholds, max_ranges):
+    """The least step of all ranges, strategies, homes and orders that fit."""
+    best, switch_s = np.inf, {home: switches(home, cost, memory_limit) for home in CANDIDATES}
+    work = functools.cache(lambda strategy, own, up_to: cost.work_seconds(strategy, pack(own, up_to, strategy.dp)))
+    fits = functools.cache(lambda *values: cost.fits(*values, memory_limit))
+    for count in range(1, max_ranges + 1):
+        for ends in itertools.combinations(thresholds[:-1], count - 1):
+            for home, *chosen in itertools.product(CANDIDATES, repeat=count + 1):
+                pairs = list(zip((*ends, thresholds[-1]), chosen, strict=True))
+                # One and the same strategy in two neighbouring ranges is not what the search looks for.
+                is_meant = all(one != other for one, other in itertools.pairwise(chosen))
+                if is_meant and all(fits(own, home, up_to) for up_to, own in pairs):
+                    step = step_seconds(pairs, home, sample, work, switch_s[home])
+                    best = min(best, step + cost.reduction_seconds(home))
+    return best
+
+
+def switches(home, cost, limit):
+    """Seconds of every switch, infinite where one does not fit into the memory."""
+    number = CANDIDATES.index(home)
+    fits = cost.switches_fit(CANDIDATES, number, limit)
+    seconds = np.where(fits, cost.switch_seconds(CANDIDATES, number), np.inf)
+    return {pair: seconds[pair] for pair in itertools.product(range(len(CANDIDATES)), repeat=2)}
+
+
+def step_seconds(pairs, home, sample, work, switch_s):
+    """Of ranges (up_to, strategy), by every order of the switches."""
+    total, start = 0.0, CANDIDATES.index(home)
+    for lengths in sample:
+        used, shortest = set(), 0
+        for up_to, strategy in pairs:
+            own = tuple(sorted(length for length in lengths if shortest < length <= up_to))
+            shortest = up_to
+            if own:
+                total += work(strategy, own, up_to)
+                used.add(CANDIDATES.index(strategy))
+        total += min(
+            sum(switch_s[one, other] for one, other in itertools.pairwise((start, *order, start)))
+            for order in itertools.permutations(used - {start})
+        )
+    return total / len(sample)
+
+
+@settings(max_examples=30)
+@given(
+    seed=st.integers(0, 10**6),
+    speed=st.sampled_from([1e2, 3e2, 1e3, 1e5]),
+    communication=st.sampled_from([0.2, 2.0]),
+    is_tight=st.booleans(),
+)
+def test_nothing_that_fits_is_faster(seed, speed, communication, is_tight):
+    cost = cost_model(speed, communication, token_bytes=40.0)
+    sample, thresholds = long_tailed(seed, num_batches=2), [4, 12, 32]
+    # Tight: the longest sequences fit with tensor parallelism alone.
+    limit = 5000.0 if is_tight else 1e9
+    found = search_strategies(
+        sample, CANDIDATES, cost, memory_limit=limit, thresholds=thresholds, pack=pack, max_ranges=3
+    )
+    assert found.best.step_s == pytest.approx(everything(sample, cost, limit, thresholds, 3), rel=1e-12)
+    assert found.best.step_s <= found.static.step_s
+
+
+def search(cost, sample, **changes):
+    values = {"memory_limit": 1e9, "thresholds": [4, 8, 16, 32], "pack": pack, "max_ranges": 4}
+    return search_strategies(sample, CANDIDATES, cost, **(values | changes))
+
+
+def test_switching_pays_where_links_are_fast_and_not_where_they_are_slow():
+    sample = [[4] * 32 + [32]] * 2
+    fast, slow = (search(cost_model(speed, communication=4.0), sample) for speed in (1e9, 1.0))
+    assert len({own.strategy for own in fast.ranges}) > 1 and fast.speedup > 1.1
+    assert len(slow.ranges) == 1 and slow.speedup == 1.0 and slow.home == slow.ranges[0].strategy
+    assert search(cost_model(1e3), sample, max_ranges=1).best == search(cost_model(1e3), sample).static
+
+
+def test_ranges_end_at_halves_of_the_longest_sequence_unless_said_otherwise():
+    found = search_strategies([[700] + [1] * 8], CANDIDATES, cost_model(1e9), memory_limit=1e12)
+    assert found.ranges[-1].up_to == 700 and {own.up_to for own in found.ranges} <= {350, 700}
+    with pytest.raises(ValueError, match="the sample of lengths needs at least one mini-batch"):
+        search_strategies([], CANDIDATES, cost_model(1e9), memory_limit=1e12)
+
+
+def test_mini_batches_pay_for_the_strategies_that_they_need_alone():
+    ranges = [LengthRange(4, CANDIDATES[0]), LengthRange(32, CANDIDATES[1])]
+    mixed, short = [1, 2, 3, 32], [1, 2, 3]
+    always, rarely = (
+        forecast_step(ranges, CANDIDATES[0], sample, cost_model(1e3), pack)
+        for sample in ([mixed], [mixed, *[short] * 9])
+    )
+    assert rarely.switch_s == pytest.approx(always.switch_s / 10) and always.switch_s > 0.0
+
+
+def test_a_step_is_forecast_range_by_range():
+    cost, sample = cost_model(1e3), [[2, 3, 20], [4, 4]]
+    ranges = [LengthRange(4, CANDIDATES[0]), LengthRange(32, CANDIDATES[1])]
+    own = forecast_step(ranges, CANDIDATES[1], sample, cost, pack)
+    works = [cost.work_seconds(CANDIDATES[0], pack(short, 4, 4)) for short in ([2, 3], [4, 4])]
+    assert own.range_s == pytest.approx((sum(works) / 2, cost.work_seconds(CANDIDATES[1], [[(20,)]]) / 2))
+    there, back = (cost.switch_seconds(CANDIDATES, 1)[pair] for pair in ((1, 0), (0, 1)))
+    assert own.switch_s == pytest.approx(there + back)
+    assert own.reduction_s == 0.0 and own.step_s == pytest.approx(sum(own.range_s) + there + back)
+
+
+def test_a_range_says_how_large_its_micro_batches_are():
+    cost, sample = cost_model(1e3), [[4] * 8 + [20]]
+    ranges = [LengthRange(4, CANDIDATES[1], 8), LengthRange(32, CANDIDATES[1])]
+    own = forecast_step(ranges, CANDIDATES[1], sample, cost, pack, max_tokens=64)
+    assert own.ranges == (ranges[0], LengthRange(32, CANDIDATES[1], 64))
+    assert own.range_s[0] == cost.work_seconds(CANDIDATES[1], [[(4, 4)] * 4])
+    for max_tokens in (None, 64):
+        found = search(cost_model(1e9, communication=4.0), sample, max_tokens=max_tokens).best
+        assert [own.max_tokens for own in found.ranges] == [max_tokens or own.up_to for own in found.ranges]
+        assert forecast_step(found.ranges, found.home, sample, cost_model(1e9, communication=4.0), pack) == found
+    with pytest.raises(ValueError, match=r"=16 is not allowed.*at least 32"):
+        forecast_step([LengthRange(32, CANDIDATES[1])], CANDIDATES[1], sample, cost, pack, max_tokens=16)
+
+
+def test_candidates_are_all_degrees_that_divide():
+    found = candidate_strategies(8, 4, units=[12, 48], ranks_per_node=4)
+    assert {own.degrees for own in found} == {(8, 1, 1), (4, 1, 2), (2, 1, 4), (4, 2, 1), (2, 2, 2), (1, 2, 4),
+                                             (2, 4, 1), (1, 4, 2)}  # fmt: skip
+    assert Strategy(tp=8) in candidate_strategies(8, 4, units=[8], ranks_per_node=4)
+    assert Strategy(tp=6) not in candidate_strategies(6, 4, units=[6], ranks_per_node=4)
+    assert default_thresholds(4096, 500) == [512, 1024, 2048, 4096]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"thresholds": [8, 8]}, "they rise"),
+        ({"thresholds": [4, 8]}, "sequences of 1 to 32 tokens: allowed are 1 to 8"),
+        ({"max_tokens": 16}, "max_tokens=16 is not allowed"),
+        ({"max_ranges": 0}, "max_ranges=0"),
+        ({"memory_limit": 10.0}, "none of the strategies"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        search(cost_model(1e3), [[1, 32]], **changes)

@@ -1,0 +1,305 @@
+"""Which strategies are offered while ranks are slow, and when one is put in force: by a formula, without time."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from straggling import FormulaCosts
+
+from zeroresize.plan.layout import unit_bounds
+from zeroresize.plan.strategy import Strategy
+from zeroresize.policy.strategy.stragglers.candidates import (
+    ModelDivision,
+    arrangements,
+    candidates,
+    smaller_degrees,
+)
+from zeroresize.policy.strategy.stragglers.change_cost import ChangeCost
+from zeroresize.policy.strategy.stragglers.decision import StragglerDecision
+from zeroresize.policy.tensor.moving import FIRST_PAUSE
+from zeroresize.simulate.strategy_stragglers import simulate_stragglers
+
+MODEL = ModelDivision((1.0,) * 8, (8, 32))
+EVEN = (1.0,) * 4
+ORIGINAL = (Strategy(2, 2, 1),)
+
+
+def one_slow(chi, rank=1, num_ranks=4):
+    return tuple(1.0 / chi if one == rank else 1.0 for one in range(num_ranks))
+
+
+def offered(original, speeds, costs=None, model=MODEL):
+    found = candidates(original, original, speeds, model, costs or FormulaCosts([1.0] * len(original)))
+    return {one.kind: one for one in found}
+
+
+def decision(original=ORIGINAL, *, switch_s=10.0, costs=None, **options):
+    """A switch takes ``switch_s``."""
+    own = costs or FormulaCosts([1.0] * len(original))
+    return StragglerDecision(original, MODEL, own, cost=ChangeCost(switch_s, 0.0, 0.0), **options)
+
+
+def run(decider, speeds_of_steps):
+    """Carries out whatever is decided: seconds of all steps and switches, and the steps after which it switched."""
+    total_s, switched = 0.0, []
+    for step, speeds in enumerate(speeds_of_steps):
+        total_s += decider._costs.step_s(decider.in_force, speeds)
+        forecast = decider.update(speeds)
+        if forecast is not None:
+            total_s += forecast.switch_s
+            decider.made(forecast)
+            switched.append(step)
+    return total_s, switched
+
+
+def test_what_fewer_ranks_do_stays_like_what_all_did():
+    model = ModelDivision((1.0,) * 64, (64,), degrees=(1, 2, 4, 8, 16))
+    assert set(smaller_degrees((2, 8, 2), 31, model)) == {(1, 8, 2), (3, 8, 1), (3, 4, 2), (7, 4, 1)}
+    assert set(smaller_degrees((1, 4, 1), 3, model)) == {(1, 3, 1), (1, 2, 1)}
+
+
+def test_equally_fast_ranks_are_left_alone():
+    assert set(offered([Strategy(2, 2, 1)], (1.0, 0.95, 1.0, 1.02))) == {"stay"}
+
+
+def test_a_slow_rank_is_left_out_and_three_divide_what_four_did():
+    costs = FormulaCosts([1.0], least_split=3)
+    found = offered([Strategy(1, 4, 1)], one_slow(8.0), costs)["leave out"]
+    (strategy,) = found.strategies
+    assert found.left_out == (1,) and strategy.degrees == (1, 3, 1) and strategy.ranks == (0, 2, 3)
+    assert sorted(np.diff(unit_bounds(8, strategy.shares))) == [2, 3, 3]
+    assert sorted(np.diff(unit_bounds(32, strategy.shares))) == [10, 11, 11]
+
+
+def test_memory_is_asked_of_the_home_that_a_candidate_has_and_of_its_switches():
+    class Tight(FormulaCosts):
+        def fits(self, number, strategy, home):
+            return number == self.home or home.degrees == (1, 2, 1)
+
+        def switches_fit(self, strategies):
+            return self.switches_suffice
+
+    original, costs = [Strategy(2, 2), Strategy(1, 4)], Tight([0.2, 1.0])
+    costs.switches_suffice = True
+    (home, other) = offered(original, one_slow(8.0), costs)["leave out"].strategies
+    assert home.degrees == (1, 2, 1) and other.tp in (2, 3)  # (3, 1, 1) would be the faster home
+    costs.switches_suffice = False
+    assert set(offered(original, one_slow(8.0), costs)) == {"stay"}
+
+
+def test_speeds_that_divide_units_alike_give_the_same_strategy():
+    found = {offered([Strategy(1, 4, 1)], one_slow(chi))["shares"].strategies for chi in (2.0, 2.001, 2.002)}
+    assert len(found) == 1
+
+
+def test_nothing_is_offered_whose_memory_does_not_suffice():
+    costs = FormulaCosts([1.0], least_split=4)
+    assert "leave out" not in offered([Strategy(1, 4, 1)], one_slow(8.0), costs)
+
+
+def test_slow_ranks_of_different_groups_become_the_same_shard():
+    speeds = (0.5, 1.0, 1.0, 0.5)  # shard 0 of one group, shard 1 of the other
+    found = offered([Strategy(2, 2, 1)], speeds)
+    costs = FormulaCosts([1.0])
+    (strategy,) = found["rearrange"].strategies
+    assert {speeds[rank] for rank, *_ in strategy.tp_groups()} in ({1.0}, {0.5})
+    assert costs.range_s(0, strategy, speeds) < 0.8 * costs.range_s(0, Strategy(2, 2, 1), speeds)
+
+
+def test_slow_ranks_become_one_stage_with_fewer_layers():
+    speeds = (0.5, 1.0, 0.5, 1.0)
+    found = arrangements((2, 1, 2), range(4), speeds, MODEL)
+    best = min(found, key=lambda one: FormulaCosts([1.0]).range_s(0, one, speeds))
+    slow_stage = {best.position_of(0).stage, best.position_of(2).stage}
+    assert len(slow_stage) == 1
+    layers = np.diff(best.partition(8).boundaries)
+    assert layers[slow_stage.pop()] == min(layers) < max(layers)
+
+
+def test_groups_of_the_rest_stay_within_nodes_where_they_can():
+    nodes = (0, 0, 0, 0, 1, 1, 1, 1)
+    model = ModelDivision((1.0,) * 8, (8,), nodes)
+    found = arrangements((3, 2, 1), (0, 2, 3, 4, 5, 6, 7), (1.0,) * 8, model)
+    assert any(all(len({nodes[rank] for rank in group}) == 1 for group in one.tp_groups()) for one in found)
+
+
+@given(st.lists(st.floats(0.01, 1.0), min_size=4, max_size=4), st.sampled_from([(1, 4, 1), (2, 2, 1), (1, 2, 2)]))
+@settings(max_examples=40)
+def test_every_candidate_fits_the_model_and_every_shard_has_a_unit(speeds, degrees):
+    original = [Strategy(*degrees), Strategy(1, 4, 1)]
+    costs = FormulaCosts([1.0, 2.0])
+    for one in candidates(original, original, speeds, MODEL, costs):
+        for strategy in one.strategies:
+            assert not set(strategy.ranks) & set(one.left_out) and max(strategy.ranks) < 4
+            strategy.partition(8)
+            for units in MODEL.unit_counts:
+                assert min(np.diff(unit_bounds(units, strategy.shares or (1.0,) * strategy.tp))) >= 1
+
+
+def test_speeds_that_are_none_are_refused():
+    with pytest.raises(ValueError, match="above zero"):
+        offered([Strategy(2, 2, 1)], (1.0, 0.0, 1.0, 1.0))
+
+
+def test_units_move_inside_the_group_where_that_suffices_and_the_rank_is_left_out_where_not():
+    mildly, badly = decision(switch_s=0.0), decision(switch_s=0.0)
+    assert mildly.update(one_slow(1.5)).candidate.kind == "shares"
+    assert badly.update(one_slow(8.0)).candidate.kind == "leave out"
+    # 1.53 / 4 with shares, 1.33 / 4 without the rank: a matter of what suffices.
+    assert decision(switch_s=0.0, tolerance=0.2).update(one_slow(2.0)).candidate.kind == "shares"
+
+
+def test_it_switches_when_slowness_has_cost_as_much_as_the_switch_there_and_back_and_goes_back_alike():
+    decider = decision(switch_s=1.0)
+    slow, forecast = one_slow(8.0), None
+    saving_s = next(one.saving_s for one in decider.what_if(slow) if one.candidate.kind == "leave out")
+    _, switched = run(decider, [slow] * 20)
+    assert switched == [int(np.ceil(2.0 / saving_s)) - 1]
+    assert 1 not in decider.in_force[0].ranks
+    forecast = {one.candidate.kind: one for one in decider.what_if(EVEN)}["original"]
+    _, switched = run(decider, [EVEN] * 60)
+    assert switched == [int(np.ceil(2.0 / forecast.saving_s - 1e-9)) - 1]
+    assert decider.in_force == decider.original
+
+
+def test_what_if_tells_what_each_candidate_would_bring_and_changes_nothing():
+    decider = decision(switch_s=3.0)
+    stay, *others = decider.what_if(one_slow(4.0))
+    assert stay.candidate.kind == "stay" and stay.saving_s == stay.switch_s == 0.0
+    assert [one.step_s for one in others] == sorted(one.step_s for one in others)
+    assert all(one.switch_s == 3.0 and one.saving_s == stay.step_s - one.step_s for one in others)
+    assert decider.state_dict()["owed_s"] == {}
+
+
+@given(periods=st.tuples(st.integers(1, 3), st.integers(1, 3)), chi=st.floats(1.2, 16.0))
+@settings(max_examples=20)
+def test_speeds_that_alternate_quickly_never_make_it_flap(periods, chi):
+    """At most to shares and on; all of it at most twice the best of the strategies in hindsight and one switch."""
+    slow = one_slow(chi)
+    steps = ([EVEN] * periods[0] + [slow] * periods[1]) * 30
+    options = [one.candidate.strategies for one in decision().what_if(slow)]
+    costs = FormulaCosts([1.0])
+    step_s = np.array([[costs.step_s(one, speeds) for one in options] for speeds in (slow, EVEN)])
+    most_saving_s = np.ptp(step_s, axis=1).max()
+    switch_s = 1.5 * most_saving_s + 0.01  # no single period is worth a switch there and back
+    decider = decision(switch_s=switch_s, tolerance=0.0, min_saving=0.0)
+    total_s, switched = run(decider, steps)
+    best_s = min(
+        sum(costs.step_s(one, speeds) for speeds in steps) + (switch_s if number else 0.0)
+        for number, one in enumerate(options)
+    )
+    assert len(switched) <= 2 and total_s <= 2.0 * best_s + switch_s + step_s.max()
+
+
+def test_changes_that_move_no_bytes_have_their_price_too():
+    original = (Strategy(4), Strategy(1, 4))
+    decider = StragglerDecision(original, MODEL, FormulaCosts([0.2, 1.0]), cost=ChangeCost(10.0, 0.5, 1.0))
+    other = next(one for one in decider.what_if(one_slow(2.0))[1:] if one.candidate.strategies[0] == original[0])
+    assert other.switch_s == 1.5  # one strategy is new
+    num_changes = 0
+    for step in range(400):
+        forecast = decider.update(one_slow(2.0, 3) if step // 2 % 2 else EVEN)
+        if forecast is not None:
+            decider.made(forecast, 3.0)
+            num_changes += 1
+    assert num_changes <= 2
+
+
+def test_a_price_is_learned_of_what_had_a_part_in_it():
+    cost = ChangeCost(1.0, 1.0, 1.0).learned(0.0, 0, 3.0)
+    assert cost.fixed_s > 2.0 and (cost.seconds_per_byte, cost.new_s) == (1.0, 1.0)
+    assert ChangeCost(1.0, 1.0, 1.0).learned(2.0, 1, 4.0) == ChangeCost(1.0, 1.0, 1.0)
+    assert ChangeCost(0.0, 0.0, 0.0).learned(0.0, 1, 2.0).seconds(0.0, 0) == 2.0
+    with pytest.raises(ValueError, match="not negative"):
+        ChangeCost(-1.0)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=80), st.floats(1.5, 20.0), st.floats(0.05, 5.0))
+@settings(max_examples=50)
+def test_whatever_happens_it_takes_at_most_three_times_what_the_best_would_who_knew_it(is_slow, chi, switch_s):
+    """And one step more for each switch, as it decides after the step.
+
+    That is the best possible for two strategies. (4, 1, 1) has two: as it is, and leaving out.
+    """
+    original = (Strategy(4, 1, 1),)
+    costs, slow = FormulaCosts([1.0], least_split=1), one_slow(chi)
+    decider = decision(original, switch_s=switch_s, costs=costs, tolerance=0.0, min_saving=0.0)
+    options = [one.candidate.strategies for one in decider.what_if(slow)]
+    assert len(options) == 2
+    steps = [slow if one else EVEN for one in is_slow]
+    total_s, _ = run(decider, steps)
+    least_s = [0.0, switch_s]
+    for speeds in steps:
+        least_s = [
+            min(least_s[own], least_s[1 - own] + switch_s) + costs.step_s(options[own], speeds) for own in (0, 1)
+        ]
+    late_s = max(np.ptp([costs.step_s(one, speeds) for one in options]) for speeds in (slow, EVEN))  # a step's, at most
+    factor = 3.0 + late_s / switch_s
+    assert total_s <= factor * (min(least_s) + switch_s) + 2.0 * late_s
+
+
+def test_after_a_switch_that_could_not_be_made_nothing_is_tried_for_a_while():
+    decider, slow = decision(switch_s=0.0), one_slow(8.0)
+    assert decider.update(slow) is not None
+    decider.refuse()
+    waited = next(step for step in range(100) if decider.update(slow) is not None)
+    assert waited == FIRST_PAUSE - 1
+    decider.refuse()
+    assert next(step for step in range(100) if decider.update(slow) is not None) == 2 * FIRST_PAUSE - 1
+    assert decider.in_force == decider.original
+
+
+def test_the_price_of_a_switch_is_learned():
+    decider = decision(switch_s=0.0)
+    decider.made(decider.update(one_slow(8.0)), 5.0)
+    (back,) = (one for one in decider.what_if(EVEN) if one.candidate.kind == "original")
+    assert back.switch_s == pytest.approx(5.0)
+
+
+def test_its_state_goes_on_where_it_was_saved():
+    steps = [*[one_slow(8.0)] * 7, *[one_slow(2.0, 2)] * 40, *[EVEN] * 60]
+    whole, first = decision(switch_s=2.0), decision(switch_s=2.0)
+    run(first, steps[:30])
+    second = decision(switch_s=99.0)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    run(second, steps[30:])
+    _, switched = run(whole, steps)
+    assert len(switched) >= 2 and second.state_dict() == whole.state_dict()
+    for broken in (
+        {"in_force": []},
+        {"cost": (1.0, 2.0)},
+        {"owed_s": {"leave out 1": -1.0}},
+        {"owed_for": {"x": [[1, 1, 1]]}},
+    ):
+        with pytest.raises(ValueError, match=r"state\."):
+            second.load_state_dict({**first.state_dict(), **broken})
+
+
+def test_simulated_training_is_shortest_where_everything_may_be_done():
+    speeds = [EVEN] * 20 + [one_slow(4.0)] * 60 + [EVEN] * 40
+    seconds = {}
+    for kinds in ((), ("shares",), ("shares", "rearrange", "leave out")):
+        run = simulate_stragglers(decision(switch_s=0.2, kinds=kinds), FormulaCosts([1.0]), speeds, delay=2)
+        seconds[len(kinds)] = run.seconds
+        assert len(run.steps_s) == 120 and [what.split()[0] for _, what, _ in run.switches][-1:] in ([], ["original"])
+        assert all(step > 22 for step, *_ in run.switches)
+    assert seconds[3] < seconds[1] < seconds[0]
+
+
+@pytest.mark.parametrize("options", [{"tolerance": -0.1}, {"min_saving": 1.0}, {"min_saving": "x"}])
+def test_values_that_are_not_allowed_are_refused(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        decision(**options)
+
+
+def test_what_would_have_been_better_still_is_owed_for_that_after_a_switch():
+    decider, slow = decision(switch_s=1e6), one_slow(8.0)
+    for _ in range(3):
+        decider.update(slow)
+    owed_s = {one.candidate.kind: one.owed_s for one in decider.what_if(slow)}
+    shares = next(one for one in decider.what_if(slow) if one.candidate.kind == "shares")
+    decider.made(shares)
+    left_s = {one.candidate.kind: one.owed_s for one in decider.what_if(slow)}
+    assert left_s["leave out"] == pytest.approx(owed_s["leave out"] - owed_s["shares"]) and left_s["leave out"] > 0.0

@@ -1,0 +1,197 @@
+"""Plans of switches: complete, nothing twice, nothing that is already there, senders loaded evenly."""
+
+import dataclasses
+import math
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from switch_cases import least_volumes, switch_cases
+
+from zeroresize.plan.layout import TensorSpec, UnitDivision
+from zeroresize.plan.strategy import Strategy
+from zeroresize.policy.strategy.switches.slices import common_slices
+from zeroresize.policy.strategy.switches.switch_plan import LinkSpeeds, lower_bound, plan_gradients, plan_weights
+
+LINKS = LinkSpeeds(within_bytes_per_s=8.0, between_bytes_per_s=2.0, latency_s=0.5)
+
+
+def held_units(layout, tensors):
+    """[R, P, most units]: whether a rank holds a unit."""
+    units = np.arange(max(one.num_units for one in tensors))
+    return ((layout.begins.T[..., None] <= units) & (units < layout.ends.T[..., None])).astype(np.int64)
+
+
+def check_volumes(plan, case):
+    """The plan's volumes are those of its transfers; they are in one order on all ranks."""
+    volumes = np.zeros((2, 2, len(case.nodes)), dtype=np.int64)
+    for one in plan.transfers:
+        link = int(case.nodes[one.source] != case.nodes[one.destination])
+        size = (one.end - one.begin) * case.tensors[one.tensor].unit_bytes
+        assert one.source != one.destination and size > 0
+        volumes[link, 0, one.source] += size
+        volumes[link, 1, one.destination] += size
+    assert np.array_equal(volumes[0], [plan.sent_within, plan.received_within])
+    assert np.array_equal(volumes[1], [plan.sent_between, plan.received_between])
+    slowest = max(volumes[0].max() / 8.0, volumes[1].max() / 2.0)
+    assert plan.seconds(LINKS) == (slowest + 0.5 if len(plan.transfers) else 0.0)
+    assert list(plan.transfers) == sorted(
+        plan.transfers, key=lambda one: (one.tensor, one.begin, one.destination, one.source)
+    )
+
+
+@given(switch_cases(), st.booleans())
+def test_weights_get_to_whoever_lacks_them_once_and_from_holders(case, heuristics):
+    plan = plan_weights(*case, heuristics=heuristics)
+    before, after = (held_units(one, case.tensors) for one in (case.before, case.after))
+    got = np.zeros_like(before)
+    for tensor, begin, end, source, destination in plan.transfers:
+        assert before[source, tensor, begin:end].all()
+        got[destination, tensor, begin:end] += 1
+        holders = np.flatnonzero(before[:, tensor, begin:end].all(axis=1))
+        if heuristics:
+            near = [rank for rank in holders if case.nodes[rank] == case.nodes[destination]]
+            assert not near or source in near
+        else:
+            assert source == holders[0]
+    assert np.array_equal(got, after * (1 - before))
+    assert not len(plan.kept)
+    check_volumes(plan, case)
+
+
+@given(switch_cases(), st.booleans())
+def test_every_partial_gradient_is_added_in_one_home_replica(case, heuristics):
+    """Source replica i's partial gradient is 2 ** i, so a sum tells which ones are in it, and how often."""
+    source, home, tensors, _ = case
+    plan = plan_gradients(*case, heuristics=heuristics)
+    of_source, of_home = held_units(source, tensors), held_units(home, tensors)
+    sums = np.zeros_like(of_home)
+    for one in (*plan.transfers, *plan.kept):
+        assert of_source[one.source, one.tensor, one.begin : one.end].all()
+        assert of_home[one.destination, one.tensor, one.begin : one.end].all()
+        sums[one.destination, one.tensor, one.begin : one.end] += 2 ** int(source.replicas[one.source])
+    assert all(one.source == one.destination for one in plan.kept)
+    total = np.zeros_like(sums[0])
+    for replica in range(home.num_replicas):
+        ranks = np.flatnonzero(home.replicas == replica)
+        most = (sums[ranks] * of_home[ranks]).max(axis=0)
+        assert np.array_equal(sums[ranks], most * of_home[ranks])  # the same on all ranks that hold it
+        total += most
+    is_unit = of_home.any(axis=0)
+    assert np.array_equal(total, (2**source.num_replicas - 1) * is_unit)
+    check_volumes(plan, case)
+
+
+@given(switch_cases())
+def test_gradients_of_the_home_layout_stay_where_they_are(case):
+    plan = plan_gradients(case.before, case.before, case.tensors, case.nodes)
+    assert not len(plan.transfers)
+
+
+@given(switch_cases(most_ranks=6))
+@settings(max_examples=60)
+def test_no_rank_sends_much_more_than_it_has_to(case):
+    plan = plan_weights(*case)
+    slices = common_slices(case.before, case.after, case.tensors)
+    within, between = least_volumes(slices, case.nodes)
+    # What is known of placing each job on the least loaded machine that may have it (Azar, Naor, Rom 1992).
+    factor = math.ceil(math.log2(max(len(case.nodes), 2))) + 1
+    assert plan.sent_within.max() <= factor * within
+    assert plan.sent_between.max() <= factor * between
+    received = max(plan.received_within.max() / 8.0, plan.received_between.max() / 2.0)
+    best = max(within / 8.0, between / 2.0, received)
+    bound = lower_bound(*case, LINKS)
+    assert bound <= (best + 0.5 if len(plan.transfers) else 0.0) + 1e-9
+    assert bound <= plan.seconds(LINKS) + 1e-9
+
+
+def whole_tensors(*sizes):
+    return [TensorSpec(f"tensor {number}", 0, (size,), 1) for number, size in enumerate(sizes)]
+
+
+@pytest.mark.parametrize(("sizes", "largest"), [([3] * 8, 12), ([1] * 3 + [3], 3), ([2, 2, 3, 3], 5)])
+def test_holders_of_the_same_tensors_share_the_sending_as_the_optimum_does(sizes, largest):
+    """Two ranks hold everything, a third one lacks it; the last tensors are placed first where they are larger."""
+    tensors = whole_tensors(*sizes)
+    before, after = (Strategy(dp=dp).layout(tensors, 3, 1) for dp in (2, 3))
+    assert plan_weights(before, after, tensors, [0, 0, 0]).sent_within.max() == largest
+    assert least_volumes(common_slices(before, after, tensors), [0, 0, 0]) == (largest, 0)
+    assert plan_weights(before, after, tensors, [0, 0, 0], heuristics=False).sent_within.max() == sum(sizes)
+    assert plan_weights(before, after, tensors, [0, 0, 1]).sent_between.max() == largest
+
+
+def test_a_tensor_that_is_large_beside_the_others_is_cut_between_its_units():
+    table = [TensorSpec("embedding", 0, (1000, 4), 2, UnitDivision(0, 100, 10))]
+    before, after = (Strategy(dp=dp).layout(table, 4, 1) for dp in (3, 4))
+    plan = plan_weights(before, after, table, [0, 0, 0, 0])
+    assert plan.sent_within.tolist() == pytest.approx([8000 / 3] * 3 + [0], rel=0.15)
+    assert plan.sent_within.sum() == 8000
+
+
+def test_two_replicas_send_partial_gradients_to_different_home_replicas():
+    """Ranks 0 and 1 hold what the ranks 2 and 3 have at home: nobody keeps, and each receiver gets one partial."""
+    tensors = whole_tensors(4, 4, 4)
+    source = Strategy(dp=2, ranks=(0, 1)).layout(tensors, 4, 1)
+    home = Strategy(dp=2, ranks=(2, 3)).layout(tensors, 4, 1)
+    plan = plan_gradients(source, home, tensors, [0, 0, 0, 0])
+    assert plan.received_within.tolist() == [0, 0, 12, 12] and plan.sent_within.tolist() == [12, 12, 0, 0]
+    apart = plan_gradients(source, home, tensors, [0, 1, 1, 0])
+    assert sorted({(one.source, one.destination) for one in apart.transfers}) == [(0, 3), (1, 2)]
+
+
+@pytest.mark.parametrize("nodes", [[0, 0, 0], [0, 1, 2]])
+def test_home_replicas_that_hold_none_of_it_receive_equally_much(nodes):
+    tensors = whole_tensors(3, 2, 1)
+    source, home = (Strategy(dp=len(ranks), ranks=ranks).layout(tensors, 3, 1) for ranks in ((0,), (1, 2)))
+    plan = plan_gradients(source, home, tensors, nodes)
+    assert (plan.received_within + plan.received_between).tolist() == [0, 3, 3]
+
+
+def test_who_alone_can_send_something_sends_less_of_the_rest():
+    """Rank 0 alone holds the first tensor, ranks 0 and 1 hold the second one; rank 2 wants both."""
+    tensors = whole_tensors(4, 3)
+    after = Strategy(ranks=(2,)).layout(tensors, 3, 1)
+    before = dataclasses.replace(after, ends=np.array([[1, 0, 0], [1, 1, 0]]))
+    assert plan_weights(before, after, tensors, [0, 0, 0]).sent_within.tolist() == [4, 3, 0]
+
+
+def test_a_link_that_a_node_shares_holds_up_what_its_ranks_send_together():
+    """Both ranks of the first node send a tensor of four bytes to the second node."""
+    tensors = whole_tensors(4, 4)
+    before = Strategy(dp=2, ranks=(0, 1)).layout(tensors, 3, 1)
+    after = Strategy(ranks=(2,)).layout(tensors, 3, 1)
+    plan = plan_weights(before, after, tensors, [0, 0, 1])
+    assert plan.sent_between.tolist() == [4, 4, 0]
+    for node_speed, seconds in ((8.0, 4.0), (1.0, 8.0)):
+        links = LinkSpeeds(100.0, 2.0, node_bytes_per_s=node_speed)
+        assert plan.seconds(links) == lower_bound(before, after, tensors, [0, 0, 1], links) == seconds
+
+
+def test_layouts_that_do_not_belong_together_are_an_error():
+    tensors = whole_tensors(4, 4)
+    layout = Strategy(dp=2).layout(tensors, 2, 1)
+    with pytest.raises(ValueError, match="do not belong together"):
+        plan_weights(layout, Strategy(dp=2).layout(tensors, 3, 1), tensors, [0, 0])
+    with pytest.raises(ValueError, match="3 ranks have a node, but the layouts have 2"):
+        plan_weights(layout, layout, tensors, [0, 0, 0])
+    nothing = dataclasses.replace(layout, ends=layout.begins)
+    with pytest.raises(ValueError, match="no rank holds all units of tensor 0"):
+        plan_weights(nothing, layout, tensors, [0, 0])
+    part = dataclasses.replace(layout, ends=layout.ends * [1, 0])
+    with pytest.raises(ValueError, match="a replica of the layouts does not hold all units"):
+        plan_gradients(part, layout, tensors, [0, 0])
+
+
+@pytest.mark.parametrize("plan", [plan_weights, plan_gradients])
+def test_a_thousand_ranks_and_a_thousand_tensors_take_less_than_a_second(plan):
+    tensors = [
+        TensorSpec(f"tensor {number}", number // 10, (2**12, 2**8), 2, UnitDivision(0, 64, 64) if number % 5 else None)
+        for number in range(1000)
+    ]
+    begin = time.process_time()
+    before, after = (Strategy(*degrees).layout(tensors, 1024, 100) for degrees in ((8, 16, 8), (32, 8, 4)))
+    found = plan(before, after, tensors, [rank // 8 for rank in range(1024)])
+    assert time.process_time() - begin < 1.0
+    assert len(found.transfers) > 50_000

@@ -1,0 +1,74 @@
+"""Orders of columns, and how many of them a share is."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeroresize.policy.tensor.columns.order import ALIGNMENT, decided_columns, num_lent, pruned_of_order, random_order
+
+
+@given(st.integers(1, 200), st.integers(1, 40), st.floats(0, 1, exclude_max=True))
+def test_pruned_columns_are_whole_blocks_and_leave_some(num_columns, block, ratio):
+    order = random_order(num_columns, block=block, seed=0, epoch=0, rank=0, layer=0)
+    pruned = pruned_of_order(order, ratio, block)
+    kept = order[len(pruned) :]
+    assert len(kept) >= 1
+    assert set(pruned // block).isdisjoint(kept // block)
+    if num_columns > block:
+        wanted = min(ratio, 1 - block / num_columns) * num_columns
+        short = -num_columns % block  # missing in the last block
+        assert wanted - block / 2 - short <= len(pruned) <= ratio * num_columns + block / 2
+
+
+@given(st.integers(1, 200), st.integers(1, 40), st.floats(0, 1, exclude_max=True), st.floats(0.1, 0.95))
+def test_no_more_columns_are_pruned_than_the_largest_ratio_allows(num_columns, block, ratio, max_ratio):
+    order = random_order(num_columns, block=block, seed=0, epoch=0, rank=0, layer=0)
+    pruned = pruned_of_order(order, ratio, block, max_ratio)
+    assert len(pruned) <= max_ratio * num_columns + 1e-9
+    assert set(pruned // block).isdisjoint(order[len(pruned) :] // block)
+
+
+@given(st.integers(1, 4096), st.floats(0, 1, exclude_max=True), st.floats(0.1, 0.95))
+def test_what_a_controller_decides_keeps_a_multiple_of_eight_columns_where_there_are_enough(k, ratio, max_ratio):
+    ratio = min(ratio, max_ratio)
+    num_pruned = len(decided_columns(np.arange(k), ratio, 1, max_ratio))
+    assert num_pruned <= max_ratio * k + 1e-9
+    assert abs(num_pruned / k - ratio) <= max(0.025, 1 / k) + 1e-9
+    nearest = max(round((1 - ratio) * k / 8) * 8, 0)
+    if ratio > 0.0 and k - nearest <= max_ratio * k and abs(1 - nearest / k - ratio) < 0.024:
+        assert (k - num_pruned) % ALIGNMENT == 0 or num_pruned == 0
+
+
+@given(st.integers(1, 100), st.integers(1, 20), st.integers(0, 5), st.integers(0, 5))
+def test_random_order_is_a_permutation_of_whole_blocks(num_columns, block, epoch, rank_number):
+    order = random_order(num_columns, block=block, seed=1, epoch=epoch, rank=rank_number, layer=0)
+    assert sorted(order) == list(range(num_columns))
+    blocks = [column // block for column in order]
+    assert len(set(blocks)) == len(list(itertools.groupby(blocks)))
+    again = random_order(num_columns, block=block, seed=1, epoch=epoch, rank=rank_number, layer=0)
+    assert np.array_equal(order, again)
+
+
+def test_orders_differ_by_epoch_rank_layer_and_seed():
+    base = dict(block=1, seed=0, epoch=0, rank=0, layer=0)
+    orders = [random_order(64, **base)] + [
+        random_order(64, **{**base, k: 1}) for k in ("seed", "epoch", "rank", "layer")
+    ]
+    assert len({tuple(order) for order in orders}) == len(orders)
+
+
+@given(st.integers(2, 4096), st.floats(0.0, 1.0))
+def test_a_loan_that_was_decided_leaves_something_to_tell_the_owners_speed_by(num_columns, ratio):
+    decided = num_lent(num_columns, ratio, is_forced=False)
+    assert 0 <= decided < num_columns
+    if num_columns >= 2 * ALIGNMENT:
+        assert num_columns - decided >= ALIGNMENT
+    assert decided == pytest.approx(min(ratio * num_columns, num_columns - ALIGNMENT), abs=0.025 * num_columns + 8.5)
+
+
+@given(st.integers(1, 4096), st.floats(0.0, 1.0))
+def test_a_forced_loan_is_kept_to_the_column(num_columns, ratio):
+    assert num_lent(num_columns, ratio) == pytest.approx(ratio * num_columns, abs=0.5 + 1e-9)

@@ -1,0 +1,178 @@
+"""ZERO-Pri's order of columns, on plain numbers."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zeroresize.config import BalanceConfig
+from zeroresize.policy.tensor.columns.order import pruned_of_order, random_order
+from zeroresize.policy.tensor.columns.priority import ColumnPriority
+from zeroresize.policy.tensor.columns.selector import ColumnSelector, Relief
+
+statistics = st.lists(st.floats(0.0, 1e3), min_size=4, max_size=40).map(np.array)
+ratios = st.floats(0.05, 0.9)
+blocks = st.integers(1, 3)
+
+
+def nothing_pruned(columns):
+    return np.zeros(columns, dtype=bool)
+
+
+def known(w_var):
+    priority = ColumnPriority(len(w_var))
+    priority.update(w_var, nothing_pruned(len(w_var)), incremental=True)
+    return priority
+
+
+def identity(columns):
+    return np.arange(columns)
+
+
+@given(statistics, ratios, st.randoms())
+def test_without_ageing_the_smallest_are_pruned(w_var, ratio, random):
+    tie_break = np.array(random.sample(range(len(w_var)), len(w_var)))
+    order = known(w_var).order(ageing=0.0, block=1, tie_break=tie_break)
+    pruned = pruned_of_order(order, ratio, 1)
+    kept = np.setdiff1d(order, pruned)
+    assert sorted(order) == list(range(len(w_var)))
+    assert not len(pruned) or w_var[pruned].max() <= w_var[kept].min()
+
+
+@given(statistics, st.integers(1, 7))
+def test_blocks_stay_together_and_are_ranked_by_their_means(w_var, block):
+    columns = len(w_var)
+    order = known(w_var).order(ageing=0.0, block=block, tie_break=identity(columns))
+    blocks = list(dict.fromkeys(order // block))
+    assert [i for b in blocks for i in range(b * block, min((b + 1) * block, columns))] == order.tolist()
+    means = [w_var[b * block : (b + 1) * block].mean() for b in blocks]
+    assert all(a <= b * (1 + 1e-12) for a, b in itertools.pairwise(means))
+
+
+def test_a_pruned_column_keeps_what_was_known_of_it():
+    priority = known(np.array([3.0, 1.0, 2.0]))
+    was_pruned = np.array([False, True, False])
+    priority.update(np.array([5.0, 0.0, 4.0]), was_pruned, incremental=True)
+    assert priority.w_var.tolist() == [5.0, 1.0, 4.0]
+    assert priority.age.tolist() == [0, 1, 0]
+    priority.update(np.array([5.0, 0.5, np.nan]), was_pruned, incremental=False)
+    assert priority.w_var.tolist() == [5.0, 0.5, 4.0], "a statistic that pruning does not touch is taken for all"
+    assert priority.age.tolist() == [0, 2, 0]
+
+
+def test_columns_of_which_nothing_is_known_go_on_being_pruned_until_they_are_old():
+    priority = ColumnPriority(4)
+    orders = []
+    for _ in range(12):
+        priority.update(np.array([9.0, 1.0, 0.0, 0.0]), np.array([False, False, True, True]), incremental=True)
+        orders.append(priority.order(ageing=0.1, block=1, tie_break=np.array([3, 2, 1, 0])).tolist())
+    assert orders[0] == [3, 2, 1, 0]
+    assert orders[-1] == [1, 3, 2, 0], "after 12 epochs they count 12 · 0.1 · 5"
+
+
+def epochs_of(selector, delta, ratio, epochs):
+    """For how many epochs each column of the one layer was pruned, and for how many in a row at most, its statistic
+    being ``delta`` whenever it is computed."""
+    times, row, longest_row = (np.zeros(len(delta), dtype=int) for _ in range(3))
+    for _ in range(epochs):
+        selector.count_step(Relief(ratio, is_forced=True))
+        is_pruned = np.zeros(len(delta), dtype=bool)
+        is_pruned[selector.pruned_columns(Relief(ratio, is_forced=True))["layer"]] = True
+        times += is_pruned
+        row = np.where(is_pruned, row + 1, 0)
+        longest_row = np.maximum(longest_row, row)
+        selector.end_epoch({"layer": np.where(is_pruned, 0.0, delta)}, incremental=True)
+    return times, longest_row
+
+
+def selector_of(columns, **config):
+    config = BalanceConfig(**{"mode": "zero-pri", **config})
+    return ColumnSelector(config, 0, num_columns={"layer": columns}, costs={"layer": 1.0})
+
+
+@settings(deadline=None)
+@given(st.lists(st.just(0.0) | st.floats(1e-3, 1e3), min_size=4, max_size=12), ratios, st.floats(0.1, 1.0), blocks)
+def test_with_ageing_no_column_is_pruned_for_ever(delta, ratio, ageing, block):
+    """Constant γ, stationary δ. No δ exceeds K means, so an age of K / ageing outweighs every younger column; and each
+    column that is kept becomes young, so after K epochs more all others are younger. K more until all are known."""
+    columns = len(delta)
+    bound = int(columns * (2 + 1 / ageing)) + 1
+    _, longest_row = epochs_of(selector_of(columns, ageing=ageing, block=block), np.array(delta), ratio, 2 * bound)
+    assert longest_row.max() <= bound
+
+
+def test_without_ageing_some_columns_are_pruned_for_ever():
+    delta = np.random.default_rng(0).uniform(0.5, 1.5, size=64)
+    (_, paper), (_, ours) = (epochs_of(selector_of(64, ageing=ageing), delta, 0.5, 50) for ageing in (0.0, 0.1))
+    assert paper.max() >= 48, "what ageing is for"
+    assert ours.max() <= 20
+
+
+def test_who_never_ends_an_epoch_and_who_takes_too_large_blocks_is_warned(caplog, monkeypatch):
+    monkeypatch.setattr("zeroresize.policy.tensor.columns.selector._LONG_EPOCH", 3)
+    for mode, block in (("zero-rd", 4), ("zero-pri", 4), ("zero-pri", 5)):
+        selector = selector_of(8, mode=mode, block=block)
+        for _ in range(5):
+            selector.count_step(Relief())
+    messages = [record.getMessage() for record in caplog.records]
+    assert sum("no epoch has ended" in message for message in messages) == 2
+    assert [m for m in messages if "block" in m] == ["block=5 is more than half of the columns of layer: never pruned"]
+
+
+def test_ties_are_broken_alike_on_every_run_and_by_turns():
+    frozen = np.zeros(32)
+    (one, rows), (other, _) = (epochs_of(selector_of(32), frozen, 0.5, 9) for _ in range(2))
+    assert one.tolist() == other.tolist()
+    assert rows.max() <= 2
+
+
+def test_a_column_counts_as_pruned_if_it_was_in_most_iterations():
+    selector = selector_of(10, ageing=0.0)
+    selector.end_epoch({"layer": np.arange(10.0)}, incremental=True)
+    for ratio in (0.8, 0.3, 0.3, 0.3, 0.8):
+        selector.count_step(Relief(ratio, is_forced=True))
+    selector.end_epoch({"layer": np.full(10, 50.0)}, incremental=True)
+    assert selector.state_dict()["w_var"]["layer"] == [0.0, 1.0, 2.0] + [50.0] * 7
+    assert selector.pruned_steps["layer"].tolist() == [5] * 3 + [2] * 5 + [0] * 2
+    for _ in range(4):
+        selector.count_step(Relief(0.1, is_forced=True))
+    assert sum(selector.pruned_steps["layer"]) == 25 + 4, "also those of an epoch that has not ended"
+
+
+def test_random_orders_do_not_depend_on_statistics():
+    selector = selector_of(16, mode="zero-rd", seed=3)
+    for epoch in range(3):
+        expected = random_order(16, block=1, seed=3, epoch=epoch, rank=0, layer=0)
+        assert selector.pruned_columns(Relief(0.5, is_forced=True))["layer"].tolist() == expected[:8].tolist()
+        selector.count_step(Relief(0.5, is_forced=True))
+        selector.end_epoch({}, incremental=False)
+
+
+@pytest.mark.parametrize("mode", ["zero-pri", "zero-pridiff"])
+def test_a_restored_selector_decides_the_same(mode):
+    config = BalanceConfig(mode=mode)
+    columns = {"a": 12, "b": 20}
+
+    def fresh_selector():
+        return ColumnSelector(config, 1, num_columns=columns, costs={"a": 1.0, "b": 3.0})
+
+    def go_on(selector, epochs, generator):
+        for _ in range(epochs):
+            selector.count_step(Relief(0.4, is_forced=True))
+            selector.end_epoch({name: generator.uniform(size=k) for name, k in columns.items()}, incremental=True)
+
+    first = fresh_selector()
+    go_on(first, 3, np.random.default_rng(0))
+    first.count_step(Relief(0.25, is_forced=True))
+    restored = fresh_selector()
+    restored.load_state_dict(first.state_dict())
+    for selector in (first, restored):
+        go_on(selector, 2, np.random.default_rng(1))
+    for name in columns:
+        assert (
+            restored.pruned_columns(Relief(0.5, is_forced=True))[name].tolist()
+            == first.pruned_columns(Relief(0.5, is_forced=True))[name].tolist()
+        )
+        assert restored.pruned_steps[name].tolist() == first.pruned_steps[name].tolist()

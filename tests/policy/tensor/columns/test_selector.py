@@ -1,0 +1,75 @@
+"""What a ratio means on one rank: which columns of which layer."""
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from zeroresize.config import BalanceConfig
+from zeroresize.policy.tensor.columns.selector import ColumnSelector, Relief
+
+
+def test_a_forced_ratio_is_kept_to_the_column_and_a_decided_one_aligned():
+    config, work = BalanceConfig(mode="zero-pri"), {"small": 1.0, "large": 1.0}
+    selector = ColumnSelector(config, 0, {"small": 48, "large": 768}, work)
+    forced = selector.pruned_columns(Relief(0.3, is_forced=True))
+    decided = selector.pruned_columns(Relief(0.3))
+    assert {name: len(columns) for name, columns in forced.items()} == {"small": 14, "large": 230}
+    assert {name: len(columns) for name, columns in decided.items()} == {"small": 14, "large": 232}
+    assert set(forced["large"]) < set(decided["large"])
+
+
+@given(
+    st.integers(2, 800), st.floats(0, 1), st.floats(0, 1), st.sampled_from([0.5, 0.9, 0.95, 0.99]), st.integers(1, 3)
+)
+@example(num_columns=384, spared=1.0, part=0.99, max_ratio=0.99, block=1)
+@example(num_columns=8, spared=1.0, part=0.5, max_ratio=0.95, block=1)
+def test_what_is_pruned_beside_a_loan_stays_within_the_largest_ratio(num_columns, spared, part, max_ratio, block):
+    config = BalanceConfig(mode="semi", max_ratio=max_ratio, block=block)
+    selector = ColumnSelector(config, 0, {"layer": num_columns}, {"layer": 1.0})
+    relief = Relief(pruned=max_ratio * spared * part, lent=max_ratio * spared * (1.0 - part))
+    pruned, lent = selector.pruned_columns(relief)["layer"], selector.lent_columns(relief)["layer"]
+    assert set(pruned).isdisjoint(lent)
+    assert not len(pruned) or len(pruned) + len(lent) <= max_ratio * num_columns + 1e-9
+
+
+@given(st.floats(0, 1), st.floats(0, 1), st.sampled_from(["budget", "paper"]))
+def test_the_papers_semi_prunes_by_pridiff_beside_a_loan(spared, part, pridiff_rule):
+    """Its resizer is ZERO-PriDiff, whose ratios of layers, with what is lent, stay within γ_max."""
+    columns, costs = {"still": 200, "moving": 200}, {"still": 1.0, "moving": 1.0}
+    config = BalanceConfig(mode="semi", semi_rule="paper", pridiff_rule=pridiff_rule, priority="variation")
+    selector = ColumnSelector(config, 0, columns, costs)
+    for _ in range(50):
+        selector.count_step(Relief())
+    selector.end_epoch({"still": np.linspace(0, 0.1, 200), "moving": np.linspace(1, 2, 200)}, incremental=True)
+    relief = Relief(0.9 * spared * part, 0.9 * spared * (1.0 - part))
+    pruned, lent = selector.pruned_columns(relief), selector.lent_columns(relief)
+    for name in columns:
+        assert set(pruned[name]).isdisjoint(lent[name])
+        assert not len(pruned[name]) or len(pruned[name]) + len(lent[name]) <= 0.9 * 200 + 1e-9
+    if 0.05 < relief.pruned < min(0.5, 0.8 * (0.9 - relief.lent)):
+        assert len(pruned["still"]) > len(pruned["moving"])
+
+
+def test_our_semi_prunes_all_layers_alike():
+    selector = ColumnSelector(
+        BalanceConfig(mode="semi"), 0, {"still": 200, "moving": 200}, {"still": 1.0, "moving": 1.0}
+    )
+    selector.end_epoch({"still": np.linspace(0, 0.1, 200), "moving": np.linspace(1, 2, 200)}, incremental=False)
+    assert set(selector.layer_ratios(Relief(0.4, 0.2)).values()) == {0.4}
+
+
+@pytest.mark.parametrize("mode", ["zero-rd", "zero-pridiff"])
+def test_however_layers_differ_no_segment_waits_for_a_straggler_that_prunes_another(mode):
+    """Ranks meet after each segment, so time that one saves is no help in the other."""
+    columns = {name: 64 for name in ("query", "value", "out", "fc1", "fc2")}
+    costs = {"query": 1.0, "value": 1.0, "out": 1.0, "fc1": 4.0, "fc2": 4.0}
+    segments = [["query", "value", "out"], ["fc1", "fc2"]]
+    selector = ColumnSelector(BalanceConfig(mode=mode), 0, columns, costs, segments)
+    rng = np.random.default_rng(0)
+    selector.end_epoch({name: rng.random(64) * (1 + 9 * (name > "o")) for name in columns}, incremental=False)
+    for ratio in (0.1, 0.5, 0.8):
+        ratios = selector.layer_ratios(Relief(ratio))
+        for segment in segments:
+            spared = sum(costs[name] * ratios[name] for name in segment) / sum(costs[name] for name in segment)
+            assert spared == pytest.approx(ratio, abs=0.02)

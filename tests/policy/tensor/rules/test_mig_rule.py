@@ -1,0 +1,119 @@
+"""How much mode "mig" moves, on plain numbers: until all ranks are busy equally long, as far as that pays."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from uneven_groups import LINEAR, REALISTIC, balanced_s, group, rank, step_s
+
+from zeroresize.config import BalanceConfig
+from zeroresize.policy.tensor.cost_model import MigrationCost, ResizingCost, spread_ratios
+from zeroresize.policy.tensor.rules.by_mode import wanted_division
+from zeroresize.policy.tensor.rules.ratio import find_stragglers
+from zeroresize.policy.tensor.rules.sharing import Division
+from zeroresize.simulate import Cluster, simulate
+
+MIG = BalanceConfig(mode="mig")
+uneven = st.lists(st.floats(1.0, 20.0), min_size=2, max_size=9)
+
+
+def division(times, slow, migration=None):
+    return wanted_division(MIG, times, slow, min(rank.busy_s for rank in times), migration)
+
+
+@given(chis=uneven, rest_s=st.floats(0.0, 1.0))
+@settings(deadline=None)
+def test_all_work_is_done_in_the_work_conserving_bound(chis, rest_s):
+    times = [rank(chi, rest_s=rest_s) for chi in chis]
+    bound_s = balanced_s(times)
+    busy_s = [one.busy_s for one in times]
+    slow = find_stragglers(busy_s, min(busy_s), 0.0, [False] * len(times))
+    found = division(times, slow)
+    saved = 1.0 - bound_s / max(busy_s)
+    if saved > 0.04:
+        assert step_s(times, found) == pytest.approx(bound_s, rel=5e-3)
+    else:  # nothing moves for less than 0.03
+        assert bound_s * 0.999 <= step_s(times, found) <= max(busy_s) * 1.001
+    assert sum(found.pruned) == 0.0
+
+
+@pytest.mark.parametrize(("num_ranks", "chi"), [(2, 2.0), (2, 8.0), (8, 2.0), (8, 8.0), (8, 40.0)])
+def test_one_straggler_has_the_bound_in_closed_form(num_ranks, chi):
+    """T* = R + M e / Σ 1/χ_i; at the last of these the straggler hands over more than γ_max."""
+    times, slow = group(chi, *[1.0] * (num_ranks - 1))
+    found = division(times, slow)
+    assert step_s(times, found) == pytest.approx(0.2 + 0.8 * num_ranks / (num_ranks - 1 + 1 / chi), rel=5e-3)
+    assert found.lent[0] == pytest.approx(1.0 - num_ranks / (num_ranks - 1 + 1 / chi) / chi, abs=3e-3)
+
+
+def test_only_stragglers_lend():
+    times = [rank(1.0), rank(1.05), rank(4.0)]
+    found = division(times, [False, False, True])
+    assert found.lent[:2] == (0.0, 0.0) and 0.5 < found.lent[2] < 0.8
+
+
+@pytest.mark.parametrize("chi", [2.0, 8.0])
+def test_no_grid_of_loans_is_faster_where_few_columns_take_longer_than_their_share(chi):
+    times, slow = group(chi, 1.0, 1.3, 1.0, cost=REALISTIC)
+    migration = MigrationCost(0.01, 0.02)
+    found = division(times, slow, migration)
+
+    grid = [step / 40 for step in range(41)]
+    fastest_s = min(
+        step_s(times, Division((0.0,) * 4, (lent, 0.0, 0.0, 0.0), (0.0, 1.0, slower, 1.0)), migration)
+        for lent in grid
+        for slower in grid
+    )
+    assert step_s(times, found, migration) <= fastest_s * 1.01
+    shares_work = [found.lent[rank] > 0.0 or found.slack[rank] > 0.0 for rank in range(4)]
+    ends_s = [end_s for end_s, takes_part in zip(found.busy_s(times), shares_work, strict=True) if takes_part]
+    assert len(ends_s) >= 3 and ends_s == pytest.approx([max(ends_s)] * len(ends_s), rel=0.01)
+
+
+@pytest.mark.parametrize("per_share_s", [0.0, 0.3])
+def test_where_moving_saves_nothing_nothing_moves(per_share_s):
+    times, slow = group(1.3, 1.0, cost=LINEAR)
+    unmoved_s = max(one.busy_s for one in times)
+    moved = division(times, slow, MigrationCost(0.0, per_share_s))
+    saving_s = unmoved_s - step_s(times, moved, MigrationCost(0.0, per_share_s))
+    assert sum(division(times, slow, MigrationCost(saving_s * 1.001, per_share_s)).lent) == 0.0
+
+
+@pytest.mark.parametrize("per_share_s", [1.7, 5.0])
+def test_where_every_column_costs_more_than_it_saves_none_moves(per_share_s):
+    """Not a single one."""
+    times, slow = group(2.0, 1.0, 1.0, 1.0)
+    assert division(times, slow, MigrationCost(0.002, per_share_s)).lent == (0.0,) * 4
+
+
+def closed_loop(chi_at, believed=LINEAR, truth=LINEAR, num_ranks=8, mode="mig", steps=400, **config):
+    chis = lambda step: [chi_at(step)] + [1.0] * (num_ranks - 1)  # noqa: E731
+    cluster = Cluster(chis, 0.2, 0.8, truth, migration=MigrationCost(0.002, 0.002))
+    return simulate(BalanceConfig(mode=mode, **config), cluster, steps, believed_cost=believed)
+
+
+@pytest.mark.parametrize("chi", [100.0, 1e7])
+@pytest.mark.parametrize("config", [{"mode": "mig"}, {"mode": "semi", "budget": 0.0}], ids=["mig", "semi"])
+def test_a_rank_that_lent_all_it_could_is_seen_to_recover(config, chi):
+    run = closed_loop(lambda step: chi if step < 100 else 1.0, steps=200, **config)
+    assert run.lent[8][0] > 0.9 and run.lent[-1][0] == 0.0
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("num_ranks", [2, 8])
+@pytest.mark.parametrize(
+    "believed", [(1.0, 1.1, 0.7, 0.8, 0.4, 0.3), (1.0, 0.6, 0.5, 0.3, 0.2, 0.05), (1.0, 0.85, 0.68, 0.51, 0.33, 0.14)]
+)
+def test_a_wrong_calibration_neither_makes_what_is_lent_swing_nor_the_step_long(believed, num_ranks):
+    """A planner that solves on a curve whose slope is wrong would go back and forth between two plans."""
+    wrong = ResizingCost(spread_ratios(0.9), believed, (0.0,) * 6)
+    lent = [own[0] for own in closed_loop(lambda step: 8.0, wrong, num_ranks=num_ranks).lent[20:]]
+    assert max(lent) - min(lent) <= 0.02
+    settled_s = closed_loop(lambda step: 8.0, wrong, num_ranks=num_ranks).step_s[-1]
+    assert settled_s <= 1.1 * (0.2 + 0.8 * num_ranks / (num_ranks - 1 + 1 / 8))
+
+
+@pytest.mark.parametrize("truth", [(1.0, 1.02, 0.9, 0.75, 0.6, 0.45), (1.0, 0.85, 0.68, 0.51, 0.33, 0.14)])
+def test_where_a_little_of_a_slow_ranks_work_takes_long_small_changes_are_made_too(truth):
+    true = ResizingCost(spread_ratios(0.9), truth, (0.0,) * 6)
+    best_s = step_s([rank(8.0, true)] + [rank(1.0, true)] * 7, division(*group(8.0, *[1.0] * 7, cost=true)))
+    assert closed_loop(lambda step: 8.0, truth=true).step_s[-1] <= 1.05 * best_s

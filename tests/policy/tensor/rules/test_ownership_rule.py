@@ -1,0 +1,165 @@
+"""Who should own how many units, against what no division can beat."""
+
+import dataclasses
+import math
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from uneven_groups import LINEAR, REALISTIC
+
+from zeroresize.plan.ownership import SegmentWork, unit_counts
+from zeroresize.policy.tensor.curves import GroupTimes
+from zeroresize.policy.tensor.rules.ownership import merged, normalised, owned_step_s, wanted_shares
+from zeroresize.policy.tensor.times import RankTimes
+
+#: So fine that rounding to whole units is no matter.
+FINE = (SegmentWork(2_000_000, 1, 0.7), SegmentWork(4_000_000, 1, 0.3))
+#: A rest that stays whoever owns what.
+REST_S, GEMM_S = 0.2, 0.8
+
+
+def rank(chi, cost=LINEAR, moving_rest=0.0, rest_s=REST_S):
+    return RankTimes(rest_s, GEMM_S * chi, 1.0, cost, moving_rest=moving_rest)
+
+
+def group(*chis, **changes):
+    return GroupTimes(rank(chi, **changes) for chi in chis)
+
+
+def wanted(times, are_stragglers=None, segments=FINE, **options):
+    are_stragglers = are_stragglers or [own.busy_s > min(other.busy_s for other in times) for own in times]
+    return wanted_shares(times, are_stragglers, segments, **options)
+
+
+def bound_s(chis):
+    """T*."""
+    return REST_S + GEMM_S * len(chis) / math.fsum(1.0 / chi for chi in chis)
+
+
+chis = st.lists(st.sampled_from([1.0, 1.0, 1.3, 2.0, 4.0, 8.0]), min_size=2, max_size=8).filter(
+    lambda own: 1.0 in own and max(own) > 1.0
+)
+
+
+@settings(deadline=None)
+@given(chis)
+def test_shares_go_by_the_reciprocal_of_the_slowness_and_reach_the_bound(own):
+    times = group(*own)
+    shares = wanted(times)
+    speeds = np.array([1.0 / chi for chi in own])
+    assert shares == pytest.approx(speeds * len(own) / speeds.sum(), abs=1e-4)
+    assert owned_step_s(times, shares, FINE) == pytest.approx(bound_s(own), rel=1e-4)
+
+
+@settings(deadline=None, max_examples=60)
+@given(chis, st.sampled_from([LINEAR, REALISTIC]), st.floats(0.0, 0.9), st.data())
+def test_no_other_division_is_faster(own, cost, moving_rest, data):
+    times = group(*own, cost=cost, moving_rest=moving_rest)
+    best_s = owned_step_s(times, wanted(times, keeps_some=False), FINE)
+    other = data.draw(st.lists(st.floats(0.0, 3.0), min_size=len(own), max_size=len(own)).filter(any))
+    assert best_s <= owned_step_s(times, normalised(other), FINE) * (1.0 + 1e-4)
+
+
+@given(st.integers(1, 16), st.floats(0.1, 10.0), st.floats(0.0, 0.9))
+def test_equal_ranks_stay_exactly_home(num_ranks, chi, moving_rest):
+    times = group(*[chi] * num_ranks, moving_rest=moving_rest)
+    assert wanted_shares(times, [True] * num_ranks, FINE) == (1.0,) * num_ranks
+
+
+def test_nobody_slow_and_nothing_that_can_move_is_home():
+    times = group(1.0, 4.0)
+    assert wanted_shares(times, [False, False], FINE) == (1.0, 1.0)
+    assert wanted_shares(times, [False, True], ()) == (1.0, 1.0)
+
+
+def test_home_is_kept_where_noise_could_be_all_that_is_won():
+    times = group(1.0, 1.0, 1.0, 1.2)
+    won = max(own.busy_s for own in times) / bound_s([1.0, 1.0, 1.0, 1.2]) - 1.0
+    assert wanted(times, noise=0.9 * won) != (1.0,) * 4
+    assert wanted(times, noise=1.1 * won) == (1.0,) * 4
+
+
+def test_ranks_that_differ_by_noise_get_equal_shares():
+    times = group(1.0, 1.02, 0.98, 1.01, 4.0)
+    are_slow = [False] * 4 + [True]
+    assert len(set(wanted_shares(times, are_slow, FINE, noise=0.05)[:4])) == 1
+    assert len(set(wanted_shares(times, are_slow, FINE)[:4])) == 4
+
+
+def test_a_rank_of_another_kind_is_not_taken_for_noise():
+    """Half as fast from the start, but no straggler of this group of three kinds."""
+    shares = wanted_shares(group(1.0, 1.0, 1.5, 4.0), [False, False, False, True], FINE, noise=0.05)
+    assert shares[0] == shares[1] and shares[2] == pytest.approx(shares[0] / 1.5, rel=1e-3)
+
+
+def test_a_rank_whose_rest_takes_too_long_owns_next_to_nothing():
+    times = GroupTimes([rank(1.0), rank(1.0), rank(1.0, rest_s=5.0)])
+    shares = wanted(times, keeps_some=False)
+    assert shares == (1.5, 1.5, 0.0)
+    kept = wanted(times, segments=(SegmentWork(3072, 8, 1.0),))
+    counts = unit_counts(kept, SegmentWork(3072, 8, 1.0))
+    assert counts[2] == 8, "without any units nobody would see that it has recovered"
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8, 64])
+def test_every_rank_keeps_a_quantum(num_ranks):
+    segments = (SegmentWork(16 * 8 * num_ranks, 8, 0.6), SegmentWork(num_ranks, 1, 0.4))
+    shares = wanted(group(*[1.0] * (num_ranks - 1), 1000.0), segments=segments)
+    assert min(unit_counts(shares, segments[0])) >= 8
+
+
+def test_a_step_is_told_with_whole_heads():
+    """Of two heads a rank one can go: a normal rank has three then, and the slow one takes as long for one."""
+    heads = SegmentWork(8, 1, 0.5)
+    times = group(1.0, 1.0, 1.0, 4.0)
+    shares = (1.15, 1.15, 1.15, 0.55)
+    counts = unit_counts(shares, heads)
+    assert sorted(counts) == [1, 2, 2, 3]
+    expected = 0.5 * (REST_S + 4 * GEMM_S) + 0.5 * (REST_S + 4 * GEMM_S * 0.5)
+    assert owned_step_s(times, shares, (heads,)) == pytest.approx(expected)
+
+
+def test_what_heads_cannot_balance_is_left_at_home():
+    """One head a rank: whatever moves doubles what somebody has."""
+    times, head = group(1.0, 1.0, 1.0, 1.5), SegmentWork(4, 1, 1.0)
+    assert wanted(times, segments=(head,)) == (1.0,) * 4
+
+
+def test_the_rest_that_moves_along_counts():
+    times = group(1.0, 4.0, moving_rest=0.5)
+    own = dict(zip((0, 1), wanted(times), strict=True))
+    seconds = [own_s.rest_s * (0.5 + 0.5 * own[r]) + own_s.gemm_s * own[r] for r, own_s in enumerate(times)]
+    assert seconds[0] == pytest.approx(seconds[1], rel=1e-4)
+
+
+def test_segments_that_divide_alike_are_one():
+    segments = [SegmentWork(3072, 8, 0.04), SegmentWork(12, 1, 0.02)] * 12
+    assert merged(segments) == (SegmentWork(3072, 8, pytest.approx(0.48)), SegmentWork(12, 1, pytest.approx(0.24)))
+    times = group(1.0, 1.0, 2.0, 8.0)
+    shares = wanted(times, segments=segments)
+    assert owned_step_s(times, shares, segments) == pytest.approx(owned_step_s(times, shares, merged(segments)))
+
+
+def test_at_home_a_step_takes_as_long_as_the_slowest_rank():
+    times = group(1.0, 2.0, cost=REALISTIC)
+    assert owned_step_s(times, (1.0, 1.0), (SegmentWork(64, 8, 0.3),)) == REST_S + 2 * GEMM_S
+
+
+def test_a_thousand_ranks_take_milliseconds():
+    times = group(*np.random.default_rng(0).uniform(1.0, 2.0, 1024).tolist())
+    are_slow = [own.busy_s > 1.5 for own in times]
+    segments = (SegmentWork(65536, 8, 0.6), SegmentWork(1024, 1, 0.3))
+    wanted_shares(times, are_slow, segments)
+    began = time.process_time()
+    for _ in range(5):
+        wanted_shares(times, are_slow, segments)
+    assert (time.process_time() - began) / 5 < 0.1
+
+
+def test_one_share_is_not_told_from_another_by_the_last_bit_of_times():
+    times = group(1.0, 1.0, 3.0, cost=REALISTIC)
+    other = GroupTimes(dataclasses.replace(own, gemm_s=math.nextafter(own.gemm_s, 9.0)) for own in times)
+    assert wanted(times) == wanted(other)

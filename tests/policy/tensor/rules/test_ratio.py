@@ -1,0 +1,142 @@
+"""How much a straggler prunes, from full-work times: Eq. (1) where cost is linear, the least that helps anywhere."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from uneven_groups import LINEAR, REALISTIC
+
+from zeroresize.policy.tensor.cost_model import ResizingCost
+from zeroresize.policy.tensor.rules.ratio import find_stragglers, pruning_ratios, reference_time
+from zeroresize.policy.tensor.times import RankTimes
+
+seconds = st.floats(0.01, 10.0)
+ranks_times = st.lists(
+    st.builds(RankTimes, seconds, seconds, st.just(1.0), st.sampled_from([LINEAR, REALISTIC])), min_size=2, max_size=9
+)
+
+
+def rank(rest_s, gemm_s, cost=LINEAR, gather_fill_scale=1.0):
+    return RankTimes(rest_s, gemm_s, gather_fill_scale, cost)
+
+
+def test_ratio_is_equation_1_where_cost_is_linear():
+    times = [rank(0.2, 0.8), rank(0.2, 1.6)]  # T = 1.0 and 1.8
+    ratios = pruning_ratios(times, [False, True], reference_s=1.0)
+    assert ratios == [0.0, pytest.approx((1.8 - 1.0) / 1.6)]
+
+
+@given(ranks_times, st.sampled_from(["mean", "min"]))
+def test_ratios_are_the_least_that_bring_the_step_to_what_can_be_reached(times, target):
+    reference_s = reference_time([t.busy_s for t in times], target)
+    stragglers = find_stragglers([t.busy_s for t in times], reference_s, 0.1, [False] * len(times))
+    ratios = pruning_ratios(times, stragglers, reference_s)
+    floors_s = [1.01 * t.least_busy_s if slow else t.busy_s for t, slow in zip(times, stragglers, strict=True)]
+    target_s = max(reference_s, *floors_s)
+    for t, ratio, slow in zip(times, ratios, stragglers, strict=True):
+        assert 0.0 <= ratio <= 0.9
+        assert slow or ratio == 0.0
+        assert t.busy_at(ratio) <= target_s * (1 + 1e-9)
+        if ratio > 0.01:
+            assert all(t.busy_at(less) > target_s * (1 - 1e-9) for less in np.linspace(0, ratio - 0.01, 20))
+
+
+def test_a_rank_that_is_slow_outside_its_products_prunes_nothing():
+    assert pruning_ratios([rank(1.0, 1.0), rank(4.0, 0.01)], [False, True], reference_s=2.0) == [0.0, 0.0]
+
+
+def test_a_straggler_does_not_prune_below_what_the_slowest_can_reach():
+    hopeless, mild = rank(2.0, 1.0), rank(0.5, 1.0)
+    ratios = pruning_ratios([rank(0.5, 0.5), hopeless, mild], [False, True, True], reference_s=1.0)
+    assert hopeless.busy_at(ratios[1]) == pytest.approx(1.01 * hopeless.least_busy_s)
+    assert ratios[2] == 0.0, "the hopeless rank needs 2.1 s whatever the mild one (1.5 s) drops"
+
+
+def test_a_useless_ratio_is_not_chosen():
+    cost = ResizingCost((0.0, 0.5, 0.9), (1.0, 0.9, 0.9), (0.0, 0.0, 0.05))
+    assert rank(0.0, 1.0, cost).ratio_to_reach(0.5) == 0.5
+
+
+def test_beyond_what_was_measured_cost_follows_the_columns_left():
+    assert REALISTIC.gemm_share_at(0.95) == pytest.approx(0.15 / 2)
+
+
+def test_reference_time_of_many_ranks_is_a_low_quantile():
+    assert reference_time([3.0, 1.0, 2.0], "min") == 1.0
+    assert reference_time([3.0, 1.0, 2.0], "mean") == 2.0
+    assert reference_time([float(t) for t in range(1, 102)], "min") == 26.0
+
+
+def test_who_was_a_straggler_is_let_go_at_half_the_tolerance():
+    assert find_stragglers([1.0, 1.08], 1.0, 0.1, [False, False]) == (False, False)
+    assert find_stragglers([1.0, 1.08], 1.0, 0.1, [False, True]) == (False, True)
+    assert find_stragglers([1.0, 1.04], 1.0, 0.1, [False, True]) == (False, False)
+    assert find_stragglers([1.0, 1.3], 1.0, 0.1, [False, False], [0.9, 1.01]) == (False, True)
+    assert find_stragglers([1.0, 1.3], 1.0, 0.1, [False, True], [0.9, 0.99]) == (False, False)
+
+
+@given(ranks_times, st.floats(0.0, 1.0))
+def test_no_more_than_the_budget_is_pruned_and_all_of_it_where_that_helps(times, budget):
+    reference_s = reference_time([t.busy_s for t in times], "min")
+    stragglers = find_stragglers([t.busy_s for t in times], reference_s, 0.1, [False] * len(times))
+    unbounded = pruning_ratios(times, stragglers, reference_s)
+    ratios = pruning_ratios(times, stragglers, reference_s, budget=budget)
+    dropped = sum(ratios) / len(ratios)
+    assert dropped <= budget + 1e-9
+    if sum(unbounded) / len(ratios) <= budget:
+        assert ratios == unbounded
+    assert all(ratio <= most + 1e-9 for ratio, most in zip(ratios, unbounded, strict=True))
+
+
+def test_a_budget_that_is_too_small_is_used_up():
+    times = [rank(0.2, 0.8), rank(0.2, 3.2), rank(0.2, 6.4)]
+    ratios = pruning_ratios(times, [False, True, True], reference_s=1.0, budget=0.3)
+    assert sum(ratios) == pytest.approx(0.9, abs=1e-3)
+    assert times[1].busy_at(ratios[1]) == pytest.approx(times[2].busy_at(ratios[2]), rel=1e-3)
+
+
+@given(ranks_times, st.floats(0.0, 2.0))
+def test_what_is_pruned_is_all_that_helps_if_that_is_worth_it_else_what_is_worth_most(times, min_gain):
+    """What is saved of the slowest straggler's time, less what each share that is pruned must save."""
+    reference_s = reference_time([t.busy_s for t in times], "min")
+    stragglers = find_stragglers([t.busy_s for t in times], reference_s, 0.1, [False] * len(times))
+    before_s = max(t.busy_s for t in times)
+
+    def worth(ratios):
+        slow = zip(times, ratios, stragglers, strict=True)
+        after_s = max((t.busy_at(ratio) for t, ratio, is_straggler in slow if is_straggler), default=before_s)
+        return 1.0 - after_s / before_s - min_gain * sum(ratios) / max(sum(stragglers), 1)
+
+    fastest = pruning_ratios(times, stragglers, reference_s)
+    chosen = pruning_ratios(times, stragglers, reference_s, min_gain=min_gain)
+    if worth(fastest) >= 1e-9:
+        assert chosen == fastest
+    elif worth(fastest) < -1e-9:
+        others = [
+            [min(t.ratio_to_reach(goal_s), most) for t, most in zip(times, fastest, strict=True)]
+            for goal_s in np.linspace(0.1 * before_s, before_s, 30)
+        ]
+        assert worth(chosen) >= max(0.0, *(worth(ratios) for ratios in others)) - 1e-9
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8])
+def test_where_products_are_a_tenth_of_a_step_80_percent_of_them_are_not_dropped_for_a_seventh_of_it(num_ranks):
+    times = [rank(0.09, 0.01)] * (num_ranks - 1) + [rank(0.09, 0.025)]  # 100 and 115 ms
+    stragglers = [False] * (num_ranks - 1) + [True]
+    assert pruning_ratios(times, stragglers, 0.1, 0.05)[-1] == pytest.approx(0.8)
+    assert pruning_ratios(times, stragglers, 0.1, 0.05, min_gain=0.21)[-1] == pytest.approx(0.8)
+    assert pruning_ratios(times, stragglers, 0.1, 0.05, min_gain=0.23) == [0.0] * num_ranks
+
+
+def test_who_would_drop_much_for_little_does_not_follow_who_drops_little_for_much():
+    mild = rank(1.05, 0.1)
+    times = [rank(0.1, 0.9), rank(0.1, 1.8), *[mild] * 6]
+    ratios = pruning_ratios(times, [False] + [True] * 7, reference_s=1.0, min_gain=0.7)
+    assert ratios == [0.0, pytest.approx((1.9 - mild.busy_s) / 1.8), *[0.0] * 6]
+    assert all(ratio > 0.7 for ratio in pruning_ratios(times, [False] + [True] * 7, reference_s=1.0)[2:])
+
+
+def test_thousands_of_stragglers_are_no_more_work_than_that():
+    times = [rank(0.2, 0.8)] + [rank(0.2, 0.9 + 0.001 * number, REALISTIC) for number in range(2000)]
+    ratios = pruning_ratios(times, [False] + [True] * 2000, reference_s=1.0, budget=0.3, min_gain=0.1)
+    assert 0.0 < sum(ratios) / len(times) <= 0.3

@@ -1,0 +1,262 @@
+"""The controller in a closed loop of virtual ranks, and update by update."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from uneven_groups import LINEAR, REALISTIC
+
+from zeroresize.config import BalanceConfig
+from zeroresize.plan.group import Shares
+from zeroresize.policy.tensor.communication import CollectiveTimes
+from zeroresize.policy.tensor.controller import Controller
+from zeroresize.policy.tensor.cost_model import MigrationCost, ResizingCost
+from zeroresize.policy.tensor.estimator import RankEstimator
+from zeroresize.policy.tensor.rules.by_mode import HEADROOM
+from zeroresize.policy.tensor.times import RankTimes, StepTimes
+
+
+def rank(rest_s, gemm_s, cost=LINEAR, gather_fill_scale=1.0):
+    return RankTimes(rest_s, gemm_s, gather_fill_scale, cost)
+
+
+class SimulatedRank:
+    """A rank whose products take χ times their time; tells what it would measure under a ratio."""
+
+    def __init__(self, rest_s=0.3, gemm_s=0.7, cost=REALISTIC, noise=None, believed=None):
+        self.rest_s, self.gemm_s, self.cost, self.chi = rest_s, gemm_s, cost, 1.0
+        self._estimate = RankEstimator(believed or cost)
+        self._noise = noise or (lambda: 1.0)
+
+    def measure(self, ratio, num_calibration_steps):
+        full = [self._step(0.0) for _ in range(num_calibration_steps)]
+        steps = full + [self._step(ratio) for _ in range(10 - num_calibration_steps)]
+        self._estimate.learn(steps)
+        return self._estimate.times
+
+    def _step(self, ratio):
+        truth = rank(self.rest_s * self._noise(), self.gemm_s * self.chi * self._noise(), self.cost)
+        gemm_s = truth.gemm_s * self.cost.gemm_share_at(ratio)
+        return StepTimes(truth.busy_at(ratio), gemm_s, self.cost.gather_fill_at(ratio), Shares(ratio))
+
+
+def run_closed_loop(config, ranks, chi_at_update, num_updates):
+    """γ of every rank after every update; what is measured in an interval is decided on one update later."""
+    controller = Controller(config, len(ranks))
+    plan, posted, trace = controller.initial_plan(), None, []
+    for update in range(num_updates):
+        for rank_number, simulated in enumerate(ranks):
+            simulated.chi = chi_at_update(update).get(rank_number, 1.0)
+        calibration = controller.num_calibration_steps
+        measured = [r.measure(p.pruned, calibration) for r, p in zip(ranks, plan.ranks, strict=True)]
+        if posted is not None:
+            plan = controller.update(posted)
+        posted = measured
+        trace.append([p.pruned for p in plan.ranks])
+    return np.array(trace)
+
+
+@pytest.mark.parametrize("chi", [2.0, 4.0, 8.0])
+@pytest.mark.parametrize("noise", [0.0, 0.03])
+def test_ratio_settles_in_three_updates_stays_and_lets_go_in_three(chi, noise):
+    generator = np.random.default_rng(0)
+    jitter = lambda: 1.0 + noise * generator.standard_normal()  # noqa: E731
+    ranks = [SimulatedRank(noise=jitter) for _ in range(4)]
+    trace = run_closed_loop(
+        BalanceConfig(mode="zero-rd"), ranks, lambda update: {2: chi} if 5 <= update < 30 else {}, 40
+    )[:, 2]
+    steady = trace[8:30]
+    assert steady.mean() > 0.3
+    assert np.abs(steady - steady.mean()).max() <= 0.05
+    assert (trace[33:] == 0.0).all()
+    assert (trace[:5] == 0.0).all()
+
+
+@pytest.mark.parametrize("chi", [1.5, 2.0, 4.0, 8.0])
+@pytest.mark.parametrize("error", [0.8, 0.9, 1.0, 1.2, 1.4])
+def test_a_wrong_calibration_keeps_nobody_from_being_let_go(chi, error):
+    """Where multiplications really take ``error`` times the share that was measured, at every ratio but 0."""
+    truth = ResizingCost((0.0, 0.3, 0.6, 0.9), (1.0, *(min(1.0, error * s) for s in (0.75, 0.5, 0.15))), (0.0,) * 4)
+    believed = ResizingCost((0.0, 0.3, 0.6, 0.9), (1.0, 0.75, 0.5, 0.15), (0.0,) * 4)
+    ranks = [SimulatedRank(cost=truth, believed=believed) for _ in range(2)]
+    chi_at = lambda update: {1: chi} if 5 <= update < 30 else {}  # noqa: E731
+    trace = run_closed_loop(BalanceConfig(mode="zero-rd"), ranks, chi_at, 45)[:, 1]
+    assert (trace[8:30] > 0.0).all()
+    assert (trace[32:] == 0.0).all()
+
+
+def test_a_recovered_rank_that_is_taken_for_fast_makes_nobody_slow():
+    """What pruned steps tell of its full work, by a cost learned while it was slow, is too little once it is not."""
+    ranks = [SimulatedRank() for _ in range(4)]
+    cheap = ResizingCost(REALISTIC.ratios, (1.0, 0.5, 0.3, 0.07), REALISTIC.gather_fill_s)
+
+    def chi_at(update):
+        ranks[3].cost = REALISTIC if update < 16 else cheap
+        return {3: 8.0} if 4 <= update < 16 else {}
+
+    trace = run_closed_loop(BalanceConfig(mode="zero-rd"), ranks, chi_at, 24)
+    assert (trace[6:16, 3] > 0.8).all()
+    assert (trace[18:, 3] == 0.0).all()
+    assert (trace[:, :3] == 0.0).all()
+
+
+def test_mean_target_asks_less_of_a_straggler_than_min():
+    settled = {}
+    for target in ("mean", "min"):
+        ranks = [SimulatedRank(cost=LINEAR) for _ in range(4)]
+        trace = run_closed_loop(BalanceConfig(mode="zero-rd", target=target), ranks, lambda _: {0: 2.0}, 6)
+        settled[target] = trace[-1, 0]
+    mean_busy = (3 * 1.0 + 1.7) / 4
+    assert settled["mean"] == pytest.approx((1.7 - mean_busy) / 1.4)
+    assert settled["min"] == pytest.approx((1.7 - (1 - HEADROOM) * 1.0) / 1.4)
+
+
+def test_every_rank_slow_at_once_is_nobody_slow():
+    ranks = [SimulatedRank() for _ in range(4)]
+    trace = run_closed_loop(BalanceConfig(mode="zero-rd"), ranks, lambda _: dict.fromkeys(range(4), 6.0), 6)
+    assert (trace == 0.0).all()
+
+
+def test_off_measures_but_never_prunes():
+    controller = Controller(BalanceConfig(mode="off"), 2)
+    plan = controller.update([rank(0.3, 0.7), rank(0.3, 5.6)])
+    assert [p.pruned for p in plan.ranks] == [0.0, 0.0]
+    assert [p.is_straggler for p in plan.ranks] == [False, True]
+
+
+def test_forced_ratio_on_named_ranks_holds_from_the_start_and_whatever_is_measured():
+    controller = Controller(BalanceConfig(mode="zero-rd", ratio=0.5, ranks=[1]), 3)
+    assert [p.pruned for p in controller.initial_plan().ranks] == [0.0, 0.5, 0.0]
+    plan = controller.update([rank(0.3, 5.6), rank(0.3, 0.7), rank(0.3, 0.7)])
+    assert [p.pruned for p in plan.ranks] == [0.0, 0.5, 0.0]
+
+
+def test_forced_ratio_on_stragglers_waits_for_one_to_be_found():
+    controller = Controller(BalanceConfig(mode="zero-rd", ratio=0.5), 2)
+    assert [p.pruned for p in controller.initial_plan().ranks] == [0.0, 0.0]
+    assert [p.pruned for p in controller.update([rank(0.3, 0.7), rank(0.3, 2.8)]).ranks] == [0.0, 0.5]
+
+
+def test_a_rank_that_measured_nothing_yet_changes_nothing():
+    controller = Controller(BalanceConfig(mode="zero-rd"), 2)
+    plan = controller.update([rank(0.3, 0.7), rank(math.nan, math.nan)])
+    assert [p.pruned for p in plan.ranks] == [0.0, 0.0]
+
+
+def test_controller_goes_on_from_its_state():
+    samples = [rank(0.3, 0.7), rank(0.3, 2.8)]
+    one, other = (Controller(BalanceConfig(mode="zero-rd"), 2) for _ in range(2))
+    one.update(samples)
+    other.load_state_dict(one.state_dict())
+    assert other.current_plan().ranks == one.current_plan().ranks
+    assert other.update(samples) == one.update(samples)
+    with pytest.raises(ValueError, match="of 2 ranks, this process group has 3"):
+        Controller(BalanceConfig(), 3).load_state_dict(one.state_dict())
+
+
+def test_a_missing_sample_of_a_known_rank_changes_nothing():
+    controller = Controller(BalanceConfig(mode="zero-rd"), 2)
+    before = controller.update([rank(0.3, 0.7), rank(0.3, 2.8)])
+    missing = RankTimes(math.nan, math.nan, math.nan, LINEAR)
+    assert controller.update([rank(0.3, 0.7), missing]).ranks == before.ranks
+
+
+def unsure(chi, deviation):
+    return RankTimes(0.2, 0.8 * chi, 1.0, LINEAR, deviation)
+
+
+@pytest.mark.parametrize(
+    ("mode", "deviation", "is_relieved"),
+    [("zero-pri", 0.02, True), ("zero-pri", 0.08, False), ("mig", 0.05, True), ("mig", 0.15, False)],
+)
+def test_a_start_needs_certainty(mode, deviation, is_relieved):
+    """χ = 1.3: 24 % more than the reference."""
+    controller = Controller(BalanceConfig(mode=mode), 4)
+    for _ in range(4):
+        plan = controller.update([unsure(chi, deviation) for chi in (1.0, 1.0, 1.0, 1.3)])
+    assert bool(plan.relieved) == is_relieved
+
+
+def test_who_has_seen_little_noise_is_as_unsure_as_the_others():
+    controller = Controller(BalanceConfig(mode="zero-pri"), 4)
+    for _ in range(4):
+        plan = controller.update([*[unsure(1.0, 0.2)] * 3, unsure(1.3, 0.001)])
+    assert plan.relieved == []
+
+
+def test_a_straggler_of_which_little_is_known_any_more_is_let_go():
+    controller = Controller(BalanceConfig(mode="zero-pri"), 4)
+    normal = [unsure(1.0, 0.01)] * 3
+    for _ in range(2):
+        plan = controller.update([*normal, unsure(4.0, 0.01)])
+    assert plan.relieved == [3]
+    assert controller.update([*normal, unsure(3.5, 0.3)]).relieved == [3], "slow in any case"
+    assert controller.update([*normal, unsure(1.2, 0.3)]).relieved == []
+
+
+@pytest.mark.parametrize("mode", ["zero-pri", "mig", "semi"])
+def test_noise_changes_no_plan(mode):
+    generator = np.random.default_rng(0)
+    controller = Controller(BalanceConfig(mode=mode), 4)
+    plans = []
+    for _ in range(60):
+        chis = np.array([1.0, 1.0, 1.0, 3.0]) * (1.0 + 0.005 * generator.standard_normal(4))
+        plans.append(controller.update([unsure(chi, 0.005) for chi in chis]).ranks)
+    assert sum(one != other for one, other in itertools.pairwise(plans[2:])) <= 1
+
+
+def test_a_receiver_that_is_slow_for_a_moment_goes_on_receiving():
+    controller = Controller(BalanceConfig(mode="mig"), 4)
+    times = [unsure(chi, 0.01) for chi in (1.0, 1.0, 1.0, 3.0)]
+    for _ in range(3):
+        before = controller.update(times)
+    assert before.loans
+    assert controller.update([times[0], unsure(1.3, 0.01), *times[2:]]).loans == before.loans
+    for _ in range(4):
+        later = controller.update([times[0], unsure(1.3, 0.01), *times[2:]])
+    assert later.loans != before.loans
+
+
+many_times = st.lists(
+    st.tuples(*[st.tuples(st.sampled_from([1.0, 1.1, 1.3, 2.0, 8.0]), st.floats(0.0, 0.3))] * 3), min_size=2, max_size=8
+)
+
+
+@settings(deadline=None)
+@given(many_times, st.sampled_from(["zero-pri", "mig", "semi"]), st.integers(1, 7))
+def test_equal_inputs_give_equal_plans_also_from_a_saved_state(updates, mode, half):
+    seen = CollectiveTimes(0.0, (0.0,) * 3, MigrationCost(0.01, 0.02))
+    one, other = (Controller(BalanceConfig(mode=mode), 3) for _ in range(2))
+    for number, told in enumerate(updates):
+        if number == half:
+            resumed = Controller(BalanceConfig(mode=mode), 3)
+            one.state_check(one.state_dict(), "state")
+            resumed.load_state_dict(one.state_dict())
+            other = resumed
+        plans = [controller.update([unsure(*times) for times in told], seen) for controller in (one, other)]
+        assert plans[0] == plans[1]
+        assert one.num_calibration_steps == other.num_calibration_steps
+        assert one.fingerprint(plans[0]) == other.fingerprint(plans[1])
+        assert all(0.0 <= rank.pruned + rank.lent <= 1.0 for rank in plans[0].ranks)
+        assert math.isfinite(plans[0].predicted_step_s)
+
+
+@pytest.mark.parametrize("noise", [0.05, 0.1])
+def test_pruning_that_brings_nothing_any_more_ends_also_where_times_are_noisy(noise):
+    """A straggler's slowness moves from its products to the rest of its step, where pruning saves little."""
+    for seed in range(4):
+        generator = np.random.default_rng(seed)
+        draw = lambda: max(1.0 + noise * generator.standard_normal(), 0.1)  # noqa: E731, B023
+        ranks = [SimulatedRank(rest_s=0.08, gemm_s=0.92, noise=draw) for _ in range(4)]
+
+        def chi_at(update, ranks=ranks):
+            if update == 36:
+                ranks[3].rest_s = 16.0
+            return {3: 4.0} if update < 36 else {}
+
+        trace = run_closed_loop(BalanceConfig(mode="zero-rd"), ranks, chi_at, 56)
+        assert trace[30:36, 3].min() > 0.5
+        assert trace[46:, 3].max() == 0.0

@@ -1,0 +1,202 @@
+"""Ownership in the controller: decided, held by a user, refused, remembered."""
+
+import json
+
+import pytest
+
+from zeroresize.config import BalanceConfig
+from zeroresize.plan.group import RankPlan
+from zeroresize.plan.ownership import SegmentWork
+from zeroresize.policy.moves.move_cost import MoveCost
+from zeroresize.policy.tensor.communication import CollectiveTimes
+from zeroresize.policy.tensor.controller import Controller
+from zeroresize.policy.tensor.cost_model import MigrationCost, ResizingCost
+from zeroresize.policy.tensor.moving import FIRST_PAUSE
+from zeroresize.policy.tensor.times import RankTimes
+
+SEGMENTS = (SegmentWork(4800, 8, 0.7), SegmentWork(4800, 8, 0.3))
+HOME, AWAY = (1.0,) * 4, (1.2, 1.2, 1.2, 0.4)
+#: A move takes next to nothing, so that it is made as soon as anybody is slow.
+FREE = MoveCost(1e-12, 1e-9)
+
+
+def controller(cost=FREE, segments=SEGMENTS, **config):
+    made = Controller(BalanceConfig(**config), 4, segments)
+    made.expect_moves(cost, 1e6)
+    made.initial_plan()
+    return made
+
+
+def group(chi=1.0):
+    return [RankTimes(0.2, 0.8 * one, 1.0, ResizingCost.linear(0.9), 0.01) for one in (1.0, 1.0, 1.0, chi)]
+
+
+def told(plan, migration=None):
+    return CollectiveTimes(0.0, tuple(rank.lent for rank in plan.ranks), migration)
+
+
+def updated(made, chi, times=3):
+    plan = made.current_plan()
+    for _ in range(times):
+        plan = made.update(group(chi), told(plan, MigrationCost(0.01, 0.05)))
+    return plan
+
+
+@pytest.mark.parametrize("mode", ["exact", "semi"])
+def test_a_straggler_gives_units_and_gets_them_back(mode):
+    made = controller(mode=mode)
+    plan = updated(made, 4.0)
+    assert plan.owned[3] == pytest.approx(4 / 3.25 / 4, rel=0.05) and plan.owned[0] == plan.owned[1] == plan.owned[2]
+    assert plan.relieved == [] and plan.loans == ()
+    assert plan.predicted_step_s == pytest.approx(0.2 + 0.8 * 4 / 3.25, rel=0.03)
+    assert made.num_calibration_steps == 0
+    assert made.calibration_plan.owned == plan.owned
+    assert updated(made, 1.0).owned == HOME
+
+
+def test_until_the_move_pays_the_default_lends_as_mig_does():
+    dear = MoveCost(1.0, 0.0)
+    made, migrating = controller(dear), controller(mode="mig")
+    plan, other = updated(made, 4.0), updated(migrating, 4.0)
+    assert plan == other and plan.loans and not any(rank.pruned for rank in plan.ranks)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"mode": mode} for mode in ("off", "mig", "zero-pri")]
+    + [{"mode": "semi", "semi_rule": "paper"}, {"mode": "semi", "num_migrating": 1}, {"moves": False}],
+    ids=str,
+)
+def test_other_modes_leave_units_at_home(config):
+    made, without = controller(**config), controller(segments=(), **config)
+    assert updated(made, 4.0) == updated(without, 4.0)
+    assert made.current_plan().owned == HOME
+
+
+def test_without_segments_nothing_moves():
+    assert updated(controller(segments=()), 4.0).owned == HOME
+
+
+def test_what_a_user_holds_stays_whatever_is_measured_until_it_is_released():
+    made = controller()
+    plan = made.hold_owned((2, 1, 1, 0))
+    assert plan.owned == (2.0, 1.0, 1.0, 0.0)
+    for chi in (1.0, 8.0):
+        assert updated(made, chi).owned == (2.0, 1.0, 1.0, 0.0)
+        assert updated(made, chi).relieved == []
+    made.hold_owned(None)
+    assert made.current_plan().owned == (2.0, 1.0, 1.0, 0.0)
+    assert updated(made, 1.0).owned == HOME
+
+
+def test_holding_home_keeps_units_there_and_lets_ranks_lend():
+    made = controller()
+    made.hold_owned((1, 1, 1, 1))
+    plan = updated(made, 4.0)
+    assert plan.owned == HOME and plan.loans
+
+
+def test_what_is_set_is_decided_from():
+    made = controller()
+    assert made.set_owned((3, 3, 3, 1)).owned == (1.2, 1.2, 1.2, 0.4)
+    assert updated(made, 1.0).owned == HOME
+
+
+def test_holding_ends_loans():
+    made = controller(MoveCost(1.0, 0.0))
+    assert updated(made, 4.0).loans
+    plan = made.hold_owned(AWAY)
+    assert plan.owned == AWAY and plan.loans == () and plan.relieved == []
+
+
+def test_a_forced_ratio_and_units_away_from_home_do_not_go_together():
+    made = controller(mode="zero-pri", ratio=0.5, ranks="all")
+    with pytest.raises(ValueError, match="nothing is pruned or lent while units are away"):
+        made.hold_owned(AWAY)
+    assert made.current_plan().owned == HOME and made.hold_owned(HOME).relieved == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("shares", [(1, 2), (1, 1, 1, -1), (0, 0, 0, 0)])
+def test_shares_that_are_none_change_nothing(shares):
+    made = controller()
+    before = made.state_dict()
+    with pytest.raises(ValueError, match="wanted are 4 numbers, one for each rank"):
+        made.hold_owned(shares)
+    assert made.state_dict() == before
+
+
+def test_a_refused_move_is_not_tried_for_a_while():
+    made = controller()
+    while updated(made, 4.0, times=1).owned == HOME:
+        pass
+    assert made.refuse_move(HOME).owned == HOME
+    waited = 0
+    while (plan := updated(made, 4.0, times=1)).owned == HOME:
+        assert plan.loans, "it lends meanwhile"
+        waited += 1
+    assert waited == FIRST_PAUSE - 1
+
+
+def test_what_moves_take_is_learned():
+    made = controller(MoveCost(1e-9, 0.0))
+    for _ in range(20):
+        made.moved(1e6, 2.0)
+    assert made.move_cost.seconds(1e6) == pytest.approx(2.0, rel=0.01)
+
+
+@pytest.mark.parametrize("chi", [1.0, 4.0])
+def test_it_goes_on_from_its_state_with_units_away(chi):
+    made, resumed = controller(), controller()
+    updated(made, 4.0)
+    state = json.loads(json.dumps(made.state_dict()))
+    resumed.state_check(state, "controller")
+    resumed.load_state_dict(state)
+    assert resumed.current_plan().owned == made.current_plan().owned != HOME
+    for _ in range(4):
+        assert updated(made, chi, 1) == updated(resumed, chi, 1)
+        assert made.fingerprint(made.current_plan()) == resumed.fingerprint(resumed.current_plan())
+
+
+@pytest.mark.parametrize("config", [{"mode": "mig"}, {"moves": False}, {"mode": "zero-pri", "ratio": 0.5}], ids=str)
+def test_a_mode_that_does_not_move_plans_units_home(config):
+    made, resumed = controller(), controller(**config)
+    updated(made, 4.0)
+    resumed.load_state_dict(made.state_dict())
+    assert resumed.current_plan().owned == HOME
+
+
+def test_what_a_user_held_is_held_in_any_mode():
+    made, resumed = controller(), controller(mode="mig")
+    made.hold_owned(AWAY)
+    resumed.load_state_dict(made.state_dict())
+    assert updated(resumed, 4.0).owned == AWAY
+
+
+def test_a_state_without_ownership_is_refused_by_name():
+    made = controller()
+    state = made.state_dict()
+    del state["moving"]
+    with pytest.raises(ValueError, match=r"controller\.moving: missing"):
+        made.state_check(state, "controller")
+
+
+def test_another_ownership_has_another_fingerprint():
+    one, other = controller(), controller()
+    same = one.current_plan()
+    assert one.fingerprint(same) == other.fingerprint(same)
+    other.hold_owned(AWAY)
+    assert one.fingerprint(same) != other.fingerprint(same)
+    assert one.fingerprint(same) != one.fingerprint(other.current_plan())
+
+
+def test_a_plan_tells_who_owns_what():
+    assert controller().current_plan().ranks == (RankPlan(),) * 4
+    assert controller().hold_owned(AWAY).ranks[3] == RankPlan(owned=0.4)
+
+
+def test_a_rank_with_few_units_that_seems_fast_makes_nobody_slow():
+    """What few units tell of all of them may be too little."""
+    made = controller()
+    updated(made, 1.0)
+    made.set_owned(AWAY)
+    assert not any(rank.is_straggler for rank in updated(made, 0.5).ranks)

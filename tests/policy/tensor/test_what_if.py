@@ -1,0 +1,76 @@
+"""In mode "off": what the other modes would decide."""
+
+import pytest
+
+from zeroresize import BalanceConfig
+from zeroresize.config_keys import MODES
+from zeroresize.policy.tensor.communication import CollectiveTimes
+from zeroresize.policy.tensor.controller import Controller
+from zeroresize.policy.tensor.cost_model import MigrationCost, ResizingCost
+from zeroresize.policy.tensor.times import RankTimes
+from zeroresize.policy.tensor.what_if import WhatIf
+
+RANKS = 4
+OFF = BalanceConfig(mode="off", tolerance=0.2)
+
+
+def told_at(update):
+    """Rank 1 grows slower and slower."""
+    chis = [1.0, 1.0 + update, 1.0, 1.0]
+    samples = [RankTimes(0.3, 0.7 * chi, 1.0, ResizingCost.linear(0.9)) for chi in chis]
+    return samples, CollectiveTimes(0.01, (0.0,) * RANKS, MigrationCost(0.01, 0.02))
+
+
+def decided(mode, updates):
+    """By a controller of that mode, at every one of these updates."""
+    controller = Controller(OFF.in_mode(mode), RANKS)
+    plan = controller.initial_plan()
+    for update in updates:
+        plan = controller.update(*told_at(update))
+    return plan
+
+
+def test_it_tells_what_each_mode_would_have_decided_update_after_update():
+    what_if = WhatIf(OFF, RANKS)
+    for update in range(8):
+        what_if.update(*told_at(update))
+        assert what_if.plans == {mode: decided(mode, range(update + 1)) for mode in MODES if mode != "off"}
+
+
+def test_in_large_groups_each_kind_decides_at_an_update_of_its_own(monkeypatch):
+    monkeypatch.setattr("zeroresize.policy.tensor.what_if._MOST_RANKS", RANKS - 1)
+    what_if = WhatIf(OFF, RANKS)
+    before = what_if.plans
+    deciding = []
+    for update in range(67):
+        what_if.update(*told_at(update))
+        deciding.append([mode for mode, plan in what_if.plans.items() if plan is not before[mode]])
+        before = what_if.plans
+    in_turn = [["exact"], ["zero-rd", "zero-pri", "zero-pridiff"], ["mig"], ["semi"], *[[]] * 28]
+    assert deciding == [*in_turn, *in_turn, *in_turn[:3]]
+    assert what_if.plans["mig"] == decided("mig", (2, 34, 66))
+
+
+def test_it_goes_on_from_its_state():
+    what_if, resumed = WhatIf(OFF, RANKS), WhatIf(OFF, RANKS)
+    for update in range(3):
+        what_if.update(*told_at(update))
+    resumed.load_states(what_if.states())
+    assert {mode: plan.ranks for mode, plan in resumed.plans.items()} == {
+        mode: plan.ranks for mode, plan in what_if.plans.items()
+    }
+    for one in (what_if, resumed):
+        one.update(*told_at(3))
+    assert resumed.plans == what_if.plans
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "off"])
+def test_in_other_modes_there_is_nothing_to_ask(mode):
+    what_if = WhatIf(BalanceConfig(mode=mode), RANKS)
+    what_if.update(*told_at(0))
+    assert what_if.plans == {} and what_if.states() == []
+
+
+def test_keys_of_any_mode_may_stand_in_the_configuration():
+    config = BalanceConfig(mode="off", ratio=0.5, ranks="all", budget=0.1, num_migrating=1, semi_rule="paper")
+    assert set(WhatIf(config.replace(pridiff_rule="paper", mig_rule="paper"), RANKS).plans) == {*MODES} - {"off"}

@@ -1,0 +1,119 @@
+"""Which consecutive layers each stage of a pipeline has.
+
+``L`` layers, ``S`` stages.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A layer that changes stages."""
+
+    layer: int
+    source: int
+    destination: int
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Consecutive layers for every stage, at least one for each, as ``torch.distributed.pipelining`` wants it.
+
+    Attributes:
+        boundaries: [S + 1]: stage s has the layers ``boundaries[s]`` to ``boundaries[s + 1] - 1``.
+
+    Raises:
+        ValueError: unless the boundaries begin with 0 and rise.
+    """
+
+    boundaries: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        rises = all(begin < end for begin, end in itertools.pairwise(self.boundaries))
+        if len(self.boundaries) < 2 or self.boundaries[0] != 0 or not rises:
+            raise ValueError(
+                f"boundaries={self.boundaries} are not allowed: they begin with 0 and rise, as every stage has layers"
+            )
+
+    @classmethod
+    def uniform(cls, num_layers: int, num_stages: int) -> Partition:
+        """Equally many layers for every stage; where they do not divide, the first stages have one more.
+
+        Raises:
+            ValueError: if there are fewer layers than stages.
+        """
+        require_enough_layers(num_layers, num_stages)
+        each, more = divmod(num_layers, num_stages)
+        return cls(tuple(stage * each + min(stage, more) for stage in range(num_stages + 1)))
+
+    @classmethod
+    def of(cls, boundaries: Sequence[int], num_layers: int, num_stages: int) -> Partition:
+        """The partition with these boundaries.
+
+        Raises:
+            ValueError: if they do not divide ``num_layers`` layers over ``num_stages`` stages, at least one for each.
+        """
+        require_enough_layers(num_layers, num_stages)
+        checked = tuple(int(one) for one in boundaries)
+        is_whole = len(checked) == num_stages + 1 and checked[0] == 0 and checked[-1] == num_layers
+        if not is_whole or any(begin >= end for begin, end in itertools.pairwise(checked)):
+            raise ValueError(
+                f"boundaries {list(checked)} do not divide {num_layers} layers over {num_stages} stages: they must be "
+                f"{num_stages + 1} rising whole numbers from 0 to {num_layers}, so that every stage has at least one "
+                "layer"
+            )
+        return cls(checked)
+
+    @property
+    def num_layers(self) -> int:
+        return self.boundaries[-1]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.boundaries) - 1
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many layers each stage has."""
+        return tuple(np.diff(self.boundaries).tolist())
+
+    @property
+    def stages(self) -> list[int]:
+        """[L] the stage of each layer."""
+        return np.repeat(np.arange(self.num_stages), self.counts).tolist()
+
+    def layers_of(self, stage: int) -> range:
+        """The layers of a stage."""
+        return range(self.boundaries[stage], self.boundaries[stage + 1])
+
+    def transfers_to(self, after: Partition, stages: Sequence[int] | None = None) -> tuple[Transfer, ...]:
+        """The layers that have another stage in ``after``, ascending: each travels once, straight to where it goes.
+
+        Args:
+            after: of the same layers.
+            stages: which of this partition's stages those of ``after`` are; the same ones where not given.
+
+        Raises:
+            ValueError: if the partitions are of different layers, or ``stages`` do not name those of ``after``.
+        """
+        named = np.arange(after.num_stages) if stages is None else np.asarray(stages)
+        if after.num_layers != self.num_layers or len(named) != after.num_stages:
+            raise ValueError(
+                f"{self.num_layers} layers on {self.num_stages} stages cannot become {after.num_layers} on {len(named)}"
+            )
+        sources = np.repeat(np.arange(self.num_stages), self.counts)
+        destinations = np.repeat(named, after.counts)
+        moved = np.flatnonzero(sources != destinations)
+        return tuple(map(Transfer, moved.tolist(), sources[moved].tolist(), destinations[moved].tolist()))
+
+
+def require_enough_layers(num_layers: int, num_stages: int) -> None:
+    """Raise ValueError unless each stage can have a layer."""
+    if not 1 <= num_stages <= num_layers:
+        raise ValueError(f"{num_layers} layers cannot be divided over {num_stages} stages: each has at least one")

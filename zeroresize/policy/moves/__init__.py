@@ -1,0 +1,1 @@
+"""When a change pays: the same rule for units, layers, strategies and fewer ranks."""

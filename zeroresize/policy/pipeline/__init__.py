@@ -1,0 +1,1 @@
+"""Pipelines: which stage has which layers, and how many stages there are."""

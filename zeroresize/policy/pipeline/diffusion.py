@@ -1,0 +1,145 @@
+"""Decentralised balancing: neighbouring stages even out their work, round after round.
+
+``L`` layers, ``S`` stages. After DynPipe's supplement, Algorithm 2 and the
+max-neighbour algorithm that its appendix B.3.2 analyses; by time or by parameters, whichever the costs of the load are.
+
+Algorithm 2 as printed sends the least loaded layer of every overloaded rank to the least loaded rank of all, which
+would tear stages apart, and reads ``loads`` where it means totals. Here layers cross one boundary at a time, those next
+to it, and work gets to distant stages in relays.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from zeroresize.plan.partition import Partition, Transfer
+from zeroresize.policy.pipeline.exchanges import Exchanges, potential
+from zeroresize.policy.pipeline.pipeline_load import Floats, Indices, PipelineLoad
+
+
+@dataclass(frozen=True)
+class Diffusion:
+    """Where diffusion led, and how.
+
+    Attributes:
+        partition: the last one.
+        potentials: [rounds + 1] φ before the first round and after each; see
+            :func:`~zeroresize.policy.pipeline.exchanges.potential`.
+        transfers: in the order in which they are made; each crosses one boundary. ``start.transfers_to(partition)``
+            are those that are left if every layer travels straight to where it ends up.
+        transfer_s: seconds that they take: rounds one after the other, boundaries of a round at once. 0 where the time
+            of a transfer was not given.
+    """
+
+    partition: Partition
+    potentials: tuple[float, ...]
+    transfers: tuple[Transfer, ...]
+    transfer_s: float
+
+    @property
+    def num_rounds(self) -> int:
+        return len(self.potentials) - 1
+
+
+def diffused_partition(
+    load: PipelineLoad,
+    start: Partition,
+    *,
+    gamma: float = 0.0,
+    max_rounds: int | None = None,
+    transfer_s: Sequence[float] | Floats | None = None,
+    num_steps: float | None = None,
+) -> Diffusion:
+    """Diffusion until φ is at most ``gamma``, or until nobody gains anything, or for ``max_rounds``.
+
+    In a round every stage deals with one neighbour at most and pairs with the largest gaps go first; a pair divides its
+    layers anew, as evenly as it can. Where no pair can, overloaded stages try relays, in which every stage on the way
+    to an underloaded one hands on some of its layers (:mod:`~zeroresize.policy.pipeline.exchanges`). φ never rises, nor
+    does the time of the slowest stage.
+
+    With layers so small that pairs become equal, φ ≤ γ is reached within 3 S² ln(S² W / γ) rounds, W being the sum of
+    the times: the first branch of the supplement's bound, without its log S. (A round's pairs hold a third of the
+    squared gaps of all boundaries, these at least 4 / S² of Σ (x − mean)², and an evened pair takes half of its squared
+    gap from that sum.) Its second branch, S W log S / γ, assumes that any two ranks may meet and does not hold for
+    neighbours only: with all work on the last of 64 stages γ = W took 2,267 rounds, and S log S is 266.
+
+    Whole layers end in a local optimum instead of φ = 0: the layers at every boundary cost at least the gap there, or
+    memory or a last layer holds them back, and no relay helps. It need not be the best partition, the less the fewer
+    layers a stage has and the more devices differ.
+
+    Args:
+        load: of layers and stages; seconds a step if the time of transfers is to count.
+        start: the partition in force.
+        gamma: in the unit of φ.
+        max_rounds: the supplement found that two are usually enough and allowed five.
+        transfer_s: [L] seconds in which a layer crosses a boundary. Stages then hand over layers only if that saves
+            the slowest of them more over ``num_steps`` than it takes. Rounds are left out from the end where they take
+            longer than they make the slowest stage of all faster.
+        num_steps: over which a transfer must pay.
+
+    Raises:
+        ValueError: if ``start`` is of other layers or stages or does not fit into the memory limits, if only one of
+            ``transfer_s`` and ``num_steps`` is given, or one is negative.
+    """
+    load.check_partition(start)
+    if not load.fits(start):
+        stage = int(np.flatnonzero(load.stage_bytes(start) > load.memory_limits)[0])
+        raise ValueError(
+            f"stage {stage} holds {load.stage_bytes(start)[stage]:.0f} bytes at the start and may hold "
+            f"{load.memory_limits[stage]:.0f}: divide the layers by balanced_partition"
+        )
+    exchanges = Exchanges(load, _crossing_sums(load, transfer_s, num_steps), num_steps or 0.0)
+    partitions, spent_s = [np.array(start.boundaries)], [0.0]
+    potentials = [potential(load.stage_times(start), load.speeds)]
+    while potentials[-1] > gamma and (max_rounds is None or len(partitions) <= max_rounds):
+        now = partitions[-1]
+        after = exchanges.pairs(now)
+        if np.array_equal(after, now):
+            after = exchanges.relays(now)
+        if np.array_equal(after, now):
+            break
+        partitions.append(after)
+        spent_s.append(spent_s[-1] + exchanges.seconds(now, after))
+        potentials.append(potential(load.times_between(after), load.speeds))
+    kept = len(partitions)
+    if num_steps is not None:
+        slowest_s = [float(load.times_between(own).max()) for own in partitions]
+        kept = 1 + int(np.argmin(num_steps * np.array(slowest_s) + np.array(spent_s)))
+    made = (_transfers(before, after) for before, after in itertools.pairwise(partitions[:kept]))
+    last = Partition(tuple(partitions[kept - 1].tolist()))
+    return Diffusion(last, tuple(potentials[:kept]), tuple(itertools.chain(*made)), spent_s[kept - 1])
+
+
+def _crossing_sums(load: PipelineLoad, transfer_s: Sequence[float] | Floats | None, num_steps: float | None) -> Floats:
+    """[L + 1] seconds in which the first layers cross a boundary, none of them to all; zeros where not given."""
+    if (transfer_s is None) != (num_steps is None):
+        raise ValueError("transfer_s and num_steps are given together or not at all")
+    if transfer_s is None or num_steps is None:
+        return np.zeros(load.num_layers + 1)
+    seconds = np.array(transfer_s, dtype=np.float64)
+    if seconds.shape != (load.num_layers,) or not np.all(np.isfinite(seconds) & (seconds >= 0.0)):
+        raise ValueError(f"transfer_s are not {load.num_layers} finite numbers of seconds, none negative")
+    if not (math.isfinite(num_steps) and num_steps >= 0.0):
+        raise ValueError(f"num_steps={num_steps} is not allowed: wanted is a finite number that is not negative")
+    return np.concatenate([[0.0], np.cumsum(seconds)])
+
+
+def _transfers(before: Indices, after: Indices) -> list[Transfer]:
+    """The layers between the old and the new place of each moved boundary.
+
+    In such an order that a stage hands on its own layers before it gets others, so that it never holds more than
+    before or after the round.
+    """
+    found = []
+    for right in np.flatnonzero(after < before)[::-1].tolist():
+        found += [
+            Transfer(layer, right - 1, right) for layer in range(int(before[right]) - 1, int(after[right]) - 1, -1)
+        ]
+    for right in np.flatnonzero(after > before).tolist():
+        found += [Transfer(layer, right, right - 1) for layer in range(int(before[right]), int(after[right]))]
+    return found

@@ -1,0 +1,138 @@
+"""What layers cost and how fast stages' devices are, told apart by how measured seconds change.
+
+``L`` layers, ``S`` stages. A layer is measured only where it is, so its seconds alone do not tell heavy work from a
+slow device. Two things do:
+
+- **All layers of a stage change by one factor, while those of most other stages do not**: then its device has changed,
+  not their work. That is a guess, but where the caller has said that it was the work.
+- **A layer has moved**: then it has been measured on two devices, and tells which is faster. So a wrong guess is found
+  out by the first move that it leads to.
+
+At first all devices are taken to be equally fast.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zeroresize.plan.partition import Partition
+from zeroresize.policy.pipeline.pipeline_load import Floats, Indices
+from zeroresize.policy.pipeline.profiles import PipelineProfile
+
+Mask = NDArray[np.bool_]
+
+#: Seconds that differ by less than this share say nothing of devices: layers cost as much more or less.
+NOISE = 0.1
+#: Layers that take less than this share of their stage's mean layer say nothing of its device.
+_LEAST_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """What is known after a profile.
+
+    Attributes:
+        forward_s, backward_s: [L] seconds of all micro-batches on a device of speed 1.
+        speeds: [S] of the stages' devices, mean 1.
+        boundaries: [S + 1] in force when the layers were last measured.
+    """
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    speeds: tuple[float, ...]
+    boundaries: tuple[int, ...]
+
+    @classmethod
+    def first(cls, profile: PipelineProfile) -> LayerCosts:
+        """Of the first profile: layers cost what they took."""
+        return _as_measured(profile, np.ones(len(profile.boundaries) - 1))
+
+    @property
+    def seconds(self) -> Floats:
+        """[L] forward and backward."""
+        return np.array(self.forward_s) + np.array(self.backward_s)
+
+    def on_stages(self, stages: Sequence[int], boundaries: tuple[int, ...]) -> LayerCosts:
+        """What is known once only these stages are left, with the layers between ``boundaries`` [S + 1]."""
+        speeds = np.array(self.speeds)[list(stages)]
+        mean = float(speeds.mean())
+        forward_s, backward_s = (tuple(one / mean for one in seconds) for seconds in (self.forward_s, self.backward_s))
+        return LayerCosts(forward_s, backward_s, tuple((speeds / mean).tolist()), boundaries)
+
+    def after(self, profile: PipelineProfile, *, is_other_work: bool = False) -> LayerCosts:
+        """What is known after one more profile, of the same layers and stages.
+
+        Args:
+            is_other_work: whether layers are known to have other work than before, so that devices are as they were.
+        """
+        if is_other_work:
+            return _as_measured(profile, np.array(self.speeds))
+        stages_L, before_L = (np.array(Partition(one.boundaries).stages) for one in (profile, self))
+        now_L = _seconds(profile)
+        speeds = np.array(self.speeds)
+        expected_L = self.seconds / speeds[stages_L]
+        counts_L = _tell_of_device(now_L, stages_L) & _tell_of_device(expected_L, stages_L)
+        # By which factor each layer takes longer than expected, as a logarithm.
+        longer_L = np.log(np.where(counts_L, now_L, 1.0) / np.where(counts_L, expected_L, 1.0))
+        stayed = counts_L & (before_L == stages_L)
+        changes_S = _changes_of_devices([longer_L[stayed & (stages_L == one)] for one in range(len(speeds))])
+        corrections_S = _corrections(longer_L - changes_S[stages_L], counts_L, stages_L, before_L, len(speeds))
+        return _as_measured(profile, speeds * np.exp(corrections_S - changes_S))
+
+
+def _changes_of_devices(longer: Sequence[Floats]) -> Floats:
+    """[S] by which factors devices have become slower, as logarithms, by those of each stage's layers."""
+    noise = math.log1p(NOISE)
+    medians = [float(np.median(of_stage)) if of_stage.size else math.nan for of_stage in longer]
+    have_changed = [abs(one) > noise for one in medians]  # what is not known has not
+    if 2 * sum(have_changed) > len(longer):
+        return np.zeros(len(longer))
+    by_one_factor = [of_stage.size > 0 and bool(np.ptp(of_stage) <= 2.0 * noise) for of_stage in longer]
+    changed = zip(medians, have_changed, by_one_factor, strict=True)
+    return np.array([median if is_other and is_one else 0.0 for median, is_other, is_one in changed])
+
+
+def _corrections(longer_L: Floats, counts_L: Mask, stages_L: Indices, before_L: Indices, num_stages: int) -> Floats:
+    """[S] by which factors speeds were wrong, as logarithms, by the layers that moved; least squares, mean 0."""
+    moved = counts_L & (stages_L != before_L)
+    pairs = sorted({(int(one), int(other)) for one, other in zip(before_L[moved], stages_L[moved], strict=True)})
+    if not pairs:
+        return np.zeros(num_stages)
+    equations, wrong = np.zeros((len(pairs), num_stages)), np.zeros(len(pairs))
+    for row, (source, destination) in enumerate(pairs):
+        equations[row, [source, destination]] = -1.0, 1.0
+        of_pair = longer_L[moved & (before_L == source) & (stages_L == destination)]
+        wrong[row] = -_beyond_noise(float(np.median(of_pair)))
+    return np.linalg.lstsq(equations, wrong, rcond=None)[0].astype(np.float64)
+
+
+def _as_measured(profile: PipelineProfile, speeds: Floats) -> LayerCosts:
+    """With costs that explain the measured seconds by these speeds."""
+    speeds = speeds / speeds.mean()
+    speeds_L = speeds[Partition(profile.boundaries).stages]
+    return LayerCosts(
+        tuple((np.array([one.forward_s for one in profile.layers]) * speeds_L).tolist()),
+        tuple((np.array([one.backward_s for one in profile.layers]) * speeds_L).tolist()),
+        tuple(speeds.tolist()),
+        profile.boundaries,
+    )
+
+
+def _seconds(profile: PipelineProfile) -> Floats:
+    return np.array([one.forward_s + one.backward_s for one in profile.layers])
+
+
+def _tell_of_device(seconds_L: Floats, stages_L: Indices) -> Mask:
+    """[L] whether a layer takes long enough."""
+    counts = np.maximum(np.bincount(stages_L), 1)
+    means = np.bincount(stages_L, weights=seconds_L) / counts
+    return (seconds_L > 0.0) & (seconds_L >= _LEAST_SHARE * means[stages_L])
+
+
+def _beyond_noise(longer: float) -> float:
+    return longer if abs(longer) > math.log1p(NOISE) else 0.0

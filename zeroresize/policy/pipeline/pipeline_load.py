@@ -1,0 +1,137 @@
+"""How long and how full a partition makes the stages of a pipeline.
+
+``L`` layers, ``S`` stages. A step waits for the slowest stage, so a good partition has a small slowest stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zeroresize.plan.partition import Partition, require_enough_layers
+
+Floats = NDArray[np.float64]
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineLoad:
+    """What layers cost and what stages can take; :meth:`of` checks them.
+
+    Attributes:
+        costs: [L], float64, in any unit: seconds balance by time, numbers of parameters by parameters.
+        speeds: [S], float64: of the stages' devices; a stage takes the sum of its layers' costs / its speed.
+        layer_bytes: [L], float64: what a layer holds on any stage (weights, gradients, optimizer, activations).
+        memory_limits: [S], float64, bytes; infinite where there is none.
+    """
+
+    costs: Floats
+    speeds: Floats
+    layer_bytes: Floats
+    memory_limits: Floats
+
+    @classmethod
+    def of(
+        cls,
+        costs: Sequence[float] | Floats,
+        num_stages: int,
+        *,
+        speeds: Sequence[float] | Floats | None = None,
+        layer_bytes: Sequence[float] | Floats | None = None,
+        memory_limits: Sequence[float] | Floats | None = None,
+    ) -> PipelineLoad:
+        """As :class:`PipelineLoad`; speeds are equal and memory is unlimited where they are not given.
+
+        Raises:
+            ValueError: if there are fewer layers than stages, if a number is not finite or has the wrong sign, if there
+                are not as many as layers or stages, or if only one of bytes and limits is given.
+        """
+        if (layer_bytes is None) != (memory_limits is None):
+            raise ValueError("layer_bytes and memory_limits are given together or not at all")
+        require_enough_layers(len(costs), num_stages)
+        return cls(
+            _checked("costs", costs, len(costs)),
+            _checked("speeds", np.ones(num_stages) if speeds is None else speeds, num_stages, above_zero=True),
+            _checked("layer_bytes", np.zeros(len(costs)) if layer_bytes is None else layer_bytes, len(costs)),
+            _checked(
+                "memory_limits",
+                np.full(num_stages, np.inf) if memory_limits is None else memory_limits,
+                num_stages,
+                above_zero=True,
+                may_be_infinite=True,
+            ),
+        )
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.costs)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.speeds)
+
+    @cached_property
+    def cost_sums(self) -> Floats:
+        """[L + 1]: of the first layers, none of them to all."""
+        return np.concatenate([[0.0], np.cumsum(self.costs)])
+
+    @cached_property
+    def byte_sums(self) -> Floats:
+        """[L + 1]: of the first layers, none of them to all."""
+        return np.concatenate([[0.0], np.cumsum(self.layer_bytes)])
+
+    def on_stages(self, stages: Sequence[int]) -> PipelineLoad:
+        """The same layers on some of the stages only."""
+        return PipelineLoad(self.costs, self.speeds[list(stages)], self.layer_bytes, self.memory_limits[list(stages)])
+
+    def stage_times(self, partition: Partition) -> Floats:
+        """[S] how long every stage takes, in the unit of the costs."""
+        return self.times_between(partition.boundaries)
+
+    def times_between(self, boundaries: Sequence[int] | Indices) -> Floats:
+        """[S] as :meth:`stage_times`, given the [S + 1] boundaries of a partition."""
+        return np.diff(self.cost_sums[np.asarray(boundaries)]) / self.speeds
+
+    def slowest(self, partition: Partition) -> float:
+        """How long the slowest stage takes."""
+        return float(self.stage_times(partition).max())
+
+    def stage_bytes(self, partition: Partition) -> Floats:
+        """[S] what every stage holds."""
+        return np.diff(self.byte_sums[list(partition.boundaries)])
+
+    def fits(self, partition: Partition) -> bool:
+        """Whether every stage holds no more than its limit."""
+        return bool(np.all(self.stage_bytes(partition) <= self.memory_limits))
+
+    def check_partition(self, partition: Partition) -> None:
+        """Raises ValueError unless ``partition`` is one of these layers over these stages."""
+        if (partition.num_layers, partition.num_stages) != (self.num_layers, self.num_stages):
+            raise ValueError(
+                f"a partition of {partition.num_layers} layers over {partition.num_stages} stages is not one of "
+                f"{self.num_layers} layers over {self.num_stages}"
+            )
+
+
+def _checked(
+    name: str,
+    values: Sequence[float] | Floats,
+    length: int,
+    *,
+    above_zero: bool = False,
+    may_be_infinite: bool = False,
+) -> Floats:
+    array = np.array(values, dtype=np.float64)
+    if array.shape != (length,):
+        raise ValueError(f"{name} are {array.shape}, not one number for each of {length}")
+    is_sound = (array > 0.0 if above_zero else array >= 0.0) & (np.isfinite(array) | may_be_infinite)
+    if not is_sound.all():
+        bad = int(np.flatnonzero(~is_sound)[0])
+        wanted = "above zero" if above_zero else "not negative"
+        finite = "" if may_be_infinite else "finite and "
+        raise ValueError(f"{name}[{bad}]={array[bad]} is not allowed: wanted are numbers that are {finite}{wanted}")
+    return array

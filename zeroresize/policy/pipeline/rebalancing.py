@@ -1,0 +1,228 @@
+"""Whether layers move after a profile: what is learned from profile to profile, and what is owed for not moving.
+
+Pure: every rank is given the same profiles, so all decide alike. A ski rental, as moves of units are
+(:mod:`zeroresize.policy.tensor.moving`): layers move when staying has cost, and is about to cost until the next
+profile, what the move there and back takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, replace
+from statistics import fmean
+from typing import Any
+
+from zeroresize.plan.partition import Partition
+from zeroresize.policy.moves.move_cost import MoveCost
+from zeroresize.policy.pipeline.layer_costs import LayerCosts
+from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
+from zeroresize.policy.pipeline.profiles import PipelineProfile
+from zeroresize.policy.pipeline.rebalancing_forecast import RebalancingForecast, RebalancingRule, in_two_profiles
+from zeroresize.policy.pipeline.running_profile import RunningProfile
+from zeroresize.utils.state_checks import anything, count, each, keyed, not_negative, row
+
+#: A move that saves less than this share of what it was to save disappoints. Each such move doubles the price of the
+#: next, up to the most; one that does not disappoint makes it normal again.
+_LEAST_KEPT, _MOST_DOUBT = 0.5, 64.0
+#: With profiles of every step a move is judged by the mean of so many, or of those until the next move is wanted.
+_JUDGED = 8
+#: So many profiles of every step are compared with what was known before them.
+_ANCHORED = 16
+#: Of profiles of every step every so many lead to a decision, while nothing is owed: it takes milliseconds.
+_DECIDED = 4
+_CHECK = keyed(
+    {"costs": anything, "cost_of_move": each(not_negative, 2), "owed_s": not_negative, "doubt": not_negative}
+)
+
+
+class Rebalancing:
+    """Decides, profile by profile.
+
+    Args:
+        rule: how wanted boundaries are found.
+        cost_of_move: as the links between stages promise.
+
+    Attributes:
+        rule: as given.
+        costs: of layers; None before the first profile.
+        cost_of_move: as far as is known.
+        owed_s: seconds that the present boundaries have cost since others were wanted.
+        doubt: by which factor moves have become more expensive, as they did not save what was expected.
+        looks_again: whether the next profile is to come at once, as this one wants a move.
+        has_learned: whether ``costs`` are of the last profile; not while another one is waited for.
+    """
+
+    def __init__(self, rule: RebalancingRule, cost_of_move: MoveCost) -> None:
+        self.rule = rule
+        self.costs: LayerCosts | None = None
+        self.cost_of_move = cost_of_move
+        self.owed_s, self.doubt = 0.0, 1.0
+        self._profile: PipelineProfile | None = None
+        self._running: RunningProfile | None = None
+        self._anchor: LayerCosts | None = None
+        self._age = 0
+        self._num_undecided = 0
+        self._steps_s: list[float] = []  # as measured since the last move, with profiles of every step
+        self._first: PipelineProfile | None = None
+        self._is_other_work = False
+        self.has_learned = False
+        self._promised: tuple[float, float] | None = None  # seconds of a step before the last move, and then
+
+    @property
+    def looks_again(self) -> bool:
+        return self._first is not None
+
+    def expect_other_work(self) -> None:
+        """The next profiles are of layers whose work has changed, by what the caller did to them.
+
+        Whatever needed one more profile is forgotten, as is what the last move was to save. What the boundaries have
+        cost is still owed: they did cost that, and where work changes often, moves would never be worth it otherwise.
+        """
+        self._is_other_work = True
+        self._running = self._anchor = self._first = self._promised = None
+        self._steps_s.clear()
+
+    def update(self, profile: PipelineProfile) -> RebalancingForecast | None:
+        """What is to be carried out after this profile; None where everything stays.
+
+        A move is decided on two profiles only: of single interruptions the second one knows nothing. With profiles of
+        every step it is decided on running figures.
+
+        Raises:
+            ValueError: if no boundaries fit into the memory limits.
+        """
+        self.has_learned = False
+        if self.rule.num_steps == 1:
+            return self._update_running(profile)
+        first, self._first = self._first, None
+        if first is not None and first.boundaries != profile.boundaries:
+            first = None  # somebody else has moved layers since
+        if first is not None:
+            profile = in_two_profiles(first, profile)
+        costs = self._costs_after(self.costs, profile)
+        if first is None and self.rule.forecast(costs, profile, self.cost_of_move).transfers:
+            self._first = profile
+            return None
+        return self._decide(profile, costs)
+
+    def _update_running(self, profile: PipelineProfile) -> RebalancingForecast | None:
+        if self._running is None:
+            self._running = RunningProfile(len(profile.layers))
+        running = self._running.after(profile)
+        self._num_undecided += 1
+        if self._promised is not None:
+            self._steps_s.append(self.rule.measured_step_s(profile))
+        has_nothing_new = self.costs is not None and not self._is_other_work and self.owed_s == 0.0
+        if running is None or (has_nothing_new and self._num_undecided < _DECIDED):
+            return None
+        self._num_undecided = 0
+        return self._decide(running, self._costs_by_now(running))
+
+    def _costs_by_now(self, running: PipelineProfile) -> LayerCosts:
+        """Running figures change little at a time, so they are compared with what was known some time ago."""
+        if self.costs is None or self._is_other_work:  # then what is known from now on is compared with this
+            return self._costs_after(self.costs, running)
+        if self._anchor is None or self._age == _ANCHORED or running.boundaries != self.costs.boundaries:
+            self._anchor, self._age = self.costs, 0
+        self._age += 1
+        return self._costs_after(self._anchor, running)
+
+    def _costs_after(self, known: LayerCosts | None, profile: PipelineProfile) -> LayerCosts:
+        return LayerCosts.first(profile) if known is None else known.after(profile, is_other_work=self._is_other_work)
+
+    def _decide(self, profile: PipelineProfile, costs: LayerCosts) -> RebalancingForecast | None:
+        forecast = self.rule.forecast(costs, profile, self.cost_of_move)
+        is_wanted = forecast.after != forecast.before
+        self.costs, self._profile, self._is_other_work = costs, profile, False
+        self.has_learned = True
+        if self.rule.num_steps > 1:
+            self._judge(forecast.step_s)
+        elif self._steps_s and (is_wanted or len(self._steps_s) >= _JUDGED):
+            self._judge(fmean(self._steps_s))
+        self.owed_s = self.owed_s + forecast.saving_s * self.rule.num_steps if is_wanted else 0.0
+        if not is_wanted or not (forecast.is_needed or self.owed_s >= self.doubt * forecast.price_s):
+            return None
+        self.owed_s = 0.0
+        self._steps_s.clear()
+        self._promised = None if forecast.is_needed else (forecast.step_s, forecast.expected_step_s)
+        return forecast
+
+    def forecast(self, boundaries: tuple[int, ...]) -> RebalancingForecast | None:
+        """What would change from these boundaries on, by the last profile; None before there was one.
+
+        Raises:
+            ValueError: as :meth:`update`.
+        """
+        if self.costs is None or self._profile is None:
+            return None
+        return self.rule.forecast(self.costs, replace(self._profile, boundaries=boundaries), self.cost_of_move)
+
+    def learn(self, num_bytes: float, seconds: float) -> None:
+        """A move has been made; bytes are those of the rank that sent or received most."""
+        self.cost_of_move = self.cost_of_move.learned(num_bytes, seconds)
+
+    def refuse(self) -> None:
+        """The last move could not be made."""
+        self.drop()
+        self._disappoint()
+
+    def drop(self) -> None:
+        """The last move was not made, as its profile no longer holds."""
+        self._promised = None
+
+    def continue_on(self, stages: Sequence[int], boundaries: tuple[int, ...]) -> None:
+        """Only these stages are left, with the layers between ``boundaries`` [S + 1] of them."""
+        if self.costs is not None:
+            self.costs = self.costs.on_stages(stages, boundaries)
+        if self.rule.memory_limits is not None:
+            self.rule = replace(self.rule, memory_limits=tuple(self.rule.memory_limits[stage] for stage in stages))
+        self.owed_s = 0.0
+        self._profile = self._first = self._promised = self._running = self._anchor = None
+        self._steps_s.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was learned, plain values."""
+        return {
+            "costs": () if self.costs is None else astuple(self.costs),
+            "cost_of_move": astuple(self.cost_of_move),
+            "owed_s": self.owed_s,
+            "doubt": self.doubt,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], num_layers: int, num_stages: int) -> None:
+        """Go on from :meth:`state_dict`; of another number of stages what moves take is kept, and no costs.
+
+        Raises:
+            ValueError: naming what does not fit, such as another number of layers; nothing is taken over then.
+        """
+        seconds = each(not_negative, num_layers)
+        of_layers = row(seconds, seconds, each(not_negative), each(count), least=0)
+        _CHECK(state, "state")
+        of_layers(state["costs"], "state.costs")
+        costs = None
+        if state["costs"] and len(state["costs"][2]) == num_stages:
+            forward_s, backward_s, speeds, boundaries = map(tuple, state["costs"])
+            PipelineLoad.of(forward_s, num_stages, speeds=speeds)
+            costs = LayerCosts(
+                forward_s, backward_s, speeds, Partition.of(boundaries, num_layers, num_stages).boundaries
+            )
+        self.costs, self.cost_of_move = costs, MoveCost(*state["cost_of_move"])
+        self.owed_s, self.doubt = state["owed_s"], max(state["doubt"], 1.0)
+        self._profile = self._first = self._promised = self._anchor = None
+        self._running = None
+        self._steps_s.clear()
+        self._is_other_work = self.has_learned = False
+
+    def _judge(self, step_s: float) -> None:
+        """Compare what the last move was to save with what it has."""
+        if self._promised is not None:
+            before_s, expected_s = self._promised
+            if before_s - step_s < _LEAST_KEPT * (before_s - expected_s):
+                self._disappoint()
+            else:
+                self.doubt = 1.0
+        self._promised = None
+        self._steps_s.clear()
+
+    def _disappoint(self) -> None:
+        self.doubt = min(2.0 * self.doubt, _MOST_DOUBT)

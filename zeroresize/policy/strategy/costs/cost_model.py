@@ -1,0 +1,257 @@
+"""How long a step takes under strategies, and how much memory: plain numbers.
+
+``R`` ranks, ``M`` micro-batches, ``S`` strategies. Times are seconds, memory is bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zeroresize.plan.layout import Indices, Layout, TensorSpec
+from zeroresize.plan.strategy import Position, Strategy
+from zeroresize.policy.strategy.costs.layer_costs import LayerCost, LayerCosts
+from zeroresize.policy.strategy.costs.switch_memory import switch_bytes
+from zeroresize.policy.strategy.switches.switch_plan import plan_gradients, plan_weights
+from zeroresize.policy.strategy.switches.transfers import MAX_MESSAGE_BYTES, LinkSpeeds, SwitchPlan, fused_seconds
+from zeroresize.utils.value_checks import at_least, number
+
+Floats = NDArray[np.float64]
+#: The lengths of the sequences of one micro-batch.
+MicroBatch = Sequence[int]
+
+
+def pipeline_seconds(stage_s: Floats) -> float:
+    """1F1B: all micro-batches one after another on their slowest stages, and the filling and draining of the pipeline.
+
+    Exact for equal micro-batches on equal stages, (M + pp − 1) times one. For micro-batches of different sizes it is
+    what a flow shop of equal machines takes; uneven ones in 1F1B wait for each other a little longer.
+
+    Args:
+        stage_s: [M, pp] forward and backward of each micro-batch on each stage.
+    """
+    if not stage_s.size:
+        return 0.0
+    num_stages = stage_s.shape[1]
+    largest = stage_s[int(stage_s.sum(axis=1).argmax())]
+    return float(stage_s.max(axis=1).sum() + largest.sum() - largest.max()) if num_stages > 1 else float(stage_s.sum())
+
+
+def batch_sums(replicas: Sequence[Sequence[MicroBatch]]) -> list[tuple[Floats, Floats]]:
+    """[dp] of the micro-batches of each replica: [M] their tokens, and [M] the sum of their sequences' length²."""
+    return [
+        (
+            np.array([sum(own) for own in batches], dtype=np.float64),
+            np.array([sum(length * length for length in own) for own in batches], dtype=np.float64),
+        )
+        for batches in replicas
+    ]
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """What is known of a model and a cluster.
+
+    Attributes:
+        layers: seconds and bytes of the layers.
+        tensors: of the whole model, with bytes of an element as they travel; gradients are as large.
+        nodes: [R] on which node each rank is.
+        links: of the ranks.
+        optimizer_ratio: bytes of optimizer state for a byte of weights; 2 for Adam in the precision of the weights, 6
+            for Adam and weights in fp32 beside weights in bf16.
+        slowness: [R] χ: how many times its normal time a rank's products take; empty if none is slow.
+        max_message_bytes: of a switch's messages that a rank sends and receives at once.
+
+    Raises:
+        ValueError: for no node, an optimizer ratio that is negative, or slowness that is not of all ranks or not
+            above 0.
+    """
+
+    layers: LayerCosts
+    tensors: tuple[TensorSpec, ...]
+    nodes: tuple[int, ...]
+    links: LinkSpeeds
+    optimizer_ratio: float = 2.0
+    slowness: tuple[float, ...] = ()
+    max_message_bytes: int = MAX_MESSAGE_BYTES
+
+    def __post_init__(self) -> None:
+        for key in ("tensors", "nodes", "slowness"):
+            object.__setattr__(self, key, tuple(getattr(self, key)))
+        number("optimizer_ratio", self.optimizer_ratio, least=0.0)
+        at_least("max_message_bytes", self.max_message_bytes, 1)
+        if not self.nodes:
+            raise ValueError("nodes name no rank: at least one is needed")
+        if self.slowness and len(self.slowness) != self.num_ranks:
+            raise ValueError(f"slowness of {len(self.slowness)} ranks is given: there are {self.num_ranks}")
+        for one in self.slowness:
+            number("slowness", one, above=0.0)
+
+    @property
+    def num_ranks(self) -> int:
+        """R."""
+        return len(self.nodes)
+
+    def stage_costs(self, strategy: Strategy) -> list[LayerCost]:
+        """[pp] of the layers of each stage, on one rank that has an equal share and is not slow."""
+        partition = strategy.partition(self.layers.num_layers)
+        return [self.layers.stage_cost(partition.layers_of(stage), strategy.tp) for stage in range(strategy.pp)]
+
+    def micro_batch_seconds(self, strategy: Strategy, replica: int, tokens: Floats, squares: Floats) -> Floats:
+        """[M, pp] forward and backward of each micro-batch on each stage, with its messages to the neighbours.
+
+        Args:
+            tokens: [M] of each micro-batch.
+            squares: [M] the sum of its sequences' length².
+        """
+        costs = np.array([[one.fixed_s, one.token_s, one.square_s] for one in self.stage_costs(strategy)])
+        seconds = np.stack([np.ones_like(tokens), tokens, squares], axis=1) @ costs.T
+        seconds *= np.array([self._slowness_of(strategy, replica, stage) for stage in range(strategy.pp)])
+        for stage in range(strategy.pp - 1):  # an activation to the next stage, a gradient back
+            ranks = [strategy.rank_at(Position(replica, own, 0)) for own in (stage, stage + 1)]
+            transfer_s = 2.0 * self.layers.boundary_bytes * tokens / self._link(ranks)
+            seconds[:, stage : stage + 2] += transfer_s[:, None] / 2.0
+        return seconds
+
+    def work_seconds(self, strategy: Strategy, replicas: Sequence[Sequence[MicroBatch]]) -> float:
+        """Of training micro-batches without switches; replicas wait for the slowest one.
+
+        Args:
+            replicas: [dp] micro-batches of each replica.
+
+        Raises:
+            ValueError: for another number of replicas than the strategy has, and as :class:`LayerCosts`.
+        """
+        if len(replicas) != strategy.dp:
+            raise ValueError(f"strategy {strategy} has {strategy.dp} replicas: micro-batches are for {len(replicas)}")
+        return self.summed_work_seconds(strategy, batch_sums(replicas))
+
+    def summed_work_seconds(self, strategy: Strategy, replicas: Sequence[tuple[Floats, Floats]]) -> float:
+        """As :meth:`work_seconds`, of what :func:`batch_sums` says of each replica."""
+        return max(
+            pipeline_seconds(self.micro_batch_seconds(strategy, replica, tokens, squares))
+            for replica, (tokens, squares) in enumerate(replicas)
+        )
+
+    def reduction_seconds(self, home: Strategy) -> float:
+        """Of the one all-reduce of a step's gradients between the replicas of home: a ring over its slowest link."""
+        if home.dp == 1:
+            return 0.0
+        sizes = self.weight_bytes(home)
+        slowest = max(float(sizes[list(group)].max()) / self._link(group) for group in home.dp_groups())
+        return 2.0 * (home.dp - 1) / home.dp * slowest
+
+    def switch_seconds(self, strategies: Sequence[Strategy], home: int) -> Floats:
+        """[S, S] of switching from the strategy of the row to that of the column, 0 on the diagonal.
+
+        The weights travel to the next strategy and, in the same messages, the gradients of the strategy that is left
+        travel to home, where those of home itself stay.
+
+        Args:
+            home: its number among the strategies.
+        """
+        seconds = np.zeros((len(strategies), len(strategies)))
+        for before, after in itertools.permutations(range(len(strategies)), 2):
+            plans = self._plans_of(strategies[before], strategies[after], strategies[home])
+            seconds[before, after] = fused_seconds(plans, self.links)
+        return seconds
+
+    def weight_plan(self, before: Strategy, after: Strategy) -> SwitchPlan:
+        """Of the weights alone."""
+        return self._plan(before, after, gradients=False)
+
+    def weight_bytes(self, strategy: Strategy) -> Indices:
+        """[R] bytes of weights of each rank."""
+        if strategy not in self._weight_bytes:
+            self._weight_bytes[strategy] = self._layout(strategy).rank_bytes(self.tensors)
+        return self._weight_bytes[strategy]
+
+    def memory_bytes(self, strategy: Strategy, home: Strategy, tokens: int) -> Floats:
+        """[R] the most that each rank holds while this strategy trains micro-batches of so many tokens.
+
+        Weights and their gradients, where home is another strategy its gradients besides, the optimizer's state in
+        home's layout, and the activations of the micro-batches that 1F1B keeps on a stage, pp − stage.
+        """
+        held = np.zeros(self.num_ranks)
+        held += 2 * self.weight_bytes(strategy)
+        held += (self.optimizer_ratio + (strategy != home)) * self.weight_bytes(home)
+        for stage, cost in enumerate(self.stage_costs(strategy)):
+            activations = cost.token_bytes * tokens * (strategy.pp - stage)
+            for replica, shard in itertools.product(range(strategy.dp), range(strategy.tp)):
+                share = strategy.shares[shard] if strategy.shares else 1.0
+                held[strategy.rank_at(Position(replica, stage, shard))] += activations * share
+        return held
+
+    def fits(self, strategy: Strategy, home: Strategy, tokens: int, limit_bytes: float) -> bool:
+        """Whether no rank needs more than the limit for micro-batches of so many tokens."""
+        return float(self.memory_bytes(strategy, home, tokens).max()) <= limit_bytes
+
+    def switch_memory_bytes(self, before: Strategy, after: Strategy, home: Strategy) -> Floats:
+        """[R] the most that each rank holds during a switch, with its messages; see :func:`switch_bytes`."""
+        return switch_bytes(
+            self.weight_bytes(before),
+            self.weight_bytes(after),
+            self.weight_bytes(home),
+            self._plans_of(before, after, home),
+            is_home=before == home,
+            optimizer_ratio=self.optimizer_ratio,
+            max_bytes=self.max_message_bytes,
+        )
+
+    def switches_fit(self, strategies: Sequence[Strategy], home: int, limit_bytes: float) -> NDArray[np.bool_]:
+        """[S, S] whether no rank needs more than the limit for the switch from the row's strategy to the column's."""
+        return np.array(
+            [
+                [
+                    before == after
+                    or float(self.switch_memory_bytes(before, after, strategies[home]).max()) <= limit_bytes
+                    for after in strategies
+                ]
+                for before in strategies
+            ]
+        )
+
+    def _link(self, ranks: Sequence[int]) -> float:
+        is_within = len({self.nodes[rank] for rank in ranks}) == 1
+        return self.links.within_bytes_per_s if is_within else self.links.between_bytes_per_s
+
+    def _slowness_of(self, strategy: Strategy, replica: int, stage: int) -> float:
+        """How many times the seconds of an equal share on a normal rank a tensor-parallel group takes."""
+        ranks = [strategy.rank_at(Position(replica, stage, shard)) for shard in range(strategy.tp)]
+        slowness = [self.slowness[rank] for rank in ranks] if self.slowness else [1.0] * strategy.tp
+        shares = strategy.shares or (1.0,) * strategy.tp
+        return max(share * one for share, one in zip(shares, slowness, strict=True))
+
+    @cached_property
+    def _layouts(self) -> dict[Strategy, Layout]:
+        return {}
+
+    @cached_property
+    def _weight_bytes(self) -> dict[Strategy, Indices]:
+        return {}
+
+    @cached_property
+    def _plans(self) -> dict[tuple[Strategy, Strategy, bool], SwitchPlan]:
+        return {}
+
+    def _layout(self, strategy: Strategy) -> Layout:
+        if strategy not in self._layouts:
+            self._layouts[strategy] = strategy.layout(self.tensors, self.num_ranks, self.layers.num_layers)
+        return self._layouts[strategy]
+
+    def _plans_of(self, before: Strategy, after: Strategy, home: Strategy) -> list[SwitchPlan]:
+        """Of the weights, and of the gradients that do not lie at home."""
+        plans = [self.weight_plan(before, after)]
+        return plans if before == home else [*plans, self._plan(before, home, gradients=True)]
+
+    def _plan(self, before: Strategy, after: Strategy, *, gradients: bool) -> SwitchPlan:
+        key = before, after, gradients
+        if key not in self._plans:
+            plan = plan_gradients if gradients else plan_weights
+            self._plans[key] = plan(self._layout(before), self._layout(after), self.tensors, self.nodes)
+        return self._plans[key]

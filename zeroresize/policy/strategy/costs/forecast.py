@@ -1,0 +1,128 @@
+"""What a step takes with given ranges of lengths: their work, range by range, and the switches between strategies.
+
+``B`` mini-batches of a sample, ``S`` strategies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from zeroresize.plan.length_range import LengthRange, as_ranges, lengths_by_range, with_limits
+from zeroresize.plan.strategy import Strategy
+from zeroresize.policy.strategy.costs.cost_model import CostModel, Floats
+from zeroresize.policy.strategy.packing import spread_and_pack
+from zeroresize.policy.strategy.switches.switch_order import cheapest_order, tour_seconds
+
+#: ``pack(lengths, max_tokens, dp)``: [dp] the micro-batches of each replica, as lists of lengths.
+Pack = Callable[[Sequence[int], int, int], Sequence[Sequence[Sequence[int]]]]
+
+
+@dataclass(frozen=True)
+class StepForecast:
+    """Expected seconds of a step, on average over the mini-batches of a sample.
+
+    Attributes:
+        ranges: of lengths, with the strategies that train them.
+        home: the strategy in which the optimizer steps.
+        range_s: of each range's work.
+        switch_s: of the switches, gradient returns included.
+        reduction_s: of the all-reduce of the gradients between the replicas of home.
+    """
+
+    ranges: tuple[LengthRange, ...]
+    home: Strategy
+    range_s: tuple[float, ...]
+    switch_s: float
+    reduction_s: float
+
+    @property
+    def step_s(self) -> float:
+        return float(np.sum(self.range_s)) + self.switch_s + self.reduction_s
+
+
+class Tours:
+    """Seconds of the cheapest tour from home through any set of strategies, each worked out once.
+
+    Args:
+        seconds: [S, S] of switching from the strategy of the row to that of the column; infinite: not possible.
+        home: its number.
+    """
+
+    def __init__(self, seconds: Floats, home: int) -> None:
+        self._seconds, self._home = seconds, home
+        self._known: dict[int, float] = {}
+
+    def seconds(self, used: int) -> float:
+        """Of the strategies whose bits are set; infinite if there is no tour of possible switches."""
+        used |= 1 << self._home
+        if used not in self._known:
+            members = [one for one in range(len(self._seconds)) if used >> one & 1]
+            own = self._seconds[np.ix_(members, members)]
+            try:
+                self._known[used] = tour_seconds(own, cheapest_order(own, members.index(self._home)))
+            except ValueError:
+                if np.isfinite(own).all():
+                    raise
+                self._known[used] = float("inf")
+        return self._known[used]
+
+
+def forecast_step(
+    ranges: Sequence[LengthRange],
+    home: Strategy,
+    sample: Sequence[Sequence[int]],
+    cost: CostModel,
+    pack: Pack,
+    max_tokens: int | None = None,
+) -> StepForecast:
+    """What a step takes on average over a sample.
+
+    Args:
+        sample: [B] the lengths of the sequences of each mini-batch.
+        max_tokens: of a micro-batch, where a range does not say; None: as many as its longest sequence may have.
+
+    Raises:
+        ValueError: for ranges that do not rise, ``max_tokens`` below the longest sequence of a range, a sample
+            without mini-batches, a sequence that no range allows, and as :class:`CostModel` does.
+    """
+    ranges = with_limits(as_ranges(ranges), max_tokens)
+    check_sample(sample, ranges[-1].up_to)
+    strategies = list(dict.fromkeys([home, *(one.strategy for one in ranges)]))
+    tours = Tours(cost.switch_seconds(strategies, 0), 0)
+    range_s, switch_s = np.zeros(len(ranges)), 0.0
+    for mini_batch in sample:
+        used = 0
+        groups = lengths_by_range(ranges, sorted(mini_batch))
+        for number, (own, group) in enumerate(zip(ranges, groups, strict=True)):
+            if group:
+                replicas = pack(group, own.max_tokens or own.up_to, own.strategy.dp)
+                range_s[number] += cost.work_seconds(own.strategy, replicas)
+            used |= bool(group) << strategies.index(own.strategy)
+        switch_s += tours.seconds(used)
+    means = (range_s / len(sample)).tolist()
+    return StepForecast(ranges, home, tuple(means), switch_s / len(sample), cost.reduction_seconds(home))
+
+
+def packed_by_work(lengths: Sequence[int], max_tokens: int, dp: int) -> list[list[list[int]]]:
+    """As training packs: sequences spread over replicas; attention inside each sequence alone."""
+    replicas = spread_and_pack(lengths, max_tokens, dp)
+    return [[[lengths[number] for number in own] for own in batches] for batches in replicas]
+
+
+def check_sample(sample: Sequence[Sequence[int]], longest: int) -> None:
+    """Check that there are mini-batches of sequences, none of them longer than the ranges allow.
+
+    Raises:
+        ValueError: otherwise.
+    """
+    if not sample or not all(len(own) for own in sample):
+        raise ValueError("the sample of lengths needs at least one mini-batch, and each at least one sequence")
+    smallest, largest = min(map(min, sample)), max(map(max, sample))
+    if smallest < 1 or largest > longest:
+        raise ValueError(
+            f"the sample has sequences of {smallest} to {largest} tokens: allowed are 1 to {longest}, where the last "
+            "range ends"
+        )

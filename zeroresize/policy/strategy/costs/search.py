@@ -1,0 +1,301 @@
+"""Which strategy trains which lengths, so that a step takes least: what HotSPa leaves to its users.
+
+For each home a dynamic program over ranges finds the least work that is left behind every threshold. With it as the
+bound, branch and bound finds the least step exactly, although what a switch costs depends on all strategies in use:
+each mini-batch pays for the tour of the strategies for which it has sequences. Homes and candidates with which even the
+work alone takes no less than the best step so far are left out; switches are planned between the others only.
+
+``B`` mini-batches of a sample, ``S`` candidates, ``K`` thresholds. ``begin`` and ``end`` count thresholds: a range is
+from the length at ``begin`` (0 for 0) to that at ``end``, 1 to K.
+"""
+
+from __future__ import annotations
+
+import bisect
+import copy
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from zeroresize.plan.layout import Indices
+from zeroresize.plan.length_range import LengthRange
+from zeroresize.plan.strategy import Strategy
+from zeroresize.policy.strategy.costs.candidates import default_thresholds
+from zeroresize.policy.strategy.costs.cost_model import CostModel, Floats, batch_sums
+from zeroresize.policy.strategy.costs.forecast import (
+    Pack,
+    StepForecast,
+    Tours,
+    check_sample,
+    forecast_step,
+    packed_by_work,
+)
+from zeroresize.utils.value_checks import at_least, number
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The best ranges, beside the best strategy for all lengths.
+
+    Attributes:
+        best: of all ranges and homes; every range with the ``max_tokens`` for which it was found to fit.
+        static: of one range.
+        num_visited: how many beginnings of ranges were looked at.
+    """
+
+    best: StepForecast
+    static: StepForecast
+    num_visited: int
+
+    @property
+    def ranges(self) -> tuple[LengthRange, ...]:
+        return self.best.ranges
+
+    @property
+    def home(self) -> Strategy:
+        return self.best.home
+
+    @property
+    def speedup(self) -> float:
+        """How many times as fast as without switching."""
+        return self.static.step_s / self.best.step_s
+
+
+def search_strategies(
+    sample: Sequence[Sequence[int]],
+    candidates: Sequence[Strategy],
+    cost: CostModel,
+    *,
+    memory_limit: float,
+    thresholds: Sequence[int] | None = None,
+    pack: Pack = packed_by_work,
+    max_ranges: int = 4,
+    max_tokens: int | None = None,
+) -> SearchResult:
+    """The ranges, their strategies and the home with which a step takes least on average over a sample.
+
+    Args:
+        sample: [B] the lengths of the sequences of each mini-batch.
+        candidates: [S] any of them may be home.
+        memory_limit: bytes of a rank, which training and switches keep.
+        thresholds: [K] rising lengths at which a range may end; the last one is the longest sequence allowed. None: the
+            longest of the sample and its halves, as :func:`default_thresholds` says.
+        pack: how sequences are packed into micro-batches and these dealt to replicas, as in training.
+        max_ranges: at most so many.
+        max_tokens: of a micro-batch; None: as many as the longest sequence of its range may have.
+
+    Raises:
+        ValueError: if thresholds do not rise, no candidate is given or one is given twice, the sample has a sequence
+            that is too long, or no candidate can train all lengths in the memory.
+    """
+    candidates, thresholds = list(candidates), _thresholds(thresholds, sample)
+    _check(candidates, thresholds)
+    at_least("max_ranges", max_ranges, 1)
+    number("memory_limit", memory_limit, above=0.0)
+    check_sample(sample, thresholds[-1])
+    if max_tokens is not None:
+        at_least("max_tokens", max_tokens, thresholds[-1])
+    limits = [max_tokens or up_to for up_to in thresholds]
+    table = _WorkTable.of(sample, candidates, cost, thresholds, limits, pack)
+    static, homes = _Found(), list[_Home]()
+    for place, home in enumerate(candidates):
+        is_allowed = [[cost.fits(one, home, limit, memory_limit) for one in candidates] for limit in limits]
+        homes.append(_Home(home, np.where(np.array(is_allowed)[None], table.work_s, np.inf), cost))
+        static_s = float(homes[-1].work_s[0, -1, place]) + homes[-1].reduction_s
+        static.offer(static_s, home, [(len(thresholds), home)])
+    best, num_visited = copy.copy(static), 0
+    for own in sorted(homes, key=lambda one: one.least_s.min()):
+        useful = np.flatnonzero(own.least_s < best.step_s)
+        if not useful.size:
+            continue
+        kept = sorted({*useful.tolist(), candidates.index(own.strategy)})
+        strategies = [candidates[one] for one in kept]
+        home_number = strategies.index(own.strategy)
+        switch_s = np.where(
+            cost.switches_fit(strategies, home_number, memory_limit),
+            cost.switch_seconds(strategies, home_number),
+            np.inf,
+        )
+        branches = _Branches(
+            strategies, own.work_s[:, :, kept], table.is_present, switch_s, home_number, own.reduction_s, max_ranges
+        )
+        num_visited += branches.explore(best)
+    if static.home is None or best.home is None:
+        raise ValueError(
+            f"none of the strategies {[str(one) for one in candidates]} trains all lengths up to {thresholds[-1]} in "
+            f"{memory_limit:g} bytes a rank: choose shorter sequences, smaller micro-batches or more ranks"
+        )
+
+    def forecast(home: Strategy, found: _Found) -> StepForecast:
+        ranges = [LengthRange(thresholds[end - 1], one, limits[end - 1]) for end, one in found.ranges]
+        return forecast_step(ranges, home, sample, cost, pack)
+
+    return SearchResult(forecast(best.home, best), forecast(static.home, static), num_visited)
+
+
+class _Found:
+    """The best so far: ``ranges`` as (end, strategy); no home if nothing fits."""
+
+    def __init__(self) -> None:
+        self.step_s = float("inf")
+        self.home: Strategy | None = None
+        self.ranges: list[tuple[int, Strategy]] = []
+
+    def offer(self, step_s: float, home: Strategy, ranges: list[tuple[int, Strategy]]) -> None:
+        if step_s < self.step_s:
+            self.step_s, self.home, self.ranges = step_s, home, list(ranges)
+
+
+class _Home:
+    """What one of the candidates is as a home.
+
+    Attributes:
+        strategy: the home.
+        work_s: [K, K, S] of :class:`_WorkTable`, infinite where the memory does not suffice.
+        reduction_s: of the gradients at the end of a step.
+        least_s: [S] what a step takes at least that uses a candidate somewhere: the reduction, and all work with any
+            number of ranges and without switches.
+    """
+
+    def __init__(self, strategy: Strategy, work_s: Floats, cost: CostModel) -> None:
+        self.strategy, self.work_s, self.reduction_s = strategy, work_s, cost.reduction_seconds(strategy)
+        size, by_range = len(work_s), work_s.min(axis=2)
+        before, behind = np.zeros(size + 1), np.zeros(size + 1)
+        for count in range(1, size + 1):
+            before[count] = (before[:count] + by_range[:count, count - 1]).min()
+            begin = size - count
+            behind[begin] = (by_range[begin, begin:] + behind[begin + 1 :]).min()
+        through = before[:-1, None, None] + work_s + behind[None, 1:, None]
+        self.least_s: Floats = self.reduction_s + through.min(axis=(0, 1))
+
+
+@dataclass(frozen=True, eq=False)
+class _WorkTable:
+    """The work of every range under every candidate.
+
+    Attributes:
+        work_s: [K, K, S] mean over the mini-batches, by begin, end − 1 and candidate; infinite where begin ≥ end.
+        is_present: [B, K, K] whether a mini-batch has sequences in a range.
+    """
+
+    work_s: Floats
+    is_present: Indices
+
+    @classmethod
+    def of(
+        cls,
+        sample: Sequence[Sequence[int]],
+        candidates: list[Strategy],
+        cost: CostModel,
+        thresholds: list[int],
+        limits: list[int],
+        pack: Pack,
+    ) -> _WorkTable:
+        size = len(thresholds)
+        work_s = np.full((size, size, len(candidates)), np.inf)
+        is_present = np.zeros((len(sample), size, size), dtype=np.int64)
+        lengths = [sorted(own) for own in sample]
+        cuts = [[0, *(bisect.bisect_right(own, up_to) for up_to in thresholds)] for own in lengths]
+        for begin in range(size):
+            for last in range(begin, size):
+                groups = [own[cut[begin] : cut[last + 1]] for own, cut in zip(lengths, cuts, strict=True)]
+                is_present[:, begin, last] = [bool(group) for group in groups]
+                for dp in {strategy.dp for strategy in candidates}:
+                    sums = [batch_sums(pack(group, limits[last], dp)) for group in groups if group]
+                    for one, strategy in enumerate(candidates):
+                        if strategy.dp == dp:
+                            taken = (cost.summed_work_seconds(strategy, own) for own in sums)
+                            work_s[begin, last, one] = sum(taken) / len(sample)
+        return cls(work_s, is_present)
+
+
+class _Branches:
+    """Branch and bound over ranges, from the shortest lengths on, for one home.
+
+    A branch is cut off if its work, the least work that is left and the least that its switches take are no less than
+    the best step found. Each strategy in use is entered by a switch at least as dear as the cheapest one to it, and
+    home once more at the end; so the bound needs no triangle inequality.
+    """
+
+    def __init__(
+        self,
+        strategies: list[Strategy],
+        work_s: Floats,
+        is_present: Indices,
+        switch_s: Floats,
+        home: int,
+        reduction_s: float,
+        max_ranges: int,
+    ) -> None:
+        self._strategies, self._work_s, self._is_present = strategies, work_s, is_present
+        self._home, self._reduction_s, self._max_ranges = home, reduction_s, max_ranges
+        self._tours = Tours(switch_s, home)
+        self._entry_s = np.where(np.eye(len(switch_s), dtype=bool), np.inf, switch_s).min(axis=0)
+        self._size = len(self._work_s)
+        self._remaining_s = self._least_work()
+        self._num_visited = 0
+
+    def _least_work(self) -> Floats:
+        """[max_ranges + 1, K + 1]: the least work behind a threshold in so many ranges at most, without switches."""
+        least = np.full((self._max_ranges + 1, self._size + 1), np.inf)
+        least[:, self._size] = 0.0
+        by_range = self._work_s.min(axis=2)
+        for count in range(1, self._max_ranges + 1):
+            for begin in range(self._size):
+                least[count, begin] = (by_range[begin, begin:] + least[count - 1, begin + 1 :]).min()
+        return least
+
+    def explore(self, best: _Found) -> int:
+        """Offer what is better; returns how many branches were looked at."""
+        self._explore(0, 0.0, [], [0] * len(self._is_present), best)
+        return self._num_visited
+
+    def _explore(self, begin: int, work_s: float, ranges: list[tuple[int, int]], used: list[int], best: _Found) -> None:
+        self._num_visited += 1
+        if begin == self._size:
+            tours_s = sum(map(self._tours.seconds, used)) / len(used)
+            found = [(end, self._strategies[one]) for end, one in ranges]
+            best.offer(work_s + tours_s + self._reduction_s, self._strategies[self._home], found)
+            return
+        left = self._max_ranges - len(ranges)
+        if not left:
+            return
+        totals = self._work_s[begin, begin:] + self._remaining_s[left - 1, begin + 1 :][:, None]
+        for position in np.argsort(totals, axis=None, kind="stable").tolist():
+            last, one = begin + position // totals.shape[1], position % totals.shape[1]
+            bound_s = work_s + float(totals[last - begin, one]) + self._reduction_s
+            if not bound_s < best.step_s:
+                return
+            if ranges and ranges[-1][1] == one:
+                continue  # one range as well
+            present = self._is_present[:, begin, last]
+            now = [mask | int(is_there) << one for mask, is_there in zip(used, present, strict=True)]
+            if bound_s + sum(map(self._least_switches, now)) / len(now) < best.step_s:
+                spent_s = work_s + float(self._work_s[begin, last, one])
+                self._explore(last + 1, spent_s, [*ranges, (last + 1, one)], now, best)
+
+    def _least_switches(self, used: int) -> float:
+        """What the strategies whose bits are set cost to enter, and home to come back to, at least."""
+        away = used & ~(1 << self._home)
+        if not away:
+            return 0.0
+        return float(self._entry_s[self._home] + sum(own for one, own in enumerate(self._entry_s) if away >> one & 1))
+
+
+def _thresholds(given: Sequence[int] | None, sample: Sequence[Sequence[int]]) -> list[int]:
+    if given is not None:
+        return list(given)
+    longest = max((max(own, default=0) for own in sample), default=0)
+    check_sample(sample, longest)
+    return default_thresholds(longest)
+
+
+def _check(candidates: list[Strategy], thresholds: list[int]) -> None:
+    if not candidates or len(set(candidates)) != len(candidates):
+        raise ValueError("at least one candidate is needed, and none is named twice")
+    for up_to in thresholds:
+        at_least("thresholds", up_to, 1)
+    if not thresholds or any(after <= before for before, after in itertools.pairwise(thresholds)):
+        raise ValueError(f"thresholds={thresholds} are not allowed: at least one is needed, and they rise")

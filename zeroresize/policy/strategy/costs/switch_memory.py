@@ -1,0 +1,48 @@
+"""How much memory a switch takes: two sets of weights, gradients at both ends, the optimizer's state, and messages.
+
+``R`` ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zeroresize.plan.layout import Indices
+from zeroresize.policy.strategy.switches.transfers import MAX_MESSAGE_BYTES, SwitchPlan
+
+
+def switch_bytes(
+    before: Indices,
+    after: Indices,
+    home: Indices,
+    plans: Sequence[SwitchPlan],
+    *,
+    is_home: bool,
+    optimizer_ratio: float = 2.0,
+    max_bytes: int = MAX_MESSAGE_BYTES,
+) -> NDArray[np.float64]:
+    """[R] the most that each rank holds during a switch, which has no activations.
+
+    Args:
+        before, after, home: [R] bytes of weights under the strategy that is left, the next one, and the home.
+        plans: of all that travels: weights and, from another strategy than home, gradients.
+        is_home: whether the strategy that is left is the home, whose gradients stay.
+        optimizer_ratio: bytes of optimizer state for a byte of weights.
+        max_bytes: of messages that a rank sends and receives at once.
+    """
+    gradients = home + (0 if is_home else before)
+    return before + after + gradients + optimizer_ratio * home + message_bytes(plans, max_bytes)
+
+
+def message_bytes(plans: Sequence[SwitchPlan], max_bytes: int = MAX_MESSAGE_BYTES) -> Indices:
+    """[R] memory of the messages of plans that are carried out together, at most.
+
+    What fits into one round lies in one buffer. Of several rounds, the next is packed while one travels.
+    """
+    found = np.zeros(len(plans[0].nodes), dtype=np.int64)
+    for plan in plans:
+        found += plan.sent_within + plan.sent_between + plan.received_within + plan.received_between
+    return found if found.max() <= max_bytes // 2 else np.minimum(2 * found, max_bytes)

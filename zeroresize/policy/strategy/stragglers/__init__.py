@@ -1,0 +1,1 @@
+"""Which strategies a job changes to while ranks are slow."""

@@ -1,0 +1,199 @@
+"""What steps and switches take while some ranks are slow, by the model of costs and the newest mini-batches.
+
+``G`` ranges of lengths, ``R`` ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from zeroresize.plan.layout import unit_bounds
+from zeroresize.plan.length_range import LengthRange, lengths_by_range
+from zeroresize.plan.strategy import Strategy
+from zeroresize.policy.strategy.costs.cost_model import CostModel
+from zeroresize.policy.strategy.costs.forecast import packed_by_work
+from zeroresize.policy.strategy.costs.layer_costs import LayerCost, LayerCosts
+from zeroresize.policy.strategy.stragglers.candidates import ModelDivision
+from zeroresize.policy.strategy.switches.switch_order import cheapest_order, tour_seconds
+
+#: Of the heaviest layer's work, at least.
+_LEAST_WORK = 1e-6
+
+
+class StragglerCosts:
+    """A :class:`~zeroresize.policy.strategy.stragglers.decision.StrategyCosts` of a training.
+
+    Args:
+        cost: of the model and the cluster; whether ranks are slow there does not count.
+        ranges: of lengths, [G], all of them with ``max_tokens``, as a trainer's are.
+        home: the number of the range under whose strategy the optimizer steps.
+        limit_bytes: memory of a rank; infinite where that is no question. The ranges' own strategies are known to fit.
+    """
+
+    def __init__(
+        self,
+        cost: CostModel,
+        ranges: Sequence[LengthRange],
+        *,
+        home: int,
+        limit_bytes: float = math.inf,
+    ) -> None:
+        most_tp = min((one.num_units for one in cost.tensors if one.division is not None), default=1)
+        self._cost = replace(cost, layers=of_all_degrees(cost.layers, most_tp), slowness=())
+        self._ranges, self.home = tuple(ranges), home
+        self._own = tuple(one.strategy for one in self._ranges)
+        self._degrees = cost.layers.degrees
+        self._max_tokens = [one.max_tokens or one.up_to for one in ranges]
+        self._limit_bytes = limit_bytes
+        self._sample: list[list[list[int]]] = []
+        self._slow: dict[tuple[float, ...], CostModel] = {}
+        self._packs: dict[tuple[int, int], list[list[list[list[int]]]]] = {}
+        self._bytes_of_units: Counter[int] = Counter()
+        for one in cost.tensors:
+            if one.division is not None:
+                self._bytes_of_units[one.num_units] += one.num_bytes
+        self._unit_shares: dict[Strategy, Strategy] = {}
+        self._price: dict[tuple[Strategy, Strategy], float] = {}
+
+    @property
+    def division(self) -> ModelDivision:
+        """How the model can be divided; a layer's work is that of a token."""
+        layers, tensors = self._cost.layers, self._cost.tensors
+        token_s = [layers.costs[kind][1].token_s for kind in layers.kinds]
+        least_s = _LEAST_WORK * max(token_s) or 1.0  # layers that cost nothing need a stage, too
+        work = tuple(max(one, least_s) for one in token_s)
+        unit_counts = tuple(sorted({one.num_units for one in tensors if one.division is not None}))
+        return ModelDivision(work, unit_counts, self._cost.nodes, tuple(self._degrees))
+
+    def expect(self, sample: Sequence[Sequence[int]]) -> None:
+        """Steps will be like these: the lengths of the sequences of some mini-batches.
+
+        Raises:
+            ValueError: for a sequence that is longer than every range allows.
+        """
+        self._sample = [lengths_by_range(self._ranges, lengths) for lengths in sample]
+        # Strategies that were thought of since are many; layouts and plans of those that are still are made again.
+        self._cost = replace(self._cost)
+        for one in (self._packs, self._slow, self._unit_shares, self._price):
+            one.clear()
+
+    def range_s(self, number: int, strategy: Strategy, speeds: Sequence[float]) -> float:
+        """Mean of the expected steps, as of :mod:`~zeroresize.policy.strategy.stragglers.candidates`.
+
+        Infinite where a tensor-parallel group is on more nodes than it needs.
+        """
+        if strategy != self._own[number] and self._leaves_nodes(strategy):
+            return math.inf
+        slow, packed, own = self._at(speeds), self._packed(number, strategy.dp), self._in_units(strategy)
+        return math.fsum(slow.work_seconds(own, replicas) for replicas in packed) / max(len(packed), 1)
+
+    def fits(self, number: int, strategy: Strategy, home: Strategy) -> bool:
+        """As of :mod:`~zeroresize.policy.strategy.stragglers.candidates`."""
+        is_known_to_fit = (strategy, home) == (self._own[number], self._own[self.home])  # the caller trains so
+        return is_known_to_fit or self._cost.fits(strategy, home, self._max_tokens[number], self._limit_bytes)
+
+    def switches_fit(self, strategies: Sequence[Strategy]) -> bool:
+        """As of :mod:`~zeroresize.policy.strategy.stragglers.candidates`; in whatever order they are visited."""
+        different = list(dict.fromkeys([strategies[self.home], *strategies]))
+        known = set(self._own) if different[0] == self._own[self.home] else set()
+        fit = self._cost.switches_fit(different, 0, self._limit_bytes)
+        return all(
+            fit[before, after] or {different[before], different[after]} <= known
+            for before, after in itertools.permutations(range(len(different)), 2)
+        )
+
+    def step_s(self, strategies: Sequence[Strategy], speeds: Sequence[float]) -> float:
+        """Seconds of a step, the mean of the expected ones: work, switches, and the sum of the gradients at home."""
+        work_s = math.fsum(self.range_s(number, one, speeds) for number, one in enumerate(strategies))
+        home = strategies[self.home]
+        different = list(dict.fromkeys([home, *strategies]))
+        switches = self._cost.switch_seconds(different, 0)
+        tour_s = tour_seconds(switches, cheapest_order(switches, 0))
+        return work_s + tour_s + self._cost.reduction_seconds(home)
+
+    def switch_bytes(self, before: Sequence[Strategy], after: Sequence[Strategy]) -> float:
+        """That the busiest rank sends or receives as home changes: weights with the optimizer's state.
+
+        Gradients are none between two steps, and strategies that are not home hold nothing then.
+        """
+        own, other = before[self.home], after[self.home]
+        if (own, other) not in self._price:
+            plan = self._cost.weight_plan(own, other)
+            most = max(
+                int((getattr(plan, f"{way}_within") + getattr(plan, f"{way}_between")).max())
+                for way in ("sent", "received")
+            )
+            self._price[own, other] = most * (1.0 + self._cost.optimizer_ratio)
+        return self._price[own, other]
+
+    def rank_s(self, strategies: Sequence[Strategy], lengths: Sequence[int], rank: int) -> float:
+        """Seconds that a rank should compute in a step with sequences of these lengths, if it is not slow."""
+        groups, total_s = lengths_by_range(self._ranges, lengths), 0.0
+        for number, (strategy, group) in enumerate(zip(strategies, groups, strict=True)):
+            position = strategy.position_of(rank)
+            if position is None or not group:
+                continue
+            cost = self._cost.stage_costs(strategy)[position.stage]
+            shares = self._in_units(strategy).shares
+            share = shares[position.shard] if shares else 1.0
+            own = packed_by_work(group, self._max_tokens[number], strategy.dp)[position.replica]
+            total_s += share * math.fsum(cost.seconds(sum(one), sum(n * n for n in one)) for one in own)
+        return total_s
+
+    def _in_units(self, strategy: Strategy) -> Strategy:
+        """The same with the shares that whole units come to, the mean of all divided tensors by their bytes."""
+        if strategy not in self._unit_shares:
+            total, shares = sum(self._bytes_of_units.values()), np.zeros(strategy.tp)
+            for num_units, num_bytes in self._bytes_of_units.items():
+                own = np.diff(unit_bounds(num_units, strategy.shares or (1.0,) * strategy.tp))
+                shares += strategy.tp * own / num_units * num_bytes / total
+            self._unit_shares[strategy] = replace(strategy, shares=tuple(shares.tolist())) if total else strategy
+        return self._unit_shares[strategy]
+
+    def _leaves_nodes(self, strategy: Strategy) -> bool:
+        """Whether a tensor-parallel group is on more nodes than it needs: layers have no costs for that."""
+        nodes = self._cost.nodes
+        largest = max(Counter(nodes).values())
+        needed = math.ceil(strategy.tp / largest)
+        return any(len({nodes[rank] for rank in group}) > needed for group in strategy.tp_groups())
+
+    def _at(self, speeds: Sequence[float]) -> CostModel:
+        key = tuple(speeds)
+        if key not in self._slow:
+            self._slow = {key: replace(self._cost, slowness=tuple(1.0 / speed for speed in key))}
+        return self._slow[key]
+
+    def _packed(self, number: int, dp: int) -> list[list[list[list[int]]]]:
+        if (number, dp) not in self._packs:
+            self._packs[number, dp] = [
+                packed_by_work(groups[number], self._max_tokens[number], dp)
+                for groups in self._sample
+                if groups[number]
+            ]
+        return self._packs[number, dp]
+
+
+def of_all_degrees(layers: LayerCosts, most: int) -> LayerCosts:
+    """The same with costs for every tensor-parallel degree up to the most, as uneven groups have odd ones.
+
+    Those that are missing lie on a line over 1 / tp between their neighbours, or are as at the last that is known.
+    """
+    known = layers.degrees
+
+    def cost(own: dict[int, LayerCost], tp: int) -> LayerCost:
+        below = max((one for one in known if one <= tp), default=known[0])
+        above = min((one for one in known if one >= tp), default=known[-1])
+        part = 0.0 if below == above else (1.0 / below - 1.0 / tp) / (1.0 / below - 1.0 / above)
+        low, high = own[below], own[above]
+        keys = ("fixed_s", "token_s", "square_s", "token_bytes")
+        return LayerCost(*(getattr(low, key) + part * (getattr(high, key) - getattr(low, key)) for key in keys))
+
+    degrees = range(1, max(most, *known) + 1)
+    costs = {kind: {tp: cost(dict(own), tp) for tp in degrees} for kind, own in layers.costs.items()}
+    return replace(layers, costs=costs)

@@ -1,0 +1,246 @@
+"""When strategies change for slow ranks, and back: a ski rental, since nobody knows how long a rank stays slow.
+
+As moves of units are decided (:mod:`zeroresize.policy.tensor.moving`), with more than one thing to choose from. For
+each candidate adds up what steps would have been shorter by under it; where they would have been longer that is taken
+off, down to zero. When the sum has reached what the switch there and back takes, the switch is made. Every change takes
+some seconds, those of home most, since that has the weights and the optimizer's state. Going back is a candidate like
+others. So speeds that alternate faster than a switch pays never make it go to and fro.
+
+Pure: the same speeds give the same decisions on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any, Protocol, get_args
+
+from zeroresize.plan.strategy import Strategy
+from zeroresize.policy.strategy.stragglers.candidates import (
+    Candidate,
+    Kind,
+    ModelDivision,
+    RangeCosts,
+    candidates,
+)
+from zeroresize.policy.strategy.stragglers.change_cost import ChangeCost
+from zeroresize.policy.tensor.moving import FIRST_PAUSE, LONGEST_PAUSE
+from zeroresize.utils.state_checks import anything, count, each, keyed, not_negative, row, values
+from zeroresize.utils.value_checks import number
+
+#: Where shares inside the tensor-parallel groups make a step at most so much longer than the best candidate does, as a
+#: share of that, nothing else is done: less travels, and no rank is idle.
+TOLERANCE = 0.05
+#: Share of a step that a change must save at least: less is noise.
+MIN_SAVING = 0.02
+#: Kinds of candidates that only move units inside the groups, or undo everything.
+_MODEST = ("stay", "shares", "original")
+
+
+class StrategyCosts(RangeCosts, Protocol):
+    """What steps and switches take, as far as is known before."""
+
+    def step_s(self, strategies: Sequence[Strategy], speeds: Sequence[float]) -> float:
+        """Seconds of a step under these strategies, one of each range, with the switches in it."""
+
+    def switch_bytes(self, before: Sequence[Strategy], after: Sequence[Strategy]) -> float:
+        """That the busiest rank sends or receives when training goes on under others: weights and the optimizer's
+        state, where home is another; 0 otherwise."""
+
+
+@dataclass(frozen=True)
+class StragglerForecast:
+    """What a candidate would bring.
+
+    Attributes:
+        candidate: what would be in force.
+        step_s: seconds of a step then.
+        saving_s: by how much steps would be shorter than as it is; negative where they would be longer.
+        switch_s: seconds of the switch, one way.
+        owed_s: what it has cost not to have it in force.
+    """
+
+    candidate: Candidate
+    step_s: float
+    saving_s: float
+    switch_s: float
+    owed_s: float
+
+
+class StragglerDecision:
+    """Decides, step by step.
+
+    Args:
+        original: of each range, as the caller wants it while all ranks are equally fast.
+        model: how it can be divided.
+        costs: tells what steps take.
+        tolerance: see :data:`TOLERANCE`.
+        min_saving: see :data:`MIN_SAVING`.
+        cost: of a switch, until one was made.
+        kinds: of candidates that may be chosen, beside to stay and to go back.
+
+    Attributes:
+        original, in_force: of each range.
+        cost: of a switch, as far as is known.
+
+    Raises:
+        ValueError: for values that are not allowed.
+    """
+
+    def __init__(
+        self,
+        original: Sequence[Strategy],
+        model: ModelDivision,
+        costs: StrategyCosts,
+        *,
+        tolerance: float = TOLERANCE,
+        min_saving: float = MIN_SAVING,
+        cost: ChangeCost | None = None,
+        kinds: Collection[Kind] = get_args(Kind),
+    ) -> None:
+        for name, value in (("tolerance", tolerance), ("min_saving", min_saving)):
+            number(name, value, least=0.0, below=1.0)
+        self.original = self.in_force = tuple(original)
+        self.cost = cost or ChangeCost()
+        self._model, self._costs, self._kinds = model, costs, {"stay", "original", *kinds}
+        self._tolerance, self._min_saving = tolerance, min_saving
+        self._owed_s: dict[str, float] = {}
+        self._strategies_of: dict[str, tuple[Strategy, ...]] = {}  # of what is owed, as last offered
+        self._pause, self._next_pause = 0, FIRST_PAUSE
+        self._last: tuple[Any, tuple[StragglerForecast, ...]] | None = None
+
+    def what_if(self, speeds: Sequence[float]) -> tuple[StragglerForecast, ...]:
+        """What each candidate would bring at these speeds; the first is to stay, the others by their steps' seconds."""
+        key = tuple(speeds), self.in_force, self.cost
+        if self._last is None or self._last[0] != key:  # speeds mostly stay, and to look at all candidates takes long
+            found = candidates(self.original, self.in_force, speeds, self._model, self._costs)
+            now_s = self._costs.step_s(self.in_force, speeds)
+            forecasts = [self._forecast(one, speeds, now_s) for one in found if one.kind in self._kinds]
+            stay, *others = forecasts
+            self._last = key, (stay, *sorted(others, key=lambda one: one.step_s))
+        return tuple(
+            StragglerForecast(
+                one.candidate, one.step_s, one.saving_s, one.switch_s, self._owed_s.get(one.candidate.key, 0.0)
+            )
+            for one in self._last[1]
+        )
+
+    def update(self, speeds: Sequence[float], num_steps: int = 1) -> StragglerForecast | None:
+        """Steps were made at these speeds: what is to be put in force now, None where everything stays.
+
+        Whoever is given one calls :meth:`made`, or :meth:`refuse`.
+        """
+        self._pause = max(self._pause - 1, 0)
+        self._add_up(self.what_if(speeds), speeds, num_steps)
+        forecasts = self.what_if(speeds)
+        best_s = min(one.step_s for one in forecasts)
+        # By what is left to gain: what is worth it is decided among those only that may be chosen.
+        suffices = any(
+            one.candidate.kind == "shares" or (one.candidate.kind == "stay" and self._is_modest)
+            for one in forecasts
+            if one.step_s <= (1.0 + self._tolerance) * best_s
+        )
+        due = [
+            one
+            for one in forecasts[1:]
+            if (one.candidate.kind in _MODEST or not suffices)
+            and one.saving_s > self._min_saving * forecasts[0].step_s
+            and one.owed_s >= 2.0 * one.switch_s
+        ]
+        return None if self._pause or not due else due[0]
+
+    def made(self, forecast: StragglerForecast, seconds: float | None = None) -> None:
+        """It is in force from now on; the switch took so many seconds, if that is known."""
+        after = forecast.candidate.strategies
+        if seconds is not None:
+            self.cost = self.cost.learned(self._costs.switch_bytes(self.in_force, after), self._num_new(after), seconds)
+        self.in_force = after
+        # What would have been better still is owed for that.
+        left_s = {key: owed_s - forecast.owed_s for key, owed_s in self._owed_s.items()}
+        self._owed_s = {key: owed_s for key, owed_s in left_s.items() if owed_s > 0.0}
+        self._next_pause = FIRST_PAUSE
+
+    def refuse(self) -> None:
+        """The switch could not be made: nothing is tried for a while."""
+        self._owed_s.clear()
+        self._pause = self._next_pause
+        self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
+
+    def look_again(self) -> None:
+        """What steps take has changed for other reasons than speeds."""
+        self._last = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, the same on every rank; the original strategies are the caller's."""
+        return {
+            "in_force": [one.as_dict() for one in self.in_force],
+            "owed_s": dict(self._owed_s),
+            "owed_for": {key: [one.as_dict() for one in self._strategies_of[key]] for key in self._owed_s},
+            "cost": astuple(self.cost),
+            "pause": (self._pause, self._next_pause),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict`.
+
+        Raises:
+            ValueError: naming what does not fit, such as strategies of another number of ranges; nothing is taken over
+                then.
+        """
+        strategies = each(anything, len(self.original))
+        keyed(
+            {
+                "in_force": strategies,
+                "owed_s": values(not_negative),
+                "owed_for": values(strategies),
+                "cost": row(not_negative, not_negative, not_negative),
+                "pause": row(count, count),
+            }
+        )(state, "state")
+        if set(state["owed_s"]) != set(state["owed_for"]):
+            raise ValueError("state.owed_for: strategies are needed for just those of state.owed_s")
+        in_force = tuple(map(Strategy.of, state["in_force"]))
+        owed_for = {key: tuple(map(Strategy.of, own)) for key, own in state["owed_for"].items()}
+        self.in_force, self._strategies_of = in_force, owed_for
+        self._owed_s, self.cost = dict(state["owed_s"]), ChangeCost(*state["cost"])
+        self._pause, self._next_pause = state["pause"]
+        self._next_pause = max(self._next_pause, FIRST_PAUSE)
+        self._last = None
+
+    @property
+    def _is_modest(self) -> bool:
+        """Whether at most shares differ from the original."""
+        return all(
+            (now.degrees, now.ranks, now.boundaries) == (then.degrees, then.ranks, then.boundaries)
+            for now, then in zip(self.in_force, self.original, strict=True)
+        )
+
+    def _forecast(self, candidate: Candidate, speeds: Sequence[float], now_s: float) -> StragglerForecast:
+        step_s = self._costs.step_s(candidate.strategies, speeds)
+        return StragglerForecast(candidate, step_s, now_s - step_s, self._switch_s(candidate.strategies), 0.0)
+
+    def _switch_s(self, after: tuple[Strategy, ...]) -> float:
+        if after == self.in_force:
+            return 0.0
+        return self.cost.seconds(self._costs.switch_bytes(self.in_force, after), self._num_new(after))
+
+    def _num_new(self, after: Sequence[Strategy]) -> int:
+        """Strategies that the model does not have: it has the original ones and those in force."""
+        return len({*after} - {*self.original, *self.in_force})
+
+    def _add_up(self, forecasts: Sequence[StragglerForecast], speeds: Sequence[float], num_steps: int) -> None:
+        now_s = forecasts[0].step_s
+        saved_s = {}
+        for one in forecasts[1:]:
+            key = one.candidate.key
+            self._strategies_of[key] = one.candidate.strategies
+            saved_s[key] = one.saving_s
+        for key in self._owed_s.keys() - saved_s.keys():  # not offered now, as it is worse or no rank is slow
+            saved_s[key] = now_s - self._costs.step_s(self._strategies_of[key], speeds)
+        owed_s = {
+            key: self._owed_s.get(key, 0.0)
+            + (saving_s if abs(saving_s) > self._min_saving * now_s else 0.0) * num_steps
+            for key, saving_s in saved_s.items()
+        }
+        self._owed_s = {key: total for key, total in owed_s.items() if total > 0.0}
+        self._strategies_of = {key: self._strategies_of[key] for key in self._owed_s}

@@ -1,0 +1,111 @@
+"""Who sends what several ranks hold: on the same node first, then the least loaded one (HotSPa, Algorithm 1).
+
+``R`` ranks, ``N`` nodes, ``G`` groups, ``Q`` queues, ``W`` most ranks of a queue, ``E`` transfers.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zeroresize.plan.layout import Indices
+
+#: The class of link that a transfer takes: inside a node, or between nodes.
+WITHIN, BETWEEN = 0, 1
+
+
+class Queues:
+    """Which ranks may send something: of a group's holders those on the node of the receiver, or else all of them.
+
+    A queue is a set of ranks among which there is no preference but their load.
+
+    Args:
+        holders, groups: [H]: ranks that hold it, and of which group each of them is, such as a replica; only a rank of
+            the group that is asked for may send.
+        nodes: [R], numbered from 0.
+        prefer: False: always the first holder of a group in the order of ranks.
+    """
+
+    def __init__(self, holders: Indices, groups: Indices, nodes: Indices, *, prefer: bool = True) -> None:
+        num_groups, num_nodes = int(groups.max(initial=-1)) + 1, int(nodes.max(initial=-1)) + 1
+        self._nodes = nodes
+        keys = groups * num_nodes + nodes[holders]
+        near, far = _members(keys, holders), _members(groups, holders)
+        if not prefer:
+            near, far = {}, {group: ranks[:1] for group, ranks in far.items()}
+        self.links = np.array([WITHIN] * len(near) + [BETWEEN] * len(far), dtype=np.int64)
+        width = max(map(len, [*near.values(), *far.values()]), default=0)
+        self.ranks_QW = np.full((len(self.links), width), -1, dtype=np.int64)
+        for row, own in zip(self.ranks_QW, [*near.values(), *far.values()], strict=True):
+            row[: len(own)] = own
+        self._near = np.full(num_groups * num_nodes, -1, dtype=np.int64)
+        self._near[list(near)] = np.arange(len(near))
+        self._far = np.full(num_groups, -1, dtype=np.int64)
+        self._far[list(far)] = len(near) + np.arange(len(far))
+        self._num_nodes = num_nodes
+
+    def of(self, groups: Indices, destinations: Indices) -> Indices:
+        """[E]: from which queue each destination is to be sent what a group holds."""
+        near = self._near[groups * self._num_nodes + self._nodes[destinations]]
+        return np.where(near >= 0, near, self._far[groups])
+
+
+def _members(keys: Indices, ranks: Indices) -> dict[int, Indices]:
+    """The ranks of every key, in ascending order of the keys and of the ranks."""
+    order = np.lexsort((ranks, keys))
+    keys, ranks = keys[order], ranks[order]
+    begins = np.flatnonzero(np.diff(keys, prepend=-1))
+    return dict(zip(keys[begins].tolist(), np.split(ranks, begins[1:]), strict=True)) if len(keys) else {}
+
+
+class SendLoads:
+    """What each rank has been given to send, inside its node and between nodes: :attr:`sent` [2, R] bytes."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.sent = np.zeros((2, num_ranks), dtype=np.int64)
+
+    def choose(self, queues: Queues, queue_of: Indices, size: int) -> Indices:
+        """[E] ranks that send, for transfers of equally many bytes; one after another they get the least loaded rank.
+
+        Neighbours of one queue get the same sender where that is as good, so that few ranks have to do with each other.
+        """
+        ranks_QW = queues.ranks_QW
+        if ranks_QW.shape[1] == 1:
+            sources = ranks_QW[queue_of, 0]
+            np.add.at(self.sent, (queues.links[queue_of], sources), size)
+            return sources
+        num_times = np.bincount(queue_of, minlength=len(queues.links))
+        loads_QW = self.sent[queues.links[:, None], ranks_QW]
+        times_QW = filled(loads_QW, ranks_QW >= 0, size, num_times)
+        senders = np.repeat(ranks_QW.ravel(), times_QW.ravel())
+        np.add.at(self.sent, (np.broadcast_to(queues.links[:, None], ranks_QW.shape), ranks_QW), times_QW * size)
+        sources = np.empty_like(senders)
+        sources[np.argsort(queue_of, kind="stable")] = senders
+        return sources
+
+
+def filled(loads_QW: Indices, is_there_QW: NDArray[np.bool_], size: int, num_times: Indices) -> Indices:
+    """[Q, W]: how often each is chosen if each time the least loaded of a row is, without counting one by one.
+
+    Args:
+        loads_QW: bytes.
+        is_there_QW: who may be chosen.
+        size: bytes of each of the transfers; above 0.
+        num_times: [Q]: how many transfers there are for each row, in which somebody may be chosen.
+    """
+    most = np.iinfo(np.int64).max
+    order = np.argsort(np.where(is_there_QW, loads_QW, most), axis=1, kind="stable")
+    own, is_there = (np.take_along_axis(one, order, axis=1) for one in (loads_QW, is_there_QW))
+    # The level up to which the loads are filled, from below: at most num_times whole transfers fit under it.
+    volumes = size * num_times[:, None] + np.cumsum(np.where(is_there, own, 0), axis=1)
+    levels = volumes // np.arange(1, own.shape[1] + 1)
+    num_filled = (is_there & (own <= levels)).sum(axis=1, keepdims=True)
+    level = np.take_along_axis(levels, num_filled - 1, axis=1)
+    times = np.where(is_there, np.maximum((level - own) // size, 0), 0)
+    left = num_times - times.sum(axis=1)
+    after = np.where(is_there, own + times * size, most)
+    place = np.argsort(np.argsort(after, axis=1, kind="stable"), axis=1, kind="stable")
+    times += place < left[:, None]
+    found = np.empty_like(times)
+    np.put_along_axis(found, order, times, axis=1)
+    return found

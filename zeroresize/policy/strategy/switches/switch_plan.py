@@ -1,0 +1,185 @@
+"""Who sends what to whom when a model changes from one layout to another (HotSPa, Algorithm 1): plain numbers.
+
+Every rank computes the same plan. ``P`` tensors, ``R`` ranks, ``N`` nodes, ``S`` slices, ``C`` patterns of slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zeroresize.plan.layout import Indices, Layout, TensorSpec
+from zeroresize.policy.strategy.switches.partial_gradients import PartialGradients
+from zeroresize.policy.strategy.switches.senders import Queues, SendLoads
+from zeroresize.policy.strategy.switches.slices import Slices, common_slices
+from zeroresize.policy.strategy.switches.transfers import LinkSpeeds, SwitchPlan, Transfers
+
+#: Slices are cut to this part of what a rank receives on average, so that senders can be loaded evenly.
+LARGEST_SLICE = 1 / 8
+
+
+def plan_weights(
+    before: Layout, after: Layout, tensors: Sequence[TensorSpec], nodes: Sequence[int], *, heuristics: bool = True
+) -> SwitchPlan:
+    """Every rank gets what it wants in the layout after and does not hold before, from one rank that holds it.
+
+    A holder on the rank's own node sends, or else any; of these the one that has sent least so far, inside nodes and
+    between nodes counted by themselves. Unlike in the paper large slices come first, as in list scheduling, and slices
+    that are large beside what ranks receive are cut into several.
+
+    Args:
+        nodes: [R]: on which node each rank is.
+        heuristics: False: the first holder in the order of ranks sends.
+
+    Raises:
+        ValueError: as :func:`common_slices` does, and for nodes of another number of ranks.
+    """
+    nodes_R = _numbered(nodes, before.num_ranks)
+    slices = common_slices(before, after, tensors)
+    missing = slices.wanted & ~slices.held
+    if heuristics:
+        slices = _divided(slices, missing.sum(axis=1))
+    loads, builder = SendLoads(before.num_ranks), _Builder(slices)
+    queues: dict[int, Queues] = {}
+    for pattern, numbers in _equal_slices(slices):
+        lacking = np.flatnonzero(missing[pattern])
+        if not lacking.size:
+            continue
+        if pattern not in queues:
+            holders = np.flatnonzero(slices.held[pattern])
+            queues[pattern] = Queues(holders, np.zeros_like(holders), nodes_R, prefer=heuristics)
+        own, destinations = np.tile(numbers, len(lacking)), np.repeat(lacking, len(numbers))
+        queue_of = queues[pattern].of(np.zeros_like(destinations), destinations)
+        builder.add(own, loads.choose(queues[pattern], queue_of, int(slices.num_bytes[numbers[0]])), destinations)
+    return builder.plan(nodes_R)
+
+
+def plan_gradients(
+    source: Layout, home: Layout, tensors: Sequence[TensorSpec], nodes: Sequence[int], *, heuristics: bool = True
+) -> SwitchPlan:
+    """Every replica's partial gradient of every slice gets to one replica of the home layout, to be added there.
+
+    It gets to all ranks of that replica that hold the slice. The replica is the one to which least travels between
+    nodes, then the one to which least travels at all, as its ranks hold the slice in both layouts, then the one that
+    has received least. Who sends is chosen as for weights; only one of the ranks of a replica that hold the same does.
+    The sum of all home replicas is the gradient.
+
+    Args:
+        heuristics: False: source replica i goes to home replica i modulo their number, from the first holder in the
+            order of ranks.
+
+    Raises:
+        ValueError: as :func:`plan_weights` does.
+    """
+    nodes_R = _numbered(nodes, source.num_ranks)
+    slices = common_slices(source, home, tensors)
+    if heuristics:
+        slices = _divided(slices, slices.wanted.sum(axis=1) * source.num_replicas // max(home.num_replicas, 1))
+    loads, received, builder = SendLoads(source.num_ranks), np.zeros((2, source.num_ranks), np.int64), _Builder(slices)
+    routes: dict[int, PartialGradients] = {}
+    for pattern, numbers in _equal_slices(slices):
+        size = int(slices.num_bytes[numbers[0]])
+        if pattern not in routes:
+            masks = slices.held[pattern], slices.wanted[pattern]
+            routes[pattern] = PartialGradients(source, home, *masks, nodes_R, heuristics=heuristics)
+        partials = routes[pattern]
+        own, replicas, destinations, is_kept = partials.assigned(numbers, received, size)
+        builder.keep(own[is_kept], destinations[is_kept])
+        own, replicas, destinations = own[~is_kept], replicas[~is_kept], destinations[~is_kept]
+        if not own.size:
+            continue
+        queue_of = partials.queues.of(replicas, destinations)
+        np.add.at(received, (partials.queues.links[queue_of], destinations), size)
+        builder.add(own, loads.choose(partials.queues, queue_of, size), destinations)
+    return builder.plan(nodes_R)
+
+
+def lower_bound(
+    before: Layout, after: Layout, tensors: Sequence[TensorSpec], nodes: Sequence[int], links: LinkSpeeds
+) -> float:
+    """Seconds that any plan for weights takes at least, as :meth:`SwitchPlan.seconds` counts them.
+
+    A plan is any in which ranks get what they lack from ranks that hold it before. Every rank receives what it lacks,
+    and from other nodes what nobody on its node holds. Likewise all holders of the same slices together, and their
+    nodes, send what is lacking of these.
+
+    Raises:
+        ValueError: as :func:`plan_weights` does.
+    """
+    nodes_R = _numbered(nodes, before.num_ranks)
+    slices = common_slices(before, after, tensors)
+    if not len(slices):
+        return 0.0
+    sizes = slices.num_bytes.astype(np.float64)
+    bytes_C = np.bincount(slices.patterns, weights=sizes, minlength=len(slices.held))
+    missing_CR = slices.wanted & ~slices.held
+    on_node_RN = (nodes_R[:, None] == np.unique(nodes_R)).astype(np.float64)
+    is_on_node_CN = slices.held @ on_node_RN > 0.0
+    far_CR = missing_CR & ~is_on_node_CN[:, nodes_R]
+    number_of: dict[bytes, int] = {}
+    holders_C = [number_of.setdefault(held.tobytes(), len(number_of)) for held in slices.held]
+
+    def most(received: NDArray[Any], num_missing_C: Indices, num_senders_C: Indices) -> float:
+        sent = np.bincount(holders_C, weights=bytes_C * num_missing_C / num_senders_C)
+        return float(max(received.max(), sent.max()))
+
+    any_bytes = most(bytes_C @ missing_CR, missing_CR.sum(axis=1), slices.held.sum(axis=1))
+    far_bytes = most(bytes_C @ far_CR, far_CR.sum(axis=1), slices.held.sum(axis=1))
+    node_bytes = most((bytes_C @ far_CR) @ on_node_RN, far_CR.sum(axis=1), is_on_node_CN.sum(axis=1))
+    seconds = max(
+        any_bytes / (links.within_bytes_per_s + links.between_bytes_per_s),
+        far_bytes / links.between_bytes_per_s,
+        node_bytes / links.node_bytes_per_s,
+    )
+    return seconds + (links.latency_s if missing_CR.any() else 0.0)
+
+
+class _Builder:
+    """Collects transfers of slices."""
+
+    def __init__(self, slices: Slices) -> None:
+        self._slices = slices
+        none = np.zeros(0, dtype=np.int64)
+        self._sent, self._kept = [(none, none, none)], [(none, none, none)]
+
+    def add(self, numbers: Indices, sources: Indices, destinations: Indices) -> None:
+        self._sent.append((numbers, sources, destinations))
+
+    def keep(self, numbers: Indices, ranks: Indices) -> None:
+        self._kept.append((numbers, ranks, ranks))
+
+    def plan(self, nodes: Indices) -> SwitchPlan:
+        return SwitchPlan(self._sorted(self._sent, len(nodes)), self._sorted(self._kept, len(nodes)), nodes)
+
+    def _sorted(self, parts: list[tuple[Indices, Indices, Indices]], num_ranks: int) -> Transfers:
+        numbers, sources, destinations = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+        order = np.argsort((numbers * num_ranks + destinations) * num_ranks + sources, kind="stable")
+        numbers, sources, destinations, own = numbers[order], sources[order], destinations[order], self._slices
+        units = own.tensors[numbers], own.begins[numbers], own.ends[numbers]
+        return Transfers(*units, sources, destinations, own.num_bytes[numbers])
+
+
+def _numbered(nodes: Sequence[int], num_ranks: int) -> Indices:
+    """[R]: the nodes, numbered from 0."""
+    if len(nodes) != num_ranks:
+        raise ValueError(f"{len(nodes)} ranks have a node, but the layouts have {num_ranks} ranks")
+    return np.unique(np.asarray(nodes, dtype=np.int64), return_inverse=True)[1].astype(np.int64).ravel()
+
+
+def _divided(slices: Slices, num_transfers: Indices) -> Slices:
+    """Slices none of which is large beside what ranks receive; ``num_transfers`` [C] of each slice of a pattern."""
+    num_ranks = slices.held.shape[1]
+    total = int((slices.num_bytes * num_transfers[slices.patterns]).sum())
+    return slices.divided(int(total / num_ranks * LARGEST_SLICE) + 1) if total else slices
+
+
+def _equal_slices(slices: Slices) -> Iterator[tuple[int, Indices]]:
+    """A pattern, and slices of it that are equally large; large ones first, then those that fewer ranks hold."""
+    num_holders = slices.held.sum(axis=1)[slices.patterns]
+    order = np.lexsort((slices.patterns, num_holders, -slices.num_bytes))
+    changes = (np.diff(slices.num_bytes[order], prepend=-1) != 0) | (np.diff(slices.patterns[order], prepend=-1) != 0)
+    for numbers in np.split(order, np.flatnonzero(changes)[1:]) if len(order) else ():
+        yield int(slices.patterns[numbers[0]]), numbers

@@ -1,0 +1,143 @@
+"""What a change of layouts sends: who to whom, in which order, and how much that is for every rank.
+
+``R`` ranks, ``E`` transfers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from zeroresize.plan.layout import Indices
+from zeroresize.policy.strategy.switches.senders import BETWEEN, WITHIN
+
+#: Of the messages that a rank sends and receives at once, unless said otherwise.
+MAX_MESSAGE_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class LinkSpeeds:
+    """Bytes per second of a rank's links in one direction, inside its node and to other nodes.
+
+    Attributes:
+        latency_s: what a switch takes besides.
+        node_bytes_per_s: what all ranks of a node together send to other nodes, or receive from them.
+    """
+
+    within_bytes_per_s: float
+    between_bytes_per_s: float
+    latency_s: float = 0.0
+    node_bytes_per_s: float = math.inf
+
+
+class Transfer(NamedTuple):
+    """Units of a tensor, from ``begin`` up to ``end`` (of the undivided tensor), that go from one rank to another."""
+
+    tensor: int
+    begin: int
+    end: int
+    source: int
+    destination: int
+
+
+@dataclass(frozen=True, eq=False)
+class Transfers:
+    """Transfers in ascending order of tensors, then units, destinations and sources: the same order on all ranks.
+
+    Attributes:
+        tensors, begins, ends, sources, destinations, num_bytes: [E], int64.
+    """
+
+    tensors: Indices
+    begins: Indices
+    ends: Indices
+    sources: Indices
+    destinations: Indices
+    num_bytes: Indices
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __iter__(self) -> Iterator[Transfer]:
+        columns = (self.tensors, self.begins, self.ends, self.sources, self.destinations)
+        return map(Transfer._make, zip(*(column.tolist() for column in columns), strict=True))
+
+    def at(self, entries: Indices) -> Transfers:
+        """Those of these numbers."""
+        columns = (self.tensors, self.begins, self.ends, self.sources, self.destinations, self.num_bytes)
+        return Transfers(*(column[entries] for column in columns))
+
+
+@dataclass(frozen=True, eq=False)
+class SwitchPlan:
+    """Which slices travel, and how much that is for every rank.
+
+    Attributes:
+        transfers: between different ranks.
+        kept: of gradients only: what a rank holds in both layouts and adds where it is; source and destination are the
+            same.
+        nodes: [R] on which node each rank is, numbered from 0.
+    """
+
+    transfers: Transfers
+    kept: Transfers
+    nodes: Indices
+
+    @cached_property
+    def sent_within(self) -> Indices:
+        """[R] bytes that each rank sends inside its node."""
+        return self._volumes(self.transfers.sources, WITHIN)
+
+    @cached_property
+    def sent_between(self) -> Indices:
+        """[R] bytes that each rank sends to other nodes."""
+        return self._volumes(self.transfers.sources, BETWEEN)
+
+    @cached_property
+    def received_within(self) -> Indices:
+        """[R] bytes that each rank receives from its node."""
+        return self._volumes(self.transfers.destinations, WITHIN)
+
+    @cached_property
+    def received_between(self) -> Indices:
+        """[R] bytes that each rank receives from other nodes."""
+        return self._volumes(self.transfers.destinations, BETWEEN)
+
+    def _volumes(self, ranks: Indices, link: int) -> Indices:
+        is_own = self._links == link
+        volumes = np.bincount(ranks[is_own], weights=self.transfers.num_bytes[is_own], minlength=len(self.nodes))
+        return volumes.astype(np.int64)
+
+    @cached_property
+    def _links(self) -> Indices:
+        return (self.nodes[self.transfers.sources] != self.nodes[self.transfers.destinations]).astype(np.int64)
+
+    def seconds(self, links: LinkSpeeds) -> float:
+        """How long the transfers take if nothing but the ranks' own links holds them up.
+
+        All ranks start together; a rank sends and receives at the same time, and inside its node and to other nodes at
+        the same time; ranks share no link but the one of their node, where its speed is told. 0 if nothing travels.
+        """
+        return fused_seconds([self], links)
+
+
+def fused_seconds(plans: Sequence[SwitchPlan], links: LinkSpeeds) -> float:
+    """What plans of the same nodes that are carried out together take, as :meth:`SwitchPlan.seconds` says of one."""
+    if not any(len(plan.transfers) for plan in plans):
+        return 0.0
+    seconds = 0.0
+    for way in ("sent", "received"):
+        within, between = (sum(getattr(plan, f"{way}_{link}") for plan in plans) for link in ("within", "between"))
+        of_nodes = np.bincount(plans[0].nodes, weights=between)
+        seconds = max(
+            seconds,
+            within.max() / links.within_bytes_per_s,
+            between.max() / links.between_bytes_per_s,
+            of_nodes.max() / links.node_bytes_per_s,
+        )
+    return float(seconds) + links.latency_s

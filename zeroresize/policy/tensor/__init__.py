@@ -1,0 +1,1 @@
+"""Tensor parallelism: what each rank of a group owns, lends and prunes."""

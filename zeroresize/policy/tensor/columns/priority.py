@@ -1,0 +1,78 @@
+"""ZERO-Pri: a layer's columns in the order in which they may be pruned, least important first (paper, section III-B).
+
+A column's importance is its ``w_var``: how much it moved in the last epoch in which it was computed, or another
+statistic of the same kind. Equal inputs give equal orders, on every machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zeroresize.policy.tensor.columns.order import columns_of_blocks
+
+Floats = NDArray[np.float64]
+
+
+@dataclass
+class ColumnPriority:
+    """What is known of one layer's K columns.
+
+    Attributes:
+        num_columns: K.
+        w_var: [K], the statistic of each column; NaN as long as none was taken while it was computed.
+        age: [K], for how many epochs in a row each column has been pruned.
+    """
+
+    num_columns: int
+    w_var: Floats = field(init=False)
+    age: NDArray[np.int64] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.w_var = np.full(self.num_columns, np.nan)
+        self.age = np.zeros(self.num_columns, dtype=np.int64)
+
+    def update(self, fresh: Floats, was_pruned: NDArray[np.bool_], *, incremental: bool) -> None:
+        """Take the statistic of the epoch that ends.
+
+        Args:
+            fresh: [K], not negative. A value that is not finite leaves what was known.
+            was_pruned: [K], whether each column was pruned in most of the epoch's iterations.
+            incremental: leave ``w_var`` of pruned columns as it was. Their weights hardly moved *because* they were
+                pruned, so a fresh value would prune them for ever. False for a statistic that pruning does not touch.
+        """
+        is_new = np.isfinite(fresh) & ~(was_pruned & incremental)
+        self.w_var = np.where(is_new, fresh, self.w_var)
+        self.age = np.where(was_pruned, self.age + 1, 0)
+
+    def scores(self, ageing: float) -> Floats:
+        """[K], smallest pruned first: w_var + ageing · age · mean(w_var), w_var counting as 0 where nothing is known.
+
+        So columns that were pruned before anything could be known of them go on being pruned: to swap them for those
+        that were trained instead costs far more accuracy than any choice of columns wins (docs/benchmarks.md). The rule
+        of keeping a pruned column's old w_var does not by itself end its pruning; its age does, for any ``ageing`` > 0.
+        ``ageing`` = 0 is the paper's rule.
+        """
+        is_known = ~np.isnan(self.w_var)
+        scale = self.w_var[is_known].mean() if is_known.any() else 1.0
+        return np.where(is_known, self.w_var, 0.0) + ageing * self.age * scale
+
+    def order(self, *, ageing: float, block: int, tie_break: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The columns, those to be pruned first at the front; a block's columns stay together.
+
+        Among equals the one pruned for longer comes later, then ``tie_break`` decides.
+
+        Args:
+            ageing: how much each epoch of having been pruned raises a column's score, in means of w_var.
+            block: so many neighbouring columns are ranked together, by their mean score.
+            tie_break: [K], a permutation of the columns with blocks kept together, such as ``random_order``'s.
+        """
+        starts = np.arange(0, self.num_columns, block)
+        sizes = np.diff(np.append(starts, self.num_columns))
+        score = np.add.reduceat(self.scores(ageing), starts) / sizes
+        age = np.add.reduceat(self.age, starts) / sizes
+        rank = np.empty(self.num_columns, dtype=np.int64)
+        rank[tie_break] = np.arange(self.num_columns)
+        return columns_of_blocks(np.lexsort((rank[starts], age, score)), self.num_columns, block=block)

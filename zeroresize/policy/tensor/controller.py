@@ -1,0 +1,572 @@
+"""From the table of all ranks' numbers to a plan, update after update."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from zeroresize.config import BalanceConfig
+from zeroresize.config_keys import MIGRATING_MODES, PRUNING_MODES
+from zeroresize.plan.group import Loan, RankPlan, Shares, WorkloadPlan
+from zeroresize.plan.ownership import SegmentWork
+from zeroresize.policy.moves.move_cost import MoveCost
+from zeroresize.policy.tensor.calibration_steps import CalibrationSteps
+from zeroresize.policy.tensor.communication import CollectiveTimes, CommunicationEstimate
+from zeroresize.policy.tensor.cost_model import ResizingCost
+from zeroresize.policy.tensor.curves import Floats, GroupTimes
+from zeroresize.policy.tensor.fingerprint import fingerprint
+from zeroresize.policy.tensor.moving import Moving
+from zeroresize.policy.tensor.rules.by_mode import forced_division, wanted_division
+from zeroresize.policy.tensor.rules.ownership import owned_step_s, wanted_shares
+from zeroresize.policy.tensor.rules.ratio import find_stragglers, reference_time
+from zeroresize.policy.tensor.rules.sharing import Division, borrowed_shares, loans_of, predicted_busy_s
+from zeroresize.policy.tensor.spells import COST_IN_VAIN, Spells
+from zeroresize.policy.tensor.times import DURATION, RankTimes
+from zeroresize.utils.state_checks import Check, below, count, each, flag, keyed, number, optional, row, share
+
+#: A rank is relieved if it is slower than the reference by so many standard deviations: to begin with pruning, to begin
+#: with lending, and to go on.
+CERTAINTY_LOSSY, CERTAINTY_EXACT, CERTAINTY_KEPT = 3.5, 2.5, 2.0
+#: Of a rank that is relieved of something, its time at full work is not known: a standard deviation, as a share of it.
+UNSURE = 0.3
+#: From here on it may be as fast as others all the same.
+DOUBTFUL = 0.12
+#: Who prunes goes on where that saves this part of what it must save to begin.
+KEPT_GAIN = 0.5
+#: A step at full work is due where γ changes by so much.
+_NEW = 0.1
+#: Of what is pruned and lent: much finer than a column.
+_DECIMALS = 6
+
+
+def _rounded_down(share: float) -> float:
+    """So that machines that differ in the last bit of a sum have the same plan, and no budget is exceeded."""
+    return math.floor(round(share * 10**_DECIMALS, 3)) / 10**_DECIMALS
+
+
+@dataclass
+class Controller:
+    """Keeps the times of a group and decides its plans; equal inputs give equal plans on every rank.
+
+    While units are away from home, nothing is lent or pruned: the layers of different ranks have other shapes then.
+
+    Attributes:
+        config: how to balance.
+        num_ranks: size of the group.
+        segments: in which units can change hands; none, and nothing moves.
+        num_calibration_steps: with how many steps that spare nobody the interval after the last update begins.
+    """
+
+    config: BalanceConfig
+    num_ranks: int
+    segments: Sequence[SegmentWork] = ()
+    num_calibration_steps: int = field(default=0, init=False)
+    _times: list[RankTimes | None] = field(init=False)
+    _shares: list[Shares] = field(init=False)
+    _are_stragglers: list[bool] = field(init=False)
+    _spells: Spells = field(init=False)
+    _calibration: CalibrationSteps = field(default_factory=CalibrationSteps, init=False)
+    _loans: tuple[Loan, ...] = field(default=(), init=False)
+    _communication: CommunicationEstimate = field(default_factory=CommunicationEstimate, init=False)
+
+    def __post_init__(self) -> None:
+        self.config.validate_group_size(self.num_ranks)
+        self._times = [None] * self.num_ranks
+        self._usual: list[RankTimes | None] = [None] * self.num_ranks
+        self._shares = [Shares()] * self.num_ranks
+        self._measured_under, self._loans_then = self._shares, self._loans
+        self._are_stragglers = [False] * self.num_ranks
+        self._spells = Spells(self.num_ranks)
+        self._moving = Moving(self.num_ranks, self.segments)
+
+    def initial_plan(self) -> WorkloadPlan:
+        """The plan in force from the first iteration: a ratio forced on named ranks, else all that a rank owns."""
+        forced = forced_division(self.config, [False] * self.num_ranks)
+        self._shares = [Shares(*shares) for shares in zip(forced.pruned, forced.lent, strict=True)]
+        self._loans = loans_of(forced.lent)
+        return self.current_plan()
+
+    def update(self, samples: Sequence[RankTimes], collectives: CollectiveTimes | None = None) -> WorkloadPlan:
+        """Take every rank's estimate of its times at full work (NaN where nothing was measured) and decide.
+
+        What no step can have taken counts as not measured, see
+        :meth:`~zeroresize.policy.tensor.times.RankTimes.checked`.
+
+        Args:
+            samples: of every rank.
+            collectives: what was seen of the group's collectives, if anything.
+        """
+        if len(samples) != self.num_ranks:
+            raise ValueError(f"expected {self.num_ranks} ranks' times, found {len(samples)}")
+        self.num_calibration_steps = 0
+        samples = [sample.checked() for sample in samples]
+        self._times = [
+            known if math.isnan(sample.gemm_s) else sample for known, sample in zip(self._times, samples, strict=True)
+        ]
+        if collectives is not None:
+            known_s = [times.busy_s for times in self._times if times is not None]
+            self._communication.learn(collectives, min(known_s, default=math.nan))
+        if any(times is None for times in self._times):
+            return self.current_plan()
+
+        times = self._floored([times for times in self._times if times is not None])
+        busy_s = times.curves.busy_s
+        reference_s = reference_time(busy_s.tolist(), self.config.target)
+        deviations, usual = self._deviations(times)
+        self._account(times, deviations)
+        are_slow = self._are_slow(times, deviations, reference_s)
+        saved = np.maximum(1.0 - reference_s / busy_s, 0.0).tolist()
+        self._spells.learn(are_slow, saved)
+        self._are_stragglers = [
+            is_slow and (was or self._spells.is_worth_it(rank, saved[rank], self.config.update_every))
+            for rank, (is_slow, was) in enumerate(zip(are_slow, self._are_stragglers, strict=True))
+        ]
+        told, times = times, self._lasting(times, are_slow)
+        before = self._measured_under = self._shares
+        self._loans_then = self._loans
+        is_in_doubt = False
+        if self._moving.is_home:
+            migration = self._communication.migration
+            may_lend = self.config.mode != "exact" or not self._moving.account.debt_s
+            stragglers = self._are_stragglers if may_lend else [False] * self.num_ranks
+            division = wanted_division(self.config, times, stragglers, reference_s, migration)
+            is_in_doubt = self._change_to(division, times, usual)
+            lent_before = any(own.lent for own, slow in zip(before, self._are_stragglers, strict=True) if slow)
+            if lent_before and not any(own.lent for own in self._shares):
+                self._communication.give_up()
+        self._move(times, usual, deviations, saved)
+        step_s = self._step_s(told, self._shares, self._loans)
+        self._calibrate(told, deviations, step_s, before, is_in_doubt=is_in_doubt)
+        return self._plan(step_s)
+
+    def current_plan(self) -> WorkloadPlan:
+        """The plan of the last update, or of a loaded state."""
+        return self._plan(math.nan)
+
+    @property
+    def calibration_plan(self) -> WorkloadPlan:
+        """Spares nobody: in force in the first ``num_calibration_steps``."""
+        ranks = zip(self._moving.owned, self._are_stragglers, strict=True)
+        return WorkloadPlan(tuple(RankPlan(owned=owned, is_straggler=slow) for owned, slow in ranks))
+
+    def expect_moves(self, cost: MoveCost, bytes_of_units: float, comparing_s: float = 0.0) -> None:
+        """What a move takes by the calibration, and the bytes of all units of a rank; alike on every rank.
+
+        Args:
+            comparing_s: seconds for which ranks compare products after a move away from home.
+        """
+        self._moving.cost, self._moving.bytes_of_units = cost, bytes_of_units
+        self._moving.comparing_s = comparing_s
+
+    @property
+    def move_cost(self) -> MoveCost:
+        """What a move takes, as far as is known."""
+        return self._moving.cost
+
+    @property
+    def busy_s(self) -> tuple[float, ...]:
+        """Of every rank, seconds of a step at full work and even shares; empty before all were measured."""
+        known = [times.busy_s for times in self._times if times is not None]
+        return tuple(known) if len(known) == self.num_ranks else ()
+
+    def moved(self, num_bytes: float, seconds: float, comparing_s: float = 0.0) -> None:
+        """The move of the last plan has been made; to be told alike on every rank.
+
+        Args:
+            num_bytes: of the rank that sent or received most.
+            seconds: that it took.
+            comparing_s: for which ranks compared products after it.
+        """
+        self._moving.learn(num_bytes, seconds, comparing_s)
+
+    def refuse_move(self, in_force: Sequence[float]) -> WorkloadPlan:
+        """The move of the last plan was not made, and nothing has changed; to be called alike on every rank.
+
+        No move is tried for a while: for 8 updates, and twice as many each time.
+
+        Args:
+            in_force: the shares by which units are divided, and stay so.
+
+        Returns:
+            The plan in force from now on.
+        """
+        self._moving.refuse(tuple(in_force))
+        return self._spare_nobody()
+
+    def set_owned(self, shares: Sequence[float]) -> WorkloadPlan:
+        """Ranks own these shares from now on, until a decision changes that.
+
+        Args:
+            shares: of every rank, in any unit.
+
+        Raises:
+            ValueError: if they are no such shares, nothing can move, or a ratio is forced.
+        """
+        return self._put(shares, is_held=False)
+
+    def hold_owned(self, shares: Sequence[float] | None) -> WorkloadPlan:
+        """Ranks own these shares from now on, and no decision changes that; None lets decisions go on from there.
+
+        Raises:
+            ValueError: as :meth:`set_owned`.
+        """
+        return self._put(self._moving.owned if shares is None else shares, is_held=shares is not None)
+
+    def _put(self, shares: Sequence[float], *, is_held: bool) -> WorkloadPlan:
+        owned = self._moving.checked(shares)
+        if self.config.forced_ratio is not None and owned != self._moving.home:
+            raise ValueError(
+                f"shares={list(shares)} with ratio={self.config.ratio!r} are not allowed: nothing is pruned or lent "
+                "while units are away from home, so ratio must be 'auto'"
+            )
+        if owned == self._moving.owned:
+            self._moving.is_held = is_held
+            return self.current_plan()
+        self._moving.put(shares, is_held=is_held)
+        return self._spare_nobody()
+
+    def _spare_nobody(self) -> WorkloadPlan:
+        """Nothing is pruned or lent, but for a forced ratio."""
+        self.num_calibration_steps = 0
+        return self.initial_plan()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values: the same on every rank."""
+        return {
+            "saved_for_calibration_s": self._calibration.saved_s,
+            "num_calibration_steps": self.num_calibration_steps,
+            "shares": [(own.pruned, own.lent) for own in self._shares],
+            "measured_under": [(own.pruned, own.lent) for own in self._measured_under],
+            "are_stragglers": list(self._are_stragglers),
+            # A tuple is one entry of a checkpoint, whatever is known by then.
+            "times": tuple(_as_plain(times) for times in self._times),
+            "usual": tuple(_as_plain(times) for times in self._usual),
+            "spells": self._spells.state_dict(),
+            "loans": _as_plain_loans(self._loans),
+            "loans_then": _as_plain_loans(self._loans_then),
+            "moving": self._moving.state_dict(),
+            "communication": self._communication.state_dict(),
+        }
+
+    def fingerprint(self, plan: WorkloadPlan, *values: object) -> float:
+        """A hash of all that decisions follow from, of ``plan``, and of plain ``values``."""
+        state = self.state_dict()
+        del state["loans"], state["loans_then"]
+        return fingerprint(
+            (self._loans, self._loans_then, plan.loans),
+            state,
+            [(rank.pruned, rank.lent, rank.is_straggler, rank.owned) for rank in plan.ranks],
+            plan.predicted_step_s,
+            values,
+        )
+
+    @property
+    def state_check(self) -> Check:
+        """Of what :meth:`load_state_dict` can take over."""
+        index = below(self.num_ranks)
+        points = each(number)
+        times = row(number, number, number, number, row(points, points, points, number, number), number)
+        return keyed(
+            {
+                "saved_for_calibration_s": number,
+                "num_calibration_steps": count,
+                "shares": each(row(share, share), self.num_ranks),
+                "measured_under": each(row(share, share), self.num_ranks),
+                "are_stragglers": each(flag, self.num_ranks),
+                "times": each(optional(times), self.num_ranks),
+                "usual": each(optional(times), self.num_ranks),
+                "spells": self._spells.state_check,
+                "loans": each(row(index, share, each(index), each(share))),
+                "loans_then": each(row(index, share, each(index), each(share))),
+                "communication": self._communication.state_check,
+                "moving": self._moving.state_check,
+            }
+        )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state``; a mode that does not prune, lend or move does not take over what another did.
+
+        Units that are away stay so where decisions may move them, or where a user holds them and no ratio is forced;
+        else the plan is that they are at home.
+
+        Raises:
+            ValueError: if it was saved in a group of another size.
+        """
+        if len(state["shares"]) != self.num_ranks:
+            raise ValueError(
+                f"the balancer's state is of {len(state['shares'])} ranks, this process group has {self.num_ranks}"
+            )
+        self._calibration.saved_s = state["saved_for_calibration_s"]
+        self.num_calibration_steps = state["num_calibration_steps"]
+        self._shares = [Shares(*shares) for shares in state["shares"]]
+        self._measured_under = [Shares(*shares) for shares in state["measured_under"]]
+        self._are_stragglers = list(state["are_stragglers"])
+        self._times = [_from_plain(times) for times in state["times"]]
+        self._usual = [_from_plain(times) for times in state["usual"]]
+        self._spells.load_state_dict(state["spells"])
+        self._communication.load_state_dict(state["communication"])
+        self._loans, self._loans_then = _from_plain_loans(state["loans"]), _from_plain_loans(state["loans_then"])
+        self._moving.load_state_dict(state["moving"])
+        may_be_away = self.config.may_move or (self._moving.is_held and self.config.forced_ratio is None)
+        if not self._moving.is_home and not may_be_away:
+            self._moving.put(self._moving.home, is_held=False)
+        if self._goes_beyond_configuration():
+            self._spare_nobody()
+        if self.config.forced_ratio is not None:
+            self.num_calibration_steps = 0
+
+    @property
+    def _most_pruned(self) -> float:
+        """What all ranks together may prune, in units of one rank's products."""
+        is_paper = self.config.mode == "semi" and self.config.semi_rule == "paper"
+        is_bounded = self.config.forced_ratio is None and not is_paper
+        return self.config.budget * self.num_ranks if is_bounded else math.inf
+
+    def _goes_beyond_configuration(self) -> bool:
+        """Whether what is loaded was decided by another configuration, and does what this one does not allow."""
+        config = self.config
+        pruned = [rank.pruned for rank in self._shares]
+        forced = forced_division(config, [False] * self.num_ranks)
+        return (
+            (config.mode not in PRUNING_MODES and any(pruned))
+            or (config.mode not in MIGRATING_MODES and bool(self._loans))
+            or (config.forced_ratio is None and max(pruned) > config.max_ratio)
+            or math.fsum(pruned) > self._most_pruned
+            or any(forced.pruned + forced.lent)
+        )
+
+    def _plan(self, predicted_step_s: float) -> WorkloadPlan:
+        borrowed = borrowed_shares(self._loans, self.num_ranks)
+        return WorkloadPlan(
+            ranks=tuple(
+                RankPlan(own.pruned, own.lent, share, owned, slow)
+                for own, share, owned, slow in zip(
+                    self._shares, borrowed, self._moving.owned, self._are_stragglers, strict=True
+                )
+            ),
+            predicted_step_s=predicted_step_s,
+            loans=self._loans,
+        )
+
+    def _floored(self, times: Sequence[RankTimes]) -> GroupTimes:
+        """The times, but what is told by steps in which a rank did less makes it no faster than one that did all.
+
+        The curve may have changed with the speed; a rank that only seems fast would make stragglers of all the others.
+        """
+        spared = [
+            now.spared or then.spared or min(owned, before) < 1.0
+            for now, then, owned, before in zip(
+                self._shares, self._measured_under, self._moving.owned, self._moving.owned_before, strict=True
+            )
+        ]
+        usual = zip(self._usual, spared, self._are_stragglers, strict=True)
+        whole_s = min((own.busy_s for own, was, slow in usual if own and not was and not slow), default=0.0)
+        return GroupTimes(
+            dataclasses.replace(own, rest_s=own.rest_s * whole_s / own.busy_s, gemm_s=own.gemm_s * whole_s / own.busy_s)
+            if was and own.busy_s < whole_s
+            else own
+            for own, was in zip(times, spared, strict=True)
+        )
+
+    def _lasting(self, times: GroupTimes, are_slow: Sequence[bool]) -> GroupTimes:
+        """The times, but those of ranks that are slow for a moment only: what they took before."""
+        for rank, (own, slow, straggles) in enumerate(zip(times, are_slow, self._are_stragglers, strict=True)):
+            if not slow or straggles or self._usual[rank] is None:
+                self._usual[rank] = own
+        if all(own is usual for own, usual in zip(times, self._usual, strict=True)):
+            return times
+        return GroupTimes(usual for usual in self._usual if usual is not None)
+
+    def _deviations(self, times: Sequence[RankTimes]) -> tuple[Floats, float]:
+        """([ranks] relative standard deviations, that of a rank that is spared nothing).
+
+        Who has seen little noise so far may expect what others have seen.
+        """
+        own = np.array([one.deviation for one in times])
+        whole = own[[not now.spared for now in self._shares]]
+        usual = math.sqrt(float(np.cumsum(whole**2)[-1]) / len(whole)) if len(whole) else 0.0
+        return np.maximum(own, usual), usual
+
+    def _are_slow(self, times: GroupTimes, deviations: Floats, reference_s: float) -> tuple[bool, ...]:
+        were, busy_s = self._are_stragglers, times.curves.busy_s
+        first = CERTAINTY_LOSSY if self.config.mode in PRUNING_MODES else CERTAINTY_EXACT
+        surely_s = busy_s / (1.0 + np.where(were, CERTAINTY_KEPT, first) * deviations)
+        return find_stragglers(busy_s.tolist(), reference_s, self.config.tolerance, were, surely_s.tolist())
+
+    def _change_to(self, division: Division, times: GroupTimes, deviation: float) -> bool:
+        """Change the plan if what that saves exceeds what it costs, and noise, or if somebody has recovered.
+
+        Costs are in seconds a step: of a step's length, and of what is pruned in it.
+
+        Returns:
+            Whether the plan stays although a rank may have recovered, as much less is wanted for it.
+        """
+        pruned = [_rounded_down(one) for one in division.pruned]
+        lent = [round(one, _DECIMALS) for one in division.lent]
+        wanted = [Shares(*shares) for shares in zip(pruned, lent, strict=True)]
+        slack = tuple(round(one, _DECIMALS) for one in division.slack) if division.slack is not None else None
+        loans = loans_of(lent, slack)
+        if self.config.forced_ratio is None and self._is_possible():
+            slowest_s = float(times.curves.busy_s.max())
+            price_s = KEPT_GAIN * self.config.min_gain * slowest_s / max(sum(self._are_stragglers), 1)
+            new_s, now_s = (
+                self._step_s(times, shares, own) for shares, own in ((wanted, loans), (self._shares, self._loans))
+            )
+            fewer = math.fsum(now.pruned - new.pruned for now, new in zip(self._shares, wanted, strict=True))
+            saved_s = now_s - new_s + price_s * max(fewer, 0.0)
+            if not self._minimises:
+                same = all(bool(now.spared) == bool(new.spared) for now, new in zip(self._shares, wanted, strict=True))
+                saved_s = abs(saved_s) if same else math.inf
+            # What is no longer dropped needs no certainty: it is dropped for something, or it is not dropped.
+            certainty = 0.0 if fewer > 0.0 and not any(pruned) else CERTAINTY_KEPT
+            if saved_s <= (COST_IN_VAIN / DURATION + certainty * deviation) * now_s:
+                pairs = zip(self._shares, wanted, strict=True)
+                return any(now.spared - new.spared >= _NEW for now, new in pairs)
+        self._shares, self._loans = wanted, loans
+        return False
+
+    def _is_possible(self) -> bool:
+        """Whether the plan in force relieves nobody that is no straggler."""
+        return all(slow or not now.spared for slow, now in zip(self._are_stragglers, self._shares, strict=True))
+
+    @property
+    def _minimises(self) -> bool:
+        """Whether the configuration asks for the shortest steps, and not for a rule's plan whatever it costs."""
+        config = self.config
+        return config.num_migrating == "auto" and "paper" not in (
+            config.semi_rule if config.mode == "semi" else config.mig_rule if config.mode == "mig" else ""
+        )
+
+    def _move(self, times: GroupTimes, deviation: float, deviations: Floats, saved: Sequence[float]) -> None:
+        """Give units to other ranks if not doing so has cost as much as the move there and back.
+
+        Args:
+            deviation: of a rank that is spared nothing, relative.
+            deviations: of every rank.
+            saved: of every rank, what share of a step its slowness costs.
+        """
+        moving = self._moving
+        if moving.is_held or not self.config.may_move or not self.segments:
+            return
+        noise = CERTAINTY_KEPT * deviation
+        wanted = wanted_shares(times, self._are_stragglers, moving.segments, noise=noise)
+        if wanted == moving.owned == moving.home:
+            moving.update(wanted, 0.0, self.config.update_every)
+            return
+        # What is pruned counts as if it were computed: that is what moving is to save, too.
+        now_s = self._step_s(times, [Shares(lent=own.lent) for own in self._shares], self._loans)
+        now_s -= self._communication.seconds(())
+        home_s = float(times.curves.busy_s.max())
+        is_worse_than_home = not moving.is_home and now_s > (1.0 + COST_IN_VAIN) * home_s
+        if is_worse_than_home:
+            moving.came_late(now_s - home_s)
+        gain_s, comes_too_late = 0.0, False
+        if wanted not in (moving.owned, moving.home):
+            gain_s = max(home_s - owned_step_s(times, wanted, moving.segments), 0.0)
+            relieved = [
+                rank for rank, slow in enumerate(self._are_stragglers) if slow and wanted[rank] < moving.owned[rank]
+            ]
+            comes_too_late = bool(relieved) and all(
+                self._spells.speak_against(rank, saved[rank], gain_s, moving.late_s) for rank in relieved
+            )
+            if comes_too_late and is_worse_than_home:
+                wanted, gain_s, comes_too_late = moving.home, 0.0, False
+        saved_s = 0.0
+        if wanted != moving.owned:
+            saved_s = now_s - owned_step_s(times, wanted, moving.segments)
+            if wanted == moving.home:
+                # Who may only seem slower than others, as he owns little, is seen there.
+                saved_s = now_s - float((times.curves.busy_s / (1.0 + CERTAINTY_KEPT * deviations)).max())
+            # To go or to come home it is certain who is slow; from one division to another everybody's times count.
+            is_noise = saved_s <= (COST_IN_VAIN / DURATION + deviation) * now_s
+            if is_noise and not moving.is_home and wanted != moving.home:
+                saved_s = 0.0
+        every = self.config.update_every
+        if moving.update(wanted, saved_s, every, step_s=now_s, gain_s=gain_s, waits=comes_too_late):
+            self._spare_nobody()
+
+    def _account(self, times: GroupTimes, deviations: Floats) -> None:
+        """What the plan under which ``times`` were measured has lost against even shares, nothing pruned or lent.
+
+        A rank that does less than the others is taken to be as fast as it may well be: what is not sure is no gain.
+        """
+        owned = self._moving.owned_before
+        is_even = owned == self._moving.home and not any(own.spared for own in self._measured_under)
+        sure = GroupTimes(
+            own.faster(1.0 + CERTAINTY_KEPT * deviation) if shares.spared or share < 1.0 else own
+            for own, deviation, shares, share in zip(
+                times, deviations.tolist(), self._measured_under, owned, strict=True
+            )
+        )
+        even_s = float(sure.curves.busy_s.max()) + self._communication.seconds(())
+        step_s = even_s if is_even else self._step_s(sure, self._measured_under, self._loans_then, owned)
+        every = self.config.update_every
+        self._moving.account.take((step_s - even_s) * every, step_s * every, every)
+
+    def _step_s(
+        self,
+        times: GroupTimes,
+        shares: Sequence[Shares],
+        loans: Sequence[Loan],
+        owned: tuple[float, ...] | None = None,
+    ) -> float:
+        owned = self._moving.owned if owned is None else owned
+        if owned != self._moving.home:
+            busy_s = owned_step_s(times, owned, self._moving.segments)
+            return busy_s + self._communication.seconds(())
+        spared = [own.spared for own in shares]
+        return max(predicted_busy_s(times, spared, loans)) + self._communication.seconds([own.lent for own in shares])
+
+    def _calibrate(
+        self, times: GroupTimes, deviations: Floats, step_s: float, before: Sequence[Shares], *, is_in_doubt: bool
+    ) -> None:
+        spared = [now.spared > 0.0 for now in self._shares]
+        if self.config.forced_ratio is not None or not any(spared):
+            return
+        is_new = any(
+            now.spared and abs(now.spared - then.spared) >= _NEW for now, then in zip(self._shares, before, strict=True)
+        )
+        self.num_calibration_steps = self._calibration.due(
+            self.config.update_every,
+            step_s,
+            float(times.curves.busy_s.max()),
+            is_new=is_new or is_in_doubt,
+            is_unsure=float(deviations[spared].max()) > UNSURE,
+            is_doubtful=float(deviations[spared].max()) > DOUBTFUL,
+        )
+
+
+def _as_plain_loans(loans: Sequence[Loan]) -> list[tuple[Any, ...]]:
+    return [(loan.owner, loan.share, list(loan.receivers), list(loan.parts)) for loan in loans]
+
+
+def _from_plain_loans(values: Sequence[Any]) -> tuple[Loan, ...]:
+    receivers: dict[tuple[int, ...], tuple[int, ...]] = {}  # loans have theirs in common, as decided ones have
+    shares: dict[tuple[float, ...], tuple[float, ...]] = {}
+    loans = ((owner, ratio, tuple(to), tuple(parts)) for owner, ratio, to, parts in values)
+    return tuple(
+        Loan(owner, ratio, receivers.setdefault(to, to), shares.setdefault(parts, parts))
+        for owner, ratio, to, parts in loans
+    )
+
+
+def _as_plain(times: RankTimes | None) -> tuple[Any, ...] | None:
+    if times is None:
+        return None
+    cost = times.cost
+    points = cost.ratios, cost.gemm_share, cost.gather_fill_s, cost.borrowing, cost.widening
+    return times.rest_s, times.gemm_s, times.gather_fill_scale, times.deviation, points, times.moving_rest
+
+
+def _from_plain(values: Sequence[Any] | None) -> RankTimes | None:
+    if values is None:
+        return None
+    rest_s, gemm_s, scale, deviation, (*points, borrowing, widening), moving_rest = values
+    ratios, gemm_share, gather_fill_s = map(tuple, points)
+    cost = ResizingCost(ratios, gemm_share, gather_fill_s, borrowing, widening)
+    return RankTimes(rest_s, gemm_s, scale, cost, deviation, moving_rest)

@@ -1,0 +1,279 @@
+"""When a change of ownership pays: a ski rental, since nobody knows how long a rank will stay slow.
+
+Every step under a division that is not the wanted one costs the difference of the two. When that has added up to what
+the move there and back takes, the move is made: so all of it takes at most twice what the best would in hindsight.
+Units go to others by the same rule. They come home when that has added up to one way, as the way out has paid for both,
+or when it was surely better for some updates, however little. A straggler that changes place before its slowness has
+cost as much is never worth a move.
+
+Small gains are not chased: after each move away the next one must have been missed for longer, the more the less it
+saves. And an account is kept (``account.py``): where balancing has lost more than it may, the next slowness must first
+have cost many times what is beyond that.
+
+The price of moves is not all: a rank that recovers, or becomes slow after it was given units, is noticed some steps
+later only, and until then the division is worse than even shares. What that has cost is remembered, and past spells
+of slowness tell how often it is paid.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from zeroresize.plan.ownership import SegmentWork, checked_shares, owned_shares
+from zeroresize.policy.moves.move_cost import MoveCost
+from zeroresize.policy.tensor.account import Account
+from zeroresize.policy.tensor.rules.ownership import merged
+from zeroresize.utils.state_checks import Check, count, each, flag, keyed, not_negative, number, row
+
+#: How much the newest comparison of products says of what comparisons take.
+_WEIGHT = 0.7
+#: How much the newest interval under a division that came too late says of what the next ones cost, what share of that
+#: is forgotten at an update, and how many times what the move was to save one interval counts at most.
+_WEIGHT_OF_LATE, _FORGETTING, _MOST_LATE = 0.5, 1 / 64, 2.0
+#: Ranks whose share changes at least this part as much as any other's are those for whom units move.
+_MOVERS = 0.5
+#: Units come home after so many updates in which that was surely better, whatever the move takes.
+_SURE_UPDATES = 4
+#: Each move away of late adds to the price of the next one: (this share of a step / what that saves) ** 4 times the
+#: price. After so many steps a move counts half.
+_CHASED, _HALF_LIFE = 0.14, 1000
+#: Where balancing has lost more than it may, slowness must have cost so many times the rest before units move again.
+_MISTRUST = 10.0
+#: For so many updates it is not noticed that a division is good for nothing any more.
+_UNNOTICED_UPDATES = 2
+#: After a refused move no other is tried for so many updates, twice as many after each that follows, up to the most.
+FIRST_PAUSE, LONGEST_PAUSE = 8, 1024
+
+
+@dataclass
+class Moving:
+    """Who owns what in a group, and what is owed for not moving.
+
+    Args:
+        num_ranks: size of the group.
+        segments: in which units can change hands; none, and nothing moves.
+        bytes_of_units: bytes of the units of one rank at home, with all that moves along.
+
+    Attributes:
+        segments: merged where they divide alike.
+        owned: what each rank owns by the last decision, mean 1.
+        owned_before: what it owned before that.
+        is_held: whether a user decides.
+        cost: of a move, as far as is known.
+        owed_s: what the present division has cost since another was wanted, seconds.
+        movers: for whom units would move, each rank with whether it is to get more.
+        pause: for so many updates nothing moves.
+        gain_s: seconds of a step that the present division was to save, compared with even shares; 0 where no decision
+            made it.
+        comparing_s: seconds for which ranks compare products after a move away from home.
+        late_s: seconds of a step that a division costs, compared with even shares, until it is noticed that it is good
+            for nothing; 0 before that was seen.
+        moves_lately: moves away from home that were decided, older ones counting less.
+        sure: for so many updates it was surely better to come home.
+        account: what balancing has lost.
+    """
+
+    num_ranks: int
+    segments: Sequence[SegmentWork] = ()
+    bytes_of_units: float = 0.0
+    owned: tuple[float, ...] = field(init=False)
+    owned_before: tuple[float, ...] = field(init=False)
+    is_held: bool = field(default=False, init=False)
+    cost: MoveCost = field(default_factory=MoveCost, init=False)
+    owed_s: float = field(default=0.0, init=False)
+    movers: frozenset[tuple[int, bool]] = field(default=frozenset(), init=False)
+    pause: int = field(default=0, init=False)
+    gain_s: float = field(default=0.0, init=False)
+    comparing_s: float = field(default=0.0, init=False)
+    late_s: float = field(default=0.0, init=False)
+    moves_lately: float = field(default=0.0, init=False)
+    sure: int = field(default=0, init=False)
+    account: Account = field(default_factory=Account, init=False)
+    _next_pause: int = field(default=FIRST_PAUSE, init=False)
+    _was_held: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.segments = merged(self.segments)
+        self._work = math.fsum(segment.work for segment in self.segments)
+        self.owned = self.owned_before = self.home
+
+    @property
+    def home(self) -> tuple[float, ...]:
+        """Even shares."""
+        return (1.0,) * self.num_ranks
+
+    @property
+    def is_home(self) -> bool:
+        """Whether every rank owns what hosts give it."""
+        return self.owned == self.home
+
+    def checked(self, shares: Sequence[float]) -> tuple[float, ...]:
+        """Shares that a user gives, in any unit, with mean 1.
+
+        Raises:
+            ValueError: if they are not one of each rank, finite, not negative and not all 0, or nothing can move.
+        """
+        found = checked_shares(shares, self.num_ranks)
+        if found != self.home and not self.segments:
+            raise ValueError(f"shares={list(shares)}: the model has no units that can change their owner")
+        return found
+
+    def put(self, shares: Sequence[float], *, is_held: bool) -> None:
+        """A user has decided: in force from now on."""
+        self.owned_before, self.owned, self.gain_s = self.owned, self.checked(shares), 0.0
+        self._was_held, self.is_held = self.is_held, is_held
+        self._settle()
+
+    def price_s(self, wanted: Sequence[float]) -> float:
+        """Seconds of a move from the present division to another, and back; one way home."""
+        if not self._work:
+            return 0.0
+        now, then = (owned_shares(shares, self.segments) for shares in (self.owned, wanted))
+        most = max(abs(after - before) for before, after in zip(now, then, strict=True))
+        one_way_s = self.cost.seconds(most / self._work * self.bytes_of_units)
+        if tuple(wanted) == self.home or not one_way_s:
+            return one_way_s
+        return 2.0 * one_way_s + self.comparing_s
+
+    def update(
+        self,
+        wanted: tuple[float, ...],
+        saved_s: float,
+        num_steps: int,
+        *,
+        step_s: float = 0.0,
+        gain_s: float = 0.0,
+        waits: bool = False,
+    ) -> bool:
+        """Decide whether to move to what is wanted.
+
+        Args:
+            wanted: what every rank should own.
+            saved_s: by how much steps would be shorter then, seconds; 0 where that is noise.
+            num_steps: until the next decision.
+            step_s: how long steps are, seconds; 0 where that is not known.
+            gain_s: by how much they would be shorter than at even shares.
+            waits: whether something else than the price speaks against it; what is owed adds up all the same.
+        """
+        self.late_s *= 1.0 - _FORGETTING
+        self.owned_before, self._was_held = self.owned, self.is_held
+        if self.is_held:
+            return False
+        self.pause = max(self.pause - 1, 0)
+        self.moves_lately *= 0.5 ** (num_steps / _HALF_LIFE)
+        movers = self._movers(wanted)
+        common = self.movers & movers
+        if not common:  # nobody, or somebody else
+            self.owed_s = 0.0
+        self.movers = common or movers
+        is_homecoming = wanted == self.home
+        self.sure = self.sure + 1 if movers and is_homecoming and saved_s > 0.0 else 0
+        if not movers:
+            return False
+        self.owed_s = max(self.owed_s + saved_s * num_steps, 0.0)
+        if waits or saved_s <= 0.0 or self.pause:
+            return False
+        price_s = self.price_s(wanted)
+        if is_homecoming:
+            if self.owed_s < price_s and self.sure < _SURE_UPDATES:
+                return False
+        else:
+            debt_s = self.account.debt_with(price_s, _UNNOTICED_UPDATES * num_steps * self.late_s)
+            if self.is_home:
+                price_s *= 1.0 + self.moves_lately * (_CHASED * step_s / saved_s) ** 4
+            if self.owed_s < price_s + _MISTRUST * debt_s:
+                return False
+            self.moves_lately += 1.0
+        self.owned, self.gain_s = wanted, gain_s
+        self._settle()
+        return True
+
+    def came_late(self, lost_s: float) -> None:
+        """Steps under the present division were longer than at home, by so many seconds each."""
+        if self.gain_s > 0.0:
+            counted_s = min(lost_s, _MOST_LATE * self.gain_s)
+            self.late_s += (_WEIGHT_OF_LATE if self.late_s else 1.0) * (counted_s - self.late_s)
+
+    def refuse(self, in_force: tuple[float, ...]) -> None:
+        """The last move was not made: ``in_force`` stays, and nothing is tried for a while."""
+        self.is_held = self._was_held and in_force == self.owned_before
+        if self.owned != self.home and not self.is_held:
+            self.moves_lately = max(self.moves_lately - 1.0, 0.0)
+        self.owned = self.owned_before = in_force
+        self.gain_s = 0.0
+        self._settle()
+        self.pause = self._next_pause
+        self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
+
+    def learn(self, num_bytes: float, seconds: float, comparing_s: float = 0.0) -> None:
+        """A move has been made, and ranks have compared products for so long; 0 if they have not."""
+        self.cost = self.cost.learned(num_bytes, seconds)
+        if comparing_s > 0.0:
+            self.comparing_s += _WEIGHT * (comparing_s - self.comparing_s)
+        self.account.take(seconds + comparing_s, seconds + comparing_s, 0)
+        self._next_pause = FIRST_PAUSE
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        # A tuple is one entry of a checkpoint, however long it is.
+        return {
+            "owned": self.owned,
+            "owned_before": self.owned_before,
+            "is_held": self.is_held,
+            "cost": (self.cost.seconds_per_byte, self.cost.fixed_s),
+            "owed_s": self.owed_s,
+            "movers": tuple(sorted(self.movers)),
+            "pause": (self.pause, self._next_pause),
+            "comparing_s": self.comparing_s,
+            "late": (self.gain_s, self.late_s),
+            "lately": (self.moves_lately, self.sure),
+            "account": (self.account.lost_s, self.account.elapsed_s, self.account.num_steps),
+        }
+
+    @property
+    def state_check(self) -> Check:
+        """Of what :meth:`load_state_dict` can take over."""
+        shares = each(not_negative, self.num_ranks)
+        return keyed(
+            {
+                "owned": shares,
+                "owned_before": shares,
+                "is_held": flag,
+                "cost": row(not_negative, not_negative),
+                "owed_s": not_negative,
+                "movers": each(row(count, flag)),
+                "pause": row(count, count),
+                "comparing_s": not_negative,
+                "late": row(not_negative, not_negative),
+                "lately": row(not_negative, count),
+                "account": row(number, not_negative, not_negative),
+            }
+        )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from :meth:`state_dict`; without segments, at home."""
+        can_move = bool(self.segments)
+        self.owned = tuple(state["owned"]) if can_move else self.home
+        self.owned_before = tuple(state["owned_before"]) if can_move else self.home
+        self.is_held = state["is_held"] and can_move
+        self.cost = MoveCost(*state["cost"])
+        self.owed_s = state["owed_s"]
+        self.movers = frozenset((rank, is_more) for rank, is_more in state["movers"])
+        self.pause, self._next_pause = state["pause"]
+        self.comparing_s = state["comparing_s"]
+        self.gain_s, self.late_s = state["late"]
+        self.moves_lately, self.sure = state["lately"]
+        self.account = Account(*state["account"])
+
+    def _movers(self, wanted: Sequence[float]) -> frozenset[tuple[int, bool]]:
+        changes = [new - now for now, new in zip(self.owned, wanted, strict=True)]
+        most = max(map(abs, changes))
+        return frozenset(
+            (rank, change > 0.0) for rank, change in enumerate(changes) if most and abs(change) >= _MOVERS * most
+        )
+
+    def _settle(self) -> None:
+        self.owed_s, self.movers, self.sure = 0.0, frozenset(), 0

@@ -1,0 +1,105 @@
+"""Who computes for whom, and how long every rank is busy with it.
+
+Shares are in units of one rank's full products: who computes its own and nothing else has share 1.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from zeroresize.plan.group import Loan
+from zeroresize.policy.tensor.curves import Curves
+from zeroresize.policy.tensor.times import RankTimes
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a group's work is to be divided.
+
+    Attributes:
+        pruned: what each rank drops of its own products.
+        lent: what each rank hands over.
+        slack: how much more each rank can take, in any unit; None divides evenly.
+    """
+
+    pruned: tuple[float, ...]
+    lent: tuple[float, ...]
+    slack: tuple[float, ...] | None = None
+
+    def busy_s(self, times: Sequence[RankTimes]) -> list[float]:
+        """Busy seconds of every rank when the work is divided so."""
+        spared = [pruned + lent for pruned, lent in zip(self.pruned, self.lent, strict=True)]
+        return predicted_busy_s(times, spared, loans_of(self.lent, self.slack))
+
+
+def paper_lending_ratios(times: Sequence[RankTimes], are_stragglers: Sequence[bool], reference_s: float) -> list[float]:
+    """Eq. (1): γ = (T − T_ref) / M, which leaves the receivers slower than the owner.
+
+    Args:
+        reference_s: T_ref, T_min in the paper's section on SEMI.
+    """
+    return [
+        min(1.0, max(0.0, (rank.busy_s - reference_s) / rank.gemm_s)) if slow else 0.0
+        for rank, slow in zip(times, are_stragglers, strict=True)
+    ]
+
+
+def loans_of(ratios: Sequence[float], capacities: Sequence[float] | None = None) -> tuple[Loan, ...]:
+    """One loan of every rank with γ > 0, divided among the ranks with γ = 0.
+
+    Args:
+        ratios: γ of every rank.
+        capacities: how much more each rank can take, in any unit; None (or no rank that can take more) divides evenly,
+            from the rank after the owner on, which is the paper's virtual renumbering.
+
+    Raises:
+        ValueError: if every rank lends.
+    """
+    num_ranks = len(ratios)
+    owners = [rank for rank, ratio in enumerate(ratios) if ratio > 0.0]
+    if len(owners) == num_ranks:
+        raise ValueError(f"all {num_ranks} ranks lend, so no rank is left to compute: γ is {list(ratios)}")
+    receivers = [rank for rank, ratio in enumerate(ratios) if ratio == 0.0]
+    if capacities is not None and (able := [rank for rank in receivers if capacities[rank] > 0.0]):
+        total = sum(capacities[rank] for rank in able)
+        parts = tuple(capacities[rank] / total for rank in able)
+        shared = tuple(able)
+        return tuple(Loan(owner, ratios[owner], shared, parts) for owner in owners)
+    parts = (1.0 / len(receivers),) * len(receivers)
+    loans = []
+    for owner in owners:
+        following = bisect(receivers, owner)
+        loans.append(Loan(owner, ratios[owner], (*receivers[following:], *receivers[:following]), parts))
+    return tuple(loans)
+
+
+def borrowed_shares(loans: Sequence[Loan], num_ranks: int) -> list[float]:
+    """What every rank computes for others, in units of full products."""
+    lent: list[float] = []  # by division, of all loans that are divided so
+    divisions: dict[tuple[tuple[int, ...], tuple[float, ...]], int] = {}
+    known: dict[tuple[int, int], int] = {}  # most loans share the two tuples, which are long
+    for loan in loans:
+        same = id(loan.receivers), id(loan.parts)
+        if same not in known:
+            is_even = len(set(loan.parts)) == 1  # the same for each of them, in whatever order they follow
+            receivers = tuple(sorted(loan.receivers)) if is_even else loan.receivers
+            known[same] = divisions.setdefault((receivers, loan.parts), len(lent))
+            lent += [0.0] * (len(divisions) - len(lent))
+        lent[known[same]] += loan.share
+    borrowed = [0.0] * num_ranks
+    for (receivers, parts), division in divisions.items():
+        for receiver, part in zip(receivers, parts, strict=True):
+            borrowed[receiver] += lent[division] * part
+    return borrowed
+
+
+def predicted_busy_s(times: Sequence[RankTimes], spared: Sequence[float], loans: Sequence[Loan]) -> list[float]:
+    """Busy seconds of every rank that is spared a share of its own products and computes what others lend it."""
+    curves = Curves.of(times)
+    borrowed = np.array(borrowed_shares(loans, len(times)))
+    busy_s = curves.busy_at(np.array(spared)[:, None]) + curves.gemm_s[:, None] * curves.borrowed_at(borrowed[:, None])
+    return busy_s[:, 0].tolist()

@@ -1,0 +1,79 @@
+"""In mode "off": what every other mode would decide from the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from zeroresize.config import BalanceConfig
+from zeroresize.config_keys import MIGRATING_MODES, MODES, PRUNING_MODES
+from zeroresize.plan.group import WorkloadPlan
+from zeroresize.plan.ownership import SegmentWork
+from zeroresize.policy.moves.move_cost import MoveCost
+from zeroresize.policy.tensor.communication import CollectiveTimes
+from zeroresize.policy.tensor.controller import Controller
+from zeroresize.policy.tensor.times import RankTimes
+
+#: Modes that decide alike are tried once: those that only prune differ in the columns, not in how many.
+_KIND_OF_MODE = {mode: mode if mode in MIGRATING_MODES else PRUNING_MODES[0] for mode in MODES if mode != "off"}
+#: In larger groups each controller decides at one update of ``_RARELY`` only, one after the other: for 1,024 ranks it
+#: takes up to 50 ms.
+_MOST_RANKS = 128
+_RARELY = 32
+
+
+class WhatIf:
+    """A controller for each kind of mode; none in another mode than "off". All ranks have the same at every update.
+
+    Args:
+        config: of the run.
+        num_ranks: size of the group.
+        segments: as of :class:`~zeroresize.policy.tensor.controller.Controller`.
+
+    Attributes:
+        plans: of the last update at which each decided, by mode.
+    """
+
+    def __init__(
+        self,
+        config: BalanceConfig,
+        num_ranks: int,
+        segments: Sequence[SegmentWork] = (),
+    ) -> None:
+        kinds = dict.fromkeys(_KIND_OF_MODE.values()) if config.mode == "off" else {}
+        self._controllers = {kind: Controller(_deciding(config, kind), num_ranks, segments) for kind in kinds}
+        self._is_large = num_ranks > _MOST_RANKS
+        self._num_updates = 0
+        self._plans = {kind: controller.initial_plan() for kind, controller in self._controllers.items()}
+
+    def expect_moves(self, cost: MoveCost, bytes_of_units: float, comparing_s: float = 0.0) -> None:
+        """As :meth:`Controller.expect_moves`."""
+        for controller in self._controllers.values():
+            controller.expect_moves(cost, bytes_of_units, comparing_s)
+
+    def update(self, samples: Sequence[RankTimes], collectives: CollectiveTimes) -> None:
+        """Let every controller decide, as :meth:`Controller.update` does, where it is time to."""
+        for number, (kind, controller) in enumerate(self._controllers.items()):
+            if not self._is_large or self._num_updates % _RARELY == number:
+                self._plans[kind] = controller.update(samples, collectives)
+        self._num_updates += 1
+
+    @property
+    def plans(self) -> dict[str, WorkloadPlan]:
+        return {mode: self._plans[kind] for mode, kind in _KIND_OF_MODE.items() if kind in self._plans}
+
+    def states(self) -> list[dict[str, Any]]:
+        """Of the controllers, plain values."""
+        return [controller.state_dict() for controller in self._controllers.values()]
+
+    def load_states(self, states: Sequence[dict[str, Any]]) -> None:
+        """Go on from :meth:`states`; there are none where they were saved in another mode."""
+        for controller, state in zip(self._controllers.values(), states, strict=False):
+            controller.load_state_dict(state)
+        self._num_updates = 0
+        self._plans = {kind: controller.current_plan() for kind, controller in self._controllers.items()}
+
+
+def _deciding(config: BalanceConfig, mode: str) -> BalanceConfig:
+    """What decides how much in another mode as it is configured; which columns is nobody's question here."""
+    return config.in_mode(mode, ratio="auto", ranks="stragglers", pridiff_rule="budget")

@@ -1,0 +1,202 @@
+"""Measuring what the layers of a switchable model cost on the machine that trains it, and how fast its links are."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from zeroresize.comm.collectives import all_reduce, group_rank, group_size, message_device
+from zeroresize.measure import links
+from zeroresize.policy.strategy.costs.cost_model import Floats
+from zeroresize.policy.strategy.costs.layer_costs import LayerCost, LayerCosts
+from zeroresize.policy.strategy.switches.switch_plan import LinkSpeeds
+from zeroresize.strategy.model import SwitchableModel
+from zeroresize.strategy.packed import Packed
+from zeroresize.utils.value_checks import at_least
+
+#: The lengths that are timed: the longest one, and these parts of it.
+_PARTS = (1, 4, 16)
+_ROUNDS = 3
+
+
+def measured_points(longest: int, max_tokens: int) -> list[tuple[int, ...]]:
+    """Lengths of the micro-batches that are timed, fewest tokens first: one sequence, and as many as there is room for.
+
+    They reach as far as training does, so that nothing is extrapolated. Equal tokens in sequences of different lengths
+    tell b and c apart.
+
+    Args:
+        longest: sequence.
+        max_tokens: of a micro-batch.
+
+    Raises:
+        ValueError: for no tokens, or no room for the longest sequence.
+    """
+    at_least("longest", longest, 1)
+    at_least("max_tokens", max_tokens, longest)
+    lengths = [max(longest // part, 1) for part in _PARTS]
+    counts = dict.fromkeys((length, count) for length in lengths for count in (1, max_tokens // length))
+    return sorted(((length,) * count for length, count in counts), key=lambda one: (sum(one), one))
+
+
+def fitted_cost(tokens: Sequence[float], squares: Sequence[float], seconds: Floats, token_bytes: float) -> LayerCost:
+    """a, b and c, none negative, with the least sum of squared relative errors.
+
+    Args:
+        tokens, squares: of each point.
+        seconds: of each point, above 0.
+
+    Raises:
+        ImportError: without SciPy.
+    """
+    try:
+        from scipy.optimize import nnls
+    except ImportError as error:
+        raise ImportError("fitting the costs of layers needs SciPy: pip install 'zeroresize[search]'") from error
+    columns = np.stack([np.ones(len(tokens)), np.asarray(tokens), np.asarray(squares)], axis=1).astype(np.float64)
+    scale = columns.max(axis=0)
+    found = nnls(columns / scale / seconds[:, None], np.ones(len(seconds)))[0] / scale
+    return LayerCost(float(found[0]), float(found[1]), float(found[2]), token_bytes)
+
+
+def measure_layer_costs(
+    model: SwitchableModel,
+    batch_of: Callable[[Sequence[int]], Packed],
+    *,
+    longest: int,
+    max_tokens: int | None = None,
+    memory_limit: float = math.inf,
+) -> LayerCosts:
+    """What the layers cost under every tensor-parallel degree of the model's strategies that have one stage.
+
+    Collective, between steps: the model switches to each of these strategies and back to its home. Every layer is
+    timed by itself, forward and backward, on all replicas at once; the fastest of some rounds counts, and of the ranks
+    the slowest. All ranks get the same numbers.
+
+    Args:
+        batch_of: a micro-batch of sequences of these lengths, on the model's device.
+        longest: sequence of training; costs of longer ones are extrapolated.
+        max_tokens: of a micro-batch of training; None for as many as the longest sequence has.
+        memory_limit: bytes of a rank: micro-batches with which a layer would need more are not measured.
+
+    Raises:
+        ValueError: if no strategy has one stage and all ranks, or gradients are there, for lengths as
+            :func:`measured_points`, and if not even the smallest micro-batch fits.
+    """
+    num_ranks = group_size(model.process_group)
+    by_degree = {own.tp: own for own in model.strategies if own.pp == 1 and own.num_ranks == num_ranks}
+    if not by_degree:
+        raise ValueError(
+            f"none of the strategies {[str(own) for own in model.strategies]} has one stage and all ranks: layers are "
+            "measured under such ones; add one for each tensor-parallel degree"
+        )
+    has_gradients = any(one.grad is not None for one in model.parameters())
+    if _most(np.array([float(has_gradients)]), model)[0]:
+        raise ValueError("layers are measured between steps: there are gradients; call optimizer.zero_grad() first")
+    points = measured_points(longest, longest if max_tokens is None else max_tokens)
+    batches = [batch_of(lengths) for lengths in points]
+    tokens = [float(one.num_tokens) for one in batches]
+    squares = [float(sum(length**2 for length in lengths)) for lengths in points]
+    kinds = [f"layer {number}" for number in range(model.num_layers)]
+    costs: dict[str, dict[int, LayerCost]] = {kind: {} for kind in kinds}
+    boundary_bytes = 0.0
+    for tp, strategy in sorted(by_degree.items()):
+        model.switch_to(strategy, gradients=False)
+        layers = [model.stage_layers[number] for number in range(model.num_layers)]
+        kept_bytes, _ = _bytes(layers, batches[0])
+        most, held = _most(np.array([kept_bytes.max(), model.held_bytes]), model).tolist()
+        fitting = [one for one in range(len(points)) if held + most * tokens[one] <= memory_limit]
+        if not fitting:
+            model.switch_to(model.home, gradients=False)
+            raise ValueError(
+                f"memory_limit={memory_limit:g}: under {strategy} a rank has {held:.0f} bytes of weights, and not even "
+                f"a micro-batch of {tokens[0]:.0f} tokens fits beside them"
+            )
+        timed = [batches[one] for one in fitting]
+        kept_bytes, handed_bytes = _bytes(layers, timed[-1])
+        rounds = [np.stack([_timed(layers, one, model.device) for one in timed], axis=1) for _ in range(_ROUNDS)]
+        seconds_LP = np.min(rounds, axis=0)
+        own = _most(np.concatenate([seconds_LP.ravel(), kept_bytes, [handed_bytes]]), model)
+        seconds_LP, kept_bytes = own[: seconds_LP.size].reshape(seconds_LP.shape), own[seconds_LP.size : -1]
+        boundary_bytes = float(own[-1])
+        own_tokens, own_squares = ([values[one] for one in fitting] for values in (tokens, squares))
+        for kind, seconds, kept in zip(kinds, seconds_LP, kept_bytes, strict=True):
+            costs[kind][tp] = fitted_cost(own_tokens, own_squares, seconds, float(kept))
+    model.switch_to(model.home, gradients=False)
+    return LayerCosts(tuple(kinds), costs, boundary_bytes)
+
+
+def measure_links(model: SwitchableModel) -> LinkSpeeds:
+    """Of the slowest rank, all sending at once to their neighbours; collective. Links between nodes are not told apart.
+
+    A network between nodes that is slower than the links within makes both as slow: the safe side for deciding whether
+    a switch pays.
+    """
+    found = links.measure_links(model.process_group, model.device)
+    speed = 1.0 / max(found.seconds_per_byte, 1e-15)
+    return LinkSpeeds(speed, speed, found.fixed_s)
+
+
+def _timed(layers: Sequence[nn.Module], batch: Packed, device: torch.device) -> Floats:
+    """[L] seconds of forward and backward of each layer."""
+    seconds, x = np.zeros(len(layers)), batch.tokens
+    for number, layer in enumerate(layers):
+        began = _now(device)
+        x = _both_ways(layer, x, batch)
+        seconds[number] = _now(device) - began
+    return seconds
+
+
+def _both_ways(layer: nn.Module, x: Tensor, batch: Packed) -> Tensor:
+    """Forward and backward; the parameters get no gradients to keep. Returns the output, without a graph."""
+    given = x.detach().requires_grad_(x.is_floating_point())
+    y: Tensor = layer(given, batch)
+    if y.requires_grad:
+        y.backward(torch.ones_like(y))
+    for parameter in layer.parameters():
+        parameter.grad = None
+    return y.detach()
+
+
+def _bytes(layers: Sequence[nn.Module], batch: Packed) -> tuple[Floats, float]:
+    """[L] bytes of a token that each layer keeps for its backward, and those of what the first one hands on."""
+    found, x, handed = np.zeros(len(layers)), batch.tokens, 0.0
+    for number, layer in enumerate(layers):
+        weights = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
+        kept: dict[int, int] = {}
+
+        def note(tensor: Tensor, kept: dict[int, int] = kept, weights: set[int] = weights) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        hooks: AbstractContextManager[object] = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
+        with hooks:
+            x = _both_ways(layer, x, batch)
+        found[number] = sum(kept.values()) / batch.num_tokens
+        handed = handed or x.numel() * x.element_size() / batch.num_tokens
+    return found, handed
+
+
+def _most(values: Floats, model: SwitchableModel) -> Floats:
+    """The largest of all ranks."""
+    group = model.process_group
+    table = torch.zeros(group_size(group), len(values), dtype=torch.float64)
+    table[group_rank(group)] = torch.from_numpy(np.ascontiguousarray(values))
+    table = table.to(message_device(group, model.device))
+    all_reduce(table, group)
+    found: Floats = table.cpu().numpy().max(axis=0)
+    return found
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

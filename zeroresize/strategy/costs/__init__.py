@@ -1,1 +1,0 @@
-"""What strategies cost, and the search for the best ones."""

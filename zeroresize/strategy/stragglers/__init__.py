@@ -1,1 +1,0 @@
-"""Strategies for slow ranks: which there are, and when they pay."""
