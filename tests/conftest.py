@@ -17,9 +17,9 @@ from types import ModuleType
 from typing import Any
 
 import hypothesis
-import processes
 import pytest
 import torch
+from helpers import processes
 
 torch.set_num_threads(1)
 

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from log_lines import caught_log_lines
+from helpers.processes import caught_log_lines
 from torch import nn
 
 from zeroresize import BalanceConfig, Balancer, ColumnParallelLinear, RowParallelLinear, convert

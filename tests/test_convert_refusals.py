@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from tiny_transformers import build, split
+from helpers.hosts import build, split
 from torch import nn
 
 import zeroresize as zr

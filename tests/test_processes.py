@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from processes import RankFailure
+from helpers.processes import RankFailure
 
 
 @pytest.fixture(autouse=True)

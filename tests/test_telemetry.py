@@ -6,8 +6,8 @@ import math
 import os
 
 import pytest
-from full_disk import files_of_at_most
-from virtual_training import FEATURES, Run
+from helpers.faults import files_of_at_most
+from helpers.virtual_training import FEATURES, Run
 
 from zeroresize.config_keys import MIGRATING_MODES, MODES, MOVING_MODES
 from zeroresize.telemetry import JsonLinesTelemetry, TensorBoardTelemetry, UpdateRecord

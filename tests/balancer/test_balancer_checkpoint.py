@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from virtual_training import Run
+from helpers.virtual_training import Run
 
 from zeroresize.config import MODES
 from zeroresize.measure import calibrate_resizing, rank_monitor

@@ -9,9 +9,9 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from survivors import told_by_survivors
+from helpers.processes import told_by_survivors
+from helpers.virtual_training import FEATURES, Pair, Run, VirtualTime, keep_time
 from torch.nn.parallel import DistributedDataParallel
-from virtual_training import FEATURES, Pair, Run, VirtualTime, keep_time
 
 import zeroresize as zr
 from zeroresize.measure import calibration

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from log_lines import caught_log_lines
-from virtual_training import FEATURES, Run
+from helpers.processes import caught_log_lines
+from helpers.virtual_training import FEATURES, Run
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

@@ -6,8 +6,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from processes import RankFailure
-from virtual_training import Pair, Run
+from helpers.processes import RankFailure
+from helpers.virtual_training import Pair, Run
 
 import zeroresize as zr
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from helpers.virtual_training import FEATURES, Run
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from virtual_training import FEATURES, Run
 
 pytestmark = pytest.mark.slow
 

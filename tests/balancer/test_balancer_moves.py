@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from helpers.virtual_training import Pair, Run, keep_time
 from torch.utils.checkpoint import checkpoint
-from virtual_training import Pair, Run, keep_time
 
 import zeroresize as zr
 from zeroresize.measure import calibration

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from virtual_training import FEATURES, Run
+from helpers.virtual_training import FEATURES, Run
 
 from zeroresize.config_keys import PRIORITIES
 from zeroresize.control.records import update_record

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from virtual_training import Run
+from helpers.virtual_training import Run
 
 import zeroresize as zr
 from zeroresize.measure import calibrate_migration

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from virtual_training import FEATURES, Run
+from helpers.virtual_training import FEATURES, Run
 
 import zeroresize as zr
 from zeroresize.measure import calibrate_resizing, rank_monitor

@@ -8,7 +8,7 @@ import datetime
 import pytest
 import torch
 import torch.distributed as dist
-from virtual_training import Run
+from helpers.virtual_training import Run
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from virtual_training import Run
+from helpers.virtual_training import Run
 
 from zeroresize.comm import failure_reports
 from zeroresize.config_keys import MIGRATION_TRANSPORTS

@@ -5,8 +5,8 @@ import time
 
 import pytest
 import torch
+from helpers.virtual_training import FEATURES, Run
 from torch import nn
-from virtual_training import FEATURES, Run
 
 import zeroresize as zr
 from zeroresize.control.late_starts import LateStarts

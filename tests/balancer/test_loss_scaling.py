@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from helpers.virtual_training import FEATURES, Run
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from virtual_training import FEATURES, Run
 
 #: What spoils which step: the loss of all ranks, or a gradient of one of them.
 SPOILED = {4: "nan", 6: "inf", 8: "overflow"}

@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from log_lines import caught_log_lines
-from virtual_training import FEATURES, Run
+from helpers.processes import caught_log_lines
+from helpers.virtual_training import FEATURES, Run
 
 from zeroresize.control import forward_watch
 

@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from log_lines import caught_log_lines
+from helpers.processes import caught_log_lines
+from helpers.virtual_training import FEATURES, Pair
 from torch import nn
-from virtual_training import FEATURES, Pair
 
 import zeroresize as zr
 from zeroresize.resharding.agreement import CannotMoveError

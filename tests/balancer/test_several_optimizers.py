@@ -4,8 +4,8 @@ import logging
 
 import pytest
 import torch
-from log_lines import caught_log_lines
-from virtual_training import FEATURES, Pair
+from helpers.processes import caught_log_lines
+from helpers.virtual_training import FEATURES, Pair
 
 import zeroresize as zr
 

@@ -8,10 +8,10 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-import virtual_training
-from survivors import told_by_survivors
+from helpers import virtual_training
+from helpers.processes import told_by_survivors
+from helpers.virtual_training import VirtualTime
 from torch import nn
-from virtual_training import VirtualTime
 
 import zeroresize as zr
 from zeroresize.pipeline import Pipeline, PipelineBalancer, clip_grad_norm_, moving, profiling

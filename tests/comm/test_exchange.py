@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch.distributed as dist
-from processes import RankFailure
+from helpers.processes import RankFailure
 
 from zeroresize.comm.collectives import time_limit
 from zeroresize.comm.cpu_group import CpuGroup

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from virtual_training import Run
+from helpers.virtual_training import Run
 
 from zeroresize.comm import failure_reports
 from zeroresize.comm.cpu_group import CpuGroup
@@ -204,7 +204,7 @@ else:
     with open(port_file) as file:
         store = dist.TCPStore("127.0.0.1", int(file.read()), timeout=datetime.timedelta(seconds=60))
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60))
-from virtual_training import Run
+from helpers.virtual_training import Run
 group = dist.new_group([0, 1], timeout=limit)
 run = Run(group, mode="mig", update_every=3)
 run.steps(4)

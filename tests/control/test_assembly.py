@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from virtual_training import Pair
+from helpers.virtual_training import Pair
 
 import zeroresize as zr
 from zeroresize.control import assembly

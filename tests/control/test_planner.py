@@ -3,7 +3,7 @@
 import inspect
 
 import pytest
-from virtual_training import Run
+from helpers.virtual_training import Run
 
 import zeroresize as zr
 from zeroresize.control import assembly

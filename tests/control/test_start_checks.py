@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
-from colossalai_host import Host, small_vit
-from log_lines import caught_log_lines
+from helpers.hosts import Host, small_vit
+from helpers.processes import caught_log_lines
+from helpers.virtual_training import FEATURES, Pair
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from virtual_training import FEATURES, Pair
 
 import zeroresize as zr
 

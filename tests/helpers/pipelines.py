@@ -1,12 +1,25 @@
-"""A small model of layers for pipelines, its undivided training, and what a stage holds."""
+"""Pipelines: a small model with its undivided training, every partition tried, and pipelines that are only numbers."""
+
+from __future__ import annotations
 
 import copy
 import functools
+import itertools
+from dataclasses import dataclass
 
+import numpy as np
 import torch
+from hypothesis import strategies as st
 from torch import nn
 
 from zeroresize.pipeline import Pipeline, clip_grad_norm_
+from zeroresize.plan.partition import Partition
+from zeroresize.policy.moves.move_cost import MoveCost
+from zeroresize.policy.pipeline.bubbles import simulated_step
+from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
+from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
+from zeroresize.policy.pipeline.rebalancing import Rebalancing
+from zeroresize.policy.pipeline.rebalancing_forecast import RebalancingRule
 
 WORDS, WIDTH, LENGTH, BATCH, MICRO = 11, 6, 3, 8, 4
 NUM_LAYERS = 7
@@ -170,3 +183,120 @@ def assert_same(ones, others):
             assert one.dtype == other.dtype and one.stride() == other.stride(), name
         else:
             assert one == other, name
+
+
+@st.composite
+def loads(draw, max_layers=8, max_stages=5, is_limited=None, speeds=(0.5, 1.0, 2.0, 4.0)):
+    """Costs and speeds whose quotients are exact."""
+    num_layers = draw(st.integers(1, max_layers))
+    num_stages = draw(st.integers(1, min(num_layers, max_stages)))
+
+    def numbers(values, length):
+        return draw(st.lists(values, min_size=length, max_size=length))
+
+    memory = {}
+    if draw(st.booleans()) if is_limited is None else is_limited:
+        memory["layer_bytes"] = numbers(st.integers(0, 6), num_layers)
+        memory["memory_limits"] = numbers(st.integers(3, 16), num_stages)
+    costs = numbers(st.integers(0, 12), num_layers)
+    return PipelineLoad.of(costs, num_stages, speeds=numbers(st.sampled_from(speeds), num_stages), **memory)
+
+
+def all_partitions(num_layers, num_stages):
+    for inner in itertools.combinations(range(1, num_layers), num_stages - 1):
+        yield Partition((0, *inner, num_layers))
+
+
+def slowest_of(load, partition):
+    return max(
+        sum(load.costs[layer] for layer in partition.layers_of(stage)) / load.speeds[stage]
+        for stage in range(partition.num_stages)
+    )
+
+
+def fits_into(load, partition):
+    return all(
+        sum(load.layer_bytes[layer] for layer in partition.layers_of(stage)) <= load.memory_limits[stage]
+        for stage in range(partition.num_stages)
+    )
+
+
+def fastest_possible(load):
+    """The time of the slowest stage in the best of all partitions that fit; None where none does."""
+    tried = all_partitions(load.num_layers, load.num_stages)
+    return min((slowest_of(load, one) for one in tried if fits_into(load, one)), default=None)
+
+
+def carried_out(start, transfers):
+    """Every stage's layers, in order, after each of the transfers in turn; checks that the layer was at its source."""
+    stages = [list(start.layers_of(stage)) for stage in range(start.num_stages)]
+    yield [list(own) for own in stages]
+    for transfer in transfers:
+        stages[transfer.source].remove(transfer.layer)
+        stages[transfer.destination] = sorted([*stages[transfer.destination], transfer.layer])
+        yield [list(own) for own in stages]
+
+
+NUM_MICROBATCHES = 8
+COST_OF_MOVE = MoveCost(1e-9, 0.05)
+
+
+@dataclass
+class World:
+    """Layers have ``work`` [L] and run on devices of ``speeds`` [S]; a third of the seconds is forward."""
+
+    work: list[float]
+    speeds: list[float]
+    boundaries: tuple[int, ...]
+    weight_bytes: int = 1000
+    noise: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self):
+        self._random = np.random.default_rng(self.seed)
+
+    def profile(self):
+        seconds = np.array(self.work) / np.array(self.speeds)[Partition(self.boundaries).stages]
+        seconds *= self._random.uniform(1.0, 1.0 + self.noise, len(seconds))
+        layers = tuple(
+            LayerProfile(one / 3, one * 2 / 3, self.weight_bytes, self.weight_bytes, 2 * self.weight_bytes, 100)
+            for one in seconds.tolist()
+        )
+        return PipelineProfile(layers, self.load.stage_times(Partition(self.boundaries)), self.boundaries)
+
+    @property
+    def load(self):
+        return PipelineLoad.of(self.work, len(self.speeds), speeds=self.speeds)
+
+    @property
+    def slowest(self):
+        return self.load.slowest(Partition(self.boundaries))
+
+    @property
+    def step_s(self):
+        """Of a 1F1B step, simulated."""
+        times = self.load.stage_times(Partition(self.boundaries)) / NUM_MICROBATCHES
+        return simulated_step((times / 3).tolist(), (times * 2 / 3).tolist(), NUM_MICROBATCHES).step_s
+
+    def train(self, rebalancing, num_profiles):
+        """The boundaries after each move."""
+        moves = []
+        for _ in range(num_profiles):
+            forecast = rebalancing.update(self.profile())
+            if forecast is not None:
+                assert forecast.before == self.boundaries
+                self.boundaries = forecast.after
+                moves.append(self.boundaries)
+                rebalancing.learn(forecast.num_bytes, 0.01)
+        return moves
+
+
+def rebalancing_of(cost_of_move=COST_OF_MOVE, **options):
+    chosen = {
+        "by": "time",
+        "method": "partition",
+        "schedule": "1f1b",
+        "num_microbatches": NUM_MICROBATCHES,
+        "num_steps": 100,
+    }
+    return Rebalancing(RebalancingRule(**(chosen | options)), cost_of_move)

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import logging
 import multiprocessing
 import os
 import pickle
+import resource
 import signal
+import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
@@ -26,6 +29,9 @@ from typing import Any
 import torch
 import torch._dynamo  # optimizers need it: imported here once instead of in every rank, where it takes seconds
 import torch.distributed as dist
+
+from vit_examples import train
+from vit_examples.one_node import loopback_store, rank_environment
 
 #: Seconds that the other ranks have to report a failure of their own once one has failed.
 GRACE_S = 0.5
@@ -125,3 +131,210 @@ def _timeout_text(processes: list[ForkProcess], ranks: list[int], timeout_s: flo
 
 def _stack_path(scratch: Path, rank: int) -> Path:
     return scratch / f"stack_{rank}.txt"
+
+
+def told_by_survivors(fn, num_ranks, folder):
+    """What ``fn(rank, group)`` returns, by rank, on those ranks whose process it does not end."""
+    fork = multiprocessing.get_context("fork")
+
+    def main(rank):
+        store = f"file://{folder}/store"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num_ranks)
+        try:
+            told = fn(rank, dist.group.WORLD)
+        except BaseException:
+            told = traceback.format_exc()
+        (folder / f"{rank}.writing").write_text(told)
+        (folder / f"{rank}.writing").rename(folder / f"{rank}.told")
+        time.sleep(60.0)  # until it is killed: ending would break connections
+
+    ranks = [fork.Process(target=main, args=(rank,)) for rank in range(num_ranks)]
+    for process in ranks:
+        process.start()
+    deadline = time.monotonic() + 40.0
+    try:
+        while time.monotonic() < deadline:
+            told = {int(path.stem): path.read_text() for path in folder.glob("*.told")}
+            if all(not process.is_alive() or rank in told for rank, process in enumerate(ranks)):
+                return told
+            time.sleep(0.05)
+        raise TimeoutError(f"only ranks {sorted(told)} have ended: {told}")
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+def dying(before=lambda *_: None):
+    """Instead of sending messages: the process ends."""
+
+    def start_messages(sends, receives, group, over=None, tag=0):
+        before(sends, receives, group)
+        os._exit(0)
+
+    return start_messages
+
+
+def send_half(sends, receives, group):
+    """One of the messages goes out, whole."""
+    for peer in sorted(sends)[:1]:
+        group.send([sends[peer]], peer, 0).wait()
+
+
+NUM_RANKS = 2
+_FORK = multiprocessing.get_context("fork")
+
+
+class ForkedTraining:
+    """Ranks that run, and what they have said; made by :func:`training_started`."""
+
+    def __init__(self, ranks: list[ForkProcess], folder: Path):
+        self._ranks, self._folder = ranks, folder
+
+    def wait(self, timeout_s: float) -> subprocess.CompletedProcess[str]:
+        """The first status that is not 0, and all that was said; the other ranks are stopped then, as by torchrun.
+
+        Raises:
+            TimeoutError: if ranks still run after so many seconds; it says what they have said.
+        """
+        deadline = time.monotonic() + timeout_s
+        running = {rank.sentinel: rank for rank in self._ranks}
+        status = 0
+        while running and not status:
+            ended = wait(list(running), timeout=max(0.0, deadline - time.monotonic()))
+            if not ended:
+                raise TimeoutError(f"still running after {timeout_s} s: {self.said()}")
+            for sentinel in ended:
+                rank = running.pop(sentinel)
+                rank.join()
+                status = status or rank.exitcode
+        stop(self._ranks)
+        stdout, stderr = self.said()
+        return subprocess.CompletedProcess(["training"], status, stdout, stderr)
+
+    def said(self) -> tuple[str, str]:
+        """What is on the ranks' standard output and standard error so far."""
+        return (self._folder / "stdout").read_text(), (self._folder / "stderr").read_text()
+
+
+@contextmanager
+def training_started(
+    arguments: Sequence[str],
+    folder: Path,
+    before: Callable[[], None] = lambda: None,
+    main: Callable[[Sequence[str]], None] = train.main,
+) -> Iterator[ForkedTraining]:
+    """While such a block lasts; each rank calls ``before()``, then ``main(arguments)``."""
+    folder.mkdir(parents=True)
+    here, there = _FORK.Pipe()
+    store = _FORK.Process(target=_keep_store, args=(there,))
+    store.start()
+    ranks: list[ForkProcess] = []
+    try:
+        port = here.recv()
+        for rank in range(NUM_RANKS):
+            environment = rank_environment(rank, NUM_RANKS, port)
+            ranks.append(_FORK.Process(target=_fork_main, args=(arguments, environment, folder, before, main)))
+            ranks[-1].start()
+        yield ForkedTraining(ranks, folder)
+    finally:
+        stop(ranks)
+        store.kill()
+        store.join()
+
+
+def forked_training(
+    arguments: Sequence[str],
+    folder: Path,
+    before: Callable[[], None] = lambda: None,
+    main: Callable[[Sequence[str]], None] = train.main,
+) -> subprocess.CompletedProcess[str]:
+    """What a training ends with and says."""
+    with training_started(arguments, folder, before, main) as training:
+        return training.wait(100.0)
+
+
+def stop(ranks: Sequence[ForkProcess]) -> None:
+    """Nothing is left of them."""
+    for rank in ranks:
+        with suppress(ProcessLookupError):
+            os.kill(rank.pid, signal.SIGKILL)
+        rank.join()
+
+
+def _keep_store(pipe: Connection) -> None:
+    store = loopback_store()
+    pipe.send(store.port)
+    time.sleep(300.0)  # until it is killed; not for ever, should the test process be killed itself
+
+
+def _fork_main(
+    arguments: Sequence[str],
+    environment: dict[str, str],
+    folder: Path,
+    before: Callable[[], None],
+    main: Callable[[Sequence[str]], None],
+) -> None:
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, number)
+        os.close(file)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    os.environ.clear()
+    os.environ.update(environment)
+    logging.getLogger().handlers.clear()  # pytest's: without any, warnings go to standard error
+    torch.set_num_threads(1)
+    before()
+    main(arguments)
+
+
+_LARGEST, _SMALLEST = 2**28, 2**20
+
+
+@contextmanager
+def memory_of_at_most(num_more_bytes: int) -> Iterator[None]:
+    """Beside what it has now this process gets so many bytes.
+
+    What earlier work has left free in its heap is taken first, down to pieces of 1 MB, so that it cannot serve.
+    """
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    try:
+        _limit(0, limits)
+        kept = _all_that_is_free()
+        _limit(num_more_bytes, limits)
+        yield
+        del kept
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def _limit(num_more_bytes: int, limits: tuple[int, int]) -> None:
+    (line,) = (one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith("VmSize:"))
+    resource.setrlimit(resource.RLIMIT_AS, (int(line.split()[1]) * 1024 + num_more_bytes, limits[1]))
+
+
+def _all_that_is_free() -> list[torch.Tensor]:
+    kept, size = [], _LARGEST
+    while size >= _SMALLEST:
+        try:
+            kept.append(torch.empty(size, dtype=torch.uint8))
+        except RuntimeError:
+            size //= 2
+    return kept
+
+
+@contextmanager
+def caught_log_lines(lowest: int = logging.INFO) -> Iterator[list[str]]:
+    """A list that fills with what ``zeroresize`` logs from a level on."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("zeroresize")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(lowest)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)

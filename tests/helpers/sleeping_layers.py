@@ -1,5 +1,7 @@
 """Layers that take known seconds, on a clock that only they move, and their undivided training."""
 
+from __future__ import annotations
+
 import types
 from dataclasses import dataclass, field
 

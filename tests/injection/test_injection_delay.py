@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fake_time import FakeTime
+from helpers.virtual_training import FakeTime
 
 from zeroresize.injection.delay import Delays, HostDelay
 from zeroresize.injection.device_delay import CudaDevice, DeviceDelay

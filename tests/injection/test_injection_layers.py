@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from fake_time import FakeTime
+from helpers.virtual_training import FakeTime
 from torch import nn
 
 from zeroresize.injection import StragglerInjector, round_robin, static

@@ -5,8 +5,8 @@ import importlib
 
 import pytest
 import torch
-from tiny_transformers import DEPTH, KINDS, build, compute, split
-from uneven_shards import hold, results
+from helpers.hosts import DEPTH, KINDS, build, compute, split
+from helpers.parallel_layers import hold, results
 
 import zeroresize as zr
 from zeroresize.convert import balanced_layers

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from colossalai_host import Host, batch, small_vit
+from helpers.hosts import Host, batch, small_vit
 from torch import nn
 
 import zeroresize as zr

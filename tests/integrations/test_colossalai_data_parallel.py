@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from colossalai_host import Host, batch, small_vit
+from helpers.hosts import Host, batch, small_vit
 
 import zeroresize as zr
 

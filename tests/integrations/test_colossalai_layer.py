@@ -7,9 +7,9 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from colossalai_host import OFF, Host
-from log_lines import caught_log_lines
-from parallel_layers import plan_keeping
+from helpers.hosts import OFF, Host
+from helpers.parallel_layers import plan_keeping
+from helpers.processes import caught_log_lines
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 

@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from colossalai_host import Host, batch, small_vit
-from virtual_training import VirtualTime, keep_time
+from helpers.hosts import Host, batch, small_vit
+from helpers.virtual_training import VirtualTime, keep_time
 
 import zeroresize as zr
 from zeroresize.config_keys import MIGRATION_TRANSPORTS

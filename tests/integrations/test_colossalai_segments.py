@@ -2,9 +2,8 @@
 
 import pytest
 import torch.distributed as dist
-from colossalai_host import OFF, Host
-from tiny_transformers import DEPTH, HEADS, HIDDEN, KV_HEADS, MLP, build, compute
-from uneven_shards import assert_any_owner_computes_the_same
+from helpers.hosts import DEPTH, HEADS, HIDDEN, KV_HEADS, MLP, OFF, Host, build, compute
+from helpers.parallel_layers import assert_any_owner_computes_the_same
 
 from zeroresize import convert
 from zeroresize.convert import balanced_layers

@@ -2,13 +2,13 @@
 
 from types import SimpleNamespace
 
-import formulas
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from colossalai_host import DEPTH, HIDDEN, OFF, Host, batch, small_vit
-from log_lines import caught_log_lines
+from helpers import parallel_layers
+from helpers.hosts import DEPTH, HIDDEN, OFF, Host, batch, small_vit
+from helpers.processes import caught_log_lines
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.testing import assert_close
@@ -167,7 +167,9 @@ def test_a_pruned_vit_equals_one_with_masked_weights(run_ranks, from_the_start):
         for position, (name, layer) in enumerate(balanced_layers(model).items()):
             keep = range(position % 3, layer.num_columns, 3)
             layer.plan = plan_keeping(keep, layer.num_columns) if rank == 1 else None
-            mask_weight_of_rank_1(whole.get_submodule(name), formulas.mask(keep, layer.num_columns), is_row(name))
+            mask_weight_of_rank_1(
+                whole.get_submodule(name), parallel_layers.mask(keep, layer.num_columns), is_row(name)
+            )
 
         images, labels = batch(dtype=torch.float64)
         logits, masked_logits = model(images).logits, whole(images).logits

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.parallel_layers import assert_any_owner_computes_the_same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from uneven_shards import assert_any_owner_computes_the_same
 
 import zeroresize as zr
 from zeroresize import ColumnParallelLinear, RowParallelLinear

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from log_lines import caught_log_lines
+from helpers.parallel_layers import assert_any_owner_computes_the_same
+from helpers.processes import caught_log_lines
 from torch import nn
-from uneven_shards import assert_any_owner_computes_the_same
 
 import zeroresize as zr
 from zeroresize.convert import balanced_layers

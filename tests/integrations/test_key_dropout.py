@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.hosts import build, compute, split
+from helpers.parallel_layers import assert_any_owner_computes_the_same
 from test_find_segments import WIDTH, Layers, found_in, mlp, module
-from tiny_transformers import build, compute, split
 from torch import nn
-from uneven_shards import assert_any_owner_computes_the_same
 
 from zeroresize.integrations.key_dropout import key_dropout
 from zeroresize.layers.unit_dropout import UnitDropout

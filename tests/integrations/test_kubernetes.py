@@ -5,9 +5,9 @@ import logging
 import sys
 import time
 
-import pipelines
 import pytest
 import torch
+from helpers import pipelines
 from werkzeug import Response
 
 from zeroresize.integrations.kubernetes import KubernetesHook

@@ -1,9 +1,9 @@
 """Segments of Hugging Face's models split by this package's own layers: what is found, and that it moves soundly."""
 
 import pytest
-from tiny_transformers import DEPTH, HEADS, HIDDEN, KINDS, KV_HEADS, MLP, build, compute, split
+from helpers.hosts import DEPTH, HEADS, HIDDEN, KINDS, KV_HEADS, MLP, build, compute, split
+from helpers.parallel_layers import assert_any_owner_computes_the_same
 from torch import nn
-from uneven_shards import assert_any_owner_computes_the_same
 
 import zeroresize as zr
 from zeroresize.convert import balanced_layers

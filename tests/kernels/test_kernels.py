@@ -1,9 +1,9 @@
 """The three products of a layer on the columns that a plan keeps, in float64 against the formulas."""
 
-import formulas
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import parallel_layers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
@@ -44,16 +44,16 @@ def test_products_equal_the_formulas(kept, num_tokens, num_outputs, imputation, 
     keep, num_columns = kept
     x_TK, w_NK, bias_N, dy_TN = random_operands(num_tokens, num_outputs, num_columns)
     last_dx_TK, last_dw_NK, _, _ = random_operands(num_tokens, num_outputs, num_columns, seed=1)
-    plan, kept_K = plan_keeping(keep, num_columns, imputation), formulas.mask(keep, num_columns)
+    plan, kept_K = plan_keeping(keep, num_columns, imputation), parallel_layers.mask(keep, num_columns)
     bias_N = bias_N if has_bias else None
 
     y_TN = kernels.forward(x_TK, w_NK, bias_N, plan, multiply)
     dx_TK = kernels.dgrad(dy_TN, w_NK, plan, last_dx_TK, multiply)
     dw_NK = kernels.wgrad(dy_TN, x_TK, plan, last_dw_NK, multiply)
 
-    assert_close(y_TN, formulas.forward(x_TK, w_NK, kept_K) + (bias_N if has_bias else 0))
-    assert_close(dx_TK, formulas.dgrad(dy_TN, w_NK, kept_K, imputation, last_dx_TK))
-    assert_close(dw_NK, formulas.wgrad(dy_TN, x_TK, kept_K, imputation, last_dw_NK))
+    assert_close(y_TN, parallel_layers.forward(x_TK, w_NK, kept_K) + (bias_N if has_bias else 0))
+    assert_close(dx_TK, parallel_layers.dgrad(dy_TN, w_NK, kept_K, imputation, last_dx_TK))
+    assert_close(dw_NK, parallel_layers.wgrad(dy_TN, x_TK, kept_K, imputation, last_dw_NK))
 
 
 @pytest.mark.parametrize("last_shape", [None, (4, 3), (5, 4), (4, 6)])

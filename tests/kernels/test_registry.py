@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from virtual_training import FEATURES, Pair, Run
+from helpers.virtual_training import FEATURES, Pair, Run
 
 from zeroresize import kernels
 from zeroresize.injection.slow_layers import SlowLayers

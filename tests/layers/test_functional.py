@@ -6,11 +6,11 @@ other way round. Every rank prunes columns of its own choice.
 
 import itertools
 
-import formulas
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from helpers import parallel_layers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
@@ -39,7 +39,7 @@ class Case:
     def __init__(self, kind, keeps, leading, num_outputs=4, num_columns=5, imputation="zero", seed=0):
         self.kind, self.keeps, self.imputation = kind, keeps, imputation
         self.num_columns, ranks = num_columns, range(len(keeps))
-        self.kept_K = [formulas.mask(keep, num_columns) for keep in keeps]
+        self.kept_K = [parallel_layers.mask(keep, num_columns) for keep in keeps]
         self.w_NK = [randn(num_outputs, num_columns, seed=seed + rank) for rank in ranks]
         self.bias_N = [randn(num_outputs, seed=seed + 20 + rank) for rank in ranks]
         self.x = [randn(*leading, num_columns, seed=seed + 40 + rank * (kind == "row")) for rank in ranks]
@@ -48,10 +48,10 @@ class Case:
     def expected(self, rank, last=(None, None)):
         """``y``, this rank's own dx before any all-reduce, dw and db."""
         operands = zip(self.x, self.w_NK, self.kept_K, strict=True)
-        products = [formulas.forward(*operand) for operand in operands]
+        products = [parallel_layers.forward(*operand) for operand in operands]
         y = products[rank] + self.bias_N[rank] if self.kind == "column" else sum(products)
-        dx = formulas.dgrad(self.dy[rank], self.w_NK[rank], self.kept_K[rank], self.imputation, last[0])
-        dw_NK = formulas.wgrad(self.dy[rank], self.x[rank], self.kept_K[rank], self.imputation, last[1])
+        dx = parallel_layers.dgrad(self.dy[rank], self.w_NK[rank], self.kept_K[rank], self.imputation, last[0])
+        dw_NK = parallel_layers.wgrad(self.dy[rank], self.x[rank], self.kept_K[rank], self.imputation, last[1])
         return y, dx, dw_NK, self.dy[rank].reshape(-1, len(dw_NK)).sum(dim=0)
 
     def computed(self, rank, group, last=None, x=None, dy=None):

@@ -6,9 +6,9 @@ import pickle
 
 import pytest
 import torch
+from helpers.virtual_training import Run, keep_time
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
-from virtual_training import Run, keep_time
 
 import zeroresize as zr
 from zeroresize.config_keys import MIGRATION_TRANSPORTS

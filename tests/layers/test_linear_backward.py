@@ -1,7 +1,7 @@
 """What backward of a parallel layer holds, computes and overlaps."""
 
 import pytest
-from parallel_layers import HIDDEN, IN, Comparison, PrunedPair, plan_keeping, randn, seeded_linear
+from helpers.parallel_layers import HIDDEN, IN, Comparison, PrunedPair, plan_keeping, randn, seeded_linear
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from parallel_layers import Comparison, each_layer, seeded_linear
+from helpers.parallel_layers import Comparison, each_layer, seeded_linear
 from torch import nn
 
 from zeroresize import ColumnParallelLinear, RowParallelLinear

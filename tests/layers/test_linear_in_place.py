@@ -5,11 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from formulas import mask
-from lending_layers import equal_loans, lend
-from parallel_layers import LAYERS, Comparison, own, plan_keeping, randn
+from helpers.parallel_layers import LAYERS, Comparison, equal_loans, lend, mask, own, plan_keeping, randn
+from helpers.virtual_training import Pair, Run
 from torch import nn
-from virtual_training import Pair, Run
 
 from zeroresize.config import MIGRATION_TRANSPORTS
 

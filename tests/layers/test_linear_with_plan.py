@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from parallel_layers import IN, TOLERANCES, PrunedPair, bf16_autocast, close, randn
+from helpers.parallel_layers import IN, TOLERANCES, PrunedPair, bf16_autocast, close, randn
 from torch.utils.checkpoint import checkpoint
 
 

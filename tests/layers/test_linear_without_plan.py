@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from parallel_layers import IN, OUT, TOLERANCES, Comparison, bf16_autocast, each_layer, randn, seeded_linear
+from helpers.parallel_layers import IN, OUT, TOLERANCES, Comparison, bf16_autocast, each_layer, randn, seeded_linear
 
 from zeroresize import ColumnParallelLinear, RowParallelLinear
 

@@ -4,12 +4,12 @@ import logging
 
 import pytest
 import torch
-from log_lines import caught_log_lines
+from helpers.processes import caught_log_lines
+from helpers.virtual_training import FEATURES, Pair
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
-from virtual_training import FEATURES, Pair
 
 import zeroresize as zr
 from zeroresize.convert import balanced_layers

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from parallel_layers import bf16_autocast, close, randn, seeded_linear
+from helpers.parallel_layers import bf16_autocast, close, randn, seeded_linear
 from torch import nn
 
 from zeroresize import ColumnParallelLinear, RowParallelLinear

@@ -1,9 +1,9 @@
 """Tokens that hardly change any more exit: later blocks do not compute them."""
 
-import dynamic_cases
 import pytest
 import torch
-from dynamic_cases import Run, batch, layers_of, model_of
+from helpers import language_models
+from helpers.language_models import Run, batch, layers_of, model_of
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
@@ -100,7 +100,7 @@ def test_with_threshold_1_training_is_dense(run_ranks):
 
 @pytest.mark.parametrize(("num_ranks", "schedule"), [(2, Schedule1F1B), (3, ScheduleGPipe)])
 def test_losses_are_the_same_wherever_layers_are(run_ranks, num_ranks, schedule):
-    losses = dynamic_cases.check_that_moves_change_nothing(run_ranks, case, 8, num_ranks, schedule=schedule)
+    losses = language_models.check_that_moves_change_nothing(run_ranks, case, 8, num_ranks, schedule=schedule)
     model, layers = model_of(), layers_of(case())
     tokens, following = batch(model, 0)
     expected = []
@@ -136,4 +136,4 @@ def test_work_falls_from_block_to_block_and_with_the_threshold(run_ranks):
 @pytest.mark.parametrize("num_before", [1, 4])
 def test_a_saved_run_goes_on_with_its_threshold(run_ranks, num_before):
     options = {"start": 2, "end": 6, "every": 1}
-    dynamic_cases.check_that_saved_runs_go_on(run_ranks, lambda: case(0.6, **options), num_before, 4)
+    language_models.check_that_saved_runs_go_on(run_ranks, lambda: case(0.6, **options), num_before, 4)

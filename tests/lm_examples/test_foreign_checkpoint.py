@@ -3,9 +3,8 @@
 import os
 
 import pytest
-from file_modes import writable_by_all
-from foreign_code import put_into_planner_data, resealed
-from lm_programs import PROGRAMS, ended
+from helpers.faults import put_into_planner_data, resealed, writable_by_all
+from helpers.language_models import PROGRAMS, ended
 
 
 @pytest.mark.few(1)

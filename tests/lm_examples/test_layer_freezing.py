@@ -2,10 +2,10 @@
 
 import math
 
-import dynamic_cases
 import pytest
 import torch
-from dynamic_cases import BATCH, MICRO, Run, batch, layers_of, model_of
+from helpers import language_models
+from helpers.language_models import BATCH, MICRO, Run, batch, layers_of, model_of
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from lm_examples.cases.dynamic_case import DynamicCase
@@ -157,7 +157,7 @@ def case():
 
 @pytest.mark.slow
 def test_layers_freeze_by_what_they_do_wherever_they_are(run_ranks):
-    dynamic_cases.check_that_moves_change_nothing(run_ranks, case, 14)
+    language_models.check_that_moves_change_nothing(run_ranks, case, 14)
 
     def check(rank, group):
         run, found = Run(group, case()), []
@@ -205,7 +205,7 @@ def test_a_layers_plasticity_is_how_much_its_outputs_have_changed(run_ranks):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("num_before", [5, 8])
 def test_a_saved_run_goes_on_with_the_same_frozen_layers(run_ranks, num_before):
-    dynamic_cases.check_that_saved_runs_go_on(run_ranks, case, num_before, 6)
+    language_models.check_that_saved_runs_go_on(run_ranks, case, num_before, 6)
 
 
 def test_layers_that_thaw_at_a_lower_learning_rate_are_trained_again(run_ranks):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lm_runs import text_of
+from helpers.language_models import text_of
 
 from lm_examples.config import DataConfig, RunConfig
 from lm_examples.data import Batches, Text, load_text

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lm_runs import config_of, text_of
+from helpers.language_models import config_of, text_of
 from rich.console import Console
 
 from lm_examples.dry_run import activation_bytes, dry_run

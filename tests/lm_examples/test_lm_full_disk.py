@@ -1,8 +1,8 @@
 """Both programs on a disk that is full when the last of a run is written."""
 
 import pytest
-from full_disk import full_when
-from lm_programs import PROGRAMS, ended
+from helpers.faults import full_when
+from helpers.language_models import PROGRAMS, ended
 
 from lm_examples.run_record import RunRecord
 

@@ -1,7 +1,7 @@
 """A GPT goes on with fewer ranks in a running job, with the losses of undivided training."""
 
 import pytest
-from lm_runs import config_of, losses_of, trained, undivided
+from helpers.language_models import config_of, losses_of, trained, undivided
 
 from zeroresize.utils.json_lines import read_json_lines
 

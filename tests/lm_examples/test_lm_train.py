@@ -4,7 +4,7 @@ import itertools
 import json
 
 import pytest
-from lm_runs import NUM_STEPS, config_of, keep_time, losses_of, text_of, trained, undivided
+from helpers.language_models import NUM_STEPS, config_of, keep_time, losses_of, text_of, trained, undivided
 
 from lm_examples import checkpoint_files as checkpoints
 from lm_examples import pace

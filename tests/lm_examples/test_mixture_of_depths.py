@@ -1,9 +1,9 @@
 """A router takes some tokens through a block; the others pass by and are not computed."""
 
-import dynamic_cases
 import pytest
 import torch
-from dynamic_cases import Run, layers_of, model_of
+from helpers import language_models
+from helpers.language_models import Run, layers_of, model_of
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
@@ -118,8 +118,8 @@ def test_losses_are_the_same_wherever_layers_are(run_ranks, num_ranks, schedule,
     def make():
         return case(routing=routing)
 
-    losses = dynamic_cases.check_that_moves_change_nothing(run_ranks, make, 8, num_ranks, schedule=schedule)
-    layers, (tokens, following) = layers_of(make()), dynamic_cases.batch(model_of(), 0)
+    losses = language_models.check_that_moves_change_nothing(run_ranks, make, 8, num_ranks, schedule=schedule)
+    layers, (tokens, following) = layers_of(make()), language_models.batch(model_of(), 0)
     state = (tokens,)
     for layer in layers:
         state = layer(*state)
@@ -155,4 +155,4 @@ def test_with_the_predictor_work_differs_between_blocks_and_steps(run_ranks):
 
 
 def test_a_saved_run_goes_on(run_ranks):
-    dynamic_cases.check_that_saved_runs_go_on(run_ranks, case, 3, 3)
+    language_models.check_that_saved_runs_go_on(run_ranks, case, 3, 3)

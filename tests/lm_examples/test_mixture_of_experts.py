@@ -1,9 +1,9 @@
 """Tokens go to the experts that a router chooses; the busiest expert is what a layer waits for."""
 
-import dynamic_cases
 import pytest
 import torch
-from dynamic_cases import Run, layers_of, model_of
+from helpers import language_models
+from helpers.language_models import Run, layers_of, model_of
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.nn import functional as F
@@ -127,8 +127,8 @@ def test_losses_are_the_same_wherever_layers_are(run_ranks, num_ranks, schedule,
     def make():
         return case(capacity_factor=factor)
 
-    losses = dynamic_cases.check_that_moves_change_nothing(run_ranks, make, 8, num_ranks, schedule=schedule)
-    layers, (tokens, following) = layers_of(make()), dynamic_cases.batch(model_of(), 0)
+    losses = language_models.check_that_moves_change_nothing(run_ranks, make, 8, num_ranks, schedule=schedule)
+    layers, (tokens, following) = layers_of(make()), language_models.batch(model_of(), 0)
     expected = []
     for x, target in zip(tokens.chunk(4), following.chunk(4), strict=True):
         state = (x,)
@@ -162,4 +162,4 @@ def test_layers_differ_in_work_and_the_auxiliary_loss_evens_experts_out_on_every
 
 
 def test_a_saved_run_goes_on(run_ranks):
-    dynamic_cases.check_that_saved_runs_go_on(run_ranks, case, 3, 3)
+    language_models.check_that_saved_runs_go_on(run_ranks, case, 3, 3)

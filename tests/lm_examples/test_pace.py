@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from lm_runs import keep_time
+from helpers.language_models import keep_time
 
 from lm_examples import pace as paces
 from lm_examples.gpt import Block, ModelConfig

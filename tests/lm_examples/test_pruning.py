@@ -1,10 +1,9 @@
 """The smallest weights of all stages are pruned: they are computed no more and leave with their optimizer state."""
 
-import dynamic_cases
-import pipelines
 import pytest
 import torch
-from dynamic_cases import BOUNDARIES, Run, batch, layers_of, model_of
+from helpers import language_models, pipelines
+from helpers.language_models import BOUNDARIES, Run, batch, layers_of, model_of
 from torch import nn
 
 from lm_examples.cases.dynamic_case import DynamicCase
@@ -134,7 +133,7 @@ def masked_reference(model, num_steps):
 @pytest.mark.parametrize("sparse_below", [0.0, 0.6])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_stages_train_as_a_dense_masked_model_wherever_layers_are(run_ranks, num_ranks, sparse_below):
-    losses = dynamic_cases.check_that_moves_change_nothing(
+    losses = language_models.check_that_moves_change_nothing(
         run_ranks, lambda: case(sparse_below=sparse_below), 9, num_ranks
     )
     torch.testing.assert_close(losses, masked_reference(model_of(), 9), rtol=1e-10, atol=1e-10)
@@ -202,7 +201,7 @@ def test_pruned_layers_move_there_and_back_bit_for_bit(run_ranks):
 
 @pytest.mark.parametrize("num_before", [3, 6])
 def test_a_saved_run_goes_on_pruned(run_ranks, num_before):
-    dynamic_cases.check_that_saved_runs_go_on(run_ranks, lambda: case(sparse_below=0.6), num_before, 5)
+    language_models.check_that_saved_runs_go_on(run_ranks, lambda: case(sparse_below=0.6), num_before, 5)
 
 
 def test_an_optimizer_with_state_of_other_shapes_is_an_error_on_every_rank(run_ranks):

@@ -1,9 +1,9 @@
 """Tokens attend to those in their bucket, and tiles without such pairs are not computed."""
 
-import dynamic_cases
 import pytest
 import torch
-from dynamic_cases import Run, layers_of
+from helpers import language_models
+from helpers.language_models import Run, layers_of
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
@@ -13,7 +13,7 @@ from lm_examples.gpt import Block
 
 
 def model_of(**shape):
-    return dynamic_cases.model_of(**({"context": 16} | shape))
+    return language_models.model_of(**({"context": 16} | shape))
 
 
 def case(**options):
@@ -110,8 +110,8 @@ def test_the_hash_is_that_of_the_nearest_direction():
 
 @pytest.mark.parametrize(("num_ranks", "schedule"), [(2, Schedule1F1B), (3, ScheduleGPipe)])
 def test_losses_are_the_same_wherever_layers_are(run_ranks, num_ranks, schedule):
-    losses = dynamic_cases.check_that_moves_change_nothing(run_ranks, case, 8, num_ranks, schedule=schedule)
-    x, following = dynamic_cases.batch(model_of(), 0)
+    losses = language_models.check_that_moves_change_nothing(run_ranks, case, 8, num_ranks, schedule=schedule)
+    x, following = language_models.batch(model_of(), 0)
     for layer in layers_of(case()):
         x = layer(x)
     expected = nn.functional.cross_entropy(x.flatten(0, 1), following.flatten())
@@ -133,4 +133,4 @@ def test_tiles_differ_between_layers_and_steps(run_ranks):
 
 
 def test_a_saved_run_goes_on(run_ranks):
-    dynamic_cases.check_that_saved_runs_go_on(run_ranks, case, 3, 3)
+    language_models.check_that_saved_runs_go_on(run_ranks, case, 3, 3)

@@ -1,7 +1,7 @@
 """A step timer whose time passes only when a test says so."""
 
 import pytest
-from fake_time import FakeClock
+from helpers.virtual_training import FakeClock
 
 from zeroresize.measure.step_timer import StepTimer
 

@@ -5,7 +5,7 @@ import types
 
 import pytest
 import torch
-from parallel_layers import randn
+from helpers.parallel_layers import randn
 from torch.utils.checkpoint import checkpoint
 
 import zeroresize as zr

@@ -5,8 +5,8 @@ import copy
 import numpy as np
 import pytest
 import torch
+from helpers.virtual_training import Run
 from torch import nn
-from virtual_training import Run
 
 import zeroresize as zr
 from zeroresize.config_keys import PRIORITIES

@@ -1,7 +1,7 @@
 """Products at even shares and at those in force, timed in turn, on a clock that counts multiplications."""
 
 import pytest
-from virtual_training import Run
+from helpers.virtual_training import Run
 
 from zeroresize.measure import rank_monitor
 from zeroresize.measure.compare_products import choose_reference, compare_products, time_reference

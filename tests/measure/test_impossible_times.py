@@ -3,9 +3,9 @@
 import math
 
 import pytest
+from helpers.virtual_training import Run
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from virtual_training import Run
 
 from zeroresize import BalanceConfig
 from zeroresize.config_keys import MODES

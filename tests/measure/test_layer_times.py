@@ -4,8 +4,8 @@ import sys
 
 import pytest
 import torch
+from helpers.virtual_training import FEATURES, Run
 from torch import nn
-from virtual_training import FEATURES, Run
 
 import zeroresize as zr
 from zeroresize.kernels.probe import Probes

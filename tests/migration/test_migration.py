@@ -5,10 +5,9 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.parallel_layers import IN, Comparison, Pair, equal_loans, lend, own, randn
 from hypothesis import given
 from hypothesis import strategies as st
-from lending_layers import IN, Pair, equal_loans, lend
-from parallel_layers import Comparison, own, randn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close

@@ -5,8 +5,7 @@
 
 import pytest
 import torch
-from lending_layers import HIDDEN, IN, Pair, equal_loans, lend
-from parallel_layers import randn
+from helpers.parallel_layers import HIDDEN, IN, Pair, equal_loans, lend, randn
 from torch.utils.checkpoint import checkpoint
 
 from zeroresize.config_keys import MIGRATION_TRANSPORTS

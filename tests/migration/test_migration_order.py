@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.virtual_training import Run
 from torch._dynamo import compiled_autograd
-from virtual_training import Run
 
 LENDING = {"mode": "mig", "ratio": 0.5, "ranks": [0]}
 

@@ -8,8 +8,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from lending_layers import IN, Pair, equal_loans, lend
-from parallel_layers import randn
+from helpers.parallel_layers import IN, Pair, equal_loans, lend, randn
 
 from zeroresize.config_keys import MIGRATION_TRANSPORTS
 from zeroresize.kernels.probe import Probe

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from helpers.parallel_layers import randn
 from hypothesis import given
 from hypothesis import strategies as st
-from parallel_layers import randn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 

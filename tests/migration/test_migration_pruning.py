@@ -8,9 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lending_layers import IN, Pair, equal_loans, relative_error
-from parallel_layers import own, randn
-from virtual_training import FEATURES, Run
+from helpers.parallel_layers import IN, Pair, equal_loans, own, randn, relative_error
+from helpers.virtual_training import FEATURES, Run
 
 from zeroresize.config_keys import MIGRATION_TRANSPORTS
 from zeroresize.migration.lender import Lender

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from colossalai_host import Host, batch, small_vit
+from helpers.hosts import Host, batch, small_vit
+from helpers.virtual_training import Run
 from torch import nn
-from virtual_training import Run
 
 import zeroresize as zr
 from zeroresize.convert import balanced_layers

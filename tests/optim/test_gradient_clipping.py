@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from colossalai_host import OFF, Host, small_vit
-from moving import WIDTH, block, segments_of, uneven
+from helpers.hosts import OFF, Host, small_vit
+from helpers.parallel_layers import WIDTH, block, segments_of, uneven
 from torch import nn
 
 import zeroresize as zr

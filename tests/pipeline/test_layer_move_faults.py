@@ -6,13 +6,12 @@ import time
 import warnings
 from datetime import timedelta
 
-import pipelines
 import pytest
 import torch
 import torch.distributed as dist
-from little_memory import memory_of_at_most
-from pipelines import assert_same, groups_of, held, pipeline_of
-from survivors import dying, send_half, told_by_survivors
+from helpers import pipelines
+from helpers.pipelines import assert_same, groups_of, held, pipeline_of
+from helpers.processes import dying, memory_of_at_most, send_half, told_by_survivors
 from torch import nn
 
 from zeroresize.pipeline import layer_move, move_layers, moving, moving_during_backward

@@ -1,9 +1,9 @@
 """Layers move with all that belongs to them, bit for bit."""
 
-import pipelines
 import pytest
 import torch
-from pipelines import BOUNDARIES, OPTIMIZERS, WIDTH, assert_same, groups_of, held, pipeline_of
+from helpers import pipelines
+from helpers.pipelines import BOUNDARIES, OPTIMIZERS, WIDTH, assert_same, groups_of, held, pipeline_of
 from torch import nn
 
 from zeroresize.pipeline import move_layers

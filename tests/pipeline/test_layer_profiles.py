@@ -1,9 +1,9 @@
 """Seconds and bytes of layers: in virtual time, and counted by hand."""
 
-import pipelines
 import pytest
 import torch
-from pipelines import batch, pipeline_of
+from helpers import pipelines
+from helpers.pipelines import batch, pipeline_of
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.utils.checkpoint import checkpoint

@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from pipeline_worlds import World
+from helpers.pipelines import World
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 

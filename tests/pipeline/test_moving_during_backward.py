@@ -2,10 +2,10 @@
 
 import threading
 
-import pipelines
 import pytest
 import torch
-from pipelines import BOUNDARIES, OPTIMIZERS, assert_same, batch, groups_of, half_the_loss, held, pipeline_of
+from helpers import pipelines
+from helpers.pipelines import BOUNDARIES, OPTIMIZERS, assert_same, batch, groups_of, half_the_loss, held, pipeline_of
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 

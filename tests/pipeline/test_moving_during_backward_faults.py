@@ -7,12 +7,12 @@ import weakref
 from contextlib import contextmanager
 from datetime import timedelta
 
-import pipelines
 import pytest
 import torch
 import torch.distributed as dist
-from pipelines import assert_same, batch, groups_of, held, pipeline_of
-from survivors import dying, send_half, told_by_survivors
+from helpers import pipelines
+from helpers.pipelines import assert_same, batch, groups_of, held, pipeline_of
+from helpers.processes import dying, send_half, told_by_survivors
 from torch import nn
 
 from zeroresize.pipeline import moving_during_backward, moving_early

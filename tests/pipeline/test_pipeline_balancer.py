@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
-import sleeping_layers
 import torch
 import torch.distributed as dist
-from sleeping_layers import BACKWARD_S, FORWARD_S, MICRO, Pace, layers_of, undivided_losses
-from survivors import told_by_survivors
+from helpers import sleeping_layers
+from helpers.processes import told_by_survivors
+from helpers.sleeping_layers import BACKWARD_S, FORWARD_S, MICRO, Pace, layers_of, undivided_losses
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel

@@ -5,11 +5,11 @@ import time
 from datetime import timedelta
 
 import pytest
-import sleeping_layers
 import torch
 import torch.distributed as dist
-from sleeping_layers import MICRO, Pace, layers_of, undivided_losses
-from survivors import dying, send_half, told_by_survivors
+from helpers import sleeping_layers
+from helpers.processes import dying, send_half, told_by_survivors
+from helpers.sleeping_layers import MICRO, Pace, layers_of, undivided_losses
 from torch import nn
 
 from zeroresize.pipeline import Pipeline, PipelineBalancer, moving

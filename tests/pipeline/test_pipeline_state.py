@@ -1,11 +1,20 @@
 """What some stages have written, others go on from, however many there are."""
 
-import pipelines
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from foreign_code import Evil, put_into_planner_data
-from pipelines import BOUNDARIES, OPTIMIZERS, assert_same, groups_of, half_the_loss, held, pipeline_of, undivided
+from helpers import pipelines
+from helpers.faults import Evil, put_into_planner_data
+from helpers.pipelines import (
+    BOUNDARIES,
+    OPTIMIZERS,
+    assert_same,
+    groups_of,
+    half_the_loss,
+    held,
+    pipeline_of,
+    undivided,
+)
 from torch import nn
 
 from zeroresize.pipeline import PipelineBalancer, load_pipeline, pipeline_state, repack

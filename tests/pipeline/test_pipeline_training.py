@@ -2,10 +2,10 @@
 
 import re
 
-import pipelines
 import pytest
 import torch
-from pipelines import BOUNDARIES, MICRO, OPTIMIZERS, batch, groups_of, held, layers_of, pipeline_of, train_step
+from helpers import pipelines
+from helpers.pipelines import BOUNDARIES, MICRO, OPTIMIZERS, batch, groups_of, held, layers_of, pipeline_of, train_step
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from pipeline_worlds import World
+from helpers.pipelines import World
 from torch import nn
 
 from zeroresize.pipeline import LayerProfile, ProfileRecord, plan_pipeline, profiles_on_meta

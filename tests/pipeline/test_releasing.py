@@ -4,10 +4,10 @@ import json
 import logging
 
 import pytest
-import sleeping_layers
 import torch
 import torch.distributed as dist
-from sleeping_layers import MICRO, Pace, layers_of, undivided_losses
+from helpers import sleeping_layers
+from helpers.sleeping_layers import MICRO, Pace, layers_of, undivided_losses
 from torch import nn
 from torch.distributed.pipelining import ScheduleGPipe
 

@@ -2,11 +2,20 @@
 
 import weakref
 
-import pipelines
 import pytest
 import torch
 import torch.distributed as dist
-from pipelines import BOUNDARIES, OPTIMIZERS, assert_same, groups_of, half_the_loss, held, pipeline_of, undivided
+from helpers import pipelines
+from helpers.pipelines import (
+    BOUNDARIES,
+    OPTIMIZERS,
+    assert_same,
+    groups_of,
+    half_the_loss,
+    held,
+    pipeline_of,
+    undivided,
+)
 
 from zeroresize.pipeline import LayerProfiler, clip_grad_norm_, move_layers, repack
 

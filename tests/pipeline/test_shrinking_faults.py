@@ -5,12 +5,12 @@ import os
 import time
 from datetime import timedelta
 
-import pipelines
 import pytest
 import torch
 import torch.distributed as dist
-from pipelines import assert_same, groups_of, held, pipeline_of
-from survivors import dying, send_half, told_by_survivors
+from helpers import pipelines
+from helpers.pipelines import assert_same, groups_of, held, pipeline_of
+from helpers.processes import dying, send_half, told_by_survivors
 
 from zeroresize.pipeline import moving, repack, shrinking
 from zeroresize.resharding import message_rounds

@@ -4,9 +4,9 @@ import math
 
 import numpy as np
 import pytest
+from helpers.pipelines import all_partitions, carried_out, fits_into, loads, slowest_of
 from hypothesis import given
 from hypothesis import strategies as st
-from pipeline_loads import all_partitions, carried_out, fits_into, loads, slowest_of
 
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.pipeline.pipeline_load import PipelineLoad

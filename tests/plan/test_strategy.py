@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from helpers.strategies import some_strategy
 from hypothesis import given
 from hypothesis import strategies as st
-from switch_cases import some_strategy
 
 from zeroresize.plan.layout import TensorSpec, UnitDivision
 from zeroresize.plan.strategy import Position, Strategy

@@ -5,9 +5,9 @@ import weakref
 
 import pytest
 import torch
-from moving import WIDTH, block, home, segments_of, uneven
+from helpers.parallel_layers import WIDTH, block, home, segments_of, uneven
+from helpers.virtual_training import FEATURES, Pair
 from torch import nn
-from virtual_training import FEATURES, Pair
 
 import zeroresize as zr
 from zeroresize.pipeline import Pipeline, move_layers

@@ -1,10 +1,10 @@
 """Units move inside DistributedDataParallel: its reducer is built anew, and reduces as before."""
 
-import moving
 import pytest
 import torch
 import torch.distributed as dist
-from moving import everything_of, segments_of, uneven
+from helpers import parallel_layers
+from helpers.parallel_layers import everything_of, segments_of, uneven
 from torch.nn.parallel import DistributedDataParallel
 
 from zeroresize.resharding.data_parallel import wrappers_of
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 def loss_of(model, step, sample=0):
     generator = torch.Generator().manual_seed(10 * step + sample)
-    return model(torch.randn(2, 3, moving.WIDTH, generator=generator, dtype=torch.float64)).square().mean()
+    return model(torch.randn(2, 3, parallel_layers.WIDTH, generator=generator, dtype=torch.float64)).square().mean()
 
 
 def train(model, optimizer, steps, sample=0):
@@ -45,7 +45,7 @@ def test_replicas_train_on_as_without_moves(run_ranks, options):
         replicas = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
         runs = []
         for _ in range(2):
-            inner = moving.block(tensor_parallel)
+            inner = parallel_layers.block(tensor_parallel)
             model = DistributedDataParallel(inner, process_group=replicas, bucket_cap_mb=0.001, **options)
             runs.append((model, segments_of(inner, tensor_parallel), torch.optim.AdamW(model.parameters(), lr=1e-2)))
         (model, segments, optimizer), (other, other_segments, other_optimizer) = runs
@@ -69,7 +69,7 @@ def test_replicas_train_on_as_without_moves(run_ranks, options):
 def test_hooks_of_communication_and_gradients_under_no_sync_stay(run_ranks):
     def check(rank, group):
         alone = [dist.new_group([one]) for one in range(2)][rank]
-        inner = moving.block(group)
+        inner = parallel_layers.block(group)
         model = DistributedDataParallel(inner, process_group=alone)
         told = []
 
@@ -87,7 +87,7 @@ def test_hooks_of_communication_and_gradients_under_no_sync_stay(run_ranks):
         move_units(segments, uneven(2), process_group=group, optimizer=None, model=inner)
         loss_of(model, 1).backward()
         assert sum(told) == sum(one.numel() for one in inner.parameters())
-        other = moving.block(group)
+        other = parallel_layers.block(group)
         for step in range(2):
             loss_of(other, step).backward()
         found = everything_of(segments, None, group)
@@ -100,7 +100,7 @@ def test_hooks_of_communication_and_gradients_under_no_sync_stay(run_ranks):
 def test_what_cannot_be_built_anew_is_refused_before_anything_moves(run_ranks, monkeypatch):
     def check(rank, group):
         alone = [dist.new_group([one]) for one in range(2)][rank]
-        inner = moving.block(group)
+        inner = parallel_layers.block(group)
         model = DistributedDataParallel(inner, process_group=alone)
         segments = segments_of(inner, group)
 
@@ -126,7 +126,7 @@ def test_a_boosted_vit_of_colossalai_trains_on(run_ranks, precision):
     """The Booster wraps it in DistributedDataParallel though there is one replica; bf16 has master weights."""
 
     def check(rank, group):
-        from colossalai_host import OFF, Host, batch, small_vit
+        from helpers.hosts import OFF, Host, batch, small_vit
 
         import zeroresize as zr
         from zeroresize.layers.segment import OwnedSegment, UnitTensor

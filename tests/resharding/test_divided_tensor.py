@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from helpers.parallel_layers import block, segments_of, uneven
 from hypothesis import given
 from hypothesis import strategies as st
-from moving import block, segments_of, uneven
 from torch import nn
 
 import zeroresize as zr

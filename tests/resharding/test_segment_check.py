@@ -3,10 +3,10 @@
 import copy
 import functools
 
-import moving
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import parallel_layers
 from torch import nn
 
 import zeroresize as zr
@@ -120,7 +120,9 @@ def test_what_depends_on_who_owns_a_unit_is_an_error_on_every_rank(run_ranks, ki
             zr.check_segments(model, batch())
         assert "mlp.3" not in str(error.value)
         assert all(one is other for one, other in zip(model.parameters(), weights, strict=True))
-        assert moving.same(dict(model.state_dict()), dict(before)) and all(one.owned.is_even for one in segments)
+        assert parallel_layers.same(dict(model.state_dict()), dict(before)) and all(
+            one.owned.is_even for one in segments
+        )
         assert model.attention.slopes is slopes and model.attention.num_heads == HEADS // 2
         return str(error.value)
 

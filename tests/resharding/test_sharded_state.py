@@ -6,7 +6,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from moving import HEAD_SIZE, HEADS, NEURONS, WIDTH, block, everything_of, home, same, segments_of, uneven
+from helpers.parallel_layers import (
+    HEAD_SIZE,
+    HEADS,
+    NEURONS,
+    WIDTH,
+    block,
+    everything_of,
+    home,
+    same,
+    segments_of,
+    uneven,
+)
 from torch import nn
 
 import zeroresize as zr

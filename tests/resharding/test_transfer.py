@@ -3,12 +3,12 @@
 import functools
 import itertools
 
-import moving
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from moving import everything_of, held, home, same, segments_of, uneven
+from helpers import parallel_layers
+from helpers.parallel_layers import everything_of, held, home, same, segments_of, uneven
 
 from zeroresize.layers.functional import LastGradients
 from zeroresize.layers.segment import OwnedSegment, UnitTensor
@@ -44,7 +44,7 @@ OPTIMIZERS = {
 
 
 def loss_of(model, step):
-    x = torch.randn(2, 3, moving.WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    x = torch.randn(2, 3, parallel_layers.WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
     return model(x).square().mean()
 
 
@@ -67,7 +67,7 @@ def mover(group, optimizer, **options):
 def check_training(rank, group, make):
     """Moves there, on, and home in the middle of training, beside the same training without moves."""
     try:
-        model, other = moving.block(group), moving.block(group)
+        model, other = parallel_layers.block(group), parallel_layers.block(group)
         optimizer, other_optimizer = make(model.parameters()), make(other.parameters())
     except RuntimeError as error:  # torch 2.2 has no fused AdamW for CPUs
         return str(error)
@@ -114,7 +114,7 @@ def test_on_more_ranks_too(run_ranks, num_ranks, name):
 @pytest.mark.parametrize("max_bytes", [1, 3000, 2**26])
 def test_there_and_home_again_leaves_every_bit_whatever_the_rounds(run_ranks, max_bytes):
     def check(rank, group):
-        model = moving.block(group)
+        model = parallel_layers.block(group)
         optimizer = torch.optim.AdamW(model.parameters())
         segments = segments_of(model, group)
         train(model, optimizer, range(2))
@@ -126,8 +126,8 @@ def test_there_and_home_again_leaves_every_bit_whatever_the_rounds(run_ranks, ma
         assert same(held(segments, optimizer)[1], before)
         assert reports[0].num_units == {"heads": 3, "neurons": 5}
         # Of one head: weights of four layers and biases of q and v; weight, gradient and two moments of each.
-        of_head = 4 * 8 * moving.HEAD_SIZE * (4 * moving.WIDTH + 2)
-        of_neuron = 4 * 8 * (2 * moving.WIDTH + 1)
+        of_head = 4 * 8 * parallel_layers.HEAD_SIZE * (4 * parallel_layers.WIDTH + 2)
+        of_neuron = 4 * 8 * (2 * parallel_layers.WIDTH + 1)
         assert bytes_of_units(segments, optimizer) == (4 * of_head + 8 * of_neuron) * 3 // 4  # without gradients
         for report in reports:
             assert report.buffer_bytes <= max(max_bytes, of_head)
@@ -152,7 +152,7 @@ def test_there_and_home_again_leaves_every_bit_whatever_the_rounds(run_ranks, ma
 
 def test_gradients_move_along_in_the_middle_of_accumulation(run_ranks):
     def check(rank, group):
-        model, other = moving.block(group), moving.block(group)
+        model, other = parallel_layers.block(group), parallel_layers.block(group)
         segments = segments_of(model, group)
         loss_of(model, 0).backward()
         mover(group, None)(segments, uneven(2))
@@ -169,7 +169,7 @@ def test_gradients_move_along_in_the_middle_of_accumulation(run_ranks):
 
 def test_a_gradient_that_only_one_rank_has_travels_and_is_zero_elsewhere(run_ranks):
     def check(rank, group):
-        model = moving.block(group)
+        model = parallel_layers.block(group)
         segments = segments_of(model, group)
         weight = model[1].up.weight
         if rank == 0:
@@ -185,7 +185,7 @@ def test_a_rank_without_units_takes_over_the_state_of_those_that_have_some(run_r
     """Its optimizer has none: the layer's gradient there was None all the time."""
 
     def check(rank, group):
-        model = moving.block(group)
+        model = parallel_layers.block(group)
         optimizer = torch.optim.AdamW(model.parameters())
         segments = segments_of(model, group)
         mover(group, optimizer)(segments, uneven(2, 1))  # rank 1 has nothing
@@ -221,7 +221,7 @@ def test_shapes_are_right_though_something_holds_on_to_the_accumulators(run_rank
     """As DistributedDataParallel's reducer does, and the graph of a loss that is still there; hooks stay."""
 
     def check(rank, group):
-        model = moving.block(group)
+        model = parallel_layers.block(group)
         segments = segments_of(model, group)
         weight = model[1].up.weight
         seen = []
@@ -239,7 +239,7 @@ def test_shapes_are_right_though_something_holds_on_to_the_accumulators(run_rank
 
 def test_what_was_decided_and_remembered_of_other_columns_is_forgotten(run_ranks):
     def check(rank, group):
-        model = moving.block(group)
+        model = parallel_layers.block(group)
         segments = segments_of(model, group)
         down = model[1].down
         down.plan = LayerPlan.from_pruned(torch.tensor([0]), down.num_columns, imputation="same")
@@ -276,7 +276,7 @@ def test_blocks_of_one_weight_and_frozen_parameters(run_ranks):
 
 def test_nothing_travels_where_nothing_changes(run_ranks):
     def check(rank, group):
-        model = moving.block(group)
+        model = parallel_layers.block(group)
         segments = segments_of(model, group)
         before, _ = held(segments, None)
         report = mover(group, None)(segments, home(2))

@@ -4,13 +4,13 @@ import os
 import time
 from datetime import timedelta
 
-import moving
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from moving import held, home, same, segments_of, uneven
-from survivors import dying, send_half, told_by_survivors
+from helpers import parallel_layers
+from helpers.parallel_layers import held, home, same, segments_of, uneven
+from helpers.processes import dying, send_half, told_by_survivors
 
 from zeroresize.comm.cpu_group import CpuGroup
 from zeroresize.comm.exchange import Exchange
@@ -27,7 +27,7 @@ class Training:
     def __init__(self, group, optimizer=torch.optim.AdamW, meets_by_exchange=False):
         ranks = list(range(dist.get_world_size(group)))
         self.group = dist.new_group(ranks, timeout=timedelta(seconds=5))
-        self.model = moving.block(self.group)
+        self.model = parallel_layers.block(self.group)
         self.optimizer = optimizer(self.model.parameters(), lr=1e-2)
         self.segments = segments_of(self.model, self.group)
         self.meet = Exchange(CpuGroup(self.group, {})).meet if meets_by_exchange else None
@@ -35,7 +35,7 @@ class Training:
         self.before = held(self.segments, self.optimizer)
 
     def step(self):
-        self.model(torch.ones(2, 3, moving.WIDTH, dtype=torch.float64)).square().mean().backward()
+        self.model(torch.ones(2, 3, parallel_layers.WIDTH, dtype=torch.float64)).square().mean().backward()
         self.optimizer.step()
 
     def move(self, targets, **options):
@@ -108,7 +108,7 @@ def test_ranks_that_were_given_different_targets_do_not_move(run_ranks):
 def test_a_rank_that_cannot_move_tells_the_others(run_ranks):
     def check(rank, group):
         training = Training(group)
-        wrong = {"1.down": OwnershipMap.even(moving.NEURONS + 3, 3)}
+        wrong = {"1.down": OwnershipMap.even(parallel_layers.NEURONS + 3, 3)}
         told = training.fails(wrong if rank == 2 else uneven(3), (ValueError, RuntimeError))
         expected = "1.down: its 24 units on 3 ranks cannot" if rank == 2 else "ranks [2] of the group failed before"
         assert expected in told

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from made_up_runs import LAYERS, epoch_of, record, write_metrics, write_records, write_run
+from helpers.runs import LAYERS, epoch_of, record, write_metrics, write_records, write_run
 from matplotlib import pyplot
 
 from scripts.report.__main__ import write_report

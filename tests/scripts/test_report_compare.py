@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from made_up_runs import record, write_run
+from helpers.runs import record, write_run
 
 from scripts.report.__main__ import runs_below, write_comparison
 from scripts.report.compare import NamedRun, compared_with, comparison_rows

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from made_up_runs import record, write_records, write_run
+from helpers.runs import record, write_records, write_run
 
 from scripts.report import __main__ as report
 from scripts.report.__main__ import write_report

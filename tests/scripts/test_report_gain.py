@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from made_up_runs import epoch_of, record, write_metrics, write_run
+from helpers.runs import epoch_of, record, write_metrics, write_run
 
 from scripts.report.gain import Gain, gain_of, gain_rows
 from scripts.report.run import RunFolder

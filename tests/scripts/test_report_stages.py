@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from pipeline_worlds import World, rebalancing_of
+from helpers.pipelines import World, rebalancing_of
 
 from scripts.report import stages
 from zeroresize.pipeline import ProfileRecord, RebalancingRecord

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from parallel_layers import randn
+from helpers.parallel_layers import randn
 
 import zeroresize as zr
 from scripts.bench.simulate_migration import (

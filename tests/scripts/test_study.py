@@ -12,9 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from helpers.runs import written
 from rich.console import Console
 from rich.table import Table
-from table_rows import written
 
 pytest.importorskip("yaml")
 

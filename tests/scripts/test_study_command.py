@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from helpers.runs import written
 from rich.console import Console
-from table_rows import written
 
 pytest.importorskip("yaml")
 

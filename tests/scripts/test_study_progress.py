@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 
 import pytest
-from fake_time import FakeTime
+from helpers.virtual_training import FakeTime
 
 pytest.importorskip("rich")
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from switched_models import WIDTH, layers_of
+from helpers.strategies import WIDTH, layers_of
 
 from zeroresize.comm.remaining_group import num_known_groups
 from zeroresize.plan.strategy import Strategy

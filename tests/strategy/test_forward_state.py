@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from switched_models import layers_of
+from helpers.strategies import layers_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

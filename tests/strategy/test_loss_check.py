@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from log_lines import caught_log_lines
+from helpers.processes import caught_log_lines
 
 from lm_examples.llama import LlamaConfig, llama_layers, token_loss
 from zeroresize.plan.length_range import LengthRange

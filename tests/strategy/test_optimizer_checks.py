@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from switched_models import layers_of
+from helpers.strategies import layers_of
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 

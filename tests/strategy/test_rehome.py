@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from switched_models import FOUR, assert_holds, layers_of, own_part, whole_tensors
+from helpers.strategies import FOUR, assert_holds, layers_of, own_part, whole_tensors
 
 from zeroresize.plan.strategy import Strategy
 from zeroresize.strategy.gradient_norm import clip_grad_norm_

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from switched_models import own_part
+from helpers.strategies import own_part
 from torch import nn
 
 from lm_examples.llama import LlamaConfig, llama_layers, token_loss

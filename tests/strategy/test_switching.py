@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from switched_models import FOUR, VOCABULARY, assert_holds, layers_of, own_part, whole_tensors
+from helpers.strategies import FOUR, VOCABULARY, assert_holds, layers_of, own_part, whole_tensors
 
 from zeroresize.comm.collectives import group_ranks
 from zeroresize.comm.remaining_group import num_known_groups

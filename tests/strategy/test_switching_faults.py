@@ -6,8 +6,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from survivors import dying, send_half, told_by_survivors
-from switched_models import assert_holds, layers_of, whole_tensors
+from helpers.processes import dying, send_half, told_by_survivors
+from helpers.strategies import assert_holds, layers_of, whole_tensors
 from torch import nn
 
 from zeroresize.layers.segment import Segment

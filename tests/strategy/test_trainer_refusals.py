@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from survivors import told_by_survivors
+from helpers.processes import told_by_survivors
 
 from lm_examples.llama import LlamaConfig, llama_layers, token_loss
 from zeroresize.plan.length_range import LengthRange

@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from foreign_code import Evil, change_index, put_into_planner_data
-from moving import block, segments_of, uneven
+from helpers.faults import Evil, change_index, put_into_planner_data
+from helpers.parallel_layers import block, segments_of, uneven
 from torch.distributed.checkpoint.api import CheckpointException
 
 import zeroresize as zr

@@ -15,8 +15,7 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("pyarrow")
 
-from picture_files import write_parquet
-from training_runs import ONE_NODE, ROOT, TORCHRUN, interrupted, long_run
+from helpers.runs import ONE_NODE, ROOT, TORCHRUN, interrupted, long_run, write_parquet
 
 from vit_examples.checkpoint import newest_checkpoint
 from vit_examples.config_file import load_config

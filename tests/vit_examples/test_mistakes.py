@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from training_runs import ONE_NODE, TORCHRUN, launched
+from helpers.runs import ONE_NODE, TORCHRUN, launched
 
 #: Rank 1 has other arguments than rank 0, which waits for it.
 RANKS_DIFFER = """

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from foreign_code import Evil
+from helpers.faults import Evil
 
 pytest.importorskip("pyarrow")
 
 import pyarrow
 import pyarrow.parquet
-from picture_files import write_parquet
+from helpers.runs import write_parquet
 
 from scripts.study.grid import read_study
 from vit_examples.config import DataConfig, ModelConfig

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from training_runs import ONE_NODE, environment, launched, long_run, wait_for_epochs
+from helpers.runs import ONE_NODE, environment, launched, long_run, wait_for_epochs
 
 from vit_examples.launch import started, train_command
 from vit_examples.one_node import rank_environment

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from foreign_code import Evil, resealed
-from full_disk import files_of_at_most
+from helpers.faults import Evil, files_of_at_most, resealed
 
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")

@@ -13,7 +13,7 @@ pytest.importorskip("pyarrow")
 
 import pyarrow
 import pyarrow.parquet
-from picture_files import write_parquet
+from helpers.runs import write_parquet
 
 from vit_examples.config import DataConfig, ModelConfig
 from vit_examples.data import Split, augmented, load_splits, normalise, test_batches, training_batches

@@ -14,7 +14,7 @@ import zeroresize as zr
 pytest.importorskip("transformers")
 pytest.importorskip("pyarrow")
 
-from training_runs import refused
+from helpers.runs import refused
 
 from vit_examples.config import RunConfig
 from vit_examples.config_file import argument_parser, config_from_arguments

@@ -20,7 +20,7 @@ pytest.importorskip("datasets")
 
 import pyarrow
 import pyarrow.parquet
-from picture_files import write_parquet
+from helpers.runs import write_parquet
 from PIL import Image
 
 from vit_examples import hub

@@ -16,8 +16,8 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from fake_time import FakeTime
-from full_disk import files_of_at_most
+from helpers.faults import files_of_at_most
+from helpers.virtual_training import FakeTime
 from rich.console import Console
 
 pytest.importorskip("tensorboard")

@@ -24,14 +24,12 @@ pytest.importorskip("pyarrow")
 pytest.importorskip("safetensors")
 
 import torch
-from fake_time import FakeTime
-from file_modes import writable_by_all
-from forked_training import forked_training, training_started
-from full_disk import full_when
-from picture_files import write_parquet
+from helpers.faults import full_when, writable_by_all
+from helpers.processes import forked_training, training_started
+from helpers.runs import refused, write_parquet
+from helpers.virtual_training import FakeTime
 from rich.console import Console
 from safetensors.torch import load_file
-from training_runs import refused
 
 import vit_examples.train
 from vit_examples import demo, recorder

@@ -5,9 +5,9 @@ import time
 
 import numpy as np
 import pytest
+from helpers.pipelines import fastest_possible, fits_into, loads, slowest_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipeline_loads import fastest_possible, fits_into, loads, slowest_of
 
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.pipeline.centralized import balanced_partition, dynamic_programming_partition

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from pipeline_worlds import World, rebalancing_of
+from helpers.pipelines import World, rebalancing_of
 
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.pipeline.centralized import balanced_partition

@@ -1,7 +1,7 @@
 """Heavy layers and slow devices are told apart."""
 
 import pytest
-from pipeline_worlds import World
+from helpers.pipelines import World
 
 from zeroresize.policy.pipeline.layer_costs import LayerCosts
 

@@ -5,9 +5,9 @@ import json
 import math
 
 import pytest
+from helpers.pipelines import World, rebalancing_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pipeline_worlds import World, rebalancing_of
 
 from zeroresize.plan.partition import Partition, Transfer
 from zeroresize.policy.pipeline.centralized import balanced_partition

@@ -5,9 +5,9 @@ import re
 
 import numpy as np
 import pytest
+from helpers.pipelines import all_partitions, carried_out, fastest_possible, fits_into, loads
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipeline_loads import all_partitions, carried_out, fastest_possible, fits_into, loads
 
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.pipeline.pipeline_load import PipelineLoad

@@ -4,9 +4,9 @@ import json
 
 import numpy as np
 import pytest
+from helpers.strategies import FormulaCosts
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from straggling import FormulaCosts
 
 from zeroresize.plan.layout import unit_bounds
 from zeroresize.plan.strategy import Strategy

@@ -6,9 +6,9 @@ import time
 
 import numpy as np
 import pytest
+from helpers.strategies import least_volumes, switch_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from switch_cases import least_volumes, switch_cases
 
 from zeroresize.plan.layout import TensorSpec, UnitDivision
 from zeroresize.plan.strategy import Strategy

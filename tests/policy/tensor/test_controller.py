@@ -5,9 +5,9 @@ import math
 
 import numpy as np
 import pytest
+from helpers.virtual_training import LINEAR, REALISTIC
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from uneven_groups import LINEAR, REALISTIC
 
 from zeroresize.config import BalanceConfig
 from zeroresize.plan.group import Shares

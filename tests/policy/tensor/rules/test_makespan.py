@@ -3,9 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
-from uneven_groups import (
+from helpers.virtual_training import (
     FREE,
     LINEAR,
     REALISTIC,
@@ -17,6 +15,8 @@ from uneven_groups import (
     rank,
     step_s,
 )
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from zeroresize.config import BalanceConfig
 from zeroresize.policy.tensor.communication import CollectiveTimes

@@ -1,9 +1,9 @@
 """How much mode "mig" moves, on plain numbers: until all ranks are busy equally long, as far as that pays."""
 
 import pytest
+from helpers.virtual_training import LINEAR, REALISTIC, balanced_s, group, rank, step_s
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from uneven_groups import LINEAR, REALISTIC, balanced_s, group, rank, step_s
 
 from zeroresize.config import BalanceConfig
 from zeroresize.policy.tensor.cost_model import MigrationCost, ResizingCost, spread_ratios

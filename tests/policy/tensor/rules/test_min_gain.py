@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from uneven_groups import rank
+from helpers.virtual_training import rank
 
 from zeroresize.config import BalanceConfig
 from zeroresize.policy.tensor.controller import Controller

@@ -6,9 +6,9 @@ import time
 
 import numpy as np
 import pytest
+from helpers.virtual_training import LINEAR, REALISTIC
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from uneven_groups import LINEAR, REALISTIC
 
 from zeroresize.plan.ownership import SegmentWork, unit_counts
 from zeroresize.policy.tensor.curves import GroupTimes

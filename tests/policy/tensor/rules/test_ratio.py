@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from helpers.virtual_training import LINEAR, REALISTIC
 from hypothesis import given
 from hypothesis import strategies as st
-from uneven_groups import LINEAR, REALISTIC
 
 from zeroresize.policy.tensor.cost_model import ResizingCost
 from zeroresize.policy.tensor.rules.ratio import find_stragglers, pruning_ratios, reference_time

@@ -1,9 +1,9 @@
 """SEMI by the paper: its equations against brute force."""
 
 import pytest
+from helpers.virtual_training import FREE, REALISTIC, group, migrations, rank
 from hypothesis import given
 from hypothesis import strategies as st
-from uneven_groups import FREE, REALISTIC, group, migrations, rank
 
 from zeroresize.policy.tensor.cost_model import MigrationCost
 from zeroresize.policy.tensor.rules.semi import migrated_share, num_migrating_by_benefit, paper_division

@@ -4,9 +4,9 @@ import itertools
 import math
 
 import pytest
+from helpers.virtual_training import LINEAR, REALISTIC, group, rank
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from uneven_groups import LINEAR, REALISTIC, group, rank
 
 from zeroresize.config import BalanceConfig
 from zeroresize.policy.tensor.communication import CollectiveTimes, CommunicationEstimate

@@ -1,7 +1,7 @@
 """How much work is handed over, on plain numbers."""
 
 import pytest
-from uneven_groups import REALISTIC, rank
+from helpers.virtual_training import REALISTIC, rank
 
 from zeroresize.migration.transport import Route
 from zeroresize.plan.group import Loan

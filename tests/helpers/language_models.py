@@ -1,11 +1,22 @@
-"""Small GPTs whose work changes, trained in pipelines with layers that move, and as one stage."""
+"""The programs of language models, as small as they can be, and the same training undivided."""
+
+from __future__ import annotations
 
 import copy
+import types
+from pathlib import Path
 
 import torch
 
+from helpers.processes import forked_training
+from lm_examples import pace, train, train_strategies
+from lm_examples.build import build_layers
+from lm_examples.config_file import config_from_dict
+from lm_examples.data import Text, batches_of
 from lm_examples.gpt import ModelConfig
-from zeroresize.pipeline import Pipeline, move_layers
+from lm_examples.run import prepare
+from zeroresize.pipeline import Pipeline, move_layers, moving, profiling
+from zeroresize.utils.json_lines import read_json_lines
 
 MICRO, BATCH = 4, 8
 #: Boundaries of six layers to move to, by the number of stages; home first.
@@ -126,3 +137,101 @@ def check_that_saved_runs_go_on(run_ranks, make_case, num_before, num_after, **o
         assert again.has_changed == run.has_changed[num_before:]
 
     run_ranks(check, 2)
+
+
+_SOURCES = Path(__file__).resolve().parents[2] / "lm_examples" / "cases"
+PROGRAMS = {
+    "pipeline": (train.main, ["--set=model={num_blocks: 2, hidden_size: 8, num_heads: 2, context: 8}"]),
+    "strategies": (
+        train_strategies.main,
+        [
+            "--config=switching_two_ranks",
+            "--set=model={num_blocks: 2, hidden_size: 8, num_heads: 2, mlp_size: 8}",
+            "--set=strategies={static: [1, 2, 1]}",
+            "--set=data.max_length=24",
+            "--set=training.tokens=48",
+            "--set=training.max_tokens=24",
+        ],
+    ),
+}
+
+
+def ended(program, folder, name, *arguments, before=lambda: None):
+    """How a run in ``folder`` has ended; ``name`` is that of the folder for what it says."""
+    main, sizes = PROGRAMS[program]
+    given = [f"--output={folder}", f"--data={_SOURCES}", *sizes, *arguments]
+    return forked_training(given, folder.parent / name, before, main)
+
+
+NUM_STEPS = 14
+
+
+def text_of(seed=0):
+    random = torch.Generator().manual_seed(seed)
+    letters = torch.randint(97, 101, (3000,), generator=random, dtype=torch.uint8)
+    return Text(letters[:2500], letters[2500:])
+
+
+def config_of(folder, **sections):
+    """A tiny model; ``sections`` change single keys of theirs."""
+    values = {
+        "model": {"num_blocks": 6, "hidden_size": 8, "num_heads": 2, "context": 8},
+        "training": {
+            "steps": NUM_STEPS,
+            "batch_size": 8,
+            "micro_batches": 4,
+            "lr": 0.01,
+            "grad_clip": 0.5,
+            "dtype": "float64",
+            "log_every": 1,
+            "validation_batches": 2,
+        },
+        "balance": {"profile_every": 3},
+        "sleep": {"forward_s": 0.01},
+        "output": {"folder": str(folder), "progress": False},
+    }
+    return config_from_dict(values | {name: values.get(name, {}) | own for name, own in sections.items()})
+
+
+def keep_time():
+    """On this rank only sleeps of blocks take time, by the clock that balancing reads."""
+    now = [0.0]
+
+    def sleep(seconds):
+        now[0] += seconds
+
+    for module in (moving, profiling, pace):
+        module.time = types.SimpleNamespace(perf_counter=lambda: now[0], sleep=sleep)
+
+
+def trained(config, group, *, resume=False):
+    """The summary of a run on this rank."""
+    keep_time()
+    run = prepare(config, text_of(), group, resume=resume)
+    with run.held:
+        return train.train(run)
+
+
+def losses_of(folder):
+    """By step."""
+    return {line["step"]: line["loss"] for line in read_json_lines(folder / "metrics.jsonl")}
+
+
+def undivided(config):
+    """Losses of each step, by step, and the validation loss, of training as anybody would write it."""
+    case, batches, training = config.make_case(), batches_of(config, text_of()), config.training
+    model = torch.nn.Sequential(*build_layers(config, case))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=training.lr, weight_decay=training.weight_decay)
+    losses = {}
+    for step in range(1, training.steps + 1):
+        inputs, target = batches.training(step)
+        optimizer.zero_grad()
+        loss = case.loss(model(inputs), target)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), training.grad_clip)
+        optimizer.step()
+        losses[step] = loss.item()
+    with torch.no_grad():
+        held_out = [batches.validation(number) for number in range(training.validation_batches)]
+        validation = [case.loss(model(inputs), target).item() for inputs, target in held_out]
+    return losses, sum(validation) / len(validation)

@@ -1,11 +1,14 @@
-"""What tells that something was unpickled, and checkpoints into which it is put."""
+"""What can go wrong around a program: full disks, checkpoints that run code, files that may not be written."""
 
 from __future__ import annotations
 
 import json
 import os
 import pickle
-from collections.abc import Callable
+import resource
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,3 +48,30 @@ def put_into_planner_data(checkpoint: Path, marker: Path) -> None:
         index.planner_data = {**(index.planner_data or {}), "evil": Evil(marker)}
 
     change_index(checkpoint, put)
+
+
+@contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """No file can grow beyond so many bytes; writing more fails (EFBIG), after a part of it where some fits."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def full_when(kind: type, method: str) -> None:
+    """From now on no file grows while this method of a class runs."""
+    real = getattr(kind, method)
+
+    def called(*arguments: Any, **options: Any) -> Any:
+        with files_of_at_most(0):
+            return real(*arguments, **options)
+
+    setattr(kind, method, called)
+
+
+def writable_by_all(folder: Path) -> list[Path]:
+    """Files and folders in ``folder``, and itself, that everybody may write to."""
+    return [one for one in (folder, *folder.rglob("*")) if one.stat().st_mode & stat.S_IWOTH]
