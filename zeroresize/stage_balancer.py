@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
 from zeroresize.balancer import Balancer
-from zeroresize.comm.collectives import group_size, require_group
+from zeroresize.comm.collectives import group_rank, group_size, require_group
+from zeroresize.comm.side_groups import destroy_side_group, free_group_number, make_side_group
 from zeroresize.config import BalanceConfig
 from zeroresize.convert import balanced_layers
 from zeroresize.pipeline.pipeline import Pipeline
@@ -61,6 +61,7 @@ class StageBalancer:
 
     Raises:
         ValueError: as :class:`~zeroresize.Balancer`, of the layers that are here.
+        RuntimeError: as :class:`~zeroresize.Balancer`; or if the job's store does not answer.
     """
 
     def __init__(
@@ -76,10 +77,18 @@ class StageBalancer:
         self._pipeline, self._optimizer, self._config = pipeline, optimizer, config
         self._group, self._on_update = require_group(process_group), on_update
         # A balancer moves no units before it is told who holds the same shards: nobody else.
-        self._same_shards = data_parallel_group or dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        self._owns_group = data_parallel_group is None
+        self._same_shards = data_parallel_group or make_side_group(
+            self._group, [group_rank(self._group)], free_group_number()
+        )
         self._num_updates = self._num_quiet = 0
         self._present = range(0)  # of which layers the present balancer is
-        self.balancer = self._new_balancer()
+        self.balancer: Balancer | None = None
+        try:
+            self.balancer = self._new_balancer()
+        except Exception:
+            self.close()
+            raise
 
     def step(self) -> None:
         """One optimizer step is done; see :meth:`zeroresize.Balancer.step`."""
@@ -90,6 +99,9 @@ class StageBalancer:
         """Stop balancing; see :meth:`zeroresize.Balancer.close`."""
         if self.balancer is not None:
             self.balancer.close()
+        if self._owns_group:
+            self._owns_group = False
+            destroy_side_group(self._same_shards)
 
     def at_home(self) -> AbstractContextManager[None]:
         """Units are at home for as long as this lasts, for checkpoints; see :meth:`zeroresize.Balancer.at_home`."""

@@ -13,13 +13,20 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import pipelines, strategies
 from helpers.virtual_training import Run
 
-from zeroresize.comm import failure_reports
+import zeroresize as zr
+from zeroresize.comm import failure_reports, rendezvous
 from zeroresize.comm.cpu_group import CpuGroup
 from zeroresize.comm.rendezvous import Rendezvous
+from zeroresize.comm.side_groups import destroy_side_group, free_group_number, make_side_group
 from zeroresize.comm.weight_group import WeightGroup
 from zeroresize.config_keys import MOVING_MODES
+from zeroresize.pipeline import repack
+from zeroresize.plan.strategy import Strategy
+from zeroresize.strategy import SwitchableModel
+from zeroresize.utils import torch_private
 
 LIMIT = datetime.timedelta(seconds=2)
 STORE_IS_GONE = "the job's store cannot be reached"
@@ -34,7 +41,7 @@ def reports_are_not_waited_for(monkeypatch):
 class Job:
     """This rank's view of a job whose store is kept by rank 0, or by a process of its own, as torchrun keeps it."""
 
-    def __init__(self, rank, num_ranks, *, keeper_is_rank_0):
+    def __init__(self, rank, num_ranks, *, keeper_is_rank_0, limit=LIMIT):
         self.rank = rank
         port_and_pid = torch.zeros(2, dtype=torch.int64)
         if rank == 0:
@@ -43,7 +50,7 @@ class Job:
         port, self.keeper = port_and_pid.tolist()
         store = self._server if keeper_is_rank_0 and rank == 0 else dist.TCPStore("127.0.0.1", port, timeout=LIMIT)
         dist.destroy_process_group()
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=LIMIT)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit)
 
     def _keep_here(self):
         self._server = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=LIMIT, wait_for_workers=False)
@@ -73,13 +80,18 @@ class Job:
             os.kill(self.keeper, signal.SIGCONT)
 
 
-def error_of(call):
+def known_groups():
+    """The names of all process groups that torch knows here."""
+    return sorted(torch_private.known_groups().values())
+
+
+def error_of(call, limit=LIMIT):
     """What ``call()`` raises, within the time limit and some seconds."""
     began = time.monotonic()
     try:
         call()
     except RuntimeError as error:
-        assert time.monotonic() - began < LIMIT.total_seconds() + 6
+        assert time.monotonic() - began < limit.total_seconds() + 6
         return str(error)
     return "nothing"
 
@@ -161,8 +173,9 @@ def test_making_a_balancer_ends_in_an_error(run_ranks, keeper_is_rank_0):
     [
         lambda: CpuGroup(dist.group.WORLD, {}),
         lambda: WeightGroup(dist.group.WORLD, torch.device("cpu")),
+        lambda: make_side_group(dist.group.WORLD, [1, 0], 0),
     ],
-    ids=["numbers", "weights"],
+    ids=["numbers", "weights", "any"],
 )
 def test_connecting_ends_in_an_error_where_the_store_stops_after_all_have_come(run_ranks, monkeypatch, make):
     connect = Rendezvous.connect
@@ -170,20 +183,171 @@ def test_connecting_ends_in_an_error_where_the_store_stops_after_all_have_come(r
     def train(rank, group):
         job = Job(rank, 2, keeper_is_rank_0=False)
 
-        def connect_stopped(self, make):
+        def connect_stopped(self, make, *destroy):
             def stop_and_make():
                 job.stop_keeper()
                 return make()
 
-            return connect(self, stop_and_make)
+            return connect(self, stop_and_make, *destroy)
 
         monkeypatch.setattr(Rendezvous, "connect", connect_stopped)
         told = error_of(make)
         job.end()
+        assert known_groups() == [dist.group.WORLD.group_name]
         return told
 
     for text in run_ranks(train, 2, timeout_s=30):
-        assert "but could not be connected within 2 s" in text and STORE_IS_GONE in text
+        assert "but could not be connected within " in text and STORE_IS_GONE in text
+
+
+#: Of the groups whose ranks make further ones; the job's own time limit is much longer.
+GROUP_LIMIT = datetime.timedelta(seconds=5)
+
+
+class PatientJob(Job):
+    """A job that waits for minutes, with a group of all its ranks that waits for seconds."""
+
+    def __init__(self, rank, num_ranks):
+        super().__init__(rank, num_ranks, keeper_is_rank_0=False, limit=datetime.timedelta(minutes=5))
+        self.group = dist.new_group(list(range(num_ranks)), timeout=GROUP_LIMIT)
+
+    def fails_while_the_store_is_stopped(self, call, goes_on):
+        """The error of ``call()`` while the store's keeper is stopped, which leaves no group behind.
+
+        When the keeper runs again, a group that comes too late is given up, and ``goes_on()`` is possible.
+        """
+        known = known_groups()
+        self.stop_keeper()
+        told = error_of(call, GROUP_LIMIT)
+        assert known_groups() == known
+        self.end()
+        dist.all_reduce(torch.ones(1))
+        time.sleep(1.0)  # for what comes too late
+        assert known_groups() == known
+        goes_on()
+        return told
+
+
+def assert_store_is_named(text):
+    assert STORE_IS_GONE in text and "did not come to make a process group of ranks [" in text, text
+    assert "within 2.5 s, half of the time limit of their process group" in text, text
+
+
+def test_repacking_ends_in_an_error_and_leaves_everything_as_it_was(run_ranks):
+    def train(rank, group):
+        job = PatientJob(rank, 3)
+        training = pipelines.pipeline_of(job.group)
+        optimizer = torch.optim.AdamW(training.parameters())
+        pipelines.train_step(training, optimizer, 0)
+        before, boundaries = pipelines.held(training, optimizer), training.boundaries
+
+        def goes_on():
+            assert training.boundaries == boundaries and training.process_group is job.group
+            pipelines.assert_same(pipelines.held(training, optimizer), before)
+            pipelines.train_step(training, optimizer, 1)
+            report = repack(training, optimizer, num_stages=2)
+            assert report.is_released == (rank not in report.remaining)
+            if not report.is_released:
+                pipelines.train_step(training, optimizer, 2)
+
+        return job.fails_while_the_store_is_stopped(lambda: repack(training, optimizer, num_stages=2), goes_on)
+
+    told = run_ranks(train, 3, timeout_s=40)
+    staying = [text for text in told if STORE_IS_GONE in text]
+    assert len(staying) == 2, told
+    for text in told:
+        assert "nothing has moved or changed: " in text, text
+        assert text in staying or "failed before; their errors tell why" in text, text
+    for text in staying:
+        assert_store_is_named(text)
+
+
+def test_making_and_extending_a_switchable_model_end_in_errors(run_ranks):
+    replicas, divided, halves = Strategy(4), Strategy(1, 2, 2), Strategy(2, 2, ranks=(0, 3, 1, 2))
+
+    def train(rank, group):
+        job = PatientJob(rank, 4)
+        models = []
+
+        def make():
+            layers = strategies.layers_of()
+            models.append(SwitchableModel(layers, strategies=[replicas, divided], process_group=job.group))
+
+        told = [job.fails_while_the_store_is_stopped(make, make)]
+        (model,) = models
+
+        def goes_on():
+            assert model.strategies == [replicas, divided]
+            model.add(halves)
+            model.switch_to(halves)
+            strategies.assert_holds(model, strategies.whole_tensors(strategies.layers_of()))
+            model.collect()
+
+        told.append(job.fails_while_the_store_is_stopped(lambda: model.add(halves), goes_on))
+        return told
+
+    for texts in run_ranks(train, 4, timeout_s=60):
+        for text in texts:
+            assert_store_is_named(text)
+
+
+def test_making_a_stage_balancer_ends_in_an_error(run_ranks):
+    def train(rank, group):
+        job = PatientJob(rank, 2)
+        alone = dist.new_group([rank], use_local_synchronization=True)
+        pipeline = pipelines.pipeline_of(alone)
+        optimizer = torch.optim.AdamW(pipeline.parameters())
+
+        def make():
+            zr.StageBalancer(pipeline, optimizer, process_group=job.group, config=zr.BalanceConfig())
+
+        def goes_on():
+            known = known_groups()
+            make()
+            assert len(known_groups()) == len(known) + 1
+
+        return job.fails_while_the_store_is_stopped(make, goes_on)
+
+    for text in run_ranks(train, 2, timeout_s=40):
+        assert_store_is_named(text)
+
+
+def test_a_group_that_comes_too_late_is_destroyed(run_ranks, monkeypatch):
+    connect, come_too_late = Rendezvous.connect, []
+    monkeypatch.setattr(rendezvous, "_GRACE", datetime.timedelta(seconds=0.2))  # torch waits for the store, too
+
+    def train(rank, group):
+        job = PatientJob(rank, 2)
+        known = known_groups()
+
+        def connect_stopped(self, make, destroy):
+            def stop_and_make():
+                job.stop_keeper()
+                return make()
+
+            def see_and_destroy(made):
+                come_too_late.append(dist.get_process_group_ranks(made))
+                destroy(made)
+
+            return connect(self, stop_and_make, see_and_destroy)
+
+        monkeypatch.setattr(Rendezvous, "connect", connect_stopped)
+        told = error_of(lambda: make_side_group(job.group, [1, 0], 0), GROUP_LIMIT)
+        monkeypatch.setattr(Rendezvous, "connect", connect)
+        job.end()
+        begin = time.monotonic()
+        while not come_too_late or known_groups() != known:
+            assert time.monotonic() - begin < 10.0
+            time.sleep(0.1)
+        assert come_too_late == [[1, 0]]
+        made = make_side_group(job.group, [1, 0], free_group_number())
+        dist.all_reduce(torch.ones(1), group=made)
+        destroy_side_group(made)
+        assert known_groups() == known
+        return told
+
+    for text in run_ranks(train, 2, timeout_s=40):
+        assert "but could not be connected within 2.5 s, half of the time limit" in text and STORE_IS_GONE in text
 
 
 PROGRAM = """

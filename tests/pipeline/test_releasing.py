@@ -165,20 +165,17 @@ def test_nobody_is_released_by_profiles_of_work_that_is_no_more(run_ranks):
     assert run_ranks(check, 2) == [[(2, True), (2, False)]] * 2
 
 
-def test_ranks_in_different_numbers_of_groups_release_nobody_and_train_on(run_ranks):
-    """Torch would name the group of those that stay differently."""
+def test_ranks_in_different_numbers_of_groups_release_others_all_the_same(run_ranks):
+    """Torch would name the group of those that stay differently on them."""
 
     def check(rank, group):
         training = Training(group, {"max_slowdown": 10.0, "least_stages": 2})
-        own = dist.new_group([1], use_local_synchronization=True) if rank == 1 else None
+        if rank == 1:
+            dist.new_group([1], use_local_synchronization=True)
         training.train(8)
-        assert training.pipeline.num_stages == 3 and training.step == 8 and not training.released
-        with pytest.raises(RuntimeError, match=r"process groups they have made: \[\[0, 2\], \[1\]\]"):
-            Training(group, {"max_slowdown": 10.0})
-        if own is not None:
-            dist.destroy_process_group(own)
+        return training.pipeline.is_released, training.pipeline.num_stages
 
-    run_ranks(check, 3)
+    assert run_ranks(check, 3) == [(False, 2), (False, 2), (True, 2)]
 
 
 def test_options_must_be_allowed_and_alike(run_ranks):

@@ -14,6 +14,7 @@ from helpers.processes import dying, send_half, told_by_survivors
 
 from zeroresize.pipeline import moving, repack, shrinking
 from zeroresize.resharding import message_rounds
+from zeroresize.utils.torch_private import known_groups
 
 
 class Training:
@@ -75,9 +76,9 @@ def test_a_rank_that_dies_is_named_and_the_others_stay_as_they_were(tmp_path, de
         elif when == "received":
             moving.require_received = die
         elif when == "before the group":
-            shrinking.num_known_groups = die
+            shrinking.free_group_number = die
         else:
-            shrinking.new_group_of = die
+            shrinking.make_side_group = die
         training.repack(max_bytes=2000)
         return "did not die"
 
@@ -89,30 +90,36 @@ def test_a_rank_that_dies_is_named_and_the_others_stay_as_they_were(tmp_path, de
         assert all(f"ranks [{dead}] of the group" in text for text in told.values()), told
 
 
-def test_a_group_that_one_rank_cannot_make_is_told_to_all(run_ranks, monkeypatch):
+@pytest.mark.parametrize("is_made", [True, False])
+def test_a_group_that_one_rank_cannot_make_is_told_to_all_and_the_next_one_can_be_made(run_ranks, monkeypatch, is_made):
+    """Also where the others have it already, or have tried one more than that rank has."""
+
     def check(rank, group):
         training = Training(group)
-        make = shrinking.new_group_of
+        make, known = shrinking.make_side_group, set(known_groups())
 
-        def fails_behind(*arguments):
-            made = make(*arguments)
-            time.sleep(0.3)  # until the others have theirs
-            dist.destroy_process_group(made)
+        def fail(*arguments):
+            if is_made:
+                made = make(*arguments)
+                time.sleep(0.3)  # until the others have theirs
+                dist.destroy_process_group(made)
             raise RuntimeError("no more ports")
 
         if rank == 1:
-            monkeypatch.setattr(shrinking, "new_group_of", fails_behind)
+            monkeypatch.setattr(shrinking, "make_side_group", fail)
         told = training.fails()
+        assert set(known_groups()) == known
         monkeypatch.undo()
-        pipelines.train_step(training.pipeline, training.optimizer, 1)
-        with pytest.raises(RuntimeError, match="differ in how many process groups they have made"):
-            training.repack()
-        pipelines.train_step(training.pipeline, training.optimizer, 2)
+        training.goes_on()
         return told
 
     first, second, third = run_ranks(check, 3)
     assert "nothing has moved or changed: no more ports" in second
-    assert "ranks [1] of the group failed before" in first and "ranks [1] of the group failed before" in third
+    if is_made:
+        assert "ranks [1] of the group failed before" in first and "ranks [1] of the group failed before" in third
+    else:
+        assert "ranks [1] of the new group did not come to make a process group of ranks [0, 1] of the job" in first
+        assert "ranks [0, 1] of the group failed before" in third
 
 
 def test_ranks_that_want_different_numbers_of_stages_do_not_move(run_ranks):
@@ -137,17 +144,13 @@ def test_a_number_of_stages_that_is_not_possible_is_told_to_all(run_ranks, wrong
     run_ranks(check, 3)
 
 
-def test_ranks_that_know_different_numbers_of_groups_are_told_instead_of_waiting(run_ranks):
-    """Torch would name the new group differently, and they would wait for each other."""
+def test_ranks_that_know_different_numbers_of_groups_are_repacked_all_the_same(run_ranks):
+    """Torch would name the new group differently on them, and they would wait for each other."""
 
     def check(rank, group):
         training = Training(group)
         if rank == 1:
-            own = dist.new_group([1], use_local_synchronization=True)
-        told = training.fails()
-        assert "the ranks of the group differ in how many process groups they have made: [[0, 2], [1]]" in told
-        if rank == 1:
-            dist.destroy_process_group(own)
+            dist.new_group([1], use_local_synchronization=True)
         training.goes_on()
 
     run_ranks(check, 3)

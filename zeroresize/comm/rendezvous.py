@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, ClassVar, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_rank, group_ranks, time_limit
 from zeroresize.utils.deadline import within
 from zeroresize.utils.memory_errors import is_out_of_memory, reason
+from zeroresize.utils.torch_private import default_store
 
 _T = TypeVar("_T")
 
 #: Added to the time limit, so the store can report it first, and for asking who came.
 _GRACE = timedelta(seconds=1)
+#: Seconds for which the store is asked at least.
+_LEAST_S = 0.1
 #: As many as a connection takes, with the one that waits for it.
 _NUM_THREADS = 4
 #: Begins what a rank leaves in place of a message that memory kept it from.
 _RAN_OUT = "\0out of memory: "
+#: Begins what a rank leaves in place of a message where it failed otherwise.
+_FAILED = "\0failed: "
 
 
 class Rendezvous:
@@ -38,6 +45,10 @@ class Rendezvous:
         process_group: the group of these ranks.
         purpose: why they meet, for errors.
         ranks: who meets in place of the group's ranks, counted over the whole world: the group's replicas as well.
+        whose: the ``ranks`` are, for errors; None for the group and its replicas.
+        number: tells this meeting from others of the same purpose and ranks, on all ranks alike; None where all ranks
+            have called for equally many.
+        has_met: whether these ranks have met just before: then nobody is late, and half the time limit suffices.
 
     Attributes:
         rank, size: this rank among those that meet, and how many they are.
@@ -50,47 +61,66 @@ class Rendezvous:
 
     _num_made: ClassVar[Counter[tuple[str, tuple[int, ...]]]] = Counter()
 
-    def __init__(self, process_group: ProcessGroup, purpose: str, ranks: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        process_group: ProcessGroup,
+        purpose: str,
+        ranks: Sequence[int] | None = None,
+        *,
+        whose: str | None = None,
+        number: int | None = None,
+        has_met: bool = False,
+    ) -> None:
         self.ranks = tuple(group_ranks(process_group) if ranks is None else ranks)
         self.rank = group_rank(process_group) if ranks is None else self.ranks.index(dist.get_rank())
-        self.size, self.time_limit = len(self.ranks), time_limit(process_group)
-        self.whose = "the group" if ranks is None else "the group and its replicas"
-        self._purpose = purpose
-        name = f"zeroresize, to {purpose}/{'-'.join(map(str, self.ranks))}/{self._num_made[purpose, self.ranks]}"
-        self._num_made[purpose, self.ranks] += 1
-        self.store: Any = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        self.size, self.time_limit = len(self.ranks), time_limit(process_group) / (2 if has_met else 1)
+        self.whose = whose or ("the group" if ranks is None else "the group and its replicas")
+        self._purpose, self._has_met = purpose, has_met
+        if number is None:
+            number = self._num_made[purpose, self.ranks]
+            self._num_made[purpose, self.ranks] += 1
+        name = f"zeroresize, to {purpose}/{'-'.join(map(str, self.ranks))}/{number}"
+        self.store: Any = dist.PrefixStore(name, default_store())
 
-    def exchange(self, where: str, message: str = "") -> list[str]:
-        """Leave a message and wait for those of all ranks.
+    def exchange(self, where: str, message: str = "", ends_at: float | None = None) -> list[str]:
+        """Leave a message and wait for those of all ranks; collective.
 
         Args:
             where: the name of this exchange, used once.
+            ends_at: of the monotonic clock, when waiting ends; None for the time limit from now on.
 
         Raises:
-            RuntimeError: if not all ranks come within the time limit, naming those that did not; or if one has no
-                memory for it, naming it.
+            RuntimeError: if not all ranks come within the time limit, naming those that did not; or if one has failed
+                before it could, naming it.
         """
         keys = self._keys(where)
+        limit = self.time_limit if ends_at is None else _until(ends_at)
 
         def exchange() -> list[str]:
             self.store.set(keys[self.rank], message)
-            self.store.wait(keys, self.time_limit)
+            self.store.wait(keys, limit)
             return [self.store.get(key).decode() for key in keys]
 
         try:
-            messages = within(self.time_limit + _GRACE, exchange)
+            messages = within(limit + _GRACE, exchange)
         except Exception as error:
             self._require_memory(error, keys)
             raise RuntimeError(f"{self._missing(keys)} did not come to {self._purpose} {self._limit_told}") from error
         self._require_all(messages)
         return messages
 
-    def connect(self, make: Callable[[], _T]) -> _T:
-        """``make()``, which connects the ranks over the store; then nobody leaves before all are connected.
+    def connect(self, make: Callable[[], _T], destroy: Callable[[_T], object] | None = None) -> _T:
+        """Return what ``make()`` makes, which connects the ranks over the store, once all of them have it; collective.
+
+        All of it takes the time limit once. After an error no rank has it.
+
+        Args:
+            destroy: undoes ``make`` where another rank has failed, or it comes too late; None where dropping it does.
 
         Raises:
-            RuntimeError: if it fails on a rank, or takes longer than the time limit.
+            RuntimeError: if a rank does not come, ``make`` fails on one, or takes longer than the time limit.
         """
+        ends_at = time.monotonic() + self.time_limit.total_seconds()
         where = "connected"
         keys = self._keys("ready")
         try:
@@ -98,22 +128,31 @@ class Rendezvous:
         except Exception as error:
             self._require_memory(error, keys)
             raise
-        self.exchange("ready")
+        self.exchange("ready", ends_at=ends_at)
         keys = self._keys(where)
         try:
-            made = within(self.time_limit + _GRACE, make)
+            made = within(_until(ends_at) + _GRACE, _on_this_device(make), destroy)
         except Exception as error:
             self._require_memory(error, keys)
             left: list[str] = []
             with suppress(Exception):  # a store that does not answer is named below
                 left = within(_GRACE, lambda: self._left(keys))
             self._require_all(left)
+            if time.monotonic() < ends_at:  # the others still wait
+                told = _FAILED + reason(error)
+                with suppress(Exception):
+                    within(_GRACE, lambda: self.store.set(keys[self.rank], told))
             raise RuntimeError(
                 f"all ranks of {self.whose} came to {self._purpose}, but could not be connected {self._limit_told}; or "
                 "the job's store cannot be reached: the process that keeps it, usually rank 0's or torchrun's own, is "
                 f"stopped or gone ({error})"
             ) from error
-        self.exchange(where)
+        try:
+            self.exchange(where, ends_at=ends_at)
+        except BaseException:
+            if destroy is not None:
+                destroy(made)
+            raise
         return made
 
     def _keys(self, where: str) -> list[str]:
@@ -127,20 +166,23 @@ class Rendezvous:
             raise RuntimeError(f"out of memory, so this rank cannot {self._purpose}: {reason(error)}") from error
 
     def _left(self, keys: list[str]) -> list[str]:
-        """What ranks have left so far."""
+        """Return what ranks have left so far."""
         return [self.store.get(key).decode() if self.store.check([key]) else "" for key in keys]
 
     def _require_all(self, messages: list[str]) -> None:
-        lacking = {rank: one.removeprefix(_RAN_OUT) for rank, one in enumerate(messages) if one.startswith(_RAN_OUT)}
-        if lacking:
-            told = next(iter(lacking.values()))
-            raise RuntimeError(f"ranks {list(lacking)} of {self.whose} ran out of memory to {self._purpose}: {told}")
+        """Raise what other ranks have left in place of a message."""
+        for mark, what in ((_RAN_OUT, "ran out of memory"), (_FAILED, "failed")):
+            reasons = {rank: text.removeprefix(mark) for rank, text in enumerate(messages) if text.startswith(mark)}
+            if reasons:
+                first = next(iter(reasons.values()))
+                raise RuntimeError(f"ranks {list(reasons)} of {self.whose} {what} to {self._purpose}: {first}")
 
     @property
     def _limit_told(self) -> str:
+        share = "half of " if self._has_met else ""
         return (
-            f"within {self.time_limit.total_seconds():g} s, the time limit of their process group (timeout=... where "
-            "it is made): they may have died, or be busy for longer, as with a checkpoint"
+            f"within {self.time_limit.total_seconds():g} s, {share}the time limit of their process group (timeout=... "
+            "where it is made): they may have died, or be busy for longer, as with a checkpoint"
         )
 
     def _missing(self, keys: list[str]) -> str:
@@ -152,6 +194,24 @@ class Rendezvous:
                 "stopped or gone, or other ranks"
             )
         return f"ranks {missing} of {self.whose}"
+
+
+def _until(ends_at: float) -> timedelta:
+    """Return the time that is left; a little even where there is none, for an answer that is there already."""
+    return timedelta(seconds=max(ends_at - time.monotonic(), _LEAST_S))
+
+
+def _on_this_device(call: Callable[[], _T]) -> Callable[[], _T]:
+    """Return a call for another thread, in which CUDA's current device is the one of this thread."""
+    if not torch.cuda.is_initialized():
+        return call
+    device = torch.cuda.current_device()
+
+    def run() -> _T:
+        with torch.cuda.device(device):
+            return call()
+
+    return run
 
 
 def _try_threads() -> None:

@@ -36,15 +36,17 @@ class WeightGroup:
         rendezvous.exchange("here")  # gloo connects when it is made, and does not tell who did not come
         ends = rendezvous.store, rendezvous.rank, rendezvous.size
         kind = process_group._get_backend(device).name()
-        transport: Any = process_group
-        if kind == "gloo":
-            transport = rendezvous.connect(lambda: dist.ProcessGroupGloo(*ends, rendezvous.time_limit))
-        else:
+
+        def make() -> Any:
+            if kind == "gloo":
+                return dist.ProcessGroupGloo(*ends, rendezvous.time_limit)
             if kind == "nccl":
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = rendezvous.time_limit
-                transport = dist.ProcessGroupNCCL(*ends, options)
-            rendezvous.exchange("connected")  # nobody may leave again while others are still connecting
+                return dist.ProcessGroupNCCL(*ends, options)
+            return process_group
+
+        transport = rendezvous.connect(make)
         # The only reference, so close() ends the backend's threads: a process that ends while they live can abort.
         self._transport: list[Any] = [transport]
         self.close = weakref.finalize(self, self._transport.clear)

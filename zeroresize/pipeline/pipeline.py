@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -15,6 +14,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from zeroresize.comm.collectives import group_rank, group_ranks, group_size, message_device, require_group
 from zeroresize.comm.cpu_group import CpuGroup
+from zeroresize.comm.side_groups import destroy_side_group
 from zeroresize.pipeline.boundary_shapes import Boundary, find_boundaries
 from zeroresize.pipeline.stage_layers import (
     Initialize,
@@ -252,8 +252,8 @@ class Pipeline:
         """
         before, self._group = self._group, process_group
         self.leave_side_group()
-        if self._owns_group:
-            dist.destroy_process_group(before)
+        if self._owns_group and before is not None:
+            destroy_side_group(before)
         self._owns_group = True
         self.num_stages = len(boundaries) - 1
         self.stage = -1 if process_group is None else group_rank(process_group)

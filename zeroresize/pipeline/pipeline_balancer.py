@@ -14,7 +14,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import Schedule1F1B
 
 from zeroresize.comm.collectives import all_reduce
-from zeroresize.comm.remaining_group import num_known_groups
 from zeroresize.measure.links import INSTALLING_S, measure_links
 from zeroresize.optim.independence import why_not_by_parameter
 from zeroresize.pipeline.layer_contents import groups_of, require_movable_state
@@ -26,7 +25,6 @@ from zeroresize.pipeline.profiling import LayerProfiler
 from zeroresize.pipeline.records import ProfileRecord, RebalancingRecord
 from zeroresize.pipeline.releasing import Releasing, Repack
 from zeroresize.pipeline.replicas import Replicas
-from zeroresize.pipeline.shrinking import NUM_GROUPS
 from zeroresize.pipeline.stage_layers import require_plain
 from zeroresize.pipeline.stage_units import StageUnits, UnitsFirst
 from zeroresize.policy.moves.move_cost import MoveCost
@@ -169,16 +167,12 @@ class PipelineBalancer:
                 limits,
             )
             options = f"{rule}, max_bytes={max_bytes}, move_during_backward={move_during_backward}"
-            alike = (
-                fingerprint(f"{options} {replicas is None} {units is None} {repack} {groups}"),
-                0.0 if repack is None else num_known_groups(),
-            )
+            alike = fingerprint(f"{options} {replicas is None} {units is None} {repack} {groups}"), 0.0
         except Exception as error:  # the others must hear of any
             alike = error
         meet = pipeline.meet()
         table = meet_prepared(meet, alike)
         require_same([one for one, *_ in table], _OPTIONS, meet)
-        require_same([number for _, number, *_ in table], NUM_GROUPS, meet)
         if replicas is not None:
             self._replicas = Replicas(pipeline, replicas, options)
         self._tells = pipeline.stage == 0 and (self._replicas is None or self._replicas.is_first)

@@ -12,7 +12,7 @@ import torch
 
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.pipeline.release_hooks import ReleaseHook
-from zeroresize.pipeline.shrinking import DifferentGroupsError, RepackingReport, carry_out_repacking, stage_that_stays
+from zeroresize.pipeline.shrinking import RepackingReport, carry_out_repacking, stage_that_stays
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.pipeline.packing import Packing
 from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
@@ -126,7 +126,7 @@ class Releasing:
             report = carry_out_repacking(
                 pipeline, optimizer, repacking, max_bytes=max_bytes, on_release=self.options.on_release, step=step
             )
-        except (NotEnoughMemoryError, DifferentGroupsError) as error:
+        except NotEnoughMemoryError as error:
             if pipeline.stage == 0:
                 logger.warning("step %d: no rank is released: %s", step, error)
             return None

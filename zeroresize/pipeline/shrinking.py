@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import Schedule1F1B
 
 from zeroresize.comm.collectives import group_ranks
-from zeroresize.comm.remaining_group import new_group_of, num_known_groups
+from zeroresize.comm.side_groups import destroy_side_group, free_group_number, make_side_group
 from zeroresize.pipeline.layer_move import LayerMove
 from zeroresize.pipeline.moving import received_move
 from zeroresize.pipeline.pipeline import Pipeline
@@ -26,13 +26,7 @@ from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
 from zeroresize.policy.pipeline.profiles import PipelineProfile
 from zeroresize.policy.pipeline.rebalancing_forecast import RebalancingRule
 from zeroresize.policy.pipeline.repacking import Repacking, repacked
-from zeroresize.resharding.agreement import Meet, meet_prepared, require_same
-
-NUM_GROUPS = "how many process groups they have made"
-
-
-class DifferentGroupsError(RuntimeError):
-    """The ranks that would stay cannot name a process group alike; on every rank, and nothing has changed."""
+from zeroresize.resharding.agreement import Meet, meet_prepared
 
 
 @dataclass(frozen=True)
@@ -209,24 +203,22 @@ def _group_of_remaining(pipeline: Pipeline, stages: Sequence[int], begin: float)
     """The group of the stages that stay, None on the others, and the seconds of the slowest rank since ``begin``.
 
     Raises:
-        DifferentGroupsError: on every rank, if ranks have made different numbers of groups.
-        RuntimeError: on every rank that lives, if one dies or cannot make it. A group that others have made then stays
-            unused.
+        RuntimeError: on every rank that lives, if one dies or cannot make it; then no rank has it.
     """
     meet, group = pipeline.meet(), None
-    known = [number for number, *_ in meet_prepared(meet, (float(num_known_groups()), 0.0))]
-    of_those_that_stay = [one if stage in stages else known[stages[0]] for stage, one in enumerate(known)]
-    try:
-        require_same(of_those_that_stay, NUM_GROUPS, meet)
-    except RuntimeError as error:
-        raise DifferentGroupsError(str(error)) from None
+    free = [number for number, *_ in meet_prepared(meet, (float(free_group_number()), 0.0))]
     failure = None
     try:
         if pipeline.stage in stages:
-            group = new_group_of(pipeline.process_group, stages)
+            group = make_side_group(pipeline.process_group, stages, int(max(free)))
     except Exception as error:  # the others must hear of any
         failure = error
-    return group, _slowest(meet, begin, failure)
+    try:
+        return group, _slowest(meet, begin, failure)
+    except Exception:
+        if group is not None:
+            destroy_side_group(group)
+        raise
 
 
 def _slowest(meet: Meet, begin: float, failure: Exception | None = None) -> float:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_rank, group_size, message_device, require_group
-from zeroresize.comm.remaining_group import num_known_groups
+from zeroresize.comm.side_groups import free_group_number
 from zeroresize.plan.layout import Layout, TensorSpec
 from zeroresize.plan.strategy import Position, Strategy
 from zeroresize.policy.strategy.switches.transfers import MAX_MESSAGE_BYTES
@@ -378,18 +378,28 @@ class SwitchableModel:
         self._groups.keep(())
 
     def _place(self, layouts: dict[Strategy, Layout]) -> None:
-        known = [number for number, *_ in meet_prepared(self._meet, (float(num_known_groups()), 0.0))]
-        require_same(known, "how many process groups they have made: make the same ones on all ranks", self._meet)
-        for strategy, layout in layouts.items():
-            if strategy in self._placements:
-                continue
-            alike = next((one for one in self._placements.values() if self._divides_alike(one, strategy, layout)), None)
-            if alike is not None:
-                self._placements[strategy] = alike
-            else:
-                groups = self._groups.of(strategy)
-                own = Placement.of(strategy, layout, self._layers, groups, self.rank, self.device)
-                self._placements[strategy] = own
+        """Take strategies, each with its process groups and modules, on all ranks or on none; collective."""
+        free = [number for number, *_ in meet_prepared(self._meet, (float(free_group_number()), 0.0))]
+        numbers = itertools.count(int(max(free)))
+
+        def made() -> dict[Strategy, Placement]:
+            placements = dict(self._placements)
+            for strategy, layout in layouts.items():
+                if strategy in placements:
+                    continue
+                known = placements.values()
+                placement = next((one for one in known if self._divides_alike(one, strategy, layout)), None)
+                if placement is None:
+                    groups = self._groups.of(strategy, numbers)
+                    placement = Placement.of(strategy, layout, self._layers, groups, self.rank, self.device)
+                placements[strategy] = placement
+            return placements
+
+        try:
+            self._placements = self._agreed(made, len, "how many strategies the model has")
+        except Exception:
+            self._groups.keep(placement.strategy for placement in self._placements.values())
+            raise
 
     def _divides_alike(self, placement: Placement, strategy: Strategy, layout: Layout) -> bool:
         known = placement.strategy

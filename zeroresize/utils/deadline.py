@@ -4,32 +4,51 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 
 
-def within(limit: timedelta, call: Callable[[], _T]) -> _T:
-    """``call()``, which is left to itself after ``limit``.
+def within(limit: timedelta, call: Callable[[], _T], give_up: Callable[[_T], object] | None = None) -> _T:
+    """Return what ``call()`` returns, or leave it to itself after ``limit``.
 
-    It runs in a daemon thread: a store whose keeper is stopped never answers, and torch's own time limits do not end
-    every wait for it.
+    The call runs in a daemon thread: a store whose keeper is stopped never answers, and torch's own time limits do not
+    end every wait for it.
+
+    Args:
+        give_up: is called, in that thread, with a result that comes after the limit.
 
     Raises:
-        TimeoutError: if it takes longer; otherwise what ``call`` raises.
+        TimeoutError: if the call takes longer.
+        BaseException: whatever ``call`` raises within the limit.
     """
     outcome: list[tuple[Any, BaseException | None]] = []
+    is_left, lock = threading.Event(), threading.Lock()
 
     def run() -> None:
+        result: Any = None
+        failure: BaseException | None = None
         try:
-            outcome.append((call(), None))
+            result = call()
         except BaseException as error:
-            outcome.append((None, error))
+            failure = error
+        with lock:
+            if not is_left.is_set():
+                outcome.append((result, failure))
+                return
+        if failure is None and give_up is not None:
+            with suppress(Exception):  # nobody is left to hear of it
+                give_up(result)
 
     thread = threading.Thread(target=run, daemon=True, name="zeroresize, with a deadline")
     thread.start()
-    thread.join(limit.total_seconds())
+    try:
+        thread.join(limit.total_seconds())
+    finally:  # an interrupt leaves the call to itself as well
+        with lock:
+            is_left.set()
     if not outcome:
         raise TimeoutError(f"no answer within {limit.total_seconds():g} s")
     result, error = outcome[0]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_rank, group_size
-from zeroresize.comm.remaining_group import destroy_group, new_group_of
+from zeroresize.comm.side_groups import destroy_side_group, make_side_group
 from zeroresize.plan.strategy import Strategy
 
 _Ranks = tuple[int, ...]
@@ -31,8 +31,7 @@ class OwnGroups(NamedTuple):
 class StrategyGroups:
     """Groups of the ranks of a job, each made once, however many strategies have it.
 
-    Every rank makes and destroys equally many, so that all know the same number: a rank that is left out of a strategy
-    makes groups of itself.
+    Every rank makes and destroys equally many: a rank that is left out of a strategy makes groups of itself.
 
     Args:
         process_group: of the job's ranks.
@@ -43,19 +42,24 @@ class StrategyGroups:
         self._rank, self._num_ranks = group_rank(process_group), group_size(process_group)
         self._made: dict[frozenset[_Ranks], ProcessGroup] = {}
 
-    def of(self, strategy: Strategy) -> OwnGroups:
+    def of(self, strategy: Strategy, numbers: Iterator[int]) -> OwnGroups:
         """This rank's groups; collective over the job where the strategy has groups that are not made yet.
 
+        Args:
+            numbers: for groups that are made, the same on all ranks; see
+                :func:`~zeroresize.comm.side_groups.free_group_number`.
+
         Raises:
-            RuntimeError: if a rank does not come.
+            RuntimeError: if a rank does not come, or a group cannot be made. Other ranks may have it: give up on all of
+                them what this strategy needs alone, by :meth:`keep`.
         """
-        return OwnGroups(*map(self._own, self._divisions(strategy)))
+        return OwnGroups(*(self._own(division, numbers) for division in self._divisions(strategy)))
 
     def keep(self, strategies: Iterable[Strategy]) -> None:
         """Destroy the groups that none of these strategies has, on all ranks when none uses them any more."""
         kept = {division for one in strategies for division in self._divisions(one)}
         for division in [one for one in self._made if one not in kept]:
-            destroy_group(self._made.pop(division))
+            destroy_side_group(self._made.pop(division))
 
     def _divisions(self, strategy: Strategy) -> list[frozenset[_Ranks]]:
         """Of all ranks into tensor-parallel groups, data-parallel groups and pipelines."""
@@ -63,10 +67,10 @@ class StrategyGroups:
         kinds = strategy.tp_groups(), strategy.dp_groups(), strategy.pipelines()
         return [frozenset([*groups, *left_out]) for groups in kinds]
 
-    def _own(self, division: frozenset[_Ranks]) -> ProcessGroup:
+    def _own(self, division: frozenset[_Ranks], numbers: Iterator[int]) -> ProcessGroup:
         own = next(ranks for ranks in division if self._rank in ranks)
         if own == tuple(range(self._num_ranks)):
             return self._job
         if division not in self._made:
-            self._made[division] = new_group_of(self._job, own)
+            self._made[division] = make_side_group(self._job, own, next(numbers))
         return self._made[division]
