@@ -81,7 +81,7 @@ def batch(step=0, dtype=torch.float32):
     return images, torch.randint(LABELS, (4,), generator=generator)
 
 
-HIDDEN, HEADS, KV_HEADS, MLP, DEPTH, VOCABULARY = 32, 4, 2, 48, 2, 24
+HEADS, KV_HEADS, MLP, VOCABULARY = 4, 2, 48, 24
 _SIZES = {
     "hidden_size": HIDDEN,
     "num_hidden_layers": DEPTH,

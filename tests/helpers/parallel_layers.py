@@ -15,7 +15,6 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import zeroresize as zr
-from helpers import parallel_layers
 from zeroresize import ColumnParallelLinear, RowParallelLinear
 from zeroresize.layers.segment import OwnedSegment, UnitTensor
 from zeroresize.migration.lender import Lender
@@ -133,7 +132,7 @@ class PrunedPair:
         )
         columns = [IN, HIDDEN // num_ranks]
         keeps = [[kept or range(k) for kept, k in zip(pair, columns, strict=True)] for pair in KEEPS[:num_ranks]]
-        masks = [[parallel_layers.mask(kept, k) for kept, k in zip(pair, columns, strict=True)] for pair in keeps]
+        masks = [[mask(kept, k) for kept, k in zip(pair, columns, strict=True)] for pair in keeps]
         self.mask1 = torch.cat([mask1.expand(HIDDEN // num_ranks, -1) for mask1, _ in masks])
         self.mask2 = torch.cat([mask2 for _, mask2 in masks])
         own_layers, own_keeps = (self.model[0], self.model[2]), KEEPS[dist.get_rank(group)]
@@ -167,7 +166,7 @@ class PrunedPair:
             close(own_result, part, precision)
 
 
-IN, HIDDEN = 24, 36  # divide by 2, 3 and 4 ranks
+PAIR_IN, PAIR_HIDDEN = 24, 36  # divide by 2, 3 and 4 ranks
 
 
 def equal_loans(ratios, num_ranks):
@@ -204,7 +203,7 @@ class Pair(nn.Module):
     def __init__(self, group, dtype, layers=2):
         super().__init__()
         torch.manual_seed(0)
-        whole = [(nn.Linear(IN, HIDDEN), nn.Linear(HIDDEN, IN)) for _ in range(layers)]
+        whole = [(nn.Linear(PAIR_IN, PAIR_HIDDEN), nn.Linear(PAIR_HIDDEN, PAIR_IN)) for _ in range(layers)]
         self.whole = nn.ModuleList(layer for pair in whole for layer in pair).to(dtype)
         self.parallel = nn.ModuleList(
             (zr.ColumnParallelLinear if i % 2 == 0 else zr.RowParallelLinear).from_linear(layer, process_group=group)

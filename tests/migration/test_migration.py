@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.parallel_layers import IN, Comparison, Pair, equal_loans, lend, own, randn
+from helpers.parallel_layers import PAIR_IN, Comparison, Pair, equal_loans, lend, own, randn
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -45,7 +45,7 @@ def test_training_is_exact_whoever_lends_how_much(run_ranks, migration_transport
             lender = lend(model.layers(), group, loans, migration_transport, seed=step // 2, lender=lender)
             for micro_batch in range(2 if step == 4 else 1):
                 model.checkpoints = (step + micro_batch) % 2 == 1
-                x = randn(7, 3, IN, seed=10 * step + micro_batch, dtype=dtype)
+                x = randn(7, 3, PAIR_IN, seed=10 * step + micro_batch, dtype=dtype)
                 losses = [model.run(layers, x).square().mean() for layers in (model.whole, model.parallel)]
                 for loss in losses:
                     loss.backward()
@@ -89,7 +89,7 @@ def test_parts_may_be_uneven_and_empty(run_ranks, migration_transport):
     def train(rank, group):
         model = Pair(group, torch.float64, layers=1)
         lend(model.layers(), group, (Loan(1, 0.7, (2, 3, 0), (0.9, 0.0, 0.1)),), migration_transport)
-        x = randn(5, IN, dtype=torch.float64)
+        x = randn(5, PAIR_IN, dtype=torch.float64)
         for layers in (model.whole, model.parallel):
             model.run(layers, x).square().mean().backward()
         return model.worst_error(group)
@@ -102,7 +102,7 @@ def test_a_layer_that_is_used_twice_in_a_step_gets_both_gradients(run_ranks, mig
     def train(rank, group):
         model = Pair(group, torch.float64, layers=1)
         lend(model.layers(), group, equal_loans({0: 0.5}, 2), migration_transport)
-        x = randn(5, IN, dtype=torch.float64)
+        x = randn(5, PAIR_IN, dtype=torch.float64)
         for layers in (model.whole, model.parallel):
             model.run(layers, model.run(layers, x)).square().mean().backward()
         return model.worst_error(group)
@@ -131,7 +131,7 @@ def test_data_parallelism_sees_whole_gradients(run_ranks, migration_transport, r
 
         replicated = DistributedDataParallel(Body(), process_group=alone)
         lend(model.layers(), group, equal_loans({0: 0.5}, 2), migration_transport)
-        x = randn(5, IN, dtype=torch.float64).requires_grad_()
+        x = randn(5, PAIR_IN, dtype=torch.float64).requires_grad_()
         for run in (lambda: model.run(model.whole, x), lambda: replicated(x)):
             run().square().mean().backward()
         return model.worst_error(group)
@@ -147,7 +147,7 @@ def test_hooks_and_autograd_grad_see_whole_gradients(run_ranks):
         for layers in (model.whole, model.parallel):
             layers[0].weight.register_hook(lambda gradient: 2 * gradient)
             layers[1].weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.clone()))
-        x = randn(5, IN, dtype=torch.float64).requires_grad_()
+        x = randn(5, PAIR_IN, dtype=torch.float64).requires_grad_()
         losses = [model.run(layers, x).square().mean() for layers in (model.whole, model.parallel)]
         of_x = [torch.autograd.grad(loss, x, retain_graph=True)[0] for loss in losses]
         assert_close(*of_x)
@@ -174,7 +174,7 @@ def test_after_a_backward_that_failed_on_every_rank_the_next_ones_are_exact(run_
             raise KeyError("a hook")
 
         for step in range(4):
-            x = randn(5, IN, seed=step, dtype=torch.float64).requires_grad_()
+            x = randn(5, PAIR_IN, seed=step, dtype=torch.float64).requires_grad_()
             if step % 2 == 0:
                 x.register_hook(fail)
                 with pytest.raises(KeyError):
@@ -200,7 +200,7 @@ def test_passes_for_gradients_of_the_input_alone_take_no_memory(run_ranks, migra
         model, held = Pair(group, torch.float64), []
         lender = lend(model.layers(), group, equal_loans({0: 0.5}, 2), migration_transport)
         for seed in range(5):
-            x = randn(5, IN, seed=seed, dtype=torch.float64).requires_grad_()
+            x = randn(5, PAIR_IN, seed=seed, dtype=torch.float64).requires_grad_()
             torch.autograd.grad(model.run(model.parallel, x).square().mean(), x)
             held.append(lender.bytes_held)
         for layers in (model.whole, model.parallel):
@@ -216,7 +216,7 @@ def test_memory_is_given_back_when_others_lend_or_nobody_does(run_ranks):
         model, lender, held = Pair(group, torch.float32), None, []
         for owner in (0, 1, 2, 0):
             lender = lend(model.layers(), group, equal_loans({owner: 0.5}, 3), "scatter-gather", lender=lender)
-            model.run(model.parallel, randn(5, IN).requires_grad_()).square().mean().backward()
+            model.run(model.parallel, randn(5, PAIR_IN).requires_grad_()).square().mean().backward()
             held.append(lender.bytes_held)
         lender.install((), {})
         return held, lender.bytes_held
@@ -229,7 +229,7 @@ def test_a_forward_in_inference_mode_leaves_training_as_it_is(run_ranks):
     def train(rank, group):
         model = Pair(group, torch.float64)
         lend(model.layers(), group, equal_loans({0: 0.5}, 2), "scatter-gather")
-        x = randn(5, IN, dtype=torch.float64)
+        x = randn(5, PAIR_IN, dtype=torch.float64)
         with torch.inference_mode():
             model.run(model.parallel, x)
         for layers in (model.whole, model.parallel):
@@ -244,7 +244,7 @@ def test_evaluation_computes_in_full_and_lends_nothing(run_ranks):
         model = Pair(group, torch.float64).eval()
         lender = lend(model.layers(), group, equal_loans({0: 0.5}, 2), "broadcast-reduce")
         moved = lender.bytes_moved
-        x = randn(5, IN, dtype=torch.float64)
+        x = randn(5, PAIR_IN, dtype=torch.float64)
         assert_close(model.run(model.parallel, x), model.run(model.whole, x))
         return lender.bytes_moved - moved
 
@@ -265,7 +265,7 @@ def test_weights_that_changed_after_they_were_sent_are_an_error(run_ranks):
             with torch.no_grad():
                 change()
             with pytest.raises(RuntimeError, match="layer 0 changed after its columns were lent"):
-                model.run(model.parallel, randn(5, IN))
+                model.run(model.parallel, randn(5, PAIR_IN))
 
     run_ranks(train, 2)
 

@@ -5,7 +5,7 @@
 
 import pytest
 import torch
-from helpers.parallel_layers import HIDDEN, IN, Pair, equal_loans, lend, randn
+from helpers.parallel_layers import PAIR_HIDDEN, PAIR_IN, Pair, equal_loans, lend, randn
 from torch.utils.checkpoint import checkpoint
 
 from zeroresize.config_keys import MIGRATION_TRANSPORTS
@@ -15,7 +15,9 @@ STEPS = 20
 
 
 def loss(model, layers, seed, num_tokens=5):
-    return model.run(layers, randn(num_tokens, IN, seed=seed, dtype=torch.float64).requires_grad_()).square().mean()
+    return (
+        model.run(layers, randn(num_tokens, PAIR_IN, seed=seed, dtype=torch.float64).requires_grad_()).square().mean()
+    )
 
 
 def accumulate(model, layers, step):
@@ -32,7 +34,7 @@ def all_forwards_first(model, layers, step):
 def recompute(model, layers, step):
     """As a whole, so that a recomputation keeps what several layers need."""
     for seed in (2 * step, 2 * step + 1):
-        x = randn(5, IN, seed=seed, dtype=torch.float64).requires_grad_()
+        x = randn(5, PAIR_IN, seed=seed, dtype=torch.float64).requires_grad_()
         checkpoint(model.run, layers, x, use_reentrant=False).square().mean().backward()
 
 
@@ -100,7 +102,7 @@ def test_what_is_kept_lies_where_it_lay_in_the_first_step_and_gradients_are_exac
 def test_the_memory_is_what_is_documented(run_ranks, migration_transport, num_receivers):
     """After a step of a column-parallel [N₁, K₁] and a row-parallel layer [N₂, K₂]."""
     num_ranks, num_tokens = num_receivers + 1, 5
-    (n1, k1), (n2, k2) = (HIDDEN // num_ranks, IN), (IN, HIDDEN // num_ranks)
+    (n1, k1), (n2, k2) = (PAIR_HIDDEN // num_ranks, PAIR_IN), (PAIR_IN, PAIR_HIDDEN // num_ranks)
     l1, l2 = k1 // 2, k2 // 2
     m1, m2 = l1 // num_receivers, l2 // num_receivers
 

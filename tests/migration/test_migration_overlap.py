@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.parallel_layers import IN, Pair, equal_loans, lend, randn
+from helpers.parallel_layers import PAIR_IN, Pair, equal_loans, lend, randn
 
 from zeroresize.config_keys import MIGRATION_TRANSPORTS
 from zeroresize.kernels.probe import Probe
@@ -99,7 +99,7 @@ def logs(request, run_ranks, monkeypatch):
         for name, layer in model.layers().items():
             layer.probes.add_outermost(Products(log, name))
         lend(model.layers(), group, equal_loans(dict.fromkeys(owners, 0.5), num_ranks), migration_transport)
-        loss = model.run(model.parallel, randn(5, IN, dtype=torch.float64)).square().mean()
+        loss = model.run(model.parallel, randn(5, PAIR_IN, dtype=torch.float64)).square().mean()
         forward = log.copy()
         log.clear()
         loss.backward()
@@ -222,7 +222,7 @@ def test_first_layers_do_not_wait_for_the_weights_of_the_last(
         model = Pair(group, torch.float64)
         queues = Queues(monkeypatch, held="23", limit_s=2.0)
         lend(model.layers(), group, equal_loans({owner: 0.5}, num_ranks), migration_transport)
-        x = randn(5, IN, dtype=torch.float64)
+        x = randn(5, PAIR_IN, dtype=torch.float64)
         for layers in (model.whole, model.parallel):
             y = model.run(layers[:2], x)
             if layers is model.parallel:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers.parallel_layers import IN, Pair, equal_loans, own, randn, relative_error
+from helpers.parallel_layers import PAIR_IN, Pair, equal_loans, own, randn, relative_error
 from helpers.virtual_training import FEATURES, Run
 
 from zeroresize.config_keys import MIGRATION_TRANSPORTS
@@ -71,7 +71,7 @@ def test_only_pruned_columns_are_missing(run_ranks, migration_transport, setting
             lender.send_weights()
             for micro_batch in range(2):
                 model.checkpoints = micro_batch == 1
-                x = randn(5, IN, seed=2 * step + micro_batch, dtype=torch.float64)
+                x = randn(5, PAIR_IN, seed=2 * step + micro_batch, dtype=torch.float64)
                 losses = [model.run(layers, x).square().mean() for layers in (masked, model.parallel)]
                 for loss in losses:
                     loss.backward()
