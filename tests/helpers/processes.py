@@ -133,8 +133,12 @@ def _stack_path(scratch: Path, rank: int) -> Path:
     return scratch / f"stack_{rank}.txt"
 
 
-def told_by_survivors(fn, num_ranks, folder):
-    """What ``fn(rank, group)`` returns, by rank, on those ranks whose process it does not end."""
+def told_by_survivors(fn, num_ranks, folder, stopped=()):
+    """What ``fn(rank, group)`` returns, by rank, on those ranks whose process it does not end.
+
+    Args:
+        stopped: ranks whose processes stop and are not waited for.
+    """
     fork = multiprocessing.get_context("fork")
 
     def main(rank):
@@ -155,7 +159,7 @@ def told_by_survivors(fn, num_ranks, folder):
     try:
         while time.monotonic() < deadline:
             told = {int(path.stem): path.read_text() for path in folder.glob("*.told")}
-            if all(not process.is_alive() or rank in told for rank, process in enumerate(ranks)):
+            if all(not process.is_alive() or rank in told or rank in stopped for rank, process in enumerate(ranks)):
                 return told
             time.sleep(0.05)
         raise TimeoutError(f"only ranks {sorted(told)} have ended: {told}")
@@ -169,7 +173,7 @@ def dying(before=lambda *_: None):
     """Instead of sending messages: the process ends."""
 
     def start_messages(sends, receives, group, over=None, tag=0):
-        before(sends, receives, group)
+        before(sends, receives, over or group)
         os._exit(0)
 
     return start_messages

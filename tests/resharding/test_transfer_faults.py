@@ -1,6 +1,5 @@
 """A move that cannot be made leaves every rank that lives with what it had, and tells all of them why."""
 
-import os
 import time
 from datetime import timedelta
 
@@ -10,13 +9,12 @@ import torch
 import torch.distributed as dist
 from helpers import parallel_layers
 from helpers.parallel_layers import held, home, same, segments_of, uneven
-from helpers.processes import dying, send_half, told_by_survivors
 
 from zeroresize.comm.cpu_group import CpuGroup
 from zeroresize.comm.exchange import Exchange
 from zeroresize.layers.segment import OwnedSegment, UnitTensor
 from zeroresize.plan.ownership import OwnershipMap
-from zeroresize.resharding import agreement, local_move, message_rounds, transfer
+from zeroresize.resharding import agreement
 from zeroresize.resharding.agreement import NotEnoughMemoryError
 from zeroresize.resharding.transfer import move_units
 
@@ -63,61 +61,6 @@ class Training:
 
 
 @pytest.mark.parametrize(
-    "meets_by_exchange",
-    [False, pytest.param(True, marks=pytest.mark.slow)],
-    ids=["meets over the group", "meets by an exchange"],
-)
-@pytest.mark.parametrize("when", ["before", "while", "between rounds", "after"])
-def test_a_rank_that_dies_in_a_move_is_named_and_the_others_stay_as_they_were(tmp_path, when, meets_by_exchange):
-    def check(rank, group):
-        training = Training(group, meets_by_exchange=meets_by_exchange)
-        if rank != 1:
-            return training.fails(uneven(3, 2), max_bytes=2000)
-        real, rounds = message_rounds.start_messages, []
-
-        def start(*arguments):
-            rounds.append(1)
-            return dying()(*arguments) if len(rounds) == 3 else real(*arguments)
-
-        if when == "between rounds":
-            message_rounds.start_messages = start
-        elif when == "after":
-            transfer.require_received = lambda *_: os._exit(0)
-        else:
-            message_rounds.start_messages = dying(send_half if when == "while" else lambda *_: None)
-        training.move(uneven(3, 2), max_bytes=2000)
-        return "did not die"
-
-    told = told_by_survivors(check, 3, tmp_path)
-    assert sorted(told) == [0, 2], told
-    for text in told.values():
-        assert text.startswith("RuntimeError: nothing has moved or changed"), text
-        assert "ranks [1] of the group" in text, text
-
-
-def test_ranks_that_were_given_different_targets_do_not_move(run_ranks):
-    def check(rank, group):
-        training = Training(group)
-        told = training.fails(uneven(3) if rank == 1 else uneven(3, 1))
-        assert "differ in the segments, their owners or the targets" in told and "[[0, 2], [1]]" in told
-        training.moves()
-
-    run_ranks(check, 3)
-
-
-def test_a_rank_that_cannot_move_tells_the_others(run_ranks):
-    def check(rank, group):
-        training = Training(group)
-        wrong = {"1.down": OwnershipMap.even(parallel_layers.NEURONS + 3, 3)}
-        told = training.fails(wrong if rank == 2 else uneven(3), (ValueError, RuntimeError))
-        expected = "1.down: its 24 units on 3 ranks cannot" if rank == 2 else "ranks [2] of the group failed before"
-        assert expected in told
-        training.moves()
-
-    run_ranks(check, 3)
-
-
-@pytest.mark.parametrize(
     ("change", "expected"),
     [
         (lambda segment: UnitTensor(segment.tensors[0].owner, "weight", "w", 1, 1), "dimension 1 must be"),
@@ -157,22 +100,6 @@ def test_one_parameter_in_two_segments_does_not_move(run_ranks):
     run_ranks(check, 2)
 
 
-def test_what_does_not_fit_into_memory_is_not_moved(run_ranks, monkeypatch):
-    def check(rank, group):
-        training = Training(group)
-        if rank == 1:
-            monkeypatch.setattr(agreement, "free_bytes", lambda device: 1000)
-            monkeypatch.setattr(agreement, "_place_of", lambda device: "a small device")
-        told = training.fails(uneven(3, 2))
-        monkeypatch.undo()
-        training.moves()
-        return told
-
-    for told in run_ranks(check, 3):
-        assert told.startswith("NotEnoughMemoryError: nothing has moved or changed")
-        assert "rank 1 lacks 0.0" in told and "rank 0" not in told and "rank 2" not in told
-
-
 def test_ranks_of_one_host_share_its_memory(run_ranks, monkeypatch):
     """Each of the two needs less than what is free, both together more."""
 
@@ -197,55 +124,6 @@ def test_ranks_of_one_host_share_its_memory(run_ranks, monkeypatch):
 
     needed = run_ranks(check, 2)
     assert max(needed) <= 2**20 < sum(needed)
-
-
-def test_memory_is_known_on_a_cpu_with_meminfo(monkeypatch, tmp_path):
-    monkeypatch.setattr(agreement, "_MEMINFO", tmp_path / "meminfo")
-    assert agreement.free_bytes(torch.device("cpu")) is None
-    (tmp_path / "meminfo").write_text("MemTotal:  2000 kB\nMemAvailable:     1000 kB\n")
-    assert agreement.free_bytes(torch.device("cpu")) == 972800
-
-
-def test_what_a_step_takes_again_on_a_gpu_is_what_it_took_at_most(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 500)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 200)
-    assert agreement.bytes_up_to_peak(torch.device("cuda")) == 300
-    assert agreement.bytes_up_to_peak(torch.device("cpu")) == 0
-
-
-def test_memory_that_runs_out_all_the_same_is_told_to_all(run_ranks, monkeypatch):
-    def check(rank, group):
-        training = Training(group)
-        if rank == 0:
-
-            def allocate(*_):
-                raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-
-            monkeypatch.setattr(local_move.LocalMove, "allocate", allocate)
-            monkeypatch.setattr(agreement, "_place_of", lambda device: "a small device")
-        told = training.fails(uneven(2), NotEnoughMemoryError)
-        monkeypatch.undo()
-        training.moves()
-        return told
-
-    first, second = run_ranks(check, 2)
-    assert "CUDA out of memory" in first
-    for told in (first, second):
-        assert "rank 0 lacks 0.0" in told and "rank 1" not in told
-
-
-def test_ranks_with_other_numbers_of_steps_do_not_move(run_ranks):
-    def check(rank, group):
-        training = Training(group)
-        step = training.optimizer.state[training.model[1].up.weight]["step"]
-        step += rank
-        with pytest.raises(RuntimeError, match=r"ranks 0 and 1 of the group hold different optimizer state of 1\.up"):
-            training.move(uneven(2))
-        step -= rank
-        training.assert_unchanged()
-        training.moves()
-
-    run_ranks(check, 2)
 
 
 def test_state_on_some_of_the_ranks_that_have_units_does_not_move(run_ranks):

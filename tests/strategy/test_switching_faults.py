@@ -1,21 +1,18 @@
 """A switch that cannot be made leaves every rank that lives with its weights, and tells all of them why."""
 
-import os
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.processes import dying, send_half, told_by_survivors
 from helpers.strategies import assert_holds, layers_of, whole_tensors
 from torch import nn
 
 from zeroresize.layers.segment import Segment
 from zeroresize.plan.strategy import Strategy
-from zeroresize.resharding import agreement, message_rounds
+from zeroresize.resharding import agreement
 from zeroresize.resharding.agreement import NotEnoughMemoryError
 from zeroresize.strategy.model import SwitchableModel
-from zeroresize.strategy.switching import all_or_nothing
 
 UNEVEN, PIPELINE, REPLICAS = Strategy(1, 3, shares=(1, 2, 3)), Strategy(1, 1, 3), Strategy(3)
 HALVES, PAIR = Strategy(1, 2), Strategy(2)
@@ -44,42 +41,6 @@ class Training:
         assert all(map(torch.equal, state, [one["exp_avg"] for one in self.optimizer.state.values()]))
         assert_holds(self.model, self.wholes)
         return f"{type(caught.value).__name__}: {caught.value}"
-
-
-@pytest.mark.parametrize("when", ["before all", "before", "while", "between rounds", "after", "rehome"])
-def test_a_rank_that_dies_in_a_switch_is_named_and_the_others_keep_their_weights(tmp_path, when):
-    def switch(model, training):
-        if when == "rehome":
-            model.rehome(PIPELINE, training.optimizer)
-        else:
-            model.switch_to(PIPELINE)
-
-    def check(rank, group):
-        training = Training(group, [UNEVEN, PIPELINE], max_bytes=2000)
-        if rank != 1:
-            return training.fails(lambda model: switch(model, training))
-        real, rounds = message_rounds.start_messages, []
-
-        def start(*arguments):
-            rounds.append(1)
-            return dying()(*arguments) if len(rounds) == 3 else real(*arguments)
-
-        if when == "before all":
-            os._exit(0)
-        elif when == "between rounds":
-            message_rounds.start_messages = start
-        elif when == "after":
-            all_or_nothing.require_received = lambda *_: os._exit(0)
-        else:
-            message_rounds.start_messages = dying(send_half if when == "while" else lambda *_: None)
-        switch(training.model, training)
-        return "did not die"
-
-    told = told_by_survivors(check, 3, tmp_path)
-    assert sorted(told) == [0, 2], told
-    for text in told.values():
-        assert text.startswith("RuntimeError: nothing has moved or changed"), text
-        assert "ranks [1] of the group" in text, text
 
 
 def test_switches_that_ranks_do_not_agree_on_or_that_do_not_fit_change_nothing(run_ranks, monkeypatch):

@@ -121,9 +121,13 @@ class EarlyLayerMove(LayerMove):
         self._may_begin.set()
         self._pipeline.leave_side_group()
 
-    def join(self) -> Exception | None:
-        """Wait until all is sent and received; returns the first failure. Not before ``finished`` has been left."""
+    def wait(self) -> None:
+        """Wait until nothing is sent or received any more. Not before ``finished`` has been left."""
         self._thread.join()
+
+    def join(self) -> Exception | None:
+        """As :meth:`wait`; then see what has come, and return the first failure."""
+        self.wait()
         if not self._errors:
             self._errors += self.read()
         try:
@@ -148,7 +152,7 @@ class EarlyLayerMove(LayerMove):
             with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
                 try:
                     self._carry_out(self.streams, self._tensors())
-                except RuntimeError as error:
+                except Exception as error:  # the other ranks wait for what follows all the same
                     self._errors.append(error)
                 turns = [(number, pair) for pair, numbers in self.moving.items() for number in numbers]
                 for number, pair in sorted(turns, reverse=True):

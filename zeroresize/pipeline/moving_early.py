@@ -6,12 +6,18 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 
+from zeroresize.comm.collectives import time_limit
 from zeroresize.pipeline.early_layer_move import EarlyLayerMove
 from zeroresize.pipeline.moving import LayerMoveReport, move_layers, prepared
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.resharding.agreement import Meet, meet_prepared, require_received
+from zeroresize.utils.deadline import within
+
+#: For the other ranks to come at the end of a block that has failed here, whatever it has waited for before.
+_LEAST_WAIT = timedelta(seconds=1)
 
 
 @dataclass
@@ -77,13 +83,15 @@ def moving_during_backward(
         with move.finished:
             yield found
     except Exception as error:
-        move.join()
-        with suppress(RuntimeError):  # the own error says more
-            require_received(error, meet)
+        _give_up(pipeline, move, error, meet, begin)
         raise
     begin = time.perf_counter()
     failure = move.join()
-    is_outdated = require_received(failure, meet, float(move.is_outdated))
+    try:
+        is_outdated = require_received(failure, meet, float(move.is_outdated))
+    except RuntimeError:
+        pipeline.leave_side_group()  # as ranks do whose block has failed
+        raise
     found.was_repeated = any(is_outdated)
     if found.was_repeated:
         del move  # its new tensors: their memory is needed for those that come now
@@ -100,6 +108,23 @@ def moving_during_backward(
             move.streams.buffer_bytes,
         )
     found.report = replace(report, seconds=before_s + time.perf_counter() - begin)
+
+
+def _give_up(pipeline: Pipeline, move: EarlyLayerMove, error: Exception, meet: Meet, begin: float) -> None:
+    """Tell the other ranks that the block has failed here, and wait for them for what is left of the time limit.
+
+    A step that has failed may have waited for as long already, for a rank that will not come to this either. The side
+    group is left: messages may be under way in it.
+    """
+
+    def tell() -> None:
+        move.wait()
+        require_received(error, meet)
+
+    left = time_limit(pipeline.process_group) - timedelta(seconds=time.perf_counter() - begin)
+    with suppress(Exception):  # the error of the block says more
+        within(max(left, _LEAST_WAIT), tell)
+    pipeline.leave_side_group()
 
 
 def _connect(move: EarlyLayerMove, meet: Meet) -> None:

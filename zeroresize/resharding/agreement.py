@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import Channel, Waitable, group_ranks, group_size, message_device, start_messages
+from zeroresize.utils.deadline import within
 from zeroresize.utils.memory_errors import is_out_of_memory, reason
 
 #: Up to two numbers of every rank of a group, in the order of the ranks; collective. See also :class:`MeetReplicas`.
@@ -48,6 +50,8 @@ _NUM_PLACES = 2**24
 _MOST_MIB = 2**28 - 1
 #: The tag of meets over a channel: they never take a message of the move that is under way there.
 _MET_ASIDE = 1
+#: How long a rank that has failed waits at least for the others to hear of it.
+_LEAST_WAIT = timedelta(seconds=1)
 _NOTHING_CHANGED = "nothing has moved or changed"
 #: What a rank meets with that has failed before, and where its memory ran out.
 _FAILED, _RAN_OUT = -1.0, -2.0
@@ -243,11 +247,15 @@ def _left_to_container() -> float:
     return max(most - used, 0)
 
 
-def require_received(error: Exception | None, meet: Meet, told: float = 0.0) -> list[float]:
+def require_received(
+    error: Exception | None, meet: Meet, told: float = 0.0, left: timedelta | None = None
+) -> list[float]:
     """Check with all ranks that every one of them has received all; ``error`` is what kept this one from it.
 
     Args:
         told: a number for the others.
+        left: how long to wait for the others where this rank has failed, at least a second; None for the group's time
+            limit. It may have waited for as long already, for a rank that will not come to this either.
 
     Returns:
         What every rank has told, in the order of the ranks.
@@ -256,7 +264,12 @@ def require_received(error: Exception | None, meet: Meet, told: float = 0.0) -> 
         RuntimeError: if a rank has not, naming it.
     """
     try:
-        table = meet(0.0 if error is None else 1.0, told)
+        if error is None or left is None:
+            table = meet(0.0 if error is None else 1.0, told)
+        else:
+            table = within(max(left, _LEAST_WAIT), lambda: meet(1.0, told))
+    except TimeoutError:
+        raise RuntimeError(f"{_NOTHING_CHANGED}: {reason(error) if error else 'no answer'}") from error
     except RuntimeError as gone:
         raise RuntimeError(f"{_NOTHING_CHANGED}: {gone}") from (error or gone)
     failed = [rank for rank, (has_failed, *_) in enumerate(table) if has_failed]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from zeroresize.comm.collectives import group_rank, message_device, require_group
+from zeroresize.comm.collectives import group_rank, message_device, require_group, time_limit
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.plan.ownership import OwnershipMap
 from zeroresize.resharding.agreement import (
@@ -127,7 +128,10 @@ def move_units(
         move.agree(move.descriptions)
     needed = move.new_bytes + move.buffer_bytes
     allocate_together(needed, device, partial(move.allocate, buffer_device), meet, "new tensors of units that move")
-    require_received(failure_of(move.carry_out), meet)
+    carrying_began = time.perf_counter()
+    failure = failure_of(move.carry_out)
+    left = time_limit(process_group) - timedelta(seconds=time.perf_counter() - carrying_began)
+    require_received(failure, meet, left=left)
     if move.num_units:
         drop_reducers(wrappers)
         move.install()

@@ -1,0 +1,160 @@
+"""What ranks tell each other before and after a move: by tables of numbers, and over a real group."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+
+from zeroresize.resharding import agreement
+from zeroresize.resharding.agreement import (
+    CannotMoveError,
+    MeetReplicas,
+    NotEnoughMemoryError,
+    allocate_together,
+    fingerprint,
+    meet_over,
+    meet_prepared,
+    require_received,
+    require_same,
+    texts_of_ranks,
+)
+
+CPU = torch.device("cpu")
+
+
+def meeting(others, heard=None):
+    """A meet in which the other ranks, behind this one, give these numbers; ``heard`` gets what this one gives."""
+
+    def meet(*numbers):
+        if heard is not None:
+            heard.append(numbers)
+        return [list(numbers), *others]
+
+    return meet
+
+
+def nobody_comes(*numbers):
+    raise RuntimeError("ranks [1] did not come")
+
+
+def test_fingerprints_are_numbers_that_a_float_holds_and_tell_texts_apart():
+    numbers = [fingerprint(text) for text in ("", "a", "b", "a" * 1000)]
+    assert len(set(numbers)) == 4 and all(number == int(number) < 2**52 for number in numbers)
+    assert fingerprint("a") == fingerprint("a")
+
+
+def test_all_ranks_get_the_numbers_and_texts_of_all(run_ranks):
+    def check(rank, group):
+        meet = meet_over(group, CPU)
+        assert meet(rank, 0.5) == [[other, 0.5] for other in range(3)]
+        assert list(texts_of_ranks("é" * rank * 7, meet, group, CPU)) == ["é" * other * 7 for other in range(3)]
+        assert list(texts_of_ranks("", meet, group, CPU)) == [""] * 3
+
+    run_ranks(check, 3)
+
+
+def test_numbers_of_prepared_ranks_are_told():
+    assert meet_prepared(meeting([[3.0, 4.0]]), (1.0, 2.0)) == [[1.0, 2.0], [3.0, 4.0]]
+
+
+def test_a_rank_that_cannot_prepare_raises_its_own_error_after_the_others_have_heard():
+    for error, kind, number in (
+        (ValueError("bad"), ValueError, -1.0),
+        (KeyError("bad"), CannotMoveError, -1.0),
+        (MemoryError(), NotEnoughMemoryError, -2.0),
+        (torch.OutOfMemoryError("of CUDA"), NotEnoughMemoryError, -2.0),
+    ):
+        heard = []
+        with pytest.raises(kind):
+            meet_prepared(meeting([], heard), error)
+        assert heard == [(number, 0.0)]
+        with pytest.raises(kind):
+            meet_prepared(nobody_comes, error)
+
+
+def test_the_others_are_named_and_why_is_told_only_if_it_is_the_same_for_all():
+    with pytest.raises(NotEnoughMemoryError, match=r"ranks \[1\] of the group failed before"):
+        meet_prepared(meeting([[-2.0, 0.0], [1.0, 1.0]]), (1.0, 1.0))
+    with pytest.raises(CannotMoveError, match=r"ranks \[1, 2\] of the group failed before"):
+        meet_prepared(meeting([[-2.0, 0.0], [-1.0, 0.0]]), (1.0, 1.0))
+    with pytest.raises(RuntimeError, match=r"nothing has moved or changed: ranks \[1\] did not come"):
+        meet_prepared(nobody_comes, (1.0, 1.0))
+
+
+def test_ranks_that_differ_are_grouped_and_replicas_are_named_by_the_job():
+    require_same([1.0, 1.0], "something", meeting([]))
+    with pytest.raises(RuntimeError, match=r"the ranks of the group differ in something: \[\[0, 2\], \[1\]\]"):
+        require_same([1.0, 2.0, 1.0], "something", meeting([]))
+    with pytest.raises(RuntimeError, match=r"the ranks of the job differ in something: \[\[4\], \[6\]\]"):
+        require_same([1.0, 2.0], "something", MeetReplicas(meeting([]), (4, 6)))
+
+
+def test_who_has_not_received_everything_is_named():
+    assert require_received(None, meeting([[0.0, 7.0]]), 3.0) == [3.0, 7.0]
+    with pytest.raises(RuntimeError, match=r"ranks \[1\] of the group have not received everything"):
+        require_received(None, meeting([[1.0, 0.0]]))
+    with pytest.raises(RuntimeError, match="nothing has moved or changed: torn"):
+        require_received(ValueError("torn"), meeting([[0.0, 0.0]]))
+
+
+def test_a_rank_that_has_failed_waits_no_longer_than_it_may():
+    wait = torch.futures.Future()  # that nobody completes
+    with pytest.raises(RuntimeError, match="nothing has moved or changed: torn"):
+        require_received(ValueError("torn"), lambda *_: wait.wait(), left=timedelta(seconds=-3))
+
+
+@pytest.fixture
+def one_mebibyte(monkeypatch):
+    monkeypatch.setattr(agreement, "free_bytes", lambda device: 2**20)
+
+
+def allocating(needed, others, calls):
+    """What comes of it on a rank that needs so many bytes, beside others on its device that need these."""
+
+    def meet(needed, free_and_place):
+        return [[needed, free_and_place], *([float(number), free_and_place] for number in others)]
+
+    allocate_together(needed, CPU, lambda: calls.append(needed), meet)
+
+
+def test_ranks_on_one_device_share_what_is_free(one_mebibyte):
+    calls = []
+    allocating(2**19, [2**19], calls)
+    assert calls == [2**19]
+    with pytest.raises(NotEnoughMemoryError, match=r"rank 0 lacks 0\.5 MB, of 0\.5 MB that it needs; rank 1 lacks"):
+        allocating(2**19, [2**20], calls)
+    allocating(0, [2**20], calls)  # who needs nothing lacks nothing
+    with pytest.raises(NotEnoughMemoryError, match="rank 1 lacks"):
+        allocating(0, [2**21], calls)
+
+
+def test_nothing_is_allocated_that_does_not_fit(one_mebibyte):
+    calls = []
+    with pytest.raises(NotEnoughMemoryError, match=r"rank 0 lacks 1\.0 MB, of 2\.1 MB that it needs"):
+        allocating(2**21, [0], calls)
+    assert not calls
+
+
+def test_what_else_allocating_raises_is_told_to_the_others(one_mebibyte):
+    heard = []
+
+    def fail():
+        raise TypeError("odd")
+
+    with pytest.raises(CannotMoveError, match="odd"):
+        allocate_together(1, CPU, fail, meeting([], heard))
+    assert heard == [(-1.0, 0.0)]
+
+
+def test_memory_is_known_on_a_cpu_with_meminfo(monkeypatch, tmp_path):
+    monkeypatch.setattr(agreement, "_MEMINFO", tmp_path / "meminfo")
+    assert agreement.free_bytes(CPU) is None
+    (tmp_path / "meminfo").write_text("MemTotal:  2000 kB\nMemAvailable:     1000 kB\n")
+    assert agreement.free_bytes(CPU) == 972800
+
+
+def test_what_a_step_takes_again_on_a_gpu_is_what_it_took_at_most(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 500)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 200)
+    assert agreement.bytes_up_to_peak(torch.device("cuda")) == 300
+    assert agreement.bytes_up_to_peak(CPU) == 0
