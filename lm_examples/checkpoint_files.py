@@ -33,7 +33,7 @@ from zeroresize.utils.value_checks import at_least, known_keys
 logger = logging.getLogger(__name__)
 
 _STATE = "state"
-_FOLDERS = CheckpointFolders("step")
+_FOLDERS = CheckpointFolders("step", 8)
 
 
 @dataclass(frozen=True)
@@ -116,19 +116,16 @@ def write_checkpoint(
     Returns:
         Whether it was written, on every rank.
     """
-    final = folder / f"step-{state.step:08d}"
-    temporary = final.with_suffix(".tmp")
+    temporary = _FOLDERS.unfinished(folder, state.step)
     is_first = dist.get_rank(process_group) == 0
 
     def begin() -> None:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+        _FOLDERS.begin(folder, state.step)
 
     def complete() -> None:
         write_state(temporary / _STATE, asdict(state))
         write_manifest(temporary, {path.name: sealed(path) for path in temporary.iterdir()})
-        shutil.rmtree(final, ignore_errors=True)
-        temporary.rename(final)
+        _FOLDERS.complete_with(folder, state.step)
         sync_names(folder)  # before older ones are deleted
 
     try:

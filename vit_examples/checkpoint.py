@@ -31,7 +31,7 @@ from zeroresize.utils.value_checks import at_least, is_number, known_keys
 logger = logging.getLogger(__name__)
 
 _LAYOUT, _PROGRESS = "layout.json", "progress.json"
-_FOLDERS = CheckpointFolders("epoch")
+_FOLDERS = CheckpointFolders("epoch", 4)
 
 
 @dataclass(frozen=True)
@@ -118,12 +118,10 @@ def save_checkpoint(
     Returns:
         Whether it was written, on every rank.
     """
-    final = folder / f"epoch-{progress.epochs:04d}"
-    temporary = final.with_suffix(".tmp")
+    temporary = _FOLDERS.unfinished(folder, progress.epochs)
 
     def begin() -> None:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+        _FOLDERS.begin(folder, progress.epochs)
 
     def write_own() -> dict[str, Any]:
         host.save(temporary / _shard(host.rank))
@@ -135,8 +133,7 @@ def save_checkpoint(
         write_values(temporary / _PROGRESS, dataclasses.asdict(progress))
         shared = {name: sealed(temporary / name) for name in (_LAYOUT, _PROGRESS)}
         write_manifest(temporary, {name: told for own in (*written, shared) for name, told in own.items()})
-        shutil.rmtree(final, ignore_errors=True)
-        temporary.rename(final)
+        _FOLDERS.complete_with(folder, progress.epochs)
         sync_names(folder)  # before older ones are deleted
 
     try:

@@ -11,14 +11,16 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointFolders:
-    """Those called ``<unit>-<number>``; half-written ones are called otherwise.
+    """Those called ``<unit>-<number>``; what is half written, or half deleted, ends with ``.tmp``.
 
     Args:
         unit: what the numbers count, such as "epoch".
+        num_digits: of a number in a name, at least.
     """
 
-    def __init__(self, unit: str) -> None:
-        self._unit, self._complete = unit, re.compile(rf"{unit}-(\d+)")
+    def __init__(self, unit: str, num_digits: int) -> None:
+        self._unit, self._num_digits = unit, num_digits
+        self._complete, self._unfinished = re.compile(rf"{unit}-(\d+)"), re.compile(rf"{unit}-\d+\.tmp")
 
     def number_of(self, checkpoint: Path) -> int:
         """How far the run was when it was written."""
@@ -28,6 +30,36 @@ class CheckpointFolders:
         """The complete ones under ``folder``, the oldest first."""
         found = (path for path in folder.glob(f"{self._unit}-*") if self._complete.fullmatch(path.name))
         return sorted((path for path in found if path.is_dir()), key=self.number_of)
+
+    def begin(self, folder: Path, number: int) -> Path:
+        """An empty folder to write a checkpoint into, under the name of an unfinished one.
+
+        What earlier processes left unfinished is deleted, whether they were killed while they wrote or deleted it.
+
+        Raises:
+            OSError: if it cannot be made.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.iterdir():
+            if self._unfinished.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+        unfinished = self.unfinished(folder, number)
+        unfinished.mkdir()
+        return unfinished
+
+    def unfinished(self, folder: Path, number: int) -> Path:
+        """What a checkpoint is called while it is written."""
+        return self._path(folder, number).with_suffix(".tmp")
+
+    def complete_with(self, folder: Path, number: int) -> None:
+        """Give a checkpoint that is written its name, in place of one that had it before.
+
+        Raises:
+            OSError: if that cannot be done.
+        """
+        final = self._path(folder, number)
+        shutil.rmtree(final, ignore_errors=True)
+        self.unfinished(folder, number).rename(final)
 
     def newest(self, folder: Path) -> Path | None:
         """The complete one of the highest number under ``folder``."""
@@ -45,7 +77,7 @@ class CheckpointFolders:
             self.delete(old)
 
     def delete(self, checkpoint: Path) -> None:
-        """A kill on the way leaves no half that looks complete."""
+        """Delete a checkpoint; a kill on the way leaves no half that looks complete, and :meth:`begin` deletes it."""
         going = checkpoint.with_suffix(".tmp")
         shutil.rmtree(going, ignore_errors=True)
         try:
@@ -53,3 +85,6 @@ class CheckpointFolders:
         except OSError as error:
             logger.warning("the old checkpoint %s cannot be deleted: %s", checkpoint, error)
         shutil.rmtree(going, ignore_errors=True)
+
+    def _path(self, folder: Path, number: int) -> Path:
+        return folder / f"{self._unit}-{number:0{self._num_digits}}"

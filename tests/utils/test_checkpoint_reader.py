@@ -1,6 +1,7 @@
 """Checkpoints of torch.distributed.checkpoint, read without running what somebody has put into them."""
 
 import builtins
+import os
 import pickle
 import random
 import time
@@ -154,6 +155,20 @@ def test_files_outside_of_the_checkpoint_are_not_read(tmp_path, path):
     written(tmp_path)
     change_index(tmp_path, lambda index: [setattr(one, "relative_path", path) for one in index.storage_data.values()])
     assert f"is in {path}, outside of the checkpoint" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("target", ["/dev/zero", "outside", "pipe"])
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_what_is_no_plain_file_is_not_opened(tmp_path, name, target):
+    """Reading of a device or a pipe would not end."""
+    folder = tmp_path / "saved"
+    written(folder)
+    (folder / name).replace(tmp_path / "outside")
+    if target == "pipe":
+        os.mkfifo(folder / name)
+    else:
+        (folder / name).symlink_to(tmp_path / target)
+    assert f"{folder / name}: no plain file" in refusal(folder)
 
 
 def test_a_value_that_is_no_tensor_runs_nothing_either(tmp_path):

@@ -404,7 +404,8 @@ def test_a_checkpoint_is_on_the_disk_before_older_ones_are_deleted(
 
 
 def test_as_many_checkpoints_as_asked_for_are_kept(run_ranks, tmp_path: Path, torch_host: str) -> None:
-    """The newest, also where their numbers have more digits."""
+    """The newest, also where their numbers have more digits; nothing is left of one that was not quite deleted."""
+    (tmp_path / "epoch-0001.tmp").mkdir()
 
     def train(rank: int, group: Any) -> list[str]:
         training = Training(micro_config(torch_host))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from zeroresize.utils.checkpoint_files import require_plain_file
 from zeroresize.utils.checkpoint_index import read_index
 
 
@@ -23,7 +25,8 @@ class CheckpointReader(FileSystemReader):
 
     torch's own reader unpickles the index and every value that is no tensor, which runs whatever they name. This one
     admits DCP's own data classes in the index; elsewhere tensors, numbers, texts, lists, tuples and dictionaries, and
-    classes that were allowed by ``torch.serialization.add_safe_globals``.
+    classes that were allowed by ``torch.serialization.add_safe_globals``. The index and the files that it names are
+    plain files of the folder: what is a link, a device or a pipe is not opened.
 
     Args:
         path: the folder.
@@ -43,8 +46,12 @@ class CheckpointReader(FileSystemReader):
         """The index, or that of one rank (``rank``) where each has written an index of its own."""
         rank = kwargs.get("rank")
         path = Path(self.path) / (".metadata" if rank is None else f"__{rank}.metadata")
+        require_plain_file(path)
         with path.open("rb") as stream:
             metadata = read_index(stream, str(path))
+        for name in {storage.relative_path for storage in metadata.storage_data.values()}:
+            with suppress(FileNotFoundError):  # which is an error where it is needed
+                require_plain_file(Path(self.path) / name)
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
