@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from zeroresize.resharding.contents import replace_data
+from zeroresize.resharding.parameter_state import replace_data
 
 warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
 

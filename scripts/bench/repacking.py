@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from scripts.bench.common import save
 from zeroresize.pipeline import LayerProfiler, Pipeline, PipelineBalancer, RebalancingRecord, Release, Repack
-from zeroresize.resharding.contents import replace_data
+from zeroresize.resharding.parameter_state import replace_data
 
 NUM_LAYERS, SIZE, UNITS, MICRO = 16, 16, 2048, 8
 FORWARD_S = 0.001

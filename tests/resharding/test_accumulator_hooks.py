@@ -12,7 +12,7 @@ from torch import nn
 import zeroresize as zr
 from zeroresize.pipeline import Pipeline, move_layers
 from zeroresize.resharding import accumulator_hooks
-from zeroresize.resharding.contents import replace_data
+from zeroresize.resharding.parameter_state import replace_data
 from zeroresize.resharding.transfer import move_units
 
 

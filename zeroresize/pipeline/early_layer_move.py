@@ -22,16 +22,16 @@ from zeroresize.pipeline.finished_layers import FinishedLayers
 from zeroresize.pipeline.layer_contents import (
     LayerNote,
     TensorNote,
-    as_json,
     bytes_of,
     describe,
-    from_json,
+    notes_from_json,
+    notes_to_json,
     require_fitting,
 )
 from zeroresize.pipeline.layer_move import LayerMove
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.resharding.agreement import bytes_up_to_peak, wait_for_all
-from zeroresize.resharding.contents import GRADIENT, PARAMETER
+from zeroresize.resharding.parameter_state import GRADIENT, PARAMETER
 
 _CPU = torch.device("cpu")
 
@@ -194,7 +194,7 @@ class EarlyLayerMove(LayerMove):
             rest = self._rest(
                 pair, [tensor for one, tensor in zip(note.tensors, tensors, strict=True) if not one.is_constant]
             )
-            text = as_json([note]).encode()
+            text = notes_to_json([note]).encode()
         except Exception as error:  # the receiver must hear of any
             self._errors.append(error)
         self._message(pair, torch.tensor([len(text)], device=_CPU))
@@ -214,7 +214,7 @@ class EarlyLayerMove(LayerMove):
         text = self._message(pair, torch.empty(int(size), dtype=torch.uint8, device=_CPU))
         rest = None
         try:
-            (note,) = from_json(bytes(text.tolist()).decode())
+            (note,) = notes_from_json(bytes(text.tolist()).decode())
             new = [one.new(self._pipeline.device) for one in note.tensors if not one.is_constant]
             for tensor in new:
                 if self._main_stream is not None and tensor.is_cuda:  # made on this thread's stream, used on the other

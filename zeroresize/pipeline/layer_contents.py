@@ -15,9 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroresize.optim.optimizers import torch_optimizer
 from zeroresize.pipeline.stage_layers import LayerTensors, emptied
-from zeroresize.resharding.contents import GRADIENT, PARAMETER, STATE, replace_data, why_of_fixed_size
+from zeroresize.resharding.parameter_state import (
+    GRADIENT,
+    PARAMETER,
+    STATE,
+    ParameterState,
+    StateKind,
+    dtype_of,
+    replace_data,
+    set_state,
+    why_of_fixed_size,
+)
 from zeroresize.utils.checkpoint_reader import plain_value
 
 BUFFER, EXTRA = "buffer", "extra state"
@@ -44,7 +53,7 @@ class TensorNote:
 
     @property
     def num_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * int(getattr(torch, self.dtype).itemsize)
+        return torch.Size(self.shape).numel() * dtype_of(self.dtype).itemsize
 
     @property
     def is_constant(self) -> bool:
@@ -54,7 +63,7 @@ class TensorNote:
     def new(self, device: torch.device) -> Tensor:
         """An empty tensor like this one."""
         where = torch.device("cpu") if self.is_on_cpu else device
-        return torch.empty_strided(self.shape, self.stride, dtype=getattr(torch, self.dtype), device=where)
+        return torch.empty_strided(self.shape, self.stride, dtype=dtype_of(self.dtype), device=where)
 
 
 @dataclass(frozen=True)
@@ -94,11 +103,11 @@ class LayerNote:
         return sum(one.num_bytes for one in self.tensors)
 
 
-def as_json(notes: Iterable[LayerNote]) -> str:
+def notes_to_json(notes: Iterable[LayerNote]) -> str:
     return json.dumps([asdict(one) for one in notes])
 
 
-def from_json(text: str) -> list[LayerNote]:
+def notes_from_json(text: str) -> list[LayerNote]:
     return [
         LayerNote(
             one["layer"],
@@ -111,41 +120,6 @@ def from_json(text: str) -> list[LayerNote]:
             tuple(one["training"]),
         )
         for one in json.loads(text)
-    ]
-
-
-def require_movable_state(optimizer: object | None) -> torch.optim.Optimizer | None:
-    """``optimizer`` itself.
-
-    Raises:
-        ValueError: for a wrapper, which may keep master copies or shards elsewhere, and for ZeRO.
-    """
-    if optimizer is None:
-        return None
-    if not isinstance(optimizer, torch.optim.Optimizer) or torch_optimizer(optimizer) is not optimizer:
-        kind = "only wraps a" if isinstance(optimizer, torch.optim.Optimizer) else "is no"
-        raise ValueError(
-            f"{type(optimizer).__name__} {kind} torch.optim.Optimizer: layers cannot move with wrappers of optimizers, "
-            "which may keep master copies or shards of the parameters"
-        )
-    # By its name: importing it takes a while and warns.
-    if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
-        raise ValueError("layers cannot move with ZeroRedundancyOptimizer: other ranks hold shards of their state")
-    return optimizer
-
-
-def groups_of(optimizer: torch.optim.Optimizer | None) -> dict[int, int]:
-    """The number of each parameter's group, by the parameter's ``id``."""
-    groups = [] if optimizer is None else optimizer.param_groups
-    return {id(one): number for number, group in enumerate(groups) for one in group["params"]}
-
-
-def settings_of(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
-    """Each parameter group's settings, comparable between ranks."""
-    groups = [] if optimizer is None else optimizer.param_groups
-    return [
-        {key: _plain(value) for key, value in sorted(group.items()) if key not in ("params", "param_names")}
-        for group in groups
     ]
 
 
@@ -163,23 +137,22 @@ def describe(
     for name, parameter in own.parameters.items():
         if reason := why_of_fixed_size(f"layers.{number}.{name}", parameter):
             raise ValueError(f"{reason}, so its layer cannot move")
-        found.append((name, PARAMETER, parameter.detach()))
-        if parameter.grad is not None:
-            if parameter.grad.layout is not torch.strided:
-                raise ValueError(f"layers.{number}.{name}: a gradient of layout {parameter.grad.layout} cannot move")
-            found.append((name, GRADIENT, parameter.grad.detach()))
-        state = None if optimizer is None else optimizer.state.get(parameter)
-        plain: dict[str, Any] | None = None if not state else {}
-        for key, value in (state or {}).items():
-            if isinstance(value, Tensor):
+        state = ParameterState(f"layers.{number}.{name}", parameter, parameter, optimizer)
+        gradient = state.tensors.get(GRADIENT)
+        if gradient is not None and gradient.layout is not torch.strided:
+            raise ValueError(f"{state.name}: a gradient of layout {gradient.layout} cannot move")
+        found += [(name, what, state.tensors[what]) for what in (PARAMETER, GRADIENT) if what in state.tensors]
+        plain: dict[str, Any] | None = {} if state.has_state else None
+        for key, kind, value in state.entries():
+            if isinstance(value, Tensor):  # a layer is whole: what has another shape goes along, too
                 found.append((name, STATE + key, value.detach()))
-            elif isinstance(value, bool | int | float | str | None):
+            elif kind is StateKind.PLAIN:
                 assert plain is not None
                 plain[key] = value
             else:
                 raise ValueError(
-                    f"layers.{number}.{name}: its optimizer keeps {key!r} as a {type(value).__name__}; a layer can "
-                    "only take tensors, numbers and texts along"
+                    f"{state.name}: its optimizer keeps {key!r} as a {type(value).__name__}; a layer can only take "
+                    "tensors, numbers and texts along"
                 )
         parameters[name] = ParameterNote(groups.get(id(parameter)), parameter.requires_grad, plain)
     buffers = {name: module._buffers[key] for name, (module, key) in own.buffers.items()}
@@ -249,16 +222,12 @@ class Arrived:
             replace_data(parameter, self._new[name, PARAMETER], None)
             parameter.requires_grad_(note.requires_grad)
             parameter.grad = self._new.get((name, GRADIENT))
-            if optimizer is None:
-                continue
-            optimizer.state.pop(parameter, None)
-            if note.state is not None:
-                tensors = {
-                    what.removeprefix(STATE): tensor
-                    for (of, what), tensor in self._new.items()
-                    if of == name and what.startswith(STATE)
-                }
-                optimizer.state[parameter].update({**note.state, **tensors})  # the optimizer's own kind of dictionary
+            tensors = {
+                what.removeprefix(STATE): tensor
+                for (of, what), tensor in self._new.items()
+                if of == name and what.startswith(STATE)
+            }
+            set_state(optimizer, parameter, {**(note.state or {}), **tensors})
         for name, (module, key) in self._own.buffers.items():
             new, known = self._new.get((name, BUFFER)), module._buffers[key]
             if new is not None and known is not None:
@@ -275,8 +244,7 @@ def let_go(own: LayerTensors, optimizer: torch.optim.Optimizer | None) -> None:
     """Leave a layer without its tensors, which another rank has now."""
     for parameter in own.parameters.values():
         replace_data(parameter, emptied(parameter, parameter.device), None)
-        if optimizer is not None:
-            optimizer.state.pop(parameter, None)
+        set_state(optimizer, parameter, {})
     for module, key in own.buffers.values():
         buffer = module._buffers[key]
         if buffer is not None:
@@ -308,11 +276,3 @@ def _serialized(state: Any) -> Tensor:
     stream = io.BytesIO()
     torch.save(state, stream)
     return torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.tolist()
-    if isinstance(value, tuple | list):
-        return list(map(_plain, value))
-    return value if isinstance(value, bool | int | float | str | None) else type(value).__name__

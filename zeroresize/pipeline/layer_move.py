@@ -14,20 +14,18 @@ from zeroresize.pipeline.layer_contents import (
     Arrived,
     LayerNote,
     TensorNote,
-    as_json,
     bytes_of,
     describe,
-    from_json,
-    groups_of,
     let_go,
+    notes_from_json,
+    notes_to_json,
     require_fitting,
-    require_movable_state,
-    settings_of,
 )
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.pipeline.stage_layers import require_plain, require_ties_within_stages
 from zeroresize.plan.partition import Partition
 from zeroresize.resharding.agreement import fingerprint
+from zeroresize.resharding.movable_optimizer import groups_of, require_movable_state, settings_of
 
 
 class LayerMove:
@@ -87,7 +85,7 @@ class LayerMove:
 
     def told(self) -> str:
         """What this rank will send, for the others."""
-        return as_json(note for note, _ in self._sent.values())
+        return notes_to_json(note for note, _ in self._sent.values())
 
     def agree(self, told: Iterable[str]) -> None:
         """Take what all ranks have told, and lay out the rounds.
@@ -95,7 +93,7 @@ class LayerMove:
         Raises:
             ValueError: if what will come here does not fit.
         """
-        self._notes = {note.layer: note for text in told for note in from_json(text)}
+        self._notes = {note.layer: note for text in told for note in notes_from_json(text)}
         for pair, numbers in self.moving.items():
             for number in numbers if pair[1] == self._rank else ():
                 require_fitting(self._notes[number], self._layers[number], self._own[number], self._groups)

@@ -16,7 +16,6 @@ from torch.distributed.pipelining import Schedule1F1B
 from zeroresize.comm.collectives import all_reduce
 from zeroresize.measure.links import INSTALLING_S, measure_links
 from zeroresize.optim.independence import why_not_by_parameter
-from zeroresize.pipeline.layer_contents import groups_of, require_movable_state
 from zeroresize.pipeline.moving import LayerMoveReport, move_layers
 from zeroresize.pipeline.moving_early import MoveDuringBackward, moving_during_backward
 from zeroresize.pipeline.pipeline import Pipeline
@@ -46,6 +45,7 @@ from zeroresize.resharding.agreement import (
     meet_prepared,
     require_same,
 )
+from zeroresize.resharding.movable_optimizer import groups_of, require_movable_state
 from zeroresize.utils.state_checks import count
 
 logger = logging.getLogger(__name__)

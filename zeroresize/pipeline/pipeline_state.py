@@ -30,18 +30,16 @@ from zeroresize.pipeline.layer_contents import (
     Arrived,
     LayerNote,
     TensorNote,
-    as_json,
     describe,
-    from_json,
-    groups_of,
+    notes_from_json,
+    notes_to_json,
     require_fitting,
-    require_movable_state,
-    settings_of,
 )
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.pipeline.pipeline_balancer import PipelineBalancer
 from zeroresize.resharding.agreement import meet_prepared
-from zeroresize.resharding.contents import GRADIENT, PARAMETER, STATE
+from zeroresize.resharding.movable_optimizer import groups_of, require_movable_state, settings_of
+from zeroresize.resharding.parameter_state import GRADIENT, PARAMETER, STATE
 from zeroresize.utils.checkpoint_reader import CheckpointReader
 
 _SETTINGS = "pipeline.settings"
@@ -83,7 +81,7 @@ def pipeline_state(
             if one.what != GRADIENT
         ]
         note = replace(note, tensors=tuple(one for one, _ in kept))
-        found[_note_of(number)] = _as_bytes(as_json([note]))
+        found[_note_of(number)] = _as_bytes(notes_to_json([note]))
         found |= {_key(number, one, one.name in persistent): tensor for one, tensor in kept}
         # Tied parameters and shared buffers, which the note does not have, by all their names.
         others = {f"layers.{number}.{name}": one for name, one in persistent.items() if isinstance(one, Tensor)}
@@ -187,7 +185,7 @@ class _Read:
         installing: list[tuple[LayerNote, list[Tensor]]] = []
         for number in pipeline.present:
             layer, own = pipeline.layers[number], pipeline.tensors[number]
-            (note,) = from_json(texts[_note_of(number)])
+            (note,) = notes_from_json(texts[_note_of(number)])
             if self._optimizer is None:
                 notes = tuple(one for one in note.tensors if not one.what.startswith(STATE))
                 bare = {name: replace(one, group=None, state=None) for name, one in note.parameters.items()}

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 from zeroresize.plan.partition import Partition
-from zeroresize.resharding.contents import replace_data
+from zeroresize.resharding.parameter_state import replace_data
 
 #: Fills the tensors of a layer, by its number, that was built on the meta device.
 Initialize = Callable[[int, nn.Module], object]

@@ -18,11 +18,12 @@ from zeroresize.layers.functional import LastGradients
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.plan.ownership import Indices, OwnershipMap
 from zeroresize.resharding.agreement import fingerprint
-from zeroresize.resharding.contents import GRADIENTS, Contents, Description, as_json, contents_of, layers_of
 from zeroresize.resharding.data_parallel import require_rebuildable
 from zeroresize.resharding.message_rounds import MessageRounds
 from zeroresize.resharding.messages import Pair, Round, Travelling, copy_units, in_rounds, parts_of, stack
+from zeroresize.resharding.parameter_state import GRADIENTS, Description, descriptions_to_json, dtype_of
 from zeroresize.resharding.transfer_plan import transfer_plan
+from zeroresize.resharding.unit_contents import UnitContents, contents_of, layers_of
 
 #: Of the messages of a rank in a round, unless less is allowed: these stay in a processor's cache.
 _ROUND_BYTES = 8 * 2**20
@@ -67,7 +68,7 @@ class LocalMove:
 
     def told(self, *, with_units: bool) -> str:
         """What this rank holds, for the others."""
-        return as_json(self.descriptions, with_units=with_units)
+        return descriptions_to_json(self.descriptions, with_units=with_units)
 
     def agree(self, descriptions: Sequence[Description]) -> None:
         """Take what all ranks have agreed on to travel, and lay out the rounds."""
@@ -106,8 +107,8 @@ class LocalMove:
                 shape[where.dim] = where.num_blocks * num_new * where.rows
                 self._new[-1].append({})
                 for what, name in sorted(agreed.dtypes.items()):
-                    dtype, old = getattr(torch, name), one.tensor(what)
-                    new = torch.empty(shape, dtype=dtype, device=one.device_of(what))
+                    dtype, old = dtype_of(name), one.state.tensors.get(what)
+                    new = torch.empty(shape, dtype=dtype, device=one.state.device_of(what))
                     self._new[-1][-1][what] = new
                     old_stack = None if old is None else stack(old, where, num_old)
                     tensors.append(Travelling(number, dtype, old_stack, stack(new, where, num_new)))
@@ -133,8 +134,8 @@ class LocalMove:
             self.moving, self._contents, self._new, self._agreed, strict=True
         ):
             for one, new, agreed in zip(of_segment, of_new, of_agreed, strict=False):
-                one.install(new, agreed)
-                one.forget()
+                one.state.install(new, agreed)
+                one.state.forget()
             segment.owned = after
             for layer in layers_of(segment):
                 if isinstance(layer, BalancedLinear):  # what was decided and remembered is of other columns
@@ -191,7 +192,7 @@ class LocalMove:
                 after.owners.tobytes().hex(),
                 [
                     [one.name, one.unit_tensor.dim, one.unit_tensor.rows, one.unit_tensor.num_blocks]
-                    + [_elements_per_unit(one), one.stepped is not None, str(one.parameter.dtype)]
+                    + [_elements_per_unit(one), one.state.stepped is not None, str(one.parameter.dtype)]
                     for one in of_segment
                 ],
             ]
@@ -215,25 +216,25 @@ def _require_fitting(segment: OwnedSegment, after: OwnershipMap, num_ranks: int)
         raise ValueError(f"the {segment.kind} of {segment.name} must stay evenly divided: {reason}")
 
 
-def _require_disjoint(contents: Sequence[Sequence[Contents]]) -> None:
-    seen: dict[int, Contents] = {}
+def _require_disjoint(contents: Sequence[Sequence[UnitContents]]) -> None:
+    seen: dict[int, UnitContents] = {}
     for one in (one for of_segment in contents for one in of_segment):
         other = seen.setdefault(id(one.parameter), one)
         if other is not one:
             raise ValueError(f"{other.name} and {one.name} of two segments are one parameter, so they cannot move")
 
 
-def bytes_per_unit(one: Contents, description: Description, *, with_gradients: bool = True) -> int:
+def bytes_per_unit(one: UnitContents, description: Description, *, with_gradients: bool = True) -> int:
     """What belongs to one unit in all tensors that are described."""
     sizes = [
-        getattr(torch, dtype).itemsize
+        dtype_of(dtype).itemsize
         for what, dtype in description.dtypes.items()
         if with_gradients or what not in GRADIENTS
     ]
     return _elements_per_unit(one) * sum(sizes)
 
 
-def _elements_per_unit(one: Contents) -> int:
+def _elements_per_unit(one: UnitContents) -> int:
     """Elements that belong to one unit."""
     shape, where = one.parameter.shape, one.unit_tensor
     others = [size for dim, size in enumerate(shape) if dim != where.dim]

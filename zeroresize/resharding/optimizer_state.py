@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zeroresize.optim.optimizers import stepped_tensors, torch_optimizer
 from zeroresize.resharding.divided_tensor import DividedTensor, Division
+from zeroresize.resharding.parameter_state import StateKind, kind_of_state
 
 GROUPS, HAS_STATE, MASTER = "param_groups", "has_state", "master_weight"
 _OF_THE_MODEL = ("params", "param_names")
@@ -109,11 +110,12 @@ class OptimizerState:
             state = self._made[name] = self._fresh(name, tensor)
             install = partial(self._install, name, tensor)  # before units move: a Balancer may be loaded first
         for key, value in state.items():
-            if not isinstance(value, Tensor):
+            kind = kind_of_state(key, value, tensor)
+            if kind in (StateKind.PLAIN, StateKind.OTHER):
                 found[key] = value
-            elif value.shape == tensor.shape and not (key == "step" and value.numel() == 1):
+            elif kind is StateKind.LIKE_PARAMETER:
                 found[key] = _saved(f"{name}: {key}", value, division, install)
-            elif value.numel() == 1:
+            elif kind is StateKind.NUMBER:
                 found[key] = value.item()
             elif division is None:
                 found[key] = value.data

@@ -26,9 +26,10 @@ from zeroresize.resharding.agreement import (
     require_same,
     texts_of_ranks,
 )
-from zeroresize.resharding.contents import agreed_contents, contents_of, from_json
 from zeroresize.resharding.data_parallel import drop_reducers, rebuild_reducers, wrappers_of
 from zeroresize.resharding.local_move import LocalMove, bytes_per_unit
+from zeroresize.resharding.parameter_state import agreed_descriptions, descriptions_from_json
+from zeroresize.resharding.unit_contents import contents_of
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def move_units(
         told = texts_of_ranks(own, meet, process_group, buffer_device)
         agreed: tuple[float, float] | Exception = (0.0, 0.0)
         try:
-            move.agree(agreed_contents([from_json(text) for text in told]))
+            move.agree(agreed_descriptions([descriptions_from_json(text) for text in told]))
         except Exception as error:  # replicas must hear of it
             agreed = error
         meet_prepared(meet, agreed, "a move of units")

@@ -21,10 +21,11 @@ from zeroresize.optim.independence import why_not_elementwise
 from zeroresize.optim.optimizers import stepped_tensors, torch_optimizer
 from zeroresize.plan.ownership import SegmentWork, checked_shares, owned_shares, unit_counts
 from zeroresize.resharding.agreement import CannotMoveError, Meet, NotEnoughMemoryError, meet_unchanged, texts_of_ranks
-from zeroresize.resharding.contents import contents_of, why_of_fixed_size
 from zeroresize.resharding.data_parallel import Replicas
+from zeroresize.resharding.parameter_state import why_of_fixed_size
 from zeroresize.resharding.replaced_parts import ReplacedParts
 from zeroresize.resharding.transfer import bytes_of_units, move_units
+from zeroresize.resharding.unit_contents import contents_of
 
 _ALONE = Replicas()
 

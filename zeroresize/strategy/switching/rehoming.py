@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_rank, message_device
-from zeroresize.pipeline.layer_contents import require_movable_state, settings_of
 from zeroresize.policy.strategy.switches.switch_plan import plan_weights
 from zeroresize.resharding.agreement import fingerprint
-from zeroresize.resharding.contents import PARAMETER, STATE, Description, agreed_contents, kept_value
+from zeroresize.resharding.movable_optimizer import require_movable_state, settings_of
+from zeroresize.resharding.parameter_state import STATE, Description, ParameterState, agreed_descriptions, set_state
 from zeroresize.strategy.switching.carrying import Carrier
 from zeroresize.strategy.switching.placement import Placement
 from zeroresize.strategy.switching.relocation import Relocation
@@ -66,59 +66,36 @@ class OwnState:
         """Of the optimizer's tensors."""
         if self.optimizer is None:
             return 0
-        held = [one for number in self._home.parameters for one in self._state(number).values()]
+        states = [self._parameter_state(number) for number in self._home.parameters]
+        held = [value for state in states for _, _, value in state.entries()]
         return sum(one.numel() * one.element_size() for one in held if isinstance(one, Tensor))
 
     def held(self, key: str) -> dict[int, Tensor]:
         """The optimizer's tensors of one kind, by the number of the tensor."""
-        return {
-            number: self._state(number)[key]
-            for number in self._home.parameters
-            if STATE + key in self._described(number).dtypes
-        }
+        states = {number: self._parameter_state(number) for number in self._home.parameters}
+        return {number: state.tensors[STATE + key] for number, state in states.items() if STATE + key in state.tensors}
 
     def install(self, after: Placement, group_of: dict[int, int], state: dict[int, dict[str, Any]]) -> None:
         """Give the optimizer the parameters of another home in the same groups, and their state."""
         if self.optimizer is None:
             return
-        for one in self._home.parameters.values():
-            self.optimizer.state.pop(one, None)
+        for parameter in self._home.parameters.values():
+            set_state(self.optimizer, parameter, {})
         for index, group in enumerate(self._groups):
             own = [number for number in after.parameters if group_of.get(number) == index]
             group["params"] = [after.parameters[number] for number in own]
             if "param_names" in group:
                 group["param_names"] = [self._tensors[number].spec.name for number in own]
         for number, values in state.items():
-            if values and number in group_of:
-                self.optimizer.state[after.parameters[number]].update(values)  # the optimizer's own kind of dictionary
-
-    def _state(self, number: int) -> dict[str, Any]:
-        assert self.optimizer is not None
-        found: dict[str, Any] = self.optimizer.state.get(self._home.parameters[number], {})
-        return found
+            if number in group_of:
+                set_state(self.optimizer, after.parameters[number], values)
 
     def _described(self, number: int) -> Description:
-        parameter, name = self._home.parameters[number], self._tensors[number].spec.name
-        found = Description(name, 1, {PARAMETER: str(parameter.dtype)[6:]})
-        if self.optimizer is None or parameter not in self.optimizer.state:
-            return found
-        for key, value in sorted(self.optimizer.state[parameter].items()):
-            if (
-                isinstance(value, Tensor)
-                and value.shape == parameter.shape
-                and not (key == "step" and value.numel() == 1)
-            ):
-                found.dtypes[STATE + key] = str(value.dtype)[6:]
-            elif isinstance(value, Tensor) and value.numel() == 1:
-                found.kept[key] = [str(value.dtype)[6:], value.device.type, list(value.shape), value.item()]
-            elif isinstance(value, bool | int | float | str | None):
-                found.kept[key] = ["", "", [], value]
-            else:
-                raise ValueError(
-                    f"{name}: its optimizer keeps {key!r} as {_kind(value)} beside a parameter of shape "
-                    f"{tuple(parameter.shape)}: only tensors of that shape, single numbers and texts can move"
-                )
-        return found
+        return self._parameter_state(number).description()
+
+    def _parameter_state(self, number: int) -> ParameterState:
+        parameter = self._home.parameters[number]
+        return ParameterState(self._tensors[number].spec.name, parameter, parameter, self.optimizer)
 
 
 class Rehoming:
@@ -158,7 +135,7 @@ class Rehoming:
         self._state: dict[str, Relocation] = {}
         for what in sorted({what for one in self._agreed for what in one.dtypes if what.startswith(STATE)}):
             key = what.removeprefix(STATE)
-            dtypes = {number: _dtype(one, what) for number, one in enumerate(self._agreed) if what in one.dtypes}
+            dtypes = {number: one.dtype(what) for number, one in enumerate(self._agreed) if what in one.dtypes}
             itemsizes = [dtypes[number].itemsize if number in dtypes else 1 for number in range(len(tensors))]
             has_it = np.array([number in dtypes for number in range(len(tensors))])
             flows.append(Flow(plan.transfers, None, np.array(itemsizes)).only(has_it))
@@ -188,8 +165,7 @@ class Rehoming:
         put_in_place(self._weights, self._before, self._after)
         state: dict[int, dict[str, Any]] = {}
         for number, parameter in self._after.parameters.items():
-            kept = self._agreed[number].kept
-            state[number] = {key: kept_value(value, parameter.device) for key, value in kept.items()}
+            state[number] = self._agreed[number].kept_values(parameter.device)
             for key, moved in self._state.items():
                 if number in moved.tensors:
                     state[number][key] = moved.tensors[number]
@@ -212,13 +188,4 @@ def _agreed(told: Sequence[str], tensors: Sequence[WholeTensor]) -> tuple[list[D
                     f"the group, and in {group} on rank {rank}: give it the same groups on all ranks"
                 )
     found = {number: group for number, (_, group) in group_of.items() if group is not None}
-    return agreed_contents(by_rank), found
-
-
-def _dtype(description: Description, what: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, description.dtypes[what])
-    return found
-
-
-def _kind(value: object) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    return agreed_descriptions(by_rank), found

@@ -1,0 +1,130 @@
+"""Kinds of optimizer state, by plain values; what is told of a parameter, and what comes back."""
+
+import pytest
+import torch
+
+from zeroresize.resharding.parameter_state import (
+    GRADIENT,
+    MASTER,
+    MASTER_GRADIENT,
+    PARAMETER,
+    STATE,
+    Description,
+    ParameterState,
+    StateKind,
+    agreed_descriptions,
+    descriptions_from_json,
+    descriptions_to_json,
+    kind_of_state,
+)
+
+MATRIX, SINGLE = torch.zeros(4, 3), torch.zeros(1)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "parameter", "kind"),
+    [
+        ("exp_avg", torch.zeros(4, 3, dtype=torch.bfloat16), MATRIX, StateKind.LIKE_PARAMETER),
+        ("step", torch.tensor(3.0), MATRIX, StateKind.NUMBER),
+        ("scale", torch.zeros(1, 1), MATRIX, StateKind.NUMBER),
+        ("rows", torch.zeros(4), MATRIX, StateKind.OTHER_TENSOR),
+        ("exp_avg", torch.zeros(1), SINGLE, StateKind.LIKE_PARAMETER),
+        ("step", torch.zeros(1), SINGLE, StateKind.NUMBER),  # of the parameter's shape by accident
+        ("step", 3, MATRIX, StateKind.PLAIN),
+        ("name", "a", MATRIX, StateKind.PLAIN),
+        ("none", None, MATRIX, StateKind.PLAIN),
+        ("history", [torch.zeros(4, 3)], MATRIX, StateKind.OTHER),
+    ],
+)
+def test_state_is_told_apart_by_its_shape(key, value, parameter, kind):
+    assert kind_of_state(key, value, parameter) is kind
+
+
+def stepped_once(master=False):
+    parameter = torch.nn.Parameter(torch.ones(4, 3))
+    stepped = torch.nn.Parameter(torch.ones(4, 3, dtype=torch.float64)) if master else parameter
+    optimizer = torch.optim.AdamW([stepped])
+    stepped.grad = torch.ones_like(stepped)
+    optimizer.step()
+    return parameter, stepped, optimizer
+
+
+def test_all_of_the_parameters_shape_is_there_and_described():
+    parameter, stepped, optimizer = stepped_once(master=True)
+    state = ParameterState("weight", parameter, stepped, optimizer)
+    assert list(state.tensors) == [PARAMETER, MASTER, MASTER_GRADIENT, STATE + "exp_avg", STATE + "exp_avg_sq"]
+    description = state.description(4)
+    assert description.dtypes[PARAMETER] == "float32" and description.dtypes[STATE + "exp_avg"] == "float64"
+    assert description.kept == {"step": ["float32", "cpu", [], 1.0]}
+    assert descriptions_from_json(descriptions_to_json([description], with_units=True)) == [description]
+    assert state.device_of(GRADIENT) == parameter.device
+
+
+def test_without_an_optimizer_there_is_no_state():
+    parameter = torch.nn.Parameter(torch.ones(4, 3))
+    for optimizer in (None, torch.optim.AdamW([parameter])):
+        state = ParameterState("weight", parameter, parameter, optimizer)
+        assert not state.has_state and list(state.tensors) == [PARAMETER]
+        assert state.description(4) == Description("weight", 4, {PARAMETER: "float32"})
+    assert len(optimizer.state) == 0  # looking makes none
+
+
+@pytest.mark.parametrize(
+    ("value", "form"), [(torch.zeros(4), r"of shape \(4,\)"), ([torch.zeros(4, 3)], "as a list"), ({}, "as a dict")]
+)
+def test_state_that_cannot_be_divided_is_refused(value, form):
+    parameter, stepped, optimizer = stepped_once()
+    optimizer.state[parameter]["rows"] = value
+    state = ParameterState("weight", parameter, stepped, optimizer)
+    with pytest.raises(ValueError, match=f"weight: its optimizer keeps 'rows' {form} beside a parameter of shape"):
+        state.description(4)
+
+
+def test_without_units_state_of_another_shape_is_nobodys():
+    parameter, stepped, optimizer = stepped_once()
+    optimizer.state[parameter]["rows"] = torch.zeros(7)
+    assert "rows" not in ParameterState("weight", parameter, stepped, optimizer).description(0).kept
+
+
+def test_a_sparse_gradient_is_refused():
+    parameter = torch.nn.Parameter(torch.ones(4, 3))
+    parameter.grad = torch.ones(4, 3).to_sparse()
+    with pytest.raises(ValueError, match=r"weight: a gradient of layout torch\.sparse_coo cannot move"):
+        ParameterState("weight", parameter, None, None).description()
+
+
+def test_other_units_take_the_place_of_those_there_and_objects_stay():
+    parameter, stepped, optimizer = stepped_once()
+    of_parameter = optimizer.state[parameter]
+    step, state = of_parameter["step"], ParameterState("weight", parameter, stepped, optimizer)
+    new = {what: torch.full((2, 3), 5.0) for what in state.tensors}
+    state.install(new, state.description(4))
+    assert optimizer.state[parameter] is of_parameter and of_parameter["step"] is step
+    assert torch.equal(parameter, new[PARAMETER]) and torch.equal(parameter.grad, new[GRADIENT])
+    assert of_parameter["exp_avg"] is new[STATE + "exp_avg"]
+
+
+def test_a_rank_that_had_no_units_takes_over_the_numbers():
+    parameter, stepped, optimizer = stepped_once()
+    agreed = ParameterState("weight", parameter, stepped, optimizer).description(4)
+    fresh = torch.nn.Parameter(torch.ones(0, 3))
+    other = torch.optim.AdamW([fresh])
+    new = {what: torch.full((2, 3), 5.0) for what in agreed.dtypes}
+    ParameterState("weight", fresh, fresh, other).install(new, agreed)
+    assert set(other.state[fresh]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert torch.equal(other.state[fresh]["step"], torch.tensor(1.0))
+
+
+def test_ranks_agree_on_the_state_of_those_that_have_units():
+    holder = Description("weight", 3, {PARAMETER: "float32", STATE + "a": "float32"}, {"step": ["", "", [], 4]})
+    bare = Description("weight", 0, {PARAMETER: "float32"})
+    learning = Description("weight", 1, {**holder.dtypes, GRADIENT: "float32"}, holder.kept)
+    (agreed,) = agreed_descriptions([[bare], [holder], [learning]])
+    assert agreed == Description("weight", 0, learning.dtypes, holder.kept)
+    for other, what in (
+        (Description("weight", 1, holder.dtypes, {"step": ["", "", [], 5]}), "different optimizer state"),
+        (Description("weight", 1, {PARAMETER: "float32"}, holder.kept), "different tensors"),
+        (Description("weight", 1, {**holder.dtypes, GRADIENT: "bfloat16"}, holder.kept), "gradients of weight are of"),
+    ):
+        with pytest.raises(RuntimeError, match=what):
+            agreed_descriptions([[learning], [bare], [other]])

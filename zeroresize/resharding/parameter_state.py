@@ -1,0 +1,293 @@
+"""What of a parameter travels when it moves to other ranks: its weight, its gradient, and what the optimizer keeps.
+
+This is the only place that takes a parameter's tensors apart and puts others in place of them, and the only one that
+tells what optimizer state is to its parameter. Whoever moves parameters decides by these kinds what travels, what is
+the same for all ranks, and what is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroresize.resharding.accumulator_hooks import KeptHooks
+
+PARAMETER, GRADIENT, MASTER, MASTER_GRADIENT, STATE = "parameter", "gradient", "master", "master gradient", "state "
+GRADIENTS = (GRADIENT, MASTER_GRADIENT)
+
+
+class StateKind(Enum):
+    """What an entry of an optimizer's state is to its parameter."""
+
+    #: A tensor of the parameter's shape, such as Adam's moments: it divides as the parameter does.
+    LIKE_PARAMETER = "like the parameter"
+    #: A tensor of one element, such as Adam's step: one number for the whole parameter.
+    NUMBER = "number"
+    #: A bool, number, text or None, for the whole parameter.
+    PLAIN = "plain"
+    #: A tensor of another shape, such as Adafactor's rows: it belongs to the whole parameter and cannot be divided.
+    OTHER_TENSOR = "other tensor"
+    #: Anything else, which cannot be sent.
+    OTHER = "other"
+
+
+def kind_of_state(key: str, value: Any, parameter: Tensor) -> StateKind:
+    """Tell what an optimizer's state is to its parameter: to the tensor that the optimizer steps."""
+    if isinstance(value, Tensor):
+        # With one element, the step is of the parameter's shape by accident.
+        if value.shape == parameter.shape and not (key == "step" and value.numel() == 1):
+            return StateKind.LIKE_PARAMETER
+        return StateKind.NUMBER if value.numel() == 1 else StateKind.OTHER_TENSOR
+    return StateKind.PLAIN if isinstance(value, bool | int | float | str | None) else StateKind.OTHER
+
+
+class ParameterState:
+    """A parameter on this rank, with all that belongs to it.
+
+    Args:
+        name: of the parameter, for errors.
+        optimizer: the torch optimizer; None without one.
+        stepped: what the optimizer steps for the parameter: itself, or a master copy; None if nothing.
+
+    Attributes:
+        tensors: that have the parameter's shape, by what they are: PARAMETER, GRADIENT, MASTER, MASTER_GRADIENT, and
+            STATE with the key of optimizer state. Gradients may be sparse.
+    """
+
+    def __init__(
+        self, name: str, parameter: Tensor, stepped: Tensor | None, optimizer: torch.optim.Optimizer | None
+    ) -> None:
+        self.name, self.parameter, self.stepped, self._optimizer = name, parameter, stepped, optimizer
+        self.tensors: dict[str, Tensor] = {PARAMETER: parameter.detach()}
+        if parameter.grad is not None:
+            self.tensors[GRADIENT] = parameter.grad.detach()
+        if stepped is not None and stepped is not parameter:
+            self.tensors[MASTER] = stepped.detach()
+            if stepped.grad is not None:
+                self.tensors[MASTER_GRADIENT] = stepped.grad.detach()
+        self._state: Mapping[str, Any] = {}
+        if optimizer is not None and stepped is not None and stepped in optimizer.state:
+            self._state = optimizer.state[stepped]
+        self.tensors |= {STATE + key: value for key, kind, value in self.entries() if kind is StateKind.LIKE_PARAMETER}
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the optimizer keeps anything of the parameter."""
+        return bool(self._state)
+
+    def entries(self) -> Iterator[tuple[str, StateKind, Any]]:
+        """The optimizer's state: each entry's key, kind and value, in the optimizer's order."""
+        for key, value in self._state.items():
+            yield key, kind_of_state(key, value, self.stepped if self.stepped is not None else self.parameter), value
+
+    def device_of(self, what: str) -> torch.device:
+        """Where one of :attr:`tensors` is, or would be if this rank had it."""
+        known = self.tensors.get(what)
+        if known is None:
+            known = self.parameter if what in (PARAMETER, GRADIENT) or self.stepped is None else self.stepped
+        return known.device
+
+    def description(self, num_units: int = 1) -> Description:
+        """What this rank holds, for the other ranks that the parameter is divided over.
+
+        Args:
+            num_units: how many units of the parameter are here; without any, state that is of no kind known is nobody's
+                and left out.
+
+        Raises:
+            ValueError: for a sparse gradient, and for optimizer state that neither divides nor is one number or text.
+        """
+        for what in GRADIENTS:
+            if what in self.tensors and self.tensors[what].layout is not torch.strided:
+                raise ValueError(f"{self.name}: a gradient of layout {self.tensors[what].layout} cannot move")
+        for key, kind, value in self.entries():
+            if kind is StateKind.OTHER or (kind is StateKind.OTHER_TENSOR and num_units):
+                is_tensor = isinstance(value, Tensor)
+                form = f"of shape {tuple(value.shape)}" if is_tensor else f"as a {type(value).__name__}"
+                raise ValueError(
+                    f"{self.name}: its optimizer keeps {key!r} {form} beside a parameter of shape "
+                    f"{tuple(self.parameter.shape)}: only tensors of that shape, single numbers and texts can move"
+                )
+        dtypes = {what: _name_of(tensor.dtype) for what, tensor in sorted(self.tensors.items())}
+        return Description(self.name, num_units, dtypes, self._kept())
+
+    def install(self, new: Mapping[str, Tensor], agreed: Description) -> None:
+        """Put other units' tensors in place of those there; parameter, master and state dictionary stay these objects.
+
+        Args:
+            new: by what they are, as in ``agreed.dtypes``.
+            agreed: what all ranks have agreed on; a rank that had no units takes the numbers over from it.
+        """
+        state = {key.removeprefix(STATE): tensor for key, tensor in new.items() if key.startswith(STATE)}
+        replace_data(self.parameter, new[PARAMETER], new.get(GRADIENT))
+        if MASTER in new:
+            assert self.stepped is not None
+            replace_data(self.stepped, new[MASTER], new.get(MASTER_GRADIENT))
+        if self._optimizer is None or self.stepped is None:
+            return
+        kept = {key for key, kind, _ in self.entries() if kind in (StateKind.NUMBER, StateKind.PLAIN)}
+        divided = {what.removeprefix(STATE) for what in self.tensors if what.startswith(STATE)}
+        if not (agreed.kept or state or kept or divided):
+            return
+        of_tensor = self._optimizer.state[self.stepped]  # of the optimizer's own kind where there was none
+        if agreed.kept != self._kept() or divided != state.keys():  # without units it follows those with some
+            of_tensor.clear()
+            of_tensor.update(agreed.kept_values(self.stepped.device))
+        of_tensor.update(state)
+        if not of_tensor:
+            del self._optimizer.state[self.stepped]
+
+    def forget(self) -> None:
+        """Let go of the tensors that were there."""
+        self.tensors.clear()
+
+    def _kept(self) -> dict[str, list[Any]]:
+        """What is one number or text for the whole parameter, as in :attr:`Description.kept`."""
+        kept: dict[str, list[Any]] = {}
+        for key, kind, value in sorted(self.entries(), key=lambda entry: str(entry[0])):
+            if kind is StateKind.NUMBER:
+                kept[key] = [_name_of(value.dtype), value.device.type, list(value.shape), value.item()]
+            elif kind is StateKind.PLAIN:
+                kept[key] = ["", "", [], value]
+        return kept
+
+
+@dataclass
+class Description:
+    """What one rank holds of a parameter that is divided over ranks.
+
+    Attributes:
+        name: of the parameter.
+        num_units: how many units it holds there.
+        dtypes: of every tensor of the parameter's shape, by what it is: these travel.
+        kept: other optimizer state by key, such as Adam's step: a dtype ("" for no tensor), a type of device, a shape
+            and a value. It belongs to the whole parameter and does not travel.
+    """
+
+    name: str
+    num_units: int
+    dtypes: dict[str, str] = field(default_factory=dict)
+    kept: dict[str, list[Any]] = field(default_factory=dict)
+
+    def dtype(self, what: str) -> torch.dtype:
+        """The dtype of one of the tensors."""
+        return dtype_of(self.dtypes[what])
+
+    def kept_values(self, device: torch.device) -> dict[str, Any]:
+        """The values that ``kept`` stands for, by key, for a parameter on ``device``."""
+        return {key: _kept_value(value, device) for key, value in self.kept.items()}
+
+
+def descriptions_to_json(descriptions: Sequence[Description], *, with_units: bool) -> str:
+    """Return the same text for the same descriptions; units may be left out, since ranks may differ in them."""
+    plain = [asdict(description) for description in descriptions]
+    for fields in plain if not with_units else ():
+        del fields["num_units"]
+    return json.dumps(plain, sort_keys=True)
+
+
+def descriptions_from_json(text: str) -> list[Description]:
+    """Return what :func:`descriptions_to_json` was given, with units."""
+    return [Description(**fields) for fields in json.loads(text)]
+
+
+def agreed_descriptions(by_rank: Sequence[Sequence[Description]]) -> list[Description]:
+    """Return what travels of each parameter, and what is kept, given what every rank holds.
+
+    A rank without units has nothing to lose: it follows the others. A gradient that only some ranks have travels, and
+    is zero where there is none.
+
+    Args:
+        by_rank: [R][number of parameters], all in one order.
+
+    Raises:
+        RuntimeError: if ranks that have units differ in optimizer state, such as the number of steps: no rank could
+            then hold units of both.
+    """
+    agreed = []
+    for of_parameter in zip(*by_rank, strict=True):
+        holders = [rank for rank, description in enumerate(of_parameter) if description.num_units]
+        first = of_parameter[holders[0]]
+        for rank in holders[1:]:
+            other = of_parameter[rank]
+            for what, expected, given in (
+                ("tensors", _without_gradients(first.dtypes), _without_gradients(other.dtypes)),
+                ("optimizer state", first.kept, other.kept),
+            ):
+                if expected != given:
+                    raise RuntimeError(
+                        f"units cannot move: ranks {holders[0]} and {rank} of the group hold different {what} of "
+                        f"{first.name}: {expected} and {given}"
+                    )
+        dtypes = _without_gradients(first.dtypes)
+        for gradient in GRADIENTS:
+            kinds = {of_parameter[rank].dtypes[gradient] for rank in holders if gradient in of_parameter[rank].dtypes}
+            if len(kinds) > 1:
+                raise RuntimeError(f"units cannot move: gradients of {first.name} are of dtypes {sorted(kinds)}")
+            if kinds:
+                dtypes[gradient] = kinds.pop()
+        agreed.append(Description(first.name, 0, dtypes, first.kept))
+    return agreed
+
+
+def set_state(optimizer: torch.optim.Optimizer | None, stepped: Tensor, state: Mapping[str, Any]) -> None:
+    """Let the optimizer keep this of a tensor and nothing else."""
+    if optimizer is None:
+        return
+    optimizer.state.pop(stepped, None)
+    if state:
+        optimizer.state[stepped].update(state)  # the optimizer's own kind of dictionary
+
+
+def replace_data(tensor: Tensor, new: Tensor, gradient: Tensor | None) -> None:
+    """Give ``tensor`` other data, of another shape, and another gradient; hooks stay, on its gradient accumulator, too.
+
+    That remembers the shape for as long as anything holds on to it, such as the graph of a loss.
+    Torch makes a new one only where dtype or device change: so the dtype changes for a moment.
+    """
+    hooks = KeptHooks(tensor)
+    tensor.grad = None
+    other = torch.float16 if tensor.dtype != torch.float16 else torch.float32
+    tensor.data = torch.empty(0, dtype=other, device=tensor.device)
+    tensor.data = new
+    tensor.grad = gradient
+    hooks.put_on(tensor)
+
+
+def why_of_fixed_size(name: str, parameter: Tensor) -> str | None:
+    """Why a parameter must keep its size: somebody has put a tensor of it beside, as Megatron's ``main_grad``."""
+    for key, value in vars(parameter).items():
+        if isinstance(value, Tensor) and value.numel() == parameter.numel() > 1:
+            return (
+                f"{name} has an attribute {key!r} of shape {tuple(value.shape)}, as some reducers of gradients put "
+                "there, which may be a part of a buffer and would not follow"
+            )
+    return None
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype of a name without ``torch.``."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _without_gradients(dtypes: Mapping[str, str]) -> dict[str, str]:
+    return {what: dtype for what, dtype in dtypes.items() if what not in GRADIENTS}
+
+
+def _kept_value(value: Sequence[Any], device: torch.device) -> Any:
+    dtype, device_type, shape, number = value
+    if not dtype:
+        return number
+    where = torch.device("cpu") if device_type == "cpu" else device
+    return torch.full(shape, number, dtype=dtype_of(dtype), device=where)
