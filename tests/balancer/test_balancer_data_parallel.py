@@ -276,14 +276,14 @@ def test_where_one_replica_lacks_memory_none_moves(run_ranks, monkeypatch):
 @pytest.mark.parametrize("when", ["before", "while"])
 def test_a_rank_that_dies_in_another_replica_leaves_nobody_waiting_and_nothing_moved(tmp_path, monkeypatch, when):
     """Rank 3 dies before it comes to a move, or while units are on their way."""
-    from zeroresize.resharding import message_rounds
+    from zeroresize.resharding import transport
 
     def train(rank, _):
         run = ReplicaRun(groups_of(rank, timeout_s=5.0), mode="off")
         run.steps(1)
         if rank == 3:
             if when == "while":
-                monkeypatch.setattr(message_rounds, "start_messages", lambda *_: os._exit(0))
+                monkeypatch.setattr(transport, "start_messages", lambda *_: os._exit(0))
                 run.balancer.move((1, 3))
             os._exit(0)
         began = time.monotonic()

@@ -17,11 +17,11 @@ from helpers.processes import told_by_survivors
 from torch import nn
 
 from zeroresize.pipeline import moving_during_backward, moving_early
-from zeroresize.pipeline.byte_streams import ByteStreams
 from zeroresize.pipeline.early_layer_move import EarlyLayerMove
 from zeroresize.pipeline.layer_contents import TensorNote
 from zeroresize.resharding import agreement
 from zeroresize.resharding.agreement import NotEnoughMemoryError
+from zeroresize.resharding.byte_streams import ByteStreams
 
 THERE = {2: (0, 6, 7), 3: (0, 3, 6, 7)}
 

@@ -13,7 +13,7 @@ from helpers.sleeping_layers import MICRO, Pace, layers_of, undivided_losses
 from torch import nn
 
 from zeroresize.pipeline import Pipeline, PipelineBalancer, moving
-from zeroresize.resharding import agreement, message_rounds
+from zeroresize.resharding import agreement, transport
 
 NUM_LAYERS = 6
 
@@ -85,7 +85,7 @@ def test_a_rank_that_dies_in_a_move_keeps_layers_where_they_are_in_all_replicas(
         if rank == 3 and when == "after":
             moving.require_received = lambda *_, **__: os._exit(0)
         elif rank == 3:
-            message_rounds.start_messages = dying(send_half if when == "while" else lambda *_: None)
+            transport.start_messages = dying(send_half if when == "while" else lambda *_: None)
         begin = time.perf_counter()
         with pytest.raises(RuntimeError) as caught:
             training.train(10)

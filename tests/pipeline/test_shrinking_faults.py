@@ -13,7 +13,7 @@ from helpers.pipelines import assert_same, groups_of, held, pipeline_of
 from helpers.processes import dying, send_half, told_by_survivors
 
 from zeroresize.pipeline import moving, repack, shrinking
-from zeroresize.resharding import message_rounds
+from zeroresize.resharding import transport
 from zeroresize.utils.torch_private import known_groups
 
 
@@ -73,7 +73,7 @@ def test_a_rank_that_dies_is_named_and_the_others_stay_as_they_were(tmp_path, de
         if when == "before all":
             die()
         elif when == "while":
-            message_rounds.start_messages = dying(send_half)
+            transport.start_messages = dying(send_half)
         elif when == "received":
             moving.require_received = die
         elif when == "before the group":

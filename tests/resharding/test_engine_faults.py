@@ -13,7 +13,7 @@ import torch
 from helpers.moves import KINDS
 from helpers.processes import dying, send_half, told_by_survivors
 
-from zeroresize.resharding import agreement, message_rounds
+from zeroresize.resharding import agreement, transport
 from zeroresize.resharding.agreement import NotEnoughMemoryError
 
 pytestmark = pytest.mark.parametrize("kind", KINDS)
@@ -22,7 +22,7 @@ NOTHING = "nothing has moved or changed"
 
 def interrupt(kind, when, end):
     """Let this rank ``end()`` in its next move."""
-    real, rounds = message_rounds.start_messages, []
+    real, rounds = transport.start_messages, []
 
     def start(*arguments):
         rounds.append(1)
@@ -37,11 +37,11 @@ def interrupt(kind, when, end):
     if when == "before all":
         end()
     elif when == "before messages":
-        message_rounds.start_messages = dying(end)
+        transport.start_messages = dying(end)
     elif when == "in a message":
-        message_rounds.start_messages = start_half
+        transport.start_messages = start_half
     elif when == "between rounds":
-        message_rounds.start_messages = start
+        transport.start_messages = start
     else:
         assert when == "received"
         module, name = kind.verdict
@@ -135,7 +135,7 @@ def test_ranks_that_differ_in_optimizer_state_do_not_move(run_ranks, kind):
 def test_a_rank_that_fails_in_the_middle_tells_the_others_at_once(run_ranks, monkeypatch, kind, error):
     def check(rank, group):
         moving = KINDS[kind](group)
-        finish, finished = message_rounds.MessageRounds._finish, []
+        finish, finished = transport.Transport._finish, []
 
         def failing(self, *arguments):
             finish(self, *arguments)
@@ -145,7 +145,7 @@ def test_a_rank_that_fails_in_the_middle_tells_the_others_at_once(run_ranks, mon
 
         with monkeypatch.context() as patched:
             if rank == 1:
-                patched.setattr(message_rounds.MessageRounds, "_finish", failing)
+                patched.setattr(transport.Transport, "_finish", failing)
             begin = time.perf_counter()
             told = moving.fails(moving.move)
             assert time.perf_counter() - begin < 0.8 * moving.limit_s

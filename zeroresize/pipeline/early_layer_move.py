@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 
 from zeroresize.comm.collectives import start_messages
-from zeroresize.pipeline.byte_rounds import Pair
-from zeroresize.pipeline.byte_streams import ByteStreams
 from zeroresize.pipeline.finished_layers import FinishedLayers
 from zeroresize.pipeline.layer_contents import (
     LayerNote,
@@ -31,7 +29,9 @@ from zeroresize.pipeline.layer_contents import (
 from zeroresize.pipeline.layer_move import LayerMove
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.resharding.agreement import bytes_up_to_peak, wait_for_all
+from zeroresize.resharding.byte_streams import ByteStreams
 from zeroresize.resharding.parameter_state import GRADIENT, PARAMETER
+from zeroresize.resharding.transport import Pair
 
 _CPU = torch.device("cpu")
 
@@ -243,15 +243,17 @@ class EarlyLayerMove(LayerMove):
 
     def _rest(self, pair: Pair, tensors: Sequence[Tensor]) -> tuple[ByteStreams, dict[Pair, list[Tensor]]]:
         """What :meth:`_carry_out` takes, with the memory of its messages."""
-        streams = ByteStreams({pair: sum(one.nbytes for one in tensors)}, self._rank, self._max_bytes)
+        streams = ByteStreams(
+            {pair: sum(tensor.nbytes for tensor in tensors)}, self._pipeline.process_group, self._max_bytes
+        )
         streams.allocate(_CPU)
         return streams, {pair: list(map(bytes_of, tensors))}
 
     def _carry_out(self, streams: ByteStreams, tensors: dict[Pair, list[Tensor]]) -> None:
-        errors = streams.carry_out(tensors, self._pipeline.process_group, self._side_group)
+        errors = streams.carry_out_streams(tensors, self._side_group)
         self.sent_bytes += streams.sent_bytes
         self.received_bytes += streams.received_bytes
-        self.num_rounds += len(streams.rounds)
+        self.num_rounds += streams.num_rounds
         if errors:
             raise errors[0]
 

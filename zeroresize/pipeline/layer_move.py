@@ -8,8 +8,6 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from zeroresize.pipeline.byte_rounds import Pair
-from zeroresize.pipeline.byte_streams import ByteStreams
 from zeroresize.pipeline.layer_contents import (
     Arrived,
     LayerNote,
@@ -25,7 +23,9 @@ from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.pipeline.stage_layers import require_plain, require_ties_within_stages
 from zeroresize.plan.partition import Partition
 from zeroresize.resharding.agreement import fingerprint
+from zeroresize.resharding.byte_streams import ByteStreams
 from zeroresize.resharding.movable_optimizer import groups_of, require_movable_state, settings_of
+from zeroresize.resharding.transport import Pair
 
 
 class LayerMove:
@@ -101,7 +101,7 @@ class LayerMove:
             pair: sum(note.num_bytes for one in numbers for note in self._notes[one].tensors if self.streamed(note))
             for pair, numbers in self.moving.items()
         }
-        self.streams = ByteStreams(self.stream_bytes, self._rank, self._max_bytes)
+        self.streams = ByteStreams(self.stream_bytes, self._pipeline.process_group, self._max_bytes)
         self.new_bytes = sum(size for pair, size in self.stream_bytes.items() if pair[1] == self._rank)
 
     def allocate(self) -> None:
@@ -119,7 +119,7 @@ class LayerMove:
 
         After a failure the other rounds are carried out all the same: ranks that live wait for each other's messages.
         """
-        errors = self.streams.carry_out(self._tensors(), self._pipeline.process_group)
+        errors = self.streams.carry_out_streams(self._tensors())
         if not errors:
             errors += self.read()
         if self._pipeline.device.type == "cuda":  # a wait only orders streams: nothing has been received before this

@@ -80,7 +80,7 @@ def move_layers(
         move.streams.sent_bytes,
         move.streams.received_bytes,
         time.perf_counter() - begin,
-        len(move.streams.rounds),
+        move.streams.num_rounds,
         move.streams.buffer_bytes,
     )
 

@@ -19,11 +19,11 @@ from zeroresize.layers.segment import OwnedSegment
 from zeroresize.plan.ownership import Indices, OwnershipMap
 from zeroresize.resharding.agreement import fingerprint
 from zeroresize.resharding.data_parallel import require_rebuildable
-from zeroresize.resharding.message_rounds import MessageRounds
-from zeroresize.resharding.messages import Pair, Round, Travelling, copy_units, in_rounds, parts_of, stack
 from zeroresize.resharding.parameter_state import GRADIENTS, Description, descriptions_to_json, dtype_of
 from zeroresize.resharding.transfer_plan import transfer_plan
+from zeroresize.resharding.transport import Pair, Transport
 from zeroresize.resharding.unit_contents import UnitContents, contents_of, layers_of
+from zeroresize.resharding.unit_rounds import UnitRound, UnitStack, copy_units, parts_of, stack, unit_rounds
 
 #: Of the messages of a rank in a round, unless less is allowed: these stay in a processor's cache.
 _ROUND_BYTES = 8 * 2**20
@@ -64,7 +64,6 @@ class LocalMove:
             self.num_units[segment.kind] += sum(map(len, plan.values()))
         self.descriptions = [one.description for of_segment in self._contents for one in of_segment]
         self.fingerprint = fingerprint(self._what_moves())
-        self.sent_bytes = self.received_bytes = 0
 
     def told(self, *, with_units: bool) -> str:
         """What this rank holds, for the others."""
@@ -79,12 +78,10 @@ class LocalMove:
             for of_segment, of_agreed in zip(self._contents, self._agreed, strict=True)
         ]
         self._unit_bytes = unit_bytes
-        # Two rounds at once: while one travels, the next is packed.
-        self.rounds = in_rounds(self._plans, unit_bytes, min(self._max_bytes // 2, _ROUND_BYTES))
-        sizes = [sum(self._sizes(one).values()) for one in self.rounds]
-        self._at_once = 2 if 2 * max(sizes, default=0) <= self._max_bytes else 1
-        windows = [sizes[begin : begin + self._at_once] for begin in range(len(sizes))]
-        self.buffer_bytes = max(map(sum, windows), default=0)
+        rounds = unit_rounds(self._plans, unit_bytes, min(self._max_bytes // 2, _ROUND_BYTES))
+        largest = max((sum(self._sizes(round_).values()) for round_ in rounds), default=0)
+        at_once = 2 if 2 * largest <= self._max_bytes else 1  # a unit may be larger than a message should be
+        self.transport = Transport(rounds, self._sizes, self._group, at_once)
         self._takes_part = [any(self._rank in pair for pair in plan) for plan in self._plans]
         self.new_bytes = sum(
             after.counts[self._rank] * size
@@ -94,8 +91,7 @@ class LocalMove:
 
     def allocate(self, buffer_device: torch.device) -> None:
         """Make the new tensors and the memory of messages."""
-        size = max((sum(map(_aligned, self._sizes(one).values())) for one in self.rounds), default=0)
-        self._buffers = [torch.empty(size, dtype=torch.uint8, device=buffer_device) for _ in range(self._at_once)]
+        self.transport.allocate(buffer_device)
         self._new: list[list[dict[str, Tensor]]] = []
         tensors = []
         for number, of_segment in enumerate(self._contents):
@@ -111,7 +107,7 @@ class LocalMove:
                     new = torch.empty(shape, dtype=dtype, device=one.state.device_of(what))
                     self._new[-1][-1][what] = new
                     old_stack = None if old is None else stack(old, where, num_old)
-                    tensors.append(Travelling(number, dtype, old_stack, stack(new, where, num_new)))
+                    tensors.append(UnitStack(number, dtype, old_stack, stack(new, where, num_new)))
         self._tensors = sorted(tensors, key=lambda one: -one.dtype.itemsize)
 
     def carry_out(self) -> Exception | None:
@@ -119,9 +115,7 @@ class LocalMove:
 
         After a failure the other rounds are carried out all the same: ranks that live wait for each other's messages.
         """
-        rounds = MessageRounds(self._group, self._pack, self._unpack)
-        errors = rounds.carry_out(self.rounds, self._buffers, self._messages_of, self._copy_kept)
-        self.sent_bytes, self.received_bytes = rounds.sent_bytes, rounds.received_bytes
+        errors = self.transport.carry_out(self._pack, self._unpack, meanwhile=self._copy_kept)
         for device in {one.parameter.device for of_segment in self._contents for one in of_segment}:
             if device.type == "cuda":  # a wait only orders streams: nothing has been received before this
                 torch.cuda.synchronize(device)
@@ -142,26 +136,18 @@ class LocalMove:
                     layer.plan = None
                     layer.last = None if layer.last is None else LastGradients()
 
-    def _messages_of(self, round_: Round, buffer: Tensor) -> dict[Pair, Tensor]:
-        """Where this rank's messages of a round lie."""
-        messages, begin = {}, 0
-        for pair, size in self._sizes(round_).items():
-            messages[pair] = buffer[begin : begin + size]
-            begin += _aligned(size)
-        return messages
-
-    def _pack(self, message: Tensor, round_: Round, pair: Pair) -> None:
-        for parcel, number, part in parts_of(message, round_[pair], self._tensors):
+    def _pack(self, message: Tensor, round_: UnitRound, pair: Pair) -> None:
+        for unit_slice, number, part in parts_of(message, round_[pair], self._tensors):
             old = self._tensors[number].old
             if old is None:
                 part.zero_()
             else:
-                places = _places(self.moving[parcel.segment][1], self._rank, parcel.units)
+                places = _places(self.moving[unit_slice.segment][1], self._rank, unit_slice.units)
                 copy_units(part, np.arange(len(places)), old, places)
 
-    def _unpack(self, message: Tensor, round_: Round, pair: Pair) -> None:
-        for parcel, number, part in parts_of(message, round_[pair], self._tensors):
-            places = _places(self.moving[parcel.segment][2], self._rank, parcel.units)
+    def _unpack(self, message: Tensor, round_: UnitRound, pair: Pair) -> None:
+        for unit_slice, number, part in parts_of(message, round_[pair], self._tensors):
+            places = _places(self.moving[unit_slice.segment][2], self._rank, unit_slice.units)
             copy_units(self._tensors[number].new, places, part, np.arange(len(places)))
 
     def _copy_kept(self) -> None:
@@ -175,11 +161,11 @@ class LocalMove:
             else:
                 copy_units(tensor.new, places, tensor.old, _places(before, self._rank, kept))
 
-    def _sizes(self, round_: Round) -> dict[Pair, int]:
+    def _sizes(self, round_: UnitRound) -> dict[Pair, int]:
         """Bytes of this rank's messages in a round."""
         return {
-            pair: sum(len(parcel.units) * self._unit_bytes[parcel.segment] for parcel in parcels)
-            for pair, parcels in round_.items()
+            pair: sum(len(unit_slice.units) * self._unit_bytes[unit_slice.segment] for unit_slice in slices)
+            for pair, slices in round_.items()
             if self._rank in pair
         }
 
@@ -244,8 +230,3 @@ def _elements_per_unit(one: UnitContents) -> int:
 def _places(owned: OwnershipMap, rank: int, units: Indices) -> Indices:
     """Where ``units`` lie on ``rank``."""
     return np.searchsorted(owned.units_of(rank), units)
-
-
-def _aligned(num_bytes: int) -> int:
-    """Where another message may begin, whatever the dtype of its elements."""
-    return -(-num_bytes // 16) * 16

@@ -127,7 +127,7 @@ def move_units(
         meet_prepared(meet, agreed, "a move of units")
     else:
         move.agree(move.descriptions)
-    needed = move.new_bytes + move.buffer_bytes
+    needed = move.new_bytes + move.transport.buffer_bytes
     allocate_together(needed, device, partial(move.allocate, buffer_device), meet, "new tensors of units that move")
     carrying_began = time.perf_counter()
     failure = failure_of(move.carry_out)
@@ -140,12 +140,12 @@ def move_units(
         for segment, *_ in move.moving:
             segment.follow(rank)
     return MoveReport(
-        move.sent_bytes,
-        move.received_bytes,
+        move.transport.sent_bytes,
+        move.transport.received_bytes,
         time.perf_counter() - begin,
         move.num_units,
-        len(move.rounds),
-        move.buffer_bytes,
+        move.transport.num_rounds,
+        move.transport.buffer_bytes,
         move.new_bytes,
     )
 

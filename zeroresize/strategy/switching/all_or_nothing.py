@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from zeroresize.resharding.agreement import Meet, allocate_together, failure_of, require_received, require_same
-from zeroresize.strategy.switching.carrying import Carrier
+from zeroresize.strategy.switching.flow_transport import FlowTransport
 from zeroresize.strategy.switching.switch import SwitchReport
 
 
@@ -18,7 +18,7 @@ class Moving(Protocol):
 
     fingerprint: float
     new_bytes: int
-    carrier: Carrier
+    transport: FlowTransport
 
     def allocate(self, device: torch.device) -> None: ...
 
@@ -57,7 +57,7 @@ def carried_out(make: Callable[[], Moving], meet: Meet, device: torch.device, he
             raise moving
         moving.allocate(device)
 
-    needed = 0 if isinstance(moving, Exception) else moving.new_bytes + moving.carrier.buffer_bytes
+    needed = 0 if isinstance(moving, Exception) else moving.new_bytes + moving.transport.buffer_bytes
     allocate_together(needed, device, allocate, meet_with_fingerprint)
     assert not isinstance(moving, Exception)
     require_same([row[2] for row in told], "where the switch leads, or how it was planned", meet)
@@ -66,13 +66,13 @@ def carried_out(make: Callable[[], Moving], meet: Meet, device: torch.device, he
         torch.cuda.synchronize(device)
     require_received(failure, meet)
     moving.install()
-    carrier = moving.carrier
+    transport = moving.transport
     return SwitchReport(
         time.perf_counter() - begin,
-        carrier.sent_bytes,
-        carrier.received_bytes,
-        carrier.num_rounds,
+        transport.sent_bytes,
+        transport.received_bytes,
+        transport.num_rounds,
         moving.new_bytes,
-        carrier.buffer_bytes,
+        transport.buffer_bytes,
         held_bytes + needed,
     )

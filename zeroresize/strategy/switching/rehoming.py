@@ -20,12 +20,12 @@ from zeroresize.policy.strategy.switches.switch_plan import plan_weights
 from zeroresize.resharding.agreement import fingerprint
 from zeroresize.resharding.movable_optimizer import require_movable_state, settings_of
 from zeroresize.resharding.parameter_state import STATE, Description, ParameterState, agreed_descriptions, set_state
-from zeroresize.strategy.switching.carrying import Carrier
+from zeroresize.strategy.switching.flow_transport import FlowTransport
 from zeroresize.strategy.switching.placement import Placement
 from zeroresize.strategy.switching.relocation import Relocation
 from zeroresize.strategy.switching.sharding import WholeTensor
 from zeroresize.strategy.switching.switch import put_in_place
-from zeroresize.strategy.switching.switch_messages import Flow, fingerprint_of, rounds_of
+from zeroresize.strategy.switching.switch_rounds import Flow, fingerprint_of, switch_rounds
 
 
 class OwnState:
@@ -109,7 +109,7 @@ class Rehoming:
     Attributes:
         fingerprint: of all that moves.
         new_bytes: of tensors that :meth:`allocate` makes.
-        carrier: of the messages.
+        transport: of the messages.
 
     Raises:
         RuntimeError: if ranks that hold parts of a tensor differ in its state, or in its parameter group.
@@ -141,8 +141,8 @@ class Rehoming:
             flows.append(Flow(plan.transfers, None, np.array(itemsizes)).only(has_it))
             wanted = {number: dtype for number, dtype in dtypes.items() if number in after.parameters}
             self._state[key] = Relocation(before, after, tensors, rank, own.held(key), wanted)
-        rounds = rounds_of(flows, tensors, rank, before.layout.replicas.tolist(), max(max_bytes // 2, 1))
-        self.carrier = Carrier(rounds, process_group)
+        rounds = switch_rounds(flows, tensors, rank, before.layout.replicas.tolist(), max(max_bytes // 2, 1))
+        self.transport = FlowTransport(rounds, process_group)
         self.fingerprint = fingerprint(json.dumps([list(told), max_bytes, fingerprint_of(flows)]))
         self.new_bytes = sum(one.new_bytes for one in self._moving)
 
@@ -152,13 +152,13 @@ class Rehoming:
 
     def allocate(self, device: torch.device) -> None:
         """Make the new tensors and the memory of messages."""
-        self.carrier.allocate(message_device(self._group, device))
+        self.transport.allocate(message_device(self._group, device))
         for one in self._moving:
             one.allocate(device)
 
     def carry_out(self) -> Exception | None:
         """Send and receive everything; returns the first failure."""
-        return self.carrier.carry_out([one.ends() for one in self._moving])
+        return self.transport.carry_out_flows([one.ends() for one in self._moving])
 
     def install(self) -> None:
         """Put weights and state in place, and let go of the old ones."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from zeroresize.strategy.switching.carrying import Ends
+from zeroresize.strategy.switching.flow_transport import Ends
 from zeroresize.strategy.switching.placement import Placement
 from zeroresize.strategy.switching.sharding import WholeTensor
 

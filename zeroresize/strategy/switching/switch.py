@@ -17,11 +17,11 @@ from torch.distributed import ProcessGroup
 from zeroresize.comm.collectives import group_rank, message_device
 from zeroresize.policy.strategy.switches.switch_plan import plan_gradients, plan_weights
 from zeroresize.resharding.agreement import fingerprint
-from zeroresize.strategy.switching.carrying import Carrier, Ends
+from zeroresize.strategy.switching.flow_transport import Ends, FlowTransport
 from zeroresize.strategy.switching.placement import Placement
 from zeroresize.strategy.switching.relocation import Relocation
 from zeroresize.strategy.switching.sharding import WholeTensor
-from zeroresize.strategy.switching.switch_messages import Flow, Round, fingerprint_of, rounds_of
+from zeroresize.strategy.switching.switch_rounds import Flow, SwitchRound, fingerprint_of, switch_rounds
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Route:
         fingerprint: the same on ranks with the same plan.
     """
 
-    rounds: Sequence[Round]
+    rounds: Sequence[SwitchRound]
     has_gradients: bool
     fingerprint: float
 
@@ -86,7 +86,7 @@ class Route:
             flows.append(Flow(plan.transfers, plan.kept).only(learns))
         # Partial gradients are added in the order of the replicas that they come from: on ranks that hold the same
         # the sums are the same to the last bit.
-        rounds = rounds_of(flows, tensors, rank, before.layout.replicas.tolist(), max(max_bytes // 2, 1))
+        rounds = switch_rounds(flows, tensors, rank, before.layout.replicas.tolist(), max(max_bytes // 2, 1))
         told = [None if one is None else one.strategy.as_dict() for one in (before, after, home)]
         return cls(rounds, home is not None, fingerprint(json.dumps([told, max_bytes, fingerprint_of(flows)])))
 
@@ -97,7 +97,7 @@ class Switch:
     Attributes:
         fingerprint: of the route.
         new_bytes: of tensors that :meth:`allocate` makes.
-        carrier: of the messages.
+        transport: of the messages.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Switch:
         self._before, self._after, self._home = before, after, home
         self._tensors, self._rank = tensors, group_rank(process_group)
         self._group = process_group
-        self.carrier = Carrier(route.rounds, process_group)
+        self.transport = FlowTransport(route.rounds, process_group)
         self._weights = Relocation(before, after, tensors, self._rank, before.weights, after.dtypes)
         for number, one in before.parameters.items() if self._has_gradients else ():
             known = one.grad
@@ -131,7 +131,7 @@ class Switch:
 
     def allocate(self, device: torch.device) -> None:
         """Make the new tensors and the memory of messages."""
-        self.carrier.allocate(message_device(self._group, device))
+        self.transport.allocate(message_device(self._group, device))
         self._weights.allocate(device)
         for number in self._without:
             one = self._home.parameters[number]
@@ -142,7 +142,7 @@ class Switch:
         ends = [self._weights.ends()]
         if self._has_gradients:
             ends.append(self._partial_gradients())
-        return self.carrier.carry_out(ends)
+        return self.transport.carry_out_flows(ends)
 
     def install(self) -> None:
         """Put the new weights in place, and let go of the old ones and of gradients that have been sent."""

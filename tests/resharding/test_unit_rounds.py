@@ -8,8 +8,8 @@ from torch import nn
 
 from zeroresize.layers.segment import UnitTensor
 from zeroresize.plan.ownership import OwnershipMap
-from zeroresize.resharding.messages import Parcel, Travelling, copy_units, in_rounds, parts_of, stack
 from zeroresize.resharding.transfer_plan import transfer_plan
+from zeroresize.resharding.unit_rounds import UnitSlice, UnitStack, copy_units, parts_of, stack, unit_rounds
 
 
 @st.composite
@@ -27,16 +27,16 @@ def plans(draw):
 def test_rounds_send_every_unit_once_and_hold_no_more_than_is_allowed(case):
     found, unit_bytes, most = case
     left = [{pair: units.tolist() for pair, units in plan.items()} for plan in found]
-    for parcels_of in in_rounds(found, unit_bytes, most):
-        assert parcels_of
+    for slices_of in unit_rounds(found, unit_bytes, most):
+        assert slices_of
         loads, counts = {}, {}
-        for pair, parcels in parcels_of.items():
-            for parcel in parcels:
-                for unit in parcel.units.tolist():
-                    left[parcel.segment][pair].remove(unit)
+        for pair, slices in slices_of.items():
+            for unit_slice in slices:
+                for unit in unit_slice.units.tolist():
+                    left[unit_slice.segment][pair].remove(unit)
                 for rank in pair:
-                    loads[rank] = loads.get(rank, 0) + len(parcel.units) * unit_bytes[parcel.segment]
-                    counts[rank] = counts.get(rank, 0) + len(parcel.units)
+                    loads[rank] = loads.get(rank, 0) + len(unit_slice.units) * unit_bytes[unit_slice.segment]
+                    counts[rank] = counts.get(rank, 0) + len(unit_slice.units)
         assert all(load <= most or counts[rank] == 1 for rank, load in loads.items())
     assert not any(units for plan in left for units in plan.values())
 
@@ -60,13 +60,13 @@ def test_units_are_copied_to_their_places_by_runs_and_by_index(chosen, rows, blo
 def test_a_message_holds_tensors_of_several_dtypes_beside_each_other():
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.uint8)
     tensors = [
-        Travelling(number % 2, dtype, None, torch.empty(1, 1, 9, 3, dtype=dtype)) for number, dtype in enumerate(dtypes)
+        UnitStack(number % 2, dtype, None, torch.empty(1, 1, 9, 3, dtype=dtype)) for number, dtype in enumerate(dtypes)
     ]
-    parcels = [Parcel(0, np.arange(5)), Parcel(1, np.arange(3))]
+    slices = [UnitSlice(0, np.arange(5)), UnitSlice(1, np.arange(3))]
     message = torch.empty(5 * 3 * (8 + 2) + 3 * 3 * (4 + 1), dtype=torch.uint8)
-    parts = parts_of(message, parcels, tensors)
-    for value, (parcel, number, part) in enumerate(parts):
-        assert part.dtype == dtypes[number] and part.shape == (1, 1, len(parcel.units), 3)
+    parts = parts_of(message, slices, tensors)
+    for value, (unit_slice, number, part) in enumerate(parts):
+        assert part.dtype == dtypes[number] and part.shape == (1, 1, len(unit_slice.units), 3)
         part.fill_(value)
     assert all((part == value).all() for value, (_, _, part) in enumerate(parts))  # none lies on another
     assert sum(part.numel() * part.element_size() for *_, part in parts) == message.numel()

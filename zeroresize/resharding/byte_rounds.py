@@ -6,13 +6,13 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
-#: (sender, receiver), within the group.
-Pair = tuple[int, int]
+from zeroresize.resharding.transport import Pair
+
 #: From which byte of its stream up to which one each pair sends in a round.
-Round = Mapping[Pair, tuple[int, int]]
+ByteRound = Mapping[Pair, tuple[int, int]]
 
 
-def rounds_of(stream_bytes: Mapping[Pair, int], max_bytes: int) -> list[Round]:
+def byte_rounds(stream_bytes: Mapping[Pair, int], max_bytes: int) -> list[ByteRound]:
     """Rounds in each of which no rank sends and receives more than ``max_bytes`` together; all streams in order.
 
     Args:
@@ -20,7 +20,7 @@ def rounds_of(stream_bytes: Mapping[Pair, int], max_bytes: int) -> list[Round]:
         max_bytes: at least 1.
     """
     sent = dict.fromkeys(stream_bytes, 0)
-    rounds: list[Round] = []
+    rounds: list[ByteRound] = []
     while any(sent[pair] < size for pair, size in stream_bytes.items()):
         room: dict[int, int] = {}
         pieces = {}

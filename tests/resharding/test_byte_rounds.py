@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroresize.pipeline.byte_rounds import pieces_of, rounds_of
+from zeroresize.resharding.byte_rounds import byte_rounds, pieces_of
 
 PAIRS = [(one, other) for one in range(4) for other in range(4) if one != other]
 
@@ -11,7 +11,7 @@ PAIRS = [(one, other) for one in range(4) for other in range(4) if one != other]
 @given(st.dictionaries(st.sampled_from(PAIRS), st.integers(0, 50)), st.integers(1, 40))
 def test_rounds_carry_every_byte_once_in_order_and_no_rank_more_than_allowed(streams, max_bytes):
     carried = dict.fromkeys(streams, 0)
-    for round_ in rounds_of(streams, max_bytes):
+    for round_ in byte_rounds(streams, max_bytes):
         load = dict.fromkeys(range(4), 0)
         for pair, (begin, end) in round_.items():
             assert begin == carried[pair] < end

@@ -16,15 +16,14 @@ from torch import Tensor
 
 from zeroresize.layers.segment import UnitTensor
 from zeroresize.plan.ownership import Indices
+from zeroresize.resharding.transport import Pair
 
 #: Runs of neighbouring units are copied one by one, up to so many; more are gathered by index.
 _MOST_RUNS = 16
 
-Pair = tuple[int, int]
-
 
 @dataclass(frozen=True)
-class Parcel:
+class UnitSlice:
     """Units of one of the moving segments that travel from a rank to another in one round.
 
     Attributes:
@@ -36,10 +35,11 @@ class Parcel:
     units: Indices
 
 
-Round = Mapping[Pair, Sequence[Parcel]]
+#: The units that each pair of ranks exchanges in a round, by segment.
+UnitRound = Mapping[Pair, Sequence[UnitSlice]]
 
 
-def in_rounds(plans: Sequence[Mapping[Pair, Indices]], unit_bytes: Sequence[int], max_bytes: int) -> list[Round]:
+def unit_rounds(plans: Sequence[Mapping[Pair, Indices]], unit_bytes: Sequence[int], max_bytes: int) -> list[UnitRound]:
     """Rounds in each of which no rank sends and receives more than ``max_bytes`` together.
 
     A unit that is larger than that travels alone: then a rank has one unit in a round.
@@ -51,10 +51,10 @@ def in_rounds(plans: Sequence[Mapping[Pair, Indices]], unit_bytes: Sequence[int]
     left = [
         (pair, segment, units, 0) for segment, plan in enumerate(plans) for pair, units in plan.items() if len(units)
     ]
-    rounds: list[Round] = []
+    rounds: list[UnitRound] = []
     while left:
         loads: dict[int, int] = {}
-        parcels: dict[Pair, list[Parcel]] = {}
+        slices: dict[Pair, list[UnitSlice]] = {}
         rest = []
         for pair, segment, units, begin in left:
             size = max(unit_bytes[segment], 1)
@@ -63,13 +63,13 @@ def in_rounds(plans: Sequence[Mapping[Pair, Indices]], unit_bytes: Sequence[int]
             if num_units < 1 and used == 0:
                 num_units = 1
             if num_units > 0:
-                parcels.setdefault(pair, []).append(Parcel(segment, units[begin : begin + num_units]))
+                slices.setdefault(pair, []).append(UnitSlice(segment, units[begin : begin + num_units]))
                 for rank in pair:
                     loads[rank] = loads.get(rank, 0) + num_units * size
                 begin += num_units
             if begin < len(units):
                 rest.append((pair, segment, units, begin))
-        rounds.append(parcels)
+        rounds.append(slices)
         left = rest
     return rounds
 
@@ -96,7 +96,7 @@ def copy_units(target: Tensor, at: Indices, source: Tensor, of: Indices) -> None
 
 
 @dataclass(frozen=True)
-class Travelling:
+class UnitStack:
     """One tensor of a moving segment on this rank.
 
     Attributes:
@@ -118,19 +118,19 @@ class Travelling:
 
 
 def parts_of(
-    message: Tensor, parcels: Sequence[Parcel], tensors: Sequence[Travelling]
-) -> list[tuple[Parcel, int, Tensor]]:
-    """Where everything lies in a message [bytes]: (parcel, which of the tensors, its stack), all of the message.
+    message: Tensor, slices: Sequence[UnitSlice], tensors: Sequence[UnitStack]
+) -> list[tuple[UnitSlice, int, Tensor]]:
+    """Where everything lies in a message [bytes]: (unit_slice, which of the tensors, its stack), all of the message.
 
     Args:
         tensors: on every rank in one order, larger elements first, so that all lie aligned.
     """
     found, begin = [], 0
-    by_segment = {parcel.segment: parcel for parcel in parcels}
+    by_segment = {unit_slice.segment: unit_slice for unit_slice in slices}
     for number, tensor in enumerate(tensors):
-        parcel = by_segment.get(tensor.segment)
-        if parcel is not None:
-            part = tensor.part(message, begin, len(parcel.units))
+        unit_slice = by_segment.get(tensor.segment)
+        if unit_slice is not None:
+            part = tensor.part(message, begin, len(unit_slice.units))
             begin += part.numel() * part.element_size()
-            found.append((parcel, number, part))
+            found.append((unit_slice, number, part))
     return found

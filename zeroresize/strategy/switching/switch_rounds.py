@@ -18,11 +18,8 @@ import numpy as np
 
 from zeroresize.plan.layout import Indices
 from zeroresize.policy.strategy.switches.switch_plan import Transfers
-from zeroresize.resharding.messages import Pair
+from zeroresize.resharding.transport import Pair
 from zeroresize.strategy.switching.sharding import WholeTensor
-
-#: Every message begins at a multiple of it, so that its elements are aligned.
-_ALIGNMENT = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +47,7 @@ class Flow:
         return Flow(transfers, kept, self.itemsizes)
 
 
-class Parcel(NamedTuple):
+class TensorSlice(NamedTuple):
     """Units of a tensor; of an undivided one, elements.
 
     Attributes:
@@ -65,21 +62,16 @@ class Parcel(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Round:
+class SwitchRound:
     """A rank's messages of a round.
 
     Attributes:
-        parcels: by (sender, receiver): in the order in which what is received is unpacked.
-        places: where each message begins and ends in the memory of messages, by (sender, receiver).
+        slices: by (sender, receiver): in the order in which what is received is unpacked.
+        sizes: bytes of each message, by (sender, receiver); 0 for what stays on its rank.
     """
 
-    parcels: Mapping[Pair, Sequence[Parcel]]
-    places: Mapping[Pair, tuple[int, int]]
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the memory of messages."""
-        return max((end for _, end in self.places.values()), default=0)
+    slices: Mapping[Pair, Sequence[TensorSlice]]
+    sizes: Mapping[Pair, int]
 
 
 class _Span(NamedTuple):
@@ -91,9 +83,9 @@ class _Span(NamedTuple):
     end: int = 2**62
 
 
-def rounds_of(
+def switch_rounds(
     flows: Sequence[Flow], tensors: Sequence[WholeTensor], rank: int, order: Sequence[int], max_bytes: int
-) -> list[Round]:
+) -> list[SwitchRound]:
     """The rounds of a rank; all ranks have equally many.
 
     Args:
@@ -101,7 +93,7 @@ def rounds_of(
         max_bytes: that a rank sends and receives in a round; a single unit may be larger.
     """
     spans = _spans(flows, tensors, len(order), max_bytes)
-    found: list[dict[Pair, list[Parcel]]] = [{} for _ in spans]
+    found: list[dict[Pair, list[TensorSlice]]] = [{} for _ in spans]
     firsts, lasts = (np.array([getattr(one, key) for one in spans]) for key in ("first", "last"))
     for number, flow in enumerate(flows):
         own = flow.transfers.at(
@@ -119,8 +111,8 @@ def rounds_of(
                 low, high = max(begin, spans[span].begin), min(end, spans[span].end)
                 if low < high:
                     pair = transfer.source, transfer.destination
-                    parcel = Parcel(number, transfer.tensor, low, high, (high - low) * unit_bytes)
-                    found[span].setdefault(pair, []).append(parcel)
+                    tensor_slice = TensorSlice(number, transfer.tensor, low, high, (high - low) * unit_bytes)
+                    found[span].setdefault(pair, []).append(tensor_slice)
 
     def turn(pair: Pair) -> tuple[int, int, int]:
         return order[pair[0]], *pair
@@ -170,16 +162,16 @@ def _spans(flows: Sequence[Flow], tensors: Sequence[WholeTensor], num_ranks: int
     return [*spans, _Span(first, len(tensors))] if first < len(tensors) else spans
 
 
-def _round(parcels: Mapping[Pair, list[Parcel]], flows: Sequence[Flow], tensors: Sequence[WholeTensor]) -> Round:
-    def larger_elements_first(one: Parcel) -> tuple[int, Parcel]:
+def _round(
+    slices: Mapping[Pair, list[TensorSlice]], flows: Sequence[Flow], tensors: Sequence[WholeTensor]
+) -> SwitchRound:
+    def larger_elements_first(one: TensorSlice) -> tuple[int, TensorSlice]:
         return -_itemsize(flows[one.flow], one.tensor, tensors[one.tensor]), one
 
-    places, begin = {}, 0
-    for pair, own in parcels.items():
-        size = 0 if pair[0] == pair[1] else sum(one.num_bytes for one in own)
-        places[pair] = begin, begin + size
-        begin += -(-size // _ALIGNMENT) * _ALIGNMENT
-    return Round({pair: sorted(own, key=larger_elements_first) for pair, own in parcels.items()}, places)
+    sizes = {
+        pair: 0 if pair[0] == pair[1] else sum(one.num_bytes for one in of_pair) for pair, of_pair in slices.items()
+    }
+    return SwitchRound({pair: sorted(of_pair, key=larger_elements_first) for pair, of_pair in slices.items()}, sizes)
 
 
 def _num_units(tensor: WholeTensor) -> int:
