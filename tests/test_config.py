@@ -3,21 +3,23 @@
 import math
 import re
 from dataclasses import FrozenInstanceError
+from functools import partial
 
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroresize import BalanceConfig
-from zeroresize.config_keys import MODES, MOVING_MODES, PRUNING_MODES, without_effect
+from zeroresize import BalanceConfig, PaperConfig
+from zeroresize.config.keys import MODES, MOVING_MODES, PRUNING_MODES, without_effect
+from zeroresize.config.paper import nested
 
 WRONG_VALUES = [
     ("mode", "zero", "['off', 'exact', 'zero-rd'"),
     ("mode", None, "['off', 'exact', 'zero-rd'"),
     ("mode", True, "['off', 'exact', 'zero-rd'"),
     ("target", "median", "['mean', 'min']"),
-    ("imputation", "zeros", "['zero', 'average', 'same']"),
+    ("paper.imputation", "zeros", "['zero', 'average', 'same']"),
     ("migration_transport", "units", "['broadcast-reduce', 'scatter-gather']"),
     ("ratio", 1, "0 <= ratio < 1"),
     ("ratio", 1.5, "0 <= ratio < 1"),
@@ -38,15 +40,15 @@ WRONG_VALUES = [
     ("ranks", ["0"], "'stragglers', 'all', or a list"),
     ("ranks", [1, 0, 1], "a list of different ranks"),
     ("priority", "delta", "['activation', 'variation', 'path_length']"),
-    ("snapshot", "disk", "['host', 'bf16']"),
-    ("pridiff_rule", "equal", "['budget', 'paper']"),
+    ("paper.snapshot", "disk", "['host', 'bf16']"),
+    ("paper.pridiff_rule", "equal", "['budget', 'paper']"),
     ("pruned_update", "frozen", "['optimizer', 'freeze']"),
     ("ageing", -0.1, "at least 0 is"),
     ("ageing", math.inf, "at least 0 is"),
-    ("alpha", 1.5, "at least 0 and at most 1 is"),
-    ("alpha", -0.1, "at least 0 and at most 1 is"),
-    ("theta_iter", -1e-3, "at least 0 is"),
-    ("theta_iter", "0.001", "at least 0 is"),
+    ("paper.alpha", 1.5, "at least 0 and at most 1 is"),
+    ("paper.alpha", -0.1, "at least 0 and at most 1 is"),
+    ("paper.theta_iter", -1e-3, "at least 0 is"),
+    ("paper.theta_iter", "0.001", "at least 0 is"),
     ("tolerance", -0.1, "at least 0 and at most 10 is"),
     ("tolerance", "0.1", "at least 0 and at most 10 is"),
     ("max_ratio", 0, "above 0 and below 1 is"),
@@ -70,7 +72,7 @@ WRONG_VALUES = [
 @pytest.mark.parametrize(("key", "value", "allowed"), WRONG_VALUES)
 def test_a_wrong_value_is_named_with_its_key_and_what_is_allowed(key, value, allowed):
     with pytest.raises(ValueError) as error:
-        BalanceConfig.from_dict({"mode": "zero-pri", "ratio": 0.5, key: value})
+        BalanceConfig.from_dict(nested({"mode": "zero-pri", "ratio": 0.5, key: value}))
 
     text = str(error.value)
     assert text.startswith(f"{key}=")
@@ -84,18 +86,33 @@ def test_unknown_keys_are_named_with_those_that_exist():
 
 
 @pytest.mark.parametrize(
-    ("key", "why"),
+    ("values", "message"),
     [
-        ("ewma", "follows from the noise"),
-        ("dead_band", "saves more than it costs"),
-        ("migrate", "called migration_transport"),
-        ("migrating", "called num_migrating"),
-        ("prune", "leave the key out"),
+        (
+            {"paper": {"alpah": 0.5}},
+            r"unknown balance key 'paper\.alpah' \(did you mean 'paper\.alpha'\?\): allowed are \[",
+        ),
+        (
+            {"paper": {"budget": 0.5}},
+            r"'paper\.budget' \(did you mean 'budget'\?\): allowed are \['paper\.semi_rule', ",
+        ),
+        ({"paper": {1: 0.5}}, r"unknown balance key 'paper\.1': allowed are"),
+        ({"alpha": 0.5}, r"unknown balance key 'alpha' \(did you mean 'paper\.alpha'\?\): allowed are \['mode', "),
+        ({"semi_rul": "paper"}, r"'semi_rul' \(did you mean 'paper\.semi_rule'\?\)"),
+        ({"paper": 3}, r"expected a mapping of paper keys, found int: allowed are \['semi_rule', "),
+        ({"paper": None}, "expected a mapping of paper keys, found nothing"),
     ],
 )
-def test_a_key_that_no_longer_exists_is_an_error_that_says_why(key, why):
-    with pytest.raises(ValueError, match=f"the balance key '{key}' no longer exists: .*{why}"):
-        BalanceConfig.from_dict({"mode": "zero-rd", key: 0.7})
+def test_a_key_in_the_wrong_room_is_named_with_where_it_stands(values, message):
+    with pytest.raises(ValueError, match=message):
+        BalanceConfig.from_dict(values)
+
+
+@pytest.mark.parametrize("paper", [{"alpah": 0.5}, "paper", None, [("alpha", 0.5)]])
+def test_a_room_is_checked_in_python_as_in_yaml(paper):
+    for build in (BalanceConfig, BalanceConfig(mode="off").replace, partial(BalanceConfig().in_mode, "semi")):
+        with pytest.raises(ValueError, match=r"unknown balance key 'paper\.alpah'|expected a mapping of paper keys"):
+            build(paper=paper)
 
 
 @pytest.mark.parametrize("ranks", ["all", [0]])
@@ -106,8 +123,8 @@ def test_ranks_need_a_forced_ratio(ranks):
 
 @pytest.mark.parametrize("imputation", ["average", "same"])
 def test_frozen_columns_take_no_imputed_gradient(imputation):
-    with pytest.raises(ValueError, match=f"pruned_update='freeze' with imputation='{imputation}' is not allowed"):
-        BalanceConfig(mode="zero-pri", pruned_update="freeze", imputation=imputation)
+    with pytest.raises(ValueError, match=f"pruned_update='freeze' with paper.imputation='{imputation}' is not allowed"):
+        BalanceConfig(mode="zero-pri", pruned_update="freeze", paper={"imputation": imputation})
 
 
 def test_no_layer_may_prune_more_than_max_ratio_when_each_has_its_own():
@@ -139,19 +156,60 @@ def test_it_cannot_be_changed_but_replaced_and_is_checked_again():
         config.replace(ratio=2)
 
 
+def test_the_room_is_given_as_one_or_as_a_mapping():
+    config = BalanceConfig(mode="semi", paper=PaperConfig(num_migrating=2))
+    assert config == BalanceConfig(mode="semi", paper={"num_migrating": 2})
+    assert config == BalanceConfig.from_dict({"mode": "semi", "paper": {"num_migrating": 2}})
+    assert hash(config) == hash(BalanceConfig(mode="semi", paper=PaperConfig(num_migrating=2)))
+    with pytest.raises(FrozenInstanceError):
+        config.paper.num_migrating = 3
+    with pytest.raises(ValueError, match=r"^paper\.alpha=2 is not allowed"):
+        PaperConfig(alpha=2)
+
+
+def test_a_mapping_changes_some_keys_of_the_room_and_a_room_replaces_all():
+    config = BalanceConfig(mode="semi", paper={"semi_rule": "paper", "num_migrating": 2})
+    more = config.replace(paper={"imputation": "same"})
+    assert more.paper == PaperConfig(semi_rule="paper", num_migrating=2, imputation="same")
+    assert config.replace(paper=PaperConfig(imputation="same")).paper == PaperConfig(imputation="same")
+    assert config.replace(tolerance=0.2).paper == config.paper
+    assert more.in_mode("zero-pri") == BalanceConfig(mode="zero-pri", paper={"imputation": "same"})
+    with pytest.raises(ValueError, match=r"paper\.mig_rule='paper' has no effect with mode='semi'"):
+        config.in_mode("semi", paper={"mig_rule": "paper"})
+
+
+def test_flat_values_are_by_the_keys_that_messages_name():
+    config = BalanceConfig(mode="semi", shares=(2, 1), paper={"num_migrating": 2})
+    flat = config.to_flat_dict()
+    assert (flat["paper.num_migrating"], flat["shares"], flat["mode"]) == (2, [2.0, 1.0], "semi")
+    assert BalanceConfig.from_dict(nested(flat)) == config
+
+
 #: Keys, where they have no effect, and where an error says that they have one.
 WITHOUT_EFFECT = [
-    ({"mode": "mig", "imputation": "average"}, "imputation='average'", "in the modes 'zero-rd', 'zero-pri'"),
+    (
+        {"mode": "mig", "paper.imputation": "average"},
+        "paper.imputation='average'",
+        "in the modes 'zero-rd', 'zero-pri'",
+    ),
     ({"mode": "mig", "max_ratio": 0.5}, "max_ratio=0.5", "in the modes 'zero-rd', 'zero-pri'"),
     ({"mode": "mig", "pruned_update": "freeze"}, "pruned_update='freeze'", "in the modes 'zero-rd', 'zero-pri'"),
     ({"mode": "mig", "block": 8}, "block=8", "in the modes 'zero-rd', 'zero-pri'"),
     ({"mode": "zero-rd", "priority": "variation"}, "priority='variation'", "in the modes 'zero-pri', 'zero-pridiff'"),
     ({"mode": "mig", "ageing": 0.0}, "ageing=0.0", "in the modes 'zero-pri', 'zero-pridiff', 'semi'"),
-    ({"mode": "zero-pri", "snapshot": "bf16"}, "snapshot='bf16'", "with priority='variation'"),
-    ({"mode": "zero-pri", "pridiff_rule": "paper"}, "pridiff_rule='paper'", "in mode 'zero-pridiff', and in 'semi'"),
-    ({"mode": "semi", "pridiff_rule": "paper"}, "pridiff_rule='paper'", "in 'semi' with semi_rule='paper'"),
-    ({"mode": "zero-pridiff", "alpha": 0.5}, "alpha=0.5", "with pridiff_rule='paper'"),
-    ({"mode": "zero-pridiff", "theta_iter": 0.1}, "theta_iter=0.1", "with pridiff_rule='paper'"),
+    ({"mode": "zero-pri", "paper.snapshot": "bf16"}, "paper.snapshot='bf16'", "with priority='variation'"),
+    (
+        {"mode": "zero-pri", "paper.pridiff_rule": "paper"},
+        "paper.pridiff_rule='paper'",
+        "in mode 'zero-pridiff', and in 'semi'",
+    ),
+    (
+        {"mode": "semi", "paper.pridiff_rule": "paper"},
+        "paper.pridiff_rule='paper'",
+        "in 'semi' with paper.semi_rule='paper'",
+    ),
+    ({"mode": "zero-pridiff", "paper.alpha": 0.5}, "paper.alpha=0.5", "with paper.pridiff_rule='paper'"),
+    ({"mode": "zero-pridiff", "paper.theta_iter": 0.1}, "paper.theta_iter=0.1", "with paper.pridiff_rule='paper'"),
     (
         {"mode": "zero-pri", "migration_transport": "scatter-gather"},
         "migration_transport='scatter-gather'",
@@ -159,23 +217,31 @@ WITHOUT_EFFECT = [
     ),
     ({"mode": "mig", "moves": False}, "moves=False", "in the modes 'exact', 'semi'"),
     ({"mode": "exact", "budget": 0.1}, "budget=0.1", "in the modes 'zero-rd', 'zero-pri'"),
-    ({"mode": "exact", "imputation": "average"}, "imputation='average'", "in the modes 'zero-rd', 'zero-pri'"),
-    ({"mode": "exact", "mig_rule": "paper"}, "mig_rule='paper'", "in mode 'mig' with ratio='auto'"),
-    ({"mode": "semi", "mig_rule": "paper"}, "mig_rule='paper'", "in mode 'mig' with ratio='auto'"),
-    ({"mode": "mig", "ratio": 0.5, "mig_rule": "paper"}, "mig_rule='paper'", "in mode 'mig' with ratio='auto'"),
-    ({"mode": "mig", "semi_rule": "paper"}, "semi_rule='paper'", "in mode 'semi'"),
-    ({"mode": "zero-pri", "num_migrating": 1}, "num_migrating=1", "in mode 'semi'"),
+    (
+        {"mode": "exact", "paper.imputation": "average"},
+        "paper.imputation='average'",
+        "in the modes 'zero-rd', 'zero-pri'",
+    ),
+    ({"mode": "exact", "paper.mig_rule": "paper"}, "paper.mig_rule='paper'", "in mode 'mig' with ratio='auto'"),
+    ({"mode": "semi", "paper.mig_rule": "paper"}, "paper.mig_rule='paper'", "in mode 'mig' with ratio='auto'"),
+    (
+        {"mode": "mig", "ratio": 0.5, "paper.mig_rule": "paper"},
+        "paper.mig_rule='paper'",
+        "in mode 'mig' with ratio='auto'",
+    ),
+    ({"mode": "mig", "paper.semi_rule": "paper"}, "paper.semi_rule='paper'", "in mode 'semi'"),
+    ({"mode": "zero-pri", "paper.num_migrating": 1}, "paper.num_migrating=1", "in mode 'semi'"),
     ({"mode": "mig", "budget": 0}, "budget=0", "in the modes 'zero-rd', 'zero-pri'"),
     ({"mode": "zero-pri", "ratio": 0.5, "budget": 0.1}, "budget=0.1", "with ratio='auto'"),
     ({"mode": "mig", "min_gain": 0.5}, "min_gain=0.5", "in the modes 'zero-rd', 'zero-pri'"),
-    ({"mode": "semi", "semi_rule": "paper", "budget": 0.1}, "budget=0.1", "with semi_rule='makespan'"),
+    ({"mode": "semi", "paper.semi_rule": "paper", "budget": 0.1}, "budget=0.1", "with paper.semi_rule='makespan'"),
 ]
 
 
 @pytest.mark.parametrize(("values", "named", "where"), WITHOUT_EFFECT, ids=lambda value: str(value))
 def test_a_key_without_effect_is_refused_and_told_where_it_has_one(values, named, where):
     with pytest.raises(ValueError) as error:
-        BalanceConfig(**values)
+        BalanceConfig(**nested(values))
     assert str(error.value).startswith(f"{named} has no effect with mode='{values['mode']}': it is used ")
     assert where in str(error.value) and "leave it at" in str(error.value)
 
@@ -198,8 +264,8 @@ def test_nothing_can_be_forced_where_a_cost_model_decides(mode):
         ({"mode": "semi"}, True),
         ({"mode": "semi", "budget": 0.0}, True),
         ({"mode": "semi", "moves": False}, False),
-        ({"mode": "semi", "semi_rule": "paper"}, False),
-        ({"mode": "semi", "num_migrating": 1}, False),
+        ({"mode": "semi", "paper": {"semi_rule": "paper"}}, False),
+        ({"mode": "semi", "paper": {"num_migrating": 1}}, False),
         *(({"mode": mode}, False) for mode in MODES if mode not in MOVING_MODES),
     ],
 )
@@ -208,16 +274,16 @@ def test_units_move_where_our_rules_decide(values, may_move):
 
 
 def test_all_keys_without_effect_are_named_at_once():
-    with pytest.raises(ValueError, match=r"^num_migrating=1 has .*; budget=0\.25 has "):
-        BalanceConfig(mode="mig", budget=0.25, num_migrating=1)
+    with pytest.raises(ValueError, match=r"^paper\.num_migrating=1 has .*; budget=0\.25 has "):
+        BalanceConfig(mode="mig", budget=0.25, paper=PaperConfig(num_migrating=1))
 
 
 @pytest.mark.parametrize("values", [values for values, *_ in WITHOUT_EFFECT], ids=str)
 def test_with_balancing_off_any_key_may_stay_as_it_is(values):
-    config = BalanceConfig(**values | {"mode": "off"})
+    config = BalanceConfig(**nested(values | {"mode": "off"}))
     assert config.in_mode("off") == config
-    used = {key: value for key, value in values.items() if key not in without_effect(vars(config) | values)}
-    assert config.in_mode(values["mode"]) == BalanceConfig(**used)
+    used = {key: value for key, value in values.items() if key not in without_effect(config.to_flat_dict() | values)}
+    assert config.in_mode(values["mode"]) == BalanceConfig(**nested(used))
 
 
 def test_a_default_may_always_be_written_down():
@@ -227,8 +293,8 @@ def test_a_default_may_always_be_written_down():
 
 
 def test_keys_are_judged_by_the_way_of_balancing_not_by_how_much_is_asked_for():
-    BalanceConfig(mode="semi", budget=0, imputation="average")
-    BalanceConfig(mode="zero-rd", ratio=0, imputation="average", max_ratio=0.5)
+    BalanceConfig(mode="semi", budget=0, paper={"imputation": "average"})
+    BalanceConfig(mode="zero-rd", ratio=0, paper={"imputation": "average"}, max_ratio=0.5)
 
 
 def test_a_ratio_can_be_pinned_whatever_bounds_the_ratios_that_are_decided():
@@ -239,7 +305,7 @@ def test_a_ratio_can_be_pinned_whatever_bounds_the_ratios_that_are_decided():
 def test_in_another_mode_what_is_changed_has_to_have_an_effect():
     config = BalanceConfig(mode="semi", budget=0.1, tolerance=0.2)
     assert config.in_mode("mig") == BalanceConfig(mode="mig", tolerance=0.2)
-    assert config.in_mode("semi", num_migrating=1) == config.replace(num_migrating=1)
+    assert config.in_mode("semi", paper={"num_migrating": 1}) == config.replace(paper={"num_migrating": 1})
     with pytest.raises(ValueError, match=r"budget=0\.3 has no effect with mode='mig'"):
         config.in_mode("mig", budget=0.3)
 
@@ -250,13 +316,8 @@ configs = st.just(BalanceConfig()) | st.builds(
     ratio=st.floats(0, 1, exclude_max=True),
     ranks=st.sampled_from(["stragglers", "all"]) | st.lists(st.integers(0, 9), min_size=1, unique=True),
     target=st.sampled_from(["mean", "min"]),
-    imputation=st.sampled_from(["zero", "average", "same"]),
     priority=st.sampled_from(["variation", "activation", "path_length"]),
-    snapshot=st.sampled_from(["host", "bf16"]),
     ageing=st.floats(0, 1e6),
-    pridiff_rule=st.sampled_from(["budget", "paper"]),
-    alpha=st.floats(0, 1),
-    theta_iter=st.floats(0, 1e6),
     tolerance=st.floats(0, 10),
     max_ratio=st.floats(0, 1, exclude_min=True, exclude_max=True),
     budget=st.floats(0, 1),
@@ -265,6 +326,14 @@ configs = st.just(BalanceConfig()) | st.builds(
     block=st.integers(1, 2**31 - 1),
     iters_per_epoch=st.none() | st.integers(1, 2**31 - 1),
     seed=st.integers(0, 2**31 - 1),
+    paper=st.builds(
+        PaperConfig,
+        imputation=st.sampled_from(["zero", "average", "same"]),
+        snapshot=st.sampled_from(["host", "bf16"]),
+        pridiff_rule=st.sampled_from(["budget", "paper"]),
+        alpha=st.floats(0, 1),
+        theta_iter=st.floats(0, 1e6),
+    ),
 )
 
 
@@ -278,7 +347,7 @@ def test_any_configuration_survives_yaml(config):
     "text",
     [
         "mode: zero-rd\nratio: 0.5\nranks: [0, 2]\n",
-        "balance:\n  mode: zero-rd\n  ratio: 0.5\n  ranks: [0, 2]\nmodel: {depth: 2}\n",
+        "balance:\n  mode: zero-rd\n  ratio: 0.5\n  ranks: [0, 2]\n  paper: {imputation: zero}\nmodel: {depth: 2}\n",
     ],
     ids=["whole file", "balance section"],
 )
@@ -303,6 +372,10 @@ def test_yaml_with_and_without_a_section_of_its_own(tmp_path, text):
         ("balance: {}\nupdate_every: 3\n", "the balance key 'update_every' stands beside the section 'balance'"),
         ("mode: off\nbalance: {}\n", "the balance key 'mode' stands beside the section 'balance'"),
         ("balance: {}\nupdate_evry: 3\n", "the key 'update_evry' stands beside .*: did you mean 'update_every'"),
+        ("balance: {}\npaper: {alpha: 0.5}\n", "the balance key 'paper.alpha' stands beside the section 'balance'"),
+        ("balance: {}\nsemi_rule: paper\n", "the key 'semi_rule' stands beside .*: did you mean 'paper.semi_rule', w"),
+        ("balance: {}\nsnapshot: bf16\n", "the key 'snapshot' stands beside .*: did you mean 'paper.snapshot'"),
+        ("balance: {paper: {alpha: 2}}\n", "paper.alpha=2 is not allowed"),
         ("ballance: {mode: off}\n", r"unknown section 'ballance' \(did you mean 'balance'\?\)"),
         ("Balance: {mode: off}\nmodel: {depth: 2}\n", r"unknown section 'Balance' \(did you mean 'balance'\?\)"),
         ("balance: {mode: off}\nbalnace: {tolerance: 0.2}\n", r"unknown section 'balnace' \(did you mean 'balance'"),
@@ -320,6 +393,7 @@ def test_what_other_programs_read_may_stand_beside_the_section(tmp_path):
     path.write_text(
         "balance: {tolerance: 0.2}\nseed: 3\nmode: train\nalpha: 0.1\ntarget: val_loss\nlog_every: 5\n"
         "steps_per_epoch: 9\nmodel: {depth: 2}\nbatch_size: 8\nratio: 0.5\n1: one\nload_balance: {}\nshare: x\n"
+        "paper: {title: x, 1: 2}\nsnapshot: daily\n"
     )
     assert BalanceConfig.from_yaml(path) == BalanceConfig(tolerance=0.2)
 
@@ -349,7 +423,7 @@ def test_a_number_beyond_floats_is_outside_like_any_other():
     [
         ({"ranks": "all", "ratio": 0.5}, "no rank would be left"),
         ({"migration_transport": "carrier-pigeon"}, "migration_transport='carrier-pigeon'"),
-        ({"mig_rule": "wishful"}, "mig_rule='wishful'"),
+        ({"paper": {"mig_rule": "wishful"}}, "paper.mig_rule='wishful'"),
         ({"ratio": 1.5}, "0 <= ratio <= 1"),
     ],
 )

@@ -38,7 +38,7 @@ def test_layers_are_taken_in_place_in_the_order_of_the_model(run_ranks):
 @pytest.mark.parametrize(("imputation", "is_kept"), [("zero", False), ("average", False), ("same", True)])
 def test_gradients_of_the_previous_step_are_kept_only_where_imputation_needs_them(run_ranks, imputation, is_kept):
     def check(rank, group):
-        config = BalanceConfig(mode="zero-pri", imputation=imputation)
+        config = BalanceConfig(mode="zero-pri", paper={"imputation": imputation})
         model = convert(mlp(group), process_group=group, config=config)
         Balancer(model, torch.optim.SGD(model.parameters(), lr=0.1), process_group=group, config=config)
         model(torch.ones(3, 4).requires_grad_()).sum().backward()
@@ -67,16 +67,19 @@ def test_converting_twice_changes_nothing_and_says_so(run_ranks):
 
 def test_a_balancer_takes_the_configuration_that_the_model_was_last_converted_with(run_ranks):
     """Another one for convert than for Balancer is a mistake; closing, converting again and making one anew is not."""
-    one, other = BalanceConfig(mode="zero-pri", imputation="same"), BalanceConfig(mode="zero-pri", update_every=3)
+    one, other = (
+        BalanceConfig(mode="zero-pri", paper={"imputation": "same"}),
+        BalanceConfig(mode="zero-pri", update_every=3),
+    )
 
     def check(rank, group):
         model = convert(mlp(group), process_group=group, config=one)
         make = functools.partial(Balancer, model, torch.optim.SGD(model.parameters(), lr=0.1), process_group=group)
         with pytest.raises(
-            ValueError, match=r"imputation='same' in convert, imputation='zero' here; update_every=10 in "
+            ValueError, match=r"paper.imputation='same' in convert, paper.imputation='zero' here; update_every=10 in "
         ):
             make(config=other)
-        balancer = make(config=BalanceConfig(mode="zero-pri", imputation="same"))
+        balancer = make(config=BalanceConfig(mode="zero-pri", paper={"imputation": "same"}))
         with pytest.raises(ValueError, match=r"update_every=10 there, update_every=3 here\): close\(\) it first"):
             convert(model, process_group=group, config=other)
         balancer.close()

@@ -9,7 +9,7 @@ import pytest
 from helpers.faults import files_of_at_most
 from helpers.virtual_training import FEATURES, Run
 
-from zeroresize.config_keys import MIGRATING_MODES, MODES, MOVING_MODES
+from zeroresize.config.keys import MIGRATING_MODES, MODES, MOVING_MODES
 from zeroresize.telemetry import JsonLinesTelemetry, TensorBoardTelemetry, UpdateRecord
 from zeroresize.utils.json_lines import read_json_lines
 

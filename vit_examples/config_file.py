@@ -16,7 +16,9 @@ import yaml
 
 from vit_examples.config import HOSTS, DataConfig, ModelConfig, OutputConfig, RunConfig, StragglerConfig, TrainingConfig
 from zeroresize.config import BalanceConfig
-from zeroresize.config_keys import MODES
+from zeroresize.config.balance import DEFAULTS, known_balance_keys
+from zeroresize.config.keys import MODES
+from zeroresize.config.paper import ROOM, dotted, nested
 from zeroresize.utils.value_checks import known_keys
 from zeroresize.utils.yaml_values import load_yaml, read_yaml, yaml_mistake
 
@@ -40,7 +42,7 @@ FLAGS = {
 }
 _SET_HELP = (
     f"change one value, such as training.lr=0.001; may be repeated. Sections: {', '.join(SECTIONS)}. Their keys are "
-    "listed in vit_examples/config.py, those of balance in zeroresize/config.py"
+    "listed in vit_examples/config.py, those of balance in zeroresize/config/balance.py and paper.py"
 )
 
 
@@ -128,9 +130,9 @@ def config_path(name: str | Path, folder: Path = CONFIG_FOLDER) -> Path:
 def config_from_dict(document: Any) -> RunConfig:
     """Build from plain nested mappings; unknown keys are an error that lists those that exist."""
     values = dict(known_keys("section", document, _fields(RunConfig)))
-    for name, section in SECTIONS.items():
+    for name in SECTIONS:
         if name in values:
-            values[name] = _section_from(name, known_keys(f"{name} key", values[name], _fields(section)))
+            values[name] = _section_from(name, _known_keys(name, values[name]))
     return RunConfig(**values)
 
 
@@ -166,6 +168,13 @@ def _fields(section: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(section)]
 
 
+def _known_keys(section: str, values: Any) -> Mapping[str, Any]:
+    """Check that ``values`` is a mapping of keys of ``section``."""
+    if section == "balance":
+        return known_balance_keys(values)
+    return known_keys(f"{section} key", values, _fields(SECTIONS[section]))
+
+
 def parse_override(override: str) -> tuple[str, Any]:
     """The key and the value of ``section.key=value``.
 
@@ -192,6 +201,7 @@ def _with_change(document: Any, key: str, value: Any) -> dict[str, Any]:
     document = dict(known_keys("section", document, _fields(RunConfig)))
     if not dot:
         meant = [f"{name}.{key}" for name in SECTIONS if key in _fields(SECTIONS[name])]
+        meant += [f"balance.{name}" for name in DEFAULTS if name == f"{ROOM}.{key}"]
         if meant and key not in _fields(RunConfig):
             raise ValueError(f"--set {key}: name the section: {' or '.join(meant)}")
         return {**document, section: value}
@@ -199,5 +209,8 @@ def _with_change(document: Any, key: str, value: Any) -> dict[str, Any]:
     if inner is None:
         inner = {}
     elif section in SECTIONS:
-        known_keys(f"{section} key", inner, _fields(SECTIONS[section]))
-    return {**document, section: {**(inner if isinstance(inner, Mapping) else {}), leaf: value}}
+        _known_keys(section, inner)
+    inner = {**inner} if isinstance(inner, Mapping) else {}
+    if section == "balance":
+        return {**document, section: nested({**dotted(inner), leaf: value})}
+    return {**document, section: {**inner, leaf: value}}

@@ -16,6 +16,7 @@ from vit_examples.config import RunConfig
 from vit_examples.config_file import config_to_dict
 from vit_examples.file_lock import locked
 from vit_examples.plain_files import read_values
+from zeroresize.config.paper import dotted
 
 
 def checkpoint_folder(config: Any) -> Path:
@@ -147,7 +148,10 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
     """By ``section.key``; keys outside sections by their own name."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
-        flat |= {f"{name}.{key}": entry for key, entry in value.items()} if isinstance(value, dict) else {name: value}
+        if isinstance(value, dict):
+            flat |= {f"{name}.{key}": entry for key, entry in dotted(value).items()}
+        else:
+            flat[name] = value
     return flat
 
 

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from zeroresize.balancer import Balancer
-from zeroresize.config import BalanceConfig
+from zeroresize.config import BalanceConfig, PaperConfig
 from zeroresize.convert import convert
 from zeroresize.injection import StragglerInjector, round_robin, static
 from zeroresize.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -26,6 +26,7 @@ __all__ = [
     "CheckpointReader",
     "ColumnParallelLinear",
     "JsonLinesTelemetry",
+    "PaperConfig",
     "RowParallelLinear",
     "Segment",
     "SegmentCheck",

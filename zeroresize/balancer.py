@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.comm.whereabouts import Call
 from zeroresize.config import BalanceConfig
-from zeroresize.config_keys import AWAY_MODES
+from zeroresize.config.keys import AWAY_MODES
 from zeroresize.control import balancer_state, records
 from zeroresize.control.assembly import build
 from zeroresize.control.late_starts import LateStarts

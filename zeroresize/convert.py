@@ -18,7 +18,7 @@ from zeroresize.comm.collectives import (
     world_size,
 )
 from zeroresize.config import BalanceConfig
-from zeroresize.config_keys import AWAY_MODES, MOVING_MODES, SHARE_CHOICES
+from zeroresize.config.keys import AWAY_MODES, MOVING_MODES, SHARE_CHOICES
 from zeroresize.integrations.find_segments import find_segments
 from zeroresize.integrations.hosts import HostAdapter, host_of, known_kinds
 from zeroresize.integrations.key_dropout import key_dropout
@@ -305,7 +305,7 @@ def _configure_again(layers: Mapping[str, BalancedLinear], config: BalanceConfig
 
 def _difference(one: BalanceConfig, other: BalanceConfig, of_one: str, of_other: str) -> str:
     """The keys that differ, with both values."""
-    own, others = one.to_dict(), other.to_dict()
+    own, others = one.to_flat_dict(), other.to_flat_dict()
     return "; ".join(
         f"{key}={own[key]!r} {of_one}, {key}={others[key]!r} {of_other}" for key in own if own[key] != others[key]
     )

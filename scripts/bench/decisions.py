@@ -18,7 +18,7 @@ from rich.table import Table
 
 import zeroresize as zr
 from scripts.bench.measured_cost import COST, REST_SHARE
-from zeroresize.config_keys import MODES
+from zeroresize.config.keys import MODES
 from zeroresize.control.group_decision import GroupDecision
 from zeroresize.policy.tensor.cost_model import MigrationCost
 

@@ -21,7 +21,7 @@ from rich.table import Table
 import zeroresize as zr
 from scripts.bench.common import ColossalAIRanks, Trainer, interval_of_ratio, of_every_rank, save
 from vit_examples.config import ModelConfig
-from zeroresize.config_keys import MIGRATION_TRANSPORTS
+from zeroresize.config.keys import MIGRATION_TRANSPORTS
 from zeroresize.measure import waits
 
 

@@ -25,11 +25,11 @@ from zeroresize.convert import balanced_layers
 
 CASES: dict[str, dict[str, Any]] = {
     "Rd": {"mode": "zero-rd"},
-    "Pri variation, host": {"mode": "zero-pri", "priority": "variation", "snapshot": "host"},
-    "Pri variation, bf16": {"mode": "zero-pri", "priority": "variation", "snapshot": "bf16"},
+    "Pri variation, host": {"mode": "zero-pri", "priority": "variation", "paper": {"snapshot": "host"}},
+    "Pri variation, bf16": {"mode": "zero-pri", "priority": "variation", "paper": {"snapshot": "bf16"}},
     "Pri activation": {"mode": "zero-pri", "priority": "activation"},
     "Pri path length": {"mode": "zero-pri", "priority": "path_length"},
-    "PriDiff variation, host": {"mode": "zero-pridiff", "priority": "variation", "snapshot": "host"},
+    "PriDiff variation, host": {"mode": "zero-pridiff", "priority": "variation", "paper": {"snapshot": "host"}},
     "Rd, freeze": {"mode": "zero-rd", "pruned_update": "freeze"},
 }
 

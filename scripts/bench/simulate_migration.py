@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from zeroresize.config_keys import MIGRATION_TRANSPORTS
+from zeroresize.config.keys import MIGRATION_TRANSPORTS
 
 BYTES_PER_VALUE = 4
 #: y, dx and dw.
@@ -71,7 +71,7 @@ def traffic_of_layer(
     """What one owner's ``num_lent`` columns of a layer move in a step, in each direction.
 
     Args:
-        way: one of :data:`~zeroresize.config_keys.MIGRATION_TRANSPORTS`.
+        way: one of :data:`~zeroresize.config.keys.MIGRATION_TRANSPORTS`.
     """
     receivers = num_ranks - num_owners
     w, y, x = layer.num_rows * num_lent, layer.num_rows * num_tokens, num_lent * num_tokens

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from scripts.bench.measured_cost import COST
-from zeroresize.config import BalanceConfig
+from zeroresize.config import BalanceConfig, PaperConfig
 from zeroresize.policy.tensor.cost_model import MigrationCost
 from zeroresize.simulate import Cluster, simulate, unbalanced_step_s
 
@@ -40,7 +40,7 @@ def main() -> None:
     num_stragglers = sum(chi > 1 for chi in arguments.chi)
     for rule in ("makespan", "paper"):
         for choice in (*range(num_stragglers + 1), "auto"):
-            config = BalanceConfig(mode="semi", semi_rule=rule, num_migrating=choice)
+            config = BalanceConfig(mode="semi", paper=PaperConfig(semi_rule=rule, num_migrating=choice))
             run = simulate(config, cluster(arguments.chi), arguments.steps)
             step = statistics.fmean(run.step_s[60:]) / homogeneous_s
             num_migrating = sum(share > 0 for share in run.lent[-1])

@@ -43,6 +43,7 @@ from scripts.bench.common import (
     work_conserving_bound_s,
 )
 from vit_examples.config import ModelConfig
+from zeroresize.config.paper import nested
 from zeroresize.convert import balanced_layers
 from zeroresize.injection.slow_layers import SlowLayers
 from zeroresize.plan.group import Shares, WorkloadPlan
@@ -69,10 +70,10 @@ OFFSETS = (-0.2, -0.1, 0.0, 0.1)
 
 def fixed_lambdas(num_stragglers: int) -> dict[str, dict[str, object]]:
     """SEMI by both rules, with every number of migrating stragglers and with its own choice."""
-    rules = {STAYING_SEMI: {"mode": "semi", "moves": False}, "SEMI paper": {"mode": "semi", "semi_rule": "paper"}}
-    choices = {f"λ={count}": {"num_migrating": count} for count in range(num_stragglers + 1)}
+    rules = {STAYING_SEMI: {"mode": "semi", "moves": False}, "SEMI paper": {"mode": "semi", "paper.semi_rule": "paper"}}
+    choices = {f"λ={count}": {"paper.num_migrating": count} for count in range(num_stragglers + 1)}
     return {
-        f"{rule}, {choice}": {**changes, **more}
+        f"{rule}, {choice}": nested({**changes, **more})
         for rule, changes in rules.items()
         for choice, more in {**choices, "its own choice": {}}.items()
     }

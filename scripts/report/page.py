@@ -27,7 +27,7 @@ from scripts.report.pictures import (
     work_picture,
 )
 from scripts.report.run import WORK, Moves, RunFolder
-from zeroresize.config import MIGRATING_MODES
+from zeroresize.config.keys import MIGRATING_MODES
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title><style>

@@ -19,7 +19,8 @@ import yaml
 from vit_examples.checkpoint import epoch_of, newest_checkpoint
 from vit_examples.config_file import config_path, load_config, parse_override
 from zeroresize.config import BalanceConfig
-from zeroresize.config_keys import without_effect
+from zeroresize.config.keys import without_effect
+from zeroresize.config.paper import dotted
 from zeroresize.utils.value_checks import at_least, known_keys
 from zeroresize.utils.yaml_values import read_yaml
 
@@ -187,8 +188,8 @@ def _without_effect(config: str, values: Mapping[str, Any]) -> set[str]:
     document = read_yaml(config_path(config))
     base = document.get("balance") if isinstance(document, Mapping) else None
     balance = {
-        **BalanceConfig(mode="off").to_dict(),
-        **(base if isinstance(base, Mapping) else {}),  # what is none is told by load_config
+        **BalanceConfig(mode="off").to_flat_dict(),
+        **(dotted(base) if isinstance(base, Mapping) else {}),  # what is none is told by load_config
         **{key.removeprefix("balance."): value for key, value in values.items() if key.startswith("balance.")},
     }
     return {f"balance.{key}" for key in without_effect(balance)} & values.keys()
@@ -214,7 +215,7 @@ def base_settings(config: str) -> str:
     flat: dict[str, Any] = {}
     for section, values in read_yaml(config_path(config)).items():
         if isinstance(values, Mapping):
-            flat |= {f"{section}.{key}": value for key, value in values.items()}
+            flat |= {f"{section}.{key}": value for key, value in dotted(values).items()}
         else:
             flat[section] = values
     flat.pop("output.folder", None)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers.virtual_training import Run
 
-from zeroresize.config import MODES
+from zeroresize.config.keys import MODES
 from zeroresize.measure import calibrate_resizing, rank_monitor
 
 
@@ -281,7 +281,12 @@ def same(one, other):
 
 def test_a_damaged_state_is_refused_by_what_is_wrong_with_it_and_changes_nothing(run_ranks):
     def load(rank, group):
-        config = {"mode": "semi", "priority": "variation", "imputation": "same", "budget": 1.0, "num_migrating": 0}
+        config = {
+            "mode": "semi",
+            "priority": "variation",
+            "budget": 1.0,
+            "paper": {"imputation": "same", "num_migrating": 0},
+        }
         first = Run(group, chi={1: 4.0}, **config)
         first.updates(4)
         state = first.balancer.state_dict()

@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from helpers.virtual_training import FEATURES, Run
 
-from zeroresize.config_keys import PRIORITIES
+from zeroresize.config.keys import PRIORITIES
 from zeroresize.control.records import update_record
 
 
@@ -120,7 +120,7 @@ def test_a_pin_on_one_rank_alone_is_found_on_all_instead_of_hanging(run_ranks, s
 
 KINDS = [
     *({"priority": priority} for priority in PRIORITIES),
-    {"priority": "variation", "snapshot": "bf16"},
+    {"priority": "variation", "paper": {"snapshot": "bf16"}},
     {"priority": "path_length", "pruned_update": "freeze"},
 ]
 
@@ -187,7 +187,8 @@ def test_loading_puts_the_saved_columns_in_force_though_epoch_and_ratio_are_the_
 
 
 @pytest.mark.parametrize(
-    "before", [{"priority": "activation"}, {"mode": "zero-rd"}, {"priority": "variation", "snapshot": "bf16"}]
+    "before",
+    [{"priority": "activation"}, {"mode": "zero-rd"}, {"priority": "variation", "paper": {"snapshot": "bf16"}}],
 )
 def test_a_statistic_of_another_kind_starts_anew(run_ranks, tmp_path, before):
     """The configuration changed between two runs: plans go on, and from the next epoch's end there is a statistic."""

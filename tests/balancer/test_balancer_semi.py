@@ -120,9 +120,9 @@ def test_the_calibration_of_migrating_tells_every_rank_the_same(run_ranks, migra
     ("config", "message"),
     [
         ({"ratio": 0.5}, "ratio=0.5 with mode='semi'"),
-        ({"semi_rule": "guess"}, "semi_rule='guess'"),
-        ({"num_migrating": -1}, "num_migrating=-1"),
-        ({"num_migrating": "all"}, "num_migrating='all'"),
+        ({"paper": {"semi_rule": "guess"}}, "paper.semi_rule='guess'"),
+        ({"paper": {"num_migrating": -1}}, "paper.num_migrating=-1"),
+        ({"paper": {"num_migrating": "all"}}, "paper.num_migrating='all'"),
         ({"budget": 1.5}, "budget=1.5"),
     ],
 )

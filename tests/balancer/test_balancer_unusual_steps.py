@@ -212,7 +212,7 @@ def test_a_balancer_that_could_not_be_made_leaves_no_hooks(run_ranks, config):
 
 def test_a_closed_balancer_stays_closed(run_ranks):
     def train(rank, group):
-        run = Run(group, ratio=0.5, ranks="all", imputation="same")
+        run = Run(group, ratio=0.5, ranks="all", paper={"imputation": "same"})
         run.steps(3)
         run.balancer.close()
         run.balancer.epoch_end()
@@ -226,12 +226,12 @@ def test_same_gradients_are_resumed_too(run_ranks):
     """The weights tell: losses do not depend on columns that stay pruned."""
 
     def train(rank, group):
-        first = Run(group, imputation="same")
+        first = Run(group, paper={"imputation": "same"})
         first.steps(2)
         first.balancer.pin(0, 0.5)
         first.steps(2)
         saved = copy.deepcopy([part.state_dict() for part in (first.model, first.optimizer, first.balancer)])
-        resumed = Run(group, imputation="same")
+        resumed = Run(group, paper={"imputation": "same"})
         for part, state in zip((resumed.model, resumed.optimizer, resumed.balancer), saved, strict=True):
             part.load_state_dict(state)
         for run in (resumed, first):

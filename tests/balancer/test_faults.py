@@ -13,7 +13,7 @@ import torch.distributed as dist
 from helpers.virtual_training import Run
 
 from zeroresize.comm import failure_reports
-from zeroresize.config_keys import MIGRATION_TRANSPORTS
+from zeroresize.config.keys import MIGRATION_TRANSPORTS
 from zeroresize.layers import functional
 from zeroresize.plan.group import Shares
 

@@ -22,7 +22,7 @@ from zeroresize.comm.cpu_group import CpuGroup
 from zeroresize.comm.rendezvous import Rendezvous
 from zeroresize.comm.side_groups import destroy_side_group, free_group_number, make_side_group
 from zeroresize.comm.weight_group import WeightGroup
-from zeroresize.config_keys import MOVING_MODES
+from zeroresize.config.keys import MOVING_MODES
 from zeroresize.pipeline import repack
 from zeroresize.plan.strategy import Strategy
 from zeroresize.strategy import SwitchableModel

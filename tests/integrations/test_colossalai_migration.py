@@ -9,7 +9,7 @@ from helpers.hosts import Host, batch, small_vit
 from helpers.virtual_training import VirtualTime, keep_time
 
 import zeroresize as zr
-from zeroresize.config_keys import MIGRATION_TRANSPORTS
+from zeroresize.config.keys import MIGRATION_TRANSPORTS
 from zeroresize.convert import balanced_layers
 
 EXACT = {torch.float64: 1e-10, torch.float32: 1e-5}

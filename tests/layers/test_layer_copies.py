@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import zeroresize as zr
-from zeroresize.config_keys import MIGRATION_TRANSPORTS
+from zeroresize.config.keys import MIGRATION_TRANSPORTS
 from zeroresize.control import start_checks
 from zeroresize.convert import balanced_layers
 
@@ -19,7 +19,7 @@ FORCED = {"ratio": 0.5, "ranks": [1]}
 
 CONFIGS = {
     "off": {"mode": "off"},
-    "prunes": {"mode": "zero-pri", "priority": "variation", "imputation": "same", **FORCED},
+    "prunes": {"mode": "zero-pri", "priority": "variation", "paper": {"imputation": "same"}, **FORCED},
     **{
         migration_transport: {"mode": "mig", "migration_transport": migration_transport, **FORCED}
         for migration_transport in MIGRATION_TRANSPORTS

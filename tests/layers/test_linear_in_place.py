@@ -9,7 +9,7 @@ from helpers.parallel_layers import LAYERS, Comparison, equal_loans, lend, mask,
 from helpers.virtual_training import Pair, Run
 from torch import nn
 
-from zeroresize.config import MIGRATION_TRANSPORTS
+from zeroresize.config.keys import MIGRATION_TRANSPORTS
 
 pytestmark = pytest.mark.slow
 

@@ -126,7 +126,7 @@ FORCED = {"ratio": 0.5, "ranks": [1]}
     [
         ("fsdp2", {"mode": "off"}),
         ("fsdp2", {"mode": "zero-rd", **FORCED}),
-        ("fsdp2", {"mode": "zero-rd", "imputation": "same", **FORCED}),
+        ("fsdp2", {"mode": "zero-rd", "paper": {"imputation": "same"}, **FORCED}),
         *(
             ("original, whole", {"mode": "zero-pri", "priority": priority, **FORCED})
             for priority in ("activation", "variation", "path_length")

@@ -9,7 +9,7 @@ from helpers.parallel_layers import randn
 from torch.utils.checkpoint import checkpoint
 
 import zeroresize as zr
-from zeroresize.config_keys import MIGRATION_TRANSPORTS
+from zeroresize.config.keys import MIGRATION_TRANSPORTS
 from zeroresize.measure import calibrate_migration
 from zeroresize.migration.lender import make_transport
 

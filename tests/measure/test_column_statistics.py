@@ -9,12 +9,12 @@ from helpers.virtual_training import Run
 from torch import nn
 
 import zeroresize as zr
-from zeroresize.config_keys import PRIORITIES
+from zeroresize.config.keys import PRIORITIES
 from zeroresize.measure.column_statistics import ActivationNorms, PathLength, WeightVariation, build_statistic
 from zeroresize.plan.layer import LayerPlan
 
 COLUMNS = {"one": 6, "two": 8, "three": 5}
-KINDS = [*({"priority": priority} for priority in PRIORITIES), {"priority": "variation", "snapshot": "bf16"}]
+KINDS = [*({"priority": priority} for priority in PRIORITIES), {"priority": "variation", "paper": {"snapshot": "bf16"}}]
 
 
 def layers_of_one_rank(group, names=tuple(COLUMNS)):
@@ -110,7 +110,7 @@ def test_variation_holds_a_copy_of_the_weights(run_ranks, storage, bytes_a_weigh
 
 def test_metrics_tell_the_memory_of_the_statistic(run_ranks):
     def bytes_held(rank, group):
-        run = Run(group, mode="zero-pri", priority="variation", snapshot="bf16")
+        run = Run(group, mode="zero-pri", priority="variation", paper={"snapshot": "bf16"})
         weights = run.model.up.weight.numel() + run.model.down.weight.numel()
         return run.balancer.metrics()["balance/statistic_bytes"] / weights
 
@@ -183,7 +183,7 @@ def test_a_forward_that_overflows_tells_nothing(run_ranks):
     run_ranks(check, 1)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind.values()))
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind.values())))
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_layers_of_any_precision_have_a_statistic(run_ranks, dtype, kind):
     def check(rank, group):
@@ -282,7 +282,7 @@ def test_path_length_does_not_count_steps_that_freezing_takes_back(run_ranks):
 # ---- all of them ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind.values()))
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind.values())))
 def test_a_statistic_saved_within_an_epoch_goes_on_as_if_uninterrupted(run_ranks, kind):
     def check(rank, group):
         config = zr.BalanceConfig(mode="zero-pri", update_every=2, **kind)
@@ -318,7 +318,7 @@ def test_a_statistic_saved_within_an_epoch_goes_on_as_if_uninterrupted(run_ranks
     run_ranks(check, 1)
 
 
-@pytest.mark.parametrize("kind", KINDS[1:], ids=lambda kind: "-".join(kind.values()))
+@pytest.mark.parametrize("kind", KINDS[1:], ids=lambda kind: "-".join(map(str, kind.values())))
 def test_change_of_a_weight_that_is_not_trained_is_unknown(run_ranks, kind):
     """It does not move because nobody trains it, which says nothing of its importance."""
 

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from zeroresize import BalanceConfig
-from zeroresize.config_keys import MODES
+from zeroresize.config.keys import MODES
 from zeroresize.measure import calibrate_resizing
 from zeroresize.policy.tensor.communication import CollectiveTimes, CommunicationEstimate
 from zeroresize.policy.tensor.controller import Controller
@@ -20,8 +20,16 @@ REALISTIC = ResizingCost((0.0, 0.3, 0.6, 0.9), (1.0, 0.75, 0.5, 0.15), (0.0, 0.0
 NOT_MEASURED = RankTimes(math.nan, math.nan, math.nan, REALISTIC)
 IMPOSSIBLE = [0.0, -0.0, -1.0, math.inf, -math.inf, math.nan, 1e300, 5e-324]
 UPDATES, RANKS = 8, 3
-CONFIGS = [*({"mode": mode} for mode in MODES), {"mode": "semi", "budget": 0.0}, {"mode": "semi", "semi_rule": "paper"}]
-CONFIGS += [{"mode": "mig", "mig_rule": "paper"}, {"mode": "mig", "ratio": 0.5, "ranks": [0]}, {"target": "mean"}]
+CONFIGS = [
+    *({"mode": mode} for mode in MODES),
+    {"mode": "semi", "budget": 0.0},
+    {"mode": "semi", "paper": {"semi_rule": "paper"}},
+]
+CONFIGS += [
+    {"mode": "mig", "paper": {"mig_rule": "paper"}},
+    {"mode": "mig", "ratio": 0.5, "ranks": [0]},
+    {"target": "mean"},
+]
 
 any_float = st.floats() | st.sampled_from(IMPOSSIBLE)
 times = st.floats(0.1, 5.0)

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from zeroresize.config_keys import MIGRATION_TRANSPORTS
+from zeroresize.config.keys import MIGRATION_TRANSPORTS
 from zeroresize.migration.transport import bounds_of_parts
 from zeroresize.plan.group import Loan
 

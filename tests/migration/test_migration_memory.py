@@ -8,7 +8,7 @@ import torch
 from helpers.parallel_layers import PAIR_HIDDEN, PAIR_IN, Pair, equal_loans, lend, randn
 from torch.utils.checkpoint import checkpoint
 
-from zeroresize.config_keys import MIGRATION_TRANSPORTS
+from zeroresize.config.keys import MIGRATION_TRANSPORTS
 from zeroresize.migration.buffers import Buffers
 
 STEPS = 20

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from helpers.parallel_layers import PAIR_IN, Pair, equal_loans, lend, randn
 
-from zeroresize.config_keys import MIGRATION_TRANSPORTS
+from zeroresize.config.keys import MIGRATION_TRANSPORTS
 from zeroresize.kernels.probe import Probe
 from zeroresize.migration import broadcast_reduce, transport
 from zeroresize.migration.broadcast_reduce import BroadcastReduce

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from helpers.parallel_layers import PAIR_IN, Pair, equal_loans, own, randn, relative_error
 from helpers.virtual_training import FEATURES, Run
 
-from zeroresize.config_keys import MIGRATION_TRANSPORTS
+from zeroresize.config.keys import MIGRATION_TRANSPORTS
 from zeroresize.migration.lender import Lender
 from zeroresize.plan.group import Loan
 from zeroresize.plan.layer import LayerPlan
@@ -112,7 +112,7 @@ def test_by_the_papers_rule_a_straggler_that_only_prunes_borrows(run_ranks, migr
 
     def train(rank, group):
         torch.set_default_dtype(torch.float64)
-        config = {"semi_rule": "paper", "num_migrating": 1, "priority": "variation", "update_every": 5}
+        config = {"paper": {"semi_rule": "paper", "num_migrating": 1}, "priority": "variation", "update_every": 5}
         run = Run(group, mode="semi", migration_transport=migration_transport, **config)
         run.x = torch.randn(8, FEATURES, generator=torch.Generator().manual_seed(1))
         run.time.chi = (8.0, 3.0, 1.0)[rank]

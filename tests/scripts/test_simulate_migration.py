@@ -14,7 +14,7 @@ from scripts.bench.simulate_migration import (
     traffic_of_layer,
     traffic_of_step,
 )
-from zeroresize.config_keys import MIGRATION_TRANSPORTS
+from zeroresize.config.keys import MIGRATION_TRANSPORTS
 
 IN, HIDDEN, TOKENS = 24, 48, 10
 

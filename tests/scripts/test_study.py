@@ -159,9 +159,9 @@ def test_what_cells_share_reaches_those_in_whose_mode_it_has_an_effect(tmp_path:
     assert balance["Rd"].mode == "zero-rd"
     assert all("balance.priority: variation" in cell.settings for cell in read.cells)
     with pytest.raises(
-        ValueError, match=r"\['balance.num_migrating'\] of 'shared' or --set have no effect in the mode of"
+        ValueError, match=r"\['balance.paper.num_migrating'\] of 'shared' or --set have no effect in the mode of"
     ):
-        study.read_study(grid, tmp_path / "runs", changes=["balance.num_migrating=1", "balance.mode=zero-pri"])
+        study.read_study(grid, tmp_path / "runs", changes=["balance.paper.num_migrating=1", "balance.mode=zero-pri"])
     grid.write_text(f"{text}, RdOwn: {{balance.mode: zero-rd, balance.ageing: 0.0}}}}\n")
     with pytest.raises(ValueError, match=r"cell 'RdOwn': balance\.ageing=0\.0 has no effect with mode='zero-rd'"):
         study.read_study(grid, tmp_path / "runs")

@@ -113,7 +113,9 @@ def test_semi_moves_what_it_prunes_until_then():
     assert run.owned[-1][-1] < 0.4 and run.ratios[-1] == [0.0] * 4
 
 
-@pytest.mark.parametrize("config", [{"semi_rule": "paper"}, {"num_migrating": 1}, {"moves": False}])
+@pytest.mark.parametrize(
+    "config", [{"paper": {"semi_rule": "paper"}}, {"paper": {"num_migrating": 1}}, {"moves": False}]
+)
 def test_where_units_may_not_move_they_stay(config):
     run = simulate(BalanceConfig(mode="semi", **config), cluster(last_is_slow(4, 4.0)), 300)
     assert run.moves == [] and set(run.owned) == {(1.0,) * 4}

@@ -91,7 +91,8 @@ def micro_config(host: str, *overrides: str) -> RunConfig:
         f"host={host}",
         "model={hidden_size: 32, depth: 1, num_heads: 2, num_labels: 10, image_size: 32, patch_size: 8}",
         "training={batch_size: 4, lr: 0.003, grad_clip: 0.5}",
-        "balance={mode: zero-pri, update_every: 2, priority: variation, ratio: 0.5, ranks: all, imputation: same}",
+        "balance={mode: zero-pri, update_every: 2, priority: variation, ratio: 0.5, ranks: all}",
+        "balance.paper.imputation=same",
         *overrides,
     ]
     return load_config("demo", settings)

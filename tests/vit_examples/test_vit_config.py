@@ -17,7 +17,7 @@ from vit_examples.config_file import (
     load_config,
 )
 from zeroresize.config import BalanceConfig
-from zeroresize.config_keys import MODES
+from zeroresize.config.keys import MODES
 
 
 @pytest.mark.parametrize("name", available_configs())
@@ -80,6 +80,11 @@ def test_yaml_is_read_as_people_mean_it(tmp_path) -> None:
         ("data.augment=1", "data.augment=1.*true or false"),
         ("training.lr", "expected section.key=value"),
         ("lr=1", r"--set lr: name the section: training\.lr"),
+        ("alpha=1", r"name the section: balance\.paper\.alpha"),
+        ("balance.paper.alpha=1.5", r"balance\.paper\.alpha=1.5 is not allowed"),
+        ("balance.paper.alpah=1", r"unknown balance key 'paper\.alpah' \(did you mean 'paper\.alpha'\?\)"),
+        ("balance.alpha=1", r"unknown balance key 'alpha' \(did you mean 'paper\.alpha'\?\)"),
+        ("balance.paper=3", "expected a mapping of paper keys, found int"),
         ("seed=1", r"name the section: training\.seed or balance\.seed"),
         ("training.lr=[1", r"--set training\.lr=\[1: the value cannot be read as YAML: line 1"),
         ("straggler={chi: 1, chi: 2}", "the key 'chi' is in line 1 already"),
@@ -161,7 +166,7 @@ def test_help_names_modes_and_sections() -> None:
     shown = "".join(argument_parser().format_help().split())  # without the line breaks that argparse adds
     assert f"oneof{','.join(MODES)}" in shown
     assert f"Sections:{','.join(SECTIONS)}." in shown
-    assert "zeroresize/config.py" in shown
+    assert "zeroresize/config/balance.pyandpaper.py" in shown
 
 
 def test_a_missing_file_is_named_with_those_that_exist() -> None:

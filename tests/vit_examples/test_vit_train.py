@@ -326,7 +326,7 @@ def test_semi_relieves_a_straggler_as_it_is_told(
     """By its own choice it would not lend in so small a model."""
     slow = "straggler={kind: sleep, chi: {1: 20.0}}"
     wide = "model.mlp_size=4096"  # so that products with fewer columns take less time
-    balance = f"balance={{mode: semi, num_migrating: {num_migrating}, update_every: 2}}"
+    balance = f"balance={{mode: semi, paper: {{num_migrating: {num_migrating}}}, update_every: 2}}"
     train(tmp_path / "said", *micro_arguments(pictures, tmp_path, "host=torch", wide, slow, balance))
     assert len(losses_of(tmp_path)) == NUM_STEPS
     normal, straggler = (read_json_lines(tmp_path / f"balance-rank{rank}.jsonl") for rank in range(2))

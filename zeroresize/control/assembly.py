@@ -17,7 +17,7 @@ from zeroresize.comm.exchange import Exchange
 from zeroresize.comm.replicas import ranks_with_replicas
 from zeroresize.comm.whereabouts import Whereabouts
 from zeroresize.config import BalanceConfig
-from zeroresize.config_keys import AWAY_MODES, MIGRATING_MODES, MOVING_MODES, PRIORITY_MODES, PRUNING_MODES
+from zeroresize.config.keys import AWAY_MODES, MIGRATING_MODES, MOVING_MODES, PRIORITY_MODES, PRUNING_MODES
 from zeroresize.control.forward_watch import ForwardWatch
 from zeroresize.control.group_decision import GroupDecision
 from zeroresize.control.lineage import LineageTable
@@ -168,7 +168,7 @@ def build(
             watch = ForwardWatch(layers, exchange, compares=config.start_checks, groups=groups)
             forward_watch = _kept(watch, attached)
         selector = _build_selector(config, layers, rank)
-        installer = PlanInstaller(layers, selector, config.imputation)
+        installer = PlanInstaller(layers, selector, config.paper.imputation)
         attached.callback(installer.clear)
         plan_in_force = PlanInForce(
             config,
@@ -223,7 +223,7 @@ def _kept(part: _Part, attached: ExitStack) -> _Part:
 def _prepare_layers(layers: Layers, config: BalanceConfig) -> None:
     """Take from the layers what a balancer left that was dropped without being closed, and give what this one needs."""
     _release_layers(layers)
-    remembers = config.imputation == "same" and config.mode in PRUNING_MODES
+    remembers = config.paper.imputation == "same" and config.mode in PRUNING_MODES
     for layer in layers.values():
         layer.last = LastGradients() if remembers else None
         # From the first backward on, not from the first loan.
@@ -270,7 +270,7 @@ def _meet_replicas(
 
 
 def _agreement(config: BalanceConfig, layers: Layers) -> dict[str, str]:
-    agreement = {key: repr(value) for key, value in config.to_dict().items()}
+    agreement = {key: repr(value) for key, value in config.to_flat_dict().items()}
     agreement["converted layers"] = ", ".join(layers)
     agreement["segments whose units may change hands"] = "; ".join(
         f"{segment.name} ({len(segment.owned.owners)} {segment.kind} by {segment.shares})"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zeroresize.comm.collectives import group_ranks
-from zeroresize.config_keys import PINNABLE_MODES
+from zeroresize.config.keys import PINNABLE_MODES
 from zeroresize.control.assembly import Parts
 from zeroresize.layers.functional import LastGradients
 from zeroresize.layers.unit_dropout import UnitDropout
@@ -90,7 +90,7 @@ def _keys(parts: Parts) -> tuple[str, str]:
 
 
 def _name_of_statistic(parts: Parts) -> str | None:
-    return f"{parts.config.priority} {parts.config.snapshot}" if _statistic_at_work(parts) else None
+    return f"{parts.config.priority} {parts.config.paper.snapshot}" if _statistic_at_work(parts) else None
 
 
 def _statistic_at_work(parts: Parts) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from zeroresize.comm.exchange import Exchange
 from zeroresize.config import BalanceConfig
-from zeroresize.config_keys import MIGRATING_MODES
+from zeroresize.config.keys import MIGRATING_MODES
 from zeroresize.plan.group import WorkloadPlan
 from zeroresize.plan.ownership import SegmentWork
 from zeroresize.policy.moves.move_cost import MoveCost

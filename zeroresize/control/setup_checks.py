@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zeroresize.comm.collectives import group_ranks, group_size, same_ranks
 from zeroresize.config import BalanceConfig
-from zeroresize.config_keys import MIGRATING_MODES, PRIORITY_MODES
+from zeroresize.config.keys import MIGRATING_MODES, PRIORITY_MODES
 from zeroresize.convert import require_same_configuration
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.weight_checks import is_flat_parameters, is_sharded, why_no_whole_weight

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from zeroresize.config_keys import AWAY_MODES, MOVING_MODES
+from zeroresize.config.keys import AWAY_MODES, MOVING_MODES
 from zeroresize.control.assembly import Parts
 from zeroresize.control.move_log import MoveLog
 from zeroresize.measure.compare_products import BUDGET_S

@@ -33,7 +33,7 @@ class BalancedLinear:
             (``training`` False, with gradients or without) always computes in full.
         loans: products that other ranks compute for the layer, and it for them; None where nothing migrates.
         probes: what measures or slows the products.
-        last: gradients of the previous backward, held only for ``imputation="same"``.
+        last: gradients of the previous backward, held only for ``paper.imputation="same"``.
         num_tokens: T, summed over the training forwards since :meth:`forget_forwards`.
         num_forwards: number of these forwards, recomputations included.
         num_recomputations: number of them that activation checkpointing made, within a backward.

@@ -24,7 +24,7 @@ from zeroresize.plan.layer import LayerPlan
 
 @dataclass
 class LastGradients:
-    """One layer's gradients of its previous backward, kept only for ``imputation="same"``.
+    """One layer's gradients of its previous backward, kept only for ``paper.imputation="same"``.
 
     With loss scaling they are those of the scaled loss. Gradients that overflow are not remembered.
     """
@@ -45,7 +45,7 @@ class ProductContext:
         plan: which columns are computed here; None for all.
         process_group: over which dx, or y, is summed.
         probes: told of every product.
-        last: gradients of the previous backward, for ``imputation="same"``; they are replaced.
+        last: gradients of the previous backward, for ``paper.imputation="same"``; they are replaced.
         loans: products that other ranks compute for the layer, and it for them; None where nothing migrates.
         needs_eager_autograd: whether compiled autograd is an error in backward.
     """

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from torch.distributed import ProcessGroup
 
 from zeroresize.config import BalanceConfig
-from zeroresize.config_keys import MIGRATING_MODES
+from zeroresize.config.keys import MIGRATING_MODES
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.measure.calibrate_migration import measure_migration_cost
 from zeroresize.measure.rank_monitor import RankMonitor

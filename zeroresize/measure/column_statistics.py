@@ -70,7 +70,7 @@ def build_statistic(config: BalanceConfig, layers: Layers, optimizer: Any) -> Co
         return ActivationNorms(layers)
     if config.priority == "path_length":
         return PathLength(layers, optimizer)
-    return WeightVariation(layers, storage=config.snapshot)
+    return WeightVariation(layers, storage=config.paper.snapshot)
 
 
 class WeightVariation(ColumnStatistic):

@@ -65,16 +65,31 @@ def divides(key: str, size: int, by_key: str, by: int) -> None:
         raise ValueError(f"{key}={size} is not divisible by {by_key}={by}")
 
 
-def known_keys(what: str, values: Any, known: Sequence[str]) -> Mapping[str, Any]:
-    """``values``, if it is a mapping that has no key but those ``known``; ``what`` is said of one, as "balance key"."""
+def known_keys(
+    what: str, values: Any, known: Sequence[str], *, room: str = "", elsewhere: Sequence[str] = ()
+) -> Mapping[str, Any]:
+    """``values``, if it is a mapping that has no key but those ``known``.
+
+    Args:
+        what: how a message calls such a key, as "balance key".
+        room: under which name ``values`` stand in a larger mapping: a message calls the key ``a`` then ``room.a``.
+        elsewhere: further keys that a wrong one may be meant for, as a message is to call them.
+
+    Raises:
+        ValueError: naming the unknown keys, what each may be misspelt for, and those that are known.
+    """
     if not isinstance(values, Mapping):
         found = "nothing" if values is None else type(values).__name__
         raise ValueError(f"expected a mapping of {what}s, found {found}: allowed are {list(known)}")
+    prefix = f"{room}." if room else ""
     unknown = [str(key) for key in values if key not in known]
     if unknown:
-        meant = {key: closest(key, known) for key in unknown}
-        named = ", ".join(f"'{key}'" + (f" (did you mean '{one}'?)" if one else "") for key, one in meant.items())
-        raise ValueError(f"unknown {what} {named}: allowed are {list(known)}")
+        full_names = {name.rpartition(".")[2]: name for name in elsewhere} | {name: prefix + name for name in known}
+        meant = {key: full_names.get(closest(key, list(full_names)) or "") for key in unknown}
+        named = ", ".join(
+            f"'{prefix}{key}'" + (f" (did you mean '{name}'?)" if name else "") for key, name in meant.items()
+        )
+        raise ValueError(f"unknown {what} {named}: allowed are {[prefix + name for name in known]}")
     return values
 
 

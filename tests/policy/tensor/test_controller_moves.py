@@ -64,7 +64,11 @@ def test_until_the_move_pays_the_default_lends_as_mig_does():
 @pytest.mark.parametrize(
     "config",
     [{"mode": mode} for mode in ("off", "mig", "zero-pri")]
-    + [{"mode": "semi", "semi_rule": "paper"}, {"mode": "semi", "num_migrating": 1}, {"moves": False}],
+    + [
+        {"mode": "semi", "paper": {"semi_rule": "paper"}},
+        {"mode": "semi", "paper": {"num_migrating": 1}},
+        {"moves": False},
+    ],
     ids=str,
 )
 def test_other_modes_leave_units_at_home(config):

@@ -3,7 +3,7 @@
 import pytest
 
 from zeroresize import BalanceConfig
-from zeroresize.config_keys import MODES
+from zeroresize.config.keys import MODES
 from zeroresize.policy.tensor.communication import CollectiveTimes
 from zeroresize.policy.tensor.controller import Controller
 from zeroresize.policy.tensor.cost_model import MigrationCost, ResizingCost
@@ -72,5 +72,9 @@ def test_in_other_modes_there_is_nothing_to_ask(mode):
 
 
 def test_keys_of_any_mode_may_stand_in_the_configuration():
-    config = BalanceConfig(mode="off", ratio=0.5, ranks="all", budget=0.1, num_migrating=1, semi_rule="paper")
-    assert set(WhatIf(config.replace(pridiff_rule="paper", mig_rule="paper"), RANKS).plans) == {*MODES} - {"off"}
+    config = BalanceConfig(
+        mode="off", ratio=0.5, ranks="all", budget=0.1, paper={"num_migrating": 1, "semi_rule": "paper"}
+    )
+    assert set(WhatIf(config.replace(paper={"pridiff_rule": "paper", "mig_rule": "paper"}), RANKS).plans) == {
+        *MODES
+    } - {"off"}

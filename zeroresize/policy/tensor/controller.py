@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from zeroresize.config import BalanceConfig
-from zeroresize.config_keys import MIGRATING_MODES, PRUNING_MODES
+from zeroresize.config.keys import MIGRATING_MODES, PRUNING_MODES
 from zeroresize.plan.group import Loan, RankPlan, Shares, WorkloadPlan
 from zeroresize.plan.ownership import SegmentWork
 from zeroresize.policy.moves.move_cost import MoveCost
@@ -323,7 +323,7 @@ class Controller:
     @property
     def _most_pruned(self) -> float:
         """What all ranks together may prune, in units of one rank's products."""
-        is_paper = self.config.mode == "semi" and self.config.semi_rule == "paper"
+        is_paper = self.config.mode == "semi" and self.config.paper.semi_rule == "paper"
         is_bounded = self.config.forced_ratio is None and not is_paper
         return self.config.budget * self.num_ranks if is_bounded else math.inf
 
@@ -438,8 +438,8 @@ class Controller:
     def _minimises(self) -> bool:
         """Whether the configuration asks for the shortest steps, and not for a rule's plan whatever it costs."""
         config = self.config
-        return config.num_migrating == "auto" and "paper" not in (
-            config.semi_rule if config.mode == "semi" else config.mig_rule if config.mode == "mig" else ""
+        return config.paper.num_migrating == "auto" and "paper" not in (
+            config.paper.semi_rule if config.mode == "semi" else config.paper.mig_rule if config.mode == "mig" else ""
         )
 
     def _move(self, times: GroupTimes, deviation: float, deviations: Floats, saved: Sequence[float]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from zeroresize.config import BalanceConfig
-from zeroresize.config_keys import MIGRATING_MODES, MODES, PRUNING_MODES
+from zeroresize.config.keys import MIGRATING_MODES, MODES, PRUNING_MODES
 from zeroresize.plan.group import WorkloadPlan
 from zeroresize.plan.ownership import SegmentWork
 from zeroresize.policy.moves.move_cost import MoveCost
@@ -76,4 +76,4 @@ class WhatIf:
 
 def _deciding(config: BalanceConfig, mode: str) -> BalanceConfig:
     """What decides how much in another mode as it is configured; which columns is nobody's question here."""
-    return config.in_mode(mode, ratio="auto", ranks="stragglers", pridiff_rule="budget")
+    return config.in_mode(mode, ratio="auto", ranks="stragglers", paper={"pridiff_rule": "budget"})

@@ -37,7 +37,9 @@ def test_what_is_pruned_beside_a_loan_stays_within_the_largest_ratio(num_columns
 def test_the_papers_semi_prunes_by_pridiff_beside_a_loan(spared, part, pridiff_rule):
     """Its resizer is ZERO-PriDiff, whose ratios of layers, with what is lent, stay within γ_max."""
     columns, costs = {"still": 200, "moving": 200}, {"still": 1.0, "moving": 1.0}
-    config = BalanceConfig(mode="semi", semi_rule="paper", pridiff_rule=pridiff_rule, priority="variation")
+    config = BalanceConfig(
+        mode="semi", priority="variation", paper={"semi_rule": "paper", "pridiff_rule": pridiff_rule}
+    )
     selector = ColumnSelector(config, 0, columns, costs)
     for _ in range(50):
         selector.count_step(Relief())

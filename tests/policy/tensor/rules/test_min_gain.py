@@ -50,13 +50,13 @@ def test_semi_does_what_is_exact_where_pruning_is_not_worth_it():
 
 
 def test_the_paper_s_rule_prunes_for_whatever_it_saves():
-    assert division(few_products(2), DEAR, mode="semi", semi_rule="paper").pruned[1] > 0.3
+    assert division(few_products(2), DEAR, mode="semi", paper={"semi_rule": "paper"}).pruned[1] > 0.3
 
 
 def test_a_forced_number_of_migrating_ranks_is_kept_to():
     times = few_products(8)
-    found = division(times, CHEAP, mode="semi", num_migrating=0, min_gain=5.0)
-    assert found == division(times, CHEAP, mode="semi", num_migrating=0, min_gain=0.0)
+    found = division(times, CHEAP, mode="semi", paper={"num_migrating": 0}, min_gain=5.0)
+    assert found == division(times, CHEAP, mode="semi", paper={"num_migrating": 0}, min_gain=0.0)
 
 
 def test_noise_around_the_threshold_does_not_make_a_rank_begin_and_stop():

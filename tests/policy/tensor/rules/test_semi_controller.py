@@ -132,7 +132,7 @@ def test_simulated_semi_settles_and_drops_less_than_zero(num_ranks, chi, rule):
         MigrationCost(0.005, 0.03),
         noise=0.02,
     )
-    config = BalanceConfig(mode="semi", semi_rule=rule)
+    config = BalanceConfig(mode="semi", paper={"semi_rule": rule})
     runs = {mode: simulate(config.in_mode(mode), cluster, 360) for mode in ("zero-pridiff", "semi", "mig")}
     semi, zero = runs["semi"], runs["zero-pridiff"]
     assert semi.pruned_share < zero.pruned_share
@@ -147,7 +147,9 @@ def test_simulated_semi_settles_and_drops_less_than_zero(num_ranks, chi, rule):
         assert sum(semi.step_s[60:230]) / 170 <= 1.1 * reachable_s
 
 
-@pytest.mark.parametrize("config", [{"mode": "semi", "semi_rule": "paper"}, {"mode": "mig", "mig_rule": "paper"}])
+@pytest.mark.parametrize(
+    "config", [{"mode": "semi", "paper": {"semi_rule": "paper"}}, {"mode": "mig", "paper": {"mig_rule": "paper"}}]
+)
 @pytest.mark.parametrize("tolerance", [0.05, 0.2])
 def test_by_the_papers_rules_a_rank_within_the_tolerance_is_no_straggler(config, tolerance):
     controller = Controller(BalanceConfig(tolerance=tolerance, **config), 4)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeroresize.config import BalanceConfig
-from zeroresize.config_keys import PRIORITY_MODES
+from zeroresize.config.keys import PRIORITY_MODES
 from zeroresize.plan.group import Shares
 from zeroresize.policy.tensor.columns.differentiated import budget_ratios, paper_ratios, relative_scores
 from zeroresize.policy.tensor.columns.order import decided_columns, num_lent, order_without_priority, pruned_of_order
@@ -99,7 +99,7 @@ class ColumnSelector:
         """
         ratios = dict.fromkeys(self._costs, relief.pruned)
         if self._config.differentiates_layers and relief.pruned > 0.0:
-            for names in [list(ratios)] if self._config.pridiff_rule == "paper" else self._segments:
+            for names in [list(ratios)] if self._config.paper.pridiff_rule == "paper" else self._segments:
                 ratios |= zip(names, self._differentiated(names, relief), strict=True)
         return ratios
 
@@ -108,9 +108,9 @@ class ColumnSelector:
         config, max_ratio = self._config, max(self._config.max_ratio - relief.lent, 0.0)
         ratio = min(relief.pruned, max_ratio)
         w_vars = [self._priorities[name].w_var for name in names]
-        if config.pridiff_rule == "paper":
-            theta = config.theta_iter * self._steps_of_last_epoch
-            return paper_ratios(w_vars, ratio, theta=theta, alpha=config.alpha, max_ratio=max_ratio)
+        if config.paper.pridiff_rule == "paper":
+            theta = config.paper.theta_iter * self._steps_of_last_epoch
+            return paper_ratios(w_vars, ratio, theta=theta, alpha=config.paper.alpha, max_ratio=max_ratio)
         if config.priority == "activation":
             w_vars = [relative_scores(w_var) for w_var in w_vars]
         return budget_ratios(w_vars, [self._costs[name] for name in names], ratio, max_ratio=max_ratio)

@@ -36,7 +36,7 @@ def wanted_division(
         return Division(nothing, nothing)
     if config.forced_ratio is not None:
         return forced_division(config, are_stragglers)
-    if config.mode == "mig" and config.mig_rule == "paper":
+    if config.mode == "mig" and config.paper.mig_rule == "paper":
         return Division(nothing, tuple(paper_lending_ratios(times, are_stragglers, reference_s)))
     if config.mode in ("exact", "mig"):
         return _balanced_division(times, are_stragglers, reference_s, migration or MigrationCost())
@@ -95,10 +95,10 @@ def _semi_division(
 ) -> Division:
     """By our rule nothing is pruned where pruning and lending together save too little for it."""
     may_lend = migration is not None
-    num_migrating = None if isinstance(config.num_migrating, str) else config.num_migrating
+    num_migrating = None if isinstance(config.paper.num_migrating, str) else config.paper.num_migrating
     if migration is None:
         num_migrating, migration = 0, MigrationCost()
-    if config.semi_rule == "paper":
+    if config.paper.semi_rule == "paper":
         return paper_division(
             times,
             are_stragglers,
@@ -116,7 +116,7 @@ def _semi_division(
         budget=config.budget,
         num_migrating=num_migrating,
     )
-    if not any(division.pruned) or config.num_migrating != "auto":
+    if not any(division.pruned) or config.paper.num_migrating != "auto":
         return division
     slowest_s = max(rank.busy_s for rank in times)
     saved = 1.0 - _step_s(times, division, migration) / slowest_s

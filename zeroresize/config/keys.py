@@ -32,12 +32,13 @@ AWAY_MODES = ("off", *MOVING_MODES)
 #: Those in which one rank's ratio is its own affair.
 PINNABLE_MODES = tuple(mode for mode in PRUNING_MODES if mode not in MIGRATING_MODES)
 
+#: Values of all keys by the names that users write, such as ``paper.alpha``.
 Values = Mapping[str, Any]
 
 
 def differentiates_layers(values: Values) -> bool:
     """Whether each layer prunes a ratio of its own: ZERO-PriDiff, which is the paper's SEMI's resizer, too."""
-    return values["mode"] == "zero-pridiff" or (values["mode"] == "semi" and values["semi_rule"] == "paper")
+    return values["mode"] == "zero-pridiff" or (values["mode"] == "semi" and values["paper.semi_rule"] == "paper")
 
 
 def _prunes(values: Values) -> bool:
@@ -53,7 +54,7 @@ def _is_semi(values: Values) -> bool:
 
 
 def _prunes_by_our_rule(values: Values) -> bool:
-    by_paper = _is_semi(values) and values["semi_rule"] == "paper"
+    by_paper = _is_semi(values) and values["paper.semi_rule"] == "paper"
     return _prunes(values) and values["ratio"] == "auto" and not by_paper
 
 
@@ -61,14 +62,6 @@ def _modes(modes: tuple[str, ...]) -> str:
     return f"in the modes {', '.join(map(repr, modes))}"
 
 
-#: Keys that there were once, and what is instead.
-GONE = {
-    "ewma": "how much a new measurement weighs follows from the noise that is measured; leave the key out",
-    "dead_band": "a plan changes where that saves more than it costs; leave the key out",
-    "migrate": "it is called migration_transport",
-    "migrating": "it is called num_migrating",
-    "prune": "columns are all that a resize drops; leave the key out",
-}
 #: Keys by words that other programs use, too, with the values that are surely meant for balancing.
 COMMON_WORDS: Mapping[str, tuple[str, ...]] = {
     "mode": MODES,
@@ -77,57 +70,57 @@ COMMON_WORDS: Mapping[str, tuple[str, ...]] = {
     "target": TARGETS,
     "priority": PRIORITIES,
     "snapshot": SNAPSHOTS,
-    **dict.fromkeys(("alpha", "budget", "block", "seed"), ()),
+    **dict.fromkeys(("alpha", "budget", "block", "seed", "paper"), ()),
 }
-_IN_PRIDIFF = "in mode 'zero-pridiff', and in 'semi' with semi_rule='paper'"
+_IN_PRIDIFF = "in mode 'zero-pridiff', and in 'semi' with paper.semi_rule='paper'"
 #: Where a key that not all modes use has an effect, and the same in words. It follows from which way of balancing is
 #: chosen, not from how much is asked for: with a budget of 0 nothing is pruned, and imputation may be set all the same.
 _USE: Mapping[str, tuple[Callable[[Values], bool], str]] = {
-    "imputation": (_prunes, _modes(PRUNING_MODES)),
+    "paper.imputation": (_prunes, _modes(PRUNING_MODES)),
     "max_ratio": (_prunes, _modes(PRUNING_MODES)),
     "pruned_update": (_prunes, _modes(PRUNING_MODES)),
     "block": (_prunes, _modes(PRUNING_MODES)),
     "priority": (_has_priority, _modes(PRIORITY_MODES)),
     "ageing": (_has_priority, _modes(PRIORITY_MODES)),
-    "snapshot": (
+    "paper.snapshot": (
         lambda values: _has_priority(values) and values["priority"] == "variation",
         f"{_modes(PRIORITY_MODES)}, with priority='variation'",
     ),
-    "pridiff_rule": (differentiates_layers, _IN_PRIDIFF),
+    "paper.pridiff_rule": (differentiates_layers, _IN_PRIDIFF),
     **dict.fromkeys(
-        ("alpha", "theta_iter"),
+        ("paper.alpha", "paper.theta_iter"),
         (
-            lambda values: differentiates_layers(values) and values["pridiff_rule"] == "paper",
-            f"with pridiff_rule='paper', {_IN_PRIDIFF}",
+            lambda values: differentiates_layers(values) and values["paper.pridiff_rule"] == "paper",
+            f"with paper.pridiff_rule='paper', {_IN_PRIDIFF}",
         ),
     ),
     "migration_transport": (lambda values: values["mode"] in MIGRATING_MODES, _modes(MIGRATING_MODES)),
-    "mig_rule": (
+    "paper.mig_rule": (
         lambda values: values["mode"] == "mig" and values["ratio"] == "auto",
         "in mode 'mig' with ratio='auto'",
     ),
     "shares": (lambda values: values["mode"] in MOVING_MODES, _modes(MOVING_MODES)),
     "moves": (lambda values: values["mode"] in MOVING_MODES, _modes(MOVING_MODES)),
-    "semi_rule": (_is_semi, "in mode 'semi'"),
-    "num_migrating": (_is_semi, "in mode 'semi'"),
+    "paper.semi_rule": (_is_semi, "in mode 'semi'"),
+    "paper.num_migrating": (_is_semi, "in mode 'semi'"),
     **dict.fromkeys(
         ("budget", "min_gain"),
         (
             _prunes_by_our_rule,
-            f"{_modes(PINNABLE_MODES)} with ratio='auto', and in 'semi' with semi_rule='makespan'",
+            f"{_modes(PINNABLE_MODES)} with ratio='auto', and in 'semi' with paper.semi_rule='makespan'",
         ),
     ),
 }
 
 
 def without_effect(values: Values) -> dict[str, str]:
-    """Which keys have no effect beside these values, each with where it has one.
+    """Find the keys that have no effect beside these values, each with where it has one.
 
     In mode "off" there are none: to turn balancing off is no reason to change anything else, and it tells what the
     other modes would do.
 
     Args:
-        values: of all keys.
+        values: of all keys, by the names that users write (``paper.alpha``).
     """
     if values["mode"] == "off":
         return {}

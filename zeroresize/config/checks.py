@@ -1,0 +1,78 @@
+"""Checks of the keys that take words or numbers: ``ratio``, ``shares`` and ``ranks``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from zeroresize.config.keys import MIGRATING_MODES, RANK_CHOICES, SHARE_CHOICES
+from zeroresize.utils.value_checks import is_number
+
+_WANTED_SHARES = (
+    "'even', 'auto', or a list of one number for each rank of the group, none negative and not all 0, such as [2, 1, 1]"
+)
+
+
+def checked_ratio(ratio: Any, mode: str) -> str | float:
+    """``"auto"``, or the ratio as a float.
+
+    Raises:
+        ValueError: if it is neither, or not allowed in ``mode``.
+    """
+    if mode in MIGRATING_MODES:
+        allowed = "'auto' or a number with 0 <= ratio <= 1"
+    else:
+        allowed = "'auto' or a number with 0 <= ratio < 1 (at 1 nothing would be computed)"
+    if isinstance(ratio, str):
+        if ratio != "auto":
+            raise ValueError(f"ratio={ratio!r} is not allowed: {allowed}")
+        return ratio
+    if not is_number(ratio) or not 0.0 <= ratio <= 1.0 or (ratio == 1.0 and mode not in MIGRATING_MODES):
+        raise ValueError(f"ratio={ratio!r} is not allowed: {allowed}")
+    return float(ratio)
+
+
+def checked_shares(shares: Any, num_ranks: int | None = None) -> str | tuple[float, ...]:
+    """``"even"``, ``"auto"``, or one float for each rank, as they were given (their sum means nothing).
+
+    Args:
+        num_ranks: of the group, where it is known.
+
+    Raises:
+        ValueError: if they are none of these.
+    """
+    if isinstance(shares, str):
+        if shares not in SHARE_CHOICES:
+            raise ValueError(f"shares={shares!r} is not allowed: {_WANTED_SHARES}")
+        return shares
+    is_row = isinstance(shares, Sequence) and len(shares) > 0
+    if not is_row or not all(is_number(share) and 0.0 <= share < math.inf for share in shares) or not any(shares):
+        raise ValueError(f"shares={shares!r} is not allowed: {_WANTED_SHARES}")
+    if num_ranks is not None and len(shares) != num_ranks:
+        raise ValueError(
+            f"shares={list(shares)} has {len(shares)} numbers, but the process group has {num_ranks} "
+            "ranks: one for each is needed"
+        )
+    return tuple(float(share) for share in shares)
+
+
+def checked_ranks(ranks: Any) -> str | tuple[int, ...]:
+    """``"stragglers"``, ``"all"``, or different ranks counted within the group.
+
+    Raises:
+        ValueError: if they are none of these.
+    """
+    allowed = "'stragglers', 'all', or a list of different ranks counted within the group from 0"
+    if isinstance(ranks, str):
+        if ranks not in RANK_CHOICES:
+            raise ValueError(f"ranks={ranks!r} is not allowed: {allowed}")
+        return ranks
+    if not isinstance(ranks, Sequence) or not ranks:
+        raise ValueError(f"ranks={ranks!r} is not allowed: {allowed}")
+    for rank in ranks:
+        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
+            raise ValueError(f"ranks={list(ranks)} holds {rank!r}: {allowed}")
+    if len(set(ranks)) != len(ranks):
+        raise ValueError(f"ranks={list(ranks)} names a rank twice: {allowed}")
+    return tuple(ranks)
