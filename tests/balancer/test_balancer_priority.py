@@ -127,7 +127,7 @@ KINDS = [
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("mode", ["zero-pri", "zero-pridiff"])
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind.values()))
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind.values())))
 def test_a_run_resumed_within_an_epoch_goes_on_bit_for_bit(run_ranks, tmp_path, mode, kind):
     """Saved between two updates of its third epoch with a straggler; then over the ends of two epochs."""
 
