@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.long_waits import is_looked_at, look, wait_looking
+from zeroresize.utils.torch_private import backends_of, timeout_of
 
 _T = TypeVar("_T")
 
@@ -77,8 +78,7 @@ def time_limit(process_group: ProcessGroup) -> timedelta:
 
     Other backends do not expose it and count as made with torch's default.
     """
-    backends = [process_group._get_backend(device) for device in process_group._device_types]
-    limits = [getattr(getattr(backend, "options", None), "_timeout", None) for backend in backends]
+    limits = map(timeout_of, backends_of(process_group))
     return max((limit for limit in limits if limit is not None), default=dist.default_pg_timeout)
 
 

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from zeroresize.utils.torch_private import backends_of
+
 #: Seconds between two looks at most: they begin often and double.
 _MOST_S = 10.0
 
@@ -27,8 +29,7 @@ def look_in_long_waits(process_group: ProcessGroup, method: Callable[[], None], 
     Args:
         process_group: whose collectives are meant.
     """
-    backends = [process_group._get_backend(device) for device in process_group._device_types]
-    if any(backend.name() == "gloo" for backend in backends):
+    if any(backend.name() == "gloo" for backend in backends_of(process_group)):
         _looks.setdefault(process_group, []).append((weakref.WeakMethod(method), first_s))
 
 

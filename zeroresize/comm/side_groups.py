@@ -9,8 +9,8 @@ agent, or rank 0 where it was given an address (``init_method="tcp://…"``).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from zeroresize.comm.collectives import group_ranks, time_limit
 from zeroresize.comm.rendezvous import Rendezvous
 from zeroresize.utils.deadline import within
-from zeroresize.utils.torch_private import known_groups, name_of_next_group
+from zeroresize.utils.torch_private import groups_are_not_split, known_groups, name_of_next_group
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def make_side_group(process_group: ProcessGroup, members: Sequence[int], number:
             return dist.new_group(ranks, timeout=limit, backend=backend, use_local_synchronization=True, **keeps_order)
 
     try:
-        with _no_split():
+        with groups_are_not_split():
             return rendezvous.connect(make, dist.destroy_process_group)
     except BaseException:
         for group in [group for group, known_name in known_groups().items() if known_name == name]:
@@ -88,18 +88,3 @@ def destroy_side_group(process_group: ProcessGroup) -> None:
             ranks,
             limit.total_seconds(),
         )
-
-
-@contextmanager
-def _no_split() -> Iterator[None]:
-    """Groups are made without splitting the job's NCCL communicator, as torch does where that is bound to a device."""
-    job: Any = dist.group.WORLD
-    device = getattr(job, "bound_device_id", None)
-    if device is None:
-        yield
-        return
-    job.bound_device_id = None
-    try:
-        yield
-    finally:
-        job.bound_device_id = device

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from zeroresize.comm.rendezvous import Rendezvous
+from zeroresize.utils.torch_private import backend_of, nccl_options
 
 
 class WeightGroup:
@@ -35,15 +36,13 @@ class WeightGroup:
         rendezvous = Rendezvous(process_group, "connect for the weights that are lent")
         rendezvous.exchange("here")  # gloo connects when it is made, and does not tell who did not come
         ends = rendezvous.store, rendezvous.rank, rendezvous.size
-        kind = process_group._get_backend(device).name()
+        kind = backend_of(process_group, device).name()
 
         def make() -> Any:
             if kind == "gloo":
                 return dist.ProcessGroupGloo(*ends, rendezvous.time_limit)
             if kind == "nccl":
-                options = dist.ProcessGroupNCCL.Options()
-                options._timeout = rendezvous.time_limit
-                return dist.ProcessGroupNCCL(*ends, options)
+                return dist.ProcessGroupNCCL(*ends, nccl_options(rendezvous.time_limit))
             return process_group
 
         transport = rendezvous.connect(make)

@@ -19,6 +19,7 @@ from zeroresize.comm.long_waits import look_in_long_waits
 from zeroresize.comm.whereabouts import Call
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.weight_checks import is_sharded
+from zeroresize.utils.torch_private import version_of
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +172,7 @@ class ForwardWatch:
 
     def _expect_step(self, weight: Tensor) -> None:
         """A forward of training with ``weight``, which an optimizer step before it has changed."""
-        seen, self._seen_weight = self._seen_weight, (weight._version, weight.data_ptr())
+        seen, self._seen_weight = self._seen_weight, (version_of(weight), weight.data_ptr())
         self._num_changes += self._tells_steps and seen not in (None, self._seen_weight)
         self._num_forwards += 1
         if self._num_changes >= FEW_STEPS:

@@ -13,6 +13,7 @@ from torch import Tensor
 from zeroresize.comm.whereabouts import Whereabouts
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.optim.optimizers import hook_steps, stepped_tensors
+from zeroresize.utils.torch_private import version_of
 
 #: So many calls of ``balancer.step()``, between which weights changed without a step of the optimizer, are a mistake.
 _FEW_STEPS = 2
@@ -64,7 +65,7 @@ class OptimizerSteps:
         )
 
     def _version_now(self) -> int:
-        return 0 if self._weight is None else self._weight._version
+        return 0 if self._weight is None else version_of(self._weight)
 
     def _before_step(self) -> None:
         """Only steps that end count."""

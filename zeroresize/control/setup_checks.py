@@ -22,6 +22,7 @@ from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.weight_checks import is_flat_parameters, is_sharded, why_no_whole_weight
 from zeroresize.measure.step_timer import LayerTimer
 from zeroresize.optim.optimizers import not_stepped
+from zeroresize.utils.torch_private import running_ddp
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +139,7 @@ def check_data_parallelism(model: nn.Module, layers: Layers, process_group: Proc
     Raises:
         ValueError: naming the ranks that it averages over.
     """
-    around = [*model.modules(), getattr(DistributedDataParallel, "_active_ddp_module", None)]
+    around = [*model.modules(), running_ddp()]
     for module in around:
         if not isinstance(module, DistributedDataParallel):
             continue

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from zeroresize.measure.step_timer import DeviceClock
+from zeroresize.utils.torch_private import spin_on_device
 
 _CALIBRATION_CYCLES = 10_000_000
 
@@ -39,7 +40,7 @@ class CudaDevice(DeviceClock):
 
     def spin(self, cycles: int) -> None:
         with torch.cuda.device(self._device):
-            torch.cuda._sleep(cycles)
+            spin_on_device(cycles)
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from zeroresize.injection.delay import Delays
 from zeroresize.injection.schedule import SCOPES
+from zeroresize.utils.torch_private import DispatchMode, Operator, dispatch_modes, name_of_operator
 from zeroresize.utils.value_checks import one_of
 
 _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_addmm_activation", "aten::linear", "aten::_scaled_mm"})
@@ -66,7 +66,7 @@ class SlowOps:
         return self._delays.seconds_added
 
     def __enter__(self) -> SlowOps:
-        self._num_modes_below = len(_get_current_dispatch_mode_stack())
+        self._num_modes_below = len(dispatch_modes())
         self._is_active = True
         self._watch(self.chi > 1.0)
         return self
@@ -79,7 +79,7 @@ class SlowOps:
 
     def _watch(self, should_watch: bool) -> None:
         """Put the mode on torch's stack or take it off, never out of turn with other modes."""
-        modes = _get_current_dispatch_mode_stack()
+        modes = dispatch_modes()
         if should_watch and self._mode not in modes:
             if len(modes) != self._num_modes_below:
                 raise RuntimeError("χ cannot rise above 1 inside another TorchDispatchMode: set it outside that")
@@ -88,7 +88,7 @@ class SlowOps:
             self._mode.__exit__(None, None, None)
 
 
-class _SlowOpsMode(TorchDispatchMode):
+class _SlowOpsMode(DispatchMode):
     def __init__(self, delays: Delays, is_every_op: bool) -> None:
         super().__init__()
         self._delays = delays
@@ -96,7 +96,7 @@ class _SlowOpsMode(TorchDispatchMode):
 
     def __torch_dispatch__(
         self,
-        func: torch._ops.OpOverload,
+        func: Operator,
         types: tuple[type[Tensor], ...],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
@@ -112,8 +112,8 @@ class _SlowOpsMode(TorchDispatchMode):
         delay.ends(_key_of(func, args))
         return result
 
-    def _is_slowed(self, func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
-        name = func._schema.name
+    def _is_slowed(self, func: Operator, args: tuple[Any, ...]) -> bool:
+        name = name_of_operator(func)
         if self._is_every_op:
             return not name.startswith(_NO_WORK) and not getattr(func, "is_view", False)
         if name in _PRODUCTS:
@@ -138,5 +138,5 @@ def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     return torch.device(kwargs.get("device") or "cpu")
 
 
-def _key_of(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> Hashable:
+def _key_of(func: Operator, args: tuple[Any, ...]) -> Hashable:
     return (func, tuple((tensor.shape, tensor.dtype) for tensor in _tensors_in(args)))

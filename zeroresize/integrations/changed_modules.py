@@ -13,22 +13,22 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
-from torch.nn.modules import module as modules_of_torch
 
 from zeroresize.integrations.elementwise import is_registered_function
+from zeroresize.utils.torch_private import hooks_of, hooks_of_all_modules, hooks_of_parameter, parameters_of, set_hooks
 
-#: A module's dictionary of hooks → what a hook in it does.
+#: A kind of hooks of a module → what a hook in it does.
 _OF_MODULES = {
-    "_forward_hooks": "a forward hook, which may change what it returns",
-    "_forward_pre_hooks": "a forward pre-hook, which may change what it reads",
-    "_backward_hooks": "a backward hook, which may change its gradients",
-    "_backward_pre_hooks": "a backward pre-hook, which may change its gradients",
+    "forward": "a forward hook, which may change what it returns",
+    "forward_pre": "a forward pre-hook, which may change what it reads",
+    "backward": "a backward hook, which may change its gradients",
+    "backward_pre": "a backward pre-hook, which may change its gradients",
 }
-_OF_FORWARDS = ("_forward_hooks", "_forward_pre_hooks")
+_OF_FORWARDS = ("forward", "forward_pre")
 #: The same of a parameter. Hooks of its gradient accumulator are called once all is summed, and cannot be listed.
 _OF_PARAMETERS = {
-    "_backward_hooks": "a hook, which may change its gradient",
-    "_post_accumulate_grad_hooks": "a post-accumulate hook, which may change its gradient",
+    "backward": "a hook, which may change its gradient",
+    "post_accumulate_grad": "a post-accumulate hook, which may change its gradient",
 }
 #: Their hooks on modules change nothing that is computed.
 _WATCHING = ("zeroresize.", "torch.utils.")
@@ -45,14 +45,14 @@ def why_changed(module: nn.Module) -> str | None:
 
 def why_hooked(module: nn.Module) -> str | None:
     """Why a module or its parameters may give something else than its forward does; None if they do not."""
-    for where, told in _OF_MODULES.items():
-        for hook in _foreign(getattr(module, where), _WATCHING):
+    for kind, told in _OF_MODULES.items():
+        for hook in _foreign(hooks_of(module, kind), _WATCHING):
             return f"has {told}: {_name_of(hook)}"
-        for hook in _foreign(getattr(modules_of_torch, f"_global{where}", None), _WATCHING):
+        for hook in _foreign(hooks_of_all_modules(kind), _WATCHING):
             return f"has, as all modules have, {told}: {_name_of(hook)}"
-    for name, parameter in module._parameters.items():
-        for where, told in _OF_PARAMETERS.items():
-            for hook in _foreign(getattr(parameter, where, None), _REDUCING):
+    for name, parameter in parameters_of(module).items():
+        for kind, told in _OF_PARAMETERS.items():
+            for hook in _foreign(hooks_of_parameter(parameter, kind), _REDUCING):
                 return (
                     f"has a {name} with {told}: {_name_of(hook)} (if it treats every element by itself, tell by "
                     "zeroresize.integrations.register_elementwise)"
@@ -63,23 +63,23 @@ def why_hooked(module: nn.Module) -> str | None:
 @contextmanager
 def own_hooks_off(module: nn.Module) -> Iterator[None]:
     """While the block lasts, hooks of this package in ``module``, such as clocks, are not called."""
-    before = [(one, where, getattr(one, where)) for one in module.modules() for where in _OF_FORWARDS]
-    before = [(one, where, hooks) for one, where, hooks in before if any(map(_is_own, hooks.values()))]
+    before = [(part, kind, hooks_of(part, kind)) for part in module.modules() for kind in _OF_FORWARDS]
+    before = [(part, kind, hooks) for part, kind, hooks in before if any(map(_is_own, hooks.values()))]
     try:
-        for one, where, hooks in before:
-            setattr(one, where, OrderedDict((key, hook) for key, hook in hooks.items() if not _is_own(hook)))
+        for part, kind, hooks in before:
+            set_hooks(part, kind, OrderedDict((key, hook) for key, hook in hooks.items() if not _is_own(hook)))
         yield
     finally:
-        for one, where, hooks in before:
-            setattr(one, where, hooks)
+        for part, kind, hooks in before:
+            set_hooks(part, kind, hooks)
 
 
 def _is_own(hook: Any) -> bool:
     return not list(_foreign({0: hook}, ("zeroresize.",)))
 
 
-def _foreign(hooks: Mapping[Any, Any] | None, known: tuple[str, ...]) -> Iterator[Any]:
-    for hook in (hooks or {}).values():
+def _foreign(hooks: Mapping[Any, Any], known: tuple[str, ...]) -> Iterator[Any]:
+    for hook in hooks.values():
         function = _unwrapped(hook)
         if is_registered_function(function) or str(getattr(function, "__module__", None)).startswith(known):
             continue

@@ -29,6 +29,7 @@ from torch.autograd.function import once_differentiable
 
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.jagged import on_tokens
+from zeroresize.utils.torch_private import parameters_of
 
 #: Sequence-parallel modes that gather or reduce-scatter the sequence inside the linear layer itself.
 _SEQUENCE_INSIDE_LINEAR = ("ring", "split_gather")
@@ -51,7 +52,7 @@ class _BalancedLinear1D(BalancedLinear):
         """With the layouts of its parameters, by which Colossal-AI's checkpoints know that they are shards."""
         copied: Any = super().__deepcopy__(memo)
         own: Any = self
-        for name in own._parameters:
+        for name in parameters_of(own):
             one, other = getattr(own, name), getattr(copied, name)
             if is_distributed_tensor(one) and not is_distributed_tensor(other):
                 layout = one.dist_layout

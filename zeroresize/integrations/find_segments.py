@@ -25,6 +25,7 @@ from zeroresize.integrations.traced_segments import FromOutside, NotProven, Trac
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import OwnedSegment, Segment, UnitTensor
 from zeroresize.plan.ownership import OwnershipMap, neuron_quantum
+from zeroresize.utils.torch_private import buffers_of, children_of, parameters_of
 
 _SPLITS_ITSELF = "it takes the whole input and splits it evenly itself"
 _TRY_IT = "zeroresize.check_segments(model, batch) shows whether a segment that is named moves soundly"
@@ -65,7 +66,7 @@ class _Search:
         self._names: dict[int, list[str]] = {}
         for name, module in model.named_modules(remove_duplicate=False):
             self._names.setdefault(id(module), []).append(name)
-        self._uses = Counter(id(one) for module in model.modules() for one in module._parameters.values())
+        self._uses = Counter(id(one) for module in model.modules() for one in parameters_of(module).values())
         self._found: list[OwnedSegment] = []
         self._owner: dict[str, OwnedSegment] = {}
         self._reasons: dict[str, str] = {}
@@ -253,12 +254,12 @@ class _Search:
         layer: Any = self._layers[name]
         dim = 0 if layer.is_column_parallel != layer.weight_is_transposed else 1
         yield UnitTensor(layer, "weight", f"{name}.weight", dim, rows, num_blocks)
-        if layer.is_column_parallel and layer._parameters.get("bias") is not None:
+        if layer.is_column_parallel and parameters_of(layer).get("bias") is not None:
             yield UnitTensor(layer, "bias", f"{name}.bias", 0, rows, num_blocks)
 
     def _require_movable(self, name: str) -> None:
         layer: Any = self._layers[name]
-        parameters = {key: one for key, one in layer._parameters.items() if one is not None}
+        parameters = {key: one for key, one in parameters_of(layer).items() if one is not None}
         weight = parameters.get("weight")
         whole = None if weight is None else (weight.t() if layer.weight_is_transposed else weight)
         if (
@@ -267,7 +268,7 @@ class _Search:
             or whole.data_ptr() != layer.local_weight.data_ptr()
         ):
             raise StaysEven(f"{name} multiplies by something else than its weight")
-        others = {*parameters, *layer._buffers, *layer._modules} - {"weight", "bias"}
+        others = {*parameters, *buffers_of(layer), *children_of(layer)} - {"weight", "bias"}
         if others:
             raise StaysEven(f"{name} holds {', '.join(sorted(others))} beside its weight and bias")
         if getattr(layer, "bias", None) is not None and "bias" not in parameters:

@@ -26,6 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
+from zeroresize.utils.torch_private import PREFIXES_OF_TRACING, version_of
+
 #: Values that are looked at in a module at most.
 _MOST_VALUES = 200_000
 _MOST_NAMED = 4
@@ -38,8 +40,6 @@ _COUNTING = (itertools.count, itertools.cycle, types.GeneratorType)
 _NAMESPACES = (types.SimpleNamespace, threading.local)
 #: Their code is known to keep nothing of a user's.
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "zeroresize"} - {"__main__"}
-#: What ``torch.fx`` itself stores in a module.
-_OF_TRACING = ("_tensor_constant", "_torchbind_obj")
 
 
 class KeepsStateError(TypeError):
@@ -174,7 +174,7 @@ def _look(
         return
     seen[id(value)] = value
     if isinstance(value, _ARRAYS):
-        version = value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+        version = version_of(value) if isinstance(value, Tensor) and not value.is_inference() else 0
         numbers = _numbers_of(value)
         found[path] = id(value), version, tuple(getattr(value, "shape", ())), numbers
         if contents is not None and numbers is not None:
@@ -219,7 +219,9 @@ def _inside(value: Any, contents: dict[int, tuple[Any, Any]] | None) -> list[tup
     if isinstance(attributes, dict):
         if contents is not None:
             contents.setdefault(id(attributes), (attributes, attributes.copy()))
-        inside += [(f".{name}", one) for name, one in attributes.items() if not str(name).startswith(_OF_TRACING)]
+        inside += [
+            (f".{name}", one) for name, one in attributes.items() if not str(name).startswith(PREFIXES_OF_TRACING)
+        ]
     slots = {name: getattr(value, name) for name in _slots_of(kind) if hasattr(value, name)}
     if slots and contents is not None:
         contents.setdefault(id(value), (value, slots))

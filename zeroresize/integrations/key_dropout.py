@@ -11,6 +11,7 @@ from torch import nn
 from zeroresize.comm.collectives import group_rank
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.layers.unit_dropout import UnitDropout, mixed
+from zeroresize.utils.torch_private import children_of
 
 
 def key_dropout(model: nn.Module, segments: Sequence[OwnedSegment], *, seed: int) -> dict[str, str]:
@@ -25,7 +26,7 @@ def key_dropout(model: nn.Module, segments: Sequence[OwnedSegment], *, seed: int
     """
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
-        for attribute, child in module._modules.items():
+        for attribute, child in children_of(module).items():
             if child is not None:
                 places.setdefault(id(child), []).append((module, attribute))
     uses = Counter(id(dropout) for segment in segments for dropout, _ in segment.dropouts)

@@ -18,6 +18,7 @@ from zeroresize.layers.segment import OwnedSegment
 from zeroresize.layers.shards import tell_shards_of
 from zeroresize.layers.shared_products import SharedProducts
 from zeroresize.plan.layer import LayerPlan
+from zeroresize.utils.torch_private import current_backward
 
 #: Attributes that a balancer, or an injector of slowness, fills.
 _OF_A_BALANCER = frozenset(
@@ -185,7 +186,7 @@ class BalancedLinear:
         self.num_forwards += 1
         if torch.compiler.is_compiling():
             self.is_compiled = True
-        elif torch._C._current_graph_task_id() != -1:
+        elif current_backward() != -1:
             self.num_recomputations += 1
         self.compute_dtype = x.dtype
         if self.watch_input is not None:

@@ -20,6 +20,7 @@ from zeroresize.comm.collectives import all_reduce, start_all_reduce
 from zeroresize.kernels.probe import Probes
 from zeroresize.layers.shared_products import SharedProducts, require_eager_autograd
 from zeroresize.plan.layer import LayerPlan
+from zeroresize.utils.torch_private import reshaped_output
 
 
 @dataclass
@@ -164,7 +165,7 @@ def _as_output(y, x):
 
     Autograd forbids modifying in place a view that a Function made. Nobody else holds the memory of ``y``.
     """
-    return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
+    return reshaped_output(y, (*x.shape[:-1], y.shape[-1]))
 
 
 def _dgrad(dy_TN, w_NK, how):

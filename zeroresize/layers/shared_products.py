@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from zeroresize.comm.collectives import Transfer
+from zeroresize.utils.torch_private import in_compiled_autograd
 
 #: Computes this rank's own part of a product when it is called.
 OwnProduct = Callable[[], Tensor]
@@ -62,10 +62,7 @@ def require_eager_autograd() -> None:
     Raises:
         RuntimeError: naming what to change.
     """
-    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
-    # Older versions of torch tell only whether it is switched on.
-    is_compiled = getattr(compiled_autograd, "compiled_autograd_enabled", False)
-    if getattr(compiled_autograd, "in_compiled_autograd_region", is_compiled):
+    if in_compiled_autograd():
         raise RuntimeError(
             "the modes that migrate ('mig', 'semi') do not work with compiled autograd: gradients of lent columns need "
             "the order in which torch's own engine runs backward. Turn torch._dynamo.config.compiled_autograd off, or "

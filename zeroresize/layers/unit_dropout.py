@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.plan.ownership import OwnershipMap
+from zeroresize.utils.torch_private import current_backward
 from zeroresize.utils.value_checks import number
 
 #: Calls of which a module knows the numbers, for those that are computed again.
@@ -81,7 +82,7 @@ class UnitDropout(nn.Module):
         drawn = int(torch.randint(1 << 62, ()))
         number = self._numbers.get(drawn)
         if number is None:
-            if torch._C._current_graph_task_id() != -1:
+            if current_backward() != -1:
                 raise RuntimeError(
                     "a forward that holds a UnitDropout was computed again from another random state: "
                     "activation checkpointing needs preserve_rng_state=True, which is torch's default"

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from zeroresize.utils.torch_private import hooks_of, is_flat_parameter, is_tensor_of_tensors, parameters_of
 
 
 def why_no_whole_weight(layer: Any) -> str | None:
@@ -15,7 +16,7 @@ def why_no_whole_weight(layer: Any) -> str | None:
     Parametrizations, ``torch.nn.utils.weight_norm`` and pruning make the weight anew in every forward. FSDP1 keeps it
     in a flat parameter.
     """
-    weight = layer._parameters.get("weight")
+    weight = parameters_of(layer).get("weight")
     if weight is None:
         makers = _makers_of_weight(layer)
         if makers:
@@ -28,17 +29,17 @@ def why_no_whole_weight(layer: Any) -> str | None:
 
 def is_flat_parameters(weight: Tensor) -> bool:
     """Whether FSDP1 replaces this parameter by a part of a flat one while it computes (``use_orig_params=True``)."""
-    return getattr(weight, "_fsdp_flattened", False)
+    return is_flat_parameter(weight)
 
 
 def is_sharded(weight: Tensor) -> bool:
     """Whether it is a tensor of tensors, such as the DTensor that FSDP2's ``fully_shard`` makes of a parameter."""
-    return is_traceable_wrapper_subclass(weight)
+    return is_tensor_of_tensors(weight)
 
 
 def _makers_of_weight(layer: Any) -> list[str]:
     if parametrize.is_parametrized(layer, "weight"):
         return [f"the parametrization {type(one).__name__}" for one in layer.parametrizations["weight"]]
-    hooks = layer._forward_pre_hooks.values()
+    hooks = hooks_of(layer, "forward_pre").values()
     names = {"name", "_tensor_name"}  # as weight_norm and spectral_norm, and pruning, call what they make
     return [type(hook).__name__ for hook in hooks if "weight" in {getattr(hook, name, None) for name in names}]

@@ -19,6 +19,7 @@ from torch import Tensor
 from zeroresize.config import BalanceConfig
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.optim.optimizers import SteppedTensors, hook_steps
+from zeroresize.utils.torch_private import version_of
 
 #: Activations are sampled in one of so many steps, beginning with the first: a sample costs some per cent of a step.
 _SAMPLE_EVERY = 10
@@ -121,12 +122,12 @@ class WeightVariation(ColumnStatistic):
 
     def _first_forward(self, name: str) -> Callable[[Tensor], None]:
         layer = self._layers[name]
-        version = layer.local_weight._version
+        version = version_of(layer.local_weight)
 
         @torch.no_grad()
         def look(_: Tensor) -> None:
             layer.watch_input = None
-            if layer.local_weight._version != version:
+            if version_of(layer.local_weight) != version:
                 self._then[name] = self._copy_of(layer.local_weight)
 
         return look

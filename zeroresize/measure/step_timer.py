@@ -19,6 +19,7 @@ from zeroresize.kernels.probe import Probe
 from zeroresize.measure import waits
 from zeroresize.plan.group import Shares
 from zeroresize.policy.tensor.times import StepTimes
+from zeroresize.utils.torch_private import current_backward
 
 #: At most so many pairs of marks are kept, besides those that the device has not passed yet.
 _MOST_PAIRS = 1024
@@ -273,7 +274,7 @@ class StepTimer(Probe):
         self._step.add(kind, layer, begin, self._clock.mark(), self._clock)
 
     def _is_training_thread(self) -> bool:
-        return threading.get_ident() == self._thread or torch._C._current_graph_task_id() != -1
+        return threading.get_ident() == self._thread or current_backward() != -1
 
     def _drop_step(self) -> None:
         if self._step is not None:

@@ -19,16 +19,21 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from zeroresize.utils.torch_private import (
+    PRIVATE_COLLECTIVES,
+    call_at_end_of_backward,
+    current_backward,
+    replace_ddp_broadcast,
+)
+
 _STARTING_METHODS = (
     "allreduce",
     "allreduce_coalesced",
     "allgather",
-    "_allgather_base",
     "allgather_coalesced",
     "allgather_into_tensor_coalesced",
     "reduce",
     "reduce_scatter",
-    "_reduce_scatter_base",
     "reduce_scatter_tensor_coalesced",
     "broadcast",
     "gather",
@@ -38,6 +43,7 @@ _STARTING_METHODS = (
     "barrier",
     "send",
     "recv",
+    *PRIVATE_COLLECTIVES,
 )
 
 
@@ -75,20 +81,20 @@ def watch_end_of_backward() -> None:
     """
     if torch.compiler.is_compiling():  # compiled autograd's graph has no callbacks
         return
-    backward = torch._C._current_graph_task_id()
+    backward = current_backward()
     if backward in (-1, getattr(_inside, "backward", None)):
         return
     _inside.backward = backward
     if getattr(_inside, "wait", False):  # the end of the last backward failed, so its second callback never ran
         _leave()
-    torch.autograd.Variable._execution_engine.queue_callback(_end_of_backward_begins)
+    call_at_end_of_backward(_end_of_backward_begins)
 
 
 def _end_of_backward_begins() -> None:
     if getattr(_inside, "wait", False):
         return
     _enter()
-    torch.autograd.Variable._execution_engine.queue_callback(_end_of_backward_ends)
+    call_at_end_of_backward(_end_of_backward_ends)
 
 
 def _end_of_backward_ends() -> None:
@@ -117,7 +123,7 @@ def _watch_torch_distributed() -> None:
         if hasattr(dist.ProcessGroup, name):
             setattr(dist.ProcessGroup, name, _watched(getattr(dist.ProcessGroup, name)))
     setattr(dist.Work, "wait", _watched(dist.Work.wait))  # noqa: B010 - a method of a C++ class
-    setattr(dist, "_broadcast_coalesced", _watched(dist._broadcast_coalesced))  # noqa: B010 - DDP's, of buffers
+    replace_ddp_broadcast(_watched)
 
 
 def _watched(method: Callable[..., Any]) -> Callable[..., Any]:

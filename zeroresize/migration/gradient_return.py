@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from zeroresize.migration.buffers import Buffers
 from zeroresize.migration.transport import Pending
 from zeroresize.plan.columns import Columns
+from zeroresize.utils.torch_private import call_at_end_of_backward, current_backward
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,10 +43,10 @@ class GradientReturn:
 
     def backward_begins(self) -> None:
         """Called in every layer's backward: at the end of the whole backward all its transfers are waited for."""
-        backward = torch._C._current_graph_task_id()
+        backward = current_backward()
         if self._last_backward != backward:
             self._last_backward = backward
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._backward_ends(backward))
+            call_at_end_of_backward(lambda: self._backward_ends(backward))
 
     def awaiting_return(self, weight: Tensor) -> Tensor:
         """``weight`` itself, as a tensor whose gradient [N, K] waits for the columns that were lent."""
@@ -54,7 +55,7 @@ class GradientReturn:
 
     def expect(self, weight: Tensor, columns: Columns, pending: Pending) -> None:
         """``pending`` will be the gradient of ``columns`` of ``weight`` in the backward that is under way."""
-        self._expected.append(_Expected(weight, columns, pending, torch._C._current_graph_task_id()))
+        self._expected.append(_Expected(weight, columns, pending, current_backward()))
 
     def num_expected(self, weight: Tensor) -> int:
         """How many gradients of ``weight`` are expected, more than one where a layer is used several times."""
@@ -62,7 +63,7 @@ class GradientReturn:
 
     def whole(self, weight: Tensor, dw_NK: Tensor) -> Tensor:
         """``dw_NK`` with the columns that other ranks computed in this backward."""
-        backward = torch._C._current_graph_task_id()
+        backward = current_backward()
         arriving = [one for one in self._expected if one.weight is weight and one.backward == backward]
         self._expected = [one for one in self._expected if one not in arriving]
         if not arriving:

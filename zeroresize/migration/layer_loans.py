@@ -18,6 +18,7 @@ from zeroresize.kernels.probe import Probes
 from zeroresize.migration.gradient_return import GradientReturn
 from zeroresize.migration.transport import Pending, Route, Transport
 from zeroresize.plan.columns import Columns
+from zeroresize.utils.torch_private import version_of
 
 
 @dataclass(eq=False)
@@ -91,7 +92,7 @@ class LayerLoans:
                 loan.columns.copy_to(packed, weight_NK)
             name = ("w", self.name, owner)
             self._sent.append(self._weight_transport.send_slice(loan.route, packed, len(weight_NK), weight_NK, name))
-        self._sent_as = self._weight._version, self._weight.data_ptr()
+        self._sent_as = version_of(self._weight), self._weight.data_ptr()
 
     def finish_sending(self) -> None:
         """Wait until the last weights have been sent."""
@@ -123,7 +124,7 @@ class LayerLoans:
         return self._awaiting_return
 
     def _check_weight(self, weight: Tensor) -> None:
-        is_as_sent = self._sent_as == (weight._version, weight.data_ptr())
+        is_as_sent = self._sent_as == (version_of(weight), weight.data_ptr())
         if weight is not self._weight or self._sent is None or not is_as_sent:
             failed = f"the weight of layer {self.name} changed, and balancer.step() was not called after it"
             raise RuntimeError(

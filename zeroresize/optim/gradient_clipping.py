@@ -10,6 +10,7 @@ from torch import Tensor
 
 from zeroresize.comm.collectives import all_gather, group_size, message_device
 from zeroresize.layers.shards import sharding_of
+from zeroresize.utils.torch_private import norms_of, scale_all
 
 
 @torch.no_grad()
@@ -87,7 +88,7 @@ def scale_gradients(parameters: Sequence[Tensor], max_norm: float, norm: Tensor,
             for gradient in gradients:
                 gradient.mul_(own)
         else:
-            torch._foreach_mul_(gradients, own)
+            scale_all(gradients, own)
 
 
 def _norm(parameters: Sequence[Tensor], p: float, foreach: bool | None) -> Tensor:
@@ -103,7 +104,7 @@ def _norm(parameters: Sequence[Tensor], p: float, foreach: bool | None) -> Tenso
             whole.append(one)
     for (_, dtype), gradients in _by_kind(whole).items():
         if foreach is not False and dtype in (torch.float32, torch.float64):  # others are to be summed in float32
-            norms += torch._foreach_norm(gradients, p)
+            norms += norms_of(gradients, p)
         else:
             norms += [torch.linalg.vector_norm(one, p, dtype=_wide(dtype)) for one in gradients]
     if not norms:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Protocol, TypeVar
@@ -17,10 +17,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim import optimizer as torchs
 
 from zeroresize.optim.likeness import Case, KeepsTensorsError, NoTrialError, cases_of
 from zeroresize.optim.trial import why_halves_differ, why_parameters_differ
+from zeroresize.utils.torch_private import step_hooks
 
 _OptimizerT = TypeVar("_OptimizerT", bound=type)
 
@@ -207,8 +207,7 @@ def _why_not_as_its_class(optimizer: Optimizer) -> str | None:
     if not _has_step_of_class(optimizer):
         return "its step was replaced on the instance"
     for kind in ("pre", "post"):
-        of_all: Mapping[int, Any] = getattr(torchs, f"_global_optimizer_{kind}_hooks", {})
-        for hook in (*of_all.values(), *getattr(optimizer, f"_optimizer_step_{kind}_hooks", {}).values()):
+        for hook in step_hooks(optimizer, kind):
             where = _module_of(hook)
             if not any(where == one or where.startswith(f"{one}.") for one in _WATCHING):
                 shown = getattr(hook, "__qualname__", type(hook).__qualname__)

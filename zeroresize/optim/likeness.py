@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeroresize.utils.torch_private import is_private_of_optimizer
+
 
 class NoTrialError(Exception):
     """Why an optimizer could not be tried.
@@ -232,7 +234,7 @@ def _is_plain(value: Any) -> bool:
 
 def _is_of_torch(name: str) -> bool:
     """Whether an attribute is what every optimizer has for its parameters, or a learning rate scheduler's."""
-    return name in ("state", "param_groups", "defaults", "step") or name.startswith("_optimizer_")
+    return name in ("state", "param_groups", "defaults", "step") or is_private_of_optimizer(name)
 
 
 def _found_in(root: Any, optimizer: Optimizer | None = None) -> Iterator[tuple[str, Any]]:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from zeroresize.utils.torch_private import is_initialized
+
 
 def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """``optimizer`` itself, or the one inside Colossal-AI's or Accelerate's wrappers.
@@ -30,7 +32,7 @@ def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 
 def _only_wraps(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it is an optimizer by its class alone, which has another one do its work, such as Accelerate's."""
-    return "_optimizer_step_pre_hooks" not in vars(optimizer) and hasattr(optimizer, "optimizer")
+    return not is_initialized(optimizer) and hasattr(optimizer, "optimizer")
 
 
 def stepped_tensors(optimizer: Any, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import broadcast, group_rank, group_size
 from zeroresize.pipeline.stage_layers import StageLayers
+from zeroresize.utils.torch_private import buffers_of
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def _run(stage: StageLayers, tensors: tuple[Tensor, ...], device: torch.device) 
         (module, name, buffer, buffer.detach().clone())
         for number in stage.present
         for module in stage.layers[number].modules()
-        for name, buffer in module._buffers.items()
+        for name, buffer in buffers_of(module).items()
         if buffer is not None
     ]
     found = []
@@ -111,7 +112,7 @@ def _run(stage: StageLayers, tensors: tuple[Tensor, ...], device: torch.device) 
     finally:
         with torch.no_grad():
             for module, name, buffer, values in buffers:
-                module._buffers[name] = buffer.copy_(values)
+                buffers_of(module)[name] = buffer.copy_(values)
     return found
 
 

@@ -32,6 +32,7 @@ from zeroresize.resharding.agreement import bytes_up_to_peak, wait_for_all
 from zeroresize.resharding.byte_streams import ByteStreams
 from zeroresize.resharding.parameter_state import GRADIENT, PARAMETER
 from zeroresize.resharding.transport import Pair
+from zeroresize.utils.torch_private import version_of
 
 _CPU = torch.device("cpu")
 
@@ -275,10 +276,10 @@ class _Sent:
     """A tensor as it was when it was sent."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._version = tensor, tensor._version
+        self._tensor, self._version = tensor, version_of(tensor)
 
     def is_still(self, other: Tensor) -> bool:
         """Whether nothing was written to it, and ``other`` is the same memory or has the same bits."""
-        if self._tensor._version != self._version:
+        if version_of(self._tensor) != self._version:
             return False
         return other.data_ptr() == self._tensor.data_ptr() or torch.equal(bytes_of(other), bytes_of(self._tensor))

@@ -12,8 +12,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from zeroresize.utils.torch_private import call_at_end_of_backward
 
 
 class LayerBackwards:
@@ -37,7 +38,7 @@ class LayerBackwards:
     def _arrived(self, number: int, gradient: Tensor) -> None:
         """Of a layer's output: of several, the first one counts."""
         if self._now is None:
-            torch.autograd.Variable._execution_engine.queue_callback(self._ended)
+            call_at_end_of_backward(self._ended)
         elif self._now <= number:  # of another output, or of a layer that returns its input
             return
         before, self._now = self._now, number

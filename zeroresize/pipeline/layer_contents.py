@@ -28,6 +28,7 @@ from zeroresize.resharding.parameter_state import (
     why_of_fixed_size,
 )
 from zeroresize.utils.checkpoint_reader import plain_value
+from zeroresize.utils.torch_private import buffers_of
 
 BUFFER, EXTRA = "buffer", "extra state"
 
@@ -155,7 +156,7 @@ def describe(
                     "tensors, numbers and texts along"
                 )
         parameters[name] = ParameterNote(groups.get(id(parameter)), parameter.requires_grad, plain)
-    buffers = {name: module._buffers[key] for name, (module, key) in own.buffers.items()}
+    buffers = {name: buffers_of(module)[key] for name, (module, key) in own.buffers.items()}
     found += [(name, BUFFER, buffer.detach()) for name, buffer in buffers.items() if buffer is not None]
     found += [(path, EXTRA, _serialized(module.get_extra_state())) for path, module in _with_extra_state(layer)]
     dense = [(name, what, _dense(tensor)) for name, what, tensor in found]
@@ -229,11 +230,11 @@ class Arrived:
             }
             set_state(optimizer, parameter, {**(note.state or {}), **tensors})
         for name, (module, key) in self._own.buffers.items():
-            new, known = self._new.get((name, BUFFER)), module._buffers[key]
+            new, known = self._new.get((name, BUFFER)), buffers_of(module)[key]
             if new is not None and known is not None:
                 replace_data(known, new, None)
             else:
-                module._buffers[key] = new
+                buffers_of(module)[key] = new
         for module, training in zip(self._layer.modules(), self._note.training, strict=True):
             module.training = training
         for path, state in self._extra.items():
@@ -246,7 +247,7 @@ def let_go(own: LayerTensors, optimizer: torch.optim.Optimizer | None) -> None:
         replace_data(parameter, emptied(parameter, parameter.device), None)
         set_state(optimizer, parameter, {})
     for module, key in own.buffers.values():
-        buffer = module._buffers[key]
+        buffer = buffers_of(module)[key]
         if buffer is not None:
             replace_data(buffer, emptied(buffer, buffer.device), None)
 

@@ -27,6 +27,7 @@ from zeroresize.comm.collectives import all_reduce
 from zeroresize.pipeline.layer_spans import LayerSpans
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
+from zeroresize.utils.torch_private import storage_id
 
 #: Of each layer.
 _NUM_FIGURES = len(fields(LayerProfile))
@@ -201,8 +202,7 @@ def _itself(tensor: Tensor) -> Tensor:
 
 def _memory_of(tensor: Tensor) -> int:
     """On the meta device, where there is none, the storage itself."""
-    storage = tensor.untyped_storage()
-    return storage._cdata if tensor.is_meta else storage.data_ptr()
+    return storage_id(tensor) if tensor.is_meta else tensor.untyped_storage().data_ptr()
 
 
 def _nbytes(tensors: Sequence[Tensor]) -> int:

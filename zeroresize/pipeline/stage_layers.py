@@ -20,6 +20,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from zeroresize.plan.partition import Partition
 from zeroresize.resharding.parameter_state import replace_data
+from zeroresize.utils.torch_private import buffers_of, parameters_of
 
 #: Fills the tensors of a layer, by its number, that was built on the meta device.
 Initialize = Callable[[int, nn.Module], object]
@@ -132,7 +133,7 @@ def tensors_by_layer(layers: Sequence[nn.Module]) -> list[LayerTensors]:
         buffers = {
             f"{path}.{name}".lstrip("."): (module, name)
             for path, module in layer.named_modules()
-            for name, buffer in module._buffers.items()
+            for name, buffer in buffers_of(module).items()
             if num_users[id(module)] == 1 and (buffer is None or num_users[id(buffer)] == 1)
         }
         found.append(LayerTensors(parameters, buffers))
@@ -151,7 +152,7 @@ def require_initialize(layers: Sequence[nn.Module], present: range, initialize: 
             f"layers {on_meta} are on the meta device: pass initialize=, a function of a layer's number and the layer "
             "that fills its parameters and buffers"
         )
-    own = {id(module._buffers[name]) for one in tensors_by_layer(layers) for module, name in one.buffers.values()}
+    own = {id(buffers_of(module)[name]) for one in tensors_by_layer(layers) for module, name in one.buffers.values()}
     for number, layer in enumerate(layers):
         for name, buffer in layer.named_buffers():
             if buffer.is_meta and id(buffer) not in own:
@@ -168,10 +169,10 @@ def place(layers: Sequence[nn.Module], present: range, device: torch.device, ini
     for number, own in enumerate(tensors_by_layer(layers)):
         if number not in present:
             moving |= set(map(id, own.parameters.values()))
-            moving |= {id(module._buffers[name]) for module, name in own.buffers.values()}
+            moving |= {id(buffers_of(module)[name]) for module, name in own.buffers.values()}
     placed: dict[int, tuple[Tensor, Tensor]] = {}  # with the old ones, lest others get their id
     for module in (module for layer in layers for module in layer.modules()):
-        of_module: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        of_module: tuple[dict[str, Any], ...] = (parameters_of(module), buffers_of(module))
         for tensors in of_module:
             for name, tensor in tensors.items():
                 if tensor is None:

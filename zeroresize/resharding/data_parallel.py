@@ -8,7 +8,6 @@ A reducer's buckets have fixed shapes, and its hooks hold on to gradient accumul
 from __future__ import annotations
 
 import gc
-import inspect
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,10 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zeroresize.comm.collectives import group_ranks, group_size, require_group, world_size
 from zeroresize.layers.balanced_linear import BalancedLinear
+from zeroresize.utils.torch_private import drop_reducer_of_ddp, rebuild_ddp, why_ddp_cannot_be_rebuilt
 
 #: What was found around models; modules hash by identity.
 _around: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[DistributedDataParallel]] = weakref.WeakKeyDictionary()
-_BUILD = ("parameters", "expect_sparse_gradient", "param_to_name_mapping", "static_graph")
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -151,7 +150,7 @@ def require_rebuildable(wrappers: Sequence[DistributedDataParallel]) -> None:
             differently.
     """
     for wrapper in wrappers:
-        reason = _reason_against(wrapper)
+        reason = why_ddp_cannot_be_rebuilt(wrapper)
         if reason is not None:
             raise RuntimeError(
                 f"parameters inside a {type(wrapper).__name__} cannot change their shapes, since its reducer cannot be "
@@ -162,9 +161,7 @@ def require_rebuildable(wrappers: Sequence[DistributedDataParallel]) -> None:
 def drop_reducers(wrappers: Sequence[DistributedDataParallel]) -> None:
     """Take the reducers' hooks off, so that nothing holds on to the parameters' old shapes."""
     for wrapper in wrappers:
-        parts: Any = wrapper
-        parts.reducer._remove_autograd_hooks()
-        parts.reducer = parts.logger = None
+        drop_reducer_of_ddp(wrapper)
 
 
 def rebuild_reducers(wrappers: Sequence[DistributedDataParallel]) -> None:
@@ -173,32 +170,4 @@ def rebuild_reducers(wrappers: Sequence[DistributedDataParallel]) -> None:
     Every replica must do so before the same step.
     """
     for wrapper in wrappers:
-        parts: Any = wrapper  # torch's own names
-        parameters, expects_sparse = parts._build_params_for_reducer()
-        names = parts._build_debug_param_to_name_mapping(parameters)
-        parts._ddp_init_helper(parameters, expects_sparse, names, parts.static_graph)
-        parts._has_rebuilt_buckets = False
-        hooks, parts._comm_hooks = parts._comm_hooks, []
-        for hook, state in hooks:
-            parts.register_comm_hook(state, hook)
-        if parts.static_graph:
-            parts._static_graph_delay_allreduce_enqueued = False
-            parts.reducer._set_static_graph()
-            parts.logger._set_static_graph()
-
-
-def _reason_against(wrapper: Any) -> str | None:
-    if getattr(wrapper, "mixed_precision", None) is not None:
-        return "it was made with mixed_precision"
-    if getattr(wrapper, "_delay_all_reduce_all_params", False):
-        return "it reduces all gradients at once (delay_all_reduce_named_params)"
-    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in wrapper.module.parameters()):
-        return "its optimizer steps in backward"
-    builders = ("_build_params_for_reducer", "_build_debug_param_to_name_mapping", "_ddp_init_helper")
-    is_known = all(callable(getattr(wrapper, name, None)) for name in builders)
-    if not is_known or tuple(inspect.signature(wrapper._ddp_init_helper).parameters) != _BUILD:
-        return "this version of torch builds reducers differently"
-    hook = wrapper._get_ddp_logging_data().get("comm_hook", "")
-    if hook and not wrapper._comm_hooks:
-        return f"it has the built-in communication hook {hook}"
-    return None
+        rebuild_ddp(wrapper)

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from zeroresize.plan.ownership import Indices
+from zeroresize.utils.torch_private import is_copy_to, make_wrapper, no_torch_function
 
 
 class Piece(NamedTuple):
@@ -111,7 +112,7 @@ class DividedTensor(torch.Tensor):
 
     _part: _Part
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     @staticmethod
     def __new__(
@@ -123,9 +124,7 @@ class DividedTensor(torch.Tensor):
     def _of(cls, part: _Part, device: torch.device | None = None) -> DividedTensor:
         own, shape = part.own, list(part.own.shape)
         shape[part.division.dim] = part.division.whole_size
-        made: DividedTensor = torch.Tensor._make_wrapper_subclass(
-            cls, torch.Size(shape), dtype=own.dtype, device=own.device if device is None else device
-        )
+        made: DividedTensor = make_wrapper(cls, shape, own.dtype, own.device if device is None else device)
         made._part = part
         made._chunks()  # what does not fit is told now and not when a file is half written
         return made
@@ -186,7 +185,7 @@ class DividedTensor(torch.Tensor):
         kwargs = kwargs or {}
         if func is torch.ops.aten.detach.default:
             return args[0]
-        if func in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default):
+        if func is torch.ops.aten.clone.default or is_copy_to(func):
             return cls._of(args[0]._part.copied(lambda own: func(own, *args[1:], **kwargs)))
         if func is torch.ops.aten.new_empty.default:  # asynchronous checkpoints fill it with a copy of the part
             return cls._of(args[0]._part, kwargs.get("device"))

@@ -19,6 +19,7 @@ from zeroresize.comm.collectives import group_rank, group_size
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import OwnedSegment, UnitTensor
 from zeroresize.resharding.divided_tensor import Division, Piece, even_pieces, unit_pieces
+from zeroresize.utils.torch_private import buffers_of, parameters_of, unsaved_buffers_of
 
 #: By which Colossal-AI knows a tensor that it has divided, or made longer to divide by the ranks.
 _MARKS = ("dist_layout", "shard_fn", "_padding_dim")
@@ -50,8 +51,8 @@ def divisions_of(model: nn.Module) -> dict[int, Division]:
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
     """What the module itself puts into a state dictionary, by name."""
-    buffers = {name: one for name, one in module._buffers.items() if name not in module._non_persistent_buffers_set}
-    return {name: one for name, one in (*module._parameters.items(), *buffers.items()) if one is not None}
+    buffers = {name: one for name, one in buffers_of(module).items() if name not in unsaved_buffers_of(module)}
+    return {name: one for name, one in (*parameters_of(module).items(), *buffers.items()) if one is not None}
 
 
 def _of_module(module: nn.Module) -> tuple[dict[int, Division], dict[str, Tensor]]:

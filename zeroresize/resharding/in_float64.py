@@ -13,6 +13,7 @@ from zeroresize.integrations.hidden_state import restored
 from zeroresize.kernels.probe import Probes
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.weight_checks import is_flat_parameters, is_sharded
+from zeroresize.utils.torch_private import buffers_of, hooks_of, parameters_of
 
 
 def require_plain(model: nn.Module) -> None:
@@ -41,7 +42,7 @@ def in_float64(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             if isinstance(module, BalancedLinear):
                 _let_alone(module)
-            for tensors in (module._parameters, module._buffers):
+            for tensors in (parameters_of(module), buffers_of(module)):
                 for name, one in tensors.items():
                     if one is not None:
                         tensors[name] = copies.setdefault(id(one), _copy(one))  # type: ignore[assignment]
@@ -79,6 +80,6 @@ def _let_alone(layer: Any) -> None:
     """No plan, loan, measurement or check of a balancer in a layer."""
     layer.plan = layer.loans = layer.last = layer.watch_forward = layer.watch_input = None
     layer.probes = Probes()
-    hooks = layer._forward_pre_hooks
+    hooks = hooks_of(layer, "forward_pre")
     for key in [key for key, one in hooks.items() if getattr(one, "__module__", "").startswith("zeroresize.")]:
         del hooks[key]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NoReturn
@@ -13,6 +13,7 @@ from torch import Tensor
 from zeroresize.optim.optimizers import stepped_tensors, torch_optimizer
 from zeroresize.resharding.divided_tensor import DividedTensor, Division
 from zeroresize.resharding.parameter_state import StateKind, kind_of_state
+from zeroresize.utils.torch_private import drop_step_hooks
 
 GROUPS, HAS_STATE, MASTER = "param_groups", "has_state", "master_weight"
 _OF_THE_MODEL = ("params", "param_names")
@@ -136,7 +137,7 @@ class OptimizerState:
         group = next(group for group in self._inner.param_groups if any(one is tensor for one in group["params"]))
         stepping = object.__new__(type(self._inner))
         vars(stepping).update(vars(self._inner))
-        stepping._optimizer_step_pre_hooks, stepping._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        drop_step_hooks(stepping)
         copied = torch.nn.Parameter(torch.zeros_like(tensor.data))
         copied.grad = torch.zeros_like(copied)
         stepping.state, stepping.param_groups = defaultdict(dict), [{**group, "params": [copied]}]

@@ -11,6 +11,7 @@ from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.weight_checks import is_flat_parameters, is_sharded
 from zeroresize.optim.optimizers import stepped_tensors
 from zeroresize.resharding.data_parallel import unwrap
+from zeroresize.utils.torch_private import children_of, parameters_of
 
 
 class ReplacedParts:
@@ -39,7 +40,7 @@ class ReplacedParts:
         return None if gone is None else f"{gone}: close() the Balancer and make a new one of what there is now"
 
     def _gone_layer(self) -> str | None:
-        if all(parent._modules.get(key) is child for parent, key, child in self._links):
+        if all(children_of(parent).get(key) is child for parent, key, child in self._links):
             return None
         there = set(map(id, self._model.modules()))
         for name, layer in self._layers.items():
@@ -76,7 +77,7 @@ class ReplacedParts:
 
 
 def _own_parameters(layer: Any) -> dict[str, Tensor]:
-    return {kind: parameter for kind, parameter in layer._parameters.items() if parameter is not None}
+    return {kind: parameter for kind, parameter in parameters_of(layer).items() if parameter is not None}
 
 
 def _links(model: nn.Module, layers: Mapping[str, BalancedLinear]) -> Iterator[tuple[nn.Module, str, nn.Module]]:
@@ -89,7 +90,7 @@ def _links(model: nn.Module, layers: Mapping[str, BalancedLinear]) -> Iterator[t
             continue
         parent = root
         for key in name.split(".") if name else ():
-            child = parent._modules[key]
+            child = children_of(parent)[key]
             assert child is not None
             found[id(parent), key] = parent, key, child
             parent = child

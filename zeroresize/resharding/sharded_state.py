@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 from torch import nn
 
 from zeroresize.resharding.data_parallel import unwrap
+from zeroresize.utils.torch_private import has_tensors_that_tell_their_parts
 
 OPTIMIZER = "optimizer"
 
@@ -49,7 +49,7 @@ def sharded_state_dict(model: nn.Module, optimizer: Any = None) -> dict[str, Any
             divided tensor has another shape, such as Adafactor's; for modules with extra state.
         RuntimeError: for a torch whose DCP cannot ask for parts of a tensor.
     """
-    if importlib.util.find_spec("torch.distributed._checkpointable") is None:
+    if not has_tensors_that_tell_their_parts():
         raise RuntimeError(
             "sharded_state_dict: this torch is too old, since its torch.distributed.checkpoint does not ask tensors "
             "for their parts: save with `with balancer.at_home(): ...` instead"

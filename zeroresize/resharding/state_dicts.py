@@ -18,6 +18,7 @@ from zeroresize.comm.collectives import group_size
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.optim.optimizers import torch_optimizer
+from zeroresize.utils.torch_private import buffers_of, parameters_of, register_load_hook
 
 _SAVING = (
     "which no other number of ranks, and no model that is not balanced, could load. Save with all units at home, "
@@ -35,7 +36,7 @@ def guard_modules(segments: Iterable[OwnedSegment]) -> None:
     for segment in segments:
         for owner in {id(tensor.owner): tensor.owner for tensor in segment.tensors}.values():
             owner.register_state_dict_pre_hook(_before_saving)
-            _register_load_hook(owner)
+            register_load_hook(owner, _before_loading)
 
 
 def guard_save_pretrained(model: nn.Module) -> None:
@@ -65,7 +66,7 @@ def _first_shard_in(state: Mapping[str, Any], model: nn.Module) -> str | None:
     names: set[str] = set()  # of all that is in the model
     divided: dict[str, tuple[int, int, set[int]]] = {}  # along which dimension, its size, and those of parts
     for prefix, module in model.named_modules(remove_duplicate=False):
-        own = {key: f"{prefix}.{key}".lstrip(".") for key in (*module._parameters, *module._buffers)}
+        own = {key: f"{prefix}.{key}".lstrip(".") for key in (*parameters_of(module), *buffers_of(module))}
         names.update(own.values())
         if isinstance(module, BalancedLinear):
             divided.update({own[key]: sizes for key, sizes in _sizes_of(module).items() if key in own})
@@ -125,13 +126,6 @@ def guard_optimizer(optimizer: Any, are_away: Callable[[], bool]) -> Callable[[]
             handle.remove()
 
     return remove
-
-
-def _register_load_hook(owner: Any) -> None:
-    if hasattr(owner, "register_load_state_dict_pre_hook"):
-        owner.register_load_state_dict_pre_hook(_before_loading)
-    else:  # older versions of torch
-        owner._register_load_state_dict_pre_hook(_before_loading, with_module=True)
 
 
 def _before_saving(module: Any, prefix: str, keep_vars: bool) -> None:

@@ -16,6 +16,9 @@ from typing import IO, Any, ClassVar
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
+from zeroresize.utils.torch_private import classes_of_checkpoint_index
+
+_MEMORY_FORMATS, _STORAGE_INFO = classes_of_checkpoint_index()
 _METADATA, _FILESYSTEM = metadata.__name__, filesystem.__name__
 _PLAIN = (type(None), bool, int, float, str, bytes)
 _LAYOUTS = {str(one): one for one in (torch.strided, torch.sparse_coo, torch.sparse_csr)}
@@ -156,7 +159,7 @@ def _path(kind: type[PurePath]) -> _Build:
 _BUILDERS: dict[tuple[str, str], _Build] = {
     ("torch", "Size"): _of_one(_size),
     ("torch.serialization", "_get_layout"): _of_one(_LAYOUTS.__getitem__),
-    (_METADATA, "_MEM_FORMAT_ENCODING"): _of_one(metadata._MEM_FORMAT_ENCODING),
+    (_METADATA, "_MEM_FORMAT_ENCODING"): _of_one(_MEMORY_FORMATS),
     (_METADATA, "TensorProperties"): _tensor_properties,
     **{
         (kind.__module__, kind.__name__): _of_class(kind)
@@ -167,7 +170,7 @@ _BUILDERS: dict[tuple[str, str], _Build] = {
             metadata.ChunkStorageMetadata,
             metadata.MetadataIndex,
             metadata.StorageMeta,
-            filesystem._StorageInfo,
+            _STORAGE_INFO,
         )
     },
     # Where it was written, which is only told.
@@ -198,7 +201,7 @@ def _require_sound(index: metadata.Metadata) -> None:
                 _of_type(torch.Size, chunk.sizes)
     for key, one in _of_type(dict, index.storage_data).items():
         _of_type(metadata.MetadataIndex, key)
-        _of_type(filesystem._StorageInfo, one)
+        _of_type(_STORAGE_INFO, one)
         _of_type(int, one.offset)
         _of_type(int, one.length)
         file = PurePath(_of_type(str, one.relative_path))

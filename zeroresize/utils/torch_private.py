@@ -1,40 +1,61 @@
-"""Every private name of torch that this package uses: what it is for, and what happens where a version lacks it."""
+"""Every private name of torch that this package uses: what it is for, and what happens where a version lacks it.
+
+Nothing else in the package names a private part of torch, so that a new version of torch is read against this file.
+``_parameters``, ``_buffers`` and ``_modules`` of ``torch.nn.Module`` and ``_version`` of tensors are reached here, too.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
+import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
-from torch.distributed import ProcessGroup, Store, distributed_c10d
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, Store
+from torch.nn.modules import module as nn_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim import optimizer as optim_optimizer
+from torch.utils import _python_dispatch
 
-_c10d: Any = distributed_c10d
+_c10d: Any = dist.distributed_c10d
+
+# ---------------------------------------------------------------------------------------------------- process groups
 
 
 def default_store() -> Store:
-    """Return the store of the job, ``distributed_c10d._get_default_store``, where ranks of any group can meet.
+    """Return the store of the job, where ranks of any group can meet: ``distributed_c10d._get_default_store``.
 
-    Nothing can do without it: torch has no public way to the store that ``init_process_group`` was given or has made.
+    torch has no public way to the store that ``init_process_group`` was given or has made. Where the name is missing,
+    no group of this package can be made: an AttributeError.
     """
     return _c10d._get_default_store()
 
 
 def known_groups() -> dict[ProcessGroup, str]:
-    """Return all process groups that torch knows here with their names, of ``distributed_c10d._world.pg_names``.
+    """Return all process groups that torch knows in this process, by name: ``distributed_c10d._world.pg_names``.
 
-    Without it a group that torch could only half make would stay with torch; where the name is missing there are none.
+    They tell which group ``new_group`` has left with torch when it failed. Where the name is missing there are none,
+    and such a group stays.
     """
     return dict(getattr(getattr(_c10d, "_world", None), "pg_names", {}))
 
 
 @contextmanager
 def name_of_next_group(name: str) -> Iterator[None]:
-    """Give the next group that this thread makes by ``torch.distributed.new_group`` a name, which is its prefix.
+    """Give the next group that this thread makes a name, by which its ranks find each other in the store.
 
-    ``new_group`` has no argument for it and asks ``distributed_c10d._process_group_name``, which is replaced until it
-    is called. Where it is missing, groups keep the names that torch gives them: then a group that ranks make after they
-    have made different numbers of groups ends in an error at the time limit.
+    ``torch.distributed.new_group`` has no argument for it. It asks ``distributed_c10d._process_group_name``, which is
+    replaced until it was called once. Where that is missing, torch names the group by how many groups this process
+    knows: ranks that know different ones then wait for each other until the time limit.
     """
     usual = getattr(_c10d, "_process_group_name", None)
     if usual is None:
@@ -57,3 +78,385 @@ def name_of_next_group(name: str) -> Iterator[None]:
         yield
     finally:
         restore()
+
+
+@contextmanager
+def groups_are_not_split() -> Iterator[None]:
+    """Let groups be made without splitting the job's NCCL communicator while the block lasts.
+
+    torch splits it where the job is bound to a device, ``ProcessGroup.bound_device_id``, and a split needs every rank
+    of the job. Versions without the name do not split.
+    """
+    job: Any = dist.group.WORLD
+    device = getattr(job, "bound_device_id", None)
+    if device is None:
+        yield
+        return
+    job.bound_device_id = None
+    try:
+        yield
+    finally:
+        job.bound_device_id = device
+
+
+def backend_of(process_group: ProcessGroup, device: torch.device) -> Any:
+    """Return what communicates for tensors on ``device``, such as a ProcessGroupGloo: ``ProcessGroup._get_backend``.
+
+    It tells the backend's kind and its options. Where the name is missing: an AttributeError.
+    """
+    return process_group._get_backend(device)
+
+
+def backends_of(process_group: ProcessGroup) -> list[Any]:
+    """Return the backends of all devices: ``ProcessGroup._device_types`` and :func:`backend_of`."""
+    return [backend_of(process_group, device) for device in process_group._device_types]
+
+
+def timeout_of(backend: Any) -> timedelta | None:
+    """Return the time limit that a backend was made with: ``_timeout`` of its options.
+
+    None where it does not expose it: backends other than gloo and NCCL, or another version of torch.
+    """
+    return getattr(getattr(backend, "options", None), "_timeout", None)
+
+
+def nccl_options(timeout: timedelta) -> Any:
+    """Return options for a ``ProcessGroupNCCL`` with a time limit, which has no public name: ``Options._timeout``.
+
+    Where it is missing, setting it is an AttributeError, or the backend keeps its default limit.
+    """
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return options
+
+
+#: Methods of ``ProcessGroup`` that start a collective under a private name.
+PRIVATE_COLLECTIVES = ("_allgather_base", "_reduce_scatter_base")
+
+
+def replace_ddp_broadcast(replacement_of: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace the function with which DistributedDataParallel sends buffers: ``distributed._broadcast_coalesced``.
+
+    Waits in it are watched. Where the name is missing they count as work of this rank.
+    """
+    broadcast = getattr(dist, "_broadcast_coalesced", None)
+    if broadcast is not None:
+        setattr(dist, "_broadcast_coalesced", replacement_of(broadcast))  # noqa: B010 - mypy knows no such attribute
+
+
+# ---------------------------------------------------------------------------------------------------------- backward
+
+
+def current_backward() -> int:
+    """Return a number of the backward that this thread is in, -1 outside of one: ``_C._current_graph_task_id``.
+
+    It tells a forward that is computed again from a first one, and gradients of one backward from those of the next.
+    Where the name is missing: an AttributeError.
+    """
+    return torch._C._current_graph_task_id()
+
+
+def call_at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Have autograd call ``callback`` when the current backward ends: ``Variable._execution_engine.queue_callback``.
+
+    Where the name is missing: an AttributeError.
+
+    Raises:
+        RuntimeError: outside of a backward.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def in_compiled_autograd() -> bool:
+    """Return whether compiled autograd runs the current backward: ``torch._dynamo.compiled_autograd``.
+
+    Older versions of torch tell only whether it is switched on; one without the module, or where nothing has imported
+    it, does not compile.
+    """
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    is_switched_on = getattr(compiled_autograd, "compiled_autograd_enabled", False)
+    return bool(getattr(compiled_autograd, "in_compiled_autograd_region", is_switched_on))
+
+
+# ----------------------------------------------------------------------------------------------------------- tensors
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often something was written to a tensor in place: ``Tensor._version``, known to every version."""
+    return tensor._version
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Return a number of a tensor's storage, also on the meta device, where no memory tells it: ``_cdata``.
+
+    Where the name is missing: an AttributeError.
+    """
+    storage: Any = tensor.untyped_storage()
+    return storage._cdata
+
+
+#: A ``__torch_function__`` that leaves all to ``__torch_dispatch__``. torch documents it under this private name, so
+#: that a version without it cannot import this package.
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+
+
+def make_wrapper(cls: type[Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+    """Make a tensor without memory, of a class with ``__torch_dispatch__``: ``Tensor._make_wrapper_subclass``.
+
+    Where the name is missing, ``sharded_state_dict`` is an AttributeError.
+    """
+    return torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device)
+
+
+def is_copy_to(function: Any) -> bool:
+    """Return whether a dispatched function is what ``Tensor.to`` becomes: ``ops.aten._to_copy``."""
+    return function is torch.ops.aten._to_copy.default
+
+
+def reshaped_output(y: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return ``y`` in another shape, and not as a view for autograd: ``ops.aten._unsafe_view``.
+
+    Nobody else may hold the memory of ``y``. Where the name is missing: an AttributeError.
+    """
+    return torch.ops.aten._unsafe_view(y, shape)
+
+
+def scale_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply all tensors in place by one kernel: ``torch._foreach_mul_``, as torch's own clipping does."""
+    torch._foreach_mul_(list(tensors), factor)
+
+
+def norms_of(tensors: Sequence[Tensor], p: float) -> list[Tensor]:
+    """Return the ``p``-norm of each tensor by one kernel: ``torch._foreach_norm``, as torch's own clipping does."""
+    return list(torch._foreach_norm(list(tensors), p))
+
+
+def jagged_like(x: Tensor, values: Tensor) -> Tensor:
+    """Return ``values`` as a jagged tensor with the sequences of ``x``: ``_ragged_idx``, ``_maybe_min_seqlen``, ….
+
+    The lengths are handed on where they are known: computing them would wait for the device.
+
+    Raises:
+        ValueError: for a torch before 2.5, which has no such names.
+    """
+    jagged: Any = x
+    if not hasattr(x, "_maybe_min_seqlen"):
+        raise ValueError(f"jagged inputs need torch 2.5 or newer, this is {torch.__version__}")
+    lengths = jagged._ragged_idx, jagged._maybe_min_seqlen, jagged._maybe_max_seqlen
+    return torch.nested.nested_tensor_from_jagged(values, jagged.offsets(), jagged.lengths(), *lengths)
+
+
+def is_flat_parameter(parameter: Tensor) -> bool:
+    """Return whether FSDP1 puts a part of a flat parameter in its place while it computes: ``_fsdp_flattened``.
+
+    FSDP sets the mark on a parameter under ``use_orig_params=True``. Where it sets none, such a weight is told by its
+    shape, where it has another.
+    """
+    return getattr(parameter, "_fsdp_flattened", False)
+
+
+def is_tensor_of_tensors(tensor: Tensor) -> bool:
+    """Return whether a tensor is made of others, as a DTensor: ``_python_dispatch.is_traceable_wrapper_subclass``."""
+    return _python_dispatch.is_traceable_wrapper_subclass(tensor)
+
+
+#: The base of modes that see every operator, and the type of operators. torch has no public names for them, so that a
+#: version without them cannot import this package.
+DispatchMode = _python_dispatch.TorchDispatchMode
+Operator = torch._ops.OpOverload
+
+
+def dispatch_modes() -> list[Any]:
+    """Return the modes that are entered now, the outermost first: ``_get_current_dispatch_mode_stack``."""
+    return list(_python_dispatch._get_current_dispatch_mode_stack())
+
+
+def name_of_operator(operator: Operator) -> str:
+    """Return such as ``aten::mm``: ``OpOverload._schema.name``."""
+    return operator._schema.name
+
+
+def spin_on_device(cycles: int) -> None:
+    """Keep the current stream of the current CUDA device busy for so many clock cycles: ``torch.cuda._sleep``."""
+    torch.cuda._sleep(cycles)
+
+
+def has_tensors_that_tell_their_parts() -> bool:
+    """Return whether torch.distributed.checkpoint asks tensors for their parts: ``distributed._checkpointable``.
+
+    Without the module ``sharded_state_dict`` is an error that says what to do instead.
+    """
+    return importlib.util.find_spec("torch.distributed._checkpointable") is not None
+
+
+def classes_of_checkpoint_index() -> tuple[Any, Any]:
+    """Return what an index of torch.distributed.checkpoint names under private names, to read one.
+
+    They are the enumeration of memory formats, ``metadata._MEM_FORMAT_ENCODING``, and where a piece lies in a file,
+    ``filesystem._StorageInfo``. Where a name is missing, the reader of such an index cannot be imported.
+    """
+    from torch.distributed.checkpoint import filesystem, metadata  # not at every import of this package
+
+    return metadata._MEM_FORMAT_ENCODING, filesystem._StorageInfo
+
+
+# ----------------------------------------------------------------------------------------------------------- modules
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return a module's own dictionary of parameters, to be read and written: ``Module._parameters``."""
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return a module's own dictionary of buffers, to be read and written: ``Module._buffers``."""
+    return module._buffers
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return a module's own dictionary of modules, to be read and written: ``Module._modules``."""
+    return module._modules
+
+
+def unsaved_buffers_of(module: nn.Module) -> set[str]:
+    """Return the names of buffers that state dictionaries leave out: ``Module._non_persistent_buffers_set``."""
+    return module._non_persistent_buffers_set
+
+
+def hooks_of(module: nn.Module, kind: str) -> dict[int, Any]:
+    """Return a module's own dictionary of hooks of a kind: ``Module._forward_hooks`` and the like.
+
+    Args:
+        kind: "forward", "forward_pre", "backward" or "backward_pre".
+    """
+    hooks: dict[int, Any] = getattr(module, f"_{kind}_hooks")
+    return hooks
+
+
+def set_hooks(module: nn.Module, kind: str, hooks: dict[int, Any]) -> None:
+    """Give a module another dictionary of hooks of a kind; see :func:`hooks_of`."""
+    setattr(module, f"_{kind}_hooks", hooks)
+
+
+def hooks_of_all_modules(kind: str) -> Mapping[int, Any]:
+    """Return the hooks of a kind on every module: ``nn.modules.module._global_forward_hooks`` and the like.
+
+    Where the name is missing there are none: then they are not noticed.
+    """
+    hooks: Mapping[int, Any] = getattr(nn_module, f"_global_{kind}_hooks", {})
+    return hooks
+
+
+def hooks_of_parameter(parameter: Tensor | None, kind: str) -> Mapping[int, Any]:
+    """Return the hooks of a kind on a tensor: ``Tensor._backward_hooks`` and the like.
+
+    Where the name is missing there are none: then they are not noticed.
+
+    Args:
+        kind: "backward" or "post_accumulate_grad".
+    """
+    return getattr(parameter, f"_{kind}_hooks", None) or {}
+
+
+def register_load_hook(module: nn.Module, hook: Callable[..., None]) -> None:
+    """Call ``hook`` with the module and what it is given before it loads a state dictionary.
+
+    torch before 2.5 has only the private name, ``Module._register_load_state_dict_pre_hook``.
+    """
+    if hasattr(module, "register_load_state_dict_pre_hook"):
+        module.register_load_state_dict_pre_hook(hook)
+    else:
+        module._register_load_state_dict_pre_hook(hook, with_module=True)
+
+
+#: What ``torch.fx`` stores in a module that it traces begins so.
+PREFIXES_OF_TRACING = ("_tensor_constant", "_torchbind_obj")
+
+
+# -------------------------------------------------------------------------------------------------------- optimizers
+
+
+def step_hooks(optimizer: Optimizer, kind: str) -> list[Any]:
+    """Return the hooks around an optimizer's steps, those of all optimizers first: ``_optimizer_step_pre_hooks``, ….
+
+    Where the names are missing there are none: then they are not noticed.
+
+    Args:
+        kind: "pre" or "post".
+    """
+    of_all: Mapping[int, Any] = getattr(optim_optimizer, f"_global_optimizer_{kind}_hooks", {})
+    return [*of_all.values(), *getattr(optimizer, f"_optimizer_step_{kind}_hooks", {}).values()]
+
+
+def drop_step_hooks(optimizer: Optimizer) -> None:
+    """Give an optimizer empty dictionaries of hooks around its steps; see :func:`step_hooks`."""
+    for kind in ("pre", "post"):
+        setattr(optimizer, f"_optimizer_step_{kind}_hooks", OrderedDict())
+
+
+def is_initialized(optimizer: Optimizer) -> bool:
+    """Return whether ``Optimizer.__init__`` has run, which sets ``_optimizer_step_pre_hooks``; wrappers skip it."""
+    return "_optimizer_step_pre_hooks" in vars(optimizer)
+
+
+def is_private_of_optimizer(name: str) -> bool:
+    """Return whether an attribute of an optimizer is one of ``Optimizer`` itself: ``_optimizer_…``."""
+    return name.startswith("_optimizer_")
+
+
+# ------------------------------------------------------------------------------------------- DistributedDataParallel
+
+_DDP_BUILDERS = ("_build_params_for_reducer", "_build_debug_param_to_name_mapping", "_ddp_init_helper")
+_DDP_ARGUMENTS = ("parameters", "expect_sparse_gradient", "param_to_name_mapping", "static_graph")
+
+
+def running_ddp() -> DistributedDataParallel | None:
+    """Return the wrapper whose forward is under way: ``DistributedDataParallel._active_ddp_module``.
+
+    None where the name is missing: then layers inside of it are checked only where the wrapper is given.
+    """
+    return getattr(DistributedDataParallel, "_active_ddp_module", None)
+
+
+def why_ddp_cannot_be_rebuilt(wrapper: DistributedDataParallel) -> str | None:
+    """Return why :func:`rebuild_ddp` is not possible; None if it is.
+
+    A version of torch that builds reducers by other methods, or with other arguments, is a reason.
+    """
+    private: Any = wrapper
+    if getattr(private, "mixed_precision", None) is not None:
+        return "it was made with mixed_precision"
+    if getattr(private, "_delay_all_reduce_all_params", False):
+        return "it reduces all gradients at once (delay_all_reduce_named_params)"
+    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in private.module.parameters()):
+        return "its optimizer steps in backward"
+    is_known = all(callable(getattr(private, name, None)) for name in _DDP_BUILDERS)
+    if not is_known or tuple(inspect.signature(private._ddp_init_helper).parameters) != _DDP_ARGUMENTS:
+        return "this version of torch builds reducers differently"
+    hook = private._get_ddp_logging_data().get("comm_hook", "")
+    if hook and not private._comm_hooks:
+        return f"it has the built-in communication hook {hook}"
+    return None
+
+
+def drop_reducer_of_ddp(wrapper: DistributedDataParallel) -> None:
+    """Take the reducer's hooks off the parameters, and drop it: ``Reducer._remove_autograd_hooks``."""
+    private: Any = wrapper
+    private.reducer._remove_autograd_hooks()
+    private.reducer = private.logger = None
+
+
+def rebuild_ddp(wrapper: DistributedDataParallel) -> None:
+    """Build a reducer for the parameters as they are, as the wrapper's constructor does: ``_ddp_init_helper``, …."""
+    private: Any = wrapper
+    parameters, expects_sparse = private._build_params_for_reducer()
+    names = private._build_debug_param_to_name_mapping(parameters)
+    private._ddp_init_helper(parameters, expects_sparse, names, private.static_graph)
+    private._has_rebuilt_buckets = False
+    hooks, private._comm_hooks = private._comm_hooks, []
+    for hook, state in hooks:
+        private.register_comm_hook(state, hook)
+    if private.static_graph:
+        private._static_graph_delay_allreduce_enqueued = False
+        private.reducer._set_static_graph()
+        private.logger._set_static_graph()

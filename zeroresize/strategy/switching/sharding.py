@@ -18,6 +18,7 @@ from zeroresize.layers.linear import ColumnParallelLinear, RowParallelLinear
 from zeroresize.layers.segment import Segment
 from zeroresize.pipeline.stage_layers import require_plain
 from zeroresize.plan.layout import TensorSpec, UnitDivision
+from zeroresize.utils.torch_private import parameters_of, unsaved_buffers_of
 
 #: ``segments(number, layer)`` tells which linear layers of a layer are divided, and by which units.
 SegmentsOf = Callable[[int, nn.Module], Iterable[Segment]]
@@ -253,7 +254,7 @@ def _require_own_parameters(layers: Sequence[nn.Module]) -> None:
 def _require_no_state_in_buffers(number: int, layer: nn.Module) -> None:
     for path, module in layer.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if buffer is not None and name not in module._non_persistent_buffers_set:
+            if buffer is not None and name not in unsaved_buffers_of(module):
                 raise ValueError(
                     f"layers.{number}.{path + '.' if path else ''}{name} is a buffer that state dictionaries hold, and "
                     "what it comes to hold would be lost in a switch: allowed are constant ones, "
@@ -302,6 +303,6 @@ def _shard_linear(
 def _replace_parameter(layer: nn.Module, old: Tensor, new: nn.Parameter) -> None:
     """Wherever the layer has it."""
     for module in layer.modules():
-        for name, one in module._parameters.items():
+        for name, one in parameters_of(module).items():
             if one is old:
-                module._parameters[name] = new
+                parameters_of(module)[name] = new

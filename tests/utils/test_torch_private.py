@@ -1,0 +1,356 @@
+"""Each private name of torch is there and does what it is used for: what fails here is what a new torch has changed."""
+
+import ast
+import sys
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import optimizer as optim_optimizer
+
+from zeroresize.utils import torch_private
+
+PACKAGE = Path(torch_private.__file__).parents[1]
+#: Private names of Python's own library that are used.
+OF_PYTHON = {"_getframe", "_make"}
+#: Of transformers and Colossal-AI.
+OF_HOSTS = {"_attn_implementation", "_origin_length"}
+
+
+def names_defined(tree):
+    """Functions, classes, variables, parameters and attributes that a file itself makes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            yield node.attr
+
+
+def test_nothing_else_in_the_package_names_a_private_part_of_torch():
+    trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    known = (OF_PYTHON | OF_HOSTS).union(*map(names_defined, trees.values()))
+    found = []
+    for path, tree in trees.items():
+        if path.name == "torch_private.py":
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute):
+                is_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+                names = [] if is_self or node.attr in known else [node.attr]
+            elif isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "torch":
+                names = [*str(node.module).split("."), *(one.name for one in node.names)]
+            elif isinstance(node, ast.Import):
+                names = [part for one in node.names if one.name.startswith("torch") for part in one.name.split(".")]
+            else:
+                continue
+            found += [f"{path}:{node.lineno} {one}" for one in names if one.startswith("_") and not one.endswith("__")]
+    assert not found, "\n".join(found)
+
+
+def test_the_jobs_store_and_groups_are_known(run_ranks):
+    def check(rank, group):
+        torch_private.default_store().set("key", "value")
+        assert torch_private.default_store().get("key") == b"value"
+        assert torch_private.known_groups() == {group: group.group_name}
+        with torch_private.groups_are_not_split():
+            further = dist.new_group([0])
+        assert torch_private.known_groups() == {group: group.group_name, further: further.group_name}
+        assert hasattr(group, "bound_device_id")
+
+    run_ranks(check, 1)
+
+
+def test_a_group_gets_the_name_that_it_is_given_and_no_other_group_does(run_ranks):
+    def check(rank, group):
+        def make():
+            return dist.new_group([0], use_local_synchronization=True)
+
+        by_others = []
+        with torch_private.name_of_next_group("given"):
+            thread = threading.Thread(target=lambda: by_others.append(make().group_name))
+            thread.start()
+            thread.join()
+            own = [make().group_name, make().group_name]
+        assert own[0] == "given"
+        assert "given" not in (*by_others, own[1], make().group_name)
+        with pytest.raises(ZeroDivisionError), torch_private.name_of_next_group("never"):
+            raise ZeroDivisionError
+        assert make().group_name != "never"
+
+    run_ranks(check, 1)
+
+
+def test_backends_tell_their_kind_and_time_limit(run_ranks):
+    def check(rank, group):
+        limited = dist.new_group([0], timeout=timedelta(seconds=7))
+        (backend, *_) = torch_private.backends_of(limited)
+        assert torch_private.backend_of(limited, torch.device("cpu")).name() == backend.name() == "gloo"
+        assert torch_private.timeout_of(backend) == timedelta(seconds=7)
+        assert torch_private.timeout_of(object()) is None
+
+    run_ranks(check, 1)
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="needs a torch with NCCL")
+def test_options_of_nccl_take_a_time_limit():
+    assert torch_private.nccl_options(timedelta(seconds=7))._timeout == timedelta(seconds=7)
+
+
+def test_collectives_with_private_names_are_there(monkeypatch):
+    assert all(callable(getattr(dist.ProcessGroup, name)) for name in torch_private.PRIVATE_COLLECTIVES)
+    broadcast = dist._broadcast_coalesced
+    monkeypatch.setattr(dist, "_broadcast_coalesced", broadcast)
+    torch_private.replace_ddp_broadcast(lambda function: (function, "replaced"))
+    assert dist._broadcast_coalesced == (broadcast, "replaced")
+
+
+def test_a_backward_has_a_number_and_an_end():
+    events = []
+
+    def arrived(gradient):
+        events.append(torch_private.current_backward())
+        if len(events) == 1:
+            torch_private.call_at_end_of_backward(lambda: events.append("end"))
+
+    x = torch.ones(1, requires_grad=True)
+    assert torch_private.current_backward() == -1
+    for _ in range(2):
+        y = x * 2
+        y.register_hook(arrived)
+        (y * 3).backward()
+    first, end, second = events
+    assert end == "end" and -1 not in (first, second) and first != second
+
+
+def test_compiled_autograd_is_known(monkeypatch):
+    from torch._dynamo import compiled_autograd
+
+    assert not torch_private.in_compiled_autograd()
+    name = "in_compiled_autograd_region"
+    if not hasattr(compiled_autograd, name):
+        name = "compiled_autograd_enabled"
+    assert not getattr(compiled_autograd, name)
+    monkeypatch.setattr(compiled_autograd, name, True)
+    assert torch_private.in_compiled_autograd()
+    monkeypatch.delitem(sys.modules, "torch._dynamo.compiled_autograd")
+    assert not torch_private.in_compiled_autograd()
+
+
+def test_tensors_tell_what_was_written_and_where():
+    x = torch.ones(2, 3)
+    before = torch_private.version_of(x)
+    x.add_(1.0)
+    assert torch_private.version_of(x) == before + 1
+    on_meta = torch.empty(4, device="meta")
+    assert torch_private.storage_id(on_meta) == torch_private.storage_id(on_meta[1:])
+    assert torch_private.storage_id(on_meta) != torch_private.storage_id(torch.empty(4, device="meta"))
+
+
+def test_a_reshaped_output_may_be_written_in_place():
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return torch_private.reshaped_output(2 * x.flatten(), x.shape)
+
+        @staticmethod
+        def backward(ctx, dy):
+            return 2 * dy
+
+    x = torch.ones(2, 3, requires_grad=True)
+    Doubled.apply(x).add_(1.0).sum().backward()
+    assert torch.equal(x.grad, torch.full((2, 3), 2.0))
+
+
+def test_operators_are_seen_by_name():
+    class Mode(torch_private.DispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            assert isinstance(func, torch_private.Operator)
+            seen.append((torch_private.name_of_operator(func), torch_private.is_copy_to(func)))
+            return func(*args, **(kwargs or {}))
+
+    seen = []
+    with Mode() as mode:
+        torch.ones(2, 2).to(torch.float64)
+        with Mode() as inner:
+            assert torch_private.dispatch_modes() == [mode, inner]
+    assert ("aten::_to_copy", True) in seen and ("aten::ones", False) in seen
+
+
+def test_a_tensor_of_no_memory_can_be_made():
+    class Described(torch.Tensor):
+        __torch_function__ = torch_private.no_torch_function
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return args[0]
+
+    seen = []
+    made = torch_private.make_wrapper(Described, [2, 3], torch.float16, torch.device("cpu"))
+    assert type(made) is Described and made.shape == (2, 3) and made.dtype is torch.float16
+    made.clone()
+    assert seen == [torch.ops.aten.clone.default]
+
+
+def test_gradients_are_scaled_and_measured_together():
+    tensors = [torch.tensor([3.0, 4.0]), torch.tensor([[1.0]])]
+    assert torch.equal(torch.stack(torch_private.norms_of(tensors, 2.0)), torch.tensor([5.0, 1.0]))
+    torch_private.scale_all(tensors, torch.tensor(0.5))
+    assert tensors[0].tolist() == [1.5, 2.0] and tensors[1].tolist() == [[0.5]]
+
+
+def test_jagged_tensors_keep_their_sequences():
+    x = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)
+    other = torch_private.jagged_like(x, 2.0 * x.values())
+    assert torch.equal(other.offsets(), x.offsets()) and (x + other).values().unique().tolist() == [3.0]
+    with pytest.raises(ValueError, match=r"jagged inputs need torch 2\.5"):
+        torch_private.jagged_like(torch.ones(2), torch.ones(2))
+
+
+def test_fsdps_marks_are_found(run_ranks):
+    def check(rank, group):
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        linear = nn.Linear(3, 4)
+        assert not torch_private.is_flat_parameter(linear.weight)
+        wrapped = FullyShardedDataParallel(linear, use_orig_params=True, device_id=torch.device("cpu"))
+        assert all(map(torch_private.is_flat_parameter, wrapped.parameters()))
+
+    run_ranks(check, 1)
+
+
+def test_tensors_of_tensors_are_told_from_others():
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    assert torch_private.is_tensor_of_tensors(TwoTensor(torch.ones(2), torch.ones(2)))
+    assert not torch_private.is_tensor_of_tensors(nn.Parameter(torch.ones(2)))
+
+
+@pytest.mark.gpu
+def test_a_device_spins():
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    torch_private.spin_on_device(100_000_000)
+    end.record()
+    end.synchronize()
+    assert begin.elapsed_time(end) > 10.0
+
+
+def test_checkpoints_ask_tensors_for_their_parts():
+    assert torch_private.has_tensors_that_tell_their_parts()
+
+
+def test_the_dictionaries_of_a_module_are_those_that_it_uses():
+    module = nn.Module()
+    torch_private.parameters_of(module)["weight"] = nn.Parameter(torch.ones(2))
+    torch_private.buffers_of(module)["mean"] = torch.zeros(2)
+    torch_private.children_of(module)["inner"] = nn.Identity()
+    module.register_buffer("scratch", torch.zeros(1), persistent=False)
+    assert torch.equal(module.weight, torch.ones(2)) and isinstance(module.inner, nn.Identity)
+    assert list(module.state_dict()) == ["weight", "mean"]
+    assert torch_private.unsaved_buffers_of(module) == {"scratch"}
+
+
+def test_the_classes_of_a_checkpoints_index_are_known():
+    formats, storage_info = torch_private.classes_of_checkpoint_index()
+    assert [one.name for one in formats] and storage_info("file", 3, 5).offset == 3
+
+
+def test_a_load_hook_is_called_with_its_module():
+    module, seen = nn.Linear(2, 2), []
+    torch_private.register_load_hook(module, lambda *arguments: seen.append(arguments[:2]))
+    state = module.state_dict()
+    module.load_state_dict(state)
+    ((owner, given),) = seen
+    assert owner is module and given.keys() == state.keys()
+
+
+def nothing(*_):
+    """A hook."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "register"),
+    [
+        ("forward", "register_forward_hook"),
+        ("forward_pre", "register_forward_pre_hook"),
+        ("backward", "register_full_backward_hook"),
+        ("backward_pre", "register_full_backward_pre_hook"),
+    ],
+)
+def test_hooks_of_modules_are_found(kind, register):
+    module = nn.Linear(2, 2)
+    getattr(module, register)(nothing)
+    assert list(torch_private.hooks_of(module, kind).values()) == [nothing]
+    torch_private.set_hooks(module, kind, {})
+    assert not torch_private.hooks_of(module, kind)
+    handle = getattr(nn.modules.module, register.replace("register_", "register_module_"))(nothing)
+    assert list(torch_private.hooks_of_all_modules(kind).values()) == [nothing]
+    handle.remove()
+    assert not torch_private.hooks_of_all_modules(kind)
+
+
+def test_hooks_of_parameters_are_found():
+    parameter = nn.Parameter(torch.ones(1))
+    kinds = {"backward": parameter.register_hook, "post_accumulate_grad": parameter.register_post_accumulate_grad_hook}
+    for kind, register in kinds.items():
+        assert not torch_private.hooks_of_parameter(parameter, kind)
+        register(nothing)
+        assert list(torch_private.hooks_of_parameter(parameter, kind).values()) == [nothing]
+    assert not torch_private.hooks_of_parameter(None, "backward")
+
+
+def test_what_tracing_stores_in_a_module_is_known():
+    tracer = torch.fx.Tracer()
+    tracer.root, tracer.graph, tracer.tensor_attrs = nn.Module(), torch.fx.Graph(), {}
+    assert str(tracer.create_arg(torch.ones(1)).target).startswith(torch_private.PREFIXES_OF_TRACING)
+
+
+@pytest.mark.parametrize("kind", ["pre", "post"])
+def test_hooks_of_optimizers_are_found(kind):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    assert torch_private.step_hooks(optimizer, kind) == []
+    getattr(optimizer, f"register_step_{kind}_hook")(nothing)
+    handle = getattr(optim_optimizer, f"register_optimizer_step_{kind}_hook")(print)
+    assert torch_private.step_hooks(optimizer, kind) == [print, nothing]
+    torch_private.drop_step_hooks(optimizer)
+    assert torch_private.step_hooks(optimizer, kind) == [print]
+    handle.remove()
+    assert torch_private.step_hooks(optimizer, kind) == []
+
+
+def test_optimizers_that_only_wrap_are_told_by_their_attributes():
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    assert torch_private.is_initialized(optimizer) and not torch_private.is_initialized(Wrapper(optimizer))
+    private = {name for name in vars(optimizer) if torch_private.is_private_of_optimizer(name)}
+    assert any("step_pre_hooks" in name for name in private) and any("state_dict" in name for name in private)
+
+
+def test_the_reducer_of_ddp_is_built_anew_for_parameters_of_another_shape(run_ranks):
+    def check(rank, group):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Linear(3, 4))
+        seen = []
+        model.module.register_forward_hook(lambda *_: seen.append(torch_private.running_ddp()))
+        model(torch.ones(1, 3)).sum().backward()
+        assert seen == [model] and torch_private.running_ddp() is None
+        assert torch_private.why_ddp_cannot_be_rebuilt(model) is None
+        torch_private.drop_reducer_of_ddp(model)
+        for parameter in model.parameters():
+            parameter.data, parameter.grad = parameter.data[:2].clone(), None
+        torch_private.rebuild_ddp(model)
+        (model(torch.ones(1, 3)).sum() * (rank + 1.0)).backward()
+        return model.module.weight.grad.tolist()
+
+    assert run_ranks(check, 2) == [[[1.5] * 3] * 2] * 2
