@@ -16,7 +16,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from lm_examples.build import build_layers, first_boundaries
 from lm_examples.cases.dynamic_case import DynamicCase
-from lm_examples.checkpoint import SavedState, Unwritten, load_layers
+from lm_examples.checkpoint import SavedState, Unwritten
 from lm_examples.config import RunConfig
 from lm_examples.config_file import config_to_dict
 from lm_examples.data import Batches, Text, batches_of
@@ -24,6 +24,7 @@ from lm_examples.pace import Pace
 from lm_examples.recorder import Recorder
 from lm_examples.run_folder import begin_run
 from vit_examples.all_ranks import do_nothing, of_all_ranks, on_all_ranks
+from vit_examples.checkpoint_files import load_checkpoint
 from vit_examples.recorder import StepClock
 from zeroresize.pipeline import Pipeline, PipelineBalancer, ProfileRecord, RebalancingRecord
 
@@ -102,7 +103,7 @@ def prepare(config: RunConfig, text: Text, process_group: ProcessGroup, *, resum
         saved = begun.state
         run = _build(config, text, process_group, saved)
         if begun.checkpoint is not None and saved is not None:
-            load_layers(begun.checkpoint, run.pipeline, run.optimizer)
+            load_checkpoint(begun.checkpoint, run.pipeline, run.optimizer)
             on_all_ranks(ValueError, lambda: _go_on(run, saved), process_group)
 
         def record() -> None:

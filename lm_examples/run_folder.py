@@ -11,8 +11,8 @@ from typing import Any, Generic, TypeVar
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from lm_examples.checkpoint_files import SavedState, newest_checkpoint, read_saved_state, step_of
 from vit_examples.all_ranks import do_nothing, on_all_ranks, require_same
+from vit_examples.checkpoint_files import SavedState, newest_checkpoint, read_saved_state, step_of
 from vit_examples.run_folder import checkpoint_folder, claimed_here
 
 _State = TypeVar("_State", bound=SavedState)

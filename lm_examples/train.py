@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from lm_examples.checkpoint import save_checkpoint
 from lm_examples.config import RunConfig
 from lm_examples.config_file import argument_parser, config_from_arguments
 from lm_examples.data import load_text
@@ -35,6 +34,7 @@ from lm_examples.run import Run, prepare
 from lm_examples.run_folder import how_to_go_on
 from vit_examples.all_ranks import leave_together, of_all_ranks
 from vit_examples.build_host import require_torchrun
+from vit_examples.checkpoint_files import save_checkpoint
 from vit_examples.program import run_program
 from vit_examples.recorder import num_settling
 from vit_examples.run_folder import checkpoint_folder

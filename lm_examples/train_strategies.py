@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from lm_examples.documents import load_documents
 from lm_examples.run_folder import how_to_go_on
-from lm_examples.switching.checkpoint import SavedState, save_model
+from lm_examples.switching.checkpoint import SavedState
 from lm_examples.switching.config import RunConfig
 from lm_examples.switching.config_file import argument_parser, config_from_arguments
 from lm_examples.switching.dry_run import dry_run
@@ -34,6 +34,7 @@ from lm_examples.switching.run import Run, layout_of, prepare
 from lm_examples.switching.step_numbers import StepSums
 from vit_examples.all_ranks import leave_together
 from vit_examples.build_host import require_torchrun
+from vit_examples.checkpoint_files import save_checkpoint
 from vit_examples.program import run_program
 from vit_examples.run_folder import checkpoint_folder
 
@@ -55,7 +56,7 @@ def train(run: Run) -> dict[str, Any]:
                 report(run, is_validated=bool(is_validated))
             if output.save_every and run.step % output.save_every == 0:
                 state = SavedState(run.step, layout_of(run.config), run.unwritten.to_dict())
-                save_model(checkpoint_folder(run.config), state, run.model, run.optimizer, keep=output.keep)
+                save_checkpoint(checkpoint_folder(run.config), state, run.model, run.optimizer, keep=output.keep)
         summary = summary_of(run)
         if run.recorder is not None:
             run.recorder.close(summary, summary_table(run.recorder.title, summary))

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from lm_examples.documents import Documents, MiniBatches
 from lm_examples.llama import llama_layers, token_loss
 from lm_examples.run_folder import begin_run
-from lm_examples.switching.checkpoint import SavedState, load_model
+from lm_examples.switching.checkpoint import SavedState
 from lm_examples.switching.config import RunConfig
 from lm_examples.switching.config_file import config_to_dict
 from lm_examples.switching.dry_run import needs_of, require_memory
@@ -23,6 +23,7 @@ from lm_examples.switching.recorder import Recorder
 from lm_examples.switching.search import Choice, chosen
 from lm_examples.switching.step_numbers import StepSums
 from vit_examples.all_ranks import do_nothing, on_all_ranks
+from vit_examples.checkpoint_files import load_checkpoint
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.trainer import StrategyTrainer
 
@@ -79,7 +80,7 @@ def prepare(config: RunConfig, documents: Documents, process_group: ProcessGroup
     with begun.held as held:
         run = _build(config, documents, process_group)
         if begun.checkpoint is not None and begun.state is not None:
-            load_model(begun.checkpoint, run.model, run.optimizer)
+            load_checkpoint(begun.checkpoint, run.model, run.optimizer)
             run.step = run.trainer.num_steps = begun.state.step
             run.unwritten = StepSums.from_dict(begun.state.unwritten)
 

@@ -6,12 +6,12 @@ import json
 import pytest
 from helpers.language_models import NUM_STEPS, config_of, keep_time, losses_of, text_of, trained, undivided
 
-from lm_examples import checkpoint_files as checkpoints
 from lm_examples import pace
 from lm_examples.build import build_layers, num_parameters
 from lm_examples.cases.dynamic_case import DynamicCase
 from lm_examples.run import prepare
 from lm_examples.train import train
+from vit_examples import checkpoint_files as checkpoints
 from vit_examples import recorder
 from zeroresize.pipeline import LayerProfiler
 from zeroresize.utils.json_lines import read_json_lines

@@ -5,10 +5,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
+import zeroresize as zr
 from lm_examples.llama import LlamaConfig, llama_layers
 from zeroresize.plan.strategy import Strategy
 from zeroresize.strategy.model import SwitchableModel
-from zeroresize.strategy.strategy_state import strategy_state
 
 WHOLE = Strategy()
 CONFIG = LlamaConfig(num_blocks=2, hidden_size=8, num_heads=4, mlp_size=8)
@@ -38,13 +38,13 @@ def save(folder, home, group):
     for parameter in model.parameters():
         own = parameter.detach()
         optimizer.state[parameter] = {"step": torch.tensor(3.0), "exp_avg": 2 * own, "exp_avg_sq": own * own}
-    dcp.save(strategy_state(model, optimizer), checkpoint_id=folder, process_group=group)
+    dcp.save(zr.sharded_state_dict(model, optimizer), checkpoint_id=folder, process_group=group)
 
 
 def load(folder, home, group):
     """The whole weights, on rank 0, as the checkpoint gave them; what else it gave is checked here."""
     model, optimizer = built(home, group, seed=2)
-    dcp.load(strategy_state(model, optimizer), checkpoint_id=folder, process_group=group)
+    dcp.load(zr.sharded_state_dict(model, optimizer), checkpoint_id=folder, process_group=group)
     for parameter in model.parameters():
         state, own = optimizer.state[parameter], parameter.detach()
         assert torch.equal(state["exp_avg"], 2 * own) and torch.equal(state["exp_avg_sq"], own * own)
@@ -93,11 +93,11 @@ def test_what_one_home_wrote_any_other_one_reads_on_other_ranks(run_ranks, tmp_p
 def test_it_is_refused_within_a_step_and_a_new_optimizer_has_no_state(run_ranks, tmp_path):
     def check(rank, group):
         model, optimizer = built(Strategy(1, 2, 1), group, seed=1)
-        dcp.save(strategy_state(model, optimizer), checkpoint_id=tmp_path / "new", process_group=group)
-        dcp.load(strategy_state(model, optimizer), checkpoint_id=tmp_path / "new", process_group=group)
+        dcp.save(zr.sharded_state_dict(model, optimizer), checkpoint_id=tmp_path / "new", process_group=group)
+        dcp.load(zr.sharded_state_dict(model, optimizer), checkpoint_id=tmp_path / "new", process_group=group)
         assert not optimizer.state
         model.switch_to(WHOLE)
         with pytest.raises(RuntimeError, match=r"strategy \(1, 1, 1\) is in force"):
-            strategy_state(model, optimizer)
+            zr.sharded_state_dict(model, optimizer)
 
     run_ranks(check, 2)

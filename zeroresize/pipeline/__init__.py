@@ -6,7 +6,7 @@
 - :func:`moving_during_backward` does it while the stages compute.
 - :class:`PipelineBalancer` measures and moves while training goes on, where it pays.
 - :func:`repack` leaves the pipeline fewer stages and releases the other ranks.
-- :func:`pipeline_state` and :func:`load_pipeline` checkpoint a pipeline, for any number of stages.
+- ``zr.sharded_state_dict(pipeline, optimizer)`` is a checkpoint, for any number of stages.
 - :func:`clip_grad_norm_` clips by the norm of all stages' gradients.
 - :func:`plan_pipeline` tells without a job what to expect, of layers that were profiled or are on the meta device.
 
@@ -41,12 +41,13 @@ Stage ``s`` has the layers from ``boundaries[s]`` up to ``boundaries[s + 1]``. A
     dist.destroy_process_group()
 """
 
+# zr.sharded_state_dict knows pipelines by it.
+import zeroresize.pipeline.pipeline_state  # noqa: F401
 from zeroresize.pipeline.gradients import clip_grad_norm_
 from zeroresize.pipeline.moving import LayerMoveReport, move_layers
 from zeroresize.pipeline.moving_early import MoveDuringBackward, moving_during_backward
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.pipeline.pipeline_balancer import PipelineBalancer
-from zeroresize.pipeline.pipeline_state import load_pipeline, pipeline_state
 from zeroresize.pipeline.planning import PipelinePlan, plan_pipeline, profiles_on_meta
 from zeroresize.pipeline.profiling import LayerProfiler
 from zeroresize.pipeline.records import ProfileRecord, RebalancingRecord
@@ -73,10 +74,8 @@ __all__ = [
     "Repack",
     "RepackingReport",
     "clip_grad_norm_",
-    "load_pipeline",
     "move_layers",
     "moving_during_backward",
-    "pipeline_state",
     "plan_pipeline",
     "profiles_on_meta",
     "repack",

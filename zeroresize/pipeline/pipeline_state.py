@@ -7,7 +7,10 @@ A file names everything as the whole model does, so it knows no stages:
 - ``pipeline.layers.7.…`` is what only a pipeline reads: a note of the layer's tensors with their shapes, so a layer
   whose parameters have changed shape since it was built (as by pruning) is read as it was written; buffers that are not
   persistent, and extra state;
-- ``pipeline.settings`` are the optimizer's groups and what a balancer has learned.
+- ``pipeline.settings`` are the optimizer's groups, and how many layers there are.
+
+As when a layer moves, parameters come with whether they require gradients, and in the shapes and dtypes in which they
+were written; modules and their modes stay as they are where they are read.
 """
 
 from __future__ import annotations
@@ -17,12 +20,18 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from zeroresize.pipeline.layer_contents import (
     BUFFER,
@@ -36,103 +45,163 @@ from zeroresize.pipeline.layer_contents import (
     require_fitting,
 )
 from zeroresize.pipeline.pipeline import Pipeline
-from zeroresize.pipeline.pipeline_balancer import PipelineBalancer
-from zeroresize.resharding.agreement import meet_prepared
 from zeroresize.resharding.movable_optimizer import groups_of, require_movable_state, settings_of
 from zeroresize.resharding.parameter_state import GRADIENT, PARAMETER, STATE
-from zeroresize.utils.checkpoint_reader import CheckpointReader
+from zeroresize.resharding.sharded_state import state_of
+from zeroresize.utils.checkpoint_reader import TOLD, CheckpointReader
 
-_SETTINGS = "pipeline.settings"
+_SETTINGS = TOLD
+#: DCP loads them in the order of their names: the last one when the others are done.
+_SECTIONS = ("layers", "optimizer", "pipeline")
 
 
-def pipeline_state(
-    pipeline: Pipeline, optimizer: torch.optim.Optimizer | None = None, *, balancer: PipelineBalancer | None = None
-) -> dict[str, Tensor]:
-    """What this rank writes of a pipeline between two steps; not collective, and without copies::
+@state_of.register
+def _(pipeline: Pipeline, optimizer: Any) -> dict[str, Any]:
+    """Return what this rank writes of a pipeline between two steps, and reads into it; see the module.
 
-        dcp.save(pipeline_state(pipeline, optimizer), checkpoint_id=folder, process_group=pipeline.process_group)
-
-    The group must be given: after a re-packing the job's default one has members that are gone. Gradients are not
-    written.
-
-    Raises:
-        ValueError: for an optimizer that is a wrapper or ZeRO, or whose state is of other kinds than tensors, numbers
-            and texts.
-        RuntimeError: on a rank that was released.
+    Which tensors a layer has in a file, and in which shapes, its note says. So a pipeline reads by itself, once DCP has
+    planned to read its settings (:class:`~zeroresize.utils.checkpoint_reader.ReadsItself`); what it has read is
+    installed when all ranks have read.
     """
-    pipeline.meet()
-    inner, groups = require_movable_state(optimizer), groups_of(optimizer)
-    names = {id(one): name for name, one in pipeline.named_parameters()}
-    members = [[names.get(id(one)) for one in group["params"]] for group in (inner.param_groups if inner else ())]
-    settings = {
-        "num_layers": len(pipeline.layers),
-        "groups": settings_of(inner),
-        "members": members,
-        "balancer": None if balancer is None else balancer.state_dict(),
-    }
-    found = {_SETTINGS: _as_bytes(json.dumps(settings))}
-    for number in pipeline.present:
-        layer = pipeline.layers[number]
-        note, tensors = describe(number, layer, pipeline.tensors[number], inner, groups)
-        persistent = layer.state_dict(keep_vars=True)
-        kept = [
-            (_for_any_device(one), tensor)
-            for one, tensor in zip(note.tensors, tensors, strict=True)
-            if one.what != GRADIENT
-        ]
-        note = replace(note, tensors=tuple(one for one, _ in kept))
-        found[_note_of(number)] = _as_bytes(notes_to_json([note]))
-        found |= {_key(number, one, one.name in persistent): tensor for one, tensor in kept}
-        # Tied parameters and shared buffers, which the note does not have, by all their names.
-        others = {f"layers.{number}.{name}": one for name, one in persistent.items() if isinstance(one, Tensor)}
-        found |= {name: one.detach() for name, one in others.items() if name not in found}
-    return found
+    pipeline.meet()  # raises on a rank that was released
+    state = _PipelineState(pipeline, require_movable_state(optimizer))
+    return {name: _Section(state, name) for name in _SECTIONS if name != "optimizer" or optimizer is not None}
 
 
-def load_pipeline(
-    checkpoint: str | os.PathLike[str] | dcp.StorageReader,
-    pipeline: Pipeline,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    balancer: PipelineBalancer | None = None,
-) -> None:
-    """Go on from what :func:`pipeline_state` wrote, on any number of stages; collective over the pipeline's ranks.
+class _PipelineState:
+    """One pipeline's state, which DCP sees as sections of names.
 
-    Each rank reads its own layers. All or nothing: nobody changes anything before all have read. As when a layer moves,
-    parameters come with whether they require gradients, and in the shapes and dtypes in which they were written;
-    modules and their modes stay as they are here.
-
-    Args:
-        checkpoint: a folder, of which no code runs; or what reads another storage, as it does.
-        optimizer: with all of ``pipeline.parameters()``, in the same groups as when it was written; whose state and
-            settings, such as learning rates, are taken over. None leaves them.
-        balancer: which goes on with what was learned, if that was written, too.
-
-    Raises:
-        ValueError: if something is missing, does not fit, or could run code, naming it; the other ranks raise a
-            RuntimeError. Classes of extra state are allowed by ``torch.serialization.add_safe_globals``.
-        RuntimeError: on every rank that lives, if one cannot read or does not come. Nothing has changed then.
+    Attributes:
+        read: what was read and is not yet installed.
     """
-    meet = pipeline.meet()
-    read: _Read | Exception
-    try:
-        reader = checkpoint if isinstance(checkpoint, dcp.StorageReader) else CheckpointReader(checkpoint)
-        read = _Read(reader, pipeline, require_movable_state(optimizer))
-    except Exception as error:  # the others must hear of any
-        read = error
-    meet_prepared(meet, read if isinstance(read, Exception) else (0.0, 0.0))
-    assert isinstance(read, _Read)
-    if balancer is not None and read.balancer_state is not None:
-        balancer.load_state_dict(read.balancer_state)  # the same everywhere, so it fails on all ranks or on none
-    read.install()
-    pipeline.refresh()
+
+    def __init__(self, pipeline: Pipeline, optimizer: torch.optim.Optimizer | None) -> None:
+        self._pipeline, self._optimizer = pipeline, optimizer
+        self.read: _Read | None = None
+        self.tensors()  # an error is raised now
+
+    def __deepcopy__(self, memo: Any) -> _PipelineState:
+        """Asynchronous checkpoints copy the tensors, and whatever hangs on them."""
+        return self
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what this rank writes, by the names of the file, without copies."""
+        pipeline, inner, groups = self._pipeline, self._optimizer, groups_of(self._optimizer)
+        settings = {
+            "num_layers": len(pipeline.layers),
+            "groups": settings_of(inner),
+            "members": _members(pipeline, inner),
+        }
+        tensors = {_SETTINGS: _as_bytes(json.dumps(settings))}
+        for number in pipeline.present:
+            layer = pipeline.layers[number]
+            note, contents = describe(number, layer, pipeline.tensors[number], inner, groups)
+            persistent = layer.state_dict(keep_vars=True)
+            kept = [
+                (_for_any_device(tensor_note), tensor)
+                for tensor_note, tensor in zip(note.tensors, contents, strict=True)
+                if tensor_note.what != GRADIENT
+            ]
+            note = replace(note, tensors=tuple(tensor_note for tensor_note, _ in kept))
+            tensors[_note_of(number)] = _as_bytes(notes_to_json([note]))
+            tensors |= {
+                _key(number, tensor_note, tensor_note.name in persistent): tensor for tensor_note, tensor in kept
+            }
+            # Tied parameters and shared buffers, which the note does not have, by all their names.
+            others = {f"layers.{number}.{name}": one for name, one in persistent.items() if isinstance(one, Tensor)}
+            tensors |= {name: one.detach() for name, one in others.items() if name not in tensors}
+        return tensors
+
+    def read_from(self, folder: str | os.PathLike[str]) -> None:
+        """Read this rank's layers from a checkpoint."""
+        self.read = _Read(CheckpointReader(folder), self._pipeline, self._optimizer)
+
+    def install(self) -> None:
+        """Make what was read this rank's.
+
+        Raises:
+            ValueError: if nothing was read, as by another reader than CheckpointReader.
+        """
+        if self.read is None:
+            raise ValueError(
+                "nothing of the pipeline was read, since only zr.CheckpointReader can: "
+                "dcp.load(zr.sharded_state_dict(pipeline, optimizer), storage_reader=zr.CheckpointReader(folder), "
+                "process_group=pipeline.process_group)"
+            )
+        self.read.install()
+        self.read = None
+        self._pipeline.refresh()
+
+
+class _Section:
+    """A Stateful of DCP: the names of a file that begin with ``name``."""
+
+    def __init__(self, state: _PipelineState, name: str) -> None:
+        self._state, self._prefix = state, f"{name}."
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {
+            name.removeprefix(self._prefix): _Deferred.of(tensor, self._state if name == _SETTINGS else None)
+            for name, tensor in self._state.tensors().items()
+            if name.startswith(self._prefix)
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        if self._prefix == f"{_SECTIONS[-1]}.":  # once, for all of them
+            self._state.install()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError("what zeroresize.sharded_state_dict returns is for torch.distributed.checkpoint only")
+
+
+class _AnySize(list[int]):
+    """A size that DCP takes for that of any tensor in a file; as no tuple, it is asked itself whether it differs."""
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+
+class _Deferred(Tensor):
+    """A tensor that DCP writes as any other one and plans to read nothing into."""
+
+    _state: _PipelineState | None
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, tensor: Tensor, state: _PipelineState | None) -> Tensor:
+        deferred = tensor.detach().as_subclass(_Deferred if state is None else _ReadsAll)
+        deferred._state = state
+        return deferred
+
+    def size(self, dim: int | None = None) -> Any:
+        return _AnySize(self.shape) if dim is None else self.shape[dim]
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        shape, offsets = self.shape, torch.Size([0] * self.dim())
+        data = TensorWriteData(ChunkStorageMetadata(offsets, shape), TensorProperties.create_from_tensor(self), shape)
+        return [WriteItem(MetadataIndex(fqn, offsets), WriteItemType.TENSOR, tensor_data=data)]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return []
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return self.as_subclass(Tensor)
+
+
+class _ReadsAll(_Deferred):
+    """The settings, with which DCP has all of the pipeline's layers read."""
+
+    def read_itself(self, folder: str | os.PathLike[str]) -> None:
+        assert self._state is not None
+        self._state.read_from(folder)
 
 
 class _Read:
     """What this rank has read, not yet installed.
 
-    Attributes:
-        balancer_state: None where there is none.
+    Raises:
+        ValueError: if something is missing, does not fit, or could run code.
     """
 
     def __init__(self, reader: Any, pipeline: Pipeline, optimizer: torch.optim.Optimizer | None) -> None:
@@ -142,11 +211,8 @@ class _Read:
             for name, one in reader.read_metadata().state_dict_metadata.items()
             if isinstance(one, TensorStorageMetadata)
         }
-        if _SETTINGS not in self._sizes:
-            raise ValueError("the checkpoint was not written by pipeline_state: it has no pipeline.settings")
         settings = self._texts([_SETTINGS])[_SETTINGS]
         self._settings: dict[str, Any] = json.loads(settings)
-        self.balancer_state: dict[str, Any] | None = self._settings["balancer"]
         self._require_same_model()
         self._arrived: list[Arrived] = []
         self._shared: list[tuple[Tensor, Tensor]] = []
@@ -169,8 +235,7 @@ class _Read:
             raise ValueError(f"the checkpoint is of {num_layers} layers, and the pipeline has {here}")
         if self._optimizer is None:
             return
-        names = {id(one): name for name, one in self._pipeline.named_parameters()}
-        members = [[names.get(id(one)) for one in group["params"]] for group in self._optimizer.param_groups]
+        members = _members(self._pipeline, self._optimizer)
         if members != self._settings["members"]:
             raise ValueError(
                 "the optimizer has other parameters, or other groups of them, than when the checkpoint was written: "
@@ -239,6 +304,13 @@ class _Read:
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # that is meant
             if tensors:
                 dcp.load(tensors, storage_reader=self._reader, no_dist=True)
+
+
+def _members(pipeline: Pipeline, optimizer: torch.optim.Optimizer | None) -> list[list[str | None]]:
+    """The names of the parameters in each of the optimizer's groups."""
+    names = {id(parameter): name for name, parameter in pipeline.named_parameters()}
+    groups = [] if optimizer is None else optimizer.param_groups
+    return [[names.get(id(parameter)) for parameter in group["params"]] for group in groups]
 
 
 def _note_of(number: int) -> str:

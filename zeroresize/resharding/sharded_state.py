@@ -1,7 +1,8 @@
-"""A model and its optimizer for torch.distributed.checkpoint (DCP), however their units are divided over the ranks."""
+"""A model and its optimizer for torch.distributed.checkpoint (DCP), however they are divided over the ranks."""
 
 from __future__ import annotations
 
+from functools import singledispatch
 from typing import Any
 
 from torch import nn
@@ -12,25 +13,41 @@ from zeroresize.utils.torch_private import has_tensors_that_tell_their_parts
 OPTIMIZER = "optimizer"
 
 
-def sharded_state_dict(model: nn.Module, optimizer: Any = None) -> dict[str, Any]:
-    """What ``torch.distributed.checkpoint`` (DCP) saves and loads of a model, wherever its units are.
+def sharded_state_dict(model: Any, optimizer: Any = None) -> dict[str, Any]:
+    """Return what ``torch.distributed.checkpoint`` (DCP) saves and loads of a model, wherever its parts are.
 
-    ::
+    Of a model with parallel layers::
 
         dcp.save(zr.sharded_state_dict(model, optimizer), checkpoint_id=folder)
 
         dcp.load(zr.sharded_state_dict(model, optimizer), storage_reader=zr.CheckpointReader(folder))  # in place
 
-    A file holds whole tensors, as the model that is not divided has them. So what was saved under any division can be
-    loaded under any other one, on another number of ranks, and into the model that is not divided; each rank reads and
-    writes what it owns, and nothing is gathered. Both calls are collective over all ranks, which may not move units
-    until they return.
+    Of a :class:`~zeroresize.pipeline.Pipeline`, whose group must be given, and which may have been built with other
+    boundaries on another number of stages; what its balancer has learned goes beside it::
+
+        state = {**zr.sharded_state_dict(pipeline, optimizer), "balancer": balancer}
+        dcp.save(state, checkpoint_id=folder, process_group=pipeline.process_group)
+
+        state = {**zr.sharded_state_dict(pipeline, optimizer), "balancer": balancer}
+        dcp.load(state, storage_reader=zr.CheckpointReader(folder), process_group=pipeline.process_group)
+
+    Of a :class:`~zeroresize.strategy.SwitchableModel`, which may have other strategies and another home::
+
+        dcp.save(zr.sharded_state_dict(model, optimizer), checkpoint_id=folder)
+
+        dcp.load(zr.sharded_state_dict(model, optimizer), storage_reader=zr.CheckpointReader(folder))
+        trainer.num_steps = num_steps
+
+    A file holds whole tensors, by the names of the model that is not divided. So what was saved under any division can
+    be loaded under any other one, on another number of ranks, and into the model that is not divided; each rank reads
+    and writes what it holds, and nothing is gathered. Both calls are collective over all ranks, which may not move
+    units or layers until they return. Gradients are not saved.
 
     Other things are saved beside it: ``{**zr.sharded_state_dict(model, optimizer), "balancer": balancer}``.
 
     Args:
-        model: converted, or not yet; or what Colossal-AI's Booster or DistributedDataParallel made of it. Replicas hold
-            the same.
+        model: converted, or not yet; or what Colossal-AI's Booster or DistributedDataParallel made of it, of which
+            replicas hold the same; or a Pipeline; or a SwitchableModel, between two steps.
         optimizer: the only one that steps the model's parameters, or a host's wrapper of it. It may be new: state is
             made where it has none and the file has some, and taken away where the file has none. In mixed precision
             pass it always: otherwise its master weights stay as they are, and the next step would bring them back.
@@ -41,14 +58,22 @@ def sharded_state_dict(model: nn.Module, optimizer: Any = None) -> dict[str, Any
         [out, in] of a linear layer's weight, blocks such as q, k and v one after another. Under ``"optimizer"`` a
         Stateful whose names in the file are ``optimizer.<parameter>.<key>`` for state (``exp_avg``, ``step``, …),
         ``optimizer.<parameter>.master_weight`` for what mixed precision steps, ``optimizer.<parameter>.has_state``, and
-        ``optimizer.param_groups``. Only DCP can use it: ``torch.save`` of it is an error.
+        ``optimizer.param_groups``; of a pipeline see :mod:`zeroresize.pipeline.pipeline_state`. Only DCP can use it:
+        ``torch.save`` of it is an error.
 
     Raises:
         ValueError: for a tensor that may be divided in a way that is not known, as in a parallel layer of another
             library; for an optimizer whose tensors are not the model's, such as ZeRO's shards, or whose state of a
-            divided tensor has another shape, such as Adafactor's; for modules with extra state.
-        RuntimeError: for a torch whose DCP cannot ask for parts of a tensor.
+            divided tensor has another shape, such as Adafactor's; for modules with extra state, except in a pipeline.
+        RuntimeError: for a torch whose DCP cannot ask for parts of a tensor; for a rank that its pipeline has released;
+            for a SwitchableModel within a step.
     """
+    return state_of(model, optimizer)
+
+
+@singledispatch
+def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
+    """Return what :func:`sharded_state_dict` does; packages above this one register their kinds of models here."""
     if not has_tensors_that_tell_their_parts():
         raise RuntimeError(
             "sharded_state_dict: this torch is too old, since its torch.distributed.checkpoint does not ask tensors "

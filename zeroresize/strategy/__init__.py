@@ -5,12 +5,14 @@
 - :class:`StrategyTrainer` trains a mini-batch, each sequence under the strategy of its length, in one optimizer step.
 - :func:`search_strategies` finds the ranges and strategies, by costs that :func:`measure_layer_costs` measures.
 - :class:`StrategyBalancer` changes strategies where ranks are slow, and back.
-- :func:`strategy_state` checkpoints a model and its optimizer, for any other strategy.
+- ``zr.sharded_state_dict(model, optimizer)`` is a checkpoint, for any other strategy.
 
 Layers are called ``layer(x, packed)``, with a :class:`Packed` micro-batch. A guide with a whole program:
 docs/strategies.md.
 """
 
+# zr.sharded_state_dict knows switchable models by it.
+import zeroresize.strategy.strategy_state  # noqa: F401
 from zeroresize.plan.length_range import LengthRange
 from zeroresize.plan.strategy import Position, Strategy
 from zeroresize.policy.strategy.costs.candidates import candidate_strategies
@@ -23,7 +25,6 @@ from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.packed import Packed
 from zeroresize.strategy.step_report import RangeReport, StepReport
 from zeroresize.strategy.strategy_balancer import StrategyBalancer
-from zeroresize.strategy.strategy_state import strategy_state
 from zeroresize.strategy.switching.switch import SwitchReport
 from zeroresize.strategy.trainer import StrategyTrainer
 
@@ -46,5 +47,4 @@ __all__ = [
     "measure_layer_costs",
     "measure_links",
     "search_strategies",
-    "strategy_state",
 ]

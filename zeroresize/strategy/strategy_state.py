@@ -1,4 +1,8 @@
-"""A switchable model for torch.distributed.checkpoint (DCP): what was written under one home, any other one reads."""
+"""A switchable model for torch.distributed.checkpoint (DCP): what was written under one home, any other one reads.
+
+A file has the names of the undivided model (``layers.3.attention.query.weight``), and the optimizer's beside them, as
+:class:`~zeroresize.resharding.optimizer_state.OptimizerState` names them.
+"""
 
 from __future__ import annotations
 
@@ -10,38 +14,19 @@ from torch import Tensor
 from zeroresize.plan.layout import TensorSpec
 from zeroresize.resharding.divided_tensor import DividedTensor, Division, unit_pieces
 from zeroresize.resharding.optimizer_state import OptimizerState
+from zeroresize.resharding.sharded_state import OPTIMIZER, state_of
 from zeroresize.strategy.model import SwitchableModel
 
-OPTIMIZER = "optimizer"
 
+@state_of.register
+def _(model: SwitchableModel, optimizer: Any) -> dict[str, Any]:
+    """Return whole tensors, of which this rank gives what its home layout holds; see the module.
 
-def strategy_state(model: SwitchableModel, optimizer: Any = None) -> dict[str, Any]:
-    """What DCP saves and loads of a model between two steps, whatever its strategies, home and number of ranks.
-
-    ::
-
-        dcp.save(strategy_state(model, optimizer), checkpoint_id=folder)
-
-        dcp.load(strategy_state(model, optimizer), storage_reader=zr.CheckpointReader(folder))  # in place
-
-    Both are collective over all ranks of the job; each one writes and reads what its home layout holds, and nothing is
-    gathered. A rank that home leaves out takes part without weights. Gradients are not written.
-
-    Args:
-        optimizer: of ``model.parameters()``; it may be new.
-
-    Returns:
-        Whole tensors, by the names of the undivided model (``layers.3.attention.query.weight``), of which this rank
-        gives its part; the optimizer's beside them, as :class:`~zeroresize.resharding.optimizer_state.OptimizerState`
-        names them. Only DCP can use it.
-
-    Raises:
-        RuntimeError: within a step, while another strategy than home is in force.
-        ValueError: for an optimizer of other tensors, or whose state of a divided tensor has another shape.
+    A rank that home leaves out takes part without weights.
     """
     if model.current != model.home:
         raise RuntimeError(
-            f"strategy_state: strategy {model.current} is in force, and the weights are at home between two steps "
+            f"sharded_state_dict: strategy {model.current} is in force, and the weights are at home between two steps "
             "only: call it behind model.collect()"
         )
     specs = {one.name: (number, one) for number, one in enumerate(model.tensors)}

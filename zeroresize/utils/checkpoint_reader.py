@@ -6,16 +6,31 @@ import io
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from zeroresize.utils.checkpoint_files import require_plain_file
 from zeroresize.utils.checkpoint_index import read_index
+
+#: A file with this name tells itself what the names that begin so are to be read as; none of them must be there.
+TOLD, TOLD_PREFIXES = "pipeline.settings", ("layers.", "optimizer.layers.", "pipeline.layers.")
+
+
+@runtime_checkable
+class ReadsItself(Protocol):
+    """What decides by what a checkpoint says which of its tensors are to be read, and in which shapes."""
+
+    def read_itself(self, folder: str | os.PathLike[str]) -> None:
+        """Read from a checkpoint, and change nothing but what is read into; not collective.
+
+        Raises:
+            ValueError: if something is missing or does not fit.
+        """
 
 
 class CheckpointReader(FileSystemReader):
@@ -54,11 +69,28 @@ class CheckpointReader(FileSystemReader):
                 require_plain_file(Path(self.path) / name)
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
+        if TOLD in metadata.state_dict_metadata:
+            metadata.state_dict_metadata = _Told(metadata.state_dict_metadata)
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what a plan asks for."""
+        """Read what a plan asks for, and what a pipeline finds that it needs."""
+        for value in getattr(planner, "state_dict", {}).values():
+            if isinstance(value, ReadsItself):
+                value.read_itself(self.path)
         return super().read_data(plan, _PlainValues(planner, self.path))  # type: ignore[arg-type]  # all it is asked for
+
+
+class _Told(dict[str, Any]):
+    """What is where, in a checkpoint that tells itself what it holds: nothing is read of what it lacks."""
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or (isinstance(name, str) and name.startswith(TOLD_PREFIXES))
+
+    def __missing__(self, name: str) -> TensorStorageMetadata:
+        if name not in self:
+            raise KeyError(name)
+        return TensorStorageMetadata(TensorProperties(), torch.Size([0]), [])
 
 
 class _PlainValues:

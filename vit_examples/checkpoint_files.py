@@ -11,18 +11,19 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
+import zeroresize as zr
 from vit_examples.all_ranks import do_nothing, on_all_ranks
 from vit_examples.checkpoint_folders import CheckpointFolders
 from vit_examples.manifest import require_all_intact, sealed, sync_names, write_manifest
@@ -95,14 +96,8 @@ def read_saved_state(checkpoint: Path, layout: Mapping[str, Any], kind: type[_St
     return saved
 
 
-def write_checkpoint(
-    folder: Path,
-    state: SavedState,
-    contents: Mapping[str, Any],
-    process_group: ProcessGroup,
-    *,
-    keep: int,
-    flatten: bool = False,
+def save_checkpoint(
+    folder: Path, state: SavedState, model: Any, optimizer: torch.optim.Optimizer, *, keep: int
 ) -> bool:
     """Write ``folder/step-<n>`` and delete all but the ``keep`` newest; collective.
 
@@ -110,12 +105,12 @@ def write_checkpoint(
     and training can go on.
 
     Args:
-        contents: what this rank writes.
-        flatten: whether names within nested mappings become names of the file.
+        model: with a process group, such as a pipeline.
 
     Returns:
         Whether it was written, on every rank.
     """
+    process_group = model.process_group
     temporary = _FOLDERS.unfinished(folder, state.step)
     is_first = dist.get_rank(process_group) == 0
 
@@ -131,9 +126,8 @@ def write_checkpoint(
     try:
         on_all_ranks(OSError, begin if is_first else do_nothing, process_group)
         dcp.save(
-            dict(contents),
+            zr.sharded_state_dict(model, optimizer),
             storage_writer=FileSystemWriter(temporary, sync_files=False),  # sealed() does that
-            planner=DefaultSavePlanner(flatten_state_dict=flatten, flatten_sharded_tensors=False),
             process_group=process_group,
         )
         on_all_ranks(OSError, complete if is_first else do_nothing, process_group)
@@ -154,13 +148,13 @@ def write_checkpoint(
     return True
 
 
-def reader_of(checkpoint: Path, process_group: ProcessGroup) -> CheckpointReader:
-    """What reads a checkpoint's tensors; collective, within :func:`loading`.
+def load_checkpoint(checkpoint: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Fill what this rank holds of a model, and its optimizer's state; collective.
 
     Raises:
-        ValueError: on every rank, if its index cannot be read; ``dcp.load`` would log that with tracebacks.
+        ValueError: on every rank, naming the checkpoint and the way out, if it cannot be read or lacks something.
     """
-    reader = CheckpointReader(checkpoint)
+    process_group, reader = model.process_group, CheckpointReader(checkpoint)
 
     def read_index() -> None:
         try:
@@ -168,19 +162,9 @@ def reader_of(checkpoint: Path, process_group: ProcessGroup) -> CheckpointReader
         except OSError as error:
             raise ValueError(f"{error.filename}: cannot be read: {error.strerror}") from error
 
-    on_all_ranks(ValueError, read_index, process_group)
-    return reader
-
-
-@contextmanager
-def loading(checkpoint: Path, process_group: ProcessGroup) -> Iterator[None]:
-    """A block that loads a checkpoint on every rank.
-
-    Raises:
-        ValueError: naming the checkpoint and the way out, for a ValueError or what torch makes of errors.
-    """
     try:
-        yield
+        on_all_ranks(ValueError, read_index, process_group)  # dcp.load would log an error with tracebacks
+        dcp.load(zr.sharded_state_dict(model, optimizer), storage_reader=reader, process_group=process_group)
     except (ValueError, CheckpointException) as error:
         _raise_interrupt(error, process_group)
         raise ValueError(f"{checkpoint}: cannot be loaded: {_reason(error)}\n{_FOLDERS.way_out(checkpoint)}") from error
