@@ -1,7 +1,5 @@
 """convert(): which layers it takes, which it leaves alone and says so, and what is a mistake."""
 
-import functools
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,7 +25,7 @@ def test_layers_are_taken_in_place_in_the_order_of_the_model(run_ranks):
         model = nn.ModuleDict({"late": nn.Identity(), "mlp": mlp(group), "head": nn.Linear(4, 2)})
         before = {name: id(tensor) for name, tensor in model.named_parameters()}
 
-        assert convert(model, process_group=group, config=CONFIG) is model
+        assert convert(model, process_group=group) is model
         assert list(balanced_layers(model)) == ["mlp.0", "mlp.2"]
         assert {name: id(tensor) for name, tensor in model.named_parameters()} == before
         assert balanced_layers(model)["mlp.0"] is model["mlp"][0]
@@ -39,7 +37,7 @@ def test_layers_are_taken_in_place_in_the_order_of_the_model(run_ranks):
 def test_gradients_of_the_previous_step_are_kept_only_where_imputation_needs_them(run_ranks, imputation, is_kept):
     def check(rank, group):
         config = BalanceConfig(mode="zero-pri", paper={"imputation": imputation})
-        model = convert(mlp(group), process_group=group, config=config)
+        model = convert(mlp(group), process_group=group)
         Balancer(model, torch.optim.SGD(model.parameters(), lr=0.1), process_group=group, config=config)
         model(torch.ones(3, 4).requires_grad_()).sum().backward()
         for layer in balanced_layers(model).values():
@@ -54,42 +52,40 @@ def test_gradients_of_the_previous_step_are_kept_only_where_imputation_needs_the
 
 def test_converting_twice_changes_nothing_and_says_so(run_ranks):
     def check(rank, group):
-        model = convert(mlp(group), process_group=group, config=CONFIG)
+        model = convert(mlp(group), process_group=group)
         layers, plan = balanced_layers(model), object()
         layers["0"].plan = plan
         with caught_log_lines() as lines:
-            assert convert(model, process_group=group, config=CONFIG.replace()) is model
+            assert convert(model, process_group=group) is model
         assert balanced_layers(model) == layers and layers["0"].plan is plan
         assert len(lines) == 1 and "converted already, nothing was changed" in lines[0]
 
     run_ranks(check, 2)
 
 
-def test_a_balancer_takes_the_configuration_that_the_model_was_last_converted_with(run_ranks):
-    """Another one for convert than for Balancer is a mistake; closing, converting again and making one anew is not."""
-    one, other = (
-        BalanceConfig(mode="zero-pri", paper={"imputation": "same"}),
-        BalanceConfig(mode="zero-pri", update_every=3),
-    )
+def test_each_balancer_of_a_model_may_have_another_configuration(run_ranks):
+    """Nothing of it is kept in the layers once its balancer is closed."""
 
     def check(rank, group):
-        model = convert(mlp(group), process_group=group, config=one)
-        make = functools.partial(Balancer, model, torch.optim.SGD(model.parameters(), lr=0.1), process_group=group)
-        with pytest.raises(
-            ValueError,
-            match=r"update_every=10 in convert, update_every=3 here; paper\.imputation='same' in convert, paper\.imp",
-        ):
-            make(config=other)
-        balancer = make(config=BalanceConfig(mode="zero-pri", paper={"imputation": "same"}))
-        with pytest.raises(ValueError, match=r"update_every=10 there, update_every=3 here; .*\): close\(\) it first"):
-            convert(model, process_group=group, config=other)
-        balancer.close()
-        with pytest.raises(ValueError, match="convert again with the new one first"):
-            make(config=other)
-        with caught_log_lines() as lines:
-            assert convert(model, process_group=group, config=other) is model
-        assert len(lines) == 1 and "update_every=10 before, update_every=3 now" in lines[0]
-        make(config=other).close()
+        model = convert(mlp(group), process_group=group)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for config, is_kept in ((BalanceConfig(mode="zero-pri", paper={"imputation": "same"}), True), (None, False)):
+            balancer = Balancer(model, optimizer, config)
+            assert balancer.config.mode == ("zero-pri" if is_kept else "exact")
+            assert all((layer.last is not None) == is_kept for layer in balanced_layers(model).values())
+            with pytest.raises(ValueError, match="another balancer"):
+                Balancer(model, optimizer)
+            balancer.close()
+
+    run_ranks(check, 2)
+
+
+def test_something_else_than_a_configuration_is_an_error(run_ranks):
+    def check(rank, group):
+        model = mlp(group)
+        with pytest.raises(ValueError, match=r"config must be a BalanceConfig, found dict: use .*from_dict"):
+            Balancer(model, torch.optim.SGD(model.parameters(), lr=0.1), {"mode": "off"})
+        assert balanced_layers(model) == {}
 
     run_ranks(check, 2)
 
@@ -98,7 +94,7 @@ def test_a_group_of_one_rank_changes_nothing_and_says_so(run_ranks):
     def check(rank, group):
         model = mlp(group)
         with caught_log_lines() as lines:
-            assert convert(model, process_group=group, config=CONFIG) is model
+            assert convert(model, process_group=group) is model
         assert balanced_layers(model) == {}
         assert len(lines) == 1 and "one rank" in lines[0]
 
@@ -116,7 +112,7 @@ def test_layers_that_cannot_be_balanced_are_left_alone_each_with_one_log_line(ru
         model = nn.ModuleDict({"mlp": mlp(group), **odd_layers})
 
         with caught_log_lines() as lines:
-            convert(model, process_group=group, config=CONFIG)
+            convert(model, process_group=group)
 
         assert list(balanced_layers(model)) == ["mlp.0", "mlp.2"]
         for name, reason in {
@@ -134,7 +130,7 @@ def test_layers_that_cannot_be_balanced_are_left_alone_each_with_one_log_line(ru
 def test_a_group_of_the_same_ranks_is_the_same_group(run_ranks):
     def check(rank, group):
         same_ranks = dist.new_group([0, 1])
-        model = convert(mlp(group), process_group=same_ranks, config=CONFIG)
+        model = convert(mlp(group), process_group=same_ranks)
         assert list(balanced_layers(model)) == ["0", "2"]
 
     run_ranks(check, 2)
@@ -147,24 +143,22 @@ def test_a_model_with_nothing_to_convert_is_told_what_was_looked_for(run_ranks):
     def check(rank, group):
         wanted = r"no layer that can be balanced.*Linear1D_Col.*RowParallelLinear.*left alone: none"
         with pytest.raises(ValueError, match=wanted):
-            convert(nn.Sequential(nn.Linear(4, 4)), process_group=group, config=CONFIG)
+            convert(nn.Sequential(nn.Linear(4, 4)), process_group=group)
 
         gathered = nn.Sequential(ColumnParallelLinear(4, 4, process_group=group, gather_output=True))
         with pytest.raises(ValueError, match=r"found but left alone: 0: gather_output=True"):
-            convert(gathered, process_group=group, config=CONFIG)
+            convert(gathered, process_group=group)
 
     run_ranks(check, 2)
 
 
-def test_a_missing_group_or_one_without_this_rank_is_an_error(run_ranks):
+def test_a_group_without_this_rank_is_an_error(run_ranks):
     def check(rank, group):
         model = mlp(group)
-        with pytest.raises(ValueError, match="process_group=None is not allowed"):
-            convert(model, process_group=None, config=CONFIG)
         of_rank_0 = dist.new_group([0])
         if rank == 1:
             with pytest.raises(ValueError, match="not a member of process_group"):
-                convert(model, process_group=of_rank_0, config=CONFIG)
+                convert(model, process_group=of_rank_0)
         assert balanced_layers(model) == {}
 
     run_ranks(check, 2)
@@ -174,7 +168,11 @@ def test_ranks_outside_the_group_are_an_error_before_anything_is_changed(run_ran
     def check(rank, group):
         model = mlp(group)
         with pytest.raises(ValueError, match=r"ranks=\[0, 2\] names \[2\]"):
-            convert(model, process_group=group, config=BalanceConfig(mode="zero-pri", ratio=0.5, ranks=[0, 2]))
+            Balancer(
+                model,
+                torch.optim.SGD(model.parameters(), lr=0.1),
+                BalanceConfig(mode="zero-pri", ratio=0.5, ranks=[0, 2]),
+            )
         assert balanced_layers(model) == {}
 
     run_ranks(check, 2)
@@ -200,10 +198,10 @@ def test_a_filter_is_asked_of_every_parallel_layer_with_its_name_and_of_nothing_
             return name != "last.0"
 
         with caught_log_lines() as lines:
-            assert convert(model, process_group=group, config=CONFIG, module_filter_fn=choose) is model
+            assert convert(model, process_group=group, module_filter_fn=choose) is model
         assert asked == [(name, model.get_submodule(name)) for name in ("first.0", "first.2", "last.0", "last.2")]
         assert list(balanced_layers(model)) == ["first.0", "first.2", "last.2"]
-        assert not model["last"][0].is_converted and model["last"][0].configuration is None
+        assert not model["last"][0].is_converted and not model["last"][0].is_searched
         assert "3 layers can be balanced, 0 were left alone, 1 were left out by module_filter_fn" in lines[-1]
         assert len(lines) == 2 and "last.2" in lines[0], "the layer without its partner stays evenly divided"
 
@@ -213,7 +211,7 @@ def test_a_filter_is_asked_of_every_parallel_layer_with_its_name_and_of_nothing_
 def test_layers_that_are_left_out_compute_in_full_while_others_prune(run_ranks):
     def check(rank, group):
         config = BalanceConfig(mode="zero-rd", ratio=0.5, ranks="all")
-        model = convert(blocks(group), process_group=group, config=config, module_filter_fn=not_last)
+        model = convert(blocks(group), process_group=group, module_filter_fn=not_last)
         Balancer(model, torch.optim.SGD(model.parameters(), lr=0.1), process_group=group, config=config)
         assert [layer.plan is not None for layer in (*model["first"][::2], *model["last"][::2])] == [True] * 2 + [
             False
@@ -225,7 +223,7 @@ def test_layers_that_are_left_out_compute_in_full_while_others_prune(run_ranks):
 def test_a_filter_that_leaves_nothing_is_an_error(run_ranks):
     def check(rank, group):
         with pytest.raises(ValueError, match=r"no layer that can be balanced.*module_filter_fn left out 0, 2"):
-            convert(mlp(group), process_group=group, config=CONFIG, module_filter_fn=lambda module, name: False)
+            convert(mlp(group), process_group=group, module_filter_fn=lambda module, name: False)
 
     run_ranks(check, 2)
 
@@ -234,19 +232,17 @@ def test_converting_again_keeps_the_choice_and_refuses_another_one(run_ranks):
     def check(rank, group):
         model = blocks(group)
         model["gathered"] = ColumnParallelLinear(4, 4, process_group=group, gather_output=True)
-        convert(model, process_group=group, config=CONFIG, module_filter_fn=not_last)
-        other = BalanceConfig(mode="zero-pri", update_every=3)
+        convert(model, process_group=group, module_filter_fn=not_last)
         # The same choice, or none at all.
-        convert(model, process_group=group, config=other, module_filter_fn=not_last)
-        convert(model, process_group=group, config=other)
+        convert(model, process_group=group, module_filter_fn=not_last)
+        convert(model, process_group=group)
         kept = balanced_layers(model)
         assert list(kept) == ["first.0", "first.2"]
         with pytest.raises(ValueError, match=r"chooses other layers: last\.0, last\.2 would be new\. Convert"):
-            convert(model, process_group=group, config=CONFIG, module_filter_fn=lambda module, name: True)
+            convert(model, process_group=group, module_filter_fn=lambda module, name: True)
         with pytest.raises(ValueError, match=r"other layers: last\.0 would be new; first\.2 would be left out"):
-            convert(model, process_group=group, config=CONFIG, module_filter_fn=lambda module, name: name.endswith("0"))
+            convert(model, process_group=group, module_filter_fn=lambda module, name: name.endswith("0"))
         assert balanced_layers(model) == kept
-        assert all(layer.configuration == other for layer in kept.values()), "nothing has changed"
 
     run_ranks(check, 2)
 
@@ -256,7 +252,7 @@ def test_ranks_that_filter_differently_find_out_before_training(run_ranks):
         def choose(module, name):
             return rank == 0 or not_last(module, name)
 
-        model = convert(blocks(group), process_group=group, config=CONFIG, module_filter_fn=choose)
+        model = convert(blocks(group), process_group=group, module_filter_fn=choose)
         with pytest.raises(ValueError, match="converted layers"):
             Balancer(model, torch.optim.SGD(model.parameters(), lr=0.1), process_group=group, config=CONFIG)
 

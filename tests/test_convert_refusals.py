@@ -52,9 +52,9 @@ def test_ranks_that_mean_different_segments_hear_of_it_at_once(run_ranks, kind):
         model = model_of(group)
         weights = [one.detach().clone() for one in model.parameters()]
         with pytest.raises(ValueError, match=message):
-            zr.convert(model, process_group=group, config=OFF, segments=segments[rank], shares=shares[rank])
+            zr.convert(model, process_group=group, segments=segments[rank], shares=shares[rank])
         assert all(map(torch.equal, weights, model.parameters()))
-        zr.convert(model, process_group=group, config=OFF, segments=named(), shares=(3, 1))
+        zr.convert(model, process_group=group, segments=named(), shares=(3, 1))
         assert owned_segments(balanced_layers(model))[0].owned.counts == (12, 4)
 
     run_ranks(check, 2, timeout_s=20)
@@ -64,7 +64,7 @@ def test_a_rank_whose_model_has_no_layer_leaves_nobody_waiting(run_ranks):
     def check(rank, group):
         model = model_of(group) if rank == 0 else nn.Sequential(nn.Linear(8, 8))
         with pytest.raises(ValueError, match="the model has no layer that can be balanced"):
-            zr.convert(model, process_group=group, config=OFF, shares=(2, 1))
+            zr.convert(model, process_group=group, shares=(2, 1))
 
     run_ranks(check, 2, timeout_s=20)
 
@@ -73,8 +73,8 @@ def test_a_mistake_can_be_mended_and_converted_again(run_ranks):
     def check(rank, group):
         model = model_of(group)
         with pytest.raises(ValueError, match="unit_size=3"):
-            zr.convert(model, process_group=group, config=OFF, segments=named(unit_size=3))
-        zr.convert(model, process_group=group, config=OFF, segments=named())
+            zr.convert(model, process_group=group, segments=named(unit_size=3))
+        zr.convert(model, process_group=group, segments=named())
         assert len(owned_segments(balanced_layers(model))) == 1
 
     run_ranks(check, 2)
@@ -83,7 +83,7 @@ def test_a_mistake_can_be_mended_and_converted_again(run_ranks):
 def test_save_pretrained_never_writes_a_rank_s_shards(run_ranks, tmp_path):
     def check(rank, group):
         model = split(build("Llama"), group)
-        zr.convert(model, process_group=group, config=zr.BalanceConfig(mode="exact"))
+        zr.convert(model, process_group=group)
         balancer = zr.Balancer(
             model, torch.optim.SGD(model.parameters()), process_group=group, config=zr.BalanceConfig(mode="exact")
         )
@@ -110,7 +110,7 @@ def test_save_pretrained_never_writes_a_rank_s_shards(run_ranks, tmp_path):
 def test_save_pretrained_does_not_take_a_rank_s_shards_for_a_given_whole_model(run_ranks, tmp_path, kind):
     def check(rank, group):
         model = split(build(kind), group)
-        zr.convert(model, process_group=group, config=OFF)
+        zr.convert(model, process_group=group)
         layers = balanced_layers(model)
         divided = [f"{name}.weight" for name in layers]
         divided += [f"{name}.bias" for name, one in layers.items() if one.is_column_parallel and one.bias is not None]
@@ -141,7 +141,7 @@ def test_save_pretrained_tells_parts_from_the_whole_however_units_lie(run_ranks)
 
         model = Model(*model_of(group), nn.Linear(8, 8))
         even = model.state_dict()
-        zr.convert(model, process_group=group, config=OFF, segments=named(min_units=0), shares=(1, 0))
+        zr.convert(model, process_group=group, segments=named(min_units=0), shares=(1, 0))
         own = dict(model.named_parameters())
         whole = {"0.weight": torch.zeros(16, 8), "0.bias": torch.zeros(16), "2.weight": torch.zeros(8, 16)}
         model.save_pretrained("whole", state_dict=whole)
@@ -167,6 +167,6 @@ def test_a_model_of_dtensors_is_told_the_way(run_ranks):
         model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
         parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
         with pytest.raises(ValueError, match=r"4 of its parameters are DTensors.*0\.weight.*from_linear"):
-            zr.convert(model, process_group=group, config=OFF)
+            zr.convert(model, process_group=group)
 
     run_ranks(check, 2)

@@ -36,8 +36,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
 
     config = zr.BalanceConfig(update_every=5)  # mode "exact": nothing is dropped
-    zr.convert(model, process_group=group, config=config)
-    balancer = zr.Balancer(model, optimizer, process_group=group, config=config)
+    balancer = zr.Balancer(model, optimizer, config)
 
     with zr.StragglerInjector(model, process_group=group, chi={1: 4.0}):
         for _ in range(6):

@@ -108,8 +108,8 @@ def _prepare(config: RunConfig, *, resume: bool) -> Run:
     if not is_first:
         checkpoint = checkpoint_to_resume(config, resume=resume)
     require_same_on_all_ranks("the newest checkpoint", str(checkpoint))
-    zr.convert(host.model, process_group=host.tp_group, config=config.balance)
-    balancer = zr.Balancer(host.model, host.optimizer, process_group=host.tp_group, config=config.balance)
+    zr.convert(host.model, process_group=host.tp_group)
+    balancer = zr.Balancer(host.model, host.optimizer, config.balance, process_group=host.tp_group)
     progress = Progress() if checkpoint is None else load_checkpoint(checkpoint, host=host, balancer=balancer)
     dist.barrier()  # all ranks have looked at the folder before anyone writes into it
     balance_log = BalanceLog(Path(config.output.folder), host.rank, from_step=progress.steps)
@@ -200,8 +200,6 @@ def train_epoch(run: Run, epoch: int, display: Display) -> float:
         lr = learning_rate(run, step)
         host.set_lr(lr)
         losses.append(backward(run, images, labels))
-        if training.grad_clip > 0:
-            run.balancer.sync_gradients()
         host.step()
         run.balancer.step()
         run.clock.tick()

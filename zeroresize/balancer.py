@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,9 @@ from zeroresize.plan.group import WorkloadPlan
 from zeroresize.policy.tensor.cost_model import MigrationCost
 from zeroresize.telemetry import UpdateRecord
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 logger = logging.getLogger(__name__)
 
 
@@ -38,11 +41,15 @@ class Balancer:
     Stateful.
 
     Args:
-        model: what ``zeroresize.convert`` returned, on its device.
+        model: with parallel layers, on its device: made by ``parallelize_module`` with this package's styles, by
+            ``from_linear``, or by a host. ``zeroresize.convert`` is called for a model that was not converted.
         optimizer: the optimizer that steps its parameters. Units move only if it treats every element by itself, as
             AdamW does: see :func:`zeroresize.mark_elementwise`.
-        process_group: the tensor-parallel group; making the balancer is collective over it.
-        config: the configuration that ``convert`` was given; for another one convert again first.
+        config: how to balance; None for the defaults. What depends on its mode or its seed is done here, once, before
+            the first step: dropout between layers whose units may move is keyed by the unit, and units are divided by
+            ``config.shares`` unless ``convert`` was told otherwise.
+        process_group: the tensor-parallel group, or a one-dimensional ``DeviceMesh`` of it; None for that of the
+            model's layers. Making the balancer is collective over it. In a group of one rank it does nothing.
         data_parallel_group: the ranks that hold the same shards as this one, and must own the same units: needed for
             units to move where there are ranks outside of ``process_group``, and no DistributedDataParallel around the
             layers tells. Where units may move, all methods that are collective are so over all replicas.
@@ -53,27 +60,33 @@ class Balancer:
         lineage: which columns are pruned now, ``lineage.pruned(layer_name, "x" | "w")``.
 
     Raises:
-        ValueError: if ``process_group`` is None or not the layers' own, the model has not been converted, or with
-            another configuration, or has another balancer, ``optimizer`` steps none of the layers' weights, or the
-            ranks do not agree on the configuration; if ``data_parallel_group`` lacks this rank, or does not make whole
-            replicas of the group. Unless ``start_checks`` is off also if it does not step some of
-            them that want gradients, or DistributedDataParallel averages over the group; the first training forward
-            raises it if parameters that are no shards differ between the ranks. Where units are away by ``shares``,
-            also for an optimizer with which they could not move.
+        ValueError: if the model has no layer that can be balanced, or layers of several groups, or of another one than
+            ``process_group``; if it has another balancer, ``config`` does not fit the group, ``optimizer`` steps none
+            of the layers' weights, or the ranks do not agree on the configuration; if ``data_parallel_group`` lacks
+            this rank, or does not make whole replicas of the group. Unless ``start_checks`` is off also if
+            ``optimizer`` does not step some of them that want gradients, or DistributedDataParallel averages over the
+            group; the first training forward raises it if parameters that are no shards differ between the ranks.
+            Where units are away by ``shares``, also for an optimizer with which they could not move.
     """
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: Any,
+        config: BalanceConfig | None = None,
         *,
-        process_group: ProcessGroup,
-        config: BalanceConfig,
-        data_parallel_group: ProcessGroup | None = None,
+        process_group: ProcessGroup | DeviceMesh | None = None,
+        data_parallel_group: ProcessGroup | DeviceMesh | None = None,
         on_update: Callable[[UpdateRecord], None] | None = None,
     ) -> None:
+        config = BalanceConfig() if config is None else config
+        if not isinstance(config, BalanceConfig):
+            raise ValueError(
+                f"config must be a BalanceConfig, found {type(config).__name__}: use BalanceConfig(...), "
+                "BalanceConfig.from_dict(...) or BalanceConfig.from_yaml(...)"
+            )
         self.config, self.on_update = config, on_update
-        self._parts = build(model, optimizer, process_group, config, data_parallel_group)
+        self._parts = build(model, optimizer, config, process_group, data_parallel_group)
         self.lineage = self._parts.lineage
         self._num_steps = 0
         self._has_calibrated = self._is_closed = self._is_at_home = False
@@ -167,9 +180,6 @@ class Balancer:
         that happens), and in a group of one.
         """
         return self._parts.monitor.layer_times
-
-    def sync_gradients(self) -> None:
-        """Bring lent gradients home: they are whole when backward returns, so there is nothing left to do."""
 
     @property
     def plan(self) -> WorkloadPlan:
@@ -310,7 +320,8 @@ class Balancer:
     def close(self) -> None:
         """Stop measuring and exchanging; the layers compute in full from now on, with the units that they have.
 
-        To have even shards afterwards call ``move([1] * number of ranks)`` before.
+        Dropout modules that were keyed by the unit are put back, but where units are away: there masks must stay alike
+        on all owners. To have even shards afterwards call ``move([1] * number of ranks)`` before.
 
         Raises:
             RuntimeError: if what was lent cannot be taken back, as another rank has died; all is closed then too.

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed import ProcessGroup
 
 from zeroresize.balancer import Balancer
-from zeroresize.comm.collectives import group_rank, group_size, require_group
+from zeroresize.comm.collectives import as_process_group, group_rank, group_size
 from zeroresize.comm.side_groups import destroy_side_group, free_group_number, make_side_group
 from zeroresize.config import BalanceConfig
-from zeroresize.convert import balanced_layers
+from zeroresize.convert import balanced_layers, group_of
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.telemetry import UpdateRecord
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 #: A group has settled when so many updates in a row have decided alike: an update decides by what was sent at the one
 #: before, of which the first may still have been of the time before the change.
@@ -30,10 +33,10 @@ class StageBalancer:
     """Balances a stage's tensor-parallel group by a :class:`~zeroresize.Balancer` over the layers that the stage has::
 
         layers = nn.ModuleList(Block(tp_group) for _ in range(24))
-        zr.convert(layers, process_group=tp_group, config=config)
+        zr.convert(layers, tp_group)
         pipeline = Pipeline(layers, loss, num_microbatches=8, process_group=pipeline_group)
         optimizer = torch.optim.AdamW(pipeline.parameters())
-        units = zr.StageBalancer(pipeline, optimizer, process_group=tp_group, config=config)
+        units = zr.StageBalancer(pipeline, optimizer, config, process_group=tp_group)
         balancer = PipelineBalancer(pipeline, optimizer, replicas=tp_group, units=units)
         for inputs, target in batches:
             optimizer.zero_grad()
@@ -49,8 +52,9 @@ class StageBalancer:
     Args:
         pipeline: of this rank, its layers converted before it was made.
         optimizer: the one that steps its parameters.
-        process_group: the tensor-parallel group of this rank's stage.
-        config: the configuration that ``convert`` was given.
+        config: how to balance; None for the defaults.
+        process_group: the tensor-parallel group of this rank's stage, or a one-dimensional ``DeviceMesh`` of it; None
+            for that of the layers.
         data_parallel_group: the ranks that hold the same shards of the same stage; None where there are none. Then
             give all ranks of a stage as the pipeline balancer's ``replicas``.
         on_update: as of :class:`~zeroresize.Balancer`.
@@ -68,17 +72,18 @@ class StageBalancer:
         self,
         pipeline: Pipeline,
         optimizer: Any,
+        config: BalanceConfig | None = None,
         *,
-        process_group: ProcessGroup,
-        config: BalanceConfig,
-        data_parallel_group: ProcessGroup | None = None,
+        process_group: ProcessGroup | DeviceMesh | None = None,
+        data_parallel_group: ProcessGroup | DeviceMesh | None = None,
         on_update: Callable[[UpdateRecord], None] | None = None,
     ) -> None:
         self._pipeline, self._optimizer, self._config = pipeline, optimizer, config
-        self._group, self._on_update = require_group(process_group), on_update
+        present = nn.ModuleList(pipeline.layers[number] for number in pipeline.present)
+        self._group, self._on_update = group_of(present, process_group), on_update
         # A balancer moves no units before it is told who holds the same shards: nobody else.
         self._owns_group = data_parallel_group is None
-        self._same_shards = data_parallel_group or make_side_group(
+        self._same_shards = as_process_group(data_parallel_group) or make_side_group(
             self._group, [group_rank(self._group)], free_group_number()
         )
         self._num_updates = self._num_quiet = 0
@@ -154,8 +159,8 @@ class StageBalancer:
         balancer = Balancer(
             present,
             self._optimizer,
+            self._config,
             process_group=self._group,
-            config=self._config,
             data_parallel_group=self._same_shards,
             on_update=self._updated,
         )

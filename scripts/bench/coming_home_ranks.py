@@ -46,7 +46,7 @@ def one_offset(rank: int, arguments: argparse.Namespace, begins: int, ends: int)
     model = nn.Sequential(*[Block(arguments.hidden, group) for _ in range(arguments.blocks)])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     config = zr.BalanceConfig(update_every=arguments.update_every)
-    zr.convert(model, process_group=group, config=config)
+    zr.convert(model, process_group=group)
     balancer = zr.Balancer(model, optimizer, process_group=group, config=config)
     x = torch.randn(arguments.tokens, arguments.hidden)
 

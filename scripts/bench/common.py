@@ -108,7 +108,7 @@ class ColossalAIRanks:
 
     def balance(self, trainer: Trainer, config: zr.BalanceConfig) -> zr.Balancer:
         """Convert a trainer's model; from now on its steps are balanced."""
-        zr.convert(trainer.model, process_group=self.group, config=config)
+        zr.convert(trainer.model, process_group=self.group)
         balancer = zr.Balancer(trainer.model, trainer.optimizer, process_group=self.group, config=config)
         trainer.after_step = balancer.step
         return balancer

@@ -58,7 +58,7 @@ class Copy:
         split(self.model, group)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
         config = zr.BalanceConfig(mode=mode, update_every=arguments.update_every)
-        zr.convert(self.model, process_group=group, config=config)
+        zr.convert(self.model, process_group=group)
         self.balancer = zr.Balancer(self.model, self.optimizer, process_group=group, config=config)
         self.slowness = slowness_of(self.model)
         self.slowness.__enter__()

@@ -62,7 +62,7 @@ def cost_of(case: dict[str, Any], arguments: argparse.Namespace, ranks: Colossal
         name = f"register_step_{kind}_hook"
         register = getattr(optimizer, name)
         setattr(optimizer, name, lambda hook, register=register: register(in_steps.wrap(hook)))
-    zr.convert(trainer.model, process_group=ranks.group, config=config)
+    zr.convert(trainer.model, process_group=ranks.group)
     balancer = zr.Balancer(trainer.model, trainer.optimizer, process_group=ranks.group, config=config)
     layers = balanced_layers(trainer.model)
     step_s, end_s = [], []

@@ -47,7 +47,7 @@ class ReplicaRun(Run):
         config = {"mode": "exact", "update_every": 4, **config}
         self.config = zr.BalanceConfig(**config)
         self.time = VirtualTime(0.0)
-        self.model = zr.convert(Pair(group), process_group=group, config=self.config)
+        self.model = zr.convert(Pair(group), process_group=group)
         keep_time(self.time, (self.model.up, self.model.down))
         self.inner, self.replicas = self.model, replicas
         if wraps:

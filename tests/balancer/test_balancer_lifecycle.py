@@ -10,6 +10,8 @@ from helpers.processes import RankFailure
 from helpers.virtual_training import Pair, Run
 
 import zeroresize as zr
+from zeroresize.convert import balanced_layers
+from zeroresize.layers.segments import owned_segments
 
 
 def test_a_balancer_can_be_closed_and_made_anew_but_not_twice_at_once(run_ranks):
@@ -56,8 +58,8 @@ def test_another_group_than_the_layers_is_refused(run_ranks):
         if rank < 2:
             config = zr.BalanceConfig(mode="zero-pri")
             with pytest.raises(ValueError, match="has one rank, and layer up is split over 2"):
-                zr.convert(Pair(pair), process_group=alone, config=config)
-            model = zr.convert(Pair(pair), process_group=pair, config=config)
+                zr.convert(Pair(pair), process_group=alone)
+            model = zr.convert(Pair(pair), process_group=pair)
             for other in (group, alone):
                 with pytest.raises(ValueError, match="layer up belongs to another process group"):
                     zr.Balancer(model, None, process_group=other, config=config)
@@ -70,7 +72,7 @@ def test_an_optimizer_of_other_weights_is_refused(run_ranks):
 
     def build(rank, group):
         config = zr.BalanceConfig(mode="zero-pri")
-        model = zr.convert(Pair(group), process_group=group, config=config)
+        model = zr.convert(Pair(group), process_group=group)
         stale = torch.optim.SGD(Pair(group).parameters(), lr=0.1)
         with pytest.raises(ValueError, match="does not step the weights of up, down, nor any other layer's"):
             zr.Balancer(model, stale, process_group=group, config=config)
@@ -78,13 +80,27 @@ def test_an_optimizer_of_other_weights_is_refused(run_ranks):
     run_ranks(build, 2)
 
 
-def test_a_model_that_was_not_converted_is_refused(run_ranks):
+def test_a_balancer_converts_a_model_that_was_not_converted(run_ranks):
+    """Its group is the layers' own, and its configuration the default one."""
+
     def build(rank, group):
         model = Pair(group)
-        with pytest.raises(ValueError, match="no converted layers"):
-            zr.Balancer(model, None, process_group=group, config=zr.BalanceConfig(mode="zero-pri"))
-        with pytest.raises(ValueError, match="process_group=None"):
-            zr.Balancer(model, None, process_group=None, config=zr.BalanceConfig(mode="zero-pri"))
+        balancer = zr.Balancer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        assert balancer.config == zr.BalanceConfig()
+        (segment,) = owned_segments(balanced_layers(model))
+        assert segment.layers == ("up", "down")
+        balancer.move((3, 1))
+        assert segment.owned.counts == (144, 48)
+        return [len(one) for one in (model.up.weight, model.down.weight.T)]
+
+    assert run_ranks(build, 2) == [[144, 144], [48, 48]]
+
+
+def test_a_model_without_parallel_layers_is_refused_and_told_what_is_wanted(run_ranks):
+    def build(rank, group):
+        for given in ({}, {"process_group": group}):
+            with pytest.raises(ValueError, match=r"no layer that can be balanced\. Wanted are .*from_linear"):
+                zr.Balancer(torch.nn.Linear(4, 4), None, **given)
 
     run_ranks(build, 2)
 

@@ -556,7 +556,7 @@ def test_a_mode_that_prunes_wants_units_at_home(run_ranks):
         run.balancer.move((3, 1))
         run.balancer.close()
         config = zr.BalanceConfig(mode="zero-pri")
-        zr.convert(run.model, process_group=group, config=config)
+        zr.convert(run.model, process_group=group)
         with pytest.raises(ValueError, match="all must be at home"):
             zr.Balancer(run.model, run.optimizer, process_group=group, config=config)
 

@@ -152,7 +152,7 @@ def test_what_was_measured_of_a_batch_of_another_size_is_measured_anew_on_all_ra
 
 def balancer_of(run, group, config):
     """Another one for a model that was balanced before."""
-    zr.convert(run.model, process_group=group, config=config)
+    zr.convert(run.model, process_group=group)
     return zr.Balancer(run.model, run.optimizer, process_group=group, config=config)
 
 

@@ -79,7 +79,7 @@ def test_on_the_machines_own_clock(run_ranks, said):
             nn.GELU(),
             zr.RowParallelLinear.from_linear(nn.Linear(4 * FEATURES, FEATURES), process_group=group),
         )
-        zr.convert(model, process_group=group, config=config)
+        zr.convert(model, process_group=group)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         balancer = zr.Balancer(model, optimizer, process_group=group, config=config)
         for _ in range(12):

@@ -32,7 +32,7 @@ class Away(torch.optim.SGD):
 def made(group, kind=ByNorm, shares=None, **config):
     model = Pair(group)
     config = zr.BalanceConfig(update_every=2, **config)
-    zr.convert(model, process_group=group, config=config, shares=shares)
+    zr.convert(model, process_group=group, shares=shares)
     return model, zr.Balancer(model, kind(model.parameters(), lr=0.1), process_group=group, config=config)
 
 
@@ -69,7 +69,7 @@ def test_torchs_muon_and_adafactor_are_refused(run_ranks):
             for layer in (model[0].up, model[0].down):
                 layer.bias = None
             config = zr.BalanceConfig()
-            zr.convert(model, process_group=group, config=config)
+            zr.convert(model, process_group=group)
             balancer = zr.Balancer(model, kind(model.parameters()), process_group=group, config=config)
             with pytest.raises(ValueError, match=f"{kind.__name__} {MATRICES}"):
                 balancer.move([3, 1])
@@ -83,7 +83,7 @@ def test_shares_are_refused_where_they_are_given_with_the_optimizer(run_ranks):
         model = Pair(group)
         optimizer = ByNorm(model.parameters(), lr=0.1)
         with pytest.raises(ValueError, match=rf"^shares=\[1.5, 0.5\]: units cannot be divided so: .*{MATRICES}"):
-            zr.convert(model, process_group=group, config=zr.BalanceConfig(), shares=(3, 1), optimizer=optimizer)
+            zr.convert(model, process_group=group, shares=(3, 1), optimizer=optimizer)
         assert model.up.weight.shape == (2 * FEATURES, FEATURES)
 
     run_ranks(convert, 2, timeout_s=30)

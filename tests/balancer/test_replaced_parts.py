@@ -28,7 +28,7 @@ class Training:
         torch.manual_seed(0)
         self.group, self.model = group, Model(group)
         self.config = zr.BalanceConfig(update_every=2, **config)
-        zr.convert(self.model, process_group=group, config=self.config)
+        zr.convert(self.model, process_group=group)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.balancer = self.balance()
 

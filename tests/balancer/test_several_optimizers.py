@@ -28,7 +28,7 @@ def test_what_another_optimizer_steps_stays_where_it_is(run_ranks, checks):
         other = torch.optim.AdamW([one for one in model.parameters() if all(one is not its for its in given)])
         assert biases
         config = zr.BalanceConfig(update_every=2, start_checks=checks)
-        zr.convert(model, process_group=group, config=config)
+        zr.convert(model, process_group=group)
         with caught_log_lines(logging.INFO) as lines:
             balancer = zr.Balancer(model, by, process_group=group, config=config)
         assert any("not stepped by the optimizer that the Balancer was given" in line for line in lines)
@@ -48,7 +48,7 @@ def test_frozen_parameters_hold_up_no_unit(run_ranks):
         model.up.bias.requires_grad_(False)
         optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad])
         config = zr.BalanceConfig(update_every=2)
-        zr.convert(model, process_group=group, config=config)
+        zr.convert(model, process_group=group)
         balancer = zr.Balancer(model, optimizer, process_group=group, config=config)
         balancer.move((3, 1))
         assert balancer.plan.owned == (1.5, 0.5)
@@ -63,7 +63,7 @@ def test_state_of_even_shares_beside_uneven_ones_is_an_error_on_every_rank(run_r
         optimizer = torch.optim.AdamW(model.parameters())
         step(model, optimizer)
         config = zr.BalanceConfig()
-        zr.convert(model, process_group=group, config=config, shares=(3, 1))
+        zr.convert(model, process_group=group, shares=(3, 1))
         with pytest.raises(ValueError, match="pass optimizer= to convert where it has stepped before"):
             zr.Balancer(model, optimizer, process_group=group, config=config)
 

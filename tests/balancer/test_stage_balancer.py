@@ -76,7 +76,7 @@ class Training:
         self.group, self.step, self.losses, self.events = stages[stage], 0, [], []
         config = zr.BalanceConfig(update_every=3)
         layers = nn.ModuleList(Divided(one, self.group) for one in whole_layers())
-        zr.convert(layers, process_group=self.group, config=config)
+        zr.convert(layers, process_group=self.group)
         self.time = VirtualTime(0.001)
         virtual_training.keep_time(self.time, [one for layer in layers for one in (layer.up, layer.down)])
         for module in (moving, profiling):
@@ -169,7 +169,7 @@ def test_a_stage_without_balanced_layers_has_settled_and_units_can_be_at_home(ru
     def check(rank, group):
         config = zr.BalanceConfig(update_every=3)
         layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH, dtype=torch.float64), Divided(Whole(), group)])
-        zr.convert(layers, process_group=group, config=config)
+        zr.convert(layers, process_group=group)
         alone = [dist.new_group([0]), dist.new_group([1])][rank]
         pipeline = Pipeline(layers, nn.functional.mse_loss, num_microbatches=MICRO, process_group=alone)
         optimizer = torch.optim.AdamW(pipeline.parameters())

@@ -30,7 +30,7 @@ def attached_to(model, optimizer):
 
 
 def made(group):
-    model = zr.convert(Pair(group), process_group=group, config=CONFIG)
+    model = zr.convert(Pair(group), process_group=group)
     optimizer = torch.optim.AdamW(model.parameters())
     return model, optimizer, lambda: zr.Balancer(model, optimizer, process_group=group, config=CONFIG)
 

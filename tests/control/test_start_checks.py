@@ -38,7 +38,7 @@ X = torch.ones(2, FEATURES)
 
 
 def balanced(model, group, config=CONFIG, wrapped=None, optimizer=None):
-    zr.convert(model, process_group=group, config=config)
+    zr.convert(model, process_group=group)
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
     return zr.Balancer(wrapped or model, optimizer, process_group=group, config=config)
 
@@ -120,7 +120,7 @@ def test_start_checks_can_be_turned_off(run_ranks):
 
 def test_an_optimizer_of_some_layers_is_refused_unless_the_others_are_frozen(run_ranks):
     def build(rank, group):
-        model = zr.convert(Pair(group), process_group=group, config=CONFIG)
+        model = zr.convert(Pair(group), process_group=group)
         some = torch.optim.SGD(model.up.parameters(), lr=0.1)
         with pytest.raises(
             ValueError, match=r"does not step the weights of down, .*requires_grad_.*start_checks=False"
@@ -136,7 +136,7 @@ def test_an_optimizer_of_some_layers_is_refused_unless_the_others_are_frozen(run
 def test_ddp_over_the_tensor_parallel_group_is_refused(run_ranks, is_wrapped_first):
     def build(rank, group):
         model = Model(group)
-        zr.convert(model, process_group=group, config=CONFIG)
+        zr.convert(model, process_group=group)
         with pytest.raises(
             ValueError, match=r"averages gradients over ranks \[0, 1\] of the job, .* start_checks=False"
         ):

@@ -94,7 +94,7 @@ class Run:
         self.config = zr.BalanceConfig(**{"mode": "zero-rd", "update_every": 3, **still, **config})
         self.time = VirtualTime(gather_s)
         self.time.chi = (chi or {}).get(dist.get_rank(), 1.0)
-        self.model = zr.convert(model(group), process_group=group, config=self.config)
+        self.model = zr.convert(model(group), process_group=group)
         keep_time(self.time, (self.model.up, self.model.down))
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.balancer = zr.Balancer(

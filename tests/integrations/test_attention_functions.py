@@ -41,7 +41,7 @@ def attention_functions(monkeypatch):
 
 def attention_of(model, group):
     """Segments of converted attention layers, and why they stay even, told by the log's reasons."""
-    zr.convert(model, process_group=group, config=OFF)
+    zr.convert(model, process_group=group)
     return [one for one in owned_segments(balanced_layers(model)) if one.kind != "neurons"]
 
 

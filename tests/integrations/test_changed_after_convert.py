@@ -98,7 +98,7 @@ def forgotten(monkeypatch):
 
 def balanced(model, group, **options):
     config = zr.BalanceConfig(start_checks=False)
-    zr.convert(model, process_group=group, config=config, **options)
+    zr.convert(model, process_group=group, **options)
     return zr.Balancer(model, torch.optim.AdamW(model.parameters()), process_group=group, config=config)
 
 

@@ -26,7 +26,7 @@ def boosted(group, precision, shares, seed):
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.01)
     host = Host(group).boost(model, precision=precision)
-    zr.convert(host.model, process_group=host.group, config=CONFIG, shares=shares, optimizer=host.optimizer)
+    zr.convert(host.model, process_group=host.group, shares=shares, optimizer=host.optimizer)
     return host
 
 

@@ -20,7 +20,7 @@ def boosted(group, precision):
     model = small_vit()
     model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     config = zr.BalanceConfig(mode="off")
-    zr.convert(model, process_group=plugin.tp_group, config=config)
+    zr.convert(model, process_group=plugin.tp_group)
     balancer = zr.Balancer(model, optimizer, process_group=plugin.tp_group, config=config)
     return model, optimizer, booster, plugin, balancer
 

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.hosts import OFF, Host
+from helpers.hosts import Host
 from helpers.parallel_layers import plan_keeping
 from helpers.processes import caught_log_lines
 from torch import nn
@@ -82,7 +82,7 @@ def test_a_swapped_layer_is_bitwise_colossalais(run_ranks, kind, options):
     def check(rank, group):
         host = Host(group)
         original, swapped = make(host), nn.Sequential(make(host))
-        convert(swapped, process_group=group, config=OFF)
+        convert(swapped, process_group=group)
         assert type(swapped[0]).__name__ == f"Balanced{kind}"
 
         expected, actual = results(original, rank), results(swapped[0], rank)
@@ -143,7 +143,7 @@ def test_a_swapped_layer_is_bitwise_colossalais_however_x_and_dy_lie_in_memory(r
     def check(rank, group):
         host = Host(group)
         original, swapped = make(host), nn.Sequential(make(host))
-        convert(swapped, process_group=group, config=OFF)
+        convert(swapped, process_group=group)
         for leading in [(1, 7), (1, 64), (3, 33), (64,)]:
             for layouts in itertools.product(LAYOUTS, LAYOUTS):
                 if kind == "GPT2FusedLinearConv1D_Col" and layouts[0] == "transposed" and len(leading) > 1:
@@ -209,7 +209,7 @@ def test_layers_that_cannot_be_balanced_stay_exactly_as_they_were(run_ranks):
         before = {name: (layer, type(layer), dict(vars(layer))) for name, layer in odd_layers.items()}
 
         with caught_log_lines() as lines:
-            convert(model, process_group=group, config=OFF)
+            convert(model, process_group=group)
 
         assert list(balanced_layers(model)) == ["plain"]
         for name, (layer, layer_class, state) in before.items():
@@ -227,7 +227,7 @@ def test_all_parallel_linear_layers_of_colossalai_are_balanced(run_ranks):
         host = Host(group)
         kinds = sorted(name for name in vars(layers) if name.endswith(("_Col", "_Row")))
         model = nn.ModuleDict({kind: native(host, kind, 24, 24) for kind in kinds})
-        convert(model, process_group=group, config=OFF)
+        convert(model, process_group=group)
         found = balanced_layers(model)
         assert sorted(found) == kinds and len(kinds) == 6
         for kind, layer in found.items():
@@ -243,7 +243,7 @@ def test_all_parallel_linear_layers_of_colossalai_are_balanced(run_ranks):
 def test_the_output_of_a_swapped_layer_may_be_modified_in_place(run_ranks, kind, bias):
     def check(rank, group):
         layer = native(Host(group), kind, 12, 18, bias)
-        convert(nn.Sequential(layer), process_group=group, config=OFF)
+        convert(nn.Sequential(layer), process_group=group)
         for plan in (None, plan_keeping(range(1, layer.num_columns), layer.num_columns)):
             layer.plan, gradients = plan, []
             for in_place in (False, True):
@@ -266,7 +266,7 @@ def test_a_copy_of_a_swapped_layer_is_another_one_alike(run_ranks, kind):
         )
 
         model = nn.Sequential(native(Host(group), kind, 12, 18))
-        convert(model, process_group=group, config=OFF)
+        convert(model, process_group=group)
         x = torch.randn(5, model[0].num_columns)
         for copied in (copy.deepcopy(model), AveragedModel(model).module):
             assert torch.equal(copied(x), model(x))
@@ -301,7 +301,7 @@ def test_columns_of_a_transposed_weight_are_its_rows(run_ranks, kind):
 
     def check(rank, group):
         model = nn.Sequential(native(Host(group), kind, 12, 18)).double()
-        convert(model, process_group=group, config=OFF)
+        convert(model, process_group=group)
         layer = model[0]
         kept = list(range(1, layer.num_columns, 2))
         mask = torch.zeros(layer.num_columns, 1, dtype=torch.float64)

@@ -40,7 +40,7 @@ class Training:
         self.balancer = None
         if config:
             config = zr.BalanceConfig(mode="mig", **config)
-            zr.convert(self.model, process_group=host.group, config=config)
+            zr.convert(self.model, process_group=host.group)
             self.balancer = zr.Balancer(self.model, self.optimizer, process_group=host.group, config=config)
 
     def accumulate(self, batches, step):
@@ -164,7 +164,7 @@ def test_training_under_booster_is_exact(run_ranks, migration_transport, precisi
             zr.BalanceConfig(mode="mig", migration_transport=migration_transport, ratio=0.5, ranks=[1]),
         ):
             run = host.boost(small_vit(num_labels=8), precision=precision)
-            zr.convert(run.model, process_group=run.group, config=config)
+            zr.convert(run.model, process_group=run.group)
             balancer = zr.Balancer(run.model, run.optimizer, process_group=run.group, config=config)
             own = []
             for step in range(4):

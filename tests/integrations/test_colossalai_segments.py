@@ -2,13 +2,13 @@
 
 import pytest
 import torch.distributed as dist
-from helpers.hosts import DEPTH, HEADS, HIDDEN, KV_HEADS, MLP, OFF, Host, build, compute
+from helpers.hosts import DEPTH, HEADS, HIDDEN, KV_HEADS, MLP, Host, build, compute
 from helpers.parallel_layers import assert_any_owner_computes_the_same
 
 from zeroresize import convert
 from zeroresize.convert import balanced_layers
 from zeroresize.integrations.find_segments import find_segments
-from zeroresize.integrations.key_dropout import key_dropout
+from zeroresize.integrations.keyed_dropout import KeyedDropout
 from zeroresize.layers.unit_dropout import UnitDropout
 
 pytestmark = [pytest.mark.usefixtures("colossalai_module"), pytest.mark.slow]
@@ -33,7 +33,7 @@ def sharded(kind, group, fused_by_jit=False, **changes):
         tensor_parallel_process_group=group, sequence_parallel_process_group=alone, enable_jit_fused=fused_by_jit
     )
     model, _ = ShardFormer(config).optimize(build(kind, **changes))
-    convert(model, process_group=group, config=OFF)
+    convert(model, process_group=group)
     return model, *find_segments(model, balanced_layers(model), 2)
 
 
@@ -100,7 +100,7 @@ def test_dropout_of_parallel_inputs_is_keyed_by_the_unit(run_ranks):
         model, segments, _ = sharded("Bert", group, attention="eager", attention_probs_dropout_prob=0.3)
         names = {type(layer.attention.self.dropout).__name__ for layer in model.encoder.layer}
         assert names == {"DropoutForParallelInput"}
-        assert key_dropout(model, segments, seed=3) == {}
+        KeyedDropout(model, segments, seed=3)
 
         def from_the_first_call(model):
             for layer in model.encoder.layer:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from helpers import parallel_layers
-from helpers.hosts import DEPTH, HIDDEN, OFF, Host, batch, small_vit
+from helpers.hosts import DEPTH, HIDDEN, Host, batch, small_vit
 from helpers.processes import caught_log_lines
 from torch import nn
 from torch.nn.utils import parametrize
@@ -61,10 +61,10 @@ def test_a_sharded_model_is_converted_once_and_a_single_rank_never(run_ranks):
     def check(rank, group):
         host = Host(group)
         model = host.shard(small_vit())
-        convert(model, process_group=group, config=OFF)
+        convert(model, process_group=group)
         classes = [type(module) for module in model.modules()]
         with caught_log_lines() as lines:
-            convert(model, process_group=group, config=OFF)
+            convert(model, process_group=group)
         assert [type(module) for module in model.modules()] == classes
         assert len(lines) == 1 and "converted already" in lines[0]
 
@@ -72,7 +72,7 @@ def test_a_sharded_model_is_converted_once_and_a_single_rank_never(run_ranks):
         host.group = alone
         model = host.shard(small_vit())
         with caught_log_lines() as lines:
-            convert(model, process_group=alone, config=OFF)
+            convert(model, process_group=alone)
         assert balanced_layers(model) == {}
         assert len(lines) == 1 and "one rank" in lines[0]
 
@@ -113,7 +113,7 @@ def test_training_is_bitwise_colossalais(run_ranks, by, from_the_start):
         assert balanced_layers(converted.model) == {}  # taken in by convert alone
         identities = {name: id(parameter) for name, parameter in converted.model.named_parameters()}
 
-        assert convert(converted.model, process_group=converted.group, config=OFF) is converted.model
+        assert convert(converted.model, process_group=converted.group) is converted.model
 
         assert list(balanced_layers(converted.model)) == TAKEN
         assert {name: id(parameter) for name, parameter in converted.model.named_parameters()} == identities
@@ -135,7 +135,7 @@ def test_booster_checkpoints_pass_between_converted_and_original_models(run_rank
     def check(rank, group):
         host = Host(group)
         models = {"converted": host.boost(small_vit()), "original": host.boost(small_vit(initializer_range=0.5))}
-        convert(models["converted"].model, process_group=models["converted"].group, config=OFF)
+        convert(models["converted"].model, process_group=models["converted"].group)
         saver = models.pop(saves)
         (loader,) = models.values()
         train(saver, range(2))
@@ -162,7 +162,7 @@ def test_a_pruned_vit_equals_one_with_masked_weights(run_ranks, from_the_start):
 
     def check(rank, group):
         model = Host(group).shard(small_vit().double(), from_the_start)
-        convert(model, process_group=group, config=OFF)
+        convert(model, process_group=group)
         whole = small_vit().double()
         for position, (name, layer) in enumerate(balanced_layers(model).items()):
             keep = range(position % 3, layer.num_columns, 3)

@@ -56,7 +56,7 @@ def module(forward, **parts):
 
 def found_in(model, group, named=()):
     torch.manual_seed(0)
-    zr.convert(model, process_group=group, config=OFF)
+    zr.convert(model, process_group=group)
     return find_segments(model, balanced_layers(model), 2, named)
 
 
@@ -291,7 +291,7 @@ def test_tracing_leaves_no_trace(run_ranks):
         model.a.eval()
         torch.manual_seed(3)
         state = torch.get_rng_state()
-        zr.convert(model, process_group=group, config=OFF)
+        zr.convert(model, process_group=group)
         find_segments(model, balanced_layers(model), 2)
         assert torch.equal(torch.get_rng_state(), state)
         assert model.training and model.b.training and not model.a.training
@@ -466,7 +466,7 @@ def test_tracing_goes_through_reentrant_checkpoints(run_ranks):
 
     def check(rank, group):
         model = Checkpointed(group)
-        zr.convert(model, process_group=group, config=OFF)
+        zr.convert(model, process_group=group)
         segments, _ = find_segments(model, balanced_layers(model), 2)
         return [one.kind for one in segments]
 

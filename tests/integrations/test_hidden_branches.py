@@ -65,7 +65,7 @@ def module(forward, group, **parts):
 
 
 def found_in(model, group):
-    zr.convert(model, process_group=group, config=OFF)
+    zr.convert(model, process_group=group)
     return find_segments(model, balanced_layers(model), 2)
 
 

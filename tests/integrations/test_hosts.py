@@ -47,7 +47,7 @@ def test_the_registered_module_of_the_docs_has_heads_on_any_rank(run_ranks, monk
     def check(rank, group):
         torch.manual_seed(0)
         model = names["Attention"](16, 4, group).double()
-        zr.convert(model, process_group=group, config=CONFIG)
+        zr.convert(model, process_group=group)
         segments, reasons = find_segments(model, balanced_layers(model), 2)
         assert reasons == {} and [(one.kind, one.layers) for one in segments] == [("heads", ("qkv", "out"))]
         x = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -63,7 +63,7 @@ def test_the_hosts_layers_are_swapped_in_place_and_compute_bitwise_alike(run_ran
         results, parameters = [], [id(one) for one in model.parameters()]
         for is_converted in (False, True):
             if is_converted:
-                zr.convert(model, process_group=group, config=CONFIG)
+                zr.convert(model, process_group=group)
             model.zero_grad()
             x = torch.randn(5, 12, generator=torch.Generator().manual_seed(1)).requires_grad_()
             y = model(x)
@@ -94,7 +94,7 @@ def test_a_hosts_reason_and_its_subclasses_leave_layers_alone(run_ranks, example
             }
         )
         with caught_log_lines() as lines:
-            zr.convert(model, process_group=group, config=CONFIG)
+            zr.convert(model, process_group=group)
         assert list(balanced_layers(model)) == ["taken"]
         assert type(model["wide"]) is example["HostColumn"] and type(model["special"]) is Special
         assert any("layer wide is left alone: it is wide" in line for line in lines)
@@ -162,7 +162,7 @@ def test_an_adapter_that_does_not_swap_in_place_is_an_error(run_ranks, monkeypat
         model = nn.Sequential(nn.Linear(4, 4))
         model[0].process_group = group
         with pytest.raises(TypeError, match=r"Careless did not make layer 0 \(Linear\) a BalancedLinear in place"):
-            zr.convert(model, process_group=group, config=CONFIG)
+            zr.convert(model, process_group=group)
 
     run_ranks(check, 2)
 

@@ -48,7 +48,7 @@ def converted(group, shares=None, *, keeps_size=True, key_heads=4, **options):
     torch.manual_seed(0)
     model = nn.Sequential(Attention(group, keeps_size=keeps_size, key_heads=key_heads))
     named = segment(model, **options)
-    zr.convert(model, process_group=group, config=OFF, segments=[named], shares=shares)
+    zr.convert(model, process_group=group, segments=[named], shares=shares)
     return model
 
 
@@ -128,7 +128,7 @@ def test_neurons_that_are_named_change_hands_by_eights_too(run_ranks):
         model = nn.Sequential(
             ColumnParallelLinear(WIDTH, 2048, process_group=group), RowParallelLinear(2048, WIDTH, process_group=group)
         )
-        zr.convert(model, process_group=group, config=OFF, segments=[zr.Segment(["0"], "1")], shares=(1000, 1))
+        zr.convert(model, process_group=group, segments=[zr.Segment(["0"], "1")], shares=(1000, 1))
         (found,) = owned_segments(balanced_layers(model))
         assert found.quantum == found.min_units == 8 and all(count and count % 8 == 0 for count in found.owned.counts)
 
@@ -152,7 +152,7 @@ def test_a_registered_class_without_a_follower_stays_even(run_ranks, monkeypatch
 
     def check(rank, group):
         model = nn.Sequential(Attention(group))
-        zr.convert(model, process_group=group, config=OFF)
+        zr.convert(model, process_group=group)
         assert owned_segments(balanced_layers(model)) == []
         assert "Attention.num_heads=4 seems to count what this rank holds" in caplog.text
 

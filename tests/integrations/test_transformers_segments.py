@@ -22,7 +22,7 @@ HEADS_OF = {
 
 
 def segments_of(model, group):
-    zr.convert(model, process_group=group, config=OFF)
+    zr.convert(model, process_group=group)
     return find_segments(model, balanced_layers(model), 2)
 
 
@@ -95,7 +95,6 @@ def test_a_layer_that_is_not_converted_keeps_its_segment_even(run_ranks):
         zr.convert(
             model,
             process_group=group,
-            config=OFF,
             module_filter_fn=lambda layer, name: not name.endswith("0.attention.attention.key"),
         )
         segments, reasons = find_segments(model, balanced_layers(model), 2)

@@ -59,7 +59,7 @@ def test_a_copy_is_whole_and_in_no_balancers_hands(run_ranks, config, make_copy)
             assert layer.process_group is group
             assert layer.plan is layer.loans is layer.last is layer.watch_input is None
             assert layer.probes._probes == ()
-        whole = zr.convert(type(run.model)(group), process_group=group, config=run.config)
+        whole = zr.convert(type(run.model)(group), process_group=group)
         whole.load_state_dict(copied.state_dict())
         for found, expected in zip(gradients(copied, run.x), gradients(whole, run.x), strict=True):
             assert torch.equal(found, expected)

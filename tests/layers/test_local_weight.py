@@ -49,7 +49,7 @@ def test_a_padded_parameter_trains_as_the_plain_one_does(run_ranks, priority):
 
     def train(rank, group, is_padded):
         config = zr.BalanceConfig(mode="zero-pri", priority=priority, ratio=0.5, ranks=[0], update_every=2)
-        model = zr.convert(pair(group, is_padded), process_group=group, config=config)
+        model = zr.convert(pair(group, is_padded), process_group=group)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         balancer = zr.Balancer(model, optimizer, process_group=group, config=config)
         x = torch.randn(6, FEATURES, generator=torch.Generator().manual_seed(1))

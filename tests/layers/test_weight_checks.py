@@ -30,7 +30,7 @@ def test_a_layer_whose_weight_is_made_anew_is_left_alone_by_name(run_ranks, put_
         model, config = Pair(group), zr.BalanceConfig(mode="zero-pri")
         put_on(model.down)
         with caught_log_lines() as lines:
-            zr.convert(model, process_group=group, config=config)
+            zr.convert(model, process_group=group)
         assert list(balanced_layers(model)) == ["up"]
         assert [line for line in lines if "down" in line] == [
             f"convert: layer down is left alone: its weight is no parameter: {name} makes it anew in every forward"
@@ -51,7 +51,7 @@ def test_a_layer_whose_weight_is_made_anew_is_left_alone_by_name(run_ranks, put_
 def test_a_balancer_refuses_a_weight_that_is_made_anew_since_converting(run_ranks, put_on, name):
     def check(rank, group):
         config = zr.BalanceConfig(mode="off")
-        model = zr.convert(Pair(group), process_group=group, config=config)
+        model = zr.convert(Pair(group), process_group=group)
         put_on(model.down)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         with pytest.raises(ValueError, match=rf"layer down .*{name} makes it anew.* Allowed are parameters"):
@@ -92,7 +92,7 @@ class Replicated:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "tensor"))
         group, replicas = mesh["tensor"].get_group(), mesh["replicas"]
         self.config = zr.BalanceConfig(update_every=2, **config)
-        self.model = wrap(zr.convert(Pair(group), process_group=group, config=self.config), replicas)
+        self.model = wrap(zr.convert(Pair(group), process_group=group), replicas)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.balancer = zr.Balancer(self.model, self.optimizer, process_group=group, config=self.config)
         self.seed = 100 * replicas.get_local_rank()
@@ -171,7 +171,7 @@ def test_a_model_that_fsdp1_has_sharded_already_has_nothing_to_convert(run_ranks
         group = mesh["tensor"].get_group()
         model = WRAPS[kind](Pair(group), mesh["replicas"])
         with pytest.raises(ValueError, match=r"left alone: .*up: .*FullyShardedDataParallel"):
-            zr.convert(model, process_group=group, config=zr.BalanceConfig(mode="zero-pri"))
+            zr.convert(model, process_group=group)
 
     run_ranks(check, 4)
 
@@ -182,7 +182,7 @@ def test_no_unit_moves_where_fully_shard_holds_shards_of_its_weights(run_ranks, 
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "tensor"))
         group, replicas = mesh["tensor"].get_group(), mesh["replicas"]
         config = zr.BalanceConfig(mode="off")
-        model = zr.convert(Pair(group), process_group=group, config=config)
+        model = zr.convert(Pair(group), process_group=group)
         if not is_sharded_later:
             fully_shard(model, mesh=replicas)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -209,7 +209,7 @@ def test_no_unit_moves_where_fully_shard_holds_shards_of_its_weights(run_ranks, 
 def test_uneven_shares_stay_where_fully_shard_comes_later(run_ranks):
     def train(rank, group):
         config = zr.BalanceConfig(mode="off")
-        model = zr.convert(Pair(group), process_group=group, config=config, shares=(3, 1))
+        model = zr.convert(Pair(group), process_group=group, shares=(3, 1))
         fully_shard(model, mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicas", "tensor"))["replicas"])
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         balancer = zr.Balancer(model, optimizer, process_group=group, config=config)

@@ -40,7 +40,7 @@ def test_it_counts_what_a_step_moves_whether_forwards_are_recomputed_or_not(
         up = zr.ColumnParallelLinear(IN, HIDDEN, process_group=group)
         down = zr.RowParallelLinear(HIDDEN, IN, process_group=group)
         config = zr.BalanceConfig(mode="mig", ratio=LENT, ranks=[0], migration_transport=migration_transport)
-        model = zr.convert(torch.nn.Sequential(up, down), process_group=group, config=config)
+        model = zr.convert(torch.nn.Sequential(up, down), process_group=group)
         balancer = zr.Balancer(model, torch.optim.SGD(model.parameters()), process_group=group, config=config)
         for micro_batch in range(2):
             x = randn(TOKENS, IN, seed=micro_batch).requires_grad_()
@@ -65,7 +65,7 @@ def test_it_says_that_it_begins_and_what_it_found(run_ranks, mode, measured):
         logging.getLogger("zeroresize").setLevel(logging.INFO)
         up = zr.ColumnParallelLinear(IN, HIDDEN, process_group=group)
         config = zr.BalanceConfig(mode=mode, update_every=1)
-        model = zr.convert(torch.nn.Sequential(up), process_group=group, config=config)
+        model = zr.convert(torch.nn.Sequential(up), process_group=group)
         balancer = zr.Balancer(model, torch.optim.SGD(model.parameters()), process_group=group, config=config)
         model(randn(TOKENS, IN)).square().sum().backward()
         balancer.step()

@@ -109,7 +109,7 @@ def test_a_replica_of_a_straggler_is_not_taken_for_busy(run_ranks, is_checkpoint
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(16, HIDDEN), *(Block(tensor_parallel, is_checkpointed) for _ in range(2)))
         config = zr.BalanceConfig(mode="off", update_every=6)
-        zr.convert(model, process_group=tensor_parallel, config=config)
+        zr.convert(model, process_group=tensor_parallel)
         replicated = DistributedDataParallel(model, process_group=replicas)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         records = []

@@ -148,7 +148,7 @@ def test_real_products_take_the_longer_the_larger_their_layer(run_ranks):
             zr.ColumnParallelLinear(256, 2048, process_group=group),
             zr.RowParallelLinear(2048, 16, process_group=group),
         )
-        model = zr.convert(model, process_group=group, config=config)
+        model = zr.convert(model, process_group=group)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         balancer = zr.Balancer(model, optimizer, process_group=group, config=config)
         x = torch.randn(512, 256).requires_grad_()

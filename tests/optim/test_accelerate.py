@@ -19,7 +19,7 @@ def train(group, wraps, config):
         nn.GELU(),
         zr.RowParallelLinear.from_linear(down, process_group=group),
     )
-    zr.convert(model, process_group=group, config=config)
+    zr.convert(model, process_group=group)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     if wraps:
         optimizer = wrapped(optimizer)

@@ -250,7 +250,7 @@ def test_colossalais_masters_moments_and_working_weights_stay(run_ranks, colossa
         booster = host.boost(small_vit(), precision=precision)
         forced = {"ratio": 0.5, "ranks": "all", "update_every": 100}
         config = zr.BalanceConfig(mode="zero-pri", pruned_update=pruned_update, **forced)
-        zr.convert(booster.model, process_group=booster.group, config=config)
+        zr.convert(booster.model, process_group=booster.group)
         balancer = zr.Balancer(booster.model, booster.optimizer, process_group=booster.group, config=config)
         layers = balanced_layers(booster.model)
         inner = torch_optimizer(booster.optimizer)

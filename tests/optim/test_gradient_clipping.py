@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.hosts import OFF, Host, small_vit
+from helpers.hosts import Host, small_vit
 from helpers.parallel_layers import WIDTH, block, segments_of, uneven
 from torch import nn
 
@@ -173,7 +173,7 @@ def test_colossalais_layers_are_known_once_they_are_converted(run_ranks, colossa
     def clip(rank, group):
         host, whole = Host(group), small_vit()
         model = host.shard(copy.deepcopy(whole))
-        zr.convert(model, process_group=group, config=OFF)
+        zr.convert(model, process_group=group)
         x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
         for one in (model, whole):
             one(x).logits.square().sum().backward()

@@ -112,7 +112,7 @@ def test_a_gradient_of_fixed_size_beside_a_parameter_is_told_and_no_unit_moves(r
     def train(rank, group):
         model = Pair(group)
         optimizer, config = torch.optim.SGD(model.parameters(), lr=0.1), zr.BalanceConfig()
-        zr.convert(model, process_group=group, config=config)
+        zr.convert(model, process_group=group)
         buffer = torch.zeros(model.up.weight.numel())
         if when == "before" or (when == "before, on one rank" and rank == 0):
             model.up.weight.main_grad = buffer.view_as(model.up.weight)

@@ -126,7 +126,7 @@ def test_a_boosted_vit_of_colossalai_trains_on(run_ranks, precision):
     """The Booster wraps it in DistributedDataParallel though there is one replica; bf16 has master weights."""
 
     def check(rank, group):
-        from helpers.hosts import OFF, Host, batch, small_vit
+        from helpers.hosts import Host, batch, small_vit
 
         import zeroresize as zr
         from zeroresize.layers.segment import OwnedSegment, UnitTensor
@@ -137,7 +137,7 @@ def test_a_boosted_vit_of_colossalai_trains_on(run_ranks, precision):
         runs = []
         for _ in range(2):
             boosted = host.boost(small_vit(), precision=precision)
-            zr.convert(boosted.model, process_group=boosted.group, config=OFF)
+            zr.convert(boosted.model, process_group=boosted.group)
             segments = []
             for number, layer in enumerate(boosted.model.unwrap().vit.encoder.layer):
                 up, down = layer.intermediate.dense, layer.output.dense

@@ -70,7 +70,7 @@ def converted(group, follow=follows_all, config=CONFIG, **options):
     model = Block(group)
     options = {"unit_size": HEAD, "num_blocks": 3, "kind": "heads", "on_change": follow(model.attention)} | options
     named = zr.Segment(["attention.qkv"], "attention.out", **options)
-    return zr.convert(model, process_group=group, config=config, segments=[named])
+    return zr.convert(model, process_group=group, segments=[named])
 
 
 def batch(dtype=torch.float32):
@@ -153,7 +153,7 @@ def refused(group, columns, follow):
         kind="heads",
         on_change=lambda heads: follow(inner, heads),
     )
-    zr.convert(model, process_group=group, config=CONFIG, segments=[named])
+    zr.convert(model, process_group=group, segments=[named])
     with pytest.raises(ValueError, match=r"0\.0\.out \(heads\): ") as error:
         zr.check_segments(model, batch()["x"])
     return str(error.value)
@@ -256,7 +256,7 @@ def test_it_says_what_it_needs(run_ranks):
         with balancer.at_home():
             assert len(zr.check_segments(model, batch())) == 2
         even = nn.Sequential(ColumnParallelLinear(4, 4, process_group=group), nn.Softmax(-1))
-        zr.convert(even, process_group=group, config=CONFIG)
+        zr.convert(even, process_group=group)
         with pytest.raises(ValueError, match="no segment whose units may move"):
             zr.check_segments(even, torch.zeros(1, 4))
 
@@ -288,7 +288,7 @@ def test_a_rank_that_leaves_out_layers_where_others_run_them_is_told(run_ranks):
         model = Skipping(group)
         follow = functools.partial(setattr, model, "num_units")
         segment = zr.Segment(["up"], "down", min_units=0, on_change=lambda units: follow(len(units)))
-        zr.convert(model, process_group=group, config=CONFIG, segments=[segment])
+        zr.convert(model, process_group=group, segments=[segment])
         with pytest.raises(ValueError, match=r"down \(units\): the ranks run different layers"):
             zr.check_segments(model, torch.ones(3, WIDTH))
 
@@ -312,7 +312,7 @@ class Centred(nn.Module):
 def test_a_buffer_that_forwards_read_and_move_does_no_harm(run_ranks):
     def check(rank, group):
         torch.manual_seed(0)
-        model = zr.convert(Centred(group), process_group=group, config=CONFIG)
+        model = zr.convert(Centred(group), process_group=group)
         (found,) = zr.check_segments(model, torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1)))
         assert found.problem is None and not model.mean.any()
 

@@ -366,7 +366,7 @@ def test_what_convert_has_divided_and_a_balancer_are_saved_together(run_ranks, t
             unit_size=HEAD_SIZE,
             on_change=lambda units: setattr(attention, "num_heads", len(units)),
         )
-        zr.convert(training.model, process_group=group, config=config, segments=[heads], shares=shares)
+        zr.convert(training.model, process_group=group, segments=[heads], shares=shares)
         balancer = zr.Balancer(training.model, training.optimizer, process_group=group, config=config)
         return training, balancer
 

@@ -29,7 +29,7 @@ def test_it_counts_the_bytes_that_a_step_moves(run_ranks, num_ranks, num_owners)
             config = zr.BalanceConfig(
                 mode="mig", ratio=0.5, ranks=tuple(range(num_owners)), migration_transport=migration_transport
             )
-            model = zr.convert(torch.nn.Sequential(up, down), process_group=group, config=config)
+            model = zr.convert(torch.nn.Sequential(up, down), process_group=group)
             balancer = zr.Balancer(model, torch.optim.SGD(model.parameters()), process_group=group, config=config)
             x = randn(TOKENS, IN, dtype=torch.float32).requires_grad_(True)
             model(x).square().sum().backward()

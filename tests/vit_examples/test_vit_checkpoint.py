@@ -57,7 +57,7 @@ class Training:
                     return torch.device("cpu")
 
         self.config, self.host = config, Host(config)
-        zr.convert(self.host.model, process_group=self.host.tp_group, config=config.balance)
+        zr.convert(self.host.model, process_group=self.host.tp_group)
         self.balancer = zr.Balancer(
             self.host.model, self.host.optimizer, process_group=self.host.tp_group, config=config.balance
         )

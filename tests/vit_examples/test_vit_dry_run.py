@@ -135,7 +135,7 @@ def test_ranks_hold_what_the_dry_run_says(run_ranks: Callable[..., list[Any]]) -
 
     def held_after_a_step(rank: int, group: Any) -> tuple[int, ...]:
         model = shard_vit(build_vit(config.model, num_ranks=2, seed=0), group)
-        zr.convert(model, process_group=group, config=config.balance)
+        zr.convert(model, process_group=group)
         optimizer = torch.optim.AdamW(model.parameters())
         model(torch.randn(2, 3, 32, 32)).logits.square().mean().backward()
         optimizer.step()
@@ -163,4 +163,4 @@ def test_shares_that_will_be_measured_are_taken_to_be_even(capsys: pytest.Captur
 
 def test_shares_that_do_not_fit_the_ranks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     said = refused([*TINY, "--dry-run", "--ranks=2", "--set=balance.shares=[2, 1, 1]"], capsys)
-    assert "balance.shares=[2.0, 1.0, 1.0] has 3 numbers, but the process group has 2 ranks" in said
+    assert "shares=(2.0, 1.0, 1.0) is not allowed: wanted are 'even', 'auto', or 2 numbers, one for each rank" in said

@@ -34,12 +34,28 @@ class Channel(Protocol):
     def recv(self, tensors: list[Tensor], sender: int, tag: int, /) -> dist.Work: ...
 
 
-def require_group(process_group: ProcessGroup | None) -> ProcessGroup:
-    """``process_group`` itself.
+def as_process_group(group: Any) -> Any:
+    """The process group of a one-dimensional ``DeviceMesh``; whatever else ``group`` is, itself.
 
     Raises:
-        ValueError: if it is None, or this rank is not a member.
+        ValueError: for a mesh of several dimensions.
     """
+    if not hasattr(group, "get_group") or not hasattr(group, "ndim"):
+        return group
+    if group.ndim != 1:
+        raise ValueError(
+            f"{group} has {group.ndim} dimensions: pass the one of the tensor-parallel group, such as mesh['tp']"
+        )
+    return group.get_group(0)
+
+
+def require_group(process_group: Any) -> ProcessGroup:
+    """``process_group`` itself, or that of a one-dimensional ``DeviceMesh``.
+
+    Raises:
+        ValueError: if it is None, a mesh of several dimensions, or this rank is not a member.
+    """
+    process_group = as_process_group(process_group)
     if process_group is None:
         raise ValueError(
             "process_group=None is not allowed: pass the tensor-parallel group, such as torch.distributed.group.WORLD "
@@ -47,7 +63,8 @@ def require_group(process_group: ProcessGroup | None) -> ProcessGroup:
         )
     if dist.get_rank(process_group) < 0:
         raise ValueError("this rank is not a member of process_group: pass the tensor-parallel group that it is in")
-    return process_group
+    group: ProcessGroup = process_group
+    return group
 
 
 def group_size(process_group: ProcessGroup) -> int:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from zeroresize.config.keys import MIGRATING_MODES, RANK_CHOICES, SHARE_CHOICES
-from zeroresize.utils.value_checks import is_number
-
-_WANTED_SHARES = (
-    "'even', 'auto', or a list of one number for each rank of the group, none negative and not all 0, such as [2, 1, 1]"
-)
+from zeroresize.utils.value_checks import is_number, share_numbers
 
 
 def checked_ratio(ratio: Any, mode: str) -> str | float:
@@ -42,19 +37,9 @@ def checked_shares(shares: Any, num_ranks: int | None = None) -> str | tuple[flo
     Raises:
         ValueError: if they are none of these.
     """
-    if isinstance(shares, str):
-        if shares not in SHARE_CHOICES:
-            raise ValueError(f"shares={shares!r} is not allowed: {_WANTED_SHARES}")
+    if isinstance(shares, str) and shares in SHARE_CHOICES:
         return shares
-    is_row = isinstance(shares, Sequence) and len(shares) > 0
-    if not is_row or not all(is_number(share) and 0.0 <= share < math.inf for share in shares) or not any(shares):
-        raise ValueError(f"shares={shares!r} is not allowed: {_WANTED_SHARES}")
-    if num_ranks is not None and len(shares) != num_ranks:
-        raise ValueError(
-            f"shares={list(shares)} has {len(shares)} numbers, but the process group has {num_ranks} "
-            "ranks: one for each is needed"
-        )
-    return tuple(float(share) for share in shares)
+    return share_numbers(shares, num_ranks, "'even', 'auto', or ")
 
 
 def checked_ranks(ranks: Any) -> str | tuple[int, ...]:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import logging
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from zeroresize.comm.collectives import group_rank, group_size, require_group, world_size
+from zeroresize.comm.collectives import as_process_group, group_rank, group_size, world_size
 from zeroresize.comm.cpu_group import CpuGroup
 from zeroresize.comm.exchange import Exchange
 from zeroresize.comm.replicas import ranks_with_replicas
 from zeroresize.comm.whereabouts import Whereabouts
 from zeroresize.config import BalanceConfig
 from zeroresize.config.keys import AWAY_MODES, MIGRATING_MODES, MOVING_MODES, PRIORITY_MODES, PRUNING_MODES
+from zeroresize.control.dropout_keys import DropoutKeys
 from zeroresize.control.forward_watch import ForwardWatch
 from zeroresize.control.group_decision import GroupDecision
 from zeroresize.control.lineage import LineageTable
@@ -27,19 +28,27 @@ from zeroresize.control.plan_installer import PlanInstaller
 from zeroresize.control.planner import Planner
 from zeroresize.control.setup_checks import Layers, check_layers, check_weights
 from zeroresize.control.start_checks import StartCheck
-from zeroresize.convert import balanced_layers
+from zeroresize.convert import balanced_layers, convert, group_of
 from zeroresize.layers.functional import LastGradients
 from zeroresize.layers.segments import owned_segments, segments_of_layers, work_of_layers
 from zeroresize.measure.column_statistics import build_statistic
+from zeroresize.measure.device_speed import measure_wanted_shares
 from zeroresize.measure.rank_monitor import RankMonitor
 from zeroresize.measure.restartable_statistic import RestartableStatistic
 from zeroresize.migration.lender import Lender
 from zeroresize.optim.freezing import ColumnFreezer
+from zeroresize.plan.ownership import checked_shares
 from zeroresize.policy.tensor.columns.selector import ColumnSelector
-from zeroresize.resharding.agreement import MeetReplicas
+from zeroresize.resharding.agreement import Meet, MeetReplicas
 from zeroresize.resharding.data_parallel import replicas_of
+from zeroresize.resharding.initial_division import divide_units, require_segments
+from zeroresize.resharding.same_segments import require_same_segments
+from zeroresize.resharding.search_segments import first_of
 from zeroresize.resharding.state_dicts import guard_optimizer
 from zeroresize.resharding.units_in_force import UnitsInForce
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 logger = logging.getLogger(__name__)
 
@@ -110,12 +119,14 @@ class Parts:
 def build(
     model: nn.Module,
     optimizer: Any,
-    process_group: ProcessGroup,
     config: BalanceConfig,
-    data_parallel_group: ProcessGroup | None = None,
+    process_group: ProcessGroup | DeviceMesh | None = None,
+    data_parallel_group: ProcessGroup | DeviceMesh | None = None,
 ) -> Parts:
-    """Check what a balancer is given, and make its parts; collective over ``process_group``, and over its data-parallel
-    replicas where units may move.
+    """Check what a balancer is given, and make its parts; collective over the tensor-parallel group, and over its
+    data-parallel replicas where units may move.
+
+    A model that was not converted is, and its units are divided by ``config.shares`` unless ``convert`` was told how.
 
     The order matters: what needs no other rank is checked before the ranks meet, and an optimizer calls hooks in the
     order in which they were made. Where something fails, what was attached until then is taken back.
@@ -124,9 +135,11 @@ def build(
         ValueError: as :class:`~zeroresize.balancer.Balancer` tells.
         RuntimeError: if not all ranks come within the time limit of ``process_group``.
     """
-    require_group(process_group)
+    process_group = group_of(model, process_group)
+    replicas_group: ProcessGroup | None = as_process_group(data_parallel_group)
     rank, num_ranks = group_rank(process_group), group_size(process_group)
-    layers = balanced_layers(model)
+    config.validate_group_size(num_ranks)
+    layers = _converted_layers(model, process_group)
     check_weights(layers, config)
     check_layers(model, layers, optimizer, process_group, config)
     with ExitStack() as attached:
@@ -134,10 +147,14 @@ def build(
         attached.callback(_release_layers, layers)
         exchange = of_replicas = start_check = forward_watch = optimizer_steps = lender = statistic = units = None
         if num_ranks > 1:
+            _kept(DropoutKeys(model, layers, process_group, config), attached)
+            _warn_of_what_stays(layers, config)
             exchange = of_replicas = _kept(_meet(config, layers, process_group), attached)
-            replicas = replicas_of(model, layers, process_group, data_parallel_group)
+            replicas = replicas_of(model, layers, process_group, replicas_group)
             units = UnitsInForce(model, layers, optimizer, process_group, meet=exchange.meet, replicas=replicas)
             units.agree()
+            if config.shares != "even" and not any(segment.has_given_shares for segment in units.segments):
+                _divide_by_configuration(units, layers, process_group, config, exchange.meet)
             _tell_what_stays(units, config, rank)
             guard_optimizer(optimizer, units.are_away)  # also once the balancer is closed
             _require_home(units, config)
@@ -203,6 +220,26 @@ def build(
             units=units,
             attached=attached.pop_all(),
         )
+
+
+def _converted_layers(model: nn.Module, process_group: ProcessGroup) -> Layers:
+    """The layers that may be balanced; a model, or layers of it, that nobody has converted is converted."""
+    layers = balanced_layers(model)
+    if not layers or not all(layer.is_searched for layer in layers.values()):
+        convert(model, process_group)
+        layers = balanced_layers(model)
+    return layers
+
+
+def _divide_by_configuration(
+    units: UnitsInForce, layers: Layers, process_group: ProcessGroup, config: BalanceConfig, meet: Meet
+) -> None:
+    """Divide the units by ``config.shares`` before the first step; collective."""
+    device = next(iter(layers.values())).local_weight.device
+    require_same_segments(units.segments, config.shares, None, process_group, device)
+    require_segments(config.shares, units.segments)
+    shares = measure_wanted_shares(config.shares, layers, process_group, meet)
+    divide_units(units, checked_shares(shares, group_size(process_group)))
 
 
 class _Closable(Protocol):
@@ -289,6 +326,17 @@ def _require_home(units: UnitsInForce, config: BalanceConfig) -> None:
         raise ValueError(
             f"units are divided by the shares {list(units.shares)}, and in mode {config.mode!r} all must be at home: "
             "before closing the balancer that moved them call its move() with equal shares"
+        )
+
+
+def _warn_of_what_stays(layers: Layers, config: BalanceConfig) -> None:
+    staying = [name for name, layer in layers.items() if layer.segment is None or layer.segment.stays_even is not None]
+    if staying and config.may_move:
+        logger.warning(
+            "the units of %d of %d layers cannot move (%s); the lines of level INFO tell why",
+            len(staying),
+            len(layers),
+            first_of(staying),
         )
 
 

@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 from zeroresize.comm.collectives import group_ranks, group_size, same_ranks
 from zeroresize.config import BalanceConfig
 from zeroresize.config.keys import MIGRATING_MODES, PRIORITY_MODES
-from zeroresize.convert import require_same_configuration
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.weight_checks import is_flat_parameters, is_sharded, why_no_whole_weight
 from zeroresize.measure.step_timer import LayerTimer
@@ -79,8 +78,8 @@ def check_layers(
     """Check that a model's layers can be balanced over this group while this optimizer trains them.
 
     Raises:
-        ValueError: if they are another group's, there are none, they have another balancer, were converted with another
-            configuration, or the optimizer steps none of their weights; unless ``start_checks`` is off, also for what
+        ValueError: if they are another group's, they have another balancer, or the optimizer steps none of their
+            weights; unless ``start_checks`` is off, also for what
             :func:`check_optimizer` and :func:`check_data_parallelism` find.
     """
     for name, layer in layers.items():
@@ -88,11 +87,8 @@ def check_layers(
             raise ValueError(f"layer {name} belongs to another process group: pass the one that convert was given")
     if group_size(process_group) == 1:
         return
-    if not layers:
-        raise ValueError("the model has no converted layers: call zeroresize.convert(model, ...) first")
     if any(layer.probes.holds(LayerTimer) for layer in layers.values()):
         raise ValueError("the model has another balancer: close() that one first")
-    require_same_configuration(layers, config)
     if not hasattr(optimizer, "param_groups") and not hasattr(optimizer, "optim"):
         raise ValueError(
             f"optimizer is a {type(optimizer).__name__}, which has no parameters to step: pass the torch optimizer, or "

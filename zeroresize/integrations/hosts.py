@@ -82,7 +82,10 @@ class SwappedClasses:
 class _OwnLayers:
     """This package's layers, and any other that is a ``BalancedLinear`` from the start."""
 
-    kinds = "zeroresize.ColumnParallelLinear / RowParallelLinear (made by from_linear)"
+    kinds = (
+        "zeroresize.ColumnParallelLinear / RowParallelLinear (made by from_linear, or by parallelize_module with "
+        "zeroresize.ColwiseParallel / RowwiseParallel)"
+    )
 
     def is_parallel_linear(self, module: nn.Module) -> bool:
         return isinstance(module, BalancedLinear)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from zeroresize.config import BalanceConfig
 from zeroresize.kernels.probe import Probes
 from zeroresize.layers.functional import LastGradients, ProductContext, column_parallel_products, row_parallel_products
 from zeroresize.layers.segment import OwnedSegment
@@ -43,10 +42,12 @@ class BalancedLinear:
         needs_eager_autograd: whether columns may migrate, now or later.
         watch_input: called with every training forward's local input x [..., K]; may be None.
         is_compiled: whether ``torch.compile`` compiled a training forward; such forwards are not watched.
-        is_converted: whether ``zeroresize.convert`` took the layer.
-        configuration: the one that ``convert`` was last given; None before.
+        is_converted: whether the layer may be balanced: ``zeroresize.convert`` or ``parallelize_module`` took it.
+        stays_even: why the layer is in no segment, so that its units stay evenly divided. None for a layer of a
+            segment, and before ``convert``, or a balancer, has looked for segments.
         even_shape: [N, K] of :attr:`local_weight` as the host made it, whatever this rank owns now.
-        segment: in which it lies, if its units may change hands; ``zeroresize.convert`` finds it. A copy has none.
+        segment: in which it lies, if its units may change hands; ``zeroresize.convert`` or a balancer finds it. A copy
+            of such a layer has none.
         is_column_parallel: whether x is replicated and dx summed over the group, instead of x split and y summed.
         process_group: the tensor-parallel group.
         weight: the host's parameter; what this rank multiplies by is :attr:`local_weight`.
@@ -68,7 +69,7 @@ class BalancedLinear:
     watch_input: Callable[[Tensor], None] | None
     is_compiled: bool
     is_converted: bool
-    configuration: BalanceConfig | None
+    stays_even: str | None
     even_shape: torch.Size
     segment: OwnedSegment | None
     process_group: ProcessGroup
@@ -80,7 +81,7 @@ class BalancedLinear:
         self._prepare_for_a_balancer()
         self.compute_dtype, self.even_shape = self.local_weight.dtype, self.local_weight.shape
         self.is_converted = self.is_compiled = False
-        self.configuration = None
+        self.stays_even = None
 
     def _prepare_for_a_balancer(self) -> None:
         self.plan = self.loans = self.last = self.watch_forward = self.watch_input = self.segment = None
@@ -110,7 +111,14 @@ class BalancedLinear:
         other = type(self).__new__(type(self))
         vars(other).update(state)
         other._prepare_for_a_balancer()
+        if self.segment is not None:
+            other.stays_even = "it is a copy of a layer whose segment was known"
         return other
+
+    @property
+    def is_searched(self) -> bool:
+        """Whether segments were looked for with this layer among the converted ones."""
+        return self.segment is not None or self.stays_even is not None
 
     def forget_forwards(self) -> None:
         """Restart the counts of training forwards."""

@@ -102,6 +102,11 @@ class OwnedSegment:
         on_change, dropouts, has_other_dropout, why_even: as of :class:`Segment`.
         owned: who owns which units now.
         shares: of the ranks, by which they were divided.
+        has_given_shares: whether the user has said how to divide them at first, by ``convert`` or by a configuration
+            that a balancer has carried out.
+        stays_even: why its units stay as they are while a balancer works whose mode does not let them move; else None.
+        dropout_calls: how often each keyed dropout between the layers was called in training, by its number in
+            ``dropouts``, until a balancer was closed.
         modules: its layers, in the order of ``layers``.
     """
 
@@ -118,6 +123,9 @@ class OwnedSegment:
     dropouts: tuple[tuple[nn.Module, int], ...] = field(default=(), repr=False)
     has_other_dropout: bool = False
     shares: tuple[float, ...] = ()
+    has_given_shares: bool = False
+    stays_even: str | None = None
+    dropout_calls: dict[int, int] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         self.shares = self.shares or (1.0,) * self.owned.num_ranks

@@ -33,6 +33,11 @@ def segments_of_layers(layers: Mapping[str, BalancedLinear]) -> list[list[str]]:
 
 def owned_segments(layers: Mapping[str, BalancedLinear]) -> list[OwnedSegment]:
     """The segments whose units may change hands, in the order of the model."""
+    return [segment for segment in all_segments(layers) if segment.stays_even is None]
+
+
+def all_segments(layers: Mapping[str, BalancedLinear]) -> list[OwnedSegment]:
+    """The segments that are known, in the order of the model, whether the present mode lets their units move or not."""
     return list(dict.fromkeys(layer.segment for layer in layers.values() if layer.segment is not None))
 
 

@@ -42,6 +42,7 @@ class UnitDropout(nn.Module):
         dim: the dimension of its input that holds the units, -1 for neurons, 1 for attention probabilities
             [B, heads, T, T]. Along it lie all of the rank's units, of each the same number of neighbours.
         seed: alike on all ranks of the group; another one for each module and each replica of the model.
+        replaces: the module in whose place it stands, which is given back when nothing needs keys any more.
 
     Shapes: x [..., F, ...] → the same.
 
@@ -53,11 +54,21 @@ class UnitDropout(nn.Module):
         RuntimeError: for a forward that is computed again from another random state (``preserve_rng_state=False``).
     """
 
-    def __init__(self, p: float, segment: OwnedSegment, rank: int, *, dim: int, seed: int) -> None:
+    def __init__(
+        self,
+        p: float,
+        segment: OwnedSegment,
+        rank: int,
+        *,
+        dim: int,
+        seed: int,
+        replaces: nn.Module | None = None,
+    ) -> None:
         super().__init__()
         number("p", p, least=0.0, most=1.0)
         self.p, self.segment, self.rank, self.dim, self.seed = p, segment, rank, dim, seed
         self.num_calls = 0
+        self._replaces = (replaces,)  # in a tuple: it is no part of the model meanwhile
         self._numbers: OrderedDict[int, int] = OrderedDict()
         self._features: tuple[OwnershipMap, int, torch.device, Tensor] | None = None
 
@@ -69,6 +80,11 @@ class UnitDropout(nn.Module):
         shape = (math.prod(x.shape[:dim]), x.shape[dim], math.prod(x.shape[dim + 1 :]))
         keep_LFI = _mask(key, self._features_of(x.shape[dim], x.device), shape, self.p)
         return _Dropped.apply(x, keep_LFI, 1.0 / (1.0 - self.p) if self.p < 1.0 else 0.0)
+
+    @property
+    def replaced(self) -> nn.Module | None:
+        """The module in whose place it stands; None for one that was made without."""
+        return self._replaces[0]
 
     def resume(self, num_calls: int) -> None:
         """Go on after so many forwards in training, whatever was drawn in this process since."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from zeroresize.comm.collectives import group_size, world_size
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.plan.ownership import normalised
 
@@ -16,6 +19,31 @@ from zeroresize.plan.ownership import normalised
 _NUM_TOKENS, _LEAST_S, _REPETITIONS = 512, 0.05, 5
 #: Ranks whose speeds differ by less are taken to be equally fast.
 _ALIKE = 0.05
+
+logger = logging.getLogger(__name__)
+
+
+def measure_wanted_shares(
+    shares: Sequence[float] | str,
+    layers: Mapping[str, BalancedLinear],
+    process_group: ProcessGroup,
+    meet: Callable[..., Sequence[Sequence[float]]],
+) -> tuple[float, ...]:
+    """``shares`` themselves, or for ``"auto"`` those that :func:`measured_shares` finds; collective then.
+
+    Raises:
+        ValueError: for ``"auto"`` beside ranks outside of ``process_group``.
+    """
+    if not isinstance(shares, str):
+        return tuple(shares)
+    if world_size() > group_size(process_group):
+        raise ValueError(
+            "shares='auto' is not allowed beside data parallelism, where all replicas must be divided alike and "
+            "may measure differently: give the shares as numbers"
+        )
+    measured = measured_shares(layers, meet)
+    logger.info("by their speed the ranks take the shares %s", [round(share, 2) for share in measured])
+    return measured
 
 
 def measured_shares(

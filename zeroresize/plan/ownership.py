@@ -20,6 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from zeroresize.utils.value_checks import share_numbers
+
 #: Of shares: much finer than a unit, and alike on machines whose sums differ in the last bit.
 SHARE_DECIMALS = 6
 #: Of what they own of the products, however many works of segments are added up.
@@ -137,15 +139,7 @@ def checked_shares(shares: Any, num_ranks: int) -> tuple[float, ...]:
     Raises:
         ValueError: unless they are ``num_ranks`` finite numbers, none negative and not all zero.
     """
-    is_row = isinstance(shares, Sequence) and not isinstance(shares, str)
-    numbers = [one for one in shares if isinstance(one, int | float) and not isinstance(one, bool)] if is_row else []
-    is_sound = is_row and len(numbers) == len(shares) == num_ranks
-    if not is_sound or not all(math.isfinite(one) and one >= 0.0 for one in numbers) or not any(numbers):
-        raise ValueError(
-            f"shares={shares!r} is not allowed: wanted are {num_ranks} numbers, one for each rank of the group, none "
-            f"negative and not all zero, such as {(2, *(1,) * (num_ranks - 1))}"
-        )
-    return normalised(numbers)
+    return normalised(share_numbers(shares, num_ranks))
 
 
 def neuron_quantum(num_neurons: int, num_ranks: int) -> int:

@@ -43,11 +43,11 @@ def require_same_segments(
     told = [json.loads(text) for text in texts]
     for rank, other in enumerate(told):
         if other["error"] is not None:
-            raise ValueError(f"convert: nothing was divided, as rank {rank} of the group failed: {other['error']}")
+            raise ValueError(f"nothing was divided, as rank {rank} of the group failed: {other['error']}")
     for rank, other in enumerate(told):
         if other != told[0]:
             raise ValueError(
-                f"convert: nothing was divided, as ranks 0 and {rank} of the group differ: "
+                f"nothing was divided, as ranks 0 and {rank} of the group differ: "
                 f"{_difference(told[0], other)}. The same model, segments= and shares= are needed on every rank"
             )
 

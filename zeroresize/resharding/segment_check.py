@@ -9,6 +9,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_rank, group_size, message_device
 from zeroresize.integrations.hidden_state import restored
+from zeroresize.integrations.keyed_dropout import KeyedDropout, drops
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.layers.segments import owned_segments
@@ -114,10 +116,11 @@ def check_segments(
         raise ValueError(
             f"check_segments: units of {away[0]} are away: check before they move, or within `with balancer.at_home():`"
         )
-    require_plain(inner)
-    check = _Check(inner, segments, to_float64(batch), forward or _call)
-    with in_float64(inner):
-        found = check.run()
+    with _keyed_dropout(inner, segments):
+        require_plain(inner)
+        check = _Check(inner, segments, to_float64(batch), forward or _call)
+        with in_float64(inner):
+            found = check.run()
     for one in found:
         logger.info(
             "check_segments: %s (%s): outputs differ by %.1e, gradients by %.1e",
@@ -133,6 +136,20 @@ def check_segments(
             "else leave the segment out, and its layers stay even"
         )
     return found
+
+
+@contextmanager
+def _keyed_dropout(model: nn.Module, segments: Sequence[OwnedSegment]) -> Iterator[None]:
+    """Key the segments' dropout by the unit while the block lasts, as a balancer that moves units would."""
+    unkeyed = [segment for segment in segments if drops(segment)]
+    calls_before = [dict(segment.dropout_calls) for segment in unkeyed]
+    keyed = KeyedDropout(model, unkeyed, seed=0)
+    try:
+        yield
+    finally:
+        keyed.close()
+        for segment, calls in zip(unkeyed, calls_before, strict=True):
+            segment.dropout_calls = calls
 
 
 class _Check:

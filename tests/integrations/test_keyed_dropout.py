@@ -8,7 +8,7 @@ from helpers.parallel_layers import assert_any_owner_computes_the_same
 from test_find_segments import WIDTH, Layers, found_in, mlp, module
 from torch import nn
 
-from zeroresize.integrations.key_dropout import key_dropout
+from zeroresize.integrations.keyed_dropout import KeyedDropout, why_not_keyable
 from zeroresize.layers.unit_dropout import UnitDropout
 
 pytestmark = pytest.mark.slow
@@ -27,7 +27,8 @@ def test_a_step_with_dropout_is_the_same_whoever_owns_a_neuron(run_ranks):
         model = nn.Sequential(mlp(Layers(group), nn.Dropout(0.3)), nn.Dropout(0.0), mlp(Layers(group), nn.Dropout(0.3)))
         segments, _ = found_in(model, group)
         torch.manual_seed(rank)
-        assert key_dropout(model, segments, seed=1) == {}
+        assert why_not_keyable(model, segments) == {}
+        KeyedDropout(model, segments, seed=1)
         assert isinstance(model[0][1], UnitDropout) and type(model[1]) is nn.Dropout
         assert model[0][1].seed != model[2][1].seed
         x = torch.randn(3, 5, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -36,7 +37,8 @@ def test_a_step_with_dropout_is_the_same_whoever_owns_a_neuron(run_ranks):
         )
         again, reasons = found_in(model, group)  # with the keyed ones between
         assert [one.name for one in again] == [one.name for one in segments] and reasons == {}
-        assert key_dropout(model, again, seed=1) == {} and model[0][1].segment is again[0]
+        KeyedDropout(model, again, seed=1)
+        assert model[0][1].segment is again[0]
 
     run_ranks(check, 2)
 
@@ -48,7 +50,8 @@ def test_attention_probabilities_are_dropped_by_head(run_ranks, kind):
     def check(rank, group):
         model = split(build(kind, "eager", **p), group)
         segments, _ = found_in(model, group)
-        assert key_dropout(model, segments, seed=1) == {}
+        assert why_not_keyable(model, segments) == {}
+        KeyedDropout(model, segments, seed=1)
         assert sum(isinstance(one, UnitDropout) for one in model.modules()) == len(segments) / 2
         assert_any_owner_computes_the_same(
             model, segments, lambda model: from_the_first_call(model, compute(kind)), group
@@ -78,7 +81,7 @@ def test_what_cannot_be_keyed_is_told_and_stays(run_ranks, build_model):
         model = build_model(Layers(group))
         segments, _ = found_in(model, group)
         assert len(segments) == 1
-        assert list(key_dropout(model, segments, seed=1)) == [segments[0].name]
+        assert list(why_not_keyable(model, segments)) == [segments[0].name]
         assert not any(isinstance(one, UnitDropout) for one in model.modules())
 
     run_ranks(check, 2)
@@ -92,6 +95,6 @@ def test_fused_attention_that_drops_is_told(run_ranks, kind, p):
         for probability, is_told in ((0.0, False), (0.1, True)):
             model = split(build(kind, "sdpa", **{p: probability}), group)
             segments, _ = found_in(model, group)
-            assert list(key_dropout(model, segments, seed=1)) == [one.name for one in segments[::2]] * is_told
+            assert list(why_not_keyable(model, segments)) == [one.name for one in segments[::2]] * is_told
 
     run_ranks(check, 2)
