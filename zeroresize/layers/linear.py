@@ -12,6 +12,8 @@ layer                     weight          input            forward collective   
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -26,6 +28,9 @@ from zeroresize.comm.collectives import (
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.jagged import on_tokens
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 
 class ColumnParallelLinear(BalancedLinear, nn.Module):
     """y = x Aᵀ + b with A split by rows (output features) over the group.
@@ -33,7 +38,7 @@ class ColumnParallelLinear(BalancedLinear, nn.Module):
     Args:
         in_features: size of the replicated input's last dimension.
         out_features: size of the whole output's last dimension; must divide by the number of ranks.
-        process_group: the tensor-parallel group; None is an error.
+        process_group: the tensor-parallel group, or a one-dimensional ``DeviceMesh`` of it; None is an error.
         bias: whether to learn b, split like the output.
         gather_output: return the whole output on every rank instead of this rank's slice. Such a layer is left alone
             by balancing.
@@ -54,7 +59,7 @@ class ColumnParallelLinear(BalancedLinear, nn.Module):
         in_features: int,
         out_features: int,
         *,
-        process_group: ProcessGroup,
+        process_group: ProcessGroup | DeviceMesh,
         bias: bool = True,
         gather_output: bool = False,
         own_features: int | None = None,
@@ -65,9 +70,8 @@ class ColumnParallelLinear(BalancedLinear, nn.Module):
         self.process_group = require_group(process_group)
         self.in_features, self.out_features = in_features, out_features
         self.gather_output = gather_output
-        num_rows = _own_size(
-            "out_features", out_features, group_size(process_group), own_features, device, gather_output
-        )
+        num_ranks = group_size(self.process_group)
+        num_rows = _own_size("out_features", out_features, num_ranks, own_features, device, gather_output)
         self.weight = nn.Parameter(torch.empty(num_rows, in_features, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(num_rows, device=device, dtype=dtype)) if bias else None
         self.prepare_balancing()
@@ -91,7 +95,7 @@ class ColumnParallelLinear(BalancedLinear, nn.Module):
 
     @classmethod
     def from_linear(
-        cls, linear: nn.Linear, *, process_group: ProcessGroup, gather_output: bool = False
+        cls, linear: nn.Linear, *, process_group: ProcessGroup | DeviceMesh, gather_output: bool = False
     ) -> ColumnParallelLinear:
         """This rank's slice of a full ``linear`` that every rank holds alike.
 
@@ -137,7 +141,7 @@ class RowParallelLinear(BalancedLinear, nn.Module):
     Args:
         in_features: size of the whole input's last dimension; must divide by the number of ranks.
         out_features: size of the output's last dimension.
-        process_group: the tensor-parallel group; None is an error.
+        process_group: the tensor-parallel group, or a one-dimensional ``DeviceMesh`` of it; None is an error.
         bias: whether to learn b.
         input_is_parallel: the input is this rank's slice [..., in / R]; otherwise the whole [..., in] is taken
             and split.
@@ -157,7 +161,7 @@ class RowParallelLinear(BalancedLinear, nn.Module):
         in_features: int,
         out_features: int,
         *,
-        process_group: ProcessGroup,
+        process_group: ProcessGroup | DeviceMesh,
         bias: bool = True,
         input_is_parallel: bool = True,
         own_features: int | None = None,
@@ -169,7 +173,8 @@ class RowParallelLinear(BalancedLinear, nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.input_is_parallel = input_is_parallel
         splits = not input_is_parallel
-        num_columns = _own_size("in_features", in_features, group_size(process_group), own_features, device, splits)
+        num_ranks = group_size(self.process_group)
+        num_columns = _own_size("in_features", in_features, num_ranks, own_features, device, splits)
         self.weight = nn.Parameter(torch.empty(out_features, num_columns, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         self.prepare_balancing()
@@ -191,7 +196,7 @@ class RowParallelLinear(BalancedLinear, nn.Module):
 
     @classmethod
     def from_linear(
-        cls, linear: nn.Linear, *, process_group: ProcessGroup, input_is_parallel: bool = True
+        cls, linear: nn.Linear, *, process_group: ProcessGroup | DeviceMesh, input_is_parallel: bool = True
     ) -> RowParallelLinear:
         """This rank's slice of a full ``linear`` that every rank holds alike.
 
@@ -208,7 +213,8 @@ class RowParallelLinear(BalancedLinear, nn.Module):
             input_is_parallel=input_is_parallel,
             device="meta",
         )
-        layer.weight = _slice_of(linear.weight, 1, group_size(process_group), group_rank(process_group))
+        ranks, rank = group_size(layer.process_group), group_rank(layer.process_group)
+        layer.weight = _slice_of(linear.weight, 1, ranks, rank)
         if linear.bias is not None:
             layer.bias = nn.Parameter(linear.bias.detach().clone(), requires_grad=linear.bias.requires_grad)
         return layer.train(linear.training)
