@@ -137,6 +137,7 @@ def test_ranks_hold_what_the_dry_run_says(run_ranks: Callable[..., list[Any]]) -
         model = shard_vit(build_vit(config.model, num_ranks=2, seed=0), group)
         zr.convert(model, process_group=group)
         optimizer = torch.optim.AdamW(model.parameters())
+        zr.Balancer(model, optimizer, config.balance).close()  # it divides
         model(torch.randn(2, 3, 32, 32)).logits.square().mean().backward()
         optimizer.step()
         parameters = list(model.parameters())
