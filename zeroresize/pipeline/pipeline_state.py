@@ -49,6 +49,7 @@ from zeroresize.resharding.movable_optimizer import groups_of, require_movable_s
 from zeroresize.resharding.parameter_state import GRADIENT, PARAMETER, STATE
 from zeroresize.resharding.sharded_state import state_of
 from zeroresize.utils.checkpoint_reader import TOLD, CheckpointReader
+from zeroresize.utils.torch_private import no_torch_function
 
 _SETTINGS = TOLD
 #: DCP loads them in the order of their names: the last one when the others are done.
@@ -166,7 +167,7 @@ class _Deferred(Tensor):
 
     _state: _PipelineState | None
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     @classmethod
     def of(cls, tensor: Tensor, state: _PipelineState | None) -> Tensor:
