@@ -16,8 +16,8 @@ from rich.table import Table
 from scripts.bench.strategy_tables import COMBINATIONS, K
 from zeroresize.plan.length_range import LengthRange
 from zeroresize.plan.strategy import Strategy
+from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.strategy.stragglers.candidates import Kind
-from zeroresize.policy.strategy.stragglers.change_cost import ChangeCost
 from zeroresize.policy.strategy.stragglers.costs import StragglerCosts
 from zeroresize.policy.strategy.stragglers.decision import StragglerDecision
 from zeroresize.simulate.length_distributions import DISTRIBUTIONS
@@ -58,7 +58,7 @@ def main() -> None:
         slow = tuple(1.0 / chi if rank == SLOW_RANK else 1.0 for rank in range(cluster.num_gpus))
         speeds = [even] * third + [slow] * third + [even] * (options.steps - 2 * third)
         for name, kinds in MODES.items():
-            price = ChangeCost(1.0 / cluster.between_bytes_per_s)
+            price = MoveCost(1.0 / cluster.between_bytes_per_s, 0.05, setup_s=0.2)
             strategies = [one.strategy for one in ranges]
             decision = StragglerDecision(strategies, costs.division, costs, cost=price, kinds=kinds)
             run = simulate_stragglers(decision, costs, speeds, delay=2)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from zeroresize.comm.collectives import start_messages
 from zeroresize.measure import links
-from zeroresize.measure.links import measure_links
+from zeroresize.measure.links import measure_messages
 from zeroresize.policy.moves.move_cost import MoveCost
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ def test_the_slowest_link_counts_on_every_rank_and_a_freak_does_not(run_ranks, m
             return start_messages(sends, receives, *others)
 
         monkeypatch.setattr(links, "start_messages", slowed)
-        return measure_links(group, CPU)
+        return measure_messages(group, CPU)
 
     first, *others = run_ranks(check, 3)
     assert others == [first] * 2
@@ -40,7 +40,7 @@ def test_the_slowest_link_counts_on_every_rank_and_a_freak_does_not(run_ranks, m
 
 
 def test_a_rank_by_itself_has_no_links(run_ranks):
-    assert run_ranks(lambda rank, group: measure_links(group, CPU), 1) == [MoveCost(0.0, 0.0)]
+    assert run_ranks(lambda rank, group: measure_messages(group, CPU), 1) == [MoveCost(0.0, 0.0)]
 
 
 def test_a_rank_that_does_not_come_is_waited_for_until_the_time_limit_only(run_ranks):
@@ -49,7 +49,7 @@ def test_a_rank_that_does_not_come_is_waited_for_until_the_time_limit_only(run_r
         began = time.monotonic()
         if rank == 0:
             with pytest.raises(RuntimeError, match=r"ranks \[1\] of the group .* time limit"):
-                measure_links(short, CPU)
+                measure_messages(short, CPU)
         seconds = time.monotonic() - began
         dist.barrier(group)
         return seconds

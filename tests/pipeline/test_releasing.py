@@ -201,7 +201,7 @@ def test_options_must_be_allowed_and_alike(run_ranks):
         before = training.balancer.state_dict()
         for repack in ({"first_step_s": -1.0}, {"other": 1.0}, []):
             with pytest.raises(ValueError, match=r"state\.repack"):
-                training.balancer.load_state_dict(before | {"steps": 7, "owed_s": 7.0, "repack": repack})
+                training.balancer.load_state_dict(before | {"steps": 7, "cost_of_move": (1, 1, 1), "repack": repack})
         assert training.balancer.state_dict() == before
 
     run_ranks(check, 2)

@@ -145,7 +145,7 @@ def test_units_that_begin_a_change_after_the_profile_are_not_disturbed(run_ranks
         leave, doubts = training.units.leave, []
 
         def leave_in_doubt(boundaries):
-            doubts.append(training.balancer.state_dict()["doubt"])
+            doubts.append(training.balancer.state_dict()["rental"]["doubt"])
             leave(boundaries)
 
         training.units.leave = leave_in_doubt

@@ -12,7 +12,7 @@ from zeroresize.config.keys import AWAY_MODES, MOVING_MODES
 from zeroresize.control.assembly import Parts
 from zeroresize.control.move_log import MoveLog
 from zeroresize.measure.compare_products import BUDGET_S
-from zeroresize.measure.links import INSTALLING_S, measure_links
+from zeroresize.measure.links import measure_move_cost
 from zeroresize.plan.group import WorkloadPlan
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.resharding.agreement import CannotMoveError, NotEnoughMemoryError
@@ -86,13 +86,13 @@ class UnitMoves:
         if units is None or everybody is None or units.why_not_movable is not None:
             return
         if parts.config.may_move or parts.config.mode == "off":
-            links = measure_links(parts.process_group, parts.device)
+            measured = measure_move_cost(parts.process_group, parts.device)
             why, num_bytes = None, math.nan
             try:
                 num_bytes = float(units.bytes_of_units)
             except Exception as error:
                 why = str(error) or type(error).__name__
-            told = everybody.gather([links.seconds_per_byte, links.fixed_s, num_bytes])
+            told = everybody.gather([measured.seconds_per_byte, measured.fixed_s, num_bytes])
             if any(math.isnan(own) for *_, own in told):
                 units.why_not_movable = units.reasons(why)
                 if parts.rank == 0:
@@ -100,7 +100,7 @@ class UnitMoves:
                 parts.decision.hold_owned(units.shares)
                 return
             per_byte_s, fixed_s, num_bytes = (max(column) for column in zip(*told, strict=True))
-            parts.decision.expect_moves(MoveCost(per_byte_s, INSTALLING_S + fixed_s), num_bytes, BUDGET_S)
+            parts.decision.expect_moves(MoveCost(per_byte_s, fixed_s), num_bytes, BUDGET_S)
 
     def _refuse(self) -> None:
         units = self._parts.units

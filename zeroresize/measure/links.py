@@ -1,4 +1,4 @@
-"""Seconds of messages between the ranks of a group, by their size: what moves of units, layers and strategies cost."""
+"""Seconds of messages between the ranks of a group, by their size: what moves of units, layers and strategies take."""
 
 from __future__ import annotations
 
@@ -16,10 +16,19 @@ from zeroresize.resharding.agreement import meet_over, wait_for_all
 #: machine must not make a link look slow, nor fast.
 _SMALL, _LARGE, _ROUNDS = 2**10, 2**22, 5
 #: Seconds of a move beside its messages, in which ranks agree, allocate and install; the first move tells what it is.
-INSTALLING_S = 0.05
+_INSTALLING_S = 0.05
 
 
-def measure_links(process_group: ProcessGroup, device: torch.device, over: Channel | None = None) -> MoveCost:
+def measure_move_cost(process_group: ProcessGroup, device: torch.device, over: Channel | None = None) -> MoveCost:
+    """What a move between these ranks takes before any was made: its messages, and some seconds to install what came.
+
+    Collective; arguments, result and errors are those of :func:`measure_messages`.
+    """
+    messages = measure_messages(process_group, device, over)
+    return MoveCost(messages.seconds_per_byte, _INSTALLING_S + messages.fixed_s)
+
+
+def measure_messages(process_group: ProcessGroup, device: torch.device, over: Channel | None = None) -> MoveCost:
     """What messages between neighbouring ranks take, all ranks sending at once; collective.
 
     Every rank sends to the next one while it receives from the one before, so links that ranks share count as shared,

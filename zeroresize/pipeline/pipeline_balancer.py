@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import Schedule1F1B
 
 from zeroresize.comm.collectives import all_reduce
-from zeroresize.measure.links import INSTALLING_S, measure_links
+from zeroresize.measure.links import measure_move_cost
 from zeroresize.optim.independence import why_not_by_parameter
 from zeroresize.pipeline.moving import LayerMoveReport, move_layers
 from zeroresize.pipeline.moving_early import MoveDuringBackward, moving_during_backward
@@ -26,12 +26,12 @@ from zeroresize.pipeline.releasing import Releasing, Repack
 from zeroresize.pipeline.replicas import Replicas
 from zeroresize.pipeline.stage_layers import require_plain
 from zeroresize.pipeline.stage_units import StageUnits, UnitsFirst
+from zeroresize.policy.moves.least_saving import MIN_SAVING
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.pipeline.profile_cadence import ProfileCadence
 from zeroresize.policy.pipeline.profiles import PipelineProfile
 from zeroresize.policy.pipeline.rebalancing import Rebalancing
 from zeroresize.policy.pipeline.rebalancing_forecast import (
-    MIN_SAVING,
     By,
     Method,
     RebalancingForecast,
@@ -371,10 +371,10 @@ class PipelineBalancer:
     def _measured_cost(self) -> MoveCost:
         """Of moves, by the links that layers travel over; collective, and alike in all pipelines."""
         channel = self._pipeline.side_group if self._moves_during_backward else None
-        links = measure_links(self._pipeline.process_group, self._pipeline.device, channel)
-        figures = [links.seconds_per_byte, links.fixed_s]
-        per_byte_s, latency_s = figures if self._replicas is None else self._replicas.most(*figures)
-        return MoveCost(per_byte_s, INSTALLING_S + latency_s)
+        measured = measure_move_cost(self._pipeline.process_group, self._pipeline.device, channel)
+        if self._replicas is None:
+            return measured
+        return MoveCost(*self._replicas.most(measured.seconds_per_byte, measured.fixed_s))
 
     def _tell(self, forecast: RebalancingForecast, report: LayerMoveReport) -> None:
         table = torch.zeros(self._pipeline.num_stages, 3, dtype=torch.float64)

@@ -153,7 +153,7 @@ class Releasing:
             then.bubble_ratio,
             profile.bubble_ratio,
             report.busiest_bytes,
-            2.0 * rebalancing.cost_of_move.seconds(report.busiest_bytes),
+            rebalancing.cost_of_move.there_and_back(report.busiest_bytes),
             is_needed=False,
         )
         return Released(forecast, report)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroresize.comm.collectives import all_reduce, group_rank, group_size, message_device
-from zeroresize.measure import links
+from zeroresize.measure.links import measure_messages
 from zeroresize.policy.strategy.costs.cost_model import Floats
 from zeroresize.policy.strategy.costs.layer_costs import LayerCost, LayerCosts
 from zeroresize.policy.strategy.switches.switch_plan import LinkSpeeds
@@ -138,9 +138,9 @@ def measure_links(model: SwitchableModel) -> LinkSpeeds:
     A network between nodes that is slower than the links within makes both as slow: the safe side for deciding whether
     a switch pays.
     """
-    found = links.measure_links(model.process_group, model.device)
-    speed = 1.0 / max(found.seconds_per_byte, 1e-15)
-    return LinkSpeeds(speed, speed, found.fixed_s)
+    messages = measure_messages(model.process_group, model.device)
+    speed = 1.0 / max(messages.seconds_per_byte, 1e-15)
+    return LinkSpeeds(speed, speed, messages.fixed_s)
 
 
 def _timed(layers: Sequence[nn.Module], batch: Packed, device: torch.device) -> Floats:

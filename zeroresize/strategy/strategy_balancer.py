@@ -22,18 +22,14 @@ from zeroresize.comm.cpu_group import CpuGroup
 from zeroresize.comm.exchange import Exchange
 from zeroresize.comm.whereabouts import Call
 from zeroresize.measure.device_speed import product_seconds
+from zeroresize.measure.links import measure_move_cost
 from zeroresize.measure.step_timer import Clock, StepTimer, clock_for
 from zeroresize.optim.independence import why_not_elementwise
 from zeroresize.plan.strategy import Strategy
+from zeroresize.policy.moves.least_saving import MIN_SAVING
 from zeroresize.policy.strategy.costs.cost_model import CostModel
-from zeroresize.policy.strategy.stragglers.change_cost import ChangeCost
 from zeroresize.policy.strategy.stragglers.costs import StragglerCosts
-from zeroresize.policy.strategy.stragglers.decision import (
-    MIN_SAVING,
-    TOLERANCE,
-    StragglerDecision,
-    StragglerForecast,
-)
+from zeroresize.policy.strategy.stragglers.decision import TOLERANCE, StragglerDecision, StragglerForecast
 from zeroresize.policy.strategy.stragglers.rank_speeds import RankSpeeds
 from zeroresize.resharding.agreement import NotEnoughMemoryError, meet_over, meet_prepared
 from zeroresize.strategy.step_report import StepReport
@@ -48,6 +44,8 @@ logger = logging.getLogger(__name__)
 PROBE_EVERY, _PROBE_WITH_PART_EVERY = 4, 16
 #: By products of weights of this size that take so many seconds, of which the fastest of so many counts.
 _PROBE_SIZE, _PROBE_S, _PROBE_REPETITIONS = 256, 0.002, 3
+#: Seconds in which a strategy gets process groups, modules and plans, until the first one that is new tells.
+_SETUP_S = 0.2
 #: Steps are expected to be like so many of the newest ones; what they take is worked out anew every so many steps.
 _SAMPLE, _NEW_SAMPLE = 4, 16
 
@@ -70,7 +68,8 @@ class StrategyBalancer:
 
     Args:
         trainer: its model's home must be the strategy of a range. Nobody else changes its ranges.
-        cost: of the model and the cluster; only its seconds relative to each other, its links and sizes count.
+        cost: of the model and the cluster; only its seconds relative to each other, its links and sizes count. What
+            changes of strategies take is measured over the links, and learned from each.
         limit_bytes: memory of a rank for weights, gradients, optimizer state and activations.
         tolerance, min_saving: as of :class:`~zeroresize.policy.strategy.stragglers.decision.StragglerDecision`.
         probe: ``probe()`` gives seconds of a few products on this rank; None for products on its device.
@@ -107,14 +106,8 @@ class StrategyBalancer:
         self.steps = 0
         self._trainer, self._model, self._home = trainer, model, strategies.index(model.home)
         self._costs = StragglerCosts(cost, trainer.ranges, home=self._home, limit_bytes=limit_bytes)
-        links = cost.links.within_bytes_per_s if len(set(cost.nodes)) == 1 else cost.links.between_bytes_per_s
         self._decision = StragglerDecision(
-            strategies,
-            self._costs.division,
-            self._costs,
-            tolerance=tolerance,
-            min_saving=min_saving,
-            cost=ChangeCost(1.0 / links),
+            strategies, self._costs.division, self._costs, tolerance=tolerance, min_saving=min_saving
         )
         self._speeds = RankSpeeds(cost.num_ranks)
         self._sample: deque[list[int]] = deque(maxlen=_SAMPLE)
@@ -127,6 +120,7 @@ class StrategyBalancer:
             "limit_bytes, tolerance or min_saving": f"{limit_bytes} {tolerance} {min_saving}",
         }
         self._exchange = Exchange(CpuGroup(model.process_group, agreement))
+        self._decision.cost = replace(measure_move_cost(model.process_group, model.device), setup_s=_SETUP_S)
         self._timer = StepTimer(clock or clock_for(model.device))
         self.close: Callable[[], object] = finalize(self, _close, self._exchange, self._timer)
         self._probe = probe or _Products(model.device)
@@ -199,11 +193,7 @@ class StrategyBalancer:
         keyed({"steps": count, "speeds": anything, "decision": anything})(state, "state")
         speeds = RankSpeeds(len(self._exchange.ranks))
         speeds.load_state_dict(state["speeds"])
-        in_force = [one.as_dict() for one in self.in_force]
-        decision = dict(state["decision"])
-        if decision.get("in_force") != in_force:
-            decision.update(in_force=in_force, owed_s={}, owed_for={})
-        self._decision.load_state_dict(decision)
+        self._decision.load_state_dict(state["decision"], in_force=self.in_force)
         self._speeds, self.steps = speeds, state["steps"]
         self._exchange.collect()  # of steps before
 

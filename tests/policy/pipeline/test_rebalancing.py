@@ -124,7 +124,7 @@ def test_disappointing_moves_become_rare():
         if forecast is not None:
             world.boundaries = forecast.after
             world.work = [4.0 if Transfer(1, 1, 0) in forecast.transfers else 1.0, *world.work[1:]]
-        doubts.append(rebalancing.doubt)
+        doubts.append(rebalancing.rental.doubt)
     assert max(doubts) > 1.0
 
 
@@ -137,7 +137,7 @@ def test_a_move_is_not_judged_by_steps_of_other_work(num_steps):
     rebalancing.expect_other_work()
     for _ in range(20):
         world.train(rebalancing, 1)
-        assert rebalancing.doubt == 1.0
+        assert rebalancing.rental.doubt == 1.0
 
 
 def test_what_staying_has_cost_is_owed_when_work_changes_often():
@@ -204,8 +204,8 @@ def test_what_was_learned_goes_on_elsewhere():
     assert fewer.costs is None and fewer.cost_of_move == rebalancing.cost_of_move
     with pytest.raises(ValueError, match=r"state\.costs\[0\]: a list of 9 is needed, found one of 8"):
         fewer.load_state_dict(state, 9, 2)
-    with pytest.raises(ValueError, match=r"state\.doubt: a number of at least 0 is needed"):
-        fewer.load_state_dict(state | {"doubt": "much"}, 8, 2)
+    with pytest.raises(ValueError, match=r"state\.rental\.doubt: a number of at least 0 is needed"):
+        fewer.load_state_dict(state | {"rental": state["rental"] | {"doubt": "much"}}, 8, 2)
 
 
 @pytest.mark.parametrize(

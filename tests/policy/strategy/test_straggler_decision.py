@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from zeroresize.plan.layout import unit_bounds
 from zeroresize.plan.strategy import Strategy
+from zeroresize.policy.moves.move_cost import MoveCost
+from zeroresize.policy.moves.ski_rental import FIRST_PAUSE
 from zeroresize.policy.strategy.stragglers.candidates import (
     ModelDivision,
     arrangements,
     candidates,
     smaller_degrees,
 )
-from zeroresize.policy.strategy.stragglers.change_cost import ChangeCost
 from zeroresize.policy.strategy.stragglers.decision import StragglerDecision
-from zeroresize.policy.tensor.moving import FIRST_PAUSE
 from zeroresize.simulate.strategy_stragglers import simulate_stragglers
 
 MODEL = ModelDivision((1.0,) * 8, (8, 32))
@@ -38,7 +38,7 @@ def offered(original, speeds, costs=None, model=MODEL):
 def decision(original=ORIGINAL, *, switch_s=10.0, costs=None, **options):
     """A switch takes ``switch_s``."""
     own = costs or FormulaCosts([1.0] * len(original))
-    return StragglerDecision(original, MODEL, own, cost=ChangeCost(switch_s, 0.0, 0.0), **options)
+    return StragglerDecision(original, MODEL, own, cost=MoveCost(switch_s, 0.0), **options)
 
 
 def run(decider, speeds_of_steps):
@@ -170,7 +170,7 @@ def test_what_if_tells_what_each_candidate_would_bring_and_changes_nothing():
     assert stay.candidate.kind == "stay" and stay.saving_s == stay.switch_s == 0.0
     assert [one.step_s for one in others] == sorted(one.step_s for one in others)
     assert all(one.switch_s == 3.0 and one.saving_s == stay.step_s - one.step_s for one in others)
-    assert decider.state_dict()["owed_s"] == {}
+    assert decider.state_dict()["rental"]["owed_s"] == ()
 
 
 @given(periods=st.tuples(st.integers(1, 3), st.integers(1, 3)), chi=st.floats(1.2, 16.0))
@@ -195,7 +195,7 @@ def test_speeds_that_alternate_quickly_never_make_it_flap(periods, chi):
 
 def test_changes_that_move_no_bytes_have_their_price_too():
     original = (Strategy(4), Strategy(1, 4))
-    decider = StragglerDecision(original, MODEL, FormulaCosts([0.2, 1.0]), cost=ChangeCost(10.0, 0.5, 1.0))
+    decider = StragglerDecision(original, MODEL, FormulaCosts([0.2, 1.0]), cost=MoveCost(10.0, 0.5, setup_s=1.0))
     other = next(one for one in decider.what_if(one_slow(2.0))[1:] if one.candidate.strategies[0] == original[0])
     assert other.switch_s == 1.5  # one strategy is new
     num_changes = 0
@@ -205,15 +205,6 @@ def test_changes_that_move_no_bytes_have_their_price_too():
             decider.made(forecast, 3.0)
             num_changes += 1
     assert num_changes <= 2
-
-
-def test_a_price_is_learned_of_what_had_a_part_in_it():
-    cost = ChangeCost(1.0, 1.0, 1.0).learned(0.0, 0, 3.0)
-    assert cost.fixed_s > 2.0 and (cost.seconds_per_byte, cost.new_s) == (1.0, 1.0)
-    assert ChangeCost(1.0, 1.0, 1.0).learned(2.0, 1, 4.0) == ChangeCost(1.0, 1.0, 1.0)
-    assert ChangeCost(0.0, 0.0, 0.0).learned(0.0, 1, 2.0).seconds(0.0, 0) == 2.0
-    with pytest.raises(ValueError, match="not negative"):
-        ChangeCost(-1.0)
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=80), st.floats(1.5, 20.0), st.floats(0.05, 5.0))
@@ -270,7 +261,7 @@ def test_its_state_goes_on_where_it_was_saved():
     for broken in (
         {"in_force": []},
         {"cost": (1.0, 2.0)},
-        {"owed_s": {"leave out 1": -1.0}},
+        {"rental": first.state_dict()["rental"] | {"owed_s": (("leave out 1", -1.0),)}},
         {"owed_for": {"x": [[1, 1, 1]]}},
     ):
         with pytest.raises(ValueError, match=r"state\."):

@@ -8,10 +8,10 @@ from zeroresize.config import BalanceConfig
 from zeroresize.plan.group import RankPlan
 from zeroresize.plan.ownership import SegmentWork
 from zeroresize.policy.moves.move_cost import MoveCost
+from zeroresize.policy.moves.ski_rental import FIRST_PAUSE
 from zeroresize.policy.tensor.communication import CollectiveTimes
 from zeroresize.policy.tensor.controller import Controller
 from zeroresize.policy.tensor.cost_model import MigrationCost, ResizingCost
-from zeroresize.policy.tensor.moving import FIRST_PAUSE
 from zeroresize.policy.tensor.times import RankTimes
 
 SEGMENTS = (SegmentWork(4800, 8, 0.7), SegmentWork(4800, 8, 0.3))
@@ -145,7 +145,7 @@ def test_what_moves_take_is_learned():
     made = controller(MoveCost(1e-9, 0.0))
     for _ in range(20):
         made.moved(1e6, 2.0)
-    assert made.move_cost.seconds(1e6) == pytest.approx(2.0, rel=0.01)
+    assert MoveCost(*made.state_dict()["ownership"]["cost"]).seconds(1e6) == pytest.approx(2.0, rel=0.01)
 
 
 @pytest.mark.parametrize("chi", [1.0, 4.0])
@@ -179,8 +179,8 @@ def test_what_a_user_held_is_held_in_any_mode():
 def test_a_state_without_ownership_is_refused_by_name():
     made = controller()
     state = made.state_dict()
-    del state["moving"]
-    with pytest.raises(ValueError, match=r"controller\.moving: missing"):
+    del state["ownership"]
+    with pytest.raises(ValueError, match=r"controller\.ownership: missing"):
         made.state_check(state, "controller")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 #: How much the newest move says of what moves cost, and by which factors no single move changes that.
 _WEIGHT, _LEAST_FACTOR, _MOST_FACTOR = 0.7, 0.1, 10.0
@@ -15,26 +15,44 @@ class MoveCost:
 
     Attributes:
         seconds_per_byte: of these bytes.
-        fixed_s: seconds, whatever moves.
+        fixed_s: seconds, whatever moves: ranks agree, allocate and install, also where no bytes travel.
+        setup_s: seconds for each thing that must be made before, such as the process groups and modules of a strategy
+            that a model does not have.
+
+    Raises:
+        ValueError: for seconds that are negative or not finite.
     """
 
     seconds_per_byte: float = 1e-9
     fixed_s: float = 0.05
+    setup_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (0.0 <= self.seconds_per_byte < math.inf and 0.0 <= self.fixed_s < math.inf):
+        if not all(0.0 <= seconds < math.inf for seconds in astuple(self)):
             raise ValueError(f"the seconds of a move must be finite and not negative: {self}")
 
-    def seconds(self, num_bytes: float) -> float:
-        """Of a move of so many bytes; 0 is no move."""
-        return self.fixed_s + self.seconds_per_byte * num_bytes if num_bytes > 0.0 else 0.0
+    def seconds(self, num_bytes: float, num_setups: int = 0) -> float:
+        """Of a move of so many bytes, for which so many things are made; who moves nothing at all does not ask."""
+        return self.fixed_s + self.seconds_per_byte * num_bytes + self.setup_s * num_setups
 
-    def learned(self, num_bytes: float, seconds: float) -> MoveCost:
-        """The same after a move of so many bytes took so long; what no move can have taken says nothing."""
-        expected_s = self.seconds(num_bytes)
-        if not (0.0 < num_bytes < math.inf and 0.0 <= seconds < math.inf):
+    def there_and_back(self, num_bytes: float, num_setups: int = 0) -> float:
+        """Seconds of the move and of the one that undoes it: the price at which a move pays."""
+        return 2.0 * self.seconds(num_bytes, num_setups)
+
+    def learned(self, num_bytes: float, seconds: float, num_setups: int = 0) -> MoveCost:
+        """The same after such a move took so long; what had no part in it stays.
+
+        What no move can have taken, and bytes that none can have, say nothing.
+        """
+        if not (0.0 <= num_bytes < math.inf and 0.0 <= seconds < math.inf):
             return self
+        expected_s = self.seconds(num_bytes, num_setups)
         if expected_s == 0.0:
-            return MoveCost(seconds / num_bytes, 0.0)
+            of_bytes = (seconds / num_bytes, 0.0) if num_bytes else (self.seconds_per_byte, seconds)
+            return MoveCost(*of_bytes, self.setup_s)
         factor = 1.0 + _WEIGHT * (min(max(seconds / expected_s, _LEAST_FACTOR), _MOST_FACTOR) - 1.0)
-        return MoveCost(self.seconds_per_byte * factor, self.fixed_s * factor)
+        return MoveCost(
+            self.seconds_per_byte * (factor if num_bytes else 1.0),
+            self.fixed_s * factor,
+            self.setup_s * (factor if num_setups else 1.0),
+        )

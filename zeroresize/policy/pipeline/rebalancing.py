@@ -1,8 +1,8 @@
 """Whether layers move after a profile: what is learned from profile to profile, and what is owed for not moving.
 
-Pure: every rank is given the same profiles, so all decide alike. A ski rental, as moves of units are
-(:mod:`zeroresize.policy.tensor.moving`): layers move when staying has cost, and is about to cost until the next
-profile, what the move there and back takes.
+Pure: every rank is given the same profiles, so all decide alike. A ski rental of one candidate
+(:class:`~zeroresize.policy.moves.ski_rental.SkiRental`): layers move when staying has cost, and is about to cost until
+the next profile, what the move there and back takes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.moves.move_cost import MoveCost
+from zeroresize.policy.moves.ski_rental import RENTAL_CHECK, SkiRental
 from zeroresize.policy.pipeline.layer_costs import LayerCosts
 from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
 from zeroresize.policy.pipeline.profiles import PipelineProfile
@@ -21,18 +22,17 @@ from zeroresize.policy.pipeline.rebalancing_forecast import RebalancingForecast,
 from zeroresize.policy.pipeline.running_profile import RunningProfile
 from zeroresize.utils.state_checks import anything, count, each, keyed, not_negative, row
 
-#: A move that saves less than this share of what it was to save disappoints. Each such move doubles the price of the
-#: next, up to the most; one that does not disappoint makes it normal again.
-_LEAST_KEPT, _MOST_DOUBT = 0.5, 64.0
+#: The candidate that is owed for: whatever boundaries are wanted.
+_WANTED = "wanted"
+#: A move that saves less than this share of what it was to save disappoints: the next one is dearer.
+_LEAST_KEPT = 0.5
 #: With profiles of every step a move is judged by the mean of so many, or of those until the next move is wanted.
 _JUDGED = 8
 #: So many profiles of every step are compared with what was known before them.
 _ANCHORED = 16
 #: Of profiles of every step every so many lead to a decision, while nothing is owed: it takes milliseconds.
 _DECIDED = 4
-_CHECK = keyed(
-    {"costs": anything, "cost_of_move": each(not_negative, 2), "owed_s": not_negative, "doubt": not_negative}
-)
+_CHECK = keyed({"costs": anything, "cost_of_move": each(not_negative, 3), "rental": RENTAL_CHECK})
 
 
 class Rebalancing:
@@ -46,8 +46,7 @@ class Rebalancing:
         rule: as given.
         costs: of layers; None before the first profile.
         cost_of_move: as far as is known.
-        owed_s: seconds that the present boundaries have cost since others were wanted.
-        doubt: by which factor moves have become more expensive, as they did not save what was expected.
+        rental: what the present boundaries have cost since others were wanted, and doubt of what moves save.
         looks_again: whether the next profile is to come at once, as this one wants a move.
         has_learned: whether ``costs`` are of the last profile; not while another one is waited for.
     """
@@ -56,7 +55,7 @@ class Rebalancing:
         self.rule = rule
         self.costs: LayerCosts | None = None
         self.cost_of_move = cost_of_move
-        self.owed_s, self.doubt = 0.0, 1.0
+        self.rental = SkiRental()
         self._profile: PipelineProfile | None = None
         self._running: RunningProfile | None = None
         self._anchor: LayerCosts | None = None
@@ -112,7 +111,7 @@ class Rebalancing:
         self._num_undecided += 1
         if self._promised is not None:
             self._steps_s.append(self.rule.measured_step_s(profile))
-        has_nothing_new = self.costs is not None and not self._is_other_work and self.owed_s == 0.0
+        has_nothing_new = self.costs is not None and not self._is_other_work and not self.rental.owed_s
         if running is None or (has_nothing_new and self._num_undecided < _DECIDED):
             return None
         self._num_undecided = 0
@@ -139,10 +138,10 @@ class Rebalancing:
             self._judge(forecast.step_s)
         elif self._steps_s and (is_wanted or len(self._steps_s) >= _JUDGED):
             self._judge(fmean(self._steps_s))
-        self.owed_s = self.owed_s + forecast.saving_s * self.rule.num_steps if is_wanted else 0.0
-        if not is_wanted or not (forecast.is_needed or self.owed_s >= self.doubt * forecast.price_s):
+        self.rental.charge({_WANTED: forecast.saving_s} if is_wanted else {}, self.rule.num_steps)
+        if not is_wanted or not (forecast.is_needed or self.rental.is_due(_WANTED, forecast.price_s)):
             return None
-        self.owed_s = 0.0
+        self.rental.settle()
         self._steps_s.clear()
         self._promised = None if forecast.is_needed else (forecast.step_s, forecast.expected_step_s)
         return forecast
@@ -164,7 +163,7 @@ class Rebalancing:
     def refuse(self) -> None:
         """The last move could not be made."""
         self.drop()
-        self._disappoint()
+        self.rental.judge(is_kept=False)
 
     def drop(self) -> None:
         """The last move was not made, as its profile no longer holds."""
@@ -176,7 +175,7 @@ class Rebalancing:
             self.costs = self.costs.on_stages(stages, boundaries)
         if self.rule.memory_limits is not None:
             self.rule = replace(self.rule, memory_limits=tuple(self.rule.memory_limits[stage] for stage in stages))
-        self.owed_s = 0.0
+        self.rental.settle()
         self._profile = self._first = self._promised = self._running = self._anchor = None
         self._steps_s.clear()
 
@@ -185,8 +184,7 @@ class Rebalancing:
         return {
             "costs": () if self.costs is None else astuple(self.costs),
             "cost_of_move": astuple(self.cost_of_move),
-            "owed_s": self.owed_s,
-            "doubt": self.doubt,
+            "rental": self.rental.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any], num_layers: int, num_stages: int) -> None:
@@ -207,7 +205,7 @@ class Rebalancing:
                 forward_s, backward_s, speeds, Partition.of(boundaries, num_layers, num_stages).boundaries
             )
         self.costs, self.cost_of_move = costs, MoveCost(*state["cost_of_move"])
-        self.owed_s, self.doubt = state["owed_s"], max(state["doubt"], 1.0)
+        self.rental.load_state_dict(state["rental"])
         self._profile = self._first = self._promised = self._anchor = None
         self._running = None
         self._steps_s.clear()
@@ -217,12 +215,6 @@ class Rebalancing:
         """Compare what the last move was to save with what it has."""
         if self._promised is not None:
             before_s, expected_s = self._promised
-            if before_s - step_s < _LEAST_KEPT * (before_s - expected_s):
-                self._disappoint()
-            else:
-                self.doubt = 1.0
+            self.rental.judge(is_kept=before_s - step_s >= _LEAST_KEPT * (before_s - expected_s))
         self._promised = None
         self._steps_s.clear()
-
-    def _disappoint(self) -> None:
-        self.doubt = min(2.0 * self.doubt, _MOST_DOUBT)

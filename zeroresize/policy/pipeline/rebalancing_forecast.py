@@ -12,7 +12,9 @@ from typing import Literal, get_args
 import numpy as np
 
 from zeroresize.plan.partition import Partition, Transfer
+from zeroresize.policy.moves.least_saving import MIN_SAVING, is_saving
 from zeroresize.policy.moves.move_cost import MoveCost
+from zeroresize.policy.moves.usual import usual_of
 from zeroresize.policy.pipeline.bubbles import PipelineStep, Schedule, simulated_step
 from zeroresize.policy.pipeline.centralized import balanced_partition
 from zeroresize.policy.pipeline.diffusion import diffused_partition
@@ -24,8 +26,6 @@ from zeroresize.utils.value_checks import at_least, number
 
 By = Literal["time", "parameters"]
 Method = Literal["partition", "diffusion"]
-#: Share of a step that a change must save at least: less is noise.
-MIN_SAVING = 0.02
 #: Stages² × micro-batches up to which boundaries are refined by simulating steps; in at most 0.1 s on one core.
 _MOST_REFINED = 2048
 
@@ -115,7 +115,7 @@ class RebalancingRule:
         is_needed = not self.load(costs, profile).fits(now)
         wanted = self.wanted(costs, profile, cost_of_move)
         before, after = (self.simulated(costs, one) for one in (now, wanted))
-        if not is_needed and before.step_s - after.step_s <= self.min_saving * before.step_s:
+        if not is_needed and not is_saving(before.step_s - after.step_s, before.step_s, self.min_saving):
             wanted, after = now, before
         num_bytes = _most_bytes(now.transfers_to(wanted), _moving_bytes(profile), now.num_stages)
         of_time = PipelineLoad.of(costs.seconds, now.num_stages, speeds=costs.speeds)
@@ -129,7 +129,7 @@ class RebalancingRule:
             after.bubble_ratio,
             profile.bubble_ratio,
             num_bytes,
-            2.0 * cost_of_move.seconds(num_bytes),
+            0.0 if wanted == now else cost_of_move.there_and_back(num_bytes),
             is_needed,
         )
 
@@ -181,14 +181,11 @@ class RebalancingRule:
 
 
 def in_two_profiles(one: PipelineProfile, other: PipelineProfile) -> PipelineProfile:
-    """The shorter seconds of each layer in two profiles with the same boundaries, as interruptions only lengthen them.
-
-    Bytes are those of the second one.
-    """
+    """The usual seconds of each layer in two profiles with the same boundaries, with the bytes of the second one."""
     layers = tuple(
         type(second)(
-            min(first.forward_s, second.forward_s),
-            min(first.backward_s, second.backward_s),
+            usual_of((first.forward_s, second.forward_s)),
+            usual_of((first.backward_s, second.backward_s)),
             second.weight_bytes,
             second.gradient_bytes,
             second.optimizer_bytes,
@@ -196,8 +193,8 @@ def in_two_profiles(one: PipelineProfile, other: PipelineProfile) -> PipelinePro
         )
         for first, second in zip(one.layers, other.layers, strict=True)
     )
-    stage_s = tuple(map(min, one.stage_s, other.stage_s))
-    return PipelineProfile(layers, stage_s, other.boundaries, min(one.loss_s, other.loss_s))
+    stage_s = tuple(map(usual_of, zip(one.stage_s, other.stage_s, strict=True)))
+    return PipelineProfile(layers, stage_s, other.boundaries, usual_of((one.loss_s, other.loss_s)))
 
 
 def described(transfers: Sequence[Transfer]) -> str:

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from zeroresize.policy.tensor.part_noise import JUMP, PartNoise, usual_of
+from zeroresize.policy.moves.usual import usual_of
+from zeroresize.policy.tensor.part_noise import JUMP, PartNoise
 
 #: Steps on either side of a change, at least: one alone is a hiccup.
 _FEWEST = 2

@@ -14,13 +14,14 @@ from zeroresize.config import BalanceConfig
 from zeroresize.config.keys import MIGRATING_MODES, PRUNING_MODES
 from zeroresize.plan.group import Loan, RankPlan, Shares, WorkloadPlan
 from zeroresize.plan.ownership import SegmentWork
+from zeroresize.policy.moves.least_saving import beyond_noise, is_saving
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.tensor.calibration_steps import CalibrationSteps
 from zeroresize.policy.tensor.communication import CollectiveTimes, CommunicationEstimate
 from zeroresize.policy.tensor.cost_model import ResizingCost
 from zeroresize.policy.tensor.curves import Floats, GroupTimes
 from zeroresize.policy.tensor.fingerprint import fingerprint
-from zeroresize.policy.tensor.moving import Moving
+from zeroresize.policy.tensor.ownership_decision import OwnershipDecision
 from zeroresize.policy.tensor.rules.by_mode import forced_division, wanted_division
 from zeroresize.policy.tensor.rules.ownership import owned_step_s, wanted_shares
 from zeroresize.policy.tensor.rules.ratio import find_stragglers, reference_time
@@ -82,7 +83,7 @@ class Controller:
         self._measured_under, self._loans_then = self._shares, self._loans
         self._are_stragglers = [False] * self.num_ranks
         self._spells = Spells(self.num_ranks)
-        self._moving = Moving(self.num_ranks, self.segments)
+        self._ownership = OwnershipDecision(self.num_ranks, self.segments)
 
     def initial_plan(self) -> WorkloadPlan:
         """The plan in force from the first iteration: a ratio forced on named ranks, else all that a rank owns."""
@@ -130,9 +131,9 @@ class Controller:
         before = self._measured_under = self._shares
         self._loans_then = self._loans
         is_in_doubt = False
-        if self._moving.is_home:
+        if self._ownership.is_home:
             migration = self._communication.migration
-            may_lend = self.config.mode != "exact" or not self._moving.account.debt_s
+            may_lend = self.config.mode != "exact" or not self._ownership.account.debt_s
             stragglers = self._are_stragglers if may_lend else [False] * self.num_ranks
             division = wanted_division(self.config, times, stragglers, reference_s, migration)
             is_in_doubt = self._change_to(division, times, usual)
@@ -151,7 +152,7 @@ class Controller:
     @property
     def calibration_plan(self) -> WorkloadPlan:
         """Spares nobody: in force in the first ``num_calibration_steps``."""
-        ranks = zip(self._moving.owned, self._are_stragglers, strict=True)
+        ranks = zip(self._ownership.owned, self._are_stragglers, strict=True)
         return WorkloadPlan(tuple(RankPlan(owned=owned, is_straggler=slow) for owned, slow in ranks))
 
     def expect_moves(self, cost: MoveCost, bytes_of_units: float, comparing_s: float = 0.0) -> None:
@@ -160,13 +161,8 @@ class Controller:
         Args:
             comparing_s: seconds for which ranks compare products after a move away from home.
         """
-        self._moving.cost, self._moving.bytes_of_units = cost, bytes_of_units
-        self._moving.comparing_s = comparing_s
-
-    @property
-    def move_cost(self) -> MoveCost:
-        """What a move takes, as far as is known."""
-        return self._moving.cost
+        self._ownership.cost, self._ownership.bytes_of_units = cost, bytes_of_units
+        self._ownership.comparing_s = comparing_s
 
     @property
     def busy_s(self) -> tuple[float, ...]:
@@ -182,7 +178,7 @@ class Controller:
             seconds: that it took.
             comparing_s: for which ranks compared products after it.
         """
-        self._moving.learn(num_bytes, seconds, comparing_s)
+        self._ownership.learn(num_bytes, seconds, comparing_s)
 
     def refuse_move(self, in_force: Sequence[float]) -> WorkloadPlan:
         """The move of the last plan was not made, and nothing has changed; to be called alike on every rank.
@@ -195,7 +191,7 @@ class Controller:
         Returns:
             The plan in force from now on.
         """
-        self._moving.refuse(tuple(in_force))
+        self._ownership.refuse(tuple(in_force))
         return self._spare_nobody()
 
     def set_owned(self, shares: Sequence[float]) -> WorkloadPlan:
@@ -215,19 +211,19 @@ class Controller:
         Raises:
             ValueError: as :meth:`set_owned`.
         """
-        return self._put(self._moving.owned if shares is None else shares, is_held=shares is not None)
+        return self._put(self._ownership.owned if shares is None else shares, is_held=shares is not None)
 
     def _put(self, shares: Sequence[float], *, is_held: bool) -> WorkloadPlan:
-        owned = self._moving.checked(shares)
-        if self.config.forced_ratio is not None and owned != self._moving.home:
+        owned = self._ownership.checked(shares)
+        if self.config.forced_ratio is not None and owned != self._ownership.home:
             raise ValueError(
                 f"shares={list(shares)} with ratio={self.config.ratio!r} are not allowed: nothing is pruned or lent "
                 "while units are away from home, so ratio must be 'auto'"
             )
-        if owned == self._moving.owned:
-            self._moving.is_held = is_held
+        if owned == self._ownership.owned:
+            self._ownership.is_held = is_held
             return self.current_plan()
-        self._moving.put(shares, is_held=is_held)
+        self._ownership.put(shares, is_held=is_held)
         return self._spare_nobody()
 
     def _spare_nobody(self) -> WorkloadPlan:
@@ -249,7 +245,7 @@ class Controller:
             "spells": self._spells.state_dict(),
             "loans": _as_plain_loans(self._loans),
             "loans_then": _as_plain_loans(self._loans_then),
-            "moving": self._moving.state_dict(),
+            "ownership": self._ownership.state_dict(),
             "communication": self._communication.state_dict(),
         }
 
@@ -284,7 +280,7 @@ class Controller:
                 "loans": each(row(index, share, each(index), each(share))),
                 "loans_then": each(row(index, share, each(index), each(share))),
                 "communication": self._communication.state_check,
-                "moving": self._moving.state_check,
+                "ownership": self._ownership.state_check,
             }
         )
 
@@ -311,10 +307,10 @@ class Controller:
         self._spells.load_state_dict(state["spells"])
         self._communication.load_state_dict(state["communication"])
         self._loans, self._loans_then = _from_plain_loans(state["loans"]), _from_plain_loans(state["loans_then"])
-        self._moving.load_state_dict(state["moving"])
-        may_be_away = self.config.may_move or (self._moving.is_held and self.config.forced_ratio is None)
-        if not self._moving.is_home and not may_be_away:
-            self._moving.put(self._moving.home, is_held=False)
+        self._ownership.load_state_dict(state["ownership"])
+        may_be_away = self.config.may_move or (self._ownership.is_held and self.config.forced_ratio is None)
+        if not self._ownership.is_home and not may_be_away:
+            self._ownership.put(self._ownership.home, is_held=False)
         if self._goes_beyond_configuration():
             self._spare_nobody()
         if self.config.forced_ratio is not None:
@@ -346,7 +342,7 @@ class Controller:
             ranks=tuple(
                 RankPlan(own.pruned, own.lent, share, owned, slow)
                 for own, share, owned, slow in zip(
-                    self._shares, borrowed, self._moving.owned, self._are_stragglers, strict=True
+                    self._shares, borrowed, self._ownership.owned, self._are_stragglers, strict=True
                 )
             ),
             predicted_step_s=predicted_step_s,
@@ -361,7 +357,7 @@ class Controller:
         spared = [
             now.spared or then.spared or min(owned, before) < 1.0
             for now, then, owned, before in zip(
-                self._shares, self._measured_under, self._moving.owned, self._moving.owned_before, strict=True
+                self._shares, self._measured_under, self._ownership.owned, self._ownership.owned_before, strict=True
             )
         ]
         usual = zip(self._usual, spared, self._are_stragglers, strict=True)
@@ -424,7 +420,7 @@ class Controller:
                 saved_s = abs(saved_s) if same else math.inf
             # What is no longer dropped needs no certainty: it is dropped for something, or it is not dropped.
             certainty = 0.0 if fewer > 0.0 and not any(pruned) else CERTAINTY_KEPT
-            if saved_s <= (COST_IN_VAIN / DURATION + certainty * deviation) * now_s:
+            if not is_saving(saved_s, now_s, COST_IN_VAIN / DURATION + certainty * deviation):
                 pairs = zip(self._shares, wanted, strict=True)
                 return any(now.spared - new.spared >= _NEW for now, new in pairs)
         self._shares, self._loans = wanted, loans
@@ -450,44 +446,43 @@ class Controller:
             deviations: of every rank.
             saved: of every rank, what share of a step its slowness costs.
         """
-        moving = self._moving
-        if moving.is_held or not self.config.may_move or not self.segments:
+        ownership = self._ownership
+        if ownership.is_held or not self.config.may_move or not self.segments:
             return
         noise = CERTAINTY_KEPT * deviation
-        wanted = wanted_shares(times, self._are_stragglers, moving.segments, noise=noise)
-        if wanted == moving.owned == moving.home:
-            moving.update(wanted, 0.0, self.config.update_every)
+        wanted = wanted_shares(times, self._are_stragglers, ownership.segments, noise=noise)
+        if wanted == ownership.owned == ownership.home:
+            ownership.update(wanted, 0.0, self.config.update_every)
             return
         # What is pruned counts as if it were computed: that is what moving is to save, too.
         now_s = self._step_s(times, [Shares(lent=own.lent) for own in self._shares], self._loans)
         now_s -= self._communication.seconds(())
         home_s = float(times.curves.busy_s.max())
-        is_worse_than_home = not moving.is_home and now_s > (1.0 + COST_IN_VAIN) * home_s
+        is_worse_than_home = not ownership.is_home and now_s > (1.0 + COST_IN_VAIN) * home_s
         if is_worse_than_home:
-            moving.came_late(now_s - home_s)
+            ownership.came_late(now_s - home_s)
         gain_s, comes_too_late = 0.0, False
-        if wanted not in (moving.owned, moving.home):
-            gain_s = max(home_s - owned_step_s(times, wanted, moving.segments), 0.0)
+        if wanted not in (ownership.owned, ownership.home):
+            gain_s = max(home_s - owned_step_s(times, wanted, ownership.segments), 0.0)
             relieved = [
-                rank for rank, slow in enumerate(self._are_stragglers) if slow and wanted[rank] < moving.owned[rank]
+                rank for rank, slow in enumerate(self._are_stragglers) if slow and wanted[rank] < ownership.owned[rank]
             ]
             comes_too_late = bool(relieved) and all(
-                self._spells.speak_against(rank, saved[rank], gain_s, moving.late_s) for rank in relieved
+                self._spells.speak_against(rank, saved[rank], gain_s, ownership.late_s) for rank in relieved
             )
             if comes_too_late and is_worse_than_home:
-                wanted, gain_s, comes_too_late = moving.home, 0.0, False
+                wanted, gain_s, comes_too_late = ownership.home, 0.0, False
         saved_s = 0.0
-        if wanted != moving.owned:
-            saved_s = now_s - owned_step_s(times, wanted, moving.segments)
-            if wanted == moving.home:
+        if wanted != ownership.owned:
+            saved_s = now_s - owned_step_s(times, wanted, ownership.segments)
+            if wanted == ownership.home:
                 # Who may only seem slower than others, as he owns little, is seen there.
                 saved_s = now_s - float((times.curves.busy_s / (1.0 + CERTAINTY_KEPT * deviations)).max())
             # To go or to come home it is certain who is slow; from one division to another everybody's times count.
-            is_noise = saved_s <= (COST_IN_VAIN / DURATION + deviation) * now_s
-            if is_noise and not moving.is_home and wanted != moving.home:
-                saved_s = 0.0
+            elif not ownership.is_home:
+                saved_s = beyond_noise(saved_s, now_s, COST_IN_VAIN / DURATION + deviation)
         every = self.config.update_every
-        if moving.update(wanted, saved_s, every, step_s=now_s, gain_s=gain_s, waits=comes_too_late):
+        if ownership.update(wanted, saved_s, every, step_s=now_s, gain_s=gain_s, waits=comes_too_late):
             self._spare_nobody()
 
     def _account(self, times: GroupTimes, deviations: Floats) -> None:
@@ -495,8 +490,8 @@ class Controller:
 
         A rank that does less than the others is taken to be as fast as it may well be: what is not sure is no gain.
         """
-        owned = self._moving.owned_before
-        is_even = owned == self._moving.home and not any(own.spared for own in self._measured_under)
+        owned = self._ownership.owned_before
+        is_even = owned == self._ownership.home and not any(own.spared for own in self._measured_under)
         sure = GroupTimes(
             own.faster(1.0 + CERTAINTY_KEPT * deviation) if shares.spared or share < 1.0 else own
             for own, deviation, shares, share in zip(
@@ -506,7 +501,7 @@ class Controller:
         even_s = float(sure.curves.busy_s.max()) + self._communication.seconds(())
         step_s = even_s if is_even else self._step_s(sure, self._measured_under, self._loans_then, owned)
         every = self.config.update_every
-        self._moving.account.take((step_s - even_s) * every, step_s * every, every)
+        self._ownership.account.take((step_s - even_s) * every, step_s * every, every)
 
     def _step_s(
         self,
@@ -515,9 +510,9 @@ class Controller:
         loans: Sequence[Loan],
         owned: tuple[float, ...] | None = None,
     ) -> float:
-        owned = self._moving.owned if owned is None else owned
-        if owned != self._moving.home:
-            busy_s = owned_step_s(times, owned, self._moving.segments)
+        owned = self._ownership.owned if owned is None else owned
+        if owned != self._ownership.home:
+            busy_s = owned_step_s(times, owned, self._ownership.segments)
             return busy_s + self._communication.seconds(())
         spared = [own.spared for own in shares]
         return max(predicted_busy_s(times, spared, loans)) + self._communication.seconds([own.lent for own in shares])

@@ -38,9 +38,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeroresize.plan.group import Shares
+from zeroresize.policy.moves.usual import middle_of, usual_of
 from zeroresize.policy.tensor.change_of_level import change_of_level
 from zeroresize.policy.tensor.cost_model import ResizingCost
-from zeroresize.policy.tensor.part_noise import JUMP, PartNoise, middle_of, usual_of
+from zeroresize.policy.tensor.part_noise import JUMP, PartNoise
 from zeroresize.policy.tensor.times import (
     DURATION,
     LEAST_SECONDS,

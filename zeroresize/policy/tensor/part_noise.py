@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zeroresize.policy.moves.usual import middle_of
+
 #: An innovation of so many standard deviations is a jump of the rank's speed.
 JUMP = 4.0
 #: Relative standard deviation of an interval's times before any were compared, and the least there is.
@@ -81,14 +83,3 @@ class PartNoise:
     def forget_last(self, value: float) -> None:
         """The next interval cannot be compared with what was before ``value``."""
         self.last = value, math.nan
-
-
-def usual_of(values: Sequence[float]) -> float:
-    """What is usual among a few: the median forgives a hiccup, an evaluation or a checkpoint; of two the smaller."""
-    return min(values) if len(values) == 2 else middle_of(values)
-
-
-def middle_of(values: Sequence[float]) -> float:
-    """The median."""
-    ascending, half = sorted(values), len(values) // 2
-    return ascending[half] if len(ascending) % 2 else (ascending[half - 1] + ascending[half]) / 2

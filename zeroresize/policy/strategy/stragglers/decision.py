@@ -1,10 +1,9 @@
-"""When strategies change for slow ranks, and back: a ski rental, since nobody knows how long a rank stays slow.
+"""When strategies change for slow ranks, and back: a ski rental of several candidates, of which going back is one.
 
-As moves of units are decided (:mod:`zeroresize.policy.tensor.moving`), with more than one thing to choose from. For
-each candidate adds up what steps would have been shorter by under it; where they would have been longer that is taken
-off, down to zero. When the sum has reached what the switch there and back takes, the switch is made. Every change takes
-some seconds, those of home most, since that has the weights and the optimizer's state. Going back is a candidate like
-others. So speeds that alternate faster than a switch pays never make it go to and fro.
+:class:`~zeroresize.policy.moves.ski_rental.SkiRental` adds up what steps would have been shorter by under each of them.
+Every change takes some seconds, those of home most, since that has the weights and the optimizer's state. A change of
+other strategies moves no bytes, as only home holds weights between steps. It takes time all the same: ranks agree, and
+a strategy that the model does not have needs process groups, modules and plans.
 
 Pure: the same speeds give the same decisions on every rank.
 """
@@ -12,10 +11,13 @@ Pure: the same speeds give the same decisions on every rank.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any, Protocol, get_args
 
 from zeroresize.plan.strategy import Strategy
+from zeroresize.policy.moves.least_saving import MIN_SAVING, beyond_noise, is_saving
+from zeroresize.policy.moves.move_cost import MoveCost
+from zeroresize.policy.moves.ski_rental import RENTAL_CHECK, SkiRental
 from zeroresize.policy.strategy.stragglers.candidates import (
     Candidate,
     Kind,
@@ -23,16 +25,14 @@ from zeroresize.policy.strategy.stragglers.candidates import (
     RangeCosts,
     candidates,
 )
-from zeroresize.policy.strategy.stragglers.change_cost import ChangeCost
-from zeroresize.policy.tensor.moving import FIRST_PAUSE, LONGEST_PAUSE
-from zeroresize.utils.state_checks import anything, count, each, keyed, not_negative, row, values
+from zeroresize.utils.state_checks import anything, each, keyed, not_negative, values
 from zeroresize.utils.value_checks import number
 
 #: Where shares inside the tensor-parallel groups make a step at most so much longer than the best candidate does, as a
 #: share of that, nothing else is done: less travels, and no rank is idle.
 TOLERANCE = 0.05
-#: Share of a step that a change must save at least: less is noise.
-MIN_SAVING = 0.02
+#: What a switch takes where nobody has measured it.
+_COST = MoveCost(1e-9, 0.05, setup_s=0.2)
 #: Kinds of candidates that only move units inside the groups, or undo everything.
 _MODEST = ("stay", "shares", "original")
 
@@ -75,8 +75,8 @@ class StragglerDecision:
         model: how it can be divided.
         costs: tells what steps take.
         tolerance: see :data:`TOLERANCE`.
-        min_saving: see :data:`MIN_SAVING`.
-        cost: of a switch, until one was made.
+        min_saving: see :data:`~zeroresize.policy.moves.least_saving.MIN_SAVING`.
+        cost: of a switch, until one was made; a strategy that the model does not have is one setup.
         kinds: of candidates that may be chosen, beside to stay and to go back.
 
     Attributes:
@@ -95,18 +95,17 @@ class StragglerDecision:
         *,
         tolerance: float = TOLERANCE,
         min_saving: float = MIN_SAVING,
-        cost: ChangeCost | None = None,
+        cost: MoveCost = _COST,
         kinds: Collection[Kind] = get_args(Kind),
     ) -> None:
         for name, value in (("tolerance", tolerance), ("min_saving", min_saving)):
             number(name, value, least=0.0, below=1.0)
         self.original = self.in_force = tuple(original)
-        self.cost = cost or ChangeCost()
+        self.cost = cost
         self._model, self._costs, self._kinds = model, costs, {"stay", "original", *kinds}
         self._tolerance, self._min_saving = tolerance, min_saving
-        self._owed_s: dict[str, float] = {}
+        self._rental = SkiRental()
         self._strategies_of: dict[str, tuple[Strategy, ...]] = {}  # of what is owed, as last offered
-        self._pause, self._next_pause = 0, FIRST_PAUSE
         self._last: tuple[Any, tuple[StragglerForecast, ...]] | None = None
 
     def what_if(self, speeds: Sequence[float]) -> tuple[StragglerForecast, ...]:
@@ -119,10 +118,7 @@ class StragglerDecision:
             stay, *others = forecasts
             self._last = key, (stay, *sorted(others, key=lambda one: one.step_s))
         return tuple(
-            StragglerForecast(
-                one.candidate, one.step_s, one.saving_s, one.switch_s, self._owed_s.get(one.candidate.key, 0.0)
-            )
-            for one in self._last[1]
+            replace(forecast, owed_s=self._rental.owed_for(forecast.candidate.key)) for forecast in self._last[1]
         )
 
     def update(self, speeds: Sequence[float], num_steps: int = 1) -> StragglerForecast | None:
@@ -130,7 +126,7 @@ class StragglerDecision:
 
         Whoever is given one calls :meth:`made`, or :meth:`refuse`.
         """
-        self._pause = max(self._pause - 1, 0)
+        self._rental.next_update()
         self._add_up(self.what_if(speeds), speeds, num_steps)
         forecasts = self.what_if(speeds)
         best_s = min(one.step_s for one in forecasts)
@@ -144,27 +140,23 @@ class StragglerDecision:
             one
             for one in forecasts[1:]
             if (one.candidate.kind in _MODEST or not suffices)
-            and one.saving_s > self._min_saving * forecasts[0].step_s
-            and one.owed_s >= 2.0 * one.switch_s
+            and is_saving(one.saving_s, forecasts[0].step_s, self._min_saving)
+            and self._rental.is_due(one.candidate.key, 2.0 * one.switch_s)
         ]
-        return None if self._pause or not due else due[0]
+        return due[0] if due else None
 
     def made(self, forecast: StragglerForecast, seconds: float | None = None) -> None:
         """It is in force from now on; the switch took so many seconds, if that is known."""
         after = forecast.candidate.strategies
         if seconds is not None:
-            self.cost = self.cost.learned(self._costs.switch_bytes(self.in_force, after), self._num_new(after), seconds)
+            self.cost = self.cost.learned(self._costs.switch_bytes(self.in_force, after), seconds, self._num_new(after))
         self.in_force = after
-        # What would have been better still is owed for that.
-        left_s = {key: owed_s - forecast.owed_s for key, owed_s in self._owed_s.items()}
-        self._owed_s = {key: owed_s for key, owed_s in left_s.items() if owed_s > 0.0}
-        self._next_pause = FIRST_PAUSE
+        self._rental.settle(forecast.candidate.key)
+        self._rental.succeed()
 
     def refuse(self) -> None:
         """The switch could not be made: nothing is tried for a while."""
-        self._owed_s.clear()
-        self._pause = self._next_pause
-        self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
+        self._rental.refuse()
 
     def look_again(self) -> None:
         """What steps take has changed for other reasons than speeds."""
@@ -174,37 +166,45 @@ class StragglerDecision:
         """Plain values, the same on every rank; the original strategies are the caller's."""
         return {
             "in_force": [one.as_dict() for one in self.in_force],
-            "owed_s": dict(self._owed_s),
-            "owed_for": {key: [one.as_dict() for one in self._strategies_of[key]] for key in self._owed_s},
+            "rental": self._rental.state_dict(),
+            "owed_for": {key: [one.as_dict() for one in self._strategies_of[key]] for key in self._rental.owed_s},
             "cost": astuple(self.cost),
-            "pause": (self._pause, self._next_pause),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, in_force: Sequence[Strategy] | None = None) -> None:
         """Go on from :meth:`state_dict`.
+
+        Args:
+            in_force: [G] strategies that are kept: where they are others than the state's, nothing is owed for changing
+                those. None for the state's.
 
         Raises:
             ValueError: naming what does not fit, such as strategies of another number of ranges; nothing is taken over
                 then.
         """
         strategies = each(anything, len(self.original))
+        kept = None if in_force is None else [strategy.as_dict() for strategy in in_force]
+        is_other = kept is not None and state.get("in_force") != kept
+        if is_other:
+            state = {**state, "in_force": kept, "owed_for": {}}
         keyed(
             {
                 "in_force": strategies,
-                "owed_s": values(not_negative),
+                "rental": RENTAL_CHECK,
                 "owed_for": values(strategies),
-                "cost": row(not_negative, not_negative, not_negative),
-                "pause": row(count, count),
+                "cost": each(not_negative, 3),
             }
         )(state, "state")
-        if set(state["owed_s"]) != set(state["owed_for"]):
-            raise ValueError("state.owed_for: strategies are needed for just those of state.owed_s")
-        in_force = tuple(map(Strategy.of, state["in_force"]))
+        rental = SkiRental()
+        rental.load_state_dict(state["rental"])
+        if is_other:
+            rental.settle()
+        if rental.owed_s.keys() != state["owed_for"].keys():
+            raise ValueError("state.owed_for: strategies are needed for just those of state.rental.owed_s")
+        strategies_in_force = tuple(map(Strategy.of, state["in_force"]))
         owed_for = {key: tuple(map(Strategy.of, own)) for key, own in state["owed_for"].items()}
-        self.in_force, self._strategies_of = in_force, owed_for
-        self._owed_s, self.cost = dict(state["owed_s"]), ChangeCost(*state["cost"])
-        self._pause, self._next_pause = state["pause"]
-        self._next_pause = max(self._next_pause, FIRST_PAUSE)
+        self.in_force, self._strategies_of = strategies_in_force, owed_for
+        self._rental, self.cost = rental, MoveCost(*state["cost"])
         self._last = None
 
     @property
@@ -235,12 +235,8 @@ class StragglerDecision:
             key = one.candidate.key
             self._strategies_of[key] = one.candidate.strategies
             saved_s[key] = one.saving_s
-        for key in self._owed_s.keys() - saved_s.keys():  # not offered now, as it is worse or no rank is slow
+        for key in self._rental.owed_s.keys() - saved_s.keys():  # not offered now, as it is worse or no rank is slow
             saved_s[key] = now_s - self._costs.step_s(self._strategies_of[key], speeds)
-        owed_s = {
-            key: self._owed_s.get(key, 0.0)
-            + (saving_s if abs(saving_s) > self._min_saving * now_s else 0.0) * num_steps
-            for key, saving_s in saved_s.items()
-        }
-        self._owed_s = {key: total for key, total in owed_s.items() if total > 0.0}
-        self._strategies_of = {key: self._strategies_of[key] for key in self._owed_s}
+        counted_s = {key: beyond_noise(saving_s, now_s, self._min_saving) for key, saving_s in saved_s.items()}
+        self._rental.charge(counted_s, num_steps)
+        self._strategies_of = {key: self._strategies_of[key] for key in self._rental.owed_s}

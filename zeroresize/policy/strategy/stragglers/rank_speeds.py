@@ -1,8 +1,8 @@
 """How fast ranks are, by what their part of a step should have taken and did; pure, the same on every rank.
 
 The filter of :mod:`zeroresize.policy.tensor.estimator` tells what pruning costs apart from what a rank is slow by, in
-one layout of the work. Here work changes its layout, and only the speed counts: so it is the middle one of three steps,
-which no single interruption moves, and a mean of those until they jump.
+one layout of the work. Here work changes its layout, and only the speed counts: so it is what is usual among three
+steps (:mod:`zeroresize.policy.moves.usual`), which no single interruption moves, and a mean of those until they jump.
 
 ``R`` ranks.
 """
@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from zeroresize.policy.moves.usual import usual_of
 from zeroresize.utils.state_checks import each, keyed, not_negative, optional
 
 #: Steps of which the middle one counts.
@@ -118,7 +119,7 @@ class RankSpeeds:
     def _take(self, rank: int, pace: float) -> None:
         own, mean = self._recent[rank], self._paces[rank]
         own.append(pace)
-        middle = median(own) if len(own) == _RECENT else min(own)
+        middle = usual_of(own)
         if mean is None or abs(math.log(middle / mean)) > math.log(_JUMP):
             self._paces[rank] = middle
         else:

@@ -1,14 +1,13 @@
-"""When a change of ownership pays: a ski rental, since nobody knows how long a rank will stay slow.
+"""When a change of ownership pays: a ski rental of one candidate, the division that is wanted.
 
-Every step under a division that is not the wanted one costs the difference of the two. When that has added up to what
-the move there and back takes, the move is made: so all of it takes at most twice what the best would in hindsight.
-Units go to others by the same rule. They come home when that has added up to one way, as the way out has paid for both,
-or when it was surely better for some updates, however little. A straggler that changes place before its slowness has
-cost as much is never worth a move.
+:class:`~zeroresize.policy.moves.ski_rental.SkiRental` adds up what staying costs as long as the same ranks are to get
+or give units. Units go to others when that is the price of the move there and back. They come home when it is the price
+of one way, as the way out has paid for both, or when home was surely better for some updates, however little. A
+straggler that changes place before its slowness has cost as much is never worth a move.
 
 Small gains are not chased: after each move away the next one must have been missed for longer, the more the less it
-saves. And an account is kept (``account.py``): where balancing has lost more than it may, the next slowness must first
-have cost many times what is beyond that.
+saves. And :class:`~zeroresize.policy.moves.account.Account` is kept: where balancing has lost more than it may, the
+next slowness must first have cost many times what is beyond that.
 
 The price of moves is not all: a rank that recovers, or becomes slow after it was given units, is noticed some steps
 later only, and until then the division is worse than even shares. What that has cost is remembered, and past spells
@@ -19,12 +18,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from zeroresize.plan.ownership import SegmentWork, checked_shares, owned_shares
+from zeroresize.policy.moves.account import Account
 from zeroresize.policy.moves.move_cost import MoveCost
-from zeroresize.policy.tensor.account import Account
+from zeroresize.policy.moves.ski_rental import RENTAL_CHECK, SkiRental
 from zeroresize.policy.tensor.rules.ownership import merged
 from zeroresize.utils.state_checks import Check, count, each, flag, keyed, not_negative, number, row
 
@@ -40,17 +40,15 @@ _SURE_UPDATES = 4
 #: Each move away of late adds to the price of the next one: (this share of a step / what that saves) ** 4 times the
 #: price. After so many steps a move counts half.
 _CHASED, _HALF_LIFE = 0.14, 1000
-#: Where balancing has lost more than it may, slowness must have cost so many times the rest before units move again.
-_MISTRUST = 10.0
 #: For so many updates it is not noticed that a division is good for nothing any more.
 _UNNOTICED_UPDATES = 2
-#: After a refused move no other is tried for so many updates, twice as many after each that follows, up to the most.
-FIRST_PAUSE, LONGEST_PAUSE = 8, 1024
+#: The candidate that is owed for: whatever division is wanted, as long as units move for the same ranks.
+_WANTED = "wanted"
 
 
 @dataclass
-class Moving:
-    """Who owns what in a group, and what is owed for not moving.
+class OwnershipDecision:
+    """Decides who owns what in a group, update by update.
 
     Args:
         num_ranks: size of the group.
@@ -63,9 +61,8 @@ class Moving:
         owned_before: what it owned before that.
         is_held: whether a user decides.
         cost: of a move, as far as is known.
-        owed_s: what the present division has cost since another was wanted, seconds.
+        rental: what the present division has cost since another was wanted, and pauses.
         movers: for whom units would move, each rank with whether it is to get more.
-        pause: for so many updates nothing moves.
         gain_s: seconds of a step that the present division was to save, compared with even shares; 0 where no decision
             made it.
         comparing_s: seconds for which ranks compare products after a move away from home.
@@ -83,16 +80,14 @@ class Moving:
     owned_before: tuple[float, ...] = field(init=False)
     is_held: bool = field(default=False, init=False)
     cost: MoveCost = field(default_factory=MoveCost, init=False)
-    owed_s: float = field(default=0.0, init=False)
+    rental: SkiRental = field(default_factory=SkiRental, init=False)
     movers: frozenset[tuple[int, bool]] = field(default=frozenset(), init=False)
-    pause: int = field(default=0, init=False)
     gain_s: float = field(default=0.0, init=False)
     comparing_s: float = field(default=0.0, init=False)
     late_s: float = field(default=0.0, init=False)
     moves_lately: float = field(default=0.0, init=False)
     sure: int = field(default=0, init=False)
     account: Account = field(default_factory=Account, init=False)
-    _next_pause: int = field(default=FIRST_PAUSE, init=False)
     _was_held: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -116,10 +111,10 @@ class Moving:
         Raises:
             ValueError: if they are not one of each rank, finite, not negative and not all 0, or nothing can move.
         """
-        found = checked_shares(shares, self.num_ranks)
-        if found != self.home and not self.segments:
+        owned = checked_shares(shares, self.num_ranks)
+        if owned != self.home and not self.segments:
             raise ValueError(f"shares={list(shares)}: the model has no units that can change their owner")
-        return found
+        return owned
 
     def put(self, shares: Sequence[float], *, is_held: bool) -> None:
         """A user has decided: in force from now on."""
@@ -133,10 +128,12 @@ class Moving:
             return 0.0
         now, then = (owned_shares(shares, self.segments) for shares in (self.owned, wanted))
         most = max(abs(after - before) for before, after in zip(now, then, strict=True))
-        one_way_s = self.cost.seconds(most / self._work * self.bytes_of_units)
-        if tuple(wanted) == self.home or not one_way_s:
-            return one_way_s
-        return 2.0 * one_way_s + self.comparing_s
+        num_bytes = most / self._work * self.bytes_of_units
+        if not num_bytes:
+            return 0.0
+        if tuple(wanted) == self.home or not self.cost.seconds(num_bytes):
+            return self.cost.seconds(num_bytes)
+        return self.cost.there_and_back(num_bytes) + self.comparing_s
 
     def update(
         self,
@@ -162,29 +159,29 @@ class Moving:
         self.owned_before, self._was_held = self.owned, self.is_held
         if self.is_held:
             return False
-        self.pause = max(self.pause - 1, 0)
+        self.rental.next_update()
         self.moves_lately *= 0.5 ** (num_steps / _HALF_LIFE)
         movers = self._movers(wanted)
         common = self.movers & movers
         if not common:  # nobody, or somebody else
-            self.owed_s = 0.0
+            self.rental.settle()
         self.movers = common or movers
         is_homecoming = wanted == self.home
         self.sure = self.sure + 1 if movers and is_homecoming and saved_s > 0.0 else 0
         if not movers:
             return False
-        self.owed_s = max(self.owed_s + saved_s * num_steps, 0.0)
-        if waits or saved_s <= 0.0 or self.pause:
+        self.rental.charge({_WANTED: saved_s}, num_steps)
+        if waits or saved_s <= 0.0 or self.rental.pause:
             return False
         price_s = self.price_s(wanted)
         if is_homecoming:
-            if self.owed_s < price_s and self.sure < _SURE_UPDATES:
+            if not self.rental.is_due(_WANTED, price_s) and self.sure < _SURE_UPDATES:
                 return False
         else:
-            debt_s = self.account.debt_with(price_s, _UNNOTICED_UPDATES * num_steps * self.late_s)
+            mistrust_s = self.account.mistrust_s(price_s, _UNNOTICED_UPDATES * num_steps * self.late_s)
             if self.is_home:
                 price_s *= 1.0 + self.moves_lately * (_CHASED * step_s / saved_s) ** 4
-            if self.owed_s < price_s + _MISTRUST * debt_s:
+            if not self.rental.is_due(_WANTED, price_s + mistrust_s):
                 return False
             self.moves_lately += 1.0
         self.owned, self.gain_s = wanted, gain_s
@@ -205,8 +202,7 @@ class Moving:
         self.owned = self.owned_before = in_force
         self.gain_s = 0.0
         self._settle()
-        self.pause = self._next_pause
-        self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
+        self.rental.refuse()
 
     def learn(self, num_bytes: float, seconds: float, comparing_s: float = 0.0) -> None:
         """A move has been made, and ranks have compared products for so long; 0 if they have not."""
@@ -214,7 +210,7 @@ class Moving:
         if comparing_s > 0.0:
             self.comparing_s += _WEIGHT * (comparing_s - self.comparing_s)
         self.account.take(seconds + comparing_s, seconds + comparing_s, 0)
-        self._next_pause = FIRST_PAUSE
+        self.rental.succeed()
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -223,10 +219,9 @@ class Moving:
             "owned": self.owned,
             "owned_before": self.owned_before,
             "is_held": self.is_held,
-            "cost": (self.cost.seconds_per_byte, self.cost.fixed_s),
-            "owed_s": self.owed_s,
+            "cost": astuple(self.cost),
+            "rental": self.rental.state_dict(),
             "movers": tuple(sorted(self.movers)),
-            "pause": (self.pause, self._next_pause),
             "comparing_s": self.comparing_s,
             "late": (self.gain_s, self.late_s),
             "lately": (self.moves_lately, self.sure),
@@ -242,10 +237,9 @@ class Moving:
                 "owned": shares,
                 "owned_before": shares,
                 "is_held": flag,
-                "cost": row(not_negative, not_negative),
-                "owed_s": not_negative,
+                "cost": each(not_negative, 3),
+                "rental": RENTAL_CHECK,
                 "movers": each(row(count, flag)),
-                "pause": row(count, count),
                 "comparing_s": not_negative,
                 "late": row(not_negative, not_negative),
                 "lately": row(not_negative, count),
@@ -260,9 +254,8 @@ class Moving:
         self.owned_before = tuple(state["owned_before"]) if can_move else self.home
         self.is_held = state["is_held"] and can_move
         self.cost = MoveCost(*state["cost"])
-        self.owed_s = state["owed_s"]
+        self.rental.load_state_dict(state["rental"])
         self.movers = frozenset((rank, is_more) for rank, is_more in state["movers"])
-        self.pause, self._next_pause = state["pause"]
         self.comparing_s = state["comparing_s"]
         self.gain_s, self.late_s = state["late"]
         self.moves_lately, self.sure = state["lately"]
@@ -276,4 +269,5 @@ class Moving:
         )
 
     def _settle(self) -> None:
-        self.owed_s, self.movers, self.sure = 0.0, frozenset(), 0
+        self.rental.settle()
+        self.movers, self.sure = frozenset(), 0

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 MOST_LOST = 0.01
 #: After so many steps gains, losses and time count half: a good week is no licence to lose for another one.
 HALF_LIFE = 10_000
+#: Where balancing has lost more than it may, staying must have cost so many times the rest before anything moves again.
+_MISTRUST = 10.0
 
 
 @dataclass
@@ -54,3 +56,7 @@ class Account:
             late_s: seconds lost until it is noticed.
         """
         return max(self.lost_s + late_s + price_s - max(MOST_LOST * self.elapsed_s, price_s), 0.0)
+
+    def mistrust_s(self, price_s: float, late_s: float = 0.0) -> float:
+        """Seconds by which a move is dearer than its price; arguments as of :meth:`debt_with`."""
+        return _MISTRUST * self.debt_with(price_s, late_s)
