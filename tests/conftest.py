@@ -81,7 +81,7 @@ def run_ranks(tmp_path: Path) -> Callable[..., list[Any]]:
 def cheap_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before one was made, a move of units is expected to take what its messages do: tiny models move soon then."""
     monkeypatch.setattr("zeroresize.control.unit_moves.BUDGET_S", 0.0)
-    monkeypatch.setattr("zeroresize.control.unit_moves.INSTALLING_S", 0.0)
+    monkeypatch.setattr("zeroresize.measure.links.INSTALLING_S", 0.0)
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from zeroresize.resharding.agreement import meet_over, wait_for_all
 #: machine must not make a link look slow, nor fast.
 _SMALL, _LARGE, _ROUNDS = 2**10, 2**22, 5
 #: Seconds of a move beside its messages, in which ranks agree, allocate and install; the first move tells what it is.
-_INSTALLING_S = 0.05
+INSTALLING_S = 0.05
 
 
 def measure_move_cost(process_group: ProcessGroup, device: torch.device, over: Channel | None = None) -> MoveCost:
@@ -25,7 +25,7 @@ def measure_move_cost(process_group: ProcessGroup, device: torch.device, over: C
     Collective; arguments, result and errors are those of :func:`measure_messages`.
     """
     messages = measure_messages(process_group, device, over)
-    return MoveCost(messages.seconds_per_byte, _INSTALLING_S + messages.fixed_s)
+    return MoveCost(messages.seconds_per_byte, INSTALLING_S + messages.fixed_s)
 
 
 def measure_messages(process_group: ProcessGroup, device: torch.device, over: Channel | None = None) -> MoveCost:
