@@ -19,7 +19,7 @@ from scripts.bench.common import interval_of_ratio, pin_to_core, save, slowest_r
 from zeroresize import ColumnParallelLinear, RowParallelLinear
 from zeroresize.layers.segment import OwnedSegment, UnitTensor
 from zeroresize.plan.ownership import OwnershipMap
-from zeroresize.resharding.transfer import MoveReport, move_units
+from zeroresize.resharding.transfer import UnitMoveReport, move_units
 
 GIVEN_NEURONS, HEADS_OF_RANK = 0.43, 4
 
@@ -85,7 +85,7 @@ def main() -> None:
     moves: list[float] = []
     messages: list[float] = []
     copies: list[float] = []
-    report: MoveReport | None = None
+    report: UnitMoveReport | None = None
 
     def move(targets: dict[str, OwnershipMap]) -> None:
         nonlocal report

@@ -18,15 +18,14 @@ from helpers import parallel_layers, pipelines, strategies
 from zeroresize.comm import failure_reports
 from zeroresize.comm.cpu_group import CpuGroup
 from zeroresize.comm.exchange import Exchange
-from zeroresize.pipeline import move_layers, moving, moving_during_backward, moving_early, repack
+from zeroresize.pipeline import move_layers, moving_during_backward, moving_early, repack
 from zeroresize.pipeline.layer_move import LayerMove
 from zeroresize.plan.ownership import OwnershipMap
 from zeroresize.plan.strategy import Strategy
-from zeroresize.resharding import transfer
-from zeroresize.resharding.local_move import LocalMove
+from zeroresize.resharding import transaction
+from zeroresize.resharding.local_move import UnitMove
 from zeroresize.resharding.transfer import move_units
 from zeroresize.strategy.model import SwitchableModel
-from zeroresize.strategy.switching import all_or_nothing
 from zeroresize.strategy.switching.rehoming import Rehoming
 from zeroresize.strategy.switching.switch import Switch
 
@@ -46,7 +45,7 @@ class KindOfMove:
     """
 
     part: type
-    verdict: tuple[object, str]
+    verdict: tuple[object, str] = (transaction, "require_received")
     computes_meanwhile = False
     differs_in: str
     has_optimizer_state = True
@@ -107,7 +106,7 @@ class KindOfMove:
 
 
 class Units(KindOfMove):
-    part, verdict = LocalMove, (transfer, "require_received")
+    part = UnitMove
     differs_in = "the segments, their owners or the targets"
     meet = None
 
@@ -167,7 +166,7 @@ class UnitsOfABalancer(Units):
 
 
 class Layers(KindOfMove):
-    part, verdict = LayerMove, (moving, "require_received")
+    part = LayerMove
     differs_in = "the boundaries of the stages"
     there, elsewhere, nowhere = (0, 3, 6, 7), (0, 1, 5, 7), (0, 0, 6, 7)
 
@@ -244,7 +243,7 @@ class Repacking(Layers):
 
 
 class Switches(KindOfMove):
-    part, verdict = Switch, (all_or_nothing, "require_received")
+    part = Switch
     differs_in = "where the switch leads, or how it was planned"
     has_optimizer_state = False
     here, there, elsewhere = Strategy(1, 3, shares=(1, 2, 3)), Strategy(1, 1, 3), Strategy(3)

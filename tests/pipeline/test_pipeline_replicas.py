@@ -12,8 +12,8 @@ from helpers.processes import dying, send_half, told_by_survivors
 from helpers.sleeping_layers import MICRO, Pace, layers_of, undivided_losses
 from torch import nn
 
-from zeroresize.pipeline import Pipeline, PipelineBalancer, moving
-from zeroresize.resharding import agreement, transport
+from zeroresize.pipeline import Pipeline, PipelineBalancer
+from zeroresize.resharding import agreement, transaction, transport
 
 NUM_LAYERS = 6
 
@@ -83,7 +83,7 @@ def test_a_rank_that_dies_in_a_move_keeps_layers_where_they_are_in_all_replicas(
         training.train(3)
         training.pace.of_rank = 3.0 if rank == 1 else 1.0
         if rank == 3 and when == "after":
-            moving.require_received = lambda *_, **__: os._exit(0)
+            transaction.require_received = lambda *_, **__: os._exit(0)
         elif rank == 3:
             transport.start_messages = dying(send_half if when == "while" else lambda *_: None)
         begin = time.perf_counter()

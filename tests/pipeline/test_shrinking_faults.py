@@ -12,8 +12,8 @@ from helpers import pipelines
 from helpers.pipelines import assert_same, groups_of, held, pipeline_of
 from helpers.processes import dying, send_half, told_by_survivors
 
-from zeroresize.pipeline import moving, repack, shrinking
-from zeroresize.resharding import transport
+from zeroresize.pipeline import repack, shrinking
+from zeroresize.resharding import transaction, transport
 from zeroresize.utils.torch_private import known_groups
 
 
@@ -75,7 +75,7 @@ def test_a_rank_that_dies_is_named_and_the_others_stay_as_they_were(tmp_path, de
         elif when == "while":
             transport.start_messages = dying(send_half)
         elif when == "received":
-            moving.require_received = die
+            transaction.require_received = die
         elif when == "before the group":
             shrinking.free_group_number = die
         else:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,6 +76,10 @@ class EarlyLayerMove(LayerMove):
         self._stream: torch.cuda.Stream | None = None
         self._main_stream: torch.cuda.Stream | None = None
 
+    def figures(self, begin: float) -> dict[str, Any]:
+        so_far = {"sent_bytes": self.sent_bytes, "received_bytes": self.received_bytes, "num_rounds": self.num_rounds}
+        return super().figures(begin) | so_far
+
     @property
     def reserved_bytes(self) -> int:
         """What the pipeline's own forward and backward take meanwhile, where layers come."""
@@ -87,8 +92,8 @@ class EarlyLayerMove(LayerMove):
     def streamed(self, tensor: TensorNote) -> bool:
         return tensor.is_constant
 
-    def agree(self, told: Iterable[str]) -> None:
-        super().agree(told)
+    def agree(self, descriptions: Iterable[str] | None) -> None:
+        super().agree(descriptions)
         # There may be gradients later that are not there now, as large as their parameters.
         self.new_bytes += sum(
             tensor.num_bytes
@@ -152,7 +157,7 @@ class EarlyLayerMove(LayerMove):
         try:
             with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
                 try:
-                    self._carry_out(self.streams, self._tensors())
+                    self._carry_out(self.transport, self._tensors())
                 except Exception as error:  # the other ranks wait for what follows all the same
                     self._errors.append(error)
                 turns = [(number, pair) for pair, numbers in self.moving.items() for number in numbers]

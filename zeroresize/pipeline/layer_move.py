@@ -25,11 +25,12 @@ from zeroresize.plan.partition import Partition
 from zeroresize.resharding.agreement import fingerprint
 from zeroresize.resharding.byte_streams import ByteStreams
 from zeroresize.resharding.movable_optimizer import groups_of, require_movable_state, settings_of
+from zeroresize.resharding.transaction import Transaction
 from zeroresize.resharding.transport import Pair
 
 
-class LayerMove:
-    """A move on this rank, from the plan to the installed layers.
+class LayerMove(Transaction):
+    """A move of layers on this rank.
 
     Args:
         boundaries: after the move.
@@ -39,14 +40,16 @@ class LayerMove:
     Attributes:
         stages: as given.
         moving: the layers that move, by (sender, receiver).
-        streams: of all that travels, once all have agreed.
         stream_bytes: of all that moves, by (sender, receiver); known once all ranks have agreed.
-        plan: a fingerprint of what must be alike on all ranks.
-        settings: a fingerprint of the settings of the optimizer's parameter groups.
 
     Raises:
         ValueError: for what cannot move; see :func:`~zeroresize.pipeline.move_layers`.
     """
+
+    plan_name = "the boundaries of the stages, before or after, which of them stay, or max_bytes"
+    state_name = "the settings of the optimizer's parameter groups"
+    memory_name = "new tensors of layers that move"
+    transport: ByteStreams
 
     def __init__(
         self,
@@ -81,19 +84,34 @@ class LayerMove:
         self.plan = fingerprint(
             json.dumps([type(self).__name__, pipeline.boundaries, self.boundaries, self.stages, max_bytes])
         )
-        self.settings = fingerprint(json.dumps(settings_of(self._optimizer)))
+        self.state = fingerprint(json.dumps(settings_of(self._optimizer)))
 
-    def told(self) -> str:
-        """What this rank will send, for the others."""
+    @property
+    def title(self) -> str:
+        return f"a move of layers to boundaries {list(self.boundaries)}"
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers change stages, in the whole pipeline."""
+        return sum(map(len, self.moving.values()))
+
+    @property
+    def needed_bytes(self) -> int:
+        return super().needed_bytes + self.reserved_bytes
+
+    def needs_descriptions(self, states: Sequence[float]) -> bool:
+        return True
+
+    def describe(self) -> str:
         return notes_to_json(note for note, _ in self._sent.values())
 
-    def agree(self, told: Iterable[str]) -> None:
-        """Take what all ranks have told, and lay out the rounds.
+    def agree(self, descriptions: Iterable[str] | None) -> None:
+        """Take what all ranks will send, and lay out the rounds.
 
         Raises:
             ValueError: if what will come here does not fit.
         """
-        self._notes = {note.layer: note for text in told for note in notes_from_json(text)}
+        self._notes = {note.layer: note for text in descriptions or () for note in notes_from_json(text)}
         for pair, numbers in self.moving.items():
             for number in numbers if pair[1] == self._rank else ():
                 require_fitting(self._notes[number], self._layers[number], self._own[number], self._groups)
@@ -101,12 +119,11 @@ class LayerMove:
             pair: sum(note.num_bytes for one in numbers for note in self._notes[one].tensors if self.streamed(note))
             for pair, numbers in self.moving.items()
         }
-        self.streams = ByteStreams(self.stream_bytes, self._pipeline.process_group, self._max_bytes)
+        self.transport = ByteStreams(self.stream_bytes, self._pipeline.process_group, self._max_bytes)
         self.new_bytes = sum(size for pair, size in self.stream_bytes.items() if pair[1] == self._rank)
 
     def allocate(self) -> None:
-        """Make the new tensors and the memory of messages."""
-        self.streams.allocate(self.messages_on)
+        self.transport.allocate(self.messages_on)
         self._new: dict[int, list[Tensor]] = {
             number: [one.new(self._pipeline.device) for one in self._notes[number].tensors if self.streamed(one)]
             for pair, numbers in self.moving.items()
@@ -115,15 +132,9 @@ class LayerMove:
         }
 
     def carry_out(self) -> Exception | None:
-        """Send and receive the messages of all rounds; returns the first failure.
-
-        After a failure the other rounds are carried out all the same: ranks that live wait for each other's messages.
-        """
-        errors = self.streams.carry_out_streams(self._tensors())
+        errors = self.transport.carry_out_streams(self._tensors())
         if not errors:
             errors += self.read()
-        if self._pipeline.device.type == "cuda":  # a wait only orders streams: nothing has been received before this
-            torch.cuda.synchronize(self._pipeline.device)
         return errors[0] if errors else None
 
     def read(self) -> list[Exception]:
@@ -152,6 +163,12 @@ class LayerMove:
     def streamed(self, tensor: TensorNote) -> bool:
         """Whether it is in the streams: all are, here."""
         return True
+
+    def commit(self) -> None:
+        """Put the new tensors in place, and let the pipeline run the layers; only ``set_extra_state`` could fail."""
+        if self.moving:
+            self.install()
+            self._pipeline.follow(self.boundaries)
 
     def install(self) -> None:
         """Put the new tensors in place and let go of those sent; only a layer's ``set_extra_state`` could fail.

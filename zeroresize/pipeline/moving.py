@@ -3,43 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from zeroresize.pipeline.layer_move import LayerMove
 from zeroresize.pipeline.pipeline import Pipeline
-from zeroresize.resharding.agreement import (
-    allocate_together,
-    failure_of,
-    meet_prepared,
-    require_received,
-    require_same,
-    texts_of_ranks,
-)
-
-MoveT = TypeVar("MoveT", bound=LayerMove)
-_PLAN = "the boundaries of the stages, before or after, which of them stay, or max_bytes"
+from zeroresize.resharding.transaction import MoveReport, Participants, run_transaction
 
 
-@dataclass(frozen=True)
-class LayerMoveReport:
-    """What a move was on this rank.
+@dataclass(frozen=True, kw_only=True)
+class LayerMoveReport(MoveReport):
+    """What a move of layers was on this rank: of parameters, buffers, gradients and optimizer state.
 
     Attributes:
         num_layers: how many changed stages, in the whole pipeline.
-        sent_bytes, received_bytes: by this rank: parameters, buffers, gradients and optimizer state.
-        seconds: wall time of the whole move.
-        num_rounds: in which messages were sent.
-        buffer_bytes: memory of this rank's messages, sent and received, at most at once.
     """
 
     num_layers: int
-    sent_bytes: int
-    received_bytes: int
-    seconds: float
-    num_rounds: int
-    buffer_bytes: int
 
 
 def move_layers(
@@ -71,58 +51,10 @@ def move_layers(
             moved.
     """
     begin = time.perf_counter()
-    move = received_move(pipeline, lambda: LayerMove(pipeline, boundaries, optimizer, max_bytes))
-    if move.moving:
-        move.install()
-        pipeline.follow(move.boundaries)
-    return LayerMoveReport(
-        sum(map(len, move.moving.values())),
-        move.streams.sent_bytes,
-        move.streams.received_bytes,
-        time.perf_counter() - begin,
-        move.streams.num_rounds,
-        move.streams.buffer_bytes,
-    )
+    move = run_transaction(lambda: LayerMove(pipeline, boundaries, optimizer, max_bytes), participants_of(pipeline))
+    return LayerMoveReport(num_layers=move.num_layers, **move.figures(begin))
 
 
-def received_move(pipeline: Pipeline, make: Callable[[], LayerMove]) -> LayerMove:
-    """All of a move but its end: every rank has received what comes to it, and nothing has changed; collective.
-
-    Raises:
-        Exception: as :func:`move_layers`.
-    """
-    move = prepared(pipeline, make)
-    require_received(failure_of(move.carry_out), pipeline.meet())
-    return move
-
-
-def prepared(pipeline: Pipeline, make: Callable[[], MoveT]) -> MoveT:
-    """A move on which all ranks have agreed, with the memory that it takes; collective.
-
-    Args:
-        make: makes this rank's part; what it raises is told to the others.
-
-    Raises:
-        Exception: as :func:`move_layers`, before anything has changed.
-    """
-    meet = pipeline.meet()
-    numbers: tuple[float, float] | Exception
-    try:
-        move = make()
-        own = move.told()
-        numbers = move.plan, move.settings
-    except Exception as error:  # the others must hear of any
-        numbers = error
-    table = meet_prepared(meet, numbers)
-    require_same([plan for plan, *_ in table], _PLAN, meet)
-    require_same([settings for _, settings, *_ in table], "the settings of the optimizer's parameter groups", meet)
-    told = texts_of_ranks(own, meet, pipeline.process_group, pipeline.meet_device)
-    agreed: tuple[float, float] | Exception = (0.0, 0.0)
-    try:
-        move.agree(told)
-    except Exception as error:  # the others must hear of any
-        agreed = error
-    meet_prepared(meet, agreed, f"a move of layers to boundaries {list(move.boundaries)}")
-    needed = move.new_bytes + move.streams.buffer_bytes + move.reserved_bytes
-    allocate_together(needed, pipeline.device, move.allocate, meet, "new tensors of layers that move")
-    return move
+def participants_of(pipeline: Pipeline) -> Participants:
+    """The ranks of a pipeline, and those of pipelines that move together with it."""
+    return Participants(pipeline.process_group, pipeline.device, pipeline.meet())

@@ -11,9 +11,10 @@ from functools import partial
 
 from zeroresize.comm.collectives import time_limit
 from zeroresize.pipeline.early_layer_move import EarlyLayerMove
-from zeroresize.pipeline.moving import LayerMoveReport, move_layers, prepared
+from zeroresize.pipeline.moving import LayerMoveReport, move_layers, participants_of
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.resharding.agreement import Meet, meet_prepared, require_received
+from zeroresize.resharding.transaction import prepare_transaction
 from zeroresize.utils.deadline import within
 
 #: For the other ranks to come at the end of a block that has failed here, whatever it has waited for before.
@@ -69,11 +70,11 @@ def moving_during_backward(
     """
     begin = time.perf_counter()
     make = partial(EarlyLayerMove, pipeline, boundaries, optimizer, max_bytes, num_steps)
-    move = prepared(pipeline, make)
+    move = prepare_transaction(make, participants_of(pipeline))
     found = MoveDuringBackward()
     if not move.moving:
         yield found
-        found.report = LayerMoveReport(0, 0, 0, 0.0, 0, 0)
+        found.report = LayerMoveReport(num_layers=0, **move.figures(begin) | {"seconds": 0.0})
         return
     _connect(move, pipeline.meet())
     move.start()
@@ -97,16 +98,8 @@ def moving_during_backward(
         del move  # its new tensors: their memory is needed for those that come now
         report = move_layers(pipeline, boundaries, optimizer=optimizer, max_bytes=max_bytes)
     else:
-        move.install()
-        pipeline.follow(move.boundaries)
-        report = LayerMoveReport(
-            sum(map(len, move.moving.values())),
-            move.sent_bytes,
-            move.received_bytes,
-            0.0,
-            move.num_rounds,
-            move.streams.buffer_bytes,
-        )
+        move.commit()
+        report = LayerMoveReport(num_layers=move.num_layers, **move.figures(begin))
     found.report = replace(report, seconds=before_s + time.perf_counter() - begin)
 
 

@@ -16,7 +16,7 @@ from torch.distributed.pipelining import Schedule1F1B
 from zeroresize.comm.collectives import group_ranks
 from zeroresize.comm.side_groups import destroy_side_group, free_group_number, make_side_group
 from zeroresize.pipeline.layer_move import LayerMove
-from zeroresize.pipeline.moving import received_move
+from zeroresize.pipeline.moving import participants_of
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.pipeline.release_hooks import Release, ReleaseHook, tell_outside
 from zeroresize.plan.partition import Partition
@@ -27,6 +27,7 @@ from zeroresize.policy.pipeline.profiles import PipelineProfile
 from zeroresize.policy.pipeline.rebalancing_forecast import RebalancingRule
 from zeroresize.policy.pipeline.repacking import Repacking, repacked
 from zeroresize.resharding.agreement import Meet, meet_prepared
+from zeroresize.resharding.transaction import prepare_transaction, receive_transaction
 
 
 @dataclass(frozen=True)
@@ -175,15 +176,16 @@ def _moved(
         repacking = decide()
         return LayerMove(pipeline, repacking.partition.boundaries, optimizer, max_bytes, repacking.stages)
 
-    move = received_move(pipeline, make)
+    participants = participants_of(pipeline)
+    move = prepare_transaction(make, participants)
+    receive_transaction(move, participants)
     if len(move.stages) < len(ranks):
         group, seconds = _group_of_remaining(pipeline, move.stages, begin)
         move.install()
         pipeline.follow_to(move.boundaries, group)
     else:
         seconds = _slowest(pipeline.meet(), begin)
-        move.install()
-        pipeline.follow(move.boundaries)
+        move.commit()
     remaining = tuple(ranks[stage] for stage in move.stages)
     streams = move.stream_bytes
     return RepackingReport(
@@ -192,7 +194,7 @@ def _moved(
         move.boundaries,
         tuple(one for one in ranks if one not in remaining),
         remaining,
-        sum(map(len, move.moving.values())),
+        move.num_layers,
         sum(streams.values()),
         max(sum(size for pair, size in streams.items() if one in pair) for one in range(len(ranks))),
         seconds,

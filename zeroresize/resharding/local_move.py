@@ -1,9 +1,9 @@
-"""One rank's part of a move: what it holds, sends, receives and installs."""
+"""One rank's part of a move of units: what it holds, sends, receives and puts in place."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -11,15 +11,23 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from zeroresize.comm.collectives import group_rank, group_size
+from zeroresize.comm.collectives import group_rank, group_size, message_device
 from zeroresize.integrations.still_sound import asked_together
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.functional import LastGradients
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.plan.ownership import Indices, OwnershipMap
 from zeroresize.resharding.agreement import fingerprint
-from zeroresize.resharding.data_parallel import require_rebuildable
-from zeroresize.resharding.parameter_state import GRADIENTS, Description, descriptions_to_json, dtype_of
+from zeroresize.resharding.data_parallel import drop_reducers, rebuild_reducers, require_rebuildable
+from zeroresize.resharding.parameter_state import (
+    GRADIENTS,
+    Description,
+    agreed_descriptions,
+    descriptions_from_json,
+    descriptions_to_json,
+    dtype_of,
+)
+from zeroresize.resharding.transaction import Transaction
 from zeroresize.resharding.transfer_plan import transfer_plan
 from zeroresize.resharding.transport import Pair, Transport
 from zeroresize.resharding.unit_contents import UnitContents, contents_of, layers_of
@@ -29,8 +37,20 @@ from zeroresize.resharding.unit_rounds import UnitRound, UnitStack, copy_units, 
 _ROUND_BYTES = 8 * 2**20
 
 
-class LocalMove:
-    """One move on this rank, from the plan to the installed tensors."""
+class UnitMove(Transaction):
+    """A move of units on this rank.
+
+    Attributes:
+        moving: the segments whose units change hands, each as (segment, before, after).
+        num_units: of every kind that moves, how many change owners in the whole group.
+
+    Raises:
+        ValueError: for a target that does not fit its segment, and for what cannot move.
+    """
+
+    plan_name = "the segments, their owners or the targets that they were given"
+    memory_name = "new tensors of units that move"
+    title = "a move of units"
 
     def __init__(
         self,
@@ -40,15 +60,17 @@ class LocalMove:
         optimizer: object | None,
         data_parallel: Sequence[DistributedDataParallel],
         max_bytes: int,
+        device: torch.device,
     ) -> None:
+        self._device = device
         self._group, self._rank, self._max_bytes = process_group, group_rank(process_group), max_bytes
         known = {segment.name for segment in segments}
         unknown = sorted(targets.keys() - known)
         if unknown:
             raise ValueError(f"targets are given for {unknown}, which are no segments: there are {sorted(known)}")
         require_rebuildable(data_parallel)
-        #: (segment, before, after)
-        self.moving = []
+        self._wrappers = data_parallel
+        self.moving: list[tuple[OwnedSegment, OwnershipMap, OwnershipMap]] = []
         with asked_together():
             for segment in segments:
                 after = targets.get(segment.name, segment.owned)
@@ -62,16 +84,22 @@ class LocalMove:
         for (segment, *_), plan in zip(self.moving, self._plans, strict=True):
             self.num_units.setdefault(segment.kind, 0)
             self.num_units[segment.kind] += sum(map(len, plan.values()))
-        self.descriptions = [one.description for of_segment in self._contents for one in of_segment]
-        self.fingerprint = fingerprint(self._what_moves())
+        self._descriptions = [one.description for of_segment in self._contents for one in of_segment]
+        self.plan = fingerprint(self._what_moves())
+        self.state = fingerprint(descriptions_to_json(self._descriptions, with_units=False))
 
-    def told(self, *, with_units: bool) -> str:
-        """What this rank holds, for the others."""
-        return descriptions_to_json(self.descriptions, with_units=with_units)
+    def needs_descriptions(self, states: Sequence[float]) -> bool:
+        return len(set(states)) > 1
 
-    def agree(self, descriptions: Sequence[Description]) -> None:
-        """Take what all ranks have agreed on to travel, and lay out the rounds."""
-        agreed = iter(descriptions)
+    def describe(self) -> str:
+        return descriptions_to_json(self._descriptions, with_units=True)
+
+    def agree(self, descriptions: Iterable[str] | None) -> None:
+        agreed = iter(
+            self._descriptions
+            if descriptions is None
+            else agreed_descriptions([descriptions_from_json(text) for text in descriptions])
+        )
         self._agreed = [[next(agreed) for _ in of_segment] for of_segment in self._contents]
         unit_bytes = [
             sum(bytes_per_unit(one, what) for one, what in zip(of_segment, of_agreed, strict=True))
@@ -89,9 +117,8 @@ class LocalMove:
             if takes_part
         )
 
-    def allocate(self, buffer_device: torch.device) -> None:
-        """Make the new tensors and the memory of messages."""
-        self.transport.allocate(buffer_device)
+    def allocate(self) -> None:
+        self.transport.allocate(message_device(self._group, self._device))
         self._new: list[list[dict[str, Tensor]]] = []
         tensors = []
         for number, of_segment in enumerate(self._contents):
@@ -111,18 +138,20 @@ class LocalMove:
         self._tensors = sorted(tensors, key=lambda one: -one.dtype.itemsize)
 
     def carry_out(self) -> Exception | None:
-        """Send and receive the messages of all rounds; returns the first failure.
-
-        After a failure the other rounds are carried out all the same: ranks that live wait for each other's messages.
-        """
         errors = self.transport.carry_out(self._pack, self._unpack, meanwhile=self._copy_kept)
-        for device in {one.parameter.device for of_segment in self._contents for one in of_segment}:
-            if device.type == "cuda":  # a wait only orders streams: nothing has been received before this
-                torch.cuda.synchronize(device)
         return errors[0] if errors else None
 
-    def install(self) -> None:
-        """Put the new tensors in place of the old ones, which then take no memory; nothing of it can fail."""
+    def commit(self) -> None:
+        """Put the new tensors in place of the old ones, which then take no memory; only ``on_change`` could fail."""
+        if not self.num_units:
+            return
+        drop_reducers(self._wrappers)
+        self._install()
+        rebuild_reducers(self._wrappers)
+        for segment, *_ in self.moving:
+            segment.follow(self._rank)
+
+    def _install(self) -> None:
         self._tensors.clear()
         for (segment, _, after), of_segment, of_new, of_agreed in zip(
             self.moving, self._contents, self._new, self._agreed, strict=True

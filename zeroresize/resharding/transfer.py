@@ -5,53 +5,30 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from zeroresize.comm.collectives import group_rank, message_device, require_group, time_limit
+from zeroresize.comm.collectives import require_group
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.plan.ownership import OwnershipMap
-from zeroresize.resharding.agreement import (
-    Meet,
-    allocate_together,
-    failure_of,
-    fingerprint,
-    meet_over,
-    meet_prepared,
-    require_received,
-    require_same,
-    texts_of_ranks,
-)
-from zeroresize.resharding.data_parallel import drop_reducers, rebuild_reducers, wrappers_of
-from zeroresize.resharding.local_move import LocalMove, bytes_per_unit
-from zeroresize.resharding.parameter_state import agreed_descriptions, descriptions_from_json
+from zeroresize.resharding.agreement import Meet, meet_over
+from zeroresize.resharding.data_parallel import wrappers_of
+from zeroresize.resharding.local_move import UnitMove, bytes_per_unit
+from zeroresize.resharding.transaction import MoveReport, Participants, run_transaction
 from zeroresize.resharding.unit_contents import contents_of
 
 
-@dataclass(frozen=True)
-class MoveReport:
-    """What a move was on this rank.
+@dataclass(frozen=True, kw_only=True)
+class UnitMoveReport(MoveReport):
+    """What a move of units was on this rank: of parameters, gradients, master weights and optimizer state.
 
     Attributes:
-        sent_bytes, received_bytes: by this rank, of parameters, gradients, master weights and optimizer state.
-        seconds: wall time of the whole move.
         num_units: of every kind that moved, how many changed owners in the whole group.
-        num_rounds: in which messages were sent.
-        buffer_bytes: memory of this rank's messages, sent and received, at most at once.
-        new_bytes: memory of the new tensors, which were there beside the old ones.
     """
 
-    sent_bytes: int
-    received_bytes: int
-    seconds: float
     num_units: Mapping[str, int]
-    num_rounds: int
-    buffer_bytes: int
-    new_bytes: int
 
 
 def move_units(
@@ -63,7 +40,7 @@ def move_units(
     meet: Meet | None = None,
     model: nn.Module | None = None,
     max_bytes: int = 64 * 2**20,
-) -> MoveReport:
+) -> UnitMoveReport:
     """Give every unit to the rank that owns it in ``targets``; collective, between an optimizer's step and a forward.
 
     With a unit travel its rows of every parameter of the segment, of the master weights, of all optimizer state of the
@@ -101,53 +78,13 @@ def move_units(
     """
     begin = time.perf_counter()
     process_group = require_group(process_group)
-    rank = group_rank(process_group)
     device = next((one.parameter.device for segment in segments for one in segment.tensors), torch.device("cpu"))
-    buffer_device = message_device(process_group, device)
-    meet = meet or meet_over(process_group, device)
     wrappers = () if model is None else wrappers_of(model)
-    numbers: tuple[float, float] | Exception
-    try:
-        move = LocalMove(segments, targets, process_group, optimizer, wrappers, max_bytes)
-        own = move.told(with_units=True)
-        numbers = move.fingerprint, fingerprint(move.told(with_units=False))
-    except Exception as error:  # the others must hear of any
-        numbers = error
-    table = meet_prepared(meet, numbers)
-    require_same(
-        [number for number, *_ in table], "the segments, their owners or the targets that they were given", meet
+    move = run_transaction(
+        lambda: UnitMove(segments, targets, process_group, optimizer, wrappers, max_bytes, device),
+        Participants(process_group, device, meet or meet_over(process_group, device)),
     )
-    if len({number for _, number, *_ in table}) > 1:
-        told = texts_of_ranks(own, meet, process_group, buffer_device)
-        agreed: tuple[float, float] | Exception = (0.0, 0.0)
-        try:
-            move.agree(agreed_descriptions([descriptions_from_json(text) for text in told]))
-        except Exception as error:  # replicas must hear of it
-            agreed = error
-        meet_prepared(meet, agreed, "a move of units")
-    else:
-        move.agree(move.descriptions)
-    needed = move.new_bytes + move.transport.buffer_bytes
-    allocate_together(needed, device, partial(move.allocate, buffer_device), meet, "new tensors of units that move")
-    carrying_began = time.perf_counter()
-    failure = failure_of(move.carry_out)
-    left = time_limit(process_group) - timedelta(seconds=time.perf_counter() - carrying_began)
-    require_received(failure, meet, left=left)
-    if move.num_units:
-        drop_reducers(wrappers)
-        move.install()
-        rebuild_reducers(wrappers)
-        for segment, *_ in move.moving:
-            segment.follow(rank)
-    return MoveReport(
-        move.transport.sent_bytes,
-        move.transport.received_bytes,
-        time.perf_counter() - begin,
-        move.num_units,
-        move.transport.num_rounds,
-        move.transport.buffer_bytes,
-        move.new_bytes,
-    )
+    return UnitMoveReport(num_units=move.num_units, **move.figures(begin))
 
 
 def bytes_of_units(segments: Sequence[OwnedSegment], optimizer: object | None, rank: int = 0) -> int:

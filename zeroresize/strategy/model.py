@@ -32,14 +32,14 @@ from zeroresize.resharding.agreement import (
     require_same,
     texts_of_ranks,
 )
+from zeroresize.resharding.transaction import Participants, run_transaction
 from zeroresize.strategy.optimizer_checks import require_divisible
-from zeroresize.strategy.switching.all_or_nothing import carried_out
 from zeroresize.strategy.switching.gradient_sum import sum_gradients
 from zeroresize.strategy.switching.placement import Placement, held_bytes
-from zeroresize.strategy.switching.rehoming import OwnState, Rehoming
+from zeroresize.strategy.switching.rehoming import Rehoming
 from zeroresize.strategy.switching.sharding import Initialize, SegmentsOf, WholeLayers, WholeTensor
 from zeroresize.strategy.switching.strategy_groups import OwnGroups, StrategyGroups
-from zeroresize.strategy.switching.switch import Route, Switch, SwitchReport
+from zeroresize.strategy.switching.switch import Switch, SwitchReport, SwitchRoute
 
 _T = TypeVar("_T")
 
@@ -108,9 +108,10 @@ class SwitchableModel:
         self.rank, self._num_ranks = group_rank(self.process_group), group_size(self.process_group)
         self.device = _device(layers, device)
         self._meet = meet_over(self.process_group, self.device)
+        self._participants = Participants(self.process_group, self.device, self._meet)
         self._max_bytes = max_bytes
         self._placements: dict[Strategy, Placement] = {}
-        self._routes: dict[tuple[Strategy, Strategy, Strategy | None], Route] = {}
+        self._routes: dict[tuple[Strategy, Strategy, Strategy | None], SwitchRoute] = {}
 
         def checked() -> tuple[WholeLayers, dict[Strategy, Layout]]:
             if max_bytes < 1:
@@ -239,7 +240,7 @@ class SwitchableModel:
         """
         before, home = self._placements[self.current], self._placements[self.home]
 
-        def made() -> Switch:
+        def make() -> Switch:
             after = self._placement(strategy)
             travels = before not in (home, after)
             if travels and not gradients and any(one.grad is not None for one in before.parameters.values()):
@@ -247,11 +248,12 @@ class SwitchableModel:
                     "switch_to(gradients=False) would lose gradients: there are some; abandon() drops them"
                 )
             route = self._route(before, after, home if travels and gradients else None)
-            return Switch(route, before, after, home, self._layers.tensors, self.process_group)
+            return Switch(route, before, after, home, self._layers.tensors, self.process_group, self.device)
 
-        report = carried_out(made, self._meet, self.device, self.held_bytes)
+        begin, held = time.perf_counter(), self.held_bytes
+        switch = run_transaction(make, self._participants, in_two_meetings=True)
         self.current = strategy
-        return report
+        return SwitchReport(peak_bytes=held + switch.needed_bytes, **switch.figures(begin))
 
     def collect(self) -> SwitchReport:
         """The end of a step: weights and gradients get home, and the gradients are summed over its replicas.
@@ -306,26 +308,23 @@ class SwitchableModel:
             RuntimeError: on every rank that lives, if ranks differ in the strategy, the groups' settings, or the state
                 of what they share, or one dies or fails.
         """
-        begin = time.perf_counter()
-        before = self._placements[self.home]
+        begin, held = time.perf_counter(), self.held_bytes
+        before, tensors = self._placements[self.home], self._layers.tensors
 
-        def checked() -> tuple[Placement, OwnState]:
+        def make() -> Rehoming:
             if self.current != self.home:
                 raise ValueError(f"the home cannot change while {self.current} is in force: call collect() before")
             require_divisible(optimizer, strategy, dict(self.named_parameters()), self.tensors)
-            return self._placement(strategy), OwnState(before, self._layers.tensors, optimizer)
+            after = self._placement(strategy)
+            group, device = self.process_group, self.device
+            move = Rehoming(strategy, before, after, optimizer, tensors, self._nodes, group, device, self._max_bytes)
+            nonlocal held
+            held += move.held_bytes
+            return move
 
-        what = "the strategy, or the settings of the optimizer's parameter groups"
-        after, own = self._agreed(checked, lambda found: [strategy.as_dict(), found[1].settings], what)
-        told = self._texts(own.told())
-
-        def made() -> Rehoming:
-            tensors, nodes = self._layers.tensors, self._nodes
-            return Rehoming(before, after, own, told, tensors, nodes, self.process_group, self._max_bytes)
-
-        report = carried_out(made, self._meet, self.device, self.held_bytes + own.held_bytes)
+        move = run_transaction(make, self._participants)
         self.home = self.current = strategy
-        return replace(report, seconds=time.perf_counter() - begin)
+        return SwitchReport(peak_bytes=held + move.needed_bytes, **move.figures(begin))
 
     def add(self, strategy: Strategy) -> None:
         """Take a further strategy, to which a later :meth:`switch_to` may go, until :meth:`forget`.
@@ -417,10 +416,10 @@ class SwitchableModel:
             raise ValueError(f"strategy {strategy} is none of the model's: {known}; add(strategy) takes another")
         return self._placements[strategy]
 
-    def _route(self, before: Placement, after: Placement, home: Placement | None) -> Route:
+    def _route(self, before: Placement, after: Placement, home: Placement | None) -> SwitchRoute:
         key = before.strategy, after.strategy, None if home is None else home.strategy
         if key not in self._routes:
-            self._routes[key] = Route.of(
+            self._routes[key] = SwitchRoute.of(
                 before, after, home, self._layers.tensors, self._nodes, self.rank, self._max_bytes
             )
         return self._routes[key]

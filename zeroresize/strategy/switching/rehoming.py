@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,16 +16,18 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_rank, message_device
+from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.strategy.switches.switch_plan import plan_weights
 from zeroresize.resharding.agreement import fingerprint
 from zeroresize.resharding.movable_optimizer import require_movable_state, settings_of
 from zeroresize.resharding.parameter_state import STATE, Description, ParameterState, agreed_descriptions, set_state
+from zeroresize.resharding.transaction import Transaction
 from zeroresize.strategy.switching.flow_transport import FlowTransport
 from zeroresize.strategy.switching.placement import Placement
 from zeroresize.strategy.switching.relocation import Relocation
 from zeroresize.strategy.switching.sharding import WholeTensor
 from zeroresize.strategy.switching.switch import put_in_place
-from zeroresize.strategy.switching.switch_rounds import Flow, fingerprint_of, switch_rounds
+from zeroresize.strategy.switching.switch_rounds import Flow, switch_rounds
 
 
 class OwnState:
@@ -98,38 +100,62 @@ class OwnState:
         return ParameterState(self._tensors[number].spec.name, parameter, parameter, self.optimizer)
 
 
-class Rehoming:
-    """A rank's part of it, from what all ranks have told to the installed state.
+class Rehoming(Transaction):
+    """A move of the optimizer to another strategy, on this rank: weights, and all that it keeps.
 
     Args:
-        told: of every rank, see :meth:`OwnState.told`.
+        strategy: that is wanted; ``after`` may have been made for another one that divides alike.
         nodes: [R], on which node each rank is.
         max_bytes: of messages that a rank sends and receives at once.
 
-    Attributes:
-        fingerprint: of all that moves.
-        new_bytes: of tensors that :meth:`allocate` makes.
-        transport: of the messages.
-
     Raises:
-        RuntimeError: if ranks that hold parts of a tensor differ in its state, or in its parameter group.
+        ValueError: as :class:`OwnState`.
     """
+
+    plan_name = "the strategy, or the settings of the optimizer's parameter groups"
+    transport: FlowTransport
 
     def __init__(
         self,
+        strategy: Strategy,
         before: Placement,
         after: Placement,
-        own: OwnState,
-        told: Sequence[str],
+        optimizer: object | None,
         tensors: Sequence[WholeTensor],
         nodes: Sequence[int],
         process_group: ProcessGroup,
+        device: torch.device,
         max_bytes: int,
     ) -> None:
-        self._before, self._after, self._own, self._group = before, after, own, process_group
-        self._agreed, self._group_of = _agreed(told, tensors)
-        rank = group_rank(process_group)
-        plan = plan_weights(before.layout, after.layout, [one.spec for one in tensors], nodes)
+        self._strategy, self._before, self._after, self._tensors = strategy, before, after, tensors
+        self._nodes, self._group, self._device, self._max_bytes = nodes, process_group, device, max_bytes
+        self._own = OwnState(before, tensors, optimizer)
+        self.plan = fingerprint(json.dumps([strategy.as_dict(), self._own.settings]))
+
+    @property
+    def title(self) -> str:
+        return f"a move of the optimizer to {self._strategy}"
+
+    @property
+    def held_bytes(self) -> int:
+        """Of the optimizer's tensors before the move."""
+        return self._own.held_bytes
+
+    def needs_descriptions(self, states: Sequence[float]) -> bool:
+        return True
+
+    def describe(self) -> str:
+        return self._own.told()
+
+    def agree(self, descriptions: Iterable[str] | None) -> None:
+        """Take what all ranks hold, and lay out the rounds.
+
+        Raises:
+            RuntimeError: if ranks that hold parts of a tensor differ in its state, or in its parameter group.
+        """
+        before, after, tensors, rank = self._before, self._after, self._tensors, group_rank(self._group)
+        self._agreed, self._group_of = _agreed(descriptions or (), tensors)
+        plan = plan_weights(before.layout, after.layout, [tensor.spec for tensor in tensors], self._nodes)
         flows = [Flow(plan.transfers)]
         self._weights = Relocation(before, after, tensors, rank, before.weights, after.dtypes)
         self._state: dict[str, Relocation] = {}
@@ -140,27 +166,24 @@ class Rehoming:
             has_it = np.array([number in dtypes for number in range(len(tensors))])
             flows.append(Flow(plan.transfers, None, np.array(itemsizes)).only(has_it))
             wanted = {number: dtype for number, dtype in dtypes.items() if number in after.parameters}
-            self._state[key] = Relocation(before, after, tensors, rank, own.held(key), wanted)
-        rounds = switch_rounds(flows, tensors, rank, before.layout.replicas.tolist(), max(max_bytes // 2, 1))
-        self.transport = FlowTransport(rounds, process_group)
-        self.fingerprint = fingerprint(json.dumps([list(told), max_bytes, fingerprint_of(flows)]))
-        self.new_bytes = sum(one.new_bytes for one in self._moving)
+            self._state[key] = Relocation(before, after, tensors, rank, self._own.held(key), wanted)
+        rounds = switch_rounds(flows, tensors, rank, before.layout.replicas.tolist(), max(self._max_bytes // 2, 1))
+        self.transport = FlowTransport(rounds, self._group)
+        self.new_bytes = sum(relocation.new_bytes for relocation in self._moving)
 
     @property
     def _moving(self) -> list[Relocation]:
         return [self._weights, *self._state.values()]
 
-    def allocate(self, device: torch.device) -> None:
-        """Make the new tensors and the memory of messages."""
-        self.transport.allocate(message_device(self._group, device))
-        for one in self._moving:
-            one.allocate(device)
+    def allocate(self) -> None:
+        self.transport.allocate(message_device(self._group, self._device))
+        for relocation in self._moving:
+            relocation.allocate(self._device)
 
     def carry_out(self) -> Exception | None:
-        """Send and receive everything; returns the first failure."""
-        return self.transport.carry_out_flows([one.ends() for one in self._moving])
+        return self.transport.carry_out_flows([relocation.ends() for relocation in self._moving])
 
-    def install(self) -> None:
+    def commit(self) -> None:
         """Put weights and state in place, and let go of the old ones."""
         put_in_place(self._weights, self._before, self._after)
         state: dict[int, dict[str, Any]] = {}
@@ -172,7 +195,7 @@ class Rehoming:
         self._own.install(self._after, self._group_of, state)
 
 
-def _agreed(told: Sequence[str], tensors: Sequence[WholeTensor]) -> tuple[list[Description], dict[int, int]]:
+def _agreed(told: Iterable[str], tensors: Sequence[WholeTensor]) -> tuple[list[Description], dict[int, int]]:
     by_rank: list[list[Description]] = []
     group_of: dict[int, tuple[int, int | None]] = {}
     for rank, text in enumerate(told):

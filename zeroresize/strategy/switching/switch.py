@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from zeroresize.comm.collectives import group_rank, message_device
 from zeroresize.policy.strategy.switches.switch_plan import plan_gradients, plan_weights
 from zeroresize.resharding.agreement import fingerprint
+from zeroresize.resharding.transaction import MoveReport, Transaction
 from zeroresize.strategy.switching.flow_transport import Ends, FlowTransport
 from zeroresize.strategy.switching.placement import Placement
 from zeroresize.strategy.switching.relocation import Relocation
@@ -24,30 +25,19 @@ from zeroresize.strategy.switching.sharding import WholeTensor
 from zeroresize.strategy.switching.switch_rounds import Flow, SwitchRound, fingerprint_of, switch_rounds
 
 
-@dataclass(frozen=True)
-class SwitchReport:
+@dataclass(frozen=True, kw_only=True)
+class SwitchReport(MoveReport):
     """What a switch was on this rank.
 
     Attributes:
-        seconds: wall time.
-        sent_bytes, received_bytes: by this rank.
-        num_rounds: in which messages were sent.
-        new_bytes: of tensors that were made, beside those that were there.
-        buffer_bytes: memory of messages.
         peak_bytes: of parameters, gradients, optimizer state that moves, and messages together, at most.
     """
 
-    seconds: float
-    sent_bytes: int
-    received_bytes: int
-    num_rounds: int
-    new_bytes: int
-    buffer_bytes: int
     peak_bytes: int
 
 
 @dataclass(frozen=True, eq=False)
-class Route:
+class SwitchRoute:
     """All that a switch between two strategies is, computed once.
 
     Attributes:
@@ -70,7 +60,7 @@ class Route:
         nodes: Sequence[int],
         rank: int,
         max_bytes: int,
-    ) -> Route:
+    ) -> SwitchRoute:
         """From one strategy to another.
 
         Args:
@@ -91,29 +81,31 @@ class Route:
         return cls(rounds, home is not None, fingerprint(json.dumps([told, max_bytes, fingerprint_of(flows)])))
 
 
-class Switch:
-    """A switch on this rank, from the route to the installed weights.
+class Switch(Transaction):
+    """A switch from one strategy to another on this rank.
 
-    Attributes:
-        fingerprint: of the route.
-        new_bytes: of tensors that :meth:`allocate` makes.
-        transport: of the messages.
+    Raises:
+        ValueError: for gradients that cannot travel.
     """
+
+    plan_name = "where the switch leads, or how it was planned"
+    transport: FlowTransport
 
     def __init__(
         self,
-        route: Route,
+        route: SwitchRoute,
         before: Placement,
         after: Placement,
         home: Placement,
         tensors: Sequence[WholeTensor],
         process_group: ProcessGroup,
+        device: torch.device,
     ) -> None:
-        self._has_gradients, self.fingerprint = route.has_gradients, route.fingerprint
+        self._route, self._device = route, device
+        self._has_gradients, self.plan = route.has_gradients, route.fingerprint
         self._before, self._after, self._home = before, after, home
         self._tensors, self._rank = tensors, group_rank(process_group)
         self._group = process_group
-        self.transport = FlowTransport(route.rounds, process_group)
         self._weights = Relocation(before, after, tensors, self._rank, before.weights, after.dtypes)
         for number, one in before.parameters.items() if self._has_gradients else ():
             known = one.grad
@@ -129,22 +121,28 @@ class Switch:
         of_gradients = (home.parameters[number] for number in self._without)
         self.new_bytes = self._weights.new_bytes + sum(one.numel() * one.element_size() for one in of_gradients)
 
-    def allocate(self, device: torch.device) -> None:
-        """Make the new tensors and the memory of messages."""
-        self.transport.allocate(message_device(self._group, device))
-        self._weights.allocate(device)
+    @property
+    def title(self) -> str:
+        return f"a switch to {self._after.strategy}"
+
+    def agree(self, descriptions: Iterable[str] | None) -> None:
+        """Lay out the rounds of the route, which is planned by what all ranks know."""
+        self.transport = FlowTransport(self._route.rounds, self._group)
+
+    def allocate(self) -> None:
+        self.transport.allocate(message_device(self._group, self._device))
+        self._weights.allocate(self._device)
         for number in self._without:
             one = self._home.parameters[number]
-            self._gradients[number] = torch.zeros(one.shape, dtype=one.dtype, device=device)
+            self._gradients[number] = torch.zeros(one.shape, dtype=one.dtype, device=self._device)
 
     def carry_out(self) -> Exception | None:
-        """Send and receive everything; returns the first failure."""
         ends = [self._weights.ends()]
         if self._has_gradients:
             ends.append(self._partial_gradients())
         return self.transport.carry_out_flows(ends)
 
-    def install(self) -> None:
+    def commit(self) -> None:
         """Put the new weights in place, and let go of the old ones and of gradients that have been sent."""
         put_in_place(self._weights, self._before, self._after)
         for number, gradient in self._gradients.items():
