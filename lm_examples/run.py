@@ -146,7 +146,7 @@ def _build(config: RunConfig, text: Text, process_group: ProcessGroup, saved: Sa
             optimizer,
             profile_every=balance.profile_every,
             by=balance.by,
-            balancer=balance.method,
+            method=balance.method,
             memory_limits=balance.memory_limits,
             min_saving=balance.min_saving,
             on_change=run.tell,

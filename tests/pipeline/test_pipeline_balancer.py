@@ -124,7 +124,7 @@ def test_a_straggling_stage_gets_fewer_layers_and_gets_them_back(run_ranks, meth
         handler.emit = lambda record: told.append(record.getMessage())
         logging.getLogger("zeroresize.pipeline").addHandler(handler)
         logging.getLogger("zeroresize.pipeline").setLevel(logging.INFO)
-        training = Training(group, 8, balancer=method)
+        training = Training(group, 8, method=method)
         assert training.balancer.what_if() is None
         found = [training.train(6)]
         training.pace.of_rank = 3.0 if rank == 1 else 1.0
@@ -385,7 +385,7 @@ def test_options_must_be_allowed_and_alike(run_ranks):
         make = PipelineBalancer
         for options, message in (
             ({"profile_every": 0}, "profile_every=0 is not allowed"),
-            ({"balancer": "luck"}, "balancer='luck' is not allowed"),
+            ({"method": "luck"}, "method='luck' is not allowed"),
             ({"memory_limits": [1.0]}, "memory_limits are 1, not one of each of 2 stages"),
         ):
             with pytest.raises(ValueError, match=message):

@@ -83,7 +83,7 @@ class PipelineBalancer:
         profile_every: blocks between two profiles.
         by: what is divided evenly: measured seconds, or bytes of parameters. Either way layers move only where steps
             become shorter.
-        balancer: "partition" for the best division of all layers, "diffusion" for exchanges between neighbours.
+        method: "partition" for the best division of all layers, "diffusion" for exchanges between neighbours.
         memory_limits: [S] bytes that layers of each stage may hold: weights, gradients, optimizer state and
             activations, these as if the stage kept as many micro-batches as the first one.
         min_saving: share of a step that a change must save at least.
@@ -121,7 +121,7 @@ class PipelineBalancer:
         *,
         profile_every: int = 100,
         by: By = "time",
-        balancer: Method = "partition",
+        method: Method = "partition",
         memory_limits: Sequence[float] | None = None,
         min_saving: float = MIN_SAVING,
         max_bytes: int = 64 * 2**20,
@@ -159,7 +159,7 @@ class PipelineBalancer:
             groups = _require_stepping_all(pipeline, optimizer)
             rule = RebalancingRule(
                 by,
-                balancer,
+                method,
                 "1f1b" if issubclass(pipeline.schedule, Schedule1F1B) else "gpipe",
                 pipeline.num_microbatches,
                 profile_every,

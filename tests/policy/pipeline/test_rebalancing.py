@@ -212,7 +212,7 @@ def test_what_was_learned_goes_on_elsewhere():
     ("options", "message"),
     [
         ({"by": "layers"}, "by='layers' is not allowed: there are 'time' and 'parameters'"),
-        ({"method": "luck"}, "balancer='luck' is not allowed"),
+        ({"method": "luck"}, "method='luck' is not allowed"),
         ({"num_steps": 0}, "profile_every=0 is not allowed"),
         ({"num_steps": "5"}, "profile_every='5' is not allowed"),
         ({"min_saving": -0.1}, "min_saving=-0.1 is not allowed"),

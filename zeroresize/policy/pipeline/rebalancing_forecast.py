@@ -93,7 +93,7 @@ class RebalancingRule:
     memory_limits: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name, value, allowed in (("by", self.by, By), ("balancer", self.method, Method)):
+        for name, value, allowed in (("by", self.by, By), ("method", self.method, Method)):
             if value not in get_args(allowed):
                 raise ValueError(
                     f"{name}={value!r} is not allowed: there are {' and '.join(map(repr, get_args(allowed)))}"
