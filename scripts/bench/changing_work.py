@@ -5,7 +5,8 @@ Schedules are those of the paper (DynMo, sections 3 and 4.2), squeezed into a ru
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 #: Small products, so that what is measured are the sleeps; 16 blocks.
 MODEL = (
@@ -29,7 +30,12 @@ PAPER = {
 }
 _OFTEN, _RARELY = "balance.profile_every=1", "balance.profile_every=20"
 
+#: Of what :func:`cells_of` shows besides the pipeline.
+HEADINGS = ("step, ms", "last", "bubbles, %")
+
 Settings = Callable[[int, int], list[str]]
+#: What is written of one pipeline.
+Row = dict[str, Any]
 
 
 def _pruning(num_stages: int, steps: int) -> list[str]:
@@ -80,6 +86,23 @@ CASES: dict[str, Settings] = {
     "mixture of experts": lambda num_stages, steps: ["case.name=mixture_of_experts", "model.mlp_size=64", _OFTEN],
     "sparse attention": _sparse_attention,
 }
+
+
+def pipelines_of(row: Row, rows: Sequence[Row]) -> list[Row]:
+    """All rows of the case and the number of stages of ``row``: static pipelines first, then balanced ones."""
+    return [other for other in rows if (other["case"], other["num_stages"]) == (row["case"], row["num_stages"])]
+
+
+def cells_of(row: Row) -> list[str]:
+    """The cells of a table for one pipeline: stages, case, variant, and what :data:`HEADINGS` say."""
+    return [
+        str(row["num_stages"]),
+        row["case"],
+        row["variant"],
+        f"{1e3 * row['step_s']:.0f}",
+        f"{1e3 * row['last_step_s']:.0f}",
+        f"{100 * row['first_bubbles']:.0f} to {100 * row['last_bubbles']:.0f}",
+    ]
 
 
 def often(case: str) -> bool:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 import zeroresize as zr
-from scripts.bench.common import ColossalAIRanks, Trainer, of_every_rank, slowness_of
+from scripts.bench.colossalai_ranks import ColossalAIRanks, Trainer
+from scripts.bench.common import of_every_rank, slowness_of
 from vit_examples.config import ModelConfig
 from zeroresize.injection.slow_layers import SlowLayers
 

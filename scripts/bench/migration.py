@@ -19,7 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 import zeroresize as zr
-from scripts.bench.common import ColossalAIRanks, Trainer, interval_of_ratio, of_every_rank, save
+from scripts.bench.colossalai_ranks import ColossalAIRanks, Trainer
+from scripts.bench.common import interval_of_ratio, of_every_rank, save
 from vit_examples.config import ModelConfig
 from zeroresize.config.keys import MIGRATION_TRANSPORTS
 from zeroresize.measure import waits

@@ -22,6 +22,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from scripts.bench.common import save
+from scripts.bench.sleeping import sleep_beside
 from zeroresize.pipeline import Pipeline, PipelineBalancer, RebalancingRecord
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.pipeline.centralized import balanced_partition
@@ -31,21 +32,6 @@ FORWARD_S, MICRO, STEPS_BEFORE, STATIC_STEPS = 0.001, 8, 10, 12
 #: Work of layers, mean 1, and their hidden widths.
 WORK = (0.6, 0.8, 1.0, 1.0, 0.8, 1.0, 1.2, 1.0, 1.0, 1.2, 1.0, 0.8, 1.4, 1.0, 1.2, 1.0)
 WIDTHS = (512, 192, 256, 256, 256, 192, 256, 256, 256, 256, 256, 256, 256, 256, 192, 512)
-
-
-class _Sleep(torch.autograd.Function):
-    """y = x; seconds pass in forward, and twice as many in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: SleepingLayer) -> Tensor:
-        ctx.layer = layer
-        layer.sleep(FORWARD_S)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.layer.sleep(2 * FORWARD_S)
-        return gradients[0].clone(), None
 
 
 class SleepingLayer(nn.Module):
@@ -67,7 +53,7 @@ class SleepingLayer(nn.Module):
         self.slept_s += time.perf_counter() - begin
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Sleep.apply(x + self.inner(x), self)  # type: ignore[no-any-return, no-untyped-call]
+        return sleep_beside(x + self.inner(x), self.sleep, FORWARD_S)
 
 
 class Run:

@@ -22,7 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from scripts.bench.changing_work import CASES, MODEL, PAPER
+from scripts.bench.changing_work import CASES, HEADINGS, MODEL, PAPER, cells_of, pipelines_of
 from scripts.bench.common import save
 from zeroresize.plan.partition import Partition
 from zeroresize.utils.json_lines import read_json_lines
@@ -73,18 +73,12 @@ def measured(case: str, variant: str, num_stages: int, steps: int, forward_s: fl
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> Table:
-    table = Table("stages", "case", "partition", "step, ms", "last", "bubbles, %", "moves", "layers", "faster", "paper")
+    table = Table("stages", "case", "partition", *HEADINGS, "moves", "layers", "faster", "paper")
     for row in rows:
-        others = [one for one in rows if (one["case"], one["num_stages"]) == (row["case"], row["num_stages"])]
-        static = min(one["step_s"] for one in others if one["variant"] != "balanced")
+        static = min(other["step_s"] for other in pipelines_of(row, rows) if other["variant"] != "balanced")
         is_balanced = row["variant"] == "balanced"
         table.add_row(
-            str(row["num_stages"]),
-            row["case"],
-            row["variant"],
-            f"{1e3 * row['step_s']:.0f}",
-            f"{1e3 * row['last_step_s']:.0f}",
-            f"{100 * row['first_bubbles']:.0f} to {100 * row['last_bubbles']:.0f}",
+            *cells_of(row),
             str(row["moves"]) if is_balanced else "",
             " ".join(map(str, Partition(tuple(row["boundaries"])).counts)),
             f"{static / row['step_s']:.2f}" if is_balanced else "",

@@ -27,7 +27,7 @@ from lm_examples.config_file import argument_parser, config_from_arguments
 from lm_examples.data import load_text
 from lm_examples.run import Run, prepare
 from lm_examples.train import train_step
-from scripts.bench.changing_work import CASES, PAPER, often
+from scripts.bench.changing_work import CASES, HEADINGS, PAPER, cells_of, often, pipelines_of
 from scripts.bench.common import save
 from zeroresize.pipeline import Pipeline
 from zeroresize.plan.partition import Partition
@@ -161,20 +161,13 @@ def _row(case: str, stages: int, name: str, trace: PipelineTrace) -> dict[str, A
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> Table:
-    table = Table(
-        "stages", "case", "pipeline", "step, ms", "last", "bubbles, %", "moves", "overhead, %", "faster", "paper"
-    )
+    table = Table("stages", "case", "pipeline", *HEADINGS, "moves", "overhead, %", "faster", "paper")
     for row in rows:
-        others = [one for one in rows if (one["case"], one["num_stages"]) == (row["case"], row["num_stages"])]
-        static = min(one["step_s"] for one in others[:2])
+        others = pipelines_of(row, rows)
+        static = min(other["step_s"] for other in others[:2])
         is_static = row in others[:2]
         table.add_row(
-            str(row["num_stages"]),
-            row["case"],
-            row["variant"],
-            f"{1e3 * row['step_s']:.0f}",
-            f"{1e3 * row['last_step_s']:.0f}",
-            f"{100 * row['first_bubbles']:.0f} to {100 * row['last_bubbles']:.0f}",
+            *cells_of(row),
             "" if is_static else str(row["moves"]),
             "" if is_static else f"{100 * row['overhead']:.1f}",
             "" if is_static else f"{static / row['step_s']:.2f}",

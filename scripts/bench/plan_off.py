@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 import zeroresize as zr
-from scripts.bench.common import ColossalAIRanks, Trainer, bootstrap_interval, describe_ratio, save
+from scripts.bench.colossalai_ranks import ColossalAIRanks, Trainer
+from scripts.bench.common import bootstrap_interval, describe_ratio, save
 from vit_examples.config import ModelConfig
 
 

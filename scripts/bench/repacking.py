@@ -26,26 +26,12 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from scripts.bench.common import save
+from scripts.bench.sleeping import sleep_beside
 from zeroresize.pipeline import LayerProfiler, Pipeline, PipelineBalancer, RebalancingRecord, Release, Repack
 from zeroresize.resharding.parameter_state import replace_data
 
 NUM_LAYERS, SIZE, UNITS, MICRO = 16, 16, 2048, 8
 FORWARD_S = 0.001
-
-
-class _Sleep(torch.autograd.Function):
-    """y = x; seconds pass in forward, and twice as many in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        time.sleep(2 * ctx.seconds)
-        return gradients[0].clone(), None
 
 
 class PrunedLayer(nn.Module):
@@ -71,7 +57,7 @@ class PrunedLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.sleeps:
-            x = _Sleep.apply(x, FORWARD_S * len(self.weight) / UNITS)  # type: ignore[no-untyped-call]
+            x = sleep_beside(x, time.sleep, FORWARD_S * len(self.weight) / UNITS)
         return x + torch.tanh(x @ self.weight.t()) @ self.weight
 
 

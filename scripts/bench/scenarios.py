@@ -25,6 +25,7 @@ from rich.table import Table
 from scripts.bench.scenario import CALIBRATIONS, COURSES, NOISES, Scenario
 from scripts.bench.scenario_figures import Figures, mean_figures
 from zeroresize.config import BalanceConfig
+from zeroresize.config.paper import nested
 from zeroresize.utils.yaml_values import load_yaml, yaml_mistake
 
 MODES = ("zero-pri", "mig", "semi")
@@ -163,7 +164,7 @@ def configs_of(modes: Sequence[str], changes: Sequence[str]) -> dict[str, Balanc
         values = {key: load_yaml(value) for key, _, value in pairs}
     except yaml.YAMLError as error:
         raise ValueError(yaml_mistake(error)) from error
-    return {mode: BalanceConfig.from_dict({"mode": mode} | values) for mode in modes}
+    return {mode: BalanceConfig.from_dict(nested({"mode": mode} | values)) for mode in modes}
 
 
 def key_of(row: dict[str, Any]) -> tuple[str, ...]:

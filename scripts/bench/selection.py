@@ -19,7 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 import zeroresize as zr
-from scripts.bench.common import ColossalAIRanks, save
+from scripts.bench.colossalai_ranks import ColossalAIRanks
+from scripts.bench.common import save
 from vit_examples.config import ModelConfig
 from zeroresize.convert import balanced_layers
 

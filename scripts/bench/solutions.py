@@ -33,9 +33,8 @@ from rich.console import Console
 from rich.table import Table
 
 import zeroresize as zr
+from scripts.bench.colossalai_ranks import ColossalAIRanks, Trainer
 from scripts.bench.common import (
-    ColossalAIRanks,
-    Trainer,
     interval_of_ratio,
     of_every_rank,
     save,

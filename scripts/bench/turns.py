@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 import zeroresize as zr
-from scripts.bench.common import ColossalAIRanks, save, slowness_of
+from scripts.bench.colossalai_ranks import ColossalAIRanks
+from scripts.bench.common import save, slowness_of
 from scripts.bench.solutions import Copy
 from vit_examples.config import ModelConfig
 

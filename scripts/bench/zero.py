@@ -19,7 +19,8 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 import zeroresize as zr
-from scripts.bench.common import ColossalAIRanks, interval_of_ratio, of_every_rank, save
+from scripts.bench.colossalai_ranks import ColossalAIRanks
+from scripts.bench.common import interval_of_ratio, of_every_rank, save
 from vit_examples.config import ModelConfig
 
 STRAGGLER = 1

@@ -51,6 +51,10 @@ def test_what_changed_stands_beside_what_it_was(bench, tmp_path):
         (("--set", "tolerance=much"), "argument --set: tolerance="),
         (("--set", "tolerance=["), "argument --set: "),
         (("--set", "tolerant=0.2"), "argument --set: "),
+        (
+            ("--modes", "semi", "--set", "paper.num_migrating=-1"),
+            "argument --set: paper.num_migrating=-1 is not allowed",
+        ),
     ],
 )
 def test_what_cannot_be_simulated_is_said_before(monkeypatch, capsys, arguments, said):
