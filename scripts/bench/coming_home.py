@@ -192,7 +192,7 @@ def drawn(number: int, seed: int, modes: Sequence[str]) -> list[Spell]:
     return spells
 
 
-def _one(task: tuple[Spell, int]) -> tuple[Spell, int, Outcome]:
+def _spell_and_outcome(task: tuple[Spell, int]) -> tuple[Spell, int, Outcome]:
     return *task, outcome(*task)
 
 
@@ -202,9 +202,9 @@ def tell(name: str, results: Sequence[tuple[Spell, int, Outcome]], console: Cons
     late = [result for result in results if result[2].late > 0]
     long = [result for result in results if result[2].step > _LONGEST]
     misses = [result for result in results if result[2].late > 0 or result[2].step > _LONGEST]
-    never = sum(math.isinf(found.late) for *_, found in late)
-    worst = max((found.step for *_, found in results), default=math.nan)
-    usual = statistics.median(found.updates for *_, found in moved) if moved else math.nan
+    never = sum(math.isinf(ended.late) for *_, ended in late)
+    worst = max((ended.step for *_, ended in results), default=math.nan)
+    usual = statistics.median(ended.updates for *_, ended in moved) if moved else math.nan
     console.print(
         f"{name}: {len(results)} runs, {len(moved)} of them away after the spell; late {len(late)}, of these never "
         f"home {never}; steps above {_LONGEST} of undisturbed {len(long)}, worst {worst:.3f}; home after {usual:.1f} "
@@ -213,8 +213,8 @@ def tell(name: str, results: Sequence[tuple[Spell, int, Outcome]], console: Cons
     by = Counter((spell.mode, spell.slows, spell.factor != 1.0, spell.units_left is None) for spell, _, _ in misses)
     for (mode, slows, is_wrong, is_natural), count in by.most_common(8):
         console.print(f"   mode {mode}, slow {slows}, wrong calibration {is_wrong}, natural {is_natural}: {count}")
-    for spell, seed, found in sorted(misses, key=lambda one: -one[2].step)[:shown]:
-        console.print(f"   {found} seed {seed} {spell}", soft_wrap=True)
+    for spell, seed, ended in sorted(misses, key=lambda one: -one[2].step)[:shown]:
+        console.print(f"   {ended} seed {seed} {spell}", soft_wrap=True)
 
 
 # ---------------------------------------------------------------------------------------------------------- load
@@ -318,12 +318,13 @@ def main() -> None:
             if name in arguments.only:
                 number = arguments.number if name == "settings" else arguments.number // 4
                 tasks = list(itertools.product(drawn(number, arguments.seed, modes), range(arguments.seeds)))
-                tell(name, pool.map(_one, tasks, chunksize=8), console, shown=arguments.shown)
+                tell(name, pool.map(_spell_and_outcome, tasks, chunksize=8), console, shown=arguments.shown)
         if "offsets" in arguments.only:
             for deviation, seeds in ((0.0, 1), (0.02, arguments.offset_seeds)):
                 spells = [Spell(begins=3, ends=end, deviation=deviation) for end in range(4, 94)]
                 tasks = list(itertools.product(spells, range(seeds)))
-                tell(f"offsets, noise {deviation}", pool.map(_one, tasks, chunksize=8), console, shown=arguments.shown)
+                results = pool.map(_spell_and_outcome, tasks, chunksize=8)
+                tell(f"offsets, noise {deviation}", results, console, shown=arguments.shown)
         if "load" in arguments.only:
             table = Table("period", "sine", "square", title="moves per 1,000 steps, most of 3 seeds")
             for period in (5, 10, 20, 30, 50, 75, 100, 150, 200, 300, 500):
@@ -342,9 +343,9 @@ def main() -> None:
                 ("short", 8, 10),
             ]
             tasks = [(*case, arguments.steps, seed) for case in cases for seed in range(arguments.off_seeds)]
-            found = pool.map(against_off, tasks, chunksize=1)
+            ratios_to_off = pool.map(against_off, tasks, chunksize=1)
             table = Table("spells", "ranks", "every", "mean", "worst", "moves per 1,000", title="exact / off")
-            for case, group in itertools.groupby(found, key=lambda one: one[0][:3]):
+            for case, group in itertools.groupby(ratios_to_off, key=lambda one: one[0][:3]):
                 ratios = list(group)
                 table.add_row(
                     case[0], str(case[1]), str(case[2]), f"{statistics.fmean(one[1] for one in ratios):.4f}",

@@ -39,7 +39,7 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
-def one_offset(rank: int, arguments: argparse.Namespace, begins: int, ends: int) -> tuple[bool, int | None, float]:
+def measure_offset(rank: int, arguments: argparse.Namespace, begins: int, ends: int) -> tuple[bool, int | None, float]:
     """(whether units moved, in how many steps all were home, steps from then on as a ratio to those before)."""
     group = dist.group.WORLD
     torch.manual_seed(0)
@@ -89,10 +89,10 @@ def train(rank: int, arguments: argparse.Namespace, store: str, results: multipr
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     for begins in arguments.begins:
         for ends in arguments.ends:
-            found = one_offset(rank, arguments, begins, ends)
+            measured = measure_offset(rank, arguments, begins, ends)
             dist.barrier()
             if rank == 0:
-                results.put((begins, ends, *found))
+                results.put((begins, ends, *measured))
     dist.destroy_process_group()
 
 

@@ -43,8 +43,8 @@ def slowness_of(model: nn.Module) -> SlowLayers:
     return SlowLayers(layers, "gemm", Delays(HostDelay(work_clock=time.thread_time)))
 
 
-def of_every_rank(value: float) -> list[float]:
-    """What each rank says; collective."""
+def gather_from_ranks(value: float) -> list[float]:
+    """Gather the value of each rank; collective."""
     everyone: list[float] = [math.nan] * dist.get_world_size()
     dist.all_gather_object(everyone, value)
     return everyone
@@ -55,13 +55,15 @@ def work_conserving_bound_s(balancer: zr.Balancer, chis: Sequence[float], homoge
 
     Collective. Products take what those of ranks of χ = 1 took in the last interval.
     """
-    own = balancer.metrics()["balance/gemm_s"]
-    gemm_s = statistics.fmean(seconds for seconds, chi in zip(of_every_rank(own), chis, strict=True) if chi == 1)
+    gemm_s_here = balancer.metrics()["balance/gemm_s"]
+    gemm_s = statistics.fmean(
+        seconds for seconds, chi in zip(gather_from_ranks(gemm_s_here), chis, strict=True) if chi == 1
+    )
     return homogeneous_s - gemm_s + gemm_s * len(chis) / sum(1 / chi for chi in chis)
 
 
-def slowest_rank_s(call: Callable[[], object]) -> float:
-    """Wall seconds of the slowest rank of a call that all begin together; collective."""
+def time_slowest_rank(call: Callable[[], object]) -> float:
+    """Run ``call`` on all ranks from one moment on, and return the wall seconds of the slowest; collective."""
     dist.barrier()
     begin = time.perf_counter()
     call()

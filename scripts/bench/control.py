@@ -146,15 +146,15 @@ def main() -> None:
         from scripts.bench.control_ranks import measured
 
         for name, scenario in scenarios.items():
-            found = measured(
+            outcome = measured(
                 scenario.chi, scenario.updates, scenario.noise, config, arguments.hidden, arguments.everyone
             )
-            outcomes = [(found.step_ratios, found.ratios)]
-            table.add_row(*row(name, scenario, int(os.environ["WORLD_SIZE"]), outcomes, found.baseline_ratios))
+            outcomes = [(outcome.step_ratios, outcome.ratios)]
+            table.add_row(*row(name, scenario, int(os.environ["WORLD_SIZE"]), outcomes, outcome.baseline_ratios))
             if os.environ["RANK"] == "0":
-                for what, traces in (("γ", found.ratios), ("χ by the machine itself", found.own_chi)):
-                    for rank, own in enumerate(zip(*traces, strict=True)):
-                        values = " ".join(f"{value:.2f}" for value in own)
+                for what, traces in (("γ", outcome.ratios), ("χ by the machine itself", outcome.machine_chi)):
+                    for rank, trace in enumerate(zip(*traces, strict=True)):
+                        values = " ".join(f"{value:.2f}" for value in trace)
                         print(f"{name}: {what}, of rank {rank}, after every update: {values}")
         if os.environ["RANK"] != "0":
             return

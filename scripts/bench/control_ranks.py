@@ -11,7 +11,7 @@ import numpy as np
 
 import zeroresize as zr
 from scripts.bench.colossalai_ranks import ColossalAIRanks, Trainer
-from scripts.bench.common import of_every_rank, slowness_of
+from scripts.bench.common import gather_from_ranks, slowness_of
 from vit_examples.config import ModelConfig
 from zeroresize.injection.slow_layers import SlowLayers
 
@@ -60,7 +60,7 @@ class Measured:
     step_ratios: list[float]
     ratios: list[list[float]]
     baseline_ratios: list[float]
-    own_chi: list[list[float]]
+    machine_chi: list[list[float]]
 
 
 def measured(
@@ -83,23 +83,23 @@ def measured(
     result = Measured([], [], [], [])
     with balanced.slowness, baseline.slowness, homogeneous.slowness:
         for update in range(updates):
-            own_s, other_s = [], []
+            balanced_s, baseline_s = [], []
             for _ in range(config.update_every):
                 factors = np.maximum(1.0 + noise * generator.standard_normal(ranks.num_ranks), 0.1)
                 slow = [
-                    everyone * max(own * float(factor), 1.0)
-                    for own, factor in zip(chi(update, ranks.num_ranks), factors, strict=True)
+                    everyone * max(slowness * float(factor), 1.0)
+                    for slowness, factor in zip(chi(update, ranks.num_ranks), factors, strict=True)
                 ]
                 for model in (balanced, baseline):
                     model.slowness.chi = slow[ranks.rank]
-                own_s.append(balanced.timed_step())
-                other_s.append(homogeneous.timed_step())
-            usual_s = statistics.median(other_s)
-            result.step_ratios.extend(seconds / usual_s for seconds in own_s)
+                balanced_s.append(balanced.timed_step())
+                baseline_s.append(homogeneous.timed_step())
+            usual_s = statistics.median(baseline_s)
+            result.step_ratios.extend(seconds / usual_s for seconds in balanced_s)
             result.baseline_ratios.append(baseline.timed_step() / usual_s)
             result.ratios.append([rank.pruned for rank in balanced.balancer.plan.ranks])
-            busy_s = of_every_rank(homogeneous.balancer.metrics()["balance/busy_s"])
-            result.own_chi.append([seconds / min(busy_s) for seconds in busy_s])
+            busy_s = gather_from_ranks(homogeneous.balancer.metrics()["balance/busy_s"])
+            result.machine_chi.append([seconds / min(busy_s) for seconds in busy_s])
     for model in (balanced, baseline, homogeneous):
         model.balancer.close()
     return result

@@ -20,7 +20,7 @@ from rich.table import Table
 
 import zeroresize as zr
 from scripts.bench.colossalai_ranks import ColossalAIRanks, Trainer
-from scripts.bench.common import interval_of_ratio, of_every_rank, save
+from scripts.bench.common import gather_from_ranks, interval_of_ratio, save
 from vit_examples.config import ModelConfig
 from zeroresize.config.keys import MIGRATION_TRANSPORTS
 from zeroresize.measure import waits
@@ -108,7 +108,7 @@ def main() -> None:
 
     metrics = settings[0].balancer.metrics()
     free = statistics.median(settings[0].step_s)
-    product_share = statistics.fmean(of_every_rank(metrics["balance/gemm_s"])) / free
+    product_share = statistics.fmean(gather_from_ranks(metrics["balance/gemm_s"])) / free
     table = Table(
         "way", "γ", "step / unmigrated", "95 %", "at least", "excess", "MB a step", "s in collectives",
         title=f"ν = {arguments.owners} of {ranks.num_ranks} ranks, unmigrated step {1e3 * free:.0f} ms, "
@@ -120,8 +120,8 @@ def main() -> None:
         low, high = interval_of_ratio(setting.step_s, settings[0].step_s)
         moved = setting.ratio * arguments.owners / (ranks.num_ranks - arguments.owners)
         least = 1.0 + moved * product_share
-        megabytes = sum(of_every_rank(statistics.median(setting.bytes_moved))) / 1e6
-        waited_s = sorted(of_every_rank(statistics.median(setting.waited_s)))
+        megabytes = sum(gather_from_ranks(statistics.median(setting.bytes_moved))) / 1e6
+        waited_s = sorted(gather_from_ranks(statistics.median(setting.waited_s)))
         table.add_row(
             setting.migration_transport or "none", f"{setting.ratio:g}", f"{ratio:.3f}", f"[{low:.3f}, {high:.3f}]",
             f"{least:.3f}", f"{ratio - least:+.3f}", f"{megabytes:.1f}", f"{waited_s[0]:.3f} to {waited_s[-1]:.3f}",

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from scripts.bench.common import interval_of_ratio, pin_to_core, save, slowest_rank_s
+from scripts.bench.common import interval_of_ratio, pin_to_core, save, time_slowest_rank
 from zeroresize import ColumnParallelLinear, RowParallelLinear
 from zeroresize.layers.segment import OwnedSegment, UnitTensor
 from zeroresize.plan.ownership import OwnershipMap
@@ -49,7 +49,7 @@ def stepped_adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return optimizer
 
 
-def send_one_buffer(buffer: torch.Tensor, source: int) -> None:
+def send_buffer(buffer: torch.Tensor, source: int) -> None:
     """From one rank to the other, with nothing else."""
     (dist.isend(buffer, 1 - source) if dist.get_rank() == source else dist.irecv(buffer, source)).wait()
 
@@ -79,9 +79,9 @@ def main() -> None:
     home = {segment.name: segment.owned for segment in segments}
     away = {}
     for segment in segments:
-        own = segment.owned.counts[1]
-        given = 1 if segment.kind == "heads" else round(GIVEN_NEURONS * own / 8) * 8
-        away[segment.name] = segment.owned.with_counts((own + given, own - given))
+        count = segment.owned.counts[1]
+        given = 1 if segment.kind == "heads" else round(GIVEN_NEURONS * count / 8) * 8
+        away[segment.name] = segment.owned.with_counts((count + given, count - given))
     moves: list[float] = []
     messages: list[float] = []
     copies: list[float] = []
@@ -96,12 +96,12 @@ def main() -> None:
 
     for repeat in range(arguments.repeats + 1):
         for source, targets in ((1, away), (0, home)):
-            move_s = slowest_rank_s(lambda targets=targets: move(targets))
+            move_s = time_slowest_rank(lambda targets=targets: move(targets))
             assert report is not None
             buffer = torch.ones(report.sent_bytes + report.received_bytes, dtype=torch.uint8)
-            message_s = slowest_rank_s(lambda buffer=buffer, source=source: send_one_buffer(buffer, source))
+            message_s = time_slowest_rank(lambda buffer=buffer, source=source: send_buffer(buffer, source))
             source_bytes = torch.ones(report.new_bytes, dtype=torch.uint8)
-            copy_s = slowest_rank_s(lambda source_bytes=source_bytes: fill_fresh_memory(source_bytes))
+            copy_s = time_slowest_rank(lambda source_bytes=source_bytes: fill_fresh_memory(source_bytes))
             if repeat:  # the first one warms up
                 moves.append(move_s)
                 messages.append(message_s)

@@ -102,8 +102,8 @@ def compared(num_cases: int) -> tuple[dict[str, dict[str, Any]], dict[str, float
         are_roomy.append(num_layers >= 3 * num_stages)
         rounds.append(diffused(case.by_time, case).num_rounds)
     table = {}
-    for name, found in ratios.items():
-        values, of_kind = np.array(found), np.array(kinds)
+    for name, ratios_of_method in ratios.items():
+        values, of_kind = np.array(ratios_of_method), np.array(kinds)
         table[name] = {
             "mean": float(values.mean()),
             "median": float(np.median(values)),
@@ -117,7 +117,7 @@ def compared(num_cases: int) -> tuple[dict[str, dict[str, Any]], dict[str, float
 
 def seconds_to_decide(num_layers: int, num_stages: int, repeats: int) -> dict[str, float]:
     """The least CPU seconds of some decisions, for equal and for different devices, whichever takes longer."""
-    found: dict[str, float] = {}
+    cpu_s: dict[str, float] = {}
     for speeds in ("equal", "different"):
         case = random_case(num_layers, num_stages, np.random.default_rng(1), speeds)
         balancers = dict(BALANCERS)
@@ -129,8 +129,8 @@ def seconds_to_decide(num_layers: int, num_stages: int, repeats: int) -> dict[st
                 began = time.process_time()
                 balancer(case)
                 seconds.append(time.process_time() - began)
-            found[name] = max(found.get(name, 0.0), min(seconds))
-    return found
+            cpu_s[name] = max(cpu_s.get(name, 0.0), min(seconds))
+    return cpu_s
 
 
 def main() -> None:

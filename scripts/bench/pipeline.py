@@ -118,8 +118,8 @@ def balanced(skewness: float, profile_every: int) -> dict[str, Any]:
     ]
     total_s = sum(map(sum, seconds_of))
     usual_s = sum(statistics.median(seconds) * len(seconds) for seconds in seconds_of)
-    found = _medians(steps[-profile_every // 2 :])
-    return found | {
+    medians = _medians(steps[-profile_every // 2 :])
+    return medians | {
         "boundaries": run.pipeline.boundaries,
         "overhead": 1.0 - usual_s / total_s,
         "moves": [record.to_dict() for record in records],
@@ -144,12 +144,12 @@ def main() -> None:
     by_parameters = balanced_partition(PipelineLoad.of([float(width) for width in WIDTHS], num_stages))
     rows = []
     for skewness in options.skewness:
-        found = {
+        runs = {
             "uniform": static(uniform.boundaries, skewness),
             "by parameters": static(by_parameters.boundaries, skewness),
             "balanced": balanced(skewness, options.profile_every),
         }
-        rows += [{"skewness": skewness, "partition": name} | one for name, one in found.items()]
+        rows += [{"skewness": skewness, "partition": name} | one for name, one in runs.items()]
     if dist.get_rank() == 0:
         table = Table("χ", "partition", "layers", "step, ms", "bubbles, %", "overhead, %", "moves")
         for row in rows:

@@ -58,8 +58,8 @@ def recorded(case: str, steps: int) -> tuple[LayerLoads, Floats, set[int]]:
     case has said that their work changes."""
     settings = [] if case in STRAGGLERS else CASES[case](1, steps)
     with tempfile.TemporaryDirectory() as folder:
-        told = [*MODEL, *settings, f"training.steps={steps}", f"output.folder={folder}/run"]
-        arguments = ["--config", "small", *(part for one in told for part in ("--set", one))]
+        changes_of_config = [*MODEL, *settings, f"training.steps={steps}", f"output.folder={folder}/run"]
+        arguments = ["--config", "small", *(part for one in changes_of_config for part in ("--set", one))]
         config = config_from_arguments(argument_parser().parse_args(arguments))
         assert dist.group.WORLD is not None
         run = prepare(config, load_text(config), dist.group.WORLD, resume=False)
@@ -115,8 +115,8 @@ def traces(
         "partition": RebalancingRule("time", "partition", "1f1b", micro, every),
         "diffusion": RebalancingRule("time", "diffusion", "1f1b", micro, every),
     }
-    found = {"uniform": run(uniform), "by parameters": run(by_size)}
-    return found | {name: run(uniform, rule) for name, rule in rules.items()}
+    static = {"uniform": run(uniform), "by parameters": run(by_size)}
+    return static | {name: run(uniform, rule) for name, rule in rules.items()}
 
 
 def main() -> None:

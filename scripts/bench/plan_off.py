@@ -24,14 +24,14 @@ def local_parameters(trainer: Trainer) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in trainer.model.parameters()]
 
 
-def assert_bitwise_equal(ranks: ColossalAIRanks, own: Trainer, swapped: Trainer, num_steps: int = 5) -> None:
+def assert_bitwise_equal(ranks: ColossalAIRanks, host: Trainer, swapped: Trainer, num_steps: int = 5) -> None:
     for step in range(num_steps):
-        loss_own, loss_swapped = own.step(), swapped.step()
-        same = loss_own == loss_swapped and all(
-            torch.equal(a, b) for a, b in zip(local_parameters(own), local_parameters(swapped), strict=True)
+        host_loss, swapped_loss = host.step(), swapped.step()
+        same = host_loss == swapped_loss and all(
+            torch.equal(a, b) for a, b in zip(local_parameters(host), local_parameters(swapped), strict=True)
         )
         if not same:
-            raise SystemExit(f"rank {ranks.rank}: step {step} differs: losses {loss_own!r} and {loss_swapped!r}")
+            raise SystemExit(f"rank {ranks.rank}: step {step} differs: losses {host_loss!r} and {swapped_loss!r}")
 
 
 def main() -> None:
@@ -62,24 +62,24 @@ def main() -> None:
         measuring_s.append(balancer.metrics()["balance/balancing_s"])
     if ranks.rank == 0:
         timed = {name: values[5:] for name, values in seconds.items()}
-        own = timed["own"]
-        against_own = {
-            name: [other / base for other, base in zip(timed[name], own, strict=True)] for name in list(timed)[1:]
+        host_s = timed["own"]
+        ratios_to_host = {
+            name: [other / base for other, base in zip(timed[name], host_s, strict=True)] for name in list(timed)[1:]
         }
-        print(f"median step of Colossal-AI's own layers: {1e3 * statistics.median(own):.1f} ms")
-        print(describe_ratio("A/A (own again / own)", against_own["own again"]))
-        print(describe_ratio("converted / own", against_own["converted, mode off"]))
+        print(f"median step of Colossal-AI's own layers: {1e3 * statistics.median(host_s):.1f} ms")
+        print(describe_ratio("A/A (own again / own)", ratios_to_host["own again"]))
+        print(describe_ratio("converted / own", ratios_to_host["converted, mode off"]))
         share = statistics.mean(measuring_s[5:]) / statistics.median(timed["converted, mode off"])
         print(f"measuring: {1e6 * statistics.mean(measuring_s[5:]):.0f} µs a step, {100 * share:.3f} % of it")
         save(
             f"plan_off_h{arguments.hidden}_d{arguments.depth}_b{arguments.batch}",
             {
-                "step_ms": 1e3 * statistics.median(own),
+                "step_ms": 1e3 * statistics.median(host_s),
                 "ratios": {
                     name: [statistics.median(values), *bootstrap_interval(values)]
-                    for name, values in against_own.items()
+                    for name, values in ratios_to_host.items()
                 },
-                "pairs": len(own),
+                "pairs": len(host_s),
                 "measuring_share": share,
             },
         )

@@ -123,11 +123,11 @@ def bytes_of_a_stage() -> float:
             pipeline.step(batch(step), target=batch(step + 1))
         optimizer.step()
     held = [
-        one.weight_bytes
-        + one.gradient_bytes
-        + one.optimizer_bytes
-        + min(pipeline.num_stages, MICRO) * one.activation_bytes
-        for one in profiler.gather().layers
+        layer.weight_bytes
+        + layer.gradient_bytes
+        + layer.optimizer_bytes
+        + min(pipeline.num_stages, MICRO) * layer.activation_bytes
+        for layer in profiler.gather().layers
     ]
     return sum(held) / pipeline.num_stages
 
@@ -143,8 +143,8 @@ def trained(schedule: Schedule, **options: Any) -> Run:
         optimizer.zero_grad()
         with nullcontext() if balancer is None else balancer.step():
             loss = pipeline.step(batch(step), target=batch(step + 1))
-            told = torch.zeros((), dtype=torch.float64) if loss is None else loss
-            dist.all_reduce(told, group=pipeline.process_group)  # the rank that knows it may be released
+            everyones_loss = torch.zeros((), dtype=torch.float64) if loss is None else loss
+            dist.all_reduce(everyones_loss, group=pipeline.process_group)  # the rank that knows it may be released
         if pipeline.is_released:
             break
         optimizer.step()
@@ -152,7 +152,7 @@ def trained(schedule: Schedule, **options: Any) -> Run:
         run.seconds.append(time.perf_counter() - begin)
         run.num_ranks.append(pipeline.num_stages)
         run.kept.append(kept)
-        run.losses.append(told.item())
+        run.losses.append(everyones_loss.item())
         kept_now = schedule.kept_after(step)
         if kept_now is not None:
             kept = kept_now
@@ -185,11 +185,11 @@ def undivided_losses(schedule: Schedule) -> list[float]:
 
 def phases(run: Run) -> list[dict[str, Any]]:
     """One for each number of ranks and share of weights, in order; a step's seconds are the median."""
-    found: dict[tuple[int, float], list[float]] = {}
+    seconds_of_phase: dict[tuple[int, float], list[float]] = {}
     for number, kept, seconds in zip(run.num_ranks[1:], run.kept[1:], run.seconds[1:], strict=True):
-        found.setdefault((number, kept), []).append(seconds)
+        seconds_of_phase.setdefault((number, kept), []).append(seconds)
     rows = []
-    for (number, kept), seconds in found.items():
+    for (number, kept), seconds in seconds_of_phase.items():
         step_s = statistics.median(seconds)
         row = {"num_ranks": number, "pruned": 1.0 - kept, "num_steps": len(seconds), "step_s": step_s}
         rows.append(row | {"steps_per_second_and_rank": 1.0 / (step_s * number)})
@@ -263,8 +263,10 @@ def main() -> None:
     console = Console()
     console.print(table)
     mean_ranks = statistics.fmean(repacked.num_ranks)
-    told = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
-    console.print(f"ranks on average: {mean_ranks:.2f} of {num_ranks}; largest relative difference of a loss: {told}")
+    differences = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
+    console.print(
+        f"ranks on average: {mean_ranks:.2f} of {num_ranks}; largest relative difference of a loss: {differences}"
+    )
     released = [pids[rank] for rank in range(num_ranks) if rank not in repacked.remaining]
     ended = num_ended(released)
     console.print(f"released ranks that have ended: {ended} of {len(released)}")

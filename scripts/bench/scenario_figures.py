@@ -58,20 +58,22 @@ def figures(run: Simulation, chis: Sequence[Sequence[float]], step_s_off: float)
     ]
     settled, swings, released, falsely, false_starts = [], [0.0], [], [], 0
     for rank in range(len(chis[0])):
-        own, own_chi = [update[rank] for update in spared], [update[rank] for update in chis]
-        for begin, end in _periods(own_chi):
-            if own_chi[begin] > 1.0:
-                updates, swing = settling(own, begin, end)
+        spared_of_rank, chi_of_rank = [update[rank] for update in spared], [update[rank] for update in chis]
+        for begin, end in _periods(chi_of_rank):
+            if chi_of_rank[begin] > 1.0:
+                updates, swing = settling(spared_of_rank, begin, end)
                 settled.append(updates)
                 swings.append(swing)
             else:
                 released.append(
-                    next((update + 1.0 for update, share in enumerate(own[begin:end]) if not share), math.inf)
+                    next(
+                        (update + 1.0 for update, share in enumerate(spared_of_rank[begin:end]) if not share), math.inf
+                    )
                 )
-        for update, share in enumerate(own):
-            if max(own_chi[max(update - GRACE, 0) : update + 1]) == 1.0:
+        for update, share in enumerate(spared_of_rank):
+            if max(chi_of_rank[max(update - GRACE, 0) : update + 1]) == 1.0:
                 falsely.append(share)
-                false_starts += share > 0.0 and (update == 0 or own[update - 1] == 0.0)
+                false_starts += share > 0.0 and (update == 0 or spared_of_rank[update - 1] == 0.0)
     step_s = statistics.fmean(run.step_s)
     return Figures(
         step_per_off=step_s / step_s_off,

@@ -72,9 +72,9 @@ def sections(quick: bool) -> dict[str, Lines]:
     }
 
 
-def as_row(section: str, scenario: Scenario, mode: str, found: Figures) -> dict[str, Any]:
+def as_row(section: str, scenario: Scenario, mode: str, mean: Figures) -> dict[str, Any]:
     """What is written of a line; of the times of release those that came."""
-    finite = [updates for updates in found.released if updates < math.inf]
+    finite = [updates for updates in mean.released if updates < math.inf]
     return {
         "section": section,
         "scenario": scenario.course,
@@ -84,20 +84,20 @@ def as_row(section: str, scenario: Scenario, mode: str, found: Figures) -> dict[
         "noise": f"{scenario.noise} {100 * scenario.deviation:g} %",
         "calibration": "right" if scenario.factor == 1.0 else f"{scenario.calibration} × {scenario.factor:.2f}",
         "products": round(1.0 - scenario.rest_share, 6),
-        "step / off": found.step_per_off,
-        "step / homogeneous": found.step,
-        "false starts": found.false_starts,
-        "spared falsely": found.falsely_spared,
-        "at most": found.most_falsely_spared,
-        "settled, median": statistics.median(found.settled or [math.nan]),
-        "settled, worst": max(found.settled, default=math.nan),
-        "swing": found.swing,
+        "step / off": mean.step_per_off,
+        "step / homogeneous": mean.step,
+        "false starts": mean.false_starts,
+        "spared falsely": mean.falsely_spared,
+        "at most": mean.most_falsely_spared,
+        "settled, median": statistics.median(mean.settled or [math.nan]),
+        "settled, worst": max(mean.settled, default=math.nan),
+        "swing": mean.swing,
         "released, median": statistics.median(finite or [math.nan]),
         "released, worst": max(finite, default=math.nan),
-        "never released": sum(updates == math.inf for updates in found.released),
-        "recoveries": len(found.released),
-        "dropped": found.pruned,
-        "lent": found.lent,
+        "never released": sum(updates == math.inf for updates in mean.released),
+        "recoveries": len(mean.released),
+        "dropped": mean.pruned,
+        "lent": mean.lent,
     }
 
 
@@ -111,9 +111,9 @@ def print_table(rows: Sequence[dict[str, Any]], before: dict[tuple[str, ...], di
         "scenario", "mode", "ranks", "every", "noise", "calibration", "step / off", "step / hom.",
         "false starts", "spared falsely", "settled", "swing", "released", "dropped", "lent",
     )  # fmt: skip
-    for section, own in itertools.groupby(rows, key=lambda row: row["section"]):
+    for section, rows_of_section in itertools.groupby(rows, key=lambda row: row["section"]):
         table = Table(*headings, title=section, title_justify="left")
-        for row in own:
+        for row in rows_of_section:
             new, old = cells(row), cells(before.get(key_of(row), row))
             figures = [now if now == then else f"{now} ({then})" for now, then in zip(new, old, strict=True)]
             products = "" if section != "few products" else f", products {100 * row['products']:.0f} %"
@@ -195,9 +195,9 @@ def main() -> None:
             before = {key_of(row): row for row in csv.DictReader(file)}
     chosen = [
         (section, scenario, mode)
-        for section, own in sections(arguments.quick).items()
+        for section, lines in sections(arguments.quick).items()
         if section in (arguments.only or [section])
-        for scenario, mode in own
+        for scenario, mode in lines
         if mode in arguments.modes
     ]
     if not chosen:
@@ -206,9 +206,9 @@ def main() -> None:
     for section, scenario, mode in track(
         chosen, description="simulating", console=Console(stderr=True), transient=True
     ):
-        found = mean_figures([scenario.figures(configs[mode], seed) for seed in range(seeds)])
-        rows.append(as_row(section, scenario, mode, found))
-        single.append({"settled": found.settled, "released": found.released})
+        mean = mean_figures([scenario.figures(configs[mode], seed) for seed in range(seeds)])
+        rows.append(as_row(section, scenario, mode, mean))
+        single.append({"settled": mean.settled, "released": mean.released})
     print_table(rows, before)
     if arguments.csv:
         with arguments.csv.open("w", encoding="utf-8", newline="") as file:
@@ -217,7 +217,7 @@ def main() -> None:
             writer.writerows(rows)
     if arguments.json:
         arguments.json.write_text(
-            json.dumps([row | own for row, own in zip(rows, single, strict=True)]), encoding="utf-8"
+            json.dumps([row | times for row, times in zip(rows, single, strict=True)]), encoding="utf-8"
         )
 
 

@@ -66,7 +66,7 @@ def measure(
     ratio: float,
 ) -> dict[str, float]:
     """Means over the layers."""
-    found: dict[str, list[float]] = {name: [] for name in MEASURED}
+    errors: dict[str, list[float]] = {name: [] for name in MEASURED}
     for position, (name, layer) in enumerate(layers.items()):
         weight, num_left_out = layer.weight.detach(), round(ratio * layer.num_columns)
         orders = {
@@ -75,10 +75,10 @@ def measure(
             "activation": np.argsort(activation[name]),
         }
         for selector, order in orders.items():
-            found[selector].append(relative_error(inputs[name], weight, order[:num_left_out]))
+            errors[selector].append(relative_error(inputs[name], weight, order[:num_left_out]))
         for kind, scores in (("spread of δ", variation[name]), ("spread of activation", activation[name])):
-            found[kind].append(float(scores.std() / scores.mean()))
-    return {name: statistics.fmean(values) for name, values in found.items()}
+            errors[kind].append(float(scores.std() / scores.mean()))
+    return {name: statistics.fmean(values) for name, values in errors.items()}
 
 
 def train(optimizer: str, epochs: int, ratio: float, max_steps: int | None) -> list[dict[str, float]]:
@@ -89,7 +89,7 @@ def train(optimizer: str, epochs: int, ratio: float, max_steps: int | None) -> l
     host.optimizer = OPTIMIZERS[optimizer](host.model.parameters())
     layers = {name: module for name, module in host.model.named_modules() if isinstance(module, BalancedLinear)}
     variation, activation = WeightVariation(layers, storage="host"), ActivationNorms(layers, sample_every=10)
-    found, step = [], 0
+    epochs_errors, step = [], 0
     for epoch in range(epochs):
         losses = []
         batches = training_batches(pictures, config.training.batch_size, seed=0, epoch=epoch)
@@ -105,9 +105,9 @@ def train(optimizer: str, epochs: int, ratio: float, max_steps: int | None) -> l
         scores = variation.take(), activation.take()
         images, _ = next(training_batches(pictures, config.training.batch_size, seed=0, epoch=epoch + 1))
         errors = measure(layers, inputs_of(host, layers, images), *scores, ratio)
-        found.append({"loss": statistics.fmean(losses), **errors})
+        epochs_errors.append({"loss": statistics.fmean(losses), **errors})
     dist.destroy_process_group()
-    return found
+    return epochs_errors
 
 
 def main() -> None:
@@ -119,8 +119,8 @@ def main() -> None:
     table = Table("optimizer", "epoch", "loss", *MEASURED, title=f"‖y − y_kept‖ / ‖y‖ at γ = {arguments.ratio:g}")
     rows = []
     for optimizer in OPTIMIZERS:
-        found = train(optimizer, arguments.epochs, arguments.ratio, arguments.max_steps)
-        for epoch, values in enumerate(found):
+        errors_of_epochs = train(optimizer, arguments.epochs, arguments.ratio, arguments.max_steps)
+        for epoch, values in enumerate(errors_of_epochs):
             table.add_row(optimizer, str(epoch), *(f"{value:.3f}" for value in values.values()))
             rows.append({"optimizer": optimizer, "epoch": epoch, **values})
     Console(width=120).print(table)

@@ -143,10 +143,10 @@ def main() -> None:
             cells = []
             computed = 1.0 + ratio * num_owners / (arguments.ranks - num_owners)
             for way in MIGRATION_TRANSPORTS:
-                own = traffic_of_step(way, layers, arguments.tokens, ratio, arguments.ranks, num_owners)
-                seconds = own.link_values / values_per_s + own.transfers * arguments.latency_us / 1e6
+                traffic = traffic_of_step(way, layers, arguments.tokens, ratio, arguments.ranks, num_owners)
+                seconds = traffic.link_values / values_per_s + traffic.transfers * arguments.latency_us / 1e6
                 ratio_of_steps = (computed * products_s + all_reduces_s + seconds) / (products_s + all_reduces_s)
-                gigabytes = num_owners * own.values * BYTES_PER_VALUE / 1e9
+                gigabytes = num_owners * traffic.values * BYTES_PER_VALUE / 1e9
                 cells += [f"{gigabytes:.2f}", f"{1e3 * seconds:.0f}", f"{ratio_of_steps:.2f}"]
             table.add_row(f"{ratio:g}", *cells)
         Console(width=130).print(table)

@@ -35,8 +35,8 @@ from rich.table import Table
 import zeroresize as zr
 from scripts.bench.colossalai_ranks import ColossalAIRanks, Trainer
 from scripts.bench.common import (
+    gather_from_ranks,
     interval_of_ratio,
-    of_every_rank,
     save,
     slowness_of,
     work_conserving_bound_s,
@@ -169,9 +169,9 @@ class Bench:
             self.slow(off, chis)
             seconds["Baseline"] += off.trainer.window(max(num_steps // 2, 1))
             for name in self.solutions:
-                own = self.copies[name].window(num_steps)
-                seconds[name] += [step.seconds for step in own]
-                self.copies[name].steps += own
+                window = self.copies[name].window(num_steps)
+                seconds[name] += [step.seconds for step in window]
+                self.copies[name].steps += window
             for offset, points in self.pinned.items():
                 points += self._window_of_zero_beside_semi(offset, num_steps)
         return dict(seconds)
@@ -243,26 +243,27 @@ def report(
     )  # fmt: skip
     for name, step_s in medians.items():
         low, high = interval_of_ratio(seconds[name], seconds["homogeneous"])
-        own_shares = shares.get(name, Shares())
-        own = bench.copies[name].steps if name in bench.solutions else []
-        predicted = statistics.median(step.plan.predicted_step_s for step in own) / step_s if own else None
+        mean_shares = shares.get(name, Shares())
+        steps = bench.copies[name].steps if name in bench.solutions else []
+        predicted = statistics.median(step.plan.predicted_step_s for step in steps) / step_s if steps else None
         table.add_row(
             name, f"{step_s / homogeneous_s:.3f}", f"[{low:.3f}, {high:.3f}]", f"{step_s / bound_s:.3f}",
             f"{removed(step_s):.3f}",
-            f"{moved.get(name, 0.0):.3f}", f"{own_shares.lent:.3f}", f"{own_shares.pruned:.3f}",
+            f"{moved.get(name, 0.0):.3f}", f"{mean_shares.lent:.3f}", f"{mean_shares.pruned:.3f}",
             "" if predicted is None else f"{predicted:.3f}",
         )  # fmt: skip
         rows.append({"chi": list(chis), "solution": name, "step": step_s / homogeneous_s, "interval": [low, high],
                      "to_bound": step_s / bound_s, "removed": removed(step_s), "moved": moved.get(name, 0.0),
-                     "lent": own_shares.lent, "pruned": own_shares.pruned,
+                     "lent": mean_shares.lent, "pruned": mean_shares.pruned,
                      "predicted_to_measured": predicted})  # fmt: skip
-    for name, own in runs.items():
-        mean_s = statistics.fmean(own)
+    for name, step_seconds in runs.items():
+        mean_s = statistics.fmean(step_seconds)
         table.add_row(
-            f"{name}, {len(own)} steps", f"{mean_s / homogeneous_s:.3f}", "", f"{mean_s / bound_s:.3f}",
+            f"{name}, {len(step_seconds)} steps", f"{mean_s / homogeneous_s:.3f}", "", f"{mean_s / bound_s:.3f}",
             f"{removed(mean_s):.3f}", "", "", "", "",
         )  # fmt: skip
-        rows.append({"chi": list(chis), "solution": f"{name}, mean of {len(own)} steps", "step": mean_s / homogeneous_s,
+        solution = f"{name}, mean of {len(step_seconds)} steps"
+        rows.append({"chi": list(chis), "solution": solution, "step": mean_s / homogeneous_s,
                      "to_bound": mean_s / bound_s, "removed": removed(mean_s),
                      "predicted_to_measured": None})  # fmt: skip
     if bench.ranks.rank == 0:
@@ -272,14 +273,14 @@ def report(
 
 def shares_of(steps: Sequence[TimedStep]) -> Shares:
     """Of the group's products, by each rank's median step (few are calibration steps); collective."""
-    own = map(statistics.median, zip(*(astuple(step.shares) for step in steps), strict=True))
-    return Shares(*(statistics.fmean(of_every_rank(share)) for share in own))
+    medians = map(statistics.median, zip(*(astuple(step.shares) for step in steps), strict=True))
+    return Shares(*(statistics.fmean(gather_from_ranks(share)) for share in medians))
 
 
 def moved_share(steps: Sequence[TimedStep]) -> float:
     """Of the group's products, what other ranks own than the host's shards say; collective."""
-    own = statistics.median(step.shares.owned for step in steps)
-    return statistics.fmean(of_every_rank(max(own - 1.0, 0.0)))
+    owned = statistics.median(step.shares.owned for step in steps)
+    return statistics.fmean(gather_from_ranks(max(owned - 1.0, 0.0)))
 
 
 def predictions_of_new_plans(steps: Sequence[TimedStep]) -> list[float]:
@@ -289,10 +290,10 @@ def predictions_of_new_plans(steps: Sequence[TimedStep]) -> list[float]:
     """
     ratios, before = [], None
     for _, run in groupby(steps, key=lambda step: id(step.plan)):
-        own = list(run)
-        plan = own[0].plan
+        steps_of_plan = list(run)
+        plan = steps_of_plan[0].plan
         shares = [(rank.pruned, rank.lent, rank.owned) for rank in plan.ranks]
-        measured_s = [step.seconds for step in own if not step.calibrates]
+        measured_s = [step.seconds for step in steps_of_plan if not step.calibrates]
         if before is not None and shares != before and measured_s:
             ratios.append(plan.predicted_step_s / statistics.median(measured_s))
         before = shares
@@ -342,8 +343,9 @@ def main() -> None:
         all_chis = [[*[1.0] * (ranks.num_ranks - 1), chi] for chi in arguments.chi]
         solutions = {name: SOLUTIONS[name] for name in arguments.only}
         if arguments.shares:
-            told = " ".join(f"{share:g}" for share in arguments.shares)
-            solutions[f"shares {told}"] = {"mode": "exact", "shares": tuple(arguments.shares), "moves": False}
+            shares_in_words = " ".join(f"{share:g}" for share in arguments.shares)
+            staying = {"mode": "exact", "shares": tuple(arguments.shares), "moves": False}
+            solutions[f"shares {shares_in_words}"] = staying
     bench = Bench(ranks, shape, arguments.batch, config, solutions, arguments.everyone)
     even = [1.0] * ranks.num_ranks
     bench.settle(even, 3)
@@ -359,10 +361,10 @@ def main() -> None:
         "new plans, before their first step": [abs(ratio - 1) for ratio in bench.first_predictions],
     }
     if ranks.rank == 0:
-        for what, own in errors.items():
+        for what, errors_of_plans in errors.items():
             print(
-                f"predicted against measured step time, {len(own)} {what}: median error {statistics.median(own):.3f}, "
-                f"at most {max(own):.3f}"
+                f"predicted against measured step time, {len(errors_of_plans)} {what}: "
+                f"median error {statistics.median(errors_of_plans):.3f}, at most {max(errors_of_plans):.3f}"
             )
         slowness = "-".join(f"{chi:g}" for chi in arguments.unequal or arguments.chi)
         kind = "lambda" if arguments.unequal else "solutions"

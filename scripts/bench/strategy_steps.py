@@ -84,42 +84,43 @@ def main() -> None:
                 report = trainer.step(sequences)
                 if number:  # the first one plans and warms up
                     reports[name].append(report)
-        result[data] = told = {name: figures(own, reports["static (1, 4, 1)"]) for name, own in reports.items()}
+        result[data] = figures_of = {name: figures(own, reports["static (1, 4, 1)"]) for name, own in reports.items()}
         if dist.get_rank() == 0:
-            show(console, data, told)
+            show(console, data, figures_of)
     if dist.get_rank() == 0:
         console.print(machine())
         save("strategy_steps", {"arguments": vars(arguments), **result})
     dist.destroy_process_group()
 
 
-def figures(own: list[StepReport], static: list[StepReport]) -> dict[str, object]:
+def figures(reports: list[StepReport], static: list[StepReport]) -> dict[str, object]:
     """Medians of a combination's steps, and how many times as fast as the static ones they are."""
-    speedups = [one.seconds / other.seconds for one, other in zip(static, own, strict=True)]
+    speedups = [before.seconds / report.seconds for before, report in zip(static, reports, strict=True)]
     by_strategy: dict[str, list[float]] = {}
-    for report in own:
-        for one in report.by_range:
-            by_strategy.setdefault(f"{one.strategy} up to {one.up_to[-1]}", []).append(one.seconds)
+    for report in reports:
+        for timed_range in report.by_range:
+            name = f"{timed_range.strategy} up to {timed_range.up_to[-1]}"
+            by_strategy.setdefault(name, []).append(timed_range.seconds)
     return {
-        "step_s": statistics.median(one.seconds for one in own),
-        "switch_s": statistics.median(sum(switch.seconds for switch in one.switches) for one in own),
+        "step_s": statistics.median(report.seconds for report in reports),
+        "switch_s": statistics.median(sum(switch.seconds for switch in report.switches) for report in reports),
         "ranges_s": {name: statistics.median(values) for name, values in by_strategy.items()},
-        "tokens": statistics.mean(one.num_tokens for one in own),
+        "tokens": statistics.mean(report.num_tokens for report in reports),
         "speedup": statistics.median(speedups),
         "interval": bootstrap_interval(speedups),
     }
 
 
-def show(console: Console, data: str, told: dict[str, dict[str, object]]) -> None:
+def show(console: Console, data: str, figures_of: dict[str, dict[str, object]]) -> None:
     table = Table("", "step", "of it switches", "speedup [95 %]", "ranges", title=data, title_justify="left")
-    for name, own in told.items():
-        low, high = own["interval"]
-        ranges = "; ".join(f"{strategy} {seconds:.2f} s" for strategy, seconds in own["ranges_s"].items())
+    for name, row in figures_of.items():
+        low, high = row["interval"]
+        ranges = "; ".join(f"{strategy} {seconds:.2f} s" for strategy, seconds in row["ranges_s"].items())
         table.add_row(
             name,
-            f"{own['step_s']:.2f} s",
-            f"{own['switch_s']:.2f} s",
-            f"{own['speedup']:.2f} [{low:.2f}, {high:.2f}]",
+            f"{row['step_s']:.2f} s",
+            f"{row['switch_s']:.2f} s",
+            f"{row['speedup']:.2f} [{low:.2f}, {high:.2f}]",
             ranges,
         )
     console.print(table)

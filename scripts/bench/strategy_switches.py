@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lm_examples.llama import LlamaConfig, llama_layers
-from scripts.bench.common import machine, save, slowest_rank_s
+from scripts.bench.common import machine, save, time_slowest_rank
 from zeroresize.comm.collectives import start_messages
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.strategy.switches.switch_plan import LinkSpeeds, plan_gradients, plan_weights
@@ -75,24 +75,24 @@ def main() -> None:
     bandwidths: list[float] = []
     seconds: dict[tuple[str, bool], dict[tuple[Strategy, Strategy], list[float]]] = {}
     for repeat in range(arguments.repeats + 1):
-        bandwidths.append(BUFFER_BYTES / slowest_rank_s(ring))
+        bandwidths.append(BUFFER_BYTES / time_slowest_rank(ring))
         for (before, after), heuristics in itertools.product(itertools.permutations(STRATEGIES, 2), (True, False)):
             model = models[heuristics]
             with planned(heuristics):
                 for what in ("weights", "weights and gradients"):
                     model.switch_to(before, gradients=False)
                     parameters = [one for layer in model.stage_layers.values() for one in layer.parameters()]
-                    for one in parameters if what != "weights" else ():
-                        one.grad = torch.ones_like(one)
+                    for parameter in parameters if what != "weights" else ():
+                        parameter.grad = torch.ones_like(parameter)
                     switch = partial(model.switch_to, after, gradients=what != "weights")
-                    own = slowest_rank_s(switch)
-                    for one in (*model.parameters(), *parameters):
-                        one.grad = None
+                    switch_s = time_slowest_rank(switch)
+                    for parameter in (*model.parameters(), *parameters):
+                        parameter.grad = None
                     if repeat:  # the first one plans, and warms up
-                        seconds.setdefault((what, heuristics), {}).setdefault((before, after), []).append(own)
+                        seconds.setdefault((what, heuristics), {}).setdefault((before, after), []).append(switch_s)
     tensors, num_layers = models[True].tensors, models[True].num_layers
     links = LinkSpeeds(*[statistics.median(bandwidths)] * 2)
-    layouts = {one: one.layout(tensors, 4, num_layers) for one in STRATEGIES}
+    layouts = {strategy: strategy.layout(tensors, 4, num_layers) for strategy in STRATEGIES}
     volumes = {
         heuristics: {
             (before, after): plan_weights(
@@ -106,7 +106,7 @@ def main() -> None:
         key: {pair: statistics.median(values) for pair, values in matrix.items()} for key, matrix in seconds.items()
     }
     if dist.get_rank() == 0:
-        size = sum(one.num_bytes for one in tensors)
+        size = sum(tensor.num_bytes for tensor in tensors)
         show(medians, volumes, f"{size / 1e6:.0f} MB of weights, {links.within_bytes_per_s / 1e9:.2f} GB/s a rank")
         save(
             "strategy_switches",
@@ -120,10 +120,10 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def show(medians: dict[tuple[str, bool], Matrix], volumes: dict[bool, Matrix], told: str) -> None:
+def show(medians: dict[tuple[str, bool], Matrix], volumes: dict[bool, Matrix], machine_in_words: str) -> None:
     """Every matrix as a table, and what the heuristics bring."""
     console = Console(width=140)
-    console.print(machine(), told)
+    console.print(machine(), machine_in_words)
     weights = {heuristics: medians["weights", heuristics] for heuristics in (True, False)}
     matrices = {
         "weights, with the heuristics, ms (bytes / bandwidth)": (weights[True], volumes[True]),

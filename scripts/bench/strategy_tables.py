@@ -106,21 +106,21 @@ def simulated(
 ) -> tuple[dict[str, StepForecast], dict[str, Any]]:
     """Forecasts of the static strategy, C1 to C3 and what the search finds; what there is to say of the lengths."""
     sample = mini_batches(data, num_batches, cost, pack)
-    found = {"Static": in_best_home(ranges_of(STATIC), sample, cost, pack, limit)}
+    forecasts = {"Static": in_best_home(ranges_of(STATIC), sample, cost, pack, limit)}
     for name, combination in COMBINATIONS.items():
-        found[name] = in_best_home(ranges_of(combination), sample, cost, pack, limit)
+        forecasts[name] = in_best_home(ranges_of(combination), sample, cost, pack, limit)
     began = time.perf_counter()
     result = searched(sample, cost, pack, limit)
     drawn = np.concatenate(sample)
     tokens = np.bincount(np.searchsorted(EDGES, drawn), weights=drawn)
-    told = {
+    lengths_in_numbers = {
         "token_shares": (tokens / tokens.sum()).round(4).tolist(),
         "tokens": float(tokens.sum()) / len(sample),
         "sequences": len(drawn) / len(sample),
         "search_s": time.perf_counter() - began,
         "num_visited": result.num_visited,
     }
-    return found | {"best static": result.static, "searched": result.best}, told
+    return forecasts | {"best static": result.static, "searched": result.best}, lengths_in_numbers
 
 
 def row_of(up_to: int, forecast: StepForecast) -> int | None:
@@ -129,32 +129,33 @@ def row_of(up_to: int, forecast: StepForecast) -> int | None:
     return ends.index(up_to) if up_to in ends else None
 
 
-def table_of(title: str, data: str, found: dict[str, StepForecast], shares: Sequence[float]) -> Table:
-    table = Table("", *found, title=title, title_justify="left")
+def table_of(title: str, data: str, forecasts: dict[str, StepForecast], shares: Sequence[float]) -> Table:
+    table = Table("", *forecasts, title=title, title_justify="left")
     static = PAPER_STATIC[data]
 
     def paper(seconds: float | None) -> str:
         return "" if seconds is None else f" [dim]({seconds:g})[/dim]"
 
     for number, up_to in enumerate(EDGES):
-        cells = [f"{found['Static'].range_s[0] * shares[number]:.1f}{paper(static[number])}"]
-        for name in list(found)[1:]:
-            place = row_of(up_to, found[name])
+        cells = [f"{forecasts['Static'].range_s[0] * shares[number]:.1f}{paper(static[number])}"]
+        for name in list(forecasts)[1:]:
+            place = row_of(up_to, forecasts[name])
             figures = PAPER[data][name][0] if name in COMBINATIONS else None
-            told = paper(figures[place]) if figures and place is not None else ""
-            own = found[name].ranges[place].strategy if place is not None and not figures else ""
-            cells.append("" if place is None else f"{found[name].range_s[place]:.1f}{told} {own}".rstrip())
+            paper_s = paper(figures[place]) if figures and place is not None else ""
+            strategy = forecasts[name].ranges[place].strategy if place is not None and not figures else ""
+            cells.append("" if place is None else f"{forecasts[name].range_s[place]:.1f}{paper_s} {strategy}".rstrip())
         table.add_row(f"to {up_to // K}K", *cells)
-    others = [paper(PAPER[data][name][1]) if name in COMBINATIONS else "" for name in found]
-    own_others = [one.switch_s + one.reduction_s for one in found.values()]
-    table.add_row("Others", *(f"{own:.2f}{told}" for own, told in zip(own_others, others, strict=True)))
-    totals = [PAPER[data][name][2] if name in COMBINATIONS else None for name in found]
+    others = [paper(PAPER[data][name][1]) if name in COMBINATIONS else "" for name in forecasts]
+    others_s = [one.switch_s + one.reduction_s for one in forecasts.values()]
+    table.add_row("Others", *(f"{seconds:.2f}{beside}" for seconds, beside in zip(others_s, others, strict=True)))
+    totals = [PAPER[data][name][2] if name in COMBINATIONS else None for name in forecasts]
     totals[0] = sum(static)
-    table.add_row("Total", *(f"{one.step_s:.1f}{paper(own)}" for one, own in zip(found.values(), totals, strict=True)))
-    gains = [f"{found['Static'].step_s / one.step_s:.2f}×" for one in found.values()]
-    told = ["" if own is None else f" [dim]({sum(static) / own:.2f}×)[/dim]" for own in totals]
-    table.add_row("speedup", *(f"{one}{own}" for one, own in zip(gains, told, strict=True)))
-    table.add_row("home", *(str(one.home) for one in found.values()))
+    pairs = zip(forecasts.values(), totals, strict=True)
+    table.add_row("Total", *(f"{forecast.step_s:.1f}{paper(total)}" for forecast, total in pairs))
+    gains = [f"{forecasts['Static'].step_s / one.step_s:.2f}×" for one in forecasts.values()]
+    paper_gains = ["" if total is None else f" [dim]({sum(static) / total:.2f}×)[/dim]" for total in totals]
+    table.add_row("speedup", *(f"{gain}{beside}" for gain, beside in zip(gains, paper_gains, strict=True)))
+    table.add_row("home", *(str(one.home) for one in forecasts.values()))
     return table
 
 
@@ -172,21 +173,23 @@ def main() -> None:
         cost = llama_cost_model(LLAMA_32B, cluster, (1, 2, 4, 8, 16, 32))
         for pack in options.packs:
             for data in PAPER:
-                found, told = simulated(data, cost, PACKS[pack], options.memory * 1e9, options.batches)
+                limit = options.memory * 1e9
+                by_name, lengths_in_numbers = simulated(data, cost, PACKS[pack], limit, options.batches)
                 title = f"{data}, {pack}, {between:g} GB/s between nodes; seconds, in brackets the slides' figures"
-                console.print(table_of(title, data, found, told["token_shares"]))
-                console.print({key: value for key, value in told.items()})
+                console.print(table_of(title, data, by_name, lengths_in_numbers["token_shares"]))
+                console.print({key: value for key, value in lengths_in_numbers.items()})
                 forecasts = {
                     name: {
-                        "ranges": [own.as_dict() for own in one.ranges],
-                        "home": one.home.as_dict(),
-                        "range_s": one.range_s,
-                        "others_s": one.switch_s + one.reduction_s,
-                        "step_s": one.step_s,
+                        "ranges": [own.as_dict() for own in forecast.ranges],
+                        "home": forecast.home.as_dict(),
+                        "range_s": forecast.range_s,
+                        "others_s": forecast.switch_s + forecast.reduction_s,
+                        "step_s": forecast.step_s,
                     }
-                    for name, one in found.items()
+                    for name, forecast in by_name.items()
                 }
-                rows.append({"data": data, "pack": pack, "between_gb_per_s": between, **told, "forecasts": forecasts})
+                row = {"data": data, "pack": pack, "between_gb_per_s": between}
+                rows.append({**row, **lengths_in_numbers, "forecasts": forecasts})
     save("strategy_tables", {"efficiency": options.efficiency, "memory_gb": options.memory, "rows": rows})
 
 

@@ -43,8 +43,8 @@ def switch_seconds(links: LinkSpeeds) -> list[dict[str, Any]]:
     """Every switch between two different strategies on 32 devices."""
     tensors = llama_tensors(LLAMA_32B)
     nodes = [rank // NODE for rank in range(32)]
-    layouts = {one: Strategy(*one).layout(tensors, 32, LLAMA_32B.num_layers) for one in STRATEGIES}
-    found = []
+    layouts = {degrees: Strategy(*degrees).layout(tensors, 32, LLAMA_32B.num_layers) for degrees in STRATEGIES}
+    rows = []
     for before, after in itertools.permutations(STRATEGIES, 2):
         case = (layouts[before], layouts[after], tensors, nodes)
         row: dict[str, Any] = {"before": before, "after": after, "lower bound": lower_bound(*case, links)}
@@ -53,10 +53,10 @@ def switch_seconds(links: LinkSpeeds) -> list[dict[str, Any]]:
                 plan = planner(*case, heuristics=heuristics)
                 row[name + kind] = plan.seconds(links)
                 row[f"{name}{kind} sent GB"] = [
-                    one.max() / 1e9 for one in (plan.sent_within, plan.sent_between, plan.received_between)
+                    num_bytes.max() / 1e9 for num_bytes in (plan.sent_within, plan.sent_between, plan.received_between)
                 ]
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 def matrix(title: str, rows: Sequence[dict[str, Any]], cell: Callable[[dict[str, Any]], str]) -> Table:
@@ -69,10 +69,10 @@ def matrix(title: str, rows: Sequence[dict[str, Any]], cell: Callable[[dict[str,
 
 
 def against_baseline(row: dict[str, Any], name: str) -> str:
-    own, baseline = row[name], row[f"{name} baseline"]
-    if not own:
+    planned, baseline = row[name], row[f"{name} baseline"]
+    if not planned:
         return f"0 : {baseline:.3f}" if baseline else "0 : 0"
-    return f"{own:.3f} : {baseline:.3f} ({baseline / own:.1f}×)"
+    return f"{planned:.3f} : {baseline:.3f} ({baseline / planned:.1f}×)"
 
 
 def against_bound(row: dict[str, Any]) -> str:
@@ -89,9 +89,9 @@ def seconds_to_plan(
 
     def timed(name: str, action: Callable[[], Any]) -> Any:
         began = time.process_time()
-        found = action()
+        result = action()
         clocks.setdefault(name, []).append(time.process_time() - began)
-        return found
+        return result
 
     num_layers = tensors[-1].layer + 1
     strategies = Strategy(*before), Strategy(*after)
@@ -110,10 +110,10 @@ def seconds_to_plan(
 def of_different_sizes(tensors: Sequence[TensorSpec]) -> list[TensorSpec]:
     """No two tensors are equally large: none can be planned together with another."""
     wider = []
-    for number, one in enumerate(tensors):
-        dim = len(one.shape) - 1 if one.division is None or one.division.dim == 0 else 0
-        shape = [size + number * (place == dim) for place, size in enumerate(one.shape)]
-        wider.append(dataclasses.replace(one, shape=tuple(shape)))
+    for number, tensor in enumerate(tensors):
+        dim = len(tensor.shape) - 1 if tensor.division is None or tensor.division.dim == 0 else 0
+        shape = [size + number * (place == dim) for place, size in enumerate(tensor.shape)]
+        wider.append(dataclasses.replace(tensor, shape=tuple(shape)))
     return wider
 
 

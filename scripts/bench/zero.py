@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import zeroresize as zr
 from scripts.bench.colossalai_ranks import ColossalAIRanks
-from scripts.bench.common import interval_of_ratio, of_every_rank, save
+from scripts.bench.common import gather_from_ranks, interval_of_ratio, save
 from vit_examples.config import ModelConfig
 
 STRAGGLER = 1
@@ -129,7 +129,7 @@ def report(
 
 def predicted_floor_s(bench: ClosedLoopBench) -> float:
     """Busy seconds of the straggler at its cheapest ratio, by the measured cost of pruning; collectives come on top."""
-    return of_every_rank(bench.balancer.metrics()["balance/least_busy_s"])[STRAGGLER]
+    return gather_from_ranks(bench.balancer.metrics()["balance/least_busy_s"])[STRAGGLER]
 
 
 def main() -> None:

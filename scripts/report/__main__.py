@@ -38,10 +38,10 @@ def write_comparison(path: Path, runs: Sequence[NamedRun], left_out: Sequence[st
     """
     console = Console(stderr=True)
     drawn, sections, left_out = [], [], list(left_out)
-    for one in track(runs, "drawing", console=console, disable=not console.is_terminal):
+    for named in track(runs, "drawing", console=console, disable=not console.is_terminal):
         try:
-            sections.append(_section(one.name, one.run, folder / one.name))
-            drawn.append(one)
+            sections.append(_section(named.name, named.run, folder / named.name))
+            drawn.append(named)
         except ValueError as error:
             left_out.append(str(error))
     if not drawn:

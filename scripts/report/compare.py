@@ -50,19 +50,19 @@ def references_of(runs: Sequence[NamedRun], run: NamedRun) -> list[NamedRun]:
 def comparison_rows(runs: Sequence[NamedRun]) -> list[list[str]]:
     """One row a run, as ``HEADINGS`` say."""
     rows = []
-    for one in runs:
-        speed = one.run.speed()
-        references = [reference.run.speed()["step_ms"] for reference in references_of(runs, one)]
+    for named in runs:
+        speed = named.run.speed()
+        references = [reference.run.speed()["step_ms"] for reference in references_of(runs, named)]
         ratio = statistics.fmean(references) / speed["step_ms"] if references else float("nan")
-        accuracy = one.run.summary.get("test_accuracy")
+        accuracy = named.run.summary.get("test_accuracy")
         rows.append(
             [
-                one.name,
-                str(one.run.num_steps) if one.run.has_ended else f"{one.run.num_steps}, not ended",
+                named.name,
+                str(named.run.num_steps) if named.run.has_ended else f"{named.run.num_steps}, not ended",
                 *(_number(speed[name], ".1f") for name in ("step_ms", "mean_step_ms")),
                 _number(ratio, ".2f", "×"),
                 _number(100 * accuracy, ".1f", " %") if isinstance(accuracy, int | float) else "–",
-                *(f"{one.run.most_by_a_rank(name):.2f}" for name in ("moved", "lent", "pruned")),
+                *(f"{named.run.most_by_a_rank(name):.2f}" for name in ("moved", "lent", "pruned")),
             ]
         )
     return rows
@@ -80,27 +80,27 @@ def compared_with(runs: Sequence[NamedRun]) -> str:
     )
 
 
-def _settings(one: NamedRun, *, with_stragglers: bool) -> str:
+def _settings(named: NamedRun, *, with_stragglers: bool) -> str:
     """What a step takes its time by, but for balancing; runs whose settings are not told are like each other."""
     left_out = (*_SECTIONS_MAY_DIFFER, *(() if with_stragglers else ("straggler",)))
-    told = {
-        name: _without(section_of(one.run.config, name), name) or value
-        for name, value in one.run.config.items()
+    settings = {
+        name: _without(section_of(named.run.config, name), name) or value
+        for name, value in named.run.config.items()
         if name not in left_out and name not in _MAY_DIFFER
     }
-    return repr((sorted(told.items(), key=str), one.run.summary.get("ranks", len(one.run.records))))
+    return repr((sorted(settings.items(), key=str), named.run.summary.get("ranks", len(named.run.records))))
 
 
 def _without(section: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
     return sorted((key, value) for key, value in section.items() if f"{name}.{key}" not in _MAY_DIFFER)
 
 
-def _is_like(one: NamedRun, other: NamedRun, *, with_stragglers: bool) -> bool:
-    return _settings(one, with_stragglers=with_stragglers) == _settings(other, with_stragglers=with_stragglers)
+def _is_like(run: NamedRun, other: NamedRun, *, with_stragglers: bool) -> bool:
+    return _settings(run, with_stragglers=with_stragglers) == _settings(other, with_stragglers=with_stragglers)
 
 
-def _seed(one: NamedRun) -> Any:
-    return section_of(one.run.config, "training").get("seed")
+def _seed(named: NamedRun) -> Any:
+    return section_of(named.run.config, "training").get("seed")
 
 
 def _number(value: float, form: str, unit: str = "") -> str:

@@ -37,12 +37,12 @@ _DAMAGES = (
 
 def files_of_ranks(folder: Path, kind: str, ending: str) -> dict[int, Path]:
     """``<kind>-rank<r>.<ending>`` in a folder, by rank; what is called otherwise, as a copy, is none of them."""
-    found = {
+    files = {
         int(match[1]): file
         for file in folder.glob(f"{kind}-rank*.{ending}")
         if (match := re.fullmatch(rf"{kind}-rank([0-9]{{1,6}})\.{ending}", file.name))
     }
-    return dict(sorted(found.items()))
+    return dict(sorted(files.items()))
 
 
 def read_records(file: Path) -> list[dict[str, Any]]:
@@ -64,8 +64,8 @@ def read_records(file: Path) -> list[dict[str, Any]]:
                 f"{', '.join(wrong)}"
             )
         if not all(re.fullmatch("[0-9]{1,6}", receiver) for receiver in record["lent_to"]):
-            found = reprlib.repr(list(record["lent_to"]))
-            raise ValueError(f"{file}, line {number}: expected ranks in lent_to, found {found}")
+            receivers = reprlib.repr(list(record["lent_to"]))
+            raise ValueError(f"{file}, line {number}: expected ranks in lent_to, found {receivers}")
         _check_step(file, number, record["step"], least)
         least = record["step"] + 1
         record["owned"] = round(record["owned"], _DECIMALS)

@@ -57,18 +57,18 @@ def gain_of(run: RunFolder) -> Gain | str:
     kinds, slowest_s = _kinds_of_steps(run), run.slowest_at_full_work()
     if not (kinds == _BALANCED).any() and (kinds == _FULL).any():
         return "nothing: no plan that moved, lent or pruned was in force"
-    found: dict[int, list[TimedSteps]] = {_UNKNOWN: [], _FULL: [], _BALANCED: []}
+    by_kind: dict[int, list[TimedSteps]] = {_UNKNOWN: [], _FULL: [], _BALANCED: []}
     slow_s: dict[TimedSteps, float] = {}
     for timed in run.timed:
         steps, kind = slice(timed.begin, timed.end), kinds[timed.begin]
         is_settled = timed.begin - timed.from_step >= WARM_UP
         if timed.seconds is not None and is_settled and (kinds[steps] == kind).all():
             slow_s[timed] = float(slowest_s[steps].mean())
-            found[kind].append(timed)
-    known_s = [seconds for timed in found[_BALANCED] if not np.isnan(seconds := slow_s[timed])]
+            by_kind[kind].append(timed)
+    known_s = [seconds for timed in by_kind[_BALANCED] if not np.isnan(seconds := slow_s[timed])]
     usual_s = float(np.median(known_s)) if known_s else np.nan
     full, balanced = (
-        [timed for timed in found[kind] if abs(slow_s[timed] / usual_s - 1) <= ALIKE] for kind in (_FULL, _BALANCED)
+        [timed for timed in by_kind[kind] if abs(slow_s[timed] / usual_s - 1) <= ALIKE] for kind in (_FULL, _BALANCED)
     )
     if min(num_steps(full), num_steps(balanced)) < _FEWEST:
         return (
@@ -91,8 +91,8 @@ def gain_rows(run: RunFolder) -> list[tuple[str, str]]:
         )
     ]
     interval = gain.interval()
-    told = f" ({interval[0]:.2f} to {interval[1]:.2f}: 95 % by bootstrap)" if interval else ""
-    return [*rows, ("without balancing steps took", f"{gain.ratio:.2f} times as long{told}")]
+    interval_in_words = f" ({interval[0]:.2f} to {interval[1]:.2f}: 95 % by bootstrap)" if interval else ""
+    return [*rows, ("without balancing steps took", f"{gain.ratio:.2f} times as long{interval_in_words}")]
 
 
 def median_s(timed: Sequence[TimedSteps]) -> float:

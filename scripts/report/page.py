@@ -157,22 +157,22 @@ def fact_rows(run: RunFolder) -> list[tuple[str, str]]:
     speed, (fewest, most) = run.speed(), run.left_out_steps()
     how_many = "step" if most == 1 else f"{most} steps" if fewest == most else f"{fewest} to {most} steps"
     without = f", without the first {how_many} of a start" if most else ""
-    told = [
+    rows = [
         (f"{name} step, ms{without}", f"{speed[key]:.4g}")
         for key, name in (("mean_step_ms", "mean"), ("step_ms", "median"))
         if np.isfinite(speed[key])
     ]
     for name, label in SUMMARY_LABELS.items():
         if (value := run.summary.get(name)) is not None:
-            told.append((label, f"{value:.4g}" if isinstance(value, float) else str(value)))
+            rows.append((label, f"{value:.4g}" if isinstance(value, float) else str(value)))
     if not run.has_ended:
-        told.append(("state", "the run has not ended"))
+        rows.append(("state", "the run has not ended"))
     straggler, balance = section_of(run.config, "straggler"), section_of(run.config, "balance")
     if straggler.get("kind", "none") != "none":
-        told += [(f"straggler.{name}", str(straggler.get(name))) for name in ("kind", "schedule", "chi")]
+        rows += [(f"straggler.{name}", str(straggler.get(name))) for name in ("kind", "schedule", "chi")]
     names = ("mode", "ratio", "priority", "target")
-    told += [(f"balance.{name}", str(balance[name])) for name in names if name in balance]
-    return told + loan_rows(run)
+    rows += [(f"balance.{name}", str(balance[name])) for name in names if name in balance]
+    return rows + loan_rows(run)
 
 
 def loan_rows(run: RunFolder) -> list[tuple[str, str]]:
@@ -194,11 +194,11 @@ def loan_rows(run: RunFolder) -> list[tuple[str, str]]:
 def move_rows(moves: Sequence[Moves]) -> list[list[str]]:
     """One row for all that changed hands by an update, as ``MOVE_HEADINGS`` say; of very many the first ones."""
     rows = [
-        [str(one.step), _changes_in_words(one), f"{one.num_bytes / 1e6:.3g}", f"{one.seconds:.2g}"]
-        for one in moves[:MOST_MOVES]
+        [str(move.step), _changes_in_words(move), f"{move.num_bytes / 1e6:.3g}", f"{move.seconds:.2g}"]
+        for move in moves[:MOST_MOVES]
     ]
     if left := moves[MOST_MOVES:]:
-        num_bytes, seconds = sum(one.num_bytes for one in left), sum(one.seconds for one in left)
+        num_bytes, seconds = sum(move.num_bytes for move in left), sum(move.seconds for move in left)
         rows.append(["later", f"{len(left)} more moves", f"{num_bytes / 1e6:.3g}", f"{seconds:.2g}"])
     return rows
 
@@ -207,12 +207,12 @@ def _changes_in_words(moves: Moves) -> str:
     if not moves.changes:
         return "nothing in the end: home and back for a checkpoint, or away again after a resume"
     most = sorted(moves.changes, key=lambda rank: -sum(map(abs, moves.changes[rank].values())))[:MOST_RANKS_OF_A_MOVE]
-    told = [
+    changes = [
         f"rank {rank}: " + ", ".join(f"{number:+d} {kind}" for kind, number in moves.changes[rank].items())
         for rank in sorted(most)
     ]
     others = len(moves.changes) - len(most)
-    return "; ".join([*told, *([f"less of {others} other ranks"] if others else [])]).replace("-", "−")
+    return "; ".join([*changes, *([f"less of {others} other ranks"] if others else [])]).replace("-", "−")
 
 
 def _with_anything(rows: list[list[str]]) -> list[list[str]]:

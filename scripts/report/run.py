@@ -83,16 +83,16 @@ class RunFolder:
         timed = timed_steps(lines)
         num_steps = _num_steps(timed, records)
         is_of_all = isinstance(summary, dict) and (not timed or summary.get("steps", num_steps) == num_steps)
-        told = summary if isinstance(summary, dict) and is_of_all else {}
+        whole_summary = summary if isinstance(summary, dict) and is_of_all else {}
         return cls(
             path=path,
             timed=timed,
             logged=[(line["step"] + 1, _or_nan(line["step_s"])) for line in lines if line["kind"] == "step"],
             records=records,
             columns={rank: found for rank, found in columns.items() if not isinstance(found, str)},
-            summary=told,
-            config=section_of(told, "config") or (config if isinstance(config, dict) else {}),
-            has_ended=bool(told) or isinstance(summary, str),
+            summary=whole_summary,
+            config=section_of(whole_summary, "config") or (config if isinstance(config, dict) else {}),
+            has_ended=bool(whole_summary) or isinstance(summary, str),
             left_out=tuple(found for found in (*columns.values(), summary, config) if isinstance(found, str)),
         )
 
@@ -109,8 +109,8 @@ class RunFolder:
     @property
     def settle_steps(self) -> int:
         """First steps of each start that do not count in the speed of the run, where it is long enough."""
-        told = section_of(self.config, "output").get("settle_steps")
-        return told if isinstance(told, int) else OutputConfig.settle_steps
+        settle_steps = section_of(self.config, "output").get("settle_steps")
+        return settle_steps if isinstance(settle_steps, int) else OutputConfig.settle_steps
 
     def left_out_steps(self) -> tuple[int, int]:
         """The fewest and the most first steps of a start that do not count in the speed: at most half of its steps."""
@@ -123,9 +123,9 @@ class RunFolder:
         Of a run that goes on they are of the steps that it has told so far.
         """
         names = ("step_ms", "mean_step_ms")
-        told = {name: self.summary.get(name) for name in names}
-        if all(isinstance(value, int | float) and value > 0 for value in told.values()):
-            return {name: float(value) for name, value in told.items()}
+        speeds = {name: self.summary.get(name) for name in names}
+        if all(isinstance(value, int | float) and value > 0 for value in speeds.values()):
+            return {name: float(value) for name, value in speeds.items()}
         so_far = timing(seconds_by_process(self.timed), settle_steps=self.settle_steps, batch_size=1, steps_per_epoch=1)
         return {name: so_far[name] for name in names}
 
@@ -201,19 +201,19 @@ class RunFolder:
 
     def moves(self) -> list[Moves]:
         """What changed hands by each update at which something did."""
-        found: dict[int, Moves] = {}
+        by_step: dict[int, Moves] = {}
         for rank, records in self.records.items():
             for before, record in zip([None, *records], records, strict=False):
                 if not record["moved_bytes"]:
                     continue
-                one = found.setdefault(record["step"], Moves(record["step"]))
-                one.num_bytes += record["moved_bytes"] // 2  # each transfer counts on the rank that sends and receives
-                one.seconds = max(one.seconds, record["moving_s"])
+                moves = by_step.setdefault(record["step"], Moves(record["step"]))
+                moves.num_bytes += record["moved_bytes"] // 2  # a transfer counts on the rank that sends and receives
+                moves.seconds = max(moves.seconds, record["moving_s"])
                 had = before["units"] if before is not None else {}
                 change = {kind: now - had[kind] for kind, now in record["units"].items() if now != had.get(kind, now)}
                 if change:
-                    one.changes[rank] = change
-        return [found[step] for step in sorted(found)]
+                    moves.changes[rank] = change
+        return [by_step[step] for step in sorted(by_step)]
 
     def loans(self) -> list[tuple[int, int]]:
         """Owner and receiver of all that was ever lent."""

@@ -95,18 +95,20 @@ def read_periods(path: Path) -> list[Period]:
 
 def table_of(periods: Sequence[Period]) -> str:
     """Markdown."""
-    most = max(len(one.boundaries) - 1 for one in periods)
+    most = max(len(period.boundaries) - 1 for period in periods)
     rows = [
         ["from step", *(f"stage {stage}" for stage in range(most)), *HEADINGS],
         ["---:"] * (1 + most + len(HEADINGS)),
     ]
-    for one in periods:
-        layers = [_named(begin, end) for begin, end in itertools.pairwise(one.boundaries)]
-        moved = "" if one.move is None else f"{one.move['moved_bytes'] / 1e6:.1f} MB, {one.move['seconds']:.2f} s"
-        step_s, imbalance, bubbles, simulated = map(one.usual, _NUMBERS)
+    for period in periods:
+        layers = [_named(begin, end) for begin, end in itertools.pairwise(period.boundaries)]
+        moved = (
+            "" if period.move is None else f"{period.move['moved_bytes'] / 1e6:.1f} MB, {period.move['seconds']:.2f} s"
+        )
+        step_s, imbalance, bubbles, simulated = map(period.usual, _NUMBERS)
         rows.append(
             [
-                str(one.begin),
+                str(period.begin),
                 *layers,
                 *[""] * (most - len(layers)),
                 f"{1e3 * step_s:.0f} ms",
@@ -138,8 +140,8 @@ def picture_of(periods: Sequence[Period]) -> Figure:
     layers.yaxis.set_major_locator(MaxNLocator(integer=True))
     steps = [one.step for one in profiles]
     for stage in range(num_stages):
-        own = [one.stage_s[stage] if stage < len(one.stage_s) else np.nan for one in profiles]
-        seconds.plot(steps, 1e3 * np.array(own), ".-", color=mesh.cmap(stage), label=f"stage {stage}")
+        seconds_of_stage = [one.stage_s[stage] if stage < len(one.stage_s) else np.nan for one in profiles]
+        seconds.plot(steps, 1e3 * np.array(seconds_of_stage), ".-", color=mesh.cmap(stage), label=f"stage {stage}")
     seconds.plot(steps, [1e3 * one.step_s for one in profiles], "k.-", label="step")
     seconds.set(ylabel="computing, ms")
     seconds.set_ylim(bottom=0)

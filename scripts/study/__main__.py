@@ -24,7 +24,14 @@ from rich.console import Console
 
 from scripts.study.grid import Cell, Study, read_study
 from scripts.study.progress import StudyProgress
-from scripts.study.table import all_rows, known_rows, only_writer, require_own_checkpoints, results_table, write_csv
+from scripts.study.table import (
+    all_rows,
+    known_rows,
+    only_writer,
+    require_checkpoints_of_cells,
+    results_table,
+    write_csv,
+)
 from vit_examples.launch import started, train_command
 from vit_examples.run_folder import empty
 
@@ -84,7 +91,7 @@ def run_study(study: Study, table: Path, console: Console) -> list[str]:
         for path in (table, *{cell.folder.parent.parent for cell in study.cells}):
             held.enter_context(only_writer(path))
         rows = known_rows(study, table)
-        require_own_checkpoints(study, rows)
+        require_checkpoints_of_cells(study, rows)
         for cell in study.cells:
             if cell.row() is not None:  # and the study was killed before it deleted them
                 shutil.rmtree(cell.checkpoint_folder, ignore_errors=True)
@@ -133,7 +140,7 @@ def main() -> None:
     try:
         rows = known_rows(study, table)
         if arguments.dry_run:
-            require_own_checkpoints(study, rows)
+            require_checkpoints_of_cells(study, rows)
             for cell in study.cells:
                 state = "done" if cell.key in rows else "to do"
                 console.print(f"{state}  {cell.name}, seed {cell.seed}", highlight=False)

@@ -25,7 +25,7 @@ from zeroresize.utils.value_checks import at_least, known_keys
 from zeroresize.utils.yaml_values import read_yaml
 
 #: What the study itself sets, of every run.
-_OWN_KEYS = ("training.seed", "balance.seed", "output.folder")
+_STUDY_KEYS = ("training.seed", "balance.seed", "output.folder")
 #: Bytes of a folder's name that every file system allows.
 _LONGEST_NAME = 240
 GRID_KEYS = ("config", "ranks", "seeds", "shared", "cells")
@@ -76,7 +76,7 @@ class Cell:
         return newest_checkpoint(self.checkpoint_folder)
 
     @property
-    def told(self) -> tuple[str, str]:
+    def settings_and_base(self) -> tuple[str, str]:
         """The settings and the base of the run in its folder; empty where they are not told."""
         settings, base = (_text_of(file) if file.is_file() else "" for file in (self.settings_file, self.base_file))
         return settings, base
@@ -84,7 +84,7 @@ class Cell:
     def can_go_on(self, base: str) -> bool:
         """Whether there is a checkpoint of a run of these settings and this base that has epochs left."""
         newest = self.checkpoint
-        return newest is not None and self.told == (self.settings, base) and epoch_of(newest) < self.epochs
+        return newest is not None and self.settings_and_base == (self.settings, base) and epoch_of(newest) < self.epochs
 
     def row(self) -> dict[str, Any] | None:
         """One flat row with the commit, versions, settings and base that it ran with, if the run is finished.
@@ -92,7 +92,7 @@ class Cell:
         Raises:
             ValueError: naming the file, if ``summary.json`` is of something else than a run.
         """
-        settings, base = self.told
+        settings, base = self.settings_and_base
         try:
             summary = json.loads(self.summary_file.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):  # there is none, or no whole one
@@ -137,11 +137,11 @@ def read_study(
         ValueError: naming the file and the key or cell that is wrong, or two cells that would have one folder.
     """
     document = _read_grid(path)
-    own_cells = document["cells"]
-    if isinstance(own_cells, str):
-        own_cells = _read_grid(path.with_name(own_cells))["cells"]
-    if not isinstance(own_cells, Mapping):
-        raise ValueError(f"{path}: 'cells' must be a mapping, or the name of a grid that has one; got {own_cells!r}")
+    grid_cells = document["cells"]
+    if isinstance(grid_cells, str):
+        grid_cells = _read_grid(path.with_name(grid_cells))["cells"]
+    if not isinstance(grid_cells, Mapping):
+        raise ValueError(f"{path}: 'cells' must be a mapping, or the name of a grid that has one; got {grid_cells!r}")
     named = ([Path(config).stem] if config is not None else []) + ([f"{ranks}ranks"] if ranks is not None else [])
     name = "-".join([path.stem, *named])
     changed = dict(map(parse_override, changes))
@@ -149,21 +149,21 @@ def read_study(
     common = {**document.get("shared", {}), **changed}
     idle: set[str] | None = None
     cells: dict[Path, Cell] = {}
-    for cell in own_cells:
+    for cell in grid_cells:
         require_name(path, cell)
     for seed in document.get("seeds", [0]):
-        for cell, own in own_cells.items():
+        for cell, changes_of_cell in grid_cells.items():
             folder = output / name / slug(cell) / f"seed{seed}"
-            own_settings = dict(own or {})
-            own_ranks = own_settings.pop("ranks", document.get("ranks", 2))
-            num_ranks = own_ranks if ranks is None else ranks
-            settings = {**document.get("shared", {}), **own_settings, **changed}
-            if taken := [key for key in _OWN_KEYS if key in settings]:
+            cell_settings = dict(changes_of_cell or {})
+            cell_ranks = cell_settings.pop("ranks", document.get("ranks", 2))
+            num_ranks = cell_ranks if ranks is None else ranks
+            settings = {**document.get("shared", {}), **cell_settings, **changed}
+            if taken := [key for key in _STUDY_KEYS if key in settings]:
                 raise ValueError(f"{path}, cell {cell!r}: {taken} are set by the study itself, by 'seeds' and --output")
-            values = {**settings, **dict(zip(_OWN_KEYS, (seed, seed, str(folder)), strict=True))}
-            own_idle = _without_effect(config, values) & (common.keys() - own_settings.keys())
-            idle = own_idle if idle is None else idle & own_idle
-            overrides = tuple(f"{key}={as_yaml(value)}" for key, value in values.items() if key not in own_idle)
+            values = {**settings, **dict(zip(_STUDY_KEYS, (seed, seed, str(folder)), strict=True))}
+            idle_in_cell = _without_effect(config, values) & (common.keys() - cell_settings.keys())
+            idle = idle_in_cell if idle is None else idle & idle_in_cell
+            overrides = tuple(f"{key}={as_yaml(value)}" for key, value in values.items() if key not in idle_in_cell)
             try:
                 at_least("ranks", num_ranks, 1)
                 run = load_config(config, overrides)
@@ -176,8 +176,8 @@ def read_study(
                     f"{path}: cell {cell!r}, seed {seed}, and cell {other.name!r}, seed {other.seed}, would both run "
                     f"in {folder}: call one of them differently"
                 )
-            told = as_yaml({"config": config, "ranks": num_ranks, **settings})
-            cells[folder] = Cell(cell, seed, told, overrides, num_ranks, run.training.epochs, folder)
+            in_one_line = as_yaml({"config": config, "ranks": num_ranks, **settings})
+            cells[folder] = Cell(cell, seed, in_one_line, overrides, num_ranks, run.training.epochs, folder)
     if idle:
         raise ValueError(f"{path}: {sorted(idle)} of 'shared' or --set have no effect in the mode of any cell")
     return Study(name, config, base_settings(config), tuple(cells.values()))

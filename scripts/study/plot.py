@@ -59,10 +59,10 @@ def read_points(table: Path, x: str, only: str = "") -> list[Point]:
         by_cell[row["cell"]].append(row)
     step_column, step_label = step_time(rows)
     points = []
-    for cell, own in by_cell.items():
+    for cell, rows in by_cell.items():
         values = {
-            f"{step_label}, ms": tuple(float(row[step_column]) for row in own if row.get(step_column)),
-            "test accuracy, %": tuple(100 * float(row["test_accuracy"]) for row in own if row["test_accuracy"]),
+            f"{step_label}, ms": tuple(float(row[step_column]) for row in rows if row.get(step_column)),
+            "test accuracy, %": tuple(100 * float(row["test_accuracy"]) for row in rows if row["test_accuracy"]),
         }
         points.append(Point(*place_of(cell, x), values))
     if all(point.x is None for point in points):
@@ -72,14 +72,14 @@ def read_points(table: Path, x: str, only: str = "") -> list[Point]:
 
 def place_of(cell: str, x: str) -> tuple[str, float | None]:
     """The line and the place on it that a cell's name tells."""
-    found = re.search(rf"\b{re.escape(x)}=([\d./]+)", cell)
-    if found is None:
+    match = re.search(rf"\b{re.escape(x)}=([\d./]+)", cell)
+    if match is None:
         return cell, None
-    line = f"{cell[: found.start()]}{cell[found.end() :]}"
+    line = f"{cell[: match.start()]}{cell[match.end() :]}"
     try:
-        place = float(Fraction(found[1]))
+        place = float(Fraction(match[1]))
     except (ValueError, ZeroDivisionError) as error:
-        raise ValueError(f"cell {cell!r}: {x}={found[1]} is no number") from error
+        raise ValueError(f"cell {cell!r}: {x}={match[1]} is no number") from error
     return re.sub(r"\s+", " ", line).strip(" ,"), place
 
 
@@ -104,10 +104,10 @@ def draw_quantity(axes: Axes, points: list[Point], quantity: str) -> None:
     """Lines with error bars, and lines across with a band."""
     for number, line in enumerate(dict.fromkeys(point.line for point in points)):
         color = f"C{number % 10}"
-        own = sorted((point.x, *summary(point.values[quantity])) for point in points
+        line_points = sorted((point.x, *summary(point.values[quantity])) for point in points
                      if point.line == line and point.x is not None and point.values[quantity])  # fmt: skip
-        if own:
-            places, means, spreads = zip(*own, strict=True)
+        if line_points:
+            places, means, spreads = zip(*line_points, strict=True)
             axes.errorbar(places, means, yerr=spreads, label=line, color=color, marker="o", capsize=3, linewidth=1.2)
             continue
         for point in points:

@@ -41,7 +41,7 @@ def known_rows(study: Study, table: Path) -> Rows:
     return known
 
 
-def require_own_checkpoints(study: Study, rows: Rows) -> None:
+def require_checkpoints_of_cells(study: Study, rows: Rows) -> None:
     """Check that no cell that is still to run (is not in ``rows``) would delete what a run of other settings left.
 
     Raises:
@@ -50,7 +50,7 @@ def require_own_checkpoints(study: Study, rows: Rows) -> None:
     others = {}
     for cell in study.cells:
         if cell.key not in rows and cell.checkpoint is not None:
-            settings, base = cell.told
+            settings, base = cell.settings_and_base
             if other := _difference(study, cell, settings or "not told", base or "not told"):
                 others[cell.folder] = other
     if others:
@@ -82,8 +82,8 @@ def all_rows(study: Study, table: Path) -> Rows:
     if table.exists():
         rows = {(row["cell"], row["seed"]): row for row in read_table(table, NEEDED_COLUMNS)}
     rows |= {cell.key: row for cell in study.cells if (row := cell.row()) is not None}
-    own = {cell.key: rows.pop(cell.key) for cell in study.cells if cell.key in rows}
-    return own | rows
+    finished = {cell.key: rows.pop(cell.key) for cell in study.cells if cell.key in rows}
+    return finished | rows
 
 
 def write_csv(rows: Mapping[tuple[str, str], dict[str, Any]], path: Path) -> None:
@@ -126,13 +126,13 @@ def results_table(study: Study, rows: Mapping[tuple[str, str], dict[str, Any]]) 
     for row in rows.values():
         by_cell.setdefault(row["cell"], []).append(row)
     first = None
-    for name, own in by_cell.items():
-        step_ms = [float(row[step_column]) for row in own if row.get(step_column)]
-        accuracy = [100 * float(row["test_accuracy"]) for row in own if row.get("test_accuracy") not in ("", None)]
+    for name, rows in by_cell.items():
+        step_ms = [float(row[step_column]) for row in rows if row.get(step_column)]
+        accuracy = [100 * float(row["test_accuracy"]) for row in rows if row.get("test_accuracy") not in ("", None)]
         mean = statistics.mean(accuracy) if accuracy else None
         first = mean if first is None else first
         difference = f"{mean - first:+.1f}" if mean is not None and first is not None else "-"
-        table.add_row(name, str(len(own)), _with_spread(step_ms, 0), _with_spread(accuracy, 1), difference)
+        table.add_row(name, str(len(rows)), _with_spread(step_ms, 0), _with_spread(accuracy, 1), difference)
     return table
 
 

@@ -45,6 +45,6 @@ def test_what_zero_drops_for_a_step_time_lies_between_what_was_measured():
 @pytest.mark.parametrize(("chis", "expected"), [([1.0, 1.0], 10.0), ([1.0, 3.0], 2.0 + 8.0 * 1.5), ([1, 2, 2], 14.0)])
 def test_the_bound_shares_products_out_by_speed(monkeypatch, chis, expected):
     """Of a homogeneous step of 10 s normal ranks multiply for 8; slow ones take longer for it, which is left out."""
-    monkeypatch.setattr(common, "of_every_rank", lambda own: [own * chi for chi in chis])
+    monkeypatch.setattr(common, "gather_from_ranks", lambda own: [own * chi for chi in chis])
     off = SimpleNamespace(metrics=lambda: {"balance/gemm_s": 8.0})
     assert common.work_conserving_bound_s(off, chis, 10.0) == pytest.approx(expected)

@@ -282,8 +282,8 @@ def test_checkpoints_of_other_settings_are_an_error_before_anything_runs(
     ]
     assert all(folder.is_dir() for folder in kept) and not fresh.folder.exists()
     elsewhere = study.read_study(grid, tmp_path / "elsewhere", changes=["training.epochs=1"])
-    study.require_own_checkpoints(elsewhere, {})
-    study.require_own_checkpoints(stopped, {})
+    study.require_checkpoints_of_cells(elsewhere, {})
+    study.require_checkpoints_of_cells(stopped, {})
 
 
 @pytest.mark.parametrize("is_told", [True, False], ids=["other", "not told"])
@@ -294,7 +294,7 @@ def test_a_checkpoint_of_another_base_is_an_error(
     before = base_of("training: {epochs: 2}\n", tmp_path)
     (cell,) = before.cells
     kept = checkpoint(cell, before.base)
-    study.require_own_checkpoints(before, {})
+    study.require_checkpoints_of_cells(before, {})
     after = base_of("training: {epochs: 3}\n", tmp_path) if is_told else before
     if not is_told:
         cell.base_file.unlink()
