@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_ranks, group_size, require_group, same_ranks
-from zeroresize.config.checks import checked_shares as checked_share_choice
+from zeroresize.config.checks import checked_share_choice
 from zeroresize.integrations.hosts import HostAdapter, host_of, known_kinds
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import Segment

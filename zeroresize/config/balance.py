@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zeroresize.config.checks import checked_ranks, checked_ratio, checked_shares
+from zeroresize.config.checks import checked_ranks, checked_ratio, checked_share_choice
 from zeroresize.config.document import balance_section
 from zeroresize.config.keys import (
     MIGRATING_MODES,
@@ -123,7 +123,7 @@ class BalanceConfig:
             at_least("iters_per_epoch", self.iters_per_epoch, 1)
         object.__setattr__(self, "paper", paper_config(self.paper))
         object.__setattr__(self, "ratio", checked_ratio(self.ratio, self.mode))
-        object.__setattr__(self, "shares", checked_shares(self.shares))
+        object.__setattr__(self, "shares", checked_share_choice(self.shares))
         object.__setattr__(self, "ranks", checked_ranks(self.ranks))
         if self.ranks != "stragglers" and self.ratio == "auto":
             raise ValueError(
@@ -190,7 +190,7 @@ class BalanceConfig:
         Raises:
             ValueError: if ``ranks`` names a rank outside the group, or ``shares`` are not one for each.
         """
-        checked_shares(self.shares, num_ranks)
+        checked_share_choice(self.shares, num_ranks)
         if isinstance(self.ranks, tuple):
             outside = [rank for rank in self.ranks if rank >= num_ranks]
             if outside:

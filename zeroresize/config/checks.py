@@ -28,7 +28,7 @@ def checked_ratio(ratio: Any, mode: str) -> str | float:
     return float(ratio)
 
 
-def checked_shares(shares: Any, num_ranks: int | None = None) -> str | tuple[float, ...]:
+def checked_share_choice(shares: Any, num_ranks: int | None = None) -> str | tuple[float, ...]:
     """``"even"``, ``"auto"``, or one float for each rank, as they were given (their sum means nothing).
 
     Args:
