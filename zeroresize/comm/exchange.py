@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zeroresize.comm.cpu_group import CpuGroup, NotAllCameError, Round
+from zeroresize.comm.meeting import gather, meet_by
 from zeroresize.comm.whereabouts import Whereabouts, require_same
 
 _POSTED, _MET = 0, 1  # tags: the two kinds of exchange never wait for each other
-#: How many numbers meet() always exchanges: gloo ends the process if ranks send unequally many.
-_MOST_NUMBERS = 2
 
 
 class Exchange:
@@ -58,31 +57,27 @@ class Exchange:
         return self._received(posted, self._posted_at)
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Every rank's numbers at once, in the order of the group; a rank may have fewer than others. Collective.
+        """Return every rank's numbers at once, in the order of the group; a rank may have fewer than others.
+
+        Collective.
 
         Raises:
             RuntimeError: if not all ranks come, or not from the same place.
         """
-        counts = [int(count) for count, *_ in self.meet(len(numbers))]
-        padded = [*numbers, *[0.0] * (max(counts) - len(numbers))]
-        here = self._group.start_round([*self.where.as_numbers(), *padded], _MET)
-        table = self._received(here, str(self.where))
-        return [own[:count] for own, count in zip(table, counts, strict=True)]
+        return gather(numbers, self._exchange)
 
-    def meet(self, *numbers: float) -> list[list[float]]:
-        """Exchange up to ``_MOST_NUMBERS`` numbers now: every rank's in the order of the group; collective.
-
-        Raises:
-            RuntimeError: if not all ranks come, or not from the same place.
-        """
-        padded = [*numbers, *[0.0] * (_MOST_NUMBERS - len(numbers))]
-        here = self._group.start_round([*self.where.as_numbers(), *padded], _MET)
-        return self._received(here, str(self.where))
+    def meet(self, *numbers: float) -> Sequence[Sequence[float]]:
+        """See :data:`~zeroresize.comm.meeting.Meet`; errors as of :meth:`gather`."""
+        return meet_by(self._exchange)(*numbers)
 
     def close(self) -> None:
         """Leave the group."""
         self._round = None
         self._group.close()
+
+    def _exchange(self, numbers: Sequence[float]) -> list[list[float]]:
+        here = self._group.start_round([*self.where.as_numbers(), *numbers], _MET)
+        return self._received(here, str(self.where))
 
     def _received(self, under_way: Round, started_at: str) -> list[list[float]]:
         """Every rank's numbers, without the whereabouts, which must be the same on all ranks.

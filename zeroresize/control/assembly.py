@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from zeroresize.comm.collectives import as_process_group, group_rank, group_size, world_size
 from zeroresize.comm.cpu_group import CpuGroup
 from zeroresize.comm.exchange import Exchange
+from zeroresize.comm.meeting import Meet
 from zeroresize.comm.replicas import ranks_with_replicas
 from zeroresize.comm.whereabouts import Whereabouts
 from zeroresize.config import BalanceConfig
@@ -39,7 +40,7 @@ from zeroresize.migration.lender import Lender
 from zeroresize.optim.freezing import ColumnFreezer
 from zeroresize.plan.ownership import checked_shares
 from zeroresize.policy.tensor.columns.selector import ColumnSelector
-from zeroresize.resharding.agreement import Meet, MeetReplicas
+from zeroresize.resharding.agreement import MeetReplicas
 from zeroresize.resharding.data_parallel import replicas_of
 from zeroresize.resharding.initial_division import divide_units, require_segments
 from zeroresize.resharding.same_segments import require_same_segments

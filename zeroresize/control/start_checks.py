@@ -4,7 +4,6 @@ the start and now and then.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import weakref
@@ -20,6 +19,7 @@ from zeroresize.comm.exchange import Exchange
 from zeroresize.control.setup_checks import HINT, MOST_NAMED, Layers, check_data_parallelism
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.shards import is_marked_as_shard
+from zeroresize.utils.fingerprint import fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -207,9 +207,8 @@ def _sums(parameter: Tensor) -> Tensor:
 
 
 def _key(name: str, parameter: Tensor) -> float:
-    """48 bits of a hash of what a parameter is, exact as a float64."""
-    told = f"{name} {tuple(parameter.shape)}".encode()
-    return float(int.from_bytes(hashlib.sha256(told).digest()[:6], "big"))
+    """Return a fingerprint of what a parameter is."""
+    return fingerprint(f"{name} {tuple(parameter.shape)}")
 
 
 def _distance(own: Sequence[float] | None, reference: Sequence[float]) -> float:

@@ -10,7 +10,6 @@ import array
 import collections
 import dis
 import gc
-import hashlib
 import itertools
 import operator
 import random
@@ -26,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
+from zeroresize.utils.fingerprint import digest
 from zeroresize.utils.torch_private import PREFIXES_OF_TRACING, version_of
 
 #: Values that are looked at in a module at most.
@@ -263,8 +263,8 @@ def _numbers_of(value: Any) -> bytes | None:
     if isinstance(value, np.ndarray):
         if value.nbytes > _MOST_BYTES:
             return None
-        return repr(value.tolist()).encode() if value.dtype.hasobject else hashlib.blake2b(value.tobytes()).digest()
-    return None if memoryview(value).nbytes > _MOST_BYTES else hashlib.blake2b(value).digest()
+        return repr(value.tolist()).encode() if value.dtype.hasobject else digest(value.tobytes())
+    return None if memoryview(value).nbytes > _MOST_BYTES else digest(memoryview(value))
 
 
 def _copied(value: Any) -> Any:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from torch.distributed import ProcessGroup
 
+from zeroresize.comm.meeting import Meet
 from zeroresize.config import BalanceConfig
 from zeroresize.config.keys import MIGRATING_MODES
 from zeroresize.layers.balanced_linear import BalancedLinear
@@ -24,7 +25,7 @@ def calibrate_group(
     config: BalanceConfig,
     monitor: RankMonitor,
     migration: MigrationCost | None,
-    meet: Callable[..., list[list[float]]],
+    meet: Meet,
 ) -> MigrationCost | None:
     """Measure the costs that are not known yet, on the shapes of the step that has ended; a resumed run may know them.
 
@@ -33,7 +34,7 @@ def calibrate_group(
     Args:
         monitor: measures and keeps the cost of pruning.
         migration: the cost of migration, None if unknown.
-        meet: exchanges two numbers with all ranks, so a missing rank is found before anything else is sent.
+        meet: exchanges numbers with all ranks, so a missing rank is found before anything else is sent.
 
     Returns:
         The cost of migration, None in a mode that does not need it.

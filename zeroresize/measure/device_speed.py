@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_size, world_size
+from zeroresize.comm.meeting import Meet
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.plan.ownership import normalised
 
@@ -27,7 +28,7 @@ def measure_wanted_shares(
     shares: Sequence[float] | str,
     layers: Mapping[str, BalancedLinear],
     process_group: ProcessGroup,
-    meet: Callable[..., Sequence[Sequence[float]]],
+    meet: Meet,
 ) -> tuple[float, ...]:
     """``shares`` themselves, or for ``"auto"`` those that :func:`measured_shares` finds; collective then.
 
@@ -46,9 +47,7 @@ def measure_wanted_shares(
     return measured
 
 
-def measured_shares(
-    layers: Mapping[str, BalancedLinear], meet: Callable[..., Sequence[Sequence[float]]]
-) -> tuple[float, ...]:
+def measured_shares(layers: Mapping[str, BalancedLinear], meet: Meet) -> tuple[float, ...]:
     """Shares of the work at which all ranks take equally long, with a mean of 1; collective, takes about a second.
 
     Every rank multiplies at the same time, forward and backward, by the weight of its largest layer.

@@ -22,11 +22,11 @@ from zeroresize.pipeline.layer_contents import (
 from zeroresize.pipeline.pipeline import Pipeline
 from zeroresize.pipeline.stage_layers import require_plain, require_ties_within_stages
 from zeroresize.plan.partition import Partition
-from zeroresize.resharding.agreement import fingerprint
 from zeroresize.resharding.byte_streams import ByteStreams
 from zeroresize.resharding.movable_optimizer import groups_of, require_movable_state, settings_of
 from zeroresize.resharding.transaction import Transaction
 from zeroresize.resharding.transport import Pair
+from zeroresize.utils.fingerprint import fingerprint
 
 
 class LayerMove(Transaction):

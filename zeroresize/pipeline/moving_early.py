@@ -10,10 +10,11 @@ from datetime import timedelta
 from functools import partial
 
 from zeroresize.comm.collectives import time_limit
+from zeroresize.comm.meeting import Meet
 from zeroresize.pipeline.early_layer_move import EarlyLayerMove
 from zeroresize.pipeline.moving import LayerMoveReport, move_layers, participants_of
 from zeroresize.pipeline.pipeline import Pipeline
-from zeroresize.resharding.agreement import Meet, meet_prepared, require_received
+from zeroresize.resharding.agreement import meet_prepared, require_received
 from zeroresize.resharding.transaction import prepare_transaction
 from zeroresize.utils.deadline import within
 

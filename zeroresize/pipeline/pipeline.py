@@ -14,6 +14,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from zeroresize.comm.collectives import group_rank, group_ranks, group_size, message_device, require_group
 from zeroresize.comm.cpu_group import CpuGroup
+from zeroresize.comm.meeting import Meet
 from zeroresize.comm.side_groups import destroy_side_group
 from zeroresize.pipeline.boundary_shapes import Boundary, find_boundaries
 from zeroresize.pipeline.stage_layers import (
@@ -26,7 +27,8 @@ from zeroresize.pipeline.stage_layers import (
     tensors_by_layer,
 )
 from zeroresize.plan.partition import Partition
-from zeroresize.resharding.agreement import Meet, fingerprint, meet_over, meet_prepared, require_same
+from zeroresize.resharding.agreement import meet_over, meet_prepared, require_same
+from zeroresize.utils.fingerprint import fingerprint
 
 #: Of a micro-batch's outputs and targets, averaged over its samples.
 Loss = Callable[[Any, Any], Tensor]

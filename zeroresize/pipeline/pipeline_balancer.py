@@ -41,11 +41,11 @@ from zeroresize.policy.pipeline.rebalancing_forecast import (
 from zeroresize.resharding.agreement import (
     CannotMoveError,
     NotEnoughMemoryError,
-    fingerprint,
     meet_prepared,
     require_same,
 )
 from zeroresize.resharding.movable_optimizer import groups_of, require_movable_state
+from zeroresize.utils.fingerprint import fingerprint
 from zeroresize.utils.state_checks import count
 
 logger = logging.getLogger(__name__)

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import Schedule1F1B
 
 from zeroresize.comm.collectives import group_ranks
+from zeroresize.comm.meeting import Meet
 from zeroresize.comm.side_groups import destroy_side_group, free_group_number, make_side_group
 from zeroresize.pipeline.layer_move import LayerMove
 from zeroresize.pipeline.moving import participants_of
@@ -26,7 +27,7 @@ from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
 from zeroresize.policy.pipeline.profiles import PipelineProfile
 from zeroresize.policy.pipeline.rebalancing_forecast import RebalancingRule
 from zeroresize.policy.pipeline.repacking import Repacking, repacked
-from zeroresize.resharding.agreement import Meet, meet_prepared
+from zeroresize.resharding.agreement import meet_prepared
 from zeroresize.resharding.transaction import prepare_transaction, receive_transaction
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from zeroresize.resharding.agreement import CannotMoveError, Meet, NotEnoughMemoryError, meet_prepared
+from zeroresize.comm.meeting import Meet
+from zeroresize.resharding.agreement import CannotMoveError, NotEnoughMemoryError, meet_prepared
 
 
 class StageUnits(Protocol):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import re
@@ -18,11 +17,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import Channel, Waitable, group_ranks, group_size, message_device, start_messages
+from zeroresize.comm.meeting import Meet, meet_by
 from zeroresize.utils.deadline import within
+from zeroresize.utils.fingerprint import fingerprint
 from zeroresize.utils.memory_errors import is_out_of_memory, reason
-
-#: Up to two numbers of every rank of a group, in the order of the ranks; collective. See also :class:`MeetReplicas`.
-Meet = Callable[..., Sequence[Sequence[float]]]
 
 
 @dataclass(frozen=True)
@@ -45,9 +43,6 @@ _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 #: What is left free of the memory that is free.
 _MARGIN = 0.05
-#: Free memory and where it is are told in one number: MiB times this, plus a hash of the place.
-_NUM_PLACES = 2**24
-_MOST_MIB = 2**28 - 1
 #: The tag of meets over a channel: they never take a message of the move that is under way there.
 _MET_ASIDE = 1
 #: How long a rank that has failed waits at least for the others to hear of it.
@@ -65,20 +60,15 @@ class NotEnoughMemoryError(RuntimeError):
     """A move does not fit into the memory of some ranks; nothing has changed on any rank."""
 
 
-def fingerprint(text: str) -> float:
-    """A whole number of 52 bits, which a float holds exactly."""
-    return float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 12)
-
-
 def meet_over(process_group: ProcessGroup, device: torch.device, over: Channel | None = None) -> Meet:
     """A :data:`Meet` of the group, with tensors on ``device`` if that is what it sends from; or ``over`` a channel."""
     where = message_device(process_group, device) if over is None else torch.device("cpu")
 
-    def meet(*numbers: float) -> Sequence[Sequence[float]]:
+    def exchange(numbers: Sequence[float]) -> Sequence[Sequence[float]]:
         own = torch.tensor(numbers, dtype=torch.float64, device=where)
         return [part.tolist() for part in _of_every_rank(own, process_group, over)]
 
-    return meet
+    return meet_by(exchange)
 
 
 def texts_of_ranks(text: str, meet: Meet, process_group: ProcessGroup, device: torch.device) -> Iterator[str]:
@@ -114,10 +104,8 @@ def wait_for_all(transfers: Mapping[int, Sequence[Waitable]]) -> dict[int, Runti
     return errors
 
 
-def meet_prepared(
-    meet: Meet, own: tuple[float, float] | Exception, what: str = "what moves"
-) -> Sequence[Sequence[float]]:
-    """Two numbers of every rank, none of them negative, or what kept a rank from giving any.
+def meet_prepared(meet: Meet, own: Sequence[float] | Exception, what: str = "what moves") -> Sequence[Sequence[float]]:
+    """Numbers of every rank, the first of them not negative, or what kept a rank from giving any; collective.
 
     Args:
         what: is prepared, for errors where memory runs out.
@@ -131,7 +119,7 @@ def meet_prepared(
     if isinstance(own, Exception):
         ran_out = is_out_of_memory(own)
         with suppress(RuntimeError):  # the own error says more
-            meet(_RAN_OUT if ran_out else _FAILED, 0.0)
+            meet(_RAN_OUT if ran_out else _FAILED)
         if isinstance(own, ValueError):
             raise own
         if ran_out:
@@ -183,24 +171,22 @@ def allocate_together(
         RuntimeError: if a rank does not come.
     """
     free = free_bytes(device)
-    free_mib = _MOST_MIB if free is None else min(max(free, 0) // 2**20, _MOST_MIB)
-    place = int(fingerprint(_place_of(device))) % _NUM_PLACES
-    own: tuple[float, float] | Exception = float(needed), float(free_mib * _NUM_PLACES + place)
+    free_here = math.inf if free is None else float(max(free, 0))
+    place_here = fingerprint(_place_of(device))
+    own: Sequence[float] | Exception = [float(needed), free_here, place_here]
     ran_out: Exception | None = None
-    if needed <= free_mib * 2**20:
+    if needed <= free_here:
         try:
             allocate()
         except Exception as error:  # the others must hear of any
             own = error
             if is_out_of_memory(error):
-                ran_out, own = error, (float(max(needed, 1)), float(place))
-    table = meet_prepared(meet, own)
-    all_needed = [number for number, *_ in table]
-    frees, places = zip(*(divmod(int(number), _NUM_PLACES) for _, number, *_ in table), strict=True)
+                ran_out, own = error, [float(max(needed, 1)), 0.0, place_here]
+    all_needed, frees, places = zip(*(row[:3] for row in meet_prepared(meet, own)), strict=True)
     lacking = {}
     for rank, needed_there in enumerate(all_needed):
         sharing = [other for other, place in enumerate(places) if place == places[rank]]
-        lack = sum(all_needed[other] for other in sharing) - min(frees[other] for other in sharing) * 2**20
+        lack = sum(all_needed[other] for other in sharing) - min(frees[other] for other in sharing)
         if needed_there and lack > 0.0:
             lacking[rank] = lack
     if lacking:

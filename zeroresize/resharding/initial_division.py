@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from torch.distributed import ProcessGroup
 
+from zeroresize.comm.meeting import Meet
 from zeroresize.layers.balanced_linear import BalancedLinear
-from zeroresize.resharding.agreement import Meet, meet_over
+from zeroresize.resharding.agreement import meet_over
 from zeroresize.resharding.units_in_force import UnitsInForce
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,6 @@ from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.functional import LastGradients
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.plan.ownership import Indices, OwnershipMap
-from zeroresize.resharding.agreement import fingerprint
 from zeroresize.resharding.data_parallel import drop_reducers, rebuild_reducers, require_rebuildable
 from zeroresize.resharding.parameter_state import (
     GRADIENTS,
@@ -32,6 +31,7 @@ from zeroresize.resharding.transfer_plan import transfer_plan
 from zeroresize.resharding.transport import Pair, Transport
 from zeroresize.resharding.unit_contents import UnitContents, contents_of, layers_of
 from zeroresize.resharding.unit_rounds import UnitRound, UnitStack, copy_units, parts_of, stack, unit_rounds
+from zeroresize.utils.fingerprint import fingerprint
 
 #: Of the messages of a rank in a round, unless less is allowed: these stay in a processor's cache.
 _ROUND_BYTES = 8 * 2**20

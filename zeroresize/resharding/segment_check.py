@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_rank, group_size, message_device
+from zeroresize.comm.meeting import Meet
 from zeroresize.integrations.hidden_state import restored
 from zeroresize.integrations.keyed_dropout import KeyedDropout, drops
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.layers.segments import owned_segments
 from zeroresize.plan.ownership import OwnershipMap
-from zeroresize.resharding.agreement import Meet, meet_over, texts_of_ranks
+from zeroresize.resharding.agreement import meet_over, texts_of_ranks
 from zeroresize.resharding.data_parallel import unwrap
 from zeroresize.resharding.in_float64 import in_float64, require_plain, to_float64
 from zeroresize.resharding.transfer import move_units

@@ -22,8 +22,8 @@ import torch
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import message_device, time_limit
+from zeroresize.comm.meeting import Meet
 from zeroresize.resharding.agreement import (
-    Meet,
     allocate_together,
     meet_prepared,
     require_received,

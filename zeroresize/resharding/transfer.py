@@ -11,9 +11,10 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import require_group
+from zeroresize.comm.meeting import Meet
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.plan.ownership import OwnershipMap
-from zeroresize.resharding.agreement import Meet, meet_over
+from zeroresize.resharding.agreement import meet_over
 from zeroresize.resharding.data_parallel import wrappers_of
 from zeroresize.resharding.local_move import UnitMove, bytes_per_unit
 from zeroresize.resharding.transaction import MoveReport, Participants, run_transaction

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import group_rank, group_size, message_device
+from zeroresize.comm.meeting import Meet
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.layers.segments import owned_segments, segment_works
@@ -20,7 +21,7 @@ from zeroresize.layers.weight_checks import is_sharded
 from zeroresize.optim.independence import why_not_elementwise
 from zeroresize.optim.optimizers import stepped_tensors, torch_optimizer
 from zeroresize.plan.ownership import SegmentWork, checked_shares, owned_shares, unit_counts
-from zeroresize.resharding.agreement import CannotMoveError, Meet, NotEnoughMemoryError, meet_unchanged, texts_of_ranks
+from zeroresize.resharding.agreement import CannotMoveError, NotEnoughMemoryError, meet_unchanged, texts_of_ranks
 from zeroresize.resharding.data_parallel import Replicas
 from zeroresize.resharding.parameter_state import why_of_fixed_size
 from zeroresize.resharding.replaced_parts import ReplacedParts

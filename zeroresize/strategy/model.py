@@ -26,7 +26,6 @@ from zeroresize.plan.layout import Layout, TensorSpec
 from zeroresize.plan.strategy import Position, Strategy
 from zeroresize.policy.strategy.switches.transfers import MAX_MESSAGE_BYTES
 from zeroresize.resharding.agreement import (
-    fingerprint,
     meet_over,
     meet_prepared,
     require_same,
@@ -40,6 +39,7 @@ from zeroresize.strategy.switching.rehoming import Rehoming
 from zeroresize.strategy.switching.sharding import Initialize, SegmentsOf, WholeLayers, WholeTensor
 from zeroresize.strategy.switching.strategy_groups import OwnGroups, StrategyGroups
 from zeroresize.strategy.switching.switch import Switch, SwitchReport, SwitchRoute
+from zeroresize.utils.fingerprint import fingerprint
 
 _T = TypeVar("_T")
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import time
@@ -35,6 +34,7 @@ from zeroresize.resharding.agreement import NotEnoughMemoryError, meet_over, mee
 from zeroresize.strategy.step_report import StepReport
 from zeroresize.strategy.straggler_record import StragglerRecord
 from zeroresize.strategy.trainer import StrategyTrainer
+from zeroresize.utils.fingerprint import digest
 from zeroresize.utils.state_checks import anything, count, keyed
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class StrategyBalancer:
         self._steps_without = 0  # a part, in a row
         self._on_change = on_change
         self._kept = tuple(model.strategies)
-        agreement = {f"cost.{one.name}": _digest(getattr(cost, one.name)) for one in fields(cost)} | {
+        agreement = {f"cost.{one.name}": digest(repr(getattr(cost, one.name))).hex() for one in fields(cost)} | {
             "the ranges": " | ".join(f"{one}, max_tokens {one.max_tokens}" for one in trainer.ranges),
             "limit_bytes, tolerance or min_saving": f"{limit_bytes} {tolerance} {min_saving}",
         }
@@ -260,10 +260,6 @@ class _Products:
 
     def __call__(self) -> float:
         return product_seconds(self._weight, least_s=_PROBE_S, repetitions=_PROBE_REPETITIONS)
-
-
-def _digest(value: object) -> str:
-    return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
 
 
 def _close(exchange: Exchange, timer: StepTimer) -> None:

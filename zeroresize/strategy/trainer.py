@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
@@ -19,7 +18,7 @@ from zeroresize.plan.length_range import LengthRange, as_ranges, with_limits
 from zeroresize.policy.strategy.packing import MicroBatch, Work, num_tokens
 from zeroresize.policy.strategy.step_plan import Visit, plan_visits
 from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
-from zeroresize.resharding.agreement import fingerprint, meet_over, meet_prepared, require_same
+from zeroresize.resharding.agreement import meet_over, meet_prepared, require_same
 from zeroresize.strategy.gradient_norm import clip_grad_norm_, grad_norm
 from zeroresize.strategy.loss_check import averages
 from zeroresize.strategy.model import SwitchableModel
@@ -31,6 +30,7 @@ from zeroresize.strategy.running.random_numbers import seed_of
 from zeroresize.strategy.running.switch_tour import TYPICAL_LINKS, SwitchTour
 from zeroresize.strategy.step_report import RangeReport, StepReport
 from zeroresize.strategy.switching.switch import SwitchReport
+from zeroresize.utils.fingerprint import digest, fingerprint
 from zeroresize.utils.value_checks import number
 
 logger = logging.getLogger(__name__)
@@ -318,9 +318,8 @@ class StrategyTrainer:
 
 
 def _digest(sequences: Sequence[Tensor]) -> str:
-    found = hashlib.blake2b(json.dumps([len(one) for one in sequences]).encode(), digest_size=16)
-    found.update(torch.cat([one.cpu() for one in sequences]).numpy().tobytes())
-    return found.hexdigest()
+    lengths = json.dumps([len(sequence) for sequence in sequences])
+    return digest(lengths, torch.cat([sequence.cpu() for sequence in sequences]).numpy().tobytes()).hex()
 
 
 @contextmanager

@@ -35,7 +35,7 @@ def test_equal_ones_have_one_number_also_from_a_loaded_state(chis):
 
 def test_it_is_a_whole_number_that_a_float_holds_exactly():
     number = fingerprint((), "x")
-    assert number == int(number) and 0 <= number < 2**48
+    assert number == int(number) and 0 <= number < 2**52
 
 
 @pytest.mark.parametrize(

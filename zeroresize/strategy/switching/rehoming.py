@@ -18,7 +18,6 @@ from torch.distributed import ProcessGroup
 from zeroresize.comm.collectives import group_rank, message_device
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.strategy.switches.switch_plan import plan_weights
-from zeroresize.resharding.agreement import fingerprint
 from zeroresize.resharding.movable_optimizer import require_movable_state, settings_of
 from zeroresize.resharding.parameter_state import STATE, Description, ParameterState, agreed_descriptions, set_state
 from zeroresize.resharding.transaction import Transaction
@@ -28,6 +27,7 @@ from zeroresize.strategy.switching.relocation import Relocation
 from zeroresize.strategy.switching.sharding import WholeTensor
 from zeroresize.strategy.switching.switch import put_in_place
 from zeroresize.strategy.switching.switch_rounds import Flow, switch_rounds
+from zeroresize.utils.fingerprint import fingerprint
 
 
 class OwnState:

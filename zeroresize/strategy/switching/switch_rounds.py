@@ -8,7 +8,6 @@ that it is added in one order wherever it is added.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from zeroresize.plan.layout import Indices
 from zeroresize.policy.strategy.switches.switch_plan import Transfers
 from zeroresize.resharding.transport import Pair
 from zeroresize.strategy.switching.sharding import WholeTensor
+from zeroresize.utils.fingerprint import digest
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,13 +121,10 @@ def switch_rounds(
 
 
 def fingerprint_of(flows: Iterable[Flow]) -> str:
-    """Of all that travels, on all ranks."""
-    digest = hashlib.blake2b(digest_size=16)
-    for flow in flows:
-        for one in (flow.transfers, flow.kept):
-            for column in () if one is None else (one.tensors, one.begins, one.ends, one.sources, one.destinations):
-                digest.update(np.ascontiguousarray(column).tobytes())
-    return digest.hexdigest()
+    """Return a hash of all that travels, on all ranks."""
+    lists = [one for flow in flows for one in (flow.transfers, flow.kept) if one is not None]
+    columns = [(one.tensors, one.begins, one.ends, one.sources, one.destinations) for one in lists]
+    return digest(*(np.ascontiguousarray(column).tobytes() for own in columns for column in own)).hex()
 
 
 def _spans(flows: Sequence[Flow], tensors: Sequence[WholeTensor], num_ranks: int, max_bytes: int) -> list[_Span]:
