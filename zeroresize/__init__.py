@@ -1,5 +1,6 @@
 """Training that keeps its speed when some devices are slow."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from zeroresize.balancer import Balancer
@@ -15,6 +16,7 @@ from zeroresize.resharding.sharded_state import sharded_state_dict
 from zeroresize.telemetry import JsonLinesTelemetry, TensorBoardTelemetry, UpdateRecord
 
 if TYPE_CHECKING:
+    from zeroresize.layers.styles import ColwiseParallel, RowwiseParallel
     from zeroresize.stage_balancer import StageBalancer
     from zeroresize.utils.checkpoint_reader import CheckpointReader
 
@@ -25,9 +27,11 @@ __all__ = [
     "Balancer",
     "CheckpointReader",
     "ColumnParallelLinear",
+    "ColwiseParallel",
     "JsonLinesTelemetry",
     "PaperConfig",
     "RowParallelLinear",
+    "RowwiseParallel",
     "Segment",
     "SegmentCheck",
     "StageBalancer",
@@ -45,14 +49,16 @@ __all__ = [
 ]
 
 
+#: What needs pipelines, DTensors or checkpoints of torch is imported where it is asked for: older releases have none.
+_LAZY = {
+    "CheckpointReader": "zeroresize.utils.checkpoint_reader",
+    "ColwiseParallel": "zeroresize.layers.styles",
+    "RowwiseParallel": "zeroresize.layers.styles",
+    "StageBalancer": "zeroresize.stage_balancer",
+}
+
+
 def __getattr__(name: str) -> Any:
-    """What needs pipelines or checkpoints of torch is imported where it is asked for: older releases have none."""
-    if name == "StageBalancer":
-        from zeroresize.stage_balancer import StageBalancer
-
-        return StageBalancer
-    if name == "CheckpointReader":
-        from zeroresize.utils.checkpoint_reader import CheckpointReader
-
-        return CheckpointReader
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,322 @@
+"""zr.ColwiseParallel and zr.RowwiseParallel under torch's parallelize_module: the layers, and training with them."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import zeroresize as zr
+from zeroresize.convert import balanced_layers
+from zeroresize.layers.segments import owned_segments
+
+WIDTH, HIDDEN = 12, 48
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def whole_model(num_blocks=2, seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(*(Block() for _ in range(num_blocks)), nn.LayerNorm(WIDTH)).double()
+
+
+def mesh_of(num_ranks=2):
+    return init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("tp",))["tp"]
+
+
+def split(model, mesh, **options):
+    plan = {"up": zr.ColwiseParallel(), "down": zr.RowwiseParallel()}
+    for block in list(model)[:-1]:
+        parallelize_module(block, mesh, plan, **options)
+    return model
+
+
+def x_of(seed=1):
+    return torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def losses_and_norms(model, optimizer, num_steps, clip, after=lambda step: None):
+    found = []
+    for step in range(num_steps):
+        loss = (model(x_of()) - x_of(2)).square().sum()
+        loss.backward()
+        norm = clip(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        after(step)
+        found += [loss.item(), norm.item()]
+    return found
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def test_linear_layers_become_ours_in_place_and_count_as_converted(run_ranks):
+    def check(rank, group):
+        model = whole_model()
+        ups, downs = [block.up for block in list(model)[:2]], [block.down for block in list(model)[:2]]
+        whole = [{key: value.clone() for key, value in one.state_dict().items()} for one in (ups[0], downs[0])]
+        calls = []
+        ups[0].register_forward_hook(lambda *_: calls.append(1))
+        downs[1].eval()
+        split(model, mesh_of())
+        assert [model[0].up, model[1].up] == ups and [model[0].down, model[1].down] == downs
+        assert {type(one) for one in ups} == {zr.ColumnParallelLinear}
+        assert {type(one) for one in downs} == {zr.RowParallelLinear}
+        assert list(balanced_layers(model)) == ["0.up", "0.down", "1.up", "1.down"]
+        assert not downs[1].training and ups[1].training
+        assert all(type(one) is nn.Parameter for one in model.parameters())
+        assert (ups[0].in_features, ups[0].out_features, downs[0].in_features) == (WIDTH, HIDDEN, HIDDEN)
+        own = slice(rank * HIDDEN // 2, (rank + 1) * HIDDEN // 2)
+        assert torch.equal(ups[0].weight, whole[0]["weight"][own]) and torch.equal(ups[0].bias, whole[0]["bias"][own])
+        assert torch.equal(downs[0].weight, whole[1]["weight"][:, own])
+        assert torch.equal(downs[0].bias, whole[1]["bias"])
+        model(x_of())
+        assert calls == [1]
+
+    run_ranks(check, 2)
+
+
+def test_training_in_both_hands_is_that_of_the_whole_model_also_while_units_are_away(run_ranks):
+    def check(rank, group):
+        whole = whole_model()
+        expected = losses_and_norms(whole, adamw(whole), 6, nn.utils.clip_grad_norm_)
+        model = split(whole_model(), mesh_of())
+        optimizer = adamw(model)
+        balancer = zr.Balancer(model, optimizer)
+        assert [segment.layers for segment in owned_segments(balanced_layers(model))] == [
+            ("0.up", "0.down"),
+            ("1.up", "1.down"),
+        ]
+
+        def move(step):
+            balancer.step()
+            if step in (1, 3):
+                balancer.move((3, 1) if step == 1 else (1, 1))
+                assert model[0].up.weight.shape[0] == ((36, 12)[rank] if step == 1 else 24)
+
+        actual = losses_and_norms(model, optimizer, 6, zr.clip_grad_norm_, move)
+        assert actual == pytest.approx(expected, rel=1e-9)
+
+    run_ranks(check, 2)
+
+
+def test_ranks_that_drew_different_weights_get_those_of_the_source(run_ranks):
+    """As torch's own styles, unless they are told to keep what each rank has."""
+
+    def check(rank, group):
+        for options, seeds in (({}, (0, 0)), ({"src_data_rank": 1}, (1, 1)), ({"src_data_rank": None}, (0, 1))):
+            model = split(whole_model(seed=rank), mesh_of(), **options)
+            expected = [whole_model(seed=seed)[0] for seed in seeds]
+            assert torch.equal(model[0].up.weight, expected[rank].up.weight.chunk(2)[rank])
+            assert torch.equal(model[0].down.weight, expected[rank].down.weight.chunk(2, dim=1)[rank])
+            assert torch.equal(model[0].down.bias, expected[rank].down.bias)
+
+    run_ranks(check, 2)
+
+
+def test_what_learns_and_what_is_frozen_stays_so(run_ranks):
+    def check(rank, group):
+        model = whole_model()
+        model[0].up.weight.requires_grad_(False)
+        model[0].down = nn.Linear(HIDDEN, WIDTH, bias=False).double()
+        split(model, mesh_of())
+        assert not model[0].up.weight.requires_grad and model[0].up.bias.requires_grad
+        assert model[0].down.bias is None and list(model[0].down.state_dict()) == ["weight"]
+        model(x_of()).sum().backward()
+
+    run_ranks(check, 2)
+
+
+def test_a_model_on_the_meta_device_is_split_before_it_is_materialised(run_ranks):
+    def check(rank, group):
+        with torch.device("meta"):
+            model = whole_model()
+        split(model, mesh_of())
+        model.to_empty(device="cpu")
+        torch.manual_seed(0)
+        for module in model.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        assert model[0].up.weight.shape == (HIDDEN // 2, WIDTH)
+        torch.manual_seed(0)
+        whole = nn.Linear(WIDTH, HIDDEN, dtype=torch.float64)
+        assert torch.equal(model[0].up.weight, whole.weight.chunk(2)[rank])
+
+    run_ranks(check, 2)
+
+
+def test_layouts_at_the_ends_of_a_model(run_ranks):
+    """A classifier that every rank wants whole, and a layer that splits a whole input: torch's results."""
+
+    def check(rank, group):
+        mesh, results = mesh_of(), []
+        kinds = ((ColwiseParallel, RowwiseParallel), (zr.ColwiseParallel, zr.RowwiseParallel))
+        for column, row in kinds:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)).double()
+            plan = {"0": row(input_layouts=Replicate()), "1": column(output_layouts=Replicate())}
+            parallelize_module(model, mesh, plan)
+            y = model(x_of())
+            assert y.shape == (5, WIDTH)
+            y.square().sum().backward()
+            grad = model[0].weight.grad
+            results.append((y.detach(), grad.to_local() if hasattr(grad, "to_local") else grad))
+        for expected, actual in zip(*results, strict=True):
+            torch.testing.assert_close(actual, expected)
+        assert list(balanced_layers(model)) == ["0"], "a gathered output is left out of balancing"
+        zr.ColwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-1))
+        zr.RowwiseParallel(input_layouts=Shard(-1), output_layouts=Replicate())
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("style", [zr.ColwiseParallel, zr.RowwiseParallel])
+def test_other_layouts_are_errors(style):
+    key = "input_layouts" if style is zr.ColwiseParallel else "output_layouts"
+    with pytest.raises(ValueError, match=rf"{style.__name__}\({key}=.*is not allowed: wanted is .*Sequence parallel"):
+        style(**{key: Shard(1)})
+    with pytest.raises(ValueError, match="use_local_output=False"):
+        style(use_local_output=False)
+
+
+class Scaled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_what_cannot_be_split_is_told_and_stays_as_it_is(run_ranks):
+    def check(rank, group):
+        mesh = mesh_of()
+        split_already = nn.Linear(8, 8)
+        parallelize_module(split_already, mesh, zr.ColwiseParallel())
+        of_dtensors = parallelize_module(nn.Linear(8, 8), mesh, ColwiseParallel())
+        replaced = nn.Linear(8, 8)
+        replaced.forward = lambda x: x
+        with_scales = nn.Linear(8, 8)
+        with_scales.register_buffer("scale", torch.ones(1))
+        wrong = (
+            (nn.Embedding(8, 8), "needs a whole torch.nn.Linear, found a Embedding"),
+            (split_already, "found a ColumnParallelLinear, which is split already"),
+            (of_dtensors, "DTensors, which is split already"),
+            (Scaled(8, 8), "found a Scaled with a forward of its own"),
+            (replaced, "found a Linear with a forward of its own"),
+            (with_scales, "holds scale beside its weight and bias"),
+        )
+        for style in (zr.ColwiseParallel(), zr.RowwiseParallel()):
+            for module, message in wrong:
+                kind, before = type(module), list(module.parameters())
+                with pytest.raises(ValueError, match=message):
+                    parallelize_module(module, mesh, style)
+                assert type(module) is kind and list(map(id, module.parameters())) == list(map(id, before))
+        odd = nn.Linear(7, 7)
+        for style, name in ((zr.ColwiseParallel(), "out_features"), (zr.RowwiseParallel(), "in_features")):
+            with pytest.raises(ValueError, match=f"{name}=7 is not divisible by the 2 ranks"):
+                parallelize_module(odd, mesh, style)
+            assert type(odd) is nn.Linear
+
+    run_ranks(check, 2)
+
+
+def test_a_mesh_of_two_dimensions_is_told(run_ranks):
+    def check(rank, group):
+        grid = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        linear = nn.Linear(8, 8)
+        with pytest.raises(ValueError, match=r"has 2 dimensions: pass the one .* mesh\['tp'\]"):
+            parallelize_module(linear, grid, zr.ColwiseParallel())
+        assert type(linear) is nn.Linear
+        parallelize_module(linear, grid["tp"], zr.ColwiseParallel())
+        assert linear.weight.shape == (4, 8)
+
+    run_ranks(check, 2)
+
+
+def test_layers_of_two_meshes_are_an_error_that_names_both(run_ranks):
+    def check(rank, group):
+        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = whole_model()
+        parallelize_module(model[0], grid["tp"], {"up": zr.ColwiseParallel(), "down": zr.RowwiseParallel()})
+        parallelize_module(model[1], grid["dp"], {"up": zr.ColwiseParallel(), "down": zr.RowwiseParallel()})
+        tp, dp = (sorted(dist.get_process_group_ranks(grid[name].get_group())) for name in ("tp", "dp"))
+        with pytest.raises(ValueError, match=r"two process groups: 0\.up of ranks") as caught:
+            zr.Balancer(model, adamw(model))
+        assert str(tp) in str(caught.value) and str(dp) in str(caught.value)
+
+    run_ranks(check, 4)
+
+
+def test_a_mesh_of_one_rank_trains_as_the_whole_model_and_balances_nothing(run_ranks):
+    def check(rank, group):
+        whole = whole_model()
+        expected = losses_and_norms(whole, adamw(whole), 3, nn.utils.clip_grad_norm_)
+        model = split(whole_model(), mesh_of(1))
+        assert balanced_layers(model) == {}
+        optimizer = adamw(model)
+        balancer = zr.Balancer(model, optimizer)
+        actual = losses_and_norms(model, optimizer, 3, zr.clip_grad_norm_, lambda step: balancer.step())
+        assert actual == pytest.approx(expected, rel=1e-12)
+        balancer.close()
+
+    run_ranks(check, 1)
+
+
+def test_segments_can_be_named_and_layers_left_out_after_parallelize_module(run_ranks):
+    def check(rank, group):
+        model = split(whole_model(), mesh_of())
+        with pytest.raises(ValueError, match="no layer 'up'"):
+            zr.convert(model, segments=[zr.Segment(["up"], "0.down")])
+        assert len(balanced_layers(model)) == 4, "they count as converted as before"
+        zr.convert(
+            model,
+            segments=[zr.Segment(["0.up"], "0.down", unit_size=4)],
+            module_filter_fn=lambda module, name: name.startswith("0."),
+        )
+        (segment,) = owned_segments(balanced_layers(model))
+        assert list(balanced_layers(model)) == ["0.up", "0.down"] and len(segment.owned.owners) == HIDDEN // 4
+        zr.Balancer(model, adamw(model)).close()
+        assert list(balanced_layers(model)) == ["0.up", "0.down"]
+
+    run_ranks(check, 2)
+
+
+def test_layers_that_are_split_later_are_found_by_the_next_balancer(run_ranks):
+    def check(rank, group):
+        model, mesh = whole_model(), mesh_of()
+        plan = {"up": zr.ColwiseParallel(), "down": zr.RowwiseParallel()}
+        parallelize_module(model[0], mesh, plan)
+        zr.Balancer(model, adamw(model)).close()
+        parallelize_module(model[1], mesh, plan)
+        zr.Balancer(model, adamw(model)).close()
+        assert [segment.name for segment in owned_segments(balanced_layers(model))] == ["0.down", "1.down"]
+
+    run_ranks(check, 2)
+
+
+def test_a_checkpoint_of_any_division_loads_into_any_other(run_ranks, tmp_path):
+    def check(rank, group):
+        import torch.distributed.checkpoint as dcp
+
+        model = split(whole_model(), mesh_of())
+        balancer = zr.Balancer(model, adamw(model))
+        balancer.move((3, 1))
+        dcp.save(zr.sharded_state_dict(model), checkpoint_id=str(tmp_path))
+        other = split(whole_model(seed=7), mesh_of())
+        dcp.load(zr.sharded_state_dict(other), checkpoint_id=str(tmp_path))
+        expected = whole_model()
+        assert torch.equal(other[1].up.weight, expected[1].up.weight.chunk(2)[rank])
+        assert torch.equal(other[1].down.weight, expected[1].down.weight.chunk(2, dim=1)[rank])
+        with balancer.at_home():
+            other.load_state_dict(model.state_dict())
+        assert torch.equal(other[0].up.weight, expected[0].up.weight.chunk(2)[rank])
+
+    run_ranks(check, 2)

@@ -1,0 +1,77 @@
+"""README's first example: short, and it runs as it stands."""
+
+import re
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zeroresize as zr
+from zeroresize.convert import balanced_layers
+from zeroresize.layers.segments import owned_segments
+
+README = Path(__file__).parent.parent / "README.md"
+EXAMPLE = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.S)[0]
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(Block(), Block())
+
+    def forward(self, x):
+        return self.blocks(x)
+
+
+def batches():
+    drawn = torch.Generator().manual_seed(1)
+    return [(torch.randn(4, 8, generator=drawn), torch.randn(4, 8, generator=drawn)) for _ in range(12)]
+
+
+def train_whole():
+    """Losses before and after the same training of the undivided model."""
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for inputs, targets in batches():
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return evaluate(model)
+
+
+def evaluate(model):
+    return [nn.functional.mse_loss(model(inputs), targets).item() for inputs, targets in batches()]
+
+
+def test_the_first_example_has_at_most_fifteen_lines():
+    assert len(EXAMPLE.splitlines()) <= 15
+
+
+def test_the_first_example_trains_a_model_as_without_it(run_ranks):
+    def check(rank, group):
+        names = {
+            "model": Model(),
+            "mesh": init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)),
+            "loader": batches(),
+            "loss_function": nn.functional.mse_loss,
+        }
+        exec(compile(EXAMPLE, "README.md", "exec"), names)
+        model, balancer = names["model"], names["balancer"]
+        assert isinstance(balancer, zr.Balancer) and balancer.config == zr.BalanceConfig()
+        assert balancer.metrics()["balance/owned_share"] > 0.0
+        assert len(owned_segments(balanced_layers(model))) == 2
+        torch.testing.assert_close(torch.tensor(evaluate(model)), torch.tensor(train_whole()), rtol=1e-5, atol=1e-6)
+
+    run_ranks(check, 2)
