@@ -162,7 +162,7 @@ def outcome(spell: Spell, seed: int) -> Outcome:
 
 
 def drawn(number: int, seed: int, modes: Sequence[str]) -> list[Spell]:
-    """So many settings; equal seeds give equal ones."""
+    """Draw ``number`` settings; equal seeds give equal settings."""
     draw = np.random.default_rng(seed)
     spells = []
     for index in range(number):
@@ -197,7 +197,7 @@ def _spell_and_outcome(task: tuple[Spell, int]) -> tuple[Spell, int, Outcome]:
 
 
 def tell(name: str, results: Sequence[tuple[Spell, int, Outcome]], console: Console, *, shown: int) -> None:
-    """How many missed, and the worst of them."""
+    """Print how many runs missed their targets, and the worst of them."""
     moved = [result for result in results if result[2].moved]
     late = [result for result in results if result[2].late > 0]
     long = [result for result in results if result[2].step > _LONGEST]

@@ -50,7 +50,7 @@ def stepped_adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def send_buffer(buffer: torch.Tensor, source: int) -> None:
-    """From one rank to the other, with nothing else."""
+    """Send ``buffer`` from rank ``source`` to the other of two ranks, and wait; both ranks call it."""
     (dist.isend(buffer, 1 - source) if dist.get_rank() == source else dist.irecv(buffer, source)).wait()
 
 

@@ -125,11 +125,11 @@ class Scenario:
 
     @property
     def num_steps(self) -> int:
-        """Of a run."""
+        """Steps of one run."""
         return COURSES[self.course].num_updates * self.update_every
 
     def cluster(self, seed: int = 0) -> Cluster:
-        """Whose noise is that of a seed."""
+        """Build the simulated cluster, whose noise is drawn by ``seed``."""
         course, every = COURSES[self.course], self.update_every
         gemm_s = 1.0 - self.rest_share
         gather_fill_s = tuple(seconds * gemm_s / (1.0 - REST_SHARE) for seconds in COST.gather_fill_s)
@@ -144,13 +144,13 @@ class Scenario:
         )
 
     def simulate(self, config: BalanceConfig, seed: int = 0) -> Simulation:
-        """One run; its ``update_every`` is the scenario's."""
+        """Simulate one run; ``update_every`` of ``config`` is replaced by the scenario's."""
         cluster = self.cluster(seed)
         believed = believed_cost(cluster.cost, self.calibration, self.factor)
         return simulate(config.replace(update_every=self.update_every), cluster, self.num_steps, believed_cost=believed)
 
     def figures(self, config: BalanceConfig, seed: int = 0) -> Figures:
-        """Of one run."""
+        """Simulate one run and return its figures."""
         course = COURSES[self.course]
         chis = [course.chi(update, self.num_ranks) for update in range(course.num_updates)]
         return figures(self.simulate(config, seed), chis, _step_s_off(self, seed))

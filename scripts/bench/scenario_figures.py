@@ -18,7 +18,7 @@ _FEWEST_UPDATES = 6
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one run. What a rank is spared is what it prunes and lends.
+    """The figures of one run. What a rank is spared is what it prunes and lends.
 
     Attributes:
         step_per_off: mean step as a ratio to that with balancing off and the same noise.
@@ -90,7 +90,7 @@ def figures(run: Simulation, chis: Sequence[Sequence[float]], step_s_off: float)
 
 
 def mean_figures(runs: Sequence[Figures]) -> Figures:
-    """Of several runs: means, all times of settling and release, and of what is the largest the largest."""
+    """Combine the figures of several runs: means, all times of settling and release, and the largest of maxima."""
 
     def mean(name: str) -> float:
         return statistics.fmean(getattr(run, name) for run in runs)
@@ -110,7 +110,7 @@ def mean_figures(runs: Sequence[Figures]) -> Figures:
 
 
 def _periods(chi: Sequence[float]) -> Iterator[tuple[int, int]]:
-    """From a change of a rank's speed to the next, or to the end, where that is long enough to settle."""
+    """Yield (begin, end) of each period of constant speed after a change that is long enough to settle in."""
     changes = [update for update in range(1, len(chi)) if chi[update] != chi[update - 1]]
     for begin, end in itertools.pairwise([*changes, len(chi)]):
         if end - begin >= _FEWEST_UPDATES:

@@ -73,7 +73,7 @@ def sections(quick: bool) -> dict[str, Lines]:
 
 
 def as_row(section: str, scenario: Scenario, mode: str, mean: Figures) -> dict[str, Any]:
-    """What is written of a line; of the times of release those that came."""
+    """Return what is written of a line of the table; medians of release leave out ranks that were never released."""
     finite = [updates for updates in mean.released if updates < math.inf]
     return {
         "section": section,
@@ -151,7 +151,7 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 def configs_of(modes: Sequence[str], changes: Sequence[str]) -> dict[str, BalanceConfig]:
-    """By mode, with ``KEY=VALUE`` changed.
+    """Build the configuration of each mode, with ``KEY=VALUE`` changed.
 
     Raises:
         ValueError: if a change is not written so, or its key or value is not allowed in one of the modes.

@@ -40,7 +40,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Of one loan in one step.
+    """The traffic of one loan in one step.
 
     Attributes:
         values: what arrives anywhere, each arrival counted.

@@ -272,13 +272,13 @@ def report(
 
 
 def shares_of(steps: Sequence[TimedStep]) -> Shares:
-    """Of the group's products, by each rank's median step (few are calibration steps); collective."""
+    """Return shares of the group's products, by each rank's median step (few calibrate); collective."""
     medians = map(statistics.median, zip(*(astuple(step.shares) for step in steps), strict=True))
     return Shares(*(statistics.fmean(gather_from_ranks(share)) for share in medians))
 
 
 def moved_share(steps: Sequence[TimedStep]) -> float:
-    """Of the group's products, what other ranks own than the host's shards say; collective."""
+    """Return the share of the group's products that stand on other ranks than the host put them; collective."""
     owned = statistics.median(step.shares.owned for step in steps)
     return statistics.fmean(gather_from_ranks(max(owned - 1.0, 0.0)))
 

@@ -94,7 +94,7 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
 
 
 def read_columns(file: Path) -> dict[str, np.ndarray] | str:
-    """By layer, in how many steps each column was pruned; or why that cannot be told."""
+    """Read, for each layer, in how many steps each column was pruned; or return why the file cannot be read."""
     try:
         with np.load(file) as arrays:
             columns = dict(arrays)

@@ -106,7 +106,7 @@ def num_steps(timed: Sequence[TimedSteps]) -> int:
 
 
 def _kinds_of_steps(run: RunFolder) -> np.ndarray:
-    """By step: whether any rank pruned or lent in it, or owned another share than an even one.
+    """Tell for each step whether any rank pruned or lent in it, or owned another share than an even one.
 
     Where units are away, steps that are made to be measured are neither.
     """

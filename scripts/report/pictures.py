@@ -138,7 +138,7 @@ def units_picture(run: RunFolder) -> Figure:
 
 
 def loans_picture(run: RunFolder) -> Figure:
-    """Who lent how much to whom: mean over the run's steps, in units of a rank's own products."""
+    """Draw who lent how much to whom: mean over the run's steps, in units of a rank's even share of products."""
     ranks = list(run.records)
     lent = np.array([[run.mean_lent(owner, receiver) for receiver in ranks] for owner in ranks])
     size = 1.5 + 0.4 * len(ranks)
@@ -190,7 +190,7 @@ def layers_picture(run: RunFolder, rank: int) -> Figure:
 
 
 def columns_picture(run: RunFolder, rank: int, bins: int = 192) -> Figure:
-    """In how many steps a rank pruned each column of each layer, up to ``bins`` points a layer."""
+    """Draw in how many steps a rank pruned each column of each layer, by up to ``bins`` points a layer."""
     counts = run.columns[rank]
     most = max(int(steps.max()) for steps in counts.values())
     figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.22 * len(counts)), layout="constrained")

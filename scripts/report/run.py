@@ -140,7 +140,7 @@ class RunFolder:
         return _num_steps(self.timed, self.records)
 
     def slowest_at_full_work(self) -> np.ndarray:
-        """By step: seconds that the slowest rank would have been busy with all of its own work, NaN if not known."""
+        """Seconds, by step, that the slowest rank would have been busy with all of its work; NaN if not known."""
         by_rank = [dict(zip(*self.series(rank, "busy_s"), strict=True)) for rank in self.records]
         steps = sorted({step for busy_s in by_rank for step in busy_s})
         # A rank may be a record behind while the run goes on, or have lost one where the disk was full.
