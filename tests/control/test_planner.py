@@ -10,7 +10,7 @@ from zeroresize.control import assembly
 from zeroresize.control.group_decision import GroupDecision
 from zeroresize.control.planner import Planner
 from zeroresize.plan.group import RankPlan, WorkloadPlan
-from zeroresize.utils.state_checks import keyed, number
+from zeroresize.utils.state_checks import any_number, keyed
 
 
 def plan_of(*pruned):
@@ -43,7 +43,7 @@ class Prescribed:
 
     @property
     def state_check(self):
-        return keyed({"num_updates": number})
+        return keyed({"num_updates": any_number})
 
     def load_state_dict(self, state):
         self.updates = [None] * state["num_updates"]

@@ -125,8 +125,8 @@ def explanation(process_group: ProcessGroup, failed: str, *, waits: bool = True)
     return "".join(told[-1:])
 
 
-class Transfer:
-    """A collective, or a transfer between two ranks, that is under way.
+class NamedWork:
+    """A collective, or a transfer between two ranks, that is under way, and whose errors name it.
 
     Args:
         start: starts it.
@@ -200,12 +200,12 @@ def _all_reduce(tensor: Tensor, process_group: ProcessGroup) -> None:
         dist.all_reduce(tensor, group=process_group)
 
 
-def start_all_reduce(tensor: Tensor, process_group: ProcessGroup, layer: str | None = None) -> Transfer | None:
+def start_all_reduce(tensor: Tensor, process_group: ProcessGroup, layer: str | None = None) -> NamedWork | None:
     """Start summing ``tensor`` over the group in place; None where there is nothing to wait for."""
     if group_size(process_group) == 1:
         return None
     start = partial(dist.all_reduce, tensor, group=process_group, async_op=True)
-    return Transfer(start, "an all-reduce with", process_group, None, layer, tensor)
+    return NamedWork(start, "an all-reduce with", process_group, None, layer, tensor)
 
 
 def all_gather(tensor: Tensor, process_group: ProcessGroup) -> list[Tensor]:
@@ -223,17 +223,17 @@ def broadcast(tensor: Tensor, root: int, process_group: ProcessGroup) -> None:
 
 def start_broadcast(
     tensor: Tensor, root: int, process_group: ProcessGroup, layer: str | None = None, over: Channel | None = None
-) -> Transfer:
+) -> NamedWork:
     """Start :func:`broadcast`, by the group itself or ``over`` another transport between its ranks."""
     start = partial((over or process_group).broadcast, tensor, root)
-    return Transfer(start, "a broadcast with", process_group, None, layer, tensor)
+    return NamedWork(start, "a broadcast with", process_group, None, layer, tensor)
 
 
-def start_reduce(tensor: Tensor, root: int, process_group: ProcessGroup, layer: str | None = None) -> Transfer:
+def start_reduce(tensor: Tensor, root: int, process_group: ProcessGroup, layer: str | None = None) -> NamedWork:
     """Start summing ``tensor`` over the group, in place, on rank ``root`` within it."""
     root = dist.get_global_rank(process_group, root)
     start = partial(dist.reduce, tensor, root, group=process_group, async_op=True)
-    return Transfer(start, "a reduce with", process_group, None, layer, tensor)
+    return NamedWork(start, "a reduce with", process_group, None, layer, tensor)
 
 
 def start_send(
@@ -243,12 +243,12 @@ def start_send(
     layer: str | None = None,
     over: Channel | None = None,
     tag: int = 0,
-) -> list[Transfer]:
+) -> list[NamedWork]:
     """Start sending ``tensor`` to rank ``receiver`` within the group, unless it is empty; returns what to wait for."""
     if tensor.numel() == 0:
         return []
     start = partial((over or process_group).send, [tensor], receiver, tag)
-    return [Transfer(start, "sending to", process_group, receiver, layer)]
+    return [NamedWork(start, "sending to", process_group, receiver, layer)]
 
 
 def start_receive(
@@ -258,12 +258,12 @@ def start_receive(
     layer: str | None = None,
     over: Channel | None = None,
     tag: int = 0,
-) -> list[Transfer]:
+) -> list[NamedWork]:
     """Start receiving ``tensor`` from rank ``sender`` within the group, as :func:`start_send` sends it."""
     if tensor.numel() == 0:
         return []
     start = partial((over or process_group).recv, [tensor], sender, tag)
-    return [Transfer(start, "receiving from", process_group, sender, layer)]
+    return [NamedWork(start, "receiving from", process_group, sender, layer)]
 
 
 def start_messages(
@@ -293,7 +293,7 @@ def start_messages(
             if tensor.numel()
         ]
         for call, work in zip(calls, dist.batch_isend_irecv(calls) if calls else (), strict=False):
-            transfer = Transfer(partial(_itself, work), "messages with", process_group)
+            transfer = NamedWork(partial(_itself, work), "messages with", process_group)
             transfers[dist.get_group_rank(process_group, call.peer)].append(transfer)
         return transfers
     for start, tensors in ((start_receive, receives), (start_send, sends)):

@@ -82,9 +82,9 @@ class CpuGroup:
         if ranks is None:
             explain_failures(process_group, self.reports)
 
-    def start_round(self, numbers: Sequence[float], tag: int) -> Round:
-        """Start sending ``numbers`` to every rank, and receiving as many of each; rounds of one ``tag`` keep order."""
-        return Round(self._gloo[0], self.rank, self.size, numbers, tag, self.time_limit)
+    def start_sending(self, numbers: Sequence[float], tag: int) -> PendingNumbers:
+        """Start sending ``numbers`` to every rank and receiving as many of each; those of one ``tag`` keep order."""
+        return PendingNumbers(self._gloo[0], self.rank, self.size, numbers, tag, self.time_limit)
 
     def broadcast(self, tensor: Tensor, root: int, /) -> dist.Work:
         return self._gloo[0].broadcast(tensor, root)
@@ -117,8 +117,11 @@ def _close(gloo: list[Any], waiting: WaitingNote) -> None:
     gloo.clear()
 
 
-class Round:
-    """Numbers that every rank sends to every other, from rank to rank: a collective could not tell who did not come."""
+class PendingNumbers:
+    """Numbers on their way from every rank to every other.
+
+    They travel from rank to rank, since a collective could not tell who did not come.
+    """
 
     def __init__(
         self, gloo: Any, rank: int, size: int, numbers: Sequence[float], tag: int, time_limit: timedelta
@@ -141,7 +144,7 @@ class Round:
         """Every rank's numbers, in the order of the group.
 
         Raises:
-            NotAllCameError: if ranks did not start this round within the time limit, or have died.
+            NotAllCameError: if ranks did not send theirs within the time limit, or have died.
         """
         deadline = time.monotonic() + self._time_limit.total_seconds()
         for works in (self._received, self._sent):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zeroresize.comm.cpu_group import CpuGroup, NotAllCameError, Round
+from zeroresize.comm.cpu_group import CpuGroup, NotAllCameError, PendingNumbers
 from zeroresize.comm.meeting import gather, meet_by
 from zeroresize.comm.whereabouts import Whereabouts, require_same
 
@@ -30,7 +30,7 @@ class Exchange:
     def __init__(self, group: CpuGroup, *, counts_forwards: bool = True) -> None:
         self._group, self._counts_forwards = group, counts_forwards
         self.where, self.ranks, self.waiting = group.where, group.ranks, group.waiting
-        self._round: Round | None = None
+        self._posted: PendingNumbers | None = None
         self._posted_at = ""
 
     def post(self, numbers: Sequence[float]) -> None:
@@ -39,9 +39,9 @@ class Exchange:
         Raises:
             RuntimeError: if the numbers posted before have not been collected.
         """
-        if self._round is not None:
+        if self._posted is not None:
             raise RuntimeError("post() was called twice without collect() in between")
-        self._round = self._group.start_round([*self.where.as_numbers(), *numbers], _POSTED)
+        self._posted = self._group.start_sending([*self.where.as_numbers(), *numbers], _POSTED)
         self._posted_at = str(self.where)
 
     def collect(self) -> list[list[float]] | None:
@@ -51,9 +51,9 @@ class Exchange:
             RuntimeError: if not all ranks have posted within the time limit of their process group, or not at the same
                 place.
         """
-        if self._round is None:
+        if self._posted is None:
             return None
-        posted, self._round = self._round, None  # cleared even if waiting fails, so a state can still be saved
+        posted, self._posted = self._posted, None  # cleared even if waiting fails, so a state can still be saved
         return self._received(posted, self._posted_at)
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
@@ -72,14 +72,14 @@ class Exchange:
 
     def close(self) -> None:
         """Leave the group."""
-        self._round = None
+        self._posted = None
         self._group.close()
 
     def _exchange(self, numbers: Sequence[float]) -> list[list[float]]:
-        here = self._group.start_round([*self.where.as_numbers(), *numbers], _MET)
+        here = self._group.start_sending([*self.where.as_numbers(), *numbers], _MET)
         return self._received(here, str(self.where))
 
-    def _received(self, under_way: Round, started_at: str) -> list[list[float]]:
+    def _received(self, under_way: PendingNumbers, started_at: str) -> list[list[float]]:
         """Every rank's numbers, without the whereabouts, which must be the same on all ranks.
 
         Raises:

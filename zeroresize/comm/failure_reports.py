@@ -62,14 +62,14 @@ class FailureReports:
             if self._told is None:
                 return
             self._told = None
-            own = self._keys[self._rendezvous.rank]
+            key = self._keys[self._rendezvous.rank]
             with suppress(Exception):  # where the store does not answer, nobody can read it either
-                within(timedelta(seconds=_ANSWER_S), lambda: self._rendezvous.store.set(own, ""))
+                within(timedelta(seconds=_ANSWER_S), lambda: self._rendezvous.store.set(key, ""))
 
-    def _exchange(self, own: str, wait_s: float) -> str:
+    def _exchange(self, report: str, wait_s: float) -> str:
         rank = self._rendezvous.rank
         try:
-            reports = within(timedelta(seconds=wait_s + _ANSWER_S), lambda: self._leave_and_read(own, wait_s))
+            reports = within(timedelta(seconds=wait_s + _ANSWER_S), lambda: self._leave_and_read(report, wait_s))
         except Exception as error:
             why = (
                 f"this rank has no memory left to ask in ({reason(error)})"
@@ -77,17 +77,17 @@ class FailureReports:
                 else "the job's store cannot be reached; the process that keeps it, usually rank 0's or torchrun's "
                 "own, is stopped or gone"
             )
-            return f". This rank, {rank}, was at: {own}. What the others were doing is not known: {why}"
-        told = (f"rank {rank}: {report or self._last_heard_of(rank)}" for rank, report in enumerate(reports))
+            return f". This rank, {rank}, was at: {report}. What the others were doing is not known: {why}"
+        told = (f"rank {rank}: {text or self._last_heard_of(rank)}" for rank, text in enumerate(reports))
         return f". What the ranks of the group were doing: {'; '.join(told)}"
 
     def _last_heard_of(self, rank: int) -> str:
         heard = f", last heard from at {self.last_heard[rank]}" if self.last_heard else ""
         return f"has not reported{heard} (may be dead, stopped or busy)"
 
-    def _leave_and_read(self, own: str, wait_s: float) -> list[str]:
+    def _leave_and_read(self, report: str, wait_s: float) -> list[str]:
         store = self._rendezvous.store
-        store.set(self._keys[self._rendezvous.rank], own)
+        store.set(self._keys[self._rendezvous.rank], report)
         deadline = time.monotonic() + wait_s
         reports = [""] * len(self._keys)
         while True:

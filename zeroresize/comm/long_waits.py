@@ -40,8 +40,8 @@ def is_looked_at(process_group: ProcessGroup, tensor: torch.Tensor) -> bool:
 
 def look(process_group: ProcessGroup) -> None:
     """Look now, after a wait that failed; errors as of :func:`wait_looking`."""
-    for one, _ in _alive(process_group):
-        one()
+    for method, _ in _alive(process_group):
+        method()
 
 
 def wait_looking(work: Any, process_group: ProcessGroup) -> None:
@@ -64,7 +64,7 @@ def _alive(process_group: ProcessGroup) -> list[tuple[Callable[[], None], float]
         return []
     alive = [(method, first_s) for weak, first_s in kept if (method := weak()) is not None]
     if len(alive) < len(kept):
-        kept[:] = [one for one in kept if one[0]() is not None]
+        kept[:] = [(weak, first_s) for weak, first_s in kept if weak() is not None]
     return alive
 
 

@@ -32,20 +32,24 @@ def ranks_with_replicas(
         RuntimeError: if the replicas do not come within the time limit of ``process_group``.
     """
     known = group_ranks(data_parallel_group) if data_parallel_group is not None else []
-    told = [list(map(int, ranks)) for ranks in exchange.gather([float(rank) for rank in known])]
-    if not all(told):
+    peers_of_ranks = [list(map(int, ranks)) for ranks in exchange.gather([float(rank) for rank in known])]
+    if not all(peers_of_ranks):
         return ()
-    own = group_ranks(process_group)
-    replicas: Sequence[tuple[int, ...]] = list(zip(*told, strict=False))
+    members = group_ranks(process_group)
+    replicas: Sequence[tuple[int, ...]] = list(zip(*peers_of_ranks, strict=False))
     ranks = tuple(rank for replica in replicas for rank in replica)
-    are_whole = len({len(peers) for peers in told}) == 1 and tuple(own) in replicas and len(set(ranks)) == len(ranks)
+    are_whole = (
+        len({len(peers) for peers in peers_of_ranks}) == 1
+        and tuple(members) in replicas
+        and len(set(ranks)) == len(ranks)
+    )
     if are_whole:  # for this replica: others may see it differently
         rendezvous = Rendezvous(process_group, "agree on who the replicas are", sorted(ranks))
         are_whole = len(set(rendezvous.exchange("replicas", str(ranks)))) == 1
     if not are_whole:
         raise ValueError(
-            f"the data-parallel groups of the ranks {own} of the job make no whole replicas of their tensor-parallel "
-            f"group: they hold the ranks {told}. Wanted are groups of one size, each of ranks that hold the same "
-            "shards, in the same order of replicas"
+            f"the data-parallel groups of the ranks {members} of the job make no whole replicas of their "
+            f"tensor-parallel group: they hold the ranks {peers_of_ranks}. Wanted are groups of one size, each of "
+            "ranks that hold the same shards, in the same order of replicas"
         )
     return ranks

@@ -74,7 +74,7 @@ def require_same(ranks: Sequence[Whereabouts], *, counts_forwards: bool = True) 
     """
 
     def differ(*what: str) -> bool:
-        return len({tuple(getattr(one, name) for name in what) for one in ranks}) > 1
+        return len({tuple(getattr(rank, name) for name in what) for rank in ranks}) > 1
 
     if differ("call"):
         raise RuntimeError(f"the ranks of the group made different calls: {_by_rank(map(str, ranks))}")

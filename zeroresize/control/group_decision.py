@@ -19,7 +19,18 @@ from zeroresize.policy.tensor.controller import Controller
 from zeroresize.policy.tensor.cost_model import NUM_POINTS, MigrationCost, ResizingCost
 from zeroresize.policy.tensor.times import RankTimes
 from zeroresize.policy.tensor.what_if import WhatIf
-from zeroresize.utils.state_checks import Check, count, each, keyed, not_negative, number, optional, row, share, text
+from zeroresize.utils.state_checks import (
+    Check,
+    any_number,
+    count,
+    each,
+    keyed,
+    not_negative,
+    optional,
+    row,
+    share,
+    text,
+)
 
 
 class GroupDecision:
@@ -133,9 +144,9 @@ class GroupDecision:
         num_ranks = len(self._lent_when_sent)
 
         def received(value: Any, where: str) -> None:
-            row(text, optional(each(each(number), num_ranks)))(value, where)
+            row(text, optional(each(each(any_number), num_ranks)))(value, where)
             if value[0] == self._told_config and value[1] is not None:
-                each(each(number, 10 + 3 * NUM_POINTS))(value[1], f"{where}[1]")
+                each(each(any_number, 10 + 3 * NUM_POINTS))(value[1], f"{where}[1]")
 
         return keyed(
             {

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zeroresize.comm.collectives import Transfer
+from zeroresize.comm.collectives import NamedWork
 from zeroresize.utils.torch_private import in_compiled_autograd
 
 #: Computes this rank's own part of a product when it is called.
@@ -35,7 +35,7 @@ class SharedProducts(Protocol):
 
     def column_backward(
         self, dy_TN: Tensor, x_TK: Tensor, *, own_dgrad: OwnProduct | None, own_wgrad: OwnProduct | None
-    ) -> tuple[Tensor | None, Tensor | None, Transfer | None]:
+    ) -> tuple[Tensor | None, Tensor | None, NamedWork | None]:
         """(dx [T, K], dw [N, K], the running all-reduce of dx); None for what is not asked for."""
 
     def row_forward(self, x_TK: Tensor, own: OwnProduct) -> tuple[Tensor, list[Tensor]]:

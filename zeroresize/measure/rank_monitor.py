@@ -27,12 +27,12 @@ from zeroresize.policy.tensor.estimator import RankEstimator
 from zeroresize.policy.tensor.times import RankTimes, StepTimes
 from zeroresize.utils.state_checks import (
     Check,
+    any_number,
     count,
     each,
     flag,
     keyed,
     not_negative,
-    number,
     optional,
     row,
     share,
@@ -285,9 +285,17 @@ class RankMonitor:
     @property
     def state_check(self) -> Check:
         """Of what :meth:`load_state_dict` can take over."""
-        conditions = row(text, number, number, count, flag)
-        step = row(number, number, number, row(share, share, not_negative, not_negative), flag, number, number)
-        split = row(*[each(number, NUM_POINTS)] * 3)
+        conditions = row(text, any_number, any_number, count, flag)
+        step = row(
+            any_number,
+            any_number,
+            any_number,
+            row(share, share, not_negative, not_negative),
+            flag,
+            any_number,
+            any_number,
+        )
+        split = row(*[each(any_number, NUM_POINTS)] * 3)
         return keyed(
             {
                 "calibrated_on": optional(conditions),

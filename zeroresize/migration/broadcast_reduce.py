@@ -9,7 +9,7 @@ from collections.abc import Hashable, Sequence
 
 from torch import Tensor
 
-from zeroresize.comm.collectives import Transfer, start_broadcast, start_reduce
+from zeroresize.comm.collectives import NamedWork, start_broadcast, start_reduce
 from zeroresize.migration.transport import Pending, Route, Transport
 
 
@@ -45,7 +45,7 @@ class BroadcastReduce(Transport):
     def takes_part_in_sum(self, route: Route) -> bool:
         return self._reduces(route) or super().takes_part_in_sum(route)
 
-    def _start_giving(self, route: Route, partial: Tensor) -> list[Transfer]:
+    def _start_giving(self, route: Route, partial: Tensor) -> list[NamedWork]:
         if not self._reduces(route):
             return super()._start_giving(route, partial)
         self._count(partial)
@@ -55,10 +55,10 @@ class BroadcastReduce(Transport):
     def _reduces(route: Route) -> bool:
         return len(route.receivers) > 1
 
-    def _reduce(self, route: Route, partial: Tensor) -> Transfer:
+    def _reduce(self, route: Route, partial: Tensor) -> NamedWork:
         return start_reduce(partial, route.owner, self.process_group, route.layer)
 
-    def _broadcast(self, route: Route, tensor: Tensor) -> Transfer:
+    def _broadcast(self, route: Route, tensor: Tensor) -> NamedWork:
         if self.rank != route.owner:
             self._count(tensor)
         return start_broadcast(tensor, route.owner, self.process_group, route.layer, self.over)

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from zeroresize.comm.collectives import Transfer
+from zeroresize.comm.collectives import NamedWork
 from zeroresize.migration.pool import Pool
 
 
@@ -16,8 +16,8 @@ class Buffers:
 
     def __init__(self) -> None:
         self._tensors: dict[Hashable, Tensor] = {}
-        self._sending: dict[int, list[Transfer]] = {}
-        self._held: dict[Hashable, tuple[Tensor, tuple[Transfer, ...]]] = {}
+        self._sending: dict[int, list[NamedWork]] = {}
+        self._held: dict[Hashable, tuple[Tensor, tuple[NamedWork, ...]]] = {}
         self._kept = Pool()
 
     def take(self, name: Hashable, shape: tuple[int, ...], like: Tensor) -> Tensor:
@@ -37,11 +37,11 @@ class Buffers:
             self._tensors[name] = held
         return held[:size].view(shape)
 
-    def is_being_sent(self, tensor: Tensor, work: Transfer) -> None:
+    def is_being_sent(self, tensor: Tensor, work: NamedWork) -> None:
         """``tensor``, taken from here, must not change before ``work`` is done."""
         self._sending.setdefault(tensor.untyped_storage().data_ptr(), []).append(work)
 
-    def hold(self, name: Hashable, tensor: Tensor, works: Sequence[Transfer]) -> None:
+    def hold(self, name: Hashable, tensor: Tensor, works: Sequence[NamedWork]) -> None:
         """Keep ``tensor`` alive until ``works`` are done, after waiting for what this name held before.
 
         Nobody may change it meanwhile.

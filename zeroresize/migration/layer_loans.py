@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zeroresize import kernels
-from zeroresize.comm.collectives import Transfer, explanation, start_all_reduce
+from zeroresize.comm.collectives import NamedWork, explanation, start_all_reduce
 from zeroresize.kernels.probe import Probes
 from zeroresize.migration.gradient_return import GradientReturn
 from zeroresize.migration.transport import Pending, Route, Transport
@@ -184,7 +184,7 @@ class LayerLoans:
         *,
         own_dgrad: Callable[[], Tensor] | None,
         own_wgrad: Callable[[], Tensor] | None,
-    ) -> tuple[Tensor | None, Tensor | None, Transfer | None]:
+    ) -> tuple[Tensor | None, Tensor | None, NamedWork | None]:
         """(dx [T, K], dw [N, K], the running all-reduce of dx); None for what is not asked for.
 
         The lent columns of dw arrive later, through the tensor that :meth:`weight_in_force` returned.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from zeroresize.comm.collectives import Channel, Transfer, start_receive, start_send
+from zeroresize.comm.collectives import Channel, NamedWork, start_receive, start_send
 from zeroresize.migration.buffers import Buffers
 
 #: Every part but the last is a multiple of so many columns, where the slice is long enough.
@@ -77,7 +77,7 @@ class Pending:
     """A tensor whose transfer is under way."""
 
     tensor: Tensor | None
-    works: tuple[Transfer, ...] = ()
+    works: tuple[NamedWork, ...] = ()
     finish: Callable[[], None] | None = None
 
     def wait(self) -> Tensor | None:
@@ -150,7 +150,7 @@ class Transport(ABC):
         """On the other ranks of a sum: send this rank's addend, which must not change any more."""
         self.buffers.hold((*_key(name), "given"), partial, self._start_giving(route, partial))
 
-    def _start_giving(self, route: Route, partial: Tensor) -> list[Transfer]:
+    def _start_giving(self, route: Route, partial: Tensor) -> list[NamedWork]:
         return self._send(route, partial, route.owner)
 
     def return_slice(
@@ -180,11 +180,11 @@ class Transport(ABC):
     def _count(self, tensor: Tensor) -> None:
         self.bytes_moved += tensor.numel() * tensor.element_size()
 
-    def _receive(self, route: Route, tensor: Tensor, sender: int) -> list[Transfer]:
+    def _receive(self, route: Route, tensor: Tensor, sender: int) -> list[NamedWork]:
         self._count(tensor)
         return start_receive(tensor, sender, self.process_group, route.layer, self.over)
 
-    def _send(self, route: Route, tensor: Tensor, receiver: int) -> list[Transfer]:
+    def _send(self, route: Route, tensor: Tensor, receiver: int) -> list[NamedWork]:
         return start_send(tensor, receiver, self.process_group, route.layer, self.over)
 
     def _send_from_buffer(self, route: Route, tensor: Tensor, receiver: int, name: Hashable) -> None:

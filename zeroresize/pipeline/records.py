@@ -17,7 +17,7 @@ from zeroresize.policy.pipeline.bubbles import Schedule, chimera_bubble_ratio, s
 from zeroresize.policy.pipeline.profiles import LayerProfile, PipelineProfile
 from zeroresize.policy.pipeline.rebalancing_forecast import RebalancingForecast
 from zeroresize.utils.json_lines import without_nan
-from zeroresize.utils.state_checks import each, keyed, not_negative, number
+from zeroresize.utils.state_checks import any_number, each, keyed, not_negative
 
 
 @dataclass(frozen=True)
@@ -90,13 +90,13 @@ class ProfileRecord:
         own = {one.name: values[one.name] for one in fields(cls)}
         own["chimera_bubble_ratio"] = math.nan if own["chimera_bubble_ratio"] is None else own["chimera_bubble_ratio"]
         for name in ("boundaries", "stage_s", "bubble_ratios"):
-            each(number)(own[name], name)
+            each(any_number)(own[name], name)
             own[name] = tuple(own[name])
         figures = [one.name for one in fields(LayerProfile)]
         each(keyed(dict.fromkeys(figures, not_negative)))(own["layers"], "layers")
         own["layers"] = tuple(LayerProfile(*(one[name] for name in figures)) for one in own["layers"])
         for name in ("step", "step_s", "imbalance", "bubble_ratio", "simulated_step_s", "simulated_bubble_ratio"):
-            number(own[name], name)
+            any_number(own[name], name)
         return cls(**own)
 
     def to_dict(self) -> dict[str, Any]:

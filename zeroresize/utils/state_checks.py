@@ -18,7 +18,7 @@ def anything(value: Any, where: str) -> None:
     """Fits always."""
 
 
-def number(value: Any, where: str) -> None:
+def any_number(value: Any, where: str) -> None:
     """A number; NaN and infinity, too."""
     _require(_is_number(value), "a number", value, where)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from zeroresize.policy.tensor.cost_model import MigrationCost
 from zeroresize.policy.tensor.times import MOST_SECONDS
-from zeroresize.utils.state_checks import Check, keyed, not_negative, number, optional, row
+from zeroresize.utils.state_checks import Check, any_number, keyed, not_negative, optional, row
 
 #: What differs by less than this share of a step is noise: ranks that are equally busy wait for each other's jitter.
 _NOISE = 0.03
@@ -108,10 +108,12 @@ class CommunicationEstimate:
         """Of what :meth:`load_state_dict` can take over."""
 
         def scale(value: Any, where: str) -> None:
-            (number if isinstance(value, float) else row(number, number, optional(number)))(value, where)
+            (any_number if isinstance(value, float) else row(any_number, any_number, optional(any_number)))(
+                value, where
+            )
 
         calibrated = optional(row(not_negative, not_negative))
-        return keyed({"plain_s": number, "scale": scale, "calibrated": calibrated})
+        return keyed({"plain_s": any_number, "scale": scale, "calibrated": calibrated})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from :meth:`state_dict`."""

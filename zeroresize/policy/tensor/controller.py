@@ -28,7 +28,7 @@ from zeroresize.policy.tensor.rules.ratio import find_stragglers, reference_time
 from zeroresize.policy.tensor.rules.sharing import Division, borrowed_shares, loans_of, predicted_busy_s
 from zeroresize.policy.tensor.spells import COST_IN_VAIN, Spells
 from zeroresize.policy.tensor.times import DURATION, RankTimes
-from zeroresize.utils.state_checks import Check, below, count, each, flag, keyed, number, optional, row, share
+from zeroresize.utils.state_checks import Check, any_number, below, count, each, flag, keyed, optional, row, share
 
 #: A rank is relieved if it is slower than the reference by so many standard deviations: to begin with pruning, to begin
 #: with lending, and to go on.
@@ -265,11 +265,18 @@ class Controller:
     def state_check(self) -> Check:
         """Of what :meth:`load_state_dict` can take over."""
         index = below(self.num_ranks)
-        points = each(number)
-        times = row(number, number, number, number, row(points, points, points, number, number), number)
+        points = each(any_number)
+        times = row(
+            any_number,
+            any_number,
+            any_number,
+            any_number,
+            row(points, points, points, any_number, any_number),
+            any_number,
+        )
         return keyed(
             {
-                "saved_for_calibration_s": number,
+                "saved_for_calibration_s": any_number,
                 "num_calibration_steps": count,
                 "shares": each(row(share, share), self.num_ranks),
                 "measured_under": each(row(share, share), self.num_ranks),

@@ -52,7 +52,7 @@ from zeroresize.policy.tensor.times import (
     RankTimes,
     StepTimes,
 )
-from zeroresize.utils.state_checks import each, flag, keyed, not_negative, number, optional, row, share
+from zeroresize.utils.state_checks import any_number, each, flag, keyed, not_negative, optional, row, share
 
 #: Standard deviation of a jump's logarithm: a factor of 4.
 JUMP_SIZE = math.log(4.0)
@@ -178,24 +178,24 @@ class RankEstimator:
     @staticmethod
     def state_check(state: Any, where: str) -> None:
         """Check for what :meth:`load_state_dict` can take over."""
-        points = dict.fromkeys(_POINTS, each(number))
-        keyed({"calibrated": keyed({**points, "borrowing": number, "widening": number})})(state, where)
+        points = dict.fromkeys(_POINTS, each(any_number))
+        keyed({"calibrated": keyed({**points, "borrowing": any_number, "widening": any_number})})(state, where)
         try:
             cost = _cost_of(state["calibrated"])
         except ValueError as error:
             raise ValueError(f"{where}.calibrated: {error}") from error
         size = _CURVE + len(cost.ratios) + 1
-        noise = row(number, number, number, row(number, number), number)
+        noise = row(any_number, any_number, any_number, row(any_number, any_number), any_number)
         keyed(
             {
                 "is_known": flag,
-                "mean": each(number, size),
-                "covariance": each(each(number, size), size),
-                "moving_rest": row(share, not_negative, number),
+                "mean": each(any_number, size),
+                "covariance": each(each(any_number, size), size),
+                "moving_rest": row(share, not_negative, any_number),
                 "noise": row(noise, noise, noise),
                 "shares": optional(row(share, share, not_negative, not_negative)),
                 "compared": optional(not_negative),
-                "reference": row(number, not_negative, optional(number), number),
+                "reference": row(any_number, not_negative, optional(any_number), any_number),
             }
         )(state, where)
 

@@ -26,7 +26,7 @@ from zeroresize.policy.moves.account import Account
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.moves.ski_rental import RENTAL_CHECK, SkiRental
 from zeroresize.policy.tensor.rules.ownership import merged
-from zeroresize.utils.state_checks import Check, count, each, flag, keyed, not_negative, number, row
+from zeroresize.utils.state_checks import Check, any_number, count, each, flag, keyed, not_negative, row
 
 #: How much the newest comparison of products says of what comparisons take.
 _WEIGHT = 0.7
@@ -243,7 +243,7 @@ class OwnershipDecision:
                 "comparing_s": not_negative,
                 "late": row(not_negative, not_negative),
                 "lately": row(not_negative, count),
-                "account": row(number, not_negative, not_negative),
+                "account": row(any_number, not_negative, not_negative),
             }
         )
 

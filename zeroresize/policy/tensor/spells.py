@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zeroresize.utils.state_checks import Check, count, each, keyed, number, row
+from zeroresize.utils.state_checks import Check, any_number, count, each, keyed, row
 
 #: What an interval under a plan that is good for nothing costs, as a share of its time.
 COST_IN_VAIN = 0.055
@@ -110,8 +110,8 @@ class Spells:
         return keyed(
             {
                 "ages": each(count, self.num_ranks),
-                "costs": each(number, self.num_ranks),
-                "past": each(row(count, number, count, number)),
+                "costs": each(any_number, self.num_ranks),
+                "past": each(row(count, any_number, count, any_number)),
             }
         )
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from zeroresize.comm.collectives import Transfer, group_size, start_all_reduce
+from zeroresize.comm.collectives import NamedWork, group_size, start_all_reduce
 from zeroresize.strategy.switching.placement import Placement
 from zeroresize.strategy.switching.sharding import WholeTensor
 
@@ -55,7 +55,7 @@ class _Sum:
     def __init__(self, bucket: Sequence[Tensor], group: ProcessGroup) -> None:
         self._bucket = bucket
         self._flat = bucket[0] if len(bucket) == 1 else torch.cat([one.reshape(-1) for one in bucket])
-        self._transfer: Transfer | None = start_all_reduce(self._flat, group)
+        self._transfer: NamedWork | None = start_all_reduce(self._flat, group)
 
     def finish(self) -> None:
         if self._transfer is not None:

@@ -21,7 +21,7 @@ from zeroresize.plan.group import Shares
 from zeroresize.policy.tensor.columns.differentiated import budget_ratios, paper_ratios, relative_scores
 from zeroresize.policy.tensor.columns.order import decided_columns, num_lent, order_without_priority, pruned_of_order
 from zeroresize.policy.tensor.columns.priority import ColumnPriority
-from zeroresize.utils.state_checks import Check, count, each, flag, keyed, number, row, share
+from zeroresize.utils.state_checks import Check, any_number, count, each, flag, keyed, row, share
 
 Columns = NDArray[np.int64]
 #: Names of the layers between two synchronisations of the ranks, one after the other.
@@ -203,7 +203,7 @@ class ColumnSelector:
                 "steps": each(row(share, share, flag, count)),
                 "steps_of_last_epoch": count,
                 "pruned_steps": keyed({name: each(count, number_of) for name, number_of in columns.items()}),
-                "w_var": keyed({name: each(number, number_of) for name, number_of in columns.items()}),
+                "w_var": keyed({name: each(any_number, number_of) for name, number_of in columns.items()}),
                 "age": keyed({name: each(count, number_of) for name, number_of in columns.items()}),
             }
         )
