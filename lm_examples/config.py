@@ -12,19 +12,18 @@ from typing import Any, get_args
 from lm_examples.cases import CASES, case_class
 from lm_examples.cases.dynamic_case import DynamicCase
 from lm_examples.gpt import ModelConfig
+from vit_examples.sections import LONGEST_TIMEOUT_S, CommonOutputConfig, StepTrainingConfig
 from zeroresize.injection.schedule import checked_chi
 from zeroresize.pipeline import CommandHook, Repack
 from zeroresize.plan.partition import Partition
 from zeroresize.policy.moves.least_saving import MIN_SAVING
 from zeroresize.policy.pipeline.rebalancing_forecast import By, Method
-from zeroresize.utils.value_checks import at_least, divides, is_bool, number, one_of
+from zeroresize.utils.value_checks import at_least, divides, number, one_of
 
 SCHEDULES = ("1f1b", "gpipe")
-DTYPES = ("float32", "float64", "bfloat16")
 BOUNDARIES = ("uniform", "parameters")
 #: Values of a byte, which are the tokens.
 NUM_BYTES = 256
-LONGEST_TIMEOUT_S = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,41 +49,20 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingConfig:
+class TrainingConfig(StepTrainingConfig):
     """The loop.
 
     Attributes:
-        steps: of the optimizer, AdamW.
         batch_size: sequences of a step, shared by ``micro_batches``.
-        lr: constant.
-        grad_clip: largest norm of all gradients; 0 is off.
-        dtype: of weights, gradients, optimizer and activations.
-        log_every: steps between two lines of ``metrics.jsonl``; the last step has a line, too.
-        validate_every: steps between two validations; 0 is at the end only.
-        validation_batches: held-out batches of a validation, the same ones each time.
     """
 
-    steps: int = 100
     batch_size: int = 16
     micro_batches: int = 8
-    lr: float = 1e-3
-    weight_decay: float = 0.01
-    grad_clip: float = 1.0
-    seed: int = 0
-    dtype: str = "float32"
-    log_every: int = 10
-    validate_every: int = 0
-    validation_batches: int = 4
 
     def __post_init__(self) -> None:
-        for key in ("steps", "batch_size", "micro_batches", "log_every", "validation_batches"):
+        super().__post_init__()
+        for key in ("batch_size", "micro_batches"):
             at_least(f"training.{key}", getattr(self, key), 1)
-        for key in ("seed", "validate_every"):
-            at_least(f"training.{key}", getattr(self, key), 0)
-        for key in ("weight_decay", "grad_clip"):
-            number(f"training.{key}", getattr(self, key), least=0.0)
-        number("training.lr", self.lr, above=0.0)
-        one_of("training.dtype", self.dtype, DTYPES)
         divides("training.batch_size", self.batch_size, "training.micro_batches", self.micro_batches)
 
 
@@ -253,26 +231,10 @@ class SleepConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutputConfig:
-    """What a run leaves behind, under ``folder``.
-
-    Attributes:
-        save_every: steps between two checkpoints; 0 is never.
-        keep: so many newest checkpoints are kept.
-        progress: show a progress bar and tables on rank 0.
-    """
+class OutputConfig(CommonOutputConfig):
+    """What a run leaves behind, under ``folder``; ``save_every`` counts steps."""
 
     folder: str = "runs/lm"
-    save_every: int = 0
-    keep: int = 2
-    progress: bool = True
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.folder, str) or not self.folder:
-            raise ValueError(f"output.folder={self.folder!r}: the name of a folder is needed")
-        is_bool("output.progress", self.progress)
-        for key, least in (("save_every", 0), ("keep", 1)):
-            at_least(f"output.{key}", getattr(self, key), least)
 
 
 @dataclass(frozen=True, kw_only=True)

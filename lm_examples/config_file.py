@@ -1,8 +1,7 @@
-"""A run's configuration from a YAML file and the command line; see :mod:`lm_examples.config_reader`."""
+"""How ``lm_examples.train`` reads its configuration; see :mod:`vit_examples.config_reader`."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,19 +20,13 @@ from lm_examples.config import (
     StragglerConfig,
     TrainingConfig,
 )
-from lm_examples.config_reader import ConfigReader, Flag, fields_of
 from lm_examples.gpt import ModelConfig
+from vit_examples.config_reader import ConfigReader, Flag, fields_of
 from zeroresize.utils.value_checks import known_keys, one_of
 
 
-def argument_parser() -> argparse.ArgumentParser:
-    """The command line of ``lm_examples.train``; a wrong argument is a ValueError."""
-    where = "lm_examples/config.py, those of a case in lm_examples/cases"
-    return _READER.parser("lm_examples.train", "Train a small GPT in a pipeline whose layers move.", 2, where)
-
-
 def config_to_dict(config: RunConfig) -> dict[str, Any]:
-    """Plain values that ``config_from_dict`` reads back."""
+    """Return plain values that ``config_from_dict`` reads back."""
     values = dataclasses.asdict(config)
     return {**values, "case": {"name": config.case.name, **values["case"]["options"]}}
 
@@ -50,9 +43,11 @@ def _case_from(values: Any) -> CaseConfig:
     return CaseConfig(name=name, options=kind(**options))
 
 
-_READER = ConfigReader(
-    RunConfig,
-    {
+READER = ConfigReader(
+    program="lm_examples.train",
+    description="Train a small GPT in a pipeline whose layers move.",
+    kind=RunConfig,
+    sections={
         "model": ModelConfig,
         "data": DataConfig,
         "training": TrainingConfig,
@@ -66,6 +61,8 @@ _READER = ConfigReader(
     },
     folder=Path(__file__).parent / "configs",
     default="small",
+    default_ranks=2,
+    keys_are_in="lm_examples/config.py, those of a case in lm_examples/cases",
     flags={
         "case": Flag("case.name", f"case.name: one of {', '.join(CASES)}"),
         "mode": Flag("balance.mode", "balance.mode: on or off"),
@@ -78,7 +75,8 @@ _READER = ConfigReader(
     deciding={"case.name": "none"},
 )
 
-config_from_arguments = _READER.from_arguments
-load_config = _READER.load
-config_from_dict = _READER.from_dict
-available_configs = _READER.available
+argument_parser = READER.argument_parser
+config_from_arguments = READER.from_arguments
+load_config = READER.load
+config_from_dict = READER.from_dict
+available_configs = READER.available

@@ -14,7 +14,6 @@ import signal
 import statistics
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from typing import Any
 
 # Ctrl-C while torch is imported: end without a traceback
@@ -26,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from lm_examples.config import RunConfig
-from lm_examples.config_file import argument_parser, config_from_arguments
+from lm_examples.config_file import READER
 from lm_examples.data import load_text
 from lm_examples.dry_run import dry_run
 from lm_examples.recorder import summary_table
@@ -35,7 +34,7 @@ from lm_examples.run_folder import how_to_go_on
 from vit_examples.all_ranks import leave_together, of_all_ranks
 from vit_examples.build_host import require_torchrun
 from vit_examples.checkpoint_files import save_checkpoint
-from vit_examples.program import run_program
+from vit_examples.program import join, run_program
 from vit_examples.recorder import num_settling
 from vit_examples.run_folder import checkpoint_folder
 from zeroresize.pipeline import clip_grad_norm_
@@ -51,11 +50,10 @@ def train(run: Run) -> dict[str, Any]:
             train_step(run)
             if run.pipeline.is_released:
                 break
-            is_last = run.step == training.steps
-            is_validated = is_last or (training.validate_every and run.step % training.validate_every == 0)
+            is_validated = training.is_validated_after(run.step)
             is_saved = output.save_every and run.step % output.save_every == 0
             if is_validated or run.step % training.log_every == 0:
-                report(run, is_validated=bool(is_validated))
+                report(run, is_validated=is_validated)
             if is_saved:
                 folder = checkpoint_folder(run.config)
                 save_checkpoint(folder, run.saved_state(), run.pipeline, run.optimizer, keep=output.keep)
@@ -161,30 +159,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The command line; see :func:`vit_examples.program.run_program`."""
     run_program(
         arguments,
-        parser=argument_parser(),
-        config_from=config_from_arguments,
+        reader=READER,
         dry_run=lambda config, num_stages: dry_run(config, num_stages=num_stages),
         how_to_go_on=how_to_go_on,
-        prepare=_joined,
-        finish=_finish,
+        prepare=_prepare,
+        num_done=lambda run: run.step,
+        unit="steps",
+        train=train,
         leave=_leave,
     )
 
 
-def _joined(config: RunConfig, resume: bool) -> Run:
+def _prepare(config: RunConfig, resume: bool) -> Run:
     require_torchrun("lm_examples.train --config small")
     config.validate_stages(int(os.environ["WORLD_SIZE"]))
     text = load_text(config)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=config.pipeline.timeout_s))
-    assert dist.group.WORLD is not None
-    return prepare(config, text, dist.group.WORLD, resume=resume)
-
-
-def _finish(run: Run) -> None:
-    if run.step < run.config.training.steps:
-        train(run)
-    elif run.recorder is not None:
-        print(f"nothing to do: the checkpoint has {run.step} steps, training.steps asks for no more")
+    return prepare(config, text, join(config.pipeline.timeout_s), resume=resume)
 
 
 def _leave(run: Run) -> None:

@@ -13,21 +13,19 @@ import signal
 import statistics
 from collections.abc import Sequence
 from contextlib import nullcontext
-from datetime import timedelta
 from typing import Any
 
 # Ctrl-C while torch is imported: end without a traceback
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from lm_examples.documents import load_documents
 from lm_examples.run_folder import how_to_go_on
 from lm_examples.switching.checkpoint import SavedState
 from lm_examples.switching.config import RunConfig
-from lm_examples.switching.config_file import argument_parser, config_from_arguments
+from lm_examples.switching.config_file import READER
 from lm_examples.switching.dry_run import dry_run
 from lm_examples.switching.recorder import choice_table, lengths_table, summary_table
 from lm_examples.switching.run import Run, layout_of, prepare
@@ -35,7 +33,7 @@ from lm_examples.switching.step_numbers import StepSums
 from vit_examples.all_ranks import leave_together
 from vit_examples.build_host import require_torchrun
 from vit_examples.checkpoint_files import save_checkpoint
-from vit_examples.program import run_program
+from vit_examples.program import join, run_program
 from vit_examples.run_folder import checkpoint_folder
 
 
@@ -50,10 +48,9 @@ def train(run: Run) -> dict[str, Any]:
         while run.step < training.steps:
             run.step += 1
             train_step(run)
-            is_last = run.step == training.steps
-            is_validated = is_last or (training.validate_every and run.step % training.validate_every == 0)
+            is_validated = training.is_validated_after(run.step)
             if is_validated or run.step % training.log_every == 0:
-                report(run, is_validated=bool(is_validated))
+                report(run, is_validated=is_validated)
             if output.save_every and run.step % output.save_every == 0:
                 state = SavedState(run.step, layout_of(run.config), run.unwritten.to_dict())
                 save_checkpoint(checkpoint_folder(run.config), state, run.model, run.optimizer, keep=output.keep)
@@ -107,31 +104,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The command line; see :func:`vit_examples.program.run_program`."""
     run_program(
         arguments,
-        parser=argument_parser(),
-        config_from=config_from_arguments,
+        reader=READER,
         dry_run=lambda config, num_ranks: dry_run(config, num_ranks=num_ranks),
         how_to_go_on=how_to_go_on,
-        prepare=_joined,
-        finish=_finish,
+        prepare=_prepare,
+        num_done=lambda run: run.step,
+        unit="steps",
+        train=train,
         leave=_leave,
-        default_ranks=4,
     )
 
 
-def _joined(config: RunConfig, resume: bool) -> Run:
+def _prepare(config: RunConfig, resume: bool) -> Run:
     require_torchrun("lm_examples.train_strategies --config switching")
     config.validate_ranks(int(os.environ["WORLD_SIZE"]))
     documents = load_documents(config.data)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=config.strategies.timeout_s))
-    assert dist.group.WORLD is not None
-    return prepare(config, documents, dist.group.WORLD, resume=resume)
-
-
-def _finish(run: Run) -> None:
-    if run.step < run.config.training.steps:
-        train(run)
-    elif run.recorder is not None:
-        print(f"nothing to do: the checkpoint has {run.step} steps, training.steps asks for no more")
+    return prepare(config, documents, join(config.strategies.timeout_s), resume=resume)
 
 
 def _leave(run: Run) -> None:

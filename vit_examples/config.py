@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from vit_examples.sections import LONGEST_TIMEOUT_S, CommonOutputConfig
 from zeroresize.config import BalanceConfig
 from zeroresize.injection.schedule import KINDS, SCHEDULES, SCOPES, checked_chi, round_robin
 from zeroresize.utils.value_checks import at_least, divides, is_bool, number, one_of
@@ -26,7 +27,6 @@ LARGEST_SIZES = {
     "patch_size": 2**14,
     "num_labels": 2**24,
 }
-LONGEST_TIMEOUT_S = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,31 +210,23 @@ class StragglerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutputConfig:
-    """What a run leaves behind, under ``folder``.
+class OutputConfig(CommonOutputConfig):
+    """What a run leaves behind, under ``folder``; ``save_every`` counts epochs.
 
     Attributes:
         log_every: steps between two lines of ``metrics.jsonl`` and TensorBoard, each with the mean time of the steps
             since the last one; the last step of an epoch has a line, too. On a GPU also between synchronisations.
         settle_steps: first steps of each start (at most half of its steps) that ``summary.json`` does not time.
-        save_every: epochs between two checkpoints; 0 is never.
-        keep: so many newest checkpoints are kept.
-        progress: show a progress bar and tables on rank 0.
     """
 
     folder: str = "runs/vit"
     log_every: int = 10
     settle_steps: int = 20
-    save_every: int = 0
-    keep: int = 2
-    progress: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.folder, str) or not self.folder:
-            raise ValueError(f"output.folder={self.folder!r}: the name of a folder is needed")
-        is_bool("output.progress", self.progress)
-        for key, least in (("log_every", 1), ("settle_steps", 0), ("save_every", 0), ("keep", 1)):
-            at_least(f"output.{key}", getattr(self, key), least)
+        super().__post_init__()
+        at_least("output.log_every", self.log_every, 1)
+        at_least("output.settle_steps", self.settle_steps, 0)
 
 
 @dataclass(frozen=True, kw_only=True)

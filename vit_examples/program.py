@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import stat
 import sys
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from vit_examples.config_reader import ConfigReader
 from vit_examples.interruption import ended_by_interrupt
 from vit_examples.mistakes import refuse
 from vit_examples.recorder import SummaryNotWrittenError
@@ -22,14 +26,14 @@ _NOT_WRITTEN = 1
 def run_program(
     arguments: Sequence[str] | None,
     *,
-    parser: argparse.ArgumentParser,
-    config_from: Callable[[argparse.Namespace], _Config],
+    reader: ConfigReader[_Config],
     dry_run: Callable[[_Config, int], Any],
     how_to_go_on: Callable[[_Config], str],
     prepare: Callable[[_Config, bool], _Run],
-    finish: Callable[[_Run], None],
+    num_done: Callable[[_Run], int],
+    unit: str,
+    train: Callable[[_Run], Any],
     leave: Callable[[_Run], None],
-    default_ranks: int = 2,
 ) -> None:
     """The command line; a mistake of the user's ends it with one line and status 2, Ctrl-C with one line and 130.
 
@@ -37,20 +41,21 @@ def run_program(
     umask, nobody but the owner and the group may write to the files that it makes.
 
     Args:
-        parser: with ``--dry-run``, ``--ranks`` and ``--resume``.
+        reader: of the program's configuration.
         dry_run: of a configuration for so many ranks.
         how_to_go_on: what rank 0 says after an interrupt.
         prepare: what is to be trained, whether or not it resumes; a ValueError is a mistake of the user's.
-        finish: trains.
+        num_done: how much of a run is trained, in ``unit``: "steps" or "epochs", a key of its ``training``.
+        train: trains the rest.
         leave: leaves the process groups.
-        default_ranks: that ``--dry-run`` assumes.
     """
     os.umask(os.umask(0) | stat.S_IWOTH)  # what a run resumes from is not for everybody to change
     try:
-        parsed = parser.parse_args(arguments)
-        config = config_from(parsed)
+        parsed = reader.argument_parser().parse_args(arguments)
+        config = reader.from_arguments(parsed)
         if parsed.dry_run:
-            dry_run(config, int(os.environ.get("WORLD_SIZE", default_ranks)) if parsed.ranks is None else parsed.ranks)
+            world_size = int(os.environ.get("WORLD_SIZE", reader.default_ranks))
+            dry_run(config, world_size if parsed.ranks is None else parsed.ranks)
             return
     except ValueError as error:
         refuse(error)
@@ -63,13 +68,23 @@ def run_program(
             refuse(error)
         unwritten: SummaryNotWrittenError | None = None
         try:
-            finish(run)
+            if (done := num_done(run)) < getattr(config.training, unit):  # type: ignore[attr-defined]
+                train(run)
+            elif os.environ.get("RANK") == "0":
+                print(f"nothing to do: the checkpoint has {done} {unit}, training.{unit} asks for no more")
         except SummaryNotWrittenError as error:  # on the rank that writes it: the others wait for it to leave
             unwritten = error
         leave(run)
     if unwritten is not None:
         sys.stderr.write(f"error: {unwritten}\n")
         raise SystemExit(_NOT_WRITTEN) from unwritten
+
+
+def join(timeout_s: float) -> ProcessGroup:
+    """Join the other ranks that torchrun has started, by gloo; collectives fail after so many seconds."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
 
 
 def show_messages() -> None:

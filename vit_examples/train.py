@@ -37,7 +37,7 @@ from vit_examples.balance_log import BalanceLog
 from vit_examples.build_host import build_host, require_same_on_all_ranks, require_torchrun
 from vit_examples.checkpoint import Progress, layout_of, load_checkpoint, save_checkpoint
 from vit_examples.config import RunConfig
-from vit_examples.config_file import argument_parser, config_from_arguments
+from vit_examples.config_file import READER
 from vit_examples.data import Split, load_splits, num_batches, test_batches, training_batches
 from vit_examples.display import Display
 from vit_examples.dry_run import dry_run
@@ -271,21 +271,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The command line; see :func:`vit_examples.program.run_program`."""
     run_program(
         arguments,
-        parser=argument_parser(),
-        config_from=config_from_arguments,
+        reader=READER,
         dry_run=lambda config, num_ranks: dry_run(config, num_ranks=num_ranks),
         how_to_go_on=how_to_go_on,
         prepare=lambda config, resume: prepare(config, resume=resume),
-        finish=_finish,
+        num_done=lambda run: run.progress.epochs,
+        unit="epochs",
+        train=train,
         leave=_leave,
     )
-
-
-def _finish(run: Run) -> None:
-    if run.progress.epochs < run.config.training.epochs:
-        train(run)
-    elif run.host.rank == 0:
-        print(f"nothing to do: the checkpoint has {run.progress.epochs} epochs, training.epochs asks for no more")
 
 
 def _leave(run: Run) -> None:

@@ -10,53 +10,36 @@ from typing import Any
 
 import torch
 
-from lm_examples.config import DTYPES, LONGEST_TIMEOUT_S, NUM_BYTES, OutputConfig
+from lm_examples.config import NUM_BYTES, OutputConfig
 from lm_examples.documents import DocumentsConfig
 from lm_examples.llama import LlamaConfig, llama_layers
+from vit_examples.sections import LONGEST_TIMEOUT_S, StepTrainingConfig
 from zeroresize.plan.layout import TensorSpec
 from zeroresize.plan.length_range import LengthRange, as_ranges
 from zeroresize.plan.strategy import Strategy
 from zeroresize.strategy.switching.sharding import WholeLayers
-from zeroresize.utils.value_checks import at_least, is_bool, number, one_of
+from zeroresize.utils.value_checks import at_least, is_bool, number
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingConfig:
+class TrainingConfig(StepTrainingConfig):
     """The loop.
 
     Attributes:
-        steps: of the optimizer, AdamW.
         tokens: of a step's mini-batch; each of them counts alike in the loss.
         max_tokens: of a micro-batch, into which whole sequences are packed.
-        lr: constant.
-        grad_clip: largest norm of all gradients; 0 is off.
-        dtype: of weights, gradients, optimizer and activations.
-        log_every: steps between two lines of ``metrics.jsonl``; the last step has a line, too.
-        validate_every: steps between two validations; 0 is at the end only.
-        validation_batches: held-out mini-batches of a validation, the same ones each time.
     """
 
     steps: int = 50
     tokens: int = 16384
     max_tokens: int = 2048
-    lr: float = 1e-3
-    weight_decay: float = 0.01
-    grad_clip: float = 1.0
-    seed: int = 0
-    dtype: str = "float32"
     log_every: int = 1
-    validate_every: int = 0
     validation_batches: int = 1
 
     def __post_init__(self) -> None:
-        for key in ("steps", "tokens", "max_tokens", "log_every", "validation_batches"):
+        super().__post_init__()
+        for key in ("tokens", "max_tokens"):
             at_least(f"training.{key}", getattr(self, key), 1)
-        for key in ("seed", "validate_every"):
-            at_least(f"training.{key}", getattr(self, key), 0)
-        for key in ("weight_decay", "grad_clip"):
-            number(f"training.{key}", getattr(self, key), least=0.0)
-        number("training.lr", self.lr, above=0.0)
-        one_of("training.dtype", self.dtype, DTYPES)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,21 +1,35 @@
-"""A run's configuration from a YAML file and the command line; see :mod:`lm_examples.config_reader`."""
+"""How ``lm_examples.train_strategies`` reads its configuration; see :mod:`vit_examples.config_reader`."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from pathlib import Path
 from typing import Any
 
 from lm_examples.config import OutputConfig
-from lm_examples.config_reader import ConfigReader, Flag
 from lm_examples.documents import DocumentsConfig
 from lm_examples.llama import LlamaConfig
 from lm_examples.switching.config import RunConfig, StrategiesConfig, TrainingConfig
+from vit_examples.config_reader import ConfigReader, Flag
 
-_READER = ConfigReader(
-    RunConfig,
-    {
+
+def config_to_dict(config: RunConfig) -> dict[str, Any]:
+    """Return plain values that ``config_from_dict`` reads back."""
+    chosen = config.strategies
+    strategies = {
+        **{one.name: getattr(chosen, one.name) for one in dataclasses.fields(chosen)},
+        "ranges": None if chosen.ranges is None else [one.as_dict() for one in chosen.ranges],
+        "static": chosen.static and chosen.static.as_dict(),
+        "home": chosen.home and chosen.home.as_dict(),
+    }
+    return {**dataclasses.asdict(config), "strategies": strategies}
+
+
+READER = ConfigReader(
+    program="lm_examples.train_strategies",
+    description="Train a small LLaMA-like model under strategies that are switched by the lengths of sequences.",
+    kind=RunConfig,
+    sections={
         "model": LlamaConfig,
         "data": DocumentsConfig,
         "training": TrainingConfig,
@@ -24,6 +38,8 @@ _READER = ConfigReader(
     },
     folder=Path(__file__).parent / "configs",
     default="switching",
+    default_ranks=4,
+    keys_are_in="lm_examples/switching/config.py",
     flags={
         "steps": Flag("training.steps", "training.steps", int),
         "data": Flag("data.folder", "data.folder: text to train on"),
@@ -37,25 +53,8 @@ _READER = ConfigReader(
     },
 )
 
-config_from_arguments = _READER.from_arguments
-load_config = _READER.load
-config_from_dict = _READER.from_dict
-available_configs = _READER.available
-
-
-def argument_parser() -> argparse.ArgumentParser:
-    """The command line of ``lm_examples.train_strategies``; a wrong argument is a ValueError."""
-    told = "Train a small LLaMA-like model under strategies that are switched by the lengths of sequences."
-    return _READER.parser("lm_examples.train_strategies", told, 4, "lm_examples/switching/config.py")
-
-
-def config_to_dict(config: RunConfig) -> dict[str, Any]:
-    """Plain values that ``config_from_dict`` reads back."""
-    own = config.strategies
-    strategies = {
-        **{one.name: getattr(own, one.name) for one in dataclasses.fields(own)},
-        "ranges": None if own.ranges is None else [one.as_dict() for one in own.ranges],
-        "static": own.static and own.static.as_dict(),
-        "home": own.home and own.home.as_dict(),
-    }
-    return {**dataclasses.asdict(config), "strategies": strategies}
+argument_parser = READER.argument_parser
+config_from_arguments = READER.from_arguments
+load_config = READER.load
+config_from_dict = READER.from_dict
+available_configs = READER.available

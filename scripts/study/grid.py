@@ -17,7 +17,8 @@ from typing import Any
 import yaml
 
 from vit_examples.checkpoint import epoch_of, newest_checkpoint
-from vit_examples.config_file import config_path, load_config, parse_override
+from vit_examples.config_file import config_path, load_config
+from vit_examples.config_reader import parse_override
 from zeroresize.config import BalanceConfig
 from zeroresize.config.keys import without_effect
 from zeroresize.config.paper import dotted

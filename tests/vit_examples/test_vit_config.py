@@ -95,6 +95,7 @@ def test_yaml_is_read_as_people_mean_it(tmp_path) -> None:
         ("training.seed=1e999", "training.seed=inf is not allowed: a whole number"),
         ("training.lr=1e999", "training.lr=inf is not allowed: a finite number"),
         ("training.epochs=" + "9" * 5000, "a number of more than 64 bits"),
+        ("data.source='${a b'", r"data\.source: token recognition error"),
         ("timeout_s=1e300", r"timeout_s=1e\+300 is not allowed: a finite number .*at most 1e\+06"),
     ],
 )
@@ -111,6 +112,10 @@ def test_only_a_files_own_mistakes_are_blamed_on_it(tmp_path) -> None:
     assert load_config(path, ["training.lr=0.1"]).training.lr == 0.1
     with pytest.raises(ValueError, match=r"^training\.lr=-1"):
         load_config(path, ["training.lr=-1"])
+
+
+def test_variables_of_the_environment_stay_for_whoever_opens_the_data() -> None:
+    assert load_config("demo", ["data.source=${NO_SUCH_VARIABLE}/x"]).data.source == "${NO_SUCH_VARIABLE}/x"
 
 
 @pytest.mark.parametrize(
