@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import zeroresize as zr
 from zeroresize.measure import calibration
 from zeroresize.policy.tensor.cost_model import MigrationCost
+from zeroresize.resharding.units_in_force import UnitsInForce
 
 
 @pytest.fixture(autouse=True)
@@ -275,19 +276,19 @@ def test_a_model_that_was_changed_after_converting_stays_as_it_is(run_ranks):
 def test_chi_that_changes_while_units_travel_is_followed(run_ranks, monkeypatch):
     def train(rank, group):
         run = exact_run(group)
-        move = run.balancer._parts.units.move
+        move = UnitsInForce.move
 
-        def move_while_the_other_gets_slow(shares):
+        def move_while_the_other_gets_slow(units, shares):
             run.time.chi = {4.0: 1.0, 1.0: 4.0}[run.time.chi]
-            return move(shares)
+            return move(units, shares)
 
         run.updates(2)
         run.time.chi = 4.0 if rank == 1 else 1.0
-        run.balancer._parts.units.move = move_while_the_other_gets_slow
-        while run.balancer._parts.units.is_home:
+        monkeypatch.setattr(UnitsInForce, "move", move_while_the_other_gets_slow)
+        while counts(run) == (96, 96):
             run.updates(1)
         first = counts(run)
-        run.balancer._parts.units.move = move
+        monkeypatch.undo()
         run.updates(60)  # what the first move has lost must be earned before the second
         return first, counts(run)
 
@@ -296,23 +297,23 @@ def test_chi_that_changes_while_units_travel_is_followed(run_ranks, monkeypatch)
 
 
 @pytest.mark.parametrize("chi", [2.0, 10.0])
-def test_units_come_home_though_the_slowness_ended_just_as_they_left(run_ranks, chi):
+def test_units_come_home_though_the_slowness_ended_just_as_they_left(run_ranks, monkeypatch, chi):
     """Steps at the old speed are all under the old division, steps at the new speed under the new one."""
 
     def train(rank, group):
         run = exact_run(group)
-        move = run.balancer._parts.units.move
+        move = UnitsInForce.move
 
-        def move_as_the_slowness_ends(shares):
+        def move_as_the_slowness_ends(units, shares):
             run.time.chi = 1.0
-            return move(shares)
+            return move(units, shares)
 
         run.updates(4)
         run.time.chi = chi if rank == 1 else 1.0
-        run.balancer._parts.units.move = move_as_the_slowness_ends
-        while run.balancer._parts.units.is_home:
+        monkeypatch.setattr(UnitsInForce, "move", move_as_the_slowness_ends)
+        while counts(run) == (96, 96):
             run.updates(1)
-        run.balancer._parts.units.move = move
+        monkeypatch.undo()
         run.updates(8)
         return counts(run)
 

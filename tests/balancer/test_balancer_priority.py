@@ -10,7 +10,6 @@ import torch.distributed.checkpoint as dcp
 from helpers.virtual_training import FEATURES, Run
 
 from zeroresize.config.keys import PRIORITIES
-from zeroresize.control.records import update_record
 
 
 def weights(run):
@@ -55,7 +54,10 @@ def test_differentiated_layers_together_prune_what_was_asked_for(run_ranks, bloc
     def check(rank, group):
         run, delta = run_of_one_full_epoch(group, mode="zero-pridiff", block=block)
         is_pruned = prune(run, 0.5)
-        record = update_record(run.balancer._parts, num_steps=0, balancing_since_update_s=0.0)
+        records = []
+        run.balancer.on_update = records.append
+        run.updates(1)
+        (record,) = records
         sizes = {name: weight.numel() for name, weight in weights(run).items()}
         shares = {name: mask.double().mean().item() for name, mask in is_pruned.items()}
         assert record.layer_shares == pytest.approx(shares)

@@ -10,12 +10,15 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.processes import instances_of
 from helpers.virtual_training import Run
 
 from zeroresize.comm import failure_reports
 from zeroresize.config.keys import MIGRATION_TRANSPORTS
 from zeroresize.layers import functional
+from zeroresize.measure.step_timer import LayerTimer
 from zeroresize.plan.group import Shares
+from zeroresize.policy.tensor.controller import Controller
 
 pytestmark = pytest.mark.slow
 
@@ -44,9 +47,8 @@ def _train_until_one_dies(rank, num_ranks, dying, die, num_steps, config, scratc
         with contextlib.suppress(RuntimeError):
             run.balancer.close()
         run.balancer.close()
-        is_closed = (
-            all(layer.loans is None for layer in (run.model.up, run.model.down))
-            and not run.balancer._parts.monitor.close.alive
+        is_closed = all(layer.loans is None for layer in (run.model.up, run.model.down)) and not any(
+            layer.probes.holds(LayerTimer) for layer in (run.model.up, run.model.down)
         )
         reports.put((rank, str(error) if is_closed else f"not closed after {error}", type(error.__cause__)))
     reports.close()
@@ -212,11 +214,12 @@ def test_a_balancer_whose_loans_cannot_be_taken_back_closes_all_the_same(run_ran
 @pytest.mark.parametrize("mode", ["mig", "semi"])
 def test_ranks_that_hold_different_loans_are_told_so(run_ranks, mode):
     def train(rank, group):
-        run = Run(group, chi={1: 4.0}, mode=mode, update_every=5)
+        with instances_of(Controller) as controllers:
+            run = Run(group, chi={1: 4.0}, mode=mode, update_every=5)
         run.updates(6)
         run.time.chi = 2.0 if rank == 1 else 1.0  # the loans of the next plan are others
         if rank == 0:
-            run.balancer._parts.decision._controller._shares[1] = Shares()  # as a bit that flipped would have it
+            controllers[0]._shares[1] = Shares()  # as a bit that flipped would have it
         try:
             run.steps(20)
         except RuntimeError as error:

@@ -7,10 +7,12 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.processes import caught_log_lines
+from helpers.processes import caught_log_lines, instances_of
 from helpers.virtual_training import FEATURES, Run
 
+from zeroresize.comm.exchange import Exchange
 from zeroresize.control import forward_watch
+from zeroresize.control.forward_watch import ForwardWatch
 
 pytestmark = pytest.mark.slow
 
@@ -295,12 +297,13 @@ def test_all_of_three_ranks_learn_of_two_that_were_given_other_batches(run_ranks
 
 def test_a_rank_that_comes_late_to_a_batch_of_new_size_is_waited_for(run_ranks):
     def train(rank, group):
-        run = impatient_run(rank, "off")
+        with instances_of(ForwardWatch) as watches:
+            run = impatient_run(rank, "off")
         run.steps(6)
         for num_tokens in (4, 4, 12):
             time.sleep(0.7 * LIMIT_S * rank)
             forward(run, num_tokens)
-        return run.balancer._parts.forward_watch._num_met
+        return watches[0]._num_met
 
     assert len(set(run_ranks(train, 2, timeout_s=25))) == 1
 
@@ -308,11 +311,12 @@ def test_a_rank_that_comes_late_to_a_batch_of_new_size_is_waited_for(run_ranks):
 @each_mode
 def test_batches_that_change_on_every_rank_are_compared_once_a_forward(run_ranks, mode):
     def train(rank, group):
-        run = impatient_run(rank, mode)
+        with instances_of(Exchange) as exchanges:
+            run = impatient_run(rank, mode)
         run.steps(23)
         met = []
-        meet = run.balancer._parts.exchange.meet
-        run.balancer._parts.exchange.meet = lambda *numbers: met.append(numbers) or meet(*numbers)
+        meet = exchanges[0].meet
+        exchanges[0].meet = lambda *numbers: met.append(numbers) or meet(*numbers)
         for num_tokens in (8, 4, 4, 8, 4, 6):
             forward(run, num_tokens)
         return len(met)

@@ -6,6 +6,7 @@ Colossal-AI) is there at once. For CPU only, since CUDA does not survive a fork.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import logging
@@ -342,3 +343,19 @@ def caught_log_lines(lowest: int = logging.INFO) -> Iterator[list[str]]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def instances_of(cls):
+    """All instances of a class of the package that are made while the block lasts, in the order of their making."""
+    made, initialise = [], cls.__init__
+
+    def watched(self, *args, **options):
+        initialise(self, *args, **options)
+        made.append(self)
+
+    cls.__init__ = watched
+    try:
+        yield made
+    finally:
+        cls.__init__ = initialise

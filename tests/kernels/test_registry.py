@@ -4,12 +4,14 @@ import dataclasses
 
 import pytest
 import torch
+from helpers.processes import instances_of
 from helpers.virtual_training import FEATURES, Pair, Run
 
 from zeroresize import kernels
 from zeroresize.injection.slow_layers import SlowLayers
 from zeroresize.kernels import reference
 from zeroresize.kernels.probe import Probe, Probes
+from zeroresize.measure.rank_monitor import RankMonitor
 
 
 def in_one_piece(kernel):
@@ -117,7 +119,8 @@ def test_a_fused_kernel_trains_bitwise_alike_and_is_balanced_alike(run_ranks, im
         if name != "reference":
             kernels.register(implementation, device_type="cpu", dtype=torch.float64)
         # Fast enough for the calibration to take all tokens; it also takes dx of every layer, as training does then.
-        run = Run(group, gather_s=4e-5, chi={0: 0.02, 1: 0.08}, model=lambda group: Pair(group).double(), mode=mode)
+        with instances_of(RankMonitor) as monitors:
+            run = Run(group, gather_s=4e-5, chi={0: 0.02, 1: 0.08}, model=lambda group: Pair(group).double(), mode=mode)
         run.x = run.x.double().requires_grad_()
         losses, shares, measured = [], [], []
         for update in range(16):
@@ -125,7 +128,7 @@ def test_a_fused_kernel_trains_bitwise_alike_and_is_balanced_alike(run_ranks, im
                 run.time.chi = 0.02
             losses += run.steps(run.config.update_every)
             shares.append([(own.pruned, own.lent) for own in run.balancer.plan.ranks])
-            times = run.balancer._parts.monitor.times
+            times = monitors[0].times
             measured += [times.busy_s, times.gemm_s, times.gather_fill_scale] if update < 8 else []
         return losses, shares, measured
 

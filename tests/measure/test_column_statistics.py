@@ -5,12 +5,14 @@ import copy
 import numpy as np
 import pytest
 import torch
+from helpers.processes import instances_of
 from helpers.virtual_training import Run
 from torch import nn
 
 import zeroresize as zr
 from zeroresize.config.keys import PRIORITIES
 from zeroresize.measure.column_statistics import ActivationNorms, PathLength, WeightVariation, build_statistic
+from zeroresize.measure.restartable_statistic import RestartableStatistic
 from zeroresize.plan.layer import LayerPlan
 
 COLUMNS = {"one": 6, "two": 8, "three": 5}
@@ -267,10 +269,11 @@ def test_path_length_does_not_count_steps_that_freezing_takes_back(run_ranks):
     """Column by column: what the optimizer moved and freezing put back was never travelled."""
 
     def check(rank, group):
-        run = Run(group, mode="zero-pri", priority="path_length", ratio=0.5, ranks="all", pruned_update="freeze")
+        with instances_of(RestartableStatistic) as statistics:
+            run = Run(group, mode="zero-pri", priority="path_length", ratio=0.5, ranks="all", pruned_update="freeze")
         run.steps(4)
         pruned = run.pruned()
-        taken = run.balancer._parts.statistic.take()
+        taken = statistics[0].take()
         for name, values in taken.items():
             kept = np.setdiff1d(np.arange(len(values)), pruned[name])
             assert values[pruned[name]].tolist() == [0.0] * len(pruned[name])
@@ -338,9 +341,10 @@ def test_change_of_a_weight_that_is_not_trained_is_unknown(run_ranks, kind):
 @pytest.mark.parametrize("priority", ["activation", "path_length"])
 def test_a_closed_statistic_sees_nothing_more(run_ranks, priority):
     def check(rank, group):
-        run = Run(group, mode="zero-pri", priority=priority, update_every=1)
+        with instances_of(RestartableStatistic) as statistics:
+            run = Run(group, mode="zero-pri", priority=priority, update_every=1)
         run.steps(2)
-        statistic = run.balancer._parts.statistic
+        (statistic,) = statistics
         assert np.isfinite(statistic.take()["up"]).all()
         run.balancer.close()
         assert run.model.up.watch_input is None and run.model.down.watch_input is None

@@ -1,20 +1,23 @@
 """Products at even shares and at those in force, timed in turn, on a clock that counts multiplications."""
 
 import pytest
+from helpers.processes import instances_of
 from helpers.virtual_training import Run
 
 from zeroresize.measure import rank_monitor
 from zeroresize.measure.compare_products import choose_reference, compare_products, time_reference
+from zeroresize.measure.rank_monitor import RankMonitor
 
 
 @pytest.mark.parametrize("chi", [1.0, 7.0])
 def test_the_ratio_is_the_share_that_a_rank_owns_at_any_speed(run_ranks, chi):
     def train(rank, group):
-        run = Run(group, gather_s=0.0, mode="off", update_every=4)
+        with instances_of(RankMonitor) as monitors:
+            run = Run(group, gather_s=0.0, mode="off", update_every=4)
         run.updates(1)
         run.balancer.move((3, 1))
         run.time.chi = chi
-        monitor = run.balancer._parts.monitor
+        monitor = monitors[0]
         return compare_products(monitor._layers, monitor._num_tokens)
 
     assert run_ranks(train, 2) == pytest.approx([1.5, 0.5], rel=1e-3)
@@ -22,8 +25,9 @@ def test_the_ratio_is_the_share_that_a_rank_owns_at_any_speed(run_ranks, chi):
 
 def test_what_saw_no_tokens_is_not_compared(run_ranks):
     def train(rank, group):
-        run = Run(group, gather_s=0.0, mode="off", update_every=4)
-        return compare_products(run.balancer._parts.monitor._layers, {})
+        with instances_of(RankMonitor) as monitors:
+            Run(group, gather_s=0.0, mode="off", update_every=4)
+        return compare_products(monitors[0]._layers, {})
 
     assert run_ranks(train, 2) == [None, None]
 
@@ -32,14 +36,15 @@ def test_a_rank_that_owns_nothing_is_seen_to_become_slow_and_to_recover(run_rank
     """By a reference product at every update, since it has no products of its own."""
 
     def train(rank, group):
-        run = Run(group, gather_s=0.0, mode="off", update_every=4)
+        with instances_of(RankMonitor) as monitors:
+            run = Run(group, gather_s=0.0, mode="off", update_every=4)
         run.updates(3)
         run.balancer.move((1, 0))
         believed = []
         for chi in (1.0, 5.0, 1.0):
             run.time.chi = chi if rank == 1 else 1.0
             run.updates(3)
-            believed.append(run.balancer._parts.monitor.times.gemm_s)
+            believed.append(monitors[0].times.gemm_s)
         return believed
 
     _, (before, slow, after) = run_ranks(train, 2)
@@ -49,9 +54,10 @@ def test_a_rank_that_owns_nothing_is_seen_to_become_slow_and_to_recover(run_rank
 
 def test_a_reference_tells_the_products_of_a_whole_step(run_ranks):
     def train(rank, group):
-        run = Run(group, gather_s=0.0, mode="off", update_every=4)
+        with instances_of(RankMonitor) as monitors:
+            run = Run(group, gather_s=0.0, mode="off", update_every=4)
         run.updates(2)
-        monitor = run.balancer._parts.monitor
+        monitor = monitors[0]
         reference = choose_reference(monitor._layers, monitor._num_tokens)
         return time_reference(monitor._layers[reference.layer], reference), monitor.times.gemm_s
 

@@ -22,11 +22,9 @@ from zeroresize.config.keys import AWAY_MODES, MIGRATING_MODES, MOVING_MODES, PR
 from zeroresize.control.dropout_keys import DropoutKeys
 from zeroresize.control.forward_watch import ForwardWatch
 from zeroresize.control.group_decision import GroupDecision
-from zeroresize.control.lineage import LineageTable
 from zeroresize.control.optimizer_steps import OptimizerSteps
 from zeroresize.control.plan_in_force import PlanInForce
-from zeroresize.control.plan_installer import PlanInstaller
-from zeroresize.control.planner import Planner
+from zeroresize.control.plan_installer import LineageTable, PlanInstaller
 from zeroresize.control.setup_checks import Layers, check_layers, check_weights
 from zeroresize.control.start_checks import StartCheck
 from zeroresize.convert import balanced_layers, convert, group_of
@@ -95,7 +93,7 @@ class Parts:
     optimizer_steps: OptimizerSteps | None
     monitor: RankMonitor
     statistic: RestartableStatistic | None
-    decision: Planner
+    decision: GroupDecision
     selector: ColumnSelector
     plan_in_force: PlanInForce
     lender: Lender | None

@@ -1,4 +1,4 @@
-"""Carrying out a rank's plan: which columns of which layer, written to the layers."""
+"""A rank's plan in its layers: which columns of which layer it prunes, written there and looked up."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from zeroresize.layers.segments import work_of_layers
 from zeroresize.plan.group import Shares
 from zeroresize.plan.layer import LayerPlan
 from zeroresize.policy.tensor.columns.selector import ColumnSelector, Relief
+
+MATRICES = ("x", "w")
 
 
 class PlanInstaller:
@@ -67,3 +69,31 @@ class PlanInstaller:
             self._imputation,
             torch.tensor(lent, dtype=torch.int64, device="cpu"),
         )
+
+
+class LineageTable:
+    """Tells which columns of which operand are pruned in the current step (paper, section III-A).
+
+    ``x`` and ``w`` of a layer are pruned alike (dual pruning), so both names lead to one index list, whose complement
+    tells the layer's backward where its gradients belong.
+
+    Args:
+        layers: balanced layers by name, whose plans are looked up when asked.
+    """
+
+    def __init__(self, layers: Mapping[str, BalancedLinear]) -> None:
+        self._layers = layers
+
+    def pruned(self, layer_name: str, matrix_name: str) -> Tensor | None:
+        """Sorted pruned column indices (int64) of ``matrix_name`` "x" or "w"; None where the layer has no plan.
+
+        Raises:
+            KeyError: for a layer that is not balanced.
+            ValueError: for another matrix name.
+        """
+        if layer_name not in self._layers:
+            raise KeyError(f"no balanced layer is called {layer_name!r}: there are {sorted(self._layers)}")
+        if matrix_name not in MATRICES:
+            raise ValueError(f"matrix_name={matrix_name!r} is not allowed: choose one of {list(MATRICES)}")
+        plan = self._layers[layer_name].plan
+        return None if plan is None else plan.pruned

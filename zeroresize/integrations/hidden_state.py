@@ -118,14 +118,14 @@ class _Watch:
         """An object whose attributes are looked at."""
         self._add(path.rstrip(".") or type(root).__name__, lambda: root)
         kind = type(root)
-        if _library(kind.__module__) not in _LIBRARIES:
+        if library_of(kind.__module__) not in _LIBRARIES:
             for name in [name for name, one in vars(kind).items() if not callable(one) and not name.startswith("__")]:
                 self._add(f"{kind.__name__}.{name}", partial(vars(kind).get, name))
 
     def on_call(self, frame: Any, event: str, _: Any) -> None:
         """For ``sys.setprofile``: a function of a user begins, and may reach more than its module does."""
         code = frame.f_code
-        if event != "call" or code in self.codes or _library(frame.f_globals.get("__name__")) in _LIBRARIES:
+        if event != "call" or code in self.codes or library_of(frame.f_globals.get("__name__")) in _LIBRARIES:
             return
         self.codes.add(code)
         self._stores += _assigned_outside(code)
@@ -210,7 +210,7 @@ def _inside(value: Any, contents: dict[int, tuple[Any, Any]] | None) -> list[tup
         return [(f"[{number}]", one) for number, one in enumerate(value)]
     if isinstance(value, type):
         return _of_class(value, contents)
-    is_of_user = _library(type(value).__module__) not in _LIBRARIES
+    is_of_user = library_of(type(value).__module__) not in _LIBRARIES
     if isinstance(value, types.FunctionType) or not (isinstance(value, (nn.Module, *_NAMESPACES)) or is_of_user):
         return []
     kind: Any = type(value)
@@ -230,7 +230,7 @@ def _inside(value: Any, contents: dict[int, tuple[Any, Any]] | None) -> list[tup
 
 def _of_class(kind: type, contents: dict[int, tuple[Any, Any]] | None) -> list[tuple[str, Any]]:
     """What a user's class holds itself; nothing for others."""
-    if _library(kind.__module__) in _LIBRARIES:
+    if library_of(kind.__module__) in _LIBRARIES:
         return []
     held = {
         name: one
@@ -247,7 +247,7 @@ def _slots_of(kind: type) -> tuple[str, ...]:
     """Names of the slots of a user's class."""
     names: list[str] = []
     for one in kind.__mro__:
-        if _library(one.__module__) not in _LIBRARIES:
+        if library_of(one.__module__) not in _LIBRARIES:
             slots = vars(one).get("__slots__", ())
             names += [slots] if isinstance(slots, str) else slots
     return tuple(name for name in names if not name.startswith("__"))
@@ -348,5 +348,6 @@ def _restore_random(states: tuple[list[Any], tuple[Any, ...]]) -> None:
         torch.cuda.set_rng_state(state, device)
 
 
-def _library(module_name: Any) -> str:
+def library_of(module_name: Any) -> str:
+    """The first part of a module's name, such as ``"torch"``."""
     return str(module_name).partition(".")[0]

@@ -34,7 +34,7 @@ from zeroresize.integrations.elementwise import (
     is_elementwise_method,
     is_elementwise_module,
 )
-from zeroresize.integrations.hidden_state import nothing_kept
+from zeroresize.integrations.hidden_state import library_of, nothing_kept
 from zeroresize.integrations.unseen_questions import compares_arguments, unseen_question
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.unit_dropout import UnitDropout
@@ -138,7 +138,7 @@ def _place_of(error: BaseException) -> str:
     places = [
         f" (in {frame.f_code.co_name}, {frame.f_code.co_filename}:{line})"
         for frame, line in traceback.walk_tb(error.__traceback__)
-        if _library_of(frame.f_globals.get("__name__")) not in (*_KNOWING_PROXIES, "contextlib")
+        if library_of(frame.f_globals.get("__name__")) not in (*_KNOWING_PROXIES, "contextlib")
     ]
     return places[-1] if places else ""
 
@@ -170,10 +170,7 @@ def _proxies_are_tensors(optional: Collection[str]) -> Iterator[None]:
     apply = vars(torch.autograd.Function)["apply"]
 
     def asked(one: Any, kinds: Any) -> bool:
-        if (
-            type(one) is _TensorProxy
-            and _library_of(sys._getframe(1).f_globals.get("__name__")) not in _KNOWING_PROXIES
-        ):
+        if type(one) is _TensorProxy and library_of(sys._getframe(1).f_globals.get("__name__")) not in _KNOWING_PROXIES:
             answer = issubclass(torch.Tensor, kinds)
             if not answer and one.node.op == "placeholder" and str(one.node.target) in optional:
                 raise TypeError(f"it asks what kind of object its argument {one.node.target} is")
@@ -181,7 +178,7 @@ def _proxies_are_tensors(optional: Collection[str]) -> Iterator[None]:
         return is_instance(one, kinds)
 
     def applied(kind: Any, *inputs: Any, **options: Any) -> Any:
-        if _library_of(kind.__module__) != "torch" and any(type(one) is _TensorProxy for one in inputs):
+        if library_of(kind.__module__) != "torch" and any(type(one) is _TensorProxy for one in inputs):
             raise TypeError(f"{kind.__name__} is an autograd function, whose backward is not seen")
         return apply.__get__(None, kind)(*inputs, **options)
 
@@ -193,10 +190,6 @@ def _proxies_are_tensors(optional: Collection[str]) -> Iterator[None]:
     finally:
         builtins.isinstance, torch.is_tensor = is_instance, is_tensor
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
-
-
-def _library_of(module_name: Any) -> str:
-    return str(module_name).partition(".")[0]
 
 
 class _Tracer(fx.Tracer):

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from zeroresize.comm.collectives import all_gather, group_size, message_device
+from zeroresize.comm.collectives import all_gather, all_reduce, group_size, message_device
 from zeroresize.layers.shards import sharding_of
 from zeroresize.utils.torch_private import norms_of, scale_all
 
@@ -71,24 +72,50 @@ def grad_norm(parameters: Sequence[Tensor], norm_type: float = 2.0, foreach: boo
             _norm([one for one, is_shard in zip(parameters, are_shards, strict=True) if is_shard is wanted], p, foreach)
             for wanted in (False, True)
         ]
-        own = torch.stack([one.to(device) for one in norms])  # of what all ranks hold, and of shards
+        both = torch.stack([norm.to(device) for norm in norms])  # of what all ranks hold, and of shards
         if group is None or group_size(group) == 1:
-            return torch.linalg.vector_norm(own, p)
+            return torch.linalg.vector_norm(both, p)
         # Gathered, not summed: ranks then add in one order, whatever the algorithm of a backend.
-        rows = [row.to(device) for row in all_gather(own.to(message_device(group, device)), group)]
+        rows = [row.to(device) for row in all_gather(both.to(message_device(group, device)), group)]
         return torch.linalg.vector_norm(torch.stack([rows[0][0], *(row[1] for row in rows)]), p)
+
+
+def norm_of_replicated(
+    parameters: Iterable[tuple[Tensor, int]], process_group: ProcessGroup, device: torch.device
+) -> Tensor:
+    """The 2-norm of all gradients of a group's ranks as one vector, in float64, on ``device``; collective.
+
+    Args:
+        parameters: of this rank, each with how many ranks of the group hold the same gradient: it counts once.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for parameter, num_holders in parameters:
+        if parameter.grad is not None:
+            norm = torch.linalg.vector_norm(parameter.grad, dtype=_wide(parameter.grad.dtype))
+            total += norm.double().square() / num_holders
+    return norm_over(total, process_group)
+
+
+def norm_over(squares: Tensor, process_group: ProcessGroup) -> Tensor:
+    """The 2-norm of what the ranks of a group hold together; collective.
+
+    Args:
+        squares: the sum of squares of what this rank holds, of no dimension; the result replaces it.
+    """
+    all_reduce(squares, process_group)
+    return squares.sqrt_()
 
 
 def scale_gradients(parameters: Sequence[Tensor], max_norm: float, norm: Tensor, foreach: bool | None = None) -> None:
     """Scale all gradients so that ``norm``, theirs at present, gets ``max_norm`` at most."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for (device, dtype), gradients in _by_kind(parameters).items():
-        own = factor.to(device, torch.promote_types(dtype, torch.float32))
+        local_factor = factor.to(device, torch.promote_types(dtype, torch.float32))
         if foreach is False:
             for gradient in gradients:
-                gradient.mul_(own)
+                gradient.mul_(local_factor)
         else:
-            scale_all(gradients, own)
+            scale_all(gradients, local_factor)
 
 
 def _norm(parameters: Sequence[Tensor], p: float, foreach: bool | None) -> Tensor:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zeroresize.comm.collectives import all_reduce
-from zeroresize.optim.gradient_clipping import grad_norm, scale_gradients
+from zeroresize.optim.gradient_clipping import grad_norm, norm_over, scale_gradients
 from zeroresize.pipeline.pipeline import Pipeline
 
 
@@ -27,8 +26,6 @@ def clip_grad_norm_(pipeline: Pipeline, max_norm: float) -> Tensor:
         ValueError: for layers of several tensor-parallel groups.
     """
     parameters = list(pipeline.parameters())  # of all stages' layers, so all ranks find the same groups
-    total = grad_norm(parameters).to(pipeline.device).square()
-    all_reduce(total, pipeline.process_group)
-    total.sqrt_()
+    total = norm_over(grad_norm(parameters).to(pipeline.device).square(), pipeline.process_group)
     scale_gradients(parameters, max_norm, total)
     return total

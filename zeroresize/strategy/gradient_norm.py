@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zeroresize.comm.collectives import all_reduce
-from zeroresize.optim.gradient_clipping import scale_gradients
+from zeroresize.optim.gradient_clipping import norm_of_replicated, scale_gradients
 from zeroresize.strategy.model import SwitchableModel
 
 
@@ -16,16 +15,10 @@ def grad_norm(model: SwitchableModel) -> Tensor:
 
     Each element counts once, however many ranks hold it.
     """
-    own = model.home
-    is_divided = {one.name: one.division is not None for one in model.tensors}
-    total = torch.zeros((), dtype=torch.float64, device=model.device)
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            gradient = parameter.grad
-            norm = torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
-            total += norm.double().square() / (own.dp if is_divided[name] else own.dp * own.tp)
-    all_reduce(total, model.process_group)
-    return total.sqrt_()
+    dp, tp = model.home.dp, model.home.tp
+    num_holders = {spec.name: dp if spec.division is not None else dp * tp for spec in model.tensors}
+    parameters = ((parameter, num_holders[name]) for name, parameter in model.named_parameters())
+    return norm_of_replicated(parameters, model.process_group, model.device)
 
 
 @torch.no_grad()

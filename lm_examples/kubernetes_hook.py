@@ -1,4 +1,4 @@
-"""Tells Kubernetes that a pod needs less, so that its devices, cores and memory can go to other pods.
+"""An example of a release hook: it tells Kubernetes that a pod needs less, so that others get what it gives back.
 
 DynMo, section 3.4.2: a PATCH of ``resources.requests`` and ``resources.limits`` in the pod's spec. What a cluster then
 does is its own affair:
@@ -10,7 +10,7 @@ does is its own affair:
   unless an operator of the cluster allows for it. There a rank is best released by the end of its process, in a pod of
   its own that is not restarted.
 
-Needs the official client: ``pip install 'zeroresize[kubernetes]'``.
+Needs the official client: ``pip install 'kubernetes>=32'``, the first with the subresource ``resize`` of pods.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _client() -> Any:
         import kubernetes.client
     except ImportError as error:
         raise ImportError(
-            "KubernetesHook needs the official client of Kubernetes: pip install 'zeroresize[kubernetes]'"
+            "KubernetesHook needs the official client of Kubernetes: pip install 'kubernetes>=32'"
         ) from error
     return kubernetes.client
 

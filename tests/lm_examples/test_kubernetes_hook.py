@@ -10,7 +10,7 @@ import torch
 from helpers import pipelines
 from werkzeug import Response
 
-from zeroresize.integrations.kubernetes import KubernetesHook
+from lm_examples.kubernetes_hook import KubernetesHook
 from zeroresize.pipeline import Release, repack
 from zeroresize.pipeline.release_hooks import tell_outside
 
@@ -161,5 +161,5 @@ def test_wrong_options_are_errors_at_once(arguments, message):
 
 def test_a_missing_client_is_an_error_that_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "kubernetes.client", None)
-    with pytest.raises(ImportError, match=r"pip install 'zeroresize\[kubernetes\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'kubernetes>=32'"):
         KubernetesHook("training", "trainer", "worker", RESOURCES)
