@@ -14,7 +14,7 @@ from zeroresize.measure.step_timer import HostClock
 from zeroresize.plan.length_range import LengthRange, with_limits
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.strategy.costs.cost_model import CostModel
-from zeroresize.policy.strategy.costs.layer_costs import LayerCost, LayerCosts
+from zeroresize.policy.strategy.costs.layer_cost_table import LayerCost, LayerCostTable
 from zeroresize.policy.strategy.stragglers.costs import StragglerCosts
 from zeroresize.policy.strategy.stragglers.rank_speeds import RankSpeeds
 from zeroresize.policy.strategy.switches.switch_plan import LinkSpeeds
@@ -123,7 +123,7 @@ def cost_of(tensors, num_ranks=4):
         "block": {tp: LayerCost(0.0, TOKEN_S / tp, 0.0, 8.0) for tp in (1, 2, 4)},
         "whole": dict.fromkeys((1, 2, 4), LayerCost(0.0, 0.0, 0.0, 8.0)),
     }
-    return CostModel(LayerCosts(kinds, costs, 8.0), tensors, (0,) * num_ranks, LinkSpeeds(1e9, 1e9))
+    return CostModel(LayerCostTable(kinds, costs, 8.0), tensors, (0,) * num_ranks, LinkSpeeds(1e9, 1e9))
 
 
 def training(group, **options):

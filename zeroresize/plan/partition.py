@@ -13,7 +13,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Transfer:
+class LayerTransfer:
     """A layer that changes stages."""
 
     layer: int
@@ -92,7 +92,7 @@ class Partition:
         """The layers of a stage."""
         return range(self.boundaries[stage], self.boundaries[stage + 1])
 
-    def transfers_to(self, after: Partition, stages: Sequence[int] | None = None) -> tuple[Transfer, ...]:
+    def transfers_to(self, after: Partition, stages: Sequence[int] | None = None) -> tuple[LayerTransfer, ...]:
         """The layers that have another stage in ``after``, ascending: each travels once, straight to where it goes.
 
         Args:
@@ -110,7 +110,7 @@ class Partition:
         sources = np.repeat(np.arange(self.num_stages), self.counts)
         destinations = np.repeat(named, after.counts)
         moved = np.flatnonzero(sources != destinations)
-        return tuple(map(Transfer, moved.tolist(), sources[moved].tolist(), destinations[moved].tolist()))
+        return tuple(map(LayerTransfer, moved.tolist(), sources[moved].tolist(), destinations[moved].tolist()))
 
 
 def require_enough_layers(num_layers: int, num_stages: int) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zeroresize.policy.strategy.costs.cost_model import CostModel
-from zeroresize.policy.strategy.costs.layer_costs import LayerCost, LayerCosts
+from zeroresize.policy.strategy.costs.layer_cost_table import LayerCost, LayerCostTable
 from zeroresize.policy.strategy.packing import pack
 from zeroresize.policy.strategy.switches.switch_plan import LinkSpeeds
 from zeroresize.simulate.llama_tensors import LlamaShape, llama_tensors
@@ -51,7 +51,7 @@ class GpuCluster:
         return 2.0 * (num_ranks - 1) / num_ranks * num_bytes / speed
 
 
-def llama_layer_costs(shape: LlamaShape, cluster: GpuCluster, degrees: Sequence[int]) -> LayerCosts:
+def llama_layer_costs(shape: LlamaShape, cluster: GpuCluster, degrees: Sequence[int]) -> LayerCostTable:
     """Seconds and bytes of a LLaMA-like model's blocks in bfloat16, nothing recomputed.
 
     Products take 6 FLOPs a weight and token, forward and backward; causal attention takes 7 · hidden · length² with
@@ -78,7 +78,7 @@ def llama_layer_costs(shape: LlamaShape, cluster: GpuCluster, degrees: Sequence[
         "block": {n: cost(n, weights, block_bytes) for n in degrees},
         "last": {n: cost(n, weights + head, block_bytes + 6 * shape.vocabulary) for n in degrees},
     }
-    return LayerCosts(("block",) * (shape.num_layers - 1) + ("last",), costs, _BF16 * shape.hidden)
+    return LayerCostTable(("block",) * (shape.num_layers - 1) + ("last",), costs, _BF16 * shape.hidden)
 
 
 def llama_cost_model(shape: LlamaShape, cluster: GpuCluster, degrees: Sequence[int]) -> CostModel:

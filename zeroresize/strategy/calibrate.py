@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from zeroresize.comm.collectives import all_reduce, group_rank, group_size, message_device
 from zeroresize.measure.links import measure_messages
 from zeroresize.policy.strategy.costs.cost_model import Floats
-from zeroresize.policy.strategy.costs.layer_costs import LayerCost, LayerCosts
+from zeroresize.policy.strategy.costs.layer_cost_table import LayerCost, LayerCostTable
 from zeroresize.policy.strategy.switches.switch_plan import LinkSpeeds
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.packed import Packed
@@ -72,7 +72,7 @@ def measure_layer_costs(
     longest: int,
     max_tokens: int | None = None,
     memory_limit: float = math.inf,
-) -> LayerCosts:
+) -> LayerCostTable:
     """What the layers cost under every tensor-parallel degree of the model's strategies that have one stage.
 
     Collective, between steps: the model switches to each of these strategies and back to its home. Every layer is
@@ -129,7 +129,7 @@ def measure_layer_costs(
         for kind, seconds, kept in zip(kinds, seconds_LP, kept_bytes, strict=True):
             costs[kind][tp] = fitted_cost(own_tokens, own_squares, seconds, float(kept))
     model.switch_to(model.home, gradients=False)
-    return LayerCosts(tuple(kinds), costs, boundary_bytes)
+    return LayerCostTable(tuple(kinds), costs, boundary_bytes)
 
 
 def measure_links(model: SwitchableModel) -> LinkSpeeds:

@@ -9,7 +9,7 @@ from helpers.pipelines import World, rebalancing_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from zeroresize.plan.partition import Partition, Transfer
+from zeroresize.plan.partition import LayerTransfer, Partition
 from zeroresize.policy.pipeline.centralized import balanced_partition
 from zeroresize.policy.pipeline.rebalancing_forecast import described
 
@@ -123,7 +123,7 @@ def test_disappointing_moves_become_rare():
         forecast = rebalancing.update(world.profile())
         if forecast is not None:
             world.boundaries = forecast.after
-            world.work = [4.0 if Transfer(1, 1, 0) in forecast.transfers else 1.0, *world.work[1:]]
+            world.work = [4.0 if LayerTransfer(1, 1, 0) in forecast.transfers else 1.0, *world.work[1:]]
         doubts.append(rebalancing.rental.doubt)
     assert max(doubts) > 1.0
 
@@ -225,7 +225,8 @@ def test_values_that_are_not_allowed(options, message):
 
 
 def test_moves_are_described():
-    one = [Transfer(7, 2, 1), Transfer(8, 2, 1), Transfer(9, 2, 1)]
-    assert described(one[:1]) == "layer 7 moves from stage 2 to 1"
-    assert described(one) == "layers 7, 8 and 9 move from stage 2 to 1"
-    assert described([Transfer(3, 1, 0), *one[:2]]) == "layer 3 moves from stage 1 to 0, layers 7 and 8 from 2 to 1"
+    moves = [LayerTransfer(7, 2, 1), LayerTransfer(8, 2, 1), LayerTransfer(9, 2, 1)]
+    assert described(moves[:1]) == "layer 7 moves from stage 2 to 1"
+    assert described(moves) == "layers 7, 8 and 9 move from stage 2 to 1"
+    two_ways = [LayerTransfer(3, 1, 0), *moves[:2]]
+    assert described(two_ways) == "layer 3 moves from stage 1 to 0, layers 7 and 8 from 2 to 1"

@@ -11,7 +11,7 @@ from zeroresize.plan.layout import TensorSpec, UnitDivision
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.pipeline.bubbles import order_of, simulated_step
 from zeroresize.policy.strategy.costs.cost_model import CostModel, pipeline_seconds
-from zeroresize.policy.strategy.costs.layer_costs import LayerCost, LayerCosts
+from zeroresize.policy.strategy.costs.layer_cost_table import LayerCost, LayerCostTable
 from zeroresize.policy.strategy.switches.switch_plan import LinkSpeeds
 
 NUM_LAYERS = 4
@@ -24,7 +24,7 @@ TENSORS = tuple(
         TensorSpec(f"{layer}.bias", layer, (2,), 4),
     )
 )
-LAYERS = LayerCosts(
+LAYERS = LayerCostTable(
     ("block",) * NUM_LAYERS, {"block": {tp: LayerCost(1.0, 8.0 / tp, 0.5 / tp, 12.0 / tp) for tp in (1, 2, 4)}}, 10.0
 )
 LINKS = LinkSpeeds(within_bytes_per_s=1000.0, between_bytes_per_s=100.0)
@@ -142,11 +142,11 @@ def test_memory_is_what_lies_at_home_and_what_is_in_force():
 
 def test_layer_costs_are_kept_in_a_file(tmp_path):
     LAYERS.save(tmp_path / "costs.json")
-    assert LayerCosts.load(tmp_path / "costs.json") == LAYERS
+    assert LayerCostTable.load(tmp_path / "costs.json") == LAYERS
     with pytest.raises(ValueError, match="no layer costs"):
-        LayerCosts.of({"kinds": ["block"]})
+        LayerCostTable.of({"kinds": ["block"]})
     with pytest.raises(ValueError, match=r"\['head'\] have no costs"):
-        LayerCosts(("block", "head"), LAYERS.costs, 1.0)
+        LayerCostTable(("block", "head"), LAYERS.costs, 1.0)
     with pytest.raises(ValueError, match="token_s=-1"):
         LayerCost(0.0, -1.0, 0.0, 0.0)
 

@@ -14,7 +14,7 @@ from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.strategy.costs.candidates import candidate_strategies, default_thresholds
 from zeroresize.policy.strategy.costs.cost_model import CostModel
 from zeroresize.policy.strategy.costs.forecast import forecast_step
-from zeroresize.policy.strategy.costs.layer_costs import LayerCost, LayerCosts
+from zeroresize.policy.strategy.costs.layer_cost_table import LayerCost, LayerCostTable
 from zeroresize.policy.strategy.costs.search import search_strategies
 from zeroresize.policy.strategy.switches.switch_plan import LinkSpeeds
 
@@ -38,7 +38,7 @@ def cost_model(bytes_per_s, communication=1.0, token_bytes=0.0):
     costs = {
         tp: LayerCost(0.2, (1.0 + communication * (tp - 1) / 4) / tp, 0.05 / tp, token_bytes / tp) for tp in (1, 2, 4)
     }
-    layers = LayerCosts(("block",) * 4, {"block": costs}, 0.1)
+    layers = LayerCostTable(("block",) * 4, {"block": costs}, 0.1)
     return CostModel(layers, TENSORS, (0, 0, 1, 1), LinkSpeeds(bytes_per_s, bytes_per_s / 4))
 
 

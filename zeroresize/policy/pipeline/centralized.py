@@ -33,8 +33,8 @@ def balanced_partition(load: PipelineLoad) -> Partition:
     Raises:
         ValueError: if no partition fits into the memory limits.
     """
-    probe = Probe(load)
-    best, _ = probe.partition_within(math.inf)
+    filler = StageFiller(load)
+    best, _ = filler.partition_within(math.inf)
     if best is None:
         raise ValueError(_what_is_missing(load))
     low = max(float(load.cost_sums[-1] / load.speeds.sum()), float(load.costs.max() / load.speeds.max()))
@@ -43,7 +43,7 @@ def balanced_partition(load: PipelineLoad) -> Partition:
         level = (low + high) / 2
         if level >= high:
             level = low
-        found, next_level = probe.partition_within(level)
+        found, next_level = filler.partition_within(level)
         if found is None:
             low = max(next_level, math.nextafter(level, math.inf))
         else:
@@ -100,7 +100,7 @@ class Run(NamedTuple):
         return min(self.last, end - 1) if self.first < end <= self.end else None
 
 
-class Probe:
+class StageFiller:
     """Fills stages with layers within a time and the memory limits."""
 
     def __init__(self, load: PipelineLoad) -> None:

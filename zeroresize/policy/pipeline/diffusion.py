@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zeroresize.plan.partition import Partition, Transfer
+from zeroresize.plan.partition import LayerTransfer, Partition
 from zeroresize.policy.pipeline.exchanges import Exchanges, potential
 from zeroresize.policy.pipeline.pipeline_load import Floats, Indices, PipelineLoad
 
@@ -38,7 +38,7 @@ class Diffusion:
 
     partition: Partition
     potentials: tuple[float, ...]
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[LayerTransfer, ...]
     transfer_s: float
 
     @property
@@ -129,7 +129,7 @@ def _crossing_sums(load: PipelineLoad, transfer_s: Sequence[float] | Floats | No
     return np.concatenate([[0.0], np.cumsum(seconds)])
 
 
-def _transfers(before: Indices, after: Indices) -> list[Transfer]:
+def _transfers(before: Indices, after: Indices) -> list[LayerTransfer]:
     """The layers between the old and the new place of each moved boundary.
 
     In such an order that a stage hands on its own layers before it gets others, so that it never holds more than
@@ -138,8 +138,8 @@ def _transfers(before: Indices, after: Indices) -> list[Transfer]:
     found = []
     for right in np.flatnonzero(after < before)[::-1].tolist():
         found += [
-            Transfer(layer, right - 1, right) for layer in range(int(before[right]) - 1, int(after[right]) - 1, -1)
+            LayerTransfer(layer, right - 1, right) for layer in range(int(before[right]) - 1, int(after[right]) - 1, -1)
         ]
     for right in np.flatnonzero(after > before).tolist():
-        found += [Transfer(layer, right, right - 1) for layer in range(int(before[right]), int(after[right]))]
+        found += [LayerTransfer(layer, right, right - 1) for layer in range(int(before[right]), int(after[right]))]
     return found

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from zeroresize.plan.partition import Partition, Transfer
+from zeroresize.plan.partition import LayerTransfer, Partition
 from zeroresize.policy.moves.least_saving import MIN_SAVING, is_saving
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.moves.usual import usual_of
@@ -63,7 +63,7 @@ class RebalancingForecast:
         return self.step_s - self.expected_step_s
 
     @property
-    def transfers(self) -> tuple[Transfer, ...]:
+    def transfers(self) -> tuple[LayerTransfer, ...]:
         """The layers that would move."""
         return Partition(self.before).transfers_to(Partition(self.after))
 
@@ -197,7 +197,7 @@ def in_two_profiles(one: PipelineProfile, other: PipelineProfile) -> PipelinePro
     return PipelineProfile(layers, stage_s, other.boundaries, usual_of((one.loss_s, other.loss_s)))
 
 
-def described(transfers: Sequence[Transfer]) -> str:
+def described(transfers: Sequence[LayerTransfer]) -> str:
     """Such as "layers 7 and 8 move from stage 2 to 1, layer 3 from 1 to 0"."""
     layers: dict[tuple[int, int], list[int]] = {}
     for one in transfers:
@@ -216,7 +216,7 @@ def _moving_bytes(profile: PipelineProfile) -> Floats:
     return np.array([float(one.bytes_at_rest) for one in profile.layers])
 
 
-def _most_bytes(transfers: Sequence[Transfer], layer_bytes: Floats, num_stages: int) -> float:
+def _most_bytes(transfers: Sequence[LayerTransfer], layer_bytes: Floats, num_stages: int) -> float:
     """That one stage sends or receives."""
     of_stage = np.zeros(num_stages)
     for one in transfers:

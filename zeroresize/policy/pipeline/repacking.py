@@ -12,8 +12,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zeroresize.plan.partition import Partition, Transfer
-from zeroresize.policy.pipeline.centralized import Probe, Run, balanced_partition, joined
+from zeroresize.plan.partition import LayerTransfer, Partition
+from zeroresize.policy.pipeline.centralized import Run, StageFiller, balanced_partition, joined
 from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
 
 
@@ -29,7 +29,7 @@ class Repacking:
 
     stages: tuple[int, ...]
     partition: Partition
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[LayerTransfer, ...]
 
 
 def repacked(
@@ -95,7 +95,7 @@ class _Choices:
     """
 
     def __init__(self, load: PipelineLoad, most_stages: int, keep: int | None) -> None:
-        self._load, self._probe, self._keep = load, Probe(load), keep
+        self._load, self._filler, self._keep = load, StageFiller(load), keep
         self.filled: list[list[list[tuple[int, int]]]] = [[[(0, 0)], *([] for _ in range(most_stages))]]
         for stage in range(load.num_stages):
             before = self.filled[-1]
@@ -124,7 +124,7 @@ class _Choices:
     def _runs(self, stage: int, starts: Sequence[tuple[int, int]]) -> list[Run]:
         num_layers = self._load.num_layers
         within = [(first, min(last, num_layers - 1)) for first, last in starts if first < num_layers]
-        return self._probe.runs(stage, within, math.inf, num_layers)[0]
+        return self._filler.runs(stage, within, math.inf, num_layers)[0]
 
 
 def _holds(ranges: Sequence[tuple[int, int]], number: int) -> bool:

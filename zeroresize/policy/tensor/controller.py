@@ -25,7 +25,7 @@ from zeroresize.policy.tensor.ownership_decision import OwnershipDecision
 from zeroresize.policy.tensor.rules.by_mode import forced_division, wanted_division
 from zeroresize.policy.tensor.rules.ownership import owned_step_s, wanted_shares
 from zeroresize.policy.tensor.rules.ratio import find_stragglers, reference_time
-from zeroresize.policy.tensor.rules.sharing import Division, borrowed_shares, loans_of, predicted_busy_s
+from zeroresize.policy.tensor.rules.sharing import WorkDivision, borrowed_shares, loans_of, predicted_busy_s
 from zeroresize.policy.tensor.spells import COST_IN_VAIN, Spells
 from zeroresize.policy.tensor.times import DURATION, RankTimes
 from zeroresize.utils.state_checks import Check, any_number, below, count, each, flag, keyed, optional, row, share
@@ -401,7 +401,7 @@ class Controller:
         surely_s = busy_s / (1.0 + np.where(were, CERTAINTY_KEPT, first) * deviations)
         return find_stragglers(busy_s.tolist(), reference_s, self.config.tolerance, were, surely_s.tolist())
 
-    def _change_to(self, division: Division, times: GroupTimes, deviation: float) -> bool:
+    def _change_to(self, division: WorkDivision, times: GroupTimes, deviation: float) -> bool:
         """Change the plan if what that saves exceeds what it costs, and noise, or if somebody has recovered.
 
         Costs are in seconds a step: of a step's length, and of what is pruned in it.

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from zeroresize.plan.layout import Indices
-from zeroresize.policy.strategy.switches.switch_plan import Transfers
+from zeroresize.policy.strategy.switches.switch_plan import SliceTransfers
 from zeroresize.resharding.transport import Pair
 from zeroresize.strategy.switching.sharding import WholeTensor
 from zeroresize.utils.fingerprint import digest
@@ -32,8 +32,8 @@ class Flow:
         itemsizes: [P], bytes of an element; None for those of the parameters.
     """
 
-    transfers: Transfers
-    kept: Transfers | None = None
+    transfers: SliceTransfers
+    kept: SliceTransfers | None = None
     itemsizes: Indices | None = None
 
     def only(self, is_wanted: np.ndarray) -> Flow:

@@ -23,7 +23,7 @@ from zeroresize.policy.tensor.communication import CollectiveTimes
 from zeroresize.policy.tensor.controller import Controller
 from zeroresize.policy.tensor.cost_model import MigrationCost, ResizingCost
 from zeroresize.policy.tensor.rules.makespan import makespan_division
-from zeroresize.policy.tensor.rules.sharing import Division
+from zeroresize.policy.tensor.rules.sharing import WorkDivision
 
 
 @given(chis=groups, migration=migrations, budget=st.floats(0, 1), cost=st.sampled_from([LINEAR, REALISTIC]))
@@ -161,7 +161,7 @@ def test_of_a_number_that_is_given_each_lends_wherever_a_little_of_each_makes_no
     little = tuple(0.05 * (rank in owners) for rank in range(len(chis)))
     nothing = (0.0,) * len(chis)
     longest_s = max(rank.busy_s for rank in times)
-    little_s = max(Division(nothing, little, tuple(float(not one) for one in slow)).busy_s(times))
+    little_s = max(WorkDivision(nothing, little, tuple(float(not one) for one in slow)).busy_s(times))
 
     if little_s <= longest_s or any(division.lent):
         assert [rank for rank, share in enumerate(division.lent) if share > 0.0] == sorted(owners)
@@ -250,7 +250,7 @@ def test_where_moving_is_dear_no_grid_of_plans_has_a_better_one(per_share_s):
     found = makespan_division(times, slow, reference_s=1.0, tolerance=0.05, migration=migration, budget=0.2)
 
     def plan(pruned, lent):
-        return Division((pruned, 0.0, 0.0, 0.0), (lent, 0.0, 0.0, 0.0))
+        return WorkDivision((pruned, 0.0, 0.0, 0.0), (lent, 0.0, 0.0, 0.0))
 
     grid = [step / 90 for step in range(82)]
     plans = [plan(pruned, lent) for pruned in grid for lent in grid if pruned + lent <= 0.9 and pruned <= 0.8]

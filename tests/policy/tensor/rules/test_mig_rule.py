@@ -9,7 +9,7 @@ from zeroresize.config import BalanceConfig
 from zeroresize.policy.tensor.cost_model import MigrationCost, ResizingCost, spread_ratios
 from zeroresize.policy.tensor.rules.by_mode import wanted_division
 from zeroresize.policy.tensor.rules.ratio import find_stragglers
-from zeroresize.policy.tensor.rules.sharing import Division
+from zeroresize.policy.tensor.rules.sharing import WorkDivision
 from zeroresize.simulate import Cluster, simulate
 
 MIG = BalanceConfig(mode="mig")
@@ -59,7 +59,7 @@ def test_no_grid_of_loans_is_faster_where_few_columns_take_longer_than_their_sha
 
     grid = [step / 40 for step in range(41)]
     fastest_s = min(
-        step_s(times, Division((0.0,) * 4, (lent, 0.0, 0.0, 0.0), (0.0, 1.0, slower, 1.0)), migration)
+        step_s(times, WorkDivision((0.0,) * 4, (lent, 0.0, 0.0, 0.0), (0.0, 1.0, slower, 1.0)), migration)
         for lent in grid
         for slower in grid
     )

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from zeroresize.plan.layout import Indices, Layout, TensorSpec
 from zeroresize.plan.strategy import Position, Strategy
-from zeroresize.policy.strategy.costs.layer_costs import LayerCost, LayerCosts
+from zeroresize.policy.strategy.costs.layer_cost_table import LayerCost, LayerCostTable
 from zeroresize.policy.strategy.costs.switch_memory import switch_bytes
 from zeroresize.policy.strategy.switches.switch_plan import plan_gradients, plan_weights
 from zeroresize.policy.strategy.switches.transfers import MAX_MESSAGE_BYTES, LinkSpeeds, SwitchPlan, fused_seconds
@@ -72,7 +72,7 @@ class CostModel:
             above 0.
     """
 
-    layers: LayerCosts
+    layers: LayerCostTable
     tensors: tuple[TensorSpec, ...]
     nodes: tuple[int, ...]
     links: LinkSpeeds
@@ -125,7 +125,7 @@ class CostModel:
             replicas: [dp] micro-batches of each replica.
 
         Raises:
-            ValueError: for another number of replicas than the strategy has, and as :class:`LayerCosts`.
+            ValueError: for another number of replicas than the strategy has, and as :class:`LayerCostTable`.
         """
         if len(replicas) != strategy.dp:
             raise ValueError(f"strategy {strategy} has {strategy.dp} replicas: micro-batches are for {len(replicas)}")

@@ -18,7 +18,7 @@ from zeroresize.plan.length_range import LengthRange, lengths_by_range
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.strategy.costs.cost_model import CostModel
 from zeroresize.policy.strategy.costs.forecast import packed_by_work
-from zeroresize.policy.strategy.costs.layer_costs import LayerCost, LayerCosts
+from zeroresize.policy.strategy.costs.layer_cost_table import LayerCost, LayerCostTable
 from zeroresize.policy.strategy.stragglers.candidates import ModelDivision
 from zeroresize.policy.strategy.switches.switch_order import cheapest_order, tour_seconds
 
@@ -179,7 +179,7 @@ class StragglerCosts:
         return self._packs[number, dp]
 
 
-def of_all_degrees(layers: LayerCosts, most: int) -> LayerCosts:
+def of_all_degrees(layers: LayerCostTable, most: int) -> LayerCostTable:
     """The same with costs for every tensor-parallel degree up to the most, as uneven groups have odd ones.
 
     Those that are missing lie on a line over 1 / tp between their neighbours, or are as at the last that is known.

@@ -15,7 +15,7 @@ from zeroresize.plan.layout import Indices, Layout, TensorSpec
 from zeroresize.policy.strategy.switches.partial_gradients import PartialGradients
 from zeroresize.policy.strategy.switches.senders import Queues, SendLoads
 from zeroresize.policy.strategy.switches.slices import Slices, common_slices
-from zeroresize.policy.strategy.switches.transfers import LinkSpeeds, SwitchPlan, Transfers
+from zeroresize.policy.strategy.switches.transfers import LinkSpeeds, SliceTransfers, SwitchPlan
 
 #: Slices are cut to this part of what a rank receives on average, so that senders can be loaded evenly.
 LARGEST_SLICE = 1 / 8
@@ -154,12 +154,12 @@ class _Builder:
     def plan(self, nodes: Indices) -> SwitchPlan:
         return SwitchPlan(self._sorted(self._sent, len(nodes)), self._sorted(self._kept, len(nodes)), nodes)
 
-    def _sorted(self, parts: list[tuple[Indices, Indices, Indices]], num_ranks: int) -> Transfers:
+    def _sorted(self, parts: list[tuple[Indices, Indices, Indices]], num_ranks: int) -> SliceTransfers:
         numbers, sources, destinations = (np.concatenate(columns) for columns in zip(*parts, strict=True))
         order = np.argsort((numbers * num_ranks + destinations) * num_ranks + sources, kind="stable")
         numbers, sources, destinations, own = numbers[order], sources[order], destinations[order], self._slices
         units = own.tensors[numbers], own.begins[numbers], own.ends[numbers]
-        return Transfers(*units, sources, destinations, own.num_bytes[numbers])
+        return SliceTransfers(*units, sources, destinations, own.num_bytes[numbers])
 
 
 def _numbered(nodes: Sequence[int], num_ranks: int) -> Indices:

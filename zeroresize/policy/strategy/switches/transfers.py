@@ -35,7 +35,7 @@ class LinkSpeeds:
     node_bytes_per_s: float = math.inf
 
 
-class Transfer(NamedTuple):
+class SliceTransfer(NamedTuple):
     """Units of a tensor, from ``begin`` up to ``end`` (of the undivided tensor), that go from one rank to another."""
 
     tensor: int
@@ -46,8 +46,8 @@ class Transfer(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Transfers:
-    """Transfers in ascending order of tensors, then units, destinations and sources: the same order on all ranks.
+class SliceTransfers:
+    """SliceTransfers in ascending order of tensors, then units, destinations and sources: the same order on all ranks.
 
     Attributes:
         tensors, begins, ends, sources, destinations, num_bytes: [E], int64.
@@ -63,14 +63,14 @@ class Transfers:
     def __len__(self) -> int:
         return len(self.tensors)
 
-    def __iter__(self) -> Iterator[Transfer]:
+    def __iter__(self) -> Iterator[SliceTransfer]:
         columns = (self.tensors, self.begins, self.ends, self.sources, self.destinations)
-        return map(Transfer._make, zip(*(column.tolist() for column in columns), strict=True))
+        return map(SliceTransfer._make, zip(*(column.tolist() for column in columns), strict=True))
 
-    def at(self, entries: Indices) -> Transfers:
+    def at(self, entries: Indices) -> SliceTransfers:
         """Those of these numbers."""
         columns = (self.tensors, self.begins, self.ends, self.sources, self.destinations, self.num_bytes)
-        return Transfers(*(column[entries] for column in columns))
+        return SliceTransfers(*(column[entries] for column in columns))
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,8 +84,8 @@ class SwitchPlan:
         nodes: [R] on which node each rank is, numbered from 0.
     """
 
-    transfers: Transfers
-    kept: Transfers
+    transfers: SliceTransfers
+    kept: SliceTransfers
     nodes: Indices
 
     @cached_property

@@ -10,7 +10,7 @@ from zeroresize.policy.tensor.cost_model import MigrationCost
 from zeroresize.policy.tensor.rules.makespan import makespan_division
 from zeroresize.policy.tensor.rules.ratio import pruning_ratios, slowest_normal_s
 from zeroresize.policy.tensor.rules.semi import paper_division
-from zeroresize.policy.tensor.rules.sharing import Division, paper_lending_ratios
+from zeroresize.policy.tensor.rules.sharing import WorkDivision, paper_lending_ratios
 from zeroresize.policy.tensor.times import RankTimes
 
 #: How far below the fastest rank's time a straggler aims, as a share; with target "mean" (the paper's) not at all.
@@ -23,7 +23,7 @@ def wanted_division(
     are_stragglers: Sequence[bool],
     reference_s: float,
     migration: MigrationCost | None,
-) -> Division:
+) -> WorkDivision:
     """How ``config`` would divide the work of a group.
 
     Args:
@@ -33,11 +33,11 @@ def wanted_division(
     """
     nothing = (0.0,) * len(times)
     if config.mode == "off":
-        return Division(nothing, nothing)
+        return WorkDivision(nothing, nothing)
     if config.forced_ratio is not None:
         return forced_division(config, are_stragglers)
     if config.mode == "mig" and config.paper.mig_rule == "paper":
-        return Division(nothing, tuple(paper_lending_ratios(times, are_stragglers, reference_s)))
+        return WorkDivision(nothing, tuple(paper_lending_ratios(times, are_stragglers, reference_s)))
     if config.mode in ("exact", "mig"):
         return _balanced_division(times, are_stragglers, reference_s, migration or MigrationCost())
     if config.mode == "semi":
@@ -46,10 +46,10 @@ def wanted_division(
     ratios = pruning_ratios(
         times, are_stragglers, reference_s, headroom, budget=config.budget, min_gain=config.min_gain
     )
-    return Division(tuple(ratios), nothing)
+    return WorkDivision(tuple(ratios), nothing)
 
 
-def forced_division(config: BalanceConfig, are_stragglers: Sequence[bool]) -> Division:
+def forced_division(config: BalanceConfig, are_stragglers: Sequence[bool]) -> WorkDivision:
     """The ratio that the user forces on stragglers, on all or on named ranks.
 
     Before the first measurement nobody is known to be a straggler: it is in force on the others only.
@@ -58,12 +58,12 @@ def forced_division(config: BalanceConfig, are_stragglers: Sequence[bool]) -> Di
     forced, ranks = config.forced_ratio, config.ranks
     is_alone = config.mode == "mig" and len(are_stragglers) == 1
     if forced is None or config.mode == "off" or is_alone:
-        return Division(nothing, nothing)
+        return WorkDivision(nothing, nothing)
     shares = tuple(
         forced if (is_straggler if ranks == "stragglers" else ranks == "all" or rank in ranks) else 0.0
         for rank, is_straggler in enumerate(are_stragglers)
     )
-    return Division(nothing, shares) if config.mode == "mig" else Division(shares, nothing)
+    return WorkDivision(nothing, shares) if config.mode == "mig" else WorkDivision(shares, nothing)
 
 
 def _balanced_division(
@@ -71,7 +71,7 @@ def _balanced_division(
     are_stragglers: Sequence[bool],
     reference_s: float,
     migration: MigrationCost,
-) -> Division:
+) -> WorkDivision:
     """All ranks take equally long without pruning; nothing moves where moving takes longer than it saves."""
     nothing = (0.0,) * len(times)
     division = makespan_division(
@@ -83,7 +83,7 @@ def _balanced_division(
         budget=0.0,
     )
     saves = _step_s(times, division, migration) < max(rank.busy_s for rank in times)
-    return division if saves else Division(nothing, nothing)
+    return division if saves else WorkDivision(nothing, nothing)
 
 
 def _semi_division(
@@ -92,7 +92,7 @@ def _semi_division(
     are_stragglers: Sequence[bool],
     reference_s: float,
     migration: MigrationCost | None,
-) -> Division:
+) -> WorkDivision:
     """By our rule nothing is pruned where pruning and lending together save too little for it."""
     may_lend = migration is not None
     num_migrating = None if isinstance(config.paper.num_migrating, str) else config.paper.num_migrating
@@ -123,9 +123,9 @@ def _semi_division(
     if saved >= config.min_gain * math.fsum(division.pruned) / sum(are_stragglers):
         return division
     if not may_lend:
-        return Division((0.0,) * len(times), (0.0,) * len(times))
+        return WorkDivision((0.0,) * len(times), (0.0,) * len(times))
     return _balanced_division(times, are_stragglers, reference_s, migration)
 
 
-def _step_s(times: Sequence[RankTimes], division: Division, migration: MigrationCost) -> float:
+def _step_s(times: Sequence[RankTimes], division: WorkDivision, migration: MigrationCost) -> float:
     return max(division.busy_s(times)) + migration.seconds(division.lent)

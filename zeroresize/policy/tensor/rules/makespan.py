@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from zeroresize.policy.tensor.cost_model import MigrationCost
 from zeroresize.policy.tensor.curves import Curves
 from zeroresize.policy.tensor.levels import Floats, ratios_to_reach
-from zeroresize.policy.tensor.rules.sharing import Division
+from zeroresize.policy.tensor.rules.sharing import WorkDivision
 from zeroresize.policy.tensor.times import RankTimes
 
 #: Busy times that are tried between the fastest and the slowest; then again between the neighbours of the best.
@@ -42,7 +42,7 @@ def makespan_division(
     migration: MigrationCost,
     budget: float,
     num_migrating: int | None = None,
-) -> Division:
+) -> WorkDivision:
     """The division that prunes least among those whose predicted step is no longer than the goal.
 
     The goal is ``tolerance`` more than the reference, or a little more than the fastest step there is. The predicted
@@ -62,7 +62,7 @@ def makespan_division(
             numbers.
     """
     if not any(are_stragglers):
-        return Division((0.0,) * len(times), (0.0,) * len(times))
+        return WorkDivision((0.0,) * len(times), (0.0,) * len(times))
     if num_migrating is not None and not _Group(times, are_stragglers, num_migrating).has_slack:
         num_migrating = 0
     exact = _Search(_Group(times, are_stragglers, num_migrating, _MOST_LENT), migration, 0.0)
@@ -192,7 +192,7 @@ class _Group:
         all_s = borrowed_s[:, -1:]
         return np.where(time_s < all_s, between, np.maximum(time_s / all_s, 1.0))
 
-    def division(self, num_migrating: int, found: _Found) -> Division:
+    def division(self, num_migrating: int, found: _Found) -> WorkDivision:
         """Those that migrate lend the least they must, and the same part of what else they are relieved of."""
         pruned, lent = np.zeros(self.num_ranks), np.zeros(self.num_ranks)
         level_s = np.array([found.level_s])
@@ -208,7 +208,7 @@ class _Group:
             pruned[migrating] -= lent[migrating]
         if not prunes:
             pruned[:] = 0.0
-        return Division(tuple(pruned.tolist()), tuple(lent.tolist()), tuple(self.slack(level_s)[:, 0].tolist()))
+        return WorkDivision(tuple(pruned.tolist()), tuple(lent.tolist()), tuple(self.slack(level_s)[:, 0].tolist()))
 
 
 class _Search:
@@ -222,7 +222,7 @@ class _Search:
     def __init__(self, group: _Group, migration: MigrationCost, budget: float) -> None:
         self._group, self._counts, self._migration, self._budget = group, group.counts, migration, budget
 
-    def division(self, fastest: _Found, goal_s: float) -> Division:
+    def division(self, fastest: _Found, goal_s: float) -> WorkDivision:
         """The best within the goal."""
         best = self.least_pruned(goal_s, fastest) or fastest
         return self._group.division(int(self._counts[best.row]), best)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from zeroresize.policy.tensor.cost_model import MigrationCost
-from zeroresize.policy.tensor.rules.sharing import Division, paper_lending_ratios
+from zeroresize.policy.tensor.rules.sharing import WorkDivision, paper_lending_ratios
 from zeroresize.policy.tensor.times import RankTimes
 
 #: Halvings of β's interval: to a millionth.
@@ -25,7 +25,7 @@ def paper_division(
     migration: MigrationCost,
     max_ratio: float,
     num_migrating: int | None = None,
-) -> Division:
+) -> WorkDivision:
     """One straggler: Eq. (2). Several: the x slowest of Eq. (3) lend γ of Eq. (1), evenly to all others.
 
     What remains to be pruned aims at the time of the normal ranks with the work that they took in.
@@ -61,7 +61,7 @@ def paper_division(
     for r, (rank, slow, share) in enumerate(zip(times, are_stragglers, lent, strict=True)):
         own_target_s = target_s - (borrowed_s[r] if share == 0.0 else 0.0)
         pruned.append(max(rank.ratio_to_reach(own_target_s) - share, 0.0) if slow else 0.0)
-    return Division(tuple(pruned), tuple(lent))
+    return WorkDivision(tuple(pruned), tuple(lent))
 
 
 def migrated_share(

@@ -17,7 +17,7 @@ from zeroresize.policy.tensor.times import RankTimes
 
 
 @dataclass(frozen=True)
-class Division:
+class WorkDivision:
     """How a group's work is to be divided.
 
     Attributes:

@@ -45,7 +45,7 @@ class LayerCost:
 
 
 @dataclass(frozen=True)
-class LayerCosts:
+class LayerCostTable:
     """The costs of all layers of a model.
 
     Attributes:
@@ -101,7 +101,7 @@ class LayerCosts:
         return {"kinds": list(self.kinds), "costs": costs, "boundary_bytes": self.boundary_bytes}
 
     @classmethod
-    def of(cls, value: Any) -> LayerCosts:
+    def of(cls, value: Any) -> LayerCostTable:
         """From what :meth:`as_dict` gave.
 
         Raises:
@@ -122,7 +122,7 @@ class LayerCosts:
         Path(path).write_text(json.dumps(self.as_dict(), indent=1), encoding="utf-8")
 
     @classmethod
-    def load(cls, path: str | Path) -> LayerCosts:
+    def load(cls, path: str | Path) -> LayerCostTable:
         """What :meth:`save` wrote.
 
         Raises:
