@@ -18,7 +18,13 @@ from zeroresize.policy.moves.least_saving import beyond_noise, is_saving
 from zeroresize.policy.moves.move_cost import MoveCost
 from zeroresize.policy.tensor.calibration_steps import CalibrationSteps
 from zeroresize.policy.tensor.communication import CollectiveTimes, CommunicationEstimate
-from zeroresize.policy.tensor.cost_model import ResizingCost
+from zeroresize.policy.tensor.controller_state import (
+    controller_check,
+    loans_of_plain,
+    plain_loans,
+    plain_times,
+    times_of_plain,
+)
 from zeroresize.policy.tensor.curves import Floats, GroupTimes
 from zeroresize.policy.tensor.fingerprint import fingerprint
 from zeroresize.policy.tensor.ownership_decision import OwnershipDecision
@@ -28,7 +34,7 @@ from zeroresize.policy.tensor.rules.ratio import find_stragglers, reference_time
 from zeroresize.policy.tensor.rules.sharing import WorkDivision, borrowed_shares, loans_of, predicted_busy_s
 from zeroresize.policy.tensor.spells import COST_IN_VAIN, Spells
 from zeroresize.policy.tensor.times import DURATION, RankTimes
-from zeroresize.utils.state_checks import Check, any_number, below, count, each, flag, keyed, optional, row, share
+from zeroresize.utils.state_checks import Check
 
 #: A rank is relieved if it is slower than the reference by so many standard deviations: to begin with pruning, to begin
 #: with lending, and to go on.
@@ -240,11 +246,11 @@ class Controller:
             "measured_under": [(own.pruned, own.lent) for own in self._measured_under],
             "are_stragglers": list(self._are_stragglers),
             # A tuple is one entry of a checkpoint, whatever is known by then.
-            "times": tuple(_as_plain(times) for times in self._times),
-            "usual": tuple(_as_plain(times) for times in self._usual),
+            "times": tuple(plain_times(times) for times in self._times),
+            "usual": tuple(plain_times(times) for times in self._usual),
             "spells": self._spells.state_dict(),
-            "loans": _as_plain_loans(self._loans),
-            "loans_then": _as_plain_loans(self._loans_then),
+            "loans": plain_loans(self._loans),
+            "loans_then": plain_loans(self._loans_then),
             "ownership": self._ownership.state_dict(),
             "communication": self._communication.state_dict(),
         }
@@ -264,31 +270,11 @@ class Controller:
     @property
     def state_check(self) -> Check:
         """Of what :meth:`load_state_dict` can take over."""
-        index = below(self.num_ranks)
-        points = each(any_number)
-        times = row(
-            any_number,
-            any_number,
-            any_number,
-            any_number,
-            row(points, points, points, any_number, any_number),
-            any_number,
-        )
-        return keyed(
-            {
-                "saved_for_calibration_s": any_number,
-                "num_calibration_steps": count,
-                "shares": each(row(share, share), self.num_ranks),
-                "measured_under": each(row(share, share), self.num_ranks),
-                "are_stragglers": each(flag, self.num_ranks),
-                "times": each(optional(times), self.num_ranks),
-                "usual": each(optional(times), self.num_ranks),
-                "spells": self._spells.state_check,
-                "loans": each(row(index, share, each(index), each(share))),
-                "loans_then": each(row(index, share, each(index), each(share))),
-                "communication": self._communication.state_check,
-                "ownership": self._ownership.state_check,
-            }
+        return controller_check(
+            self.num_ranks,
+            spells=self._spells.state_check,
+            communication=self._communication.state_check,
+            ownership=self._ownership.state_check,
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -309,11 +295,11 @@ class Controller:
         self._shares = [Shares(*shares) for shares in state["shares"]]
         self._measured_under = [Shares(*shares) for shares in state["measured_under"]]
         self._are_stragglers = list(state["are_stragglers"])
-        self._times = [_from_plain(times) for times in state["times"]]
-        self._usual = [_from_plain(times) for times in state["usual"]]
+        self._times = [times_of_plain(times) for times in state["times"]]
+        self._usual = [times_of_plain(times) for times in state["usual"]]
         self._spells.load_state_dict(state["spells"])
         self._communication.load_state_dict(state["communication"])
-        self._loans, self._loans_then = _from_plain_loans(state["loans"]), _from_plain_loans(state["loans_then"])
+        self._loans, self._loans_then = loans_of_plain(state["loans"]), loans_of_plain(state["loans_then"])
         self._ownership.load_state_dict(state["ownership"])
         may_be_away = self.config.may_move or (self._ownership.is_held and self.config.forced_ratio is None)
         if not self._ownership.is_home and not may_be_away:
@@ -541,34 +527,3 @@ class Controller:
             is_unsure=float(deviations[spared].max()) > UNSURE,
             is_doubtful=float(deviations[spared].max()) > DOUBTFUL,
         )
-
-
-def _as_plain_loans(loans: Sequence[Loan]) -> list[tuple[Any, ...]]:
-    return [(loan.owner, loan.share, list(loan.receivers), list(loan.parts)) for loan in loans]
-
-
-def _from_plain_loans(values: Sequence[Any]) -> tuple[Loan, ...]:
-    receivers: dict[tuple[int, ...], tuple[int, ...]] = {}  # loans have theirs in common, as decided ones have
-    shares: dict[tuple[float, ...], tuple[float, ...]] = {}
-    loans = ((owner, ratio, tuple(to), tuple(parts)) for owner, ratio, to, parts in values)
-    return tuple(
-        Loan(owner, ratio, receivers.setdefault(to, to), shares.setdefault(parts, parts))
-        for owner, ratio, to, parts in loans
-    )
-
-
-def _as_plain(times: RankTimes | None) -> tuple[Any, ...] | None:
-    if times is None:
-        return None
-    cost = times.cost
-    points = cost.ratios, cost.gemm_share, cost.gather_fill_s, cost.borrowing, cost.widening
-    return times.rest_s, times.gemm_s, times.gather_fill_scale, times.deviation, points, times.moving_rest
-
-
-def _from_plain(values: Sequence[Any] | None) -> RankTimes | None:
-    if values is None:
-        return None
-    rest_s, gemm_s, scale, deviation, (*points, borrowing, widening), moving_rest = values
-    ratios, gemm_share, gather_fill_s = map(tuple, points)
-    cost = ResizingCost(ratios, gemm_share, gather_fill_s, borrowing, widening)
-    return RankTimes(rest_s, gemm_s, scale, cost, deviation, moving_rest)

@@ -38,10 +38,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeroresize.plan.group import Shares
-from zeroresize.policy.moves.usual import middle_of, usual_of
+from zeroresize.policy.moves.usual import usual_of
 from zeroresize.policy.tensor.change_of_level import change_of_level
 from zeroresize.policy.tensor.cost_model import ResizingCost
-from zeroresize.policy.tensor.part_noise import JUMP, PartNoise
+from zeroresize.policy.tensor.executed_products import BORROWING, WIDENING, executed_products
+from zeroresize.policy.tensor.part_noise import JUMP, JUMP_SIZE, PartNoise, are_alike, share_of_jumps
 from zeroresize.policy.tensor.times import (
     DURATION,
     LEAST_SECONDS,
@@ -51,13 +52,11 @@ from zeroresize.policy.tensor.times import (
     MOVING_REST_ERROR,
     RankTimes,
     StepTimes,
+    log_parts,
+    usual_step,
 )
 from zeroresize.utils.state_checks import any_number, each, flag, keyed, not_negative, optional, row, share
 
-#: Standard deviation of a jump's logarithm: a factor of 4.
-JUMP_SIZE = math.log(4.0)
-#: A rank's speed jumps in that share of the intervals.
-HAZARD = 0.05
 #: Standard deviation of what borrowing was taken to cost, and of a calibrated share s, times 1 − log s: its logarithm.
 CURVE_ERROR = 0.3
 #: And of what is owned beyond an even share, which is taken to be in proportion.
@@ -74,10 +73,7 @@ CURVE_CHANGE = 0.1
 LEAST_OF_FLOPS = 0.8
 #: Parts of a step, in the order of the state; then the corrections.
 _REST, _GEMM, _GATHER_FILL, _CURVE = 0, 1, 2, 3
-_BORROWING, _WIDENING = -2, -1
-_POINT_CURVE = slice(_CURVE, _BORROWING)
-#: Of a step's busy time a part is not known more finely.
-_LEAST_PART = 1e-4
+_POINT_CURVE = slice(_CURVE, BORROWING)
 #: Standard deviations of a part that was never measured.
 _UNKNOWN = 10.0
 #: Of seconds, and of how many times as long gathers take.
@@ -126,8 +122,8 @@ class RankEstimator:
         self._x[_POINT_CURVE] = np.log(believed / calibrated.gemm_share[1:])
         errors = CURVE_ERROR * (1.0 - np.log(np.minimum(believed, 1.0)))
         self._p[_POINT_CURVE, _POINT_CURVE] = np.outer(errors, errors) * _NEIGHBOURS**distance
-        self._p[_BORROWING, _BORROWING] = CURVE_ERROR**2
-        self._p[_WIDENING, _WIDENING] = WIDENING_ERROR**2
+        self._p[BORROWING, BORROWING] = CURVE_ERROR**2
+        self._p[WIDENING, WIDENING] = WIDENING_ERROR**2
         self._prior_variances = np.diag(self._p)[_CURVE:].copy()
         self._least, self._most = self._bounds()
         # Mean and variance of ρ, and its covariance with log r.
@@ -145,7 +141,7 @@ class RankEstimator:
         """What pruning and borrowing cost, as far as is known."""
         if self._cost is None:
             points = np.exp(self._x[_POINT_CURVE]).tolist()
-            others = (math.exp(self._x[part]) for part in (_BORROWING, _WIDENING))
+            others = (math.exp(self._x[part]) for part in (BORROWING, WIDENING))
             self._cost = self.calibrated.scaled([1.0, *points], *others)
         return self._cost
 
@@ -226,7 +222,7 @@ class RankEstimator:
         steps = [step for step in steps if step.is_possible]
         if steps:
             last = steps[-1].shares.work
-            self.usual_step = _median([step for step in steps if step.shares.work == last])
+            self.usual_step = usual_step([step for step in steps if step.shares.work == last])
         self._learn_rest_alone([step for step in steps if not step.shares.computes])
         steps = [step for step in steps if step.gemm_s >= LEAST_SECONDS]
         steps = [step for step in steps if step.shares.computes]
@@ -245,7 +241,7 @@ class RankEstimator:
         """
         if not (owned > 0.0 and LEAST_SECONDS < ratio < MOST_SECONDS) or owned == 1.0:
             return
-        executed, own = self._executed(Shares(owned=owned))
+        executed, own = executed_products(Shares(owned=owned), self.cost)
         gradient = np.zeros(len(self._x))
         gradient[_CURVE:] = own
         variance = COMPARISON_ERROR**2
@@ -294,7 +290,7 @@ class RankEstimator:
         A rank that has become slower is taken at its word when it was so for half of the steps: what is shorter may be
         over before any plan could meet it.
         """
-        parts = list(zip(*(_log_parts(step, 0.0) for step in steps), strict=True))
+        parts = list(zip(*(log_parts(step, 0.0) for step in steps), strict=True))
         place = change_of_level(parts, self._noise[: len(parts)])
         if place is None:
             return [steps]
@@ -327,10 +323,10 @@ class RankEstimator:
         """Steps of one plan at one speed."""
         shares, cost = steps[-1].shares, self.cost
         expected_s = cost.gather_fill_at(shares.spared) if shares.spared >= cost.ratios[1] else 0.0
-        values = list(zip(*(_log_parts(step, expected_s) for step in steps), strict=True))  # by part, then by step
+        values = list(zip(*(log_parts(step, expected_s) for step in steps), strict=True))  # by part, then by step
         if not self._is_known:
             self._x[_REST] = values[_REST][0] - math.log(self._rest_part(shares.owned))
-            self._x[_GEMM] = values[_GEMM][0] - self._executed(shares)[0]
+            self._x[_GEMM] = values[_GEMM][0] - executed_products(shares, self.cost)[0]
         is_same = self._shares is not None and shares.work == self._shares.work
         usual, variances = [], []
         for part, measured in enumerate(values):
@@ -397,7 +393,7 @@ class RankEstimator:
             own_variance += _FORGOTTEN * (MOVING_REST_ERROR**2 - own_variance)
         before, speed = float(self._x[_REST]), float(self._p[_REST, _REST])
         surprise = value - before - math.log(self._rest_part(owned))
-        has_jumped = self._change_of_rest(value, variance, owned) != 0.0 or _are_alike(surprise, gemm_change)
+        has_jumped = self._change_of_rest(value, variance, owned) != 0.0 or are_alike(surprise, gemm_change)
         if has_jumped:
             speed += max(JUMP_SIZE, abs(surprise)) ** 2
         found = moving
@@ -416,7 +412,7 @@ class RankEstimator:
         covariance -= of_speed * of_moving / total
         if gradient and not is_same and not has_jumped:
             # Or the speed has jumped just then and ρ is as it was: how far that is from what is believed now.
-            likely = _share_of_jumps(surprise, total)
+            likely = share_of_jumps(surprise, total)
             of_speed, of_moving = surprise - change, moving - found
             speed += likely * of_speed**2
             own_variance += likely * of_moving**2
@@ -453,7 +449,7 @@ class RankEstimator:
             is_after_others: whether these lie in the same interval.
             rest_change: by how much the logarithm of the rest has jumped; 0 if it has not.
         """
-        executed, own = self._executed(step.shares)
+        executed, own = executed_products(step.shares, self.cost)
         gradient = np.zeros(len(self._x))
         gradient[_GEMM] = 1.0
         if step.is_forced:  # odd numbers of columns cost more: that tells nothing of others
@@ -463,7 +459,7 @@ class RankEstimator:
         gain = self._p @ gradient
         own_variance = float(gradient @ gain) + variance
         innovation = value - float(self._x[_GEMM]) - executed
-        has_rest_jumped = _are_alike(innovation, rest_change)  # what no plan changes has: so the rank's speed has
+        has_rest_jumped = are_alike(innovation, rest_change)  # what no plan changes has: so the rank's speed has
         is_compared = step.shares.owned == self._compared and not step.shares.spared and not step.shares.borrowed
         is_ambiguous = (
             not is_same and not is_compared and not step.is_forced and bool(own.any()) and not has_rest_jumped
@@ -472,7 +468,7 @@ class RankEstimator:
         if not has_jumped:
             x, p = self._x.copy(), self._p
             gain, own_variance = self._correct(gradient, innovation, variance)
-            left = value - float(self._x[_GEMM]) - self._executed(step.shares)[0]
+            left = value - float(self._x[_GEMM]) - executed_products(step.shares, self.cost)[0]
             is_at_bound = ((self._x <= self._least) | (self._x >= self._most)) & (gradient != 0.0)
             # No curve is so: it was the speed.
             if is_at_bound.any() and left**2 > JUMP**2 * (float(self._p[_GEMM, _GEMM]) + variance):
@@ -481,7 +477,7 @@ class RankEstimator:
                 # Or the speed has jumped just then and the curve is right: how far that is from what is believed now.
                 elsewhere = -gain * innovation
                 elsewhere[_GEMM] += innovation
-                self._p = self._p + _share_of_jumps(innovation, own_variance) * elsewhere[:, None] * elsewhere
+                self._p = self._p + share_of_jumps(innovation, own_variance) * elsewhere[:, None] * elsewhere
         if has_jumped:
             self._p[_GEMM, _GEMM] += max(JUMP_SIZE, abs(innovation)) ** 2
             curve = np.arange(_CURVE, len(self._x))
@@ -522,75 +518,7 @@ class RankEstimator:
         self._p = keep @ self._p @ keep.T + gain[:, None] * (variance * gain)
         return gain, own_variance
 
-    def _executed(self, shares: Shares) -> tuple[float, Floats]:
-        """(logarithm of the multiplications' share under a plan, its gradient by the corrections)."""
-        cost, spared = self.cost, shares.spared
-        gradient = np.zeros(len(self._x) - _CURVE)
-        more = cost.widening * max(shares.owned - 1.0, 0.0)
-        if shares.owned < 1.0:
-            spared = 1.0 - shares.owned * (1.0 - spared)
-        own = (1.0 + more) * cost.gemm_share_at(spared)
-        _add_gradient(gradient, cost, spared, 1.0 + more)
-        gradient[_WIDENING] = more * cost.gemm_share_at(spared)
-        borrowed = cost.borrowed_at(shares.borrowed) if shares.borrowed > 0.0 else 0.0
-        if borrowed:
-            gradient[_BORROWING] = borrowed
-            if shares.borrowed < 1.0:
-                _add_gradient(gradient, cost, 1.0 - shares.borrowed, cost.borrowing)
-        executed = max(own + borrowed, 1e-9)
-        return math.log(executed), gradient / executed
-
-
-def _add_gradient(gradient: Floats, cost: ResizingCost, ratio: float, factor: float) -> None:
-    """That of the share of the multiplications at γ, by the corrections of its two points."""
-    ratios = cost.ratios
-    if ratio >= ratios[-1]:
-        gradient[len(ratios) - 2] += factor * cost.gemm_share_at(ratio)
-        return
-    above = next(point for point, one in enumerate(ratios) if one > ratio)
-    part = (ratio - ratios[above - 1]) / (ratios[above] - ratios[above - 1])
-    gradient[above - 1] += factor * part * cost.gemm_share[above]
-    if above > 1:
-        gradient[above - 2] += factor * (1.0 - part) * cost.gemm_share[above - 1]
-
-
-def _are_alike(change: float, other: float) -> bool:
-    """Whether two logarithms have changed alike, within a factor of 2."""
-    return change**2 / 2.0 < other * change < change**2 * 2.0
-
-
-def _share_of_jumps(innovation: float, variance: float) -> float:
-    """How likely an innovation under a new plan comes from a jump, by Bayes."""
-    jump = HAZARD * _density(innovation, variance + JUMP_SIZE**2)
-    return jump / (jump + (1.0 - HAZARD) * _density(innovation, variance) + 1e-300)
-
-
-def _density(distance: float, variance: float) -> float:
-    return math.exp(-0.5 * distance**2 / variance) / math.sqrt(variance)
-
 
 def _cost_of(calibrated: Mapping[str, Any]) -> ResizingCost:
     points = {name: tuple(calibrated[name]) for name in _POINTS}
     return ResizingCost(**points, borrowing=calibrated["borrowing"], widening=calibrated["widening"])
-
-
-def _log_parts(step: StepTimes, expected_gather_fill_s: float) -> list[float]:
-    """Of a step: its rest, its multiplications, and how many times as long as expected its gathers take, if any are."""
-    least_s = max(_LEAST_PART * step.busy_s, LEAST_SECONDS)
-    rest_s = max(step.busy_s - step.gemm_s - step.gather_fill_s, least_s)
-    parts = [math.log(rest_s), math.log(step.gemm_s)]
-    if expected_gather_fill_s > 0.0:
-        parts.append(math.log(max(step.gather_fill_s, least_s) / expected_gather_fill_s))
-    return parts
-
-
-def _median(steps: Sequence[StepTimes]) -> StepTimes:
-    """A step's usual times."""
-    return StepTimes(
-        busy_s=usual_of([step.busy_s for step in steps]),
-        gemm_s=usual_of([step.gemm_s for step in steps]),
-        gather_fill_s=usual_of([step.gather_fill_s for step in steps]),
-        shares=steps[-1].shares,
-        is_forced=steps[-1].is_forced,
-        wait_s=middle_of([step.wait_s for step in steps]),
-    )

@@ -10,6 +10,10 @@ from zeroresize.policy.moves.usual import middle_of
 
 #: An innovation of so many standard deviations is a jump of the rank's speed.
 JUMP = 4.0
+#: Standard deviation of a jump's logarithm: a factor of 4.
+JUMP_SIZE = math.log(4.0)
+#: A rank's speed jumps in that share of the intervals.
+HAZARD = 0.05
 #: Relative standard deviation of an interval's times before any were compared, and the least there is.
 USUAL_NOISE, LEAST_NOISE = 0.03, 0.003
 #: Innovations that the learned noise is the mean of, at most.
@@ -83,3 +87,18 @@ class PartNoise:
     def forget_last(self, value: float) -> None:
         """The next interval cannot be compared with what was before ``value``."""
         self.last = value, math.nan
+
+
+def are_alike(change: float, other: float) -> bool:
+    """Whether two logarithms have changed alike, within a factor of 2."""
+    return change**2 / 2.0 < other * change < change**2 * 2.0
+
+
+def share_of_jumps(innovation: float, variance: float) -> float:
+    """How likely an innovation under a new plan comes from a jump, by Bayes."""
+    jump = HAZARD * _density(innovation, variance + JUMP_SIZE**2)
+    return jump / (jump + (1.0 - HAZARD) * _density(innovation, variance) + 1e-300)
+
+
+def _density(distance: float, variance: float) -> float:
+    return math.exp(-0.5 * distance**2 / variance) / math.sqrt(variance)

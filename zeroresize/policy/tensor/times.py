@@ -9,16 +9,19 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zeroresize.plan.group import Shares
+from zeroresize.policy.moves.usual import middle_of, usual_of
 from zeroresize.policy.tensor.cost_model import ResizingCost
 
 #: Of a step in which a rank computes its own products and no others.
 _WHOLE = Shares()
 #: A plan is to hold for so many intervals: in these a change has to pay, and a rank's speed drifts on.
 DURATION = 5.0
+#: Of a step's busy time a part is not known more finely.
+_LEAST_PART = 1e-4
 #: No step multiplies for less or takes longer.
 LEAST_SECONDS, MOST_SECONDS = 1e-9, 1e9
 #: Of the rest of a step, the share that moves along when units do: what lies between the layers of a segment. What is
@@ -145,3 +148,25 @@ class RankTimes:
             if busy_high <= target_s:
                 return min(low + (high - low) * (busy_low - target_s) / (busy_low - busy_high), high)
         return min(points, key=lambda point: point[1])[0]
+
+
+def log_parts(step: StepTimes, expected_gather_fill_s: float) -> list[float]:
+    """Of a step: its rest, its multiplications, and how many times as long as expected its gathers take, if any are."""
+    least_s = max(_LEAST_PART * step.busy_s, LEAST_SECONDS)
+    rest_s = max(step.busy_s - step.gemm_s - step.gather_fill_s, least_s)
+    parts = [math.log(rest_s), math.log(step.gemm_s)]
+    if expected_gather_fill_s > 0.0:
+        parts.append(math.log(max(step.gather_fill_s, least_s) / expected_gather_fill_s))
+    return parts
+
+
+def usual_step(steps: Sequence[StepTimes]) -> StepTimes:
+    """A step's usual times."""
+    return StepTimes(
+        busy_s=usual_of([step.busy_s for step in steps]),
+        gemm_s=usual_of([step.gemm_s for step in steps]),
+        gather_fill_s=usual_of([step.gather_fill_s for step in steps]),
+        shares=steps[-1].shares,
+        is_forced=steps[-1].is_forced,
+        wait_s=middle_of([step.wait_s for step in steps]),
+    )
