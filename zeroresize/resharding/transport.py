@@ -78,7 +78,8 @@ class Transport(Generic[RoundT]):
         """Send and receive the messages of all rounds; returns what failed.
 
         After a failure the other rounds are carried out all the same: ranks that live wait for each other's messages.
-        The memory of messages is let go of at the end.
+        The memory of messages stays until this object goes: freed before old tensors are, it would be taken anew, page
+        by page, in the next move.
 
         Args:
             meanwhile: called once, when the first messages are on their way.
@@ -110,7 +111,6 @@ class Transport(Generic[RoundT]):
                 errors.append(error)
         if not self._rounds:
             meanwhile()
-        self._buffers = []
         return errors
 
     def _messages(self, round_: RoundT, buffer: Tensor) -> dict[Pair, Tensor]:
