@@ -43,7 +43,7 @@ class StageNeeds:
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
-def dry_run(config: RunConfig, *, num_stages: int, console: Console | None = None) -> list[StageNeeds]:
+def dry_run(config: RunConfig, num_stages: int, *, console: Console | None = None) -> list[StageNeeds]:
     """Check ``config`` for ``num_stages`` stages and print, on rank 0 if under torchrun, what each of them needs.
 
     Raises:

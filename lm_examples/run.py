@@ -22,8 +22,8 @@ from lm_examples.config_file import config_to_dict
 from lm_examples.data import Batches, Text, batches_of
 from lm_examples.pace import Pace
 from lm_examples.recorder import Recorder
-from lm_examples.run_folder import begin_run
 from vit_examples.all_ranks import do_nothing, of_all_ranks, on_all_ranks
+from vit_examples.begin_run import begin_run
 from vit_examples.checkpoint_files import load_checkpoint
 from vit_examples.recorder import StepClock
 from zeroresize.pipeline import Pipeline, PipelineBalancer, ProfileRecord, RebalancingRecord
@@ -61,6 +61,11 @@ class Run:
     validation_loss: float = math.nan
     figures: dict[str, float] = field(default_factory=dict)
     held: ExitStack = field(default_factory=ExitStack)
+
+    @property
+    def num_done(self) -> int:
+        """How many steps are trained."""
+        return self.step
 
     def tell(self, record: RebalancingRecord | ProfileRecord) -> None:
         """What the balancer has done or measured."""

@@ -30,7 +30,6 @@ from lm_examples.data import load_text
 from lm_examples.dry_run import dry_run
 from lm_examples.recorder import summary_table
 from lm_examples.run import Run, prepare
-from lm_examples.run_folder import how_to_go_on
 from vit_examples.all_ranks import leave_together, of_all_ranks
 from vit_examples.build_host import require_torchrun
 from vit_examples.checkpoint_files import save_checkpoint
@@ -157,17 +156,7 @@ def _mean(values: Sequence[float]) -> float:
 @record
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line; see :func:`vit_examples.program.run_program`."""
-    run_program(
-        arguments,
-        reader=READER,
-        dry_run=lambda config, num_stages: dry_run(config, num_stages=num_stages),
-        how_to_go_on=how_to_go_on,
-        prepare=_prepare,
-        num_done=lambda run: run.step,
-        unit="steps",
-        train=train,
-        leave=_leave,
-    )
+    run_program(arguments, READER, dry_run=dry_run, prepare=_prepare, train=train, leave=_leave, unit="steps")
 
 
 def _prepare(config: RunConfig, resume: bool) -> Run:

@@ -22,7 +22,6 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is not signal.SIG_
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from lm_examples.documents import load_documents
-from lm_examples.run_folder import how_to_go_on
 from lm_examples.switching.checkpoint import SavedState
 from lm_examples.switching.config import RunConfig
 from lm_examples.switching.config_file import READER
@@ -102,17 +101,7 @@ def summary_of(run: Run) -> dict[str, Any]:
 @record
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line; see :func:`vit_examples.program.run_program`."""
-    run_program(
-        arguments,
-        reader=READER,
-        dry_run=lambda config, num_ranks: dry_run(config, num_ranks=num_ranks),
-        how_to_go_on=how_to_go_on,
-        prepare=_prepare,
-        num_done=lambda run: run.step,
-        unit="steps",
-        train=train,
-        leave=_leave,
-    )
+    run_program(arguments, READER, dry_run=dry_run, prepare=_prepare, train=train, leave=_leave, unit="steps")
 
 
 def _prepare(config: RunConfig, resume: bool) -> Run:

@@ -66,11 +66,6 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return _FOLDERS.newest(folder)
 
 
-def step_of(checkpoint: Path) -> int:
-    """How many steps had been trained when it was written."""
-    return _FOLDERS.number_of(checkpoint)
-
-
 def read_saved_state(checkpoint: Path, layout: Mapping[str, Any], kind: type[_State]) -> _State:
     """What is no tensor of a checkpoint, of which every file is checked.
 

@@ -15,10 +15,10 @@ class CheckpointFolders:
 
     Args:
         unit: what the numbers count, such as "epoch".
-        num_digits: of a number in a name, at least.
+        num_digits: of a number in a name that is written, at least.
     """
 
-    def __init__(self, unit: str, num_digits: int) -> None:
+    def __init__(self, unit: str, num_digits: int = 1) -> None:
         self._unit, self._num_digits = unit, num_digits
         self._complete, self._unfinished = re.compile(rf"{unit}-(\d+)"), re.compile(rf"{unit}-\d+\.tmp")
 

@@ -32,7 +32,7 @@ class Requirements:
         return self.weights + self.gradients + self.adamw + self.master_weights + self.activations
 
 
-def dry_run(config: RunConfig, *, num_ranks: int) -> list[Requirements]:
+def dry_run(config: RunConfig, num_ranks: int) -> list[Requirements]:
     """Check ``config`` for ``num_ranks`` ranks and print, on rank 0 if under torchrun, what each of them needs.
 
     By even shares all need the same; a column of the table is of ranks that do. Shares that are to be measured

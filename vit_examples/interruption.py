@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
-from vit_examples.checkpoint import epoch_of, newest_checkpoint
-from vit_examples.config import RunConfig
+from vit_examples.checkpoint_folders import CheckpointFolders
 from vit_examples.run_folder import checkpoint_folder
 
 STATUS = 128 + signal.SIGINT
@@ -61,17 +61,22 @@ def ended_by_interrupt(hint: Callable[[], str]) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def how_to_go_on(config: RunConfig) -> str:
-    """What goes on from where, by what is in the run's output folder now."""
-    newest = newest_checkpoint(checkpoint_folder(config))
+def how_to_go_on(config: Any, unit: str = "epochs") -> str:
+    """Say what goes on from where, by what is in the run's output folder now.
+
+    Args:
+        unit: in which checkpoints are counted: a key of ``config.training``, "steps" or "epochs".
+    """
+    singular, total, every = unit.removesuffix("s"), getattr(config.training, unit), config.output.save_every
+    folders = CheckpointFolders(singular)
+    newest = folders.newest(checkpoint_folder(config))
     if newest is not None:
-        done = f"epoch {epoch_of(newest)} of {config.training.epochs}"
+        done = f"{singular} {folders.number_of(newest)} of {total}"
         return f"the same command with --resume goes on after {done}, from {newest}"
-    every, epochs = config.output.save_every, config.training.epochs
     if not every:
         why = "output.save_every=0 writes none"
-    elif every > epochs:
-        why = f"output.save_every={every} writes none in {epochs} epochs"
+    elif every > total:
+        why = f"output.save_every={every} writes none in {total} {unit}"
     else:
-        why = f"the first comes after epoch {every}"
+        why = f"the first comes after {singular} {every}"
     return f"no checkpoint is written yet ({why}); the same command with --resume begins anew"

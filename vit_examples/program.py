@@ -8,32 +8,37 @@ import stat
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from vit_examples.config_reader import ConfigReader
-from vit_examples.interruption import ended_by_interrupt
+from vit_examples.interruption import ended_by_interrupt, how_to_go_on
 from vit_examples.mistakes import refuse
 from vit_examples.recorder import SummaryNotWrittenError
 
 _Config = TypeVar("_Config")
-_Run = TypeVar("_Run")
+_Run = TypeVar("_Run", bound="Trainable")
 _NOT_WRITTEN = 1
+
+
+class Trainable(Protocol):
+    """A run, of which ``num_done`` steps or epochs are trained."""
+
+    @property
+    def num_done(self) -> int: ...
 
 
 def run_program(
     arguments: Sequence[str] | None,
-    *,
     reader: ConfigReader[_Config],
+    *,
     dry_run: Callable[[_Config, int], Any],
-    how_to_go_on: Callable[[_Config], str],
-    prepare: Callable[[_Config, bool], _Run],
-    num_done: Callable[[_Run], int],
-    unit: str,
+    prepare: Callable[..., _Run],
     train: Callable[[_Run], Any],
     leave: Callable[[_Run], None],
+    unit: str,
 ) -> None:
     """The command line; a mistake of the user's ends it with one line and status 2, Ctrl-C with one line and 130.
 
@@ -43,11 +48,10 @@ def run_program(
     Args:
         reader: of the program's configuration.
         dry_run: of a configuration for so many ranks.
-        how_to_go_on: what rank 0 says after an interrupt.
         prepare: what is to be trained, whether or not it resumes; a ValueError is a mistake of the user's.
-        num_done: how much of a run is trained, in ``unit``: "steps" or "epochs", a key of its ``training``.
-        train: trains the rest.
+        train: trains what is left of a run, which has ``num_done``.
         leave: leaves the process groups.
+        unit: of ``num_done``: "steps" or "epochs", a key of ``config.training``.
     """
     os.umask(os.umask(0) | stat.S_IWOTH)  # what a run resumes from is not for everybody to change
     try:
@@ -59,16 +63,16 @@ def run_program(
             return
     except ValueError as error:
         refuse(error)
-    with ended_by_interrupt(lambda: how_to_go_on(config)):
+    with ended_by_interrupt(lambda: how_to_go_on(config, unit)):
         if os.environ.get("RANK") == "0":
             show_messages()
         try:
-            run = prepare(config, parsed.resume)
+            run = prepare(config, resume=parsed.resume)
         except ValueError as error:
             refuse(error)
         unwritten: SummaryNotWrittenError | None = None
         try:
-            if (done := num_done(run)) < getattr(config.training, unit):  # type: ignore[attr-defined]
+            if (done := run.num_done) < getattr(config.training, unit):  # type: ignore[attr-defined]
                 train(run)
             elif os.environ.get("RANK") == "0":
                 print(f"nothing to do: the checkpoint has {done} {unit}, training.{unit} asks for no more")

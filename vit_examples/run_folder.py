@@ -96,6 +96,17 @@ def writable(folder: Path) -> Iterator[None]:
         raise ValueError(f"output.folder={folder}: cannot be written to: {error}") from error
 
 
+def refuse_earlier_run(config: Any, newest: Path | None) -> None:
+    """Raise ValueError where the output folder holds what a run that begins anew would overwrite.
+
+    Args:
+        newest: its newest checkpoint, if there is one.
+    """
+    folder = Path(config.output.folder)
+    if newest is not None or (folder / "metrics.jsonl").exists():
+        raise ValueError(f"{folder} holds an earlier run: add --resume, or choose another --output")
+
+
 def checkpoint_to_resume(config: RunConfig, *, resume: bool) -> Path | None:
     """The newest checkpoint of the output folder if asked for, checked against this run's layout; else None.
 
@@ -104,9 +115,7 @@ def checkpoint_to_resume(config: RunConfig, *, resume: bool) -> Path | None:
     """
     newest = newest_checkpoint(checkpoint_folder(config))
     if not resume:
-        folder = Path(config.output.folder)
-        if newest is not None or (folder / "metrics.jsonl").exists():
-            raise ValueError(f"{folder} holds an earlier run: add --resume, or choose another --output")
+        refuse_earlier_run(config, newest)
         return None
     if newest is None:
         _say(f"no checkpoint in {checkpoint_folder(config)}: starting anew")

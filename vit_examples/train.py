@@ -42,7 +42,6 @@ from vit_examples.data import Split, load_splits, num_batches, test_batches, tra
 from vit_examples.display import Display
 from vit_examples.dry_run import dry_run
 from vit_examples.host import Host
-from vit_examples.interruption import how_to_go_on
 from vit_examples.model import classification_loss, num_correct
 from vit_examples.program import run_program
 from vit_examples.recorder import Recorder, StepClock, timing
@@ -70,6 +69,11 @@ class Run:
     recorder: Recorder | None = None
     trace: list[float] = field(default_factory=list)
     held: ExitStack = field(default_factory=ExitStack)
+
+    @property
+    def num_done(self) -> int:
+        """How many epochs are trained."""
+        return self.progress.epochs
 
     @property
     def steps_per_epoch(self) -> int:
@@ -269,17 +273,7 @@ def learning_rate(run: Run, step: int) -> float:
 @record
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line; see :func:`vit_examples.program.run_program`."""
-    run_program(
-        arguments,
-        reader=READER,
-        dry_run=lambda config, num_ranks: dry_run(config, num_ranks=num_ranks),
-        how_to_go_on=how_to_go_on,
-        prepare=lambda config, resume: prepare(config, resume=resume),
-        num_done=lambda run: run.progress.epochs,
-        unit="epochs",
-        train=train,
-        leave=_leave,
-    )
+    run_program(arguments, READER, dry_run=dry_run, prepare=prepare, train=train, leave=_leave, unit="epochs")
 
 
 def _leave(run: Run) -> None:

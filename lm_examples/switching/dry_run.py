@@ -48,7 +48,7 @@ class RankNeeds:
 
 
 def dry_run(
-    config: RunConfig, *, num_ranks: int = 4, console: Console | None = None
+    config: RunConfig, num_ranks: int = 4, *, console: Console | None = None
 ) -> dict[Strategy, list[RankNeeds]]:
     """Check ``config`` for so many ranks and print, on rank 0 if under torchrun, what each needs under each strategy.
 

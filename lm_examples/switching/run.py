@@ -14,7 +14,6 @@ from torch.distributed import ProcessGroup
 
 from lm_examples.documents import Documents, MiniBatches
 from lm_examples.llama import llama_layers, token_loss
-from lm_examples.run_folder import begin_run
 from lm_examples.switching.checkpoint import SavedState
 from lm_examples.switching.config import RunConfig
 from lm_examples.switching.config_file import config_to_dict
@@ -23,6 +22,7 @@ from lm_examples.switching.recorder import Recorder
 from lm_examples.switching.search import Choice, chosen
 from lm_examples.switching.step_numbers import StepSums
 from vit_examples.all_ranks import do_nothing, on_all_ranks
+from vit_examples.begin_run import begin_run
 from vit_examples.checkpoint_files import load_checkpoint
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.trainer import StrategyTrainer
@@ -56,6 +56,11 @@ class Run:
     loss: float = math.nan
     validation_loss: float = math.nan
     held: ExitStack = field(default_factory=ExitStack)
+
+    @property
+    def num_done(self) -> int:
+        """How many steps are trained."""
+        return self.step
 
 
 def prepare(config: RunConfig, documents: Documents, process_group: ProcessGroup, *, resume: bool) -> Run:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from vit_examples.all_ranks import do_nothing, on_all_ranks, require_same
-from vit_examples.checkpoint_files import SavedState, newest_checkpoint, read_saved_state, step_of
-from vit_examples.run_folder import checkpoint_folder, claimed_here
+from vit_examples.checkpoint_files import SavedState, newest_checkpoint, read_saved_state
+from vit_examples.run_folder import checkpoint_folder, claimed_here, refuse_earlier_run
 
 _State = TypeVar("_State", bound=SavedState)
 
@@ -66,22 +66,10 @@ def begin_run(
         return Begun(held.pop_all(), checkpoint, state)
 
 
-def how_to_go_on(config: Any) -> str:
-    """What goes on from where, by what is in the run's output folder now."""
-    newest = newest_checkpoint(checkpoint_folder(config))
-    if newest is not None:
-        done = f"step {step_of(newest)} of {config.training.steps}"
-        return f"the same command with --resume goes on after {done}, from {newest}"
-    why = f"output.save_every={config.output.save_every}"
-    return f"no checkpoint is written yet ({why}); the same command with --resume begins anew"
-
-
 def _to_resume(config: Any, layout: dict[str, Any], kind: type[_State], *, resume: bool) -> tuple[Path, _State] | None:
     """The newest checkpoint of the output folder if asked for, checked; else None."""
     newest = newest_checkpoint(checkpoint_folder(config))
     if not resume:
-        folder = Path(config.output.folder)
-        if newest is not None or (folder / "metrics.jsonl").exists():
-            raise ValueError(f"{folder} holds an earlier run: add --resume, or choose another --output")
+        refuse_earlier_run(config, newest)
         return None
     return None if newest is None else (newest, read_saved_state(newest, layout, kind))
