@@ -129,6 +129,17 @@ def test_it_goes_on_from_its_state(updates, saved_after):
         assert due[0] == due[1] and whole.state_dict() == rental.state_dict()
 
 
+def test_a_pause_and_its_length_go_on():
+    rental, resumed = SkiRental(), SkiRental()
+    rental.refuse()
+    rental.refuse()
+    rental.next_update()
+    resumed.load_state_dict(json.loads(json.dumps(rental.state_dict())))
+    assert resumed.pause == 2 * FIRST_PAUSE - 1 and not resumed.is_due("away", 0.0)
+    resumed.refuse()
+    assert resumed.pause == 4 * FIRST_PAUSE
+
+
 @pytest.mark.parametrize(
     ("broken", "where"),
     [

@@ -51,9 +51,9 @@ class Packing:
         num_stages = len(self.profile.boundaries) - 1
         for number in range(min(least_stages, num_stages), num_stages):
             if can_hold(self.rule.load(self.costs, self.profile, number), number, keep=self.keep):
-                found = self.on(number)
-                if self.simulated(found).step_s <= most_step_s:
-                    return found
+                repacking = self.on(number)
+                if self.simulated(repacking).step_s <= most_step_s:
+                    return repacking
         return self.on(num_stages)
 
     def simulated(self, repacking: Repacking) -> PipelineStep:

@@ -1,4 +1,4 @@
-"""In which blocks of training the layers are measured; pure."""
+"""In which blocks of training the layers are measured."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ class ProfileCadence:
     next_due: int = 0
 
     def is_due(self, block: int) -> bool:
-        """Whether a block is measured."""
+        """Return whether the layers are measured in this block."""
         return block >= self.next_due
 
     def measured(self, block: int) -> None:
-        """A block was."""
+        """Schedule the next profile ``every`` blocks after this one, which was measured."""
         self.next_due = block + self.every
 
     def look_again(self, block: int) -> None:
-        """What was decided behind a block must be confirmed: the next one is measured."""
+        """Schedule the next profile in the block after this one, as it must confirm what this one's profile wants."""
         self.next_due = block + 1
 
     def moved(self, block: int) -> None:
-        """Layers moved behind a block: the next one allocates, so unless all are measured, it is the one behind it."""
+        """Schedule the next profile after layers have moved behind this block.
+
+        The block that follows allocates, so unless all blocks are measured it is the one after that.
+        """
         self.next_due = block + (2 if self.every > 1 else 1)

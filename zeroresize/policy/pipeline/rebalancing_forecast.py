@@ -180,7 +180,7 @@ class RebalancingRule:
         return simulated_step(forward_s, backward_s, self.num_microbatches, schedule=self.schedule)
 
 
-def in_two_profiles(one: PipelineProfile, other: PipelineProfile) -> PipelineProfile:
+def in_two_profiles(before: PipelineProfile, now: PipelineProfile) -> PipelineProfile:
     """The usual seconds of each layer in two profiles with the same boundaries, with the bytes of the second one."""
     layers = tuple(
         type(second)(
@@ -191,17 +191,17 @@ def in_two_profiles(one: PipelineProfile, other: PipelineProfile) -> PipelinePro
             second.optimizer_bytes,
             second.activation_bytes,
         )
-        for first, second in zip(one.layers, other.layers, strict=True)
+        for first, second in zip(before.layers, now.layers, strict=True)
     )
-    stage_s = tuple(map(usual_of, zip(one.stage_s, other.stage_s, strict=True)))
-    return PipelineProfile(layers, stage_s, other.boundaries, usual_of((one.loss_s, other.loss_s)))
+    stage_s = tuple(map(usual_of, zip(before.stage_s, now.stage_s, strict=True)))
+    return PipelineProfile(layers, stage_s, now.boundaries, usual_of((before.loss_s, now.loss_s)))
 
 
 def described(transfers: Sequence[LayerTransfer]) -> str:
     """Such as "layers 7 and 8 move from stage 2 to 1, layer 3 from 1 to 0"."""
     layers: dict[tuple[int, int], list[int]] = {}
-    for one in transfers:
-        layers.setdefault((one.source, one.destination), []).append(one.layer)
+    for transfer in transfers:
+        layers.setdefault((transfer.source, transfer.destination), []).append(transfer.layer)
     texts: list[str] = []
     for (source, destination), numbers in layers.items():
         listed = f"{numbers[0]}" if len(numbers) == 1 else f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
@@ -219,6 +219,6 @@ def _moving_bytes(profile: PipelineProfile) -> Floats:
 def _most_bytes(transfers: Sequence[LayerTransfer], layer_bytes: Floats, num_stages: int) -> float:
     """That one stage sends or receives."""
     of_stage = np.zeros(num_stages)
-    for one in transfers:
-        of_stage[[one.source, one.destination]] += layer_bytes[one.layer]
+    for transfer in transfers:
+        of_stage[[transfer.source, transfer.destination]] += layer_bytes[transfer.layer]
     return float(of_stage.max())

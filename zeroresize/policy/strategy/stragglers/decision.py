@@ -112,9 +112,11 @@ class StragglerDecision:
         """What each candidate would bring at these speeds; the first is to stay, the others by their steps' seconds."""
         key = tuple(speeds), self.in_force, self.cost
         if self._last is None or self._last[0] != key:  # speeds mostly stay, and to look at all candidates takes long
-            found = candidates(self.original, self.in_force, speeds, self._model, self._costs)
+            offered = candidates(self.original, self.in_force, speeds, self._model, self._costs)
             now_s = self._costs.step_s(self.in_force, speeds)
-            forecasts = [self._forecast(one, speeds, now_s) for one in found if one.kind in self._kinds]
+            forecasts = [
+                self._forecast(candidate, speeds, now_s) for candidate in offered if candidate.kind in self._kinds
+            ]
             stay, *others = forecasts
             self._last = key, (stay, *sorted(others, key=lambda one: one.step_s))
         return tuple(
@@ -132,16 +134,16 @@ class StragglerDecision:
         best_s = min(one.step_s for one in forecasts)
         # By what is left to gain: what is worth it is decided among those only that may be chosen.
         suffices = any(
-            one.candidate.kind == "shares" or (one.candidate.kind == "stay" and self._is_modest)
-            for one in forecasts
-            if one.step_s <= (1.0 + self._tolerance) * best_s
+            forecast.candidate.kind == "shares" or (forecast.candidate.kind == "stay" and self._is_modest)
+            for forecast in forecasts
+            if forecast.step_s <= (1.0 + self._tolerance) * best_s
         )
         due = [
-            one
-            for one in forecasts[1:]
-            if (one.candidate.kind in _MODEST or not suffices)
-            and is_saving(one.saving_s, forecasts[0].step_s, self._min_saving)
-            and self._rental.is_due(one.candidate.key, 2.0 * one.switch_s)
+            forecast
+            for forecast in forecasts[1:]
+            if (forecast.candidate.kind in _MODEST or not suffices)
+            and is_saving(forecast.saving_s, forecasts[0].step_s, self._min_saving)
+            and self._rental.is_due(forecast.candidate.key, 2.0 * forecast.switch_s)
         ]
         return due[0] if due else None
 
@@ -231,10 +233,10 @@ class StragglerDecision:
     def _add_up(self, forecasts: Sequence[StragglerForecast], speeds: Sequence[float], num_steps: int) -> None:
         now_s = forecasts[0].step_s
         saved_s = {}
-        for one in forecasts[1:]:
-            key = one.candidate.key
-            self._strategies_of[key] = one.candidate.strategies
-            saved_s[key] = one.saving_s
+        for forecast in forecasts[1:]:
+            key = forecast.candidate.key
+            self._strategies_of[key] = forecast.candidate.strategies
+            saved_s[key] = forecast.saving_s
         for key in self._rental.owed_s.keys() - saved_s.keys():  # not offered now, as it is worse or no rank is slow
             saved_s[key] = now_s - self._costs.step_s(self._strategies_of[key], speeds)
         counted_s = {key: beyond_noise(saving_s, now_s, self._min_saving) for key, saving_s in saved_s.items()}

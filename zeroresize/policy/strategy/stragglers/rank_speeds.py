@@ -117,9 +117,9 @@ class RankSpeeds:
         return len(self._recent[rank]) == _RECENT and mean is not None and abs(math.log(pace / mean)) < math.log(_JUMP)
 
     def _take(self, rank: int, pace: float) -> None:
-        own, mean = self._recent[rank], self._paces[rank]
-        own.append(pace)
-        middle = usual_of(own)
+        recent, mean = self._recent[rank], self._paces[rank]
+        recent.append(pace)
+        middle = usual_of(recent)
         if mean is None or abs(math.log(middle / mean)) > math.log(_JUMP):
             self._paces[rank] = middle
         else:
