@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import zeroresize as zr
-from zeroresize.kernels.probe import Probe
+from zeroresize.kernels.probe import ProductProbe
 from zeroresize.measure import calibrate_migration, step_timer, timed_products
 from zeroresize.plan.layer import LayerPlan
 from zeroresize.policy.tensor.cost_model import MigrationCost, ResizingCost
@@ -19,7 +19,7 @@ from zeroresize.policy.tensor.times import RankTimes
 FEATURES = 48
 
 
-class VirtualTime(Probe):
+class VirtualTime(ProductProbe):
     """A clock that only products move: χ × FLOPs a multiplication, and ``gather_s`` where columns are gathered."""
 
     def __init__(self, gather_s):

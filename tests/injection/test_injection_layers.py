@@ -11,13 +11,13 @@ from torch import nn
 from zeroresize.injection import StragglerInjector, round_robin, static
 from zeroresize.injection.delay import Delays, HostDelay
 from zeroresize.injection.slow_layers import SlowLayers
-from zeroresize.kernels.probe import Probe
+from zeroresize.kernels.probe import ProductProbe
 from zeroresize.layers import functional
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.linear import ColumnParallelLinear, RowParallelLinear
 
 
-class Recorder(Probe):
+class Recorder(ProductProbe):
     """Sums the wall time of gemms as they look from where it stands."""
 
     def __init__(self):

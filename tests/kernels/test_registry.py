@@ -10,7 +10,7 @@ from helpers.virtual_training import FEATURES, Pair, Run
 from zeroresize import kernels
 from zeroresize.injection.slow_layers import SlowLayers
 from zeroresize.kernels import reference
-from zeroresize.kernels.probe import Probe, Probes
+from zeroresize.kernels.probe import Probes, ProductProbe
 from zeroresize.measure.rank_monitor import RankMonitor
 
 
@@ -65,7 +65,7 @@ def test_a_device_type_that_does_not_exist_is_an_error():
         kernels.register(FUSED, device_type="warp", dtype=torch.float64)
 
 
-class Heard(Probe):
+class Heard(ProductProbe):
     def __init__(self):
         self.calls = []
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from zeroresize import ColumnParallelLinear
-from zeroresize.kernels.probe import Probe
+from zeroresize.kernels.probe import ProductProbe
 from zeroresize.layers import functional
 
 
@@ -36,7 +36,7 @@ def test_nothing_but_x_and_w_by_reference_is_held_for_backward(run_ranks):
 
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_no_product_is_computed_for_what_is_frozen(run_ranks, kind):
-    class CountGemms(Probe):
+    class CountGemms(ProductProbe):
         num_gemms = 0
 
         def gemm_begins(self, operands):
@@ -64,7 +64,7 @@ def test_no_product_is_computed_for_what_is_frozen(run_ranks, kind):
 def test_the_all_reduce_of_dx_runs_while_dw_is_computed(run_ranks, has_plan):
     events = []
 
-    class Watch(Probe):
+    class Watch(ProductProbe):
         def gemm_begins(self, operands):
             events.append("gemm begins")
 

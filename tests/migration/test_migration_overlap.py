@@ -11,7 +11,7 @@ import torch.distributed as dist
 from helpers.parallel_layers import PAIR_IN, Pair, equal_loans, lend, randn
 
 from zeroresize.config.keys import MIGRATION_TRANSPORTS
-from zeroresize.kernels.probe import Probe
+from zeroresize.kernels.probe import ProductProbe
 from zeroresize.migration import broadcast_reduce, transport
 from zeroresize.migration.broadcast_reduce import BroadcastReduce
 from zeroresize.migration.layer_loans import LayerLoans
@@ -21,7 +21,7 @@ from zeroresize.migration.transport import Transport
 LAYERS = "0123"  # two pairs of a column- and a row-parallel layer, in the order of the forward
 
 
-class Products(Probe):
+class Products(ProductProbe):
     """Logs ``("product", layer)`` for every product, own or borrowed."""
 
     def __init__(self, log, layer):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from zeroresize.injection.delay import Delay, Delayed, Delays
-from zeroresize.kernels.probe import Probe
+from zeroresize.kernels.probe import ProductProbe
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.plan.layer import LayerPlan
 
@@ -36,7 +36,7 @@ class SlowLayers(Delayed):
             layer.probes.remove(probe)
 
 
-class _SlowProduct(Probe):
+class _SlowProduct(ProductProbe):
     """One layer's delays. The device is looked up at each product: a model may be moved.
 
     With scope "all" a product has three parts, each delayed at its end: what is gathered before the multiplication, the

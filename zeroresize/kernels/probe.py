@@ -22,7 +22,7 @@ class Gemm(Protocol):
         """``kernel(*operands, gemm)`` of a fused kernel, which does all of a product in one piece."""
 
 
-class Probe:
+class ProductProbe:
     """Watches or slows a layer's products; each method does nothing unless overridden.
 
     Attributes:
@@ -55,23 +55,23 @@ class Probe:
 class Probes:
     """The probes of one layer, outermost first: what is added outermost sees what the others do."""
 
-    def __init__(self, probes: Iterable[Probe] = ()) -> None:
+    def __init__(self, probes: Iterable[ProductProbe] = ()) -> None:
         self._probes = tuple(probes)
 
-    def add_outermost(self, probe: Probe) -> None:
+    def add_outermost(self, probe: ProductProbe) -> None:
         self._probes = (probe, *self._probes)
 
-    def add_innermost(self, probe: Probe) -> None:
+    def add_innermost(self, probe: ProductProbe) -> None:
         self._probes = (*self._probes, probe)
 
-    def remove(self, probe: Probe) -> None:
+    def remove(self, probe: ProductProbe) -> None:
         self._probes = tuple(other for other in self._probes if other is not probe)
 
     def of_evaluation(self) -> Probes:
         """Those that are told of an evaluation's products, too."""
         return Probes(probe for probe in self._probes if probe.sees_evaluation)
 
-    def holds(self, kind: type[Probe]) -> bool:
+    def holds(self, kind: type[ProductProbe]) -> bool:
         """Whether a probe of this kind is attached."""
         return any(isinstance(probe, kind) for probe in self._probes)
 

@@ -15,7 +15,7 @@ from zeroresize.comm.collectives import all_reduce, group_size
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.migration.buffers import Buffers
 from zeroresize.migration.lender import make_transport
-from zeroresize.migration.transport import Route, Transport, bounds_of_parts
+from zeroresize.migration.transport import LoanRoute, Transport, bounds_of_parts
 from zeroresize.policy.tensor.columns.order import num_lent
 from zeroresize.policy.tensor.cost_model import MigrationCost
 
@@ -116,7 +116,7 @@ class _Transfers:
         num_receivers = group_size(transport.process_group) - 1
         num_columns = num_lent(shape.num_columns, lent)
         bounds = bounds_of_parts(num_columns, [1.0 / num_receivers] * num_receivers)
-        self._route = Route(0, tuple(range(1, num_receivers + 1)), bounds)
+        self._route = LoanRoute(0, tuple(range(1, num_receivers + 1)), bounds)
         self._is_owner = transport.rank == 0
         columns = torch.arange(num_columns, device=shape.device)
         self._own = columns if self._is_owner else columns[self._route.part_of(transport.rank)]

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from zeroresize.kernels.probe import Probe
+from zeroresize.kernels.probe import ProductProbe
 from zeroresize.measure import waits
 from zeroresize.plan.group import Shares
 from zeroresize.policy.tensor.times import StepTimes
@@ -150,7 +150,7 @@ class _Step:
             clock.recycle([end] if begin is self.begin else [begin, end])
 
 
-class StepTimer(Probe):
+class StepTimer(ProductProbe):
     """Sums the products of the layers it probes and the waits of training, iteration by iteration.
 
     Training is the thread that begins the steps, and autograd's threads. What other threads wait for (a checkpoint that
@@ -317,7 +317,7 @@ class StepTimer(Probe):
         )
 
 
-class LayerTimer(Probe):
+class LayerTimer(ProductProbe):
     """The probe of one layer, whose products ``timer`` sums.
 
     Args:

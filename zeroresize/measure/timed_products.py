@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zeroresize import kernels
-from zeroresize.kernels.probe import Probe
+from zeroresize.kernels.probe import ProductProbe
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.plan.layer import LayerPlan
 
@@ -83,7 +83,7 @@ def _multiply(layer: BalancedLinear, x_TK: Tensor, dy_TN: Tensor, w_NK: Tensor, 
     layer.probes.product(kernels.wgrad, dy_TN, x_TK, plan, None)
 
 
-class Stopwatch(Probe):
+class Stopwatch(ProductProbe):
     """Times products and multiplications with the device at rest: only here, never inside an iteration.
 
     Attributes:

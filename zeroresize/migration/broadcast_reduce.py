@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 from torch import Tensor
 
 from zeroresize.comm.collectives import NamedWork, start_broadcast, start_reduce
-from zeroresize.migration.transport import Pending, Route, Transport
+from zeroresize.migration.transport import LoanRoute, Pending, Transport
 
 
 class BroadcastReduce(Transport):
@@ -18,7 +18,9 @@ class BroadcastReduce(Transport):
 
     merges = True
 
-    def send_slice(self, route: Route, slice_RL: Tensor | None, num_rows: int, like: Tensor, name: Hashable) -> Pending:
+    def send_slice(
+        self, route: LoanRoute, slice_RL: Tensor | None, num_rows: int, like: Tensor, name: Hashable
+    ) -> Pending:
         if self.rank == route.owner:
             assert slice_RL is not None
             return Pending(None, (self._broadcast(route, slice_RL),))
@@ -28,37 +30,37 @@ class BroadcastReduce(Transport):
         is_receiver = self.rank in route.receivers
         return Pending(slice_RL[:, route.part_of(self.rank)] if is_receiver else None, (work,))
 
-    def send_whole(self, route: Route, tensor: Tensor, name: Hashable) -> Pending:
+    def send_whole(self, route: LoanRoute, tensor: Tensor, name: Hashable) -> Pending:
         if self.rank == route.owner:
             return Pending(None, (self._broadcast(route, tensor.contiguous()),))
         arriving = self.buffers.take(name, tuple(tensor.shape), tensor)
         return Pending(arriving, (self._broadcast(route, arriving),))
 
-    def expect_addends(self, route: Route, shape: tuple[int, ...], like: Tensor, name: Hashable) -> list[Pending]:
+    def expect_addends(self, route: LoanRoute, shape: tuple[int, ...], like: Tensor, name: Hashable) -> list[Pending]:
         return [] if self._reduces(route) else super().expect_addends(route, shape, like, name)
 
-    def add_up(self, route: Route, own: Tensor, expected: Sequence[Pending]) -> Pending:
+    def add_up(self, route: LoanRoute, own: Tensor, expected: Sequence[Pending]) -> Pending:
         if self._reduces(route):
             return Pending(own, (self._reduce(route, own),))
         return super().add_up(route, own, expected)
 
-    def takes_part_in_sum(self, route: Route) -> bool:
+    def takes_part_in_sum(self, route: LoanRoute) -> bool:
         return self._reduces(route) or super().takes_part_in_sum(route)
 
-    def _start_giving(self, route: Route, partial: Tensor) -> list[NamedWork]:
+    def _start_giving(self, route: LoanRoute, partial: Tensor) -> list[NamedWork]:
         if not self._reduces(route):
             return super()._start_giving(route, partial)
         self._count(partial)
         return [self._reduce(route, partial)]
 
     @staticmethod
-    def _reduces(route: Route) -> bool:
+    def _reduces(route: LoanRoute) -> bool:
         return len(route.receivers) > 1
 
-    def _reduce(self, route: Route, partial: Tensor) -> NamedWork:
+    def _reduce(self, route: LoanRoute, partial: Tensor) -> NamedWork:
         return start_reduce(partial, route.owner, self.process_group, route.layer)
 
-    def _broadcast(self, route: Route, tensor: Tensor) -> NamedWork:
+    def _broadcast(self, route: LoanRoute, tensor: Tensor) -> NamedWork:
         if self.rank != route.owner:
             self._count(tensor)
         return start_broadcast(tensor, route.owner, self.process_group, route.layer, self.over)

@@ -16,7 +16,7 @@ from zeroresize import kernels
 from zeroresize.comm.collectives import NamedWork, explanation, start_all_reduce
 from zeroresize.kernels.probe import Probes
 from zeroresize.migration.gradient_return import GradientReturn
-from zeroresize.migration.transport import Pending, Route, Transport
+from zeroresize.migration.transport import LoanRoute, Pending, Transport
 from zeroresize.plan.columns import Columns
 from zeroresize.utils.torch_private import version_of
 
@@ -30,7 +30,7 @@ class LayerLoan:
         columns: indices into K: the L lent ones on the owner, its own m on a receiver, none on other ranks.
     """
 
-    route: Route
+    route: LoanRoute
     columns: Columns
 
 

@@ -17,7 +17,7 @@ from zeroresize.migration.buffers import Buffers
 from zeroresize.migration.gradient_return import GradientReturn
 from zeroresize.migration.layer_loans import LayerLoan, LayerLoans
 from zeroresize.migration.scatter_gather import ScatterGather
-from zeroresize.migration.transport import Route, Transport, bounds_of_parts
+from zeroresize.migration.transport import LoanRoute, Transport, bounds_of_parts
 from zeroresize.plan.columns import Columns
 from zeroresize.plan.group import Loan
 from zeroresize.policy.tensor.columns.order import num_lent
@@ -86,7 +86,7 @@ class Lender:
             columns = self._tell_columns(loan, lent)
             for name, layer in self._layers.items():
                 bounds = bounds_of_parts(self._num_lent(layer, loan), loan.parts)
-                route = Route.of_parts(loan.owner, loan.receivers, bounds, name)
+                route = LoanRoute.of_parts(loan.owner, loan.receivers, bounds, name)
                 if route.receivers:  # a ratio may be no column at all of a small layer
                     by_layer[name].append(LayerLoan(route, Columns.at(self._own_columns(route, columns[name]))))
         for name, layer in self._layers.items():
@@ -158,7 +158,7 @@ class Lender:
     def _num_lent(self, layer: BalancedLinear, loan: Loan) -> int:
         return num_lent(layer.num_columns, loan.share, is_forced=self._is_forced)
 
-    def _own_columns(self, route: Route, columns: Tensor) -> Tensor:
+    def _own_columns(self, route: LoanRoute, columns: Tensor) -> Tensor:
         if self._rank == route.owner:
             return columns
         return columns[route.part_of(self._rank)] if self._rank in route.receivers else columns[:0]

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 
 from torch import Tensor
 
-from zeroresize.migration.transport import Pending, Route, Transport
+from zeroresize.migration.transport import LoanRoute, Pending, Transport
 
 
 class ScatterGather(Transport):
@@ -14,7 +14,9 @@ class ScatterGather(Transport):
 
     merges = False
 
-    def send_slice(self, route: Route, slice_RL: Tensor | None, num_rows: int, like: Tensor, name: Hashable) -> Pending:
+    def send_slice(
+        self, route: LoanRoute, slice_RL: Tensor | None, num_rows: int, like: Tensor, name: Hashable
+    ) -> Pending:
         if self.rank == route.owner:
             assert slice_RL is not None
             for receiver in route.receivers:
@@ -26,7 +28,7 @@ class ScatterGather(Transport):
         part = self.buffers.take(name, (num_rows, columns.stop - columns.start), like)
         return Pending(part, tuple(self._receive(route, part, route.owner)))
 
-    def send_whole(self, route: Route, tensor: Tensor, name: Hashable) -> Pending:
+    def send_whole(self, route: LoanRoute, tensor: Tensor, name: Hashable) -> Pending:
         if self.rank == route.owner:
             tensor = tensor.contiguous()
             works = [work for receiver in route.receivers for work in self._send(route, tensor, receiver)]

@@ -39,7 +39,7 @@ def bounds_of_parts(num_columns: int, parts: Sequence[float]) -> tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Route:
+class LoanRoute:
     """From which rank to which others a slice of columns travels.
 
     Attributes:
@@ -55,7 +55,9 @@ class Route:
     layer: str | None = None
 
     @classmethod
-    def of_parts(cls, owner: int, receivers: Sequence[int], bounds: Sequence[int], layer: str | None = None) -> Route:
+    def of_parts(
+        cls, owner: int, receivers: Sequence[int], bounds: Sequence[int], layer: str | None = None
+    ) -> LoanRoute:
         """A route without the receivers whose part is empty."""
         of_all = zip(receivers, itertools.pairwise(bounds), strict=True)
         parts = [(receiver, end) for receiver, (begin, end) in of_all if end > begin]
@@ -110,7 +112,9 @@ class Transport(ABC):
         self.bytes_moved = 0
 
     @abstractmethod
-    def send_slice(self, route: Route, slice_RL: Tensor | None, num_rows: int, like: Tensor, name: Hashable) -> Pending:
+    def send_slice(
+        self, route: LoanRoute, slice_RL: Tensor | None, num_rows: int, like: Tensor, name: Hashable
+    ) -> Pending:
         """Send the owner's packed columns [rows, L]; a receiver gets its part [rows, m_i], other ranks None.
 
         Args:
@@ -120,10 +124,10 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def send_whole(self, route: Route, tensor: Tensor, name: Hashable) -> Pending:
+    def send_whole(self, route: LoanRoute, tensor: Tensor, name: Hashable) -> Pending:
         """Send the owner's ``tensor`` to every receiver; other ranks pass one of the same shape and dtype."""
 
-    def expect_addends(self, route: Route, shape: tuple[int, ...], like: Tensor, name: Hashable) -> list[Pending]:
+    def expect_addends(self, route: LoanRoute, shape: tuple[int, ...], like: Tensor, name: Hashable) -> list[Pending]:
         """On the owner of a sum, before its own part is computed: the addends that arrive one by one."""
         expected = []
         for receiver in route.receivers:
@@ -131,7 +135,7 @@ class Transport(ABC):
             expected.append(Pending(addend, tuple(self._receive(route, addend, receiver))))
         return expected
 
-    def add_up(self, route: Route, own: Tensor, expected: Sequence[Pending]) -> Pending:
+    def add_up(self, route: LoanRoute, own: Tensor, expected: Sequence[Pending]) -> Pending:
         """On the owner of a sum: waiting for the result adds all addends to ``own``, in place."""
 
         def add() -> None:
@@ -142,19 +146,19 @@ class Transport(ABC):
 
         return Pending(own, finish=add)
 
-    def takes_part_in_sum(self, route: Route) -> bool:
+    def takes_part_in_sum(self, route: LoanRoute) -> bool:
         """Whether this rank must call :meth:`add_up` or :meth:`give`, with zeros if it computed nothing."""
         return self.rank == route.owner or self.rank in route.receivers
 
-    def give(self, route: Route, partial: Tensor, name: Hashable) -> None:
+    def give(self, route: LoanRoute, partial: Tensor, name: Hashable) -> None:
         """On the other ranks of a sum: send this rank's addend, which must not change any more."""
         self.buffers.hold((*_key(name), "given"), partial, self._start_giving(route, partial))
 
-    def _start_giving(self, route: Route, partial: Tensor) -> list[NamedWork]:
+    def _start_giving(self, route: LoanRoute, partial: Tensor) -> list[NamedWork]:
         return self._send(route, partial, route.owner)
 
     def return_slice(
-        self, route: Route, part_Rm: Tensor | None, num_rows: int, like: Tensor, name: Hashable
+        self, route: LoanRoute, part_Rm: Tensor | None, num_rows: int, like: Tensor, name: Hashable
     ) -> Pending:
         """Send the receivers' parts [rows, m_i] to the owner, which gets [rows, L]; other ranks get None.
 
@@ -180,14 +184,14 @@ class Transport(ABC):
     def _count(self, tensor: Tensor) -> None:
         self.bytes_moved += tensor.numel() * tensor.element_size()
 
-    def _receive(self, route: Route, tensor: Tensor, sender: int) -> list[NamedWork]:
+    def _receive(self, route: LoanRoute, tensor: Tensor, sender: int) -> list[NamedWork]:
         self._count(tensor)
         return start_receive(tensor, sender, self.process_group, route.layer, self.over)
 
-    def _send(self, route: Route, tensor: Tensor, receiver: int) -> list[NamedWork]:
+    def _send(self, route: LoanRoute, tensor: Tensor, receiver: int) -> list[NamedWork]:
         return start_send(tensor, receiver, self.process_group, route.layer, self.over)
 
-    def _send_from_buffer(self, route: Route, tensor: Tensor, receiver: int, name: Hashable) -> None:
+    def _send_from_buffer(self, route: LoanRoute, tensor: Tensor, receiver: int, name: Hashable) -> None:
         """Send a copy, so the caller may change its tensor at once."""
         copy = self.buffers.take((*_key(name), "to", receiver), tuple(tensor.shape), tensor)
         copy.copy_(tensor)

@@ -3,7 +3,7 @@
 import pytest
 from helpers.virtual_training import REALISTIC, rank
 
-from zeroresize.migration.transport import Route
+from zeroresize.migration.transport import LoanRoute
 from zeroresize.plan.group import Loan
 from zeroresize.policy.tensor.rules.sharing import borrowed_shares, loans_of, paper_lending_ratios, predicted_busy_s
 
@@ -41,6 +41,6 @@ def test_somebody_must_be_left_to_compute():
 
 
 def test_receivers_without_columns_take_no_part():
-    route = Route.of_parts(0, (2, 1, 3), (0, 0, 5, 5))
+    route = LoanRoute.of_parts(0, (2, 1, 3), (0, 0, 5, 5))
     assert (route.receivers, route.bounds, route.num_columns, route.part_of(1)) == ((1,), (0, 5), 5, slice(0, 5))
-    assert Route.of_parts(0, (1, 2), (0, 0, 0)).receivers == ()
+    assert LoanRoute.of_parts(0, (1, 2), (0, 0, 0)).receivers == ()
