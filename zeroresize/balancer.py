@@ -384,8 +384,8 @@ class Balancer:
                 parts.exchange.meet,
             )
             if migration is not None and everybody is not parts.exchange:  # replicas have measured their own
-                told = everybody.gather(dataclasses.astuple(migration))
-                migration = MigrationCost(*(max(column) for column in zip(*told, strict=True)))
+                costs_of_replicas = everybody.gather(dataclasses.astuple(migration))
+                migration = MigrationCost(*(max(column) for column in zip(*costs_of_replicas, strict=True)))
             parts.decision.migration = migration
             self._moves.calibrate()
 
@@ -395,7 +395,7 @@ class Balancer:
         measured, before = self._parts.monitor, self.plan.relieved
         self._moves.will_decide()
         self._parts.decision.update(measured.times, measured.cost, measured.wait_s, self._agreed)
-        late = self._late_starts.told(self._parts.decision.outside_s, self._parts.decision.busy_s)
+        late = self._late_starts.warning(self._parts.decision.outside_s, self._parts.decision.busy_s)
         if self._parts.rank == 0 and self.plan.relieved != before:
             logger.info("step %d: %s", self._num_steps, self.plan.told)
         if self._parts.rank == 0 and late is not None:

@@ -24,14 +24,14 @@ def state_of(parts: Parts, num_steps: int) -> dict[str, Any]:
         # A tuple is one entry of a checkpoint, which a model with other dropout finds too.
         "dropout_calls": ({name: dropout.num_calls for name, dropout in _keyed_dropouts(parts).items()},),
     }
-    own = {
+    of_rank = {
         "selector": parts.selector.state_dict(),
         "measurement": parts.monitor.state_dict(),
         # Also for another kind of statistic, which leaves it alone.
         "statistic": (_name_of_statistic(parts), statistic.state_dict() if statistic is not None else {}),
         "last_gradients": ({name: dict(vars(last)) for name, last in _last_gradients(parts).items()},),
     }
-    return dict(zip(_keys(parts), (shared, own), strict=True))
+    return dict(zip(_keys(parts), (shared, of_rank), strict=True))
 
 
 def why_not_loadable(parts: Parts, state_dict: Any) -> ValueError | None:
@@ -57,18 +57,18 @@ def load_state(parts: Parts, state_dict: Mapping[str, Any]) -> int:
     Returns:
         The number of steps.
     """
-    shared, own = (state_dict[key] for key in _keys(parts))
+    shared, of_rank = (state_dict[key] for key in _keys(parts))
     in_force, statistic = parts.plan_in_force, parts.statistic
     parts.decision.load_state_dict(shared["decision"])
     in_force.take_back()  # the same ratio and epoch may mean other columns
-    parts.selector.load_state_dict(own["selector"])
-    name_of_statistic, seen = own["statistic"]
+    parts.selector.load_state_dict(of_rank["selector"])
+    name_of_statistic, seen = of_rank["statistic"]
     if statistic is not None and not statistic.is_paused:
         if name_of_statistic == _name_of_statistic(parts):
             statistic.load_state_dict(seen)
         else:
             statistic.take()  # what it saw until now was of other weights
-    (last_gradients,) = own["last_gradients"]
+    (last_gradients,) = of_rank["last_gradients"]
     for name, layer in parts.layers.items():
         if layer.last is not None and name in last_gradients:
             known = {key: last_gradients[name][key] for key in vars(layer.last)}
@@ -77,7 +77,7 @@ def load_state(parts: Parts, state_dict: Mapping[str, Any]) -> int:
         dropout.resume(shared["dropout_calls"][0].get(name, 0))
     pins = enumerate(shared["pins"]) if parts.config.mode in PINNABLE_MODES else ()
     in_force.pins = {rank: ratio for rank, ratio in pins if ratio is not None}
-    parts.monitor.load_state_dict(own["measurement"])
+    parts.monitor.load_state_dict(of_rank["measurement"])
     in_force.shares_of_last_step = None
     num_steps: int = shared["num_steps"]
     return num_steps

@@ -126,8 +126,8 @@ class ForwardWatch:
         try:
             self._require_alike()
             num_passed = self._num_calls  # before it reads: in a thread it may go on meanwhile
-            told = self._exchange.waiting.read()
-            num_met, call, name = json.loads(told) if told else (0, 0, "")
+            token_counts = self._exchange.waiting.read()
+            num_met, call, name = json.loads(token_counts) if token_counts else (0, 0, "")
             if num_met > self._num_met and call <= num_passed:
                 self._meet(name, self._tokens.get(name, 0))
         finally:
@@ -159,14 +159,14 @@ class ForwardWatch:
                 table = self._exchange.meet(num_tokens, self._names.index(name))
         finally:
             where.call = call
-        if any(own != table[0] for own in table):
-            told = "; ".join(
+        if any(row != table[0] for row in table):
+            counts_by_rank = "; ".join(
                 f"rank {rank}: {tokens:.0f} tokens in layer {self._names[int(layer)]}"
                 for rank, (tokens, layer) in enumerate(table)
             )
             self._different = (
-                f"the ranks of the group were given different batches: {told}; every rank of a tensor-parallel group "
-                "must be given the same batch"
+                f"the ranks of the group were given different batches: {counts_by_rank}; every rank of a "
+                "tensor-parallel group must be given the same batch"
             )
             self._require_alike()
 

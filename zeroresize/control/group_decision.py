@@ -104,8 +104,8 @@ class GroupDecision:
 
     def expect_moves(self, cost: MoveCost, bytes_of_units: float, comparing_s: float = 0.0) -> None:
         """As :meth:`~zeroresize.policy.tensor.controller.Controller.expect_moves`; alike on all ranks."""
-        for one in (self._controller, self._what_if):
-            one.expect_moves(cost, bytes_of_units, comparing_s)
+        for decider in (self._controller, self._what_if):
+            decider.expect_moves(cost, bytes_of_units, comparing_s)
 
     def moved(self, num_bytes: float, seconds: float, comparing_s: float) -> None:
         """Units have changed hands as planned; as :meth:`~zeroresize.policy.tensor.controller.Controller.moved`."""
@@ -192,8 +192,10 @@ class GroupDecision:
         fingerprints = [number for number, *_ in self._exchange.meet(self._fingerprint(agreed))]
         if len(set(fingerprints)) > 1:
             numbers = self._exchange.ranks if self._has_replicas else range(self._num_ranks)
-            told = "; ".join(f"rank {rank}: {number:.0f}" for rank, number in zip(numbers, fingerprints, strict=True))
-            raise ValueError(f"the ranks of the {self._whole} do not agree on the balancer's state: {told}")
+            differences = "; ".join(
+                f"rank {rank}: {number:.0f}" for rank, number in zip(numbers, fingerprints, strict=True)
+            )
+            raise ValueError(f"the ranks of the {self._whole} do not agree on the balancer's state: {differences}")
 
     def require_loadable(self, problem: Exception | None) -> None:
         """Check that every rank of the group has a state that it can load; collective.
@@ -207,8 +209,8 @@ class GroupDecision:
         """
         if self._exchange is None:
             return
-        told = self._exchange.meet(float(problem is not None))
-        unable = [rank for rank, (has_problem, *_) in enumerate(told) if has_problem]
+        problems = self._exchange.meet(float(problem is not None))
+        unable = [rank for rank, (has_problem, *_) in enumerate(problems) if has_problem]
         if unable and problem is None:
             raise ValueError(
                 f"ranks {self._named(unable)} of the {self._whole} cannot load their balancer's state (their errors "
@@ -313,10 +315,17 @@ def _of_slowest(replicas: Sequence[list[float]]) -> list[float]:
 
 
 def _as_numbers(times: RankTimes | None, cost: ResizingCost) -> list[float]:
-    own = [math.nan] * 6
+    measured = [math.nan] * 6
     if times is not None:
-        own = [times.rest_s, times.gemm_s, times.gather_fill_scale, times.deviation, times.moving_rest, times.outside_s]
-    return [*own, cost.borrowing, cost.widening, *cost.ratios, *cost.gemm_share, *cost.gather_fill_s]
+        measured = [
+            times.rest_s,
+            times.gemm_s,
+            times.gather_fill_scale,
+            times.deviation,
+            times.moving_rest,
+            times.outside_s,
+        ]
+    return [*measured, cost.borrowing, cost.widening, *cost.ratios, *cost.gemm_share, *cost.gather_fill_s]
 
 
 def _as_rank_times(numbers: list[float]) -> RankTimes:

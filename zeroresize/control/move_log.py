@@ -98,12 +98,12 @@ class MoveLog:
         if len(slow) > _MOST_TOLD:
             most = max(slow, key=lambda rank: by[rank])
             return f"{len(slow)} ranks are slower than the fastest, rank {most} most, {by[most]:.1f} times: "
-        told = [
+        lines = [
             f"rank {rank} is {by[rank]:.1f} times slower than the fastest"
             + (f" for {_seconds(self._clock() - self._slow_since[rank])}" if rank in self._slow_since else "")
             for rank in slow
         ]
-        return f"{', '.join(told)}: "
+        return f"{', '.join(lines)}: "
 
 
 def _expected(before_s: float, after_s: float) -> str:

@@ -148,8 +148,8 @@ class PlanInForce:
         """What this rank is relieved of under ``plan``, or by its pin."""
         if self._rank in self.pins:
             return Relief(self.pins[self._rank], is_forced=True)
-        own = plan.ranks[self._rank]
-        return Relief(own.pruned, own.lent, is_forced=self._config.forced_ratio is not None)
+        planned = plan.ranks[self._rank]
+        return Relief(planned.pruned, planned.lent, is_forced=self._config.forced_ratio is not None)
 
     def _require_rank(self, rank: int) -> None:
         if not isinstance(rank, int) or not 0 <= rank < self._num_ranks:

@@ -117,16 +117,16 @@ def check_optimizer(unknown: Sequence[str], *, is_error: bool) -> None:
     """
     if not unknown:
         return
-    told = (
+    message = (
         f"the optimizer does not step the weights of {_named(unknown)}, which want gradients: was it made before they "
         "were?"
     )
     if is_error:
         raise ValueError(
-            f"{told} Freeze them (requires_grad_(False)) where that is meant; where another optimizer steps them, "
+            f"{message} Freeze them (requires_grad_(False)) where that is meant; where another optimizer steps them, "
             f"{HINT}"
         )
-    logger.warning("%s", told)
+    logger.warning("%s", message)
 
 
 def check_data_parallelism(model: nn.Module, layers: Layers, process_group: ProcessGroup) -> None:

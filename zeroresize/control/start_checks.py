@@ -120,10 +120,10 @@ class StartCheck:
     def _apart(self) -> tuple[dict[str, Tensor], dict[str, list[float]]]:
         """The parameters that should be alike, and by how much each rank's differ from rank 0's; collective."""
         replicated = dict(_replicated(self._model, self._group))
-        own = [number for row in _table(replicated) for number in row]
+        numbers_of_rank = [number for row in _table(replicated) for number in row]
         tables = [
             {numbers[at]: numbers[at + 1 : at + 4] for at in range(0, len(numbers), 4)}
-            for numbers in self._exchange.gather(own)
+            for numbers in self._exchange.gather(numbers_of_rank)
         ]
         apart = {}
         for name, parameter in replicated.items():
@@ -139,8 +139,8 @@ def _above(distances: Sequence[float], most: float) -> list[int]:
 
 
 def _named(differing: Mapping[str, Sequence[int]]) -> str:
-    told = [f"{name} on ranks {ranks}" for name, ranks in list(differing.items())[:MOST_NAMED]]
-    return f"{'; '.join(told)}{'; …' if len(differing) > MOST_NAMED else ''}"
+    differences = [f"{name} on ranks {ranks}" for name, ranks in list(differing.items())[:MOST_NAMED]]
+    return f"{'; '.join(differences)}{'; …' if len(differing) > MOST_NAMED else ''}"
 
 
 def _calling(method: weakref.WeakMethod[Any]) -> Any:
@@ -156,25 +156,26 @@ def _calling(method: weakref.WeakMethod[Any]) -> Any:
 def _replicated(model: nn.Module, process_group: ProcessGroup) -> Iterator[tuple[str, Tensor]]:
     """Parameters that are surely meant to be the same on all ranks of the group, by name; torch sums none of 8 bits."""
     shards: set[int] = set()
-    found: dict[str, Tensor] = {}
+    comparable: dict[str, Tensor] = {}
     makers: set[int] = set()  # parametrizations of shards, such as weight_norm, hold shards
     for prefix, module in model.named_modules():
-        own = dict(module.named_parameters(prefix, recurse=False))
+        parameters = dict(module.named_parameters(prefix, recurse=False))
         parametrizations = getattr(module, "parametrizations", None)
         if isinstance(parametrizations, nn.Module) and _holds_group(module):
             makers |= {id(one) for one in parametrizations.modules()}
-        whole: dict[str, Tensor] = own
+        whole: dict[str, Tensor] = parameters
         if isinstance(module, BalancedLinear):
             is_whole = not module.is_column_parallel and same_ranks(module.process_group, process_group)
-            whole = {name: one for name, one in own.items() if is_whole and name.rpartition(".")[2] == "bias"}
+            whole = {name: one for name, one in parameters.items() if is_whole and name.rpartition(".")[2] == "bias"}
         elif _holds_group(module) or id(module) in makers:
             whole = {}
         whole = {name: one for name, one in whole.items() if not _is_its_own(one)}
-        shards |= {id(one) for name, one in own.items() if name not in whole}
-        found |= whole
-    for name, one in found.items():
-        if id(one) not in shards and one.is_floating_point() and one.itemsize > 1 and not one.is_meta:
-            yield name, one
+        shards |= {id(one) for name, one in parameters.items() if name not in whole}
+        comparable |= whole
+    for name, parameter in comparable.items():
+        is_number = parameter.is_floating_point() and parameter.itemsize > 1 and not parameter.is_meta
+        if id(parameter) not in shards and is_number:
+            yield name, parameter
 
 
 def _holds_group(module: nn.Module) -> bool:
@@ -192,8 +193,8 @@ def _table(parameters: Mapping[str, Tensor]) -> list[list[float]]:
         return []
     with torch.no_grad():
         sums = [_sums(parameter) for parameter in parameters.values()]
-    told = torch.stack([one.to(sums[0].device) for one in sums]).tolist()
-    return [[_key(name, one), *row] for (name, one), row in zip(parameters.items(), told, strict=True)]
+    numbers = torch.stack([one.to(sums[0].device) for one in sums]).tolist()
+    return [[_key(name, one), *row] for (name, one), row in zip(parameters.items(), numbers, strict=True)]
 
 
 def _sums(parameter: Tensor) -> Tensor:
@@ -211,12 +212,12 @@ def _key(name: str, parameter: Tensor) -> float:
     return fingerprint(f"{name} {tuple(parameter.shape)}")
 
 
-def _distance(own: Sequence[float] | None, reference: Sequence[float]) -> float:
+def _distance(sums: Sequence[float] | None, reference: Sequence[float]) -> float:
     """How far apart two ranks' numbers of a parameter are, of its norm; what one does not know is not apart."""
-    if own is None or list(own) == list(reference):
+    if sums is None or list(sums) == list(reference):
         return 0.0
-    if any(map(math.isnan, (*own, *reference))):
-        are_alike = all(math.isnan(one) == math.isnan(other) for one, other in zip(own, reference, strict=True))
+    if any(map(math.isnan, (*sums, *reference))):
+        are_alike = all(math.isnan(one) == math.isnan(other) for one, other in zip(sums, reference, strict=True))
         return 0.0 if are_alike else math.inf
-    most = max(abs(one - other) for one, other in zip(own, reference, strict=True))
-    return most / max(own[-1], reference[-1])
+    most = max(abs(one - other) for one, other in zip(sums, reference, strict=True))
+    return most / max(sums[-1], reference[-1])

@@ -92,14 +92,14 @@ class UnitMoves:
                 num_bytes = float(units.bytes_of_units)
             except Exception as error:
                 why = str(error) or type(error).__name__
-            told = everybody.gather([measured.seconds_per_byte, measured.fixed_s, num_bytes])
-            if any(math.isnan(own) for *_, own in told):
+            rows = everybody.gather([measured.seconds_per_byte, measured.fixed_s, num_bytes])
+            if any(math.isnan(own) for *_, own in rows):
                 units.why_not_movable = units.reasons(why)
                 if parts.rank == 0:
                     logger.warning("units cannot move: %s", units.why_not_movable)
                 parts.decision.hold_owned(units.shares)
                 return
-            per_byte_s, fixed_s, num_bytes = (max(column) for column in zip(*told, strict=True))
+            per_byte_s, fixed_s, num_bytes = (max(column) for column in zip(*rows, strict=True))
             parts.decision.expect_moves(MoveCost(per_byte_s, fixed_s), num_bytes, BUDGET_S)
 
     def _refuse(self) -> None:
@@ -109,9 +109,9 @@ class UnitMoves:
 
     def tell_what_came_of_it(self, num_steps: int) -> None:
         """Log how long steps have been since the last move; at the end of an interval."""
-        told = self._log.came_of(self._parts.monitor.step_s)
-        if told is not None and self._tells:
-            logger.info("step %d: %s", num_steps, told)
+        line = self._log.came_of(self._parts.monitor.step_s)
+        if line is not None and self._tells:
+            logger.info("step %d: %s", num_steps, line)
 
     def _move(self, plan: WorkloadPlan, num_steps: int, *, is_by_hand: bool = False) -> None:
         parts, units = self._parts, self._parts.units
@@ -128,7 +128,7 @@ class UnitMoves:
             comparing_s = self._compare()
             parts.decision.moved(move.largest_bytes, move.seconds, comparing_s)
             if self._tells:
-                told = self._log.line(
+                line = self._log.line(
                     move,
                     plan,
                     parts.decision.busy_s,
@@ -137,7 +137,7 @@ class UnitMoves:
                     comparing_s=comparing_s,
                     is_by_hand=is_by_hand,
                 )
-                logger.info("step %d: %s", num_steps, told)
+                logger.info("step %d: %s", num_steps, line)
 
     def _compare(self) -> float:
         """Let all ranks time products at even shares and at those in force; the most seconds that one of them took."""

@@ -72,10 +72,12 @@ def why_foreign(module: Any, *others: Any) -> str | None:
     while todo:
         name, function = todo.pop()
         library, function = _home_of(function)
-        told = (function.__globals__.get("__name__"), function.__code__.co_name)
-        if library not in _LIBRARIES and told not in _READ:
+        place_of_function = (function.__globals__.get("__name__"), function.__code__.co_name)
+        if library not in _LIBRARIES and place_of_function not in _READ:
+            module_name, function_name = place_of_function
             return (
-                f"{name} is not a library's: {told[1]} of {told[0]} is called by the forward of {type(module).__name__}"
+                f"{name} is not a library's: {function_name} of {module_name} is called by the forward of "
+                f"{type(module).__name__}"
             )
         if function.__code__ not in seen and (library == "transformers" or name == "forward"):
             seen.add(function.__code__)
@@ -97,8 +99,8 @@ def _called_by(function: types.FunctionType, kind: type) -> Iterator[tuple[str, 
     places += [(f"{one.__name__}.", vars(one).get) for one in (*modules, torch.nn.functional)]
     for prefix, place in places:
         for name in names:
-            if inspect.isfunction(found := place(name)):
-                yield f"{prefix}{name}", found
+            if inspect.isfunction(function_there := place(name)):
+                yield f"{prefix}{name}", function_there
 
 
 def _home_of(function: Any) -> tuple[str, Any]:

@@ -45,16 +45,16 @@ def why_changed(module: nn.Module) -> str | None:
 
 def why_hooked(module: nn.Module) -> str | None:
     """Why a module or its parameters may give something else than its forward does; None if they do not."""
-    for kind, told in _OF_MODULES.items():
+    for kind, effect in _OF_MODULES.items():
         for hook in _foreign(hooks_of(module, kind), _WATCHING):
-            return f"has {told}: {_name_of(hook)}"
+            return f"has {effect}: {_name_of(hook)}"
         for hook in _foreign(hooks_of_all_modules(kind), _WATCHING):
-            return f"has, as all modules have, {told}: {_name_of(hook)}"
+            return f"has, as all modules have, {effect}: {_name_of(hook)}"
     for name, parameter in parameters_of(module).items():
-        for kind, told in _OF_PARAMETERS.items():
+        for kind, effect in _OF_PARAMETERS.items():
             for hook in _foreign(hooks_of_parameter(parameter, kind), _REDUCING):
                 return (
-                    f"has a {name} with {told}: {_name_of(hook)} (if it treats every element by itself, tell by "
+                    f"has a {name} with {effect}: {_name_of(hook)} (if it treats every element by itself, tell by "
                     "zeroresize.integrations.register_elementwise)"
                 )
     return None

@@ -51,14 +51,14 @@ class _BalancedLinear1D(BalancedLinear):
     def __deepcopy__(self, memo: dict[int, Any]) -> BalancedLinear:
         """With the layouts of its parameters, by which Colossal-AI's checkpoints know that they are shards."""
         copied: Any = super().__deepcopy__(memo)
-        own: Any = self
-        for name in parameters_of(own):
-            one, other = getattr(own, name), getattr(copied, name)
-            if is_distributed_tensor(one) and not is_distributed_tensor(other):
-                layout = one.dist_layout
+        layer: Any = self
+        for name in parameters_of(layer):
+            value, other = getattr(layer, name), getattr(copied, name)
+            if is_distributed_tensor(value) and not is_distributed_tensor(other):
+                layout = value.dist_layout
                 init_as_dtensor(other, layout.device_mesh, layout.sharding_spec, layout.global_shape)
-            elif is_customized_distributed_tensor(one):
-                other.shard_fn, other.gather_fn = one.shard_fn, one.gather_fn
+            elif is_customized_distributed_tensor(value):
+                other.shard_fn, other.gather_fn = value.shard_fn, value.gather_fn
         return copied
 
 

@@ -105,8 +105,8 @@ class _Search:
                 for segment in registered_segments(module):
                     self._take_found(segment)
             except StaysEven as error:
-                for one in inside:
-                    self._reasons.setdefault(one, f"{type(module).__name__}: {error}")
+                for layer_name in inside:
+                    self._reasons.setdefault(layer_name, f"{type(module).__name__}: {error}")
 
     def take_traced(self) -> None:
         traced: dict[str, TracedModule] = {}
@@ -117,8 +117,10 @@ class _Search:
                 self._reasons[name] = _SPLITS_ITSELF
                 continue
             for holder in _ancestors(name):
-                inside = [one for one in self._free(holder) if self._layers[one].is_column_parallel]
-                inside = [one for one in inside if one not in self._reasons]
+                inside = [
+                    layer_name for layer_name in self._free(holder) if self._layers[layer_name].is_column_parallel
+                ]
+                inside = [layer_name for layer_name in inside if layer_name not in self._reasons]
                 if not inside:
                     continue
                 module = traced.setdefault(holder, TracedModule(self._modules[holder], holder))
@@ -129,13 +131,13 @@ class _Search:
                     continue
                 except (NotProven, StaysEven) as error:
                     self._reasons[name] = f"{error}: {_NAME_IT}"
-                    for one in inside:
-                        self._ends_at.setdefault(one, name)
+                    for layer_name in inside:
+                        self._ends_at.setdefault(layer_name, name)
                 break
 
     def _take_traced(self, module: TracedModule, name: str, row: BalancedLinear) -> None:
-        found = module.segment_of(row)
-        columns, blocks = found.columns, set(found.columns.values())
+        traced = module.segment_of(row)
+        columns, blocks = traced.columns, set(traced.columns.values())
         if len(blocks) > 1:
             raise NotProven("its column-parallel layers hold different numbers of blocks")
         for layer in (*columns, row):
@@ -147,9 +149,9 @@ class _Search:
             num_blocks=blocks.pop(),
             min_units=0,
             kind="neurons",
-            dropouts=[(dropout, -1) for dropout in found.dropouts],
-            has_other_dropout=found.has_other_dropout,
-            why_even=TracedAgain(self._model, module.module, module.name, row, found),
+            dropouts=[(dropout, -1) for dropout in traced.dropouts],
+            has_other_dropout=traced.has_other_dropout,
+            why_even=TracedAgain(self._model, module.module, module.name, row, traced),
         )
         names = sorted(map(self._name_of, columns), key=self._order.__getitem__)
         self._reasons.pop(name, None)
@@ -259,7 +261,7 @@ class _Search:
 
     def _require_movable(self, name: str) -> None:
         layer: Any = self._layers[name]
-        parameters = {key: one for key, one in parameters_of(layer).items() if one is not None}
+        parameters = {key: parameter for key, parameter in parameters_of(layer).items() if parameter is not None}
         weight = parameters.get("weight")
         whole = None if weight is None else (weight.t() if layer.weight_is_transposed else weight)
         if (
@@ -273,8 +275,8 @@ class _Search:
             raise StaysEven(f"{name} holds {', '.join(sorted(others))} beside its weight and bias")
         if getattr(layer, "bias", None) is not None and "bias" not in parameters:
             raise StaysEven(f"{name} makes its bias anew in every forward")
-        for key, one in parameters.items():
-            if self._uses[id(one)] > 1:
+        for key, parameter in parameters.items():
+            if self._uses[id(parameter)] > 1:
                 raise StaysEven(f"{name} shares its {key} with another module")
         mode = getattr(layer, "seq_parallel_mode", None)
         if mode is not None:
@@ -292,24 +294,24 @@ class _Search:
     def _name_of(self, layer: Any) -> str:
         return next((name for name in self._names.get(id(layer), ()) if name in self._layers), "?")
 
-    def _named_layer(self, one: str | nn.Module, segment: Segment, *, is_column: bool) -> str:
+    def _named_layer(self, layer: str | nn.Module, segment: Segment, *, is_column: bool) -> str:
         """The name of a layer that the user names, by its name or itself."""
-        if isinstance(one, str):
-            name = one
+        if isinstance(layer, str):
+            name = layer
             if name not in self._modules:
                 raise StaysEven(f"the model has no layer {name!r}")
-        elif id(one) in self._names:
-            name = self._name_of(one) if self._name_of(one) != "?" else self._names[id(one)][0]
+        elif id(layer) in self._names:
+            name = self._name_of(layer) if self._name_of(layer) != "?" else self._names[id(layer)][0]
         else:
-            raise StaysEven(f"a {type(one).__name__} that it names is not in the model")
+            raise StaysEven(f"a {type(layer).__name__} that it names is not in the model")
         if name not in self._layers:
             raise StaysEven(
                 f"layer {name} is not converted; allowed are {', '.join(list(self._layers)[:8])}"
                 f"{', …' if len(self._layers) > 8 else ''}"
             )
         if self._layers[name].is_column_parallel != is_column:
-            found, wanted = ("row", "column") if is_column else ("column", "row")
-            raise StaysEven(f"layer {name} is {found}-parallel, and {wanted} must name {wanted}-parallel layers")
+            kind, wanted = ("row", "column") if is_column else ("column", "row")
+            raise StaysEven(f"layer {name} is {kind}-parallel, and {wanted} must name {wanted}-parallel layers")
         return name
 
     def _told(self, segment: Segment) -> str:
@@ -317,9 +319,9 @@ class _Search:
         column, row = [self._given_name(one) for one in segment.column], self._given_name(segment.row)
         return f"Segment(column={column}, row={row!r})"
 
-    def _given_name(self, one: str | nn.Module) -> str:
+    def _given_name(self, layer: str | nn.Module) -> str:
         """Of a layer that a user names, also where it is not in the model."""
-        return one if isinstance(one, str) else self._names.get(id(one), [type(one).__name__])[0]
+        return layer if isinstance(layer, str) else self._names.get(id(layer), [type(layer).__name__])[0]
 
 
 def reads_its_slice(layer: Any) -> bool:

@@ -57,8 +57,8 @@ def nothing_kept(module: nn.Module) -> Iterator[set[types.CodeType]]:
         KeepsStateError: if something was not.
     """
     watch = _Watch()
-    for name, one in module.named_modules():
-        watch.add(f"{name}." if name else "", one)
+    for name, submodule in module.named_modules():
+        watch.add(f"{name}." if name else "", submodule)
     random_before = _random_states(module)
     outer, collects = sys.getprofile(), gc.isenabled()
     if outer is not None and not callable(outer):
@@ -89,8 +89,8 @@ def nothing_kept(module: nn.Module) -> Iterator[set[types.CodeType]]:
 def restored(module: nn.Module) -> Iterator[None]:
     """What the modules in ``module`` hold is as before when the block ends; contents of tensors are not looked at."""
     watch = _Watch(with_arrays=False)
-    for name, one in module.named_modules():
-        watch.add(f"{name}." if name else "", one)
+    for name, submodule in module.named_modules():
+        watch.add(f"{name}." if name else "", submodule)
     try:
         yield
     finally:
@@ -133,11 +133,11 @@ class _Watch:
             if name in frame.f_locals:
                 self._add(name, partial(operator.itemgetter(0), (frame.f_locals[name],)))
         for name in code.co_names:
-            one = frame.f_globals.get(name)
-            if isinstance(one, types.ModuleType):
+            global_value = frame.f_globals.get(name)
+            if isinstance(global_value, types.ModuleType):
                 for inner in code.co_names:
-                    self._add(f"{name}.{inner}", partial(vars(one).get, inner))
-            elif one is not None:
+                    self._add(f"{name}.{inner}", partial(vars(global_value).get, inner))
+            elif global_value is not None:
                 self._add(name, partial(frame.f_globals.get, name))
 
     def changed(self) -> list[str]:
@@ -151,9 +151,9 @@ class _Watch:
 
     def restore(self) -> None:
         """Let everything hold what it held."""
-        for one, contents in self._contents.values():
-            if self._with_arrays or not isinstance(one, _ARRAYS):
-                _refill(one, contents)
+        for container, contents in self._contents.values():
+            if self._with_arrays or not isinstance(container, _ARRAYS):
+                _refill(container, contents)
 
     def _add(self, path: str, root: Callable[[], Any]) -> None:
         self._roots.append((path, root))
@@ -161,39 +161,39 @@ class _Watch:
 
 
 def _look(
-    value: Any, path: str, found: dict[str, Any], seen: dict[int, Any], contents: dict[int, tuple[Any, Any]] | None
+    value: Any, path: str, known: dict[str, Any], seen: dict[int, Any], contents: dict[int, tuple[Any, Any]] | None
 ) -> None:
     """Write down what ``value`` and everything in it is, by path, and copies of the contents of what can be changed."""
     if isinstance(value, _PLAIN):
-        found[path] = value if value == value else repr(value)  # NaN
+        known[path] = value if value == value else repr(value)  # NaN
         return
     if len(seen) > _MOST_VALUES:
         raise KeepsStateError("it holds too much to be looked at")
     if id(value) in seen or isinstance(value, fx.Proxy):
-        found[path] = id(value)
+        known[path] = id(value)
         return
     seen[id(value)] = value
     if isinstance(value, _ARRAYS):
         version = version_of(value) if isinstance(value, Tensor) and not value.is_inference() else 0
         numbers = _numbers_of(value)
-        found[path] = id(value), version, tuple(getattr(value, "shape", ())), numbers
+        known[path] = id(value), version, tuple(getattr(value, "shape", ())), numbers
         if contents is not None and numbers is not None:
             contents.setdefault(id(value), (value, _copied(value)))
     elif isinstance(value, random.Random):
-        found[path] = value.getstate()
+        known[path] = value.getstate()
     elif isinstance(value, np.random.Generator):
-        found[path] = repr(value.bit_generator.state)
+        known[path] = repr(value.bit_generator.state)
     elif isinstance(value, np.random.RandomState):
-        found[path] = repr(value.get_state(legacy=False))
+        known[path] = repr(value.get_state(legacy=False))
     elif isinstance(value, torch.Generator):
-        found[path] = value.get_state().numpy().tobytes()
+        known[path] = value.get_state().numpy().tobytes()
     elif isinstance(value, _COUNTING):
         frame = getattr(value, "gi_frame", None)
-        found[path] = repr(value) if frame is None else (frame.f_lasti, repr(value))
+        known[path] = repr(value) if frame is None else (frame.f_lasti, repr(value))
     else:
-        found[path] = id(value)
-        for name, one in _inside(value, contents):
-            _look(one, f"{path}{name}", found, seen, contents)
+        known[path] = id(value)
+        for name, inner in _inside(value, contents):
+            _look(inner, f"{path}{name}", known, seen, contents)
 
 
 def _inside(value: Any, contents: dict[int, tuple[Any, Any]] | None) -> list[tuple[str, Any]]:
@@ -246,9 +246,9 @@ def _of_class(kind: type, contents: dict[int, tuple[Any, Any]] | None) -> list[t
 def _slots_of(kind: type) -> tuple[str, ...]:
     """Names of the slots of a user's class."""
     names: list[str] = []
-    for one in kind.__mro__:
-        if library_of(one.__module__) not in _LIBRARIES:
-            slots = vars(one).get("__slots__", ())
+    for base in kind.__mro__:
+        if library_of(base.__module__) not in _LIBRARIES:
+            slots = vars(base).get("__slots__", ())
             names += [slots] if isinstance(slots, str) else slots
     return tuple(name for name in names if not name.startswith("__"))
 
@@ -283,35 +283,35 @@ def _both(first: Callable[..., Any], second: Callable[..., Any]) -> Callable[...
     return called
 
 
-def _refill(one: Any, contents: Any) -> None:
+def _refill(container: Any, contents: Any) -> None:
     """Let a container, an array, a class or an object with slots hold what it held."""
-    if isinstance(one, Tensor):
-        if one.shape == contents.shape and not torch.equal(one.detach(), contents):
+    if isinstance(container, Tensor):
+        if container.shape == contents.shape and not torch.equal(container.detach(), contents):
             with torch.no_grad():
-                one.detach().copy_(contents)
+                container.detach().copy_(contents)
         return
-    if isinstance(one, np.ndarray):
-        if one.shape == contents.shape and one.flags.writeable:
-            one[...] = contents
+    if isinstance(container, np.ndarray):
+        if container.shape == contents.shape and container.flags.writeable:
+            container[...] = contents
         return
-    if isinstance(one, array.array | bytearray):
-        one[:] = contents
+    if isinstance(container, array.array | bytearray):
+        container[:] = contents
         return
-    if isinstance(one, type) or not isinstance(one, _CONTAINERS):
+    if isinstance(container, type) or not isinstance(container, _CONTAINERS):
         for name, was in contents.items():
-            if getattr(one, name, _look) is not was:
-                setattr(one, name, was)
+            if getattr(container, name, _look) is not was:
+                setattr(container, name, was)
         return
-    is_same = len(one) == len(contents) and (
-        all(key in one and one[key] is value for key, value in contents.items())
-        if isinstance(one, dict)
-        else one == contents
-        if isinstance(one, set)
-        else all(now is was for now, was in zip(one, contents, strict=True))
+    is_same = len(container) == len(contents) and (
+        all(key in container and container[key] is value for key, value in contents.items())
+        if isinstance(container, dict)
+        else container == contents
+        if isinstance(container, set)
+        else all(now is was for now, was in zip(container, contents, strict=True))
     )
     if not is_same:
-        one.clear()
-        one.extend(contents) if isinstance(one, list | collections.deque) else one.update(contents)
+        container.clear()
+        container.extend(contents) if isinstance(container, list | collections.deque) else container.update(contents)
 
 
 def _shown(path: str) -> str:
@@ -335,8 +335,8 @@ def _random_states(module: nn.Module) -> tuple[list[Any], tuple[Any, ...]]:
     of_torch = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
     of_numpy: Any = np.random.get_state()
     state = [random.getstate(), of_numpy, of_torch, devices]
-    told = [one.tobytes() if isinstance(one, np.ndarray) else one for one in of_numpy]
-    return state, (random.getstate(), told, *(one.numpy().tobytes() for one in of_torch))
+    numpy_state = [one.tobytes() if isinstance(one, np.ndarray) else one for one in of_numpy]
+    return state, (random.getstate(), numpy_state, *(one.numpy().tobytes() for one in of_torch))
 
 
 def _restore_random(states: tuple[list[Any], tuple[Any, ...]]) -> None:

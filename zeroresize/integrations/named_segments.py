@@ -40,9 +40,9 @@ def require_whole_heads(segment: Segment, rows: Mapping[str, int], row: str, mod
         size, where = _size_of_head([*rows, row], modules)
     if size is None:
         if segment.unit_size > 1 and set(rows.values()) != {segment.unit_size}:
-            told = ", ".join(f"{number} of {name}" for name, number in rows.items())
+            counts = ", ".join(f"{number} of {name}" for name, number in rows.items())
             raise StaysEven(
-                f"its layers hold different numbers of features of a unit ({told}, {segment.unit_size} of {row}), so "
+                f"its layers hold different numbers of features of a unit ({counts}, {segment.unit_size} of {row}), so "
                 "that a unit may be a part of a head: say by head_size= how many output features are one head (1 if "
                 "any number may be a unit)"
             )

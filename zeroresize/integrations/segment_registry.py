@@ -57,8 +57,8 @@ def registered_segments(module: nn.Module) -> Iterator[Segment]:
     adapter = _adapters.get(kind) or _known.get(f"{kind.__module__}.{kind.__qualname__}")
     if adapter is None:
         return
-    found = adapter(module)
-    yield from [found] if isinstance(found, Segment) else found
+    segments = adapter(module)
+    yield from [segments] if isinstance(segments, Segment) else segments
 
 
 def is_registered(module: nn.Module) -> bool:
@@ -74,9 +74,9 @@ def require_elementwise(activation: Any) -> None:
         StaysEven: if it is not, naming it.
     """
     if not is_elementwise_module(activation):
-        told = type(activation).__name__ if isinstance(activation, nn.Module) else repr(activation)
+        name = type(activation).__name__ if isinstance(activation, nn.Module) else repr(activation)
         raise StaysEven(
-            f"{told} between the layers is not known to be element-wise: if it is, tell by "
+            f"{name} between the layers is not known to be element-wise: if it is, tell by "
             "zeroresize.integrations.register_elementwise"
         )
     if isinstance(activation, nn.Module) and (changed := why_changed(activation)) is not None:

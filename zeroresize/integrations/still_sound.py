@@ -54,27 +54,27 @@ class TracedAgain:
         model: that the segment was found in.
         holder, name: the module whose forward proves the segment, and its name in the model.
         row: the layer that ends the segment.
-        found: what was found.
+        reading: what tracing read at convert.
     """
 
     model: nn.Module
     holder: nn.Module
     name: str
     row: Any
-    found: Found
+    reading: Found
 
     def __call__(self) -> str | None:
-        told = f"{self.name or 'the model'} ({type(self.holder).__name__})"
-        if not _are_only_in(self.holder, (*self.found.columns, self.row), self.model):
-            return f"{told} was changed after convert: it, or a layer in it, is now elsewhere in the model"
+        holder_name = f"{self.name or 'the model'} ({type(self.holder).__name__})"
+        if not _are_only_in(self.holder, (*self.reading.columns, self.row), self.model):
+            return f"{holder_name} was changed after convert: it, or a layer in it, is now elsewhere in the model"
         try:
             now = _traced(self.holder, self.name).segment_of(self.row)
         except NotProven as error:
             return f"it was changed after convert: {error}"
-        if now.columns != self.found.columns:
-            return f"{told} was changed after convert: other layers come before"
-        if len(now.dropouts) > len(self.found.dropouts) or now.has_other_dropout > self.found.has_other_dropout:
-            return f"{told} was changed after convert: it has dropout that it did not have"
+        if now.columns != self.reading.columns:
+            return f"{holder_name} was changed after convert: other layers come before"
+        if len(now.dropouts) > len(self.reading.dropouts) or now.has_other_dropout > self.reading.has_other_dropout:
+            return f"{holder_name} was changed after convert: it has dropout that it did not have"
         return None
 
 

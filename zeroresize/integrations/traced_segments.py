@@ -99,11 +99,11 @@ class TracedModule:
         failures: list[NotProven] = []
         for holding in (None, row):  # what cannot be traced may be another submodule's forward
             try:
-                found = [_found_in(graph, self.module, row) for graph in self._traced(holding)]
-                if any(one.columns != found[0].columns for one in found):
+                readings = [_found_in(graph, self.module, row) for graph in self._traced(holding)]
+                if any(one.columns != readings[0].columns for one in readings):
                     raise NotProven(f"the layers before it depend on how {self._told} is called")
-                dropouts = dict.fromkeys(module for one in found for module in one.dropouts)
-                return Found(found[0].columns, tuple(dropouts), any(one.has_other_dropout for one in found))
+                dropouts = dict.fromkeys(module for one in readings for module in one.dropouts)
+                return Found(readings[0].columns, tuple(dropouts), any(one.has_other_dropout for one in readings))
             except _NotTraced as error:
                 failures.append(error)
             except NotProven as error:  # seen whole, it shows no more with less of it
@@ -124,9 +124,9 @@ class TracedModule:
                 known = list(_graphs(self.module, holding, self.num_times))
             except Exception as error:  # whatever a user's forward makes of a proxy
                 lines = str(error).strip().splitlines()
-                told = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-                told += _place_of(error)
-                known = _NotTraced(f"torch.fx cannot trace {self._told}: {told}")
+                message = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+                message += _place_of(error)
+                known = _NotTraced(f"torch.fx cannot trace {self._told}: {message}")
             self._graphs[id(holding)] = known
         if isinstance(known, NotProven):
             raise known
@@ -169,13 +169,16 @@ def _proxies_are_tensors(optional: Collection[str]) -> Iterator[None]:
     is_instance, is_tensor = builtins.isinstance, torch.is_tensor
     apply = vars(torch.autograd.Function)["apply"]
 
-    def asked(one: Any, kinds: Any) -> bool:
-        if type(one) is _TensorProxy and library_of(sys._getframe(1).f_globals.get("__name__")) not in _KNOWING_PROXIES:
+    def asked(instance: Any, kinds: Any) -> bool:
+        if (
+            type(instance) is _TensorProxy
+            and library_of(sys._getframe(1).f_globals.get("__name__")) not in _KNOWING_PROXIES
+        ):
             answer = issubclass(torch.Tensor, kinds)
-            if not answer and one.node.op == "placeholder" and str(one.node.target) in optional:
-                raise TypeError(f"it asks what kind of object its argument {one.node.target} is")
+            if not answer and instance.node.op == "placeholder" and str(instance.node.target) in optional:
+                raise TypeError(f"it asks what kind of object its argument {instance.node.target} is")
             return answer
-        return is_instance(one, kinds)
+        return is_instance(instance, kinds)
 
     def applied(kind: Any, *inputs: Any, **options: Any) -> Any:
         if library_of(kind.__module__) != "torch" and any(type(one) is _TensorProxy for one in inputs):
@@ -284,14 +287,14 @@ def _autocast(enabled: bool) -> Iterator[None]:
 @contextmanager
 def _in_mode(module: nn.Module, training: bool | None) -> Iterator[None]:
     """While the block lasts, every submodule's flag says ``training``; None for what it says."""
-    before = [(one, one.training) for one in module.modules()]
+    before = [(submodule, submodule.training) for submodule in module.modules()]
     try:
-        for one, _ in before:
-            one.training = one.training if training is None else training
+        for submodule, _ in before:
+            submodule.training = submodule.training if training is None else training
         yield
     finally:
-        for one, was in before:
-            one.training = was
+        for submodule, was in before:
+            submodule.training = was
 
 
 def _found_in(graph: fx.Graph, module: nn.Module, row: Any) -> Found:
@@ -329,7 +332,7 @@ def _dropouts(
     graph: fx.Graph, on_the_way: set[fx.Node], modules: Mapping[str, nn.Module]
 ) -> tuple[tuple[nn.Module, ...], bool]:
     """Dropout modules that are called on the way only, and whether there is another dropout on it."""
-    found: dict[nn.Module, None] = {}
+    dropouts: dict[nn.Module, None] = {}
     calls = {node: module for node in graph.nodes if (module := _module_of(node, modules)) is not None}
     has_other = False
     for node in graph.nodes:
@@ -339,10 +342,10 @@ def _dropouts(
         if isinstance(module, nn.Dropout | UnitDropout) and all(
             one in on_the_way for one, called in calls.items() if called is module
         ):
-            found[module] = None
+            dropouts[module] = None
         elif isinstance(module, nn.Dropout | nn.AlphaDropout) or getattr(node.target, "__name__", "") == "dropout":
             has_other = True
-    return tuple(found), has_other
+    return tuple(dropouts), has_other
 
 
 def _walk_back(call: fx.Node, modules: Mapping[str, nn.Module]) -> tuple[dict[BalancedLinear, int], set[fx.Node]]:
@@ -391,8 +394,8 @@ def _inputs_of(node: fx.Node, num_blocks: int, modules: Mapping[str, nn.Module])
     is_function = node.op == "call_function" and is_elementwise_function(node.target)
     is_method = node.op == "call_method" and is_elementwise_method(str(node.target))
     if not (is_function or is_method):
-        told = _described(node) if module is None else f"{node.target} ({type(module).__name__})"
-        raise NotProven(f"what lies between is not proven element-wise: {told}")
+        description = _described(node) if module is None else f"{node.target} ({type(module).__name__})"
+        raise NotProven(f"what lies between is not proven element-wise: {description}")
     inputs = node.all_input_nodes
     if is_method and node.target in _TO_ANOTHER:
         inputs = [one for one in node.args[:1] if isinstance(one, fx.Node)]

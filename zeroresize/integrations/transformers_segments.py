@@ -174,23 +174,23 @@ def _checked(adapter: Callable[[Any], Segment]) -> SegmentAdapter:
             raise StaysEven(f"{type(module).__name__} is not as transformers 4.51 has it: {error}") from error
 
     def checked(module: Any) -> Segment:
-        found = as_read(module)
+        reading = as_read(module)
 
         def why_even() -> str | None:
             try:
                 now = as_read(module)
             except StaysEven as error:
                 return str(error)
-            if now.has_other_dropout and not found.has_other_dropout:
+            if now.has_other_dropout and not reading.has_other_dropout:
                 return f"the dropout of {type(module).__name__} was turned on after convert"
-            if now.min_units > found.min_units:
+            if now.min_units > reading.min_units:
                 return (
                     f"the attention of {type(module).__name__} was switched after convert to one that cannot compute "
                     "with no heads: convert with it"
                 )
             return None
 
-        return dataclasses.replace(found, why_even=why_even)
+        return dataclasses.replace(reading, why_even=why_even)
 
     return checked
 

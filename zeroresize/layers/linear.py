@@ -265,5 +265,5 @@ def _own_size(
 
 
 def _slice_of(parameter: Tensor, dim: int, num_ranks: int, rank: int) -> nn.Parameter:
-    own = parameter.detach().chunk(num_ranks, dim=dim)[rank].clone(memory_format=torch.contiguous_format)
-    return nn.Parameter(own, requires_grad=parameter.requires_grad)
+    part = parameter.detach().chunk(num_ranks, dim=dim)[rank].clone(memory_format=torch.contiguous_format)
+    return nn.Parameter(part, requires_grad=parameter.requires_grad)

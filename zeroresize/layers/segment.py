@@ -85,8 +85,8 @@ class UnitTensor:
 
     @property
     def parameter(self) -> Tensor:
-        found: Tensor = getattr(self.owner, self.attribute)
-        return found
+        parameter: Tensor = getattr(self.owner, self.attribute)
+        return parameter
 
 
 @dataclass(eq=False)

@@ -30,7 +30,7 @@ class SharedProducts(Protocol):
     def weight_in_force(self, weight: Tensor) -> Tensor:
         """The layer's ``weight`` [N, K] as the tensor to multiply with; its gradient will hold all columns."""
 
-    def column_forward(self, x_TK: Tensor, own: OwnProduct) -> Tensor:
+    def column_forward(self, x_TK: Tensor, multiply: OwnProduct) -> Tensor:
         """y [T, N] of a column-parallel layer: ``own()`` plus what other ranks computed of it."""
 
     def column_backward(
@@ -38,7 +38,7 @@ class SharedProducts(Protocol):
     ) -> tuple[Tensor | None, Tensor | None, NamedWork | None]:
         """(dx [T, K], dw [N, K], the running all-reduce of dx); None for what is not asked for."""
 
-    def row_forward(self, x_TK: Tensor, own: OwnProduct) -> tuple[Tensor, list[Tensor]]:
+    def row_forward(self, x_TK: Tensor, multiply: OwnProduct) -> tuple[Tensor, list[Tensor]]:
         """(y [T, N] of a row-parallel layer, not yet summed over the group; what backward needs)."""
 
     def row_backward(

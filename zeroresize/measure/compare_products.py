@@ -115,13 +115,13 @@ def _time_in_turn(
     tokens = max(min(even.num_tokens, affordable), min(tokens, 64))
     shapes = [shape for shape in (even, present) if shape.work > 0]
     operands = [random_operands(shape, tokens) for shape in shapes]
-    for own in operands:
-        time_products(layer, *own, 1)
+    for pair in operands:
+        time_products(layer, *pair, 1)
     repeats = _repeats_of(first_s * tokens / min(even.num_tokens, _FIRST_TOKENS))
     samples: list[list[float]] = [[] for _ in shapes]
     for _ in range(_PAIRS):
-        for own, seconds in zip(operands, samples, strict=True):
-            seconds.append(time_products(layer, *own, repeats))
+        for pair, seconds in zip(operands, samples, strict=True):
+            seconds.append(time_products(layer, *pair, repeats))
     scale = even.num_tokens / tokens / repeats
     even_s, *others = (scale * statistics.median(seconds) for seconds in samples)
     return even_s, others[0] if others else 0.0

@@ -130,8 +130,8 @@ class _Step:
     def marks(self) -> list[Any]:
         """Those that are kept."""
         pairs = [(self.outside_begin, self.end), *((begin, end) for *_, begin, end in self.pairs)]
-        own = [mark for pair in pairs for mark in pair if mark is not None and mark is not self.begin]
-        return [self.begin, *own]
+        marks_of_pairs = [mark for pair in pairs for mark in pair if mark is not None and mark is not self.begin]
+        return [self.begin, *marks_of_pairs]
 
     def add(self, kind: str, layer: str | None, begin: Any, end: Any, clock: Clock) -> None:
         self.pairs.append((kind, layer, begin, end))

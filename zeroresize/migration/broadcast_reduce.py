@@ -39,10 +39,10 @@ class BroadcastReduce(Transport):
     def expect_addends(self, route: LoanRoute, shape: tuple[int, ...], like: Tensor, name: Hashable) -> list[Pending]:
         return [] if self._reduces(route) else super().expect_addends(route, shape, like, name)
 
-    def add_up(self, route: LoanRoute, own: Tensor, expected: Sequence[Pending]) -> Pending:
+    def add_up(self, route: LoanRoute, product: Tensor, expected: Sequence[Pending]) -> Pending:
         if self._reduces(route):
-            return Pending(own, (self._reduce(route, own),))
-        return super().add_up(route, own, expected)
+            return Pending(product, (self._reduce(route, product),))
+        return super().add_up(route, product, expected)
 
     def takes_part_in_sum(self, route: LoanRoute) -> bool:
         return self._reduces(route) or super().takes_part_in_sum(route)

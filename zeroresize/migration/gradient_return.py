@@ -64,15 +64,17 @@ class GradientReturn:
     def whole(self, weight: Tensor, dw_NK: Tensor) -> Tensor:
         """``dw_NK`` with the columns that other ranks computed in this backward."""
         backward = current_backward()
-        arriving = [one for one in self._expected if one.weight is weight and one.backward == backward]
-        self._expected = [one for one in self._expected if one not in arriving]
+        arriving = [
+            transfer for transfer in self._expected if transfer.weight is weight and transfer.backward == backward
+        ]
+        self._expected = [transfer for transfer in self._expected if transfer not in arriving]
         if not arriving:
             return dw_NK
         dw_NK = dw_NK.clone()
-        for one in arriving:
-            dw_NL = one.pending.wait()
+        for transfer in arriving:
+            dw_NL = transfer.pending.wait()
             assert dw_NL is not None
-            one.columns.add(dw_NK, dw_NL.to(dw_NK.dtype))
+            transfer.columns.add(dw_NK, dw_NL.to(dw_NK.dtype))
         return dw_NK
 
     def forget(self) -> None:
@@ -85,9 +87,9 @@ class GradientReturn:
         self._buffers.finish_sending()
 
     def _forget(self, arriving: Sequence[_Expected]) -> None:
-        self._expected = [one for one in self._expected if one not in arriving]
-        for one in arriving:
-            one.pending.wait()
+        self._expected = [transfer for transfer in self._expected if transfer not in arriving]
+        for transfer in arriving:
+            transfer.pending.wait()
 
 
 class _AwaitReturn(torch.autograd.Function):

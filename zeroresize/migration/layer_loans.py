@@ -145,11 +145,11 @@ class LayerLoans:
 
     # ---- column-parallel: x is everywhere, y is the owner's ----------------------------------------------------------
 
-    def column_forward(self, x_TK: Tensor, own: Callable[[], Tensor]) -> Tensor:
+    def column_forward(self, x_TK: Tensor, multiply: Callable[[], Tensor]) -> Tensor:
         """y [T, N] of this rank's rows: ``own()`` plus what other ranks computed of it."""
         weights = self._borrowed_weights(x_TK)
         expected = self._expect_y(x_TK)
-        y_TN = own() if self.lends else None  # an owner's own part: the receivers' parts are added to it
+        y_TN = multiply() if self.lends else None  # an owner's own part: the receivers' parts are added to it
         whole: Pending | None = None
         for loan, w_Nm in zip(self._loans, weights, strict=True):
             if not self._transport.takes_part_in_sum(loan.route):
@@ -165,7 +165,7 @@ class LayerLoans:
                 self._transport.give(loan.route, zeros_TN, ("y", loan.route.owner))
         if whole is not None:
             whole.wait()
-        return own() if y_TN is None else y_TN
+        return multiply() if y_TN is None else y_TN
 
     def _expect_y(self, x_TK: Tensor) -> list[Pending]:
         """On an owner: the addends to y [T, N] that receivers will send; none on other ranks."""
@@ -225,7 +225,7 @@ class LayerLoans:
 
     # ---- row-parallel: y is summed over all ranks, x and dx are the owner's ------------------------------------------
 
-    def row_forward(self, x_TK: Tensor, own: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor]]:
+    def row_forward(self, x_TK: Tensor, multiply: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor]]:
         """(y [T, N], not yet summed over the group; the borrowed columns [T, m] of the owners' x, for backward)."""
         weights = self._borrowed_weights(x_TK)
         sent = []
@@ -237,7 +237,7 @@ class LayerLoans:
                 loan.columns.copy_to(x_TL, x_TK)
             sent.append(self._transport.send_slice(loan.route, x_TL, len(x_TK), x_TK, ("x", owner)))
         expected = [] if self._transport.merges else self._expect_y(x_TK)
-        y_TN = own()
+        y_TN = multiply()
         kept = []
         for loan, w_Nm, pending in zip(self._loans, weights, sent, strict=True):
             x_Tm = pending.wait()

@@ -149,11 +149,11 @@ class Lender:
         """The owner's lent columns of every layer, on every rank."""
         counts = [self._num_lent(layer, loan) for layer in self._layers.values()]
         if loan.owner == self._rank:
-            told = torch.cat([lent[name].to(self._device) for name in self._layers])
+            indices = torch.cat([lent[name].to(self._device) for name in self._layers])
         else:
-            told = torch.empty(sum(counts), dtype=torch.int64, device=self._device)
-        broadcast(told, loan.owner, self._group)
-        return dict(zip(self._layers, told.split(counts), strict=True))
+            indices = torch.empty(sum(counts), dtype=torch.int64, device=self._device)
+        broadcast(indices, loan.owner, self._group)
+        return dict(zip(self._layers, indices.split(counts), strict=True))
 
     def _num_lent(self, layer: BalancedLinear, loan: Loan) -> int:
         return num_lent(layer.num_columns, loan.share, is_forced=self._is_forced)

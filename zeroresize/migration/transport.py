@@ -135,16 +135,16 @@ class Transport(ABC):
             expected.append(Pending(addend, tuple(self._receive(route, addend, receiver))))
         return expected
 
-    def add_up(self, route: LoanRoute, own: Tensor, expected: Sequence[Pending]) -> Pending:
+    def add_up(self, route: LoanRoute, product: Tensor, expected: Sequence[Pending]) -> Pending:
         """On the owner of a sum: waiting for the result adds all addends to ``own``, in place."""
 
         def add() -> None:
             for pending in expected:
                 addend = pending.wait()
                 assert addend is not None
-                own.add_(addend)
+                product.add_(addend)
 
-        return Pending(own, finish=add)
+        return Pending(product, finish=add)
 
     def takes_part_in_sum(self, route: LoanRoute) -> bool:
         """Whether this rank must call :meth:`add_up` or :meth:`give`, with zeros if it computed nothing."""

@@ -122,31 +122,31 @@ def _norm(parameters: Sequence[Tensor], p: float, foreach: bool | None) -> Tenso
     """Of the gradients that this process holds; of DTensors, those of all ranks of their mesh."""
     norms: list[Tensor] = []
     whole: list[Tensor] = []
-    for one in parameters:
-        if one.grad is None:
+    for parameter in parameters:
+        if parameter.grad is None:
             continue
-        if hasattr(one.grad, "full_tensor"):
-            norms.append(torch.linalg.vector_norm(one.grad, p, dtype=_wide(one.grad.dtype)).full_tensor())
-        elif one.grad.numel():
-            whole.append(one)
+        if hasattr(parameter.grad, "full_tensor"):
+            norms.append(torch.linalg.vector_norm(parameter.grad, p, dtype=_wide(parameter.grad.dtype)).full_tensor())
+        elif parameter.grad.numel():
+            whole.append(parameter)
     for (_, dtype), gradients in _by_kind(whole).items():
         if foreach is not False and dtype in (torch.float32, torch.float64):  # others are to be summed in float32
             norms += norms_of(gradients, p)
         else:
-            norms += [torch.linalg.vector_norm(one, p, dtype=_wide(dtype)) for one in gradients]
+            norms += [torch.linalg.vector_norm(gradient, p, dtype=_wide(dtype)) for gradient in gradients]
     if not norms:
         return torch.zeros((), dtype=torch.float64)
-    return torch.linalg.vector_norm(torch.stack([one.to(norms[0].device, torch.float64) for one in norms]), p)
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms]), p)
 
 
 def _by_kind(parameters: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
     """Local gradients by device and dtype."""
-    found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-    for one in parameters:
-        if one.grad is not None:
-            gradient = one.grad.to_local() if hasattr(one.grad, "to_local") else one.grad
-            found[gradient.device, gradient.dtype].append(gradient)
-    return found
+    gradients: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            gradient = parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
+            gradients[gradient.device, gradient.dtype].append(gradient)
+    return gradients
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

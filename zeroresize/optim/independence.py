@@ -169,8 +169,8 @@ def _untried(optimizer: Optimizer, case: Case, kind: _Kind, error: NoTrialError)
 
 
 def _unknown(optimizer: Any, kind: _Kind, reason: str) -> str:
-    told = f"zeroresize.{kind.call}({type(optimizer).__name__})"
-    return f"{_not_known(optimizer, kind)}: {reason}. If it does, say so by {told}"
+    call = f"zeroresize.{kind.call}({type(optimizer).__name__})"
+    return f"{_not_known(optimizer, kind)}: {reason}. If it does, say so by {call}"
 
 
 def _not_known(optimizer: Any, kind: _Kind) -> str:

@@ -96,32 +96,32 @@ _DIVIDING = ("torch", "colossalai", "zeroresize")
 def cases_of(optimizer: Optimizer, tensors: Iterable[Tensor]) -> list[Case]:
     """With which settings it steps ``tensors``, apart for vectors and matrices, and what it can tell of them."""
     place_of = {id(one): (group, at) for group in optimizer.param_groups for at, one in enumerate(group["params"])}
-    found: dict[str, tuple[dict[str, Any], list[Like]]] = {}
+    groups: dict[str, tuple[dict[str, Any], list[Like]]] = {}
     for tensor in tensors:
         if id(tensor) in place_of:
             group, at = place_of[id(tensor)]
             settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
             # Trials have a learning rate of their own.
-            told = {
+            settings_given = {
                 key: value for key, value in settings.items() if not (key.endswith("lr") and isinstance(value, float))
             }
             rows = tensor.shape[0] if tensor.dim() else 1
             sizes = (rows, tensor.numel() // max(rows, 1)) if tensor.dim() > 1 else (rows,)
             like = Like(tensor, sizes, (group.get("param_names") or {at: None})[at], _known_state(optimizer, tensor))
-            key = f"{len(sizes)} {tensor.device} {tensor.dtype} {told}"
-            found.setdefault(key, (settings, []))[1].append(like)
-    return [Case(settings, _distinct(likes)) for settings, likes in found.values()]
+            key = f"{len(sizes)} {tensor.device} {tensor.dtype} {settings_given}"
+            groups.setdefault(key, (settings, []))[1].append(like)
+    return [Case(settings, _distinct(likes)) for settings, likes in groups.values()]
 
 
 def _distinct(likes: Sequence[Like]) -> list[Like]:
     texts = [_text_of(like) for like in likes]
     if len(set(texts)) > _FEW:
         texts = [re.sub(r"\d+", "#", text) for text in texts]
-    found: dict[str, Like] = {}
+    values: dict[str, Like] = {}
     for text, like in zip(texts, likes, strict=True):
-        first = found.setdefault(text, like)
+        first = values.setdefault(text, like)
         first.sizes = tuple(map(max, first.sizes, like.sizes))
-    return list(found.values())
+    return list(values.values())
 
 
 def _text_of(like: Like) -> str:
@@ -176,15 +176,15 @@ def made_like(
     Raises:
         NoTrialError: if a setting is unknown, or cannot be copied.
     """
-    kind, own = type(optimizer), copy.deepcopy(dict(settings))
-    if own.get("lr") is not None:  # at the start of a warm-up it is zero
-        own["lr"] = LR
+    kind, kept = type(optimizer), copy.deepcopy(dict(settings))
+    if kept.get("lr") is not None:  # at the start of a warm-up it is zero
+        kept["lr"] = LR
     held = {name: one for name, one in vars(optimizer).items() if not _is_of_torch(name)}
     _require_no_ids(optimizer, {**held, **settings}, likes)
     holds = {name: {found for found, _ in _found_in(one, optimizer)} for name, one in held.items()}
     plain = {name: copy.copy(one) for name, one in held.items() if holds[name] <= {"plain"}}
     known = {name.removeprefix("_"): one for name, one in plain.items()}
-    known |= {**plain, **copy.deepcopy(optimizer.defaults), **own}
+    known |= {**plain, **copy.deepcopy(optimizer.defaults), **kept}
     wanted, unknown = {}, []
     for name, argument in list(inspect.signature(kind.__init__).parameters.items())[2:]:
         if argument.kind not in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD):
@@ -194,10 +194,10 @@ def made_like(
                 unknown.append(argument)
     if unknown:
         has_defaults = all(argument.default is not argument.empty for argument in unknown)
-        told = f"its instance does not tell with which {unknown[0].name}= it was made"
-        raise NoTrialError(told, has_defaults=has_defaults)
+        reason = f"its instance does not tell with which {unknown[0].name}= it was made"
+        raise NoTrialError(reason, has_defaults=has_defaults)
     names = {"param_names": [one.name for one in likes]} if likes[0].name is not None else {}
-    trial = kind([{**own, "params": list(parameters), **names}], **wanted)
+    trial = kind([{**kept, "params": list(parameters), **names}], **wanted)
     trial.defaults = copy.deepcopy(optimizer.defaults)
     memo: dict[int, Any] = {id(optimizer): trial}  # for what is bound to it
     for name, value in held.items():

@@ -45,7 +45,7 @@ def stepped_tensors(optimizer: Any, parameters: Mapping[str, Tensor]) -> dict[st
     """
     stepped = _ids_of_stepped(torch_optimizer(optimizer))
     masters = _masters(optimizer)
-    found = {}
+    steppers = {}
     for name, parameter in parameters.items():
         tensor = masters.get(id(parameter), parameter)
         if id(tensor) not in stepped:
@@ -56,8 +56,8 @@ def stepped_tensors(optimizer: Any, parameters: Mapping[str, Tensor]) -> dict[st
                 "ZeRO's shards do; moving units, sharded_state_dict, pruned_update='freeze' and priority='path_length' "
                 "need whole parameters"
             )
-        found[name] = tensor
-    return found
+        steppers[name] = tensor
+    return steppers
 
 
 class SteppedTensors:

@@ -74,12 +74,13 @@ def why_halves_differ(optimizer: Optimizer, case: Case, *, by_default: bool = Fa
                 ]
                 parts = [steps.on([*half, other]) for half in halves]
                 joined = [torch.cat(both, dim) for both in zip(*(part[:-1] for part in parts), strict=True)]
-                for one, expected, size in zip(joined, after, sizes, strict=False):
-                    if not _same(one, expected) or not all(_same(part[-1], after[-1]) for part in parts):
-                        kind = "" if one.dtype in (torch.float32, torch.float64) else f" of {one.dtype}"
+                for values_joined, expected, size in zip(joined, after, sizes, strict=False):
+                    if not _same(values_joined, expected) or not all(_same(part[-1], after[-1]) for part in parts):
+                        dtype = values_joined.dtype
+                        kind = "" if dtype in (torch.float32, torch.float64) else f" of {dtype}"
                         return (
-                            f"in a trial its steps on a tensor {tuple(one.shape)}{kind} were others than those on its "
-                            f"parts {size}"
+                            f"in a trial its steps on a tensor {tuple(values_joined.shape)}{kind} were others than "
+                            f"those on its parts {size}"
                         )
     return None
 
@@ -92,8 +93,8 @@ def why_parameters_differ(optimizer: Optimizer, case: Case, *, by_default: bool 
         parameters = [_drawn(trial.shape(like), trial, like) for like in some]
         parameters += [_drawn(_OTHER_SHAPE if trial.limit is None else trial.shape(like), trial, like) for like in some]
         together = _Steps(optimizer, case, likes, by_default).on(parameters)
-        for like, one, expected in zip(likes, parameters, together, strict=True):
-            (alone,) = _Steps(optimizer, case, [like], by_default).on([one])
+        for like, parameter, expected in zip(likes, parameters, together, strict=True):
+            (alone,) = _Steps(optimizer, case, [like], by_default).on([parameter])
             if not _same(alone, expected):
                 return "in a trial its steps on two parameters were others than those on each by itself"
     return None
@@ -118,20 +119,20 @@ def _beside(like: Like) -> Like:
     return replace(like, name=None if like.name is None else f"beside.{like.name}")
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
+def _same(tensor: Tensor, other: Tensor) -> bool:
     """Bit for bit; half precision may overflow."""
-    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
+    return torch.equal(tensor, other) or bool(((tensor == other) | (tensor.isnan() & other.isnan())).all())
 
 
 def _drawn(shape: Sequence[int], trial: _Trial, like: Like) -> list[Tensor]:
     """A parameter's values, and its gradient in each step: of different sizes, so that no norm is like another."""
     generator = torch.Generator().manual_seed(_SEED + len(shape) + shape[0])
-    own = like.tensor.dtype
-    dtype = own if own is torch.float64 else torch.float32  # rounding would hide what differs
+    wanted = like.tensor.dtype
+    dtype = wanted if wanted is torch.float64 else torch.float32  # rounding would hide what differs
     scales = torch.logspace(-2, 1, shape[0], dtype=dtype).view(-1, *[1] * (len(shape) - 1))
     drawn = torch.randn(trial.num_steps + 1, *shape, generator=generator, dtype=dtype) * scales
     drawn[1:] *= trial.gradients
-    return list(drawn.to(like.tensor.device, own if trial.is_in_own_dtype else dtype).unbind())
+    return list(drawn.to(like.tensor.device, wanted if trial.is_in_own_dtype else dtype).unbind())
 
 
 def _on(tensor: Tensor) -> AbstractContextManager[object]:
@@ -184,8 +185,8 @@ class _Steps:
                     trial.step()
             except Exception as error:
                 shapes = " and ".join(str(tuple(one.shape)) for one in parameters)
-                told = f"a trial step on tensors {shapes} failed ({type(error).__name__}: {error})"
-                raise _StepFailedError(told) from error
+                reason = f"a trial step on tensors {shapes} failed ({type(error).__name__}: {error})"
+                raise _StepFailedError(reason) from error
             require_state_only(trial)
         if any(one.numel() and torch.equal(one, values) for one, (values, *_) in zip(parameters, drawn, strict=True)):
             raise NoTrialError("in a trial it did not step")
@@ -196,6 +197,6 @@ class _Steps:
             mark_alike(parameters, self.likes)
             return made_like(self.optimizer, self.case.settings, parameters, self.likes, by_default=self.by_default)
         except Exception as error:
-            told = str(error) if isinstance(error, NoTrialError) else f"{type(error).__name__}: {error}"
+            reason = str(error) if isinstance(error, NoTrialError) else f"{type(error).__name__}: {error}"
             has_defaults = isinstance(error, NoTrialError) and error.has_defaults
-            raise NoTrialError(f"none could be made for a trial ({told})", has_defaults=has_defaults) from error
+            raise NoTrialError(f"none could be made for a trial ({reason})", has_defaults=has_defaults) from error
