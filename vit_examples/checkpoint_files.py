@@ -1,9 +1,8 @@
 """Folders of checkpoints by torch.distributed.checkpoint, whatever is trained.
 
 A folder is written under a temporary name and renamed when complete, so a crash never leaves half a checkpoint that
-looks newest. ``state.json`` holds what is no tensor, ``manifest.json`` what every file is like. torch's own index,
-``.metadata``, is a pickle, and is read by :class:`~zeroresize.utils.checkpoint_reader.CheckpointReader`: no code of it
-runs.
+looks newest. ``state.json`` holds what is no tensor, ``manifest.json`` what every file is like. The index is
+``index.json`` in place of torch's pickle ``.metadata``; a folder that has only that is read without running code of it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
 import zeroresize as zr
@@ -29,6 +27,7 @@ from vit_examples.checkpoint_folders import CheckpointFolders
 from vit_examples.manifest import require_all_intact, sealed, sync_names, write_manifest
 from vit_examples.plain_files import read_state, state_files, write_state
 from zeroresize.utils.checkpoint_reader import CheckpointReader
+from zeroresize.utils.checkpoint_writer import CheckpointWriter
 from zeroresize.utils.value_checks import at_least, known_keys
 
 logger = logging.getLogger(__name__)
@@ -122,7 +121,7 @@ def save_checkpoint(
         on_all_ranks(OSError, begin if is_first else do_nothing, process_group)
         dcp.save(
             zr.sharded_state_dict(model, optimizer),
-            storage_writer=FileSystemWriter(temporary, sync_files=False),  # sealed() does that
+            storage_writer=CheckpointWriter(temporary, sync_files=False),  # sealed() does that
             process_group=process_group,
         )
         on_all_ranks(OSError, complete if is_first else do_nothing, process_group)

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from zeroresize.utils.checkpoint_files import require_plain_file
-from zeroresize.utils.checkpoint_index import read_index
+from zeroresize.utils.checkpoint_index import INDEX, index_from_json, read_index
 
 #: A file with this name tells itself what the names that begin so are to be read as; none of them must be there.
 TOLD, TOLD_PREFIXES = "pipeline.settings", ("layers.", "optimizer.layers.", "pipeline.layers.")
@@ -61,9 +61,14 @@ class CheckpointReader(FileSystemReader):
         """The index, or that of one rank (``rank``) where each has written an index of its own."""
         rank = kwargs.get("rank")
         path = Path(self.path) / (".metadata" if rank is None else f"__{rank}.metadata")
-        require_plain_file(path)
-        with path.open("rb") as stream:
-            metadata = read_index(stream, str(path))
+        plain = Path(self.path) / INDEX
+        if rank is None and os.path.lexists(plain):
+            require_plain_file(plain)
+            metadata = index_from_json(plain.read_text(encoding="utf-8"), str(plain))
+        else:
+            require_plain_file(path)
+            with path.open("rb") as stream:
+                metadata = read_index(stream, str(path))
         for name in {storage.relative_path for storage in metadata.storage_data.values()}:
             with suppress(FileNotFoundError):  # which is an error where it is needed
                 require_plain_file(Path(self.path) / name)
