@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,8 +25,6 @@ from vit_examples.host import Host
 from vit_examples.manifest import require_intact, sealed, sync_names, write_manifest
 from vit_examples.plain_files import read_state, read_values, state_files, write_state, write_values
 from zeroresize.utils.value_checks import at_least, is_number, known_keys
-
-logger = logging.getLogger(__name__)
 
 _LAYOUT, _PROGRESS = "layout.json", "progress.json"
 _FOLDERS = CheckpointFolders("epoch", 4)
@@ -143,14 +139,7 @@ def save_checkpoint(
         on_all_ranks(OSError, complete if host.rank == 0 else do_nothing)
     except OSError as error:
         if host.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-            newest = newest_checkpoint(folder)
-            logger.warning(
-                "no checkpoint of epoch %d, training goes on without (the newest is %s): %s",
-                progress.epochs,
-                newest.name if newest is not None else "none",
-                error,
-            )
+            _FOLDERS.abandon(folder, progress.epochs, error)
         return False
     if host.rank == 0:
         _FOLDERS.delete_but(folder, keep)

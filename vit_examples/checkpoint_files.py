@@ -8,8 +8,6 @@ looks newest. ``state.json`` holds what is no tensor, ``manifest.json`` what eve
 from __future__ import annotations
 
 import json
-import logging
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -29,8 +27,6 @@ from vit_examples.plain_files import read_state, state_files, write_state
 from zeroresize.utils.checkpoint_reader import CheckpointReader
 from zeroresize.utils.checkpoint_writer import CheckpointWriter
 from zeroresize.utils.value_checks import at_least, known_keys
-
-logger = logging.getLogger(__name__)
 
 _STATE = "state"
 _FOLDERS = CheckpointFolders("step", 8)
@@ -128,14 +124,7 @@ def save_checkpoint(
     except (OSError, CheckpointException) as error:
         _raise_interrupt(error, process_group)
         if is_first:
-            shutil.rmtree(temporary, ignore_errors=True)
-            newest = newest_checkpoint(folder)
-            logger.warning(
-                "no checkpoint of step %d, training goes on without (the newest is %s): %s",
-                state.step,
-                newest.name if newest is not None else "none",
-                _reason(error),
-            )
+            _FOLDERS.abandon(folder, state.step, _reason(error))
         return False
     if is_first:
         _FOLDERS.delete_but(folder, keep)

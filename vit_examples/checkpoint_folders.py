@@ -61,6 +61,18 @@ class CheckpointFolders:
         shutil.rmtree(final, ignore_errors=True)
         self.unfinished(folder, number).rename(final)
 
+    def abandon(self, folder: Path, number: int, reason: object) -> None:
+        """Delete what was begun of a checkpoint that cannot be written, and warn of it."""
+        shutil.rmtree(self.unfinished(folder, number), ignore_errors=True)
+        newest = self.newest(folder)
+        logger.warning(
+            "no checkpoint of %s %d, training goes on without (the newest is %s): %s",
+            self._unit,
+            number,
+            newest.name if newest is not None else "none",
+            reason,
+        )
+
     def newest(self, folder: Path) -> Path | None:
         """The complete one of the highest number under ``folder``."""
         return next(reversed(self.complete(folder)), None)

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 
 import zeroresize as zr
 from vit_examples import checkpoint as checkpoints
+from vit_examples import checkpoint_folders
 from vit_examples.all_ranks import of_all_ranks
 from vit_examples.checkpoint import Progress, layout_of, load_checkpoint, newest_checkpoint, require_layout
 from vit_examples.config import RunConfig
@@ -347,7 +348,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_older_ones_and_training_
         training.steps(0)
         assert training.save(tmp_path, Progress(1, 1))
         told = []
-        checkpoints.logger.addFilter(lambda line: told.append(line.getMessage()))
+        checkpoint_folders.logger.addFilter(lambda line: told.append(line.getMessage()))
         if rank in full_ranks:
             with files_of_at_most(num_bytes):
                 was_written = training.save(tmp_path, Progress(2, 2), keep=1)
