@@ -23,8 +23,8 @@ from zeroresize.pipeline.layer_move import LayerMove
 from zeroresize.plan.ownership import OwnershipMap
 from zeroresize.plan.strategy import Strategy
 from zeroresize.resharding import transaction
-from zeroresize.resharding.local_move import UnitMove
 from zeroresize.resharding.transfer import move_units
+from zeroresize.resharding.unit_move import UnitMove
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.switching.rehoming import Rehoming
 from zeroresize.strategy.switching.switch import Switch

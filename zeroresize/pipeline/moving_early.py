@@ -72,10 +72,10 @@ def moving_during_backward(
     begin = time.perf_counter()
     make = partial(EarlyLayerMove, pipeline, boundaries, optimizer, max_bytes, num_steps)
     move = prepare_transaction(make, participants_of(pipeline))
-    found = MoveDuringBackward()
+    outcome = MoveDuringBackward()
     if not move.moving:
-        yield found
-        found.report = LayerMoveReport(num_layers=0, **move.figures(begin) | {"seconds": 0.0})
+        yield outcome
+        outcome.report = LayerMoveReport(num_layers=0, **move.figures(begin) | {"seconds": 0.0})
         return
     _connect(move, pipeline.meet())
     move.start()
@@ -83,7 +83,7 @@ def moving_during_backward(
     before_s = time.perf_counter() - begin
     try:
         with move.finished:
-            yield found
+            yield outcome
     except Exception as error:
         _give_up(pipeline, move, error, meet, begin)
         raise
@@ -94,14 +94,14 @@ def moving_during_backward(
     except RuntimeError:
         pipeline.leave_side_group()  # as ranks do whose block has failed
         raise
-    found.was_repeated = any(is_outdated)
-    if found.was_repeated:
+    outcome.was_repeated = any(is_outdated)
+    if outcome.was_repeated:
         del move  # its new tensors: their memory is needed for those that come now
         report = move_layers(pipeline, boundaries, optimizer=optimizer, max_bytes=max_bytes)
     else:
         move.commit()
         report = LayerMoveReport(num_layers=move.num_layers, **move.figures(begin))
-    found.report = replace(report, seconds=before_s + time.perf_counter() - begin)
+    outcome.report = replace(report, seconds=before_s + time.perf_counter() - begin)
 
 
 def _give_up(pipeline: Pipeline, move: EarlyLayerMove, error: Exception, meet: Meet, begin: float) -> None:

@@ -104,7 +104,9 @@ def wait_for_all(transfers: Mapping[int, Sequence[Waitable]]) -> dict[int, Runti
     return errors
 
 
-def meet_prepared(meet: Meet, own: Sequence[float] | Exception, what: str = "what moves") -> Sequence[Sequence[float]]:
+def meet_prepared(
+    meet: Meet, numbers: Sequence[float] | Exception, what: str = "what moves"
+) -> Sequence[Sequence[float]]:
     """Numbers of every rank, the first of them not negative, or what kept a rank from giving any; collective.
 
     Args:
@@ -116,16 +118,16 @@ def meet_prepared(meet: Meet, own: Sequence[float] | Exception, what: str = "wha
         CannotMoveError: for any other that is given, and on the other ranks, naming those that gave one.
         RuntimeError: if a rank does not come.
     """
-    if isinstance(own, Exception):
-        ran_out = is_out_of_memory(own)
-        with suppress(RuntimeError):  # the own error says more
+    if isinstance(numbers, Exception):
+        ran_out = is_out_of_memory(numbers)
+        with suppress(RuntimeError):  # this rank's error says more
             meet(_RAN_OUT if ran_out else _FAILED)
-        if isinstance(own, ValueError):
-            raise own
+        if isinstance(numbers, ValueError):
+            raise numbers
         if ran_out:
-            raise NotEnoughMemoryError(f"{_NOTHING_CHANGED}, preparing {what}: {reason(own)}") from own
-        raise CannotMoveError(f"{_NOTHING_CHANGED}: {reason(own)}") from own
-    table = meet_unchanged(meet, *own)
+            raise NotEnoughMemoryError(f"{_NOTHING_CHANGED}, preparing {what}: {reason(numbers)}") from numbers
+        raise CannotMoveError(f"{_NOTHING_CHANGED}: {reason(numbers)}") from numbers
+    table = meet_unchanged(meet, *numbers)
     failed = [rank for rank, (number, *_) in enumerate(table) if number < 0.0]
     if failed:
         kind = NotEnoughMemoryError if all(table[rank][0] == _RAN_OUT for rank in failed) else CannotMoveError
@@ -173,16 +175,16 @@ def allocate_together(
     free = free_bytes(device)
     free_here = math.inf if free is None else float(max(free, 0))
     place_here = fingerprint(_place_of(device))
-    own: Sequence[float] | Exception = [float(needed), free_here, place_here]
+    numbers: Sequence[float] | Exception = [float(needed), free_here, place_here]
     ran_out: Exception | None = None
     if needed <= free_here:
         try:
             allocate()
         except Exception as error:  # the others must hear of any
-            own = error
+            numbers = error
             if is_out_of_memory(error):
-                ran_out, own = error, [float(max(needed, 1)), 0.0, place_here]
-    all_needed, frees, places = zip(*(row[:3] for row in meet_prepared(meet, own)), strict=True)
+                ran_out, numbers = error, [float(max(needed, 1)), 0.0, place_here]
+    all_needed, frees, places = zip(*(row[:3] for row in meet_prepared(meet, numbers)), strict=True)
     lacking = {}
     for rank, needed_there in enumerate(all_needed):
         sharing = [other for other, place in enumerate(places) if place == places[rank]]
@@ -190,13 +192,13 @@ def allocate_together(
         if needed_there and lack > 0.0:
             lacking[rank] = lack
     if lacking:
-        told = "; ".join(
+        lacks = "; ".join(
             f"rank {_number(rank, meet)} lacks {lack / 1e6:.1f} MB, of {all_needed[rank] / 1e6:.1f} MB that it needs"
             for rank, lack in lacking.items()
         )
         why = "" if ran_out is None else f": {reason(ran_out)}"
         raise NotEnoughMemoryError(
-            f"{_NOTHING_CHANGED}, as there is not enough memory for {what}: {told}{why}"
+            f"{_NOTHING_CHANGED}, as there is not enough memory for {what}: {lacks}{why}"
         ) from ran_out
 
 
@@ -264,14 +266,6 @@ def require_received(
     if failed:
         raise RuntimeError(f"{_NOTHING_CHANGED}: {named(failed, meet)} have not received everything")
     return [number for _, number, *_ in table]
-
-
-def failure_of(carry_out: Callable[[], Exception | None]) -> Exception | None:
-    """What ``carry_out`` returns, or raises: the others must hear of any."""
-    try:
-        return carry_out()
-    except Exception as error:
-        return error
 
 
 def meet_unchanged(meet: Meet, *numbers: float) -> Sequence[Sequence[float]]:

@@ -16,9 +16,9 @@ from zeroresize.layers.segment import OwnedSegment
 from zeroresize.plan.ownership import OwnershipMap
 from zeroresize.resharding.agreement import meet_over
 from zeroresize.resharding.data_parallel import wrappers_of
-from zeroresize.resharding.local_move import UnitMove, bytes_per_unit
 from zeroresize.resharding.transaction import MoveReport, Participants, run_transaction
 from zeroresize.resharding.unit_contents import contents_of
+from zeroresize.resharding.unit_move import UnitMove, bytes_per_unit
 
 
 @dataclass(frozen=True, kw_only=True)

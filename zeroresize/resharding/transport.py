@@ -67,6 +67,10 @@ class Transport(Generic[RoundT]):
             torch.empty(self._buffer_size, dtype=torch.uint8, device=device) for _ in range(self._num_buffers)
         ]
 
+    def free(self) -> None:
+        """Let go of the memory of messages."""
+        self._buffers = []
+
     def carry_out(
         self,
         pack: Packer[RoundT],
@@ -78,8 +82,7 @@ class Transport(Generic[RoundT]):
         """Send and receive the messages of all rounds; returns what failed.
 
         After a failure the other rounds are carried out all the same: ranks that live wait for each other's messages.
-        The memory of messages stays until this object goes: freed before old tensors are, it would be taken anew, page
-        by page, in the next move.
+        The memory of messages stays until :meth:`free`, or until this object goes.
 
         Args:
             meanwhile: called once, when the first messages are on their way.

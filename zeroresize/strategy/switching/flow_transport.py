@@ -52,6 +52,7 @@ class FlowTransport(Transport[SwitchRound]):
             ends: of each flow.
         """
         errors = self.carry_out(partial(_pack, ends), partial(_unpack, ends))
+        self.free()
         return errors[0] if errors else None
 
 
