@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from helpers.processes import caught_log_lines
 from helpers.virtual_training import FEATURES
 from torch import nn
@@ -14,6 +15,7 @@ import zeroresize as zr
 from zeroresize.convert import balanced_layers
 from zeroresize.layers.segments import owned_segments
 from zeroresize.layers.unit_dropout import UnitDropout
+from zeroresize.pipeline import Pipeline
 
 HIDDEN = 4 * FEATURES
 
@@ -66,6 +68,10 @@ def test_a_mesh_of_one_dimension_is_taken_for_its_group(run_ranks):
             zr.convert(model, grid)
         with pytest.raises(ValueError, match="has 2 dimensions"):
             zr.ColumnParallelLinear(FEATURES, HIDDEN, process_group=grid)
+        with zr.StragglerInjector(model, process_group=tp, chi={1: 1.5}):
+            model(torch.ones(2, FEATURES))
+        pipeline = Pipeline([nn.Linear(4, 4), nn.Linear(4, 4)], F.mse_loss, num_microbatches=2, process_group=tp)
+        assert pipeline.process_group is tp.get_group() and pipeline.num_stages == 2
         with pytest.raises(ValueError, match="has 2 dimensions"):
             zr.Balancer(model, sgd(model), process_group=tp, data_parallel_group=grid)
 
@@ -275,5 +281,23 @@ def test_a_copy_that_was_made_before_can_be_balanced_for_itself(run_ranks):
         balancer = zr.Balancer(copied, sgd(copied))
         balancer.move((3, 1))
         assert owned(copied) == [(144, 48)] and owned(model) == [(96, 96)]
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("is_balanced", [False, True])
+def test_segments_with_dropout_can_be_checked_before_and_beside_a_balancer(run_ranks, is_balanced):
+    """For the check, too, what is dropped must follow the units; it leaves everything as it was."""
+
+    def check(rank, group):
+        model = zr.convert(split_pair(group, p=0.5))
+        optimizer = sgd(model)
+        balancer = zr.Balancer(model, optimizer) if is_balanced else None
+        dropout = model[2]
+        (found,) = zr.check_segments(model, torch.randn(3, FEATURES, generator=torch.Generator().manual_seed(1)))
+        assert found.problem is None and found.layers == ("0", "3")
+        assert model[2] is dropout
+        balancer = balancer or zr.Balancer(model, optimizer)
+        assert model[2].num_calls == 0, "masks begin with the first step"
 
     run_ranks(check, 2)

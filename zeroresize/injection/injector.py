@@ -61,7 +61,7 @@ class StragglerInjector:
         scope: str = "gemm",
         kind: str = "sleep",
     ) -> None:
-        require_group(process_group)
+        process_group = require_group(process_group)
         self._rank, self._num_ranks = group_rank(process_group), group_size(process_group)
         one_of("scope", scope, SCOPES)
         one_of("kind", kind, KINDS)

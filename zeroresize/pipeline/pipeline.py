@@ -49,7 +49,7 @@ class Pipeline:
             the batch as their first dimension.
         loss: of one micro-batch, averaged over its samples; the losses of micro-batches are averaged.
         num_microbatches: into which a batch is split.
-        process_group: one rank for each stage.
+        process_group: one rank for each stage, or a one-dimensional ``DeviceMesh`` of them.
         boundaries: stage ``s`` gets the layers from ``boundaries[s]`` up to ``boundaries[s + 1]``; None for equally
             many on each.
         schedule: of torch.distributed.pipelining, for one stage on each rank: Schedule1F1B or ScheduleGPipe.
@@ -86,7 +86,8 @@ class Pipeline:
         device: torch.device | str | None = None,
         initialize: Initialize | None = None,
     ) -> None:
-        self._group: ProcessGroup | None = require_group(process_group)
+        process_group = require_group(process_group)
+        self._group: ProcessGroup | None = process_group
         self._owns_group = False
         self.stage, self.num_stages = group_rank(process_group), group_size(process_group)
         self.device = torch.device(device or "cpu")

@@ -67,7 +67,8 @@ class SwitchableModel:
         layers: [L] whole layers, built alike on all ranks, called ``layer(x, packed)``. They stay as they are, and are
             not needed any more: to hold no whole model, give layers on meta, and ``initialize``.
         strategies: under which it will run; more come with :meth:`add`. The same on all ranks.
-        process_group: of all ranks of the job, those that a strategy leaves out included.
+        process_group: of all ranks of the job (or a one-dimensional ``DeviceMesh``), those that a strategy leaves out
+            included.
         home: where the optimizer's state is; None for the first strategy.
         segments: ``segments(number, layer)`` tells which linear layers are divided; None asks each layer's method
             ``segments``, if it has one.
