@@ -12,7 +12,8 @@ from helpers.processes import told_by_survivors
 from helpers.sleeping_layers import MICRO, Pace, layers_of
 from torch import nn
 
-from zeroresize.pipeline import Pipeline, PipelineBalancer, moving
+from zeroresize.pipeline import Pipeline, PipelineBalancer
+from zeroresize.resharding import transaction
 from zeroresize.resharding.agreement import CannotMoveError, NotEnoughMemoryError
 
 
@@ -113,7 +114,7 @@ def test_what_cannot_leave_or_move_stays_and_is_attached_again(run_ranks, step):
         training.units.has_settled = True
         training.pace.of_rank = 3.0 if rank == 1 else 1.0
         training.train(2)
-        real = moving.allocate_together
+        real = transaction.allocate_together
         error = NotEnoughMemoryError("too little")
         if step == "leaving":
             training.units.fails_with = error if rank == 1 else None
@@ -122,10 +123,10 @@ def test_what_cannot_leave_or_move_stays_and_is_attached_again(run_ranks, step):
             def refuse(*_):
                 raise error
 
-            moving.allocate_together = refuse
+            transaction.allocate_together = refuse
         stayed = training.train(4)
         calls = list(training.units.calls)
-        training.units.fails_with, moving.allocate_together = None, real
+        training.units.fails_with, transaction.allocate_together = None, real
         return stayed, calls, training.train(30)
 
     by_rank = run_ranks(check, 2)
