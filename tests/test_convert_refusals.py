@@ -95,8 +95,8 @@ def test_save_pretrained_never_writes_a_rank_s_shards(run_ranks, tmp_path):
         if rank == 0:
             whole = build("Llama")
             expected = {name: one.clone() for name, one in whole.state_dict().items()}
-            for one in whole.parameters():
-                nn.init.zeros_(one)
+            for parameter in whole.parameters():
+                nn.init.zeros_(parameter)
             state = whole.state_dict()
             dcp.load(state, checkpoint_id=str(tmp_path / "sharded"), no_dist=True)
             model.save_pretrained(tmp_path / "given", state_dict=state)
@@ -114,17 +114,17 @@ def test_save_pretrained_does_not_take_a_rank_s_shards_for_a_given_whole_model(r
         layers = balanced_layers(model)
         divided = [f"{name}.weight" for name in layers]
         divided += [f"{name}.bias" for name, one in layers.items() if one.is_column_parallel and one.bias is not None]
-        whole, own = build(kind).state_dict(), model.state_dict()
+        whole, held = build(kind).state_dict(), model.state_dict()
         kept = {name: one for name, one in whole.items() if name not in divided}  # on every rank alike
-        assert len(kept) > 3 and all(own[name].shape == one.shape for name, one in kept.items())
+        assert len(kept) > 3 and all(held[name].shape == one.shape for name, one in kept.items())
         save = functools.partial(model.save_pretrained, tmp_path / f"{rank}")
         for name in divided:
             for prefix in ("", "module.", "_orig_mod.module."):
-                state = {f"{prefix}{key}": one for key, one in {**kept, name: own[name]}.items()}
+                state = {f"{prefix}{key}": one for key, one in {**kept, name: held[name]}.items()}
                 with pytest.raises(RuntimeError, match=rf"shards .* whole model \(given is {prefix}{name} of shape"):
                     save(state_dict=state)
         with pytest.raises(RuntimeError, match=r"shards .* whole model .*sharded_state_dict"):
-            save(state_dict=own)
+            save(state_dict=held)
         assert not (tmp_path / f"{rank}").exists()
         save(state_dict=whole)
 
@@ -142,12 +142,12 @@ def test_save_pretrained_tells_parts_from_the_whole_however_units_lie(run_ranks)
         model = Model(*model_of(group), nn.Linear(8, 8))
         even = model.state_dict()
         zr.convert(model, process_group=group, segments=named(min_units=0), shares=(1, 0))
-        own = dict(model.named_parameters())
+        held = dict(model.named_parameters())
         whole = {"0.weight": torch.zeros(16, 8), "0.bias": torch.zeros(16), "2.weight": torch.zeros(8, 16)}
         model.save_pretrained("whole", state_dict=whole)
         if rank == 0:  # it has all units
-            model.save_pretrained("own", state_dict=own)
-        for state in [even] if rank == 0 else [even, own]:
+            model.save_pretrained("own", state_dict=held)
+        for state in [even] if rank == 0 else [even, held]:
             with pytest.raises(RuntimeError, match=r"given is 0\.weight of shape"):
                 model.save_pretrained("parts", state_dict=state)
         # Of another module that has the same name but for a prefix.

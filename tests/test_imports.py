@@ -13,8 +13,8 @@ SEEN = "import sys, zeroresize, zeroresize.simulate; print('zeroresize.pipeline.
 @pytest.mark.slow
 def test_pipelines_are_imported_by_those_only_who_ask_for_them():
     """They need newer releases of torch than the rest."""
-    told = subprocess.run([sys.executable, "-c", SEEN], check=True, capture_output=True, text=True)
-    assert told.stdout.strip() == "False"
+    ended = subprocess.run([sys.executable, "-c", SEEN], check=True, capture_output=True, text=True)
+    assert ended.stdout.strip() == "False"
 
 
 def test_what_is_public_is_there():

@@ -45,8 +45,8 @@ def records_of_steps(*steps):
 
 def write(path, records, **arguments):
     telemetry = JsonLinesTelemetry(path, **arguments)
-    for one in records:
-        telemetry(one)
+    for record in records:
+        telemetry(record)
     telemetry.close()
 
 
@@ -81,8 +81,8 @@ def test_what_was_not_measured_is_null_at_any_depth(tmp_path):
 def test_records_can_be_read_while_the_file_is_open(tmp_path):
     telemetry = JsonLinesTelemetry(tmp_path / "balance.jsonl")
     assert read_json_lines(tmp_path / "balance.jsonl") == []
-    for number, one in enumerate(records_of_steps(10, 20, 30)):
-        telemetry(one)
+    for number, record in enumerate(records_of_steps(10, 20, 30)):
+        telemetry(record)
         assert len(read_json_lines(tmp_path / "balance.jsonl")) == number + 1
 
 
@@ -90,13 +90,13 @@ def test_records_can_be_read_while_the_file_is_open(tmp_path):
 def test_a_disk_that_is_full_ends_no_training_and_leaves_whole_lines(tmp_path, caplog, part_that_fits):
     path = tmp_path / "balance.jsonl"
     telemetry = JsonLinesTelemetry(path)
-    one, two, three, four = records_of_steps(10, 20, 30, 40)
-    telemetry(one)
+    first, second, third, fourth = records_of_steps(10, 20, 30, 40)
+    telemetry(first)
     with files_of_at_most(path.stat().st_size + part_that_fits):
-        telemetry(two)
+        telemetry(second)
         assert steps_in(path) == [10] and path.read_text().endswith("}\n")
-        telemetry(three)
-    telemetry(four)
+        telemetry(third)
+    telemetry(fourth)
     telemetry.close()
     assert steps_in(path) == [10, 40]
     (line,) = caplog.messages
@@ -174,14 +174,14 @@ def test_records_in_training_agree_with_metrics_and_the_lineage_table(run_ranks,
 
     results = run_ranks(train, 2)
     records = [read_json_lines(tmp_path / f"rank{rank}.jsonl") for rank in range(2)]
-    for rank, (seen, told) in enumerate(zip(results, records, strict=True)):
-        assert [(one["update"], one["step"], one["rank"]) for one in told] == [(n, 3 * n, rank) for n in range(1, 6)]
-        for one, (metrics, shares) in zip(told, seen, strict=True):
-            assert set(one) == FIELDS and one["would"] == {}
+    for rank, (seen, lines) in enumerate(zip(results, records, strict=True)):
+        assert [(one["update"], one["step"], one["rank"]) for one in lines] == [(n, 3 * n, rank) for n in range(1, 6)]
+        for line, (metrics, shares) in zip(lines, seen, strict=True):
+            assert set(line) == FIELDS and line["would"] == {}
             for name in ("ratio", "busy_s", "gemm_s", "is_straggler"):
-                assert one[name] == metrics[f"balance/{name}"]
-            assert one["layer_shares"] == shares
-        assert [one["epoch"] for one in told] == [0, 1, 1, 2, 2], "an epoch of six steps, an update each third"
+                assert line[name] == metrics[f"balance/{name}"]
+            assert line["layer_shares"] == shares
+        assert [one["epoch"] for one in lines] == [0, 1, 1, 2, 2], "an epoch of six steps, an update each third"
     normal, straggler = (told[-1] for told in records)
     assert normal["ratio"] == 0.0 and straggler["ratio"] > 0.5
     assert straggler["layer_shares"]["up"] != straggler["layer_shares"]["down"]
@@ -196,12 +196,12 @@ def test_off_tells_what_every_mode_would_do_and_does_nothing(run_ranks, tmp_path
 
     results = run_ranks(train, 2)
     for rank, (pruned, metrics, what_if) in enumerate(results):
-        told = read_json_lines(tmp_path / f"rank{rank}.jsonl")
+        lines = read_json_lines(tmp_path / f"rank{rank}.jsonl")
         assert pruned == {"up": None, "down": None}
-        assert all(one["ratio"] == one["pruned"] == 0.0 for one in told)
-        assert all(set(one["layer_shares"].values()) == {0.0} for one in told)
+        assert all(one["ratio"] == one["pruned"] == 0.0 for one in lines)
+        assert all(set(one["layer_shares"].values()) == {0.0} for one in lines)
         assert what_if == results[0][2], "the whole group's, on every rank"
-        assert list(what_if) == list(told[-1]["would"]) == [mode for mode in MODES if mode != "off"]
+        assert list(what_if) == list(lines[-1]["would"]) == [mode for mode in MODES if mode != "off"]
         for mode, would in what_if.items():
             computed = would["owned"][1] * (1.0 - would["pruned"][1] - would["lent"][1])
             assert would["ratios"] == [0.0, pytest.approx(1.0 - computed)]
@@ -212,29 +212,29 @@ def test_off_tells_what_every_mode_would_do_and_does_nothing(run_ranks, tmp_path
             full_s, short_s = metrics["balance/predicted_step_s"], would["predicted_step_s"]
             assert would["gain"] == pytest.approx((full_s - short_s) / full_s) and 0.0 < would["gain"] < 1.0
             flat = {"predicted_step_s": short_s, "gain": would["gain"], "most_ratio": would["ratios"][1]}
-            assert told[-1]["would"][mode] == flat
+            assert lines[-1]["would"][mode] == flat
             assert {name: metrics[f"balance/would/{mode}/{name}"] for name in flat} == flat
 
 
 def test_records_tell_who_owns_what_and_what_changed_hands_since_the_one_before(run_ranks):
     def train(rank, group):
-        told = []
-        run = Run(group, on_update=told.append, mode="off")
+        updates = []
+        run = Run(group, on_update=updates.append, mode="off")
         run.updates(1)
         run.balancer.move([3, 1])
         run.updates(1)
         with run.balancer.at_home():
             pass
         run.updates(2)
-        return [record.to_dict() for record in told]
+        return [record.to_dict() for record in updates]
 
     records = run_ranks(train, 2)
     neuron = 4 * (FEATURES + 1 + FEATURES) * 3  # a row of W1 and of b1, a column of W2; fp32, two moments
-    for told, own, after in zip(records, (1.5, 0.5), (144, 48), strict=True):
-        assert [record["units"] for record in told] == [{"neurons": 96}] + [{"neurons": after}] * 3
-        assert [record["owned"] for record in told] == pytest.approx([1.0, own, own, own])
-        assert [record["moved_bytes"] for record in told] == [0, 48 * neuron, 2 * 48 * neuron, 0]
-        assert [record["moving_s"] > 0 for record in told] == [False, True, True, False]
+    for lines, owned, after in zip(records, (1.5, 0.5), (144, 48), strict=True):
+        assert [record["units"] for record in lines] == [{"neurons": 96}] + [{"neurons": after}] * 3
+        assert [record["owned"] for record in lines] == pytest.approx([1.0, owned, owned, owned])
+        assert [record["moved_bytes"] for record in lines] == [0, 48 * neuron, 2 * 48 * neuron, 0]
+        assert [record["moving_s"] > 0 for record in lines] == [False, True, True, False]
     assert [one["moving_s"] for one in records[0]] == [one["moving_s"] for one in records[1]], "of the slowest"
 
 
@@ -250,8 +250,8 @@ def scalars_in(folder):
 
 def show(folder, records, **arguments):
     board = TensorBoardTelemetry(folder, **arguments)
-    for one in records:
-        board(one)
+    for record in records:
+        board(record)
     board.close()
 
 

@@ -18,16 +18,16 @@ def test_ranks_that_fail_together_read_each_other_and_one_that_does_not_fail_is_
         time.sleep(0.5 * rank)
         exchange.where.call, exchange.where.num_steps = Call.TRAINING, 10 + rank
         began = time.monotonic()
-        told = exchange._group.reports.tell("an all-reduce failed")
+        explanation = exchange._group.reports.tell("an all-reduce failed")
         again = exchange._group.reports.tell("its consequence")
-        return told, again == told, time.monotonic() - began
+        return explanation, again == explanation, time.monotonic() - began
 
-    for told, is_told_once, seconds in run_ranks(fail, 3)[:2]:
+    for explanation, is_told_once, seconds in run_ranks(fail, 3)[:2]:
         assert (
             "rank 0: training, after 10 calls of balancer.step(): an all-reduce failed; rank 1: training, after 11"
-            in told
+            in explanation
         )
-        assert "rank 2: has not reported, last heard from at balancer.step(), call 7" in told
+        assert "rank 2: has not reported, last heard from at balancer.step(), call 7" in explanation
         assert is_told_once and seconds < failure_reports.WAIT_S + 1
 
 

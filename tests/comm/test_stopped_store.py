@@ -103,9 +103,9 @@ def test_epoch_end_names_the_rank_that_is_stopped(run_ranks):
         run = Run(dist.group.WORLD, chi={1: 4.0}, mode="mig", update_every=3)
         run.steps(8)
         job.stop_keeper()
-        told = error_of(run.balancer.epoch_end) if rank else ""
+        message = error_of(run.balancer.epoch_end) if rank else ""
         job.end()
-        return told
+        return message
 
     for text in run_ranks(train, 3, timeout_s=30)[1:]:
         at = "balancer.epoch_end(), after 8 calls of balancer.step()"
@@ -122,9 +122,9 @@ def test_training_names_where_each_rank_is(run_ranks, mode):
         run = Run(dist.group.WORLD, mode=mode, update_every=3)
         run.steps(8)
         job.stop_keeper()
-        told = error_of(lambda: run.steps(1)) if rank else ""
+        message = error_of(lambda: run.steps(1)) if rank else ""
         job.end()
-        return told
+        return message
 
     for rank, text in enumerate(run_ranks(train, 3, timeout_s=30)[1:], start=1):
         assert "failed" in text and f"This rank, {rank}, was at: training, after 8 calls of balancer.step()" in text
@@ -158,9 +158,9 @@ def test_making_a_balancer_ends_in_an_error(run_ranks, keeper_is_rank_0):
     def train(rank, group):
         job = Job(rank, 3, keeper_is_rank_0=keeper_is_rank_0)
         job.stop_keeper()
-        told = error_of(lambda: Run(dist.group.WORLD)) if rank or not keeper_is_rank_0 else ""
+        message = error_of(lambda: Run(dist.group.WORLD)) if rank or not keeper_is_rank_0 else ""
         job.end()
-        return told
+        return message
 
     for text in run_ranks(train, 3, timeout_s=30)[keeper_is_rank_0:]:
         assert text.startswith(f"{STORE_IS_GONE}: the process that keeps it, usually rank 0's or torchrun's own, ")
@@ -191,10 +191,10 @@ def test_connecting_ends_in_an_error_where_the_store_stops_after_all_have_come(r
             return connect(self, stop_and_make, *destroy)
 
         monkeypatch.setattr(Rendezvous, "connect", connect_stopped)
-        told = error_of(make)
+        message = error_of(make)
         job.end()
         assert known_groups() == [dist.group.WORLD.group_name]
-        return told
+        return message
 
     for text in run_ranks(train, 2, timeout_s=30):
         assert "but could not be connected within " in text and STORE_IS_GONE in text
@@ -218,14 +218,14 @@ class PatientJob(Job):
         """
         known = known_groups()
         self.stop_keeper()
-        told = error_of(call, GROUP_LIMIT)
+        message = error_of(call, GROUP_LIMIT)
         assert known_groups() == known
         self.end()
         dist.all_reduce(torch.ones(1))
         time.sleep(1.0)  # for what comes too late
         assert known_groups() == known
         goes_on()
-        return told
+        return message
 
 
 def assert_store_is_named(text):
@@ -252,10 +252,10 @@ def test_repacking_ends_in_an_error_and_leaves_everything_as_it_was(run_ranks):
 
         return job.fails_while_the_store_is_stopped(lambda: repack(training, optimizer, num_stages=2), goes_on)
 
-    told = run_ranks(train, 3, timeout_s=40)
-    staying = [text for text in told if STORE_IS_GONE in text]
-    assert len(staying) == 2, told
-    for text in told:
+    messages = run_ranks(train, 3, timeout_s=40)
+    staying = [text for text in messages if STORE_IS_GONE in text]
+    assert len(staying) == 2, messages
+    for text in messages:
         assert "nothing has moved or changed: " in text, text
         assert text in staying or "failed before; their errors tell why" in text, text
     for text in staying:
@@ -273,7 +273,7 @@ def test_making_and_extending_a_switchable_model_end_in_errors(run_ranks):
             layers = strategies.layers_of()
             models.append(SwitchableModel(layers, strategies=[replicas, divided], process_group=job.group))
 
-        told = [job.fails_while_the_store_is_stopped(make, make)]
+        messages = [job.fails_while_the_store_is_stopped(make, make)]
         (model,) = models
 
         def goes_on():
@@ -283,8 +283,8 @@ def test_making_and_extending_a_switchable_model_end_in_errors(run_ranks):
             strategies.assert_holds(model, strategies.whole_tensors(strategies.layers_of()))
             model.collect()
 
-        told.append(job.fails_while_the_store_is_stopped(lambda: model.add(halves), goes_on))
-        return told
+        messages.append(job.fails_while_the_store_is_stopped(lambda: model.add(halves), goes_on))
+        return messages
 
     for texts in run_ranks(train, 4, timeout_s=60):
         for text in texts:
@@ -332,7 +332,7 @@ def test_a_group_that_comes_too_late_is_destroyed(run_ranks, monkeypatch):
             return connect(self, stop_and_make, see_and_destroy)
 
         monkeypatch.setattr(Rendezvous, "connect", connect_stopped)
-        told = error_of(lambda: make_side_group(job.group, [1, 0], 0), GROUP_LIMIT)
+        message = error_of(lambda: make_side_group(job.group, [1, 0], 0), GROUP_LIMIT)
         monkeypatch.setattr(Rendezvous, "connect", connect)
         job.end()
         begin = time.monotonic()
@@ -344,7 +344,7 @@ def test_a_group_that_comes_too_late_is_destroyed(run_ranks, monkeypatch):
         dist.all_reduce(torch.ones(1), group=made)
         destroy_side_group(made)
         assert known_groups() == known
-        return told
+        return message
 
     for text in run_ranks(train, 2, timeout_s=40):
         assert "but could not be connected within 2.5 s, half of the time limit" in text and STORE_IS_GONE in text
@@ -390,10 +390,10 @@ def test_a_process_that_waited_in_vain_for_the_store_ends_by_itself(tmp_path):
         for rank in range(2)
     ]
     try:
-        _, told = ranks[1].communicate(timeout=60)
+        _, printed = ranks[1].communicate(timeout=60)
         assert ranks[1].returncode == 1
-        assert "RuntimeError: ranks [0] of the group did not come to balancer.epoch_end()" in told
-        assert STORE_IS_GONE in told
+        assert "RuntimeError: ranks [0] of the group did not come to balancer.epoch_end()" in printed
+        assert STORE_IS_GONE in printed
     finally:
         for rank in ranks:
             rank.kill()

@@ -28,10 +28,10 @@ class Evil:
 def resealed(checkpoint: Path, name: str, *, instead_of: str | None = None) -> None:
     """Let the manifest say that the file ``name`` is as it was written."""
     manifest = checkpoint / "manifest.json"
-    told = json.loads(manifest.read_text())
-    told["files"].pop(instead_of, None)
-    told["files"][name] = sealed(checkpoint / name)
-    manifest.write_text(json.dumps(told))
+    content = json.loads(manifest.read_text())
+    content["files"].pop(instead_of, None)
+    content["files"][name] = sealed(checkpoint / name)
+    manifest.write_text(json.dumps(content))
 
 
 def change_index(checkpoint: Path, change: Callable[[Any], Any]) -> None:

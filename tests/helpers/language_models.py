@@ -73,8 +73,8 @@ class Run:
             self.num_steps += 1
             if loss is not None:
                 self.losses.append(loss.item())
-            told = None if loss is None else loss.item()
-            self.has_changed.append(self.case.after_step(self.pipeline, self.optimizer, self.num_steps, told))
+            loss_value = None if loss is None else loss.item()
+            self.has_changed.append(self.case.after_step(self.pipeline, self.optimizer, self.num_steps, loss_value))
             if moves:
                 places = BOUNDARIES[self.pipeline.num_stages]
                 move_layers(self.pipeline, places[self.num_steps % len(places)], optimizer=self.optimizer)
@@ -91,9 +91,9 @@ class Run:
             {
                 "layers": self.pipeline.state_dict(),
                 "optimizer": {
-                    name: self.optimizer.state[one]
-                    for name, one in parameters.items()
-                    if one.numel() and one in self.optimizer.state
+                    name: self.optimizer.state[parameter]
+                    for name, parameter in parameters.items()
+                    if parameter.numel() and parameter in self.optimizer.state
                 },
                 "case": self.case.state_dict(),
                 "num_steps": self.num_steps,

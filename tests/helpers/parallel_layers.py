@@ -42,7 +42,7 @@ def close(actual, expected, precision=None):
     assert_close(actual, expected, **TOLERANCES[precision or expected.dtype])
 
 
-def own(whole, dim, group):
+def shard_of(whole, dim, group):
     """This rank's part of a tensor."""
     return whole.detach().chunk(dist.get_world_size(group), dim)[dist.get_rank(group)]
 
@@ -74,14 +74,14 @@ class Comparison:
     def forward(self, *leading, dtype=None, seed=1, x_learns=True):
         x = randn(*leading, IN, seed=seed, dtype=dtype or self.linear.weight.dtype)
         self.x = x.clone().requires_grad_(x_learns)
-        self.own_x = (own(x, -1, self.group) if self.splits_x else x).clone().requires_grad_(x_learns)
+        self.own_x = (shard_of(x, -1, self.group) if self.splits_x else x).clone().requires_grad_(x_learns)
         self.y, self.own_y = self.linear(self.x), self.layer(self.own_x)
 
     def backward(self, seed=2):
         """Gradients add up in the parameters as they always do."""
         dy = randn(*self.y.shape, seed=seed, dtype=self.y.dtype)
         self.y.backward(dy)
-        self.own_y.backward(own(dy, -1, self.group) if self.splits_y else dy)
+        self.own_y.backward(shard_of(dy, -1, self.group) if self.splits_y else dy)
 
     def assert_close(self, precision=None):
         """What this rank holds is its part of what the whole layer has, and where that has nothing, nothing."""
@@ -99,7 +99,7 @@ class Comparison:
             if whole is None:
                 assert own_tensor is None
             else:
-                close(own_tensor, whole if split_dim is None else own(whole, split_dim, self.group), precision)
+                close(own_tensor, whole if split_dim is None else shard_of(whole, split_dim, self.group), precision)
 
 
 LAYERS = {
@@ -161,7 +161,7 @@ class PrunedPair:
     def assert_equals(self, function, precision=None):
         y, dx, dw1, db1, dw2, db2 = self.gradients(function, 4, 5)
         own_results = self.gradients(self.model, 4, 5)
-        parts = [y, dx, own(dw1, 0, self.group), own(db1, 0, self.group), own(dw2, 1, self.group), db2]
+        parts = [y, dx, shard_of(dw1, 0, self.group), shard_of(db1, 0, self.group), shard_of(dw2, 1, self.group), db2]
         for own_result, part in zip(own_results, parts, strict=True):
             close(own_result, part, precision)
 
@@ -224,8 +224,8 @@ class Pair(nn.Module):
         """Of all parameters' gradients, relative to the whole layers'."""
         errors = []
         for i, (layer, whole) in enumerate(zip(self.parallel, self.whole, strict=True)):
-            errors.append(relative_error(layer.weight.grad, own(whole.weight.grad, i % 2, group)))
-            bias = own(whole.bias.grad, 0, group) if i % 2 == 0 else whole.bias.grad
+            errors.append(relative_error(layer.weight.grad, shard_of(whole.weight.grad, i % 2, group)))
+            bias = shard_of(whole.bias.grad, 0, group) if i % 2 == 0 else whole.bias.grad
             errors.append(relative_error(layer.bias.grad, bias))
         return max(errors)
 
@@ -316,10 +316,10 @@ def home(num_ranks):
 def whole_of(tensor, where, owned, group):
     """All ranks' units of a tensor, in the order of the units: [pre, blocks, units, inner]."""
     rank = dist.get_rank(group)
-    own = stack(tensor.detach(), where, owned.counts[rank]).clone()
+    held = stack(tensor.detach(), where, owned.counts[rank]).clone()
     parts = [None] * dist.get_world_size(group)
-    dist.all_gather_object(parts, own, group=group)
-    whole = own.new_empty(*own.shape[:2], len(owned.owners), own.shape[3])
+    dist.all_gather_object(parts, held, group=group)
+    whole = held.new_empty(*held.shape[:2], len(owned.owners), held.shape[3])
     for peer, part in enumerate(parts):
         whole[:, :, torch.from_numpy(owned.units_of(peer))] = part
     return whole
@@ -327,7 +327,7 @@ def whole_of(tensor, where, owned, group):
 
 def everything_of(segments, optimizer, group):
     """Weights, gradients and optimizer state of all units by name, as wholes."""
-    found = {}
+    tensors_of_all = {}
     for segment in segments:
         for where in segment.tensors:
             parameter = where.parameter
@@ -339,8 +339,8 @@ def everything_of(segments, optimizer, group):
                 state = optimizer.state.get(parameter, {})
                 tensors |= {f" {key}": value for key, value in state.items() if id(value) in like}
             for kind, tensor in tensors.items():
-                found[where.name + kind] = whole_of(tensor, where, segment.owned, group)
-    return found
+                tensors_of_all[where.name + kind] = whole_of(tensor, where, segment.owned, group)
+    return tensors_of_all
 
 
 def held(segments, optimizer):
@@ -363,8 +363,8 @@ def same(ones, others):
         assert ones.keys() == others.keys()
         ones, others = ones.values(), [others[name] for name in ones]
     return all(
-        torch.equal(one, other) if isinstance(one, torch.Tensor) else np.array_equal(one, other)
-        for one, other in zip(ones, others, strict=True)
+        torch.equal(first, second) if isinstance(first, torch.Tensor) else np.array_equal(first, second)
+        for first, second in zip(ones, others, strict=True)
     )
 
 
@@ -417,14 +417,14 @@ def results(model, segments, compute, group):
     y = compute(model)
     (y * torch.linspace(-1.0, 1.0, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
     split = {one.name: (one, segment) for segment in segments for one in segment.tensors}
-    found = {"y": y.detach()}
+    tensors = {"y": y.detach()}
     for name, parameter in model.named_parameters():
         if name in split:
             description, segment = split[name]
-            found[name] = gathered(parameter.grad, description, segment.owned, group)
+            tensors[name] = gathered(parameter.grad, description, segment.owned, group)
         elif parameter.grad is not None:
-            found[name] = parameter.grad.clone()
-    return found
+            tensors[name] = parameter.grad.clone()
+    return tensors
 
 
 def assert_any_owner_computes_the_same(model, segments, compute, group):
@@ -435,15 +435,15 @@ def assert_any_owner_computes_the_same(model, segments, compute, group):
     for case in range(5):
         for segment in segments:
             hold(segment, uneven_maps(segment)[case], group)
-        found = results(model, segments, compute, group)
-        assert found.keys() == expected.keys()
+        actual = results(model, segments, compute, group)
+        assert actual.keys() == expected.keys()
         for name, tensor in expected.items():
-            assert_close(found[name], tensor, rtol=1e-10, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
+            assert_close(actual[name], tensor, rtol=1e-10, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
     for segment, home in zip(segments, homes, strict=True):
         hold(segment, home, group)
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), weights, strict=True))
-    found = results(model, segments, compute, group)
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    actual = results(model, segments, compute, group)
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
 
 
 def mask(keep: list[int], num_columns: int) -> Tensor:

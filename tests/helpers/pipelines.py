@@ -141,21 +141,21 @@ def undivided(make, num_steps, max_norm):
         torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
         decay.step()
-    found = dict(model.state_dict())
+    tensors = dict(model.state_dict())
     for name, parameter in model.named_parameters():
-        found |= {f"{name} {key}": torch.as_tensor(one) for key, one in optimizer.state.get(parameter, {}).items()}
-    return losses, found
+        tensors |= {f"{name} {key}": torch.as_tensor(one) for key, one in optimizer.state.get(parameter, {}).items()}
+    return losses, tensors
 
 
 def held(pipeline, optimizer):
     """Everything of this stage's layers by name, copied."""
-    found = {name: copy.deepcopy(value) for name, value in pipeline.state_dict().items()}
+    copies = {name: copy.deepcopy(value) for name, value in pipeline.state_dict().items()}
     for name, parameter in pipeline.named_parameters():
         if parameter.grad is not None:
-            found[f"{name} gradient"] = parameter.grad.clone()
+            copies[f"{name} gradient"] = parameter.grad.clone()
         state = {} if optimizer is None else optimizer.state.get(parameter, {})
-        found |= {f"{name} {key}": copy.deepcopy(one) for key, one in state.items()}
-    return found
+        copies |= {f"{name} {key}": copy.deepcopy(one) for key, one in state.items()}
+    return copies
 
 
 def train_step(pipeline, optimizer, step, max_norm=None, between=lambda: None):
@@ -176,13 +176,13 @@ def train_step(pipeline, optimizer, step, max_norm=None, between=lambda: None):
 def assert_same(ones, others):
     """Bit for bit."""
     assert ones.keys() == others.keys()
-    for name, one in ones.items():
+    for name, value in ones.items():
         other = others[name]
-        if isinstance(one, torch.Tensor):
-            assert torch.equal(one, other), name
-            assert one.dtype == other.dtype and one.stride() == other.stride(), name
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, other), name
+            assert value.dtype == other.dtype and value.stride() == other.stride(), name
         else:
-            assert one == other, name
+            assert value == other, name
 
 
 @st.composite
@@ -259,8 +259,8 @@ class World:
         seconds = np.array(self.work) / np.array(self.speeds)[Partition(self.boundaries).stages]
         seconds *= self._random.uniform(1.0, 1.0 + self.noise, len(seconds))
         layers = tuple(
-            LayerProfile(one / 3, one * 2 / 3, self.weight_bytes, self.weight_bytes, 2 * self.weight_bytes, 100)
-            for one in seconds.tolist()
+            LayerProfile(layer_s / 3, layer_s * 2 / 3, self.weight_bytes, self.weight_bytes, 2 * self.weight_bytes, 100)
+            for layer_s in seconds.tolist()
         )
         return PipelineProfile(layers, self.load.stage_times(Partition(self.boundaries)), self.boundaries)
 

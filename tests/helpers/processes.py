@@ -146,10 +146,10 @@ def told_by_survivors(fn, num_ranks, folder, stopped=()):
         store = f"file://{folder}/store"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num_ranks)
         try:
-            told = fn(rank, dist.group.WORLD)
+            result = fn(rank, dist.group.WORLD)
         except BaseException:
-            told = traceback.format_exc()
-        (folder / f"{rank}.writing").write_text(told)
+            result = traceback.format_exc()
+        (folder / f"{rank}.writing").write_text(result)
         (folder / f"{rank}.writing").rename(folder / f"{rank}.told")
         time.sleep(60.0)  # until it is killed: ending would break connections
 
@@ -159,11 +159,11 @@ def told_by_survivors(fn, num_ranks, folder, stopped=()):
     deadline = time.monotonic() + 40.0
     try:
         while time.monotonic() < deadline:
-            told = {int(path.stem): path.read_text() for path in folder.glob("*.told")}
-            if all(not process.is_alive() or rank in told or rank in stopped for rank, process in enumerate(ranks)):
-                return told
+            results = {int(path.stem): path.read_text() for path in folder.glob("*.told")}
+            if all(not process.is_alive() or rank in results or rank in stopped for rank, process in enumerate(ranks)):
+                return results
             time.sleep(0.05)
-        raise TimeoutError(f"only ranks {sorted(told)} have ended: {told}")
+        raise TimeoutError(f"only ranks {sorted(results)} have ended: {results}")
     finally:
         for process in ranks:
             process.kill()

@@ -116,8 +116,8 @@ def record(rank: int, update: int, ratio: float, **changes: Any) -> UpdateRecord
 
 def write_records(folder: Path, rank: int, records: Sequence[UpdateRecord]) -> None:
     write = JsonLinesTelemetry(folder / f"balance-rank{rank}.jsonl")
-    for one in records:
-        write(one)
+    for record in records:
+        write(record)
     write.close()
 
 

@@ -31,8 +31,8 @@ class FormulaCosts:
         dp, tp, pp = strategy.degrees
         units = np.diff(unit_bounds(self.num_units, strategy.shares or (1.0,) * tp)) / self.num_units
         layers = np.diff(strategy.partition(self.num_layers).boundaries) / self.num_layers
-        own = np.array([speeds[rank] for rank in strategy.ranks]).reshape(pp, dp, tp)
-        stage_s = self.work[number] / dp * layers * (units / own).max(axis=(1, 2))
+        speeds_of_ranks = np.array([speeds[rank] for rank in strategy.ranks]).reshape(pp, dp, tp)
+        stage_s = self.work[number] / dp * layers * (units / speeds_of_ranks).max(axis=(1, 2))
         # Waiting for the pipeline to fill and communication make larger degrees a little worse.
         filling = 1.0 + (pp - 1) / self.num_microbatches
         return float(filling * (1.0 + 0.02 * (tp - 1)) * stage_s.max())
@@ -78,8 +78,8 @@ def switch_cases(draw: st.DrawFn, most_ranks: int = 8) -> SwitchCase:
     divided = st.builds(lambda rows: UnitDivision(0, 12, rows), st.integers(1, 3))
     divisions = draw(st.lists(divided | st.none(), min_size=num_layers, max_size=5))
     tensors = [
-        TensorSpec(f"tensor {number}", number % num_layers, (12 * own.rows, 2) if own else (5,), 4, own)
-        for number, own in enumerate(divisions)
+        TensorSpec(f"tensor {number}", number % num_layers, (12 * division.rows, 2) if division else (5,), 4, division)
+        for number, division in enumerate(divisions)
     ]
     layouts = [draw(some_strategy(num_ranks)).layout(tensors, num_ranks, num_layers) for _ in range(2)]
     nodes = draw(st.lists(st.integers(0, 2), min_size=num_ranks, max_size=num_ranks))
@@ -112,14 +112,14 @@ def _least_largest(jobs: list[tuple[int, list[int]]], num_ranks: int) -> int:
         volumes[rank, column] = jobs[job][0]
     volumes[:, -1] = -1.0  # the last variable is the largest volume
     objective: NDArray[np.float64] = np.append(np.zeros(len(choices)), 1.0)
-    found = milp(
+    solution = milp(
         objective,
         integrality=1.0 - objective,
         bounds=Bounds(0.0, np.append(np.ones(len(choices)), np.inf)),
         constraints=[LinearConstraint(is_done, 1.0, 1.0), LinearConstraint(volumes, -np.inf, 0.0)],
     )
-    assert found.success, found.message
-    return round(found.fun)
+    assert solution.success, solution.message
+    return round(solution.fun)
 
 
 WIDTH, HEADS, HEAD = 6, 6, 2
@@ -186,25 +186,25 @@ def own_part(model, strategy, name, whole):
         return None
     if spec.division is None:
         return whole
-    cuts, own = strategy.units(spec), spec.division
-    rows = whole.movedim(own.dim, 0).unflatten(0, (own.num_blocks, own.num_units, own.rows))
+    cuts, division = strategy.units(spec), spec.division
+    rows = whole.movedim(division.dim, 0).unflatten(0, (division.num_blocks, division.num_units, division.rows))
     part = rows[:, cuts[position.shard] : cuts[position.shard + 1]].flatten(0, 2)
-    return part.movedim(0, own.dim)
+    return part.movedim(0, division.dim)
 
 
 def assert_holds(model, wholes, of=lambda parameter: parameter.data):
     """The stage in force holds its parts of these whole tensors, bit for bit."""
-    found = {
-        f"layers.{number}.{name}": of(one)
+    held = {
+        f"layers.{number}.{name}": of(parameter)
         for number, layer in model.stage_layers.items()
-        for name, one in layer.named_parameters()
+        for name, parameter in layer.named_parameters()
     }
     for name, whole in wholes.items():
         expected = own_part(model, model.current, name, whole)
-        assert (expected is None) == (name not in found), name
+        assert (expected is None) == (name not in held), name
         if expected is not None:
-            assert found[name].shape == expected.shape, (name, found[name].shape, expected.shape)
-            assert torch.equal(found[name], expected), name
+            assert held[name].shape == expected.shape, (name, held[name].shape, expected.shape)
+            assert torch.equal(held[name], expected), name
 
 
 FOUR = [Strategy(4), Strategy(2, 2), Strategy(1, 2, 2), Strategy(2, 1, 2), Strategy(1, 3, 1, shares=(1, 2, 3))]

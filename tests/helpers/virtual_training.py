@@ -37,20 +37,20 @@ class VirtualTime(ProductProbe):
 
     def gemm_ends(self, operands):
         self._has_multiplied = True
-        one, other = operands[:2]
-        self._is_resized = {one.shape[-1], other.shape[-1]}.isdisjoint({FEATURES, 2 * FEATURES, 4 * FEATURES})
-        outputs = other.shape[0] if one.shape[-1] == other.shape[-1] else other.shape[-1]
-        self.now += self.chi * one.numel() * outputs * 1e-6
+        left, right = operands[:2]
+        self._is_resized = {left.shape[-1], right.shape[-1]}.isdisjoint({FEATURES, 2 * FEATURES, 4 * FEATURES})
+        outputs = right.shape[0] if left.shape[-1] == right.shape[-1] else right.shape[-1]
+        self.now += self.chi * left.numel() * outputs * 1e-6
 
     def whole_ends(self, operands):
         """A fused product takes as long as one that is gathered, multiplied and filled in turn."""
         if self._has_multiplied:  # by the reference, to which the fused kernel left it
             return
-        one, other = operands[:2]
+        left, right = operands[:2]
         plan = next((operand for operand in operands if isinstance(operand, LayerPlan)), None)
-        self._is_resized = plan is not None and one.shape[-1] != other.shape[0]  # not of dx, as above
-        outputs = other.shape[0] if one.shape[-1] == other.shape[-1] else other.shape[-1]
-        work = one.numel() * outputs
+        self._is_resized = plan is not None and left.shape[-1] != right.shape[0]  # not of dx, as above
+        outputs = right.shape[0] if left.shape[-1] == right.shape[-1] else right.shape[-1]
+        work = left.numel() * outputs
         if plan is not None:
             work = work * plan.keep_P.numel() // plan.num_columns
         self.now += self.chi * work * 1e-6

@@ -201,13 +201,13 @@ def test_injector_contends_on_stragglers_and_pins_every_rank(run_ranks):
         allowed = sorted(os.sched_getaffinity(0))
         model = nn.Linear(4, 4)
         with StragglerInjector(model, process_group=group, chi={1: 3}, kind="contend") as injector:
-            cores, own = os.sched_getaffinity(0), injector._slowness.pids
+            cores, started = os.sched_getaffinity(0), injector._slowness.pids
             injector.set_chi({0: 2})
             changed = injector._slowness.pids
         assert cores == {allowed[rank % len(allowed)]}
         assert sorted(os.sched_getaffinity(0)) == allowed
-        assert all_end([*own, *changed], limit_s=0)
-        return len(own), len(changed)
+        assert all_end([*started, *changed], limit_s=0)
+        return len(started), len(changed)
 
     assert run_ranks(contended, 2) == [(0, 1), (2, 0)]
 

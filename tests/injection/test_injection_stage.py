@@ -93,18 +93,18 @@ def test_an_injector_slows_stages_by_chi_or_schedule(run_ranks):
         x = torch.ones(4, 4)
         pipeline.step(x, target=x)
         injector = StragglerInjector(pipeline, process_group=group, schedule=round_robin(chi=4.0))
-        found = []
+        added_s = []
         with injector:
             for epoch in range(2):
                 injector.set_epoch(epoch)
                 before = injector.seconds_added
                 pipeline.step(x, target=x)
-                found.append(injector.seconds_added - before)
+                added_s.append(injector.seconds_added - before)
         pipeline.step(x, target=x)
-        assert injector.seconds_added == pytest.approx(sum(found))
+        assert injector.seconds_added == pytest.approx(sum(added_s))
         with pytest.raises(ValueError, match="rank 2"):
             StragglerInjector(pipeline, process_group=group, chi={2: 2.0})
-        return found
+        return added_s
 
     (slow, fast), (_, _) = by_rank = run_ranks(check, 2)
     layers_s = 2 * MICRO * 3 * 0.002

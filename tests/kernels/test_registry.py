@@ -133,8 +133,8 @@ def test_a_fused_kernel_trains_bitwise_alike_and_is_balanced_alike(run_ranks, im
         return losses, shares, measured
 
     plain, fused = run_ranks(train, 2, "reference"), run_ranks(train, 2, implementation.name)
-    for own, expected in zip(fused, plain, strict=True):
-        losses, shares, measured = own
+    for run, expected in zip(fused, plain, strict=True):
+        losses, shares, measured = run
         assert losses == expected[0]
         assert shares == [[pytest.approx(rank) for rank in update] for update in expected[1]]
         assert measured == pytest.approx(expected[2], rel=1e-5)

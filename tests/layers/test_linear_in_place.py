@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.parallel_layers import LAYERS, Comparison, equal_loans, lend, mask, own, plan_keeping, randn
+from helpers.parallel_layers import LAYERS, Comparison, equal_loans, lend, mask, plan_keeping, randn, shard_of
 from helpers.virtual_training import Pair, Run
 from torch import nn
 
@@ -135,7 +135,7 @@ def test_jagged_tensors_are_treated_as_by_the_unsharded_layer(run_ranks, kind, o
     def jagged(compared, is_split):
         sequences = [randn(length, IN, seed=length, dtype=torch.float64) for length in (3, 1, 5)]
         if is_split:
-            sequences = [own(one, -1, compared.group).contiguous() for one in sequences]
+            sequences = [shard_of(one, -1, compared.group).contiguous() for one in sequences]
         return torch.nested.nested_tensor(sequences, layout=torch.jagged).requires_grad_()
 
     def check(rank, group):

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.parallel_layers import PAIR_IN, Comparison, Pair, equal_loans, lend, own, randn
+from helpers.parallel_layers import PAIR_IN, Comparison, Pair, equal_loans, lend, randn, shard_of
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -155,10 +155,10 @@ def test_hooks_and_autograd_grad_see_whole_gradients(run_ranks):
             torch.autograd.grad(loss, layers[0].weight, retain_graph=True)[0]
             for loss, layers in zip(losses, (model.whole, model.parallel), strict=True)
         ]
-        assert_close(of_weights[1], own(of_weights[0], 0, group))
+        assert_close(of_weights[1], shard_of(of_weights[0], 0, group))
         for loss in losses:
             loss.backward()
-        assert_close(seen[1], own(seen[0], 1, group))
+        assert_close(seen[1], shard_of(seen[0], 1, group))
         return model.worst_error(group)
 
     assert max(run_ranks(train, 2)) <= 1e-10

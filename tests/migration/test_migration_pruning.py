@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers.parallel_layers import PAIR_IN, Pair, equal_loans, own, randn, relative_error
+from helpers.parallel_layers import PAIR_IN, Pair, equal_loans, randn, relative_error, shard_of
 from helpers.virtual_training import FEATURES, Run
 
 from zeroresize.config.keys import MIGRATION_TRANSPORTS
@@ -102,7 +102,7 @@ def masked_loss_and_gradients(run, group):
     y = run.x + F.linear(F.gelu(hidden), weights[1] * masks[1], run.model.down.bias.detach())
     loss = y.square().mean()
     loss.backward()
-    return loss.item(), [own(weight.grad, dim, group) for dim, weight in enumerate(weights)]
+    return loss.item(), [shard_of(weight.grad, dim, group) for dim, weight in enumerate(weights)]
 
 
 @pytest.mark.few(1)

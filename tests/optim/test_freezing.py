@@ -63,8 +63,8 @@ def step_of_unfrozen_copy(name, optimizer, weight, grad):
     return tensors_of(free, free_weight)
 
 
-def is_same(one, other, columns):
-    return torch.equal(one[:, columns], other[:, columns])
+def is_same(tensor, other, columns):
+    return torch.equal(tensor[:, columns], other[:, columns])
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -231,8 +231,8 @@ def test_the_torch_optimizer_is_found_inside_its_wrappers():
 def test_master_copies_are_what_is_stepped_and_parameters_of_others_are_left_out():
     working, frozen = (nn.Parameter(torch.zeros(2, 3, dtype=torch.bfloat16)) for _ in range(2))
     master = torch.zeros(2, 3)
-    found = stepped_tensors(WithMasters([(working, master)]), {"layer": working, "frozen": frozen})
-    assert list(found) == ["layer"] and found["layer"] is master
+    stepped = stepped_tensors(WithMasters([(working, master)]), {"layer": working, "frozen": frozen})
+    assert list(stepped) == ["layer"] and stepped["layer"] is master
 
 
 def test_flat_shards_are_refused_with_the_layers_name():
@@ -306,9 +306,9 @@ def test_a_step_that_failed_leaves_nothing_behind():
 
 def test_layers_that_share_their_weight_are_refused(run_ranks):
     def check(rank, group):
-        one, other = (zr.ColumnParallelLinear(4, 4, process_group=group) for _ in range(2))
-        other.weight = one.weight
+        first, second = (zr.ColumnParallelLinear(4, 4, process_group=group) for _ in range(2))
+        second.weight = first.weight
         with pytest.raises(ValueError, match="layers one and other share their weight"):
-            ColumnFreezer({"one": one, "other": other}, torch.optim.SGD([one.weight], lr=0.1))
+            ColumnFreezer({"one": first, "other": second}, torch.optim.SGD([first.weight], lr=0.1))
 
     run_ranks(check, 1)

@@ -59,8 +59,8 @@ def test_the_norm_is_that_of_the_undivided_model_whoever_owns_which_units(run_ra
             expected = nn.utils.clip_grad_norm_(models.whole.parameters(), MAX_NORM, norm_type)
             torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
             assert expected > MAX_NORM
-            for own, whole in zip(*models.replicated(), strict=True):
-                torch.testing.assert_close(own.grad, whole.grad, rtol=1e-9, atol=1e-12)
+            for held, whole in zip(*models.replicated(), strict=True):
+                torch.testing.assert_close(held.grad, whole.grad, rtol=1e-9, atol=1e-12)
             norms.append(bits(norm))
         return norms
 
@@ -79,8 +79,8 @@ def test_training_with_clipping_is_that_of_the_undivided_model_and_replicas_stay
                 optimizer.step()
             if step == 5:
                 models.move(uneven(2), optimizers[0])
-        for own, whole in zip(*models.replicated(), strict=True):
-            torch.testing.assert_close(own, whole, rtol=1e-10, atol=1e-12)
+        for held, whole in zip(*models.replicated(), strict=True):
+            torch.testing.assert_close(held, whole, rtol=1e-10, atol=1e-12)
         return [bits(own) for own in models.replicated()[0]]
 
     first, second = run_ranks(train, 2)
@@ -121,10 +121,10 @@ def test_a_copy_of_a_model_and_one_in_half_precision_are_known_as_well(run_ranks
         models.backward()
         expected = nn.utils.clip_grad_norm_(models.whole.parameters(), math.inf)
         torch.testing.assert_close(zr.clip_grad_norm_(models.divided.parameters(), math.inf), expected)
-        for one in models.divided.parameters():
-            gradient, one.grad = one.grad, None
-            one.data = one.data.bfloat16()
-            one.grad = gradient.bfloat16()
+        for parameter in models.divided.parameters():
+            gradient, parameter.grad = parameter.grad, None
+            parameter.data = parameter.data.bfloat16()
+            parameter.grad = gradient.bfloat16()
         norm = zr.clip_grad_norm_(models.divided.parameters(), MAX_NORM)
         assert norm.dtype is torch.float32
         torch.testing.assert_close(norm.double(), expected, rtol=1e-2, atol=0)
@@ -175,8 +175,8 @@ def test_colossalais_layers_are_known_once_they_are_converted(run_ranks, colossa
         model = host.shard(copy.deepcopy(whole))
         zr.convert(model, process_group=group)
         x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-        for one in (model, whole):
-            one(x).logits.square().sum().backward()
+        for vit in (model, whole):
+            vit(x).logits.square().sum().backward()
         expected = nn.utils.clip_grad_norm_(whole.parameters(), MAX_NORM)
         norm = zr.clip_grad_norm_(model.parameters(), MAX_NORM)
         torch.testing.assert_close(norm, expected, rtol=1e-4, atol=0)

@@ -25,66 +25,66 @@ class Lion(torch.optim.Optimizer):
 
     def step(self):
         for group in self.param_groups:
-            for one in group["params"]:
-                if one.grad is not None:
-                    self.change(one, group["lr"], self.state[one])
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.change(parameter, group["lr"], self.state[parameter])
 
-    def change(self, one, lr, state):
-        moment = state.setdefault("moment", torch.zeros_like(one))
-        one.data.add_((0.9 * moment + 0.1 * one.grad).sign(), alpha=-lr)
-        moment.lerp_(one.grad, 0.01)
+    def change(self, parameter, lr, state):
+        moment = state.setdefault("moment", torch.zeros_like(parameter))
+        parameter.data.add_((0.9 * moment + 0.1 * parameter.grad).sign(), alpha=-lr)
+        moment.lerp_(parameter.grad, 0.01)
 
 
 class Lamb(Lion):
     """By the norms of whole matrices."""
 
-    def change(self, one, lr, state):
-        one.data.add_(one.grad * one.data.norm() / (one.grad.norm() + 1e-6), alpha=-lr)
+    def change(self, parameter, lr, state):
+        parameter.data.add_(parameter.grad * parameter.data.norm() / (parameter.grad.norm() + 1e-6), alpha=-lr)
 
 
 class RowMean(Lion):
     """By the means of rows, so that only columns cannot be divided."""
 
-    def change(self, one, lr, state):
-        one.data.sub_(lr * one.grad / (one.grad.square().mean(-1, keepdim=True).sqrt() + 1e-6))
+    def change(self, parameter, lr, state):
+        parameter.data.sub_(lr * parameter.grad / (parameter.grad.square().mean(-1, keepdim=True).sqrt() + 1e-6))
 
 
 class Later(Lion):
     """Element by element until it begins with something else."""
 
-    def change(self, one, lr, state):
+    def change(self, parameter, lr, state):
         state["step"] = state.get("step", 0) + 1
-        one.data.sub_(lr * one.grad * (one.grad.norm() if state["step"] > 5 else 1.0))
+        parameter.data.sub_(lr * parameter.grad * (parameter.grad.norm() if state["step"] > 5 else 1.0))
 
 
 class Blocks(Lion):
     """By blocks of 256 elements, of large tensors only, as 8-bit optimizers do it."""
 
-    def change(self, one, lr, state):
-        scale = torch.ones_like(one).flatten()
-        if one.numel() >= 4096:
-            scale = torch.cat([part.abs().max().expand(len(part)) for part in one.grad.flatten().split(256)])
-        one.data.sub_(lr * one.grad * scale.view_as(one))
+    def change(self, parameter, lr, state):
+        scale = torch.ones_like(parameter).flatten()
+        if parameter.numel() >= 4096:
+            scale = torch.cat([part.abs().max().expand(len(part)) for part in parameter.grad.flatten().split(256)])
+        parameter.data.sub_(lr * parameter.grad * scale.view_as(parameter))
 
 
 class Multiples(Lion):
     """By blocks of 256 elements where they fit, as torchao's 8-bit optimizers do it."""
 
-    def change(self, one, lr, state):
-        scale = torch.ones_like(one).flatten()
-        if one.numel() >= 4096 and one.numel() % 256 == 0:
-            scale = torch.cat([part.abs().max().expand(256) for part in one.grad.flatten().split(256)])
-        one.data.sub_(lr * one.grad * scale.view_as(one))
+    def change(self, parameter, lr, state):
+        scale = torch.ones_like(parameter).flatten()
+        if parameter.numel() >= 4096 and parameter.numel() % 256 == 0:
+            scale = torch.cat([part.abs().max().expand(256) for part in parameter.grad.flatten().split(256)])
+        parameter.data.sub_(lr * parameter.grad * scale.view_as(parameter))
 
 
 class AtLeast128(Lion):
     """By means of rows and columns, of large matrices only; of long vectors here, too."""
 
-    def change(self, one, lr, state):
-        square = one.grad.square()
-        if min(one.shape) >= 128:
+    def change(self, parameter, lr, state):
+        square = parameter.grad.square()
+        if min(parameter.shape) >= 128:
             square = square.mean(-1, keepdim=True) * square.mean(0, keepdim=True)
-        one.data.sub_(lr * one.grad / (square.sqrt() + 1e-8))
+        parameter.data.sub_(lr * parameter.grad / (square.sqrt() + 1e-8))
 
 
 class ClipsAt1000(Lion):
@@ -93,8 +93,8 @@ class ClipsAt1000(Lion):
     def step(self):
         params = [one for one in self.param_groups[0]["params"] if one.grad is not None]
         norm = torch.stack([one.grad.norm() for one in params]).norm()
-        for one in params:
-            one.data.sub_(0.1 * one.grad * torch.clamp(1e3 / norm, max=1.0))
+        for parameter in params:
+            parameter.data.sub_(0.1 * parameter.grad * torch.clamp(1e3 / norm, max=1.0))
 
 
 class AcrossParameters(Lion):
@@ -103,18 +103,18 @@ class AcrossParameters(Lion):
     def step(self):
         params = self.param_groups[0]["params"]
         norm = sum(one.grad.norm() for one in params if one.grad is not None)
-        for one in params:
-            one.data.sub_(0.1 * one.grad * norm)
+        for parameter in params:
+            parameter.data.sub_(0.1 * parameter.grad * norm)
 
 
 class Noisy(Lion):
-    def change(self, one, lr, state):
-        one.data.sub_(lr * (one.grad + torch.randn_like(one)))
+    def change(self, parameter, lr, state):
+        parameter.data.sub_(lr * (parameter.grad + torch.randn_like(parameter)))
 
 
 class NotForZeroElements(Lion):
-    def change(self, one, lr, state):
-        one.data.sub_(lr * one.grad * (one.shape[-1] / one.shape[0]) ** 0)
+    def change(self, parameter, lr, state):
+        parameter.data.sub_(lr * parameter.grad * (parameter.shape[-1] / parameter.shape[0]) ** 0)
 
 
 class Lazy(Lion):
@@ -134,11 +134,11 @@ def parameters(dtype=torch.float32, matrices_only=False):
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_torchs_classes_that_are_known_pass_the_trial_too(monkeypatch, name):
-    own = parameters()
-    optimizer = getattr(torch.optim, name)(own, lr=0.0)  # as a warm-up begins
-    assert why_not_elementwise(optimizer, own) is None
+    params = parameters()
+    optimizer = getattr(torch.optim, name)(params, lr=0.0)  # as a warm-up begins
+    assert why_not_elementwise(optimizer, params) is None
     monkeypatch.setattr(independence, "_known", set())
-    assert why_not_elementwise(optimizer, own) is None and why_not_by_parameter(optimizer, own) is None
+    assert why_not_elementwise(optimizer, params) is None and why_not_by_parameter(optimizer, params) is None
 
 
 @pytest.mark.parametrize(
@@ -147,8 +147,8 @@ def test_torchs_classes_that_are_known_pass_the_trial_too(monkeypatch, name):
     ids=["fused", "foreach", "tensor"],
 )
 def test_a_subclass_of_a_known_class_is_tried_with_its_settings(settings):
-    own = parameters()
-    assert why_not_elementwise(type("Own", (torch.optim.AdamW,), {})(own, **settings), own) is None
+    params = parameters()
+    assert why_not_elementwise(type("Own", (torch.optim.AdamW,), {})(params, **settings), params) is None
 
 
 @pytest.mark.parametrize(
@@ -156,16 +156,16 @@ def test_a_subclass_of_a_known_class_is_tried_with_its_settings(settings):
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_what_sees_more_than_an_element_is_refused(kind, dtype):
-    own = parameters(dtype)
-    reason = why_not_elementwise(kind(own, lr=1e-9), own)
+    params = parameters(dtype)
+    reason = why_not_elementwise(kind(params, lr=1e-9), params)
     assert f"{kind.__name__} is not element-wise: in a trial its steps on a tensor" in reason
     assert "mark_elementwise" not in reason  # what was seen to be so is nothing to give one's word for
 
 
 @pytest.mark.parametrize("name", [name for name in ("Muon", "Adafactor", "LBFGS") if hasattr(torch.optim, name)])
 def test_torchs_classes_that_see_matrices_are_refused(name):
-    own = parameters(matrices_only=True)
-    assert why_not_elementwise(getattr(torch.optim, name)(own, lr=0.1), own) is not None
+    params = parameters(matrices_only=True)
+    assert why_not_elementwise(getattr(torch.optim, name)(params, lr=0.1), params) is not None
 
 
 @pytest.mark.parametrize(
@@ -180,19 +180,19 @@ def test_torchs_classes_that_see_matrices_are_refused(name):
     ],
 )
 def test_what_cannot_be_tried_is_refused_with_the_reason(kind, reason):
-    own = parameters()
-    told = why_not_elementwise(kind(own, lr=0.1), own)
-    assert reason in told and "say so by zeroresize.mark_elementwise(" in told
+    params = parameters()
+    reason_given = why_not_elementwise(kind(params, lr=0.1), params)
+    assert reason in reason_given and "say so by zeroresize.mark_elementwise(" in reason_given
 
 
 def test_the_users_word_counts_for_that_class_alone(monkeypatch):
     monkeypatch.setattr(independence, "_elementwise", set())
-    own = parameters()
+    params = parameters()
     assert zr.mark_elementwise(Noisy) is Noisy
-    assert why_not_elementwise(Noisy(own, lr=0.1), own) is None
-    assert why_not_elementwise(type("Noisier", (Noisy,), {})(own, lr=0.1), own) is not None
+    assert why_not_elementwise(Noisy(params, lr=0.1), params) is None
+    assert why_not_elementwise(type("Noisier", (Noisy,), {})(params, lr=0.1), params) is not None
     with pytest.raises(ValueError, match="wanted is the class of an optimizer"):
-        zr.mark_elementwise(Noisy(own, lr=0.1))
+        zr.mark_elementwise(Noisy(params, lr=0.1))
 
 
 def test_only_the_groups_of_the_divided_tensors_count():
@@ -202,8 +202,10 @@ def test_only_the_groups_of_the_divided_tensors_count():
 
         def step(self):
             for group in self.param_groups:
-                for one in group["params"]:
-                    one.data.sub_(one.grad * (one.grad.norm() if group["by_norm"] else 1.0), alpha=group["lr"])
+                for parameter in group["params"]:
+                    parameter.data.sub_(
+                        parameter.grad * (parameter.grad.norm() if group["by_norm"] else 1.0), alpha=group["lr"]
+                    )
 
     first, second = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3, 2))
     optimizer = Mixed([{"params": [first], "by_norm": True}, {"params": [second]}], lr=0.1)
@@ -212,12 +214,12 @@ def test_only_the_groups_of_the_divided_tensors_count():
 
 
 def test_a_trial_leaves_parameters_state_and_random_numbers_as_they_were():
-    own = parameters()
-    optimizer = Noisy(own, lr=0.1)
+    params = parameters()
+    optimizer = Noisy(params, lr=0.1)
     before = torch.get_rng_state()
-    why_not_elementwise(optimizer, own)
+    why_not_elementwise(optimizer, params)
     assert torch.equal(torch.get_rng_state(), before) and not optimizer.state
-    assert all(bool((one == 1.0).all()) and one.grad is None for one in own)
+    assert all(bool((one == 1.0).all()) and one.grad is None for one in params)
 
 
 class Wrapper:
@@ -229,46 +231,46 @@ class Wrapper:
 
 def test_wrappers_of_known_hosts_are_seen_through_and_others_are_not(monkeypatch):
     monkeypatch.setattr(independence, "_elementwise", {torch.optim.SGD})
-    own = parameters()
-    optimizer = torch.optim.SGD(own, lr=0.1)
-    assert "it is a wrapper of an optimizer that is not known" in why_not_elementwise(Wrapper(optimizer), own)
+    params = parameters()
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    assert "it is a wrapper of an optimizer that is not known" in why_not_elementwise(Wrapper(optimizer), params)
     colossalais = type("OptimizerWrapper", (Wrapper,), {"__module__": "colossalai.interface.optimizer"})
-    assert why_not_elementwise(colossalais(optimizer), own) is None
-    assert why_not_elementwise(colossalais(Lamb(own, lr=0.1)), own) is not None
+    assert why_not_elementwise(colossalais(optimizer), params) is None
+    assert why_not_elementwise(colossalais(Lamb(params, lr=0.1)), params) is not None
     zr.mark_elementwise(Wrapper)
-    assert why_not_elementwise(Wrapper(optimizer), own) is None
-    assert why_not_elementwise(Wrapper(Lamb(own, lr=0.1)), own) is not None
+    assert why_not_elementwise(Wrapper(optimizer), params) is None
+    assert why_not_elementwise(Wrapper(Lamb(params, lr=0.1)), params) is not None
 
 
 def test_accelerates_wrapper_is_seen_through():
     accelerate = pytest.importorskip("accelerate")
-    own = parameters()
-    for inner, is_refused in ((torch.optim.AdamW(own), False), (Lamb(own, lr=0.1), True)):
+    params = parameters()
+    for inner, is_refused in ((torch.optim.AdamW(params), False), (Lamb(params, lr=0.1), True)):
         wrapped = accelerate.optimizer.AcceleratedOptimizer.__new__(accelerate.optimizer.AcceleratedOptimizer)
         wrapped.optimizer = inner
-        assert (why_not_elementwise(wrapped, own) is not None) == is_refused
+        assert (why_not_elementwise(wrapped, params) is not None) == is_refused
 
 
 @pytest.mark.parametrize("kind", [Lamb, RowMean, Noisy])
 def test_matrices_by_themselves_may_lie_on_different_ranks(kind):
-    own = parameters()
+    params = parameters()
     is_refused = kind is Noisy
-    assert (why_not_by_parameter(kind(own, lr=0.1), own) is not None) == is_refused
+    assert (why_not_by_parameter(kind(params, lr=0.1), params) is not None) == is_refused
 
 
 @pytest.mark.parametrize("kind", [AcrossParameters, ClipsAt1000, torch.optim.LBFGS])
 def test_what_sees_other_parameters_may_not(kind):
-    own = parameters()
-    assert "parameter by parameter" in why_not_by_parameter(kind(own, lr=0.1), own)
+    params = parameters()
+    assert "parameter by parameter" in why_not_by_parameter(kind(params, lr=0.1), params)
 
 
 def test_the_users_word_for_parameters_says_nothing_of_elements(monkeypatch):
     monkeypatch.setattr(independence, "_by_parameter", set())
-    own = parameters()
-    assert why_not_by_parameter(Noisy(own, lr=0.1), own) is not None
+    params = parameters()
+    assert why_not_by_parameter(Noisy(params, lr=0.1), params) is not None
     assert zr.mark_by_parameter(Noisy) is Noisy
-    assert why_not_by_parameter(Noisy(own, lr=0.1), own) is None
-    assert "Noisy is not element-wise" in why_not_elementwise(Noisy(own, lr=0.1), own)
+    assert why_not_by_parameter(Noisy(params, lr=0.1), params) is None
+    assert "Noisy is not element-wise" in why_not_elementwise(Noisy(params, lr=0.1), params)
 
 
 class ByAttribute(torch.optim.SGD):
@@ -283,9 +285,9 @@ class ByAttribute(torch.optim.SGD):
 
     def step(self):
         if self.is_trusted():
-            for one in self.param_groups[0]["params"]:
-                if one.grad is not None:
-                    one.grad.mul_(one.data.norm() / (one.grad.norm() + 1e-6))
+            for parameter in self.param_groups[0]["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(parameter.data.norm() / (parameter.grad.norm() + 1e-6))
         super().step()
 
 
@@ -306,13 +308,13 @@ class BySettings(ByAttribute):
 
 @pytest.mark.parametrize("kind", [ByAttribute, BySettings])
 def test_a_trial_has_the_settings_that_are_attributes(kind):
-    own = parameters()
-    assert "is not element-wise" in why_not_elementwise(kind(own, lr=0.1, trust=True), own)
-    assert why_not_elementwise(kind(own, lr=0.1), own) is None
-    later = kind(own, lr=0.1)
+    params = parameters()
+    assert "is not element-wise" in why_not_elementwise(kind(params, lr=0.1, trust=True), params)
+    assert why_not_elementwise(kind(params, lr=0.1), params) is None
+    later = kind(params, lr=0.1)
     if kind is ByAttribute:
         later.trust = True
-        assert "is not element-wise" in why_not_elementwise(later, own)
+        assert "is not element-wise" in why_not_elementwise(later, params)
 
 
 def test_nothing_is_tried_where_a_setting_is_unknown():
@@ -320,66 +322,66 @@ def test_nothing_is_tried_where_a_setting_is_unknown():
         def __init__(self, params, lr, trust=False):
             super().__init__(params, lr=lr)
 
-    own = parameters()
-    assert "with which trust= it was made" in why_not_elementwise(Forgets(own, lr=0.1), own)
-    holding = type("Holding", (torch.optim.SGD,), {})(own, lr=0.1)
+    params = parameters()
+    assert "with which trust= it was made" in why_not_elementwise(Forgets(params, lr=0.1), params)
+    holding = type("Holding", (torch.optim.SGD,), {})(params, lr=0.1)
     holding.threads = threading.Lock()
-    assert "its attribute threads cannot be copied" in why_not_elementwise(holding, own)
+    assert "its attribute threads cannot be copied" in why_not_elementwise(holding, params)
 
 
 def by_norm(optimizer, *_):
-    for one in optimizer.param_groups[0]["params"]:
-        one.grad.div_(one.grad.norm())
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad.div_(parameter.grad.norm())
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, Lion])
 def test_what_hangs_on_an_instance_needs_the_users_word(monkeypatch, kind):
     monkeypatch.setattr(independence, "_elementwise", set())
-    own = parameters()
-    before, after, replaced, wrapped = (kind(own, lr=0.1) for _ in range(4))
+    params = parameters()
+    before, after, replaced, wrapped = (kind(params, lr=0.1) for _ in range(4))
     before.register_step_pre_hook(by_norm)
     after.register_step_post_hook(functools.partial(by_norm))
     replaced.step = types.MethodType(lambda self: None, replaced)
     torch.optim.lr_scheduler.StepLR(wrapped, 1)
     inner = wrapped.step
     wrapped.step = functools.wraps(inner)(lambda *given: inner(*given))
-    for optimizer, told in (
+    for optimizer, expected in (
         (before, f"a hook before its steps ({__name__}.by_norm) may do anything"),
         (after, "a hook after its steps"),
         (replaced, "its step was replaced on the instance"),
         (wrapped, "its step was replaced on the instance"),
     ):
         for why_not, call in ((why_not_elementwise, "elementwise"), (why_not_by_parameter, "by_parameter")):
-            reason = why_not(optimizer, own)
-            assert told in reason and f"say so by zeroresize.mark_{call}({kind.__name__})" in reason
+            reason = why_not(optimizer, params)
+            assert expected in reason and f"say so by zeroresize.mark_{call}({kind.__name__})" in reason
     zr.mark_elementwise(kind)
     for optimizer in (before, after, replaced, wrapped):
-        assert why_not_elementwise(optimizer, own) is None
+        assert why_not_elementwise(optimizer, params) is None
 
 
 def test_a_hook_on_all_optimizers_is_seen():
-    own = parameters()
+    params = parameters()
     hook = register_optimizer_step_pre_hook(by_norm)
     try:
-        assert "a hook before its steps" in why_not_elementwise(torch.optim.SGD(own, lr=0.1), own)
+        assert "a hook before its steps" in why_not_elementwise(torch.optim.SGD(params, lr=0.1), params)
     finally:
         hook.remove()
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, Lion])
 def test_schedulers_profilers_and_balancers_may_hang_on_an_instance(kind):
-    own = parameters()
-    optimizer = kind(own, lr=0.1)
+    params = parameters()
+    optimizer = kind(params, lr=0.1)
     for _ in range(2):
         torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    assert "step" in vars(optimizer) and why_not_elementwise(optimizer, own) is None
-    unhook = hook_steps(optimizer, Lazy(own, 0.1).step, Lazy(own, 0.1).step)
+    assert "step" in vars(optimizer) and why_not_elementwise(optimizer, params) is None
+    unhook = hook_steps(optimizer, Lazy(params, 0.1).step, Lazy(params, 0.1).step)
     optimizer.register_step_post_hook(torch.profiler._optimizer_post_hook)
-    assert why_not_elementwise(optimizer, own) is None
+    assert why_not_elementwise(optimizer, params) is None
     unhook()
-    hosted = kind(own, lr=0.1)
+    hosted = kind(params, lr=0.1)
     hosted.step = hosted.step  # as accelerate puts it back
-    assert why_not_elementwise(hosted, own) is None
+    assert why_not_elementwise(hosted, params) is None
 
 
 class Holder:
@@ -394,22 +396,22 @@ class Holder:
 
 def test_other_wrappers_and_what_is_no_optimizer_are_refused(monkeypatch):
     monkeypatch.setattr(independence, "_elementwise", set())
-    own = parameters()
-    wrapped = Holder(torch.optim.SGD(own, lr=0.1))
-    assert "Holder is not known" in why_not_elementwise(wrapped, own)
-    assert "it is no torch.optim.Optimizer and holds none" in why_not_elementwise(object(), own)
+    params = parameters()
+    wrapped = Holder(torch.optim.SGD(params, lr=0.1))
+    assert "Holder is not known" in why_not_elementwise(wrapped, params)
+    assert "it is no torch.optim.Optimizer and holds none" in why_not_elementwise(object(), params)
     zr.mark_elementwise(Holder)
-    assert why_not_elementwise(wrapped, own) is None
-    assert why_not_elementwise(Holder(Lamb(own, lr=0.1)), own) is not None
+    assert why_not_elementwise(wrapped, params) is None
+    assert why_not_elementwise(Holder(Lamb(params, lr=0.1)), params) is not None
 
 
 def test_a_word_against_the_trial_counts_and_a_warning_tells_once(monkeypatch, caplog):
     for name in ("_elementwise", "_doubted"):
         monkeypatch.setattr(independence, name, set())
-    own = parameters()
+    params = parameters()
     zr.mark_elementwise(Lamb), zr.mark_elementwise(Lion), zr.mark_elementwise(Lazy)
     for kind in (Lamb, Lamb, Lion, Lazy):
-        assert why_not_elementwise(kind(own, lr=0.1), own) is None
+        assert why_not_elementwise(kind(params, lr=0.1), params) is None
     (record,) = caplog.records
     assert record.levelname == "WARNING" and "Lamb counts, but it is not element-wise: in a trial" in record.message
 
@@ -424,20 +426,20 @@ class Momentum(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
-            for at, one in enumerate(group["params"]):
-                kept = {"attribute": self.kept, "group": group.setdefault("kept", {}), "state": self.state[one]}[
+            for at, parameter in enumerate(group["params"]):
+                kept = {"attribute": self.kept, "group": group.setdefault("kept", {}), "state": self.state[parameter]}[
                     self.where
                 ]
                 key = "momentum" if self.where == "state" else at
-                momentum = kept.setdefault(key, torch.zeros_like(one))
-                one.sub_(momentum.mul_(0.9).add_(one.grad), alpha=group["lr"])
+                momentum = kept.setdefault(key, torch.zeros_like(parameter))
+                parameter.sub_(momentum.mul_(0.9).add_(parameter.grad), alpha=group["lr"])
 
 
 @pytest.mark.parametrize("where", ["attribute", "group", "state"])
 @pytest.mark.parametrize("why_not", [why_not_elementwise, why_not_by_parameter])
 def test_what_is_kept_elsewhere_than_in_the_state_would_stay_behind(why_not, where):
-    own = [nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(3))]
-    reason = why_not(Momentum(own, where=where), own)
+    params = [nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(3))]
+    reason = why_not(Momentum(params, where=where), params)
     if where == "state":
         assert reason is None
     else:

@@ -222,8 +222,8 @@ def test_chi_may_be_of_stages_of_several_ranks(main, tmp_path, monkeypatch, caps
         assert inject_straggler.Place.from_environment(stage_size=2) == place
         assert (inject_straggler.InjectionConfig.from_yaml(config).chi_in(0, 3).get(place.rank, 1.0) == 4.0) == is_slow
         main("--config", config, "--dry-run", "train.py")
-        told = capsys.readouterr().out
-        assert ("stage 1 has χ = 4" in told) == (is_slow or rank == 0)
+        printed = capsys.readouterr().out
+        assert ("stage 1 has χ = 4" in printed) == (is_slow or rank == 0)
 
 
 @pytest.mark.parametrize(

@@ -93,16 +93,16 @@ def test_another_table_is_refused_by_the_columns_that_it_lacks(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("cell", "only", "told"),
+    ("cell", "only", "message"),
     [
         ("A χ=1/0", "", "cell 'A χ=1/0': χ=1/0 is no number"),
         ("A χ=1.2.3", "", "is no number"),
         ("A χ=2", "(", "--only"),
     ],
 )
-def test_what_cannot_be_placed_or_searched_for_is_told(tmp_path, cell, only, told):
+def test_what_cannot_be_placed_or_searched_for_is_told(tmp_path, cell, only, message):
     (tmp_path / "study.csv").write_text(f"cell,step_ms,test_accuracy\n{cell},1.0,0.5\n")
-    with pytest.raises(ValueError, match=re.escape(told)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         read_points(tmp_path / "study.csv", "χ", only=only)
 
 

@@ -100,14 +100,16 @@ def moving(tmp_path):
         records = []
         for update in (1, 2, 3, 4):
             is_away = update >= 2
-            own = units[1 + is_away]
+            units_of_rank_1 = units[1 + is_away]
             records.append(
                 record(
                     rank,
                     update,
                     0.0,
                     owned=(0.4 if rank else 1.6) if is_away else 1.0,
-                    units=own if rank else {kind: 2 * units[1][kind] - number for kind, number in own.items()},
+                    units=units_of_rank_1
+                    if rank
+                    else {kind: 2 * units[1][kind] - number for kind, number in units_of_rank_1.items()},
                     moved_bytes={2: 3_000_000, 3: 8_000_000}.get(update, 0),
                     moving_s={2: 0.25, 3: 0.5}.get(update, 0.0),
                     busy_s=0.4 if rank else 0.1,
@@ -175,7 +177,7 @@ def test_the_pictures_show_who_owns_how_many_units_over_time(moving):
     figure = units_picture(run)
     drawn = [[line.get_xydata().tolist() for line in axes.lines] for axes in figure.axes]
     assert [axes.get_ylabel() for axes in figure.axes] == ["heads of all layers", "neurons of all layers"]
-    heads, neurons = ([[[0, a], [20, b], [30, b], [40, b], [40, b]] for a, b in own] for own in
+    heads, neurons = ([[[0, a], [20, b], [30, b], [40, b], [40, b]] for a, b in sizes] for sizes in
                       (((6, 10), (6, 2)), ((100, 140), (100, 60))))  # fmt: skip
     assert drawn == [heads, neurons]
     assert all(line.get_drawstyle() == "steps-post" for axes in figure.axes for line in axes.lines)
@@ -331,9 +333,9 @@ def test_a_ratio_forced_on_named_ranks_is_in_force_from_the_first_step(tmp_path)
     balance = {"mode": "zero-pri", "ratio": 0.75, "ranks": [1]}
     run = RunFolder.read(write_run(tmp_path / "whole", "zero-pri", [0.2] * 25, always, balance=balance))
     late = RunFolder.read(write_run(tmp_path / "late", "zero-pri", [0.2] * 25, always[1:], balance=balance))
-    for told in (run, late):  # of the second one the first records were lost
-        assert rank_rows(told)[1][6:8] == ["50.0 %", "25.0 %"]
-        assert loan_rows(told) == [("rank 1 lent to rank 0", "0.25 of its even share, mean of all steps")]
+    for folder in (run, late):  # of the second one the first records were lost
+        assert rank_rows(folder)[1][6:8] == ["50.0 %", "25.0 %"]
+        assert loan_rows(folder) == [("rank 1 lent to rank 0", "0.25 of its even share, mean of all steps")]
     assert mean_in_force(run.records[1], "pruned", 25) == pytest.approx(0.5)
     pictures = times_picture(run), work_picture(run), loans_over_time_picture(run), layers_picture(run, 1)
     times, work, loans, layers = pictures

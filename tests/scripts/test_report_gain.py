@@ -25,13 +25,13 @@ def straggler(ratio: float = 0.75, busy_s: float = 0.4) -> list:
     ]
 
 
-def told(folder: Path) -> Gain | str:
+def gain_in(folder: Path) -> Gain | str:
     return gain_of(RunFolder.read(folder))
 
 
 def test_balanced_steps_are_compared_with_the_runs_own_at_full_work(tmp_path: Path) -> None:
     """Of 21 the first 5 warm up; that one prunes for itself later does not matter."""
-    gain = told(write_run(tmp_path, "zero-pri", SECONDS, straggler()))
+    gain = gain_in(write_run(tmp_path, "zero-pri", SECONDS, straggler()))
     assert isinstance(gain, Gain)
     assert [one.begin for one in gain.unbalanced] == [*range(5, 20), 30]
     assert [one.begin for one in gain.balanced] == [*range(20, 30), *range(31, 40)]
@@ -47,14 +47,14 @@ def test_balanced_steps_are_compared_with_the_runs_own_at_full_work(tmp_path: Pa
 def test_the_first_steps_of_a_process_that_goes_on_warm_up_too(tmp_path: Path) -> None:
     write_run(tmp_path, "zero-pri", SECONDS, straggler())
     write_metrics(tmp_path, [epoch_of(SECONDS[:22]), epoch_of([5.0] * 5 + [0.16] * 13, begin=22, from_step=22)])
-    gain = told(tmp_path)
+    gain = gain_in(tmp_path)
     assert isinstance(gain, Gain)
     assert [one.begin for one in gain.balanced] == [20, 21, 27, 28, 29, *range(31, 40)]
 
 
 def test_a_noisy_step_makes_the_interval_wide(tmp_path: Path) -> None:
     noisy = [*SECONDS[:5], *[0.3, 0.4, 0.5] * 5, *SECONDS[20:]]
-    gain = told(write_run(tmp_path, "zero-pri", noisy, straggler()))
+    gain = gain_in(write_run(tmp_path, "zero-pri", noisy, straggler()))
     assert isinstance(gain, Gain)
     low, high = gain.interval() or (0.0, 0.0)
     assert low < 2.5 <= high and low >= 0.3 / 0.16 and high <= 0.5 / 0.16
@@ -71,12 +71,12 @@ def test_steps_at_full_work_before_a_straggler_came_tell_nothing(tmp_path: Path)
 
 def test_a_ratio_in_force_from_the_first_step_leaves_nothing_to_compare_with(tmp_path: Path) -> None:
     always = [record(1, update, 0.5, busy_s=0.4) for update in (1, 2, 3, 4)]
-    assert "not known" in told(write_run(tmp_path, "zero-pri", SECONDS, always))
+    assert "not known" in gain_in(write_run(tmp_path, "zero-pri", SECONDS, always))
 
 
 def test_ratios_that_are_pinned_between_updates_are_not_compared(tmp_path: Path) -> None:
     pinned = {"kind": "none", "pin_ratio": 0.5}
-    assert "not known" in told(write_run(tmp_path, "zero-pri", SECONDS, straggler(), straggler=pinned))
+    assert "not known" in gain_in(write_run(tmp_path, "zero-pri", SECONDS, straggler(), straggler=pinned))
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_ratios_that_are_pinned_between_updates_are_not_compared(tmp_path: Path)
     [("off", 0.0, "nothing: mode off"), ("zero-pri", 0.0, "nothing: no plan that moved, lent or pruned was in force")],
 )
 def test_where_nothing_is_balanced_it_says_so(tmp_path: Path, mode: str, ratio: float, said: str) -> None:
-    assert told(write_run(tmp_path, mode, SECONDS, straggler(ratio))) == said
+    assert gain_in(write_run(tmp_path, mode, SECONDS, straggler(ratio))) == said
 
 
 def test_steps_that_were_timed_together_count_where_all_are_of_one_kind(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_steps_that_were_timed_together_count_where_all_are_of_one_kind(tmp_path
     write_run(tmp_path, "zero-pri", SECONDS, straggler())
     lines = [(9, 2.0), (19, 0.4), (24, 0.16), (29, 0.2), (34, 0.3), (39, 0.16)]
     write_metrics(tmp_path, [{"kind": "step", "step": step, "step_s": step_s} for step, step_s in lines])
-    gain = told(tmp_path)
+    gain = gain_in(tmp_path)
     assert isinstance(gain, Gain)
     assert [(one.begin, one.end) for one in gain.unbalanced] == [(10, 20)]
     assert [(one.begin, one.end) for one in gain.balanced] == [(20, 25), (25, 30), (35, 40)]
@@ -103,7 +103,7 @@ def test_steps_that_were_timed_together_count_where_all_are_of_one_kind(tmp_path
 def test_balancing_that_made_steps_longer_is_told_as_it_is(tmp_path: Path) -> None:
     """No bound: what was measured."""
     slower = [*SECONDS[:20], *[0.8] * 10, 0.4, *[0.8] * 9]
-    gain = told(write_run(tmp_path, "mig", slower, straggler()))
+    gain = gain_in(write_run(tmp_path, "mig", slower, straggler()))
     assert isinstance(gain, Gain) and gain.ratio == pytest.approx(0.5)
 
 

@@ -23,30 +23,30 @@ def outcome(own_pruned, own_lent=None, step_s=(1.5, 2.5)):
 
 
 def test_steps_and_shares_are_those_of_the_run():
-    found = outcome([0.0] * 30)
-    assert (found.step, found.step_per_off, found.pruned, found.lent) == (2.0, 0.5, 0.1, 0.2)
-    assert (found.false_starts, found.falsely_spared, found.most_falsely_spared) == (0.0, 0.0, 0.0)
+    shown = outcome([0.0] * 30)
+    assert (shown.step, shown.step_per_off, shown.pruned, shown.lent) == (2.0, 0.5, 0.1, 0.2)
+    assert (shown.false_starts, shown.falsely_spared, shown.most_falsely_spared) == (0.0, 0.0, 0.0)
 
 
 def test_a_straggler_settles_and_is_released_at_the_update_from_which_on_it_is_so():
-    found = outcome([0.0] * 11 + [0.5] * 10 + [0.0] * 9)
-    assert (found.settled, found.swing, found.released) == ((2,), 0.0, (2.0,))
+    shown = outcome([0.0] * 11 + [0.5] * 10 + [0.0] * 9)
+    assert (shown.settled, shown.swing, shown.released) == ((2,), 0.0, (2.0,))
     late = outcome([0.0] * 11 + [0.3, 0.5, 0.4] + [0.5] * 8 + [0.1, 0.1] + [0.0] * 6)
     assert (late.settled, late.swing, late.released) == ((5,), pytest.approx(0.1), (5.0,))
 
 
 def test_what_is_lent_counts_as_what_is_pruned():
-    found = outcome([0.0] * 11 + [0.2] * 10 + [0.0] * 9, [0.0] * 11 + [0.2] * 11 + [0.0] * 8)
-    assert (found.settled, found.released) == ((2,), (3.0,))
+    shown = outcome([0.0] * 11 + [0.2] * 10 + [0.0] * 9, [0.0] * 11 + [0.2] * 11 + [0.0] * 8)
+    assert (shown.settled, shown.released) == ((2,), (3.0,))
 
 
 def test_who_is_never_released_is_spared_falsely():
-    found = outcome([0.0] * 11 + [0.5] * 19)
-    assert found.released == (math.inf,)
-    assert found.false_starts == 0.0, "it only goes on"
+    shown = outcome([0.0] * 11 + [0.5] * 19)
+    assert shown.released == (math.inf,)
+    assert shown.false_starts == 0.0, "it only goes on"
     judged = 30 + 10 + 7  # rank 0 always, rank 1 before and from three updates after it was slow
-    assert found.falsely_spared == pytest.approx(7 * 0.5 / judged)
-    assert found.most_falsely_spared == 0.5
+    assert shown.falsely_spared == pytest.approx(7 * 0.5 / judged)
+    assert shown.most_falsely_spared == 0.5
 
 
 def test_a_start_is_false_where_the_rank_has_not_been_slow_for_a_while():
@@ -90,6 +90,6 @@ def test_every_course_tells_every_rank_s_speed(course, num_ranks):
 
 @pytest.mark.parametrize("noise", NOISES)
 def test_balancing_off_is_the_reference_whatever_the_noise(noise):
-    found = Scenario(noise=noise, num_ranks=2, update_every=1).figures(BalanceConfig(mode="off"), seed=1)
-    assert found.step_per_off == 1.0
-    assert found.settled and found.released == (1.0,)
+    shown = Scenario(noise=noise, num_ranks=2, update_every=1).figures(BalanceConfig(mode="off"), seed=1)
+    assert shown.step_per_off == 1.0
+    assert shown.settled and shown.released == (1.0,)

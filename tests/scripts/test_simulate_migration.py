@@ -60,8 +60,10 @@ def test_what_one_receiver_gets_costs_the_link_the_same_either_way_but_for_what_
 
 def test_collectives_of_two_owners_come_one_after_the_other():
     layers = layers_of_vit(64, 1, 8)
-    one, two = (traffic_of_step("broadcast-reduce", layers, 100, 0.5, 8, num_owners) for num_owners in (1, 2))
-    assert two.link_values > 1.5 * one.link_values
+    of_one_owner, of_two_owners = (
+        traffic_of_step("broadcast-reduce", layers, 100, 0.5, 8, num_owners) for num_owners in (1, 2)
+    )
+    assert of_two_owners.link_values > 1.5 * of_one_owner.link_values
 
 
 def test_a_step_sums_y_and_dx_of_every_attention_and_feed_forward_part():

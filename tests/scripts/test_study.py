@@ -90,7 +90,7 @@ def test_a_base_whose_section_is_empty_is_as_one_without(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("[1]", "expected a mapping of sections, found list"),
         ("", "expected a mapping of sections, found nothing"),
@@ -98,11 +98,11 @@ def test_a_base_whose_section_is_empty_is_as_one_without(tmp_path: Path) -> None
         ("balance: 5", "expected a mapping of balance keys, found int"),
     ],
 )
-def test_a_base_that_is_no_configuration_is_named(tmp_path: Path, text: str, told: str) -> None:
+def test_a_base_that_is_no_configuration_is_named(tmp_path: Path, text: str, message: str) -> None:
     grid, base = tmp_path / "grid.yaml", tmp_path / "base.yaml"
     grid.write_text(f"config: {base}\ncells:\n  Rd: {{balance.mode: zero-rd}}\n")
     base.write_text(text)
-    with pytest.raises(ValueError, match=f"base.yaml: {told}"):
+    with pytest.raises(ValueError, match=f"base.yaml: {message}"):
         study.read_study(grid, tmp_path / "runs")
 
 
@@ -110,8 +110,8 @@ def test_a_base_that_is_no_configuration_is_named(tmp_path: Path, text: str, tol
 @pytest.mark.parametrize("place", ["cell", "grid"])
 def test_ranks_that_are_no_number_of_ranks_are_refused(tmp_path: Path, place: str, ranks: str) -> None:
     grid = tmp_path / "grid.yaml"
-    own = {"cell": "", "grid": "", place: f"ranks: {ranks}"}
-    grid.write_text(f"config: demo\n{own['grid']}\ncells:\n  Rd: {{{own['cell']}}}\n")
+    lines = {"cell": "", "grid": "", place: f"ranks: {ranks}"}
+    grid.write_text(f"config: demo\n{lines['grid']}\ncells:\n  Rd: {{{lines['cell']}}}\n")
     with pytest.raises(ValueError, match=f"^{grid}, cell 'Rd': ranks=.* is not allowed: a whole number of at least 1"):
         study.read_study(grid, tmp_path / "runs")
 
@@ -595,11 +595,13 @@ DAMAGED_TABLES = [
 ]
 
 
-@pytest.mark.parametrize(("text", "told"), DAMAGED_TABLES)
-def test_a_damaged_table_is_named_with_its_line(tmp_path: Path, micro_study: study.Study, text: str, told: str) -> None:
+@pytest.mark.parametrize(("text", "message"), DAMAGED_TABLES)
+def test_a_damaged_table_is_named_with_its_line(
+    tmp_path: Path, micro_study: study.Study, text: str, message: str
+) -> None:
     table = tmp_path / "table.csv"
     table.write_bytes(text.encode("latin-1"))
-    with pytest.raises(ValueError, match=f"^{table}.*{told}"):
+    with pytest.raises(ValueError, match=f"^{table}.*{message}"):
         study.known_rows(micro_study, table)
     with pytest.raises(ValueError, match=f"^{table}"):
         read_points(table, "χ")

@@ -62,10 +62,10 @@ def refusal(folder):
 
 def test_what_dcp_wrote_is_read(tmp_path):
     state = written(tmp_path)
-    found = loaded(tmp_path, blank(state))
-    assert torch.equal(found["weight"], state["weight"]) and torch.equal(found["nested"]["scale"], torch.tensor(1.0))
-    assert found["nested"]["list"][1] == "text" and found["nested"]["list"][0].tolist() == [0, 0]
-    assert found["settings"] == state["settings"]
+    read = loaded(tmp_path, blank(state))
+    assert torch.equal(read["weight"], state["weight"]) and torch.equal(read["nested"]["scale"], torch.tensor(1.0))
+    assert read["nested"]["list"][1] == "text" and read["nested"]["list"][0].tolist() == [0, 0]
+    assert read["settings"] == state["settings"]
     index = (tmp_path / ".metadata").read_bytes()
     with (tmp_path / ".metadata").open("rb") as stream:
         assert read_index(stream, "it") == pickle.loads(index)
@@ -217,8 +217,8 @@ def test_a_divided_model_its_optimizer_and_whatever_is_beside_them(run_ranks, tm
         assert state["step"] == 1
         pairs = list(zip(model.parameters(), other.parameters(), strict=True))
         assert all(torch.equal(one, same) for one, same in pairs)
-        for one, same in pairs:
-            for key, value in optimizer.state[one].items():
+        for parameter, same in pairs:
+            for key, value in optimizer.state[parameter].items():
                 assert torch.equal(value, its_optimizer.state[same][key])
         torch.distributed.barrier(group)
         if rank == 1:
@@ -240,12 +240,12 @@ def written_without_pickle(folder):
 def test_an_index_without_pickle_is_read(tmp_path):
     state = written_without_pickle(tmp_path)
     assert not (tmp_path / ".metadata").exists()
-    found = loaded(tmp_path, blank(state))
-    assert torch.equal(found["weight"], state["weight"]) and found["settings"] == state["settings"]
+    read = loaded(tmp_path, blank(state))
+    assert torch.equal(read["weight"], state["weight"]) and read["settings"] == state["settings"]
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "reason"),
     [
         (lambda index: index["places"][0].__setitem__(3, "../outside"), "outside of the checkpoint"),
         (lambda index: index["tensors"]["weight"].update(dtype="nn"), "where a dtype belongs"),
@@ -253,11 +253,11 @@ def test_an_index_without_pickle_is_read(tmp_path):
         (lambda index: index["tensors"].update(weight=3), "not subscriptable"),
     ],
 )
-def test_an_index_without_pickle_that_was_changed_is_refused(tmp_path, change, told):
+def test_an_index_without_pickle_that_was_changed_is_refused(tmp_path, change, reason):
     written_without_pickle(tmp_path)
     path = tmp_path / "index.json"
     index = json.loads(path.read_text())
     change(index)
     path.write_text(json.dumps(index))
     said = refusal(tmp_path)
-    assert "index.json: not an index of a checkpoint, refused: " in said and told in said
+    assert "index.json: not an index of a checkpoint, refused: " in said and reason in said

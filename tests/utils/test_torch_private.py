@@ -36,7 +36,7 @@ def names_defined(tree):
 def test_nothing_else_in_the_package_names_a_private_part_of_torch():
     trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
     known = (OF_PYTHON | OF_HOSTS).union(*map(names_defined, trees.values()))
-    found = []
+    uses = []
     for path, tree in trees.items():
         if path.name == "torch_private.py":
             continue
@@ -50,8 +50,10 @@ def test_nothing_else_in_the_package_names_a_private_part_of_torch():
                 names = [part for one in node.names if one.name.startswith("torch") for part in one.name.split(".")]
             else:
                 continue
-            found += [f"{path}:{node.lineno} {one}" for one in names if one.startswith("_") and not one.endswith("__")]
-    assert not found, "\n".join(found)
+            uses += [
+                f"{path}:{node.lineno} {name}" for name in names if name.startswith("_") and not name.endswith("__")
+            ]
+    assert not uses, "\n".join(uses)
 
 
 def test_the_jobs_store_and_groups_are_known(run_ranks):
@@ -77,9 +79,9 @@ def test_a_group_gets_the_name_that_it_is_given_and_no_other_group_does(run_rank
             thread = threading.Thread(target=lambda: by_others.append(make().group_name))
             thread.start()
             thread.join()
-            own = [make().group_name, make().group_name]
-        assert own[0] == "given"
-        assert "given" not in (*by_others, own[1], make().group_name)
+            made = [make().group_name, make().group_name]
+        assert made[0] == "given"
+        assert "given" not in (*by_others, made[1], make().group_name)
         with pytest.raises(ZeroDivisionError), torch_private.name_of_next_group("never"):
             raise ZeroDivisionError
         assert make().group_name != "never"

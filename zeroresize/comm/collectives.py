@@ -85,9 +85,9 @@ def group_ranks(process_group: ProcessGroup) -> list[int]:
     return dist.get_process_group_ranks(process_group)
 
 
-def same_ranks(one: ProcessGroup, other: ProcessGroup) -> bool:
+def same_ranks(first: ProcessGroup, second: ProcessGroup) -> bool:
     """Whether two groups hold the same ranks in the same order."""
-    return one is other or group_ranks(one) == group_ranks(other)
+    return first is second or group_ranks(first) == group_ranks(second)
 
 
 def time_limit(process_group: ProcessGroup) -> timedelta:
@@ -121,8 +121,8 @@ def explanation(process_group: ProcessGroup, failed: str, *, waits: bool = True)
         failed: what failed on this rank.
         waits: whether to wait some seconds for others that fail, too.
     """
-    told = [explainer.tell(failed, waits=waits) for explainer in _explainers.get(process_group, ())]
-    return "".join(told[-1:])
+    explanations = [explainer.tell(failed, waits=waits) for explainer in _explainers.get(process_group, ())]
+    return "".join(explanations[-1:])
 
 
 class NamedWork:
@@ -140,7 +140,7 @@ class NamedWork:
         RuntimeError: if it cannot be started, naming all of these.
     """
 
-    __slots__ = ("_told", "_wait")
+    __slots__ = ("_description", "_wait")
 
     def __init__(
         self,
@@ -151,8 +151,8 @@ class NamedWork:
         layer: str | None = None,
         tensor: Tensor | None = None,
     ) -> None:
-        self._told = what, process_group, peer, layer
-        work = _told_if_it_fails(start, *self._told)
+        self._description = what, process_group, peer, layer
+        work = _named_if_it_fails(start, *self._description)
         looks = tensor is not None and is_looked_at(process_group, tensor)
         self._wait = partial(wait_looking, work, process_group) if looks else work.wait
 
@@ -162,10 +162,10 @@ class NamedWork:
         Raises:
             RuntimeError: if it fails, naming what and with whom.
         """
-        _told_if_it_fails(self._wait, *self._told)
+        _named_if_it_fails(self._wait, *self._description)
 
 
-def _told_if_it_fails(
+def _named_if_it_fails(
     call: Callable[[], _T], what: str, process_group: ProcessGroup, peer: int | None = None, layer: str | None = None
 ) -> _T:
     """``call()``, with an error that names what failed, which communication libraries do not."""
@@ -190,7 +190,7 @@ def all_reduce(tensor: Tensor, process_group: ProcessGroup, layer: str | None = 
     """Sum ``tensor`` over the group in place."""
     if group_size(process_group) > 1:
         call = partial(_all_reduce, tensor, process_group)
-        _told_if_it_fails(call, "an all-reduce with", process_group, None, layer)
+        _named_if_it_fails(call, "an all-reduce with", process_group, None, layer)
 
 
 def _all_reduce(tensor: Tensor, process_group: ProcessGroup) -> None:
@@ -212,7 +212,7 @@ def all_gather(tensor: Tensor, process_group: ProcessGroup) -> list[Tensor]:
     """Every rank's ``tensor``, in the order of the group."""
     parts = [torch.empty_like(tensor) for _ in range(group_size(process_group))]
     call = partial(dist.all_gather, parts, tensor, group=process_group)
-    _told_if_it_fails(call, "an all-gather with", process_group)
+    _named_if_it_fails(call, "an all-gather with", process_group)
     return parts
 
 

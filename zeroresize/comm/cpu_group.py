@@ -126,8 +126,8 @@ class PendingNumbers:
     def __init__(
         self, gloo: Any, rank: int, size: int, numbers: Sequence[float], tag: int, time_limit: timedelta
     ) -> None:
-        own = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-        self._parts: list[Tensor] = [own if peer == rank else torch.empty_like(own) for peer in range(size)]
+        sent = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        self._parts: list[Tensor] = [sent if peer == rank else torch.empty_like(sent) for peer in range(size)]
         self._received: dict[int, Any] = {}
         self._sent: dict[int, Any] = {}
         self._failures: dict[int, RuntimeError] = {}
@@ -136,7 +136,7 @@ class PendingNumbers:
             if peer != rank:
                 try:
                     self._received[peer] = gloo.recv([self._parts[peer]], peer, tag)
-                    self._sent[peer] = gloo.send([own], peer, tag)
+                    self._sent[peer] = gloo.send([sent], peer, tag)
                 except RuntimeError as error:  # it has left
                     self._failures[peer] = error
 

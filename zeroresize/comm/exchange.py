@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from zeroresize.comm.cpu_group import CpuGroup, NotAllCameError, PendingNumbers
 from zeroresize.comm.meeting import gather, meet_by
-from zeroresize.comm.whereabouts import Whereabouts, require_same
+from zeroresize.comm.whereabouts import Whereabouts, require_same_whereabouts
 
 _POSTED, _MET = 0, 1  # tags: the two kinds of exchange never wait for each other
 
@@ -101,7 +101,7 @@ class Exchange:
         places = [Whereabouts.of_numbers(numbers[:num_of_place]) for numbers in table]
         self._group.reports.last_heard = places
         try:
-            require_same(places, counts_forwards=self._counts_forwards)
+            require_same_whereabouts(places, counts_forwards=self._counts_forwards)
         except RuntimeError as error:
             self._group.reports.tell(str(error), waits=False)
             raise

@@ -38,7 +38,7 @@ class FailureReports:
         self._rendezvous, self._where = rendezvous, where
         self._keys = [f"failure/{rank}" for rank in range(rendezvous.size)]
         self.last_heard: list[Whereabouts] = []
-        self._told: tuple[str, str] | None = None
+        self._reported: tuple[str, str] | None = None  # where this rank failed, and the reports of all ranks
         self._lock = threading.Lock()
 
     def tell(self, failed: str, *, waits: bool = True) -> str:
@@ -52,16 +52,16 @@ class FailureReports:
         """
         with self._lock:
             where = str(self._where)
-            if self._told is None or self._told[0] != where:
-                self._told = where, self._exchange(f"{where}: {failed}", WAIT_S if waits else 0.0)
-            return self._told[1]
+            if self._reported is None or self._reported[0] != where:
+                self._reported = where, self._exchange(f"{where}: {failed}", WAIT_S if waits else 0.0)
+            return self._reported[1]
 
     def withdraw(self) -> None:
         """Withdraw this rank's report, since training went on after all."""
         with self._lock:
-            if self._told is None:
+            if self._reported is None:
                 return
-            self._told = None
+            self._reported = None
             key = self._keys[self._rendezvous.rank]
             with suppress(Exception):  # where the store does not answer, nobody can read it either
                 within(timedelta(seconds=_ANSWER_S), lambda: self._rendezvous.store.set(key, ""))
@@ -78,8 +78,8 @@ class FailureReports:
                 "own, is stopped or gone"
             )
             return f". This rank, {rank}, was at: {report}. What the others were doing is not known: {why}"
-        told = (f"rank {rank}: {text or self._last_heard_of(rank)}" for rank, text in enumerate(reports))
-        return f". What the ranks of the group were doing: {'; '.join(told)}"
+        rows = (f"rank {rank}: {text or self._last_heard_of(rank)}" for rank, text in enumerate(reports))
+        return f". What the ranks of the group were doing: {'; '.join(rows)}"
 
     def _last_heard_of(self, rank: int) -> str:
         heard = f", last heard from at {self.last_heard[rank]}" if self.last_heard else ""

@@ -105,7 +105,7 @@ class Rendezvous:
             messages = within(limit + _GRACE, exchange)
         except Exception as error:
             self._require_memory(error, keys)
-            raise RuntimeError(f"{self._missing(keys)} did not come to {self._purpose} {self._limit_told}") from error
+            raise RuntimeError(f"{self._missing(keys)} did not come to {self._purpose} {self._limit_text}") from error
         self._require_all(messages)
         return messages
 
@@ -139,11 +139,11 @@ class Rendezvous:
                 left = within(_GRACE, lambda: self._left(keys))
             self._require_all(left)
             if time.monotonic() < ends_at:  # the others still wait
-                told = _FAILED + reason(error)
+                message = _FAILED + reason(error)
                 with suppress(Exception):
-                    within(_GRACE, lambda: self.store.set(keys[self.rank], told))
+                    within(_GRACE, lambda: self.store.set(keys[self.rank], message))
             raise RuntimeError(
-                f"all ranks of {self.whose} came to {self._purpose}, but could not be connected {self._limit_told}; or "
+                f"all ranks of {self.whose} came to {self._purpose}, but could not be connected {self._limit_text}; or "
                 "the job's store cannot be reached: the process that keeps it, usually rank 0's or torchrun's own, is "
                 f"stopped or gone ({error})"
             ) from error
@@ -178,7 +178,7 @@ class Rendezvous:
                 raise RuntimeError(f"ranks {list(reasons)} of {self.whose} {what} to {self._purpose}: {first}")
 
     @property
-    def _limit_told(self) -> str:
+    def _limit_text(self) -> str:
         share = "half of " if self._has_met else ""
         return (
             f"within {self.time_limit.total_seconds():g} s, {share}the time limit of their process group (timeout=... "

@@ -63,14 +63,15 @@ class Whereabouts:
         return f"{self.call.value}{of_batch}, after {self.num_steps} calls of balancer.step()"
 
 
-def require_same(ranks: Sequence[Whereabouts], *, counts_forwards: bool = True) -> None:
+def require_same_whereabouts(ranks: Sequence[Whereabouts], *, counts_forwards: bool = True) -> None:
     """Check that the ranks of a group came to each other from the same place.
 
     Args:
-        counts_forwards: whether also after equally many training forwards.
+        ranks: the whereabouts of every rank, in the order of the group.
+        counts_forwards: whether the ranks must also have made equally many training forwards.
 
     Raises:
-        RuntimeError: if they did not, naming what each of them has called, and how often.
+        RuntimeError: if they come from different places; it names what each of them has called, and how often.
     """
 
     def differ(*what: str) -> bool:
@@ -82,30 +83,31 @@ def require_same(ranks: Sequence[Whereabouts], *, counts_forwards: bool = True) 
         return
     if differ("num_steps", *(["num_forwards"] if counts_forwards else [])):
         # Ranks that meet at an update have equal counts of steps, so their counts of forwards tell.
-        is_told = differ("num_steps")
-        told = [
-            f"{one.num_steps} calls" + ("" if is_told else f" in {one.num_forwards} training forwards of its layers")
-            for one in ranks
-        ]
+        is_enough = differ("num_steps")
+        by_rank = _by_rank(
+            f"{where.num_steps} calls"
+            + ("" if is_enough else f" in {where.num_forwards} training forwards of its layers")
+            for where in ranks
+        )
         raise RuntimeError(
-            f"the ranks of the group did not call balancer.step() equally often: {_by_rank(told)}; call it once after "
+            f"the ranks of the group did not call balancer.step() equally often: {by_rank}; call it once after "
             "every optimizer step, and load_state_dict with what was saved together, on every rank"
         )
     if differ("num_optimizer_steps"):
-        told = [f"{one.num_optimizer_steps} steps" for one in ranks]
+        by_rank = _by_rank(f"{where.num_optimizer_steps} steps" for where in ranks)
         raise RuntimeError(
-            f"the ranks of the group did not make equally many optimizer steps: {_by_rank(told)}. A loss scaler skips "
+            f"the ranks of the group did not make equally many optimizer steps: {by_rank}. A loss scaler skips "
             "a step where gradients overflow, and each rank sees those of its own shards only, so scale and weights "
             "have come apart: use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler(process_group=...) with "
             "the tensor-parallel group, and begin again from a checkpoint"
         )
     if differ("epoch"):
-        told = [f"{one.epoch} epochs had ended at {one}" for one in ranks]
+        by_rank = _by_rank(f"{where.epoch} epochs had ended at {where}" for where in ranks)
         raise RuntimeError(
-            f"the ranks of the group did not call balancer.epoch_end() equally often: {_by_rank(told)}; call it at the "
+            f"the ranks of the group did not call balancer.epoch_end() equally often: {by_rank}; call it at the "
             "end of an epoch, on every rank"
         )
 
 
-def _by_rank(told: Iterable[str]) -> str:
-    return "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(told))
+def _by_rank(texts: Iterable[str]) -> str:
+    return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))

@@ -147,8 +147,8 @@ def _is_known(path: tuple[str, str]) -> bool:
 
 
 def _dtype(path: tuple[str, str]) -> torch.dtype | None:
-    found = vars(torch).get(path[1]) if path[0] == "torch" else None
-    return found if isinstance(found, torch.dtype) else None
+    dtype = vars(torch).get(path[1]) if path[0] == "torch" else None
+    return dtype if isinstance(dtype, torch.dtype) else None
 
 
 class _Builder:
@@ -265,12 +265,12 @@ def _require_sound(index: metadata.Metadata) -> None:
                 _of_type(metadata.ChunkStorageMetadata, chunk)
                 _of_type(torch.Size, chunk.offsets)
                 _of_type(torch.Size, chunk.sizes)
-    for key, one in _of_type(dict, index.storage_data).items():
+    for key, place in _of_type(dict, index.storage_data).items():
         _of_type(metadata.MetadataIndex, key)
-        _of_type(_STORAGE_INFO, one)
-        _of_type(int, one.offset)
-        _of_type(int, one.length)
-        file = PurePath(_of_type(str, one.relative_path))
+        _of_type(_STORAGE_INFO, place)
+        _of_type(int, place.offset)
+        _of_type(int, place.length)
+        file = PurePath(_of_type(str, place.relative_path))
         if file.is_absolute() or ".." in file.parts:
             raise ValueError(f"{key.fqn} is in {file}, outside of the checkpoint")
     if index.storage_meta is not None:

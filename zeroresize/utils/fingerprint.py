@@ -15,7 +15,7 @@ def fingerprint(content: str | bytes) -> float:
 
 def digest(*contents: str | bytes | memoryview) -> bytes:
     """Return a hash of 16 bytes of contents one after another: texts in UTF-8, bytes, or what has a buffer of bytes."""
-    found = hashlib.blake2b(digest_size=16)
+    hashed = hashlib.blake2b(digest_size=16)
     for content in contents:
-        found.update(content.encode() if isinstance(content, str) else content)
-    return found.digest()
+        hashed.update(content.encode() if isinstance(content, str) else content)
+    return hashed.digest()

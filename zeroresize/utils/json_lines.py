@@ -88,7 +88,7 @@ def _stays(path: Path, number: int, values: Mapping[str, Any], until: tuple[str,
     if until is None:
         return True
     key, most = until
-    found = values.get(key)
-    if not isinstance(found, int):
+    value = values.get(key)
+    if not isinstance(value, int):
         raise ValueError(f"{path}, line {number}: expected a number {key!r}: delete the line, or move the file away")
-    return found <= most
+    return value <= most

@@ -70,58 +70,58 @@ def tensor(shape: Sequence[int] | None = None) -> Check:
     return check
 
 
-def optional(own: Check) -> Check:
+def optional(check: Check) -> Check:
     """None, or what ``own`` checks for."""
-    return lambda value, where: None if value is None else own(value, where)
+    return lambda value, where: None if value is None else check(value, where)
 
 
-def each(own: Check, length: int | None = None) -> Check:
+def each(check_item: Check, length: int | None = None) -> Check:
     """A list or tuple of values alike, of that length if any is given."""
 
     def check(value: Any, where: str) -> None:
         _require(isinstance(value, list | tuple), "a list", value, where)
         if length is not None and len(value) != length:
             raise ValueError(f"{where}: a list of {length} is needed, found one of {len(value)}")
-        for position, one in enumerate(value):
-            own(one, f"{where}[{position}]")
+        for position, item in enumerate(value):
+            check_item(item, f"{where}[{position}]")
 
     return check
 
 
-def row(*own: Check, least: int | None = None) -> Check:
+def row(*checks: Check, least: int | None = None) -> Check:
     """A list or tuple with a value for each check, or for the first ``least`` at least."""
 
     def check(value: Any, where: str) -> None:
         _require(isinstance(value, list | tuple), "a list", value, where)
-        if not (len(own) if least is None else least) <= len(value) <= len(own):
-            raise ValueError(f"{where}: a list of {len(own)} is needed, found one of {len(value)}")
-        for position, (one, check_one) in enumerate(zip(value, own, strict=False)):
-            check_one(one, f"{where}[{position}]")
+        if not (len(checks) if least is None else least) <= len(value) <= len(checks):
+            raise ValueError(f"{where}: a list of {len(checks)} is needed, found one of {len(value)}")
+        for position, (item, check_item) in enumerate(zip(value, checks, strict=False)):
+            check_item(item, f"{where}[{position}]")
 
     return check
 
 
-def keyed(own: Mapping[str, Check]) -> Check:
+def keyed(checks: Mapping[str, Check]) -> Check:
     """A mapping that has these keys; what else it has is not looked at."""
 
     def check(value: Any, where: str) -> None:
         _require(isinstance(value, Mapping), "a mapping", value, where)
-        for key, check_one in own.items():
+        for key, check_value in checks.items():
             if key not in value:
                 raise ValueError(f"{where}.{key}: missing")
-            check_one(value[key], f"{where}.{key}")
+            check_value(value[key], f"{where}.{key}")
 
     return check
 
 
-def values(own: Check) -> Check:
+def values(check_item: Check) -> Check:
     """A mapping of texts to values alike."""
 
     def check(value: Any, where: str) -> None:
         _require(isinstance(value, Mapping), "a mapping", value, where)
-        for key, one in value.items():
+        for key, item in value.items():
             text(key, f"the keys of {where}")
-            own(one, f"{where}.{key}")
+            check_item(item, f"{where}.{key}")
 
     return check
 
@@ -132,5 +132,5 @@ def _is_number(value: Any) -> bool:
 
 def _require(fits: bool, needed: str, value: Any, where: str) -> None:
     if not fits:
-        found = repr(value)
-        raise ValueError(f"{where}: {needed} is needed, found {found if len(found) <= 60 else found[:60] + ' …'}")
+        shown = repr(value)
+        raise ValueError(f"{where}: {needed} is needed, found {shown if len(shown) <= 60 else shown[:60] + ' …'}")

@@ -79,8 +79,8 @@ def known_keys(
         ValueError: naming the unknown keys, what each may be misspelt for, and those that are known.
     """
     if not isinstance(values, Mapping):
-        found = "nothing" if values is None else type(values).__name__
-        raise ValueError(f"expected a mapping of {what}s, found {found}: allowed are {list(known)}")
+        given = "nothing" if values is None else type(values).__name__
+        raise ValueError(f"expected a mapping of {what}s, found {given}: allowed are {list(known)}")
     prefix = f"{room}." if room else ""
     unknown = [str(key) for key in values if key not in known]
     if unknown:
