@@ -287,14 +287,14 @@ def test_a_profiled_block_does_not_wait_for_the_profiles_of_others(run_ranks, mo
 
     def check(rank, group):
         training, forecasts = Training(group, 4), []
-        after_block, store = ProfileExchange.after_block, dist.distributed_c10d._get_default_store()
+        send_and_collect, store = ProfileExchange.exchange, dist.distributed_c10d._get_default_store()
 
         def late(exchange, measured, num_blocks):
             if rank == 1 and measured is not None:
                 store.wait(["left"], timedelta(seconds=20))
-            return after_block(exchange, measured, num_blocks)
+            return send_and_collect(exchange, measured, num_blocks)
 
-        monkeypatch.setattr(ProfileExchange, "after_block", late)
+        monkeypatch.setattr(ProfileExchange, "exchange", late)
         for step in range(3):
             training.train(1)
             if rank == 0 and step == 1:
@@ -311,7 +311,7 @@ def test_a_rank_whose_profile_does_not_come_is_named(tmp_path):
         training = Training(dist.new_group([0, 1, 2], timeout=timedelta(seconds=5)), 6)
         training.train(1)
         if rank == 1:
-            ProfileExchange.after_block = lambda own, measured, _: None if measured else os._exit(0)
+            ProfileExchange.exchange = lambda exchange, measured, _: None if measured else os._exit(0)
         training.train(1)
         with pytest.raises(RuntimeError) as caught:
             training.train(1)

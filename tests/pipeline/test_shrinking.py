@@ -178,7 +178,7 @@ def test_a_group_made_for_those_that_stay_lasts_until_the_next_one(run_ranks):
     def check(rank, group):
         training = Training(group)
         for num_stages in (3, 2):
-            before, side_group = training.pipeline.process_group, training.pipeline.side_group
+            before, side_group = training.pipeline.process_group, training.pipeline.open_side_group()
             is_released = training.repack(num_stages).is_released
             assert not side_group.close.alive
             known = dist.distributed_c10d._world.pg_map

@@ -11,11 +11,11 @@ from zeroresize.resharding.agreement import (
     MeetReplicas,
     NotEnoughMemoryError,
     allocate_together,
+    gather_texts,
     meet_over,
     meet_prepared,
     require_received,
     require_same,
-    texts_of_ranks,
 )
 
 CPU = torch.device("cpu")
@@ -40,8 +40,8 @@ def test_all_ranks_get_the_numbers_and_texts_of_all(run_ranks):
     def check(rank, group):
         meet = meet_over(group, CPU)
         assert meet(rank, 0.5) == [[other, 0.5] for other in range(3)]
-        assert list(texts_of_ranks("é" * rank * 7, meet, group, CPU)) == ["é" * other * 7 for other in range(3)]
-        assert list(texts_of_ranks("", meet, group, CPU)) == [""] * 3
+        assert list(gather_texts("é" * rank * 7, meet, group, CPU)) == ["é" * other * 7 for other in range(3)]
+        assert list(gather_texts("", meet, group, CPU)) == [""] * 3
 
     run_ranks(check, 3)
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import zeroresize as zr
-from zeroresize.resharding.divided_tensor import DividedTensor, Division, Piece, even_pieces, unit_pieces
+from zeroresize.resharding.divided_tensor import DividedTensor, Piece, TensorDivision, even_pieces, unit_pieces
 from zeroresize.resharding.transfer import move_units
 
 pytestmark = pytest.mark.slow
@@ -47,7 +47,7 @@ def test_even_shards_of_several_blocks():
 
 
 def divided():
-    return DividedTensor("fc1.weight", torch.arange(6.0).view(2, 3), Division(0, 4, lambda: [Piece(2, 0, 2)]))
+    return DividedTensor("fc1.weight", torch.arange(6.0).view(2, 3), TensorDivision(0, 4, lambda: [Piece(2, 0, 2)]))
 
 
 def test_a_divided_tensor_has_the_whole_shape_and_can_be_copied():

@@ -135,7 +135,7 @@ def test_ranks_that_differ_in_optimizer_state_do_not_move(run_ranks, kind):
 def test_a_rank_that_fails_in_the_middle_tells_the_others_at_once(run_ranks, monkeypatch, kind, error):
     def check(rank, group):
         moving = KINDS[kind](group)
-        finish, finished = transport.Transport._finish, []
+        finish, finished = transport.RoundTransport._finish, []
 
         def failing(self, *arguments):
             finish(self, *arguments)
@@ -145,7 +145,7 @@ def test_a_rank_that_fails_in_the_middle_tells_the_others_at_once(run_ranks, mon
 
         with monkeypatch.context() as patched:
             if rank == 1:
-                patched.setattr(transport.Transport, "_finish", failing)
+                patched.setattr(transport.RoundTransport, "_finish", failing)
             begin = time.perf_counter()
             told = moving.fails(moving.move)
             assert time.perf_counter() - begin < 0.8 * moving.limit_s

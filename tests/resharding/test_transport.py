@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from zeroresize.comm.cpu_group import CpuGroup
-from zeroresize.resharding.transport import Transport
+from zeroresize.resharding.transport import RoundTransport
 
 SIZE = 5
 #: Rank 0 sends to both others, rank 1 to itself and to rank 2, and so on: by round.
@@ -26,7 +26,7 @@ class Ring:
     def __init__(self, group, at_once=2, packs_not=None, unpacks_not=None):
         self.rank, self.unpacked, self.places, self.meanwhile = dist.get_rank(group), [], set(), 0
         self.packs_not, self.unpacks_not = packs_not, unpacks_not
-        self.transport = Transport(list(enumerate(ROUNDS)), self.sizes_of, group, at_once)
+        self.transport = RoundTransport(list(enumerate(ROUNDS)), self.sizes_of, group, at_once)
         self.transport.allocate(torch.device("cpu"))
 
     def carry_out(self, over=None):

@@ -94,7 +94,7 @@ class UnitMoves:
                 why = str(error) or type(error).__name__
             rows = everybody.gather([measured.seconds_per_byte, measured.fixed_s, num_bytes])
             if any(math.isnan(own) for *_, own in rows):
-                units.why_not_movable = units.reasons(why)
+                units.why_not_movable = units.gather_reasons(why)
                 if parts.rank == 0:
                     logger.warning("units cannot move: %s", units.why_not_movable)
                 parts.decision.hold_owned(units.shares)

@@ -109,7 +109,7 @@ class EarlyLayerMove(LayerMove):
         Raises:
             RuntimeError: where there is no memory for them, or a rank does not come.
         """
-        self._side_group = self._pipeline.side_group
+        self._side_group = self._pipeline.open_side_group()
         self._thread = threading.Thread(target=self._run, name="layers that move", daemon=True)
         self._thread.start()
 

@@ -20,7 +20,7 @@ from zeroresize.pipeline.layer_contents import (
     require_fitting,
 )
 from zeroresize.pipeline.pipeline import Pipeline
-from zeroresize.pipeline.stage_layers import require_plain, require_ties_within_stages
+from zeroresize.pipeline.stage_layers import require_ties_within_stages, require_whole_parameters
 from zeroresize.plan.partition import Partition
 from zeroresize.resharding.byte_streams import ByteStreams
 from zeroresize.resharding.movable_optimizer import groups_of, require_movable_state, settings_of
@@ -66,7 +66,7 @@ class LayerMove(Transaction):
         self.stages = tuple(range(pipeline.num_stages)) if stages is None else tuple(stages)
         after = Partition.of(boundaries, len(self._layers), len(self.stages))
         self.boundaries = after.boundaries
-        require_plain(self._layers)
+        require_whole_parameters(self._layers)
         require_ties_within_stages(self._layers, self.boundaries)
         self._optimizer = require_movable_state(optimizer)
         self._groups = groups_of(self._optimizer)

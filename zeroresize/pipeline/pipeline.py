@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,8 +21,8 @@ from zeroresize.pipeline.stage_layers import (
     StageLayers,
     place,
     require_initialize,
-    require_plain,
     require_ties_within_stages,
+    require_whole_parameters,
     tensors_by_layer,
 )
 from zeroresize.plan.partition import Partition
@@ -97,6 +96,7 @@ class Pipeline:
         self._boundary_shapes: list[Boundary] | None = None
         self._schedules: tuple[PipelineScheduleSingle, PipelineScheduleSingle] | None = None
         self._joined: Meet | None = None
+        self._side_group: CpuGroup | None = None
         alike: tuple[float, float] | Exception
         try:
             layers = list(layers)
@@ -106,7 +106,7 @@ class Pipeline:
                 if boundaries is None
                 else Partition.of(boundaries, num_layers, self.num_stages)
             ).boundaries
-            require_plain(layers)
+            require_whole_parameters(layers)
             require_ties_within_stages(layers, self.boundaries)
             require_initialize(layers, self._present(), initialize)
             if not issubclass(schedule, PipelineScheduleSingle):
@@ -185,18 +185,19 @@ class Pipeline:
             values = {name.removeprefix(own): one for name, one in state_dict.items() if name.startswith(own)}
             self.layers[number].load_state_dict(values)
 
-    @cached_property
-    def side_group(self) -> CpuGroup:
-        """Of the same ranks, for layers that travel while a step runs; collective where it is first used.
+    def open_side_group(self) -> CpuGroup:
+        """Return a group of the same ranks, for layers that travel while a step runs; collective where it is not open.
 
         Raises:
             RuntimeError: if not all ranks come within the time limit of the pipeline's group.
         """
-        return CpuGroup(self.process_group, {}, group_ranks(self.process_group))
+        if self._side_group is None:
+            self._side_group = CpuGroup(self.process_group, {}, group_ranks(self.process_group))
+        return self._side_group
 
     def leave_side_group(self) -> None:
-        """Its next use makes a new one; all ranks leave it, also where not all could make it."""
-        side_group = self.__dict__.pop("side_group", None)
+        """Close the side group here; its next use opens a new one. All ranks leave it, also where not all opened it."""
+        side_group, self._side_group = self._side_group, None
         if side_group is not None:
             side_group.close()
 
@@ -268,7 +269,7 @@ class Pipeline:
 
     def meet_aside(self) -> Meet:
         """As :meth:`meet`, but whatever became of this pipeline's own messages, such as of a step that failed."""
-        return self._joined or meet_over(self.process_group, self.device, self.side_group)
+        return self._joined or meet_over(self.process_group, self.device, self.open_side_group())
 
     def join(self, meet: Meet) -> None:
         """Move layers together with other pipelines from now on, by a ``meet`` of the ranks of all of them."""

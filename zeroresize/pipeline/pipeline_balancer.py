@@ -23,8 +23,8 @@ from zeroresize.pipeline.profile_exchange import ProfileExchange
 from zeroresize.pipeline.profiling import LayerProfiler
 from zeroresize.pipeline.records import ProfileRecord, RebalancingRecord
 from zeroresize.pipeline.releasing import Releasing, Repack
-from zeroresize.pipeline.replicas import Replicas
-from zeroresize.pipeline.stage_layers import require_plain
+from zeroresize.pipeline.replicas import PipelineReplicas
+from zeroresize.pipeline.stage_layers import require_whole_parameters
 from zeroresize.pipeline.stage_units import StageUnits, UnitsFirst
 from zeroresize.policy.moves.least_saving import MIN_SAVING
 from zeroresize.policy.moves.move_cost import MoveCost
@@ -111,7 +111,7 @@ class PipelineBalancer:
             want gradients, or is not known to step each by itself (LBFGS).
         RuntimeError: on every rank, if ranks differ in these values or in the optimizer's parameter groups, or, with
             ``repack``, in how many process groups they are members of: torch names new ones by that.
-        ValueError, RuntimeError: as :class:`~zeroresize.pipeline.replicas.Replicas`.
+        ValueError, RuntimeError: as :class:`~zeroresize.pipeline.replicas.PipelineReplicas`.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class PipelineBalancer:
         self._pipeline, self._optimizer = pipeline, optimizer
         self._max_bytes, self._on_change, self._on_profile = max_bytes, on_change, on_profile
         self._cadence = ProfileCadence(profile_every)
-        self._replicas: Replicas | None = None
+        self._replicas: PipelineReplicas | None = None
         self._units = None if units is None else UnitsFirst(units)
         options = ""
         self._releasing = None if repack is None else Releasing(repack)
@@ -155,7 +155,7 @@ class PipelineBalancer:
             if units is not None and replicas is None and units.num_ranks > 1:
                 raise ValueError(f"units of {units.num_ranks} ranks need these ranks as replicas=")
             _require_no_ties(pipeline)
-            require_plain(list(pipeline.layers))
+            require_whole_parameters(list(pipeline.layers))
             groups = _require_stepping_all(pipeline, optimizer)
             rule = RebalancingRule(
                 by,
@@ -174,10 +174,10 @@ class PipelineBalancer:
         table = meet_prepared(meet, alike)
         require_same([one for one, *_ in table], _OPTIONS, meet)
         if replicas is not None:
-            self._replicas = Replicas(pipeline, replicas, options)
+            self._replicas = PipelineReplicas(pipeline, replicas, options)
         self._tells = pipeline.stage == 0 and (self._replicas is None or self._replicas.is_first)
         self._connect()
-        self._rebalancing = Rebalancing(rule, self._measured_cost())
+        self._rebalancing = Rebalancing(rule, self._measure_cost())
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -191,7 +191,7 @@ class PipelineBalancer:
                 end if the profile of a rank does not come.
         """
         # The first step finds shapes by running layers once more.
-        is_due = self._cadence.is_due(self.steps) and self._pipeline.knows_shapes and not self._units_may_move()
+        is_due = self._cadence.is_due(self.steps) and self._pipeline.knows_shapes and not self._ask_if_units_move()
         profiler = self._new_profiler() if is_due else None
         forecast, self._wanted = self._wanted, None
         move, is_over = None, False
@@ -212,12 +212,12 @@ class PipelineBalancer:
             self._cadence.measured(self.steps)
         self.steps += 1
         if forecast is not None and move is not None and move.report is not None:
-            self._moved(forecast, move.report)
+            self._finish_move(forecast, move.report)
         elif forecast is not None and move is None and forecast.before == self._pipeline.boundaries:
             self._move(forecast)
-        profile = self._profiles.after_block(profiler, self.steps)
+        profile = self._profiles.exchange(profiler, self.steps)
         if profile is not None and profile.boundaries == self._pipeline.boundaries:
-            self._balance(profile if self._replicas is None else self._replicas.slowest(profile))
+            self._balance(profile if self._replicas is None else self._replicas.gather_slowest(profile))
 
     def _new_profiler(self) -> LayerProfiler:
         rule = self._rebalancing.rule
@@ -282,7 +282,7 @@ class PipelineBalancer:
                 self._units.watch()
         if self._release(profile) or forecast is None:
             return
-        if self._units_may_move():  # they have begun since the profile was measured
+        if self._ask_if_units_move():  # they have begun since the profile was measured
             self._rebalancing.drop()
             return
         if self._moves_during_backward:
@@ -309,7 +309,7 @@ class PipelineBalancer:
             return
         if self._units is not None:
             self._units.attach()
-        self._moved(forecast, report)
+        self._finish_move(forecast, report)
 
     def _begin_move(self, forecast: RebalancingForecast, around: ExitStack) -> MoveDuringBackward | None:
         """None where layers are not to move within the block: somebody else has moved some, or not all fits then."""
@@ -329,13 +329,13 @@ class PipelineBalancer:
                 logger.info("step %d: layers do not move before the end of the step: %s", self.steps, error)
             return None
 
-    def _moved(self, forecast: RebalancingForecast, report: LayerMoveReport) -> None:
+    def _finish_move(self, forecast: RebalancingForecast, report: LayerMoveReport) -> None:
         self._cadence.moved(self.steps - 1)
         self._tell(forecast, report)
 
-    def _units_may_move(self) -> bool:
+    def _ask_if_units_move(self) -> bool:
         """Collective where stages are groups."""
-        return self._units is not None and not self._units.have_settled(self._pipeline.meet())
+        return self._units is not None and not self._units.ask_whether_settled(self._pipeline.meet())
 
     def _stay(self, error: RuntimeError) -> None:
         self._rebalancing.refuse()
@@ -346,7 +346,7 @@ class PipelineBalancer:
         """Whether the pipeline has fewer stages now."""
         if self._releasing is None:
             return False
-        released = self._releasing.after(
+        released = self._releasing.release(
             profile, self._rebalancing, self._pipeline, self._optimizer, step=self.steps, max_bytes=self._max_bytes
         )
         if self._releasing.looks_again:
@@ -366,15 +366,15 @@ class PipelineBalancer:
         """Make the groups that messages beside the pipeline's own take; collective."""
         self._profiles = ProfileExchange(self._pipeline)
         if self._moves_during_backward:
-            _ = self._pipeline.side_group
+            self._pipeline.open_side_group()
 
-    def _measured_cost(self) -> MoveCost:
+    def _measure_cost(self) -> MoveCost:
         """Of moves, by the links that layers travel over; collective, and alike in all pipelines."""
-        channel = self._pipeline.side_group if self._moves_during_backward else None
+        channel = self._pipeline.open_side_group() if self._moves_during_backward else None
         measured = measure_move_cost(self._pipeline.process_group, self._pipeline.device, channel)
         if self._replicas is None:
             return measured
-        return MoveCost(*self._replicas.most(measured.seconds_per_byte, measured.fixed_s))
+        return MoveCost(*self._replicas.gather_most(measured.seconds_per_byte, measured.fixed_s))
 
     def _tell(self, forecast: RebalancingForecast, report: LayerMoveReport) -> None:
         table = torch.zeros(self._pipeline.num_stages, 3, dtype=torch.float64)
@@ -385,7 +385,7 @@ class PipelineBalancer:
         moved_bytes, seconds = int(sum(sent for sent, *_ in rows)), min(one for *_, one in rows)
         most_bytes = max(sent + received for sent, received, _ in rows)
         if self._replicas is not None:
-            most_bytes, seconds = self._replicas.most(most_bytes, seconds)
+            most_bytes, seconds = self._replicas.gather_most(most_bytes, seconds)
         self._rebalancing.learn(most_bytes, seconds)
         if self._tells:
             slowest = max(range(len(forecast.stage_s)), key=forecast.stage_s.__getitem__)

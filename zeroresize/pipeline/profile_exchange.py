@@ -38,7 +38,7 @@ class ProfileExchange:
         """Bring nobody what is under way, as it is of work that is no more; to be called on every rank alike."""
         self._forgotten = self._sent, self._unread
 
-    def after_block(self, measured: LayerProfiler | None, num_blocks: int) -> PipelineProfile | None:
+    def exchange(self, measured: LayerProfiler | None, num_blocks: int) -> PipelineProfile | None:
         """What was measured in an earlier block, where it has come; at the end of each block, on every rank.
 
         Args:

@@ -89,7 +89,7 @@ class Releasing:
         """The work of layers has changed: two profiles of it must want fewer stages, whatever the last one wanted."""
         self.looks_again = False
 
-    def after(
+    def release(
         self,
         profile: PipelineProfile,
         rebalancing: Rebalancing,

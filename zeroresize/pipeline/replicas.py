@@ -22,7 +22,7 @@ from zeroresize.resharding.agreement import MeetReplicas
 _NUM_FIGURES = len(fields(LayerProfile))
 
 
-class Replicas:
+class PipelineReplicas:
     """This pipeline and those beside it, as one rank of them sees it.
 
     Its constructor is collective over all their ranks, as are its methods. From then on moves of ``pipeline`` are
@@ -66,11 +66,11 @@ class Replicas:
         """
         return self._exchange.gather(numbers)
 
-    def most(self, *numbers: float) -> list[float]:
+    def gather_most(self, *numbers: float) -> list[float]:
         """The largest of each of the numbers that ranks give."""
         return [max(column) for column in zip(*self.gather(numbers), strict=True)]
 
-    def slowest(self, profile: PipelineProfile) -> PipelineProfile:
+    def gather_slowest(self, profile: PipelineProfile) -> PipelineProfile:
         """Of every figure the largest in any of the pipelines: they wait for the slowest of them.
 
         Args:

@@ -125,7 +125,7 @@ def repack(
         load = PipelineLoad.of([1.0] * len(pipeline.layers), pipeline.num_stages)
         return repacked(load, Partition(pipeline.boundaries), num_stages, keep=keep)
 
-    return _carried_out(pipeline, optimizer, decided, max_bytes, on_release, step)
+    return _repack(pipeline, optimizer, decided, max_bytes, on_release, step)
 
 
 def carry_out_repacking(
@@ -138,7 +138,7 @@ def carry_out_repacking(
     step: int | None = None,
 ) -> RepackingReport:
     """As :func:`repack`, by a decision that was made already and is the same on every rank."""
-    return _carried_out(pipeline, optimizer, lambda: repacking, max_bytes, on_release, step)
+    return _repack(pipeline, optimizer, lambda: repacking, max_bytes, on_release, step)
 
 
 def stage_that_stays(pipeline: Pipeline) -> int | None:
@@ -147,7 +147,7 @@ def stage_that_stays(pipeline: Pipeline) -> int | None:
     return ranks.index(0) if 0 in ranks else None
 
 
-def _carried_out(
+def _repack(
     pipeline: Pipeline,
     optimizer: object | None,
     decide: Callable[[], Repacking],
@@ -156,7 +156,7 @@ def _carried_out(
     step: int | None,
 ) -> RepackingReport:
     rank = group_ranks(pipeline.process_group)[pipeline.stage]
-    report = _moved(pipeline, optimizer, decide, max_bytes)
+    report = _move_and_follow(pipeline, optimizer, decide, max_bytes)
     if pipeline.is_released:
         if pipeline.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -164,7 +164,7 @@ def _carried_out(
     return report
 
 
-def _moved(
+def _move_and_follow(
     pipeline: Pipeline, optimizer: object | None, decide: Callable[[], Repacking], max_bytes: int
 ) -> RepackingReport:
     """All but telling the outside: what this holds of layers that have left is free only when it has returned."""
@@ -181,11 +181,11 @@ def _moved(
     move = prepare_transaction(make, participants)
     receive_transaction(move, participants)
     if len(move.stages) < len(ranks):
-        group, seconds = _group_of_remaining(pipeline, move.stages, begin)
+        group, seconds = _make_remaining_group(pipeline, move.stages, begin)
         move.install()
         pipeline.follow_to(move.boundaries, group)
     else:
-        seconds = _slowest(pipeline.meet(), begin)
+        seconds = _gather_slowest(pipeline.meet(), begin)
         move.commit()
     remaining = tuple(ranks[stage] for stage in move.stages)
     streams = move.stream_bytes
@@ -202,7 +202,7 @@ def _moved(
     )
 
 
-def _group_of_remaining(pipeline: Pipeline, stages: Sequence[int], begin: float) -> tuple[ProcessGroup | None, float]:
+def _make_remaining_group(pipeline: Pipeline, stages: Sequence[int], begin: float) -> tuple[ProcessGroup | None, float]:
     """The group of the stages that stay, None on the others, and the seconds of the slowest rank since ``begin``.
 
     Raises:
@@ -217,13 +217,13 @@ def _group_of_remaining(pipeline: Pipeline, stages: Sequence[int], begin: float)
     except Exception as error:  # the others must hear of any
         failure = error
     try:
-        return group, _slowest(meet, begin, failure)
+        return group, _gather_slowest(meet, begin, failure)
     except Exception:
         if group is not None:
             destroy_side_group(group)
         raise
 
 
-def _slowest(meet: Meet, begin: float, failure: Exception | None = None) -> float:
+def _gather_slowest(meet: Meet, begin: float, failure: Exception | None = None) -> float:
     table = meet_prepared(meet, failure or (time.perf_counter() - begin, 0.0))
     return max(seconds for seconds, *_ in table)

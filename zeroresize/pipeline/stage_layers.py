@@ -65,7 +65,7 @@ class StageLayers(nn.Module):
         return tuple(one.contiguous() for one in tensors)
 
 
-def require_plain(layers: Sequence[nn.Module]) -> None:
+def require_whole_parameters(layers: Sequence[nn.Module]) -> None:
     """Check that the layers' parameters are whole tensors of their own.
 
     Raises:

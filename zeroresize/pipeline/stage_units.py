@@ -15,7 +15,8 @@ from zeroresize.resharding.agreement import CannotMoveError, NotEnoughMemoryErro
 class StageUnits(Protocol):
     """Balances the tensor-parallel group of this rank's stage, by units of the layers that the stage has.
 
-    :class:`zeroresize.StageBalancer` is one. Its methods but :meth:`watch` are collective over the group.
+    :class:`zeroresize.StageBalancer` implements it. Its methods but :meth:`watch` are collective over the group; its
+    properties are the same on all ranks of the group.
     """
 
     @property
@@ -46,7 +47,7 @@ class UnitsFirst:
     def __init__(self, units: StageUnits) -> None:
         self._units = units
 
-    def have_settled(self, meet: Meet) -> bool:
+    def ask_whether_settled(self, meet: Meet) -> bool:
         """Whether the groups of all stages have."""
         return not any(unsettled for unsettled, *_ in meet(0.0 if self._units.has_settled else 1.0, 0.0))
 

@@ -66,12 +66,12 @@ def meet_over(process_group: ProcessGroup, device: torch.device, over: Channel |
 
     def exchange(numbers: Sequence[float]) -> Sequence[Sequence[float]]:
         own = torch.tensor(numbers, dtype=torch.float64, device=where)
-        return [part.tolist() for part in _of_every_rank(own, process_group, over)]
+        return [part.tolist() for part in _gather(own, process_group, over)]
 
     return meet_by(exchange)
 
 
-def texts_of_ranks(text: str, meet: Meet, process_group: ProcessGroup, device: torch.device) -> Iterator[str]:
+def gather_texts(text: str, meet: Meet, process_group: ProcessGroup, device: torch.device) -> Iterator[str]:
     """Every rank's text, in the order of the ranks, decoded where it is read; collective.
 
     Raises:
@@ -289,7 +289,7 @@ def _place_of(device: torch.device) -> str:
     return f"{socket.gethostname()} {device} {visible}"
 
 
-def _of_every_rank(own: Tensor, process_group: ProcessGroup, over: Channel | None = None) -> list[Tensor]:
+def _gather(own: Tensor, process_group: ProcessGroup, over: Channel | None = None) -> list[Tensor]:
     parts = _parts(own, process_group)
     _fill(parts, process_group, over)
     return parts

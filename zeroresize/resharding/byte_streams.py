@@ -10,13 +10,13 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import Channel, group_rank
 from zeroresize.resharding.byte_rounds import ByteRound, byte_rounds, pieces_of
-from zeroresize.resharding.transport import Pair, Transport
+from zeroresize.resharding.transport import Pair, RoundTransport
 
 #: [bytes] of each of a rank's streams, one after another: to be read where the rank sends, else filled.
 StreamTensors = Mapping[Pair, Sequence[Tensor]]
 
 
-class ByteStreams(Transport[ByteRound]):
+class ByteStreams(RoundTransport[ByteRound]):
     """A transport of some streams, of which every rank knows all pairs and sizes.
 
     Args:
@@ -33,7 +33,7 @@ class ByteStreams(Transport[ByteRound]):
         super().__init__(byte_rounds(stream_bytes, max_bytes // 2), sizes_of, process_group, alignment=1)
 
     def carry_out_streams(self, tensors: StreamTensors, over: Channel | None = None) -> list[Exception]:
-        """Send and receive all of them; see :meth:`Transport.carry_out`."""
+        """Send and receive all of them; see :meth:`RoundTransport.carry_out`."""
         pack, unpack = (partial(_copy, tensors, to_message=to_message) for to_message in (True, False))
         return self.carry_out(pack, unpack, over=over)
 

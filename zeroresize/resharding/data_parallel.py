@@ -33,7 +33,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 @dataclass(frozen=True)
-class Replicas:
+class DataParallelReplicas:
     """Who else holds this rank's shards.
 
     Attributes:
@@ -50,7 +50,7 @@ def replicas_of(
     layers: Mapping[str, BalancedLinear],
     process_group: ProcessGroup,
     data_parallel_group: ProcessGroup | None,
-) -> Replicas:
+) -> DataParallelReplicas:
     """Who else holds the shards of ``layers``: as the user says, or whom DistributedDataParallel around them averages.
 
     Args:
@@ -63,7 +63,7 @@ def replicas_of(
     """
     num_ranks = group_size(process_group)
     if data_parallel_group is None and world_size() <= num_ranks:
-        return Replicas()
+        return DataParallelReplicas()
     gc.collect()  # a wrapper that was let go of is around the model until then
     around = _groups_around(layers, wrappers_of(model))
     groups = {ranks: group for own in around for ranks, group in own.items()}
@@ -80,20 +80,20 @@ def replicas_of(
                 f"data_parallel_group holds ranks {list(ranks)} of the job, but DistributedDataParallel around the "
                 f"layers averages over {sorted(map(list, groups))}"
             )
-        return Replicas(data_parallel_group if len(ranks) > 1 else None)
+        return DataParallelReplicas(data_parallel_group if len(ranks) > 1 else None)
     told = f"there are {world_size()} ranks, {num_ranks} of them in this tensor-parallel group"
     if not all(around):
-        return Replicas(
+        return DataParallelReplicas(
             why_unknown=f"{told}, and no DistributedDataParallel around all layers tells which of the others hold the "
             "same shards and must own the same units: pass data_parallel_group to the Balancer, or wrap the model first"
         )
     if len(groups) > 1:
-        return Replicas(
+        return DataParallelReplicas(
             why_unknown=f"{told}, and several DistributedDataParallel around the layers average over different ones, "
             f"{sorted(map(list, groups))}"
         )
     (group,) = groups.values()
-    return Replicas(group if group_size(group) > 1 else None)
+    return DataParallelReplicas(group if group_size(group) > 1 else None)
 
 
 def _groups_around(

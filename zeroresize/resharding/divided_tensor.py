@@ -29,7 +29,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Division:
+class TensorDivision:
     """How a tensor is divided over the ranks of a group.
 
     Attributes:
@@ -84,7 +84,7 @@ class _Part:
 
     name: str
     own: Tensor
-    division: Division
+    division: TensorDivision
     before_reading: Callable[[], None] | None = None
     is_to_be_read: bool = False
 
@@ -116,7 +116,7 @@ class DividedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, name: str, own: Tensor, division: Division, before_reading: Callable[[], None] | None = None
+        cls, name: str, own: Tensor, division: TensorDivision, before_reading: Callable[[], None] | None = None
     ) -> DividedTensor:
         return cls._of(_Part(name, own, division, before_reading))
 

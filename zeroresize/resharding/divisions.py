@@ -18,20 +18,20 @@ from torch.distributed.tensor import DTensor
 from zeroresize.comm.collectives import group_rank, group_size
 from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import OwnedSegment, UnitTensor
-from zeroresize.resharding.divided_tensor import Division, Piece, even_pieces, unit_pieces
+from zeroresize.resharding.divided_tensor import Piece, TensorDivision, even_pieces, unit_pieces
 from zeroresize.utils.torch_private import buffers_of, parameters_of, unsaved_buffers_of
 
 #: By which Colossal-AI knows a tensor that it has divided, or made longer to divide by the ranks.
 _MARKS = ("dist_layout", "shard_fn", "_padding_dim")
 
 
-def divisions_of(model: nn.Module) -> dict[int, Division]:
+def divisions_of(model: nn.Module) -> dict[int, TensorDivision]:
     """For every parameter of which this rank holds a part, by its ``id``; all others are the same on every rank.
 
     Raises:
         ValueError: for a parameter or a buffer that may be a part of something, where it is not known which.
     """
-    found: dict[int, Division] = {}
+    found: dict[int, TensorDivision] = {}
     unknown: dict[str, Tensor] = {}
     for name, module in model.named_modules():
         known, doubtful = _of_module(module)
@@ -55,7 +55,7 @@ def own_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {name: one for name, one in (*parameters_of(module).items(), *buffers.items()) if one is not None}
 
 
-def _of_module(module: nn.Module) -> tuple[dict[int, Division], dict[str, Tensor]]:
+def _of_module(module: nn.Module) -> tuple[dict[int, TensorDivision], dict[str, Tensor]]:
     """What is known of a module's own tensors by ``id``, and by name those that may be parts in an unknown way."""
     own = {name: one for name, one in own_tensors(module).items() if not isinstance(one, DTensor)}
     if isinstance(module, BalancedLinear):
@@ -63,7 +63,7 @@ def _of_module(module: nn.Module) -> tuple[dict[int, Division], dict[str, Tensor
     marked = [name for name, one in own.items() if any(hasattr(one, mark) for mark in _MARKS)]
     if marked:  # by Colossal-AI, which marks all that it divides
         found = {id(own[name]): _of_marked(own[name], module) for name in marked}
-        known = {key: one for key, one in found.items() if isinstance(one, Division)}
+        known = {key: one for key, one in found.items() if isinstance(one, TensorDivision)}
         return known, {name: own[name] for name in marked if found[id(own[name])] is None}
     group = vars(module).get("process_group")
     if isinstance(group, ProcessGroup) and group_size(group) > 1 and not isinstance(module, nn.SyncBatchNorm):
@@ -71,7 +71,7 @@ def _of_module(module: nn.Module) -> tuple[dict[int, Division], dict[str, Tensor
     return {}, {}
 
 
-def _of_balanced(layer: Any, own: dict[str, Tensor]) -> tuple[dict[int, Division], dict[str, Tensor]]:
+def _of_balanced(layer: Any, own: dict[str, Tensor]) -> tuple[dict[int, TensorDivision], dict[str, Tensor]]:
     ranks, rank = group_size(layer.process_group), group_rank(layer.process_group)
     segment: OwnedSegment | None = layer.segment
     if segment is not None:
@@ -100,21 +100,21 @@ def _of_balanced(layer: Any, own: dict[str, Tensor]) -> tuple[dict[int, Division
     return found, doubtful if ranks > 1 else {}
 
 
-def _of_units(where: UnitTensor, segment: OwnedSegment, rank: int) -> Division:
+def _of_units(where: UnitTensor, segment: OwnedSegment, rank: int) -> TensorDivision:
     num_units, rows, blocks = len(segment.owned.owners), where.rows, where.num_blocks
-    return Division(
+    return TensorDivision(
         where.dim,
         blocks * num_units * rows,
         lambda: unit_pieces(segment.owned.units_of(rank), num_units, rows, blocks),
     )
 
 
-def _evenly(dim: int, block_sizes: Sequence[int], num_ranks: int, rank: int) -> Division:
+def _evenly(dim: int, block_sizes: Sequence[int], num_ranks: int, rank: int) -> TensorDivision:
     pieces = even_pieces(block_sizes, num_ranks, rank)
-    return Division(dim, sum(block_sizes), lambda: pieces)
+    return TensorDivision(dim, sum(block_sizes), lambda: pieces)
 
 
-def _of_marked(tensor: Any, module: Any) -> Division | bool | None:
+def _of_marked(tensor: Any, module: Any) -> TensorDivision | bool | None:
     """How Colossal-AI has divided a tensor; False for not at all, None where that is not known."""
     if not hasattr(tensor, "shard_fn"):
         return _of_layout(tensor)
@@ -134,7 +134,7 @@ def _of_marked(tensor: Any, module: Any) -> Division | bool | None:
     return _evenly(dims.pop(), blocks, ranks, group_rank(group)) if len(dims) == 1 else None
 
 
-def _of_layout(tensor: Any) -> Division | bool | None:
+def _of_layout(tensor: Any) -> TensorDivision | bool | None:
     layout: Any = getattr(tensor, "dist_layout", None)
     whole_shape = tuple(tensor.shape if layout is None else layout.global_shape)
     dims = [dim for dim, size in enumerate(whole_shape) if size != tensor.shape[dim]]
@@ -157,4 +157,4 @@ def _of_layout(tensor: Any) -> Division | bool | None:
     num_words, num_own = int(tensor._origin_length), tensor.shape[dim]
     length = max(0, min(num_own, num_words - rank * num_own))
     pieces = [Piece(rank * num_own, 0, length)] if length else []
-    return Division(dim, num_words, lambda: pieces, num_own - length)
+    return TensorDivision(dim, num_words, lambda: pieces, num_own - length)

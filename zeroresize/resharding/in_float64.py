@@ -16,7 +16,7 @@ from zeroresize.layers.weight_checks import is_flat_parameters, is_sharded
 from zeroresize.utils.torch_private import buffers_of, hooks_of, parameters_of
 
 
-def require_plain(model: nn.Module) -> None:
+def require_replaceable(model: nn.Module) -> None:
     """Check that parameters can be replaced by others for a while.
 
     Raises:

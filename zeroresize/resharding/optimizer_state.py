@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zeroresize.optim.optimizers import stepped_tensors, torch_optimizer
-from zeroresize.resharding.divided_tensor import DividedTensor, Division
+from zeroresize.resharding.divided_tensor import DividedTensor, TensorDivision
 from zeroresize.resharding.parameter_state import StateKind, kind_of_state
 from zeroresize.utils.torch_private import drop_step_hooks
 
@@ -36,7 +36,9 @@ class OptimizerState:
         ValueError: for an optimizer that steps other tensors than these, or keeps them or their state in another shape.
     """
 
-    def __init__(self, optimizer: Any, parameters: Mapping[str, Tensor], divisions: Mapping[int, Division]) -> None:
+    def __init__(
+        self, optimizer: Any, parameters: Mapping[str, Tensor], divisions: Mapping[int, TensorDivision]
+    ) -> None:
         self._optimizer, self._parameters, self._divisions = optimizer, dict(parameters), divisions
         self._inner = torch_optimizer(optimizer)
         stepped = {id(one) for one in self._stepped().values()}
@@ -159,7 +161,7 @@ class _Unwritten:
 
 
 def _saved(
-    name: str, tensor: Tensor, division: Division | None, before_reading: Callable[[], None] | None = None
+    name: str, tensor: Tensor, division: TensorDivision | None, before_reading: Callable[[], None] | None = None
 ) -> Tensor:
     return tensor.data if division is None else DividedTensor(name, tensor, division, before_reading)
 

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.comm.collectives import message_device
 from zeroresize.layers.segment import OwnedSegment
-from zeroresize.resharding.agreement import meet_over, texts_of_ranks
+from zeroresize.resharding.agreement import gather_texts, meet_over
 
 
 def require_same_segments(
@@ -37,7 +37,7 @@ def require_same_segments(
     of_rank = {one.name: _described(one) for one in segments}
     own = {"error": None if error is None else str(error), "shares": shares, "segments": of_rank}
     meet = meet_over(process_group, device)
-    texts = texts_of_ranks(json.dumps(own), meet, process_group, message_device(process_group, device))
+    texts = gather_texts(json.dumps(own), meet, process_group, message_device(process_group, device))
     if error is not None:
         raise error
     told = [json.loads(text) for text in texts]

@@ -27,9 +27,9 @@ from zeroresize.layers.balanced_linear import BalancedLinear
 from zeroresize.layers.segment import OwnedSegment
 from zeroresize.layers.segments import owned_segments
 from zeroresize.plan.ownership import OwnershipMap
-from zeroresize.resharding.agreement import meet_over, texts_of_ranks
+from zeroresize.resharding.agreement import gather_texts, meet_over
 from zeroresize.resharding.data_parallel import unwrap
-from zeroresize.resharding.in_float64 import in_float64, require_plain, to_float64
+from zeroresize.resharding.in_float64 import in_float64, require_replaceable, to_float64
 from zeroresize.resharding.transfer import move_units
 
 _T = TypeVar("_T")
@@ -118,7 +118,7 @@ def check_segments(
             f"check_segments: units of {away[0]} are away: check before they move, or within `with balancer.at_home():`"
         )
     with _keyed_dropout(inner, segments):
-        require_plain(inner)
+        require_replaceable(inner)
         check = _Check(inner, segments, to_float64(batch), forward or _call)
         with in_float64(inner):
             found = check.run()
@@ -181,61 +181,61 @@ class _Check:
             row.watch_forward = self._still_well
         try:
             with torch.random.fork_rng(devices=self._devices):
-                expected = self._expected()
-                return [self._checked(segment, expected) for segment in self._segments]
+                expected = self._compute_expected()
+                return [self._check_segment(segment, expected) for segment in self._segments]
         finally:
             for segment, owned, shares in homes:
                 was_away, segment.owned, segment.shares = segment.owned != owned, owned, shares
                 if was_away:
                     segment.follow(self._rank)
 
-    def _expected(self) -> _Results:
+    def _compute_expected(self) -> _Results:
         """Outputs and gradients at even shares."""
-        expected, failed = self._together(self._computed)
-        again, failed = (None, failed) if failed else self._together(self._computed)
+        expected, failed = self._try_together(self._compute)
+        again, failed = (None, failed) if failed else self._try_together(self._compute)
         if expected is None or again is None:
             raise ValueError(f"check_segments: the model does not compute the batch in float64: {failed}")
-        most = max(self._differences(expected, again))
-        _, failed = self._together(partial(_require_finite, expected))
+        most = max(self._compare(expected, again))
+        _, failed = self._try_together(partial(_require_finite, expected))
         if failed or most > _TOLERANCE:
             why = failed or f"results of two calls differ by {most:.1e} of their largest element"
             raise ValueError(f"check_segments: nothing can be compared with the model at even shares: {why}")
         return expected
 
-    def _checked(self, segment: OwnedSegment, expected: _Results) -> SegmentCheck:
+    def _check_segment(self, segment: OwnedSegment, expected: _Results) -> SegmentCheck:
         home, differences = segment.owned, (math.nan, math.nan)
         with restored(self._model):  # so that what on_change leaves behind is not another segment's
-            _, problem = self._together(partial(_require_movable, segment))
+            _, problem = self._try_together(partial(_require_movable, segment))
             for target, told in () if problem is not None else _divisions(segment):
-                outputs, problem = self._tried(segment, target)
-                _, back = self._together(partial(self._move, segment, home))  # with gradients
+                outputs, problem = self._try_division(segment, target)
+                _, back = self._try_together(partial(self._move, segment, home))  # with gradients
                 problem = problem or back
                 if outputs is None or problem is not None:
                     break
-                now = self._differences(expected, (outputs, self._gradients()))
+                now = self._compare(expected, (outputs, self._gradients()))
                 differences = float(np.fmax(differences[0], now[0])), float(np.fmax(differences[1], now[1]))
                 if (problem := _told(now, f"with {told}")) is not None:
                     break
             else:
                 if problem is None:
-                    results, problem = self._together(self._computed)
+                    results, problem = self._try_together(self._compute)
                     if results is not None and problem is None:
-                        problem = _told(self._differences(expected, results), "with all units at home again")
+                        problem = _told(self._compare(expected, results), "with all units at home again")
         return SegmentCheck(segment.name, segment.kind, segment.layers, *differences, problem)
 
-    def _tried(self, segment: OwnedSegment, target: OwnershipMap) -> tuple[list[Tensor] | None, str | None]:
+    def _try_division(self, segment: OwnedSegment, target: OwnershipMap) -> tuple[list[Tensor] | None, str | None]:
         """The outputs once units were moved; or why there are none."""
-        _, problem = self._together(partial(self._move, segment, target))
+        _, problem = self._try_together(partial(self._move, segment, target))
         if problem is not None:
             return None, problem
-        results, problem = self._together(self._computed)
+        results, problem = self._try_together(self._compute)
         return (None if results is None else results[0]), problem
 
     def _move(self, segment: OwnedSegment, target: OwnershipMap) -> None:
         if segment.owned != target:
             move_units([segment], {segment.name: target}, process_group=self._group, optimizer=None, meet=self._meet)
 
-    def _computed(self) -> _Results:
+    def _compute(self) -> _Results:
         """Outputs and gradients of the model as it is divided now.
 
         Where a rank fails between a column- and a row-parallel layer, the others are told before they wait for it.
@@ -270,7 +270,7 @@ class _Check:
         parameters = [one for one in self._model.parameters() if one.requires_grad]
         return [torch.zeros_like(one) if one.grad is None else one.grad.detach().clone() for one in parameters]
 
-    def _together(self, call: Callable[[], _T]) -> tuple[_T | None, str | None]:
+    def _try_together(self, call: Callable[[], _T]) -> tuple[_T | None, str | None]:
         """What it returns; and what has failed on some rank, the same on all of them."""
         result, told, is_elsewhere = None, "", False
         try:
@@ -280,13 +280,13 @@ class _Check:
         except Exception as error:
             told = f"rank {self._rank}: {type(error).__name__}: {error}"
         device = message_device(self._group, self._device)
-        texts = texts_of_ranks(told or " ", self._meet, self._group, device)
+        texts = gather_texts(told or " ", self._meet, self._group, device)
         problem = next(filter(None, texts), None)
         if any(row[0] for row in self._meet(float(is_elsewhere), 0.0)):
             problem = problem or "the ranks run different layers: one came to a layer that another left out"
         return result, problem
 
-    def _differences(self, expected: _Results, computed: _Results) -> tuple[float, float]:
+    def _compare(self, expected: _Results, computed: _Results) -> tuple[float, float]:
         """Of outputs and of gradients, over all ranks."""
         found = []
         for ones, others in zip(expected, computed, strict=True):

@@ -25,12 +25,12 @@ from zeroresize.comm.collectives import message_device, time_limit
 from zeroresize.comm.meeting import Meet
 from zeroresize.resharding.agreement import (
     allocate_together,
+    gather_texts,
     meet_prepared,
     require_received,
     require_same,
-    texts_of_ranks,
 )
-from zeroresize.resharding.transport import Transport
+from zeroresize.resharding.transport import RoundTransport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ class Transaction(ABC):
     memory_name: ClassVar[str] = "new tensors"
     plan: float
     state: float = 0.0
-    transport: Transport[Any]
+    transport: RoundTransport[Any]
     new_bytes: int
 
     @property
@@ -197,7 +197,7 @@ def prepare_transaction(make: Callable[[], TransactionT], participants: Particip
         require_same(states, transaction.state_name, meet)
     if transaction.needs_descriptions(states):
         device = participants.message_device
-        descriptions = texts_of_ranks(description, meet, participants.process_group, device)
+        descriptions = gather_texts(description, meet, participants.process_group, device)
         agreed: tuple[float, float] | Exception = (0.0, 0.0)
         try:
             transaction.agree(descriptions)

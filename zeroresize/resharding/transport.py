@@ -27,7 +27,7 @@ Packer = Callable[[Tensor, RoundT, Pair], None]
 _ALIGNMENT = 16
 
 
-class Transport(Generic[RoundT]):
+class RoundTransport(Generic[RoundT]):
     """Sends and receives one rank's messages.
 
     Args:

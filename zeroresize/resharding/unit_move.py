@@ -28,7 +28,7 @@ from zeroresize.resharding.parameter_state import (
 )
 from zeroresize.resharding.transaction import Transaction
 from zeroresize.resharding.transfer_plan import transfer_plan
-from zeroresize.resharding.transport import Pair, Transport
+from zeroresize.resharding.transport import Pair, RoundTransport
 from zeroresize.resharding.unit_contents import UnitContents, contents_of, layers_of
 from zeroresize.resharding.unit_rounds import UnitRound, UnitStack, copy_units, parts_of, stack, unit_rounds
 from zeroresize.utils.fingerprint import fingerprint
@@ -109,7 +109,7 @@ class UnitMove(Transaction):
         rounds = unit_rounds(self._plans, unit_bytes, min(self._max_bytes // 2, _ROUND_BYTES))
         largest = max((sum(self._sizes(round_).values()) for round_ in rounds), default=0)
         at_once = 2 if 2 * largest <= self._max_bytes else 1  # a unit may be larger than a message should be
-        self.transport = Transport(rounds, self._sizes, self._group, at_once)
+        self.transport = RoundTransport(rounds, self._sizes, self._group, at_once)
         self._takes_part = [any(self._rank in pair for pair in plan) for plan in self._plans]
         self.new_bytes = sum(
             after.counts[self._rank] * size

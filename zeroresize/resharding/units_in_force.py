@@ -21,14 +21,14 @@ from zeroresize.layers.weight_checks import is_sharded
 from zeroresize.optim.independence import why_not_elementwise
 from zeroresize.optim.optimizers import stepped_tensors, torch_optimizer
 from zeroresize.plan.ownership import SegmentWork, checked_shares, owned_shares, unit_counts
-from zeroresize.resharding.agreement import CannotMoveError, NotEnoughMemoryError, meet_unchanged, texts_of_ranks
-from zeroresize.resharding.data_parallel import Replicas
+from zeroresize.resharding.agreement import CannotMoveError, NotEnoughMemoryError, gather_texts, meet_unchanged
+from zeroresize.resharding.data_parallel import DataParallelReplicas
 from zeroresize.resharding.parameter_state import why_of_fixed_size
 from zeroresize.resharding.replaced_parts import ReplacedParts
 from zeroresize.resharding.transfer import bytes_of_units, move_units
 from zeroresize.resharding.unit_contents import contents_of
 
-_ALONE = Replicas()
+_ALONE = DataParallelReplicas()
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class UnitsInForce:
         process_group: ProcessGroup,
         *,
         meet: Meet,
-        replicas: Replicas = _ALONE,
+        replicas: DataParallelReplicas = _ALONE,
     ) -> None:
         self._model, self._optimizer, self._group, self.meet = model, optimizer, process_group, meet
         self._rank, self._num_ranks = group_rank(process_group), group_size(process_group)
@@ -155,13 +155,13 @@ class UnitsInForce:
         table = self.meet(*map(float, own))
         indivisible, immovable = ([rank for rank, row in enumerate(table) if row[kind]] for kind in (0, 1))
         if 0 < len(indivisible) < self._num_ranks:
-            self.why_not_divisible = self.reasons(self.why_not_divisible)
+            self.why_not_divisible = self.gather_reasons(self.why_not_divisible)
         if 0 < len(immovable) < self._num_ranks:
-            self.why_not_movable = self.reasons(self.why_not_movable)
+            self.why_not_movable = self.gather_reasons(self.why_not_movable)
         if self.why_not_divisible is not None and not self.is_home:
             raise ValueError(f"units are divided by the shares {list(self.shares)}: {self.why_not_divisible}")
 
-    def reasons(self, own: str | None) -> str:
+    def gather_reasons(self, own: str | None) -> str:
         """Why some ranks cannot, this one for ``own`` if it is one of them; collective.
 
         Of ranks of other replicas that is not known.
@@ -170,7 +170,7 @@ class UnitsInForce:
         where = message_device(self._group, next(devices, torch.device("cpu")))
         texts: list[str] = []
         with suppress(NotEnoughMemoryError):  # on all ranks
-            texts = list(texts_of_ranks(own or "", self.meet, self._group, where))
+            texts = list(gather_texts(own or "", self.meet, self._group, where))
         if own:
             return own
         told = [f"{text} (rank {rank} of the group)" for rank, text in enumerate(texts) if text]
@@ -211,7 +211,7 @@ class UnitsInForce:
             )
         except (ValueError, CannotMoveError, NotEnoughMemoryError) as error:  # on all ranks together
             own = error if isinstance(error, ValueError | NotEnoughMemoryError) else error.__cause__
-            why = self.reasons(None if own is None else str(own))
+            why = self.gather_reasons(None if own is None else str(own))
             if isinstance(error, NotEnoughMemoryError):
                 raise
             raise CannotMoveError(f"nothing has changed: {why}") from error
@@ -238,7 +238,7 @@ class UnitsInForce:
         """Raises CannotMoveError on every rank if a check on one of them says why; collective."""
         why = self.why_not_now()
         if any(row[0] for row in meet_unchanged(self.meet, float(why is not None), 0.0)):
-            raise CannotMoveError(f"nothing has changed: {self.reasons(why)}")
+            raise CannotMoveError(f"nothing has changed: {self.gather_reasons(why)}")
 
     def _require_units(self) -> None:
         """Raises ValueError for a parameter, or optimizer state, that is not divided by units as segments say."""
@@ -308,7 +308,7 @@ class UnitsInForce:
             f"{left[0]} and {len(left) - 1} more parameters of the units are" if len(left) > 1 else f"{left[0]} is"
         ) + " not stepped by the optimizer that the Balancer was given, and another one's state would not move along"
 
-    def _why_not_movable(self, replicas: Replicas) -> str | None:
+    def _why_not_movable(self, replicas: DataParallelReplicas) -> str | None:
         if not self.segments:
             return "the model has no segment that is known to be divisible unevenly (the log of convert says why)"
         if replicas.why_unknown is not None:

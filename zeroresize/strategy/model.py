@@ -26,10 +26,10 @@ from zeroresize.plan.layout import Layout, TensorSpec
 from zeroresize.plan.strategy import Position, Strategy
 from zeroresize.policy.strategy.switches.transfers import MAX_MESSAGE_BYTES
 from zeroresize.resharding.agreement import (
+    gather_texts,
     meet_over,
     meet_prepared,
     require_same,
-    texts_of_ranks,
 )
 from zeroresize.resharding.transaction import Participants, run_transaction
 from zeroresize.strategy.optimizer_checks import require_divisible
@@ -442,7 +442,7 @@ class SwitchableModel:
 
     def _texts(self, own: str) -> list[str]:
         where = message_device(self.process_group, self.device)
-        return list(texts_of_ranks(own, self._meet, self.process_group, where))
+        return list(gather_texts(own, self._meet, self.process_group, where))
 
     def _agreed_nodes(self, nodes: Sequence[int] | None) -> list[int]:
         text = socket.gethostname() if nodes is None else json.dumps(list(nodes))

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from zeroresize.plan.layout import TensorSpec
-from zeroresize.resharding.divided_tensor import DividedTensor, Division, unit_pieces
+from zeroresize.resharding.divided_tensor import DividedTensor, TensorDivision, unit_pieces
 from zeroresize.resharding.optimizer_state import OptimizerState
 from zeroresize.resharding.sharded_state import OPTIMIZER, state_of
 from zeroresize.strategy.model import SwitchableModel
@@ -32,7 +32,7 @@ def _(model: SwitchableModel, optimizer: Any) -> dict[str, Any]:
     specs = {one.name: (number, one) for number, one in enumerate(model.tensors)}
     layout = model.layout_of(model.home)
     parameters = dict(model.named_parameters())
-    divisions: dict[int, Division] = {}
+    divisions: dict[int, TensorDivision] = {}
     found: dict[str, Any] = {}
     for name, parameter in parameters.items():
         number, spec = specs[name]
@@ -45,14 +45,14 @@ def _(model: SwitchableModel, optimizer: Any) -> dict[str, Any]:
     return found
 
 
-def _division(spec: TensorSpec, units: range) -> Division | None:
+def _division(spec: TensorSpec, units: range) -> TensorDivision | None:
     """How a rank that holds these units has the tensor; None where it has the whole."""
     own = spec.division
     if own is None:
         return None
     pieces = unit_pieces(np.array(units, dtype=np.int64), own.num_units, own.rows, own.num_blocks)
-    return Division(own.dim, spec.shape[own.dim], lambda: pieces)
+    return TensorDivision(own.dim, spec.shape[own.dim], lambda: pieces)
 
 
-def _part(name: str, parameter: Tensor, division: Division | None) -> Tensor:
+def _part(name: str, parameter: Tensor, division: TensorDivision | None) -> Tensor:
     return parameter.data if division is None else DividedTensor(name, parameter, division)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from zeroresize.plan.layout import Indices
-from zeroresize.resharding.transport import Pair, Transport
+from zeroresize.resharding.transport import Pair, RoundTransport
 from zeroresize.strategy.switching.switch_rounds import SwitchRound, TensorSlice
 
 
@@ -39,7 +39,7 @@ class Ends:
         return _units(self.targets[tensor_slice.tensor], tensor_slice, self.target_begins)
 
 
-class FlowTransport(Transport[SwitchRound]):
+class FlowTransport(RoundTransport[SwitchRound]):
     """A transport of flows, such as weights, and gradients that are added where they arrive."""
 
     def __init__(self, rounds: Sequence[SwitchRound], process_group: ProcessGroup) -> None:

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from zeroresize.layers.linear import ColumnParallelLinear, RowParallelLinear
 from zeroresize.layers.segment import Segment
-from zeroresize.pipeline.stage_layers import require_plain
+from zeroresize.pipeline.stage_layers import require_whole_parameters
 from zeroresize.plan.layout import TensorSpec, UnitDivision
 from zeroresize.utils.torch_private import parameters_of, unsaved_buffers_of
 
@@ -86,7 +86,7 @@ class WholeLayers:
         self._layers = list(layers)
         if not self._layers:
             raise ValueError("a model needs at least one layer")
-        require_plain(self._layers)
+        require_whole_parameters(self._layers)
         _require_own_parameters(self._layers)
         self.tensors: list[WholeTensor] = []
         for number, layer in enumerate(self._layers):
