@@ -397,7 +397,7 @@ class Balancer:
         self._parts.decision.update(measured.times, measured.cost, measured.wait_s, self._agreed)
         late = self._late_starts.warning(self._parts.decision.outside_s, self._parts.decision.busy_s)
         if self._parts.rank == 0 and self.plan.relieved != before:
-            logger.info("step %d: %s", self._num_steps, self.plan.told)
+            logger.info("step %d: %s", self._num_steps, self.plan.description)
         if self._parts.rank == 0 and late is not None:
             logger.warning("step %d: %s", self._num_steps, late)
 

@@ -58,8 +58,8 @@ def test_every_replica_holds_everything_once_but_for_copies_of_what_is_whole(str
         position = strategy.position_of(rank)
         assert layout.replicas[rank] == (position.replica if position else -1)
         held = {tensors[number].layer for number in range(len(tensors)) if layout.units_of(number, rank)}
-        own = strategy.partition(num_layers).stages
-        assert held <= {layer for layer in range(num_layers) if position and own[layer] == position.stage}
+        stages = strategy.partition(num_layers).stages
+        assert held <= {layer for layer in range(num_layers) if position and stages[layer] == position.stage}
 
 
 def test_shares_and_boundaries_divide_as_they_say():

@@ -9,12 +9,14 @@ from zeroresize.simulate.length_distributions import BOUNDS, DISTRIBUTIONS, Leng
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 @pytest.mark.parametrize("max_length", [32768, 2048])
 def test_each_range_has_its_share_of_the_tokens(name, max_length):
-    own = DISTRIBUTIONS[name]
-    lengths = own.draw(400_000, max_length, np.random.default_rng(0))
+    distribution = DISTRIBUTIONS[name]
+    lengths = distribution.draw(400_000, max_length, np.random.default_rng(0))
     bounds = [bound * max_length / BOUNDS[-1] for bound in BOUNDS[1:-1]]
     tokens = np.bincount(np.searchsorted(bounds, lengths), weights=lengths)
     tolerance = 0.01 if max_length == BOUNDS[-1] else 0.06  # whole tokens are coarse for short sequences
-    np.testing.assert_allclose(tokens / tokens.sum(), np.array(own.tokens) / sum(own.tokens), atol=tolerance)
+    np.testing.assert_allclose(
+        tokens / tokens.sum(), np.array(distribution.tokens) / sum(distribution.tokens), atol=tolerance
+    )
     assert lengths.min() >= 1 and max_length * 0.99 <= lengths.max() <= max_length
 
 

@@ -70,11 +70,11 @@ def test_and_where_few_columns_cost_more_than_their_share(cost, moving_rest, chi
     slow = cluster(last_is_slow(num_ranks, chi), cost=cost, moving_rest=moving_rest)
     run = simulate(EXACT, slow, 600)
 
-    def step_s(own):
-        other = (num_ranks - own) / (num_ranks - 1)
+    def step_s(slow_share):
+        other_share = (num_ranks - slow_share) / (num_ranks - 1)
         return max(
-            REST_S * (1 - moving_rest * (1 - share)) + GEMM_S * one * cost.executed_at(share)
-            for one, share in ((chi, own), (1.0, other))
+            REST_S * (1 - moving_rest * (1 - share)) + GEMM_S * rank_chi * cost.executed_at(share)
+            for rank_chi, share in ((chi, slow_share), (1.0, other_share))
         )
 
     best_s = min(step_s(part / 1000) for part in range(1, 1000))

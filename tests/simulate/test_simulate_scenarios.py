@@ -54,7 +54,7 @@ def test_a_straggler_is_released_soon_at_every_cadence_however_wrong_the_calibra
     """Each of twelve, within three updates; relieved it is all the same, while it is slow."""
     released = {}
     for chi, factor, deviation in itertools.product(("χ=2", "χ=4"), (0.5, 1.41, 2.0), (0.0, 0.02)):
-        found = figures(
+        result = figures(
             "zero-pri",
             course=chi,
             num_ranks=4,
@@ -63,8 +63,8 @@ def test_a_straggler_is_released_soon_at_every_cadence_however_wrong_the_calibra
             factor=factor,
             deviation=deviation,
         )
-        assert found.step_per_off < 0.91
-        (released[chi, factor, deviation],) = found.released
+        assert result.step_per_off < 0.91
+        (released[chi, factor, deviation],) = result.released
     late = {case: updates for case, updates in released.items() if updates > SOON}
     assert not late
 
@@ -92,10 +92,10 @@ def test_a_wrong_calibration_makes_steps_little_longer(update_every, calibration
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("chi", ["χ=2", "χ=4"])
 def test_a_straggler_is_met_and_released_soon_at_every_cadence(chi, mode, update_every):
-    found = figures(mode, course=chi, num_ranks=4, update_every=update_every)
-    assert found.settled[0] <= SOON and found.swing <= 0.05
-    assert found.released[0] <= SOON
-    assert found.false_starts == 0.0
+    result = figures(mode, course=chi, num_ranks=4, update_every=update_every)
+    assert result.settled[0] <= SOON and result.swing <= 0.05
+    assert result.released[0] <= SOON
+    assert result.false_starts == 0.0
 
 
 @pytest.mark.parametrize("num_ranks", [2, 8])
@@ -103,15 +103,15 @@ def test_a_straggler_is_met_and_released_soon_at_every_cadence(chi, mode, update
 def test_what_saves_little_of_a_step_is_not_dropped(mode, num_ranks):
     """Products take 10 % of a step; nobody can lend, as that takes too long."""
     dear = MigrationCost(0.5, 1.0)
-    found = figures(mode, course="χ=2.5", num_ranks=num_ranks, rest_share=0.9, migration=dear)
-    assert found.pruned == 0.0
+    result = figures(mode, course="χ=2.5", num_ranks=num_ranks, rest_share=0.9, migration=dear)
+    assert result.pruned == 0.0
 
 
 @pytest.mark.parametrize(("chi", "most"), [("χ=1.3", 0.96), ("χ=2", 0.86), ("χ=8", 0.6)])
 def test_what_saves_much_of_a_step_is_dropped(chi, most):
-    found = figures("zero-pri", course=chi, num_ranks=2)
-    assert found.pruned > 0.01
-    assert found.step_per_off < most
+    result = figures("zero-pri", course=chi, num_ranks=2)
+    assert result.pruned > 0.01
+    assert result.step_per_off < most
 
 
 @pytest.mark.parametrize("budget", [0.0, 0.05, 0.2])
@@ -153,17 +153,17 @@ def test_noise_starts_no_pruning_and_sooner_a_loan(noise, deviation, update_ever
     ("noise", "deviation", "update_every", "mode"), [(*machine, mode) for machine in BUSY_MACHINES for mode in MODES]
 )
 def test_where_nobody_is_slow_balancing_is_no_slower_than_none(noise, deviation, update_every, mode):
-    found = figures(mode, 2, course="nobody slow", noise=noise, deviation=deviation, update_every=update_every)
-    assert found.step_per_off <= HARMLESS
+    result = figures(mode, 2, course="nobody slow", noise=noise, deviation=deviation, update_every=update_every)
+    assert result.step_per_off <= HARMLESS
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("noise", ["white", "correlated", "hiccups", "bursts"])
 @pytest.mark.parametrize(("chi", "most"), [("χ=2", 0.92), ("χ=4", 0.73)])
 def test_a_straggler_is_met_and_released_soon_on_a_busy_machine(chi, most, noise, mode):
-    found = figures(mode, course=chi, noise=noise, deviation=0.05)
-    assert max(found.released) <= SOON
-    assert found.step_per_off < most
+    result = figures(mode, course=chi, noise=noise, deviation=0.05)
+    assert max(result.released) <= SOON
+    assert result.step_per_off < most
 
 
 @cases(
@@ -173,9 +173,9 @@ def test_a_straggler_is_met_and_released_soon_on_a_busy_machine(chi, most, noise
     today={},
 )
 def test_what_does_not_last_is_left_alone(course, mode, update_every):
-    found = figures(mode, course=course, update_every=update_every)
-    assert found.step_per_off <= HARMLESS
-    assert found.pruned <= NEXT_TO_NOTHING
+    result = figures(mode, course=course, update_every=update_every)
+    assert result.step_per_off <= HARMLESS
+    assert result.pruned <= NEXT_TO_NOTHING
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -49,15 +49,15 @@ def test_rows_are_padded_and_sequences_are_not():
 def test_every_combination_of_the_slides_fits_and_the_search_is_no_worse(cost):
     sample = [DISTRIBUTIONS["github"].mini_batch(2**21, 32 * K, np.random.default_rng(0))]
     slides = {
-        name: in_best_home(ranges_of(own), sample, cost, padded_rows, LIMIT)
-        for name, own in {"static": STATIC, **COMBINATIONS}.items()
+        name: in_best_home(ranges_of(combination), sample, cost, padded_rows, LIMIT)
+        for name, combination in {"static": STATIC, **COMBINATIONS}.items()
     }
     candidates = [Strategy(8, 4, 1), *(Strategy(*own) for own in ((4, 2, 4), (4, 4, 2), (2, 8, 2), (1, 16, 2)))]
-    found = search_strategies(
+    result = search_strategies(
         sample, candidates, cost, memory_limit=LIMIT, thresholds=[K, 4 * K, 8 * K, 16 * K, 32 * K], pack=padded_rows,
         max_ranges=5,
     )  # fmt: skip
-    assert found.best.step_s <= min(own.step_s for own in slides.values()) * (1 + 1e-12)
+    assert result.best.step_s <= min(own.step_s for own in slides.values()) * (1 + 1e-12)
     assert slides["C1"].step_s < slides["static"].step_s
     # Each further strategy has its switches.
     assert slides["C1"].switch_s < slides["C2"].switch_s < slides["C3"].switch_s

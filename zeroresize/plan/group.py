@@ -92,7 +92,7 @@ class WorkloadPlan:
         return [rank for rank, shares in enumerate(self.ranks) if shares.spared > 0.0]
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """Who prunes and lends how much, for a log."""
         shares = []
         for rank in self.relieved:

@@ -58,14 +58,14 @@ class TensorSpec:
     division: UnitDivision | None = None
 
     def __post_init__(self) -> None:
-        own = self.division
-        if own is None:
+        division = self.division
+        if division is None:
             return
-        size = own.num_blocks * own.num_units * own.rows
-        if not 0 <= own.dim < len(self.shape) or self.shape[own.dim] != size:
+        size = division.num_blocks * division.num_units * division.rows
+        if not 0 <= division.dim < len(self.shape) or self.shape[division.dim] != size:
             raise ValueError(
-                f"{self.name}: {own.num_blocks} blocks of {own.num_units} units of {own.rows} rows are not dimension "
-                f"{own.dim} of the shape {self.shape}"
+                f"{self.name}: {division.num_blocks} blocks of {division.num_units} units of {division.rows} rows "
+                f"are not dimension {division.dim} of the shape {self.shape}"
             )
 
     @property
@@ -85,8 +85,12 @@ class TensorSpec:
         """The shape of so many units of it."""
         if self.division is None:
             return self.shape if num_units else (0,) * len(self.shape)
-        own = self.division
-        return (*self.shape[: own.dim], own.num_blocks * num_units * own.rows, *self.shape[own.dim + 1 :])
+        division = self.division
+        return (
+            *self.shape[: division.dim],
+            division.num_blocks * num_units * division.rows,
+            *self.shape[division.dim + 1 :],
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -44,11 +44,11 @@ class LengthRange:
         """
         if isinstance(value, LengthRange):
             return value
-        found = known_keys("length range key", value, ("up_to", "strategy", "max_tokens"))
-        missing = [key for key in ("up_to", "strategy") if key not in found]
+        entries = known_keys("length range key", value, ("up_to", "strategy", "max_tokens"))
+        missing = [key for key in ("up_to", "strategy") if key not in entries]
         if missing:
-            raise ValueError(f"length range {dict(found)!r}: {missing} are missing")
-        return cls(**found)
+            raise ValueError(f"length range {dict(entries)!r}: {missing} are missing")
+        return cls(**entries)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values that :meth:`of` reads back."""
@@ -83,8 +83,10 @@ def with_limits(ranges: Iterable[LengthRange], max_tokens: int | None) -> tuple[
         ValueError: if it is smaller than the longest sequence of a range that says none.
     """
     return tuple(
-        one if one.max_tokens is not None else replace(one, max_tokens=one.up_to if max_tokens is None else max_tokens)
-        for one in ranges
+        length_range
+        if length_range.max_tokens is not None
+        else replace(length_range, max_tokens=length_range.up_to if max_tokens is None else max_tokens)
+        for length_range in ranges
     )
 
 

@@ -108,9 +108,9 @@ class OwnershipMap:
         owners = self.owners.copy()
         given: list[int] = []
         for rank, count in enumerate(counts):
-            own = self.units_of(rank)
-            foreign, native = own[home.owners[own] != rank], own[home.owners[own] == rank]
-            given += [*foreign[::-1], *native[::-1]][: max(len(own) - count, 0)]
+            units = self.units_of(rank)
+            foreign, native = units[home.owners[units] != rank], units[home.owners[units] == rank]
+            given += [*foreign[::-1], *native[::-1]][: max(len(units) - count, 0)]
         wanted = [max(count - had, 0) for count, had in zip(counts, self.counts, strict=True)]
         left: list[int] = []
         for unit in sorted(given):
@@ -147,8 +147,8 @@ def neuron_quantum(num_neurons: int, num_ranks: int) -> int:
 
     A multiple divides a rank's even share, and is at most a 128th of it: more would show in a step's length.
     """
-    own = num_neurons // num_ranks
-    return next((size for size in (8, 4, 2) if own % size == 0 and own >= 128 * size), 1)
+    neurons_of_rank = num_neurons // num_ranks
+    return next((size for size in (8, 4, 2) if neurons_of_rank % size == 0 and neurons_of_rank >= 128 * size), 1)
 
 
 def unit_counts(shares: Sequence[float], segment: SegmentWork) -> tuple[int, ...]:

@@ -130,14 +130,14 @@ class Strategy:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values that :meth:`of` reads back; what is as by default is left out."""
-        found: dict[str, Any] = {"dp": self.dp, "tp": self.tp, "pp": self.pp}
+        entries: dict[str, Any] = {"dp": self.dp, "tp": self.tp, "pp": self.pp}
         if self.ranks != tuple(range(self.num_ranks)):
-            found["ranks"] = list(self.ranks)
+            entries["ranks"] = list(self.ranks)
         if self.shares:
-            found["shares"] = list(self.shares)
+            entries["shares"] = list(self.shares)
         if self.boundaries:
-            found["boundaries"] = list(self.boundaries)
-        return found
+            entries["boundaries"] = list(self.boundaries)
+        return entries
 
     def __str__(self) -> str:
         more = [f"{key} {list(value)}" for key, value in self.as_dict().items() if key not in _DEGREES]

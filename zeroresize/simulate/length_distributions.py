@@ -69,14 +69,14 @@ class LengthDistribution:
             ValueError: for tokens or a length below 1.
         """
         at_least("num_tokens", num_tokens, 1)
-        found, total = list[int](), 0
+        lengths, total = list[int](), 0
         while total < num_tokens:
             for length in self.draw(1024, max_length, random).tolist():
-                found.append(length)
+                lengths.append(length)
                 total += length
                 if total >= num_tokens:
                     break
-        return found
+        return lengths
 
 
 DISTRIBUTIONS = {

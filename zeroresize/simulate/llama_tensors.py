@@ -61,10 +61,10 @@ def llama_tensors(shape: LlamaShape, itemsize: int = 2) -> list[TensorSpec]:
         return TensorSpec(name, layer, (hidden,), itemsize)
 
     last = shape.num_layers - 1
-    found = [rows("embedding.weight", 0, shape.vocabulary, 1)]
+    tensors = [rows("embedding.weight", 0, shape.vocabulary, 1)]
     for layer in range(shape.num_layers):
         name = f"layers.{layer}"
-        found += [
+        tensors += [
             norm(f"{name}.attention_norm.weight", layer),
             *(rows(f"{name}.attention.{part}.weight", layer, groups, own) for part, own in attention),
             columns(f"{name}.attention.output.weight", layer, groups, hidden // groups),
@@ -72,4 +72,4 @@ def llama_tensors(shape: LlamaShape, itemsize: int = 2) -> list[TensorSpec]:
             *(rows(f"{name}.feed_forward.{part}.weight", layer, shape.feed_forward, 1) for part in ("gate", "up")),
             columns(f"{name}.feed_forward.down.weight", layer, shape.feed_forward, 1),
         ]
-    return [*found, norm("norm.weight", last), rows("head.weight", last, shape.vocabulary, 1)]
+    return [*tensors, norm("norm.weight", last), rows("head.weight", last, shape.vocabulary, 1)]

@@ -147,16 +147,16 @@ def simulate_pipeline(
         factors_L /= speeds[step][now.stages]
         forward_L, backward_L = loads.forward_s[step] * factors_L, loads.backward_s[step] * factors_L
         stage_forward, stage_backward = (np.add.reduceat(one, now.boundaries[:-1]) for one in (forward_L, backward_L))
-        found = simulated_step(stage_forward.tolist(), stage_backward.tolist(), num_microbatches, schedule=schedule)
-        step_s.append(found.step_s)
-        bubble_ratios.append(found.bubble_ratio)
+        this_step = simulated_step(stage_forward.tolist(), stage_backward.tolist(), num_microbatches, schedule=schedule)
+        step_s.append(this_step.step_s)
+        bubble_ratios.append(this_step.bubble_ratio)
         in_force.append(now.boundaries)
         if rebalancing is None:
             continue
         known, measured = measured, None
         moving, wanted = wanted, None
         if step > 0 and cadence.is_due(step):  # the first one finds shapes
-            profile_s += cluster.profiled_share * found.step_s
+            profile_s += cluster.profiled_share * this_step.step_s
             measured = _profile(num_microbatches * forward_L, num_microbatches * backward_L, loads.layer_bytes, now)
             cadence.measured(step)
         if moving is None and known is not None and known.boundaries == now.boundaries:

@@ -37,13 +37,13 @@ def simulate_stragglers(
         speeds_of_steps: of all ranks in each step.
         delay: steps after which it is known how fast the ranks were in one.
     """
-    steps_s, switches, told = list[float](), list[tuple[int, str, float]](), list[Sequence[float]]()
+    steps_s, switches, known_speeds = list[float](), list[tuple[int, str, float]](), list[Sequence[float]]()
     for number, speeds in enumerate(speeds_of_steps, 1):
         steps_s.append(costs.step_s(decision.in_force, speeds))
-        told.append(speeds)
+        known_speeds.append(speeds)
         if number <= delay:
             continue
-        forecast = decision.update(told[-1 - delay])
+        forecast = decision.update(known_speeds[-1 - delay])
         if forecast is not None:
             decision.made(forecast)
             switches.append((number, forecast.candidate.key, forecast.switch_s))

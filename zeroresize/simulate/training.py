@@ -228,8 +228,8 @@ class _Holdings:
         if wanted == self._wanted:
             return 0.0
         before, self._wanted, self.owned = self.owned, wanted, owned_shares(wanted, self._segments)
-        for own, segment in zip(self.by_segment, self._segments, strict=False):
-            own[:] = np.array(unit_counts(wanted, segment)) * (len(wanted) / segment.num_units)
+        for shares, segment in zip(self.by_segment, self._segments, strict=False):
+            shares[:] = np.array(unit_counts(wanted, segment)) * (len(wanted) / segment.num_units)
         most = max(abs(after - owned) for owned, after in zip(before, self.owned, strict=True))
         return most / self._moving_work * self._bytes_of_units
 

@@ -115,17 +115,17 @@ def test_it_goes_on_from_its_state(updates, saved_after):
             rental = SkiRental()
             rental.load_state_dict(state)
         due = []
-        for own in (whole, rental):
-            own.next_update()
-            own.charge(saved_s, 1)
-            due.append([candidate for candidate in sorted(saved_s) if own.is_due(candidate, 1.5)])
+        for account in (whole, rental):
+            account.next_update()
+            account.charge(saved_s, 1)
+            due.append([candidate for candidate in sorted(saved_s) if account.is_due(candidate, 1.5)])
             if what == "disappoint":
-                own.judge(is_kept=False)
+                account.judge(is_kept=False)
             elif due[-1] and what == "move":
-                own.settle(due[-1][0])
-                own.succeed()
+                account.settle(due[-1][0])
+                account.succeed()
             elif due[-1] and what == "refuse":
-                own.refuse()
+                account.refuse()
         assert due[0] == due[1] and whole.state_dict() == rental.state_dict()
 
 

@@ -87,11 +87,11 @@ def longest_path_s(orders, forward_s, backward_s):
     ends = {(stage, *one): 0.0 for stage in range(num_stages) for one in orders[stage]}
     before = {}
     for stage, order in enumerate(orders):
-        for previous, one in itertools.pairwise([None, *order]):
+        for previous, operation in itertools.pairwise([None, *order]):
             needed = [(stage, *previous)] if previous else []
-            neighbour = stage - 1 if one[0] else stage + 1
-            needed += [(neighbour, *one)] if 0 <= neighbour < num_stages else []
-            before[(stage, *one)] = needed
+            neighbour = stage - 1 if operation[0] else stage + 1
+            needed += [(neighbour, *operation)] if 0 <= neighbour < num_stages else []
+            before[(stage, *operation)] = needed
     for _ in ends:  # Bellman and Ford
         relaxed = {
             key: max((ends[one] for one in before[key]), default=0.0) + (forward_s if key[1] else backward_s)[key[0]]

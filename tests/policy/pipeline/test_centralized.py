@@ -25,10 +25,10 @@ def test_no_partition_that_fits_has_a_faster_slowest_stage(balance, load):
         with pytest.raises(ValueError, match=r"no partition .* fits into the memory limits"):
             balance(load)
         return
-    found = balance(load)
-    assert (found.num_layers, found.num_stages) == (load.num_layers, load.num_stages)
-    assert fits_into(load, found)
-    assert slowest_of(load, found) == best
+    partition = balance(load)
+    assert (partition.num_layers, partition.num_stages) == (load.num_layers, load.num_stages)
+    assert fits_into(load, partition)
+    assert slowest_of(load, partition) == best
 
 
 @settings(deadline=None, max_examples=60)
@@ -49,9 +49,9 @@ def test_probing_finds_what_dynamic_programming_finds(seed, num_layers, density,
         with pytest.raises(ValueError, match="fits into the memory limits"):
             balanced_partition(load)
         return
-    found = balanced_partition(load)
-    assert load.fits(found)
-    assert load.slowest(found) == pytest.approx(best, rel=1e-12)
+    partition = balanced_partition(load)
+    assert load.fits(partition)
+    assert load.slowest(partition) == pytest.approx(best, rel=1e-12)
 
 
 @both
@@ -97,6 +97,6 @@ def test_ten_thousand_layers_over_a_thousand_stages_take_seconds_at_most(is_unev
     speeds = generator.uniform(0.5, 2.0, 1024) if is_uneven else None
     load = PipelineLoad.of(generator.lognormal(0.0, 1.0, 10_000), 1024, speeds=speeds)
     began = time.process_time()
-    found = balanced_partition(load)
+    partition = balanced_partition(load)
     assert time.process_time() - began < 4.0
-    assert load.slowest(found) >= load.costs.sum() / load.speeds.sum()
+    assert load.slowest(partition) >= load.costs.sum() / load.speeds.sum()

@@ -45,12 +45,12 @@ def test_layers_cross_single_boundaries_in_order_and_memory_suffices_on_the_way(
     load, start = case
     if start is None:
         return
-    found = diffused_partition(load, start)
-    for stages in carried_out(start, found.transfers):
+    diffused = diffused_partition(load, start)
+    for stages in carried_out(start, diffused.transfers):
         assert [layer for own in stages for layer in own] == list(range(load.num_layers))
         assert all(load.layer_bytes[own].sum() <= limit for own, limit in zip(stages, load.memory_limits, strict=True))
-    assert stages == [list(found.partition.layers_of(stage)) for stage in range(load.num_stages)]
-    assert all(abs(transfer.source - transfer.destination) == 1 for transfer in found.transfers)
+    assert stages == [list(diffused.partition.layers_of(stage)) for stage in range(load.num_stages)]
+    assert all(abs(transfer.source - transfer.destination) == 1 for transfer in diffused.transfers)
 
 
 @settings(deadline=None, max_examples=100)
@@ -59,9 +59,9 @@ def test_phi_and_the_slowest_stage_never_rise(case):
     load, start = case
     if start is None:
         return
-    found = diffused_partition(load, start)
-    after_rounds = [diffused_partition(load, start, max_rounds=rounds) for rounds in range(found.num_rounds + 1)]
-    assert found.potentials == pytest.approx([phi(load, one.partition) for one in after_rounds], abs=1e-9)
+    diffused = diffused_partition(load, start)
+    after_rounds = [diffused_partition(load, start, max_rounds=rounds) for rounds in range(diffused.num_rounds + 1)]
+    assert diffused.potentials == pytest.approx([phi(load, one.partition) for one in after_rounds], abs=1e-9)
     for before, after in itertools.pairwise(after_rounds):
         assert phi(load, after.partition) <= phi(load, before.partition) + 1e-9
         assert load.slowest(after.partition) <= load.slowest(before.partition)
@@ -73,16 +73,16 @@ def test_it_ends_where_the_layer_at_no_boundary_is_smaller_than_the_gap(case):
     load, start = case
     if start is None:
         return
-    found = diffused_partition(load, start)
-    times, sizes = load.stage_times(found.partition), load.stage_bytes(found.partition)
+    diffused = diffused_partition(load, start)
+    times, sizes = load.stage_times(diffused.partition), load.stage_bytes(diffused.partition)
     for left in range(load.num_stages - 1):
         gap = times[left] - times[left + 1]
         source, destination = (left, left + 1) if gap > 0 else (left + 1, left)
-        own = found.partition.layers_of(source)
-        layer = own[-1] if gap > 0 else own[0]
-        is_held = len(own) == 1 or sizes[destination] + load.layer_bytes[layer] > load.memory_limits[destination]
+        layers = diffused.partition.layers_of(source)
+        layer = layers[-1] if gap > 0 else layers[0]
+        is_held = len(layers) == 1 or sizes[destination] + load.layer_bytes[layer] > load.memory_limits[destination]
         assert is_held or load.costs[layer] >= abs(gap) or load.costs[layer] == 0
-    if not load.layer_bytes.any() and min(found.partition.counts) > 1:
+    if not load.layer_bytes.any() and min(diffused.partition.counts) > 1:
         largest = float(load.costs.max())
         assert times.max() - times.min() <= (load.num_stages - 1) * largest
 
@@ -91,9 +91,9 @@ def test_it_ends_where_the_layer_at_no_boundary_is_smaller_than_the_gap(case):
 @given(loads(max_layers=10, max_stages=2, speeds=(1.0,), is_limited=False).filter(lambda own: own.num_stages == 2))
 def test_two_equal_stages_find_the_best_partition_at_once(load):
     for start in all_partitions(load.num_layers, 2):
-        found = diffused_partition(load, start)
-        assert load.slowest(found.partition) == fastest_possible(load)
-        assert found.num_rounds <= 1
+        diffused = diffused_partition(load, start)
+        assert load.slowest(diffused.partition) == fastest_possible(load)
+        assert diffused.num_rounds <= 1
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 8, 16])
@@ -110,11 +110,11 @@ def test_small_layers_reach_gamma_within_the_bound(num_stages, start):
         inner = [*range(1, heavy + 1), *range(num_layers - (num_stages - 1 - heavy), num_layers)]
     work = float(load.costs.sum())
     gamma = 0.02 * work
-    found = diffused_partition(load, Partition((0, *inner, num_layers)), gamma=gamma)
-    assert found.potentials[-1] <= gamma
-    assert found.num_rounds <= 3 * num_stages**2 * math.log(num_stages**2 * work / gamma)
+    diffused = diffused_partition(load, Partition((0, *inner, num_layers)), gamma=gamma)
+    assert diffused.potentials[-1] <= gamma
+    assert diffused.num_rounds <= 3 * num_stages**2 * math.log(num_stages**2 * work / gamma)
     first_branch = num_stages**2 * math.log(num_stages * work / gamma) * math.log(num_stages)
-    assert found.num_rounds <= first_branch
+    assert diffused.num_rounds <= first_branch
 
 
 def test_it_stops_in_the_first_round_that_is_good_enough():
@@ -129,15 +129,15 @@ def test_it_stops_in_the_first_round_that_is_good_enough():
 
 def test_a_balanced_pipeline_stays_as_it_is():
     load = PipelineLoad.of([3.0] * 12, 4)
-    found = diffused_partition(load, Partition.uniform(12, 4))
-    assert (found.num_rounds, found.transfers) == (0, ())
+    diffused = diffused_partition(load, Partition.uniform(12, 4))
+    assert (diffused.num_rounds, diffused.transfers) == (0, ())
 
 
 def test_a_slow_device_gets_fewer_layers():
     """40 layers by speed are 12.3, 3.1, 12.3, 12.3: as wholes 3 of the slow device, 13 of another at best."""
     load = PipelineLoad.of([1.0] * 40, 4, speeds=[1.0, 0.25, 1.0, 1.0])
-    found = diffused_partition(load, Partition.uniform(40, 4)).partition
-    assert found.counts[1] == 3 and max(found.counts) == 13
+    partition = diffused_partition(load, Partition.uniform(40, 4)).partition
+    assert partition.counts[1] == 3 and max(partition.counts) == 13
 
 
 def test_a_relay_gets_past_stages_that_differ_by_less_than_a_layer():
@@ -153,9 +153,9 @@ def test_a_stage_in_a_relay_gives_before_it_gets(counts):
     """The second stage has no memory for a third layer."""
     load = PipelineLoad.of([1.0] * 6, 3, layer_bytes=[1] * 6, memory_limits=[3, 2, 3])
     start = Partition((0, *itertools.accumulate(counts)))
-    found = diffused_partition(load, start)
-    assert found.partition.counts == (2, 2, 2)
-    for stages in carried_out(start, found.transfers):
+    diffused = diffused_partition(load, start)
+    assert diffused.partition.counts == (2, 2, 2)
+    for stages in carried_out(start, diffused.transfers):
         assert len(stages[1]) <= 2
 
 
@@ -163,8 +163,8 @@ def test_two_relays_do_not_fill_one_stage_twice():
     """From both ends work could get to the third stage, which has memory for one more layer."""
     left, right = [1.0, 1.0, 1.0, 0.4, 0.6, 3.3, 0.2], [0.2, 3.3, 0.6, 0.4, 1.0, 1.0, 1.0]
     load = PipelineLoad.of([*left, 3.35, *right], 5, layer_bytes=[1] * 15, memory_limits=[9, 9, 2, 9, 9])
-    found = diffused_partition(load, Partition((0, 5, 7, 8, 10, 15)))
-    assert found.partition.counts[2] == 2 and load.fits(found.partition)
+    diffused = diffused_partition(load, Partition((0, 5, 7, 8, 10, 15)))
+    assert diffused.partition.counts[2] == 2 and load.fits(diffused.partition)
 
 
 @settings(deadline=None, max_examples=40)
@@ -178,19 +178,19 @@ def test_many_relays_at_once_keep_layers_in_order_and_phi_from_rising(seed, is_u
     load = PipelineLoad.of(costs, num_stages, speeds=speeds)
     inner = sorted(generator.choice(np.arange(1, num_layers), num_stages - 1, replace=False).tolist())
     start = Partition((0, *inner, num_layers))
-    found = diffused_partition(load, start)
-    for stages in carried_out(start, found.transfers):
+    diffused = diffused_partition(load, start)
+    for stages in carried_out(start, diffused.transfers):
         assert [layer for own in stages for layer in own] == list(range(num_layers))
-    assert stages == [list(found.partition.layers_of(stage)) for stage in range(num_stages)]
-    assert all(after <= before + 1e-9 for before, after in itertools.pairwise(found.potentials))
-    assert found.potentials[-1] == pytest.approx(phi(load, found.partition), abs=1e-9)
+    assert stages == [list(diffused.partition.layers_of(stage)) for stage in range(num_stages)]
+    assert all(after <= before + 1e-9 for before, after in itertools.pairwise(diffused.potentials))
+    assert diffused.potentials[-1] == pytest.approx(phi(load, diffused.partition), abs=1e-9)
 
 
 def test_a_relay_begins_behind_a_stage_that_has_one_layer():
     """The large layer of the slow device goes to the fast one only if another takes its place."""
     load = PipelineLoad.of([1.0, 1.0, 8.0, 1.0], 3, speeds=[1.0, 0.25, 4.0])
-    found = diffused_partition(load, Partition((0, 2, 3, 4)))
-    assert load.slowest(found.partition) == fastest_possible(load) == 4.0
+    diffused = diffused_partition(load, Partition((0, 2, 3, 4)))
+    assert load.slowest(diffused.partition) == fastest_possible(load) == 4.0
 
 
 @settings(deadline=None, max_examples=100)
@@ -200,14 +200,14 @@ def test_transfers_never_take_longer_than_they_save(case, num_steps, data):
     if start is None:
         return
     seconds = data.draw(st.lists(st.integers(0, 20), min_size=load.num_layers, max_size=load.num_layers))
-    found = diffused_partition(load, start, transfer_s=seconds, num_steps=num_steps)
-    saved_s = num_steps * (load.slowest(start) - load.slowest(found.partition))
-    assert found.transfer_s <= saved_s
-    assert found.transfer_s <= sum(seconds[one.layer] for one in found.transfers)
+    diffused = diffused_partition(load, start, transfer_s=seconds, num_steps=num_steps)
+    saved_s = num_steps * (load.slowest(start) - load.slowest(diffused.partition))
+    assert diffused.transfer_s <= saved_s
+    assert diffused.transfer_s <= sum(seconds[one.layer] for one in diffused.transfers)
     if not num_steps:
-        assert not found.transfers
-    if found.transfers:
-        assert found.transfer_s >= max(seconds[one.layer] for one in found.transfers)
+        assert not diffused.transfers
+    if diffused.transfers:
+        assert diffused.transfer_s >= max(seconds[one.layer] for one in diffused.transfers)
 
 
 def test_a_transfer_is_made_where_it_pays():
@@ -215,18 +215,18 @@ def test_a_transfer_is_made_where_it_pays():
     load = PipelineLoad.of([4.0] * 4, 2)
     start = Partition((0, 3, 4))
     for num_steps, counts in ((2, (3, 1)), (3, (2, 2))):
-        found = diffused_partition(load, start, transfer_s=[10.0] * 4, num_steps=num_steps)
-        assert found.partition.counts == counts
-    assert found.transfer_s == 10.0
+        diffused = diffused_partition(load, start, transfer_s=[10.0] * 4, num_steps=num_steps)
+        assert diffused.partition.counts == counts
+    assert diffused.transfer_s == 10.0
 
 
 def test_a_pair_that_does_not_pay_stays_although_another_one_pays():
     """Of 10, 2, 3 and 1 s the first two become 6 and 6; the third saves 1 s twice by a transfer of 5 s."""
     load = PipelineLoad.of([1.0] * 16, 4)
     transfer_s = [1.0] * 12 + [5.0] * 3 + [1.0]
-    found = diffused_partition(load, Partition((0, 10, 12, 15, 16)), transfer_s=transfer_s, num_steps=2)
-    assert found.partition.counts == (6, 6, 3, 1)
-    assert found.transfer_s == 4.0
+    diffused = diffused_partition(load, Partition((0, 10, 12, 15, 16)), transfer_s=transfer_s, num_steps=2)
+    assert diffused.partition.counts == (6, 6, 3, 1)
+    assert diffused.transfer_s == 4.0
 
 
 @settings(deadline=None)
@@ -263,6 +263,6 @@ def test_ten_thousand_layers_over_a_thousand_stages_take_seconds_at_most():
     load = PipelineLoad.of(generator.lognormal(0.0, 1.0, 10_000), 1024)
     start = Partition.uniform(10_000, 1024)
     began = time.process_time()
-    found = diffused_partition(load, start)
+    diffused = diffused_partition(load, start)
     assert time.process_time() - began < 6.0
-    assert load.slowest(found.partition) < load.slowest(start)
+    assert load.slowest(diffused.partition) < load.slowest(start)

@@ -40,8 +40,8 @@ def trained(work_of, num_steps, speeds=(1.0,) * 4, noise=0.0, interrupted=0.0, s
         run.best_s += world.load.slowest(balanced_partition(world.load))
         profile = world.profile()
         for number in np.flatnonzero(random.random(NUM_LAYERS) < interrupted):
-            one = profile.layers[number]
-            slow = LayerProfile(10 * one.forward_s, 10 * one.backward_s, *[1000] * 4)
+            layer = profile.layers[number]
+            slow = LayerProfile(10 * layer.forward_s, 10 * layer.backward_s, *[1000] * 4)
             profile = type(profile)(
                 (*profile.layers[:number], slow, *profile.layers[number + 1 :]), profile.stage_s, profile.boundaries
             )
@@ -148,7 +148,7 @@ def test_a_layer_that_moves_is_measured_anew():
     for _ in range(20):
         before = running.after(world.profile())
     world.boundaries = (0, 3, 4)
-    found = [running.after(world.profile()) for _ in range(3)]
-    assert found[:2] == [None, None]
-    seconds = [[one.forward_s + one.backward_s for one in which.layers] for which in (before, found[2])]
+    known = [running.after(world.profile()) for _ in range(3)]
+    assert known[:2] == [None, None]
+    seconds = [[one.forward_s + one.backward_s for one in which.layers] for which in (before, known[2])]
     assert seconds[0] == pytest.approx([1.0, 1.0, 2.0, 2.0]) and seconds[1] == pytest.approx([1.0, 1.0, 1.0, 2.0])

@@ -155,11 +155,11 @@ def test_what_staying_has_cost_is_owed_when_work_changes_often():
 def test_it_is_told_whether_a_profile_was_learned_from():
     world, often, rarely = World([1.0] * 8, [1.0, 1.0], (0, 3, 8)), rebalancing_of(num_steps=1), rebalancing_of()
     for rebalancing, expected in ((often, [False, False, True]), (rarely, [False, True])):
-        found = []
+        learned = []
         for _ in expected:
             rebalancing.update(world.profile())
-            found.append(rebalancing.has_learned)
-        assert found == expected
+            learned.append(rebalancing.has_learned)
+        assert learned == expected
     often.expect_other_work()
     often.update(world.profile())
     assert not often.has_learned

@@ -49,10 +49,10 @@ def test_most_random_loads_get_the_shortest_step_of_all():
     for _ in range(50):
         load = PipelineLoad.of(rng.lognormal(0.0, 0.5, 9), 3)
         step_s = step_of(load, 3)
-        found = step_s(refined_partition(load, balanced_partition(load), step_s))
+        refined_s = step_s(refined_partition(load, balanced_partition(load), step_s))
         shortest = min(step_s(one) for one in all_partitions(9, 3))
-        num_shortest += found <= shortest * (1 + 1e-9)
-        ratios.append(step_s(balanced_partition(load)) / found)
+        num_shortest += refined_s <= shortest * (1 + 1e-9)
+        ratios.append(step_s(balanced_partition(load)) / refined_s)
     assert num_shortest >= 45
     assert max(ratios) > 1.03 and min(ratios) >= 1.0
 

@@ -37,16 +37,16 @@ def simulated_1f1b(stage_s):
     orders = [iter(order_of("1f1b", stage, num_stages, num_batches)) for stage in range(num_stages)]
     pending, free, done = [next(order) for order in orders], [0.0] * num_stages, {}
     while any(pending):
-        for stage, own in enumerate(pending):
-            if own is None:
+        for stage, operation in enumerate(pending):
+            if operation is None:
                 continue
-            giver = stage - 1 if own.is_forward else stage + 1
-            needed = (giver, own) if 0 <= giver < num_stages else None
+            giver = stage - 1 if operation.is_forward else stage + 1
+            needed = (giver, operation) if 0 <= giver < num_stages else None
             if needed is not None and needed not in done:
                 continue
             begin = max(free[stage], done.get(needed, 0.0))
-            free[stage] = begin + stage_s[own.microbatch, stage] * (1 / 3 if own.is_forward else 2 / 3)
-            done[stage, own] = free[stage]
+            free[stage] = begin + stage_s[operation.microbatch, stage] * (1 / 3 if operation.is_forward else 2 / 3)
+            done[stage, operation] = free[stage]
             pending[stage] = next(orders[stage], None)
     return max(free)
 

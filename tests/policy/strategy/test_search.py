@@ -78,10 +78,10 @@ def step_seconds(pairs, home, sample, work, switch_s):
     for lengths in sample:
         used, shortest = set(), 0
         for up_to, strategy in pairs:
-            own = tuple(sorted(length for length in lengths if shortest < length <= up_to))
+            in_range = tuple(sorted(length for length in lengths if shortest < length <= up_to))
             shortest = up_to
-            if own:
-                total += work(strategy, own, up_to)
+            if in_range:
+                total += work(strategy, in_range, up_to)
                 used.add(CANDIDATES.index(strategy))
         total += min(
             sum(switch_s[one, other] for one, other in itertools.pairwise((start, *order, start)))
@@ -102,11 +102,11 @@ def test_nothing_that_fits_is_faster(seed, speed, communication, is_tight):
     sample, thresholds = long_tailed(seed, num_batches=2), [4, 12, 32]
     # Tight: the longest sequences fit with tensor parallelism alone.
     limit = 5000.0 if is_tight else 1e9
-    found = search_strategies(
+    result = search_strategies(
         sample, CANDIDATES, cost, memory_limit=limit, thresholds=thresholds, pack=pack, max_ranges=3
     )
-    assert found.best.step_s == pytest.approx(everything(sample, cost, limit, thresholds, 3), rel=1e-12)
-    assert found.best.step_s <= found.static.step_s
+    assert result.best.step_s == pytest.approx(everything(sample, cost, limit, thresholds, 3), rel=1e-12)
+    assert result.best.step_s <= result.static.step_s
 
 
 def search(cost, sample, **changes):
@@ -123,8 +123,8 @@ def test_switching_pays_where_links_are_fast_and_not_where_they_are_slow():
 
 
 def test_ranges_end_at_halves_of_the_longest_sequence_unless_said_otherwise():
-    found = search_strategies([[700] + [1] * 8], CANDIDATES, cost_model(1e9), memory_limit=1e12)
-    assert found.ranges[-1].up_to == 700 and {own.up_to for own in found.ranges} <= {350, 700}
+    result = search_strategies([[700] + [1] * 8], CANDIDATES, cost_model(1e9), memory_limit=1e12)
+    assert result.ranges[-1].up_to == 700 and {own.up_to for own in result.ranges} <= {350, 700}
     with pytest.raises(ValueError, match="the sample of lengths needs at least one mini-batch"):
         search_strategies([], CANDIDATES, cost_model(1e9), memory_limit=1e12)
 
@@ -142,31 +142,31 @@ def test_mini_batches_pay_for_the_strategies_that_they_need_alone():
 def test_a_step_is_forecast_range_by_range():
     cost, sample = cost_model(1e3), [[2, 3, 20], [4, 4]]
     ranges = [LengthRange(4, CANDIDATES[0]), LengthRange(32, CANDIDATES[1])]
-    own = forecast_step(ranges, CANDIDATES[1], sample, cost, pack)
+    forecast = forecast_step(ranges, CANDIDATES[1], sample, cost, pack)
     works = [cost.work_seconds(CANDIDATES[0], pack(short, 4, 4)) for short in ([2, 3], [4, 4])]
-    assert own.range_s == pytest.approx((sum(works) / 2, cost.work_seconds(CANDIDATES[1], [[(20,)]]) / 2))
+    assert forecast.range_s == pytest.approx((sum(works) / 2, cost.work_seconds(CANDIDATES[1], [[(20,)]]) / 2))
     there, back = (cost.switch_seconds(CANDIDATES, 1)[pair] for pair in ((1, 0), (0, 1)))
-    assert own.switch_s == pytest.approx(there + back)
-    assert own.reduction_s == 0.0 and own.step_s == pytest.approx(sum(own.range_s) + there + back)
+    assert forecast.switch_s == pytest.approx(there + back)
+    assert forecast.reduction_s == 0.0 and forecast.step_s == pytest.approx(sum(forecast.range_s) + there + back)
 
 
 def test_a_range_says_how_large_its_micro_batches_are():
     cost, sample = cost_model(1e3), [[4] * 8 + [20]]
     ranges = [LengthRange(4, CANDIDATES[1], 8), LengthRange(32, CANDIDATES[1])]
-    own = forecast_step(ranges, CANDIDATES[1], sample, cost, pack, max_tokens=64)
-    assert own.ranges == (ranges[0], LengthRange(32, CANDIDATES[1], 64))
-    assert own.range_s[0] == cost.work_seconds(CANDIDATES[1], [[(4, 4)] * 4])
+    forecast = forecast_step(ranges, CANDIDATES[1], sample, cost, pack, max_tokens=64)
+    assert forecast.ranges == (ranges[0], LengthRange(32, CANDIDATES[1], 64))
+    assert forecast.range_s[0] == cost.work_seconds(CANDIDATES[1], [[(4, 4)] * 4])
     for max_tokens in (None, 64):
-        found = search(cost_model(1e9, communication=4.0), sample, max_tokens=max_tokens).best
-        assert [own.max_tokens for own in found.ranges] == [max_tokens or own.up_to for own in found.ranges]
-        assert forecast_step(found.ranges, found.home, sample, cost_model(1e9, communication=4.0), pack) == found
+        best = search(cost_model(1e9, communication=4.0), sample, max_tokens=max_tokens).best
+        assert [own.max_tokens for own in best.ranges] == [max_tokens or own.up_to for own in best.ranges]
+        assert forecast_step(best.ranges, best.home, sample, cost_model(1e9, communication=4.0), pack) == best
     with pytest.raises(ValueError, match=r"=16 is not allowed.*at least 32"):
         forecast_step([LengthRange(32, CANDIDATES[1])], CANDIDATES[1], sample, cost, pack, max_tokens=16)
 
 
 def test_candidates_are_all_degrees_that_divide():
-    found = candidate_strategies(8, 4, units=[12, 48], ranks_per_node=4)
-    assert {own.degrees for own in found} == {(8, 1, 1), (4, 1, 2), (2, 1, 4), (4, 2, 1), (2, 2, 2), (1, 2, 4),
+    strategies = candidate_strategies(8, 4, units=[12, 48], ranks_per_node=4)
+    assert {own.degrees for own in strategies} == {(8, 1, 1), (4, 1, 2), (2, 1, 4), (4, 2, 1), (2, 2, 2), (1, 2, 4),
                                              (2, 4, 1), (1, 4, 2)}  # fmt: skip
     assert Strategy(tp=8) in candidate_strategies(8, 4, units=[8], ranks_per_node=4)
     assert Strategy(tp=6) not in candidate_strategies(6, 4, units=[6], ranks_per_node=4)

@@ -31,9 +31,9 @@ def test_filling_at_once_is_choosing_the_least_loaded_one_by_one(rows, size, num
         loads[number, 6 - len(row) :], is_there[number, 6 - len(row) :] = row, True  # the others' loads are 0
     times = filled(loads, is_there, size, np.array(num_times[: len(rows)]))
     assert not times[~is_there].any()
-    for row, own, is_own, wanted in zip(rows, times, is_there, num_times, strict=False):
-        assert own.sum() == wanted
-        assert sorted(row + own[is_own] * size) == sorted(one_by_one(row, size, wanted))
+    for row, chosen, is_own, wanted in zip(rows, times, is_there, num_times, strict=False):
+        assert chosen.sum() == wanted
+        assert sorted(row + chosen[is_own] * size) == sorted(one_by_one(row, size, wanted))
 
 
 def test_slices_lie_between_the_cuts_of_both_layouts():
@@ -60,8 +60,8 @@ def test_slices_lie_between_the_cuts_of_both_layouts():
 @pytest.mark.parametrize(("most_bytes", "ends"), [(10, [1, 2, 3, 4, 5]), (20, [1, 3, 5]), (49, [2, 5]), (50, [5])])
 def test_slices_that_several_ranks_hold_are_cut_between_units_only(most_bytes, ends):
     tensors = [TensorSpec("weight", 0, (5, 5), 2, UnitDivision(0, 5, 1)), TensorSpec("norm", 0, (100,), 2)]
-    both, one = (Strategy(dp=dp).layout(tensors, 2, 1) for dp in (2, 1))
-    found = common_slices(both, both, tensors).divided(most_bytes)
-    assert found.ends.tolist() == [*ends, 1] and found.begins.tolist() == [0, *ends[:-1], 0]
-    assert found.num_bytes.tolist() == [*np.diff([0, *ends]) * 10, 200]
-    assert common_slices(one, both, tensors).divided(most_bytes).ends.tolist() == [5, 1]  # of one holder
+    both, single = (Strategy(dp=dp).layout(tensors, 2, 1) for dp in (2, 1))
+    slices = common_slices(both, both, tensors).divided(most_bytes)
+    assert slices.ends.tolist() == [*ends, 1] and slices.begins.tolist() == [0, *ends[:-1], 0]
+    assert slices.num_bytes.tolist() == [*np.diff([0, *ends]) * 10, 200]
+    assert common_slices(single, both, tensors).divided(most_bytes).ends.tolist() == [5, 1]  # of one holder

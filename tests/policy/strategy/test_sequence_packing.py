@@ -18,23 +18,25 @@ def attention_too(lengths):
 
 @given(LENGTHS, st.integers(40, 90))
 def test_every_sequence_is_in_one_micro_batch_that_has_room(lengths, max_tokens):
-    found = pack(lengths, max_tokens)
-    assert sorted(itertools.chain(*found)) == list(range(len(lengths)))
-    sizes = [sum(lengths[number] for number in one) for one in found]
+    micro_batches = pack(lengths, max_tokens)
+    assert sorted(itertools.chain(*micro_batches)) == list(range(len(lengths)))
+    sizes = [sum(lengths[number] for number in one) for one in micro_batches]
     assert all(0 < size <= max_tokens for size in sizes)
     # No two could have been one: of any two the later began with a sequence that did not fit into the earlier.
     assert all(one + other > max_tokens for one, other in itertools.pairwise(sizes))
-    assert all([lengths[number] for number in one] == sorted((lengths[n] for n in one), reverse=True) for one in found)
+    for micro_batch in micro_batches:
+        of_batch = [lengths[number] for number in micro_batch]
+        assert of_batch == sorted(of_batch, reverse=True)
 
 
 @given(LENGTHS, st.integers(1, 5), st.sampled_from([num_tokens, attention_too]))
 def test_replicas_differ_by_one_sequence_at_most(lengths, num_replicas, work):
-    found = spread_and_pack(lengths, 50, num_replicas, work)
-    assert len(found) == num_replicas
-    everything = [number for replica in found for one in replica for number in one]
+    replicas = spread_and_pack(lengths, 50, num_replicas, work)
+    assert len(replicas) == num_replicas
+    everything = [number for replica in replicas for one in replica for number in one]
     assert sorted(everything) == list(range(len(lengths)))
-    assert all(sum(lengths[number] for number in one) <= 50 for replica in found for one in replica)
-    loads = [sum(work([lengths[number]]) for one in replica for number in one) for replica in found]
+    assert all(sum(lengths[number] for number in one) <= 50 for replica in replicas for one in replica)
+    loads = [sum(work([lengths[number]]) for one in replica for number in one) for replica in replicas]
     assert max(loads) - min(loads) <= work([max(lengths, default=0)]) * (1 + 1e-9)
 
 

@@ -46,12 +46,12 @@ def test_the_tour_is_the_shortest_from_home_by_what_switches_send():
             home=home, tensors=tensors, nodes=[0, 0, 1, 1], layout_of=lambda one: one.layout(tensors, 4, 2)
         )
         tour = SwitchTour(model, LinkSpeeds(10.0, 1.0))
-        found = tour.order(strategies)
-        assert found[0] == home and set(found) == set(strategies)
+        order = tour.order(strategies)
+        assert order[0] == home and set(order) == set(strategies)
         seconds = [[0.0 if one == other else tour._between(one, other) for other in strategies] for one in strategies]
         of = strategies.index
         others = [of(one) for one in strategies if one != home]
         shortest = min(tour_seconds(seconds, [of(home), *one]) for one in itertools.permutations(others))
-        assert tour_seconds(seconds, [of(one) for one in found]) == pytest.approx(shortest)
+        assert tour_seconds(seconds, [of(one) for one in order]) == pytest.approx(shortest)
         without = [one for one in strategies if one != home]
-        assert tour.order(without) == found[1:]  # home is passed, though nothing is done there
+        assert tour.order(without) == order[1:]  # home is passed, though nothing is done there

@@ -31,14 +31,14 @@ def one_slow(chi, rank=1, num_ranks=4):
 
 
 def offered(original, speeds, costs=None, model=MODEL):
-    found = candidates(original, original, speeds, model, costs or FormulaCosts([1.0] * len(original)))
-    return {one.kind: one for one in found}
+    candidates_of_kinds = candidates(original, original, speeds, model, costs or FormulaCosts([1.0] * len(original)))
+    return {one.kind: one for one in candidates_of_kinds}
 
 
 def decision(original=ORIGINAL, *, switch_s=10.0, costs=None, **options):
     """A switch takes ``switch_s``."""
-    own = costs or FormulaCosts([1.0] * len(original))
-    return StragglerDecision(original, MODEL, own, cost=MoveCost(switch_s, 0.0), **options)
+    range_costs = costs or FormulaCosts([1.0] * len(original))
+    return StragglerDecision(original, MODEL, range_costs, cost=MoveCost(switch_s, 0.0), **options)
 
 
 def run(decider, speeds_of_steps):
@@ -66,9 +66,9 @@ def test_equally_fast_ranks_are_left_alone():
 
 def test_a_slow_rank_is_left_out_and_three_divide_what_four_did():
     costs = FormulaCosts([1.0], least_split=3)
-    found = offered([Strategy(1, 4, 1)], one_slow(8.0), costs)["leave out"]
-    (strategy,) = found.strategies
-    assert found.left_out == (1,) and strategy.degrees == (1, 3, 1) and strategy.ranks == (0, 2, 3)
+    candidate = offered([Strategy(1, 4, 1)], one_slow(8.0), costs)["leave out"]
+    (strategy,) = candidate.strategies
+    assert candidate.left_out == (1,) and strategy.degrees == (1, 3, 1) and strategy.ranks == (0, 2, 3)
     assert sorted(np.diff(unit_bounds(8, strategy.shares))) == [2, 3, 3]
     assert sorted(np.diff(unit_bounds(32, strategy.shares))) == [10, 11, 11]
 
@@ -90,8 +90,8 @@ def test_memory_is_asked_of_the_home_that_a_candidate_has_and_of_its_switches():
 
 
 def test_speeds_that_divide_units_alike_give_the_same_strategy():
-    found = {offered([Strategy(1, 4, 1)], one_slow(chi))["shares"].strategies for chi in (2.0, 2.001, 2.002)}
-    assert len(found) == 1
+    strategies = {offered([Strategy(1, 4, 1)], one_slow(chi))["shares"].strategies for chi in (2.0, 2.001, 2.002)}
+    assert len(strategies) == 1
 
 
 def test_nothing_is_offered_whose_memory_does_not_suffice():
@@ -101,17 +101,17 @@ def test_nothing_is_offered_whose_memory_does_not_suffice():
 
 def test_slow_ranks_of_different_groups_become_the_same_shard():
     speeds = (0.5, 1.0, 1.0, 0.5)  # shard 0 of one group, shard 1 of the other
-    found = offered([Strategy(2, 2, 1)], speeds)
+    by_kind = offered([Strategy(2, 2, 1)], speeds)
     costs = FormulaCosts([1.0])
-    (strategy,) = found["rearrange"].strategies
+    (strategy,) = by_kind["rearrange"].strategies
     assert {speeds[rank] for rank, *_ in strategy.tp_groups()} in ({1.0}, {0.5})
     assert costs.range_s(0, strategy, speeds) < 0.8 * costs.range_s(0, Strategy(2, 2, 1), speeds)
 
 
 def test_slow_ranks_become_one_stage_with_fewer_layers():
     speeds = (0.5, 1.0, 0.5, 1.0)
-    found = arrangements((2, 1, 2), range(4), speeds, MODEL)
-    best = min(found, key=lambda one: FormulaCosts([1.0]).range_s(0, one, speeds))
+    strategies = arrangements((2, 1, 2), range(4), speeds, MODEL)
+    best = min(strategies, key=lambda one: FormulaCosts([1.0]).range_s(0, one, speeds))
     slow_stage = {best.position_of(0).stage, best.position_of(2).stage}
     assert len(slow_stage) == 1
     layers = np.diff(best.partition(8).boundaries)
@@ -121,8 +121,8 @@ def test_slow_ranks_become_one_stage_with_fewer_layers():
 def test_groups_of_the_rest_stay_within_nodes_where_they_can():
     nodes = (0, 0, 0, 0, 1, 1, 1, 1)
     model = ModelDivision((1.0,) * 8, (8,), nodes)
-    found = arrangements((3, 2, 1), (0, 2, 3, 4, 5, 6, 7), (1.0,) * 8, model)
-    assert any(all(len({nodes[rank] for rank in group}) == 1 for group in one.tp_groups()) for one in found)
+    strategies = arrangements((3, 2, 1), (0, 2, 3, 4, 5, 6, 7), (1.0,) * 8, model)
+    assert any(all(len({nodes[rank] for rank in group}) == 1 for group in one.tp_groups()) for one in strategies)
 
 
 @given(st.lists(st.floats(0.01, 1.0), min_size=4, max_size=4), st.sampled_from([(1, 4, 1), (2, 2, 1), (1, 2, 2)]))
@@ -130,9 +130,9 @@ def test_groups_of_the_rest_stay_within_nodes_where_they_can():
 def test_every_candidate_fits_the_model_and_every_shard_has_a_unit(speeds, degrees):
     original = [Strategy(*degrees), Strategy(1, 4, 1)]
     costs = FormulaCosts([1.0, 2.0])
-    for one in candidates(original, original, speeds, MODEL, costs):
-        for strategy in one.strategies:
-            assert not set(strategy.ranks) & set(one.left_out) and max(strategy.ranks) < 4
+    for candidate in candidates(original, original, speeds, MODEL, costs):
+        for strategy in candidate.strategies:
+            assert not set(strategy.ranks) & set(candidate.left_out) and max(strategy.ranks) < 4
             strategy.partition(8)
             for units in MODEL.unit_counts:
                 assert min(np.diff(unit_bounds(units, strategy.shares or (1.0,) * strategy.tp))) >= 1
@@ -187,8 +187,8 @@ def test_speeds_that_alternate_quickly_never_make_it_flap(periods, chi):
     decider = decision(switch_s=switch_s, tolerance=0.0, min_saving=0.0)
     total_s, switched = run(decider, steps)
     best_s = min(
-        sum(costs.step_s(one, speeds) for speeds in steps) + (switch_s if number else 0.0)
-        for number, one in enumerate(options)
+        sum(costs.step_s(option, speeds) for speeds in steps) + (switch_s if number else 0.0)
+        for number, option in enumerate(options)
     )
     assert len(switched) <= 2 and total_s <= 2.0 * best_s + switch_s + step_s.max()
 
@@ -224,7 +224,8 @@ def test_whatever_happens_it_takes_at_most_three_times_what_the_best_would_who_k
     least_s = [0.0, switch_s]
     for speeds in steps:
         least_s = [
-            min(least_s[own], least_s[1 - own] + switch_s) + costs.step_s(options[own], speeds) for own in (0, 1)
+            min(least_s[option], least_s[1 - option] + switch_s) + costs.step_s(options[option], speeds)
+            for option in (0, 1)
         ]
     late_s = max(np.ptp([costs.step_s(one, speeds) for one in options]) for speeds in (slow, EVEN))  # a step's, at most
     factor = 3.0 + late_s / switch_s

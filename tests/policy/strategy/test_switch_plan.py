@@ -27,12 +27,12 @@ def held_units(layout, tensors):
 def check_volumes(plan, case):
     """The plan's volumes are those of its transfers; they are in one order on all ranks."""
     volumes = np.zeros((2, 2, len(case.nodes)), dtype=np.int64)
-    for one in plan.transfers:
-        link = int(case.nodes[one.source] != case.nodes[one.destination])
-        size = (one.end - one.begin) * case.tensors[one.tensor].unit_bytes
-        assert one.source != one.destination and size > 0
-        volumes[link, 0, one.source] += size
-        volumes[link, 1, one.destination] += size
+    for transfer in plan.transfers:
+        link = int(case.nodes[transfer.source] != case.nodes[transfer.destination])
+        size = (transfer.end - transfer.begin) * case.tensors[transfer.tensor].unit_bytes
+        assert transfer.source != transfer.destination and size > 0
+        volumes[link, 0, transfer.source] += size
+        volumes[link, 1, transfer.destination] += size
     assert np.array_equal(volumes[0], [plan.sent_within, plan.received_within])
     assert np.array_equal(volumes[1], [plan.sent_between, plan.received_between])
     slowest = max(volumes[0].max() / 8.0, volumes[1].max() / 2.0)
@@ -68,10 +68,12 @@ def test_every_partial_gradient_is_added_in_one_home_replica(case, heuristics):
     plan = plan_gradients(*case, heuristics=heuristics)
     of_source, of_home = held_units(source, tensors), held_units(home, tensors)
     sums = np.zeros_like(of_home)
-    for one in (*plan.transfers, *plan.kept):
-        assert of_source[one.source, one.tensor, one.begin : one.end].all()
-        assert of_home[one.destination, one.tensor, one.begin : one.end].all()
-        sums[one.destination, one.tensor, one.begin : one.end] += 2 ** int(source.replicas[one.source])
+    for transfer in (*plan.transfers, *plan.kept):
+        assert of_source[transfer.source, transfer.tensor, transfer.begin : transfer.end].all()
+        assert of_home[transfer.destination, transfer.tensor, transfer.begin : transfer.end].all()
+        sums[transfer.destination, transfer.tensor, transfer.begin : transfer.end] += 2 ** int(
+            source.replicas[transfer.source]
+        )
     assert all(one.source == one.destination for one in plan.kept)
     total = np.zeros_like(sums[0])
     for replica in range(home.num_replicas):
@@ -192,6 +194,6 @@ def test_a_thousand_ranks_and_a_thousand_tensors_take_less_than_a_second(plan):
     ]
     begin = time.process_time()
     before, after = (Strategy(*degrees).layout(tensors, 1024, 100) for degrees in ((8, 16, 8), (32, 8, 4)))
-    found = plan(before, after, tensors, [rank // 8 for rank in range(1024)])
+    switch = plan(before, after, tensors, [rank // 8 for rank in range(1024)])
     assert time.process_time() - begin < 1.0
-    assert len(found.transfers) > 50_000
+    assert len(switch.transfers) > 50_000

@@ -148,13 +148,13 @@ def test_a_rank_that_measured_nothing_yet_changes_nothing():
 
 def test_controller_goes_on_from_its_state():
     samples = [rank(0.3, 0.7), rank(0.3, 2.8)]
-    one, other = (Controller(BalanceConfig(mode="zero-rd"), 2) for _ in range(2))
-    one.update(samples)
-    other.load_state_dict(one.state_dict())
-    assert other.current_plan().ranks == one.current_plan().ranks
-    assert other.update(samples) == one.update(samples)
+    saved, loaded = (Controller(BalanceConfig(mode="zero-rd"), 2) for _ in range(2))
+    saved.update(samples)
+    loaded.load_state_dict(saved.state_dict())
+    assert loaded.current_plan().ranks == saved.current_plan().ranks
+    assert loaded.update(samples) == saved.update(samples)
     with pytest.raises(ValueError, match="of 2 ranks, this process group has 3"):
-        Controller(BalanceConfig(), 3).load_state_dict(one.state_dict())
+        Controller(BalanceConfig(), 3).load_state_dict(saved.state_dict())
 
 
 def test_a_missing_sample_of_a_known_rank_changes_nothing():
@@ -229,17 +229,19 @@ many_times = st.lists(
 @given(many_times, st.sampled_from(["zero-pri", "mig", "semi"]), st.integers(1, 7))
 def test_equal_inputs_give_equal_plans_also_from_a_saved_state(updates, mode, half):
     seen = CollectiveTimes(0.0, (0.0,) * 3, MigrationCost(0.01, 0.02))
-    one, other = (Controller(BalanceConfig(mode=mode), 3) for _ in range(2))
-    for number, told in enumerate(updates):
+    steady, other = (Controller(BalanceConfig(mode=mode), 3) for _ in range(2))
+    for number, times_of_ranks in enumerate(updates):
         if number == half:
             resumed = Controller(BalanceConfig(mode=mode), 3)
-            one.state_check(one.state_dict(), "state")
-            resumed.load_state_dict(one.state_dict())
+            steady.state_check(steady.state_dict(), "state")
+            resumed.load_state_dict(steady.state_dict())
             other = resumed
-        plans = [controller.update([unsure(*times) for times in told], seen) for controller in (one, other)]
+        plans = [
+            controller.update([unsure(*times) for times in times_of_ranks], seen) for controller in (steady, other)
+        ]
         assert plans[0] == plans[1]
-        assert one.num_calibration_steps == other.num_calibration_steps
-        assert one.fingerprint(plans[0]) == other.fingerprint(plans[1])
+        assert steady.num_calibration_steps == other.num_calibration_steps
+        assert steady.fingerprint(plans[0]) == other.fingerprint(plans[1])
         assert all(0.0 <= rank.pruned + rank.lent <= 1.0 for rank in plans[0].ranks)
         assert math.isfinite(plans[0].predicted_step_s)
 

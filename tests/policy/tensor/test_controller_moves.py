@@ -31,14 +31,14 @@ def group(chi=1.0):
     return [RankTimes(0.2, 0.8 * one, 1.0, ResizingCost.linear(0.9), 0.01) for one in (1.0, 1.0, 1.0, chi)]
 
 
-def told(plan, migration=None):
+def collectives_of(plan, migration=None):
     return CollectiveTimes(0.0, tuple(rank.lent for rank in plan.ranks), migration)
 
 
 def updated(made, chi, times=3):
     plan = made.current_plan()
     for _ in range(times):
-        plan = made.update(group(chi), told(plan, MigrationCost(0.01, 0.05)))
+        plan = made.update(group(chi), collectives_of(plan, MigrationCost(0.01, 0.05)))
     return plan
 
 
@@ -185,12 +185,12 @@ def test_a_state_without_ownership_is_refused_by_name():
 
 
 def test_another_ownership_has_another_fingerprint():
-    one, other = controller(), controller()
-    same = one.current_plan()
-    assert one.fingerprint(same) == other.fingerprint(same)
+    first, other = controller(), controller()
+    same = first.current_plan()
+    assert first.fingerprint(same) == other.fingerprint(same)
     other.hold_owned(AWAY)
-    assert one.fingerprint(same) != other.fingerprint(same)
-    assert one.fingerprint(same) != one.fingerprint(other.current_plan())
+    assert first.fingerprint(same) != other.fingerprint(same)
+    assert first.fingerprint(same) != first.fingerprint(other.current_plan())
 
 
 def test_a_plan_tells_who_owns_what():

@@ -36,9 +36,11 @@ def test_curves_are_those_of_every_rank(times, asked):
     curves = Curves.of(times)
     asked = np.array([asked] * len(times))
     ratios = np.minimum(asked, 1.0)
-    own = list(zip(times, ratios.tolist(), strict=True))
-    assert curves.busy_at(ratios).tolist() == [[rank.busy_at(one) for one in row] for rank, row in own]
-    assert curves.gemm_share_at(ratios).tolist() == [[rank.cost.gemm_share_at(one) for one in row] for rank, row in own]
+    rows = list(zip(times, ratios.tolist(), strict=True))
+    assert curves.busy_at(ratios).tolist() == [[rank.busy_at(one) for one in row] for rank, row in rows]
+    assert curves.gemm_share_at(ratios).tolist() == [
+        [rank.cost.gemm_share_at(one) for one in row] for rank, row in rows
+    ]
     borrowed = [[rank.cost.borrowed_at(one) for one in row] for rank, row in zip(times, asked.tolist(), strict=True)]
     assert curves.borrowed_at(asked).tolist() == borrowed
     assert curves.busy_at_points.min(axis=1).tolist() == [rank.least_busy_s for rank in times]
@@ -46,8 +48,8 @@ def test_curves_are_those_of_every_rank(times, asked):
 
 @given(groups, seconds)
 def test_the_ratio_that_reaches_a_time_is_every_ranks_own(times, target_s):
-    found = GroupTimes(times).curves.ratios_to_reach(target_s).tolist()
-    assert found == [rank.ratio_to_reach(target_s) for rank in times]
+    reaching = GroupTimes(times).curves.ratios_to_reach(target_s).tolist()
+    assert reaching == [rank.ratio_to_reach(target_s) for rank in times]
 
 
 @given(groups, st.data())
@@ -59,8 +61,8 @@ def test_busy_times_of_a_division_are_every_ranks_own(times, data):
     loans = loans_of(lent, capacities)
     borrowed = borrowed_shares(loans, num_ranks)
     assert predicted_busy_s(times, lent, loans) == [
-        rank.busy_at(own) + rank.gemm_s * rank.cost.borrowed_at(extra)
-        for rank, own, extra in zip(times, lent, borrowed, strict=True)
+        rank.busy_at(ratio) + rank.gemm_s * rank.cost.borrowed_at(extra)
+        for rank, ratio, extra in zip(times, lent, borrowed, strict=True)
     ]
     assert sum(borrowed) == np.float64(sum(lent)) or abs(sum(borrowed) - sum(lent)) < 1e-9
 
@@ -75,8 +77,8 @@ def test_room_is_what_fits_into_the_time_that_is_left(times, levels_s):
     group = _Group(times, [False] * len(times), None)
     slack = group.slack(levels)
     assert group.slack_in_all(levels).tolist() == np.cumsum(slack, axis=0)[-1].tolist()
-    for rank, own in zip(times, slack.tolist(), strict=True):
-        for level_s, share in zip(levels.tolist(), own, strict=True):
+    for rank, shares in zip(times, slack.tolist(), strict=True):
+        for level_s, share in zip(levels.tolist(), shares, strict=True):
             left_s = max(level_s - rank.busy_s, 0.0)
             assert share >= 0.0 and (left_s > 0.0 or share == 0.0)
             if share > 0.0:
@@ -85,5 +87,5 @@ def test_room_is_what_fits_into_the_time_that_is_left(times, levels_s):
 
 def _is_uneven(rank):
     """More columns take less time somewhere: then the longest of fewer counts, and no single number is the truth."""
-    own = [rank.cost.borrowed_at(share) for share in rank.cost.borrowed_points]
-    return any(own[at] > own[at + 1] for at in range(len(own) - 1)) or own[0] > 0.0
+    times = [rank.cost.borrowed_at(share) for share in rank.cost.borrowed_points]
+    return any(times[at] > times[at + 1] for at in range(len(times) - 1)) or times[0] > 0.0

@@ -20,15 +20,15 @@ REST_S, GEMM_S = 0.3, 0.7
 
 def steps(ratio, truth=CALIBRATED, chi=1.0, number=5, borrowed=0.0, gather_fill_scale=1.0, noise=None):
     """Steps at γ whose multiplications cost what ``truth`` says."""
-    found = []
+    times = []
     for _ in range(number):
         factors = 1.0 + noise.normal(0.0, 0.02, 3) if noise is not None else (1.0, 1.0, 1.0)
         executed = truth.gemm_share_at(ratio) + (truth.borrowed_at(borrowed) if borrowed else 0.0)
         gemm_s, gather_fill_s = factors[0] * chi * GEMM_S * executed, gather_fill_scale * truth.gather_fill_at(ratio)
-        found.append(
+        times.append(
             StepTimes(factors[1] * REST_S + gemm_s + gather_fill_s, gemm_s, gather_fill_s, Shares(ratio, 0.0, borrowed))
         )
-    return found
+    return times
 
 
 def with_calibration_step(ratio, truth=CALIBRATED, chi=1.0, **changes):
@@ -172,17 +172,17 @@ def test_a_calibration_that_flops_contradict_is_not_believed(shares):
 def test_an_estimator_goes_on_from_its_state_bit_for_bit(intervals):
     """Also in a process whose own calibration said something else."""
     truth = CALIBRATED.scaled([1.4] * 4)
-    one, other = RankEstimator(CALIBRATED), RankEstimator(ResizingCost.linear(0.9))
+    saved, loaded = RankEstimator(CALIBRATED), RankEstimator(ResizingCost.linear(0.9))
     for ratio, chi in intervals:
-        one.learn(steps(ratio, truth, chi))
-    state = one.state_dict()
-    one.state_check(state, "state")
-    other.load_state_dict(state)
-    assert (other.times, other.cost) == (one.times, one.cost)
-    for estimator in (one, other):
+        saved.learn(steps(ratio, truth, chi))
+    state = saved.state_dict()
+    saved.state_check(state, "state")
+    loaded.load_state_dict(state)
+    assert (loaded.times, loaded.cost) == (saved.times, saved.cost)
+    for estimator in (saved, loaded):
         estimator.learn(with_calibration_step(0.5, truth))
         estimator.learn(steps(0.5, truth, 2.0, borrowed=0.1))
-    assert (other.times, other.cost, other.state_dict()) == (one.times, one.cost, one.state_dict())
+    assert (loaded.times, loaded.cost, loaded.state_dict()) == (saved.times, saved.cost, saved.state_dict())
 
 
 any_float = st.floats() | st.sampled_from([0.0, -1.0, math.inf, math.nan, 1e300, 5e-324, 1e9, 1e-9])

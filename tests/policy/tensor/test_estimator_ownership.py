@@ -15,14 +15,14 @@ REST_S, GEMM_S = 0.3, 0.7
 
 
 def steps(owned=1.0, chi=1.0, moving_rest=0.0, number=5, noise=None, cost=COST, borrowed=0.0, rest_chi=1.0):
-    found = []
+    times = []
     for _ in range(number):
         factors = 1.0 + noise.normal(0.0, 0.02, 2) if noise is not None else (1.0, 1.0)
         executed = cost.executed_at(owned) + (cost.borrowed_at(borrowed) if borrowed else 0.0)
         gemm_s = factors[0] * chi * GEMM_S * executed
         rest_s = factors[1] * rest_chi * REST_S * (1.0 - moving_rest * (1.0 - owned))
-        found.append(StepTimes(rest_s + gemm_s, gemm_s, 0.0, Shares(borrowed=borrowed, owned=owned)))
-    return found
+        times.append(StepTimes(rest_s + gemm_s, gemm_s, 0.0, Shares(borrowed=borrowed, owned=owned)))
+    return times
 
 
 def learned(*intervals, calibrated=COST):
@@ -104,8 +104,8 @@ def test_whatever_moves_the_state_stays_sound(intervals):
     assert covariance**2 <= variance * state["covariance"][0][0] * (1 + 1e-6) + 1e-12
     resumed = RankEstimator(COST)
     resumed.load_state_dict(state)
-    for own in (estimator, resumed):
-        own.learn(steps(0.5, 2.0, 0.4))
+    for either in (estimator, resumed):
+        either.learn(steps(0.5, 2.0, 0.4))
     assert resumed.times == estimator.times
 
 

@@ -26,11 +26,11 @@ def lending(*chis):
 @pytest.mark.parametrize("chis", [(1, 1, 1, 4), (4, 1), (1, 4)], ids=str)
 def test_equal_ones_have_one_number_also_from_a_loaded_state(chis):
     """Rank 1 alone receives all of a loan: its number and its part are both 1."""
-    (one, plan), (other, same) = lending(*chis), lending(*chis)
-    assert one.fingerprint(plan, 1, "x") == other.fingerprint(same, 1, "x")
-    loaded = Controller(one.config, len(chis))
-    loaded.load_state_dict(one.state_dict())
-    assert loaded.fingerprint(loaded.current_plan(), 1) == one.fingerprint(one.current_plan(), 1)
+    (first, plan), (second, same) = lending(*chis), lending(*chis)
+    assert first.fingerprint(plan, 1, "x") == second.fingerprint(same, 1, "x")
+    loaded = Controller(first.config, len(chis))
+    loaded.load_state_dict(first.state_dict())
+    assert loaded.fingerprint(loaded.current_plan(), 1) == first.fingerprint(first.current_plan(), 1)
 
 
 def test_it_is_a_whole_number_that_a_float_holds_exactly():

@@ -100,8 +100,8 @@ def test_units_come_home_when_that_has_cost_one_way():
 
 def test_units_come_home_after_some_updates_in_which_that_was_better_however_little():
     made = moving(AWAY)
-    found = [made.update(HOME, saved_s, 1) for saved_s in (1e-3, 1e-3, -1e-3, 1e-3, 1e-3, 1e-3, 1e-3)]
-    assert found == [False] * 6 + [True] and made.is_home
+    came_home = [made.update(HOME, saved_s, 1) for saved_s in (1e-3, 1e-3, -1e-3, 1e-3, 1e-3, 1e-3, 1e-3)]
+    assert came_home == [False] * 6 + [True] and made.is_home
 
 
 def updates_until_away(made, saved_s, step_s):
@@ -214,8 +214,8 @@ def test_what_coming_late_costs_is_learned_of_decided_divisions_only_and_forgott
     by_hand = moving()
     by_hand.put(AWAY, is_held=False)
     made = gone_away()
-    for one in (by_hand, made):
-        one.came_late(1.5)
+    for decision in (by_hand, made):
+        decision.came_late(1.5)
     assert by_hand.late_s == 0.0 and made.late_s == 1.5
     for _ in range(640):
         made.update(AWAY, 0.0, 10)

@@ -68,15 +68,15 @@ def test_what_was_long_ago_is_forgotten():
 
 @given(st.lists(st.sets(st.integers(0, 3)), max_size=12), st.lists(st.sets(st.integers(0, 3)), max_size=12))
 def test_it_goes_on_from_its_state(before, after):
-    one = lived(*before)
-    other = Spells(4)
-    one.state_check(one.state_dict(), "state")
-    other.load_state_dict(one.state_dict())
+    saved = lived(*before)
+    loaded = Spells(4)
+    saved.state_check(saved.state_dict(), "state")
+    loaded.load_state_dict(saved.state_dict())
     for slow in after:
-        for spells in (one, other):
+        for spells in (saved, loaded):
             spells.learn([rank in slow for rank in range(4)], [0.5] * 4)
-    assert other.state_dict() == one.state_dict()
-    assert len(one.past) <= 16
+    assert loaded.state_dict() == saved.state_dict()
+    assert len(saved.past) <= 16
 
 
 def test_short_spells_of_a_rank_speak_against_moving_for_it_and_long_ones_do_not():

@@ -59,8 +59,8 @@ def test_it_goes_on_from_its_state():
     assert {mode: plan.ranks for mode, plan in resumed.plans.items()} == {
         mode: plan.ranks for mode, plan in what_if.plans.items()
     }
-    for one in (what_if, resumed):
-        one.update(*told_at(3))
+    for either in (what_if, resumed):
+        either.update(*told_at(3))
     assert resumed.plans == what_if.plans
 
 

@@ -43,11 +43,11 @@ def balanced_partition(load: PipelineLoad) -> Partition:
         level = (low + high) / 2
         if level >= high:
             level = low
-        found, next_level = filler.partition_within(level)
-        if found is None:
+        partition, next_level = filler.partition_within(level)
+        if partition is None:
             low = max(next_level, math.nextafter(level, math.inf))
         else:
-            best, high = found, min(level, load.slowest(found))
+            best, high = partition, min(level, load.slowest(partition))
     return best
 
 
@@ -182,10 +182,10 @@ class StageFiller:
 
 def joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Ranges (first, last), with overlapping and neighbouring ones made one; ascending."""
-    found: list[tuple[int, int]] = []
+    disjoint: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
-        if found and first <= found[-1][1] + 1:
-            found[-1] = (found[-1][0], max(found[-1][1], last))
+        if disjoint and first <= disjoint[-1][1] + 1:
+            disjoint[-1] = (disjoint[-1][0], max(disjoint[-1][1], last))
         else:
-            found.append((first, last))
-    return found
+            disjoint.append((first, last))
+    return disjoint

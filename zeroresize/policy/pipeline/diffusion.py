@@ -135,11 +135,11 @@ def _transfers(before: Indices, after: Indices) -> list[LayerTransfer]:
     In such an order that a stage hands on its own layers before it gets others, so that it never holds more than
     before or after the round.
     """
-    found = []
+    transfers = []
     for right in np.flatnonzero(after < before)[::-1].tolist():
-        found += [
+        transfers += [
             LayerTransfer(layer, right - 1, right) for layer in range(int(before[right]) - 1, int(after[right]) - 1, -1)
         ]
     for right in np.flatnonzero(after > before).tolist():
-        found += [LayerTransfer(layer, right, right - 1) for layer in range(int(before[right]), int(after[right]))]
-    return found
+        transfers += [LayerTransfer(layer, right, right - 1) for layer in range(int(before[right]), int(after[right]))]
+    return transfers

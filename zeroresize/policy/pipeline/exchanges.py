@@ -144,7 +144,7 @@ class Exchanges:
         load = self.load
         mean = float(load.cost_sums[-1] / load.speeds.sum())
         excess = float(load.times_between(boundaries)[source]) - mean
-        found = []
+        relays = []
         for line, source_there, places, are_free in (
             (self._rightwards, source, boundaries, is_free),
             (self._leftwards, load.num_stages - 1 - source, load.num_layers - boundaries[::-1], is_free[::-1]),
@@ -153,8 +153,8 @@ class Exchanges:
             for start, goal in itertools.product([source_there, *behind], _GOALS):
                 relay = line.relay(start, source_there, mean + goal * excess, places.tolist(), are_free)
                 if relay is not None:
-                    found.append(relay if line is self._rightwards else load.num_layers - relay[::-1])
-        return found
+                    relays.append(relay if line is self._rightwards else load.num_layers - relay[::-1])
+        return relays
 
     @cached_property
     def _rightwards(self) -> _Line:

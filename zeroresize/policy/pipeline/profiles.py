@@ -53,8 +53,8 @@ class PipelineProfile:
     def computed_s(self) -> tuple[float, ...]:
         """[S] seconds in which each stage computed its layers, and the last one the loss."""
         layer_s = [one.forward_s + one.backward_s for one in self.layers]
-        own = [math.fsum(layer_s[begin:end]) for begin, end in itertools.pairwise(self.boundaries)]
-        return (*own[:-1], own[-1] + self.loss_s)
+        stage_s = [math.fsum(layer_s[begin:end]) for begin, end in itertools.pairwise(self.boundaries)]
+        return (*stage_s[:-1], stage_s[-1] + self.loss_s)
 
     @property
     def bubble_ratios(self) -> tuple[float, ...]:

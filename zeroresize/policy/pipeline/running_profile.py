@@ -37,7 +37,7 @@ class RunningProfile:
         self._recent: Floats = np.full((_LEAST_PROFILES, num_layers, 2), np.inf)
         self._means: Floats = np.zeros((len(_MEMORIES), num_layers, 2))
         self._errors: Floats = np.zeros(len(_MEMORIES))
-        self._told: deque[Floats] = deque(maxlen=_AHEAD)  # [E, L] forward and backward
+        self._predictions: deque[Floats] = deque(maxlen=_AHEAD)  # [E, L] forward and backward
 
     def after(self, profile: PipelineProfile) -> PipelineProfile | None:
         """The running seconds, with the bytes of ``profile``; None while there are too few of a layer."""
@@ -53,23 +53,23 @@ class RunningProfile:
         typical = np.take_along_axis(np.sort(self._recent, axis=0), middle[None, :, None], axis=0)[0]
         weights = np.maximum(1.0 / np.array(_MEMORIES)[:, None], 1.0 / self._num_L)[..., None]
         self._means = self._means + weights * (typical - self._means)
-        self._told.append(self._means.sum(axis=2))
+        self._predictions.append(self._means.sum(axis=2))
         if self._num_L.min() < _LEAST_PROFILES:
             return None
         seconds = self._means[int(self._errors.argmin())]
         return replace(
             profile,
             layers=tuple(
-                replace(one, forward_s=float(forward_s), backward_s=float(backward_s))
-                for one, (forward_s, backward_s) in zip(profile.layers, seconds, strict=True)
+                replace(layer, forward_s=float(forward_s), backward_s=float(backward_s))
+                for layer, (forward_s, backward_s) in zip(profile.layers, seconds, strict=True)
             ),
         )
 
     def _judge(self, now: Floats) -> None:
         """Add what the means of earlier profiles have told wrongly; of no layer more than the mean layer takes."""
         can_tell_L = self._num_L > _AHEAD
-        if len(self._told) < _AHEAD or not can_tell_L.any():
+        if len(self._predictions) < _AHEAD or not can_tell_L.any():
             return
         now_L = now.sum(axis=1)
-        wrong = np.minimum(np.abs(self._told[0] - now_L), now_L.mean())
+        wrong = np.minimum(np.abs(self._predictions[0] - now_L), now_L.mean())
         self._errors = (1.0 - _FORGETTING) * self._errors + wrong[:, can_tell_L].mean(axis=1)

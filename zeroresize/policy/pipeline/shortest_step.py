@@ -32,10 +32,10 @@ def refined_partition(load: PipelineLoad, partition: Partition, step_s: Callable
 
 
 def _neighbours(partition: Partition) -> list[Partition]:
-    found = []
+    partitions = []
     for first, last in itertools.combinations(range(1, partition.num_stages + 1), 2):
         for shift in (-1, 1):
             shifted = [one + shift * (first <= number < last) for number, one in enumerate(partition.boundaries)]
             if all(begin < end for begin, end in itertools.pairwise(shifted)):
-                found.append(Partition(tuple(shifted)))
-    return found
+                partitions.append(Partition(tuple(shifted)))
+    return partitions

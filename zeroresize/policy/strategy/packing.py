@@ -46,11 +46,11 @@ def spread_and_pack(
         load, _, replica = loads[0]
         members[replica].append(number)
         heapq.heapreplace(loads, (load + work_of[lengths[number]], len(members[replica]), replica))
-    found = []
-    for own in members:
-        packed = pack([lengths[number] for number in own], max_tokens)
-        found.append([tuple(own[number] for number in one) for one in packed])
-    return found
+    replicas = []
+    for numbers in members:
+        packed = pack([lengths[number] for number in numbers], max_tokens)
+        replicas.append([tuple(numbers[number] for number in one) for one in packed])
+    return replicas
 
 
 def pack(lengths: Sequence[int], max_tokens: int) -> list[MicroBatch]:
@@ -63,25 +63,25 @@ def pack(lengths: Sequence[int], max_tokens: int) -> list[MicroBatch]:
         ValueError: for sequences that are longer than ``max_tokens``, naming them.
     """
     _require_fitting(lengths, max_tokens)
-    found: list[list[int]] = []
+    micro_batches: list[list[int]] = []
     fullest_with: defaultdict[int, list[int]] = defaultdict(list)  # room that is left -> micro-batches
     rooms: list[int] = []  # ascending, each once
     for number in sorted(range(len(lengths)), key=lambda one: (-lengths[one], one)):
         place = bisect.bisect_left(rooms, lengths[number])
         if place == len(rooms):
-            room, micro_batch = max_tokens, len(found)
-            found.append([])
+            room, micro_batch = max_tokens, len(micro_batches)
+            micro_batches.append([])
         else:
             room = rooms[place]
             micro_batch = fullest_with[room].pop()
             if not fullest_with[room]:
                 del rooms[place]
-        found[micro_batch].append(number)
+        micro_batches[micro_batch].append(number)
         room -= lengths[number]
         if not fullest_with[room]:
             bisect.insort(rooms, room)
         fullest_with[room].append(micro_batch)
-    return [tuple(one) for one in found]
+    return [tuple(one) for one in micro_batches]
 
 
 def _require_fitting(lengths: Sequence[int], max_tokens: int) -> None:

@@ -133,7 +133,7 @@ class Controller:
             is_slow and (was or self._spells.is_worth_it(rank, saved[rank], self.config.update_every))
             for rank, (is_slow, was) in enumerate(zip(are_slow, self._are_stragglers, strict=True))
         ]
-        told, times = times, self._lasting(times, are_slow)
+        measured, times = times, self._lasting(times, are_slow)
         before = self._measured_under = self._shares
         self._loans_then = self._loans
         is_in_doubt = False
@@ -147,8 +147,8 @@ class Controller:
             if lent_before and not any(own.lent for own in self._shares):
                 self._communication.give_up()
         self._move(times, usual, deviations, saved)
-        step_s = self._step_s(told, self._shares, self._loans)
-        self._calibrate(told, deviations, step_s, before, is_in_doubt=is_in_doubt)
+        step_s = self._step_s(measured, self._shares, self._loans)
+        self._calibrate(measured, deviations, step_s, before, is_in_doubt=is_in_doubt)
         return self._plan(step_s)
 
     def current_plan(self) -> WorkloadPlan:
@@ -333,8 +333,8 @@ class Controller:
         borrowed = borrowed_shares(self._loans, self.num_ranks)
         return WorkloadPlan(
             ranks=tuple(
-                RankPlan(own.pruned, own.lent, share, owned, slow)
-                for own, share, owned, slow in zip(
+                RankPlan(shares.pruned, shares.lent, share, owned, slow)
+                for shares, share, owned, slow in zip(
                     self._shares, borrowed, self._ownership.owned, self._are_stragglers, strict=True
                 )
             ),
@@ -356,17 +356,21 @@ class Controller:
         usual = zip(self._usual, spared, self._are_stragglers, strict=True)
         whole_s = min((own.busy_s for own, was, slow in usual if own and not was and not slow), default=0.0)
         return GroupTimes(
-            dataclasses.replace(own, rest_s=own.rest_s * whole_s / own.busy_s, gemm_s=own.gemm_s * whole_s / own.busy_s)
-            if was and own.busy_s < whole_s
-            else own
-            for own, was in zip(times, spared, strict=True)
+            dataclasses.replace(
+                rank_times,
+                rest_s=rank_times.rest_s * whole_s / rank_times.busy_s,
+                gemm_s=rank_times.gemm_s * whole_s / rank_times.busy_s,
+            )
+            if was and rank_times.busy_s < whole_s
+            else rank_times
+            for rank_times, was in zip(times, spared, strict=True)
         )
 
     def _lasting(self, times: GroupTimes, are_slow: Sequence[bool]) -> GroupTimes:
         """The times, but those of ranks that are slow for a moment only: what they took before."""
-        for rank, (own, slow, straggles) in enumerate(zip(times, are_slow, self._are_stragglers, strict=True)):
+        for rank, (rank_times, slow, straggles) in enumerate(zip(times, are_slow, self._are_stragglers, strict=True)):
             if not slow or straggles or self._usual[rank] is None:
-                self._usual[rank] = own
+                self._usual[rank] = rank_times
         if all(own is usual for own, usual in zip(times, self._usual, strict=True)):
             return times
         return GroupTimes(usual for usual in self._usual if usual is not None)
@@ -376,10 +380,10 @@ class Controller:
 
         Who has seen little noise so far may expect what others have seen.
         """
-        own = np.array([one.deviation for one in times])
-        whole = own[[not now.spared for now in self._shares]]
+        deviations = np.array([one.deviation for one in times])
+        whole = deviations[[not now.spared for now in self._shares]]
         usual = math.sqrt(float(np.cumsum(whole**2)[-1]) / len(whole)) if len(whole) else 0.0
-        return np.maximum(own, usual), usual
+        return np.maximum(deviations, usual), usual
 
     def _are_slow(self, times: GroupTimes, deviations: Floats, reference_s: float) -> tuple[bool, ...]:
         were, busy_s = self._are_stragglers, times.curves.busy_s
@@ -404,7 +408,8 @@ class Controller:
             slowest_s = float(times.curves.busy_s.max())
             price_s = KEPT_GAIN * self.config.min_gain * slowest_s / max(sum(self._are_stragglers), 1)
             new_s, now_s = (
-                self._step_s(times, shares, own) for shares, own in ((wanted, loans), (self._shares, self._loans))
+                self._step_s(times, shares, lending)
+                for shares, lending in ((wanted, loans), (self._shares, self._loans))
             )
             fewer = math.fsum(now.pruned - new.pruned for now, new in zip(self._shares, wanted, strict=True))
             saved_s = now_s - new_s + price_s * max(fewer, 0.0)
@@ -486,8 +491,8 @@ class Controller:
         owned = self._ownership.owned_before
         is_even = owned == self._ownership.home and not any(own.spared for own in self._measured_under)
         sure = GroupTimes(
-            own.faster(1.0 + CERTAINTY_KEPT * deviation) if shares.spared or share < 1.0 else own
-            for own, deviation, shares, share in zip(
+            rank_times.faster(1.0 + CERTAINTY_KEPT * deviation) if shares.spared or share < 1.0 else rank_times
+            for rank_times, deviation, shares, share in zip(
                 times, deviations.tolist(), self._measured_under, owned, strict=True
             )
         )

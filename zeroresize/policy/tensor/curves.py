@@ -84,13 +84,13 @@ class Curves:
     def ratios_to_reach(self, target_s: float) -> Floats:
         """[R], :meth:`RankTimes.ratio_to_reach`."""
         busy, ratios = self.busy_at_points, self.ratios
-        found = ratios[np.arange(len(ratios)), busy.argmin(axis=1)]
+        reaching = ratios[np.arange(len(ratios)), busy.argmin(axis=1)]
         for left in range(ratios.shape[1] - 2, -1, -1):
             low, high, busy_low, busy_high = ratios[:, left], ratios[:, left + 1], busy[:, left], busy[:, left + 1]
             drop_s = np.where(busy_low > busy_high, busy_low - busy_high, 1.0)
             between = np.minimum(low + (high - low) * (busy_low - target_s) / drop_s, high)
-            found = np.where(busy_high <= target_s, between, found)
-        return np.where(busy[:, 0] <= target_s, 0.0, found)
+            reaching = np.where(busy_high <= target_s, between, reaching)
+        return np.where(busy[:, 0] <= target_s, 0.0, reaching)
 
 
 class GroupTimes(tuple[RankTimes, ...]):

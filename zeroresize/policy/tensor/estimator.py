@@ -241,9 +241,9 @@ class RankEstimator:
         """
         if not (owned > 0.0 and LEAST_SECONDS < ratio < MOST_SECONDS) or owned == 1.0:
             return
-        executed, own = executed_products(Shares(owned=owned), self.cost)
+        executed, of_curve = executed_products(Shares(owned=owned), self.cost)
         gradient = np.zeros(len(self._x))
-        gradient[_CURVE:] = own
+        gradient[_CURVE:] = of_curve
         variance = COMPARISON_ERROR**2
         innovation = math.log(ratio) - executed
         curve_variance = float(gradient @ self._p @ gradient)
@@ -396,15 +396,15 @@ class RankEstimator:
         has_jumped = self._change_of_rest(value, variance, owned) != 0.0 or are_alike(surprise, gemm_change)
         if has_jumped:
             speed += max(JUMP_SIZE, abs(surprise)) ** 2
-        found = moving
+        corrected = moving
         for _ in range(_ITERATIONS):  # the logarithm bends: anew around what was found
-            part = 1.0 - found * (1.0 - owned)
+            part = 1.0 - corrected * (1.0 - owned)
             gradient = (owned - 1.0) / part
-            innovation = value - before - math.log(part) - gradient * (moving - found)
+            innovation = value - before - math.log(part) - gradient * (moving - corrected)
             # Covariances of log r, and of ρ, with what is measured.
             of_speed, of_moving = speed + gradient * covariance, covariance + gradient * own_variance
             total = of_speed + gradient * of_moving + variance
-            found = min(max(moving + of_moving / total * innovation, 0.0), MOST_MOVING_REST)
+            corrected = min(max(moving + of_moving / total * innovation, 0.0), MOST_MOVING_REST)
         change = of_speed / total * innovation
         self._x[_REST] = min(max(before + change, _LEAST_LOG), _MOST_LOG)
         speed = max(speed - of_speed**2 / total, 0.0) if gradient else speed * variance / total
@@ -413,12 +413,12 @@ class RankEstimator:
         if gradient and not is_same and not has_jumped:
             # Or the speed has jumped just then and ρ is as it was: how far that is from what is believed now.
             likely = share_of_jumps(surprise, total)
-            of_speed, of_moving = surprise - change, moving - found
+            of_speed, of_moving = surprise - change, moving - corrected
             speed += likely * of_speed**2
             own_variance += likely * of_moving**2
             covariance += likely * of_speed * of_moving
         self._p[_REST, _REST] = speed
-        self._moving_rest = (found, own_variance, covariance)
+        self._moving_rest = (corrected, own_variance, covariance)
         return has_jumped
 
     def _measure(self, part: int, value: float, variance: float) -> bool:
@@ -449,20 +449,20 @@ class RankEstimator:
             is_after_others: whether these lie in the same interval.
             rest_change: by how much the logarithm of the rest has jumped; 0 if it has not.
         """
-        executed, own = executed_products(step.shares, self.cost)
+        executed, of_curve = executed_products(step.shares, self.cost)
         gradient = np.zeros(len(self._x))
         gradient[_GEMM] = 1.0
         if step.is_forced:  # odd numbers of columns cost more: that tells nothing of others
-            variance += float(own @ self._p[_CURVE:, _CURVE:] @ own)
+            variance += float(of_curve @ self._p[_CURVE:, _CURVE:] @ of_curve)
         else:
-            gradient[_CURVE:] = own
+            gradient[_CURVE:] = of_curve
         gain = self._p @ gradient
         own_variance = float(gradient @ gain) + variance
         innovation = value - float(self._x[_GEMM]) - executed
         has_rest_jumped = are_alike(innovation, rest_change)  # what no plan changes has: so the rank's speed has
         is_compared = step.shares.owned == self._compared and not step.shares.spared and not step.shares.borrowed
         is_ambiguous = (
-            not is_same and not is_compared and not step.is_forced and bool(own.any()) and not has_rest_jumped
+            not is_same and not is_compared and not step.is_forced and bool(of_curve.any()) and not has_rest_jumped
         )
         has_jumped = not is_ambiguous and (has_rest_jumped or innovation**2 > JUMP**2 * own_variance)
         if not has_jumped:

@@ -26,7 +26,7 @@ def executed_products(shares: Shares, cost: ResizingCost) -> tuple[float, Floats
     more = cost.widening * max(shares.owned - 1.0, 0.0)
     if shares.owned < 1.0:
         spared = 1.0 - shares.owned * (1.0 - spared)
-    own = (1.0 + more) * cost.gemm_share_at(spared)
+    own_products = (1.0 + more) * cost.gemm_share_at(spared)
     _add_gradient(gradient, cost, spared, 1.0 + more)
     gradient[WIDENING] = more * cost.gemm_share_at(spared)
     borrowed = cost.borrowed_at(shares.borrowed) if shares.borrowed > 0.0 else 0.0
@@ -34,7 +34,7 @@ def executed_products(shares: Shares, cost: ResizingCost) -> tuple[float, Floats
         gradient[BORROWING] = borrowed
         if shares.borrowed < 1.0:
             _add_gradient(gradient, cost, 1.0 - shares.borrowed, cost.borrowing)
-    executed = max(own + borrowed, 1e-9)
+    executed = max(own_products + borrowed, 1e-9)
     return math.log(executed), gradient / executed
 
 

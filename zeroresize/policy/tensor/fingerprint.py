@@ -21,8 +21,11 @@ def fingerprint(loans: Sequence[Sequence[Loan]], *values: object) -> float:
         values: numbers, texts, None, and lists, tuples and dictionaries of such.
     """
     seen: dict[int, bytes] = {}
-    told = [[(one.owner, one.share, _of(one.receivers, seen), _of(one.parts, seen)) for one in own] for own in loans]
-    content: Any = (told, values)
+    loan_contents = [
+        [(loan.owner, loan.share, _of(loan.receivers, seen), _of(loan.parts, seen)) for loan in of_plan]
+        for of_plan in loans
+    ]
+    content: Any = (loan_contents, values)
     return hashing.fingerprint(marshal.dumps(content, _FORMAT))
 
 

@@ -58,8 +58,8 @@ class StepTimes:
     @property
     def is_possible(self) -> bool:
         """Whether a step can have taken these times."""
-        told = self.busy_s, self.gemm_s, self.gather_fill_s, self.outside_s
-        return all(0.0 <= seconds <= MOST_SECONDS for seconds in told)
+        measured = self.busy_s, self.gemm_s, self.gather_fill_s, self.outside_s
+        return all(0.0 <= seconds <= MOST_SECONDS for seconds in measured)
 
     @property
     def inside(self) -> StepTimes:

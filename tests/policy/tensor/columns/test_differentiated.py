@@ -17,20 +17,22 @@ layers = st.lists(st.tuples(statistics, st.floats(0.1, 10.0)), min_size=1, max_s
 @given(layers, ratios)
 def test_the_budget_rule_prunes_what_was_asked_for(layers, ratio):
     w_vars, costs = [w_var for w_var, _ in layers], [cost for _, cost in layers]
-    own = budget_ratios(w_vars, costs, ratio, max_ratio=0.9)
+    ratio_of_layers = budget_ratios(w_vars, costs, ratio, max_ratio=0.9)
     # Caps are whole columns, so small layers may not reach γ_max.
     reachable = sum(cost * int(0.9 * len(w) + 1e-9) / len(w) for w, cost in layers)
     wanted = min(ratio * sum(costs), reachable)
     largest_column = max(cost / len(w) for w, cost in layers)
-    assert sum(r * cost for r, cost in zip(own, costs, strict=True)) == pytest.approx(wanted, abs=largest_column)
-    assert all(0.0 <= r <= 0.9 for r in own)
+    assert sum(r * cost for r, cost in zip(ratio_of_layers, costs, strict=True)) == pytest.approx(
+        wanted, abs=largest_column
+    )
+    assert all(0.0 <= r <= 0.9 for r in ratio_of_layers)
 
 
 @given(layers, ratios)
 def test_the_budget_rule_has_one_threshold_for_all_layers(layers, ratio):
     w_vars, costs = [w_var for w_var, _ in layers], [cost for _, cost in layers]
-    own = budget_ratios(w_vars, costs, ratio, max_ratio=0.9)
-    counts = [round(r * len(w)) for r, w in zip(own, w_vars, strict=True)]
+    ratio_of_layers = budget_ratios(w_vars, costs, ratio, max_ratio=0.9)
+    counts = [round(r * len(w)) for r, w in zip(ratio_of_layers, w_vars, strict=True)]
     pruned = [np.sort(w)[:count] for w, count in zip(w_vars, counts, strict=True)]
     tau = max((values.max() for values in pruned if len(values)), default=-np.inf)
     for w, count in zip(w_vars, counts, strict=True):
@@ -45,9 +47,9 @@ def test_the_budget_rule_gives_equals_the_same_share():
 
 def test_a_layer_of_which_nothing_is_known_prunes_what_all_do():
     moving, still, unknown = np.linspace(1, 2, 40), np.zeros(40), np.full(40, np.nan)
-    ratios = budget_ratios([moving, unknown, still], [1.0, 5.0, 1.0], 0.5, max_ratio=0.9)
-    assert ratios[1] == 0.5
-    assert ratios[2] == 0.9 and ratios[0] == pytest.approx(0.1)
+    ratio_of_layers = budget_ratios([moving, unknown, still], [1.0, 5.0, 1.0], 0.5, max_ratio=0.9)
+    assert ratio_of_layers[1] == 0.5
+    assert ratio_of_layers[2] == 0.9 and ratio_of_layers[0] == pytest.approx(0.1)
 
 
 def test_the_paper_rule_may_prune_more_than_asked_for_or_less():

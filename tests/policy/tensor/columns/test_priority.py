@@ -123,8 +123,8 @@ def test_who_never_ends_an_epoch_and_who_takes_too_large_blocks_is_warned(caplog
 
 def test_ties_are_broken_alike_on_every_run_and_by_turns():
     frozen = np.zeros(32)
-    (one, rows), (other, _) = (epochs_of(selector_of(32), frozen, 0.5, 9) for _ in range(2))
-    assert one.tolist() == other.tolist()
+    (first, rows), (second, _) = (epochs_of(selector_of(32), frozen, 0.5, 9) for _ in range(2))
+    assert first.tolist() == second.tolist()
     assert rows.max() <= 2
 
 

@@ -38,7 +38,9 @@ def test_a_division_is_possible_keeps_to_the_budget_and_is_never_slower_than_non
         for pruned, lent in zip(division.pruned, division.lent, strict=True)
     )
     assert all(
-        pruned == lent == 0 for pruned, lent, own in zip(division.pruned, division.lent, slow, strict=True) if not own
+        pruned == lent == 0
+        for pruned, lent, is_slow in zip(division.pruned, division.lent, slow, strict=True)
+        if not is_slow
     )
     assert pruned_share(division) <= budget + 1e-4
     assert step_s(times, division, migration) <= max(rank.busy_s for rank in times) * 1.06
@@ -247,7 +249,7 @@ def test_ranks_just_below_the_tolerance_take_work_in_too():
 def test_where_moving_is_dear_no_grid_of_plans_has_a_better_one(per_share_s):
     times, slow = group(8.0, 1.0, 1.0, 1.0, cost=REALISTIC)
     migration = MigrationCost(0.0, per_share_s)
-    found = makespan_division(times, slow, reference_s=1.0, tolerance=0.05, migration=migration, budget=0.2)
+    division = makespan_division(times, slow, reference_s=1.0, tolerance=0.05, migration=migration, budget=0.2)
 
     def plan(pruned, lent):
         return WorkDivision((pruned, 0.0, 0.0, 0.0), (lent, 0.0, 0.0, 0.0))
@@ -257,8 +259,8 @@ def test_where_moving_is_dear_no_grid_of_plans_has_a_better_one(per_share_s):
     fastest_s = min(step_s(times, one, migration) for one in plans)
     goal_s = max(1.05, fastest_s * 1.02)
     least = min(sum(one.pruned) for one in plans if step_s(times, one, migration) <= goal_s)
-    assert step_s(times, found, migration) <= goal_s * 1.01
-    assert sum(found.pruned) <= least + 0.02
+    assert step_s(times, division, migration) <= goal_s * 1.01
+    assert sum(division.pruned) <= least + 0.02
 
 
 @pytest.mark.timeout(60)  # with a loop over receivers for every owner it is half an hour

@@ -27,35 +27,35 @@ def test_all_work_is_done_in_the_work_conserving_bound(chis, rest_s):
     bound_s = balanced_s(times)
     busy_s = [one.busy_s for one in times]
     slow = find_stragglers(busy_s, min(busy_s), 0.0, [False] * len(times))
-    found = division(times, slow)
+    divided = division(times, slow)
     saved = 1.0 - bound_s / max(busy_s)
     if saved > 0.04:
-        assert step_s(times, found) == pytest.approx(bound_s, rel=5e-3)
+        assert step_s(times, divided) == pytest.approx(bound_s, rel=5e-3)
     else:  # nothing moves for less than 0.03
-        assert bound_s * 0.999 <= step_s(times, found) <= max(busy_s) * 1.001
-    assert sum(found.pruned) == 0.0
+        assert bound_s * 0.999 <= step_s(times, divided) <= max(busy_s) * 1.001
+    assert sum(divided.pruned) == 0.0
 
 
 @pytest.mark.parametrize(("num_ranks", "chi"), [(2, 2.0), (2, 8.0), (8, 2.0), (8, 8.0), (8, 40.0)])
 def test_one_straggler_has_the_bound_in_closed_form(num_ranks, chi):
     """T* = R + M e / Σ 1/χ_i; at the last of these the straggler hands over more than γ_max."""
     times, slow = group(chi, *[1.0] * (num_ranks - 1))
-    found = division(times, slow)
-    assert step_s(times, found) == pytest.approx(0.2 + 0.8 * num_ranks / (num_ranks - 1 + 1 / chi), rel=5e-3)
-    assert found.lent[0] == pytest.approx(1.0 - num_ranks / (num_ranks - 1 + 1 / chi) / chi, abs=3e-3)
+    divided = division(times, slow)
+    assert step_s(times, divided) == pytest.approx(0.2 + 0.8 * num_ranks / (num_ranks - 1 + 1 / chi), rel=5e-3)
+    assert divided.lent[0] == pytest.approx(1.0 - num_ranks / (num_ranks - 1 + 1 / chi) / chi, abs=3e-3)
 
 
 def test_only_stragglers_lend():
     times = [rank(1.0), rank(1.05), rank(4.0)]
-    found = division(times, [False, False, True])
-    assert found.lent[:2] == (0.0, 0.0) and 0.5 < found.lent[2] < 0.8
+    divided = division(times, [False, False, True])
+    assert divided.lent[:2] == (0.0, 0.0) and 0.5 < divided.lent[2] < 0.8
 
 
 @pytest.mark.parametrize("chi", [2.0, 8.0])
 def test_no_grid_of_loans_is_faster_where_few_columns_take_longer_than_their_share(chi):
     times, slow = group(chi, 1.0, 1.3, 1.0, cost=REALISTIC)
     migration = MigrationCost(0.01, 0.02)
-    found = division(times, slow, migration)
+    divided = division(times, slow, migration)
 
     grid = [step / 40 for step in range(41)]
     fastest_s = min(
@@ -63,9 +63,9 @@ def test_no_grid_of_loans_is_faster_where_few_columns_take_longer_than_their_sha
         for lent in grid
         for slower in grid
     )
-    assert step_s(times, found, migration) <= fastest_s * 1.01
-    shares_work = [found.lent[rank] > 0.0 or found.slack[rank] > 0.0 for rank in range(4)]
-    ends_s = [end_s for end_s, takes_part in zip(found.busy_s(times), shares_work, strict=True) if takes_part]
+    assert step_s(times, divided, migration) <= fastest_s * 1.01
+    shares_work = [divided.lent[rank] > 0.0 or divided.slack[rank] > 0.0 for rank in range(4)]
+    ends_s = [end_s for end_s, takes_part in zip(divided.busy_s(times), shares_work, strict=True) if takes_part]
     assert len(ends_s) >= 3 and ends_s == pytest.approx([max(ends_s)] * len(ends_s), rel=0.01)
 
 

@@ -46,20 +46,20 @@ chis = st.lists(st.sampled_from([1.0, 1.0, 1.3, 2.0, 4.0, 8.0]), min_size=2, max
 
 @settings(deadline=None)
 @given(chis)
-def test_shares_go_by_the_reciprocal_of_the_slowness_and_reach_the_bound(own):
-    times = group(*own)
+def test_shares_go_by_the_reciprocal_of_the_slowness_and_reach_the_bound(chi_of_ranks):
+    times = group(*chi_of_ranks)
     shares = wanted(times)
-    speeds = np.array([1.0 / chi for chi in own])
-    assert shares == pytest.approx(speeds * len(own) / speeds.sum(), abs=1e-4)
-    assert owned_step_s(times, shares, FINE) == pytest.approx(bound_s(own), rel=1e-4)
+    speeds = np.array([1.0 / chi for chi in chi_of_ranks])
+    assert shares == pytest.approx(speeds * len(chi_of_ranks) / speeds.sum(), abs=1e-4)
+    assert owned_step_s(times, shares, FINE) == pytest.approx(bound_s(chi_of_ranks), rel=1e-4)
 
 
 @settings(deadline=None, max_examples=60)
 @given(chis, st.sampled_from([LINEAR, REALISTIC]), st.floats(0.0, 0.9), st.data())
-def test_no_other_division_is_faster(own, cost, moving_rest, data):
-    times = group(*own, cost=cost, moving_rest=moving_rest)
+def test_no_other_division_is_faster(chi_of_ranks, cost, moving_rest, data):
+    times = group(*chi_of_ranks, cost=cost, moving_rest=moving_rest)
     best_s = owned_step_s(times, wanted(times, keeps_some=False), FINE)
-    other = data.draw(st.lists(st.floats(0.0, 3.0), min_size=len(own), max_size=len(own)).filter(any))
+    other = data.draw(st.lists(st.floats(0.0, 3.0), min_size=len(chi_of_ranks), max_size=len(chi_of_ranks)).filter(any))
     assert best_s <= owned_step_s(times, normalised(other), FINE) * (1.0 + 1e-4)
 
 
@@ -130,8 +130,8 @@ def test_what_heads_cannot_balance_is_left_at_home():
 
 def test_the_rest_that_moves_along_counts():
     times = group(1.0, 4.0, moving_rest=0.5)
-    own = dict(zip((0, 1), wanted(times), strict=True))
-    seconds = [own_s.rest_s * (0.5 + 0.5 * own[r]) + own_s.gemm_s * own[r] for r, own_s in enumerate(times)]
+    shares = dict(zip((0, 1), wanted(times), strict=True))
+    seconds = [own_s.rest_s * (0.5 + 0.5 * shares[r]) + own_s.gemm_s * shares[r] for r, own_s in enumerate(times)]
     assert seconds[0] == pytest.approx(seconds[1], rel=1e-4)
 
 

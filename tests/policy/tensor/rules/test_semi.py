@@ -12,14 +12,14 @@ from zeroresize.policy.tensor.rules.semi import migrated_share, num_migrating_by
 @given(st.lists(st.floats(1.2, 10), min_size=1, max_size=6), st.integers(1, 4), migrations)
 def test_equation_3_is_what_a_double_loop_finds(slow_s, num_normal, migration):
     busy_s = [*sorted(slow_s, reverse=True), *[1.0] * num_normal]
-    num_ranks, found = len(busy_s), 0
+    num_ranks, num_migrating = len(busy_s), 0
     for x in range(1, min(len(slow_s), num_ranks - 1) + 1):
         work = sum((busy_s[k] - 1.0) / busy_s[k] for k in range(x))
         computing_s = max(work / (num_ranks - x) * busy_s[y] for y in range(x, num_ranks))
         sending_s = migration.fixed_s * x + migration.per_share_s * work
         if busy_s[x - 1] - 1.0 - sending_s - computing_s > 0:
-            found = x
-    assert num_migrating_by_benefit(busy_s, len(slow_s), 1.0, migration) == found
+            num_migrating = x
+    assert num_migrating_by_benefit(busy_s, len(slow_s), 1.0, migration) == num_migrating
 
 
 @given(ratio=st.floats(0.05, 0.9), fixed_s=st.floats(0, 0.02), per_share_s=st.floats(0, 0.1))

@@ -25,22 +25,22 @@ def candidate_strategies(
         at_least(key, value, 1)
     per_node = num_ranks if ranks_per_node is None else ranks_per_node
     at_least("ranks_per_node", per_node, 1)
-    found = []
+    strategies = []
     for tp in _divisors(num_ranks):
         is_whole = per_node % tp == 0 or tp % per_node == 0
         if is_whole and not any(one % tp for one in units):
             stages = [pp for pp in _divisors(num_ranks // tp) if pp <= num_layers]
-            found += [Strategy(num_ranks // (tp * pp), tp, pp) for pp in stages]
-    return found
+            strategies += [Strategy(num_ranks // (tp * pp), tp, pp) for pp in stages]
+    return strategies
 
 
 def default_thresholds(longest: int, shortest: int = 256) -> list[int]:
     """The longest length and its halves, rising, down to ``shortest``."""
     at_least("longest", longest, 1)
-    found = [longest]
-    while found[-1] // 2 >= max(shortest, 1):
-        found.append(found[-1] // 2)
-    return found[::-1]
+    thresholds = [longest]
+    while thresholds[-1] // 2 >= max(shortest, 1):
+        thresholds.append(thresholds[-1] // 2)
+    return thresholds[::-1]
 
 
 def _divisors(number: int) -> list[int]:

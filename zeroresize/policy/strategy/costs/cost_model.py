@@ -89,8 +89,8 @@ class CostModel:
             raise ValueError("nodes name no rank: at least one is needed")
         if self.slowness and len(self.slowness) != self.num_ranks:
             raise ValueError(f"slowness of {len(self.slowness)} ranks is given: there are {self.num_ranks}")
-        for one in self.slowness:
-            number("slowness", one, above=0.0)
+        for factor in self.slowness:
+            number("slowness", factor, above=0.0)
 
     @property
     def num_ranks(self) -> int:

@@ -60,11 +60,11 @@ class Tours:
         used |= 1 << self._home
         if used not in self._known:
             members = [one for one in range(len(self._seconds)) if used >> one & 1]
-            own = self._seconds[np.ix_(members, members)]
+            between_s = self._seconds[np.ix_(members, members)]
             try:
-                self._known[used] = tour_seconds(own, cheapest_order(own, members.index(self._home)))
+                self._known[used] = tour_seconds(between_s, cheapest_order(between_s, members.index(self._home)))
             except ValueError:
-                if np.isfinite(own).all():
+                if np.isfinite(between_s).all():
                     raise
                 self._known[used] = float("inf")
         return self._known[used]
@@ -96,11 +96,11 @@ def forecast_step(
     for mini_batch in sample:
         used = 0
         groups = lengths_by_range(ranges, sorted(mini_batch))
-        for number, (own, group) in enumerate(zip(ranges, groups, strict=True)):
+        for number, (length_range, group) in enumerate(zip(ranges, groups, strict=True)):
             if group:
-                replicas = pack(group, own.max_tokens or own.up_to, own.strategy.dp)
-                range_s[number] += cost.work_seconds(own.strategy, replicas)
-            used |= bool(group) << strategies.index(own.strategy)
+                replicas = pack(group, length_range.max_tokens or length_range.up_to, length_range.strategy.dp)
+                range_s[number] += cost.work_seconds(length_range.strategy, replicas)
+            used |= bool(group) << strategies.index(length_range.strategy)
         switch_s += tours.seconds(used)
     means = (range_s / len(sample)).tolist()
     return StepForecast(ranges, home, tuple(means), switch_s / len(sample), cost.reduction_seconds(home))

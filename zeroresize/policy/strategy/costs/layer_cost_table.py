@@ -91,9 +91,9 @@ class LayerCostTable:
         """
         if tp not in self.degrees:
             raise ValueError(f"layers have no costs for tp={tp}: there are those of tp in {list(self.degrees)}")
-        own = [self.costs[self.kinds[layer]][tp] for layer in layers]
+        layer_costs = [self.costs[self.kinds[layer]][tp] for layer in layers]
         keys = ("fixed_s", "token_s", "square_s", "token_bytes")
-        return LayerCost(*(math.fsum(getattr(one, key) for one in own) for key in keys))
+        return LayerCost(*(math.fsum(getattr(one, key) for one in layer_costs) for key in keys))
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values that :meth:`of` reads back."""
@@ -108,12 +108,13 @@ class LayerCostTable:
             ValueError: for anything else, and as the class does.
         """
         keys = ("kinds", "costs", "boundary_bytes")
-        found = known_keys("key of layer costs", value, keys)
+        entries = known_keys("key of layer costs", value, keys)
         try:
             costs = {
-                kind: {int(tp): LayerCost(**one) for tp, one in own.items()} for kind, own in found["costs"].items()
+                kind: {int(tp): LayerCost(**one) for tp, one in by_degree.items()}
+                for kind, by_degree in entries["costs"].items()
             }
-            return cls(tuple(found["kinds"]), costs, found["boundary_bytes"])
+            return cls(tuple(entries["kinds"]), costs, entries["boundary_bytes"])
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"these are no layer costs: {error!r}; wanted are {list(keys)}") from error
 

@@ -99,27 +99,33 @@ def search_strategies(
         at_least("max_tokens", max_tokens, thresholds[-1])
     limits = [max_tokens or up_to for up_to in thresholds]
     table = _WorkTable.of(sample, candidates, cost, thresholds, limits, pack)
-    static, homes = _Found(), list[_Home]()
+    static, homes = _BestRanges(), list[_Home]()
     for place, home in enumerate(candidates):
         is_allowed = [[cost.fits(one, home, limit, memory_limit) for one in candidates] for limit in limits]
         homes.append(_Home(home, np.where(np.array(is_allowed)[None], table.work_s, np.inf), cost))
         static_s = float(homes[-1].work_s[0, -1, place]) + homes[-1].reduction_s
         static.offer(static_s, home, [(len(thresholds), home)])
     best, num_visited = copy.copy(static), 0
-    for own in sorted(homes, key=lambda one: one.least_s.min()):
-        useful = np.flatnonzero(own.least_s < best.step_s)
+    for option in sorted(homes, key=lambda one: one.least_s.min()):
+        useful = np.flatnonzero(option.least_s < best.step_s)
         if not useful.size:
             continue
-        kept = sorted({*useful.tolist(), candidates.index(own.strategy)})
+        kept = sorted({*useful.tolist(), candidates.index(option.strategy)})
         strategies = [candidates[one] for one in kept]
-        home_number = strategies.index(own.strategy)
+        home_number = strategies.index(option.strategy)
         switch_s = np.where(
             cost.switches_fit(strategies, home_number, memory_limit),
             cost.switch_seconds(strategies, home_number),
             np.inf,
         )
         branches = _Branches(
-            strategies, own.work_s[:, :, kept], table.is_present, switch_s, home_number, own.reduction_s, max_ranges
+            strategies,
+            option.work_s[:, :, kept],
+            table.is_present,
+            switch_s,
+            home_number,
+            option.reduction_s,
+            max_ranges,
         )
         num_visited += branches.explore(best)
     if static.home is None or best.home is None:
@@ -128,14 +134,14 @@ def search_strategies(
             f"{memory_limit:g} bytes a rank: choose shorter sequences, smaller micro-batches or more ranks"
         )
 
-    def forecast(home: Strategy, found: _Found) -> StepForecast:
-        ranges = [LengthRange(thresholds[end - 1], one, limits[end - 1]) for end, one in found.ranges]
+    def forecast(home: Strategy, best: _BestRanges) -> StepForecast:
+        ranges = [LengthRange(thresholds[end - 1], one, limits[end - 1]) for end, one in best.ranges]
         return forecast_step(ranges, home, sample, cost, pack)
 
     return SearchResult(forecast(best.home, best), forecast(static.home, static), num_visited)
 
 
-class _Found:
+class _BestRanges:
     """The best so far: ``ranges`` as (end, strategy); no home if nothing fits."""
 
     def __init__(self) -> None:
@@ -204,10 +210,10 @@ class _WorkTable:
                 is_present[:, begin, last] = [bool(group) for group in groups]
                 for dp in {strategy.dp for strategy in candidates}:
                     sums = [batch_sums(pack(group, limits[last], dp)) for group in groups if group]
-                    for one, strategy in enumerate(candidates):
+                    for place, strategy in enumerate(candidates):
                         if strategy.dp == dp:
                             taken = (cost.summed_work_seconds(strategy, own) for own in sums)
-                            work_s[begin, last, one] = sum(taken) / len(sample)
+                            work_s[begin, last, place] = sum(taken) / len(sample)
         return cls(work_s, is_present)
 
 
@@ -247,34 +253,36 @@ class _Branches:
                 least[count, begin] = (by_range[begin, begin:] + least[count - 1, begin + 1 :]).min()
         return least
 
-    def explore(self, best: _Found) -> int:
+    def explore(self, best: _BestRanges) -> int:
         """Offer what is better; returns how many branches were looked at."""
         self._explore(0, 0.0, [], [0] * len(self._is_present), best)
         return self._num_visited
 
-    def _explore(self, begin: int, work_s: float, ranges: list[tuple[int, int]], used: list[int], best: _Found) -> None:
+    def _explore(
+        self, begin: int, work_s: float, ranges: list[tuple[int, int]], used: list[int], best: _BestRanges
+    ) -> None:
         self._num_visited += 1
         if begin == self._size:
             tours_s = sum(map(self._tours.seconds, used)) / len(used)
-            found = [(end, self._strategies[one]) for end, one in ranges]
-            best.offer(work_s + tours_s + self._reduction_s, self._strategies[self._home], found)
+            named_ranges = [(end, self._strategies[one]) for end, one in ranges]
+            best.offer(work_s + tours_s + self._reduction_s, self._strategies[self._home], named_ranges)
             return
         left = self._max_ranges - len(ranges)
         if not left:
             return
         totals = self._work_s[begin, begin:] + self._remaining_s[left - 1, begin + 1 :][:, None]
         for position in np.argsort(totals, axis=None, kind="stable").tolist():
-            last, one = begin + position // totals.shape[1], position % totals.shape[1]
-            bound_s = work_s + float(totals[last - begin, one]) + self._reduction_s
+            last, candidate = begin + position // totals.shape[1], position % totals.shape[1]
+            bound_s = work_s + float(totals[last - begin, candidate]) + self._reduction_s
             if not bound_s < best.step_s:
                 return
-            if ranges and ranges[-1][1] == one:
+            if ranges and ranges[-1][1] == candidate:
                 continue  # one range as well
             present = self._is_present[:, begin, last]
-            now = [mask | int(is_there) << one for mask, is_there in zip(used, present, strict=True)]
+            now = [mask | int(is_there) << candidate for mask, is_there in zip(used, present, strict=True)]
             if bound_s + sum(map(self._least_switches, now)) / len(now) < best.step_s:
-                spent_s = work_s + float(self._work_s[begin, last, one])
-                self._explore(last + 1, spent_s, [*ranges, (last + 1, one)], now, best)
+                spent_s = work_s + float(self._work_s[begin, last, candidate])
+                self._explore(last + 1, spent_s, [*ranges, (last + 1, candidate)], now, best)
 
     def _least_switches(self, used: int) -> float:
         """What the strategies whose bits are set cost to enter, and home to come back to, at least."""

@@ -42,7 +42,7 @@ def message_bytes(plans: Sequence[SwitchPlan], max_bytes: int = MAX_MESSAGE_BYTE
 
     What fits into one round lies in one buffer. Of several rounds, the next is packed while one travels.
     """
-    found = np.zeros(len(plans[0].nodes), dtype=np.int64)
+    num_bytes = np.zeros(len(plans[0].nodes), dtype=np.int64)
     for plan in plans:
-        found += plan.sent_within + plan.sent_between + plan.received_within + plan.received_between
-    return found if found.max() <= max_bytes // 2 else np.minimum(2 * found, max_bytes)
+        num_bytes += plan.sent_within + plan.sent_between + plan.received_within + plan.received_between
+    return num_bytes if num_bytes.max() <= max_bytes // 2 else np.minimum(2 * num_bytes, max_bytes)

@@ -130,18 +130,18 @@ def candidates(
     """
     if not all(0.0 < speed < np.inf for speed in speeds):
         raise ValueError(f"speeds={list(speeds)} are not allowed: wanted are finite numbers above zero")
-    found = [Candidate("stay", _left_out(in_force, speeds), tuple(in_force))]
-    found.append(Candidate("original", (), tuple(original)))
+    offered = [Candidate("stay", _left_out(in_force, speeds), tuple(in_force))]
+    offered.append(Candidate("original", (), tuple(original)))
     slow = _slow_ranks(original, speeds)
     if slow:
         shares = [{with_shares(one, one.ranks, speeds, model), one} for one in original]
         rearranged = [arrangements(one.degrees, one.ranks, speeds, model) | {one} for one in original]
-        found += _best("shares", (), shares, speeds, costs)
-        found += _best("rearrange", (), rearranged, speeds, costs)
+        offered += _best("shares", (), shares, speeds, costs)
+        offered += _best("rearrange", (), rearranged, speeds, costs)
     for left_out in _sets_to_leave_out(slow, speeds):
         smaller = [_on_the_rest(one, left_out, speeds, model) for one in original]
-        found += _best("leave out", left_out, smaller, speeds, costs)
-    return _without_repetition(found)
+        offered += _best("leave out", left_out, smaller, speeds, costs)
+    return _without_repetition(offered)
 
 
 def smaller_degrees(degrees: tuple[int, int, int], num_ranks: int, model: ModelDivision) -> list[tuple[int, int, int]]:
@@ -160,8 +160,8 @@ def smaller_degrees(degrees: tuple[int, int, int], num_ranks: int, model: ModelD
 
 def _next_smaller(degree: int, known: Sequence[int]) -> list[int]:
     """Itself, the next smaller known one and, of a small one, one less."""
-    found = {degree, max((one for one in known if one < degree), default=degree)}
-    return sorted(found | ({max(degree - 1, 1)} if degree <= _SMALL_GROUP else set()))
+    degrees = {degree, max((one for one in known if one < degree), default=degree)}
+    return sorted(degrees | ({max(degree - 1, 1)} if degree <= _SMALL_GROUP else set()))
 
 
 def arrangements(
@@ -180,11 +180,11 @@ def arrangements(
     taken = set(by_speed[:size])
     together = by_speed[:size]
     columns = np.array(together).reshape(tp, size // tp).T.ravel().tolist()
-    found = set()
+    strategies = set()
     for order in ([rank for rank in ranks if rank in taken], together, columns, within):
         for shares, boundaries in itertools.product((False, True), (False, True)):
-            found.add(_divided(degrees, order, speeds, model, by_shares=shares, by_layers=boundaries))
-    return found
+            strategies.add(_divided(degrees, order, speeds, model, by_shares=shares, by_layers=boundaries))
+    return strategies
 
 
 def with_shares(strategy: Strategy, ranks: Sequence[int], speeds: Sequence[float], model: ModelDivision) -> Strategy:
@@ -217,9 +217,9 @@ def _divided(
     dp, tp, pp = degrees
     shares = _shares(degrees, ranks, speeds, model, by_speed=by_shares)
     of_stage = np.array([speeds[rank] for rank in ranks]).reshape(pp, dp, tp)
-    own = np.array(shares or (1.0,) * tp)
+    of_shard = np.array(shares or (1.0,) * tp)
     paces = np.full_like(of_stage, np.inf)
-    np.divide(of_stage, own, out=paces, where=own > 0.0)
+    np.divide(of_stage, of_shard, out=paces, where=of_shard > 0.0)
     stage_speeds = paces.min(axis=(1, 2))
     boundaries: tuple[int, ...] = ()
     if by_layers and len(set(stage_speeds.tolist())) > 1:
@@ -239,10 +239,10 @@ def _shares(
     dp, tp, pp = degrees
     of_shard = np.array([speeds[rank] for rank in ranks]).reshape(pp * dp, tp).min(axis=0)
     if by_speed and len(set(of_shard.tolist())) > 1:
-        found = _in_units(_with_a_unit_each(of_shard.tolist(), model.most_shards), model)
-        is_even = all(len(set(np.diff(unit_bounds(units, found)).tolist())) == 1 for units in model.unit_counts)
-        if not is_even and len(set(found)) > 1:
-            return found
+        shares = _in_units(_with_a_unit_each(of_shard.tolist(), model.most_shards), model)
+        is_even = all(len(set(np.diff(unit_bounds(units, shares)).tolist())) == 1 for units in model.unit_counts)
+        if not is_even and len(set(shares)) > 1:
+            return shares
     if all(units % tp == 0 for units in model.unit_counts):
         return ()
     return (1.0 + _HAIR, *(1.0,) * (tp - 1))
@@ -256,16 +256,16 @@ def _in_units(shares: Sequence[float], model: ModelDivision) -> tuple[float, ...
 
 def _with_a_unit_each(shares: Sequence[float], num_units: int) -> tuple[float, ...]:
     """The same, where the smallest are so large that each gets a unit: layers need not work without any."""
-    own = np.array(shares, dtype=np.float64)
-    is_least = np.zeros(len(own), dtype=bool)
+    raised = np.array(shares, dtype=np.float64)
+    is_least = np.zeros(len(raised), dtype=bool)
     while True:
-        too_small = own * num_units < own.sum() * (1.0 - 1e-9)
+        too_small = raised * num_units < raised.sum() * (1.0 - 1e-9)
         if not (too_small & ~is_least).any():
-            return tuple(own.tolist())
+            return tuple(raised.tolist())
         is_least |= too_small
         if is_least.all() or is_least.sum() >= num_units:
-            return (1.0,) * len(own)
-        own[is_least] = own[~is_least].sum() / (num_units - is_least.sum())
+            return (1.0,) * len(raised)
+        raised[is_least] = raised[~is_least].sum() / (num_units - is_least.sum())
 
 
 def _slow_ranks(strategies: Sequence[Strategy], speeds: Sequence[float]) -> list[int]:
@@ -285,10 +285,10 @@ def _on_the_rest(
     strategy: Strategy, left_out: Sequence[int], speeds: Sequence[float], model: ModelDivision
 ) -> set[Strategy]:
     rest = [rank for rank in strategy.ranks if rank not in left_out]
-    found: set[Strategy] = set()
+    strategies: set[Strategy] = set()
     for degrees in smaller_degrees(strategy.degrees, len(rest), model):
-        found |= arrangements(degrees, rest, speeds, model)
-    return found
+        strategies |= arrangements(degrees, rest, speeds, model)
+    return strategies
 
 
 def _best(
@@ -310,8 +310,8 @@ def _best(
         ranked.append(sorted(possible, key=lambda one: (seconds_of[one], len(str(one)), str(one))))
     for home in ranked[costs.home]:
         chosen = [
-            next((one for one in own if costs.fits(number, one, home)), None)
-            for number, own in enumerate([*ranked[: costs.home], [home], *ranked[costs.home + 1 :]])
+            next((one for one in strategies if costs.fits(number, one, home)), None)
+            for number, strategies in enumerate([*ranked[: costs.home], [home], *ranked[costs.home + 1 :]])
         ]
         strategies_of = tuple(one for one in chosen if one is not None)
         if len(strategies_of) == len(chosen) and costs.switches_fit(strategies_of):
@@ -324,8 +324,8 @@ def _left_out(strategies: Sequence[Strategy], speeds: Sequence[float]) -> tuple[
     return tuple(rank for rank in range(len(speeds)) if rank not in taken)
 
 
-def _without_repetition(found: Sequence[Candidate]) -> list[Candidate]:
+def _without_repetition(offered: Sequence[Candidate]) -> list[Candidate]:
     first: dict[tuple[Strategy, ...], Candidate] = {}
-    for one in found:
-        first.setdefault(one.strategies, one)
+    for candidate in offered:
+        first.setdefault(candidate.strategies, candidate)
     return list(first.values())

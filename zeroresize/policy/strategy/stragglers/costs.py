@@ -47,7 +47,7 @@ class StragglerCosts:
         most_tp = min((one.num_units for one in cost.tensors if one.division is not None), default=1)
         self._cost = replace(cost, layers=of_all_degrees(cost.layers, most_tp), slowness=())
         self._ranges, self.home = tuple(ranges), home
-        self._own = tuple(one.strategy for one in self._ranges)
+        self._originals = tuple(one.strategy for one in self._ranges)
         self._degrees = cost.layers.degrees
         self._max_tokens = [one.max_tokens or one.up_to for one in ranges]
         self._limit_bytes = limit_bytes
@@ -55,9 +55,9 @@ class StragglerCosts:
         self._slow: dict[tuple[float, ...], CostModel] = {}
         self._packs: dict[tuple[int, int], list[list[list[list[int]]]]] = {}
         self._bytes_of_units: Counter[int] = Counter()
-        for one in cost.tensors:
-            if one.division is not None:
-                self._bytes_of_units[one.num_units] += one.num_bytes
+        for tensor in cost.tensors:
+            if tensor.division is not None:
+                self._bytes_of_units[tensor.num_units] += tensor.num_bytes
         self._unit_shares: dict[Strategy, Strategy] = {}
         self._price: dict[tuple[Strategy, Strategy], float] = {}
 
@@ -80,28 +80,29 @@ class StragglerCosts:
         self._sample = [lengths_by_range(self._ranges, lengths) for lengths in sample]
         # Strategies that were thought of since are many; layouts and plans of those that are still are made again.
         self._cost = replace(self._cost)
-        for one in (self._packs, self._slow, self._unit_shares, self._price):
-            one.clear()
+        for cache in (self._packs, self._slow, self._unit_shares, self._price):
+            cache.clear()
 
     def range_s(self, number: int, strategy: Strategy, speeds: Sequence[float]) -> float:
         """Mean of the expected steps, as of :mod:`~zeroresize.policy.strategy.stragglers.candidates`.
 
         Infinite where a tensor-parallel group is on more nodes than it needs.
         """
-        if strategy != self._own[number] and self._leaves_nodes(strategy):
+        if strategy != self._originals[number] and self._leaves_nodes(strategy):
             return math.inf
-        slow, packed, own = self._at(speeds), self._packed(number, strategy.dp), self._in_units(strategy)
-        return math.fsum(slow.work_seconds(own, replicas) for replicas in packed) / max(len(packed), 1)
+        slow, packed, in_units = self._at(speeds), self._packed(number, strategy.dp), self._in_units(strategy)
+        return math.fsum(slow.work_seconds(in_units, replicas) for replicas in packed) / max(len(packed), 1)
 
     def fits(self, number: int, strategy: Strategy, home: Strategy) -> bool:
         """As of :mod:`~zeroresize.policy.strategy.stragglers.candidates`."""
-        is_known_to_fit = (strategy, home) == (self._own[number], self._own[self.home])  # the caller trains so
+        # The caller trains with the original ones.
+        is_known_to_fit = (strategy, home) == (self._originals[number], self._originals[self.home])
         return is_known_to_fit or self._cost.fits(strategy, home, self._max_tokens[number], self._limit_bytes)
 
     def switches_fit(self, strategies: Sequence[Strategy]) -> bool:
         """As of :mod:`~zeroresize.policy.strategy.stragglers.candidates`; in whatever order they are visited."""
         different = list(dict.fromkeys([strategies[self.home], *strategies]))
-        known = set(self._own) if different[0] == self._own[self.home] else set()
+        known = set(self._originals) if different[0] == self._originals[self.home] else set()
         fit = self._cost.switches_fit(different, 0, self._limit_bytes)
         return all(
             fit[before, after] or {different[before], different[after]} <= known
@@ -122,15 +123,15 @@ class StragglerCosts:
 
         Gradients are none between two steps, and strategies that are not home hold nothing then.
         """
-        own, other = before[self.home], after[self.home]
-        if (own, other) not in self._price:
-            plan = self._cost.weight_plan(own, other)
+        old_home, new_home = before[self.home], after[self.home]
+        if (old_home, new_home) not in self._price:
+            plan = self._cost.weight_plan(old_home, new_home)
             most = max(
                 int((getattr(plan, f"{way}_within") + getattr(plan, f"{way}_between")).max())
                 for way in ("sent", "received")
             )
-            self._price[own, other] = most * (1.0 + self._cost.optimizer_ratio)
-        return self._price[own, other]
+            self._price[old_home, new_home] = most * (1.0 + self._cost.optimizer_ratio)
+        return self._price[old_home, new_home]
 
     def rank_s(self, strategies: Sequence[Strategy], lengths: Sequence[int], rank: int) -> float:
         """Seconds that a rank should compute in a step with sequences of these lengths, if it is not slow."""
@@ -142,8 +143,8 @@ class StragglerCosts:
             cost = self._cost.stage_costs(strategy)[position.stage]
             shares = self._in_units(strategy).shares
             share = shares[position.shard] if shares else 1.0
-            own = packed_by_work(group, self._max_tokens[number], strategy.dp)[position.replica]
-            total_s += share * math.fsum(cost.seconds(sum(one), sum(n * n for n in one)) for one in own)
+            micro_batches = packed_by_work(group, self._max_tokens[number], strategy.dp)[position.replica]
+            total_s += share * math.fsum(cost.seconds(sum(one), sum(n * n for n in one)) for one in micro_batches)
         return total_s
 
     def _in_units(self, strategy: Strategy) -> Strategy:
@@ -151,8 +152,8 @@ class StragglerCosts:
         if strategy not in self._unit_shares:
             total, shares = sum(self._bytes_of_units.values()), np.zeros(strategy.tp)
             for num_units, num_bytes in self._bytes_of_units.items():
-                own = np.diff(unit_bounds(num_units, strategy.shares or (1.0,) * strategy.tp))
-                shares += strategy.tp * own / num_units * num_bytes / total
+                counts = np.diff(unit_bounds(num_units, strategy.shares or (1.0,) * strategy.tp))
+                shares += strategy.tp * counts / num_units * num_bytes / total
             self._unit_shares[strategy] = replace(strategy, shares=tuple(shares.tolist())) if total else strategy
         return self._unit_shares[strategy]
 
@@ -186,11 +187,11 @@ def of_all_degrees(layers: LayerCostTable, most: int) -> LayerCostTable:
     """
     known = layers.degrees
 
-    def cost(own: dict[int, LayerCost], tp: int) -> LayerCost:
+    def cost(by_degree: dict[int, LayerCost], tp: int) -> LayerCost:
         below = max((one for one in known if one <= tp), default=known[0])
         above = min((one for one in known if one >= tp), default=known[-1])
         part = 0.0 if below == above else (1.0 / below - 1.0 / tp) / (1.0 / below - 1.0 / above)
-        low, high = own[below], own[above]
+        low, high = by_degree[below], by_degree[above]
         keys = ("fixed_s", "token_s", "square_s", "token_bytes")
         return LayerCost(*(getattr(low, key) + part * (getattr(high, key) - getattr(low, key)) for key in keys))
 

@@ -42,7 +42,7 @@ class RankSpeeds:
     def __init__(self, num_ranks: int) -> None:
         self._recent: list[deque[float]] = [deque(maxlen=_RECENT) for _ in range(num_ranks)]
         self._paces: list[float | None] = [None] * num_ranks
-        self._told: list[float] = []
+        self._announced: list[float] = []
         self._ratios: list[deque[float]] = [deque(maxlen=_RECENT) for _ in range(num_ranks)]
 
     def learn(self, busy_s: Sequence[float], work_s: Sequence[float], probe_s: Sequence[float]) -> None:
@@ -69,14 +69,14 @@ class RankSpeeds:
 
         Ranks that are about as fast as the middle one are told to be as fast as that.
         """
-        return tuple(self._told) or None
+        return tuple(self._announced) or None
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values."""
         return {
             "recent": tuple(map(tuple, self._recent)),
             "paces": tuple(self._paces),
-            "told": tuple(self._told),
+            "announced": tuple(self._announced),
             "ratios": tuple(map(tuple, self._ratios)),
         }
 
@@ -90,7 +90,7 @@ class RankSpeeds:
             {
                 "recent": each(each(not_negative)),
                 "paces": each(optional(not_negative)),
-                "told": each(not_negative),
+                "announced": each(not_negative),
                 "ratios": each(each(not_negative)),
             }
         )(state, "state")
@@ -98,16 +98,16 @@ class RankSpeeds:
         if any(len(state[key]) != num_ranks for key in ("recent", "paces", "ratios")):
             return
         self._recent = [deque(own, maxlen=_RECENT) for own in state["recent"]]
-        self._paces, self._told = list(state["paces"]), list(state["told"])
+        self._paces, self._announced = list(state["paces"]), list(state["announced"])
         self._ratios = [deque(own, maxlen=_RECENT) for own in state["ratios"]]
 
     def _tell(self) -> None:
         if any(pace is None or len(own) < _RECENT for pace, own in zip(self._paces, self._recent, strict=True)):
             return
         now = [1.0 / pace for pace in self._paces if pace]
-        before = self._told or now
+        before = self._announced or now
         middle = _steady(median(before), median(now))
-        self._told = [
+        self._announced = [
             middle if abs(new / middle - 1.0) < _ALIKE else _steady(old, new)
             for old, new in zip(before, now, strict=True)
         ]

@@ -65,15 +65,15 @@ class PartialGradients:
             received: [2, R] bytes so far.
         """
         replicas, takers = self._settled
-        found = [(np.tile(numbers, len(replicas)), *(np.repeat(one, len(numbers)) for one in (replicas, takers)))]
+        assignments = [(np.tile(numbers, len(replicas)), *(np.repeat(one, len(numbers)) for one in (replicas, takers)))]
         for replicas, homes, link in self._free:
-            own, of_replica = np.tile(numbers, len(replicas)), np.repeat(replicas, len(numbers))
+            slices, of_replica = np.tile(numbers, len(replicas)), np.repeat(replicas, len(numbers))
             levels = np.array([[received[link, self._receivers[home]].max() for home in homes]])
-            times = filled(levels, np.ones_like(levels, dtype=bool), size, np.array([len(own)]))[0]
+            times = filled(levels, np.ones_like(levels, dtype=bool), size, np.array([len(slices)]))[0]
             ends = np.cumsum(times)
             for home, begin, end in zip(homes, ends - times, ends, strict=True):
                 takers = self._receivers[home]
-                whole, part = (np.repeat(column[begin:end], len(takers)) for column in (own, of_replica))
-                found.append((whole, part, np.tile(takers, end - begin)))
-        own, of_replica, destinations = (np.concatenate(parts) for parts in zip(*found, strict=True))
-        return own, of_replica, destinations, self._is_kept_IR[of_replica, destinations]
+                whole, part = (np.repeat(column[begin:end], len(takers)) for column in (slices, of_replica))
+                assignments.append((whole, part, np.tile(takers, end - begin)))
+        slices, of_replica, destinations = (np.concatenate(parts) for parts in zip(*assignments, strict=True))
+        return slices, of_replica, destinations, self._is_kept_IR[of_replica, destinations]

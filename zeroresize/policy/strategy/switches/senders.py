@@ -36,8 +36,8 @@ class Queues:
         self.links = np.array([WITHIN] * len(near) + [BETWEEN] * len(far), dtype=np.int64)
         width = max(map(len, [*near.values(), *far.values()]), default=0)
         self.ranks_QW = np.full((len(self.links), width), -1, dtype=np.int64)
-        for row, own in zip(self.ranks_QW, [*near.values(), *far.values()], strict=True):
-            row[: len(own)] = own
+        for row, ranks in zip(self.ranks_QW, [*near.values(), *far.values()], strict=True):
+            row[: len(ranks)] = ranks
         self._near = np.full(num_groups * num_nodes, -1, dtype=np.int64)
         self._near[list(near)] = np.arange(len(near))
         self._far = np.full(num_groups, -1, dtype=np.int64)
@@ -95,17 +95,17 @@ def filled(loads_QW: Indices, is_there_QW: NDArray[np.bool_], size: int, num_tim
     """
     most = np.iinfo(np.int64).max
     order = np.argsort(np.where(is_there_QW, loads_QW, most), axis=1, kind="stable")
-    own, is_there = (np.take_along_axis(one, order, axis=1) for one in (loads_QW, is_there_QW))
+    loads, is_there = (np.take_along_axis(one, order, axis=1) for one in (loads_QW, is_there_QW))
     # The level up to which the loads are filled, from below: at most num_times whole transfers fit under it.
-    volumes = size * num_times[:, None] + np.cumsum(np.where(is_there, own, 0), axis=1)
-    levels = volumes // np.arange(1, own.shape[1] + 1)
-    num_filled = (is_there & (own <= levels)).sum(axis=1, keepdims=True)
+    volumes = size * num_times[:, None] + np.cumsum(np.where(is_there, loads, 0), axis=1)
+    levels = volumes // np.arange(1, loads.shape[1] + 1)
+    num_filled = (is_there & (loads <= levels)).sum(axis=1, keepdims=True)
     level = np.take_along_axis(levels, num_filled - 1, axis=1)
-    times = np.where(is_there, np.maximum((level - own) // size, 0), 0)
+    times = np.where(is_there, np.maximum((level - loads) // size, 0), 0)
     left = num_times - times.sum(axis=1)
-    after = np.where(is_there, own + times * size, most)
+    after = np.where(is_there, loads + times * size, most)
     place = np.argsort(np.argsort(after, axis=1, kind="stable"), axis=1, kind="stable")
     times += place < left[:, None]
-    found = np.empty_like(times)
-    np.put_along_axis(found, order, times, axis=1)
-    return found
+    unsorted = np.empty_like(times)
+    np.put_along_axis(unsorted, order, times, axis=1)
+    return unsorted

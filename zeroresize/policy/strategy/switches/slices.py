@@ -49,8 +49,8 @@ class Slices:
         number = np.arange(len(of_slice)) - np.repeat(np.cumsum(parts) - parts, parts)
         begins, units, unit_bytes = self.begins[of_slice], units[of_slice], (self.num_bytes // units)[of_slice]
         starts, stops = (begins + units * one // parts[of_slice] for one in (number, number + 1))
-        own = (self.tensors[of_slice], starts, stops, (stops - starts) * unit_bytes, self.patterns[of_slice])
-        return Slices(*own, self.held, self.wanted)
+        pieces = (self.tensors[of_slice], starts, stops, (stops - starts) * unit_bytes, self.patterns[of_slice])
+        return Slices(*pieces, self.held, self.wanted)
 
 
 def common_slices(before: Layout, after: Layout, tensors: Sequence[TensorSpec]) -> Slices:
@@ -70,7 +70,7 @@ def common_slices(before: Layout, after: Layout, tensors: Sequence[TensorSpec]) 
         alike.setdefault(row.tobytes(), []).append(number)
     patterns: dict[bytes, int] = {}
     held, wanted = [], []
-    found: list[tuple[Indices, ...]] = []
+    tables: list[tuple[Indices, ...]] = []
     for numbers in alike.values():
         cuts_4R = cuts_P4R[numbers[0]].reshape(4, -1)
         cuts = np.unique(cuts_4R)
@@ -80,19 +80,19 @@ def common_slices(before: Layout, after: Layout, tensors: Sequence[TensorSpec]) 
         is_wanted = wanted_KR.any(axis=1)
         if not held_KR[is_wanted].any(axis=1).all():
             raise ValueError(f"no rank holds all units of {tensors[numbers[0]].name} that the new layout needs")
-        own = []
+        pattern_numbers = []
         for kept in np.flatnonzero(is_wanted):
             key = held_KR[kept].tobytes() + wanted_KR[kept].tobytes()
             if key not in patterns:
                 patterns[key] = len(patterns)
                 held.append(held_KR[kept])
                 wanted.append(wanted_KR[kept])
-            own.append(patterns[key])
-        columns = (cuts[:-1][is_wanted], cuts[1:][is_wanted], np.array(own, dtype=np.int64))
-        tensor_of_slice = np.repeat(np.array(numbers), len(own))
-        found.append((tensor_of_slice, *(np.tile(column, len(numbers)) for column in columns)))
+            pattern_numbers.append(patterns[key])
+        columns = (cuts[:-1][is_wanted], cuts[1:][is_wanted], np.array(pattern_numbers, dtype=np.int64))
+        tensor_of_slice = np.repeat(np.array(numbers), len(pattern_numbers))
+        tables.append((tensor_of_slice, *(np.tile(column, len(numbers)) for column in columns)))
     none = np.zeros(0, dtype=np.int64)
-    of_tensor, begins, ends, numbers_S = (np.concatenate(parts) for parts in zip((none,) * 4, *found, strict=True))
+    of_tensor, begins, ends, numbers_S = (np.concatenate(parts) for parts in zip((none,) * 4, *tables, strict=True))
     unit_bytes = np.array([one.unit_bytes for one in tensors], dtype=np.int64)
     sizes = (ends - begins) * unit_bytes[of_tensor]
     order = np.lexsort((begins, of_tensor))

@@ -51,9 +51,11 @@ def plan_weights(
         if pattern not in queues:
             holders = np.flatnonzero(slices.held[pattern])
             queues[pattern] = Queues(holders, np.zeros_like(holders), nodes_R, prefer=heuristics)
-        own, destinations = np.tile(numbers, len(lacking)), np.repeat(lacking, len(numbers))
+        slice_numbers, destinations = np.tile(numbers, len(lacking)), np.repeat(lacking, len(numbers))
         queue_of = queues[pattern].of(np.zeros_like(destinations), destinations)
-        builder.add(own, loads.choose(queues[pattern], queue_of, int(slices.num_bytes[numbers[0]])), destinations)
+        builder.add(
+            slice_numbers, loads.choose(queues[pattern], queue_of, int(slices.num_bytes[numbers[0]])), destinations
+        )
     return builder.plan(nodes_R)
 
 
@@ -86,14 +88,14 @@ def plan_gradients(
             masks = slices.held[pattern], slices.wanted[pattern]
             routes[pattern] = PartialGradients(source, home, *masks, nodes_R, heuristics=heuristics)
         partials = routes[pattern]
-        own, replicas, destinations, is_kept = partials.assigned(numbers, received, size)
-        builder.keep(own[is_kept], destinations[is_kept])
-        own, replicas, destinations = own[~is_kept], replicas[~is_kept], destinations[~is_kept]
-        if not own.size:
+        slice_numbers, replicas, destinations, is_kept = partials.assigned(numbers, received, size)
+        builder.keep(slice_numbers[is_kept], destinations[is_kept])
+        slice_numbers, replicas, destinations = slice_numbers[~is_kept], replicas[~is_kept], destinations[~is_kept]
+        if not slice_numbers.size:
             continue
         queue_of = partials.queues.of(replicas, destinations)
         np.add.at(received, (partials.queues.links[queue_of], destinations), size)
-        builder.add(own, loads.choose(partials.queues, queue_of, size), destinations)
+        builder.add(slice_numbers, loads.choose(partials.queues, queue_of, size), destinations)
     return builder.plan(nodes_R)
 
 
@@ -157,9 +159,9 @@ class _Builder:
     def _sorted(self, parts: list[tuple[Indices, Indices, Indices]], num_ranks: int) -> SliceTransfers:
         numbers, sources, destinations = (np.concatenate(columns) for columns in zip(*parts, strict=True))
         order = np.argsort((numbers * num_ranks + destinations) * num_ranks + sources, kind="stable")
-        numbers, sources, destinations, own = numbers[order], sources[order], destinations[order], self._slices
-        units = own.tensors[numbers], own.begins[numbers], own.ends[numbers]
-        return SliceTransfers(*units, sources, destinations, own.num_bytes[numbers])
+        numbers, sources, destinations, slices = numbers[order], sources[order], destinations[order], self._slices
+        units = slices.tensors[numbers], slices.begins[numbers], slices.ends[numbers]
+        return SliceTransfers(*units, sources, destinations, slices.num_bytes[numbers])
 
 
 def _numbered(nodes: Sequence[int], num_ranks: int) -> Indices:

@@ -47,8 +47,8 @@ def budget_ratios(w_vars: Sequence[Floats], costs: Sequence[float], ratio: float
     """
     known = {layer: w_var[~np.isnan(w_var)] for layer, w_var in enumerate(w_vars) if not np.isnan(w_var).all()}
     shares = _shares_below_threshold(list(known.values()), [costs[k] for k in known], ratio, max_ratio) if known else []
-    found = dict(zip(known, shares, strict=True))
-    return [found.get(layer, ratio) for layer in range(len(w_vars))]
+    ratio_of = dict(zip(known, shares, strict=True))
+    return [ratio_of.get(layer, ratio) for layer in range(len(w_vars))]
 
 
 def relative_scores(scores: Floats) -> Floats:

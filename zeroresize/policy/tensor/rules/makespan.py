@@ -95,7 +95,7 @@ class _Candidates:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Chosen:
     """One of the candidates, of the number in row ``row``."""
 
     row: int
@@ -192,17 +192,17 @@ class _Group:
         all_s = borrowed_s[:, -1:]
         return np.where(time_s < all_s, between, np.maximum(time_s / all_s, 1.0))
 
-    def division(self, num_migrating: int, found: _Found) -> WorkDivision:
+    def division(self, num_migrating: int, chosen: _Chosen) -> WorkDivision:
         """Those that migrate lend the least they must, and the same part of what else they are relieved of."""
         pruned, lent = np.zeros(self.num_ranks), np.zeros(self.num_ranks)
-        level_s = np.array([found.level_s])
+        level_s = np.array([chosen.level_s])
         spared = self.spared(level_s)[:, 0]
         pruned[self.slowest_first] = spared
         migrating = self.slowest_first[:num_migrating]
         wanted = _sum(spared[:num_migrating]) - self.least_lent
-        prunes = found.pruned > _NOTHING
-        if found.lent > 0.0:
-            part = (found.lent - self.least_lent) / wanted if prunes and wanted > 0.0 else 1.0
+        prunes = chosen.pruned > _NOTHING
+        if chosen.lent > 0.0:
+            part = (chosen.lent - self.least_lent) / wanted if prunes and wanted > 0.0 else 1.0
             least = self._ratios[migrating, 0]
             lent[migrating] = least + (pruned[migrating] - least) * part
             pruned[migrating] -= lent[migrating]
@@ -222,12 +222,12 @@ class _Search:
     def __init__(self, group: _Group, migration: MigrationCost, budget: float) -> None:
         self._group, self._counts, self._migration, self._budget = group, group.counts, migration, budget
 
-    def division(self, fastest: _Found, goal_s: float) -> WorkDivision:
+    def division(self, fastest: _Chosen, goal_s: float) -> WorkDivision:
         """The best within the goal."""
         best = self.least_pruned(goal_s, fastest) or fastest
         return self._group.division(int(self._counts[best.row]), best)
 
-    def fastest(self) -> _Found:
+    def fastest(self) -> _Chosen:
         """The fastest step that the budget allows."""
 
         def look(levels_s: Floats) -> _Candidates:
@@ -236,11 +236,11 @@ class _Search:
             step_s = self._step_s(levels_s, lent)
             return _Candidates(np.where(lent <= fitting + 1e-12, step_s, np.inf), total - lent, lent, step_s)
 
-        found = self._best(look, self._group.highest_s)
-        assert found is not None  # at the slowest rank's time no more is lent than must be, and nothing pruned
-        return found
+        chosen = self._best(look, self._group.highest_s)
+        assert chosen is not None  # at the slowest rank's time no more is lent than must be, and nothing pruned
+        return chosen
 
-    def least_pruned(self, goal_s: float, fastest: _Found) -> _Found | None:
+    def least_pruned(self, goal_s: float, fastest: _Chosen) -> _Chosen | None:
         """Of the steps within the goal the one that prunes least, of equals the fastest; None if none is within it.
 
         Args:
@@ -265,9 +265,9 @@ class _Search:
 
     def _best(
         self, look: Callable[[Floats], _Candidates], highest_s: float, hint_s: float | None = None
-    ) -> _Found | None:
+    ) -> _Chosen | None:
         low_s, high_s = self._group.lowest_s, max(highest_s, self._group.lowest_s)
-        found: _Found | None = None
+        chosen: _Chosen | None = None
         best_merit = np.inf
         for _ in range(_NUM_PASSES):
             levels_s = np.linspace(low_s, high_s, _NUM_LEVELS)
@@ -278,9 +278,9 @@ class _Search:
             if tried.merit[row, level] < best_merit:
                 best_merit = tried.merit[row, level]
                 amounts = (float(table[row, level]) for table in (tried.pruned, tried.lent, tried.step_s))
-                found = _Found(int(row), float(levels_s[level]), *amounts)
+                chosen = _Chosen(int(row), float(levels_s[level]), *amounts)
             low_s, high_s = levels_s[max(level - 1, 0)], levels_s[min(level + 1, len(levels_s) - 1)]
-        return found
+        return chosen
 
     def _amounts(self, levels_s: Floats) -> tuple[Floats, Floats, Floats]:
         """([numbers, levels] what those that migrate want to be relieved of, [levels] all stragglers, what fits)."""

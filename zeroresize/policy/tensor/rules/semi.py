@@ -112,11 +112,11 @@ def num_migrating_by_benefit(
     slowest_after = [0.0] * (num_ranks + 1)  # of the ranks from y on
     for y in range(num_ranks - 1, -1, -1):
         slowest_after[y] = max(slowest_after[y + 1], busy_s[y])
-    found, migrated = 0, 0.0
+    num_migrating, migrated = 0, 0.0
     for x in range(1, min(num_stragglers, num_ranks - 1) + 1):
         migrated += (busy_s[x - 1] - reference_s) / busy_s[x - 1]
         communication_s = migration.fixed_s * x + migration.per_share_s * migrated
         computing_s = migrated / (num_ranks - x) * slowest_after[x]
         if busy_s[x - 1] - reference_s - communication_s - computing_s > 0.0:
-            found = x
-    return found
+            num_migrating = x
+    return num_migrating
