@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,9 +19,11 @@ from zeroresize.policy.strategy.costs.layer_cost_table import LayerCost, LayerCo
 from zeroresize.policy.strategy.stragglers.costs import StragglerCosts
 from zeroresize.policy.strategy.stragglers.rank_speeds import RankSpeeds
 from zeroresize.policy.strategy.switches.switch_plan import LinkSpeeds
+from zeroresize.strategy import model as model_module
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.packed import Packed
-from zeroresize.strategy.strategy_balancer import StrategyBalancer
+from zeroresize.strategy.strategy_balancer import SETUP_S, StrategyBalancer
+from zeroresize.strategy.switching import strategy_groups
 from zeroresize.strategy.trainer import StrategyTrainer
 
 WIDTH, UNITS, VOCABULARY, NUM_BLOCKS, MAX_TOKENS = 4, 12, 16, 2, 32
@@ -176,6 +179,49 @@ def test_a_slow_rank_is_shrunk_left_out_and_comes_back_and_results_are_those_of_
     for one in json.loads(json.dumps(told)):
         assert one["kind"] == "strategies" and one["is_made"] and one["expected_step_s"] < one["step_s"]
     assert told[-1]["moved_bytes"] > 0
+
+
+def test_a_setup_is_expected_to_take_what_those_of_the_model_took_on_the_slowest_rank(run_ranks, monkeypatch):
+    make_side_group = strategy_groups.make_side_group
+
+    def make(rank, group):
+        def make_slowly(*arguments):
+            Pace.now_s += 1.0 + rank
+            return make_side_group(*arguments)
+
+        monkeypatch.setattr(strategy_groups, "make_side_group", make_slowly)
+        monkeypatch.setattr(model_module, "time", SimpleNamespace(perf_counter=lambda: Pace.now_s))
+        trainer, balancer = training(group)
+        balancer.close()
+        first_s = setup_s_of(balancer)
+        trainer.model.add(Strategy(1, 3, ranks=(0, 1, 2)))  # one group of three, and rank 3 alone
+        trainer.model.add(Strategy(4))  # none that is not made yet
+        later = StrategyBalancer(trainer, cost_of(trainer.model.tensors), probe=lambda: 1.0, clock=Clock())
+        later.close()
+        return first_s, setup_s_of(later)
+
+    # Four seconds a group on the slowest rank: pairs for tp, pairs for dp and single ranks are made for RANGES[0] and
+    # none for RANGES[1].
+    assert run_ranks(make, 4) == [(12.0, (12.0 + 4.0) / 2)] * 4
+
+
+def test_where_no_groups_had_to_be_made_a_setup_takes_the_default(run_ranks):
+    def make(rank, group):
+        ranges = [LengthRange(16, Strategy(1))]
+        model = SwitchableModel(layers_of(), strategies=[Strategy(1)], process_group=group)
+        trainer = StrategyTrainer(
+            model, optimizer_of(model.parameters()), ranges, loss=token_loss, max_tokens=MAX_TOKENS
+        )
+        balancer = StrategyBalancer(trainer, cost_of(model.tensors, 1), probe=lambda: 1.0, clock=Clock())
+        balancer.close()
+        return model.setup_s, setup_s_of(balancer)
+
+    assert run_ranks(make, 1) == [(None, SETUP_S)]
+
+
+def setup_s_of(balancer):
+    _, _, setup_s = balancer.state_dict()["decision"]["cost"]
+    return setup_s
 
 
 def test_a_home_outside_the_ranges_is_refused(run_ranks):

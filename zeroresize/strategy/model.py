@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import socket
+import statistics
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -137,6 +138,7 @@ class SwitchableModel:
         )
         self._nodes = self._agreed_nodes(nodes)
         self._groups = StrategyGroups(self.process_group)
+        self._setups_s: list[float] = []
         self.home = self.current = next(iter(layouts)) if home is None else Strategy.of(home)
         self.failure: str | None = None
         parts: dict[int, Tensor] = {}
@@ -184,6 +186,14 @@ class SwitchableModel:
     def nodes(self) -> list[int]:
         """[R] on which node each rank is."""
         return list(self._nodes)
+
+    @property
+    def setup_s(self) -> float | None:
+        """Return the mean seconds in which this rank made the groups and modules of a strategy.
+
+        Only strategies for which groups had to be made count; None before there was one.
+        """
+        return statistics.fmean(self._setups_s) if self._setups_s else None
 
     @property
     def position(self) -> Position | None:
@@ -381,6 +391,7 @@ class SwitchableModel:
         """Take strategies, each with its process groups and modules, on all ranks or on none; collective."""
         free = [number for number, *_ in meet_prepared(self._meet, (float(free_group_number()), 0.0))]
         numbers = itertools.count(int(max(free)))
+        setups_s: list[float] = []
 
         def made() -> dict[Strategy, Placement]:
             placements = dict(self._placements)
@@ -390,8 +401,11 @@ class SwitchableModel:
                 known = placements.values()
                 placement = next((one for one in known if self._divides_alike(one, strategy, layout)), None)
                 if placement is None:
+                    begin, num_made = time.perf_counter(), self._groups.num_made
                     groups = self._groups.of(strategy, numbers)
                     placement = Placement.of(strategy, layout, self._layers, groups, self.rank, self.device)
+                    if self._groups.num_made > num_made:
+                        setups_s.append(time.perf_counter() - begin)
                 placements[strategy] = placement
             return placements
 
@@ -400,6 +414,7 @@ class SwitchableModel:
         except Exception:
             self._groups.keep(placement.strategy for placement in self._placements.values())
             raise
+        self._setups_s += setups_s
 
     def _divides_alike(self, placement: Placement, strategy: Strategy, layout: Layout) -> bool:
         known = placement.strategy

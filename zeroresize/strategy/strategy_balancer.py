@@ -31,6 +31,7 @@ from zeroresize.policy.strategy.stragglers.costs import StragglerCosts
 from zeroresize.policy.strategy.stragglers.decision import TOLERANCE, StragglerDecision, StragglerForecast
 from zeroresize.policy.strategy.stragglers.rank_speeds import RankSpeeds
 from zeroresize.resharding.agreement import NotEnoughMemoryError, meet_over, meet_prepared
+from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.step_report import StepReport
 from zeroresize.strategy.straggler_record import StragglerRecord
 from zeroresize.strategy.trainer import StrategyTrainer
@@ -44,8 +45,8 @@ logger = logging.getLogger(__name__)
 PROBE_EVERY, _PROBE_WITH_PART_EVERY = 4, 16
 #: By products of weights of this size that take so many seconds, of which the fastest of so many counts.
 _PROBE_SIZE, _PROBE_S, _PROBE_REPETITIONS = 256, 0.002, 3
-#: Seconds in which a strategy gets process groups, modules and plans, until the first one that is new tells.
-_SETUP_S = 0.2
+#: Seconds in which a strategy gets process groups and modules, where the model has made no groups that tell.
+SETUP_S = 0.2
 #: Steps are expected to be like so many of the newest ones; what they take is worked out anew every so many steps.
 _SAMPLE, _NEW_SAMPLE = 4, 16
 
@@ -69,7 +70,8 @@ class StrategyBalancer:
     Args:
         trainer: its model's home must be the strategy of a range. Nobody else changes its ranges.
         cost: of the model and the cluster; only its seconds relative to each other, its links and sizes count. What
-            changes of strategies take is measured over the links, and learned from each.
+            changes of strategies take is measured over the links and by the strategies that the model has set up, and
+            learned from each.
         limit_bytes: memory of a rank for weights, gradients, optimizer state and activations.
         tolerance, min_saving: as of :class:`~zeroresize.policy.strategy.stragglers.decision.StragglerDecision`.
         probe: ``probe()`` gives seconds of a few products on this rank; None for products on its device.
@@ -120,10 +122,17 @@ class StrategyBalancer:
             "limit_bytes, tolerance or min_saving": f"{limit_bytes} {tolerance} {min_saving}",
         }
         self._exchange = Exchange(CpuGroup(model.process_group, agreement))
-        self._decision.cost = replace(measure_move_cost(model.process_group, model.device), setup_s=_SETUP_S)
+        links = measure_move_cost(model.process_group, model.device)
+        self._decision.cost = replace(links, setup_s=self._slowest_setup_s(model))
         self._timer = StepTimer(clock or clock_for(model.device))
         self.close: Callable[[], object] = finalize(self, _close, self._exchange, self._timer)
         self._probe = probe or _Products(model.device)
+
+    @staticmethod
+    def _slowest_setup_s(model: SwitchableModel) -> float:
+        """Agree on how long a strategy's setup takes: as on the slowest rank, so that all decide alike; collective."""
+        table = meet_over(model.process_group, model.device)(model.setup_s or 0.0, 0.0)
+        return max(seconds for seconds, _ in table) or SETUP_S
 
     @staticmethod
     def _require_any_home(trainer: StrategyTrainer) -> None:

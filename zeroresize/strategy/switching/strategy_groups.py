@@ -35,12 +35,16 @@ class StrategyGroups:
 
     Args:
         process_group: of the job's ranks.
+
+    Attributes:
+        num_made: how many groups this rank has made so far, those that are destroyed since included.
     """
 
     def __init__(self, process_group: ProcessGroup) -> None:
         self._job = process_group
         self._rank, self._num_ranks = group_rank(process_group), group_size(process_group)
         self._made: dict[frozenset[_Ranks], ProcessGroup] = {}
+        self.num_made = 0
 
     def of(self, strategy: Strategy, numbers: Iterator[int]) -> OwnGroups:
         """This rank's groups; collective over the job where the strategy has groups that are not made yet.
@@ -73,4 +77,5 @@ class StrategyGroups:
             return self._job
         if division not in self._made:
             self._made[division] = make_side_group(self._job, own, next(numbers))
+            self.num_made += 1
         return self._made[division]
