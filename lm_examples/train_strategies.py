@@ -94,7 +94,7 @@ def summary_of(run: Run) -> dict[str, Any]:
         "steps": run.step,
         "loss": run.loss,
         "validation_loss": run.validation_loss,
-        "home": str(run.choice.home),
+        "optimizer_strategy": str(run.choice.optimizer_strategy),
     }
 
 

@@ -53,7 +53,7 @@ class StrategiesConfig:
         static: one strategy for all lengths.
         search: measure layers and links on these ranks, and take what is expected to be fastest.
         max_ranges: that the search may take.
-        home: in which the optimizer steps; None for the first range's. The search finds its own.
+        optimizer_strategy: in which the optimizer steps; None for the first range's. The search finds its own.
         memory_limit: bytes that a rank may hold, which ``--dry-run`` and the beginning of a run check; None for none.
         timeout_s: seconds after which a message that does not come fails.
     """
@@ -62,7 +62,7 @@ class StrategiesConfig:
     static: Strategy | None = None
     search: bool = False
     max_ranges: int = 4
-    home: Strategy | None = None
+    optimizer_strategy: Strategy | None = None
     memory_limit: float | None = None
     timeout_s: float = 600.0
 
@@ -76,11 +76,13 @@ class StrategiesConfig:
                 f"strategies: one of ranges, static and search: true is needed, found {found}; on the command line "
                 "--set strategies.search=true, or strategies.static=[dp, tp, pp], takes the place of what a file says"
             )
-        if self.search and self.home:
-            raise ValueError("strategies.home does not go with search: true, which finds the home: leave it out")
+        if self.search and self.optimizer_strategy:
+            raise ValueError(
+                "strategies.optimizer_strategy does not go with search: true, which finds it: leave it out"
+            )
         self._read("ranges", as_ranges)
         self._read("static", Strategy.of)
-        self._read("home", Strategy.of)
+        self._read("optimizer_strategy", Strategy.of)
         if self.memory_limit is not None:
             number("strategies.memory_limit", self.memory_limit, above=0.0)
         number("strategies.timeout_s", self.timeout_s, above=0.0, most=LONGEST_TIMEOUT_S)
@@ -139,9 +141,9 @@ class RunConfig:
         return own.ranges or (LengthRange(self.data.max_length, own.static),)
 
     @property
-    def home(self) -> Strategy:
+    def optimizer_strategy(self) -> Strategy:
         """In which the optimizer steps."""
-        return self.strategies.home or self.ranges[0].strategy
+        return self.strategies.optimizer_strategy or self.ranges[0].strategy
 
     def max_tokens_of(self, strategy: Strategy) -> int:
         """Of a micro-batch under a strategy, at most."""
@@ -164,7 +166,9 @@ class RunConfig:
     def validate_ranks(self, num_ranks: int) -> None:
         """Raises ValueError for strategies that do not fit the model or so many ranks."""
         own = self.strategies
-        given = [one.strategy for one in own.ranges or ()] + [one for one in (own.static, own.home) if one]
+        given = [one.strategy for one in own.ranges or ()] + [
+            one for one in (own.static, own.optimizer_strategy) if one
+        ]
         tensors = self.tensors()
         for strategy in dict.fromkeys(given):
             try:

@@ -20,7 +20,7 @@ def config_to_dict(config: RunConfig) -> dict[str, Any]:
         **{one.name: getattr(chosen, one.name) for one in dataclasses.fields(chosen)},
         "ranges": None if chosen.ranges is None else [one.as_dict() for one in chosen.ranges],
         "static": chosen.static and chosen.static.as_dict(),
-        "home": chosen.home and chosen.home.as_dict(),
+        "optimizer_strategy": chosen.optimizer_strategy and chosen.optimizer_strategy.as_dict(),
     }
     return {**dataclasses.asdict(config), "strategies": strategies}
 
@@ -48,8 +48,8 @@ READER = ConfigReader(
     },
     instead_of={
         "strategies.ranges": ("strategies.static", "strategies.search"),
-        "strategies.static": ("strategies.ranges", "strategies.search", "strategies.home"),
-        "strategies.search": ("strategies.ranges", "strategies.static", "strategies.home"),
+        "strategies.static": ("strategies.ranges", "strategies.search", "strategies.optimizer_strategy"),
+        "strategies.search": ("strategies.ranges", "strategies.static", "strategies.optimizer_strategy"),
     },
 )
 

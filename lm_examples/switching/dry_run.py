@@ -28,8 +28,8 @@ class RankNeeds:
 
     Attributes:
         layers: in words; empty for a rank that is left out.
-        gradients: under the strategy and, where it is not home, those that wait at home.
-        optimizer: AdamW's state, at home.
+        gradients: under the strategy and, where it is not the optimizer's, those that wait under the optimizer's.
+        optimizer: AdamW's state, under the optimizer's strategy.
         activations: of all micro-batches that the rank keeps at once.
         switch: all that is held in a switch from or to another strategy, at most; there are no activations then.
     """
@@ -72,15 +72,15 @@ def dry_run(
 
 
 def needs_of(config: RunConfig, num_ranks: int) -> dict[Strategy, list[RankNeeds]]:
-    """[R] of each rank, by strategy; of all that a search could find, each as its own home."""
+    """[R] of each rank, by strategy; of all that a search could find, each as the optimizer's."""
     if config.strategies.search:
         return {one: rank_needs(config, one, one, num_ranks) for one in candidates_of(config, num_ranks)}
-    used = list(dict.fromkeys([config.home, *(one.strategy for one in config.ranges)]))
+    used = list(dict.fromkeys([config.optimizer_strategy, *(one.strategy for one in config.ranges)]))
     switches = _switch_bytes(config, used, num_ranks)
     return {
         one: [replace(own, switch=size) for own, size in zip(needs, switches[one], strict=True)]
         for one in used
-        for needs in [rank_needs(config, one, config.home, num_ranks)]
+        for needs in [rank_needs(config, one, config.optimizer_strategy, num_ranks)]
     }
 
 
@@ -90,28 +90,35 @@ def _switch_bytes(config: RunConfig, used: Sequence[Strategy], num_ranks: int) -
     layouts = {one: one.layout(tensors, num_ranks, config.num_layers) for one in used}
     sizes = {one: own.rank_bytes(tensors) for one, own in layouts.items()}
     most = {one: np.zeros(num_ranks, dtype=np.int64) for one in used}
-    home = config.home
+    optimizer_strategy = config.optimizer_strategy
     for before, after in itertools.permutations(used, 2):
         plans = [plan_weights(layouts[before], layouts[after], tensors, nodes)]
-        if before != home:
-            plans.append(plan_gradients(layouts[before], layouts[home], tensors, nodes))
-        own = switch_bytes(sizes[before], sizes[after], sizes[home], plans, is_home=before == home)
+        if before != optimizer_strategy:
+            plans.append(plan_gradients(layouts[before], layouts[optimizer_strategy], tensors, nodes))
+        own = switch_bytes(
+            sizes[before],
+            sizes[after],
+            sizes[optimizer_strategy],
+            plans,
+            is_optimizer_strategy=before == optimizer_strategy,
+        )
         for one in (before, after):
             most[one] = np.maximum(most[one], own.astype(np.int64))
     return {one: own.tolist() for one, own in most.items()}
 
 
-def rank_needs(config: RunConfig, strategy: Strategy, home: Strategy, num_ranks: int) -> list[RankNeeds]:
+def rank_needs(config: RunConfig, strategy: Strategy, optimizer_strategy: Strategy, num_ranks: int) -> list[RankNeeds]:
     """[R] of each rank while ``strategy`` is in force."""
     tensors, partition = config.tensors(), strategy.partition(config.num_layers)
-    here, at_home = (
-        one.layout(tensors, num_ranks, config.num_layers).rank_bytes(tensors).tolist() for one in (strategy, home)
+    here, of_optimizer = (
+        one.layout(tensors, num_ranks, config.num_layers).rank_bytes(tensors).tolist()
+        for one in (strategy, optimizer_strategy)
     )
     names = stage_names(partition.boundaries)
     tokens = config.max_tokens_of(strategy)
     needs = []
     for rank in range(num_ranks):
-        gradients = here[rank] + (at_home[rank] if strategy != home else 0)
+        gradients = here[rank] + (of_optimizer[rank] if strategy != optimizer_strategy else 0)
         position = strategy.position_of(rank)
         layers, activations = "", 0.0
         if position is not None:
@@ -120,7 +127,7 @@ def rank_needs(config: RunConfig, strategy: Strategy, home: Strategy, num_ranks:
             layers = names[position.stage]
             activations = sum(token_bytes(config, number, share) for number in own) * tokens
             activations *= strategy.pp - position.stage
-        needs.append(RankNeeds(layers, here[rank], gradients, 2 * at_home[rank], round(activations)))
+        needs.append(RankNeeds(layers, here[rank], gradients, 2 * of_optimizer[rank], round(activations)))
     return needs
 
 
@@ -156,7 +163,7 @@ def require_memory(config: RunConfig, needs: Mapping[Strategy, Sequence[RankNeed
             where = "in switches from or to" if total == own[rank].switch else "under"
             raise ValueError(
                 f"strategies.memory_limit={limit:g}: rank {rank} needs {total / 1e6:,.1f} MB {where} {strategy}: "
-                "choose more tp or pp, another home, or smaller training.max_tokens"
+                "choose more tp or pp, another strategy of the optimizer, or smaller training.max_tokens"
             )
 
 

@@ -29,7 +29,7 @@ class Recorder(RunRecord):
         words = "one strategy" if num_strategies == 1 else f"{num_strategies} strategies"
         super().__init__(
             config_to_dict(config),
-            f"{num_ranks} ranks, {words}, home {choice.home}",
+            f"{num_ranks} ranks, {words}, the optimizer's strategy {choice.optimizer_strategy}",
             folder=Path(config.output.folder),
             files=("metrics",),
             num_steps=config.training.steps,
@@ -89,9 +89,14 @@ def choice_table(found: SearchResult) -> Table:
     for begin, own, seconds in zip(begins, best.ranges, best.range_s, strict=False):
         table.add_row(_span(begin, own.up_to), str(own.strategy), f"{1e3 * seconds:.1f}")
     others_s = best.switch_s + best.reduction_s
-    table.add_row("switches and gradient sums", f"home {best.home}", f"{1e3 * others_s:.1f}", end_section=True)
+    table.add_row(
+        "switches and gradient sums",
+        f"optimizer in {best.optimizer_strategy}",
+        f"{1e3 * others_s:.1f}",
+        end_section=True,
+    )
     table.add_row("step", "", f"{1e3 * best.step_s:.1f}")
-    table.add_row("step, one strategy", str(static.home), f"{1e3 * static.step_s:.1f}")
+    table.add_row("step, one strategy", str(static.optimizer_strategy), f"{1e3 * static.step_s:.1f}")
     return table
 
 

@@ -33,7 +33,7 @@ class Run:
     """What :func:`lm_examples.train_strategies.train` trains; made by :func:`prepare`.
 
     Attributes:
-        choice: of ranges and home.
+        choice: of ranges and the optimizer's strategy.
         step: how many are done.
         recorder: on the first rank, None on the others.
         unwritten: the steps since the last line of ``metrics.jsonl``.
@@ -117,8 +117,10 @@ def _build(config: RunConfig, documents: Documents, process_group: ProcessGroup)
 
     choice = chosen(config, layers, batches, process_group, tell)
     strategies = list(dict.fromkeys(one.strategy for one in choice.ranges))
-    model = SwitchableModel(layers, strategies=strategies, process_group=process_group, home=choice.home)
-    # As a group, which may be empty: a rank that home leaves out has no parameters.
+    model = SwitchableModel(
+        layers, strategies=strategies, process_group=process_group, optimizer_strategy=choice.optimizer_strategy
+    )
+    # As a group, which may be empty: a rank the optimizer's strategy leaves out has no parameters.
     groups = [{"params": list(model.parameters())}]
     optimizer = torch.optim.AdamW(groups, lr=training.lr, weight_decay=training.weight_decay)
     trainer = StrategyTrainer(

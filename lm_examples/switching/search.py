@@ -35,7 +35,7 @@ class Choice:
     """
 
     ranges: tuple[LengthRange, ...]
-    home: Strategy
+    optimizer_strategy: Strategy
     found: SearchResult | None = None
 
 
@@ -46,7 +46,7 @@ def chosen(
     process_group: ProcessGroup,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Choice:
-    """The ranges and home of a run; collective, and the same on all ranks.
+    """The ranges and the optimizer's strategy of a run; collective, and the same on all ranks.
 
     Args:
         tell: is given a line of what is being done.
@@ -56,7 +56,7 @@ def chosen(
     """
     own = config.strategies
     if not own.search:
-        return Choice(config.ranges, config.home)
+        return Choice(config.ranges, config.optimizer_strategy)
     began = time.perf_counter()
     num_ranks = dist.get_world_size(process_group)
     candidates = candidates_of(config, num_ranks)
@@ -85,7 +85,7 @@ def chosen(
         max_tokens=max_tokens,
     )
     tell(f"search: done after {time.perf_counter() - began:.1f} s")
-    return Choice(found.ranges, found.home, found)
+    return Choice(found.ranges, found.optimizer_strategy, found)
 
 
 def candidates_of(config: RunConfig, num_ranks: int) -> list[Strategy]:

@@ -77,8 +77,9 @@ class StepSums:
         """Of a step, where there is at least one.
 
         Returns:
-            ``loss``, ``step_s``, ``tokens_per_s``, ``switch_s`` (with the sum of the gradients over home's replicas)
-            and, shortest sequences first, ``ranges``: what each strategy trained in a step, in how many seconds.
+            ``loss``, ``step_s``, ``tokens_per_s``, ``switch_s`` (with the sum of the gradients over the replicas of the
+            optimizer's strategy) and, shortest sequences first, ``ranges``: what each strategy trained in a step, in
+            how many seconds.
         """
         count = self.num_steps
         return {

@@ -67,7 +67,7 @@ def main() -> None:
     torch.manual_seed(0)
     config = LlamaConfig(num_blocks=arguments.blocks, hidden_size=arguments.hidden, num_heads=8)
     model = SwitchableModel(
-        llama_layers(config), strategies=[TP4, DP2_TP2, DP4], process_group=dist.group.WORLD, home=TP4
+        llama_layers(config), strategies=[TP4, DP2_TP2, DP4], process_group=dist.group.WORLD, optimizer_strategy=TP4
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     trainers = {

@@ -47,7 +47,7 @@ def main() -> None:
     ranges = [LengthRange(up_to, Strategy(*degrees)) for up_to, degrees in COMBINATIONS["C2"]]
     lengths, random = DISTRIBUTIONS["commoncrawl"], np.random.default_rng(0)
     sample = [lengths.mini_batch(options.tokens, ranges[-1].up_to, random) for _ in range(options.batches)]
-    costs = StragglerCosts(cost, ranges, home=len(ranges) - 1, limit_bytes=options.limit_gb * 1e9)
+    costs = StragglerCosts(cost, ranges, optimizer_strategy=len(ranges) - 1, limit_bytes=options.limit_gb * 1e9)
     costs.expect(sample)
     even = (1.0,) * cluster.num_gpus
     table = Table(title=f"C2, {options.tokens / K:.0f}K tokens a step, one of 32 GPUs slow in the middle third")

@@ -2,8 +2,8 @@
 
 A LLaMA-like model on four ranks, as if two of them were one node. Every switch between five strategies is timed, in
 turns with the planner's heuristics (HotSPa, Algorithm 1) and without: weights alone, and weights with gradients that
-return to the home. Beside it stands the planned volume / the bandwidth that is measured in the same run: every rank
-sends one large buffer to the next one, all at once. This is the real counterpart of the slides' Fig. 8.
+return to the optimizer's strategy. Beside it stands the planned volume / the bandwidth that is measured in the same
+run: every rank sends one large buffer to the next one, all at once. This is the real counterpart of the slides' Fig. 8.
 """
 
 from __future__ import annotations
@@ -128,8 +128,14 @@ def show(medians: dict[tuple[str, bool], Matrix], volumes: dict[bool, Matrix], m
     matrices = {
         "weights, with the heuristics, ms (bytes / bandwidth)": (weights[True], volumes[True]),
         "weights, without, ms (bytes / bandwidth)": (weights[False], volumes[False]),
-        f"weights and gradients, home {STRATEGIES[0]}, with, ms": (medians["weights and gradients", True], None),
-        f"weights and gradients, home {STRATEGIES[0]}, without, ms": (medians["weights and gradients", False], None),
+        f"weights and gradients, the optimizer's strategy {STRATEGIES[0]}, with, ms": (
+            medians["weights and gradients", True],
+            None,
+        ),
+        f"weights and gradients, the optimizer's strategy {STRATEGIES[0]}, without, ms": (
+            medians["weights and gradients", False],
+            None,
+        ),
     }
     for title, (matrix, beside) in matrices.items():
         table = Table("from \\ to", *map(str, STRATEGIES), title=title, title_justify="left")

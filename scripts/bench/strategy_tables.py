@@ -1,7 +1,7 @@
 """The slides' Table 3 (HotSPa), simulated: python -m scripts.bench.strategy_tables
 
 A LLaMA-like model of 32B on 4 nodes of 8 GPUs, a context of 32K: one static strategy, the slides' combinations C1 to
-C3, and the one that the search finds, each in the cheapest home that fits.
+C3, and the one that the search finds, each in the cheapest strategy of the optimizer that fits.
 
 The tokens of each range are shared out as the table's column "Static" is, and a mini-batch has as many as take a
 static strategy that column's total. Nothing is fitted to the other columns, nor any speed to any figure.
@@ -63,28 +63,35 @@ def ranges_of(combination: Sequence[tuple[int, tuple[int, int, int]]]) -> list[L
     return [LengthRange(up_to, Strategy(*degrees)) for up_to, degrees in combination]
 
 
-def in_best_home(
+def in_best_optimizer_strategy(
     ranges: Sequence[LengthRange], sample: Sequence[Sequence[int]], cost: CostModel, pack: Pack, limit: float
 ) -> StepForecast:
-    """A step with these ranges in that home of their strategies with which it takes least.
+    """A step with these ranges in that of their strategies for the optimizer with which it takes least.
 
     Raises:
         ValueError: if they fit in none.
     """
-    homes = [
-        home
-        for home in dict.fromkeys(own.strategy for own in ranges)
-        if all(cost.fits(own.strategy, home, own.up_to, limit) for own in ranges)
+    optimizer_strategies = [
+        optimizer_strategy
+        for optimizer_strategy in dict.fromkeys(own.strategy for own in ranges)
+        if all(cost.fits(own.strategy, optimizer_strategy, own.up_to, limit) for own in ranges)
     ]
-    if not homes:
-        raise ValueError(f"{[str(own) for own in ranges]} need more than {limit:g} bytes a rank in every home")
-    return min((forecast_step(ranges, home, sample, cost, pack) for home in homes), key=lambda one: one.step_s)
+    if not optimizer_strategies:
+        raise ValueError(
+            f"{[str(own) for own in ranges]} need more than {limit:g} bytes a rank for every strategy of the optimizer"
+        )
+    return min(
+        (forecast_step(ranges, optimizer_strategy, sample, cost, pack) for optimizer_strategy in optimizer_strategies),
+        key=lambda one: one.step_s,
+    )
 
 
 def searched(sample: Sequence[Sequence[int]], cost: CostModel, pack: Pack, limit: float) -> SearchResult:
     """The search over all strategies of which one can hold the model at all."""
     every = candidate_strategies(cost.num_ranks, cost.layers.num_layers, [64, 17920], ranks_per_node=8)
-    candidates = [own for own in every if any(cost.fits(own, home, EDGES[0], limit) for home in every)]
+    candidates = [
+        own for own in every if any(cost.fits(own, optimizer_strategy, EDGES[0], limit) for optimizer_strategy in every)
+    ]
     return search_strategies(
         sample, candidates, cost, memory_limit=limit, thresholds=EDGES, pack=pack, max_ranges=len(EDGES)
     )
@@ -106,9 +113,9 @@ def simulated(
 ) -> tuple[dict[str, StepForecast], dict[str, Any]]:
     """Forecasts of the static strategy, C1 to C3 and what the search finds; what there is to say of the lengths."""
     sample = mini_batches(data, num_batches, cost, pack)
-    forecasts = {"Static": in_best_home(ranges_of(STATIC), sample, cost, pack, limit)}
+    forecasts = {"Static": in_best_optimizer_strategy(ranges_of(STATIC), sample, cost, pack, limit)}
     for name, combination in COMBINATIONS.items():
-        forecasts[name] = in_best_home(ranges_of(combination), sample, cost, pack, limit)
+        forecasts[name] = in_best_optimizer_strategy(ranges_of(combination), sample, cost, pack, limit)
     began = time.perf_counter()
     result = searched(sample, cost, pack, limit)
     drawn = np.concatenate(sample)
@@ -155,7 +162,7 @@ def table_of(title: str, data: str, forecasts: dict[str, StepForecast], shares: 
     gains = [f"{forecasts['Static'].step_s / one.step_s:.2f}×" for one in forecasts.values()]
     paper_gains = ["" if total is None else f" [dim]({sum(static) / total:.2f}×)[/dim]" for total in totals]
     table.add_row("speedup", *(f"{gain}{beside}" for gain, beside in zip(gains, paper_gains, strict=True)))
-    table.add_row("home", *(str(one.home) for one in forecasts.values()))
+    table.add_row("optimizer's strategy", *(str(one.optimizer_strategy) for one in forecasts.values()))
     return table
 
 
@@ -181,7 +188,7 @@ def main() -> None:
                 forecasts = {
                     name: {
                         "ranges": [own.as_dict() for own in forecast.ranges],
-                        "home": forecast.home.as_dict(),
+                        "optimizer_strategy": forecast.optimizer_strategy.as_dict(),
                         "range_s": forecast.range_s,
                         "others_s": forecast.switch_s + forecast.reduction_s,
                         "step_s": forecast.step_s,

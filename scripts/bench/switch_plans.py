@@ -132,7 +132,7 @@ def main() -> None:
     rows = switch_seconds(links)
     console.print(f"seconds, heuristics : baseline; {links}")
     console.print(matrix("weights, from \\ to", rows, lambda row: against_baseline(row, "weights")))
-    console.print(matrix("gradients, from \\ home", rows, lambda row: against_baseline(row, "gradients")))
+    console.print(matrix("gradients, from \\ to", rows, lambda row: against_baseline(row, "gradients")))
     console.print(matrix("weights: lower bound, plan / bound", rows, against_bound))
     same = llama_tensors(LARGE_MODEL)
     times = {}

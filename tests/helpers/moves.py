@@ -26,7 +26,7 @@ from zeroresize.resharding import transaction
 from zeroresize.resharding.transfer import move_units
 from zeroresize.resharding.unit_move import UnitMove
 from zeroresize.strategy.model import SwitchableModel
-from zeroresize.strategy.switching.rehoming import Rehoming
+from zeroresize.strategy.switching.optimizer_move import OptimizerMove
 from zeroresize.strategy.switching.switch import Switch
 
 NUM_RANKS = 3
@@ -261,7 +261,7 @@ class Switches(KindOfMove):
         self.wholes = {name: one.detach() for name, one in strategies.whole_tensors(strategies.layers_of()).items()}
 
     def train(self):
-        """Of a rank that the home leaves out: a step of nothing."""
+        """Of a rank the optimizer's strategy leaves out: a step of nothing."""
         self.model.collect()
         for parameter in self.model.parameters():
             parameter.grad = torch.ones_like(parameter)
@@ -271,7 +271,7 @@ class Switches(KindOfMove):
     def snapshot(self):
         state = self.optimizer.state
         moments = [one["exp_avg"].clone() for one in state.values()]
-        return (self.model.home, self.model.current, [id(one) for one in state]), moments
+        return (self.model.optimizer_strategy, self.model.current, [id(one) for one in state]), moments
 
     def assert_unchanged(self):
         places, moments = self.snapshot()
@@ -292,13 +292,13 @@ class Switches(KindOfMove):
         self._move(Strategy(1, 2))
 
 
-class Rehomes(Switches):
-    part = Rehoming
+class MovesOfOptimizer(Switches):
+    part = OptimizerMove
     differs_in = "the strategy, or the settings of the optimizer's parameter groups"
     has_optimizer_state = True
 
     def _move(self, strategy):
-        assert self.model.rehome(strategy, self.optimizer).num_rounds > 2
+        assert self.model.move_optimizer(strategy, self.optimizer).num_rounds > 2
 
     @contextmanager
     def other_optimizer_state(self):
@@ -316,5 +316,5 @@ KINDS = {
     "layers during backward": LayersDuringBackward,
     "re-packing": Repacking,
     "switch": Switches,
-    "re-homing": Rehomes,
+    "moves of the optimizer": MovesOfOptimizer,
 }

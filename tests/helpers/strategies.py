@@ -25,7 +25,7 @@ class FormulaCosts:
         self.work, self.num_layers, self.num_units = work, num_layers, num_units
         self.num_microbatches, self.bytes_per_switch = num_microbatches, bytes_per_switch
         self.least_split = least_split  # tp × pp below which memory does not suffice
-        self.home = 0
+        self.optimizer_strategy = 0
 
     def range_s(self, number, strategy, speeds):
         dp, tp, pp = strategy.degrees
@@ -40,15 +40,15 @@ class FormulaCosts:
     def step_s(self, strategies, speeds):
         return sum(self.range_s(number, one, speeds) for number, one in enumerate(strategies))
 
-    def fits(self, number, strategy, home):
+    def fits(self, number, strategy, optimizer_strategy):
         return strategy.tp * strategy.pp >= self.least_split
 
     def switches_fit(self, strategies):
         return True
 
     def switch_bytes(self, before, after):
-        """Only home holds weights between steps."""
-        return 0.0 if before[self.home] == after[self.home] else self.bytes_per_switch
+        """Only the optimizer's strategy holds weights between steps."""
+        return 0.0 if before[self.optimizer_strategy] == after[self.optimizer_strategy] else self.bytes_per_switch
 
 
 DEGREES = [(a, b, c) for a in (1, 2, 3, 4) for b in (1, 2, 3, 4) for c in (1, 2) if a * b * c <= 8]

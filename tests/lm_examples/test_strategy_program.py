@@ -92,8 +92,12 @@ def undivided(config):
 @pytest.mark.parametrize(
     ("before", "after", "ranks"),
     [
-        (SWITCHING, {**ranges_of([2, 2, 1], [1, 1, 4]), "home": [1, 2, 2]}, (2, 4)),
-        (ranges_of([2, 1, 1], [1, 1, 2], home={"ranks": [1]}), {"static": {"tp": 2, "shares": [1, 0]}}, (2, 2)),
+        (SWITCHING, {**ranges_of([2, 2, 1], [1, 1, 4]), "optimizer_strategy": [1, 2, 2]}, (2, 4)),
+        (
+            ranges_of([2, 1, 1], [1, 1, 2], optimizer_strategy={"ranks": [1]}),
+            {"static": {"tp": 2, "shares": [1, 0]}},
+            (2, 2),
+        ),
     ],
 )
 def test_a_run_resumed_under_other_strategies_equals_undivided_training(run_ranks, tmp_path, before, after, ranks):
@@ -194,9 +198,11 @@ def test_mistakes_are_named_with_what_is_allowed(tmp_path, sections, told):
 def test_a_choice_on_the_command_line_takes_the_place_of_the_files():
     for given, key in (("search=true", "search"), ("static=[1, 2, 1]", "static")):
         own = load_config("switching_two_ranks", [f"strategies.{given}"]).strategies
-        assert getattr(own, key) and own.ranges is None and own.home is None
-    own = load_config("switching_two_ranks", ["strategies.home=[2, 1, 1]", "strategies.static=[1, 2, 1]"]).strategies
-    assert own.home == Strategy(2) and own.static == Strategy(tp=2)
+        assert getattr(own, key) and own.ranges is None and own.optimizer_strategy is None
+    own = load_config(
+        "switching_two_ranks", ["strategies.optimizer_strategy=[2, 1, 1]", "strategies.static=[1, 2, 1]"]
+    ).strategies
+    assert own.optimizer_strategy == Strategy(2) and own.static == Strategy(tp=2)
     with pytest.raises(ValueError, match=r"found static and search; on the command line --set strategies.search=true"):
         load_config("switching_two_ranks", ["strategies.search=true", "strategies.static=[1, 2, 1]"])
 
@@ -225,14 +231,23 @@ def test_a_dry_run_tells_what_every_rank_needs_under_each_strategy():
     console = Console(record=True, width=160)
     needs = dry_run(config, num_ranks=2, console=console)
     whole = sum(one.num_bytes for one in config.tensors())
-    data_parallel, home = needs[Strategy(2)], needs[Strategy(tp=2)]
+    data_parallel, optimizer_strategy = needs[Strategy(2)], needs[Strategy(tp=2)]
     assert [one.weights for one in data_parallel] == [whole] * 2
-    assert 0.5 * whole < home[0].weights < 0.6 * whole and home[0].gradients == home[0].weights
-    assert data_parallel[0].gradients == whole + home[0].weights and data_parallel[0].optimizer == 2 * home[0].weights
-    assert home[0].activations < data_parallel[0].activations
+    assert (
+        0.5 * whole < optimizer_strategy[0].weights < 0.6 * whole
+        and optimizer_strategy[0].gradients == optimizer_strategy[0].weights
+    )
+    assert (
+        data_parallel[0].gradients == whole + optimizer_strategy[0].weights
+        and data_parallel[0].optimizer == 2 * optimizer_strategy[0].weights
+    )
+    assert optimizer_strategy[0].activations < data_parallel[0].activations
     # In a switch both sets of weights, gradients at both ends, AdamW's state and messages.
-    least = 2 * whole + (1 + 1 + 2) * home[0].weights
-    assert least < data_parallel[0].switch <= data_parallel[0].total and home[0].switch == data_parallel[0].switch
+    least = 2 * whole + (1 + 1 + 2) * optimizer_strategy[0].weights
+    assert (
+        least < data_parallel[0].switch <= data_parallel[0].total
+        and optimizer_strategy[0].switch == data_parallel[0].switch
+    )
     said = console.export_text()
     assert said.count("0 to 1") == 2
     assert "257 to 1024" in said and "embedding, blocks 0 to 3, head" in said and "(1, 2, 1)" in said

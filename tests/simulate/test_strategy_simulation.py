@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from scripts.bench.strategy_tables import COMBINATIONS, STATIC, in_best_home, ranges_of
+from scripts.bench.strategy_tables import COMBINATIONS, STATIC, in_best_optimizer_strategy, ranges_of
 from zeroresize.plan.strategy import Strategy
 from zeroresize.policy.strategy.costs.forecast import packed_by_work
 from zeroresize.policy.strategy.costs.search import search_strategies
@@ -49,7 +49,7 @@ def test_rows_are_padded_and_sequences_are_not():
 def test_every_combination_of_the_slides_fits_and_the_search_is_no_worse(cost):
     sample = [DISTRIBUTIONS["github"].mini_batch(2**21, 32 * K, np.random.default_rng(0))]
     slides = {
-        name: in_best_home(ranges_of(combination), sample, cost, padded_rows, LIMIT)
+        name: in_best_optimizer_strategy(ranges_of(combination), sample, cost, padded_rows, LIMIT)
         for name, combination in {"static": STATIC, **COMBINATIONS}.items()
     }
     candidates = [Strategy(8, 4, 1), *(Strategy(*own) for own in ((4, 2, 4), (4, 4, 2), (2, 8, 2), (1, 16, 2)))]
@@ -62,5 +62,7 @@ def test_every_combination_of_the_slides_fits_and_the_search_is_no_worse(cost):
     # Each further strategy has its switches.
     assert slides["C1"].switch_s < slides["C2"].switch_s < slides["C3"].switch_s
     # Long sequences fit with much tensor parallelism alone: what (4, 2, 4) has room for ends soon behind 4K.
-    homes = Strategy(1, 16, 2)
-    assert cost.fits(Strategy(4, 2, 4), homes, 4 * K, LIMIT) and not cost.fits(Strategy(4, 2, 4), homes, 8 * K, LIMIT)
+    optimizer_strategy = Strategy(1, 16, 2)
+    assert cost.fits(Strategy(4, 2, 4), optimizer_strategy, 4 * K, LIMIT) and not cost.fits(
+        Strategy(4, 2, 4), optimizer_strategy, 8 * K, LIMIT
+    )

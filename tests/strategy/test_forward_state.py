@@ -37,8 +37,8 @@ def rows(seed):
     return [torch.randint(11, (length + 1,), generator=generator) for length in (4, 2, 3, 4, 9, 9, 12)]
 
 
-def trainer_of(group, layers, strategies, *, home=None, **options):
-    model = SwitchableModel(layers, strategies=strategies, home=home, process_group=group)
+def trainer_of(group, layers, strategies, *, optimizer_strategy=None, **options):
+    model = SwitchableModel(layers, strategies=strategies, optimizer_strategy=optimizer_strategy, process_group=group)
     optimizer = torch.optim.AdamW([{"params": list(model.parameters())}], lr=0.05)
     ranges = [LengthRange(*one) for one in zip((4, 16)[-len(strategies) :], strategies, strict=True)]
     return StrategyTrainer(model, optimizer, ranges, loss=loss, max_tokens=16, **options)
@@ -56,12 +56,16 @@ def losses(trainer, steps=range(3)):
 
 def test_copies_drop_the_same_elements_in_every_run_and_generators_stay(run_ranks):
     def train(rank, group):
-        trainers = [trainer_of(group, with_dropout(recomputes), [DP, TP], home=TP) for recomputes in (False, True)]
+        trainers = [
+            trainer_of(group, with_dropout(recomputes), [DP, TP], optimizer_strategy=TP) for recomputes in (False, True)
+        ]
         torch.manual_seed(rank)  # what ranks drew before is of no matter
         before = torch.get_rng_state()
         told = [losses(one) for one in trainers]
         assert torch.equal(before, torch.get_rng_state())
-        other_seed, resumed = (trainer_of(group, with_dropout(), [DP, TP], home=TP, seed=seed) for seed in (1, 0))
+        other_seed, resumed = (
+            trainer_of(group, with_dropout(), [DP, TP], optimizer_strategy=TP, seed=seed) for seed in (1, 0)
+        )
         resumed.num_steps = trainers[0].num_steps
         assert resumed.num_steps == 3
         copies = [

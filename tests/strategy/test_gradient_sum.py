@@ -1,4 +1,4 @@
-"""The sum over home's replicas holds few copies, and a parameter without a gradient counts as one with zeros."""
+"""The sum of gradients over replicas holds few copies, and a parameter without a gradient counts as one with zeros."""
 
 import weakref
 from types import SimpleNamespace
@@ -27,8 +27,8 @@ def test_few_sums_are_under_way_and_missing_gradients_are_zeros(monkeypatch, num
     parameters = {number: nn.Parameter(torch.ones(4)) for number in range(12)}
     for number, one in parameters.items():
         one.grad = torch.full((4,), float(number)) if number % 3 else None
-    home = SimpleNamespace(groups=SimpleNamespace(dp=None), position=0, parameters=parameters)
-    gradient_sum.sum_gradients(home, [SimpleNamespace(spec=SimpleNamespace(division=None))] * 12)
+    optimizer_placement = SimpleNamespace(groups=SimpleNamespace(dp=None), position=0, parameters=parameters)
+    gradient_sum.sum_gradients(optimizer_placement, [SimpleNamespace(spec=SimpleNamespace(division=None))] * 12)
     for number, one in parameters.items():
         assert one.grad.tolist() == [float(num_replicas * number if number % 3 else 0)] * 4
     assert (len(flats), most) == ((6, 2) if num_replicas > 1 else (0, 0))

@@ -1,4 +1,4 @@
-"""A home divides only what its optimizer treats element by element, and layers inside wrappers are refused."""
+"""The optimizer's strategy divides only what it treats element by element; layers inside wrappers are refused."""
 
 import pytest
 import torch
@@ -29,43 +29,49 @@ class ByNorm(torch.optim.SGD):
         super().step()
 
 
-def trainer_of(group, home, kind=ByNorm):
+def trainer_of(group, optimizer_strategy, kind=ByNorm):
     torch.manual_seed(0)
-    strategies = [home, *(one for one in (WHOLE, DIVIDED) if one != home)]
+    strategies = [optimizer_strategy, *(one for one in (WHOLE, DIVIDED) if one != optimizer_strategy)]
     model = SwitchableModel(llama_layers(CONFIG), strategies=strategies, process_group=group, nodes=[0, 0])
     optimizer = kind([{"params": list(model.parameters())}], lr=0.1)
-    return StrategyTrainer(model, optimizer, [LengthRange(8, home)], loss=token_loss)
+    return StrategyTrainer(model, optimizer, [LengthRange(8, optimizer_strategy)], loss=token_loss)
 
 
-def test_a_home_with_tensor_parallelism_is_refused_on_every_rank(run_ranks):
+def test_an_optimizer_strategy_with_tensor_parallelism_is_refused_on_every_rank(run_ranks):
     def check(rank, group):
-        with pytest.raises(ValueError, match=rf"the home \(1, 2, 1\) divides .*ByNorm {NOT_BY_ELEMENT}"):
+        with pytest.raises(
+            ValueError, match=rf"the optimizer's strategy \(1, 2, 1\) divides .*ByNorm {NOT_BY_ELEMENT}"
+        ):
             trainer_of(group, DIVIDED)
         trainer_of(group, DIVIDED, torch.optim.SGD)
         trainer = trainer_of(group, WHOLE)
-        with pytest.raises(ValueError, match=rf"the home \(1, 2, 1\) divides .*ByNorm {NOT_BY_ELEMENT}"):
-            trainer.model.rehome(DIVIDED, trainer.optimizer)
-        with pytest.raises(ValueError, match=f"another home may divide .*ByNorm {NOT_BY_ELEMENT}"):
+        with pytest.raises(
+            ValueError, match=rf"the optimizer's strategy \(1, 2, 1\) divides .*ByNorm {NOT_BY_ELEMENT}"
+        ):
+            trainer.model.move_optimizer(DIVIDED, trainer.optimizer)
+        with pytest.raises(ValueError, match=f"another strategy of the optimizer may divide .*ByNorm {NOT_BY_ELEMENT}"):
             StrategyBalancer(trainer, None)
         trainer.step([torch.arange(9)])
 
     run_ranks(check, 2, timeout_s=30)
 
 
-def test_a_rank_that_the_home_leaves_out_hears_of_it(run_ranks):
+def test_a_rank_that_the_optimizer_strategy_leaves_out_hears_of_it(run_ranks):
     def check(rank, group):
         trainer = trainer_of(group, ONE)
         error = ValueError if rank else RuntimeError
         with pytest.raises(error, match="not element-wise" if rank else r"ranks \[1\] of the group failed before"):
-            trainer.model.rehome(DIVIDED, trainer.optimizer)
+            trainer.model.move_optimizer(DIVIDED, trainer.optimizer)
 
     run_ranks(check, 2, timeout_s=30)
 
 
-def test_a_home_of_stages_is_refused_where_the_optimizer_sees_other_parameters(run_ranks):
+def test_an_optimizer_strategy_of_stages_is_refused_where_the_optimizer_sees_other_parameters(run_ranks):
     def check(rank, group):
         trainer_of(group, STAGES)
-        with pytest.raises(ValueError, match=r"the home \(1, 1, 2\) divides .*LBFGS .* parameter by parameter"):
+        with pytest.raises(
+            ValueError, match=r"the optimizer's strategy \(1, 1, 2\) divides .*LBFGS .* parameter by parameter"
+        ):
             trainer_of(group, STAGES, torch.optim.LBFGS)
 
     run_ranks(check, 2, timeout_s=30)

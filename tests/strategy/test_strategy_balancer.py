@@ -159,7 +159,7 @@ def test_a_slow_rank_is_shrunk_left_out_and_comes_back_and_results_are_those_of_
         )
         balancer.load_state_dict(json.loads(json.dumps(balancer.state_dict())))
         run_until("leave out", 8.0, 30)
-        assert records[-1].left_out == (1,) and trainer.model.home == balancer.in_force[0]
+        assert records[-1].left_out == (1,) and trainer.model.optimizer_strategy == balancer.in_force[0]
         assert not any(1 in one.ranks for one in balancer.in_force)
         assert rank != 1 or not list(trainer.model.parameters())
         for _ in range(12):  # it stays where it is while it is slow
@@ -224,10 +224,12 @@ def setup_s_of(balancer):
     return setup_s
 
 
-def test_a_home_outside_the_ranges_is_refused(run_ranks):
+def test_an_optimizer_strategy_outside_the_ranges_is_refused(run_ranks):
     def make(rank, group):
-        home = Strategy(4)
-        model = SwitchableModel(layers_of(), strategies=[home, *(one.strategy for one in RANGES)], process_group=group)
+        optimizer_strategy = Strategy(4)
+        model = SwitchableModel(
+            layers_of(), strategies=[optimizer_strategy, *(one.strategy for one in RANGES)], process_group=group
+        )
         trainer = StrategyTrainer(
             model, optimizer_of(model.parameters()), RANGES, loss=token_loss, max_tokens=MAX_TOKENS
         )
@@ -307,24 +309,24 @@ def trainer_of(group):
 
 def test_a_rank_is_expected_to_take_its_share_of_its_replicas_tokens():
     tensors = training_tensors()
-    costs = StragglerCosts(cost_of(tensors), with_limits(RANGES, MAX_TOKENS), home=0)
+    costs = StragglerCosts(cost_of(tensors), with_limits(RANGES, MAX_TOKENS), optimizer_strategy=0)
     shrunk = (Strategy(2, 2, shares=(3, 1)), Strategy(1, 4))
     # Two sequences of 4 tokens, one a replica; one of 12 that all four share.
     assert costs.rank_s(shrunk, [4, 4, 12], 0) == pytest.approx(NUM_BLOCKS * TOKEN_S * (4 * 0.75 + 12 / 4))
     assert costs.rank_s(shrunk, [4, 4, 12], 3) == pytest.approx(NUM_BLOCKS * TOKEN_S * (4 * 0.25 + 12 / 4))
     # 12 units of 5 ranks: two have 3, which is 5 / 4 of an equal share; costs are those of tp = 4, the last known.
-    of_five = StragglerCosts(cost_of(tensors, 5), with_limits(RANGES, MAX_TOKENS), home=0)
+    of_five = StragglerCosts(cost_of(tensors, 5), with_limits(RANGES, MAX_TOKENS), optimizer_strategy=0)
     fifth = (Strategy(1, 5, shares=(2, 1, 1, 1, 1)), Strategy(1, 5, shares=(1.000001, 1, 1, 1, 1)))
     assert of_five.rank_s(fifth, [12], 0) == pytest.approx(NUM_BLOCKS * 12 * TOKEN_S / 4 * 5 / 4, rel=1e-6)
     costs.expect([[4, 4, 12]])
     even = (1.0,) * 4
     assert costs.range_s(0, shrunk[0], even) == pytest.approx(NUM_BLOCKS * TOKEN_S * 4 * 0.75)
     assert costs.range_s(1, Strategy(1, 3, ranks=(0, 1, 2), shares=(2, 1, 1)), even) < math.inf
-    tight = StragglerCosts(cost_of(tensors), with_limits(RANGES, MAX_TOKENS), home=0, limit_bytes=10.0)
+    tight = StragglerCosts(cost_of(tensors), with_limits(RANGES, MAX_TOKENS), optimizer_strategy=0, limit_bytes=10.0)
     ours = [one.strategy for one in RANGES]
     assert tight.fits(1, ours[1], ours[0]) and tight.switches_fit(ours)  # it is what the caller does
     assert not tight.fits(0, shrunk[0], shrunk[0]) and not tight.switches_fit([shrunk[0], ours[1]])
-    assert not tight.fits(1, ours[1], shrunk[0])  # beside another home more may be needed
+    assert not tight.fits(1, ours[1], shrunk[0])  # beside another strategy of the optimizer more may be needed
 
 
 def training_tensors():

@@ -27,23 +27,23 @@ def whole_of(seed):
     }
 
 
-def built(home, group, seed):
-    model = SwitchableModel(layers_of(seed), strategies=[home, WHOLE], process_group=group)
+def built(optimizer_strategy, group, seed):
+    model = SwitchableModel(layers_of(seed), strategies=[optimizer_strategy, WHOLE], process_group=group)
     return model, torch.optim.AdamW([{"params": list(model.parameters())}], lr=0.5 - 0.1 * seed)
 
 
-def save(folder, home, group):
+def save(folder, optimizer_strategy, group):
     """With state that follows from the weights: twice as large, squared, and step 3."""
-    model, optimizer = built(home, group, seed=1)
+    model, optimizer = built(optimizer_strategy, group, seed=1)
     for parameter in model.parameters():
         own = parameter.detach()
         optimizer.state[parameter] = {"step": torch.tensor(3.0), "exp_avg": 2 * own, "exp_avg_sq": own * own}
     dcp.save(zr.sharded_state_dict(model, optimizer), checkpoint_id=folder, process_group=group)
 
 
-def load(folder, home, group):
+def load(folder, optimizer_strategy, group):
     """The whole weights, on rank 0, as the checkpoint gave them; what else it gave is checked here."""
-    model, optimizer = built(home, group, seed=2)
+    model, optimizer = built(optimizer_strategy, group, seed=2)
     dcp.load(zr.sharded_state_dict(model, optimizer), checkpoint_id=folder, process_group=group)
     for parameter in model.parameters():
         state, own = optimizer.state[parameter], parameter.detach()
@@ -55,13 +55,13 @@ def load(folder, home, group):
     return {f"layers.{number}.{name}": one.detach() for number, own in placed for name, one in own.named_parameters()}
 
 
-HOMES_OF_FOUR = [
+OF_FOUR_RANKS = [
     Strategy(2, 1, 2),
     Strategy(1, 4, 1),
     Strategy(2, 2, 1, ranks=(3, 1, 0, 2)),
     Strategy(1, 3, 1, shares=(2, 1, 1), ranks=(3, 0, 2)),
 ]
-HOMES_OF_TWO = [
+OF_TWO_RANKS = [
     Strategy(1, 2, 1),
     Strategy(1, 1, 2, boundaries=(0, 1, 4)),
     Strategy(1, 2, 1, shares=(3, 0)),
@@ -70,19 +70,22 @@ HOMES_OF_TWO = [
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4)])
-def test_what_one_home_wrote_any_other_one_reads_on_other_ranks(run_ranks, tmp_path, before, after):
-    homes = {4: HOMES_OF_FOUR, 2: HOMES_OF_TWO}
+def test_what_one_optimizer_strategy_wrote_any_other_one_reads_on_other_ranks(run_ranks, tmp_path, before, after):
+    optimizer_strategies = {4: OF_FOUR_RANKS, 2: OF_TWO_RANKS}
 
     def save_all(rank, group):
-        for number, home in enumerate(homes[before]):
-            save(tmp_path / str(number), home, group)
+        for number, optimizer_strategy in enumerate(optimizer_strategies[before]):
+            save(tmp_path / str(number), optimizer_strategy, group)
 
     def load_all(rank, group):
-        return [load(tmp_path / str(number), home, group) for number, home in enumerate(homes[after])]
+        return [
+            load(tmp_path / str(number), optimizer_strategy, group)
+            for number, optimizer_strategy in enumerate(optimizer_strategies[after])
+        ]
 
     run_ranks(save_all, before)
     expected = whole_of(1)
-    for number in range(len(homes[before])):
+    for number in range(len(optimizer_strategies[before])):
         stored = FileSystemReader(tmp_path / str(number)).read_metadata().state_dict_metadata
         assert {name: stored[name].size for name in expected} == {name: one.shape for name, one in expected.items()}
     for found in run_ranks(load_all, after)[0]:

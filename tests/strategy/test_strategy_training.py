@@ -73,31 +73,37 @@ def undivided(dtype, num_steps):
     )
 
 
-def trainer_of(group, strategies, home, dtype=torch.float64, **options):
+def trainer_of(group, strategies, optimizer_strategy, dtype=torch.float64, **options):
     model = SwitchableModel(
-        list(layers_of(dtype)), strategies=strategies, process_group=group, home=home, max_bytes=5000
+        list(layers_of(dtype)),
+        strategies=strategies,
+        process_group=group,
+        optimizer_strategy=optimizer_strategy,
+        max_bytes=5000,
     )
     chosen = {"loss": token_loss, "max_tokens": MAX_TOKENS, "grad_clip": MAX_NORM, **options}
     return StrategyTrainer(model, optimizer_of(model.parameters()), ranges_of(strategies), **chosen)
 
 
-def check_against_undivided(run_ranks, num_ranks, strategies, homes, dtype=torch.float64, tolerance=1e-10):
-    """One step for each home, which changes by ``rehome`` in between."""
-    told, last_loss, wholes = undivided(dtype, len(homes))
+def check_against_undivided(
+    run_ranks, num_ranks, strategies, optimizer_strategies, dtype=torch.float64, tolerance=1e-10
+):
+    """One step for each strategy of the optimizer, which changes by ``move_optimizer`` in between."""
+    told, last_loss, wholes = undivided(dtype, len(optimizer_strategies))
     assert all(norm > MAX_NORM for _, norm in told)
 
     def train(rank, group):
-        trainer = trainer_of(group, strategies, homes[0], dtype)
+        trainer = trainer_of(group, strategies, optimizer_strategies[0], dtype)
         model = trainer.model
         reports = []
-        for step, home in enumerate(homes):
-            if model.home != home:
-                model.rehome(home, trainer.optimizer)
+        for step, optimizer_strategy in enumerate(optimizer_strategies):
+            if model.optimizer_strategy != optimizer_strategy:
+                model.move_optimizer(optimizer_strategy, trainer.optimizer)
             reports.append(trainer.step(batch(step)))
-            assert model.current == model.home == home
+            assert model.current == model.optimizer_strategy == optimizer_strategy
         last = trainer.evaluate(batch(0))
         assert all(one.grad is None for one in model.parameters())
-        expected = {name: own_part(model, model.home, name, one) for name, one in wholes.items()}
+        expected = {name: own_part(model, model.optimizer_strategy, name, one) for name, one in wholes.items()}
         found = dict(model.named_parameters())
         assert found.keys() == {name for name, one in expected.items() if one is not None}
         for name, one in found.items():
@@ -114,13 +120,13 @@ def check_against_undivided(run_ranks, num_ranks, strategies, homes, dtype=torch
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("home", [FIVE[1], FIVE[3]])
-def test_four_ranks_train_five_strategies_in_every_step(run_ranks, home):
-    reports = check_against_undivided(run_ranks, 4, FIVE, [home] * 3)[0]
+@pytest.mark.parametrize("optimizer_strategy", [FIVE[1], FIVE[3]])
+def test_four_ranks_train_five_strategies_in_every_step(run_ranks, optimizer_strategy):
+    reports = check_against_undivided(run_ranks, 4, FIVE, [optimizer_strategy] * 3)[0]
     for step, report in enumerate(reports):
         visited = [one.strategy for one in report.by_range]
         assert set(visited) == (set(FIVE) if step != 1 else {FIVE[1], FIVE[3]})
-        assert visited[0] == home and len(report.switches) == len(visited)
+        assert visited[0] == optimizer_strategy and len(report.switches) == len(visited)
         assert report.num_tokens == sum(len(one) - 1 for one in batch(step))
         assert sum(one.num_tokens for one in report.by_range) == report.num_tokens
         assert [one.num_sequences for one in report.by_range] == [
@@ -135,7 +141,7 @@ def test_in_single_precision_too(run_ranks):
     check_against_undivided(run_ranks, 4, FIVE, [FIVE[0]] * 2, torch.float32, 1e-5)
 
 
-def test_two_ranks_with_uneven_shares_and_a_home_that_changes(run_ranks):
+def test_two_ranks_with_uneven_shares_and_an_optimizer_that_moves(run_ranks):
     check_against_undivided(run_ranks, 2, TWO, [TWO[1], TWO[2], TWO[3]])
 
 

@@ -27,10 +27,12 @@ def test_weights_are_those_of_the_whole_model_after_any_chain_of_switches(run_ra
     run_ranks(check, 4)
 
 
-def test_gradients_of_all_strategies_are_added_at_home(run_ranks):
+def test_gradients_of_all_strategies_are_added_under_that_of_the_optimizer(run_ranks):
     def check(rank, group):
-        for home in (FOUR[1], FOUR[4], FOUR[2]):
-            model = SwitchableModel(layers_of(), strategies=FOUR, process_group=group, home=home, max_bytes=3000)
+        for optimizer_strategy in (FOUR[1], FOUR[4], FOUR[2]):
+            model = SwitchableModel(
+                layers_of(), strategies=FOUR, process_group=group, optimizer_strategy=optimizer_strategy, max_bytes=3000
+            )
             total = {name: torch.zeros_like(one) for name, one in whole_tensors(layers_of()).items()}
             for number, strategy in enumerate([*FOUR, FOUR[0]]):
                 model.switch_to(strategy)
@@ -43,8 +45,8 @@ def test_gradients_of_all_strategies_are_added_at_home(run_ranks):
                         if part is not None and model.position.replica == replica:
                             add(model, name, part)
             model.collect()
-            assert model.current == home
-            expected = {name: own_part(model, home, name, whole) for name, whole in total.items()}
+            assert model.current == optimizer_strategy
+            expected = {name: own_part(model, optimizer_strategy, name, whole) for name, whole in total.items()}
             found = {name: one.grad for name, one in model.named_parameters()}
             for name, part in expected.items():
                 assert (part is None) == (name not in found)
@@ -61,15 +63,19 @@ def add(model, name, gradient):
 
 
 def test_gradients_computed_under_several_strategies_are_those_of_the_undivided_model(run_ranks):
-    """Real forwards and backwards; the home has three replicas, and one rank is left out of it."""
+    """Real forwards and backwards; the optimizer's strategy has three replicas, and one rank is left out of it."""
     strategies = [Strategy(2, 2), Strategy(4), Strategy(1, 4, shares=(3, 1, 2, 0)), Strategy(1, 3, ranks=(2, 3, 1))]
 
     def check(rank, group):
-        home = Strategy(3, ranks=(3, 0, 1))
+        optimizer_strategy = Strategy(3, ranks=(3, 0, 1))
         whole_layers = layers_of()
-        options = {"process_group": group, "home": home, "initialize": filled_as(layers_of())}
+        options = {
+            "process_group": group,
+            "optimizer_strategy": optimizer_strategy,
+            "initialize": filled_as(layers_of()),
+        }
         model = SwitchableModel(layers_of(device="meta"), strategies=strategies, **options)
-        for step, strategy in enumerate([*strategies, home, strategies[0]]):
+        for step, strategy in enumerate([*strategies, optimizer_strategy, strategies[0]]):
             torch.manual_seed(step)
             tokens = torch.randint(VOCABULARY, (strategy.dp, 5))
             loss_of(whole_layers, tokens.flatten()).backward()
@@ -77,7 +83,10 @@ def test_gradients_computed_under_several_strategies_are_those_of_the_undivided_
             if model.position is not None:
                 loss_of(model.stage_layers.values(), tokens[model.position.replica]).backward()
         model.collect()
-        expected = {name: own_part(model, home, name, one.grad) for name, one in whole_tensors(whole_layers).items()}
+        expected = {
+            name: own_part(model, optimizer_strategy, name, one.grad)
+            for name, one in whole_tensors(whole_layers).items()
+        }
         assert len(list(model.parameters())) == (0 if rank == 2 else len(expected))
         for name, one in model.named_parameters():
             torch.testing.assert_close(one.grad, expected[name], rtol=0.0, atol=1e-10)
@@ -105,16 +114,16 @@ def test_ranks_that_hold_the_same_have_the_same_gradients_to_the_last_bit(run_ra
     """Partial gradients of four replicas reach each of three shards, in single precision."""
 
     def check(rank, group):
-        home = Strategy(1, 3, shares=(1, 2, 3))
+        optimizer_strategy = Strategy(1, 3, shares=(1, 2, 3))
         layers = layers_of(dtype=torch.float32)
-        model = SwitchableModel(layers, strategies=[home, FOUR[0]], process_group=group, max_bytes=2000)
+        model = SwitchableModel(layers, strategies=[optimizer_strategy, FOUR[0]], process_group=group, max_bytes=2000)
         for step in range(2):
             report = model.switch_to(FOUR[0])
             assert report.num_rounds > 2
             torch.manual_seed(10 * step + rank)
             for one in (one for layer in model.stage_layers.values() for one in layer.parameters()):
                 one.grad = torch.randn_like(one)
-            model.switch_to(home)
+            model.switch_to(optimizer_strategy)
         model.collect()
         divided = {one.name for one in model.tensors if one.division is not None}
         return {name: one.grad.tolist() for name, one in model.named_parameters() if name not in divided}
@@ -188,11 +197,11 @@ def test_strategies_that_come_and_go_leave_nothing_behind(run_ranks):
             if ranks == (0, 1, 3, 2):
                 with pytest.raises(ValueError, match="in force"):
                     model.forget(strategy)
-            model.switch_to(model.home, gradients=False)
+            model.switch_to(model.optimizer_strategy, gradients=False)
             model.forget(strategy)
             assert len(known_groups()) == before and len(model._routes) <= 1
-        for strategy in (model.home, Strategy(2, 2)):
-            with pytest.raises(ValueError, match=r"the home|none of the model's"):
+        for strategy in (model.optimizer_strategy, Strategy(2, 2)):
+            with pytest.raises(ValueError, match=r"the optimizer's, or in force|none of the model's"):
                 model.forget(strategy)
 
     run_ranks(check, 4)
@@ -209,7 +218,7 @@ def test_shares_that_come_to_the_same_units_are_one_strategy(run_ranks):
         for strategy in (same, other, first):
             model.switch_to(strategy, gradients=False)
             assert_holds(model, wholes)
-        model.rehome(same, None)
+        model.move_optimizer(same, None)
         model.forget(first)
         assert_holds(model, wholes)
         assert model.strategies == [same, other]

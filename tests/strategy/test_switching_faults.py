@@ -33,11 +33,11 @@ class Training:
 
     def fails(self, call, kind=RuntimeError):
         """The text of the error; nothing has changed then."""
-        before = self.model.home, self.model.current, [id(one) for one in self.optimizer.state]
+        before = self.model.optimizer_strategy, self.model.current, [id(one) for one in self.optimizer.state]
         state = [one["exp_avg"].clone() for one in self.optimizer.state.values()]
         with pytest.raises(kind) as caught:
             call(self.model)
-        assert before == (self.model.home, self.model.current, [id(one) for one in self.optimizer.state])
+        assert before == (self.model.optimizer_strategy, self.model.current, [id(one) for one in self.optimizer.state])
         assert all(map(torch.equal, state, [one["exp_avg"] for one in self.optimizer.state.values()]))
         assert_holds(self.model, self.wholes)
         return f"{type(caught.value).__name__}: {caught.value}"
@@ -53,9 +53,11 @@ def test_switches_that_ranks_do_not_agree_on_or_that_do_not_fit_change_nothing(r
         ]
         told += [training.fails(lambda model: model.add(HALVES if rank == 1 else PAIR))]
         told += [training.fails(lambda model: model.add(Strategy(5)), ValueError)]
-        told += [training.fails(lambda model: model.rehome(REPLICAS if rank == 2 else PIPELINE, training.optimizer))]
+        told += [
+            training.fails(lambda model: model.move_optimizer(REPLICAS if rank == 2 else PIPELINE, training.optimizer))
+        ]
         training.optimizer.param_groups[0]["lr"] = float(rank)
-        told += [training.fails(lambda model: model.rehome(PIPELINE, training.optimizer))]
+        told += [training.fails(lambda model: model.move_optimizer(PIPELINE, training.optimizer))]
         training.optimizer.param_groups[0]["lr"] = 0.0
         if rank == 1:
             monkeypatch.setattr(agreement, "free_bytes", lambda device: 1000)
@@ -63,7 +65,7 @@ def test_switches_that_ranks_do_not_agree_on_or_that_do_not_fit_change_nothing(r
         told += [training.fails(lambda model: model.switch_to(PIPELINE), NotEnoughMemoryError)]
         monkeypatch.undo()
         model.switch_to(PIPELINE)
-        told += [training.fails(lambda model: model.rehome(REPLICAS, training.optimizer), ValueError)]
+        told += [training.fails(lambda model: model.move_optimizer(REPLICAS, training.optimizer), ValueError)]
         for one in model.stage_layers.values():
             for parameter in one.parameters():
                 parameter.grad = torch.ones_like(parameter)
@@ -132,7 +134,9 @@ def test_models_and_strategies_that_do_not_fit_are_told_to_all(run_ranks):
         with pytest.raises((ValueError, RuntimeError)) as caught:
             SwitchableModel([Odd(state=rank == 1)], strategies=[PAIR], process_group=group)
         assert rank == 1 or "ranks [1] of the group failed before" in str(caught.value)
-        with pytest.raises(RuntimeError, match="differ in the layers, the strategies, home or max_bytes"):
+        with pytest.raises(
+            RuntimeError, match="differ in the layers, the strategies, the optimizer's strategy or max_bytes"
+        ):
             SwitchableModel([Odd()], strategies=[(HALVES, PAIR)[rank]], process_group=group)
 
         with pytest.raises(RuntimeError, match=r"differ in the weights .*manual_seed.*\[\[0\], \[1\]\]"):

@@ -70,7 +70,7 @@ def test_what_cannot_be_trained_is_refused_on_every_rank_and_the_next_step_works
         told = r"lacks 1 of them, layers\.0\.tokens\.weight, and has 1 others"
         refuses(lambda: trainer_of(model, stranger).step(rows(3)), ValueError, told)
         model.switch_to(RANGES[1].strategy)
-        refuses(lambda: trainer.step(rows(3)), ValueError, r"under \(1, 2, 1\), not its home")
+        refuses(lambda: trainer.step(rows(3)), ValueError, r"under \(1, 2, 1\), not the optimizer's strategy")
         model.abandon()
         for one, before in zip(model.parameters(), weights, strict=True):
             assert torch.equal(one, before)
@@ -86,7 +86,7 @@ def test_what_cannot_be_trained_is_refused_on_every_rank_and_the_next_step_works
 
 
 def test_a_step_that_fails_or_is_not_finite_leaves_nothing_to_the_next_one(run_ranks):
-    """In the second micro-batch at home, in the visit after it, and by a loss or a gradient that is not a number."""
+    """In the second micro-batch of the first visit, in the visit after it, and by a loss or a gradient not a number."""
 
     class Spoils(torch.autograd.Function):
         @staticmethod
@@ -102,7 +102,7 @@ def test_a_step_that_fails_or_is_not_finite_leaves_nothing_to_the_next_one(run_r
 
         def loss(output, packed):
             seen.append(packed.lengths)
-            if (kind == "home" and len(seen) == 2) or (kind == "visit" and max(packed.lengths) > 4):
+            if (kind == "first visit" and len(seen) == 2) or (kind == "visit" and max(packed.lengths) > 4):
                 raise FloatingPointError("bad")
             output = Spoils.apply(output) if kind == "gradient" else output
             return token_loss(output, packed) * (float("nan") if kind == "loss" else 1.0)
@@ -110,14 +110,14 @@ def test_a_step_that_fails_or_is_not_finite_leaves_nothing_to_the_next_one(run_r
         model = model_of(group)
         trainer = StrategyTrainer(model, torch.optim.SGD(model.parameters(), lr=0.1), RANGES, loss=loss, max_tokens=8)
         weights = [one.detach().clone() for one in model.parameters()]
-        for spoiled in ("home", "visit"):
+        for spoiled in ("first visit", "visit"):
             kind = spoiled
             seen.clear()
             refuses(lambda: trainer.step(rows(4, 4, 4, 4, 4, 4, 8)), FloatingPointError, "bad")
             for call in (trainer.step, trainer.evaluate):
                 refuses(lambda call=call: call(rows(3)), RuntimeError, "FloatingPointError: bad.*Exit .*abandon")
             model.abandon()
-            assert model.current == model.home and all(one.grad is None for one in model.parameters())
+            assert model.current == model.optimizer_strategy and all(one.grad is None for one in model.parameters())
         for spoiled in ("loss", "gradient"):
             kind = spoiled
             report = trainer.step(rows(3, 8))

@@ -75,9 +75,9 @@ def measure_layer_costs(
 ) -> LayerCostTable:
     """What the layers cost under every tensor-parallel degree of the model's strategies that have one stage.
 
-    Collective, between steps: the model switches to each of these strategies and back to its home. Every layer is
-    timed by itself, forward and backward, on all replicas at once; the fastest of some rounds counts, and of the ranks
-    the slowest. All ranks get the same numbers.
+    Collective, between steps: the model switches to each of these strategies and back to the optimizer's strategy.
+    Every layer is timed by itself, forward and backward, on all replicas at once; the fastest of some rounds counts,
+    and of the ranks the slowest. All ranks get the same numbers.
 
     Args:
         batch_of: a micro-batch of sequences of these lengths, on the model's device.
@@ -113,7 +113,7 @@ def measure_layer_costs(
         most, held = _most(np.array([kept_bytes.max(), model.held_bytes]), model).tolist()
         fitting = [one for one in range(len(points)) if held + most * tokens[one] <= memory_limit]
         if not fitting:
-            model.switch_to(model.home, gradients=False)
+            model.switch_to(model.optimizer_strategy, gradients=False)
             raise ValueError(
                 f"memory_limit={memory_limit:g}: under {strategy} a rank has {held:.0f} bytes of weights, and not even "
                 f"a micro-batch of {tokens[0]:.0f} tokens fits beside them"
@@ -128,7 +128,7 @@ def measure_layer_costs(
         own_tokens, own_squares = ([values[one] for one in fitting] for values in (tokens, squares))
         for kind, seconds, kept in zip(kinds, seconds_LP, kept_bytes, strict=True):
             costs[kind][tp] = fitted_cost(own_tokens, own_squares, seconds, float(kept))
-    model.switch_to(model.home, gradients=False)
+    model.switch_to(model.optimizer_strategy, gradients=False)
     return LayerCostTable(tuple(kinds), costs, boundary_bytes)
 
 

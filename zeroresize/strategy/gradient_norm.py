@@ -1,4 +1,4 @@
-"""Clipping by the norm of the undivided model's gradients, as they lie in the home strategy."""
+"""Clipping by the norm of the undivided model's gradients, as they lie in the optimizer's strategy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def grad_norm(model: SwitchableModel) -> Tensor:
 
     Each element counts once, however many ranks hold it.
     """
-    dp, tp = model.home.dp, model.home.tp
+    dp, tp = model.optimizer_strategy.dp, model.optimizer_strategy.tp
     num_holders = {spec.name: dp if spec.division is not None else dp * tp for spec in model.tensors}
     parameters = ((parameter, num_holders[name]) for name, parameter in model.named_parameters())
     return norm_of_replicated(parameters, model.process_group, model.device)

@@ -35,8 +35,8 @@ from zeroresize.resharding.agreement import (
 from zeroresize.resharding.transaction import Participants, run_transaction
 from zeroresize.strategy.optimizer_checks import require_divisible
 from zeroresize.strategy.switching.gradient_sum import sum_gradients
+from zeroresize.strategy.switching.optimizer_move import OptimizerMove
 from zeroresize.strategy.switching.placement import Placement, held_bytes
-from zeroresize.strategy.switching.rehoming import Rehoming
 from zeroresize.strategy.switching.sharding import Initialize, SegmentsOf, WholeLayers, WholeTensor
 from zeroresize.strategy.switching.strategy_groups import OwnGroups, StrategyGroups
 from zeroresize.strategy.switching.switch import Switch, SwitchReport, SwitchRoute
@@ -57,9 +57,9 @@ class SwitchableModel:
         model.collect()
         optimizer.step()
 
-    The optimizer steps the parameters of the **home** strategy, and its state stays there. Within a step the weights
-    travel from strategy to strategy, and each one's gradients to the home, where they are added. Between switches each
-    rank holds one set of weights: its part under the strategy in force.
+    The optimizer steps the parameters of **the optimizer's strategy**, and its state stays there. Within a step the
+    weights travel from strategy to strategy, and each one's gradients to the optimizer's strategy, where they are
+    added. Between switches each rank holds one set of weights: its part under the strategy in force.
 
     Gradients are added, never averaged: a loss is a sum over tokens, divided by the tokens of the whole mini-batch.
     Under (dp, tp, pp) every rank has the gradients of its own part of the model and of its replica's sequences only.
@@ -70,7 +70,7 @@ class SwitchableModel:
         strategies: under which it will run; more come with :meth:`add`. The same on all ranks.
         process_group: of all ranks of the job (or a one-dimensional ``DeviceMesh``), those that a strategy leaves out
             included.
-        home: where the optimizer's state is; None for the first strategy.
+        optimizer_strategy: where the optimizer's state is; None for the first strategy.
         segments: ``segments(number, layer)`` tells which linear layers are divided; None asks each layer's method
             ``segments``, if it has one.
         initialize: ``initialize(number, layer)`` fills a layer's parameters and buffers, alike on all ranks. Only
@@ -81,7 +81,7 @@ class SwitchableModel:
 
     Attributes:
         strategies: all that it may run under.
-        home, current: the strategy of the optimizer, and the one in force.
+        optimizer_strategy, current: the strategy of the optimizer, and the one in force.
         tensors: [P], of the undivided model.
         rank: of this process within the group.
         failure: what ended a step under way, told by who runs it; None if nothing did, and after :meth:`abandon`.
@@ -99,7 +99,7 @@ class SwitchableModel:
         *,
         strategies: Sequence[Strategy],
         process_group: ProcessGroup | None = None,
-        home: Strategy | None = None,
+        optimizer_strategy: Strategy | None = None,
         segments: SegmentsOf | None = None,
         initialize: Initialize | None = None,
         device: torch.device | str | None = None,
@@ -119,7 +119,9 @@ class SwitchableModel:
             if max_bytes < 1:
                 raise ValueError(f"max_bytes={max_bytes} is not allowed: at least 1 is needed")
             whole = WholeLayers(layers, segments)
-            wanted = dict.fromkeys(map(Strategy.of, [*strategies, *([] if home is None else [home])]))
+            wanted = dict.fromkeys(
+                map(Strategy.of, [*strategies, *([] if optimizer_strategy is None else [optimizer_strategy])])
+            )
             if not wanted:
                 raise ValueError("strategies=[]: at least one is needed")
             specs = [one.spec for one in whole.tensors]
@@ -131,15 +133,17 @@ class SwitchableModel:
                 [asdict(one.spec) for one in found[0].tensors],
                 [str(one.dtype) for one in found[0].tensors],
                 [one.as_dict() for one in found[1]],
-                home and Strategy.of(home).as_dict(),
+                optimizer_strategy and Strategy.of(optimizer_strategy).as_dict(),
                 max_bytes,
             ],
-            "the layers, the strategies, home or max_bytes",
+            "the layers, the strategies, the optimizer's strategy or max_bytes",
         )
         self._nodes = self._agreed_nodes(nodes)
         self._groups = StrategyGroups(self.process_group)
         self._setups_s: list[float] = []
-        self.home = self.current = next(iter(layouts)) if home is None else Strategy.of(home)
+        self.optimizer_strategy = self.current = (
+            next(iter(layouts)) if optimizer_strategy is None else Strategy.of(optimizer_strategy)
+        )
         self.failure: str | None = None
         parts: dict[int, Tensor] = {}
         digest = 0
@@ -147,9 +151,9 @@ class SwitchableModel:
         def take(number: int, tensor: WholeTensor, whole: Tensor) -> None:
             nonlocal digest
             digest = zlib.crc32(_bytes_of(whole), digest)
-            units = layouts[self.home].units_of(number, self.rank)
-            position = self.home.position_of(self.rank)
-            if position is not None and self._stage_of(self.home, tensor) == position.stage:
+            units = layouts[self.optimizer_strategy].units_of(number, self.rank)
+            position = self.optimizer_strategy.position_of(self.rank)
+            if position is not None and self._stage_of(self.optimizer_strategy, tensor) == position.stage:
                 parts[number] = tensor.part_of(whole, units).to(self.device)
 
         def filled() -> None:
@@ -161,7 +165,7 @@ class SwitchableModel:
             "the weights that the layers were given: call torch.manual_seed alike on all ranks before they are filled",
         )
         self._place(layouts)
-        for number, parameter in self._placements[self.home].parameters.items():
+        for number, parameter in self._placements[self.optimizer_strategy].parameters.items():
             parameter.data = parts[number]
 
     @property
@@ -219,11 +223,12 @@ class SwitchableModel:
         return self._placement(strategy).groups
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's part of the home strategy, by the names of the undivided model; for the optimizer.
+        """Yield this rank's part under the optimizer's strategy, by the names of the undivided model.
 
-        They stay the same objects until :meth:`rehome`. Their weights are there while the home is in force.
+        They stay the same objects until :meth:`move_optimizer`. Their weights are there while the optimizer's strategy
+        is in force.
         """
-        for number, parameter in self._placements[self.home].parameters.items():
+        for number, parameter in self._placements[self.optimizer_strategy].parameters.items():
             yield self._layers.tensors[number].spec.name, parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -233,12 +238,12 @@ class SwitchableModel:
     def switch_to(self, strategy: Strategy, *, gradients: bool = True) -> SwitchReport:
         """Go on under another strategy, within an optimizer's step.
 
-        The gradients under the strategy that is left travel to the home and are added there, and the weights travel to
-        the next one. A parameter without a gradient counts as one with zeros.
+        The gradients under the strategy that is left travel to the optimizer's strategy and are added there, and the
+        weights travel to the next one. A parameter without a gradient counts as one with zeros.
 
         All or nothing: old weights stay until every rank has all of its new ones. After an error the weights are as
-        they were; where one came while messages were on their way, what gradients of the step the home has is not
-        complete, so the step is to be repeated.
+        they were; where one came while messages were on their way, what gradients of the step the optimizer's strategy
+        has is not complete, so the step is to be repeated.
 
         Args:
             gradients: False where nothing was computed but evaluations: no gradients travel.
@@ -249,17 +254,19 @@ class SwitchableModel:
             NotEnoughMemoryError: on every rank, if the new tensors and messages do not fit on some.
             RuntimeError: on every rank that lives, if ranks differ in the switch, or one dies or fails; it names them.
         """
-        before, home = self._placements[self.current], self._placements[self.home]
+        before, optimizer_placement = self._placements[self.current], self._placements[self.optimizer_strategy]
 
         def make() -> Switch:
             after = self._placement(strategy)
-            travels = before not in (home, after)
+            travels = before not in (optimizer_placement, after)
             if travels and not gradients and any(one.grad is not None for one in before.parameters.values()):
                 raise ValueError(
                     "switch_to(gradients=False) would lose gradients: there are some; abandon() drops them"
                 )
-            route = self._route(before, after, home if travels and gradients else None)
-            return Switch(route, before, after, home, self._layers.tensors, self.process_group, self.device)
+            route = self._route(before, after, optimizer_placement if travels and gradients else None)
+            return Switch(
+                route, before, after, optimizer_placement, self._layers.tensors, self.process_group, self.device
+            )
 
         begin, held = time.perf_counter(), self.held_bytes
         switch = run_transaction(make, self._participants, in_two_meetings=True)
@@ -267,7 +274,7 @@ class SwitchableModel:
         return SwitchReport(peak_bytes=held + switch.needed_bytes, **switch.figures(begin))
 
     def collect(self) -> SwitchReport:
-        """The end of a step: weights and gradients get home, and the gradients are summed over its replicas.
+        """End a step: weights and gradients go to the optimizer's strategy, and gradients are summed over its replicas.
 
         Then ``optimizer.step()`` may follow.
 
@@ -275,13 +282,13 @@ class SwitchableModel:
             Exception: as :meth:`switch_to`.
         """
         begin = time.perf_counter()
-        report = self.switch_to(self.home)
-        home = self._placements[self.home]
-        sum_gradients(home, self._layers.tensors)
+        report = self.switch_to(self.optimizer_strategy)
+        optimizer_placement = self._placements[self.optimizer_strategy]
+        sum_gradients(optimizer_placement, self._layers.tensors)
         return replace(report, seconds=time.perf_counter() - begin)
 
     def abandon(self) -> SwitchReport:
-        """Give up the step that is under way: its gradients are dropped everywhere, and the weights get home.
+        """Give up the step under way: its gradients are dropped, and the weights go to the optimizer's strategy.
 
         It goes on after a step that failed on *all* ranks alike. Where one rank failed alone, the others may be in the
         midst of the step: then that process has to exit, so that they notice.
@@ -292,16 +299,17 @@ class SwitchableModel:
         for placement in self._placements.values():
             for one in placement.parameters.values():
                 one.grad = None
-        report = self.switch_to(self.home, gradients=False)
+        report = self.switch_to(self.optimizer_strategy, gradients=False)
         self.failure = None
         return report
 
-    def rehome(self, strategy: Strategy, optimizer: object | None) -> SwitchReport:
-        """Make another strategy the home, between two steps, with all that the optimizer keeps.
+    def move_optimizer(self, strategy: Strategy, optimizer: object | None) -> SwitchReport:
+        """Make another strategy the optimizer's, between two steps, with all that the optimizer keeps.
 
         State tensors of a parameter's shape travel with its weights, numbers such as the step are told, all bit for
-        bit. :meth:`parameters` are then those of the new home, in the same parameter groups of the optimizer. A rank
-        that the home leaves out has none: its optimizer has empty groups, as ``AdamW([{"params": []}])`` makes.
+        bit. :meth:`parameters` are then those under the new strategy, in the same parameter groups of the optimizer. A
+        rank the optimizer's strategy leaves out has none: its optimizer has empty groups, as ``AdamW([{"params":
+        []}])`` makes.
 
         All or nothing, as :meth:`switch_to`.
 
@@ -313,28 +321,32 @@ class SwitchableModel:
         Raises:
             ValueError: for a strategy that the model was not given, within a step (``collect`` comes before), where
                 gradients are left (``zero_grad``), and for an optimizer that is a wrapper, steps other parameters,
-                keeps what cannot move or sees whole matrices that the home divides; the other ranks raise a
+                keeps what cannot move or sees whole matrices the optimizer's strategy divides; the other ranks raise a
                 RuntimeError.
             NotEnoughMemoryError: on every rank, if the new tensors and messages do not fit on some.
             RuntimeError: on every rank that lives, if ranks differ in the strategy, the groups' settings, or the state
                 of what they share, or one dies or fails.
         """
         begin, held = time.perf_counter(), self.held_bytes
-        before, tensors = self._placements[self.home], self._layers.tensors
+        before, tensors = self._placements[self.optimizer_strategy], self._layers.tensors
 
-        def make() -> Rehoming:
-            if self.current != self.home:
-                raise ValueError(f"the home cannot change while {self.current} is in force: call collect() before")
+        def make() -> OptimizerMove:
+            if self.current != self.optimizer_strategy:
+                raise ValueError(
+                    f"the optimizer's strategy cannot change while {self.current} is in force: call collect() before"
+                )
             require_divisible(optimizer, strategy, dict(self.named_parameters()), self.tensors)
             after = self._placement(strategy)
             group, device = self.process_group, self.device
-            move = Rehoming(strategy, before, after, optimizer, tensors, self._nodes, group, device, self._max_bytes)
+            move = OptimizerMove(
+                strategy, before, after, optimizer, tensors, self._nodes, group, device, self._max_bytes
+            )
             nonlocal held
             held += move.held_bytes
             return move
 
         move = run_transaction(make, self._participants)
-        self.home = self.current = strategy
+        self.optimizer_strategy = self.current = strategy
         return SwitchReport(peak_bytes=held + move.needed_bytes, **move.figures(begin))
 
     def add(self, strategy: Strategy) -> None:
@@ -357,14 +369,14 @@ class SwitchableModel:
         """Give up a strategy, with the process groups, modules and plans that no other one needs.
 
         Raises:
-            ValueError: for one that the model does not have, the home, and the one in force; the other ranks raise a
-                RuntimeError.
+            ValueError: for a strategy that the model does not have, the optimizer's, and the one in force; the other
+                ranks raise a RuntimeError.
             RuntimeError: if ranks differ in it, or one does not come.
         """
 
         def checked() -> Placement:
-            if strategy in (self.home, self.current):
-                raise ValueError(f"strategy {strategy} cannot be forgotten: it is the home, or in force")
+            if strategy in (self.optimizer_strategy, self.current):
+                raise ValueError(f"strategy {strategy} cannot be forgotten: it is the optimizer's, or in force")
             return self._placement(strategy)
 
         placement = self._agreed(checked, lambda _: strategy.as_dict(), "the strategy to forget")
@@ -432,11 +444,11 @@ class SwitchableModel:
             raise ValueError(f"strategy {strategy} is none of the model's: {known}; add(strategy) takes another")
         return self._placements[strategy]
 
-    def _route(self, before: Placement, after: Placement, home: Placement | None) -> SwitchRoute:
-        key = before.strategy, after.strategy, None if home is None else home.strategy
+    def _route(self, before: Placement, after: Placement, optimizer_placement: Placement | None) -> SwitchRoute:
+        key = before.strategy, after.strategy, None if optimizer_placement is None else optimizer_placement.strategy
         if key not in self._routes:
             self._routes[key] = SwitchRoute.of(
-                before, after, home, self._layers.tensors, self._nodes, self.rank, self._max_bytes
+                before, after, optimizer_placement, self._layers.tensors, self._nodes, self.rank, self._max_bytes
             )
         return self._routes[key]
 

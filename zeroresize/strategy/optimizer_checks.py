@@ -1,4 +1,4 @@
-"""Whether an optimizer may step the parts of a model that its home leaves to this rank."""
+"""Whether an optimizer may step the parts of a model the optimizer's strategy leaves to this rank."""
 
 from __future__ import annotations
 
@@ -12,25 +12,31 @@ from zeroresize.plan.strategy import Strategy
 
 
 def require_divisible(
-    optimizer: object | None, home: Strategy, parameters: Mapping[str, Tensor], tensors: Sequence[TensorSpec]
+    optimizer: object | None,
+    optimizer_strategy: Strategy,
+    parameters: Mapping[str, Tensor],
+    tensors: Sequence[TensorSpec],
 ) -> None:
-    """Check that steps on the parts of a home are those on the undivided model.
+    """Check that steps on the parts under the optimizer's strategy are those on the undivided model.
 
     Args:
         parameters: that this rank steps now, by name.
         tensors: of the undivided model.
 
     Raises:
-        ValueError: if the home divides tensors and the optimizer does not treat them element by element, or it has
-            tensors on several ranks and the optimizer does not treat them one by one.
+        ValueError: if the optimizer's strategy divides tensors and the optimizer does not treat them element by
+            element, or it has tensors on several ranks and the optimizer does not treat them one by one.
     """
     if optimizer is None:
         return
     divided = {one.name for one in tensors if one.division is not None}
     reason = None
-    if home.tp > 1:
+    if optimizer_strategy.tp > 1:
         reason = why_not_elementwise(optimizer, [one for name, one in parameters.items() if name in divided])
-    if reason is None and home.pp > 1:
+    if reason is None and optimizer_strategy.pp > 1:
         reason = why_not_by_parameter(optimizer, parameters.values())
     if reason is not None:
-        raise ValueError(f"the home {home} divides what the optimizer steps, but {reason}. Or choose another home=")
+        raise ValueError(
+            f"the optimizer's strategy {optimizer_strategy} divides what it steps, but {reason}. Or choose "
+            "another optimizer_strategy="
+        )

@@ -36,7 +36,7 @@ class StepReport:
         num_tokens: of it, to be predicted.
         seconds: on this rank.
         by_range: in the order in which the strategies were visited.
-        switches: to each of them that was not in force, and home; as this rank saw them.
+        switches: to each of them that was not in force, and the optimizer's strategy; as this rank saw them.
         grad_norm: of the whole model, before clipping.
         is_skipped: the loss or the norm was not finite, so the optimizer did not step.
     """

@@ -1,4 +1,4 @@
-"""Keeps a training with strategies fast while ranks are slow: measures, decides, changes strategies and home.
+"""Keeps a training with strategies fast while ranks are slow: measures, decides, changes strategies.
 
 ``G`` ranges of lengths, ``R`` ranks.
 """
@@ -68,7 +68,7 @@ class StrategyBalancer:
     Its constructor and :meth:`step` are collective.
 
     Args:
-        trainer: its model's home must be the strategy of a range. Nobody else changes its ranges.
+        trainer: the strategy of its model's optimizer must be the strategy of a range. Nobody else changes its ranges.
         cost: of the model and the cluster; only its seconds relative to each other, its links and sizes count. What
             changes of strategies take is measured over the links and by the strategies that the model has set up, and
             learned from each.
@@ -83,9 +83,9 @@ class StrategyBalancer:
         steps: how many are over.
 
     Raises:
-        ValueError: for values that are not allowed, and where the model's home is the strategy of no range; on all
-            ranks, if they differ in the values; for an optimizer that sees whole matrices, as Muon does, since another
-            home may divide them: the other ranks may raise a RuntimeError then.
+        ValueError: for values that are not allowed, and where the optimizer's strategy is the strategy of no range; on
+            all ranks, if they differ in the values; for an optimizer that sees whole matrices, as Muon does, since
+            another strategy of the optimizer may divide them: the other ranks may raise a RuntimeError then.
         RuntimeError: if a rank does not come.
     """
 
@@ -102,12 +102,21 @@ class StrategyBalancer:
         on_change: Callable[[StragglerRecord], object] | None = None,
     ) -> None:
         model, strategies = trainer.model, [one.strategy for one in trainer.ranges]
-        if model.home not in strategies:
-            raise ValueError(f"home {model.home} is the strategy of no range: {', '.join(map(str, strategies))}")
-        self._require_any_home(trainer)
+        if model.optimizer_strategy not in strategies:
+            raise ValueError(
+                f"the optimizer's strategy {model.optimizer_strategy} is the strategy of no range: "
+                f"{', '.join(map(str, strategies))}"
+            )
+        self._require_any_optimizer_strategy(trainer)
         self.steps = 0
-        self._trainer, self._model, self._home = trainer, model, strategies.index(model.home)
-        self._costs = StragglerCosts(cost, trainer.ranges, home=self._home, limit_bytes=limit_bytes)
+        self._trainer, self._model, self._optimizer_strategy = (
+            trainer,
+            model,
+            strategies.index(model.optimizer_strategy),
+        )
+        self._costs = StragglerCosts(
+            cost, trainer.ranges, optimizer_strategy=self._optimizer_strategy, limit_bytes=limit_bytes
+        )
         self._decision = StragglerDecision(
             strategies, self._costs.division, self._costs, tolerance=tolerance, min_saving=min_saving
         )
@@ -135,13 +144,15 @@ class StrategyBalancer:
         return max(seconds for seconds, _ in table) or SETUP_S
 
     @staticmethod
-    def _require_any_home(trainer: StrategyTrainer) -> None:
+    def _require_any_optimizer_strategy(trainer: StrategyTrainer) -> None:
         """Collective."""
         model = trainer.model
         own: tuple[float, float] | Exception = 0.0, 0.0
         reason = why_not_elementwise(trainer.optimizer, model.parameters())
         if reason is not None:
-            own = ValueError(f"where ranks are slow, another home may divide what the optimizer steps, but {reason}")
+            own = ValueError(
+                f"where ranks are slow, another strategy of the optimizer may divide what it steps, but {reason}"
+            )
         meet_prepared(meet_over(model.process_group, model.device), own)
 
     @property
@@ -150,11 +161,11 @@ class StrategyBalancer:
         return self._decision.in_force
 
     def step(self, sequences: Sequence[Tensor]) -> StepReport:
-        """One step of the trainer; strategies and home may be others behind it.
+        """One step of the trainer; strategies and the optimizer's may be others behind it.
 
         Raises:
             Exception: as :meth:`StrategyTrainer.step <zeroresize.strategy.trainer.StrategyTrainer.step>`, and as
-                ``model.rehome``, except that memory that does not suffice leaves everything as it is.
+                ``model.move_optimizer``, except that memory that does not suffice leaves everything as it is.
         """
         lengths = [len(one) - 1 for one in sequences]
         has_part = any(one.position_of(self._model.rank) is not None for one in self.in_force)
@@ -239,8 +250,10 @@ class StrategyBalancer:
             for strategy in dict.fromkeys(wanted):
                 if strategy not in self._model.strategies:
                     self._model.add(strategy)
-            if wanted[self._home] != self._model.home:
-                received = self._model.rehome(wanted[self._home], self._trainer.optimizer).received_bytes
+            if wanted[self._optimizer_strategy] != self._model.optimizer_strategy:
+                received = self._model.move_optimizer(
+                    wanted[self._optimizer_strategy], self._trainer.optimizer
+                ).received_bytes
         except NotEnoughMemoryError:  # on every rank, and nothing has moved
             self._decision.refuse()
             self._forget_others()
@@ -257,7 +270,7 @@ class StrategyBalancer:
     def _forget_others(self) -> None:
         """Those that came for slow ranks and are in no range now."""
         for strategy in self._model.strategies:
-            if strategy not in (*self._kept, *self.in_force, self._model.home):
+            if strategy not in (*self._kept, *self.in_force, self._model.optimizer_strategy):
                 self._model.forget(strategy)
 
 

@@ -1,4 +1,4 @@
-"""A switchable model for torch.distributed.checkpoint (DCP): what was written under one home, any other one reads.
+"""A switchable model for torch.distributed.checkpoint (DCP): what one strategy of the optimizer wrote, any other reads.
 
 A file has the names of the undivided model (``layers.3.attention.query.weight``), and the optimizer's beside them, as
 :class:`~zeroresize.resharding.optimizer_state.OptimizerState` names them.
@@ -20,17 +20,17 @@ from zeroresize.strategy.model import SwitchableModel
 
 @state_of.register
 def _(model: SwitchableModel, optimizer: Any) -> dict[str, Any]:
-    """Return whole tensors, of which this rank gives what its home layout holds; see the module.
+    """Return whole tensors, of which this rank gives what the optimizer's layout holds; see the module.
 
-    A rank that home leaves out takes part without weights.
+    A rank the optimizer's strategy leaves out takes part without weights.
     """
-    if model.current != model.home:
+    if model.current != model.optimizer_strategy:
         raise RuntimeError(
-            f"sharded_state_dict: strategy {model.current} is in force, and the weights are at home between two steps "
-            "only: call it behind model.collect()"
+            f"sharded_state_dict: strategy {model.current} is in force, and the weights are under the "
+            "optimizer's strategy between two steps only: call it behind model.collect()"
         )
     specs = {one.name: (number, one) for number, one in enumerate(model.tensors)}
-    layout = model.layout_of(model.home)
+    layout = model.layout_of(model.optimizer_strategy)
     parameters = dict(model.named_parameters())
     divisions: dict[int, TensorDivision] = {}
     found: dict[str, Any] = {}

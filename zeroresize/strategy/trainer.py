@@ -49,15 +49,17 @@ class StrategyTrainer:
             print(trainer.step(sequences).loss)
 
     A step visits each strategy that has sequences once, in the order whose switches take least (a travelling
-    salesman's tour from home and back). The sequences of a visit are packed into micro-batches, replica by replica, and
-    run in 1F1B. A token counts the same under every strategy, so the step is that of training under one of them.
+    salesman's tour from the optimizer's strategy and back). The sequences of a visit are packed into micro-batches,
+    replica by replica, and run in 1F1B. A token counts the same under every strategy, so the step is that of training
+    under one of them.
 
     Its constructor is collective.
 
     Args:
-        model: under its home strategy between steps. A rank that a strategy leaves out takes part in the switches.
-        optimizer: of the model's parameters; after ``model.rehome`` of those that it has then. On a rank that home
-            leaves out, of none: ``AdamW([{"params": []}])``.
+        model: under the optimizer's strategy between steps. A rank that a strategy leaves out takes part in the
+            switches.
+        optimizer: of the model's parameters; after ``model.move_optimizer`` of those that it has then. On a rank the
+            optimizer's strategy leaves out, of none: ``AdamW([{"params": []}])``.
         ranges: rising, each with one of the model's strategies.
         loss: ``loss(output of the last layer, packed)``, summed over the tokens, not averaged; a warning after the
             first step tells of one that averages.
@@ -75,7 +77,7 @@ class StrategyTrainer:
     Raises:
         ValueError: for ranges that do not rise or whose strategies the model does not have, ``max_tokens`` below the
             longest sequence of a range, and layers that do not run on the meta device. For an optimizer that sees
-            whole matrices where the home divides them, as Muon does; the other ranks may raise a RuntimeError then.
+            whole matrices where its strategy divides them, as Muon does; the other ranks may raise a RuntimeError then.
     """
 
     def __init__(
@@ -133,7 +135,7 @@ class StrategyTrainer:
         Raises:
             ValueError: for no sequences, a row of another kind, one that is longer than the last range, an optimizer
                 that does not step the model's parameters, gradients that are left, and a model that is not under its
-                home strategy; the other ranks raise a RuntimeError. Nothing has run then.
+                the optimizer's strategy; the other ranks raise a RuntimeError. Nothing has run then.
             RuntimeError: if ranks were given different sequences, or one does not come, and after a step that failed.
             Exception: what a layer or the loss raises. A step that fails while it runs is to be repeated from a
                 checkpoint, and the process has to exit: else the other ranks wait for it until the process group's
@@ -166,7 +168,7 @@ class StrategyTrainer:
         visits = self._agreed_visits(sequences, trains=False)
         with self._failing():
             loss, _, _ = self._run(visits, sequences, trains=False)
-            self.model.switch_to(self.model.home, gradients=False)
+            self.model.switch_to(self.model.optimizer_strategy, gradients=False)
         return loss
 
     @contextmanager
@@ -186,7 +188,7 @@ class StrategyTrainer:
             )
         try:
             visits = self._visits(sequences, trains)
-            told = [str(visits), str(self.model.home), trains, self._grad_clip, _digest(sequences)]
+            told = [str(visits), str(self.model.optimizer_strategy), trains, self._grad_clip, _digest(sequences)]
             told += [self._seed, self.num_steps, str(autocast_dtype(self.model.device.type))]
             own: tuple[float, float] | Exception = fingerprint(json.dumps(told)), 0.0
         except Exception as error:  # the others must hear of any
@@ -200,8 +202,10 @@ class StrategyTrainer:
         return visits
 
     def _visits(self, sequences: Sequence[Tensor], trains: bool) -> list[Visit]:
-        if self.model.current != self.model.home:
-            raise ValueError(f"the model is under {self.model.current}, not its home: abandon() gets it there")
+        if self.model.current != self.model.optimizer_strategy:
+            raise ValueError(
+                f"the model is under {self.model.current}, not the optimizer's strategy: abandon() gets it there"
+            )
         rows: object = sequences
         if isinstance(rows, Tensor) or not sequences:
             found = "one tensor" if isinstance(rows, Tensor) else "empty"
@@ -226,23 +230,23 @@ class StrategyTrainer:
         return [visits[strategy] for strategy in self._tour.order(list(visits))]
 
     def _require_divisible(self) -> None:
-        """Collective, since a rank that the home leaves out has nothing to step."""
+        """Collective, since a rank the optimizer's strategy leaves out has nothing to step."""
         model = self.model
         own: tuple[float, float] | Exception = 0.0, 0.0
         try:
-            require_divisible(self.optimizer, model.home, dict(model.named_parameters()), model.tensors)
+            require_divisible(self.optimizer, model.optimizer_strategy, dict(model.named_parameters()), model.tensors)
         except ValueError as error:  # the others must hear of it
             own = error
         meet_prepared(self._meet, own)
 
     def _require_parameters(self) -> None:
         held = {id(one) for group in self.optimizer.param_groups for one in group["params"]}
-        home = dict(self.model.named_parameters())
-        missing = [name for name, one in home.items() if one.requires_grad and id(one) not in held]
-        num_others = len(held - {id(one) for one in home.values()})
+        parameters = dict(self.model.named_parameters())
+        missing = [name for name, one in parameters.items() if one.requires_grad and id(one) not in held]
+        num_others = len(held - {id(one) for one in parameters.values()})
         if missing or num_others:
             raise ValueError(
-                f"the optimizer does not step the parameters of the home strategy {self.model.home}: it lacks "
+                f"the optimizer does not step the parameters of its strategy {self.model.optimizer_strategy}: it lacks "
                 f"{', '.join([f'{len(missing)} of them', *missing[:3]])}, and has {num_others} others; make it of "
                 "model.parameters()"
             )

@@ -103,41 +103,49 @@ def test_stages_hand_on_activations_and_a_slow_rank_holds_up_its_group():
     assert slow.work_seconds(Strategy(tp=2, ranks=(0, 1)), [[(5,)]]) == ONE_NODE.work_seconds(Strategy(tp=2), [[(5,)]])
 
 
-def test_switches_carry_weights_on_and_gradients_home():
-    # Rank 0 has all 3,232 bytes at home; tp=2 splits the 3,200 of the weights, each rank has the biases.
+def test_switches_carry_weights_on_and_gradients_to_the_optimizer_strategy():
+    # Rank 0 has all 3,232 bytes under the optimizer's; tp=2 splits the 3,200 of the weights, each rank has the biases.
     strategies = [Strategy(), Strategy(tp=2)]
-    seconds = ONE_NODE.switch_seconds(strategies, home=0)
+    seconds = ONE_NODE.switch_seconds(strategies, optimizer_strategy=0)
     assert seconds[0, 1] == pytest.approx((1600 + 32) / 1000)
     # Back: what rank 0 holds already does not travel, of the weights or of the gradients; biases' gradients are whole.
     assert seconds[1, 0] == pytest.approx((1600 + 1600) / 1000)
-    assert ONE_NODE.switch_seconds(strategies, home=1)[1, 0] == pytest.approx(1600 / 1000)
+    assert ONE_NODE.switch_seconds(strategies, optimizer_strategy=1)[1, 0] == pytest.approx(1600 / 1000)
     assert ONE_NODE.reduction_seconds(Strategy(dp=2)) == pytest.approx(3232 / 1000)
     assert ONE_NODE.reduction_seconds(Strategy(tp=2)) == 0.0
     two_nodes = CostModel(LAYERS, TENSORS, (0, 1), LINKS)
     assert two_nodes.reduction_seconds(Strategy(dp=2)) == pytest.approx(3232 / 100)
 
 
-def test_memory_is_what_lies_at_home_and_what_is_in_force():
-    home, other = Strategy(tp=4), Strategy(pp=2, dp=2)
+def test_memory_is_what_the_optimizer_strategy_needs_and_what_is_in_force():
+    optimizer_strategy, other = Strategy(tp=4), Strategy(pp=2, dp=2)
     quarter, half = 800 + 32, 2 * (800 + 8)
-    at_home = ONE_NODE.memory_bytes(home, home, tokens=10)
-    assert at_home.tolist() == [(2 + 2) * quarter + 4 * 12.0 / 4 * 10] * 4
-    away = ONE_NODE.memory_bytes(other, home, tokens=10)
+    of_optimizer = ONE_NODE.memory_bytes(optimizer_strategy, optimizer_strategy, tokens=10)
+    assert of_optimizer.tolist() == [(2 + 2) * quarter + 4 * 12.0 / 4 * 10] * 4
+    away = ONE_NODE.memory_bytes(other, optimizer_strategy, tokens=10)
     activations = 2 * 12.0 * 10
     # Ranks 0 and 1 are the first stage, which keeps two micro-batches.
     held = 2 * half + 3 * quarter
     assert away.tolist() == [held + 2 * activations] * 2 + [held + activations] * 2
     # Messages of more than a round's bytes take as much as they may.
     cost = replace(ONE_NODE, max_message_bytes=64)
-    assert cost.switch_memory_bytes(home, other, home).tolist() == [quarter + half + 3 * quarter + 64] * 4
-    assert cost.switch_memory_bytes(other, home, home).tolist() == [2 * half + quarter + 3 * quarter + 64] * 4
-    messages = ONE_NODE.switch_memory_bytes(home, other, home) - (half + 4 * quarter)
+    assert (
+        cost.switch_memory_bytes(optimizer_strategy, other, optimizer_strategy).tolist()
+        == [quarter + half + 3 * quarter + 64] * 4
+    )
+    assert (
+        cost.switch_memory_bytes(other, optimizer_strategy, optimizer_strategy).tolist()
+        == [2 * half + quarter + 3 * quarter + 64] * 4
+    )
+    messages = ONE_NODE.switch_memory_bytes(optimizer_strategy, other, optimizer_strategy) - (half + 4 * quarter)
     assert messages.min() > 0 and messages.sum() % 2 == 0  # what is sent and what is received lie in them
     most = held + 2 * activations
-    assert ONE_NODE.fits(other, home, 10, most) and not ONE_NODE.fits(other, home, 10, most - 1)
+    assert ONE_NODE.fits(other, optimizer_strategy, 10, most) and not ONE_NODE.fits(
+        other, optimizer_strategy, 10, most - 1
+    )
     switch = 2 * half + 4 * quarter + 64
     for limit, back_fits in ((switch, True), (switch - 1, False)):
-        assert cost.switches_fit([home, other], 0, limit).tolist()[1][0] is back_fits
+        assert cost.switches_fit([optimizer_strategy, other], 0, limit).tolist()[1][0] is back_fits
 
 
 def test_layer_costs_are_kept_in_a_file(tmp_path):

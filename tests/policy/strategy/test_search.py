@@ -48,33 +48,36 @@ def long_tailed(seed, num_batches, num_sequences=6, longest=32):
 
 
 def everything(sample, cost, memory_limit, thresholds, max_ranges):
-    """The least step of all ranges, strategies, homes and orders that fit."""
-    best, switch_s = np.inf, {home: switches(home, cost, memory_limit) for home in CANDIDATES}
+    """The least step of all ranges, strategies, strategies of the optimizer and orders that fit."""
+    best, switch_s = (
+        np.inf,
+        {optimizer_strategy: switches(optimizer_strategy, cost, memory_limit) for optimizer_strategy in CANDIDATES},
+    )
     work = functools.cache(lambda strategy, own, up_to: cost.work_seconds(strategy, pack(own, up_to, strategy.dp)))
     fits = functools.cache(lambda *values: cost.fits(*values, memory_limit))
     for count in range(1, max_ranges + 1):
         for ends in itertools.combinations(thresholds[:-1], count - 1):
-            for home, *chosen in itertools.product(CANDIDATES, repeat=count + 1):
+            for optimizer_strategy, *chosen in itertools.product(CANDIDATES, repeat=count + 1):
                 pairs = list(zip((*ends, thresholds[-1]), chosen, strict=True))
                 # One and the same strategy in two neighbouring ranges is not what the search looks for.
                 is_meant = all(one != other for one, other in itertools.pairwise(chosen))
-                if is_meant and all(fits(own, home, up_to) for up_to, own in pairs):
-                    step = step_seconds(pairs, home, sample, work, switch_s[home])
-                    best = min(best, step + cost.reduction_seconds(home))
+                if is_meant and all(fits(own, optimizer_strategy, up_to) for up_to, own in pairs):
+                    step = step_seconds(pairs, optimizer_strategy, sample, work, switch_s[optimizer_strategy])
+                    best = min(best, step + cost.reduction_seconds(optimizer_strategy))
     return best
 
 
-def switches(home, cost, limit):
+def switches(optimizer_strategy, cost, limit):
     """Seconds of every switch, infinite where one does not fit into the memory."""
-    number = CANDIDATES.index(home)
+    number = CANDIDATES.index(optimizer_strategy)
     fits = cost.switches_fit(CANDIDATES, number, limit)
     seconds = np.where(fits, cost.switch_seconds(CANDIDATES, number), np.inf)
     return {pair: seconds[pair] for pair in itertools.product(range(len(CANDIDATES)), repeat=2)}
 
 
-def step_seconds(pairs, home, sample, work, switch_s):
+def step_seconds(pairs, optimizer_strategy, sample, work, switch_s):
     """Of ranges (up_to, strategy), by every order of the switches."""
-    total, start = 0.0, CANDIDATES.index(home)
+    total, start = 0.0, CANDIDATES.index(optimizer_strategy)
     for lengths in sample:
         used, shortest = set(), 0
         for up_to, strategy in pairs:
@@ -118,7 +121,7 @@ def test_switching_pays_where_links_are_fast_and_not_where_they_are_slow():
     sample = [[4] * 32 + [32]] * 2
     fast, slow = (search(cost_model(speed, communication=4.0), sample) for speed in (1e9, 1.0))
     assert len({own.strategy for own in fast.ranges}) > 1 and fast.speedup > 1.1
-    assert len(slow.ranges) == 1 and slow.speedup == 1.0 and slow.home == slow.ranges[0].strategy
+    assert len(slow.ranges) == 1 and slow.speedup == 1.0 and slow.optimizer_strategy == slow.ranges[0].strategy
     assert search(cost_model(1e3), sample, max_ranges=1).best == search(cost_model(1e3), sample).static
 
 
@@ -159,7 +162,10 @@ def test_a_range_says_how_large_its_micro_batches_are():
     for max_tokens in (None, 64):
         best = search(cost_model(1e9, communication=4.0), sample, max_tokens=max_tokens).best
         assert [own.max_tokens for own in best.ranges] == [max_tokens or own.up_to for own in best.ranges]
-        assert forecast_step(best.ranges, best.home, sample, cost_model(1e9, communication=4.0), pack) == best
+        assert (
+            forecast_step(best.ranges, best.optimizer_strategy, sample, cost_model(1e9, communication=4.0), pack)
+            == best
+        )
     with pytest.raises(ValueError, match=r"=16 is not allowed.*at least 32"):
         forecast_step([LengthRange(32, CANDIDATES[1])], CANDIDATES[1], sample, cost, pack, max_tokens=16)
 

@@ -38,20 +38,23 @@ def test_a_range_says_its_limit_or_all_have_one_or_the_longest_sequence_is_it():
         with_limits(RANGES, 7)
 
 
-def test_the_tour_is_the_shortest_from_home_by_what_switches_send():
+def test_the_tour_is_the_shortest_from_the_optimizer_strategy_by_what_switches_send():
     tensors = [TensorSpec("a", 0, (64, 8), 4, UnitDivision(0, 64, 1)), TensorSpec("b", 1, (128, 8), 4)]
     strategies = [DATA, TENSOR, BOTH, Strategy(2, 1, 2), Strategy(1, 2, 2), Strategy(1, 1, 2, ranks=(3, 1))]
-    for home in strategies:
+    for optimizer_strategy in strategies:
         model = SimpleNamespace(
-            home=home, tensors=tensors, nodes=[0, 0, 1, 1], layout_of=lambda one: one.layout(tensors, 4, 2)
+            optimizer_strategy=optimizer_strategy,
+            tensors=tensors,
+            nodes=[0, 0, 1, 1],
+            layout_of=lambda one: one.layout(tensors, 4, 2),
         )
         tour = SwitchTour(model, LinkSpeeds(10.0, 1.0))
         order = tour.order(strategies)
-        assert order[0] == home and set(order) == set(strategies)
+        assert order[0] == optimizer_strategy and set(order) == set(strategies)
         seconds = [[0.0 if one == other else tour._between(one, other) for other in strategies] for one in strategies]
         of = strategies.index
-        others = [of(one) for one in strategies if one != home]
-        shortest = min(tour_seconds(seconds, [of(home), *one]) for one in itertools.permutations(others))
+        others = [of(one) for one in strategies if one != optimizer_strategy]
+        shortest = min(tour_seconds(seconds, [of(optimizer_strategy), *one]) for one in itertools.permutations(others))
         assert tour_seconds(seconds, [of(one) for one in order]) == pytest.approx(shortest)
-        without = [one for one in strategies if one != home]
-        assert tour.order(without) == order[1:]  # home is passed, though nothing is done there
+        without = [one for one in strategies if one != optimizer_strategy]
+        assert tour.order(without) == order[1:]  # the optimizer's strategy is passed, though nothing is done there

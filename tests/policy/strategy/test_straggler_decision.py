@@ -73,18 +73,21 @@ def test_a_slow_rank_is_left_out_and_three_divide_what_four_did():
     assert sorted(np.diff(unit_bounds(32, strategy.shares))) == [10, 11, 11]
 
 
-def test_memory_is_asked_of_the_home_that_a_candidate_has_and_of_its_switches():
+def test_memory_is_asked_of_the_optimizer_strategy_that_a_candidate_has_and_of_its_switches():
     class Tight(FormulaCosts):
-        def fits(self, number, strategy, home):
-            return number == self.home or home.degrees == (1, 2, 1)
+        def fits(self, number, strategy, optimizer_strategy):
+            return number == self.optimizer_strategy or optimizer_strategy.degrees == (1, 2, 1)
 
         def switches_fit(self, strategies):
             return self.switches_suffice
 
     original, costs = [Strategy(2, 2), Strategy(1, 4)], Tight([0.2, 1.0])
     costs.switches_suffice = True
-    (home, other) = offered(original, one_slow(8.0), costs)["leave out"].strategies
-    assert home.degrees == (1, 2, 1) and other.tp in (2, 3)  # (3, 1, 1) would be the faster home
+    (optimizer_strategy, other) = offered(original, one_slow(8.0), costs)["leave out"].strategies
+    assert optimizer_strategy.degrees == (1, 2, 1) and other.tp in (
+        2,
+        3,
+    )  # (3, 1, 1) would be the faster strategy for the optimizer
     costs.switches_suffice = False
     assert set(offered(original, one_slow(8.0), costs)) == {"stay"}
 

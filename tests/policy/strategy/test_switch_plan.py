@@ -62,32 +62,32 @@ def test_weights_get_to_whoever_lacks_them_once_and_from_holders(case, heuristic
 
 
 @given(switch_cases(), st.booleans())
-def test_every_partial_gradient_is_added_in_one_home_replica(case, heuristics):
+def test_every_partial_gradient_is_added_in_one_replica_of_the_optimizer_layout(case, heuristics):
     """Source replica i's partial gradient is 2 ** i, so a sum tells which ones are in it, and how often."""
-    source, home, tensors, _ = case
+    source, optimizer_layout, tensors, _ = case
     plan = plan_gradients(*case, heuristics=heuristics)
-    of_source, of_home = held_units(source, tensors), held_units(home, tensors)
-    sums = np.zeros_like(of_home)
+    of_source, of_optimizer = held_units(source, tensors), held_units(optimizer_layout, tensors)
+    sums = np.zeros_like(of_optimizer)
     for transfer in (*plan.transfers, *plan.kept):
         assert of_source[transfer.source, transfer.tensor, transfer.begin : transfer.end].all()
-        assert of_home[transfer.destination, transfer.tensor, transfer.begin : transfer.end].all()
+        assert of_optimizer[transfer.destination, transfer.tensor, transfer.begin : transfer.end].all()
         sums[transfer.destination, transfer.tensor, transfer.begin : transfer.end] += 2 ** int(
             source.replicas[transfer.source]
         )
     assert all(one.source == one.destination for one in plan.kept)
     total = np.zeros_like(sums[0])
-    for replica in range(home.num_replicas):
-        ranks = np.flatnonzero(home.replicas == replica)
-        most = (sums[ranks] * of_home[ranks]).max(axis=0)
-        assert np.array_equal(sums[ranks], most * of_home[ranks])  # the same on all ranks that hold it
+    for replica in range(optimizer_layout.num_replicas):
+        ranks = np.flatnonzero(optimizer_layout.replicas == replica)
+        most = (sums[ranks] * of_optimizer[ranks]).max(axis=0)
+        assert np.array_equal(sums[ranks], most * of_optimizer[ranks])  # the same on all ranks that hold it
         total += most
-    is_unit = of_home.any(axis=0)
+    is_unit = of_optimizer.any(axis=0)
     assert np.array_equal(total, (2**source.num_replicas - 1) * is_unit)
     check_volumes(plan, case)
 
 
 @given(switch_cases())
-def test_gradients_of_the_home_layout_stay_where_they_are(case):
+def test_gradients_of_the_optimizer_layout_stay_where_they_are(case):
     plan = plan_gradients(case.before, case.before, case.tensors, case.nodes)
     assert not len(plan.transfers)
 
@@ -132,22 +132,22 @@ def test_a_tensor_that_is_large_beside_the_others_is_cut_between_its_units():
     assert plan.sent_within.sum() == 8000
 
 
-def test_two_replicas_send_partial_gradients_to_different_home_replicas():
-    """Ranks 0 and 1 hold what the ranks 2 and 3 have at home: nobody keeps, and each receiver gets one partial."""
+def test_two_replicas_send_partial_gradients_to_different_replicas_of_the_optimizer_layout():
+    """Ranks 0 and 1 hold what 2 and 3 have in the optimizer's layout: nobody keeps, each receiver gets one partial."""
     tensors = whole_tensors(4, 4, 4)
     source = Strategy(dp=2, ranks=(0, 1)).layout(tensors, 4, 1)
-    home = Strategy(dp=2, ranks=(2, 3)).layout(tensors, 4, 1)
-    plan = plan_gradients(source, home, tensors, [0, 0, 0, 0])
+    optimizer_layout = Strategy(dp=2, ranks=(2, 3)).layout(tensors, 4, 1)
+    plan = plan_gradients(source, optimizer_layout, tensors, [0, 0, 0, 0])
     assert plan.received_within.tolist() == [0, 0, 12, 12] and plan.sent_within.tolist() == [12, 12, 0, 0]
-    apart = plan_gradients(source, home, tensors, [0, 1, 1, 0])
+    apart = plan_gradients(source, optimizer_layout, tensors, [0, 1, 1, 0])
     assert sorted({(one.source, one.destination) for one in apart.transfers}) == [(0, 3), (1, 2)]
 
 
 @pytest.mark.parametrize("nodes", [[0, 0, 0], [0, 1, 2]])
-def test_home_replicas_that_hold_none_of_it_receive_equally_much(nodes):
+def test_replicas_of_the_optimizer_layout_that_hold_none_of_it_receive_equally_much(nodes):
     tensors = whole_tensors(3, 2, 1)
-    source, home = (Strategy(dp=len(ranks), ranks=ranks).layout(tensors, 3, 1) for ranks in ((0,), (1, 2)))
-    plan = plan_gradients(source, home, tensors, nodes)
+    source, optimizer_layout = (Strategy(dp=len(ranks), ranks=ranks).layout(tensors, 3, 1) for ranks in ((0,), (1, 2)))
+    plan = plan_gradients(source, optimizer_layout, tensors, nodes)
     assert (plan.received_within + plan.received_between).tolist() == [0, 3, 3]
 
 

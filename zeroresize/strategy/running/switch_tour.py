@@ -15,7 +15,7 @@ TYPICAL_LINKS = LinkSpeeds(within_bytes_per_s=200e9, between_bytes_per_s=25e9)
 
 
 class SwitchTour:
-    """Finds the tour from home through some strategies and back whose switches take least.
+    """Finds the tour from the optimizer's strategy through some strategies and back whose switches take least.
 
     Args:
         links: of the ranks, the same on all of them.
@@ -26,23 +26,23 @@ class SwitchTour:
         self._seconds: dict[tuple[Strategy, Strategy, Strategy], float] = {}
 
     def order(self, strategies: Sequence[Strategy]) -> list[Strategy]:
-        """The strategies, home first where it is one of them; the same on all ranks.
+        """The strategies, the optimizer's strategy first where it is one of them; the same on all ranks.
 
         Raises:
             ValueError: for more strategies than :mod:`~zeroresize.policy.strategy.switches.switch_order` takes.
         """
-        home = self._model.home
-        stops = [home, *(one for one in strategies if one != home)]
+        optimizer_strategy = self._model.optimizer_strategy
+        stops = [optimizer_strategy, *(one for one in strategies if one != optimizer_strategy)]
         seconds = [[0.0 if one == other else self._between(one, other) for other in stops] for one in stops]
         return [stops[number] for number in cheapest_order(seconds, 0) if stops[number] in strategies]
 
     def _between(self, before: Strategy, after: Strategy) -> float:
-        model, home = self._model, self._model.home
-        key = before, after, home
+        model, optimizer_strategy = self._model, self._model.optimizer_strategy
+        key = before, after, optimizer_strategy
         if key not in self._seconds:
             old, new, back = (model.layout_of(one) for one in key)
             plans = [plan_weights(old, new, model.tensors, model.nodes)]
-            if before != home:
+            if before != optimizer_strategy:
                 plans.append(plan_gradients(old, back, model.tensors, model.nodes))
             self._seconds[key] = fused_seconds(plans, self._links)
         return self._seconds[key]

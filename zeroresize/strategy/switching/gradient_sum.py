@@ -1,4 +1,4 @@
-"""The sum of gradients over the replicas of the home strategy, before the optimizer's step."""
+"""The sum of gradients over the replicas of the optimizer's strategy, before the optimizer's step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BUCKET_BYTES = 32 * 2**20
 _MOST_UNDER_WAY = 2
 
 
-def sum_gradients(home: Placement, tensors: Sequence[WholeTensor]) -> None:
+def sum_gradients(optimizer_placement: Placement, tensors: Sequence[WholeTensor]) -> None:
     """Sum the gradients over the data-parallel group, in place; collective over it.
 
     A parameter without a gradient counts as one with zeros. Divided and undivided tensors are summed apart: undivided
@@ -30,15 +30,15 @@ def sum_gradients(home: Placement, tensors: Sequence[WholeTensor]) -> None:
     Raises:
         RuntimeError: if a rank does not come.
     """
-    group = home.groups.dp
+    group = optimizer_placement.groups.dp
     gradients: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
-    for number, parameter in home.parameters.items():
+    for number, parameter in optimizer_placement.parameters.items():
         if parameter.requires_grad:
             known = parameter.grad
             parameter.grad = torch.zeros_like(parameter) if known is None else known.contiguous()
             kind = parameter.dtype, tensors[number].spec.division is None
             gradients.setdefault(kind, []).append(parameter.grad)
-    if home.position is None or group_size(group) == 1:
+    if optimizer_placement.position is None or group_size(group) == 1:
         return
     under_way: deque[_Sum] = deque()
     for bucket in (one for alike in gradients.values() for one in _buckets(alike)):

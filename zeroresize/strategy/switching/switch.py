@@ -55,7 +55,7 @@ class SwitchRoute:
         cls,
         before: Placement,
         after: Placement,
-        home: Placement | None,
+        optimizer_placement: Placement | None,
         tensors: Sequence[WholeTensor],
         nodes: Sequence[int],
         rank: int,
@@ -64,21 +64,23 @@ class SwitchRoute:
         """From one strategy to another.
 
         Args:
-            home: where the gradients go; None where they stay.
+            optimizer_placement: where the gradients go; None where they stay.
             nodes: [R], on which node each rank is.
             max_bytes: of messages that a rank sends and receives at once.
         """
         specs = [one.spec for one in tensors]
         flows = [Flow(plan_weights(before.layout, after.layout, specs, nodes).transfers)]
-        if home is not None:
-            plan = plan_gradients(before.layout, home.layout, specs, nodes)
+        if optimizer_placement is not None:
+            plan = plan_gradients(before.layout, optimizer_placement.layout, specs, nodes)
             learns = np.array([one.requires_grad for one in tensors])
             flows.append(Flow(plan.transfers, plan.kept).only(learns))
         # Partial gradients are added in the order of the replicas that they come from: on ranks that hold the same
         # the sums are the same to the last bit.
         rounds = switch_rounds(flows, tensors, rank, before.layout.replicas.tolist(), max(max_bytes // 2, 1))
-        told = [None if one is None else one.strategy.as_dict() for one in (before, after, home)]
-        return cls(rounds, home is not None, fingerprint(json.dumps([told, max_bytes, fingerprint_of(flows)])))
+        told = [None if one is None else one.strategy.as_dict() for one in (before, after, optimizer_placement)]
+        return cls(
+            rounds, optimizer_placement is not None, fingerprint(json.dumps([told, max_bytes, fingerprint_of(flows)]))
+        )
 
 
 class Switch(Transaction):
@@ -96,14 +98,14 @@ class Switch(Transaction):
         route: SwitchRoute,
         before: Placement,
         after: Placement,
-        home: Placement,
+        optimizer_placement: Placement,
         tensors: Sequence[WholeTensor],
         process_group: ProcessGroup,
         device: torch.device,
     ) -> None:
         self._route, self._device = route, device
         self._has_gradients, self.plan = route.has_gradients, route.fingerprint
-        self._before, self._after, self._home = before, after, home
+        self._before, self._after, self._optimizer_placement = before, after, optimizer_placement
         self._tensors, self._rank = tensors, group_rank(process_group)
         self._group = process_group
         self._weights = Relocation(before, after, tensors, self._rank, before.weights, after.dtypes)
@@ -114,11 +116,11 @@ class Switch(Transaction):
                     f"{tensors[number].spec.name}: a gradient of {known.dtype} and {known.layout} cannot travel; "
                     f"allowed are those of {one.dtype} and {torch.strided}"
                 )
-        #: Of the home, where it has none yet.
+        #: Of the optimizer's strategy, where it has none yet.
         self._gradients: dict[int, Tensor] = {}
-        learning = home.parameters.items() if self._has_gradients else ()
+        learning = optimizer_placement.parameters.items() if self._has_gradients else ()
         self._without = [number for number, one in learning if one.requires_grad and one.grad is None]
-        of_gradients = (home.parameters[number] for number in self._without)
+        of_gradients = (optimizer_placement.parameters[number] for number in self._without)
         self.new_bytes = self._weights.new_bytes + sum(one.numel() * one.element_size() for one in of_gradients)
 
     @property
@@ -133,7 +135,7 @@ class Switch(Transaction):
         self.transport.allocate(message_device(self._group, self._device))
         self._weights.allocate(self._device)
         for number in self._without:
-            one = self._home.parameters[number]
+            one = self._optimizer_placement.parameters[number]
             self._gradients[number] = torch.zeros(one.shape, dtype=one.dtype, device=self._device)
 
     def carry_out(self) -> Exception | None:
@@ -146,24 +148,26 @@ class Switch(Transaction):
         """Put the new weights in place, and let go of the old ones and of gradients that have been sent."""
         put_in_place(self._weights, self._before, self._after)
         for number, gradient in self._gradients.items():
-            self._home.parameters[number].grad = gradient
+            self._optimizer_placement.parameters[number].grad = gradient
         if self._has_gradients:
             for one in self._before.parameters.values():
                 one.grad = None
 
     def _partial_gradients(self) -> Ends:
-        before, home, rank = self._before, self._home, self._rank
+        before, optimizer_placement, rank = self._before, self._optimizer_placement, self._rank
         sources, targets = {}, {}
         for number, one in before.parameters.items():
             known = one.grad
             sources[number] = None if known is None else before.stack(number, self._tensors[number], known, rank)
-        for number, one in home.parameters.items():
+        for number, one in optimizer_placement.parameters.items():
             known = self._gradients.get(number, one.grad)
             if known is not None and not known.is_contiguous():
                 known = one.grad = known.contiguous()  # of which a stack is a view
             if known is not None:
-                targets[number] = home.stack(number, self._tensors[number], known, rank)
-        return Ends(sources, targets, before.layout.begins[:, rank], home.layout.begins[:, rank], adds=True)
+                targets[number] = optimizer_placement.stack(number, self._tensors[number], known, rank)
+        return Ends(
+            sources, targets, before.layout.begins[:, rank], optimizer_placement.layout.begins[:, rank], adds=True
+        )
 
 
 def put_in_place(weights: Relocation, before: Placement, after: Placement) -> None:

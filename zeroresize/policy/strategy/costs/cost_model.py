@@ -138,26 +138,26 @@ class CostModel:
             for replica, (tokens, squares) in enumerate(replicas)
         )
 
-    def reduction_seconds(self, home: Strategy) -> float:
-        """Of the one all-reduce of a step's gradients between the replicas of home: a ring over its slowest link."""
-        if home.dp == 1:
+    def reduction_seconds(self, optimizer_strategy: Strategy) -> float:
+        """Of a step's all-reduce of gradients between the optimizer's replicas: a ring over its slowest link."""
+        if optimizer_strategy.dp == 1:
             return 0.0
-        sizes = self.weight_bytes(home)
-        slowest = max(float(sizes[list(group)].max()) / self._link(group) for group in home.dp_groups())
-        return 2.0 * (home.dp - 1) / home.dp * slowest
+        sizes = self.weight_bytes(optimizer_strategy)
+        slowest = max(float(sizes[list(group)].max()) / self._link(group) for group in optimizer_strategy.dp_groups())
+        return 2.0 * (optimizer_strategy.dp - 1) / optimizer_strategy.dp * slowest
 
-    def switch_seconds(self, strategies: Sequence[Strategy], home: int) -> Floats:
+    def switch_seconds(self, strategies: Sequence[Strategy], optimizer_strategy: int) -> Floats:
         """[S, S] of switching from the strategy of the row to that of the column, 0 on the diagonal.
 
         The weights travel to the next strategy and, in the same messages, the gradients of the strategy that is left
-        travel to home, where those of home itself stay.
+        travel to the optimizer's strategy, where its own stay.
 
         Args:
-            home: its number among the strategies.
+            optimizer_strategy: its number among the strategies.
         """
         seconds = np.zeros((len(strategies), len(strategies)))
         for before, after in itertools.permutations(range(len(strategies)), 2):
-            plans = self._plans_of(strategies[before], strategies[after], strategies[home])
+            plans = self._plans_of(strategies[before], strategies[after], strategies[optimizer_strategy])
             seconds[before, after] = fused_seconds(plans, self.links)
         return seconds
 
@@ -171,15 +171,16 @@ class CostModel:
             self._weight_bytes[strategy] = self._layout(strategy).rank_bytes(self.tensors)
         return self._weight_bytes[strategy]
 
-    def memory_bytes(self, strategy: Strategy, home: Strategy, tokens: int) -> Floats:
+    def memory_bytes(self, strategy: Strategy, optimizer_strategy: Strategy, tokens: int) -> Floats:
         """[R] the most that each rank holds while this strategy trains micro-batches of so many tokens.
 
-        Weights and their gradients, where home is another strategy its gradients besides, the optimizer's state in
-        home's layout, and the activations of the micro-batches that 1F1B keeps on a stage, pp − stage.
+        Weights and their gradients, where the optimizer's strategy is another its gradients besides, the optimizer's
+        state in the optimizer's layout, and the activations of the micro-batches that 1F1B keeps on a stage, pp −
+        stage.
         """
         held = np.zeros(self.num_ranks)
         held += 2 * self.weight_bytes(strategy)
-        held += (self.optimizer_ratio + (strategy != home)) * self.weight_bytes(home)
+        held += (self.optimizer_ratio + (strategy != optimizer_strategy)) * self.weight_bytes(optimizer_strategy)
         for stage, cost in enumerate(self.stage_costs(strategy)):
             activations = cost.token_bytes * tokens * (strategy.pp - stage)
             for replica, shard in itertools.product(range(strategy.dp), range(strategy.tp)):
@@ -187,29 +188,32 @@ class CostModel:
                 held[strategy.rank_at(Position(replica, stage, shard))] += activations * share
         return held
 
-    def fits(self, strategy: Strategy, home: Strategy, tokens: int, limit_bytes: float) -> bool:
+    def fits(self, strategy: Strategy, optimizer_strategy: Strategy, tokens: int, limit_bytes: float) -> bool:
         """Whether no rank needs more than the limit for micro-batches of so many tokens."""
-        return float(self.memory_bytes(strategy, home, tokens).max()) <= limit_bytes
+        return float(self.memory_bytes(strategy, optimizer_strategy, tokens).max()) <= limit_bytes
 
-    def switch_memory_bytes(self, before: Strategy, after: Strategy, home: Strategy) -> Floats:
+    def switch_memory_bytes(self, before: Strategy, after: Strategy, optimizer_strategy: Strategy) -> Floats:
         """[R] the most that each rank holds during a switch, with its messages; see :func:`switch_bytes`."""
         return switch_bytes(
             self.weight_bytes(before),
             self.weight_bytes(after),
-            self.weight_bytes(home),
-            self._plans_of(before, after, home),
-            is_home=before == home,
+            self.weight_bytes(optimizer_strategy),
+            self._plans_of(before, after, optimizer_strategy),
+            is_optimizer_strategy=before == optimizer_strategy,
             optimizer_ratio=self.optimizer_ratio,
             max_bytes=self.max_message_bytes,
         )
 
-    def switches_fit(self, strategies: Sequence[Strategy], home: int, limit_bytes: float) -> NDArray[np.bool_]:
+    def switches_fit(
+        self, strategies: Sequence[Strategy], optimizer_strategy: int, limit_bytes: float
+    ) -> NDArray[np.bool_]:
         """[S, S] whether no rank needs more than the limit for the switch from the row's strategy to the column's."""
         return np.array(
             [
                 [
                     before == after
-                    or float(self.switch_memory_bytes(before, after, strategies[home]).max()) <= limit_bytes
+                    or float(self.switch_memory_bytes(before, after, strategies[optimizer_strategy]).max())
+                    <= limit_bytes
                     for after in strategies
                 ]
                 for before in strategies
@@ -244,10 +248,12 @@ class CostModel:
             self._layouts[strategy] = strategy.layout(self.tensors, self.num_ranks, self.layers.num_layers)
         return self._layouts[strategy]
 
-    def _plans_of(self, before: Strategy, after: Strategy, home: Strategy) -> list[SwitchPlan]:
-        """Of the weights, and of the gradients that do not lie at home."""
+    def _plans_of(self, before: Strategy, after: Strategy, optimizer_strategy: Strategy) -> list[SwitchPlan]:
+        """Of the weights, and of the gradients that do not lie under the optimizer's strategy."""
         plans = [self.weight_plan(before, after)]
-        return plans if before == home else [*plans, self._plan(before, home, gradients=True)]
+        return (
+            plans if before == optimizer_strategy else [*plans, self._plan(before, optimizer_strategy, gradients=True)]
+        )
 
     def _plan(self, before: Strategy, after: Strategy, *, gradients: bool) -> SwitchPlan:
         key = before, after, gradients

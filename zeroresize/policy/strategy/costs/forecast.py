@@ -26,14 +26,14 @@ class StepForecast:
 
     Attributes:
         ranges: of lengths, with the strategies that train them.
-        home: the strategy in which the optimizer steps.
+        optimizer_strategy: the strategy in which the optimizer steps.
         range_s: of each range's work.
         switch_s: of the switches, gradient returns included.
-        reduction_s: of the all-reduce of the gradients between the replicas of home.
+        reduction_s: of the all-reduce of the gradients between the replicas of the optimizer's strategy.
     """
 
     ranges: tuple[LengthRange, ...]
-    home: Strategy
+    optimizer_strategy: Strategy
     range_s: tuple[float, ...]
     switch_s: float
     reduction_s: float
@@ -44,25 +44,27 @@ class StepForecast:
 
 
 class Tours:
-    """Seconds of the cheapest tour from home through any set of strategies, each worked out once.
+    """Seconds of the cheapest tour from the optimizer's strategy through any set of strategies, each worked out once.
 
     Args:
         seconds: [S, S] of switching from the strategy of the row to that of the column; infinite: not possible.
-        home: its number.
+        optimizer_strategy: its number.
     """
 
-    def __init__(self, seconds: Floats, home: int) -> None:
-        self._seconds, self._home = seconds, home
+    def __init__(self, seconds: Floats, optimizer_strategy: int) -> None:
+        self._seconds, self._optimizer_strategy = seconds, optimizer_strategy
         self._known: dict[int, float] = {}
 
     def seconds(self, used: int) -> float:
         """Of the strategies whose bits are set; infinite if there is no tour of possible switches."""
-        used |= 1 << self._home
+        used |= 1 << self._optimizer_strategy
         if used not in self._known:
             members = [one for one in range(len(self._seconds)) if used >> one & 1]
             between_s = self._seconds[np.ix_(members, members)]
             try:
-                self._known[used] = tour_seconds(between_s, cheapest_order(between_s, members.index(self._home)))
+                self._known[used] = tour_seconds(
+                    between_s, cheapest_order(between_s, members.index(self._optimizer_strategy))
+                )
             except ValueError:
                 if np.isfinite(between_s).all():
                     raise
@@ -72,7 +74,7 @@ class Tours:
 
 def forecast_step(
     ranges: Sequence[LengthRange],
-    home: Strategy,
+    optimizer_strategy: Strategy,
     sample: Sequence[Sequence[int]],
     cost: CostModel,
     pack: Pack,
@@ -90,7 +92,7 @@ def forecast_step(
     """
     ranges = with_limits(as_ranges(ranges), max_tokens)
     check_sample(sample, ranges[-1].up_to)
-    strategies = list(dict.fromkeys([home, *(one.strategy for one in ranges)]))
+    strategies = list(dict.fromkeys([optimizer_strategy, *(one.strategy for one in ranges)]))
     tours = Tours(cost.switch_seconds(strategies, 0), 0)
     range_s, switch_s = np.zeros(len(ranges)), 0.0
     for mini_batch in sample:
@@ -103,7 +105,9 @@ def forecast_step(
             used |= bool(group) << strategies.index(length_range.strategy)
         switch_s += tours.seconds(used)
     means = (range_s / len(sample)).tolist()
-    return StepForecast(ranges, home, tuple(means), switch_s / len(sample), cost.reduction_seconds(home))
+    return StepForecast(
+        ranges, optimizer_strategy, tuple(means), switch_s / len(sample), cost.reduction_seconds(optimizer_strategy)
+    )
 
 
 def packed_by_work(lengths: Sequence[int], max_tokens: int, dp: int) -> list[list[list[int]]]:

@@ -1,9 +1,10 @@
 """Which strategy trains which lengths, so that a step takes least: what HotSPa leaves to its users.
 
-For each home a dynamic program over ranges finds the least work that is left behind every threshold. With it as the
-bound, branch and bound finds the least step exactly, although what a switch costs depends on all strategies in use:
-each mini-batch pays for the tour of the strategies for which it has sequences. Homes and candidates with which even the
-work alone takes no less than the best step so far are left out; switches are planned between the others only.
+For each strategy of the optimizer a dynamic program over ranges finds the least work that is left behind every
+threshold. With it as the bound, branch and bound finds the least step exactly, although what a switch costs depends on
+all strategies in use: each mini-batch pays for the tour of the strategies for which it has sequences. Strategies of the
+optimizer and candidates with which even the work alone takes no less than the best step so far are left out; switches
+are planned between the others only.
 
 ``B`` mini-batches of a sample, ``S`` candidates, ``K`` thresholds. ``begin`` and ``end`` count thresholds: a range is
 from the length at ``begin`` (0 for 0) to that at ``end``, 1 to K.
@@ -40,7 +41,8 @@ class SearchResult:
     """The best ranges, beside the best strategy for all lengths.
 
     Attributes:
-        best: of all ranges and homes; every range with the ``max_tokens`` for which it was found to fit.
+        best: of all ranges and the optimizer's strategies; every range with the ``max_tokens`` for which it was found
+            to fit.
         static: of one range.
         num_visited: how many beginnings of ranges were looked at.
     """
@@ -54,8 +56,8 @@ class SearchResult:
         return self.best.ranges
 
     @property
-    def home(self) -> Strategy:
-        return self.best.home
+    def optimizer_strategy(self) -> Strategy:
+        return self.best.optimizer_strategy
 
     @property
     def speedup(self) -> float:
@@ -74,11 +76,11 @@ def search_strategies(
     max_ranges: int = 4,
     max_tokens: int | None = None,
 ) -> SearchResult:
-    """The ranges, their strategies and the home with which a step takes least on average over a sample.
+    """The ranges, their strategies and the optimizer's strategy with which a step takes least on average over a sample.
 
     Args:
         sample: [B] the lengths of the sequences of each mini-batch.
-        candidates: [S] any of them may be home.
+        candidates: [S] any of them may be the optimizer's strategy.
         memory_limit: bytes of a rank, which training and switches keep.
         thresholds: [K] rising lengths at which a range may end; the last one is the longest sequence allowed. None: the
             longest of the sample and its halves, as :func:`default_thresholds` says.
@@ -99,23 +101,27 @@ def search_strategies(
         at_least("max_tokens", max_tokens, thresholds[-1])
     limits = [max_tokens or up_to for up_to in thresholds]
     table = _WorkTable.of(sample, candidates, cost, thresholds, limits, pack)
-    static, homes = _BestRanges(), list[_Home]()
-    for place, home in enumerate(candidates):
-        is_allowed = [[cost.fits(one, home, limit, memory_limit) for one in candidates] for limit in limits]
-        homes.append(_Home(home, np.where(np.array(is_allowed)[None], table.work_s, np.inf), cost))
-        static_s = float(homes[-1].work_s[0, -1, place]) + homes[-1].reduction_s
-        static.offer(static_s, home, [(len(thresholds), home)])
+    static, optimizer_strategies = _BestRanges(), list[_OptimizerStrategy]()
+    for place, optimizer_strategy in enumerate(candidates):
+        is_allowed = [
+            [cost.fits(one, optimizer_strategy, limit, memory_limit) for one in candidates] for limit in limits
+        ]
+        optimizer_strategies.append(
+            _OptimizerStrategy(optimizer_strategy, np.where(np.array(is_allowed)[None], table.work_s, np.inf), cost)
+        )
+        static_s = float(optimizer_strategies[-1].work_s[0, -1, place]) + optimizer_strategies[-1].reduction_s
+        static.offer(static_s, optimizer_strategy, [(len(thresholds), optimizer_strategy)])
     best, num_visited = copy.copy(static), 0
-    for option in sorted(homes, key=lambda one: one.least_s.min()):
+    for option in sorted(optimizer_strategies, key=lambda one: one.least_s.min()):
         useful = np.flatnonzero(option.least_s < best.step_s)
         if not useful.size:
             continue
         kept = sorted({*useful.tolist(), candidates.index(option.strategy)})
         strategies = [candidates[one] for one in kept]
-        home_number = strategies.index(option.strategy)
+        optimizer_strategy_number = strategies.index(option.strategy)
         switch_s = np.where(
-            cost.switches_fit(strategies, home_number, memory_limit),
-            cost.switch_seconds(strategies, home_number),
+            cost.switches_fit(strategies, optimizer_strategy_number, memory_limit),
+            cost.switch_seconds(strategies, optimizer_strategy_number),
             np.inf,
         )
         branches = _Branches(
@@ -123,42 +129,44 @@ def search_strategies(
             option.work_s[:, :, kept],
             table.is_present,
             switch_s,
-            home_number,
+            optimizer_strategy_number,
             option.reduction_s,
             max_ranges,
         )
         num_visited += branches.explore(best)
-    if static.home is None or best.home is None:
+    if static.optimizer_strategy is None or best.optimizer_strategy is None:
         raise ValueError(
             f"none of the strategies {[str(one) for one in candidates]} trains all lengths up to {thresholds[-1]} in "
             f"{memory_limit:g} bytes a rank: choose shorter sequences, smaller micro-batches or more ranks"
         )
 
-    def forecast(home: Strategy, best: _BestRanges) -> StepForecast:
+    def forecast(optimizer_strategy: Strategy, best: _BestRanges) -> StepForecast:
         ranges = [LengthRange(thresholds[end - 1], one, limits[end - 1]) for end, one in best.ranges]
-        return forecast_step(ranges, home, sample, cost, pack)
+        return forecast_step(ranges, optimizer_strategy, sample, cost, pack)
 
-    return SearchResult(forecast(best.home, best), forecast(static.home, static), num_visited)
+    return SearchResult(
+        forecast(best.optimizer_strategy, best), forecast(static.optimizer_strategy, static), num_visited
+    )
 
 
 class _BestRanges:
-    """The best so far: ``ranges`` as (end, strategy); no home if nothing fits."""
+    """The best so far: ``ranges`` as (end, strategy); no strategy of the optimizer if nothing fits."""
 
     def __init__(self) -> None:
         self.step_s = float("inf")
-        self.home: Strategy | None = None
+        self.optimizer_strategy: Strategy | None = None
         self.ranges: list[tuple[int, Strategy]] = []
 
-    def offer(self, step_s: float, home: Strategy, ranges: list[tuple[int, Strategy]]) -> None:
+    def offer(self, step_s: float, optimizer_strategy: Strategy, ranges: list[tuple[int, Strategy]]) -> None:
         if step_s < self.step_s:
-            self.step_s, self.home, self.ranges = step_s, home, list(ranges)
+            self.step_s, self.optimizer_strategy, self.ranges = step_s, optimizer_strategy, list(ranges)
 
 
-class _Home:
-    """What one of the candidates is as a home.
+class _OptimizerStrategy:
+    """What one of the candidates is as the optimizer's strategy.
 
     Attributes:
-        strategy: the home.
+        strategy: the optimizer's strategy.
         work_s: [K, K, S] of :class:`_WorkTable`, infinite where the memory does not suffice.
         reduction_s: of the gradients at the end of a step.
         least_s: [S] what a step takes at least that uses a candidate somewhere: the reduction, and all work with any
@@ -218,11 +226,11 @@ class _WorkTable:
 
 
 class _Branches:
-    """Branch and bound over ranges, from the shortest lengths on, for one home.
+    """Branch and bound over ranges, from the shortest lengths on, for one strategy of the optimizer.
 
     A branch is cut off if its work, the least work that is left and the least that its switches take are no less than
     the best step found. Each strategy in use is entered by a switch at least as dear as the cheapest one to it, and
-    home once more at the end; so the bound needs no triangle inequality.
+    the optimizer's strategy once more at the end; so the bound needs no triangle inequality.
     """
 
     def __init__(
@@ -231,13 +239,13 @@ class _Branches:
         work_s: Floats,
         is_present: Indices,
         switch_s: Floats,
-        home: int,
+        optimizer_strategy: int,
         reduction_s: float,
         max_ranges: int,
     ) -> None:
         self._strategies, self._work_s, self._is_present = strategies, work_s, is_present
-        self._home, self._reduction_s, self._max_ranges = home, reduction_s, max_ranges
-        self._tours = Tours(switch_s, home)
+        self._optimizer_strategy, self._reduction_s, self._max_ranges = optimizer_strategy, reduction_s, max_ranges
+        self._tours = Tours(switch_s, optimizer_strategy)
         self._entry_s = np.where(np.eye(len(switch_s), dtype=bool), np.inf, switch_s).min(axis=0)
         self._size = len(self._work_s)
         self._remaining_s = self._least_work()
@@ -265,7 +273,7 @@ class _Branches:
         if begin == self._size:
             tours_s = sum(map(self._tours.seconds, used)) / len(used)
             named_ranges = [(end, self._strategies[one]) for end, one in ranges]
-            best.offer(work_s + tours_s + self._reduction_s, self._strategies[self._home], named_ranges)
+            best.offer(work_s + tours_s + self._reduction_s, self._strategies[self._optimizer_strategy], named_ranges)
             return
         left = self._max_ranges - len(ranges)
         if not left:
@@ -285,11 +293,14 @@ class _Branches:
                 self._explore(last + 1, spent_s, [*ranges, (last + 1, candidate)], now, best)
 
     def _least_switches(self, used: int) -> float:
-        """What the strategies whose bits are set cost to enter, and home to come back to, at least."""
-        away = used & ~(1 << self._home)
+        """What the strategies whose bits are set cost to enter, and the optimizer's to come back to, at least."""
+        away = used & ~(1 << self._optimizer_strategy)
         if not away:
             return 0.0
-        return float(self._entry_s[self._home] + sum(own for one, own in enumerate(self._entry_s) if away >> one & 1))
+        return float(
+            self._entry_s[self._optimizer_strategy]
+            + sum(own for one, own in enumerate(self._entry_s) if away >> one & 1)
+        )
 
 
 def _thresholds(given: Sequence[int] | None, sample: Sequence[Sequence[int]]) -> list[int]:

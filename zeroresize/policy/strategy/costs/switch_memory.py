@@ -17,24 +17,25 @@ from zeroresize.policy.strategy.switches.transfers import MAX_MESSAGE_BYTES, Swi
 def switch_bytes(
     before: Indices,
     after: Indices,
-    home: Indices,
+    optimizer_strategy: Indices,
     plans: Sequence[SwitchPlan],
     *,
-    is_home: bool,
+    is_optimizer_strategy: bool,
     optimizer_ratio: float = 2.0,
     max_bytes: int = MAX_MESSAGE_BYTES,
 ) -> NDArray[np.float64]:
     """[R] the most that each rank holds during a switch, which has no activations.
 
     Args:
-        before, after, home: [R] bytes of weights under the strategy that is left, the next one, and the home.
-        plans: of all that travels: weights and, from another strategy than home, gradients.
-        is_home: whether the strategy that is left is the home, whose gradients stay.
+        before, after, optimizer_strategy: [R] bytes of weights under the strategy that is left, the next one, and the
+            optimizer's.
+        plans: of all that travels: weights and, from another strategy than the optimizer's, gradients.
+        is_optimizer_strategy: whether the strategy that is left is the optimizer's, whose gradients stay.
         optimizer_ratio: bytes of optimizer state for a byte of weights.
         max_bytes: of messages that a rank sends and receives at once.
     """
-    gradients = home + (0 if is_home else before)
-    return before + after + gradients + optimizer_ratio * home + message_bytes(plans, max_bytes)
+    gradients = optimizer_strategy + (0 if is_optimizer_strategy else before)
+    return before + after + gradients + optimizer_ratio * optimizer_strategy + message_bytes(plans, max_bytes)
 
 
 def message_bytes(plans: Sequence[SwitchPlan], max_bytes: int = MAX_MESSAGE_BYTES) -> Indices:

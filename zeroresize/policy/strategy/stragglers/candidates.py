@@ -93,17 +93,17 @@ class RangeCosts(Protocol):
     """What one range of lengths takes in a step.
 
     Attributes:
-        home: the number of the range under whose strategy the optimizer steps.
+        optimizer_strategy: the number of the range under whose strategy the optimizer steps.
     """
 
-    home: int
+    optimizer_strategy: int
 
     def range_s(self, number: int, strategy: Strategy, speeds: Sequence[float]) -> float:
         """Seconds of range ``number`` under a strategy where rank r is ``speeds[r]`` times as fast as the model of
         costs says; infinite where it is out of the question."""
 
-    def fits(self, number: int, strategy: Strategy, home: Strategy) -> bool:
-        """Whether memory suffices to train range ``number`` under a strategy with this home."""
+    def fits(self, number: int, strategy: Strategy, optimizer_strategy: Strategy) -> bool:
+        """Whether memory suffices to train range ``number`` under a strategy with the optimizer in this one."""
 
     def switches_fit(self, strategies: Sequence[Strategy]) -> bool:
         """Whether memory suffices for the switches between the strategies of all ranges."""
@@ -298,7 +298,7 @@ def _best(
     speeds: Sequence[float],
     costs: RangeCosts,
 ) -> Iterator[Candidate]:
-    """The fastest home with which memory suffices, and for each other range the fastest option that fits beside it.
+    """The fastest strategy of the optimizer that fits, and for each other range the fastest option that fits beside it.
 
     Nothing where there is none.
     """
@@ -308,10 +308,12 @@ def _best(
         possible = [one for one in strategies if seconds_of[one] < np.inf]
         # Of equally fast ones that which is told most shortly, on all ranks alike.
         ranked.append(sorted(possible, key=lambda one: (seconds_of[one], len(str(one)), str(one))))
-    for home in ranked[costs.home]:
+    for optimizer_strategy in ranked[costs.optimizer_strategy]:
         chosen = [
-            next((one for one in strategies if costs.fits(number, one, home)), None)
-            for number, strategies in enumerate([*ranked[: costs.home], [home], *ranked[costs.home + 1 :]])
+            next((one for one in strategies if costs.fits(number, one, optimizer_strategy)), None)
+            for number, strategies in enumerate(
+                [*ranked[: costs.optimizer_strategy], [optimizer_strategy], *ranked[costs.optimizer_strategy + 1 :]]
+            )
         ]
         strategies_of = tuple(one for one in chosen if one is not None)
         if len(strategies_of) == len(chosen) and costs.switches_fit(strategies_of):

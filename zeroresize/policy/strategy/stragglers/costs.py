@@ -32,7 +32,7 @@ class StragglerCosts:
     Args:
         cost: of the model and the cluster; whether ranks are slow there does not count.
         ranges: of lengths, [G], all of them with ``max_tokens``, as a trainer's are.
-        home: the number of the range under whose strategy the optimizer steps.
+        optimizer_strategy: the number of the range under whose strategy the optimizer steps.
         limit_bytes: memory of a rank; infinite where that is no question. The ranges' own strategies are known to fit.
     """
 
@@ -41,12 +41,12 @@ class StragglerCosts:
         cost: CostModel,
         ranges: Sequence[LengthRange],
         *,
-        home: int,
+        optimizer_strategy: int,
         limit_bytes: float = math.inf,
     ) -> None:
         most_tp = min((one.num_units for one in cost.tensors if one.division is not None), default=1)
         self._cost = replace(cost, layers=of_all_degrees(cost.layers, most_tp), slowness=())
-        self._ranges, self.home = tuple(ranges), home
+        self._ranges, self.optimizer_strategy = tuple(ranges), optimizer_strategy
         self._originals = tuple(one.strategy for one in self._ranges)
         self._degrees = cost.layers.degrees
         self._max_tokens = [one.max_tokens or one.up_to for one in ranges]
@@ -93,16 +93,21 @@ class StragglerCosts:
         slow, packed, in_units = self._at(speeds), self._packed(number, strategy.dp), self._in_units(strategy)
         return math.fsum(slow.work_seconds(in_units, replicas) for replicas in packed) / max(len(packed), 1)
 
-    def fits(self, number: int, strategy: Strategy, home: Strategy) -> bool:
+    def fits(self, number: int, strategy: Strategy, optimizer_strategy: Strategy) -> bool:
         """As of :mod:`~zeroresize.policy.strategy.stragglers.candidates`."""
         # The caller trains with the original ones.
-        is_known_to_fit = (strategy, home) == (self._originals[number], self._originals[self.home])
-        return is_known_to_fit or self._cost.fits(strategy, home, self._max_tokens[number], self._limit_bytes)
+        is_known_to_fit = (strategy, optimizer_strategy) == (
+            self._originals[number],
+            self._originals[self.optimizer_strategy],
+        )
+        return is_known_to_fit or self._cost.fits(
+            strategy, optimizer_strategy, self._max_tokens[number], self._limit_bytes
+        )
 
     def switches_fit(self, strategies: Sequence[Strategy]) -> bool:
         """As of :mod:`~zeroresize.policy.strategy.stragglers.candidates`; in whatever order they are visited."""
-        different = list(dict.fromkeys([strategies[self.home], *strategies]))
-        known = set(self._originals) if different[0] == self._originals[self.home] else set()
+        different = list(dict.fromkeys([strategies[self.optimizer_strategy], *strategies]))
+        known = set(self._originals) if different[0] == self._originals[self.optimizer_strategy] else set()
         fit = self._cost.switches_fit(different, 0, self._limit_bytes)
         return all(
             fit[before, after] or {different[before], different[after]} <= known
@@ -110,28 +115,28 @@ class StragglerCosts:
         )
 
     def step_s(self, strategies: Sequence[Strategy], speeds: Sequence[float]) -> float:
-        """Seconds of a step, the mean of the expected ones: work, switches, and the sum of the gradients at home."""
+        """Seconds of a step, the mean of the expected ones: work, switches, and the final sum of the gradients."""
         work_s = math.fsum(self.range_s(number, one, speeds) for number, one in enumerate(strategies))
-        home = strategies[self.home]
-        different = list(dict.fromkeys([home, *strategies]))
+        optimizer_strategy = strategies[self.optimizer_strategy]
+        different = list(dict.fromkeys([optimizer_strategy, *strategies]))
         switches = self._cost.switch_seconds(different, 0)
         tour_s = tour_seconds(switches, cheapest_order(switches, 0))
-        return work_s + tour_s + self._cost.reduction_seconds(home)
+        return work_s + tour_s + self._cost.reduction_seconds(optimizer_strategy)
 
     def switch_bytes(self, before: Sequence[Strategy], after: Sequence[Strategy]) -> float:
-        """That the busiest rank sends or receives as home changes: weights with the optimizer's state.
+        """That the busiest rank sends or receives as the optimizer moves: weights with the optimizer's state.
 
-        Gradients are none between two steps, and strategies that are not home hold nothing then.
+        Gradients are none between two steps, and strategies that are not the optimizer's hold nothing then.
         """
-        old_home, new_home = before[self.home], after[self.home]
-        if (old_home, new_home) not in self._price:
-            plan = self._cost.weight_plan(old_home, new_home)
+        old_strategy, new_strategy = before[self.optimizer_strategy], after[self.optimizer_strategy]
+        if (old_strategy, new_strategy) not in self._price:
+            plan = self._cost.weight_plan(old_strategy, new_strategy)
             most = max(
                 int((getattr(plan, f"{way}_within") + getattr(plan, f"{way}_between")).max())
                 for way in ("sent", "received")
             )
-            self._price[old_home, new_home] = most * (1.0 + self._cost.optimizer_ratio)
-        return self._price[old_home, new_home]
+            self._price[old_strategy, new_strategy] = most * (1.0 + self._cost.optimizer_ratio)
+        return self._price[old_strategy, new_strategy]
 
     def rank_s(self, strategies: Sequence[Strategy], lengths: Sequence[int], rank: int) -> float:
         """Seconds that a rank should compute in a step with sequences of these lengths, if it is not slow."""

@@ -1,9 +1,10 @@
 """When strategies change for slow ranks, and back: a ski rental of several candidates, of which going back is one.
 
 :class:`~zeroresize.policy.moves.ski_rental.SkiRental` adds up what steps would have been shorter by under each of them.
-Every change takes some seconds, those of home most, since that has the weights and the optimizer's state. A change of
-other strategies moves no bytes, as only home holds weights between steps. It takes time all the same: ranks agree, and
-a strategy that the model does not have needs process groups, modules and plans.
+Every change takes some seconds, one of the optimizer's strategy most, since that has the weights and the optimizer's
+state. A change of other strategies moves no bytes, as only the optimizer's strategy holds weights between steps. It
+takes time all the same: ranks agree, and a strategy that the model does not have needs process groups, modules and
+plans.
 
 Pure: the same speeds give the same decisions on every rank.
 """
@@ -45,7 +46,7 @@ class StrategyCosts(RangeCosts, Protocol):
 
     def switch_bytes(self, before: Sequence[Strategy], after: Sequence[Strategy]) -> float:
         """That the busiest rank sends or receives when training goes on under others: weights and the optimizer's
-        state, where home is another; 0 otherwise."""
+        state, where the optimizer's strategy is another; 0 otherwise."""
 
 
 @dataclass(frozen=True)

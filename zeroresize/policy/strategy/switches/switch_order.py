@@ -1,6 +1,6 @@
 """The order of a step's strategies that takes the least time to switch: a travelling salesman's tour, solved exactly.
 
-``S`` strategies. A tour begins and ends at home, where the optimizer's weights are.
+``S`` strategies. A tour begins and ends under the optimizer's strategy, where the optimizer's weights are.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def cheapest_order(seconds: Sequence[Sequence[float]] | NDArray[np.float64], sta
     Args:
         seconds: [S, S] of switching from the strategy of the row to that of the column, infinite where that is not
             possible; the diagonal is not read.
-        start: home.
+        start: the optimizer's strategy.
 
     Raises:
         ValueError: for a matrix that is not square, seconds that are negative or no numbers, a start that is no
@@ -41,7 +41,7 @@ def cheapest_order(seconds: Sequence[Sequence[float]] | NDArray[np.float64], sta
     others = [one for one in range(size) if one != start]
     out, back = times_SS[start, others], times_SS[others, start]
     between = times_SS[np.ix_(others, others)]
-    # Of every set of others, as bits: the shortest way from home through the set that ends at each of its members.
+    # Of every set of others, as bits: the shortest way from ``start`` through the set that ends at each of its members.
     ways = np.full((1 << len(others), len(others)), np.inf)
     for last in range(len(others)):
         ways[1 << last, last] = out[last]

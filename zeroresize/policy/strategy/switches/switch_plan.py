@@ -60,33 +60,40 @@ def plan_weights(
 
 
 def plan_gradients(
-    source: Layout, home: Layout, tensors: Sequence[TensorSpec], nodes: Sequence[int], *, heuristics: bool = True
+    source: Layout,
+    optimizer_layout: Layout,
+    tensors: Sequence[TensorSpec],
+    nodes: Sequence[int],
+    *,
+    heuristics: bool = True,
 ) -> SwitchPlan:
-    """Every replica's partial gradient of every slice gets to one replica of the home layout, to be added there.
+    """Every replica's partial gradient of every slice gets to one replica of the optimizer's layout, to be added there.
 
     It gets to all ranks of that replica that hold the slice. The replica is the one to which least travels between
     nodes, then the one to which least travels at all, as its ranks hold the slice in both layouts, then the one that
     has received least. Who sends is chosen as for weights; only one of the ranks of a replica that hold the same does.
-    The sum of all home replicas is the gradient.
+    The sum of all of the optimizer's replicas is the gradient.
 
     Args:
-        heuristics: False: source replica i goes to home replica i modulo their number, from the first holder in the
-            order of ranks.
+        heuristics: False: source replica i goes to the optimizer's replica i modulo their number, from the first holder
+            in the order of ranks.
 
     Raises:
         ValueError: as :func:`plan_weights` does.
     """
     nodes_R = _numbered(nodes, source.num_ranks)
-    slices = common_slices(source, home, tensors)
+    slices = common_slices(source, optimizer_layout, tensors)
     if heuristics:
-        slices = _divided(slices, slices.wanted.sum(axis=1) * source.num_replicas // max(home.num_replicas, 1))
+        slices = _divided(
+            slices, slices.wanted.sum(axis=1) * source.num_replicas // max(optimizer_layout.num_replicas, 1)
+        )
     loads, received, builder = SendLoads(source.num_ranks), np.zeros((2, source.num_ranks), np.int64), _Builder(slices)
     routes: dict[int, PartialGradients] = {}
     for pattern, numbers in _equal_slices(slices):
         size = int(slices.num_bytes[numbers[0]])
         if pattern not in routes:
             masks = slices.held[pattern], slices.wanted[pattern]
-            routes[pattern] = PartialGradients(source, home, *masks, nodes_R, heuristics=heuristics)
+            routes[pattern] = PartialGradients(source, optimizer_layout, *masks, nodes_R, heuristics=heuristics)
         partials = routes[pattern]
         slice_numbers, replicas, destinations, is_kept = partials.assigned(numbers, received, size)
         builder.keep(slice_numbers[is_kept], destinations[is_kept])

@@ -1,4 +1,4 @@
-"""The home of a model changes between two steps: weights move, and all that the optimizer keeps.
+"""The optimizer's strategy of a model changes between two steps: weights move, and all that the optimizer keeps.
 
 ``P`` tensors, ``R`` ranks.
 """
@@ -31,36 +31,40 @@ from zeroresize.utils.fingerprint import fingerprint
 
 
 class OwnState:
-    """What a rank's optimizer keeps of the home's parameters.
+    """What a rank's optimizer keeps of the parameters of its strategy.
 
     Attributes:
         optimizer: None without one.
         settings: of its parameter groups, which must be alike on all ranks.
 
     Raises:
-        ValueError: for a wrapper or ZeRO, one that steps other parameters than the home's, gradients that are still
+        ValueError: for a wrapper or ZeRO, one that steps other parameters than its strategy's, gradients that are still
             there, and state that is neither of the parameter's shape nor a single number or text.
     """
 
-    def __init__(self, home: Placement, tensors: Sequence[WholeTensor], optimizer: object | None) -> None:
-        self._home, self._tensors = home, tensors
+    def __init__(
+        self, optimizer_placement: Placement, tensors: Sequence[WholeTensor], optimizer: object | None
+    ) -> None:
+        self._optimizer_placement, self._tensors = optimizer_placement, tensors
         self.optimizer = require_movable_state(optimizer)
         self._groups = [] if self.optimizer is None else self.optimizer.param_groups
         self.settings = settings_of(self.optimizer)
-        known = {id(one): number for number, one in home.parameters.items()}
+        known = {id(one): number for number, one in optimizer_placement.parameters.items()}
         stepped = [(known.get(id(one)), index) for index, group in enumerate(self._groups) for one in group["params"]]
         others = sum(1 for number, _ in stepped if number is None)
         if others:
-            raise ValueError(f"the optimizer steps {others} tensors that are no parameters of the model's home")
+            raise ValueError(
+                f"the optimizer steps {others} tensors that are no parameters of the model's optimizer strategy"
+            )
         #: The parameter group of each tensor.
         self._group_of = {number: index for number, index in stepped if number is not None}
-        for number, one in home.parameters.items():
+        for number, one in optimizer_placement.parameters.items():
             if one.grad is not None:
                 raise ValueError(f"{tensors[number].spec.name} has a gradient: call optimizer.zero_grad() before")
 
     def told(self) -> str:
         """All that the other ranks must know."""
-        numbers = self._home.parameters
+        numbers = self._optimizer_placement.parameters
         return json.dumps([self._group_of, [[number, asdict(self._described(number))] for number in numbers]])
 
     @property
@@ -68,20 +72,20 @@ class OwnState:
         """Of the optimizer's tensors."""
         if self.optimizer is None:
             return 0
-        states = [self._parameter_state(number) for number in self._home.parameters]
+        states = [self._parameter_state(number) for number in self._optimizer_placement.parameters]
         held = [value for state in states for _, _, value in state.entries()]
         return sum(one.numel() * one.element_size() for one in held if isinstance(one, Tensor))
 
     def held(self, key: str) -> dict[int, Tensor]:
         """The optimizer's tensors of one kind, by the number of the tensor."""
-        states = {number: self._parameter_state(number) for number in self._home.parameters}
+        states = {number: self._parameter_state(number) for number in self._optimizer_placement.parameters}
         return {number: state.tensors[STATE + key] for number, state in states.items() if STATE + key in state.tensors}
 
     def install(self, after: Placement, group_of: dict[int, int], state: dict[int, dict[str, Any]]) -> None:
-        """Give the optimizer the parameters of another home in the same groups, and their state."""
+        """Give the optimizer the parameters of another strategy in the same groups, and their state."""
         if self.optimizer is None:
             return
-        for parameter in self._home.parameters.values():
+        for parameter in self._optimizer_placement.parameters.values():
             set_state(self.optimizer, parameter, {})
         for index, group in enumerate(self._groups):
             own = [number for number in after.parameters if group_of.get(number) == index]
@@ -96,11 +100,11 @@ class OwnState:
         return self._parameter_state(number).description()
 
     def _parameter_state(self, number: int) -> ParameterState:
-        parameter = self._home.parameters[number]
+        parameter = self._optimizer_placement.parameters[number]
         return ParameterState(self._tensors[number].spec.name, parameter, parameter, self.optimizer)
 
 
-class Rehoming(Transaction):
+class OptimizerMove(Transaction):
     """A move of the optimizer to another strategy, on this rank: weights, and all that it keeps.
 
     Args:

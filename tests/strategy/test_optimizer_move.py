@@ -1,4 +1,4 @@
-"""The home moves with the optimizer's state, bit for bit, also to other ranks; training goes on as if it had not."""
+"""The optimizer moves with its state, bit for bit, also to other ranks; training goes on as if it had not."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from zeroresize.strategy.gradient_norm import clip_grad_norm_
 from zeroresize.strategy.model import SwitchableModel
 
 THREE = Strategy(1, 1, 3, ranks=(3, 0, 2))
-HOMES = [FOUR[1], FOUR[4], THREE, FOUR[0], Strategy(1, 1, 1, ranks=(2,)), FOUR[2], FOUR[1]]
+OPTIMIZER_STRATEGIES = [FOUR[1], FOUR[4], THREE, FOUR[0], Strategy(1, 1, 1, ranks=(2,)), FOUR[2], FOUR[1]]
 
 
 def optimizer_of(named_parameters):
@@ -27,20 +27,22 @@ def give_gradients(model, wholes, step):
         whole.grad = torch.randn_like(whole)
         own = dict(model.named_parameters()).get(name)
         if own is not None and model.position.replica == 0:
-            own.grad = own_part(model, model.home, name, whole.grad).clone()
+            own.grad = own_part(model, model.optimizer_strategy, name, whole.grad).clone()
     model.collect()
 
 
-def test_optimizer_state_moves_with_the_home_bit_for_bit(run_ranks):
+def test_the_optimizer_moves_with_its_state_bit_for_bit(run_ranks):
     def check(rank, group):
         wholes = whole_tensors(layers_of())
         whole_optimizer = optimizer_of(wholes.items())
-        model = SwitchableModel(layers_of(), strategies=dict.fromkeys(HOMES), process_group=group, max_bytes=1000)
+        model = SwitchableModel(
+            layers_of(), strategies=dict.fromkeys(OPTIMIZER_STRATEGIES), process_group=group, max_bytes=1000
+        )
         optimizer = optimizer_of(model.named_parameters())
         rounds = []
-        for step, home in enumerate(HOMES):
-            report = model.rehome(home, optimizer)
-            assert model.home == model.current == home
+        for step, optimizer_strategy in enumerate(OPTIMIZER_STRATEGIES):
+            report = model.move_optimizer(optimizer_strategy, optimizer)
+            assert model.optimizer_strategy == model.current == optimizer_strategy
             assert sum(len(one["params"]) for one in optimizer.param_groups) == len(list(model.parameters()))
             rounds.append(report.num_rounds)
             give_gradients(model, wholes, step)
@@ -49,9 +51,9 @@ def test_optimizer_state_moves_with_the_home_bit_for_bit(run_ranks):
             assert float(norm) == pytest.approx(float(whole_norm), rel=1e-12) and norm > 5.0
             for name, one in model.named_parameters():  # the norms may differ in the last bit
                 torch.testing.assert_close(
-                    one.grad, own_part(model, home, name, wholes[name].grad), rtol=1e-12, atol=0.0
+                    one.grad, own_part(model, optimizer_strategy, name, wholes[name].grad), rtol=1e-12, atol=0.0
                 )
-                one.grad = own_part(model, home, name, wholes[name].grad).clone()
+                one.grad = own_part(model, optimizer_strategy, name, wholes[name].grad).clone()
             for one in (optimizer, whole_optimizer):
                 one.step()
                 one.zero_grad()
@@ -64,7 +66,9 @@ def test_optimizer_state_moves_with_the_home_bit_for_bit(run_ranks):
                 assert optimizer.state[one].keys() == expected.keys()
                 assert torch.equal(optimizer.state[one]["step"], expected["step"])
                 for key in ("exp_avg", "exp_avg_sq"):
-                    assert torch.equal(optimizer.state[one][key], own_part(model, home, name, expected[key])), name
+                    assert torch.equal(
+                        optimizer.state[one][key], own_part(model, optimizer_strategy, name, expected[key])
+                    ), name
             assert len(optimizer.state) == len(list(model.parameters()))
         assert max(rounds) > 1
 
