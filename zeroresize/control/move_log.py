@@ -30,8 +30,8 @@ class MoveLog:
         """A decision is about to replace the plan ``before``, which the last such call was followed by."""
         self._slow_since = {
             rank: self._slow_since.get(rank, self._decided_at)
-            for rank, own in enumerate(before.ranks)
-            if own.is_straggler
+            for rank, rank_plan in enumerate(before.ranks)
+            if rank_plan.is_straggler
         }
         self._decided_at = self._clock()
 
@@ -125,8 +125,10 @@ def _what(move: Move) -> str:
     givers = _changing(move, lambda change: change < 0)
     if len(givers) > _MOST_TOLD:
         most = {
-            kind: max((-own[rank] / move.owned_before[kind][rank] for rank in givers if own[rank] < 0), default=0.0)
-            for kind, own in move.changes.items()
+            kind: max(
+                (-change[rank] / move.owned_before[kind][rank] for rank in givers if change[rank] < 0), default=0.0
+            )
+            for kind, change in move.changes.items()
         }
         parts = " and ".join(f"{_percent(share)} the {kind}" for kind, share in most.items() if share > 0.0)
         return f"up to {parts} of each of {len(givers)} ranks move to {takers}"
@@ -134,7 +136,9 @@ def _what(move: Move) -> str:
 
 
 def _given(move: Move, rank: int) -> str:
-    given = {kind: -own[rank] / move.owned_before[kind][rank] for kind, own in move.changes.items() if own[rank] < 0}
+    given = {
+        kind: -change[rank] / move.owned_before[kind][rank] for kind, change in move.changes.items() if change[rank] < 0
+    }
     whose = (f"rank {rank}'s", *["its"] * (len(given) - 1))
     return " and ".join(
         f"{_percent(share)} {owner} {kind}" for (kind, share), owner in zip(given.items(), whose, strict=True)
@@ -146,7 +150,7 @@ def _comes_home(move: Move) -> bool:
 
 
 def _changing(move: Move, how: Callable[[int], bool]) -> list[int]:
-    return [rank for rank in range(len(move.after)) if any(how(own[rank]) for own in move.changes.values())]
+    return [rank for rank in range(len(move.after)) if any(how(change[rank]) for change in move.changes.values())]
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -36,11 +36,11 @@ def update_record(parts: Parts, num_steps: int, balancing_since_update_s: float)
         balancing_since_update_s=balancing_since_update_s,
         would={
             mode: {
-                "predicted_step_s": told["predicted_step_s"],
-                "gain": told["gain"],
-                "most_ratio": max(told["ratios"]),
+                "predicted_step_s": prediction["predicted_step_s"],
+                "gain": prediction["gain"],
+                "most_ratio": max(prediction["ratios"]),
             }
-            for mode, told in what_if(parts).items()
+            for mode, prediction in what_if(parts).items()
         },
     )
 

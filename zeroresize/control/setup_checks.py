@@ -142,7 +142,9 @@ def check_data_parallelism(model: nn.Module, layers: Layers, process_group: Proc
         shared = sorted(set(group_ranks(module.process_group)) & set(group_ranks(process_group)))
         ignored = module.parameters_to_ignore
         averaged = {
-            id(one) for name, one in module.module.named_parameters() if one.requires_grad and name not in ignored
+            id(parameter)
+            for name, parameter in module.module.named_parameters()
+            if parameter.requires_grad and name not in ignored
         }
         if len(shared) > 1 and any(id(layer.weight) in averaged for layer in layers.values()):
             raise ValueError(

@@ -94,7 +94,7 @@ def _called_by(function: types.FunctionType, kind: type) -> Iterator[tuple[str, 
     ]
     modules = [one for name in names if isinstance(one := function.__globals__.get(name), types.ModuleType)]
     modules += [
-        inner for one in modules for name in names if isinstance(inner := vars(one).get(name), types.ModuleType)
+        inner for module in modules for name in names if isinstance(inner := vars(module).get(name), types.ModuleType)
     ]
     places += [(f"{one.__name__}.", vars(one).get) for one in (*modules, torch.nn.functional)]
     for prefix, place in places:

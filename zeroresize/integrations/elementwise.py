@@ -94,7 +94,7 @@ _WORDS = """
 """
 _NAMES = frozenset(_WORDS.split())
 _FUNCTIONS: frozenset[Any] = _OPERATORS | {
-    found for name in _NAMES for place in (torch, F) if callable(found := getattr(place, name, None))
+    function for name in _NAMES for place in (torch, F) if callable(function := getattr(place, name, None))
 }
 _METHODS = _NAMES | {f"{name}_" for name in ("add", "clamp", "div", "mul", "neg", "pow", "sub")}
 

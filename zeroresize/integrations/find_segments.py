@@ -67,14 +67,14 @@ class _Search:
         for name, module in model.named_modules(remove_duplicate=False):
             self._names.setdefault(id(module), []).append(name)
         self._uses = Counter(id(one) for module in model.modules() for one in parameters_of(module).values())
-        self._found: list[OwnedSegment] = []
+        self._segments: list[OwnedSegment] = []
         self._owner: dict[str, OwnedSegment] = {}
         self._reasons: dict[str, str] = {}
         #: For a column-parallel layer, the row-parallel one that may have ended its segment.
         self._ends_at: dict[str, str] = {}
 
     def result(self) -> tuple[list[OwnedSegment], dict[str, str]]:
-        segments = sorted(self._found, key=lambda segment: self._order[segment.name])
+        segments = sorted(self._segments, key=lambda segment: self._order[segment.name])
         for name, layer in self._layers.items():
             if name in self._owner or name in self._reasons:
                 continue
@@ -94,7 +94,7 @@ class _Search:
                 raise StaysEven("it names no column-parallel layer")
             self._take(segment, columns, row)
         except StaysEven as error:
-            raise ValueError(f"{self._told(segment)}: {error}. {_TRY_IT}") from None
+            raise ValueError(f"{self._described(segment)}: {error}. {_TRY_IT}") from None
 
     def take_registered(self) -> None:
         for name, module in self._modules.items():
@@ -162,7 +162,9 @@ class _Search:
         prefix = f"{holder.name}." if holder.name else ""
         inside = {name.removeprefix(prefix) for name in self._names[id(layer)] if name.startswith(prefix)}
         wanted = {
-            f"{one}.{relative}" if one else relative for one in self._names[id(holder.module)] for relative in inside
+            f"{module_name}.{relative}" if module_name else relative
+            for module_name in self._names[id(holder.module)]
+            for relative in inside
         }
         if set(self._names[id(layer)]) != wanted:
             raise NotProven(f"{self._name_of(layer)} is registered in the model at several places")
@@ -200,7 +202,7 @@ class _Search:
             self._require_sound(segment, owned, columns, row)
         if is_proven and any(one.rows != 1 for one in owned.tensors):
             raise StaysEven("what lies between changes the number of features")
-        self._found.append(owned)
+        self._segments.append(owned)
         self._owner.update(dict.fromkeys(names, owned))
         for name in names:
             self._reasons.pop(name, None)
@@ -314,7 +316,7 @@ class _Search:
             raise StaysEven(f"layer {name} is {kind}-parallel, and {wanted} must name {wanted}-parallel layers")
         return name
 
-    def _told(self, segment: Segment) -> str:
+    def _described(self, segment: Segment) -> str:
         """The segment as the user may have written it, its layers by their names."""
         column, row = [self._given_name(one) for one in segment.column], self._given_name(segment.row)
         return f"Segment(column={column}, row={row!r})"

@@ -220,7 +220,7 @@ def _inside(value: Any, contents: dict[int, tuple[Any, Any]] | None) -> list[tup
         if contents is not None:
             contents.setdefault(id(attributes), (attributes, attributes.copy()))
         inside += [
-            (f".{name}", one) for name, one in attributes.items() if not str(name).startswith(PREFIXES_OF_TRACING)
+            (f".{name}", inner) for name, inner in attributes.items() if not str(name).startswith(PREFIXES_OF_TRACING)
         ]
     slots = {name: getattr(value, name) for name in _slots_of(kind) if hasattr(value, name)}
     if slots and contents is not None:
@@ -233,9 +233,9 @@ def _of_class(kind: type, contents: dict[int, tuple[Any, Any]] | None) -> list[t
     if library_of(kind.__module__) in _LIBRARIES:
         return []
     held = {
-        name: one
-        for name, one in vars(kind).items()
-        if not name.startswith("__") and not callable(one) and not hasattr(one, "__get__")
+        name: value
+        for name, value in vars(kind).items()
+        if not name.startswith("__") and not callable(value) and not hasattr(value, "__get__")
     }
     if held and contents is not None:
         contents.setdefault(id(kind), (kind, held))
@@ -323,9 +323,10 @@ def _shown(path: str) -> str:
 def _assigned_outside(code: types.CodeType) -> tuple[str, ...]:
     """Names of outer functions and of the file that a function assigns to."""
     return tuple(
-        str(one.argval)
-        for one in dis.get_instructions(code)
-        if one.opname == "STORE_GLOBAL" or (one.opname == "STORE_DEREF" and one.argval in code.co_freevars)
+        str(instruction.argval)
+        for instruction in dis.get_instructions(code)
+        if instruction.opname == "STORE_GLOBAL"
+        or (instruction.opname == "STORE_DEREF" and instruction.argval in code.co_freevars)
     )
 
 

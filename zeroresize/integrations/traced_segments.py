@@ -101,7 +101,7 @@ class TracedModule:
             try:
                 readings = [_found_in(graph, self.module, row) for graph in self._traced(holding)]
                 if any(one.columns != readings[0].columns for one in readings):
-                    raise NotProven(f"the layers before it depend on how {self._told} is called")
+                    raise NotProven(f"the layers before it depend on how {self._description} is called")
                 dropouts = dict.fromkeys(module for one in readings for module in one.dropouts)
                 return Found(readings[0].columns, tuple(dropouts), any(one.has_other_dropout for one in readings))
             except _NotTraced as error:
@@ -114,7 +114,7 @@ class TracedModule:
         raise next((one for one in failures if not isinstance(one, _NotTraced)), failures[0])
 
     @property
-    def _told(self) -> str:
+    def _description(self) -> str:
         return f"{self.name or 'the model'} ({type(self.module).__name__})"
 
     def _traced(self, holding: nn.Module | None) -> list[fx.Graph]:
@@ -126,7 +126,7 @@ class TracedModule:
                 lines = str(error).strip().splitlines()
                 message = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
                 message += _place_of(error)
-                known = _NotTraced(f"torch.fx cannot trace {self._told}: {message}")
+                known = _NotTraced(f"torch.fx cannot trace {self._description}: {message}")
             self._graphs[id(holding)] = known
         if isinstance(known, NotProven):
             raise known
@@ -340,7 +340,7 @@ def _dropouts(
             continue
         module = calls.get(node)
         if isinstance(module, nn.Dropout | UnitDropout) and all(
-            one in on_the_way for one, called in calls.items() if called is module
+            call in on_the_way for call, called in calls.items() if called is module
         ):
             dropouts[module] = None
         elif isinstance(module, nn.Dropout | nn.AlphaDropout) or getattr(node.target, "__name__", "") == "dropout":

@@ -47,7 +47,8 @@ def _asked_in(code: types.CodeType) -> str | None:
     if not names.isdisjoint(_MATCHES):
         return "it matches patterns"
     if not names.isdisjoint(_COMPARES) and any(
-        one.opname in ("LOAD_GLOBAL", "LOAD_NAME") and one.argval == "type" for one in instructions
+        instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") and instruction.argval == "type"
+        for instruction in instructions
     ):
         return "it compares types"
     if "IS_OP" in names and not _is_asked_of(code, _SINGLETONS, all_of_them=True):
@@ -61,7 +62,7 @@ def _is_asked_of(code: types.CodeType, constants: tuple[str, ...], *, all_of_the
     instructions = [one for one in dis.get_instructions(code) if one.opname != "CACHE"]
     answers = [
         before.opname == "LOAD_CONST" and repr(before.argval) in constants
-        for before, one in itertools.pairwise(instructions)
-        if one.opname == "IS_OP"
+        for before, instruction in itertools.pairwise(instructions)
+        if instruction.opname == "IS_OP"
     ]
     return all(answers) if all_of_them else any(answers)

@@ -119,7 +119,7 @@ class _Transfers:
         self._route = LoanRoute(0, tuple(range(1, num_receivers + 1)), bounds)
         self._is_owner = transport.rank == 0
         columns = torch.arange(num_columns, device=shape.device)
-        self._own = columns if self._is_owner else columns[self._route.part_of(transport.rank)]
+        self._columns = columns if self._is_owner else columns[self._route.part_of(transport.rank)]
         self._x_TK = self._zeros(shape.num_tokens, shape.num_columns)
         self._y_TN = self._zeros(shape.num_tokens, shape.num_outputs)
         self._dw_NK = self._zeros(shape.num_outputs, shape.num_columns)
@@ -166,11 +166,11 @@ class _Transfers:
             self._transport.give(self._route, y_TN, "y")
 
     def _send_out(self, matrix: Tensor, name: str) -> None:
-        packed = matrix.index_select(1, self._own) if self._is_owner else None
+        packed = matrix.index_select(1, self._columns) if self._is_owner else None
         self._transport.send_slice(self._route, packed, len(matrix), matrix, name).wait()
 
     def _return_slice(self, matrix: Tensor, name: str) -> None:
-        part = None if self._is_owner else matrix.index_select(1, self._own)
+        part = None if self._is_owner else matrix.index_select(1, self._columns)
         self._transport.return_slice(self._route, part, len(matrix), matrix, name).wait()
 
     def _meet(self) -> None:

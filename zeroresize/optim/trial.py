@@ -67,8 +67,8 @@ def why_halves_differ(optimizer: Optimizer, case: Case, *, by_default: bool = Fa
                 sizes = [(first := fifths * one[0].shape[dim] // 5, one[0].shape[dim] - first) for one in whole]
                 halves = [
                     [
-                        [value.split(size, dim)[half].clone() for value in one]
-                        for one, size in zip(whole, sizes, strict=True)
+                        [value.split(size, dim)[half].clone() for value in values]
+                        for values, size in zip(whole, sizes, strict=True)
                     ]
                     for half in (0, 1)
                 ]
