@@ -8,6 +8,8 @@ import time
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 
 import zeroresize as zr
 
@@ -15,12 +17,11 @@ WIDTH, NUM_CLASSES, BATCH = 512, 10, 256
 
 
 class Block(nn.Module):
-    """A feed-forward block, split over ``group``."""
+    """A feed-forward block with a residual connection."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.up = zr.ColumnParallelLinear.from_linear(nn.Linear(WIDTH, 4 * WIDTH), process_group=group)
-        self.down = zr.RowParallelLinear.from_linear(nn.Linear(4 * WIDTH, WIDTH), process_group=group)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.relu(self.up(x)))
@@ -28,17 +29,19 @@ class Block(nn.Module):
 
 def main() -> None:
     dist.init_process_group("gloo")
-    group = dist.new_group()  # of all ranks
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.set_num_threads(1)
     torch.manual_seed(0)  # equal weights and equal batches on all ranks
 
-    model = nn.Sequential(Block(group), Block(group), nn.Linear(WIDTH, NUM_CLASSES))
-    optimizer = torch.optim.AdamW(model.parameters())
+    model = nn.Sequential(Block(), Block(), nn.Linear(WIDTH, NUM_CLASSES))
+    for block in model[:2]:
+        parallelize_module(block, mesh, {"up": zr.ColwiseParallel(), "down": zr.RowwiseParallel()})
+    optimizer = torch.optim.AdamW(model.parameters())  # after the split, which makes new weights
 
     config = zr.BalanceConfig(update_every=5)  # mode "exact": nothing is dropped
     balancer = zr.Balancer(model, optimizer, config)
 
-    with zr.StragglerInjector(model, process_group=group, chi={1: 4.0}):
+    with zr.StragglerInjector(model, process_group=mesh, chi={1: 4.0}):
         for _ in range(6):
             begin = time.perf_counter()
             for _ in range(config.update_every):
