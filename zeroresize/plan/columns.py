@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """Made by :meth:`at`.
+    """Hold the indices of some columns of a matrix; :meth:`at` makes one.
 
     Attributes:
         indices: [m], int64, on the matrices' device.
@@ -22,7 +22,7 @@ class Columns:
 
     @classmethod
     def at(cls, indices: Tensor, device: torch.device | str | None = None) -> Columns:
-        """Columns of matrices on ``device`` (by default where ``indices`` are).
+        """Return the columns of matrices on ``device`` (by default where ``indices`` are).
 
         What lies on a GPU already is waited for; indices on the CPU are sent there without waiting.
         """
@@ -30,7 +30,7 @@ class Columns:
         return cls(indices if device is None else indices.to(device, non_blocking=True), neighbours)
 
     def of(self, matrix: Tensor) -> Tensor:
-        """These columns [rows, m], in their order; to be read only."""
+        """Return these columns [rows, m], in their order; to be read only."""
         return matrix[:, self.neighbours] if self.neighbours is not None else matrix.index_select(1, self.indices)
 
     def copy_to(self, packed: Tensor, matrix: Tensor) -> None:

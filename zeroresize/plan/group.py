@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Shares:
-    """What becomes of one rank's product FLOPs, and what it computes for others.
+    """Describe what becomes of one rank's product FLOPs, and what it computes for others.
 
     Attributes:
         pruned: share of what it owns that nobody computes.
@@ -34,13 +34,13 @@ class Shares:
 
     @property
     def work(self) -> tuple[float, float, float]:
-        """What the rank computes: two that differ in nothing else take equally long."""
+        """Return what determines how long the rank computes: two ranks that are alike in it take equally long."""
         return self.spared, self.borrowed, self.owned
 
 
 @dataclass(frozen=True)
 class RankPlan(Shares):
-    """One rank's part in a plan: its shares, of which the pruned one may differ from layer to layer.
+    """Describe one rank's part in a plan: its shares, of which the pruned one may differ from layer to layer.
 
     Attributes:
         is_straggler: whether the rank was found to be one.
@@ -51,7 +51,7 @@ class RankPlan(Shares):
 
 @dataclass(frozen=True)
 class Loan:
-    """What one rank hands to others, in every balanced layer alike.
+    """Describe what one rank hands to others, in every balanced layer alike.
 
     Attributes:
         owner: whose columns.
@@ -68,7 +68,7 @@ class Loan:
 
 @dataclass(frozen=True)
 class WorkloadPlan:
-    """The group's plan: the same on every rank, since all compute it from the same exchanged numbers.
+    """Describe the group's plan, the same on every rank, since all compute it from the same exchanged numbers.
 
     Attributes:
         ranks: one ``RankPlan`` a rank, in the order of the group.
@@ -83,17 +83,17 @@ class WorkloadPlan:
 
     @property
     def owned(self) -> tuple[float, ...]:
-        """What each rank is to own, in units of a rank's products at even shares; all 1 is home."""
+        """Return what each rank is to own, in units of a rank's products at even shares; all 1 is home."""
         return tuple(rank.owned for rank in self.ranks)
 
     @property
     def relieved(self) -> list[int]:
-        """Ranks that prune or lend."""
+        """Return the ranks that prune or lend."""
         return [rank for rank, shares in enumerate(self.ranks) if shares.spared > 0.0]
 
     @property
     def description(self) -> str:
-        """Who prunes and lends how much, for a log."""
+        """Return, for a log, who prunes and lends how much."""
         shares = []
         for rank in self.relieved:
             parts = {"prunes": self.ranks[rank].pruned, "lends": self.ranks[rank].lent}

@@ -15,7 +15,7 @@ from zeroresize.plan.columns import Columns
 
 @dataclass(frozen=True, eq=False)
 class LayerPlan:
-    """Which columns of one layer are computed, where, and what becomes of the gradients of the others.
+    """Describe which columns of one layer are computed, where, and what becomes of the gradients of the others.
 
     Attributes:
         kept: the P columns computed here, sorted, on the layer's device. P ≥ 1 unless all are lent.
@@ -39,7 +39,7 @@ class LayerPlan:
         imputation: str = "zero",
         lent: Tensor | None = None,
     ) -> LayerPlan:
-        """A plan that drops the columns ``pruned`` and lends ``lent`` (int64, on the CPU) of ``num_columns``.
+        """Return a plan that drops the columns ``pruned`` and lends ``lent`` (int64, on the CPU) of ``num_columns``.
 
         Its index lists are put on ``device``, so that no product ever waits for one.
 
@@ -62,12 +62,12 @@ class LayerPlan:
 
     @property
     def keep_P(self) -> Tensor:
-        """Indices of the kept columns, int64."""
+        """Return the indices of the kept columns, int64."""
         return self.kept.indices
 
     @property
     def num_columns(self) -> int:
-        """K, the layer's input features on this rank."""
+        """Return K, the layer's input features on this rank."""
         return self.kept.indices.numel() + self.pruned.numel() + self.lent.numel()
 
     @property

@@ -21,7 +21,9 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class UnitDivision:
-    """How a tensor may be divided: dimension ``dim`` is ``num_blocks`` blocks, each of ``num_units`` units of ``rows``.
+    """Describe how a tensor is divided.
+
+    Dimension ``dim`` is ``num_blocks`` blocks, each of ``num_units`` units of ``rows``.
 
     Attributes:
         dim: the dimension that holds units.
@@ -38,7 +40,7 @@ class UnitDivision:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor of the undivided model.
+    """Describe a tensor of the undivided model.
 
     Attributes:
         name: in the model, such as ``layers.3.attention.query.weight``.
@@ -70,19 +72,21 @@ class TensorSpec:
 
     @property
     def num_units(self) -> int:
-        """U; one where it is not divided."""
+        """Return U, which is 1 where the tensor is not divided."""
         return 1 if self.division is None else self.division.num_units
 
     @property
     def num_bytes(self) -> int:
+        """Return the bytes of the undivided tensor."""
         return math.prod(self.shape) * self.itemsize
 
     @property
     def unit_bytes(self) -> int:
+        """Return the bytes of one unit."""
         return self.num_bytes // self.num_units
 
     def local_shape(self, num_units: int) -> tuple[int, ...]:
-        """The shape of so many units of it."""
+        """Return the shape of ``num_units`` units of the tensor."""
         if self.division is None:
             return self.shape if num_units else (0,) * len(self.shape)
         division = self.division
@@ -95,7 +99,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Which units of every tensor each rank holds, from ``begins`` up to ``ends``; none where both are equal.
+    """Describe which units of every tensor each rank holds, from ``begins`` up to ``ends``; none where both are equal.
 
     Attributes:
         begins, ends: [P, R], int64.
@@ -109,28 +113,33 @@ class Layout:
 
     @property
     def num_tensors(self) -> int:
+        """Return P, the number of tensors."""
         return self.begins.shape[0]
 
     @property
     def num_ranks(self) -> int:
+        """Return R, the number of ranks."""
         return self.begins.shape[1]
 
     @cached_property
     def num_replicas(self) -> int:
+        """Return how many replicas of the model there are."""
         return int(self.replicas.max(initial=-1)) + 1
 
     def units_of(self, tensor: int, rank: int) -> range:
-        """The units that a rank holds of a tensor."""
+        """Return the units that a rank holds of a tensor."""
         return range(int(self.begins[tensor, rank]), int(self.ends[tensor, rank]))
 
     def rank_bytes(self, tensors: Sequence[TensorSpec]) -> Indices:
-        """[R] bytes that each rank holds of these tensors, which are those of the layout."""
+        """Return [R] bytes that each rank holds of these tensors, which are those of the layout."""
         unit_bytes = np.array([one.unit_bytes for one in tensors], dtype=np.int64)
         return unit_bytes @ (self.ends - self.begins)
 
 
 def unit_bounds(num_units: int, shares: Sequence[float]) -> tuple[int, ...]:
-    """[T + 1]: rank t holds the units from entry t up to entry t + 1, as many as its share of the work.
+    """Return [T + 1] bounds between the ranks' units, by their shares of the work.
+
+    Rank t holds the units from entry t up to entry t + 1.
 
     The largest of ``count / share`` is least (D'Hondt): the rank that takes longest takes as short as possible. Equal
     shares of a number that divides are exactly equal.

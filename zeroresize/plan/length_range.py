@@ -14,7 +14,7 @@ from zeroresize.utils.value_checks import at_least, known_keys
 
 @dataclass(frozen=True)
 class LengthRange:
-    """Sequences longer than the range before allows, up to ``up_to`` tokens, and the strategy that trains them.
+    """Describe sequences longer than the range before allows, up to ``up_to`` tokens, and who trains them.
 
     Attributes:
         max_tokens: that a micro-batch of one replica may have, as far as memory allows; None for what holds for all
@@ -37,7 +37,7 @@ class LengthRange:
 
     @classmethod
     def of(cls, value: Any) -> LengthRange:
-        """From a range, or a mapping of the attributes' names, as YAML gives them.
+        """Return a range, made from a range or from a mapping of the attributes' names, as YAML gives them.
 
         Raises:
             ValueError: for anything else, and as the class does.
@@ -51,7 +51,7 @@ class LengthRange:
         return cls(**entries)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values that :meth:`of` reads back."""
+        """Return plain values that :meth:`of` reads back."""
         more = {} if self.max_tokens is None else {"max_tokens": self.max_tokens}
         return {"up_to": self.up_to, "strategy": self.strategy.as_dict(), **more}
 
@@ -60,7 +60,7 @@ class LengthRange:
 
 
 def as_ranges(values: Iterable[Any]) -> tuple[LengthRange, ...]:
-    """Ranges whose ``up_to`` rises, of what :meth:`LengthRange.of` reads.
+    """Return ranges whose ``up_to`` rises, made of what :meth:`LengthRange.of` reads.
 
     Raises:
         ValueError: if there is none, or one does not begin behind the one before it.
@@ -77,7 +77,9 @@ def as_ranges(values: Iterable[Any]) -> tuple[LengthRange, ...]:
 
 
 def with_limits(ranges: Iterable[LengthRange], max_tokens: int | None) -> tuple[LengthRange, ...]:
-    """The same with every ``max_tokens`` set: where a range says none to this one, or to ``up_to`` if that is None.
+    """Return the ranges with every ``max_tokens`` set.
+
+    Where a range has none it is set to this one, or to ``up_to`` if that is None.
 
     Raises:
         ValueError: if it is smaller than the longest sequence of a range that says none.
@@ -91,7 +93,7 @@ def with_limits(ranges: Iterable[LengthRange], max_tokens: int | None) -> tuple[
 
 
 def lengths_by_range(ranges: Sequence[LengthRange], lengths: Iterable[int]) -> list[list[int]]:
-    """[number of ranges] the lengths in each, in the order given.
+    """Return the lengths in each range, [number of ranges] lists, in the order given.
 
     Raises:
         ValueError: as :func:`range_of` does.
@@ -103,7 +105,7 @@ def lengths_by_range(ranges: Sequence[LengthRange], lengths: Iterable[int]) -> l
 
 
 def range_of(ranges: Sequence[LengthRange], length: int) -> int:
-    """The number of the range that a sequence of ``length`` tokens is in.
+    """Return the number of the range that a sequence of ``length`` tokens is in.
 
     Raises:
         ValueError: if it is longer than every range allows.

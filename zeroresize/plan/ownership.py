@@ -32,7 +32,7 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class SegmentWork:
-    """What a decision must know of a segment.
+    """Describe what a decision must know of a segment.
 
     Attributes:
         num_units: U, of all ranks together; divides by their number.
@@ -49,7 +49,7 @@ class SegmentWork:
 
 @dataclass(frozen=True, eq=False)
 class OwnershipMap:
-    """Which rank owns each unit; on a rank units lie in ascending order.
+    """Hold which rank owns each unit; on a rank units lie in ascending order.
 
     Attributes:
         owners: [U], int64: for every unit the rank that owns it.
@@ -61,7 +61,7 @@ class OwnershipMap:
 
     @classmethod
     def even(cls, num_units: int, num_ranks: int) -> OwnershipMap:
-        """As hosts shard: rank r owns the r-th U / R units.
+        """Return the map that hosts make when they shard: rank r owns the r-th U / R units.
 
         Raises:
             ValueError: if the units do not divide by the ranks.
@@ -77,7 +77,7 @@ class OwnershipMap:
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """How many units each rank owns."""
+        """Return how many units each rank owns."""
         return tuple(np.bincount(self.owners, minlength=self.num_ranks).tolist())
 
     @property
@@ -86,11 +86,13 @@ class OwnershipMap:
         return self == OwnershipMap.even(len(self.owners), self.num_ranks)
 
     def units_of(self, rank: int) -> Indices:
-        """The units that ``rank`` owns, in the order in which they lie there."""
+        """Return the units that ``rank`` owns, in the order in which they lie there."""
         return np.flatnonzero(self.owners == rank)
 
     def with_counts(self, counts: Sequence[int]) -> OwnershipMap:
-        """The map in which rank r owns ``counts[r]`` units, and no more change hands than must; even counts are home.
+        """Return the map in which rank r owns ``counts[r]`` units; even counts are home.
+
+        No more units change hands than must.
 
         Ranks give away what came from others before what hosts gave them, and that from its end; they take back their
         own first.
@@ -126,7 +128,7 @@ class OwnershipMap:
 
 
 def normalised(shares: Sequence[float]) -> tuple[float, ...]:
-    """Shares in any unit with mean 1; equal ones are exactly home."""
+    """Return shares, given in any unit, scaled to mean 1; equal ones are exactly home."""
     if len(set(shares)) == 1:
         return (1.0,) * len(shares)
     mean = math.fsum(shares) / len(shares)
@@ -134,7 +136,9 @@ def normalised(shares: Sequence[float]) -> tuple[float, ...]:
 
 
 def checked_shares(shares: Any, num_ranks: int) -> tuple[float, ...]:
-    """What a user gives as the ranks' shares, scaled so that their mean is 1: ``(2, 1, 1)`` is (1.5, 0.75, 0.75).
+    """Return the ranks' shares that a user gives, scaled so that their mean is 1.
+
+    For example, ``(2, 1, 1)`` becomes (1.5, 0.75, 0.75).
 
     Raises:
         ValueError: unless they are ``num_ranks`` finite numbers, none negative and not all zero.
@@ -143,7 +147,7 @@ def checked_shares(shares: Any, num_ranks: int) -> tuple[float, ...]:
 
 
 def neuron_quantum(num_neurons: int, num_ranks: int) -> int:
-    """In multiples of how many neurons change hands: of 8, 4 or 2, which multiply faster than odd numbers.
+    """Return in multiples of how many neurons change hands: of 8, 4 or 2, which multiply faster than odd numbers.
 
     A multiple divides a rank's even share, and is at most a 128th of it: more would show in a step's length.
     """
@@ -152,7 +156,7 @@ def neuron_quantum(num_neurons: int, num_ranks: int) -> int:
 
 
 def unit_counts(shares: Sequence[float], segment: SegmentWork) -> tuple[int, ...]:
-    """How many units each rank owns so that the largest of ``count / share`` is least (D'Hondt's apportionment).
+    """Return how many units each rank owns so that the largest of ``count / share`` is least (D'Hondt's apportionment).
 
     That is what a step waits for: a rank with share s of the group's speed takes count / s. Equal shares are even.
 
@@ -187,7 +191,9 @@ def unit_counts(shares: Sequence[float], segment: SegmentWork) -> tuple[int, ...
 
 
 def owned_shares(shares: Sequence[float], segments: Sequence[SegmentWork]) -> tuple[float, ...]:
-    """What each rank then owns of the products, in units of a rank's at even shares; what is in no segment stays.
+    """Return what each rank then owns of the products, in units of a rank's at even shares.
+
+    What is in no segment stays.
 
     Args:
         shares: of the ranks, as :func:`unit_counts` takes them.

@@ -14,7 +14,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class LayerTransfer:
-    """A layer that changes stages."""
+    """Describe a layer that changes stages."""
 
     layer: int
     source: int
@@ -23,7 +23,9 @@ class LayerTransfer:
 
 @dataclass(frozen=True)
 class Partition:
-    """Consecutive layers for every stage, at least one for each, as ``torch.distributed.pipelining`` wants it.
+    """Divide layers into consecutive ones for every stage, at least one each.
+
+    This is the division that ``torch.distributed.pipelining`` wants.
 
     Attributes:
         boundaries: [S + 1]: stage s has the layers ``boundaries[s]`` to ``boundaries[s + 1] - 1``.
@@ -43,7 +45,7 @@ class Partition:
 
     @classmethod
     def uniform(cls, num_layers: int, num_stages: int) -> Partition:
-        """Equally many layers for every stage; where they do not divide, the first stages have one more.
+        """Return equally many layers for every stage; where they do not divide, the first stages have one more.
 
         Raises:
             ValueError: if there are fewer layers than stages.
@@ -54,7 +56,7 @@ class Partition:
 
     @classmethod
     def of(cls, boundaries: Sequence[int], num_layers: int, num_stages: int) -> Partition:
-        """The partition with these boundaries.
+        """Return the partition with these boundaries.
 
         Raises:
             ValueError: if they do not divide ``num_layers`` layers over ``num_stages`` stages, at least one for each.
@@ -72,28 +74,32 @@ class Partition:
 
     @property
     def num_layers(self) -> int:
+        """Return L, the number of layers."""
         return self.boundaries[-1]
 
     @property
     def num_stages(self) -> int:
+        """Return S, the number of stages."""
         return len(self.boundaries) - 1
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """How many layers each stage has."""
+        """Return how many layers each stage has."""
         return tuple(np.diff(self.boundaries).tolist())
 
     @property
     def stages(self) -> list[int]:
-        """[L] the stage of each layer."""
+        """Return [L] the stage of each layer."""
         return np.repeat(np.arange(self.num_stages), self.counts).tolist()
 
     def layers_of(self, stage: int) -> range:
-        """The layers of a stage."""
+        """Return the layers of a stage."""
         return range(self.boundaries[stage], self.boundaries[stage + 1])
 
     def transfers_to(self, after: Partition, stages: Sequence[int] | None = None) -> tuple[LayerTransfer, ...]:
-        """The layers that have another stage in ``after``, ascending: each travels once, straight to where it goes.
+        """Return the layers that have another stage in ``after``, ascending.
+
+        Each travels once, straight to where it goes.
 
         Args:
             after: of the same layers.

@@ -22,7 +22,7 @@ _KEYS = (*_DEGREES, "ranks", "shares", "boundaries")
 
 
 class Position(NamedTuple):
-    """What a rank is in a strategy.
+    """Describe what a rank is in a strategy.
 
     Attributes:
         replica: which copy of the model, of ``dp``.
@@ -37,7 +37,7 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True)
 class Strategy:
-    """(DP, TP, PP) on a set of ranks (HotSPa), with uneven shares of the tensor-parallel ranks where wanted.
+    """Describe (DP, TP, PP) on a set of ranks (HotSPa), with uneven shares of the tensor-parallel ranks where wanted.
 
     Neighbours in ``ranks`` are of one tensor-parallel group, then come the replicas, then the stages: as Megatron-LM
     orders them, so tensor parallelism stays inside a node where it fits.
@@ -106,7 +106,9 @@ class Strategy:
 
     @classmethod
     def of(cls, value: Any) -> Strategy:
-        """From a strategy, ``[dp, tp, pp]``, or a mapping of the attributes' names, as YAML gives them.
+        """Return a strategy, made from one, from ``[dp, tp, pp]``, or from a mapping of the attributes' names.
+
+        A mapping is what YAML gives.
 
         Raises:
             ValueError: for anything else, and as the class does.
@@ -121,15 +123,16 @@ class Strategy:
 
     @property
     def degrees(self) -> tuple[int, int, int]:
+        """Return (dp, tp, pp)."""
         return self.dp, self.tp, self.pp
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks take part."""
+        """Return how many ranks take part."""
         return len(self.ranks)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values that :meth:`of` reads back; what is as by default is left out."""
+        """Return plain values that :meth:`of` reads back; what is as by default is left out."""
         entries: dict[str, Any] = {"dp": self.dp, "tp": self.tp, "pp": self.pp}
         if self.ranks != tuple(range(self.num_ranks)):
             entries["ranks"] = list(self.ranks)
@@ -151,19 +154,20 @@ class Strategy:
         }
 
     def position_of(self, rank: int) -> Position | None:
-        """What a rank of the job is; None where it is left out."""
+        """Return what a rank of the job is; None where it is left out."""
         return self._positions.get(rank)
 
     def rank_at(self, position: Position) -> int:
+        """Return the rank of the job at a position."""
         replica, stage, shard = position
         return self.ranks[(stage * self.dp + replica) * self.tp + shard]
 
     def tp_groups(self) -> list[tuple[int, ...]]:
-        """The ranks that divide the same layers of a replica, group by group, in the order of their shards."""
+        """Return the ranks that divide the same layers of a replica, group by group, in the order of their shards."""
         return [self.ranks[begin : begin + self.tp] for begin in range(0, self.num_ranks, self.tp)]
 
     def dp_groups(self) -> list[tuple[int, ...]]:
-        """The ranks that hold the same part of the model, in the order of the replicas."""
+        """Return the ranks that hold the same part of the model, in the order of the replicas."""
         return [
             tuple(self.rank_at(Position(replica, stage, shard)) for replica in range(self.dp))
             for stage in range(self.pp)
@@ -171,7 +175,10 @@ class Strategy:
         ]
 
     def pipelines(self) -> list[tuple[int, ...]]:
-        """The ranks that hand on activations to each other, first stage first: one row for each replica and shard."""
+        """Return the ranks that hand on activations to each other, first stage first.
+
+        There is one row for each replica and shard.
+        """
         return [
             tuple(self.rank_at(Position(replica, stage, shard)) for stage in range(self.pp))
             for replica in range(self.dp)
@@ -179,7 +186,7 @@ class Strategy:
         ]
 
     def partition(self, num_layers: int) -> Partition:
-        """Which layers each stage has.
+        """Return which layers each stage has.
 
         Raises:
             ValueError: if there are fewer layers than stages, or the boundaries are of another number of layers.
@@ -192,7 +199,7 @@ class Strategy:
             raise ValueError(f"strategy {self}: {error}") from error
 
     def units(self, tensor: TensorSpec) -> tuple[int, ...]:
-        """[tp + 1]: shard t holds the units of a tensor from entry t up to entry t + 1.
+        """Return [tp + 1] bounds: shard t holds the units of a tensor from entry t up to entry t + 1.
 
         Raises:
             ValueError: if equal shares are wanted and the units do not divide by the shards.
@@ -205,7 +212,9 @@ class Strategy:
         return unit_bounds(tensor.num_units, self.shares or (1.0,) * self.tp)
 
     def layout(self, tensors: Sequence[TensorSpec], num_ranks: int, num_layers: int) -> Layout:
-        """What every rank of the job holds of a model's tensors; gradients and optimizer state lie as their parameters.
+        """Return what every rank of the job holds of a model's tensors.
+
+        Gradients and optimizer state lie as their parameters do.
 
         Raises:
             ValueError: for ranks that the job does not have, and as :meth:`partition` and :meth:`units` do.

@@ -23,7 +23,7 @@ BOUNDS = (64, 1024, 4096, 8192, 16384, 32768)
 
 @dataclass(frozen=True)
 class LengthDistribution:
-    """Lengths by ranges.
+    """Describe how long sequences are, by ranges of lengths.
 
     Attributes:
         bounds: [ranges + 1] tokens, rising: range r has lengths above entry r, up to entry r + 1.
@@ -44,14 +44,14 @@ class LengthDistribution:
 
     @cached_property
     def shares(self) -> NDArray[np.float64]:
-        """[ranges] of the number of sequences."""
+        """Return [ranges] shares of the number of sequences."""
         bounds = np.array(self.bounds, dtype=np.float64)
         mean_lengths = np.diff(bounds) / np.diff(np.log(bounds))
         counts = np.array(self.tokens) / mean_lengths
         return counts / counts.sum()
 
     def draw(self, num_sequences: int, max_length: int, random: np.random.Generator) -> NDArray[np.int64]:
-        """[N] lengths in tokens, scaled so that the longest are ``max_length``.
+        """Draw [N] lengths in tokens, scaled so that the longest are ``max_length``.
 
         Raises:
             ValueError: for a length below 1.
@@ -63,7 +63,7 @@ class LengthDistribution:
         return np.clip(np.ceil(lengths * (max_length / self.bounds[-1])), 1, max_length).astype(np.int64)
 
     def mini_batch(self, num_tokens: int, max_length: int, random: np.random.Generator) -> list[int]:
-        """Lengths as :meth:`draw` has them; the last sequence brings them to so many tokens.
+        """Draw lengths as :meth:`draw` does; the last sequence brings them to so many tokens.
 
         Raises:
             ValueError: for tokens or a length below 1.

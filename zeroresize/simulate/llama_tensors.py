@@ -9,7 +9,7 @@ from zeroresize.plan.layout import TensorSpec, UnitDivision
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """A LLaMA-like model; attention is divided by KV groups, the feed-forward part by neurons.
+    """Describe a LLaMA-like model; attention is divided by KV groups, the feed-forward part by neurons.
 
     Attributes:
         hidden: size of a token between layers.
@@ -26,7 +26,7 @@ class LlamaShape:
 
     @property
     def num_groups(self) -> int:
-        """KV groups."""
+        """Return the number of KV groups."""
         return self.num_kv_heads or self.num_heads
 
 
@@ -37,7 +37,7 @@ LLAMA_32B = LlamaShape(60, 6656, 64, 17920)
 
 
 def llama_tensors(shape: LlamaShape, itemsize: int = 2) -> list[TensorSpec]:
-    """All weights, layer by layer.
+    """Return all weights, layer by layer.
 
     As in Megatron-LM the embedding and the head are divided by rows of the vocabulary, and belong to the first and the
     last layer, the last norm, too.

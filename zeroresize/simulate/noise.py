@@ -18,7 +18,9 @@ _LEAST_FACTOR = 0.1
 
 @dataclass(frozen=True)
 class Noise:
-    """Normal noise of every part of every rank's step, and bursts, which make all of a machine's ranks slow at once.
+    """Describe normal noise of every part of every rank's step, and bursts.
+
+    A burst makes all of a machine's ranks slow at once.
 
     Attributes:
         deviation: relative standard deviation of the normal noise.
@@ -50,7 +52,7 @@ class Noise:
 
 
 class NoiseSource:
-    """One run's noise; equal seeds give equal noise.
+    """Draw one run's noise; equal seeds give equal noise.
 
     Args:
         noise: of what kind.
@@ -68,7 +70,7 @@ class NoiseSource:
         self._burst_factor = np.ones(len(self._steps_left))
 
     def next_step(self) -> NDArray[np.float64]:
-        """[ranks, parts] how many times as long as usual each part takes in the next step."""
+        """Return [ranks, parts] how many times as long as usual each part takes in the next step."""
         factors = np.maximum(1.0 + self._noise.deviation * self._normal, _LEAST_FACTOR)
         fresh = self._generator.standard_normal(self._shape)
         correlation = self._noise.correlation

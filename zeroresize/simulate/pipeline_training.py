@@ -26,7 +26,7 @@ TYPICAL_LINKS = MoveCost(1e-10, 0.05)
 
 @dataclass(frozen=True)
 class LayerLoads:
-    """What the layers of a training run cost.
+    """Hold what the layers of a training run cost.
 
     Attributes:
         forward_s, backward_s: [N, L] seconds of a micro-batch on a device of speed 1.
@@ -55,7 +55,7 @@ class LayerLoads:
 
 @dataclass(frozen=True)
 class PipelineCluster:
-    """Devices, and what balancing takes on them.
+    """Describe devices, and what balancing takes on them.
 
     Attributes:
         num_stages: one device each.
@@ -78,7 +78,7 @@ class PipelineCluster:
 
 @dataclass(frozen=True)
 class PipelineTrace:
-    """What came of it.
+    """Hold what came of a simulated training.
 
     Attributes:
         step_s: [N] seconds of each step, without profiles and moves.
@@ -97,7 +97,7 @@ class PipelineTrace:
 
     @property
     def total_s(self) -> float:
-        """Everything."""
+        """Return the seconds of everything."""
         return sum(self.step_s) + self.profile_s + self.move_s
 
     @property

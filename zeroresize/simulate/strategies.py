@@ -20,7 +20,7 @@ _BF16 = 2
 
 @dataclass(frozen=True)
 class GpuCluster:
-    """Nodes of equal GPUs; as it stands the slides' 32 A800.
+    """Describe nodes of equal GPUs; by default the 32 A800 of HotSPa's slides.
 
     Attributes:
         flops_per_s: peak of a GPU in bfloat16.
@@ -41,10 +41,14 @@ class GpuCluster:
 
     @property
     def num_gpus(self) -> int:
+        """Return how many GPUs there are."""
         return self.num_nodes * self.gpus_per_node
 
     def all_reduce_s(self, num_bytes: float, num_ranks: int) -> float:
-        """Of neighbours, by rings that use all links of the group; between nodes every GPU has its own adapter."""
+        """Return the seconds of an all-reduce of neighbours, by rings that use all links of the group.
+
+        Between nodes every GPU has its own adapter.
+        """
         speed = self.within_bytes_per_s
         if num_ranks > self.gpus_per_node:
             speed = min(speed, self.gpus_per_node * self.between_bytes_per_s)
@@ -52,7 +56,7 @@ class GpuCluster:
 
 
 def llama_layer_costs(shape: LlamaShape, cluster: GpuCluster, degrees: Sequence[int]) -> LayerCostTable:
-    """Seconds and bytes of a LLaMA-like model's blocks in bfloat16, nothing recomputed.
+    """Return the seconds and bytes of a LLaMA-like model's blocks in bfloat16, nothing recomputed.
 
     Products take 6 FLOPs a weight and token, forward and backward; causal attention takes 7 · hidden · length² with
     its scores computed again in the backward (FlashAttention-2). Four all-reduces a block (slides), as reduce-scatters
@@ -82,7 +86,10 @@ def llama_layer_costs(shape: LlamaShape, cluster: GpuCluster, degrees: Sequence[
 
 
 def llama_cost_model(shape: LlamaShape, cluster: GpuCluster, degrees: Sequence[int]) -> CostModel:
-    """Of training in bfloat16 with Adam and weights in fp32 beside: 12 bytes of state for 2 of a weight."""
+    """Return the costs of training in bfloat16 with Adam and weights in fp32 beside.
+
+    That is 12 bytes of state for 2 of a weight.
+    """
     return CostModel(
         llama_layer_costs(shape, cluster, degrees),
         tuple(llama_tensors(shape, _BF16)),
@@ -93,6 +100,9 @@ def llama_cost_model(shape: LlamaShape, cluster: GpuCluster, degrees: Sequence[i
 
 
 def padded_rows(lengths: Sequence[int], max_tokens: int, dp: int) -> list[list[list[int]]]:
-    """As HotSPa's published code packs: rows padded to ``max_tokens``, dealt in turn; attention over the whole row."""
+    """Pack as HotSPa's published code does: rows padded to ``max_tokens``, dealt in turn.
+
+    Attention is over the whole row.
+    """
     rows = [[max_tokens]] * len(pack(lengths, max_tokens))
     return [rows[replica::dp] for replica in range(dp)]

@@ -11,7 +11,7 @@ from zeroresize.policy.strategy.stragglers.decision import StragglerDecision, St
 
 @dataclass(frozen=True)
 class StragglerRun:
-    """What a training took.
+    """Hold what a training took.
 
     Attributes:
         steps_s: of each step.
@@ -23,7 +23,7 @@ class StragglerRun:
 
     @property
     def seconds(self) -> float:
-        """Of all steps and switches."""
+        """Return the seconds of all steps and switches."""
         return math.fsum(self.steps_s) + math.fsum(own_s for *_, own_s in self.switches)
 
 

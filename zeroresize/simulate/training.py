@@ -34,7 +34,7 @@ Speeds = Callable[[int], Sequence[float]]
 
 @dataclass(frozen=True)
 class Cluster:
-    """Ranks that are equal but for their χ.
+    """Describe ranks that are equal but for their χ.
 
     Attributes:
         chi: χ of every rank, by step from 0.
@@ -71,18 +71,18 @@ class Cluster:
 
     @property
     def homogeneous_s(self) -> float:
-        """A step without stragglers or noise, seconds."""
+        """Return the seconds of a step without stragglers or noise."""
         return self.rest_s + self.gemm_s
 
     @property
     def noise_kind(self) -> Noise:
-        """The noise, also where a number tells it."""
+        """Return the noise, also where a number gives it."""
         return self.noise if isinstance(self.noise, Noise) else Noise(self.noise)
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """What happened.
+    """Hold what happened in a simulated training.
 
     Attributes:
         step_s: seconds of every step, that is of its slowest rank, and of the move that comes before it.
@@ -104,7 +104,7 @@ class Simulation:
 
     @property
     def move_s(self) -> float:
-        """Seconds of all moves."""
+        """Return the seconds of all moves."""
         return math.fsum(seconds for *_, seconds in self.moves)
 
 
@@ -194,7 +194,7 @@ def simulate(
 
 
 def unbalanced_step_s(cluster: Cluster, num_steps: int) -> list[float]:
-    """Seconds of the steps of :func:`simulate` in mode "off", where nobody has anything to decide."""
+    """Return the seconds of the steps of :func:`simulate` in mode "off", where nobody has anything to decide."""
     num_ranks = len(cluster.chi(0))
     noise = NoiseSource(cluster.noise_kind, num_ranks, cluster.seed)
     plan, holdings = WorkloadPlan((RankPlan(),) * num_ranks), _Holdings(cluster, num_ranks)
@@ -302,7 +302,7 @@ def _borrowed_time(loans: Sequence[Loan], num_ranks: int, cost: ResizingCost) ->
 
 
 def settling(ratios: Sequence[float], change: int, until: int, band: float = 0.05) -> tuple[int, float]:
-    """How a rank's γ met a change of speed.
+    """Return how a rank's γ met a change of speed.
 
     Args:
         ratios: γ after every update, from 0.

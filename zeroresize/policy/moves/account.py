@@ -21,7 +21,7 @@ _MISTRUST = 10.0
 
 @dataclass
 class Account:
-    """Seconds that balancing has lost against even shares, less those that it has gained.
+    """Keep account of the seconds that balancing has lost against even shares, less those that it has gained.
 
     Attributes:
         lost_s: losses less gains.
@@ -52,11 +52,13 @@ class Account:
 
     @property
     def debt_s(self) -> float:
-        """Seconds that were lost beyond ``MOST_LOST`` of the time; 0 where there is nothing beyond."""
+        """Return the seconds that were lost beyond ``MOST_LOST`` of the time; 0 where there is nothing beyond."""
         return max(self.lost_s - MOST_LOST * self.elapsed_s, 0.0)
 
     def debt_with(self, price_s: float, late_s: float) -> float:
-        """Seconds beyond what may be lost if a move were made that is good for nothing; the first move is free.
+        """Return the seconds beyond what may be lost if a move were made that is good for nothing.
+
+        The first move is free.
 
         Args:
             price_s: of that move and the way back.
@@ -65,5 +67,5 @@ class Account:
         return max(self.lost_s + late_s + price_s - max(MOST_LOST * self.elapsed_s, price_s), 0.0)
 
     def mistrust_s(self, price_s: float, late_s: float = 0.0) -> float:
-        """Seconds by which a move is dearer than its price; arguments as of :meth:`debt_with`."""
+        """Return the seconds by which a move is dearer than its price; arguments as of :meth:`debt_with`."""
         return _MISTRUST * self.debt_with(price_s, late_s)

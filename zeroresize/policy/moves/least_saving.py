@@ -23,5 +23,5 @@ def is_saving(saving_s: float, step_s: float, least: float) -> bool:
 
 
 def beyond_noise(saving_s: float, step_s: float, least: float) -> float:
-    """The saving, or the loss if it is negative, of which 0 is left where either is noise; as :func:`is_saving`."""
+    """Return the saving, negative for a loss, or 0 where :func:`is_saving` takes it for noise."""
     return saving_s if is_saving(abs(saving_s), step_s, least) else 0.0

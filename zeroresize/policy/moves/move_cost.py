@@ -11,7 +11,7 @@ _WEIGHT, _LEAST_FACTOR, _MOST_FACTOR = 0.7, 0.1, 10.0
 
 @dataclass(frozen=True)
 class MoveCost:
-    """What a move takes. Bytes are those of the rank that sends or receives most.
+    """Describe what a move takes. Bytes are those of the rank that sends or receives most.
 
     Attributes:
         seconds_per_byte: of these bytes.
@@ -32,15 +32,18 @@ class MoveCost:
             raise ValueError(f"the seconds of a move must be finite and not negative: {self}")
 
     def seconds(self, num_bytes: float, num_setups: int = 0) -> float:
-        """Of a move of so many bytes, for which so many things are made; who moves nothing at all does not ask."""
+        """Return the seconds of a move of so many bytes, for which so many things are made.
+
+        Who moves nothing at all does not ask.
+        """
         return self.fixed_s + self.seconds_per_byte * num_bytes + self.setup_s * num_setups
 
     def there_and_back(self, num_bytes: float, num_setups: int = 0) -> float:
-        """Seconds of the move and of the one that undoes it: the price at which a move pays."""
+        """Return the seconds of the move and of the one that undoes it: the price at which a move pays."""
         return 2.0 * self.seconds(num_bytes, num_setups)
 
     def learned(self, num_bytes: float, seconds: float, num_setups: int = 0) -> MoveCost:
-        """The same after such a move took so long; what had no part in it stays.
+        """Return the cost corrected by a move that took so long; what had no part in the move stays.
 
         What no move can have taken, and bytes that none can have, say nothing.
         """

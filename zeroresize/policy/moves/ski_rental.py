@@ -35,7 +35,7 @@ MOST_DOUBT = 64.0
 
 @dataclass
 class SkiRental:
-    """Adds up what staying has cost, update after update.
+    """Add up what staying has cost, update after update.
 
     Attributes:
         owed_s: seconds that staying instead of each candidate has cost, by candidate; those of which nothing is owed
@@ -51,7 +51,7 @@ class SkiRental:
     next_pause: int = FIRST_PAUSE
 
     def owed_for(self, candidate: str) -> float:
-        """Seconds that staying instead of this candidate has cost."""
+        """Return the seconds that staying instead of this candidate has cost."""
         return self.owed_s.get(candidate, 0.0)
 
     def next_update(self) -> None:
@@ -83,11 +83,11 @@ class SkiRental:
         self.owed_s = {key: total_s for key, total_s in left_s.items() if total_s > 0.0}
 
     def succeed(self) -> None:
-        """A move was made: the next refusal is the first one again."""
+        """Note that a move was made: the next refusal counts as the first one again."""
         self.next_pause = FIRST_PAUSE
 
     def refuse(self) -> None:
-        """A move could not be made: nothing is owed, and nothing is due for a while."""
+        """Note that a move could not be made: nothing is owed, and nothing is due for a while."""
         self.settle()
         self.pause = self.next_pause
         self.next_pause = min(2 * self.next_pause, LONGEST_PAUSE)
@@ -97,7 +97,7 @@ class SkiRental:
         self.doubt = 1.0 if is_kept else min(2.0 * self.doubt, MOST_DOUBT)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values, the same wherever the same was charged; a tuple is one entry of a checkpoint."""
+        """Return plain values, the same wherever the same was charged; a tuple is one entry of a checkpoint."""
         return {
             "owed_s": tuple(sorted(self.owed_s.items())),
             "doubt": self.doubt,

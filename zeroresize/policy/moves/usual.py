@@ -22,11 +22,14 @@ from collections.abc import Sequence
 
 
 def usual_of(values: Sequence[float]) -> float:
-    """What is usual among a few: the median forgives a hiccup, an evaluation or a checkpoint; of two the smaller."""
+    """Return what is usual among a few: the median, and of two the smaller.
+
+    It forgives a hiccup, an evaluation or a checkpoint.
+    """
     return min(values) if len(values) == 2 else middle_of(values)
 
 
 def middle_of(values: Sequence[float]) -> float:
-    """The median."""
+    """Return the median."""
     ascending, half = sorted(values), len(values) // 2
     return ascending[half] if len(ascending) % 2 else (ascending[half - 1] + ascending[half]) / 2

@@ -15,7 +15,7 @@ Schedule = Literal["gpipe", "1f1b"]
 
 
 class Operation(NamedTuple):
-    """A forward or a backward of one micro-batch."""
+    """Describe a forward or a backward of one micro-batch."""
 
     is_forward: bool
     microbatch: int
@@ -23,7 +23,7 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True)
 class PipelineStep:
-    """A step of a pipeline.
+    """Describe a step of a pipeline.
 
     Attributes:
         step_s: seconds from the first forward to the last backward.
@@ -35,18 +35,18 @@ class PipelineStep:
 
     @property
     def bubble_ratio(self) -> float:
-        """The share of the devices' time that is idle, 0 to 1."""
+        """Return the share of the devices' time that is idle, 0 to 1."""
         return math.fsum(self.idle_s) / (len(self.idle_s) * self.step_s) if self.step_s else 0.0
 
 
 def imbalance(loads: Sequence[float]) -> float:
-    """(L_max − L_min) / mean L (DynMo, section 2); 0 where there is no load at all."""
+    """Return (L_max − L_min) / mean L (DynMo, section 2); 0 where there is no load at all."""
     mean = math.fsum(loads) / len(loads)
     return (max(loads) - min(loads)) / mean if mean else 0.0
 
 
 def order_of(schedule: Schedule, stage: int, num_stages: int, num_microbatches: int) -> list[Operation]:
-    """What a stage does in a step, in the order of ``ScheduleGPipe`` or ``Schedule1F1B``.
+    """Return what a stage does in a step, in the order of ``ScheduleGPipe`` or ``Schedule1F1B``.
 
     GPipe: all forwards, then all backwards. 1F1B: S − stage forwards, then a backward and a forward in turn, then the
     backwards that are left; a stage so never keeps activations of more than S − stage micro-batches.
@@ -77,7 +77,7 @@ def simulated_step(
     schedule: Schedule = "1f1b",
     communication_s: float | Sequence[float] = 0.0,
 ) -> PipelineStep:
-    """A step, operation by operation.
+    """Simulate a step, operation by operation.
 
     An operation starts when the stage has done what comes before it in its order and the activation or gradient that
     it needs has arrived. Each direction of a boundary carries one message after the other. As in torch a stage waits
@@ -139,7 +139,7 @@ def simulated_step(
 
 
 def chimera_bubble_ratio(num_stages: int, forward_s: float, backward_s: float, communication_s: float) -> float:
-    """Bubble ratio of Chimera with two model replicas on equal stages (DynPipe's supplement, Eq. (1)).
+    """Return the bubble ratio of Chimera with two model replicas on equal stages (DynPipe's supplement, Eq. (1)).
 
     For as many micro-batches as stages P, although the supplement does not say so: without communication a device
     spends P T_F + (2P − 2) T_B on a step and idles (P − 2) T_B of it, which for T_F = T_B is the (P − 2) / (3P − 2) of

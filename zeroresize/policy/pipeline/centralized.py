@@ -22,7 +22,7 @@ from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
 
 
 def balanced_partition(load: PipelineLoad) -> Partition:
-    """The partition with the fastest slowest stage, within the memory limits; exact but for rounding.
+    """Return the partition with the fastest slowest stage, within the memory limits; exact but for rounding.
 
     Bisection on the slowest stage's time, each time probed by filling one stage after the other. Where a time can be
     kept the bisection goes on below the time that the found partition takes, else above the next time at which any
@@ -52,7 +52,9 @@ def balanced_partition(load: PipelineLoad) -> Partition:
 
 
 def dynamic_programming_partition(load: PipelineLoad) -> Partition:
-    """As :func:`balanced_partition`, by dynamic programming in O(S L²) time and O(L²) memory: what checks it.
+    """Return what :func:`balanced_partition` does, to check it, by dynamic programming.
+
+    It takes O(S L²) time and O(L²) memory.
 
     Raises:
         ValueError: if no partition fits into the memory limits.
@@ -89,19 +91,22 @@ def _what_is_missing(load: PipelineLoad) -> str:
 
 
 class Run(NamedTuple):
-    """A stage may begin with the layers ``first`` to ``last``, and then end before those from first + 1 to ``end``."""
+    """Describe where a stage may begin and end.
+
+    It may begin with the layers ``first`` to ``last``, and then end before those from first + 1 to ``end``.
+    """
 
     first: int
     last: int
     end: int
 
     def begin_for(self, end: int) -> int | None:
-        """With which layer the stage begins if it ends before layer ``end``, the last one possible."""
+        """Return with which layer the stage begins if it ends before layer ``end``, the last one possible."""
         return min(self.last, end - 1) if self.first < end <= self.end else None
 
 
 class StageFiller:
-    """Fills stages with layers within a time and the memory limits."""
+    """Fill stages with layers within a time and the memory limits."""
 
     def __init__(self, load: PipelineLoad) -> None:
         self._load = load
@@ -110,7 +115,7 @@ class StageFiller:
         self._largest_cost, self._largest_size = float(load.costs.max()), float(load.layer_bytes.max())
 
     def partition_within(self, level: float) -> tuple[Partition | None, float]:
-        """A partition whose slowest stage takes ``level`` at most.
+        """Return a partition whose slowest stage takes ``level`` at most.
 
         Returns:
             The partition, or None where there is none; then also the least time above ``level`` at which any stage
@@ -136,7 +141,7 @@ class StageFiller:
         return Partition(tuple(reversed(boundaries))), level
 
     def runs(self, stage: int, starts: list[tuple[int, int]], level: float, last_end: int) -> tuple[list[Run], float]:
-        """Where a stage may end that begins within ``starts``, ranges of layers, and takes ``level`` at most.
+        """Return where a stage may end that begins within ``starts``, ranges of layers, and takes ``level`` at most.
 
         Args:
             last_end: it ends there at the latest, so that stages after it have layers, too.
@@ -181,7 +186,7 @@ class StageFiller:
 
 
 def joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges (first, last), with overlapping and neighbouring ones made one; ascending."""
+    """Return ranges (first, last), ascending, with overlapping and neighbouring ones made one."""
     disjoint: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
         if disjoint and first <= disjoint[-1][1] + 1:

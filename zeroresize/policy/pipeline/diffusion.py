@@ -24,7 +24,7 @@ from zeroresize.policy.pipeline.pipeline_load import Floats, Indices, PipelineLo
 
 @dataclass(frozen=True)
 class Diffusion:
-    """Where diffusion led, and how.
+    """Describe where diffusion led, and how.
 
     Attributes:
         partition: the last one.
@@ -43,6 +43,7 @@ class Diffusion:
 
     @property
     def num_rounds(self) -> int:
+        """Return how many rounds were made."""
         return len(self.potentials) - 1
 
 
@@ -55,7 +56,7 @@ def diffused_partition(
     transfer_s: Sequence[float] | Floats | None = None,
     num_steps: float | None = None,
 ) -> Diffusion:
-    """Diffusion until φ is at most ``gamma``, or until nobody gains anything, or for ``max_rounds``.
+    """Diffuse layers until φ is at most ``gamma``, until nobody gains anything, or for ``max_rounds``.
 
     In a round every stage deals with one neighbour at most and pairs with the largest gaps go first; a pair divides its
     layers anew, as evenly as it can. Where no pair can, overloaded stages try relays, in which every stage on the way

@@ -21,7 +21,7 @@ _GOALS = (1.0, 0.75, 0.5, 0.25)
 
 
 def potential(times: Floats, speeds: Floats) -> float:
-    """φ = Σ w_u w_v |x_u − x_v| over all pairs of stages, x their times and w their speeds relative to the mean.
+    """Return φ = Σ w_u w_v |x_u − x_v| over all pairs of stages, x their times and w their speeds relative to the mean.
 
     The potential of DynPipe's supplement, B.3.2, for equal speeds. With others a layer changes two times by different
     amounts, and pairs that come closer only make sure that the weighted potential does not rise.
@@ -37,7 +37,7 @@ def potential(times: Floats, speeds: Floats) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Exchanges:
-    """The rounds that are possible from a partition, given by its boundaries, [S + 1].
+    """Find the rounds that are possible from a partition, given by its boundaries, [S + 1].
 
     Attributes:
         crossing_sums: [L + 1] seconds in which the first layers cross a boundary; zeros where that does not count.
@@ -49,11 +49,13 @@ class Exchanges:
     num_steps: float
 
     def seconds(self, before: Indices, after: Indices) -> float:
-        """What a round takes, all boundaries at once."""
+        """Return what a round takes, all boundaries at once."""
         return float(np.abs(self.crossing_sums[after] - self.crossing_sums[before]).max())
 
     def pairs(self, boundaries: Indices) -> Indices:
-        """After pairs have divided their layers anew, those with the largest gaps first; each stage is in one at most.
+        """Return the boundaries after pairs have divided their layers anew, those with the largest gaps first.
+
+        Each stage is in one pair at most.
 
         A pair divides as evenly as layers and memory allow, if that makes the slower stage faster, and neither faster
         than the faster one was.
@@ -96,7 +98,9 @@ class Exchanges:
         return np.maximum(left, right), np.minimum(left, right)
 
     def relays(self, boundaries: Indices) -> Indices:
-        """After relays that relieve overloaded stages, the slowest first; each stage is in one at most.
+        """Return the boundaries after relays that relieve overloaded stages, the slowest first.
+
+        Each stage is in one relay at most.
 
         In a relay a stage gives layers to its neighbour, which gives some of its own to the next one, until a stage
         can keep what it gets. All of them are then faster than the relieved one was, and φ has not risen. So work gets

@@ -34,7 +34,7 @@ _LEAST_SHARE = 0.1
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """What is known after a profile.
+    """Hold what is known after a profile.
 
     Attributes:
         forward_s, backward_s: [L] seconds of all micro-batches on a device of speed 1.
@@ -49,23 +49,23 @@ class LayerCosts:
 
     @classmethod
     def first(cls, profile: PipelineProfile) -> LayerCosts:
-        """Of the first profile: layers cost what they took."""
+        """Return what is known after the first profile: layers cost what they took."""
         return _as_measured(profile, np.ones(len(profile.boundaries) - 1))
 
     @property
     def seconds(self) -> Floats:
-        """[L] forward and backward."""
+        """Return [L] seconds of each layer, forward and backward."""
         return np.array(self.forward_s) + np.array(self.backward_s)
 
     def on_stages(self, stages: Sequence[int], boundaries: tuple[int, ...]) -> LayerCosts:
-        """What is known once only these stages are left, with the layers between ``boundaries`` [S + 1]."""
+        """Return what is known once only these stages are left, with the layers between ``boundaries`` [S + 1]."""
         speeds = np.array(self.speeds)[list(stages)]
         mean = float(speeds.mean())
         forward_s, backward_s = (tuple(one / mean for one in seconds) for seconds in (self.forward_s, self.backward_s))
         return LayerCosts(forward_s, backward_s, tuple((speeds / mean).tolist()), boundaries)
 
     def after(self, profile: PipelineProfile, *, is_other_work: bool = False) -> LayerCosts:
-        """What is known after one more profile, of the same layers and stages.
+        """Return what is known after one more profile, of the same layers and stages.
 
         Args:
             is_other_work: whether layers are known to have other work than before, so that devices are as they were.

@@ -15,7 +15,7 @@ from zeroresize.policy.pipeline.repacking import Repacking, can_hold, repacked
 
 @dataclass(frozen=True)
 class Packing:
-    """What is known of a pipeline that may be packed.
+    """Hold what is known of a pipeline that may be packed.
 
     Attributes:
         rule: how layers are divided, and within which memory limits.
@@ -30,7 +30,7 @@ class Packing:
     keep: int | None
 
     def on(self, num_stages: int) -> Repacking:
-        """Onto so many stages.
+        """Return the re-packing onto so many stages.
 
         Raises:
             ValueError: if they cannot hold the layers: the message says how few can.
@@ -39,7 +39,7 @@ class Packing:
         return repacked(load, Partition(self.profile.boundaries), num_stages, keep=self.keep)
 
     def on_fewest(self, least_stages: int = 1, most_step_s: float = math.inf) -> Repacking:
-        """Onto as few stages as hold the layers; onto all of them where none fewer do within the seconds.
+        """Return the re-packing onto as few stages as hold the layers; onto all where no fewer do in these seconds.
 
         Args:
             least_stages: no fewer than these.
@@ -57,6 +57,6 @@ class Packing:
         return self.on(num_stages)
 
     def simulated(self, repacking: Repacking) -> PipelineStep:
-        """A step afterwards."""
+        """Simulate a step after a re-packing."""
         costs = self.costs.on_stages(repacking.stages, repacking.partition.boundaries)
         return self.rule.simulated(costs, repacking.partition)

@@ -20,7 +20,7 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class PipelineLoad:
-    """What layers cost and what stages can take; :meth:`of` checks them.
+    """Hold what layers cost and what stages can take; :meth:`of` checks them.
 
     Attributes:
         costs: [L], float64, in any unit: seconds balance by time, numbers of parameters by parameters.
@@ -44,7 +44,7 @@ class PipelineLoad:
         layer_bytes: Sequence[float] | Floats | None = None,
         memory_limits: Sequence[float] | Floats | None = None,
     ) -> PipelineLoad:
-        """As :class:`PipelineLoad`; speeds are equal and memory is unlimited where they are not given.
+        """Return a checked load; speeds are equal and memory is unlimited where they are not given.
 
         Raises:
             ValueError: if there are fewer layers than stages, if a number is not finite or has the wrong sign, if there
@@ -68,40 +68,42 @@ class PipelineLoad:
 
     @property
     def num_layers(self) -> int:
+        """Return L, the number of layers."""
         return len(self.costs)
 
     @property
     def num_stages(self) -> int:
+        """Return S, the number of stages."""
         return len(self.speeds)
 
     @cached_property
     def cost_sums(self) -> Floats:
-        """[L + 1]: of the first layers, none of them to all."""
+        """Return [L + 1] costs of the first layers, of none of them to all."""
         return np.concatenate([[0.0], np.cumsum(self.costs)])
 
     @cached_property
     def byte_sums(self) -> Floats:
-        """[L + 1]: of the first layers, none of them to all."""
+        """Return [L + 1] bytes of the first layers, of none of them to all."""
         return np.concatenate([[0.0], np.cumsum(self.layer_bytes)])
 
     def on_stages(self, stages: Sequence[int]) -> PipelineLoad:
-        """The same layers on some of the stages only."""
+        """Return the load of the same layers on some of the stages only."""
         return PipelineLoad(self.costs, self.speeds[list(stages)], self.layer_bytes, self.memory_limits[list(stages)])
 
     def stage_times(self, partition: Partition) -> Floats:
-        """[S] how long every stage takes, in the unit of the costs."""
+        """Return [S] how long every stage takes, in the unit of the costs."""
         return self.times_between(partition.boundaries)
 
     def times_between(self, boundaries: Sequence[int] | Indices) -> Floats:
-        """[S] as :meth:`stage_times`, given the [S + 1] boundaries of a partition."""
+        """Return [S] the stages' times as :meth:`stage_times` does, given the [S + 1] boundaries of a partition."""
         return np.diff(self.cost_sums[np.asarray(boundaries)]) / self.speeds
 
     def slowest(self, partition: Partition) -> float:
-        """How long the slowest stage takes."""
+        """Return how long the slowest stage takes."""
         return float(self.stage_times(partition).max())
 
     def stage_bytes(self, partition: Partition) -> Floats:
-        """[S] what every stage holds."""
+        """Return [S] what every stage holds."""
         return np.diff(self.byte_sums[list(partition.boundaries)])
 
     def fits(self, partition: Partition) -> bool:
@@ -109,7 +111,7 @@ class PipelineLoad:
         return bool(np.all(self.stage_bytes(partition) <= self.memory_limits))
 
     def check_partition(self, partition: Partition) -> None:
-        """Raises ValueError unless ``partition`` is one of these layers over these stages."""
+        """Raise a ValueError unless ``partition`` is one of these layers over these stages."""
         if (partition.num_layers, partition.num_stages) != (self.num_layers, self.num_stages):
             raise ValueError(
                 f"a partition of {partition.num_layers} layers over {partition.num_stages} stages is not one of "

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass
 class ProfileCadence:
-    """Every so many blocks, and soon where there is something to look at.
+    """Say which blocks are measured: one in so many, and the next one where there is something to look at.
 
     Attributes:
         every: blocks between two profiles.

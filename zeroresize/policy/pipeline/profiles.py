@@ -11,7 +11,7 @@ from zeroresize.policy.pipeline.bubbles import imbalance
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """One layer in one iteration.
+    """Describe one layer in one iteration.
 
     Attributes:
         forward_s, backward_s: seconds, of all micro-batches.
@@ -29,13 +29,13 @@ class LayerProfile:
 
     @property
     def bytes_at_rest(self) -> int:
-        """Of weights, gradients and optimizer state: what travels with the layer."""
+        """Return the bytes of weights, gradients and optimizer state: what travels with the layer."""
         return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
 
 
 @dataclass(frozen=True)
 class PipelineProfile:
-    """One iteration of a pipeline, known to every rank.
+    """Describe one iteration of a pipeline, known to every rank.
 
     Attributes:
         layers: [L].
@@ -51,14 +51,14 @@ class PipelineProfile:
 
     @property
     def computed_s(self) -> tuple[float, ...]:
-        """[S] seconds in which each stage computed its layers, and the last one the loss."""
+        """Return [S] seconds in which each stage computed its layers, and the last one the loss."""
         layer_s = [one.forward_s + one.backward_s for one in self.layers]
         stage_s = [math.fsum(layer_s[begin:end]) for begin, end in itertools.pairwise(self.boundaries)]
         return (*stage_s[:-1], stage_s[-1] + self.loss_s)
 
     @property
     def bubble_ratios(self) -> tuple[float, ...]:
-        """[S] the share of the iteration in which each stage computed nothing of it, 0 to 1.
+        """Return [S] the share of the iteration in which each stage computed nothing of it, 0 to 1.
 
         The iteration lasts as long as on the stage where it takes longest.
         """
@@ -67,10 +67,10 @@ class PipelineProfile:
 
     @property
     def bubble_ratio(self) -> float:
-        """The mean of the stages' :attr:`bubble_ratios`."""
+        """Return the mean of the stages' :attr:`bubble_ratios`."""
         return math.fsum(self.bubble_ratios) / len(self.stage_s)
 
     @property
     def imbalance(self) -> float:
-        """(L_max − L_min) / mean L of the stages' :attr:`computed_s` (DynMo, section 2)."""
+        """Return (L_max − L_min) / mean L of the stages' :attr:`computed_s` (DynMo, section 2)."""
         return imbalance(self.computed_s)

@@ -36,7 +36,7 @@ _CHECK = keyed({"costs": anything, "cost_of_move": each(not_negative, 3), "renta
 
 
 class Rebalancing:
-    """Decides, profile by profile.
+    """Decide, profile by profile, whether layers move.
 
     Args:
         rule: how wanted boundaries are found.
@@ -69,10 +69,11 @@ class Rebalancing:
 
     @property
     def looks_again(self) -> bool:
+        """Whether another profile must confirm what the last one wants."""
         return self._first is not None
 
     def expect_other_work(self) -> None:
-        """The next profiles are of layers whose work has changed, by what the caller did to them.
+        """Expect profiles of layers whose work has changed, by what the caller did to them.
 
         Whatever needed one more profile is forgotten, as is what the last move was to save. What the boundaries have
         cost is still owed: they did cost that, and where work changes often, moves would never be worth it otherwise.
@@ -82,7 +83,7 @@ class Rebalancing:
         self._steps_s.clear()
 
     def update(self, profile: PipelineProfile) -> RebalancingForecast | None:
-        """What is to be carried out after this profile; None where everything stays.
+        """Return what is to be carried out after this profile; None where everything stays.
 
         A move is decided on two profiles only: of single interruptions the second one knows nothing. With profiles of
         every step it is decided on running figures.
@@ -147,7 +148,7 @@ class Rebalancing:
         return forecast
 
     def forecast(self, boundaries: tuple[int, ...]) -> RebalancingForecast | None:
-        """What would change from these boundaries on, by the last profile; None before there was one.
+        """Return what would change from these boundaries on, by the last profile; None before there was one.
 
         Raises:
             ValueError: as :meth:`update`.
@@ -157,20 +158,20 @@ class Rebalancing:
         return self.rule.forecast(self.costs, replace(self._profile, boundaries=boundaries), self.cost_of_move)
 
     def learn(self, num_bytes: float, seconds: float) -> None:
-        """A move has been made; bytes are those of the rank that sent or received most."""
+        """Learn from a move that has been made; bytes are those of the rank that sent or received most."""
         self.cost_of_move = self.cost_of_move.learned(num_bytes, seconds)
 
     def refuse(self) -> None:
-        """The last move could not be made."""
+        """Note that the last move could not be made."""
         self.drop()
         self.rental.judge(is_kept=False)
 
     def drop(self) -> None:
-        """The last move was not made, as its profile no longer holds."""
+        """Note that the last move was not made, as its profile no longer holds."""
         self._promised = None
 
     def continue_on(self, stages: Sequence[int], boundaries: tuple[int, ...]) -> None:
-        """Only these stages are left, with the layers between ``boundaries`` [S + 1] of them."""
+        """Continue on these stages only, with the layers between ``boundaries`` [S + 1] of them."""
         if self.costs is not None:
             self.costs = self.costs.on_stages(stages, boundaries)
         if self.rule.memory_limits is not None:
@@ -180,7 +181,7 @@ class Rebalancing:
         self._steps_s.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learned, plain values."""
+        """Return what was learned, plain values."""
         return {
             "costs": () if self.costs is None else astuple(self.costs),
             "cost_of_move": astuple(self.cost_of_move),

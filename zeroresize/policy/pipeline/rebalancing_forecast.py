@@ -32,7 +32,7 @@ _MOST_REFINED = 2048
 
 @dataclass(frozen=True)
 class RebalancingForecast:
-    """What other boundaries would change. Seconds are those of one profiled block.
+    """Describe what other boundaries would change. Seconds are those of one profiled block.
 
     Attributes:
         before, after: [S + 1] boundaries; equal where nothing is to be gained.
@@ -59,18 +59,18 @@ class RebalancingForecast:
 
     @property
     def saving_s(self) -> float:
-        """Seconds of a step."""
+        """Return by how many seconds a step would be shorter."""
         return self.step_s - self.expected_step_s
 
     @property
     def transfers(self) -> tuple[LayerTransfer, ...]:
-        """The layers that would move."""
+        """Return the layers that would move."""
         return Partition(self.before).transfers_to(Partition(self.after))
 
 
 @dataclass(frozen=True)
 class RebalancingRule:
-    """How wanted boundaries are found.
+    """Say how wanted boundaries are found.
 
     Attributes:
         by: what is divided evenly: seconds, or bytes of parameters. The saving is always one of seconds.
@@ -102,7 +102,7 @@ class RebalancingRule:
         number("min_saving", self.min_saving, least=0.0, below=1.0)
 
     def forecast(self, costs: LayerCosts, profile: PipelineProfile, cost_of_move: MoveCost) -> RebalancingForecast:
-        """What would change by the wanted boundaries.
+        """Return what the wanted boundaries would change.
 
         Args:
             costs: after ``profile``.
@@ -134,12 +134,12 @@ class RebalancingRule:
         )
 
     def measured_step_s(self, profile: PipelineProfile) -> float:
-        """Seconds of a step, simulated from what the layers took where they were."""
+        """Return the seconds of a step, simulated from what the layers took where they were."""
         costs = LayerCosts.first(profile)
         return self.simulated(costs, Partition(profile.boundaries)).step_s
 
     def wanted(self, costs: LayerCosts, profile: PipelineProfile, cost_of_move: MoveCost) -> Partition:
-        """The boundaries that divide best, whatever they save; arguments and errors as of :meth:`forecast`."""
+        """Return the boundaries that divide best, whatever they save; arguments and errors as of :meth:`forecast`."""
         now, load = Partition(profile.boundaries), self.load(costs, profile)
         if self.method == "diffusion" and load.fits(now):
             # What divides bytes of parameters cannot be weighed against seconds.
@@ -153,7 +153,10 @@ class RebalancingRule:
         return wanted
 
     def load(self, costs: LayerCosts, profile: PipelineProfile, num_left: int | None = None) -> PipelineLoad:
-        """What is divided evenly, and what must fit if stages keep as many micro-batches as ``num_left`` stages do."""
+        """Return what is divided evenly, and what must fit.
+
+        Stages keep as many micro-batches as ``num_left`` stages do.
+        """
         return PipelineLoad.of(
             costs.seconds if self.by == "time" else [float(one.weight_bytes) for one in profile.layers],
             len(costs.speeds),
@@ -163,13 +166,13 @@ class RebalancingRule:
         )
 
     def held_bytes(self, profile: PipelineProfile, num_left: int | None = None) -> list[float]:
-        """[L] of a layer on the stage that keeps activations of most micro-batches."""
+        """Return [L] bytes of each layer on the stage that keeps activations of most micro-batches."""
         num_stages = num_left or len(profile.boundaries) - 1
         kept = self.num_microbatches if self.schedule == "gpipe" else min(num_stages, self.num_microbatches)
         return [float(one.bytes_at_rest + kept * one.activation_bytes) for one in profile.layers]
 
     def simulated(self, costs: LayerCosts, partition: Partition) -> PipelineStep:
-        """A step, without messages."""
+        """Simulate a step, without messages."""
         forward_s, backward_s = (
             (
                 PipelineLoad.of(seconds, partition.num_stages, speeds=costs.speeds).stage_times(partition)
@@ -181,7 +184,10 @@ class RebalancingRule:
 
 
 def in_two_profiles(before: PipelineProfile, now: PipelineProfile) -> PipelineProfile:
-    """The usual seconds of each layer in two profiles with the same boundaries, with the bytes of the second one."""
+    """Return the usual seconds of each layer in two profiles with the same boundaries.
+
+    Bytes are those of the second profile.
+    """
     layers = tuple(
         type(second)(
             usual_of((first.forward_s, second.forward_s)),
@@ -198,7 +204,7 @@ def in_two_profiles(before: PipelineProfile, now: PipelineProfile) -> PipelinePr
 
 
 def described(transfers: Sequence[LayerTransfer]) -> str:
-    """Such as "layers 7 and 8 move from stage 2 to 1, layer 3 from 1 to 0"."""
+    """Return a text such as "layers 7 and 8 move from stage 2 to 1, layer 3 from 1 to 0"."""
     layers: dict[tuple[int, int], list[int]] = {}
     for transfer in transfers:
         layers.setdefault((transfer.source, transfer.destination), []).append(transfer.layer)

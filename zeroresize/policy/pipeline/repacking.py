@@ -19,7 +19,7 @@ from zeroresize.policy.pipeline.pipeline_load import PipelineLoad
 
 @dataclass(frozen=True)
 class Repacking:
-    """Which stages stay, and what they have then.
+    """Describe which stages stay, and what they have then.
 
     Attributes:
         stages: that stay, ascending; the others can be released.
@@ -35,7 +35,7 @@ class Repacking:
 def repacked(
     load: PipelineLoad, partition: Partition, num_stages: int, *, balances: bool = True, keep: int | None = None
 ) -> Repacking:
-    """All layers on ``num_stages`` of the stages, within the memory limits.
+    """Return all layers on ``num_stages`` of the stages, within the memory limits.
 
     First fit: one stage after the other hands all its layers to the next one if that can hold them, until no more
     stages than wanted are left; nothing else moves. Where that does not suffice, the stages that stay are searched for

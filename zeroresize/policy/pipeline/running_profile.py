@@ -29,7 +29,7 @@ _LEAST_PROFILES = 3
 
 
 class RunningProfile:
-    """Takes one profile after another. What is known of a layer is forgotten when it moves."""
+    """Average one profile after another. What is known of a layer is forgotten when it moves."""
 
     def __init__(self, num_layers: int) -> None:
         self._stages_L: tuple[int, ...] = (-1,) * num_layers
@@ -40,7 +40,7 @@ class RunningProfile:
         self._predictions: deque[Floats] = deque(maxlen=_AHEAD)  # [E, L] forward and backward
 
     def after(self, profile: PipelineProfile) -> PipelineProfile | None:
-        """The running seconds, with the bytes of ``profile``; None while there are too few of a layer."""
+        """Return the running seconds, with the bytes of ``profile``; None while there are too few of a layer."""
         now = np.array([[one.forward_s, one.backward_s] for one in profile.layers])
         stages_L = tuple(Partition(profile.boundaries).stages)
         stays_L = np.array(stages_L) == np.array(self._stages_L)

@@ -17,14 +17,14 @@ Work = Callable[[Sequence[int]], float]
 
 
 def num_tokens(lengths: Sequence[int]) -> float:
-    """The :data:`Work` of layers whose every token costs the same."""
+    """Return the number of tokens: the :data:`Work` of layers whose every token costs the same."""
     return float(sum(lengths))
 
 
 def spread_and_pack(
     lengths: Sequence[int], max_tokens: int, num_replicas: int, work: Work = num_tokens
 ) -> list[list[MicroBatch]]:
-    """The micro-batches of each replica; a replica may have more than another, or none.
+    """Return the micro-batches of each replica; a replica may have more than another, or none.
 
     Sequences go to replicas first, the one with most work to the replica that has least so far (longest processing
     time first), and are packed there: replicas finish together, and few sequences still keep all replicas busy. No two
@@ -54,7 +54,7 @@ def spread_and_pack(
 
 
 def pack(lengths: Sequence[int], max_tokens: int) -> list[MicroBatch]:
-    """Micro-batches of at most ``max_tokens`` tokens, by best-fit decreasing.
+    """Pack sequences into micro-batches of at most ``max_tokens`` tokens, by best-fit decreasing.
 
     The longest sequence that is left goes into the fullest micro-batch that has room for it, else into a new one. That
     takes about 11/9 of the least possible number at most (Johnson et al., 1974).

@@ -12,7 +12,7 @@ from zeroresize.policy.strategy.packing import MicroBatch, Work, num_tokens, spr
 
 @dataclass(frozen=True)
 class Visit:
-    """What one strategy trains in a step: the sequences of all ranges that it has.
+    """Describe what one strategy trains in a step: the sequences of all ranges that it has.
 
     Attributes:
         up_to: of its ranges.
@@ -25,12 +25,12 @@ class Visit:
 
     @property
     def members(self) -> list[int]:
-        """Numbers of all its sequences."""
+        """Return the numbers of all sequences of the visit."""
         return [number for own in self.replicas for micro_batch in own for number in micro_batch]
 
 
 def plan_visits(lengths: Sequence[int], ranges: Sequence[LengthRange], work: Work = num_tokens) -> list[Visit]:
-    """One visit of each strategy that has sequences, in the order of the ranges; the others have nothing to do.
+    """Return one visit of each strategy that has sequences, in the order of the ranges; the others have nothing to do.
 
     Ranges of one strategy are one visit, with the largest of their limits.
 

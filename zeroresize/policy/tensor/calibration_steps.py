@@ -18,7 +18,7 @@ _FEWEST_STEPS = 4
 
 @dataclass
 class CalibrationSteps:
-    """The time that is there for them.
+    """Decide how many calibration steps there are, within the time that may be spent on them.
 
     Attributes:
         saved_s: seconds, never more than one of them takes: what cheap ones leave is not there for dear ones later.
@@ -36,7 +36,7 @@ class CalibrationSteps:
         is_unsure: bool,
         is_doubtful: bool = False,
     ) -> int:
-        """With how many of them the interval that follows begins, asked once an interval.
+        """Return with how many calibration steps the interval that follows begins; to be asked once an interval.
 
         Args:
             num_steps: of an interval.

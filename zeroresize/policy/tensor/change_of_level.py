@@ -23,7 +23,7 @@ _MOST_PLACES = 32
 
 
 def change_of_level(parts: Sequence[Sequence[float]], noises: Sequence[PartNoise]) -> int | None:
-    """After how many steps the level of any part changed.
+    """Return after how many steps the level of any part changed.
 
     The place is that with the least distance of all steps from the usual time of their side, each part in units of
     its own scatter; the change counts if it is more than ``JUMP`` times the scatter of single steps.

@@ -26,7 +26,7 @@ _FORGETTING, _LEAST_FORGETTING = 0.02, 0.02 / 64
 
 @dataclass(frozen=True)
 class CollectiveTimes:
-    """What a group saw of its collectives in the last interval.
+    """Describe what a group saw of its collectives in the last interval.
 
     Attributes:
         wait_s: seconds a step that the rank which waited least waited; NaN where nothing was measured. Negative or
@@ -42,7 +42,7 @@ class CollectiveTimes:
 
 @dataclass
 class CommunicationEstimate:
-    """The seconds that a step takes beyond its slowest rank's work.
+    """Estimate the seconds that a step takes beyond its slowest rank's work.
 
     Attributes:
         plain_s: seconds without loans, NaN before they were seen.
@@ -59,7 +59,7 @@ class CommunicationEstimate:
 
     @property
     def migration(self) -> MigrationCost | None:
-        """Φ1 as far as is known; None where nobody can lend."""
+        """Return Φ1 as far as is known; None where nobody can lend."""
         return self._calibrated.scaled(self.scale) if self._calibrated is not None else None
 
     def learn(self, seen: CollectiveTimes, busy_s: float) -> None:
@@ -88,24 +88,24 @@ class CommunicationEstimate:
                 self.forgetting = _FORGETTING
 
     def give_up(self) -> None:
-        """Lending ends although ranks are as slow as when it began: forget more slowly if that is for what it costs."""
+        """Forget more slowly where lending ends for what it costs, though ranks are as slow as when it began."""
         if self.scale_before is not None and self.scale > self.scale_before:
             self.forgetting = max(self.forgetting / 2, _LEAST_FORGETTING)
 
     def seconds(self, lent: Sequence[float]) -> float:
-        """Of a step in which ranks lend these shares; what is not known counts as nothing."""
+        """Return the seconds of a step in which ranks lend these shares; what is not known counts as nothing."""
         plain_s = 0.0 if math.isnan(self.plain_s) else self.plain_s
         return plain_s + (self.migration.seconds(lent) if self.migration is not None else 0.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values, for :meth:`load_state_dict`."""
         calibrated = (self._calibrated.fixed_s, self._calibrated.per_share_s) if self._calibrated is not None else None
         scale = self.scale, self.forgetting, self.scale_before
         return {"plain_s": self.plain_s, "scale": scale, "calibrated": calibrated}
 
     @property
     def state_check(self) -> Check:
-        """Of what :meth:`load_state_dict` can take over."""
+        """Return the check of what :meth:`load_state_dict` can take over."""
 
         def scale(value: Any, where: str) -> None:
             (any_number if isinstance(value, float) else row(any_number, any_number, optional(any_number)))(

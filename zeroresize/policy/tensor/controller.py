@@ -58,7 +58,7 @@ def _rounded_down(share: float) -> float:
 
 @dataclass
 class Controller:
-    """Keeps the times of a group and decides its plans; equal inputs give equal plans on every rank.
+    """Keep the times of a group and decide its plans; equal inputs give equal plans on every rank.
 
     While units are away from home, nothing is lent or pruned: the layers of different ranks have other shapes then.
 
@@ -92,7 +92,10 @@ class Controller:
         self._ownership = OwnershipDecision(self.num_ranks, self.segments)
 
     def initial_plan(self) -> WorkloadPlan:
-        """The plan in force from the first iteration: a ratio forced on named ranks, else all that a rank owns."""
+        """Return the plan in force from the first iteration.
+
+        It is a ratio forced on named ranks, else all that a rank owns.
+        """
         forced = forced_division(self.config, [False] * self.num_ranks)
         self._shares = [Shares(*shares) for shares in zip(forced.pruned, forced.lent, strict=True)]
         self._loans = loans_of(forced.lent)
@@ -152,17 +155,17 @@ class Controller:
         return self._plan(step_s)
 
     def current_plan(self) -> WorkloadPlan:
-        """The plan of the last update, or of a loaded state."""
+        """Return the plan of the last update, or of a loaded state."""
         return self._plan(math.nan)
 
     @property
     def calibration_plan(self) -> WorkloadPlan:
-        """Spares nobody: in force in the first ``num_calibration_steps``."""
+        """Return a plan that spares nobody: it is in force in the first ``num_calibration_steps``."""
         ranks = zip(self._ownership.owned, self._are_stragglers, strict=True)
         return WorkloadPlan(tuple(RankPlan(owned=owned, is_straggler=slow) for owned, slow in ranks))
 
     def expect_moves(self, cost: MoveCost, bytes_of_units: float, comparing_s: float = 0.0) -> None:
-        """What a move takes by the calibration, and the bytes of all units of a rank; alike on every rank.
+        """Take what a move takes by the calibration, and the bytes of all units of a rank; alike on every rank.
 
         Args:
             comparing_s: seconds for which ranks compare products after a move away from home.
@@ -172,12 +175,12 @@ class Controller:
 
     @property
     def busy_s(self) -> tuple[float, ...]:
-        """Of every rank, seconds of a step at full work and even shares; empty before all were measured."""
+        """Return, for every rank, seconds of a step at full work and even shares; empty before all were measured."""
         known = [times.busy_s for times in self._times if times is not None]
         return tuple(known) if len(known) == self.num_ranks else ()
 
     def moved(self, num_bytes: float, seconds: float, comparing_s: float = 0.0) -> None:
-        """The move of the last plan has been made; to be told alike on every rank.
+        """Note that the move of the last plan has been made; to be called alike on every rank.
 
         Args:
             num_bytes: of the rank that sent or received most.
@@ -187,7 +190,7 @@ class Controller:
         self._ownership.learn(num_bytes, seconds, comparing_s)
 
     def refuse_move(self, in_force: Sequence[float]) -> WorkloadPlan:
-        """The move of the last plan was not made, and nothing has changed; to be called alike on every rank.
+        """Note that the move of the last plan was not made, and nothing has changed; to be called alike on every rank.
 
         No move is tried for a while: for 8 updates, and twice as many each time.
 
@@ -201,7 +204,7 @@ class Controller:
         return self._spare_nobody()
 
     def set_owned(self, shares: Sequence[float]) -> WorkloadPlan:
-        """Ranks own these shares from now on, until a decision changes that.
+        """Let ranks own these shares from now on, until a decision changes that.
 
         Args:
             shares: of every rank, in any unit.
@@ -212,7 +215,7 @@ class Controller:
         return self._put(shares, is_held=False)
 
     def hold_owned(self, shares: Sequence[float] | None) -> WorkloadPlan:
-        """Ranks own these shares from now on, and no decision changes that; None lets decisions go on from there.
+        """Let ranks own these shares from now on, whatever decisions say; None lets decisions go on from there.
 
         Raises:
             ValueError: as :meth:`set_owned`.
@@ -238,7 +241,7 @@ class Controller:
         return self.initial_plan()
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values: the same on every rank."""
+        """Return plain values, the same on every rank."""
         return {
             "saved_for_calibration_s": self._calibration.saved_s,
             "num_calibration_steps": self.num_calibration_steps,
@@ -256,7 +259,7 @@ class Controller:
         }
 
     def fingerprint(self, plan: WorkloadPlan, *values: object) -> float:
-        """A hash of all that decisions follow from, of ``plan``, and of plain ``values``."""
+        """Return a hash of all that decisions follow from, of ``plan``, and of plain ``values``."""
         state = self.state_dict()
         del state["loans"], state["loans_then"]
         return fingerprint(
@@ -269,7 +272,7 @@ class Controller:
 
     @property
     def state_check(self) -> Check:
-        """Of what :meth:`load_state_dict` can take over."""
+        """Return the check of what :meth:`load_state_dict` can take over."""
         return controller_check(
             self.num_ranks,
             spells=self._spells.state_check,

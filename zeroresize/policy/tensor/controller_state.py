@@ -17,7 +17,7 @@ _TIMES = row(
 
 
 def controller_check(num_ranks: int, **parts: Check) -> Check:
-    """Of what a controller of a group of so many ranks can take over.
+    """Return the check of what a controller of a group of so many ranks can take over.
 
     Args:
         parts: checks of what it keeps its state in, by key.
@@ -43,10 +43,12 @@ def controller_check(num_ranks: int, **parts: Check) -> Check:
 
 
 def plain_loans(loans: Sequence[Loan]) -> list[tuple[Any, ...]]:
+    """Return loans as plain values."""
     return [(loan.owner, loan.share, list(loan.receivers), list(loan.parts)) for loan in loans]
 
 
 def loans_of_plain(values: Sequence[Any]) -> tuple[Loan, ...]:
+    """Return the loans that :func:`plain_loans` wrote."""
     receivers: dict[tuple[int, ...], tuple[int, ...]] = {}  # loans have theirs in common, as decided ones have
     shares: dict[tuple[float, ...], tuple[float, ...]] = {}
     loans = ((owner, ratio, tuple(to), tuple(parts)) for owner, ratio, to, parts in values)
@@ -57,6 +59,7 @@ def loans_of_plain(values: Sequence[Any]) -> tuple[Loan, ...]:
 
 
 def plain_times(times: RankTimes | None) -> tuple[Any, ...] | None:
+    """Return times as plain values."""
     if times is None:
         return None
     cost = times.cost
@@ -65,6 +68,7 @@ def plain_times(times: RankTimes | None) -> tuple[Any, ...] | None:
 
 
 def times_of_plain(values: Sequence[Any] | None) -> RankTimes | None:
+    """Return the times that :func:`plain_times` wrote."""
     if values is None:
         return None
     rest_s, gemm_s, scale, deviation, (*points, borrowing, widening), moving_rest = values

@@ -23,7 +23,7 @@ _MOST_GATHER_FILL_S = 1e9
 
 @dataclass(frozen=True)
 class ResizingCost:
-    """One rank's cost of pruning, linear between measured points.
+    """Describe one rank's cost of pruning, linear between measured points.
 
     Attributes:
         ratios: pruning ratios γ, ascending, the first 0.
@@ -51,17 +51,23 @@ class ResizingCost:
 
     @classmethod
     def linear(cls, max_ratio: float) -> ResizingCost:
-        """The cost that the paper's Eq. (1) assumes up to ``max_ratio`` < 1: proportional to FLOPs, no overhead."""
+        """Return the cost that the paper's Eq. (1) assumes up to ``max_ratio`` < 1.
+
+        It is proportional to FLOPs, without overhead.
+        """
         ratios = spread_ratios(max_ratio)
         return cls(ratios, tuple(1.0 - ratio for ratio in ratios), (0.0,) * NUM_POINTS)
 
     @property
     def max_ratio(self) -> float:
-        """The largest γ that was measured."""
+        """Return the largest γ that was measured."""
         return self.ratios[-1]
 
     def checked(self) -> ResizingCost:
-        """The same, with what nothing can cost taken as proportional to FLOPs, as long as others', and without Ω."""
+        """Return the cost with what nothing can cost replaced.
+
+        It is taken as proportional to FLOPs, as long as others', and without Ω.
+        """
         shares = [_LEAST_SHARE <= share <= _MOST_SHARE for share in self.gemm_share]
         overheads = [0.0 <= seconds <= _MOST_GATHER_FILL_S for seconds in self.gather_fill_s]
         factors = [_LEAST_SHARE <= factor <= _MOST_SHARE for factor in (self.borrowing, self.widening)]
@@ -81,7 +87,7 @@ class ResizingCost:
         )
 
     def scaled(self, factors: Sequence[float], borrowing: float = 1.0, widening: float = 1.0) -> ResizingCost:
-        """The same cost with the gemm share of every point but the first, borrowing and widening times its factor."""
+        """Return the cost with the gemm share of every point but the first, borrowing and widening times its factor."""
         shares = (share * factor for share, factor in zip(self.gemm_share[1:], factors[1:], strict=True))
         return ResizingCost(
             self.ratios, (1.0, *shares), self.gather_fill_s, self.borrowing * borrowing, self.widening * widening
@@ -94,7 +100,9 @@ class ResizingCost:
         return _interpolated(ratio, self.ratios, self.gemm_share)
 
     def executed_at(self, owned: float, ratio: float = 0.0) -> float:
-        """Multiplication time of a rank that owns ``owned`` and is spared γ of that, as a share of that at even shares.
+        """Return the multiplication time of a rank that owns ``owned`` and is spared γ of that.
+
+        It is a share of that at even shares.
 
         Less than at even shares costs what so many columns do by the measured curve; what is more is in proportion,
         times ``widening``.
@@ -106,7 +114,9 @@ class ResizingCost:
         return (1.0 + self.widening * (owned - 1.0)) * self.gemm_share_at(ratio)
 
     def borrowed_at(self, share: float) -> float:
-        """Φ2: time of multiplying ``share`` times as many columns as the rank's own for others, as a share of its own.
+        """Return Φ2, the time of multiplying others' columns, as a share of the rank's own.
+
+        They are ``share`` times as many as the rank's own.
 
         ``borrowing`` times as long as so few columns of its own take, and from all of them on in proportion.
         """
@@ -114,17 +124,17 @@ class ResizingCost:
 
     @property
     def borrowed_points(self) -> tuple[float, ...]:
-        """Shares from 0 to 1, ascending, between which :meth:`borrowed_at` is a straight line."""
+        """Return the shares from 0 to 1, ascending, between which :meth:`borrowed_at` is a straight line."""
         return 0.0, *(1.0 - ratio for ratio in reversed(self.ratios))
 
     def gather_fill_at(self, ratio: float) -> float:
-        """Ω(γ) in seconds an iteration; beyond the last point its value."""
+        """Return Ω(γ) in seconds an iteration; beyond the last point its value."""
         return _interpolated(ratio, self.ratios, self.gather_fill_s)
 
 
 @dataclass(frozen=True)
 class MigrationCost:
-    """Φ1: what communication adds to a step in which columns migrate.
+    """Describe Φ1: what communication adds to a step in which columns migrate.
 
     Attributes:
         fixed_s: seconds a loan costs whatever its size.
@@ -139,17 +149,20 @@ class MigrationCost:
             raise ValueError(f"the seconds of a migration cost must not be negative: {self}")
 
     def seconds(self, lent: Sequence[float]) -> float:
-        """Of a step in which ranks lend these shares of their columns; 0 is no loan."""
+        """Return the seconds that are added to a step in which ranks lend these shares of their columns.
+
+        A share of 0 is no loan.
+        """
         shares = [share for share in lent if share > 0.0]
         return self.fixed_s * len(shares) + self.per_share_s * math.fsum(shares)
 
     def scaled(self, factor: float) -> MigrationCost:
-        """``factor`` times as much."""
+        """Return a cost that is ``factor`` times as much."""
         return MigrationCost(self.fixed_s * factor, self.per_share_s * factor)
 
 
 def spread_ratios(max_ratio: float) -> tuple[float, ...]:
-    """``NUM_POINTS`` pruning ratios from 0 to ``max_ratio``."""
+    """Return ``NUM_POINTS`` pruning ratios from 0 to ``max_ratio``."""
     return tuple(max_ratio * point / (NUM_POINTS - 1) for point in range(NUM_POINTS))
 
 

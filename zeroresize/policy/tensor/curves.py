@@ -17,7 +17,7 @@ Floats = NDArray[np.float64]
 
 
 class Curves:
-    """The curves of a group.
+    """Hold the curves of a group.
 
     Args:
         times: of every rank.
@@ -44,33 +44,36 @@ class Curves:
 
     @classmethod
     def of(cls, times: Sequence[RankTimes]) -> Curves:
-        """Those of ``times``, made once where these are :class:`GroupTimes`."""
+        """Return the curves of ``times``, made once where these are :class:`GroupTimes`."""
         return times.curves if isinstance(times, GroupTimes) else cls(times)
 
     def gemm_share_at(self, ratios_RX: Floats) -> Floats:
-        """:meth:`ResizingCost.gemm_share_at`."""
+        """Return what :meth:`ResizingCost.gemm_share_at` gives, of every rank."""
         most = self.ratios[:, -1:]
         beyond = self._gemm_share[:, -1:] * (1.0 - ratios_RX) / (1.0 - most)
         return np.where(ratios_RX > most, beyond, _interpolated(ratios_RX, self.ratios, self._gemm_share))
 
     def borrowed_at(self, shares_RX: Floats) -> Floats:
-        """:meth:`ResizingCost.borrowed_at`."""
+        """Return what :meth:`ResizingCost.borrowed_at` gives, of every rank."""
         few = self.gemm_share_at(1.0 - np.minimum(shares_RX, 1.0))
         return self._borrowing[:, None] * np.where(shares_RX >= 1.0, shares_RX, few)
 
     @property
     def borrowed_points(self) -> Floats:
-        """[R, P + 1], :attr:`ResizingCost.borrowed_points`."""
+        """Return [R, P + 1] what :attr:`ResizingCost.borrowed_points` gives, of every rank."""
         return np.concatenate([np.zeros((len(self.ratios), 1)), 1.0 - self.ratios[:, ::-1]], axis=1)
 
     def busy_at(self, ratios_RX: Floats) -> Floats:
-        """:meth:`RankTimes.busy_at`."""
+        """Return what :meth:`RankTimes.busy_at` gives, of every rank."""
         shrunk_s = self.gemm_s[:, None] * self.gemm_share_at(ratios_RX)
         gather_fill_s = _interpolated(ratios_RX, self.ratios, self._gather_fill_s)
         return self.rest_s[:, None] + shrunk_s + self._scale[:, None] * gather_fill_s
 
     def owning_s(self, owned_RX: Floats) -> Floats:
-        """[R, X] busy seconds of ranks that own so much by :meth:`ResizingCost.executed_at`, and are spared nothing."""
+        """Return [R, X] busy seconds of ranks that own so much by :meth:`ResizingCost.executed_at`.
+
+        They are spared nothing.
+        """
         wider_RX = 1.0 + self.widening[:, None] * (owned_RX - 1.0)
         executed = np.where(owned_RX > 1.0, wider_RX, self.gemm_share_at(1.0 - np.minimum(owned_RX, 1.0)))
         rest = 1.0 - self.moving_rest[:, None] * (1.0 - owned_RX)
@@ -78,11 +81,11 @@ class Curves:
 
     @cached_property
     def busy_at_points(self) -> Floats:
-        """[R, P] busy seconds at every rank's measured points."""
+        """Return [R, P] busy seconds at every rank's measured points."""
         return self.busy_at(self.ratios)
 
     def ratios_to_reach(self, target_s: float) -> Floats:
-        """[R], :meth:`RankTimes.ratio_to_reach`."""
+        """Return [R] what :meth:`RankTimes.ratio_to_reach` gives, of every rank."""
         busy, ratios = self.busy_at_points, self.ratios
         reaching = ratios[np.arange(len(ratios)), busy.argmin(axis=1)]
         for left in range(ratios.shape[1] - 2, -1, -1):
@@ -94,10 +97,11 @@ class Curves:
 
 
 class GroupTimes(tuple[RankTimes, ...]):
-    """The times of all ranks of a group, whose curves are made when they are first wanted."""
+    """Hold the times of all ranks of a group, whose curves are made when they are first wanted."""
 
     @cached_property
     def curves(self) -> Curves:
+        """Return the curves of the group."""
         return Curves(self)
 
 

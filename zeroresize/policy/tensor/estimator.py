@@ -96,7 +96,7 @@ Floats = NDArray[np.float64]
 
 
 class RankEstimator:
-    """What is known of one rank, from the steps between two updates.
+    """Estimate one rank's times and what pruning costs there, from the steps between two updates.
 
     Attributes:
         calibrated: what pruning costs as it was calibrated apart from training.
@@ -138,7 +138,7 @@ class RankEstimator:
 
     @property
     def cost(self) -> ResizingCost:
-        """What pruning and borrowing cost, as far as is known."""
+        """Return what pruning and borrowing cost, as far as is known."""
         if self._cost is None:
             points = np.exp(self._x[_POINT_CURVE]).tolist()
             others = (math.exp(self._x[part]) for part in (BORROWING, WIDENING))
@@ -147,7 +147,7 @@ class RankEstimator:
 
     @property
     def times(self) -> RankTimes | None:
-        """The rank's times at full work; None before any were measured."""
+        """Return the rank's times at full work; None before any were measured."""
         if not self._is_known:
             return None
         rest_s, gemm_s, scale = np.exp(self._x[:_CURVE]).tolist()
@@ -157,7 +157,7 @@ class RankEstimator:
         return RankTimes(rest_s, gemm_s, scale, self.cost, deviation, self._moving_rest[0])
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values, for :meth:`load_state_dict`."""
         return {
             "calibrated": dataclasses.asdict(self.calibrated),
             "is_known": self._is_known,
@@ -173,7 +173,7 @@ class RankEstimator:
 
     @staticmethod
     def state_check(state: Any, where: str) -> None:
-        """Check for what :meth:`load_state_dict` can take over."""
+        """Return the check of what :meth:`load_state_dict` can take over."""
         points = dict.fromkeys(_POINTS, each(any_number))
         keyed({"calibrated": keyed({**points, "borrowing": any_number, "widening": any_number})})(state, where)
         try:
@@ -233,7 +233,7 @@ class RankEstimator:
                 is_new_interval = False
 
     def compare(self, owned: float, ratio: float) -> None:
-        """Products at even shares and at those in force were timed in turn, apart from training.
+        """Learn from products at even shares and at those in force that were timed in turn, apart from training.
 
         Args:
             owned: what the rank owns, > 0.
@@ -254,7 +254,7 @@ class RankEstimator:
         self._compared = owned
 
     def learn_reference(self, seconds: float, owned: float) -> None:
-        """A reference product was timed apart from training: always the same, whatever the rank owns.
+        """Learn from a reference product timed apart from training: always the same, whatever the rank owns.
 
         Of a rank that owns nothing it tells the speed; of another only how long a reference takes beside its products.
 

@@ -20,7 +20,7 @@ BORROWING, WIDENING = -2, -1
 
 
 def executed_products(shares: Shares, cost: ResizingCost) -> tuple[float, Floats]:
-    """(logarithm of the multiplications' share under a plan, its gradient by the corrections)."""
+    """Return (logarithm of the multiplications' share under a plan, its gradient by the corrections)."""
     spared = shares.spared
     gradient = np.zeros(len(cost.ratios) + 1)
     more = cost.widening * max(shares.owned - 1.0, 0.0)

@@ -12,7 +12,7 @@ Floats = NDArray[np.float64]
 
 
 def ratios_to_reach(levels_s_L: Floats, ratios_SP: Floats, busy_s_SP: Floats) -> Floats:
-    """[S, L] the least ratios, as :meth:`~zeroresize.policy.tensor.times.RankTimes.ratio_to_reach` has them.
+    """Return [S, L] the least ratios, as :meth:`~zeroresize.policy.tensor.times.RankTimes.ratio_to_reach` has them.
 
     Args:
         levels_s_L: seconds.

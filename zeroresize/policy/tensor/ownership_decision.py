@@ -48,7 +48,7 @@ _WANTED = "wanted"
 
 @dataclass
 class OwnershipDecision:
-    """Decides who owns what in a group, update by update.
+    """Decide who owns what in a group, update by update.
 
     Args:
         num_ranks: size of the group.
@@ -97,7 +97,7 @@ class OwnershipDecision:
 
     @property
     def home(self) -> tuple[float, ...]:
-        """Even shares."""
+        """Return even shares."""
         return (1.0,) * self.num_ranks
 
     @property
@@ -106,7 +106,7 @@ class OwnershipDecision:
         return self.owned == self.home
 
     def checked(self, shares: Sequence[float]) -> tuple[float, ...]:
-        """Shares that a user gives, in any unit, with mean 1.
+        """Return shares that a user gives, in any unit, scaled to mean 1.
 
         Raises:
             ValueError: if they are not one of each rank, finite, not negative and not all 0, or nothing can move.
@@ -117,13 +117,13 @@ class OwnershipDecision:
         return owned
 
     def put(self, shares: Sequence[float], *, is_held: bool) -> None:
-        """A user has decided: in force from now on."""
+        """Put in force from now on what a user has decided."""
         self.owned_before, self.owned, self.gain_s = self.owned, self.checked(shares), 0.0
         self._was_held, self.is_held = self.is_held, is_held
         self._settle()
 
     def price_s(self, wanted: Sequence[float]) -> float:
-        """Seconds of a move from the present division to another, and back; one way home."""
+        """Return the seconds of a move from the present division to another, and back; one way home."""
         if not self._work:
             return 0.0
         now, then = (owned_shares(shares, self.segments) for shares in (self.owned, wanted))
@@ -189,13 +189,13 @@ class OwnershipDecision:
         return True
 
     def came_late(self, lost_s: float) -> None:
-        """Steps under the present division were longer than at home, by so many seconds each."""
+        """Note that steps under the present division were longer than at home, by so many seconds each."""
         if self.gain_s > 0.0:
             counted_s = min(lost_s, _MOST_LATE * self.gain_s)
             self.late_s += (_WEIGHT_OF_LATE if self.late_s else 1.0) * (counted_s - self.late_s)
 
     def refuse(self, in_force: tuple[float, ...]) -> None:
-        """The last move was not made: ``in_force`` stays, and nothing is tried for a while."""
+        """Note that the last move was not made: ``in_force`` stays, and nothing is tried for a while."""
         self.is_held = self._was_held and in_force == self.owned_before
         if self.owned != self.home and not self.is_held:
             self.moves_lately = max(self.moves_lately - 1.0, 0.0)
@@ -205,7 +205,7 @@ class OwnershipDecision:
         self.rental.refuse()
 
     def learn(self, num_bytes: float, seconds: float, comparing_s: float = 0.0) -> None:
-        """A move has been made, and ranks have compared products for so long; 0 if they have not."""
+        """Learn from a move that was made, after which ranks compared products for so long; 0 if they did not."""
         self.cost = self.cost.learned(num_bytes, seconds)
         if comparing_s > 0.0:
             self.comparing_s += _WEIGHT * (comparing_s - self.comparing_s)
@@ -213,7 +213,7 @@ class OwnershipDecision:
         self.rental.succeed()
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values, for :meth:`load_state_dict`."""
         # A tuple is one entry of a checkpoint, however long it is.
         return {
             "owned": self.owned,
@@ -230,7 +230,7 @@ class OwnershipDecision:
 
     @property
     def state_check(self) -> Check:
-        """Of what :meth:`load_state_dict` can take over."""
+        """Return the check of what :meth:`load_state_dict` can take over."""
         shares = each(not_negative, self.num_ranks)
         return keyed(
             {

@@ -24,7 +24,7 @@ _MEDIAN, _NORMAL = 1.57, 1.4826
 
 @dataclass
 class PartNoise:
-    """How one part's logarithm varies from interval to interval, under one plan at one speed.
+    """Estimate how one part's logarithm varies from interval to interval, under one plan at one speed.
 
     With y the measured logarithm and d its differences: E[d²] = q + 2r, E[d d'] = −r.
 
@@ -43,21 +43,21 @@ class PartNoise:
 
     @property
     def white(self) -> float:
-        """r, variance of one interval's measurement."""
+        """Return r, the variance of one interval's measurement."""
         return max(min(-self.product, self.square / 2.0), LEAST_NOISE**2)
 
     @property
     def drift(self) -> float:
-        """q, variance of the speed's change in an interval."""
+        """Return q, the variance of the speed's change in an interval."""
         return max(self.square - 2.0 * self.white, (LEAST_NOISE / 2.0) ** 2)
 
     @property
     def of_one_step(self) -> float:
-        """Variance of a single step."""
+        """Return the variance of a single step."""
         return max(self.scatter, self.white)
 
     def of_steps(self, number: int) -> float:
-        """Variance of the median of so many steps."""
+        """Return the variance of the median of so many steps."""
         return max(self.white, self.scatter * (_MEDIAN if number > 2 else 1.0) / number)
 
     def learn_scatter(self, values: Sequence[float]) -> None:
@@ -85,7 +85,7 @@ class PartNoise:
         self.last = value, difference
 
     def forget_last(self, value: float) -> None:
-        """The next interval cannot be compared with what was before ``value``."""
+        """Forget what was before ``value``: the next interval cannot be compared with that."""
         self.last = value, math.nan
 
 
@@ -95,7 +95,7 @@ def are_alike(change: float, other: float) -> bool:
 
 
 def share_of_jumps(innovation: float, variance: float) -> float:
-    """How likely an innovation under a new plan comes from a jump, by Bayes."""
+    """Return how likely an innovation under a new plan comes from a jump, by Bayes."""
     jump = HAZARD * _density(innovation, variance + JUMP_SIZE**2)
     return jump / (jump + (1.0 - HAZARD) * _density(innovation, variance) + 1e-300)
 

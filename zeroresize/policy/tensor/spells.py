@@ -31,7 +31,7 @@ _HICCUP = 0.35
 
 @dataclass
 class Spells:
-    """Those of a group.
+    """Remember the spells of a group in which ranks were slow.
 
     Attributes:
         ages: for how many updates each rank has been slow.
@@ -100,13 +100,13 @@ class Spells:
         return useful, in_vain
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values, for :meth:`load_state_dict`."""
         # A tuple is one entry of a checkpoint, however long it is.
         return {"ages": list(self.ages), "costs": list(self.costs), "past": tuple(self.past)}
 
     @property
     def state_check(self) -> Check:
-        """Of what :meth:`load_state_dict` can take over."""
+        """Return the check of what :meth:`load_state_dict` can take over."""
         return keyed(
             {
                 "ages": each(count, self.num_ranks),

@@ -33,7 +33,7 @@ _MOST_SCALE = 1e6
 
 @dataclass(frozen=True)
 class StepTimes:
-    """One iteration of a rank, in seconds.
+    """Describe one iteration of a rank, in seconds.
 
     Attributes:
         busy_s: its time without waits in collectives, and without what balancing costs between two of them.
@@ -63,13 +63,13 @@ class StepTimes:
 
     @property
     def inside(self) -> StepTimes:
-        """The same without what lies outside of the balanced layers."""
+        """Return the times without what lies outside of the balanced layers."""
         return dataclasses.replace(self, busy_s=max(self.busy_s - self.outside_s, 0.0), outside_s=0.0)
 
 
 @dataclass(frozen=True)
 class RankTimes:
-    """One rank's times at even shares of the work, nothing pruned or lent, and what other amounts of work cost there.
+    """Describe one rank's times at even shares, nothing pruned or lent, and what other amounts of work cost there.
 
     Attributes:
         rest_s: T − M, busy seconds that pruning does not touch.
@@ -91,11 +91,11 @@ class RankTimes:
 
     @property
     def busy_s(self) -> float:
-        """T, seconds."""
+        """Return T, seconds."""
         return self.rest_s + self.gemm_s
 
     def checked(self) -> RankTimes:
-        """The same, with NaN for all numbers if one of them is nothing that a step can have taken.
+        """Return the times, with NaN for all numbers if one of them is nothing that a step can have taken.
 
         Such as zero, negative or infinite seconds of multiplying, which a clock that was set, or that is too coarse,
         may tell. What pruning costs is mended number by number.
@@ -114,11 +114,11 @@ class RankTimes:
         return RankTimes(math.nan, math.nan, math.nan, cost, math.nan)
 
     def faster(self, factor: float) -> RankTimes:
-        """The times if the rank were ``factor`` times as fast."""
+        """Return the times if the rank were ``factor`` times as fast."""
         return dataclasses.replace(self, rest_s=self.rest_s / factor, gemm_s=self.gemm_s / factor)
 
     def beginning_after(self, outside_s: float) -> RankTimes:
-        """The same of a rank whose every step begins with so many seconds that no division of the work changes."""
+        """Return the times of a rank whose every step begins with so many seconds that no division changes."""
         if not outside_s or math.isnan(self.busy_s):
             return dataclasses.replace(self, outside_s=0.0)
         return dataclasses.replace(
@@ -130,17 +130,20 @@ class RankTimes:
         )
 
     def busy_at(self, ratio: float) -> float:
-        """Busy seconds when a share ``ratio`` of the columns is pruned."""
+        """Return the busy seconds when a share ``ratio`` of the columns is pruned."""
         shrunk_s = self.gemm_s * self.cost.gemm_share_at(ratio)
         return self.rest_s + shrunk_s + self.gather_fill_scale * self.cost.gather_fill_at(ratio)
 
     @property
     def least_busy_s(self) -> float:
-        """Busy seconds at the cheapest pruning ratio."""
+        """Return the busy seconds at the cheapest pruning ratio."""
         return min(self.busy_at(ratio) for ratio in self.cost.ratios)
 
     def ratio_to_reach(self, target_s: float) -> float:
-        """The smallest γ with busy time ``target_s`` at most; where none gets there, the smallest of the cheapest."""
+        """Return the smallest γ with busy time ``target_s`` at most.
+
+        Where none gets there it is the smallest of the cheapest.
+        """
         points = [(ratio, self.busy_at(ratio)) for ratio in self.cost.ratios]
         if points[0][1] <= target_s:
             return 0.0
@@ -151,7 +154,10 @@ class RankTimes:
 
 
 def log_parts(step: StepTimes, expected_gather_fill_s: float) -> list[float]:
-    """Of a step: its rest, its multiplications, and how many times as long as expected its gathers take, if any are."""
+    """Return the logarithms of a step's parts.
+
+    They are its rest, its multiplications, and how many times as long as expected its gathers take, if any are.
+    """
     least_s = max(_LEAST_PART * step.busy_s, LEAST_SECONDS)
     rest_s = max(step.busy_s - step.gemm_s - step.gather_fill_s, least_s)
     parts = [math.log(rest_s), math.log(step.gemm_s)]
@@ -161,7 +167,7 @@ def log_parts(step: StepTimes, expected_gather_fill_s: float) -> list[float]:
 
 
 def usual_step(steps: Sequence[StepTimes]) -> StepTimes:
-    """A step's usual times."""
+    """Return a step's usual times."""
     return StepTimes(
         busy_s=usual_of([step.busy_s for step in steps]),
         gemm_s=usual_of([step.gemm_s for step in steps]),

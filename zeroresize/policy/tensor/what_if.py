@@ -23,7 +23,9 @@ _RARELY = 32
 
 
 class WhatIf:
-    """A controller for each kind of mode; none in another mode than "off". All ranks have the same at every update.
+    """Hold a controller for each kind of mode where the mode is "off", else none.
+
+    All ranks have the same at every update.
 
     Args:
         config: of the run.
@@ -47,7 +49,7 @@ class WhatIf:
         self._plans = {kind: controller.initial_plan() for kind, controller in self._controllers.items()}
 
     def expect_moves(self, cost: MoveCost, bytes_of_units: float, comparing_s: float = 0.0) -> None:
-        """As :meth:`Controller.expect_moves`."""
+        """Expect of moves what :meth:`Controller.expect_moves` is given."""
         for controller in self._controllers.values():
             controller.expect_moves(cost, bytes_of_units, comparing_s)
 
@@ -60,10 +62,11 @@ class WhatIf:
 
     @property
     def plans(self) -> dict[str, WorkloadPlan]:
+        """Return the plans of the controllers."""
         return {mode: self._plans[kind] for mode, kind in _KIND_OF_MODE.items() if kind in self._plans}
 
     def states(self) -> list[dict[str, Any]]:
-        """Of the controllers, plain values."""
+        """Return the states of the controllers, plain values."""
         return [controller.state_dict() for controller in self._controllers.values()]
 
     def load_states(self, states: Sequence[dict[str, Any]]) -> None:

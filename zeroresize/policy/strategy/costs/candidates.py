@@ -11,7 +11,7 @@ from zeroresize.utils.value_checks import at_least
 def candidate_strategies(
     num_ranks: int, num_layers: int, units: Sequence[int], ranks_per_node: int | None = None
 ) -> list[Strategy]:
-    """All (dp, tp, pp) on the first ``num_ranks`` ranks whose layers and units divide.
+    """Return all (dp, tp, pp) on the first ``num_ranks`` ranks whose layers and units divide.
 
     Args:
         num_layers: every stage has at least one.
@@ -35,7 +35,7 @@ def candidate_strategies(
 
 
 def default_thresholds(longest: int, shortest: int = 256) -> list[int]:
-    """The longest length and its halves, rising, down to ``shortest``."""
+    """Return the longest length and its halves, rising, down to ``shortest``."""
     at_least("longest", longest, 1)
     thresholds = [longest]
     while thresholds[-1] // 2 >= max(shortest, 1):

@@ -27,7 +27,9 @@ MicroBatch = Sequence[int]
 
 
 def pipeline_seconds(stage_s: Floats) -> float:
-    """1F1B: all micro-batches one after another on their slowest stages, and the filling and draining of the pipeline.
+    """Return the seconds of micro-batches under 1F1B.
+
+    All of them run one after another on their slowest stages, and the pipeline is filled and drained.
 
     Exact for equal micro-batches on equal stages, (M + pp − 1) times one. For micro-batches of different sizes it is
     what a flow shop of equal machines takes; uneven ones in 1F1B wait for each other a little longer.
@@ -43,7 +45,7 @@ def pipeline_seconds(stage_s: Floats) -> float:
 
 
 def batch_sums(replicas: Sequence[Sequence[MicroBatch]]) -> list[tuple[Floats, Floats]]:
-    """[dp] of the micro-batches of each replica: [M] their tokens, and [M] the sum of their sequences' length²."""
+    """Return, for each of dp replicas, [M] tokens of its micro-batches, and [M] sums of their sequences' length²."""
     return [
         (
             np.array([sum(own) for own in batches], dtype=np.float64),
@@ -55,7 +57,7 @@ def batch_sums(replicas: Sequence[Sequence[MicroBatch]]) -> list[tuple[Floats, F
 
 @dataclass(frozen=True)
 class CostModel:
-    """What is known of a model and a cluster.
+    """Hold what is known of a model and a cluster.
 
     Attributes:
         layers: seconds and bytes of the layers.
@@ -94,16 +96,18 @@ class CostModel:
 
     @property
     def num_ranks(self) -> int:
-        """R."""
+        """Return R, the number of ranks."""
         return len(self.nodes)
 
     def stage_costs(self, strategy: Strategy) -> list[LayerCost]:
-        """[pp] of the layers of each stage, on one rank that has an equal share and is not slow."""
+        """Return [pp] costs of the layers of each stage, on one rank that has an equal share and is not slow."""
         partition = strategy.partition(self.layers.num_layers)
         return [self.layers.stage_cost(partition.layers_of(stage), strategy.tp) for stage in range(strategy.pp)]
 
     def micro_batch_seconds(self, strategy: Strategy, replica: int, tokens: Floats, squares: Floats) -> Floats:
-        """[M, pp] forward and backward of each micro-batch on each stage, with its messages to the neighbours.
+        """Return [M, pp] seconds of each micro-batch on each stage, forward and backward.
+
+        Messages to the neighbours are included.
 
         Args:
             tokens: [M] of each micro-batch.
@@ -119,7 +123,7 @@ class CostModel:
         return seconds
 
     def work_seconds(self, strategy: Strategy, replicas: Sequence[Sequence[MicroBatch]]) -> float:
-        """Of training micro-batches without switches; replicas wait for the slowest one.
+        """Return the seconds of training micro-batches without switches; replicas wait for the slowest one.
 
         Args:
             replicas: [dp] micro-batches of each replica.
@@ -132,14 +136,17 @@ class CostModel:
         return self.summed_work_seconds(strategy, batch_sums(replicas))
 
     def summed_work_seconds(self, strategy: Strategy, replicas: Sequence[tuple[Floats, Floats]]) -> float:
-        """As :meth:`work_seconds`, of what :func:`batch_sums` says of each replica."""
+        """Return the same as :meth:`work_seconds`, from what :func:`batch_sums` says of each replica."""
         return max(
             pipeline_seconds(self.micro_batch_seconds(strategy, replica, tokens, squares))
             for replica, (tokens, squares) in enumerate(replicas)
         )
 
     def reduction_seconds(self, optimizer_strategy: Strategy) -> float:
-        """Of a step's all-reduce of gradients between the optimizer's replicas: a ring over its slowest link."""
+        """Return the seconds of the one all-reduce of a step's gradients between the optimizer's replicas.
+
+        It is a ring over its slowest link.
+        """
         if optimizer_strategy.dp == 1:
             return 0.0
         sizes = self.weight_bytes(optimizer_strategy)
@@ -147,7 +154,7 @@ class CostModel:
         return 2.0 * (optimizer_strategy.dp - 1) / optimizer_strategy.dp * slowest
 
     def switch_seconds(self, strategies: Sequence[Strategy], optimizer_strategy: int) -> Floats:
-        """[S, S] of switching from the strategy of the row to that of the column, 0 on the diagonal.
+        """Return [S, S] seconds of switching from the strategy of the row to that of the column, 0 on the diagonal.
 
         The weights travel to the next strategy and, in the same messages, the gradients of the strategy that is left
         travel to the optimizer's strategy, where its own stay.
@@ -162,17 +169,17 @@ class CostModel:
         return seconds
 
     def weight_plan(self, before: Strategy, after: Strategy) -> SwitchPlan:
-        """Of the weights alone."""
+        """Plan the switch of the weights alone."""
         return self._plan(before, after, gradients=False)
 
     def weight_bytes(self, strategy: Strategy) -> Indices:
-        """[R] bytes of weights of each rank."""
+        """Return [R] bytes of weights of each rank."""
         if strategy not in self._weight_bytes:
             self._weight_bytes[strategy] = self._layout(strategy).rank_bytes(self.tensors)
         return self._weight_bytes[strategy]
 
     def memory_bytes(self, strategy: Strategy, optimizer_strategy: Strategy, tokens: int) -> Floats:
-        """[R] the most that each rank holds while this strategy trains micro-batches of so many tokens.
+        """Return [R] the most bytes that each rank holds while this strategy trains micro-batches of so many tokens.
 
         Weights and their gradients, where the optimizer's strategy is another its gradients besides, the optimizer's
         state in the optimizer's layout, and the activations of the micro-batches that 1F1B keeps on a stage, pp −
@@ -193,7 +200,10 @@ class CostModel:
         return float(self.memory_bytes(strategy, optimizer_strategy, tokens).max()) <= limit_bytes
 
     def switch_memory_bytes(self, before: Strategy, after: Strategy, optimizer_strategy: Strategy) -> Floats:
-        """[R] the most that each rank holds during a switch, with its messages; see :func:`switch_bytes`."""
+        """Return [R] the most bytes that each rank holds during a switch, see :func:`switch_bytes`.
+
+        Its messages are included.
+        """
         return switch_bytes(
             self.weight_bytes(before),
             self.weight_bytes(after),
@@ -207,7 +217,7 @@ class CostModel:
     def switches_fit(
         self, strategies: Sequence[Strategy], optimizer_strategy: int, limit_bytes: float
     ) -> NDArray[np.bool_]:
-        """[S, S] whether no rank needs more than the limit for the switch from the row's strategy to the column's."""
+        """Return [S, S] whether no rank needs more than the limit to switch from the row's strategy to the column's."""
         return np.array(
             [
                 [

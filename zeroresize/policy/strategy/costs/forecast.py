@@ -22,7 +22,7 @@ Pack = Callable[[Sequence[int], int, int], Sequence[Sequence[Sequence[int]]]]
 
 @dataclass(frozen=True)
 class StepForecast:
-    """Expected seconds of a step, on average over the mini-batches of a sample.
+    """Describe the expected seconds of a step, on average over the mini-batches of a sample.
 
     Attributes:
         ranges: of lengths, with the strategies that train them.
@@ -40,11 +40,14 @@ class StepForecast:
 
     @property
     def step_s(self) -> float:
+        """Return the seconds of the whole step."""
         return float(np.sum(self.range_s)) + self.switch_s + self.reduction_s
 
 
 class Tours:
-    """Seconds of the cheapest tour from the optimizer's strategy through any set of strategies, each worked out once.
+    """Find the seconds of the cheapest tour from the optimizer's strategy through any set of strategies.
+
+    Each is worked out once.
 
     Args:
         seconds: [S, S] of switching from the strategy of the row to that of the column; infinite: not possible.
@@ -56,7 +59,10 @@ class Tours:
         self._known: dict[int, float] = {}
 
     def seconds(self, used: int) -> float:
-        """Of the strategies whose bits are set; infinite if there is no tour of possible switches."""
+        """Return the seconds of the tour of the strategies whose bits are set.
+
+        They are infinite if no possible switches make a tour.
+        """
         used |= 1 << self._optimizer_strategy
         if used not in self._known:
             members = [one for one in range(len(self._seconds)) if used >> one & 1]
@@ -80,7 +86,7 @@ def forecast_step(
     pack: Pack,
     max_tokens: int | None = None,
 ) -> StepForecast:
-    """What a step takes on average over a sample.
+    """Return what a step takes on average over a sample.
 
     Args:
         sample: [B] the lengths of the sequences of each mini-batch.
@@ -111,7 +117,7 @@ def forecast_step(
 
 
 def packed_by_work(lengths: Sequence[int], max_tokens: int, dp: int) -> list[list[list[int]]]:
-    """As training packs: sequences spread over replicas; attention inside each sequence alone."""
+    """Return what training packs: sequences spread over replicas; attention is inside each sequence alone."""
     replicas = spread_and_pack(lengths, max_tokens, dp)
     return [[[lengths[number] for number in own] for own in batches] for batches in replicas]
 

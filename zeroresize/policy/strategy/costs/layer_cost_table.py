@@ -18,7 +18,7 @@ from zeroresize.utils.value_checks import known_keys, number
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Forward and backward of a layer on one rank of a tensor-parallel group of a certain size.
+    """Hold the cost of a layer's forward and backward on one rank of a tensor-parallel group of a certain size.
 
     Attributes:
         fixed_s: a, seconds of a micro-batch, however small.
@@ -40,13 +40,13 @@ class LayerCost:
             number(f"layer cost {key}", value, least=0.0)
 
     def seconds(self, tokens: float, squares: float) -> float:
-        """Of a micro-batch of so many tokens, whose lengths' squares are ``squares`` in sum."""
+        """Return the seconds of a micro-batch of so many tokens, whose lengths' squares are ``squares`` in sum."""
         return self.fixed_s + self.token_s * tokens + self.square_s * squares
 
 
 @dataclass(frozen=True)
 class LayerCostTable:
-    """The costs of all layers of a model.
+    """Hold the costs of all layers of a model.
 
     Attributes:
         kinds: [L] of each layer; layers of one kind cost the same.
@@ -75,16 +75,16 @@ class LayerCostTable:
 
     @property
     def num_layers(self) -> int:
-        """L."""
+        """Return L, the number of layers."""
         return len(self.kinds)
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """The tensor-parallel degrees that have costs, ascending."""
+        """Return the tensor-parallel degrees that have costs, ascending."""
         return tuple(sorted(self.costs[self.kinds[0]]))
 
     def stage_cost(self, layers: range, tp: int) -> LayerCost:
-        """What some layers cost together.
+        """Return what some layers cost together.
 
         Raises:
             ValueError: for a tensor-parallel degree without costs.
@@ -96,13 +96,13 @@ class LayerCostTable:
         return LayerCost(*(math.fsum(getattr(one, key) for one in layer_costs) for key in keys))
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values that :meth:`of` reads back."""
+        """Return plain values that :meth:`of` reads back."""
         costs = {kind: {str(tp): asdict(one) for tp, one in own.items()} for kind, own in self.costs.items()}
         return {"kinds": list(self.kinds), "costs": costs, "boundary_bytes": self.boundary_bytes}
 
     @classmethod
     def of(cls, value: Any) -> LayerCostTable:
-        """From what :meth:`as_dict` gave.
+        """Return the table that :meth:`as_dict` described.
 
         Raises:
             ValueError: for anything else, and as the class does.
@@ -119,12 +119,12 @@ class LayerCostTable:
             raise ValueError(f"these are no layer costs: {error!r}; wanted are {list(keys)}") from error
 
     def save(self, path: str | Path) -> None:
-        """As JSON."""
+        """Write the table as JSON."""
         Path(path).write_text(json.dumps(self.as_dict(), indent=1), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> LayerCostTable:
-        """What :meth:`save` wrote.
+        """Read what :meth:`save` wrote.
 
         Raises:
             ValueError: as :meth:`of` does, and for what is no JSON.

@@ -38,7 +38,7 @@ from zeroresize.utils.value_checks import at_least, number
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best ranges, beside the best strategy for all lengths.
+    """Hold the best ranges, beside the best strategy for all lengths.
 
     Attributes:
         best: of all ranges and the optimizer's strategies; every range with the ``max_tokens`` for which it was found
@@ -53,15 +53,17 @@ class SearchResult:
 
     @property
     def ranges(self) -> tuple[LengthRange, ...]:
+        """Return the best ranges."""
         return self.best.ranges
 
     @property
     def optimizer_strategy(self) -> Strategy:
+        """Return the optimizer's strategy of the best ranges."""
         return self.best.optimizer_strategy
 
     @property
     def speedup(self) -> float:
-        """How many times as fast as without switching."""
+        """Return how many times as fast the best ranges are as the best strategy without switching."""
         return self.static.step_s / self.best.step_s
 
 
@@ -76,7 +78,9 @@ def search_strategies(
     max_ranges: int = 4,
     max_tokens: int | None = None,
 ) -> SearchResult:
-    """The ranges, their strategies and the optimizer's strategy with which a step takes least on average over a sample.
+    """Search for the ranges, their strategies and the optimizer's strategy with which a step takes least.
+
+    A step is the mean of a sample.
 
     Args:
         sample: [B] the lengths of the sequences of each mini-batch.

@@ -24,7 +24,7 @@ def switch_bytes(
     optimizer_ratio: float = 2.0,
     max_bytes: int = MAX_MESSAGE_BYTES,
 ) -> NDArray[np.float64]:
-    """[R] the most that each rank holds during a switch, which has no activations.
+    """Return [R] the most bytes that each rank holds during a switch, which has no activations.
 
     Args:
         before, after, optimizer_strategy: [R] bytes of weights under the strategy that is left, the next one, and the
@@ -39,7 +39,7 @@ def switch_bytes(
 
 
 def message_bytes(plans: Sequence[SwitchPlan], max_bytes: int = MAX_MESSAGE_BYTES) -> Indices:
-    """[R] memory of the messages of plans that are carried out together, at most.
+    """Return [R] bytes of memory that the messages of plans that are carried out together take at most.
 
     What fits into one round lies in one buffer. Of several rounds, the next is packed while one travels.
     """

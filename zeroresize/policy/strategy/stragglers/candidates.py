@@ -35,7 +35,7 @@ _POWERS = tuple(2**power for power in range(20))
 
 @dataclass(frozen=True)
 class ModelDivision:
-    """How a model can be divided.
+    """Describe how a model can be divided.
 
     Attributes:
         layer_work: [L] of each layer, in any unit, such as seconds.
@@ -60,18 +60,18 @@ class ModelDivision:
 
     @property
     def num_layers(self) -> int:
-        """L, the most stages."""
+        """Return L, the most stages."""
         return len(self.layer_work)
 
     @property
     def most_shards(self) -> int:
-        """The largest tensor-parallel degree; 1 where nothing is divided."""
+        """Return the largest tensor-parallel degree; 1 where nothing is divided."""
         return min(self.unit_counts, default=1)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """Strategies of all ranges that may be put in force together.
+    """Describe strategies of all ranges that may be put in force together.
 
     Attributes:
         kind: what is done.
@@ -85,12 +85,12 @@ class Candidate:
 
     @property
     def key(self) -> str:
-        """The same for what is done with the same ranks, whatever shares the speeds call for just now."""
+        """Return what is the same for all that is done with the same ranks, whatever their shares are just now."""
         return f"{self.kind} {' '.join(map(str, self.left_out))}".strip()
 
 
 class RangeCosts(Protocol):
-    """What one range of lengths takes in a step.
+    """Tell what one range of lengths takes in a step.
 
     Attributes:
         optimizer_strategy: the number of the range under whose strategy the optimizer steps.
@@ -99,8 +99,10 @@ class RangeCosts(Protocol):
     optimizer_strategy: int
 
     def range_s(self, number: int, strategy: Strategy, speeds: Sequence[float]) -> float:
-        """Seconds of range ``number`` under a strategy where rank r is ``speeds[r]`` times as fast as the model of
-        costs says; infinite where it is out of the question."""
+        """Return the seconds of range ``number`` under a strategy, infinite where it is out of the question.
+
+        Rank r is ``speeds[r]`` times as fast as the model of costs says.
+        """
 
     def fits(self, number: int, strategy: Strategy, optimizer_strategy: Strategy) -> bool:
         """Whether memory suffices to train range ``number`` under a strategy with the optimizer in this one."""
@@ -116,7 +118,7 @@ def candidates(
     model: ModelDivision,
     costs: RangeCosts,
 ) -> list[Candidate]:
-    """What could be in force now, of each kind the best for each range; "stay" is the first.
+    """Return what could be in force now, of each kind the best for each range; "stay" is the first.
 
     Nothing but to stay and to go back is offered while all ranks are about equally fast.
 
@@ -145,7 +147,7 @@ def candidates(
 
 
 def smaller_degrees(degrees: tuple[int, int, int], num_ranks: int, model: ModelDivision) -> list[tuple[int, int, int]]:
-    """The same (dp, tp, pp), or the next smaller groups and pipelines, with as many replicas as there are ranks for.
+    """Return the same (dp, tp, pp), or next smaller groups and pipelines, with as many replicas as there are ranks for.
 
     What fewer ranks do stays like what all did: other strategies may be better whoever is slow, and that is a search's
     matter (:mod:`zeroresize.policy.strategy.costs.search`).
@@ -167,7 +169,7 @@ def _next_smaller(degree: int, known: Sequence[int]) -> list[int]:
 def arrangements(
     degrees: tuple[int, int, int], ranks: Sequence[int], speeds: Sequence[float], model: ModelDivision
 ) -> set[Strategy]:
-    """Strategies of these degrees on the ranks, which may be more than needed: the fastest are taken.
+    """Return strategies of these degrees on the ranks, which may be more than needed: the fastest are taken.
 
     In the order given; with groups within nodes as far as possible; with slow ranks together, which puts them into one
     group and one stage; and with slow ranks as the same shard of each group, so that one list of shares suits all.
@@ -188,7 +190,10 @@ def arrangements(
 
 
 def with_shares(strategy: Strategy, ranks: Sequence[int], speeds: Sequence[float], model: ModelDivision) -> Strategy:
-    """The same with shares by the speeds: units move inside the tensor-parallel groups, and nothing else does."""
+    """Return the strategy with shares by the speeds.
+
+    Units move inside the tensor-parallel groups, and nothing else does.
+    """
     shares = _shares(strategy.degrees, ranks, speeds, model, by_speed=True)
     return Strategy(*strategy.degrees, tuple(ranks), shares, strategy.boundaries)
 

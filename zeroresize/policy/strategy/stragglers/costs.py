@@ -27,7 +27,9 @@ _LEAST_WORK = 1e-6
 
 
 class StragglerCosts:
-    """A :class:`~zeroresize.policy.strategy.stragglers.decision.StrategyCosts` of a training.
+    """Tell what a training's steps and switches take.
+
+    It is a :class:`~zeroresize.policy.strategy.stragglers.decision.StrategyCosts`.
 
     Args:
         cost: of the model and the cluster; whether ranks are slow there does not count.
@@ -63,7 +65,7 @@ class StragglerCosts:
 
     @property
     def division(self) -> ModelDivision:
-        """How the model can be divided; a layer's work is that of a token."""
+        """Return how the model can be divided; a layer's work is that of a token."""
         layers, tensors = self._cost.layers, self._cost.tensors
         token_s = [layers.costs[kind][1].token_s for kind in layers.kinds]
         least_s = _LEAST_WORK * max(token_s) or 1.0  # layers that cost nothing need a stage, too
@@ -72,7 +74,7 @@ class StragglerCosts:
         return ModelDivision(work, unit_counts, self._cost.nodes, tuple(self._degrees))
 
     def expect(self, sample: Sequence[Sequence[int]]) -> None:
-        """Steps will be like these: the lengths of the sequences of some mini-batches.
+        """Expect steps like these: the lengths of the sequences of some mini-batches.
 
         Raises:
             ValueError: for a sequence that is longer than every range allows.
@@ -84,7 +86,7 @@ class StragglerCosts:
             cache.clear()
 
     def range_s(self, number: int, strategy: Strategy, speeds: Sequence[float]) -> float:
-        """Mean of the expected steps, as of :mod:`~zeroresize.policy.strategy.stragglers.candidates`.
+        """Return the mean seconds of range ``number`` in the expected steps; infinite where it is out of the question.
 
         Infinite where a tensor-parallel group is on more nodes than it needs.
         """
@@ -94,7 +96,7 @@ class StragglerCosts:
         return math.fsum(slow.work_seconds(in_units, replicas) for replicas in packed) / max(len(packed), 1)
 
     def fits(self, number: int, strategy: Strategy, optimizer_strategy: Strategy) -> bool:
-        """As of :mod:`~zeroresize.policy.strategy.stragglers.candidates`."""
+        """Return whether the memory of all ranks suffices for a range's strategy beside an optimizer's strategy."""
         # The caller trains with the original ones.
         is_known_to_fit = (strategy, optimizer_strategy) == (
             self._originals[number],
@@ -105,7 +107,7 @@ class StragglerCosts:
         )
 
     def switches_fit(self, strategies: Sequence[Strategy]) -> bool:
-        """As of :mod:`~zeroresize.policy.strategy.stragglers.candidates`; in whatever order they are visited."""
+        """Return whether memory suffices for the switches of a step, in whatever order the strategies are visited."""
         different = list(dict.fromkeys([strategies[self.optimizer_strategy], *strategies]))
         known = set(self._originals) if different[0] == self._originals[self.optimizer_strategy] else set()
         fit = self._cost.switches_fit(different, 0, self._limit_bytes)
@@ -115,7 +117,7 @@ class StragglerCosts:
         )
 
     def step_s(self, strategies: Sequence[Strategy], speeds: Sequence[float]) -> float:
-        """Seconds of a step, the mean of the expected ones: work, switches, and the final sum of the gradients."""
+        """Return the mean seconds of the expected steps: work, switches, and the sum of the gradients."""
         work_s = math.fsum(self.range_s(number, one, speeds) for number, one in enumerate(strategies))
         optimizer_strategy = strategies[self.optimizer_strategy]
         different = list(dict.fromkeys([optimizer_strategy, *strategies]))
@@ -124,7 +126,7 @@ class StragglerCosts:
         return work_s + tour_s + self._cost.reduction_seconds(optimizer_strategy)
 
     def switch_bytes(self, before: Sequence[Strategy], after: Sequence[Strategy]) -> float:
-        """That the busiest rank sends or receives as the optimizer moves: weights with the optimizer's state.
+        """Return the bytes that the busiest rank sends or receives as the optimizer moves: weights and its state.
 
         Gradients are none between two steps, and strategies that are not the optimizer's hold nothing then.
         """
@@ -139,7 +141,10 @@ class StragglerCosts:
         return self._price[old_strategy, new_strategy]
 
     def rank_s(self, strategies: Sequence[Strategy], lengths: Sequence[int], rank: int) -> float:
-        """Seconds that a rank should compute in a step with sequences of these lengths, if it is not slow."""
+        """Return the seconds that a rank should compute in a step with sequences of these lengths.
+
+        It is taken not to be slow.
+        """
         groups, total_s = lengths_by_range(self._ranges, lengths), 0.0
         for number, (strategy, group) in enumerate(zip(strategies, groups, strict=True)):
             position = strategy.position_of(rank)
@@ -186,7 +191,7 @@ class StragglerCosts:
 
 
 def of_all_degrees(layers: LayerCostTable, most: int) -> LayerCostTable:
-    """The same with costs for every tensor-parallel degree up to the most, as uneven groups have odd ones.
+    """Return the table with costs for every tensor-parallel degree up to the most, as uneven groups have odd ones.
 
     Those that are missing lie on a line over 1 / tp between their neighbours, or are as at the last that is known.
     """

@@ -39,19 +39,21 @@ _MODEST = ("stay", "shares", "original")
 
 
 class StrategyCosts(RangeCosts, Protocol):
-    """What steps and switches take, as far as is known before."""
+    """Tell what steps and switches take, as far as is known before."""
 
     def step_s(self, strategies: Sequence[Strategy], speeds: Sequence[float]) -> float:
-        """Seconds of a step under these strategies, one of each range, with the switches in it."""
+        """Return the seconds of a step under these strategies, one of each range, with the switches in it."""
 
     def switch_bytes(self, before: Sequence[Strategy], after: Sequence[Strategy]) -> float:
-        """That the busiest rank sends or receives when training goes on under others: weights and the optimizer's
-        state, where the optimizer's strategy is another; 0 otherwise."""
+        """Return the bytes that the busiest rank sends or receives when training goes on under others.
+
+        These are weights and the optimizer's state, where the optimizer's strategy is another; 0 otherwise.
+        """
 
 
 @dataclass(frozen=True)
 class StragglerForecast:
-    """What a candidate would bring.
+    """Describe what a candidate would bring.
 
     Attributes:
         candidate: what would be in force.
@@ -69,7 +71,7 @@ class StragglerForecast:
 
 
 class StragglerDecision:
-    """Decides, step by step.
+    """Decide, step by step, which strategies are in force.
 
     Args:
         original: of each range, as the caller wants it while all ranks are equally fast.
@@ -110,7 +112,10 @@ class StragglerDecision:
         self._last: tuple[Any, tuple[StragglerForecast, ...]] | None = None
 
     def what_if(self, speeds: Sequence[float]) -> tuple[StragglerForecast, ...]:
-        """What each candidate would bring at these speeds; the first is to stay, the others by their steps' seconds."""
+        """Return what each candidate would bring at these speeds.
+
+        The first is to stay; the others are sorted by their steps' seconds.
+        """
         key = tuple(speeds), self.in_force, self.cost
         if self._last is None or self._last[0] != key:  # speeds mostly stay, and to look at all candidates takes long
             offered = candidates(self.original, self.in_force, speeds, self._model, self._costs)
@@ -125,7 +130,7 @@ class StragglerDecision:
         )
 
     def update(self, speeds: Sequence[float], num_steps: int = 1) -> StragglerForecast | None:
-        """Steps were made at these speeds: what is to be put in force now, None where everything stays.
+        """Take steps made at these speeds and return what is to be put in force now, None where everything stays.
 
         Whoever is given one calls :meth:`made`, or :meth:`refuse`.
         """
@@ -149,7 +154,7 @@ class StragglerDecision:
         return due[0] if due else None
 
     def made(self, forecast: StragglerForecast, seconds: float | None = None) -> None:
-        """It is in force from now on; the switch took so many seconds, if that is known."""
+        """Put the forecast's candidate in force from now on; the switch took so many seconds, if that is known."""
         after = forecast.candidate.strategies
         if seconds is not None:
             self.cost = self.cost.learned(self._costs.switch_bytes(self.in_force, after), seconds, self._num_new(after))
@@ -158,15 +163,15 @@ class StragglerDecision:
         self._rental.succeed()
 
     def refuse(self) -> None:
-        """The switch could not be made: nothing is tried for a while."""
+        """Note that the switch could not be made: nothing is tried for a while."""
         self._rental.refuse()
 
     def look_again(self) -> None:
-        """What steps take has changed for other reasons than speeds."""
+        """Forget the last forecasts, as what steps take has changed for other reasons than speeds."""
         self._last = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values, the same on every rank; the original strategies are the caller's."""
+        """Return plain values, the same on every rank; the original strategies are the caller's."""
         return {
             "in_force": [one.as_dict() for one in self.in_force],
             "rental": self._rental.state_dict(),

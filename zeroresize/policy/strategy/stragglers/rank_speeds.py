@@ -30,7 +30,7 @@ _ALIKE = 0.08
 
 
 class RankSpeeds:
-    """Takes what each rank told of each step.
+    """Learn how fast ranks are from the seconds that each gives for each step.
 
     A rank that has no part in a step tells what a few products took instead. What these take compared with a unit of
     work is learned from ranks that do both, in steps like those before: so not while a device warms up.
@@ -65,14 +65,16 @@ class RankSpeeds:
         self._tell()
 
     def speeds(self) -> tuple[float, ...] | None:
-        """[R] how many times as fast as the model of costs says each rank is; None before enough is known of all.
+        """Return [R] how many times as fast as the model of costs says each rank is.
+
+        It is None before enough is known of all.
 
         Ranks that are about as fast as the middle one are told to be as fast as that.
         """
         return tuple(self._announced) or None
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values, for :meth:`load_state_dict`."""
         return {
             "recent": tuple(map(tuple, self._recent)),
             "paces": tuple(self._paces),

@@ -13,7 +13,7 @@ from zeroresize.policy.strategy.switches.slices import Flags
 
 
 class PartialGradients:
-    """The partial gradients of slices that the same ranks hold and want.
+    """Assign the partial gradients of slices that the same ranks hold and want.
 
     Attributes:
         queues: who sends, by source replica.
@@ -64,7 +64,7 @@ class PartialGradients:
         ]
 
     def assigned(self, numbers: Indices, received: Indices, size: int) -> tuple[Indices, Indices, Indices, Flags]:
-        """Slices, source replicas and destinations, and whether the destination holds the slice in the replica.
+        """Return slices, source replicas and destinations, and whether the destination holds the slice in the replica.
 
         Args:
             numbers: of the slices, of ``size`` bytes each.

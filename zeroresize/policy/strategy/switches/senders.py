@@ -15,7 +15,7 @@ WITHIN, BETWEEN = 0, 1
 
 
 class Queues:
-    """Which ranks may send something: of a group's holders those on the node of the receiver, or else all of them.
+    """Hold which ranks may send something: of a group's holders those on the receiver's node, or else all of them.
 
     A queue is a set of ranks among which there is no preference but their load.
 
@@ -45,7 +45,7 @@ class Queues:
         self._num_nodes = num_nodes
 
     def of(self, groups: Indices, destinations: Indices) -> Indices:
-        """[E]: from which queue each destination is to be sent what a group holds."""
+        """Return [E] from which queue each destination is to be sent what a group holds."""
         near = self._near[groups * self._num_nodes + self._nodes[destinations]]
         return np.where(near >= 0, near, self._far[groups])
 
@@ -59,13 +59,15 @@ def _members(keys: Indices, ranks: Indices) -> dict[int, Indices]:
 
 
 class SendLoads:
-    """What each rank has been given to send, inside its node and between nodes: :attr:`sent` [2, R] bytes."""
+    """Count what each rank has been given to send, inside its node and between nodes: :attr:`sent` [2, R] bytes."""
 
     def __init__(self, num_ranks: int) -> None:
         self.sent = np.zeros((2, num_ranks), dtype=np.int64)
 
     def choose(self, queues: Queues, queue_of: Indices, size: int) -> Indices:
-        """[E] ranks that send, for transfers of equally many bytes; one after another they get the least loaded rank.
+        """Choose [E] ranks that send, for transfers of equally many bytes.
+
+        One after another they get the least loaded rank.
 
         Neighbours of one queue get the same sender where that is as good, so that few ranks have to do with each other.
         """
@@ -85,7 +87,7 @@ class SendLoads:
 
 
 def filled(loads_QW: Indices, is_there_QW: NDArray[np.bool_], size: int, num_times: Indices) -> Indices:
-    """[Q, W]: how often each is chosen if each time the least loaded of a row is, without counting one by one.
+    """Return [Q, W] how often each is chosen if each time the least loaded of a row is, without counting one by one.
 
     Args:
         loads_QW: bytes.

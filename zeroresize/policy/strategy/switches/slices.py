@@ -18,7 +18,7 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class Slices:
-    """In ascending order of the tensors and of their units; without slices that no rank wants, or of no bytes.
+    """Hold slices in ascending order of tensors and units; without slices that no rank wants, or of no bytes.
 
     Attributes:
         tensors, begins, ends, num_bytes: [S], int64: slice s is the units of ``tensors[s]`` from ``begins[s]`` up to
@@ -39,7 +39,7 @@ class Slices:
         return len(self.tensors)
 
     def divided(self, most_bytes: int) -> Slices:
-        """Slices that several ranks hold are cut between units, so that none of them is larger where units allow."""
+        """Cut slices that several ranks hold between units, so that none of them is larger where units allow."""
         is_shared = self.held.sum(axis=1)[self.patterns] > 1
         units = self.ends - self.begins
         parts = np.where(is_shared, np.minimum(units, -(-self.num_bytes // max(most_bytes, 1))), 1)
@@ -54,7 +54,7 @@ class Slices:
 
 
 def common_slices(before: Layout, after: Layout, tensors: Sequence[TensorSpec]) -> Slices:
-    """The slices between neighbouring cuts of both layouts.
+    """Return the slices between neighbouring cuts of both layouts.
 
     Raises:
         ValueError: if the layouts are of other tensors or ranks, or if a slice is wanted that no rank holds.

@@ -16,7 +16,7 @@ MOST_STRATEGIES = 12
 
 
 def cheapest_order(seconds: Sequence[Sequence[float]] | NDArray[np.float64], start: int) -> list[int]:
-    """The strategies in the order of the shortest tour, ``start`` first; the way back to it is not named.
+    """Return the strategies in the order of the shortest tour, ``start`` first; the way back to it is not named.
 
     By Held and Karp's dynamic programming over sets of strategies. The same numbers give the same order, so ranks that
     agree on the seconds agree on the order.
@@ -62,7 +62,7 @@ def cheapest_order(seconds: Sequence[Sequence[float]] | NDArray[np.float64], sta
 
 
 def tour_seconds(seconds: Sequence[Sequence[float]] | NDArray[np.float64], order: Sequence[int]) -> float:
-    """What the switches of a tour take, the way back to its first strategy included; 0 for a single strategy."""
+    """Return what the switches of a tour take, the way back to its first strategy included; 0 for a single strategy."""
     if len(order) < 2:
         return 0.0
     times_SS = np.asarray(seconds, dtype=np.float64)

@@ -24,7 +24,9 @@ LARGEST_SLICE = 1 / 8
 def plan_weights(
     before: Layout, after: Layout, tensors: Sequence[TensorSpec], nodes: Sequence[int], *, heuristics: bool = True
 ) -> SwitchPlan:
-    """Every rank gets what it wants in the layout after and does not hold before, from one rank that holds it.
+    """Plan that every rank gets what it wants in the layout after and does not hold before.
+
+    It gets each slice from one rank that holds it.
 
     A holder on the rank's own node sends, or else any; of these the one that has sent least so far, inside nodes and
     between nodes counted by themselves. Unlike in the paper large slices come first, as in list scheduling, and slices
@@ -67,7 +69,9 @@ def plan_gradients(
     *,
     heuristics: bool = True,
 ) -> SwitchPlan:
-    """Every replica's partial gradient of every slice gets to one replica of the optimizer's layout, to be added there.
+    """Plan that every replica's partial gradient of every slice gets to one replica of the optimizer's layout.
+
+    There it is to be added.
 
     It gets to all ranks of that replica that hold the slice. The replica is the one to which least travels between
     nodes, then the one to which least travels at all, as its ranks hold the slice in both layouts, then the one that
@@ -109,7 +113,7 @@ def plan_gradients(
 def lower_bound(
     before: Layout, after: Layout, tensors: Sequence[TensorSpec], nodes: Sequence[int], links: LinkSpeeds
 ) -> float:
-    """Seconds that any plan for weights takes at least, as :meth:`SwitchPlan.seconds` counts them.
+    """Return seconds that any plan for weights takes at least, as :meth:`SwitchPlan.seconds` counts them.
 
     A plan is any in which ranks get what they lack from ranks that hold it before. Every rank receives what it lacks,
     and from other nodes what nobody on its node holds. Likewise all holders of the same slices together, and their

@@ -22,7 +22,7 @@ MAX_MESSAGE_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class LinkSpeeds:
-    """Bytes per second of a rank's links in one direction, inside its node and to other nodes.
+    """Hold the bytes per second of a rank's links in one direction, inside its node and to other nodes.
 
     Attributes:
         latency_s: what a switch takes besides.
@@ -36,7 +36,10 @@ class LinkSpeeds:
 
 
 class SliceTransfer(NamedTuple):
-    """Units of a tensor, from ``begin`` up to ``end`` (of the undivided tensor), that go from one rank to another."""
+    """Describe units of a tensor that go from one rank to another.
+
+    They are those from ``begin`` up to ``end`` of the undivided tensor.
+    """
 
     tensor: int
     begin: int
@@ -47,7 +50,7 @@ class SliceTransfer(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SliceTransfers:
-    """SliceTransfers in ascending order of tensors, then units, destinations and sources: the same order on all ranks.
+    """Hold transfers in ascending order of tensors, units, destinations and sources: the same order on all ranks.
 
     Attributes:
         tensors, begins, ends, sources, destinations, num_bytes: [E], int64.
@@ -68,14 +71,14 @@ class SliceTransfers:
         return map(SliceTransfer._make, zip(*(column.tolist() for column in columns), strict=True))
 
     def at(self, entries: Indices) -> SliceTransfers:
-        """Those of these numbers."""
+        """Return the transfers of these numbers."""
         columns = (self.tensors, self.begins, self.ends, self.sources, self.destinations, self.num_bytes)
         return SliceTransfers(*(column[entries] for column in columns))
 
 
 @dataclass(frozen=True, eq=False)
 class SwitchPlan:
-    """Which slices travel, and how much that is for every rank.
+    """Describe which slices travel, and how much that is for every rank.
 
     Attributes:
         transfers: between different ranks.
@@ -90,22 +93,22 @@ class SwitchPlan:
 
     @cached_property
     def sent_within(self) -> Indices:
-        """[R] bytes that each rank sends inside its node."""
+        """Return [R] bytes that each rank sends inside its node."""
         return self._volumes(self.transfers.sources, WITHIN)
 
     @cached_property
     def sent_between(self) -> Indices:
-        """[R] bytes that each rank sends to other nodes."""
+        """Return [R] bytes that each rank sends to other nodes."""
         return self._volumes(self.transfers.sources, BETWEEN)
 
     @cached_property
     def received_within(self) -> Indices:
-        """[R] bytes that each rank receives from its node."""
+        """Return [R] bytes that each rank receives from its node."""
         return self._volumes(self.transfers.destinations, WITHIN)
 
     @cached_property
     def received_between(self) -> Indices:
-        """[R] bytes that each rank receives from other nodes."""
+        """Return [R] bytes that each rank receives from other nodes."""
         return self._volumes(self.transfers.destinations, BETWEEN)
 
     def _volumes(self, ranks: Indices, link: int) -> Indices:
@@ -118,7 +121,7 @@ class SwitchPlan:
         return (self.nodes[self.transfers.sources] != self.nodes[self.transfers.destinations]).astype(np.int64)
 
     def seconds(self, links: LinkSpeeds) -> float:
-        """How long the transfers take if nothing but the ranks' own links holds them up.
+        """Return how long the transfers take if nothing but the ranks' own links holds them up.
 
         All ranks start together; a rank sends and receives at the same time, and inside its node and to other nodes at
         the same time; ranks share no link but the one of their node, where its speed is told. 0 if nothing travels.
@@ -127,7 +130,10 @@ class SwitchPlan:
 
 
 def fused_seconds(plans: Sequence[SwitchPlan], links: LinkSpeeds) -> float:
-    """What plans of the same nodes that are carried out together take, as :meth:`SwitchPlan.seconds` says of one."""
+    """Return the seconds of plans of the same nodes that are carried out together.
+
+    They are counted as :meth:`SwitchPlan.seconds` counts those of one.
+    """
     if not any(len(plan.transfers) for plan in plans):
         return 0.0
     seconds = 0.0

@@ -17,7 +17,7 @@ Floats = NDArray[np.float64]
 def paper_ratios(
     w_vars: Sequence[Floats], ratio: float, *, theta: float, alpha: float, max_ratio: float
 ) -> list[float]:
-    """γ_k = max(share of layer k's columns with w_var < θ, α γ), no more than γ_max.
+    """Return γ_k = max(share of layer k's columns with w_var < θ, α γ), no more than γ_max.
 
     Args:
         w_vars: of each layer, [K_k]; NaN where nothing is known: such columns are left out of account.
@@ -34,7 +34,7 @@ def paper_ratios(
 
 
 def budget_ratios(w_vars: Sequence[Floats], costs: Sequence[float], ratio: float, *, max_ratio: float) -> list[float]:
-    """γ_k = min(γ_max, share of layer k's columns with w_var < τ) with Σ cost_k γ_k = γ Σ cost_k, to one column.
+    """Return γ_k = min(γ_max, share of layer k's columns with w_var < τ) with Σ cost_k γ_k = γ Σ cost_k, to one column.
 
     τ is found by sorting all columns of all layers. Where w_var is equal every layer gives the same share; a layer of
     which nothing is known gives γ.
@@ -52,7 +52,7 @@ def budget_ratios(w_vars: Sequence[Floats], costs: Sequence[float], ratio: float
 
 
 def relative_scores(scores: Floats) -> Floats:
-    """A layer's scores [K] over their root mean square, NaN where nothing is known.
+    """Return a layer's scores [K] over their root mean square, NaN where nothing is known.
 
     Where a score is the size of a column's part in a product, its square is then the part's share of the product, so
     that columns of different layers compare: equal shares are equal errors of what the next layer gets.

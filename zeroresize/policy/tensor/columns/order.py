@@ -19,7 +19,7 @@ _MOST_SHIFT = 0.025
 
 
 def random_order(num_columns: int, *, block: int, seed: int, epoch: int, rank: int, layer: int) -> NDArray[np.int64]:
-    """ZERO-Rd: a permutation of the columns, the same for the same arguments on every machine.
+    """Return ZERO-Rd's permutation of the columns, the same for the same arguments on every machine.
 
     Args:
         num_columns: K of the layer on this rank.
@@ -31,7 +31,7 @@ def random_order(num_columns: int, *, block: int, seed: int, epoch: int, rank: i
 
 
 def columns_of_blocks(blocks: NDArray[np.int64], num_columns: int, *, block: int) -> NDArray[np.int64]:
-    """The columns of ``blocks``, one after the other; the last block of the layer may be shorter."""
+    """Return the columns of ``blocks``, one after the other; the last block of the layer may be shorter."""
     columns = (blocks[:, None] * block + np.arange(block)).ravel()
     return columns[columns < num_columns]
 
@@ -39,7 +39,7 @@ def columns_of_blocks(blocks: NDArray[np.int64], num_columns: int, *, block: int
 def order_without_priority(
     config: BalanceConfig, num_columns: int, *, epoch: int = 0, rank: int = 0, layer: int = 0
 ) -> NDArray[np.int64]:
-    """The columns' order in the epoch as long as no statistic ranks them.
+    """Return the columns' order in the epoch as long as no statistic ranks them.
 
     Random, but in mode "mig" as they stand: whatever is lent comes back, and neighbours need no gathering.
     """
@@ -49,7 +49,9 @@ def order_without_priority(
 
 
 def pruned_of_order(order: NDArray[np.int64], ratio: float, block: int, max_ratio: float = 1.0) -> NDArray[np.int64]:
-    """The first round(γK) columns of an order of all K, rounded half up to whole blocks, so that one block is left.
+    """Return the first round(γK) columns of an order of all K.
+
+    Their number is rounded half up to whole blocks, so that one block is left.
 
     Fewer where the last block of the layer, which may be shorter, is among them, or where it would be more than
     γ_max K.
@@ -65,7 +67,7 @@ def pruned_of_order(order: NDArray[np.int64], ratio: float, block: int, max_rati
 
 
 def aligned_ratio(num_columns: int, ratio: float, max_ratio: float) -> float:
-    """The ratio nearest to γ, no more than γ_max, that keeps a multiple of ``ALIGNMENT`` columns.
+    """Return the ratio nearest to γ, no more than γ_max, that keeps a multiple of ``ALIGNMENT`` columns.
 
     γ itself if it is 0, or if the layer has so few columns that this would be another ratio altogether.
     """
@@ -77,14 +79,17 @@ def aligned_ratio(num_columns: int, ratio: float, max_ratio: float) -> float:
 
 
 def decided_columns(order: NDArray[np.int64], ratio: float, block: int, max_ratio: float) -> NDArray[np.int64]:
-    """The first columns of an order, for a ratio that a controller chose: about γK, as many as are fast to multiply."""
+    """Return the first columns of an order, for a ratio that a controller chose.
+
+    They are about γK, as many as are fast to multiply.
+    """
     if block == 1:
         ratio = aligned_ratio(len(order), ratio, max_ratio)
     return pruned_of_order(order, ratio, block, max_ratio)
 
 
 def num_lent(num_columns: int, ratio: float, *, is_forced: bool = True) -> int:
-    """How many of K columns a rank lends at γ: round(γK), half up.
+    """Return how many of K columns a rank lends at γ: round(γK), half up.
 
     Unless the ratio is forced, a multiple of ``ALIGNMENT`` nearby, and so few that the rank's speed can still be told.
     """

@@ -18,7 +18,7 @@ Floats = NDArray[np.float64]
 
 @dataclass
 class ColumnPriority:
-    """What is known of one layer's K columns.
+    """Hold what is known of one layer's K columns.
 
     Attributes:
         num_columns: K.
@@ -48,7 +48,7 @@ class ColumnPriority:
         self.age = np.where(was_pruned, self.age + 1, 0)
 
     def scores(self, ageing: float) -> Floats:
-        """[K], smallest pruned first: w_var + ageing · age · mean(w_var), w_var counting as 0 where nothing is known.
+        """Return [K] scores, smallest pruned first: w_var + ageing · age · mean(w_var), w_var 0 where nothing is known.
 
         So columns that were pruned before anything could be known of them go on being pruned: to swap them for those
         that were trained instead costs far more accuracy than any choice of columns wins (docs/benchmarks.md). The rule
@@ -60,7 +60,7 @@ class ColumnPriority:
         return np.where(is_known, self.w_var, 0.0) + ageing * self.age * scale
 
     def order(self, *, ageing: float, block: int, tie_break: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The columns, those to be pruned first at the front; a block's columns stay together.
+        """Return the columns, those to be pruned first at the front; a block's columns stay together.
 
         Among equals the one pruned for longer comes later, then ``tie_break`` decides.
 

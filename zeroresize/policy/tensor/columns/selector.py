@@ -35,7 +35,7 @@ _LONG_EPOCH = 20_000
 
 @dataclass(frozen=True, order=True)
 class Relief(Shares):
-    """The shares of a rank's products that are to become columns.
+    """Describe the shares of a rank's products that are to become columns.
 
     Attributes:
         is_forced: whether someone forced just these. What a controller decides is rounded so that products are fast.
@@ -54,7 +54,7 @@ class _UnderWay:
 
 
 class ColumnSelector:
-    """Decides for one rank which columns a ratio prunes and which it lends, by ``config.mode``.
+    """Decide for one rank which columns a ratio prunes and which it lends, by ``config.mode``.
 
     Args:
         config: how to balance.
@@ -92,7 +92,7 @@ class ColumnSelector:
             logger.warning("block=%d is more than half of the columns of %s: never pruned", config.block, names)
 
     def layer_ratios(self, relief: Relief) -> dict[str, float]:
-        """γ_k that every layer prunes, before rounding to blocks.
+        """Return γ_k that every layer prunes, before rounding to blocks.
 
         Time that is spared in one segment makes up for nothing in another, so each prunes γ; the paper's rule for
         PriDiff is one for all layers.
@@ -116,7 +116,7 @@ class ColumnSelector:
         return budget_ratios(w_vars, [self._costs[name] for name in names], ratio, max_ratio=max_ratio)
 
     def pruned_columns(self, relief: Relief) -> dict[str, Columns]:
-        """The columns of every layer that are pruned, least important first; empty where none.
+        """Return the columns of every layer that are pruned, least important first; empty where none.
 
         Unless a ratio is forced, those that are lent count towards γ_max.
         """
@@ -135,14 +135,14 @@ class ColumnSelector:
         return decided_columns(order, ratio, block, max(self._config.max_ratio - lent_share, 0.0))
 
     def lent_columns(self, relief: Relief) -> dict[str, Columns]:
-        """The columns of every layer that a rank lends: the most important ones, the very most at the end."""
+        """Return the columns of every layer that a rank lends: the most important ones, the very most at the end."""
         counts = {
             name: num_lent(len(order), relief.lent, is_forced=relief.is_forced) for name, order in self._orders.items()
         }
         return {name: order[len(order) - counts[name] :] for name, order in self._orders.items()}
 
     def count_step(self, relief: Relief) -> None:
-        """One iteration ran under ``relief``."""
+        """Count one iteration that ran under ``relief``."""
         if relief != self._under_way.relief:
             self._count_pruned_steps()
             self._under_way = _UnderWay(relief, self.pruned_columns(relief))
@@ -158,7 +158,7 @@ class ColumnSelector:
 
     @property
     def pruned_steps(self) -> dict[str, NDArray[np.int64]]:
-        """[K] of every layer: in how many steps so far each column was pruned."""
+        """Return, for every layer, [K] in how many steps so far each column was pruned."""
         self._count_pruned_steps()
         return self._pruned_steps
 
@@ -183,7 +183,7 @@ class ColumnSelector:
         self._order_columns()
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain lists and numbers; this rank's own, unlike the controller's."""
+        """Return plain lists and numbers; they are this rank's own, unlike the controller's."""
         return {
             "epoch": self.epoch,
             "steps": [(one.pruned, one.lent, one.is_forced, steps) for one, steps in self._steps.items()],
@@ -195,7 +195,7 @@ class ColumnSelector:
 
     @property
     def state_check(self) -> Check:
-        """Of what :meth:`load_state_dict` can take over."""
+        """Return the check of what :meth:`load_state_dict` can take over."""
         columns = {name: priority.num_columns for name, priority in self._priorities.items()}
         return keyed(
             {

@@ -24,7 +24,7 @@ def wanted_division(
     reference_s: float,
     migration: MigrationCost | None,
 ) -> WorkDivision:
-    """How ``config`` would divide the work of a group.
+    """Return how ``config`` would divide the work of a group.
 
     Args:
         times, are_stragglers: of every rank.
@@ -50,7 +50,7 @@ def wanted_division(
 
 
 def forced_division(config: BalanceConfig, are_stragglers: Sequence[bool]) -> WorkDivision:
-    """The ratio that the user forces on stragglers, on all or on named ranks.
+    """Return the ratio that the user forces on stragglers, on all or on named ranks.
 
     Before the first measurement nobody is known to be a straggler: it is in force on the others only.
     """

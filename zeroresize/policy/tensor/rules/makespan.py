@@ -43,7 +43,7 @@ def makespan_division(
     budget: float,
     num_migrating: int | None = None,
 ) -> WorkDivision:
-    """The division that prunes least among those whose predicted step is no longer than the goal.
+    """Return the division that prunes least among those whose predicted step is no longer than the goal.
 
     The goal is ``tolerance`` more than the reference, or a little more than the fastest step there is. The predicted
     step is the busy time of the slowest rank and the communication of what is lent. For each number of migrating

@@ -26,7 +26,7 @@ _NUM_HALVINGS = 45
 
 
 def merged(segments: Sequence[SegmentWork]) -> tuple[SegmentWork, ...]:
-    """Segments whose units are counted alike as one with the work of all; shares divide them alike."""
+    """Merge segments whose units are counted alike into one with the work of all; shares divide them alike."""
     work: dict[SegmentWork, list[float]] = {}
     for segment in segments:
         work.setdefault(dataclasses.replace(segment, work=0.0), []).append(segment.work)
@@ -34,7 +34,7 @@ def merged(segments: Sequence[SegmentWork]) -> tuple[SegmentWork, ...]:
 
 
 def owned_step_s(times: Sequence[RankTimes], shares: Sequence[float], segments: Sequence[SegmentWork]) -> float:
-    """Seconds of a step in which ranks own these shares, in whole units, and nothing is pruned or lent.
+    """Return the seconds of a step in which ranks own these shares, in whole units, and nothing is pruned or lent.
 
     Args:
         times: of every rank.
@@ -59,7 +59,7 @@ def wanted_shares(
     noise: float = 0.0,
     keeps_some: bool = True,
 ) -> tuple[float, ...]:
-    """What every rank should own, mean 1: all ranks take equally long in every segment, but for whole units.
+    """Return what every rank should own, mean 1: all ranks take equally long in every segment, but for whole units.
 
     Home, exactly, where nobody is slow, or where that is no longer than the shortest step and noise. Ranks that are not
     slow and differ by noise only get equal shares.

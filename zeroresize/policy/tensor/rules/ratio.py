@@ -21,7 +21,7 @@ _MOST_TRIED, _BETWEEN = 64, 1025
 
 
 def reference_time(busy_s: Sequence[float], target: str) -> float:
-    """The time that Eq. (1) compares with: the mean over the ranks, or their minimum.
+    """Return the time that Eq. (1) compares with: the mean over the ranks, or their minimum.
 
     With five ranks or more ``"min"`` is the lowest quarter, or noise would make stragglers of everyone. Nothing is lost
     by it: a step takes as long as the slowest of the normal ranks anyway.
@@ -38,7 +38,7 @@ def find_stragglers(
     were_stragglers: Sequence[bool],
     surely_s: Sequence[float] | None = None,
 ) -> tuple[bool, ...]:
-    """Who exceeds the reference by more than ``tolerance``; who was one already is let go at half of it.
+    """Find who exceeds the reference by more than ``tolerance``; who was one already is let go at half of it.
 
     Args:
         surely_s: what every rank takes at least, as far as is known: who may be as fast as the reference is none.
@@ -50,7 +50,7 @@ def find_stragglers(
 
 
 def slowest_normal_s(times: Sequence[RankTimes], are_stragglers: Sequence[bool]) -> float:
-    """Busy time of the slowest rank that is no straggler, seconds; 0 if all are."""
+    """Return the busy time of the slowest rank that is no straggler, seconds; 0 if all are."""
     return max((rank.busy_s for rank, slow in zip(times, are_stragglers, strict=True) if not slow), default=0.0)
 
 
@@ -63,7 +63,7 @@ def pruning_ratios(
     budget: float = 1.0,
     min_gain: float = 0.0,
 ) -> list[float]:
-    """γ of every rank, 0 for those that are no stragglers: the least that brings a rank to the target time.
+    """Return γ of every rank, 0 for those that are no stragglers: the least that brings a rank to the target time.
 
     With cost proportional to FLOPs this is Eq. (1), γ = (T − reference) / M. The target is the reference time, but
     never below what the slowest rank can reach: pruning past that would drop work without shortening the step. Nor is

@@ -26,7 +26,9 @@ def paper_division(
     max_ratio: float,
     num_migrating: int | None = None,
 ) -> WorkDivision:
-    """One straggler: Eq. (2). Several: the x slowest of Eq. (3) lend γ of Eq. (1), evenly to all others.
+    """Divide the work as the paper does.
+
+    One straggler lends by Eq. (2). Of several, the x slowest of Eq. (3) lend γ of Eq. (1), evenly to all others.
 
     What remains to be pruned aims at the time of the normal ranks with the work that they took in.
 
@@ -67,7 +69,7 @@ def paper_division(
 def migrated_share(
     straggler: RankTimes, ratio: float, migration: MigrationCost, normal_gemm_s: float, num_ranks: int
 ) -> float:
-    """β of Eq. (2), clamped to [0, 1]: Ω1 + Ω2(γ(1 − β)) = Φ1(γβ) + Φ2(γβ / (e − 1)).
+    """Return β of Eq. (2), clamped to [0, 1]: Ω1 + Ω2(γ(1 − β)) = Φ1(γβ) + Φ2(γβ / (e − 1)).
 
     Args:
         straggler: its overhead of resizing is Ω1 + Ω2.
@@ -96,7 +98,7 @@ def num_migrating_by_benefit(
     reference_s: float,
     migration: MigrationCost,
 ) -> int:
-    """x of Eq. (3): the largest x ≤ min(ν, e − 1) with f(x) > 0, else 0.
+    """Return x of Eq. (3): the largest x ≤ min(ν, e − 1) with f(x) > 0, else 0.
 
     f(x) = (T_x − T_min) − Φ1(Γ(x)) − max_{y > x} Γ(x) / (e − x) · T_y / L_y, Γ(x) = Σ_{k ≤ x} L_k (T_k − T_min) / T_k,
     with every rank's L one unit.

@@ -18,7 +18,7 @@ from zeroresize.policy.tensor.times import RankTimes
 
 @dataclass(frozen=True)
 class WorkDivision:
-    """How a group's work is to be divided.
+    """Describe how a group's work is to be divided.
 
     Attributes:
         pruned: what each rank drops of its own products.
@@ -31,13 +31,13 @@ class WorkDivision:
     slack: tuple[float, ...] | None = None
 
     def busy_s(self, times: Sequence[RankTimes]) -> list[float]:
-        """Busy seconds of every rank when the work is divided so."""
+        """Return the busy seconds of every rank when the work is divided so."""
         spared = [pruned + lent for pruned, lent in zip(self.pruned, self.lent, strict=True)]
         return predicted_busy_s(times, spared, loans_of(self.lent, self.slack))
 
 
 def paper_lending_ratios(times: Sequence[RankTimes], are_stragglers: Sequence[bool], reference_s: float) -> list[float]:
-    """Eq. (1): γ = (T − T_ref) / M, which leaves the receivers slower than the owner.
+    """Return γ = (T − T_ref) / M of Eq. (1), which leaves the receivers slower than the owner.
 
     Args:
         reference_s: T_ref, T_min in the paper's section on SEMI.
@@ -49,7 +49,7 @@ def paper_lending_ratios(times: Sequence[RankTimes], are_stragglers: Sequence[bo
 
 
 def loans_of(ratios: Sequence[float], capacities: Sequence[float] | None = None) -> tuple[Loan, ...]:
-    """One loan of every rank with γ > 0, divided among the ranks with γ = 0.
+    """Return one loan of every rank with γ > 0, divided among the ranks with γ = 0.
 
     Args:
         ratios: γ of every rank.
@@ -78,7 +78,7 @@ def loans_of(ratios: Sequence[float], capacities: Sequence[float] | None = None)
 
 
 def borrowed_shares(loans: Sequence[Loan], num_ranks: int) -> list[float]:
-    """What every rank computes for others, in units of full products."""
+    """Return what every rank computes for others, in units of full products."""
     lent: list[float] = []  # by division, of all loans that are divided so
     divisions: dict[tuple[tuple[int, ...], tuple[float, ...]], int] = {}
     known: dict[tuple[int, int], int] = {}  # most loans share the two tuples, which are long
@@ -98,7 +98,10 @@ def borrowed_shares(loans: Sequence[Loan], num_ranks: int) -> list[float]:
 
 
 def predicted_busy_s(times: Sequence[RankTimes], spared: Sequence[float], loans: Sequence[Loan]) -> list[float]:
-    """Busy seconds of every rank that is spared a share of its own products and computes what others lend it."""
+    """Return the busy seconds of every rank.
+
+    Each is spared a share of its own products and computes what others lend it.
+    """
     curves = Curves.of(times)
     borrowed = np.array(borrowed_shares(loans, len(times)))
     busy_s = curves.busy_at(np.array(spared)[:, None]) + curves.gemm_s[:, None] * curves.borrowed_at(borrowed[:, None])
