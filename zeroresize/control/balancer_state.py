@@ -7,7 +7,7 @@ from typing import Any
 
 from zeroresize.comm.collectives import group_ranks
 from zeroresize.config.keys import PINNABLE_MODES
-from zeroresize.control.assembly import Parts
+from zeroresize.control.parts import Parts
 from zeroresize.layers.functional import LastGradients
 from zeroresize.layers.unit_dropout import UnitDropout
 from zeroresize.utils.state_checks import anything, count, each, keyed, optional, row, share, tensor, text, values

@@ -232,11 +232,6 @@ class GroupDecision:
         """In mode "off", what every other mode would decide, by mode; else empty."""
         return self._what_if.plans
 
-    def close(self) -> None:
-        """Leave the exchange."""
-        if self._exchange is not None:
-            self._exchange.close()
-
     def _collect(self) -> None:
         received = self._exchange.collect() if self._exchange is not None else None
         if received is not None:

@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from zeroresize.control.assembly import Parts
+from zeroresize.control.parts import Parts
 from zeroresize.telemetry import UpdateRecord
 
 _RECORDED_METRICS = ("ratio", "busy_s", "gemm_s", "predicted_step_s", "is_straggler")

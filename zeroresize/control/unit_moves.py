@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from zeroresize.config.keys import AWAY_MODES, MOVING_MODES
-from zeroresize.control.assembly import Parts
 from zeroresize.control.move_log import MoveLog
+from zeroresize.control.parts import Parts
 from zeroresize.measure.compare_products import BUDGET_S
 from zeroresize.measure.links import measure_move_cost
 from zeroresize.plan.group import WorkloadPlan

@@ -1,0 +1,75 @@
+"""Which units each rank owns when a balancer is made."""
+
+from __future__ import annotations
+
+import logging
+
+from zeroresize.comm.meeting import Meet
+from zeroresize.config.keys import AWAY_MODES, MOVING_MODES
+from zeroresize.control.setup import Setup
+from zeroresize.measure.device_speed import measure_wanted_shares
+from zeroresize.plan.ownership import checked_shares
+from zeroresize.resharding.data_parallel import DataParallelReplicas
+from zeroresize.resharding.initial_division import divide_units, require_segments
+from zeroresize.resharding.same_segments import require_same_segments
+from zeroresize.resharding.state_dicts import guard_optimizer
+from zeroresize.resharding.units_in_force import UnitsInForce
+
+logger = logging.getLogger(__name__)
+
+
+def agree_on_units(setup: Setup, meet: Meet, replicas: DataParallelReplicas) -> UnitsInForce:
+    """Agree with the other ranks on who owns which units, and divide them by ``config.shares``; collective.
+
+    They are not divided where ``convert`` was told how.
+
+    Args:
+        setup: what the balancer is given.
+        meet: gathers numbers from the ranks of the tensor-parallel group.
+        replicas: who else holds the same shards.
+
+    Raises:
+        ValueError: if the ranks do not agree, ``config.shares`` is no division of the units, or units are away in a
+            mode whose layers must have their even shapes.
+    """
+    units = UnitsInForce(setup.model, setup.layers, setup.optimizer, setup.process_group, meet=meet, replicas=replicas)
+    units.agree()
+    if setup.config.shares != "even" and not any(segment.has_given_shares for segment in units.segments):
+        _divide_by_configuration(units, setup, meet)
+    _log_what_stays(units, setup)
+    guard_optimizer(setup.optimizer, units.are_away)  # also once the balancer is closed
+    _require_home(units, setup)
+    return units
+
+
+def _divide_by_configuration(units: UnitsInForce, setup: Setup, meet: Meet) -> None:
+    """Divide the units by ``config.shares`` before the first step; collective."""
+    wanted = setup.config.shares
+    require_same_segments(units.segments, wanted, None, setup.process_group, setup.device)
+    require_segments(wanted, units.segments)
+    shares = measure_wanted_shares(wanted, setup.layers, setup.process_group, meet)
+    divide_units(units, checked_shares(shares, setup.num_ranks))
+
+
+def _log_what_stays(units: UnitsInForce, setup: Setup) -> None:
+    """Log why units that were to move cannot: as a warning, once for all ranks, if the optimizer is the reason."""
+    if units.why_not_movable is None or setup.config.mode not in MOVING_MODES or not setup.config.moves:
+        return
+    if units.why_not_divisible is None:
+        logger.info("no units change hands: %s", units.why_not_movable)
+    elif setup.rank == 0:
+        logger.warning("no units change hands, and columns are lent instead: %s", units.why_not_movable)
+
+
+def _require_home(units: UnitsInForce, setup: Setup) -> None:
+    """Check that no unit is away in a mode whose layers must have their even shapes.
+
+    Raises:
+        ValueError: if some are.
+    """
+    mode = setup.config.mode
+    if not units.is_home and mode not in AWAY_MODES:
+        raise ValueError(
+            f"units are divided by the shares {list(units.shares)}, and in mode {mode!r} all must be at home: "
+            "before closing the balancer that moved them call its move() with equal shares"
+        )
