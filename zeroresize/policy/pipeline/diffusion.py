@@ -52,11 +52,10 @@ def diffused_partition(
     start: Partition,
     *,
     gamma: float = 0.0,
-    max_rounds: int | None = None,
     transfer_s: Sequence[float] | Floats | None = None,
     num_steps: float | None = None,
 ) -> Diffusion:
-    """Diffuse layers until φ is at most ``gamma``, until nobody gains anything, or for ``max_rounds``.
+    """Diffuse layers until φ is at most ``gamma``, or until nobody gains anything.
 
     In a round every stage deals with one neighbour at most and pairs with the largest gaps go first; a pair divides its
     layers anew, as evenly as it can. Where no pair can, overloaded stages try relays, in which every stage on the way
@@ -77,7 +76,6 @@ def diffused_partition(
         load: of layers and stages; seconds a step if the time of transfers is to count.
         start: the partition in force.
         gamma: in the unit of φ.
-        max_rounds: the supplement found that two are usually enough and allowed five.
         transfer_s: [L] seconds in which a layer crosses a boundary. Stages then hand over layers only if that saves
             the slowest of them more over ``num_steps`` than it takes. Rounds are left out from the end where they take
             longer than they make the slowest stage of all faster.
@@ -97,7 +95,7 @@ def diffused_partition(
     exchanges = Exchanges(load, _crossing_sums(load, transfer_s, num_steps), num_steps or 0.0)
     partitions, spent_s = [np.array(start.boundaries)], [0.0]
     potentials = [potential(load.stage_times(start), load.speeds)]
-    while potentials[-1] > gamma and (max_rounds is None or len(partitions) <= max_rounds):
+    while potentials[-1] > gamma:
         now = partitions[-1]
         after = exchanges.pairs(now)
         if np.array_equal(after, now):

@@ -58,7 +58,7 @@ def test_shares_go_by_the_reciprocal_of_the_slowness_and_reach_the_bound(chi_of_
 @given(chis, st.sampled_from([LINEAR, REALISTIC]), st.floats(0.0, 0.9), st.data())
 def test_no_other_division_is_faster(chi_of_ranks, cost, moving_rest, data):
     times = group(*chi_of_ranks, cost=cost, moving_rest=moving_rest)
-    best_s = owned_step_s(times, wanted(times, keeps_some=False), FINE)
+    best_s = owned_step_s(times, wanted(times), FINE)
     other = data.draw(st.lists(st.floats(0.0, 3.0), min_size=len(chi_of_ranks), max_size=len(chi_of_ranks)).filter(any))
     assert best_s <= owned_step_s(times, normalised(other), FINE) * (1.0 + 1e-4)
 
@@ -97,8 +97,7 @@ def test_a_rank_of_another_kind_is_not_taken_for_noise():
 
 def test_a_rank_whose_rest_takes_too_long_owns_next_to_nothing():
     times = GroupTimes([rank(1.0), rank(1.0), rank(1.0, rest_s=5.0)])
-    shares = wanted(times, keeps_some=False)
-    assert shares == (1.5, 1.5, 0.0)
+    assert wanted(times) == pytest.approx((1.5, 1.5, 0.0), abs=1e-4)
     kept = wanted(times, segments=(SegmentWork(3072, 8, 1.0),))
     counts = unit_counts(kept, SegmentWork(3072, 8, 1.0))
     assert counts[2] == 8, "without any units nobody would see that it has recovered"

@@ -50,8 +50,8 @@ class PartialGradients:
         #: Source replicas, the optimizer's that are equally good for them, and the link that most of it takes.
         self._free = [one for one in choices if len(one[1]) > 1]
         settled = [
-            (own, self._receivers[optimizer_replicas[0]])
-            for own, optimizer_replicas, _ in choices
+            (sources, self._receivers[optimizer_replicas[0]])
+            for sources, optimizer_replicas, _ in choices
             if len(optimizer_replicas) == 1
         ]
         #: Source replicas for which one of the optimizer's is best, and the ranks to which their gradients go.

@@ -57,7 +57,6 @@ def wanted_shares(
     segments: Sequence[SegmentWork],
     *,
     noise: float = 0.0,
-    keeps_some: bool = True,
 ) -> tuple[float, ...]:
     """Return what every rank should own, mean 1: all ranks take equally long in every segment, but for whole units.
 
@@ -68,7 +67,6 @@ def wanted_shares(
         times, are_stragglers: of every rank.
         segments: in which units can change hands.
         noise: share of a time that says nothing.
-        keeps_some: whether every rank keeps some units: without any nobody would see that it has recovered.
     """
     num_ranks = len(times)
     home = (1.0,) * num_ranks
@@ -76,8 +74,9 @@ def wanted_shares(
         return home
     curves = Curves.of(times)
     shares_R = _balanced(*_work_curves(curves, np.array(are_stragglers, dtype=bool), noise))
-    if keeps_some and not any(segment.min_units for segment in segments):
-        # A rank with at least the share of one quantum gets one; raising shares lowers all of them a little.
+    if not any(segment.min_units for segment in segments):
+        # Every rank keeps some units: without any nobody would see that it has recovered. A rank with at least the
+        # share of one quantum gets one; raising shares lowers all of them a little.
         least = min(segment.quantum * num_ranks / segment.num_units for segment in segments)
         if least < 0.5:
             shares_R = np.maximum(shares_R, least / (1.0 - least) + 10.0 ** (1 - SHARE_DECIMALS))
