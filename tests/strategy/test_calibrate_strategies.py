@@ -14,8 +14,8 @@ from zeroresize.utils.torch_private import known_groups
 
 def test_costs_are_found_again_and_never_negative():
     tokens, squares = np.array([1.0, 64, 64, 256]), np.array([1.0, 64**2, 4 * 16**2, 256**2])
-    found = fitted_cost(tokens, squares, 0.5 + 2.0 * tokens + 0.1 * squares, 3.0)
-    assert (found.fixed_s, found.token_s, found.square_s) == pytest.approx((0.5, 2.0, 0.1))
+    cost = fitted_cost(tokens, squares, 0.5 + 2.0 * tokens + 0.1 * squares, 3.0)
+    assert (cost.fixed_s, cost.token_s, cost.square_s) == pytest.approx((0.5, 2.0, 0.1))
     falling = fitted_cost(tokens, squares, np.maximum(3.0 - 0.01 * tokens, 0.1), 3.0)
     assert min(falling.fixed_s, falling.token_s, falling.square_s) >= 0.0
 

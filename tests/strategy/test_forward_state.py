@@ -61,7 +61,7 @@ def test_copies_drop_the_same_elements_in_every_run_and_generators_stay(run_rank
         ]
         torch.manual_seed(rank)  # what ranks drew before is of no matter
         before = torch.get_rng_state()
-        told = [losses(one) for one in trainers]
+        same_seed = [losses(one) for one in trainers]
         assert torch.equal(before, torch.get_rng_state())
         other_seed, resumed = (
             trainer_of(group, with_dropout(), [DP, TP], optimizer_strategy=TP, seed=seed) for seed in (1, 0)
@@ -72,13 +72,13 @@ def test_copies_drop_the_same_elements_in_every_run_and_generators_stay(run_rank
             {name: one.detach() for name, one in trainer.model.named_parameters() if "norm" in name or "table" in name}
             for trainer in trainers
         ]
-        return told, losses(other_seed, [0]), losses(resumed, [0]), copies
+        return same_seed, losses(other_seed, [0]), losses(resumed, [0]), copies
 
-    (told, other, resumed, copies), (_, _, _, others) = run_ranks(train, 2)
-    assert told[0] == told[1], "recomputed forwards drop other elements"
-    assert len({told[0][0], other[0], resumed[0]}) == 3
-    for own, peer in zip(copies, others, strict=True):
-        assert own and all(torch.equal(own[name], peer[name]) for name in own)
+    (same_seed, other, resumed, copies), (_, _, _, others) = run_ranks(train, 2)
+    assert same_seed[0] == same_seed[1], "recomputed forwards drop other elements"
+    assert len({same_seed[0][0], other[0], resumed[0]}) == 3
+    for copy_, peer in zip(copies, others, strict=True):
+        assert copy_ and all(torch.equal(copy_[name], peer[name]) for name in copy_)
 
 
 class Wide(nn.Module):
@@ -106,16 +106,16 @@ def test_autocast_around_a_step_is_near_single_precision(run_ranks, strategies):
             layer.register_full_backward_pre_hook(lambda *_: backwards.append(torch.is_autocast_enabled("cpu")))
         exact = losses(plain)
         with torch.autocast("cpu", torch.bfloat16):  # around all steps: weights that were cast once are not in force
-            found = losses(cast)
+            cast_losses = losses(cast)
             last = cast.evaluate(rows(0))
         assert not any(backwards)
-        assert found != exact and found == pytest.approx(exact, rel=0.02)
+        assert cast_losses != exact and cast_losses == pytest.approx(exact, rel=0.02)
         assert last == pytest.approx(plain.evaluate(rows(0)), rel=0.02)
         assert all(one.dtype == torch.float32 for one in cast.model.parameters())
         with torch.autocast("cpu", torch.bfloat16, enabled=rank == 0), pytest.raises(RuntimeError, match="autocast"):
             plain.step(rows(0))
         assert plain.num_steps == 3
-        return found
+        return cast_losses
 
     first, second = run_ranks(train, 2)
     assert first == second

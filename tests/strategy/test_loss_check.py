@@ -27,7 +27,7 @@ def mean_of_sequences(output, packed):
     return torch.stack([one.mean() for one in losses]).sum()
 
 
-def told(loss, lengths, gain, vocabulary=50):
+def is_told_to_average(loss, lengths, gain, vocabulary=50):
     """``averages`` of outputs that know the target: ``gain`` 0 is an untrained model, 10 one without errors."""
     torch.manual_seed(0)
     packed = Packed.of([torch.randint(vocabulary, (length + 1,)) for length in lengths])
@@ -39,12 +39,12 @@ def told(loss, lengths, gain, vocabulary=50):
 @pytest.mark.parametrize("lengths", [(4,), (7, 1, 30), (300, 200)])
 @pytest.mark.parametrize("gain", [0.0, 3.0, 10.0])
 def test_an_average_is_known_by_its_halves(lengths, gain):
-    assert told(loss_of(MEAN), lengths, gain)
-    assert not told(loss_of(SUM), lengths, gain)
+    assert is_told_to_average(loss_of(MEAN), lengths, gain)
+    assert not is_told_to_average(loss_of(SUM), lengths, gain)
 
 
 def test_an_average_of_a_sequence_is_known_too():
-    assert told(mean_of_sequences, (64,), 0.0)
+    assert is_told_to_average(mean_of_sequences, (64,), 0.0)
 
 
 def test_what_cannot_be_told_is_no_average():

@@ -47,30 +47,30 @@ def stage_of(layers, group):
         return PipelineStage(list(layers), 0, activations_of(), None, torch.device("cpu")), layers
     boundaries = Partition.uniform(len(layers), group.size()).boundaries
     begin, end = boundaries[group.rank()], boundaries[group.rank() + 1]
-    own = layers[begin:end]
-    return PipelineStage(list(own), begin, activations_of(), group, torch.device("cpu")), own
+    part = layers[begin:end]
+    return PipelineStage(list(part), begin, activations_of(), group, torch.device("cpu")), part
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 def test_stages_add_up_the_undivided_models_gradients(run_ranks, num_stages):
     def check(rank, group):
         layers = layers_of()
-        stage, own = stage_of(layers, group)
+        stage, part = stage_of(layers, group)
         for number in (1, 0, 6, 3):  # with as many, fewer and more than stages; one after the other in one group
             layers.zero_grad()
             wanted = undivided(layers, number)
             if number:
                 wanted.backward()
-            gradients = [parameter.grad for parameter in own.parameters()]
+            gradients = [parameter.grad for parameter in part.parameters()]
             layers.zero_grad()
             micro_batches = micro_batches_of(number)
-            for found in (stage.train(micro_batches, token_loss), stage.evaluate(micro_batches, token_loss)):
-                assert not found.requires_grad
-                torch.testing.assert_close(found, wanted.detach() if stage.is_last else torch.zeros_like(found))
-            for parameter, gradient in zip(own.parameters(), gradients, strict=True):
+            for mean in (stage.train(micro_batches, token_loss), stage.evaluate(micro_batches, token_loss)):
+                assert not mean.requires_grad
+                torch.testing.assert_close(mean, wanted.detach() if stage.is_last else torch.zeros_like(mean))
+            for parameter, gradient in zip(part.parameters(), gradients, strict=True):
                 assert (gradient is None) == (number == 0)
                 torch.testing.assert_close(parameter.grad, gradient, rtol=1e-10, atol=1e-12)
-            assert all(one.grad is None for one in layers.parameters() if not any(one is p for p in own.parameters()))
+            assert all(one.grad is None for one in layers.parameters() if not any(one is p for p in part.parameters()))
 
     run_ranks(check, num_stages)
 
@@ -80,7 +80,7 @@ def test_frozen_stages_and_as_few_forwards_ahead_as_1f1b_needs(run_ranks):
         layers = layers_of()
         for number in (0, 1, 3):
             layers[number].requires_grad_(False)
-        stage, own = stage_of(layers, group)
+        stage, part = stage_of(layers, group)
         held, most = 0, 0
 
         def count(change):
@@ -91,9 +91,9 @@ def test_frozen_stages_and_as_few_forwards_ahead_as_1f1b_needs(run_ranks):
 
             return hook
 
-        own[0].register_forward_hook(count(1))
+        part[0].register_forward_hook(count(1))
         undivided(layers, 6).backward()
-        wanted = [parameter.grad for parameter in own.parameters()]
+        wanted = [parameter.grad for parameter in part.parameters()]
         layers.zero_grad()
         held = most = 0
         backward = torch.autograd.backward
@@ -101,7 +101,7 @@ def test_frozen_stages_and_as_few_forwards_ahead_as_1f1b_needs(run_ranks):
         if rank == 0:  # nothing to be learnt there: no backward
             torch.autograd.backward = lambda *_: pytest.fail("a frozen first stage runs backward")
         stage.train(micro_batches_of(6), token_loss)
-        for parameter, gradient in zip(own.parameters(), wanted, strict=True):
+        for parameter, gradient in zip(part.parameters(), wanted, strict=True):
             torch.testing.assert_close(parameter.grad, gradient, rtol=1e-10, atol=1e-12)
         assert rank == 0 or most == group.size() - rank
 
@@ -111,17 +111,17 @@ def test_frozen_stages_and_as_few_forwards_ahead_as_1f1b_needs(run_ranks):
 def test_a_dead_stage_is_named_by_its_neighbours(tmp_path):
     def check(rank, group):
         layers = layers_of()
-        stage, own = stage_of(layers, group)
+        stage, part = stage_of(layers, group)
         if rank == 1:
             calls = []
-            own[0].register_forward_hook(lambda *_: os._exit(0) if calls else calls.append(1))
+            part[0].register_forward_hook(lambda *_: os._exit(0) if calls else calls.append(1))
         with pytest.raises(RuntimeError) as caught:
             stage.train(micro_batches_of(6), token_loss)
         return str(caught.value)
 
-    told = told_by_survivors(check, 3, tmp_path)
-    assert told.keys() == {0, 2}
-    assert all("ranks [1] of the group (ranks [1] of the job) failed" in one for one in told.values()), told
+    messages = told_by_survivors(check, 3, tmp_path)
+    assert messages.keys() == {0, 2}
+    assert all("ranks [1] of the group (ranks [1] of the job) failed" in one for one in messages.values()), messages
 
 
 def test_activations_are_those_between_whole_layers():
@@ -139,7 +139,7 @@ class Returns(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("give", "told"),
+    ("give", "message"),
     [
         (lambda x: x.long(), r"layer 1 \(Returns\) returns torch\.int64 \[\d+\]"),
         (lambda x: (x.double(),), r"layer 1 \(Returns\) returns tuple"),
@@ -148,8 +148,8 @@ class Returns(nn.Module):
         (lambda x: x[:, None] + x, r"layer 1 \(Returns\) returns .* \[5, 5\] for 5 tokens and .* \[7, 7\] for 7"),
     ],
 )
-def test_layers_whose_output_a_pipeline_cannot_hand_on_are_errors(give, told):
-    with pytest.raises(ValueError, match=told):
+def test_layers_whose_output_a_pipeline_cannot_hand_on_are_errors(give, message):
+    with pytest.raises(ValueError, match=message):
         find_activations([Returns(lambda x: x.double()), Returns(give), Returns(lambda x: x)])
 
 

@@ -23,9 +23,9 @@ class ByNorm(torch.optim.SGD):
 
     def step(self):
         for group in self.param_groups:
-            for one in group["params"]:
-                if one.grad is not None:
-                    one.grad.div_(1.0 + one.grad.norm())
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.div_(1.0 + parameter.grad.norm())
         super().step()
 
 
@@ -79,13 +79,13 @@ def test_an_optimizer_strategy_of_stages_is_refused_where_the_optimizer_sees_oth
 
 def test_layers_inside_data_parallel_wrappers_are_refused(run_ranks):
     def check(rank, group):
-        for wrap, told in (
+        for wrap, message in (
             (DistributedDataParallel, r"layers\.1 is inside Distributed"),
             (fully_shard, r"layers\.1 is"),
         ):
             layers = layers_of()
             layers[1] = wrap(layers[1])
-            with pytest.raises(ValueError, match=told):
+            with pytest.raises(ValueError, match=message):
                 SwitchableModel(layers, strategies=[WHOLE], process_group=group)
 
     run_ranks(check, 2, timeout_s=30)

@@ -15,8 +15,8 @@ OPTIMIZER_STRATEGIES = [FOUR[1], FOUR[4], THREE, FOUR[0], Strategy(1, 1, 1, rank
 def optimizer_of(named_parameters):
     """Without weight decay for tensors of one dimension."""
     groups = {True: [], False: []}
-    for _, one in named_parameters:
-        groups[one.dim() > 1].append(one)
+    for _, parameter in named_parameters:
+        groups[parameter.dim() > 1].append(parameter)
     return torch.optim.AdamW([{"params": groups[True]}, {"params": groups[False], "weight_decay": 0.0}], lr=0.1)
 
 
@@ -25,9 +25,9 @@ def give_gradients(model, wholes, step):
     for number, (name, whole) in enumerate(wholes.items()):
         torch.manual_seed(1000 * step + number)
         whole.grad = torch.randn_like(whole)
-        own = dict(model.named_parameters()).get(name)
-        if own is not None and model.position.replica == 0:
-            own.grad = own_part(model, model.optimizer_strategy, name, whole.grad).clone()
+        parameter = dict(model.named_parameters()).get(name)
+        if parameter is not None and model.position.replica == 0:
+            parameter.grad = own_part(model, model.optimizer_strategy, name, whole.grad).clone()
     model.collect()
 
 
@@ -49,25 +49,25 @@ def test_the_optimizer_moves_with_its_state_bit_for_bit(run_ranks):
             whole_norm = torch.nn.utils.clip_grad_norm_(wholes.values(), 5.0)
             norm = clip_grad_norm_(model, 5.0)
             assert float(norm) == pytest.approx(float(whole_norm), rel=1e-12) and norm > 5.0
-            for name, one in model.named_parameters():  # the norms may differ in the last bit
+            for name, parameter in model.named_parameters():  # the norms may differ in the last bit
                 torch.testing.assert_close(
-                    one.grad, own_part(model, optimizer_strategy, name, wholes[name].grad), rtol=1e-12, atol=0.0
+                    parameter.grad, own_part(model, optimizer_strategy, name, wholes[name].grad), rtol=1e-12, atol=0.0
                 )
-                one.grad = own_part(model, optimizer_strategy, name, wholes[name].grad).clone()
-            for one in (optimizer, whole_optimizer):
-                one.step()
-                one.zero_grad()
+                parameter.grad = own_part(model, optimizer_strategy, name, wholes[name].grad).clone()
+            for stepped in (optimizer, whole_optimizer):
+                stepped.step()
+                stepped.zero_grad()
             model.switch_to(FOUR[0], gradients=False)
             assert_holds(model, wholes)
             model.collect()
             optimizer.zero_grad()
-            for name, one in model.named_parameters():
+            for name, parameter in model.named_parameters():
                 expected = whole_optimizer.state[wholes[name]]
-                assert optimizer.state[one].keys() == expected.keys()
-                assert torch.equal(optimizer.state[one]["step"], expected["step"])
+                assert optimizer.state[parameter].keys() == expected.keys()
+                assert torch.equal(optimizer.state[parameter]["step"], expected["step"])
                 for key in ("exp_avg", "exp_avg_sq"):
                     assert torch.equal(
-                        optimizer.state[one][key], own_part(model, optimizer_strategy, name, expected[key])
+                        optimizer.state[parameter][key], own_part(model, optimizer_strategy, name, expected[key])
                     ), name
             assert len(optimizer.state) == len(list(model.parameters()))
         assert max(rounds) > 1

@@ -19,10 +19,10 @@ from zeroresize.policy.strategy.costs.layer_cost_table import LayerCost, LayerCo
 from zeroresize.policy.strategy.stragglers.costs import StragglerCosts
 from zeroresize.policy.strategy.stragglers.rank_speeds import RankSpeeds
 from zeroresize.policy.strategy.switches.switch_plan import LinkSpeeds
-from zeroresize.strategy import model as model_module
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.packed import Packed
 from zeroresize.strategy.strategy_balancer import SETUP_S, StrategyBalancer
+from zeroresize.strategy.switching import placements as placements_module
 from zeroresize.strategy.switching import strategy_groups
 from zeroresize.strategy.trainer import StrategyTrainer
 
@@ -155,7 +155,8 @@ def test_a_slow_rank_is_shrunk_left_out_and_comes_back_and_results_are_those_of_
         assert not records and balancer.what_if()[0].candidate.kind == "stay"
         run_until("shares", 1.4, 30)
         assert all(
-            one.ranks == original.strategy.ranks for one, original in zip(balancer.in_force, RANGES, strict=True)
+            strategy.ranks == original.strategy.ranks
+            for strategy, original in zip(balancer.in_force, RANGES, strict=True)
         )
         balancer.load_state_dict(json.loads(json.dumps(balancer.state_dict())))
         run_until("leave out", 8.0, 30)
@@ -172,13 +173,13 @@ def test_a_slow_rank_is_shrunk_left_out_and_comes_back_and_results_are_those_of_
         assert trainer.model.strategies == [one.strategy for one in RANGES]  # the others are forgotten
         return losses, [(one.step, one.what) for one in records], [one.to_dict() for one in records]
 
-    found = run_ranks(train, 4)
-    losses, decisions, told = found[0]
-    assert all(one[1] == decisions for one in found)
+    by_rank = run_ranks(train, 4)
+    losses, decisions, records = by_rank[0]
+    assert all(one[1] == decisions for one in by_rank)
     assert losses == pytest.approx(undivided_losses(len(losses)), rel=1e-10)
-    for one in json.loads(json.dumps(told)):
-        assert one["kind"] == "strategies" and one["is_made"] and one["expected_step_s"] < one["step_s"]
-    assert told[-1]["moved_bytes"] > 0
+    for record in json.loads(json.dumps(records)):
+        assert record["kind"] == "strategies" and record["is_made"] and record["expected_step_s"] < record["step_s"]
+    assert records[-1]["moved_bytes"] > 0
 
 
 def test_a_setup_is_expected_to_take_what_those_of_the_model_took_on_the_slowest_rank(run_ranks, monkeypatch):
@@ -190,7 +191,7 @@ def test_a_setup_is_expected_to_take_what_those_of_the_model_took_on_the_slowest
             return make_side_group(*arguments)
 
         monkeypatch.setattr(strategy_groups, "make_side_group", make_slowly)
-        monkeypatch.setattr(model_module, "time", SimpleNamespace(perf_counter=lambda: Pace.now_s))
+        monkeypatch.setattr(placements_module, "time", SimpleNamespace(perf_counter=lambda: Pace.now_s))
         trainer, balancer = training(group)
         balancer.close()
         first_s = setup_s_of(balancer)
@@ -274,8 +275,8 @@ def test_a_rank_without_a_part_is_as_fast_as_its_products_say():
 def test_to_ask_for_speeds_changes_nothing():
     asked, unasked = RankSpeeds(2), RankSpeeds(2)
     for busy_s in [(1.0, 1.0)] * 6 + [(1 / 1.1, 1 / 1.05)] * 60:
-        for one in (asked, unasked):
-            one.learn(busy_s, (1.0, 1.0), (0.0, 0.0))
+        for speeds in (asked, unasked):
+            speeds.learn(busy_s, (1.0, 1.0), (0.0, 0.0))
         asked.speeds()
         asked.speeds()
     assert asked.speeds() == unasked.speeds() and asked.state_dict() == unasked.state_dict()
@@ -284,13 +285,13 @@ def test_to_ask_for_speeds_changes_nothing():
 def test_ranks_must_agree_on_all_of_the_costs_and_ranges(run_ranks):
     def make(rank, group):
         def balancer(**others):
-            own = {} if rank else others
+            options = {} if rank else others
             trainer, _ = trainer_of(group)
             cost = cost_of(trainer.model.tensors, 2)
-            if "up_to" in own:
+            if "up_to" in options:
                 first, last = trainer.ranges
-                trainer.use([replace(first, up_to=own.pop("up_to")), last])
-            StrategyBalancer(trainer, replace(cost, **own), probe=lambda: 1.0, clock=Clock()).close()
+                trainer.use([replace(first, up_to=options.pop("up_to")), last])
+            StrategyBalancer(trainer, replace(cost, **options), probe=lambda: 1.0, clock=Clock()).close()
 
         for others in ({"links": LinkSpeeds(1e9, 2e9)}, {"nodes": (0, 1)}, {"optimizer_ratio": 3.0}, {"up_to": 5}):
             name = "ranges" if "up_to" in others else next(iter(others))

@@ -21,9 +21,9 @@ def layers_of(seed):
 
 def whole_of(seed):
     return {
-        f"layers.{number}.{name}": one.detach()
+        f"layers.{number}.{name}": parameter.detach()
         for number, layer in enumerate(layers_of(seed))
-        for name, one in layer.named_parameters()
+        for name, parameter in layer.named_parameters()
     }
 
 
@@ -36,8 +36,8 @@ def save(folder, optimizer_strategy, group):
     """With state that follows from the weights: twice as large, squared, and step 3."""
     model, optimizer = built(optimizer_strategy, group, seed=1)
     for parameter in model.parameters():
-        own = parameter.detach()
-        optimizer.state[parameter] = {"step": torch.tensor(3.0), "exp_avg": 2 * own, "exp_avg_sq": own * own}
+        values = parameter.detach()
+        optimizer.state[parameter] = {"step": torch.tensor(3.0), "exp_avg": 2 * values, "exp_avg_sq": values * values}
     dcp.save(zr.sharded_state_dict(model, optimizer), checkpoint_id=folder, process_group=group)
 
 
@@ -46,8 +46,8 @@ def load(folder, optimizer_strategy, group):
     model, optimizer = built(optimizer_strategy, group, seed=2)
     dcp.load(zr.sharded_state_dict(model, optimizer), checkpoint_id=folder, process_group=group)
     for parameter in model.parameters():
-        state, own = optimizer.state[parameter], parameter.detach()
-        assert torch.equal(state["exp_avg"], 2 * own) and torch.equal(state["exp_avg_sq"], own * own)
+        state, values = optimizer.state[parameter], parameter.detach()
+        assert torch.equal(state["exp_avg"], 2 * values) and torch.equal(state["exp_avg_sq"], values * values)
         assert float(state["step"]) == 3.0
     assert optimizer.param_groups[0]["lr"] == 0.4
     model.switch_to(WHOLE)
@@ -88,9 +88,9 @@ def test_what_one_optimizer_strategy_wrote_any_other_one_reads_on_other_ranks(ru
     for number in range(len(optimizer_strategies[before])):
         stored = FileSystemReader(tmp_path / str(number)).read_metadata().state_dict_metadata
         assert {name: stored[name].size for name in expected} == {name: one.shape for name, one in expected.items()}
-    for found in run_ranks(load_all, after)[0]:
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], one) for name, one in expected.items())
+    for state in run_ranks(load_all, after)[0]:
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[name], one) for name, one in expected.items())
 
 
 def test_it_is_refused_within_a_step_and_a_new_optimizer_has_no_state(run_ranks, tmp_path):

@@ -29,9 +29,9 @@ def ranges_of(strategies):
 def layers_of(dtype):
     torch.manual_seed(0)
     layers = nn.ModuleList(llama_layers(CONFIG)).to(dtype)
-    for one in layers.parameters():
-        if one.dim() == 2:
-            nn.init.normal_(one, std=0.3)
+    for parameter in layers.parameters():
+        if parameter.dim() == 2:
+            nn.init.normal_(parameter, std=0.3)
     return layers
 
 
@@ -58,16 +58,16 @@ def mean_loss(layers, sequences):
 def undivided(dtype, num_steps):
     """Losses and norms of each step, the loss after the last one, and the weights."""
     layers = layers_of(dtype)
-    optimizer, told = optimizer_of(layers.parameters()), []
+    optimizer, undivided_steps = optimizer_of(layers.parameters()), []
     for step in range(num_steps):
         loss = mean_loss(layers, batch(step))
         loss.backward()
         norm = nn.utils.clip_grad_norm_(layers.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
-        told.append((float(loss.detach()), float(norm)))
+        undivided_steps.append((float(loss.detach()), float(norm)))
     return (
-        told,
+        undivided_steps,
         float(mean_loss(layers, batch(0)).detach()),
         {f"layers.{name}": one.detach() for name, one in layers.named_parameters()},
     )
@@ -89,8 +89,8 @@ def check_against_undivided(
     run_ranks, num_ranks, strategies, optimizer_strategies, dtype=torch.float64, tolerance=1e-10
 ):
     """One step for each strategy of the optimizer, which changes by ``move_optimizer`` in between."""
-    told, last_loss, wholes = undivided(dtype, len(optimizer_strategies))
-    assert all(norm > MAX_NORM for _, norm in told)
+    undivided_steps, last_loss, wholes = undivided(dtype, len(optimizer_strategies))
+    assert all(norm > MAX_NORM for _, norm in undivided_steps)
 
     def train(rank, group):
         trainer = trainer_of(group, strategies, optimizer_strategies[0], dtype)
@@ -104,18 +104,18 @@ def check_against_undivided(
         last = trainer.evaluate(batch(0))
         assert all(one.grad is None for one in model.parameters())
         expected = {name: own_part(model, model.optimizer_strategy, name, one) for name, one in wholes.items()}
-        found = dict(model.named_parameters())
-        assert found.keys() == {name for name, one in expected.items() if one is not None}
-        for name, one in found.items():
-            torch.testing.assert_close(one.detach(), expected[name], rtol=tolerance, atol=tolerance, msg=name)
+        parameters = dict(model.named_parameters())
+        assert parameters.keys() == {name for name, one in expected.items() if one is not None}
+        for name, parameter in parameters.items():
+            torch.testing.assert_close(parameter.detach(), expected[name], rtol=tolerance, atol=tolerance, msg=name)
         return reports, last
 
     by_rank = run_ranks(train, num_ranks)
     for reports, last in by_rank:
-        found = [(one.loss, one.grad_norm) for one in reports]
-        torch.testing.assert_close(torch.tensor(found), torch.tensor(told), rtol=tolerance, atol=tolerance)
+        steps = [(one.loss, one.grad_norm) for one in reports]
+        torch.testing.assert_close(torch.tensor(steps), torch.tensor(undivided_steps), rtol=tolerance, atol=tolerance)
         assert last == pytest.approx(last_loss, rel=tolerance)
-        assert last == by_rank[0][1] and found == [(one.loss, one.grad_norm) for one in by_rank[0][0]]
+        assert last == by_rank[0][1] and steps == [(one.loss, one.grad_norm) for one in by_rank[0][0]]
     return [reports for reports, _ in by_rank]
 
 
@@ -130,9 +130,9 @@ def test_four_ranks_train_five_strategies_in_every_step(run_ranks, optimizer_str
         assert report.num_tokens == sum(len(one) - 1 for one in batch(step))
         assert sum(one.num_tokens for one in report.by_range) == report.num_tokens
         assert [one.num_sequences for one in report.by_range] == [
-            sum(low < len(row) - 1 <= one.up_to[0] for row in batch(step))
-            for one in report.by_range
-            for low in [max([0, *(up_to for up_to in UP_TO if up_to < one.up_to[0])])]
+            sum(low < len(row) - 1 <= visited_range.up_to[0] for row in batch(step))
+            for visited_range in report.by_range
+            for low in [max([0, *(up_to for up_to in UP_TO if up_to < visited_range.up_to[0])])]
         ]
         assert step == 1 or all(max(one.num_micro_batches) > 1 for one in report.by_range[1:3])
 

@@ -47,11 +47,11 @@ def test_gradients_of_all_strategies_are_added_under_that_of_the_optimizer(run_r
             model.collect()
             assert model.current == optimizer_strategy
             expected = {name: own_part(model, optimizer_strategy, name, whole) for name, whole in total.items()}
-            found = {name: one.grad for name, one in model.named_parameters()}
+            gradients = {name: one.grad for name, one in model.named_parameters()}
             for name, part in expected.items():
-                assert (part is None) == (name not in found)
+                assert (part is None) == (name not in gradients)
                 if part is not None:
-                    torch.testing.assert_close(found[name], part, rtol=0.0, atol=1e-10)
+                    torch.testing.assert_close(gradients[name], part, rtol=0.0, atol=1e-10)
 
     run_ranks(check, 4)
 
@@ -84,22 +84,22 @@ def test_gradients_computed_under_several_strategies_are_those_of_the_undivided_
                 loss_of(model.stage_layers.values(), tokens[model.position.replica]).backward()
         model.collect()
         expected = {
-            name: own_part(model, optimizer_strategy, name, one.grad)
-            for name, one in whole_tensors(whole_layers).items()
+            name: own_part(model, optimizer_strategy, name, parameter.grad)
+            for name, parameter in whole_tensors(whole_layers).items()
         }
         assert len(list(model.parameters())) == (0 if rank == 2 else len(expected))
-        for name, one in model.named_parameters():
-            torch.testing.assert_close(one.grad, expected[name], rtol=0.0, atol=1e-10)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, expected[name], rtol=0.0, atol=1e-10)
 
     run_ranks(check, 4)
 
 
 def filled_as(layers):
     def initialize(number, layer):
-        for one, known in zip(layer.parameters(), layers[number].parameters(), strict=True):
-            one.data.copy_(known)
-        for one, known in zip(layer.buffers(), layers[number].buffers(), strict=True):
-            one.copy_(known)
+        for parameter, known in zip(layer.parameters(), layers[number].parameters(), strict=True):
+            parameter.data.copy_(known)
+        for buffer, known in zip(layer.buffers(), layers[number].buffers(), strict=True):
+            buffer.copy_(known)
 
     return initialize
 
@@ -121,8 +121,8 @@ def test_ranks_that_hold_the_same_have_the_same_gradients_to_the_last_bit(run_ra
             report = model.switch_to(FOUR[0])
             assert report.num_rounds > 2
             torch.manual_seed(10 * step + rank)
-            for one in (one for layer in model.stage_layers.values() for one in layer.parameters()):
-                one.grad = torch.randn_like(one)
+            for parameter in (one for layer in model.stage_layers.values() for one in layer.parameters()):
+                parameter.grad = torch.randn_like(parameter)
             model.switch_to(optimizer_strategy)
         model.collect()
         divided = {one.name for one in model.tensors if one.division is not None}
@@ -141,12 +141,12 @@ def test_one_set_of_weights_is_held_between_switches(run_ranks):
         for strategy in [FOUR[3], FOUR[1], FOUR[4], FOUR[2], FOUR[0], FOUR[3]]:
             held = model.held_bytes
             report = model.switch_to(strategy, gradients=False)
-            own = int(model.layout_of(strategy).rank_bytes(model.tensors)[rank])
-            assert own <= model.held_bytes <= own + slack
+            part_bytes = int(model.layout_of(strategy).rank_bytes(model.tensors)[rank])
+            assert part_bytes <= model.held_bytes <= part_bytes + slack
             gc.collect()
-            assert own <= memory() <= own + slack
+            assert part_bytes <= memory() <= part_bytes + slack
             assert report.peak_bytes == held + report.new_bytes + report.buffer_bytes
-            assert report.new_bytes <= own
+            assert report.new_bytes <= part_bytes
         assert model.switch_to(FOUR[3]).new_bytes == 0
 
     run_ranks(check, 4)
@@ -167,14 +167,14 @@ def test_groups_of_strategies_are_made_once(run_ranks):
         model.add(Strategy(2, 2, boundaries=(0, 4)))
         model.add(Strategy(2, 2, ranks=(1, 0, 3, 2)))
         for strategy in model.strategies:
-            own = strategy.position_of(rank)
-            for groups, found in zip(
+            position = strategy.position_of(rank)
+            for groups, made in zip(
                 (strategy.tp_groups(), strategy.dp_groups(), strategy.pipelines()),
                 model.groups_of(strategy),
                 strict=True,
             ):
-                assert group_ranks(found) == list(next((one for one in groups if rank in one), (rank,)))
-            assert own is None or model.groups_of(strategy).tp.rank() == own.shard
+                assert group_ranks(made) == list(next((one for one in groups if rank in one), (rank,)))
+            assert position is None or model.groups_of(strategy).tp.rank() == position.shard
         again = model.groups_of(Strategy(2, 2, boundaries=(0, 4)))
         assert all(one is other for one, other in zip(again, model.groups_of(FOUR[1]), strict=True))
         assert model.groups_of(FOUR[0]).dp is group
@@ -199,7 +199,7 @@ def test_strategies_that_come_and_go_leave_nothing_behind(run_ranks):
                     model.forget(strategy)
             model.switch_to(model.optimizer_strategy, gradients=False)
             model.forget(strategy)
-            assert len(known_groups()) == before and len(model._routes) <= 1
+            assert len(known_groups()) == before and model._placements.num_routes <= 1
         for strategy in (model.optimizer_strategy, Strategy(2, 2)):
             with pytest.raises(ValueError, match=r"the optimizer's, or in force|none of the model's"):
                 model.forget(strategy)

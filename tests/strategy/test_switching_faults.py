@@ -25,8 +25,8 @@ class Training:
         self.group = dist.new_group(list(range(group.size())), timeout=timedelta(seconds=5))
         self.model = SwitchableModel(layers_of(), strategies=strategies, process_group=self.group, **options)
         self.optimizer = torch.optim.AdamW([{"params": list(self.model.parameters())}], lr=0.0, weight_decay=0.0)
-        for one in self.model.parameters():
-            one.grad = torch.ones_like(one)
+        for parameter in self.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.wholes = {name: one.detach() for name, one in whole_tensors(layers_of()).items()}
@@ -46,30 +46,30 @@ class Training:
 def test_switches_that_ranks_do_not_agree_on_or_that_do_not_fit_change_nothing(run_ranks, monkeypatch):
     def check(rank, group):
         training = Training(group, [UNEVEN, PIPELINE, REPLICAS])
-        model, told = training.model, []
-        told += [training.fails(lambda model: model.switch_to(REPLICAS if rank == 2 else PIPELINE))]
-        told += [
+        model, messages = training.model, []
+        messages += [training.fails(lambda model: model.switch_to(REPLICAS if rank == 2 else PIPELINE))]
+        messages += [
             training.fails(lambda model: model.switch_to(HALVES if rank == 1 else PIPELINE), (ValueError, RuntimeError))
         ]
-        told += [training.fails(lambda model: model.add(HALVES if rank == 1 else PAIR))]
-        told += [training.fails(lambda model: model.add(Strategy(5)), ValueError)]
-        told += [
+        messages += [training.fails(lambda model: model.add(HALVES if rank == 1 else PAIR))]
+        messages += [training.fails(lambda model: model.add(Strategy(5)), ValueError)]
+        messages += [
             training.fails(lambda model: model.move_optimizer(REPLICAS if rank == 2 else PIPELINE, training.optimizer))
         ]
         training.optimizer.param_groups[0]["lr"] = float(rank)
-        told += [training.fails(lambda model: model.move_optimizer(PIPELINE, training.optimizer))]
+        messages += [training.fails(lambda model: model.move_optimizer(PIPELINE, training.optimizer))]
         training.optimizer.param_groups[0]["lr"] = 0.0
         if rank == 1:
             monkeypatch.setattr(agreement, "free_bytes", lambda device: 1000)
             monkeypatch.setattr(agreement, "_place_of", lambda device: "a small device")
-        told += [training.fails(lambda model: model.switch_to(PIPELINE), NotEnoughMemoryError)]
+        messages += [training.fails(lambda model: model.switch_to(PIPELINE), NotEnoughMemoryError)]
         monkeypatch.undo()
         model.switch_to(PIPELINE)
-        told += [training.fails(lambda model: model.move_optimizer(REPLICAS, training.optimizer), ValueError)]
-        for one in model.stage_layers.values():
-            for parameter in one.parameters():
+        messages += [training.fails(lambda model: model.move_optimizer(REPLICAS, training.optimizer), ValueError)]
+        for layer in model.stage_layers.values():
+            for parameter in layer.parameters():
                 parameter.grad = torch.ones_like(parameter)
-        told += [training.fails(lambda model: model.switch_to(REPLICAS, gradients=False), ValueError)]
+        messages += [training.fails(lambda model: model.switch_to(REPLICAS, gradients=False), ValueError)]
         first = next(iter(next(iter(model.stage_layers.values())).parameters()))
         dense, first.grad = first.grad, first.grad.to_sparse()
         training.fails(lambda model: model.collect(), (ValueError, RuntimeError))
@@ -77,19 +77,24 @@ def test_switches_that_ranks_do_not_agree_on_or_that_do_not_fit_change_nothing(r
         model.collect()
         assert_holds(model, training.wholes)
         assert all(torch.equal(one.grad, torch.ones_like(one)) for one in model.parameters())
-        return told
+        return messages
 
-    for rank, told in enumerate(run_ranks(check, 3)):
-        assert "differ in where the switch leads, or how it was planned: [[0, 1], [2]]" in told[0]
+    for rank, messages in enumerate(run_ranks(check, 3)):
+        assert "differ in where the switch leads, or how it was planned: [[0, 1], [2]]" in messages[0]
         expected = "is none of the model's: (1, 3, 1" if rank == 1 else "ranks [1] of the group failed before"
-        assert expected in told[1]
-        assert "differ in the strategy to add: [[0, 2], [1]]" in told[2]
-        assert "needs rank 4: there are 3 ranks" in told[3]
-        assert "differ in the strategy, or the settings of the optimizer's parameter groups: [[0, 1], [2]]" in told[4]
-        assert "differ in the strategy, or the settings of the optimizer's parameter groups: [[0], [1], [2]]" in told[5]
-        assert "rank 1 lacks 0.0" in told[6] and "rank 0" not in told[6]
-        assert "call collect() before" in told[7]
-        assert "would lose gradients" in told[8]
+        assert expected in messages[1]
+        assert "differ in the strategy to add: [[0, 2], [1]]" in messages[2]
+        assert "needs rank 4: there are 3 ranks" in messages[3]
+        assert (
+            "differ in the strategy, or the settings of the optimizer's parameter groups: [[0, 1], [2]]" in messages[4]
+        )
+        assert (
+            "differ in the strategy, or the settings of the optimizer's parameter groups: [[0], [1], [2]]"
+            in messages[5]
+        )
+        assert "rank 1 lacks 0.0" in messages[6] and "rank 0" not in messages[6]
+        assert "call collect() before" in messages[7]
+        assert "would lose gradients" in messages[8]
 
 
 class Odd(nn.Module):

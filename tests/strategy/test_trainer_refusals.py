@@ -40,16 +40,16 @@ def refuses(call, kind, match):
 def test_what_cannot_be_trained_is_refused_on_every_rank_and_the_next_step_works(run_ranks):
     def check(rank, group):
         model = model_of(group)
-        for options, told in (
+        for options, message in (
             ({"max_tokens": 7}, r"max_tokens of the length range up to 8=7.*at least 8"),
             ({"ranges": RANGES[::-1]}, "needs a larger up_to"),
             ({"ranges": [LengthRange(8, Strategy(1, 1, 2))]}, r"up to 8: \(1, 1, 2\): the model's strategies are"),
             ({"grad_clip": -1.0}, "grad_clip=-1"),
         ):
-            refuses(lambda options=options: trainer_of(model, **options), ValueError, told)
+            refuses(lambda options=options: trainer_of(model, **options), ValueError, message)
         trainer = trainer_of(model, max_tokens=None)
         weights = [one.detach().clone() for one in model.parameters()]
-        for sequences, told in (
+        for sequences, message in (
             ([], "empty: a list of rows"),
             (torch.zeros(2, 3, dtype=torch.int64), "one tensor: a list of rows"),
             ([[1, 2, 3]], r"sequences \[0\] are no tensors"),
@@ -58,22 +58,22 @@ def test_what_cannot_be_trained_is_refused_on_every_rank_and_the_next_step_works
             ([torch.zeros(3)], r"sequences \[0\] are no tensors .* of int64"),
         ):
             for call in (trainer.step, trainer.evaluate):
-                refuses(lambda call=call, sequences=sequences: call(sequences), ValueError, told)
+                refuses(lambda call=call, sequences=sequences: call(sequences), ValueError, message)
         # One rank only has it wrong: the other one hears of it.
-        kind, told = (ValueError, "longer than") if rank else (RuntimeError, r"ranks \[1\] .* failed before")
-        refuses(lambda: trainer.step(rows(9 if rank else 8)), kind, told)
+        kind, message = (ValueError, "longer than") if rank else (RuntimeError, r"ranks \[1\] .* failed before")
+        refuses(lambda: trainer.step(rows(9 if rank else 8)), kind, message)
         other = rows(3)
         other[0][1] += rank
         for sequences in (rows(3 + rank), other):
             refuses(lambda sequences=sequences: trainer.step(sequences), RuntimeError, r"differ in .*\[\[0\], \[1\]\]")
         stranger = torch.optim.SGD([*list(model.parameters())[1:], torch.nn.Parameter(torch.zeros(1))])
-        told = r"lacks 1 of them, layers\.0\.tokens\.weight, and has 1 others"
-        refuses(lambda: trainer_of(model, stranger).step(rows(3)), ValueError, told)
+        message = r"lacks 1 of them, layers\.0\.tokens\.weight, and has 1 others"
+        refuses(lambda: trainer_of(model, stranger).step(rows(3)), ValueError, message)
         model.switch_to(RANGES[1].strategy)
         refuses(lambda: trainer.step(rows(3)), ValueError, r"under \(1, 2, 1\), not the optimizer's strategy")
         model.abandon()
-        for one, before in zip(model.parameters(), weights, strict=True):
-            assert torch.equal(one, before)
+        for parameter, before in zip(model.parameters(), weights, strict=True):
+            assert torch.equal(parameter, before)
         report = trainer.step(rows(3, 8))
         assert trainer.evaluate(rows(3, 8)) < report.loss and report.grad_norm > 0.0 and not report.is_skipped
         trainer._work = (lambda lengths: float(sum(lengths)), lambda lengths: -float(sum(lengths)))[rank]
@@ -145,5 +145,5 @@ def test_a_rank_that_dies_in_a_step_is_named(tmp_path, length):
             trainer.step(rows(length, length))
         return str(caught.value)
 
-    told = told_by_survivors(check, 2, tmp_path)
-    assert told.keys() == {0} and "(ranks [1] of the job)" in told[0], told
+    messages = told_by_survivors(check, 2, tmp_path)
+    assert messages.keys() == {0} and "(ranks [1] of the job)" in messages[0], messages

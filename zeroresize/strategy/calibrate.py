@@ -61,8 +61,8 @@ def fitted_cost(tokens: Sequence[float], squares: Sequence[float], seconds: Floa
         raise ImportError("fitting the costs of layers needs SciPy: pip install 'zeroresize[search]'") from error
     columns = np.stack([np.ones(len(tokens)), np.asarray(tokens), np.asarray(squares)], axis=1).astype(np.float64)
     scale = columns.max(axis=0)
-    found = nnls(columns / scale / seconds[:, None], np.ones(len(seconds)))[0] / scale
-    return LayerCost(float(found[0]), float(found[1]), float(found[2]), token_bytes)
+    coefficients = nnls(columns / scale / seconds[:, None], np.ones(len(seconds)))[0] / scale
+    return LayerCost(float(coefficients[0]), float(coefficients[1]), float(coefficients[2]), token_bytes)
 
 
 def measure_layer_costs(
@@ -122,9 +122,9 @@ def measure_layer_costs(
         kept_bytes, handed_bytes = _bytes(layers, timed[-1])
         rounds = [np.stack([_timed(layers, one, model.device) for one in timed], axis=1) for _ in range(_ROUNDS)]
         seconds_LP = np.min(rounds, axis=0)
-        own = _most(np.concatenate([seconds_LP.ravel(), kept_bytes, [handed_bytes]]), model)
-        seconds_LP, kept_bytes = own[: seconds_LP.size].reshape(seconds_LP.shape), own[seconds_LP.size : -1]
-        boundary_bytes = float(own[-1])
+        agreed = _most(np.concatenate([seconds_LP.ravel(), kept_bytes, [handed_bytes]]), model)
+        seconds_LP, kept_bytes = agreed[: seconds_LP.size].reshape(seconds_LP.shape), agreed[seconds_LP.size : -1]
+        boundary_bytes = float(agreed[-1])
         own_tokens, own_squares = ([values[one] for one in fitting] for values in (tokens, squares))
         for kind, seconds, kept in zip(kinds, seconds_LP, kept_bytes, strict=True):
             costs[kind][tp] = fitted_cost(own_tokens, own_squares, seconds, float(kept))
@@ -166,7 +166,7 @@ def _both_ways(layer: nn.Module, x: Tensor, batch: Packed) -> Tensor:
 
 def _bytes(layers: Sequence[nn.Module], batch: Packed) -> tuple[Floats, float]:
     """[L] bytes of a token that each layer keeps for its backward, and those of what the first one hands on."""
-    found, x, handed = np.zeros(len(layers)), batch.tokens, 0.0
+    kept_bytes, x, handed = np.zeros(len(layers)), batch.tokens, 0.0
     for number, layer in enumerate(layers):
         weights = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
         kept: dict[int, int] = {}
@@ -180,9 +180,9 @@ def _bytes(layers: Sequence[nn.Module], batch: Packed) -> tuple[Floats, float]:
         hooks: AbstractContextManager[object] = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
         with hooks:
             x = _both_ways(layer, x, batch)
-        found[number] = sum(kept.values()) / batch.num_tokens
+        kept_bytes[number] = sum(kept.values()) / batch.num_tokens
         handed = handed or x.numel() * x.element_size() / batch.num_tokens
-    return found, handed
+    return kept_bytes, handed
 
 
 def _most(values: Floats, model: SwitchableModel) -> Floats:
@@ -192,8 +192,8 @@ def _most(values: Floats, model: SwitchableModel) -> Floats:
     table[group_rank(group)] = torch.from_numpy(np.ascontiguousarray(values))
     table = table.to(message_device(group, model.device))
     all_reduce(table, group)
-    found: Floats = table.cpu().numpy().max(axis=0)
-    return found
+    most: Floats = table.cpu().numpy().max(axis=0)
+    return most
 
 
 def _now(device: torch.device) -> float:

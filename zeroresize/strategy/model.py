@@ -6,43 +6,30 @@
 from __future__ import annotations
 
 import itertools
-import json
-import socket
-import statistics
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from typing import TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from zeroresize.comm.collectives import group_rank, group_size, message_device, require_group
-from zeroresize.comm.side_groups import free_group_number
+from zeroresize.comm.collectives import group_rank, group_size, require_group
 from zeroresize.plan.layout import Layout, TensorSpec
 from zeroresize.plan.strategy import Position, Strategy
 from zeroresize.policy.strategy.switches.transfers import MAX_MESSAGE_BYTES
-from zeroresize.resharding.agreement import (
-    gather_texts,
-    meet_over,
-    meet_prepared,
-    require_same,
-)
 from zeroresize.resharding.transaction import Participants, run_transaction
 from zeroresize.strategy.optimizer_checks import require_divisible
 from zeroresize.strategy.switching.gradient_sum import sum_gradients
 from zeroresize.strategy.switching.optimizer_move import OptimizerMove
 from zeroresize.strategy.switching.placement import Placement, held_bytes
+from zeroresize.strategy.switching.placements import Placements
+from zeroresize.strategy.switching.rank_agreement import RankAgreement
 from zeroresize.strategy.switching.sharding import Initialize, SegmentsOf, WholeLayers, WholeTensor
-from zeroresize.strategy.switching.strategy_groups import OwnGroups, StrategyGroups
-from zeroresize.strategy.switching.switch import Switch, SwitchReport, SwitchRoute
-from zeroresize.utils.fingerprint import fingerprint
-
-_T = TypeVar("_T")
+from zeroresize.strategy.switching.strategy_groups import RankGroups
+from zeroresize.strategy.switching.switch import Switch, SwitchReport
 
 
 class SwitchableModel:
@@ -109,11 +96,9 @@ class SwitchableModel:
         self.process_group = require_group(process_group or dist.group.WORLD)
         self.rank, self._num_ranks = group_rank(self.process_group), group_size(self.process_group)
         self.device = _device(layers, device)
-        self._meet = meet_over(self.process_group, self.device)
-        self._participants = Participants(self.process_group, self.device, self._meet)
         self._max_bytes = max_bytes
-        self._placements: dict[Strategy, Placement] = {}
-        self._routes: dict[tuple[Strategy, Strategy, Strategy | None], SwitchRoute] = {}
+        self._agreement = RankAgreement(self.process_group, self.device)
+        self._participants = Participants(self.process_group, self.device, self._agreement.meet)
 
         def checked() -> tuple[WholeLayers, dict[Strategy, Layout]]:
             if max_bytes < 1:
@@ -127,20 +112,21 @@ class SwitchableModel:
             specs = [one.spec for one in whole.tensors]
             return whole, {one: one.layout(specs, self._num_ranks, whole.num_layers) for one in wanted}
 
-        self._layers, layouts = self._agreed(
+        self._layers, layouts = self._agreement.make_alike(
             checked,
-            lambda found: [
-                [asdict(one.spec) for one in found[0].tensors],
-                [str(one.dtype) for one in found[0].tensors],
-                [one.as_dict() for one in found[1]],
+            lambda given: [
+                [asdict(tensor.spec) for tensor in given[0].tensors],
+                [str(tensor.dtype) for tensor in given[0].tensors],
+                [strategy.as_dict() for strategy in given[1]],
                 optimizer_strategy and Strategy.of(optimizer_strategy).as_dict(),
                 max_bytes,
             ],
             "the layers, the strategies, the optimizer's strategy or max_bytes",
         )
-        self._nodes = self._agreed_nodes(nodes)
-        self._groups = StrategyGroups(self.process_group)
-        self._setups_s: list[float] = []
+        self._nodes = self._agreement.agree_on_nodes(nodes)
+        self._placements = Placements(
+            self._layers, self._nodes, self._agreement, self.process_group, self.device, max_bytes
+        )
         self.optimizer_strategy = self.current = (
             next(iter(layouts)) if optimizer_strategy is None else Strategy.of(optimizer_strategy)
         )
@@ -159,12 +145,12 @@ class SwitchableModel:
         def filled() -> None:
             self._layers.take_weights(self.device, initialize, take)
 
-        self._agreed(
+        self._agreement.make_alike(
             filled,
             lambda _: digest,
             "the weights that the layers were given: call torch.manual_seed alike on all ranks before they are filled",
         )
-        self._place(layouts)
+        self._placements.place(layouts)
         for number, parameter in self._placements[self.optimizer_strategy].parameters.items():
             parameter.data = parts[number]
 
@@ -197,7 +183,7 @@ class SwitchableModel:
 
         Only strategies for which groups had to be made count; None before there was one.
         """
-        return statistics.fmean(self._setups_s) if self._setups_s else None
+        return self._placements.setup_s
 
     @property
     def position(self) -> Position | None:
@@ -216,11 +202,11 @@ class SwitchableModel:
 
     def layout_of(self, strategy: Strategy) -> Layout:
         """What every rank holds under a strategy."""
-        return self._placement(strategy).layout
+        return self._placements[strategy].layout
 
-    def groups_of(self, strategy: Strategy) -> OwnGroups:
+    def groups_of(self, strategy: Strategy) -> RankGroups:
         """The process groups of a strategy that this rank is in."""
-        return self._placement(strategy).groups
+        return self._placements[strategy].groups
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's part under the optimizer's strategy, by the names of the undivided model.
@@ -257,13 +243,13 @@ class SwitchableModel:
         before, optimizer_placement = self._placements[self.current], self._placements[self.optimizer_strategy]
 
         def make() -> Switch:
-            after = self._placement(strategy)
+            after = self._placements[strategy]
             travels = before not in (optimizer_placement, after)
             if travels and not gradients and any(one.grad is not None for one in before.parameters.values()):
                 raise ValueError(
                     "switch_to(gradients=False) would lose gradients: there are some; abandon() drops them"
                 )
-            route = self._route(before, after, optimizer_placement if travels and gradients else None)
+            route = self._placements.route(before, after, optimizer_placement if travels and gradients else None)
             return Switch(
                 route, before, after, optimizer_placement, self._layers.tensors, self.process_group, self.device
             )
@@ -297,8 +283,8 @@ class SwitchableModel:
             Exception: as :meth:`switch_to`; the gradients are gone even so.
         """
         for placement in self._placements.values():
-            for one in placement.parameters.values():
-                one.grad = None
+            for parameter in placement.parameters.values():
+                parameter.grad = None
         report = self.switch_to(self.optimizer_strategy, gradients=False)
         self.failure = None
         return report
@@ -336,7 +322,7 @@ class SwitchableModel:
                     f"the optimizer's strategy cannot change while {self.current} is in force: call collect() before"
                 )
             require_divisible(optimizer, strategy, dict(self.named_parameters()), self.tensors)
-            after = self._placement(strategy)
+            after = self._placements[strategy]
             group, device = self.process_group, self.device
             move = OptimizerMove(
                 strategy, before, after, optimizer, tensors, self._nodes, group, device, self._max_bytes
@@ -358,12 +344,12 @@ class SwitchableModel:
             ValueError: for one that does not fit the ranks or layers.
             RuntimeError: if ranks differ in it, or one does not come.
         """
-        layout = self._agreed(
+        layout = self._agreement.make_alike(
             lambda: strategy.layout(self.tensors, self._num_ranks, self.num_layers),
             lambda _: strategy.as_dict(),
             "the strategy to add",
         )
-        self._place({strategy: layout})
+        self._placements.place({strategy: layout})
 
     def forget(self, strategy: Strategy) -> None:
         """Give up a strategy, with the process groups, modules and plans that no other one needs.
@@ -377,16 +363,10 @@ class SwitchableModel:
         def checked() -> Placement:
             if strategy in (self.optimizer_strategy, self.current):
                 raise ValueError(f"strategy {strategy} cannot be forgotten: it is the optimizer's, or in force")
-            return self._placement(strategy)
+            return self._placements[strategy]
 
-        placement = self._agreed(checked, lambda _: strategy.as_dict(), "the strategy to forget")
-        del self._placements[strategy]
-        left = list(self._placements.values())
-        if placement not in left:
-            self._routes = {key: one for key, one in self._routes.items() if placement.strategy not in key}
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            self._groups.keep(one.strategy for one in left)
+        self._agreement.make_alike(checked, lambda _: strategy.as_dict(), "the strategy to forget")
+        self._placements.remove(strategy)
 
     def close(self) -> None:
         """Destroy the process groups of all strategies, on all ranks; the model is not to be used after that.
@@ -394,95 +374,11 @@ class SwitchableModel:
         Raises:
             RuntimeError: if a rank does not come.
         """
-        self._agreed(lambda: None, lambda _: "close", "whether the model is closed")
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self._groups.keep(())
-
-    def _place(self, layouts: dict[Strategy, Layout]) -> None:
-        """Take strategies, each with its process groups and modules, on all ranks or on none; collective."""
-        free = [number for number, *_ in meet_prepared(self._meet, (float(free_group_number()), 0.0))]
-        numbers = itertools.count(int(max(free)))
-        setups_s: list[float] = []
-
-        def made() -> dict[Strategy, Placement]:
-            placements = dict(self._placements)
-            for strategy, layout in layouts.items():
-                if strategy in placements:
-                    continue
-                known = placements.values()
-                placement = next((one for one in known if self._divides_alike(one, strategy, layout)), None)
-                if placement is None:
-                    begin, num_made = time.perf_counter(), self._groups.num_made
-                    groups = self._groups.of(strategy, numbers)
-                    placement = Placement.of(strategy, layout, self._layers, groups, self.rank, self.device)
-                    if self._groups.num_made > num_made:
-                        setups_s.append(time.perf_counter() - begin)
-                placements[strategy] = placement
-            return placements
-
-        try:
-            self._placements = self._agreed(made, len, "how many strategies the model has")
-        except Exception:
-            self._groups.keep(placement.strategy for placement in self._placements.values())
-            raise
-        self._setups_s += setups_s
-
-    def _divides_alike(self, placement: Placement, strategy: Strategy, layout: Layout) -> bool:
-        known = placement.strategy
-        partitions = (one.partition(self.num_layers) for one in (known, strategy))
-        return (
-            (known.degrees, known.ranks) == (strategy.degrees, strategy.ranks)
-            and len({one.boundaries for one in partitions}) == 1
-            and np.array_equal(placement.layout.begins, layout.begins)
-            and np.array_equal(placement.layout.ends, layout.ends)
-        )
-
-    def _placement(self, strategy: Strategy) -> Placement:
-        if strategy not in self._placements:
-            known = ", ".join(map(str, self._placements))
-            raise ValueError(f"strategy {strategy} is none of the model's: {known}; add(strategy) takes another")
-        return self._placements[strategy]
-
-    def _route(self, before: Placement, after: Placement, optimizer_placement: Placement | None) -> SwitchRoute:
-        key = before.strategy, after.strategy, None if optimizer_placement is None else optimizer_placement.strategy
-        if key not in self._routes:
-            self._routes[key] = SwitchRoute.of(
-                before, after, optimizer_placement, self._layers.tensors, self._nodes, self.rank, self._max_bytes
-            )
-        return self._routes[key]
+        self._agreement.make_alike(lambda: None, lambda _: "close", "whether the model is closed")
+        self._placements.close()
 
     def _stage_of(self, strategy: Strategy, tensor: WholeTensor) -> int:
         return strategy.partition(self._layers.num_layers).stages[tensor.spec.layer]
-
-    def _agreed(self, make: Callable[[], _T], told: Callable[[_T], object], what: str) -> _T:
-        """What ``make`` returns, once it is known that all ranks have made the same; collective."""
-        try:
-            found: _T | Exception = make()
-        except Exception as error:  # the others must hear of any
-            found = error
-        own = found if isinstance(found, Exception) else (fingerprint(json.dumps(told(found))), 0.0)
-        table = meet_prepared(self._meet, own)
-        assert not isinstance(found, Exception)
-        require_same([number for number, *_ in table], what, self._meet)
-        return found
-
-    def _texts(self, own: str) -> list[str]:
-        where = message_device(self.process_group, self.device)
-        return list(gather_texts(own, self._meet, self.process_group, where))
-
-    def _agreed_nodes(self, nodes: Sequence[int] | None) -> list[int]:
-        text = socket.gethostname() if nodes is None else json.dumps(list(nodes))
-        told = self._texts(text)
-        if nodes is None:
-            return [told.index(one) for one in told]
-
-        def checked() -> list[int]:
-            if len(nodes) != self._num_ranks:
-                raise ValueError(f"nodes={list(nodes)}: one number for each of the {self._num_ranks} ranks is needed")
-            return list(nodes)
-
-        return self._agreed(checked, list, "nodes")
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

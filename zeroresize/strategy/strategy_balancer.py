@@ -147,13 +147,13 @@ class StrategyBalancer:
     def _require_any_optimizer_strategy(trainer: StrategyTrainer) -> None:
         """Collective."""
         model = trainer.model
-        own: tuple[float, float] | Exception = 0.0, 0.0
+        prepared: tuple[float, float] | Exception = 0.0, 0.0
         reason = why_not_elementwise(trainer.optimizer, model.parameters())
         if reason is not None:
-            own = ValueError(
+            prepared = ValueError(
                 f"where ranks are slow, another strategy of the optimizer may divide what it steps, but {reason}"
             )
-        meet_prepared(meet_over(model.process_group, model.device), own)
+        meet_prepared(meet_over(model.process_group, model.device), prepared)
 
     @property
     def in_force(self) -> tuple[Strategy, ...]:
@@ -259,7 +259,8 @@ class StrategyBalancer:
             self._forget_others()
             return forecast.switch_s, 0, False
         self._trainer.use(
-            replace(one, strategy=strategy) for one, strategy in zip(self._trainer.ranges, wanted, strict=True)
+            replace(length_range, strategy=strategy)
+            for length_range, strategy in zip(self._trainer.ranges, wanted, strict=True)
         )
         table = self._exchange.meet(time.perf_counter() - begin, float(received))
         seconds = max(own for own, _ in table)

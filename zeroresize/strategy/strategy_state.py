@@ -33,25 +33,25 @@ def _(model: SwitchableModel, optimizer: Any) -> dict[str, Any]:
     layout = model.layout_of(model.optimizer_strategy)
     parameters = dict(model.named_parameters())
     divisions: dict[int, TensorDivision] = {}
-    found: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     for name, parameter in parameters.items():
         number, spec = specs[name]
         division = _division(spec, layout.units_of(number, model.rank))
         if division is not None:
             divisions[id(parameter)] = division
-        found[name] = _part(name, parameter, division)
+        state[name] = _part(name, parameter, division)
     if optimizer is not None:
-        found[OPTIMIZER] = OptimizerState(optimizer, parameters, divisions)
-    return found
+        state[OPTIMIZER] = OptimizerState(optimizer, parameters, divisions)
+    return state
 
 
 def _division(spec: TensorSpec, units: range) -> TensorDivision | None:
     """How a rank that holds these units has the tensor; None where it has the whole."""
-    own = spec.division
-    if own is None:
+    division = spec.division
+    if division is None:
         return None
-    pieces = unit_pieces(np.array(units, dtype=np.int64), own.num_units, own.rows, own.num_blocks)
-    return TensorDivision(own.dim, spec.shape[own.dim], lambda: pieces)
+    pieces = unit_pieces(np.array(units, dtype=np.int64), division.num_units, division.rows, division.num_blocks)
+    return TensorDivision(division.dim, spec.shape[division.dim], lambda: pieces)
 
 
 def _part(name: str, parameter: Tensor, division: TensorDivision | None) -> Tensor:

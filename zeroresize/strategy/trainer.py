@@ -20,7 +20,7 @@ from zeroresize.policy.strategy.step_plan import Visit, plan_visits
 from zeroresize.policy.strategy.switches.transfers import LinkSpeeds
 from zeroresize.resharding.agreement import meet_over, meet_prepared, require_same
 from zeroresize.strategy.gradient_norm import clip_grad_norm_, grad_norm
-from zeroresize.strategy.loss_check import averages
+from zeroresize.strategy.loss_check import LossCheck
 from zeroresize.strategy.model import SwitchableModel
 from zeroresize.strategy.optimizer_checks import require_divisible
 from zeroresize.strategy.packed import Packed
@@ -28,9 +28,10 @@ from zeroresize.strategy.running.activations import find_activations
 from zeroresize.strategy.running.one_f_one_b import Loss, PipelineStage
 from zeroresize.strategy.running.random_numbers import seed_of
 from zeroresize.strategy.running.switch_tour import TYPICAL_LINKS, SwitchTour
+from zeroresize.strategy.step_checks import digest_of, require_ready_to_train, require_sequences
 from zeroresize.strategy.step_report import RangeReport, StepReport
 from zeroresize.strategy.switching.switch import SwitchReport
-from zeroresize.utils.fingerprint import digest, fingerprint
+from zeroresize.utils.fingerprint import fingerprint
 from zeroresize.utils.value_checks import number
 
 logger = logging.getLogger(__name__)
@@ -99,8 +100,7 @@ class StrategyTrainer:
         number("grad_clip", grad_clip, least=0.0)
         self._loss, self._max_tokens, self._grad_clip, self._work = loss, max_tokens, grad_clip, work
         self._seed, self.num_steps = seed, 0
-        self._averages: bool | None = None  # of the loss, once a micro-batch has told
-        self._has_checked_loss = False
+        self._loss_check = LossCheck(loss, model.process_group, model.device)
         self._tour = SwitchTour(model, links)
         self.use(ranges)
         self._activations = find_activations(model.whole_layers)
@@ -117,10 +117,12 @@ class StrategyTrainer:
             ValueError: as the constructor does; the ranges stay as they are then.
         """
         wanted = with_limits(as_ranges(ranges), self._max_tokens)
-        for one in wanted:
-            if one.strategy not in self.model.strategies:
+        for length_range in wanted:
+            if length_range.strategy not in self.model.strategies:
                 known = ", ".join(map(str, self.model.strategies))
-                raise ValueError(f"length range {one}: the model's strategies are {known}; add(strategy) takes another")
+                raise ValueError(
+                    f"length range {length_range}: the model's strategies are {known}; add(strategy) takes another"
+                )
         self._tour.order(list(dict.fromkeys(one.strategy for one in wanted)))
         self._ranges = wanted
 
@@ -145,7 +147,7 @@ class StrategyTrainer:
         visits = self._agreed_visits(sequences, trains=True)
         with self._failing():
             loss, by_range, switches = self._run(visits, sequences, trains=True)
-            self._check_loss(loss)
+            self._loss_check.warn_of_average(loss)
             switches.append(self.model.collect())
             norm = float(clip_grad_norm_(self.model, self._grad_clip) if self._grad_clip else grad_norm(self.model))
             is_skipped = not (math.isfinite(loss) and math.isfinite(norm))  # sums over all ranks: they decide alike
@@ -188,12 +190,12 @@ class StrategyTrainer:
             )
         try:
             visits = self._visits(sequences, trains)
-            told = [str(visits), str(self.model.optimizer_strategy), trains, self._grad_clip, _digest(sequences)]
-            told += [self._seed, self.num_steps, str(autocast_dtype(self.model.device.type))]
-            own: tuple[float, float] | Exception = fingerprint(json.dumps(told)), 0.0
+            agreement = [str(visits), str(self.model.optimizer_strategy), trains, self._grad_clip, digest_of(sequences)]
+            agreement += [self._seed, self.num_steps, str(autocast_dtype(self.model.device.type))]
+            prepared: tuple[float, float] | Exception = fingerprint(json.dumps(agreement)), 0.0
         except Exception as error:  # the others must hear of any
-            own = error
-        table = meet_prepared(self._meet, own)
+            prepared = error
+        table = meet_prepared(self._meet, prepared)
         require_same(
             [one for one, *_ in table],
             "the sequences, the ranges, max_tokens, work, grad_clip, seed, num_steps or torch.autocast",
@@ -206,25 +208,9 @@ class StrategyTrainer:
             raise ValueError(
                 f"the model is under {self.model.current}, not the optimizer's strategy: abandon() gets it there"
             )
-        rows: object = sequences
-        if isinstance(rows, Tensor) or not sequences:
-            found = "one tensor" if isinstance(rows, Tensor) else "empty"
-            raise ValueError(f"sequences are {found}: a list of rows [length + 1] is needed, without padding")
-        wrong = [
-            index
-            for index, one in enumerate(sequences)
-            if not isinstance(one, Tensor) or one.dtype != torch.int64 or one.dim() != 1 or len(one) < 2 or one.is_meta
-        ]
-        if wrong:
-            raise ValueError(f"sequences {wrong} are no tensors [length + 1] of int64, of at least two tokens")
+        require_sequences(sequences)
         if trains:
-            self._require_parameters()
-            left = [name for name, one in self.model.named_parameters() if one.grad is not None]
-            if left:
-                raise ValueError(
-                    f"{left} have gradients, to which the step's would be added: call optimizer.zero_grad() or "
-                    "model.abandon() before"
-                )
+            require_ready_to_train(self.model, self.optimizer)
         lengths = [len(one) - 1 for one in sequences]
         visits = {one.strategy: one for one in plan_visits(lengths, self.ranges, self._work)}
         return [visits[strategy] for strategy in self._tour.order(list(visits))]
@@ -232,24 +218,12 @@ class StrategyTrainer:
     def _require_divisible(self) -> None:
         """Collective, since a rank the optimizer's strategy leaves out has nothing to step."""
         model = self.model
-        own: tuple[float, float] | Exception = 0.0, 0.0
+        prepared: tuple[float, float] | Exception = 0.0, 0.0
         try:
             require_divisible(self.optimizer, model.optimizer_strategy, dict(model.named_parameters()), model.tensors)
         except ValueError as error:  # the others must hear of it
-            own = error
-        meet_prepared(self._meet, own)
-
-    def _require_parameters(self) -> None:
-        held = {id(one) for group in self.optimizer.param_groups for one in group["params"]}
-        parameters = dict(self.model.named_parameters())
-        missing = [name for name, one in parameters.items() if one.requires_grad and id(one) not in held]
-        num_others = len(held - {id(one) for one in parameters.values()})
-        if missing or num_others:
-            raise ValueError(
-                f"the optimizer does not step the parameters of its strategy {self.model.optimizer_strategy}: it lacks "
-                f"{', '.join([f'{len(missing)} of them', *missing[:3]])}, and has {num_others} others; make it of "
-                "model.parameters()"
-            )
+            prepared = error
+        meet_prepared(self._meet, prepared)
 
     def _run(
         self, visits: Sequence[Visit], sequences: Sequence[Tensor], *, trains: bool
@@ -263,16 +237,18 @@ class StrategyTrainer:
             if self.model.current != visit.strategy:
                 switches.append(self.model.switch_to(visit.strategy, gradients=trains))
             begin = time.perf_counter()
-            own = [lengths[index] for index in visit.members]
+            visited = [lengths[index] for index in visit.members]
             seed = seed_of(self._seed, self.num_steps, index)
-            mean += self._run_own(sequences, visit.replicas, total, trains, seed)
+            mean += self._run_part(sequences, visit.replicas, total, trains, seed)
             self._synchronize()
             seconds, num_micro_batches = time.perf_counter() - begin, tuple(map(len, visit.replicas))
-            by_range.append(RangeReport(visit.strategy, visit.up_to, len(own), sum(own), num_micro_batches, seconds))
+            by_range.append(
+                RangeReport(visit.strategy, visit.up_to, len(visited), sum(visited), num_micro_batches, seconds)
+            )
         all_reduce(mean, self.model.process_group)
         return float(mean), by_range, switches
 
-    def _run_own(
+    def _run_part(
         self, rows: Sequence[Tensor], replicas: Sequence[Sequence[MicroBatch]], total: int, trains: bool, seed: int
     ) -> Tensor:
         """This rank's part; of the losses of its replica's micro-batches each counts on one rank."""
@@ -285,45 +261,24 @@ class StrategyTrainer:
         seed = seed_of(seed, position.replica, position.stage)
         stage = PipelineStage(list(layers.values()), min(layers), self._activations, pipeline, model.device, seed)
         micro_batches = [
-            Packed.of([rows[index] for index in own]).to(model.device) for own in replicas[position.replica]
+            Packed.of([rows[index] for index in members]).to(model.device) for members in replicas[position.replica]
         ]
 
         def share_of_mean(output: Tensor, packed: Packed) -> Tensor:
             loss = self._loss(output, packed)
             if loss.dim():
                 raise ValueError(f"loss returns {list(loss.shape)}: one number is needed, summed over the tokens")
-            if trains and self._averages is None and not self._has_checked_loss:
-                self._averages = averages(self._loss, output, packed, loss)
+            if trains:
+                self._loss_check.look(output, packed, loss)
             return loss / total
 
         with nullcontext() if trains else _evaluating(layers.values()):
-            found = (stage.train if trains else stage.evaluate)(micro_batches, share_of_mean)
-        return found.to(nothing.device) if position.shard == 0 else nothing
-
-    def _check_loss(self, mean: float) -> None:
-        """In the first step: collective, since only some ranks know the loss."""
-        if self._has_checked_loss:
-            return
-        self._has_checked_loss = True
-        where = message_device(self.model.process_group, self.model.device)
-        num_averaging = torch.tensor(float(self._averages or False), dtype=torch.float64, device=where)
-        all_reduce(num_averaging, self.model.process_group)
-        if num_averaging and self.model.rank == 0:
-            logger.warning(
-                "the loss averages over the tokens of a micro-batch, where it must sum: the first loss of a token, "
-                "%.3g, is far below ln(vocabulary), and gradients are as much too small, unevenly over the "
-                "micro-batches. Use reduction='sum'",
-                mean,
-            )
+            mean = (stage.train if trains else stage.evaluate)(micro_batches, share_of_mean)
+        return mean.to(nothing.device) if position.shard == 0 else nothing
 
     def _synchronize(self) -> None:
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
-
-
-def _digest(sequences: Sequence[Tensor]) -> str:
-    lengths = json.dumps([len(sequence) for sequence in sequences])
-    return digest(lengths, torch.cat([sequence.cpu() for sequence in sequences]).numpy().tobytes()).hex()
 
 
 @contextmanager

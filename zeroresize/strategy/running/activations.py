@@ -48,7 +48,7 @@ def find_activations(layers: Sequence[nn.Module]) -> list[Activation]:
     """
     xs = [torch.empty(number, dtype=torch.int64, device="meta") for number in _NUMBERS_OF_TOKENS]
     packs = [Packed(tokens, tokens, (len(tokens),)) for tokens in xs]
-    found = []
+    activations = []
     with torch.no_grad():
         for number, layer in enumerate(layers[:-1]):
             name, hollow = f"layer {number} ({type(layer).__name__})", _on_meta(layer)
@@ -56,12 +56,12 @@ def find_activations(layers: Sequence[nn.Module]) -> list[Activation]:
             (first, other), (few, more) = xs, _NUMBERS_OF_TOKENS
             if first.shape[1:] != other.shape[1:] or first.dtype != other.dtype:
                 raise ValueError(
-                    f"{name} returns {_told(first)} for {few} tokens and {_told(other)} for {more}: "
+                    f"{name} returns {_kind_of(first)} for {few} tokens and {_kind_of(other)} for {more}: "
                     "layers before the last one must return one floating-point tensor [T, …], of which only T follows "
                     "the number of tokens"
                 )
-            found.append(Activation(tuple(first.shape[1:]), first.dtype))
-    return found
+            activations.append(Activation(tuple(first.shape[1:]), first.dtype))
+    return activations
 
 
 def _called(name: str, layer: nn.Module, x: Tensor, packed: Packed) -> Tensor:
@@ -76,25 +76,25 @@ def _called(name: str, layer: nn.Module, x: Tensor, packed: Packed) -> Tensor:
     except Exception as error:
         raise ValueError(
             f"{name} does not run on the meta device, by which the shapes of activations are found. It was called with "
-            f"x = {_told(x)} and packed = Packed(tokens, targets, lengths) of {num_tokens} tokens, as every layer of "
-            f"a strategy is, and raised {type(error).__name__}: {error}. A layer that takes other arguments, such as a "
-            "decoder layer of transformers, needs a module around it that makes them from these two"
+            f"x = {_kind_of(x)} and packed = Packed(tokens, targets, lengths) of {num_tokens} tokens, as every layer "
+            f"of a strategy is, and raised {type(error).__name__}: {error}. A layer that takes other arguments, such "
+            "as a decoder layer of transformers, needs a module around it that makes them from these two"
         ) from error
     if not isinstance(output, Tensor) or not output.is_floating_point() or output.shape[:1] != (num_tokens,):
         raise ValueError(
-            f"{name} returns {_told(output)} for {num_tokens} tokens: layers before the last one must return one "
+            f"{name} returns {_kind_of(output)} for {num_tokens} tokens: layers before the last one must return one "
             "floating-point tensor [T, …]"
         )
     return output
 
 
-def _told(value: object) -> str:
+def _kind_of(value: object) -> str:
     return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _on_meta(layer: nn.Module) -> nn.Module:
     memo: dict[int, object] = {}
-    for one in itertools.chain(layer.parameters(), layer.buffers()):
-        hollow = torch.empty_like(one, device="meta")
-        memo[id(one)] = nn.Parameter(hollow, one.requires_grad) if isinstance(one, nn.Parameter) else hollow
+    for tensor in itertools.chain(layer.parameters(), layer.buffers()):
+        hollow = torch.empty_like(tensor, device="meta")
+        memo[id(tensor)] = nn.Parameter(hollow, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else hollow
     return copy.deepcopy(layer, memo)

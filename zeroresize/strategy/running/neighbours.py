@@ -77,9 +77,9 @@ class AdjacentStage:
                 work.wait()
 
     def _require_known(self, sent: Tensor) -> None:
-        found = Activation(tuple(sent.shape[1:]), sent.dtype)
-        if found != self._activation:
+        activation = Activation(tuple(sent.shape[1:]), sent.dtype)
+        if activation != self._activation:
             raise ValueError(
-                f"a stage hands on {found}, where the layers on the meta device told {self._activation}: what layers "
-                "return must not depend on the device or on the number of tokens"
+                f"a stage hands on {activation}, where the layers on the meta device told {self._activation}: what "
+                "layers return must not depend on the device or on the number of tokens"
             )

@@ -67,13 +67,13 @@ class _Sum:
 
 
 def _buckets(gradients: Iterable[Tensor]) -> list[list[Tensor]]:
-    found: list[list[Tensor]] = []
+    buckets: list[list[Tensor]] = []
     size = _BUCKET_BYTES
-    for one in gradients:
-        own = one.numel() * one.element_size()
-        if size + own > _BUCKET_BYTES:
-            found.append([])
+    for gradient in gradients:
+        num_bytes = gradient.numel() * gradient.element_size()
+        if size + num_bytes > _BUCKET_BYTES:
+            buckets.append([])
             size = 0
-        found[-1].append(one)
-        size += own
-    return found
+        buckets[-1].append(gradient)
+        size += num_bytes
+    return buckets

@@ -30,7 +30,7 @@ from zeroresize.strategy.switching.switch_rounds import Flow, switch_rounds
 from zeroresize.utils.fingerprint import fingerprint
 
 
-class OwnState:
+class RankOptimizer:
     """What a rank's optimizer keeps of the parameters of its strategy.
 
     Attributes:
@@ -58,11 +58,11 @@ class OwnState:
             )
         #: The parameter group of each tensor.
         self._group_of = {number: index for number, index in stepped if number is not None}
-        for number, one in optimizer_placement.parameters.items():
-            if one.grad is not None:
+        for number, parameter in optimizer_placement.parameters.items():
+            if parameter.grad is not None:
                 raise ValueError(f"{tensors[number].spec.name} has a gradient: call optimizer.zero_grad() before")
 
-    def told(self) -> str:
+    def description(self) -> str:
         """All that the other ranks must know."""
         numbers = self._optimizer_placement.parameters
         return json.dumps([self._group_of, [[number, asdict(self._described(number))] for number in numbers]])
@@ -88,10 +88,10 @@ class OwnState:
         for parameter in self._optimizer_placement.parameters.values():
             set_state(self.optimizer, parameter, {})
         for index, group in enumerate(self._groups):
-            own = [number for number in after.parameters if group_of.get(number) == index]
-            group["params"] = [after.parameters[number] for number in own]
+            numbers = [number for number in after.parameters if group_of.get(number) == index]
+            group["params"] = [after.parameters[number] for number in numbers]
             if "param_names" in group:
-                group["param_names"] = [self._tensors[number].spec.name for number in own]
+                group["param_names"] = [self._tensors[number].spec.name for number in numbers]
         for number, values in state.items():
             if number in group_of:
                 set_state(self.optimizer, after.parameters[number], values)
@@ -133,8 +133,8 @@ class OptimizerMove(Transaction):
     ) -> None:
         self._strategy, self._before, self._after, self._tensors = strategy, before, after, tensors
         self._nodes, self._group, self._device, self._max_bytes = nodes, process_group, device, max_bytes
-        self._own = OwnState(before, tensors, optimizer)
-        self.plan = fingerprint(json.dumps([strategy.as_dict(), self._own.settings]))
+        self._optimizer = RankOptimizer(before, tensors, optimizer)
+        self.plan = fingerprint(json.dumps([strategy.as_dict(), self._optimizer.settings]))
 
     @property
     def title(self) -> str:
@@ -143,13 +143,13 @@ class OptimizerMove(Transaction):
     @property
     def held_bytes(self) -> int:
         """Of the optimizer's tensors before the move."""
-        return self._own.held_bytes
+        return self._optimizer.held_bytes
 
     def needs_descriptions(self, states: Sequence[float]) -> bool:
         return True
 
     def describe(self) -> str:
-        return self._own.told()
+        return self._optimizer.description()
 
     def agree(self, descriptions: Iterable[str] | None) -> None:
         """Take what all ranks hold, and lay out the rounds.
@@ -170,7 +170,7 @@ class OptimizerMove(Transaction):
             has_it = np.array([number in dtypes for number in range(len(tensors))])
             flows.append(Flow(plan.transfers, None, np.array(itemsizes)).only(has_it))
             wanted = {number: dtype for number, dtype in dtypes.items() if number in after.parameters}
-            self._state[key] = Relocation(before, after, tensors, rank, self._own.held(key), wanted)
+            self._state[key] = Relocation(before, after, tensors, rank, self._optimizer.held(key), wanted)
         rounds = switch_rounds(flows, tensors, rank, before.layout.replicas.tolist(), max(self._max_bytes // 2, 1))
         self.transport = FlowTransport(rounds, self._group)
         self.new_bytes = sum(relocation.new_bytes for relocation in self._moving)
@@ -196,17 +196,17 @@ class OptimizerMove(Transaction):
             for key, moved in self._state.items():
                 if number in moved.tensors:
                     state[number][key] = moved.tensors[number]
-        self._own.install(self._after, self._group_of, state)
+        self._optimizer.install(self._after, self._group_of, state)
 
 
-def _agreed(told: Iterable[str], tensors: Sequence[WholeTensor]) -> tuple[list[Description], dict[int, int]]:
+def _agreed(texts: Iterable[str], tensors: Sequence[WholeTensor]) -> tuple[list[Description], dict[int, int]]:
     by_rank: list[list[Description]] = []
     group_of: dict[int, tuple[int, int | None]] = {}
-    for rank, text in enumerate(told):
+    for rank, text in enumerate(texts):
         groups, described = json.loads(text)
-        own = {number: Description(**one) for number, one in described}
-        by_rank.append([own.get(number, Description(one.spec.name, 0)) for number, one in enumerate(tensors)])
-        for number in own:
+        descriptions = {number: Description(**one) for number, one in described}
+        by_rank.append([descriptions.get(number, Description(one.spec.name, 0)) for number, one in enumerate(tensors)])
+        for number in descriptions:
             group = groups.get(str(number))
             if group_of.setdefault(number, (rank, group))[1] != group:
                 other, there = group_of[number]
@@ -214,5 +214,5 @@ def _agreed(told: Iterable[str], tensors: Sequence[WholeTensor]) -> tuple[list[D
                     f"{tensors[number].spec.name} is in parameter group {there} of the optimizer on rank {other} of "
                     f"the group, and in {group} on rank {rank}: give it the same groups on all ranks"
                 )
-    found = {number: group for number, (_, group) in group_of.items() if group is not None}
-    return agreed_descriptions(by_rank), found
+    agreed_groups = {number: group for number, (_, group) in group_of.items() if group is not None}
+    return agreed_descriptions(by_rank), agreed_groups

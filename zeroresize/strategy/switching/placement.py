@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from zeroresize.plan.layout import Layout
 from zeroresize.plan.strategy import Position, Strategy
 from zeroresize.strategy.switching.sharding import WholeLayers, WholeTensor, hollow
-from zeroresize.strategy.switching.strategy_groups import OwnGroups
+from zeroresize.strategy.switching.strategy_groups import RankGroups
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +30,7 @@ class Placement:
     strategy: Strategy
     layout: Layout
     position: Position | None
-    groups: OwnGroups
+    groups: RankGroups
     stage_layers: dict[int, nn.Module]
     parameters: dict[int, nn.Parameter]
 
@@ -40,7 +40,7 @@ class Placement:
         strategy: Strategy,
         layout: Layout,
         layers: WholeLayers,
-        groups: OwnGroups,
+        groups: RankGroups,
         rank: int,
         device: torch.device,
     ) -> Placement:
@@ -51,11 +51,11 @@ class Placement:
         if position is not None:
             begin, end = strategy.partition(layers.num_layers).boundaries[position.stage :][:2]
             for number in range(begin, end):
-                own = {index: one for index, one in enumerate(layers.tensors) if one.spec.layer == number}
-                units = {one.own_name: layout.units_of(index, rank) for index, one in own.items()}
+                of_layer = {index: one for index, one in enumerate(layers.tensors) if one.spec.layer == number}
+                units = {one.own_name: layout.units_of(index, rank) for index, one in of_layer.items()}
                 stage_layers[number] = layers.shard(number, device, groups.tp, units)
                 named = dict(stage_layers[number].named_parameters())
-                parameters |= {index: named[one.own_name] for index, one in own.items()}
+                parameters |= {index: named[one.own_name] for index, one in of_layer.items()}
         return cls(strategy, layout, position, groups, stage_layers, parameters)
 
     @property
@@ -74,8 +74,8 @@ class Placement:
 
     def let_go(self) -> None:
         """Leave the parameters without weights; gradients stay."""
-        for one in self.parameters.values():
-            one.data = hollow(one.shape, one.dtype, one.device)
+        for parameter in self.parameters.values():
+            parameter.data = hollow(parameter.shape, parameter.dtype, parameter.device)
 
 
 def held_bytes(placements: Sequence[Placement]) -> int:

@@ -56,7 +56,7 @@ class Relocation:
         """Where it begins and ends, for what travels; what this rank has of its new tensors already is copied now."""
         rank, before, after = self._rank, self._before, self._after
         sources: dict[int, Tensor | None] = {
-            number: before.stack(number, self._tensors[number], one, rank) for number, one in self._held.items()
+            number: before.stack(number, self._tensors[number], tensor, rank) for number, tensor in self._held.items()
         }
         targets = {number: after.stack(number, self._tensors[number], one, rank) for number, one in self._new.items()}
         for number, target in targets.items():
@@ -64,6 +64,6 @@ class Relocation:
             source = sources.get(number)
             begin, end = max(old.start, new.start), min(old.stop, new.stop)
             if source is not None and begin < end:
-                own = source.narrow(2, begin - old.start, end - begin)
-                target.narrow(2, begin - new.start, end - begin).copy_(own)
+                kept = source.narrow(2, begin - old.start, end - begin)
+                target.narrow(2, begin - new.start, end - begin).copy_(kept)
         return Ends(sources, targets, before.layout.begins[:, rank], after.layout.begins[:, rank])

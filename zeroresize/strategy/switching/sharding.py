@@ -51,11 +51,14 @@ class WholeTensor:
 
         What is not divided has a unit for every element here, so that parts of it can travel.
         """
-        own = self.spec.division
-        if own is None:
+        division = self.spec.division
+        if division is None:
             return tensor.reshape(1, 1, -1, 1)
-        pre, inner = math.prod(tensor.shape[: own.dim]), own.rows * math.prod(tensor.shape[own.dim + 1 :])
-        return tensor.reshape(pre, own.num_blocks, num_units, inner)
+        pre, inner = (
+            math.prod(tensor.shape[: division.dim]),
+            division.rows * math.prod(tensor.shape[division.dim + 1 :]),
+        )
+        return tensor.reshape(pre, division.num_blocks, num_units, inner)
 
     def part_of(self, whole: Tensor, units: range) -> Tensor:
         """A copy of these units of the whole tensor."""
@@ -95,13 +98,17 @@ class WholeLayers:
             self.tensors += [
                 WholeTensor(
                     TensorSpec(
-                        f"layers.{number}.{name}", number, tuple(one.shape), one.element_size(), divisions.get(name)
+                        f"layers.{number}.{name}",
+                        number,
+                        tuple(parameter.shape),
+                        parameter.element_size(),
+                        divisions.get(name),
                     ),
                     name,
-                    one.dtype,
-                    one.requires_grad,
+                    parameter.dtype,
+                    parameter.requires_grad,
                 )
-                for name, one in layer.named_parameters()
+                for name, parameter in layer.named_parameters()
             ]
 
     @property
@@ -136,10 +143,14 @@ class WholeLayers:
                 whole = copy.deepcopy(layer).to_empty(device=device)
                 initialize(number, whole)
             for name, parameter in whole.named_parameters():
-                tensor, own = next(tensors)
-                if name != own.own_name or tuple(parameter.shape) != own.spec.shape or parameter.dtype != own.dtype:
-                    raise ValueError(f"initialize({number}, layer) changed {own.spec.name}: it may only fill it")
-                part(tensor, own, parameter)
+                index, tensor = next(tensors)
+                if (
+                    name != tensor.own_name
+                    or tuple(parameter.shape) != tensor.spec.shape
+                    or parameter.dtype != tensor.dtype
+                ):
+                    raise ValueError(f"initialize({number}, layer) changed {tensor.spec.name}: it may only fill it")
+                part(index, tensor, parameter)
             self._layers[number] = _copied(whole, device)
 
     def shard(
@@ -152,17 +163,17 @@ class WholeLayers:
             units: that the rank holds of the layer's parameters, by their name within the layer.
         """
         shapes = {
-            one.own_name: one.spec.local_shape(len(units[one.own_name]))
-            for one in self.tensors
-            if one.spec.layer == number
+            linear.own_name: linear.spec.local_shape(len(units[linear.own_name]))
+            for linear in self.tensors
+            if linear.spec.layer == number
         }
         layer = _copied(self._layers[number], device)
         # Asked of the copy, so that on_change is that of the copy.
         for segment in list(self._segments(number, layer)):
             row_name = _name_of(layer, segment.row)
             own_features = shapes[f"{row_name}.weight"][1]
-            for one in segment.column:
-                name = _name_of(layer, one)
+            for linear in segment.column:
+                name = _name_of(layer, linear)
                 _shard_linear(layer, name, ColumnParallelLinear, shapes[f"{name}.weight"][0], process_group)
             _shard_linear(layer, row_name, RowParallelLinear, own_features, process_group)
             if segment.on_change is not None:
@@ -180,63 +191,63 @@ def hollow(shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> Te
 
 def _divisions(number: int, layer: nn.Module, segments: Iterable[Segment]) -> dict[str, UnitDivision]:
     """How the parameters of the segments' layers are divided, by their names within the layer."""
-    found: dict[str, UnitDivision] = {}
+    divisions: dict[str, UnitDivision] = {}
     for segment in segments:
         row_name = _name_of(layer, segment.row)
-        told = f"layer {number}: Segment(column={list(segment.column)}, row={segment.row!r})"
-        row = _linear(layer, row_name, told)
+        title = f"layer {number}: Segment(column={list(segment.column)}, row={segment.row!r})"
+        row = _linear(layer, row_name, title)
         if segment.unit_size < 1 or segment.num_blocks < 1 or row.in_features % segment.unit_size:
             raise ValueError(
-                f"{told}: the {row.in_features} input features of {row_name} are no units of "
+                f"{title}: the {row.in_features} input features of {row_name} are no units of "
                 f"unit_size={segment.unit_size} (num_blocks={segment.num_blocks}); both must be at least 1"
             )
         num_units = row.in_features // segment.unit_size
-        own = {f"{row_name}.weight": UnitDivision(1, num_units, segment.unit_size)}
-        for one in segment.column:
-            name = _name_of(layer, one)
-            column = _linear(layer, name, told)
+        of_segment = {f"{row_name}.weight": UnitDivision(1, num_units, segment.unit_size)}
+        for linear in segment.column:
+            name = _name_of(layer, linear)
+            column = _linear(layer, name, title)
             rows, left = divmod(column.out_features, num_units * segment.num_blocks)
             if left or not rows:
                 raise ValueError(
-                    f"{told}: the {column.out_features} output features of {name} are not {segment.num_blocks} blocks "
+                    f"{title}: the {column.out_features} output features of {name} are not {segment.num_blocks} blocks "
                     f"of {num_units} units, which {row_name} has"
                 )
             division = UnitDivision(0, num_units, rows, segment.num_blocks)
-            own |= {f"{name}.{key}": division for key, _ in column.named_parameters()}
-        _require_in_one_place(layer, own, told)
-        twice = sorted(own.keys() & found.keys())
+            of_segment |= {f"{name}.{key}": division for key, _ in column.named_parameters()}
+        _require_in_one_place(layer, of_segment, title)
+        twice = sorted(of_segment.keys() & divisions.keys())
         if twice:
-            raise ValueError(f"{told}: {twice} are in another segment, too")
-        found |= own
-    return found
+            raise ValueError(f"{title}: {twice} are in another segment, too")
+        divisions |= of_segment
+    return divisions
 
 
-def _name_of(layer: nn.Module, one: str | nn.Module) -> str:
-    if isinstance(one, str):
-        return one
-    found = [name for name, module in layer.named_modules() if module is one]
-    if not found:
-        raise ValueError(f"the segment's {type(one).__name__} is no module of the layer {type(layer).__name__}")
-    return found[0]
+def _name_of(layer: nn.Module, linear: str | nn.Module) -> str:
+    if isinstance(linear, str):
+        return linear
+    names = [name for name, module in layer.named_modules() if module is linear]
+    if not names:
+        raise ValueError(f"the segment's {type(linear).__name__} is no module of the layer {type(layer).__name__}")
+    return names[0]
 
 
-def _linear(layer: nn.Module, name: str, told: str) -> nn.Linear:
+def _linear(layer: nn.Module, name: str, title: str) -> nn.Linear:
     try:
         module = layer.get_submodule(name)
     except AttributeError as error:
-        raise ValueError(f"{told}: {type(layer).__name__} has no module {name!r}") from error
+        raise ValueError(f"{title}: {type(layer).__name__} has no module {name!r}") from error
     if not isinstance(module, nn.Linear):
-        raise ValueError(f"{told}: {name} is a {type(module).__name__}; allowed is a torch.nn.Linear")
+        raise ValueError(f"{title}: {name} is a {type(module).__name__}; allowed is a torch.nn.Linear")
     return module
 
 
-def _require_in_one_place(layer: nn.Module, names: Iterable[str], told: str) -> None:
+def _require_in_one_place(layer: nn.Module, names: Iterable[str], title: str) -> None:
     everywhere: dict[int, list[str]] = {}
     for name, parameter in layer.named_parameters(remove_duplicate=False):
         everywhere.setdefault(id(parameter), []).append(name)
     for places in everywhere.values():
         if len(places) > 1 and not set(names).isdisjoint(places):
-            raise ValueError(f"{told}: {places} are one parameter, which cannot be divided")
+            raise ValueError(f"{title}: {places} are one parameter, which cannot be divided")
 
 
 def _require_own_parameters(layers: Sequence[nn.Module]) -> None:
@@ -269,7 +280,8 @@ def _is_on_meta(layer: nn.Module) -> bool:
 def _copied(layer: nn.Module, device: torch.device) -> nn.Module:
     """A copy with parameters on meta, which shares the buffers."""
     memo: dict[int, object] = {
-        id(one): nn.Parameter(torch.empty_like(one, device="meta"), one.requires_grad) for one in layer.parameters()
+        id(tensor): nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
+        for tensor in layer.parameters()
     }
     memo |= {id(one): one.to(device) for one in layer.buffers()}
     return copy.deepcopy(layer, memo)
@@ -294,8 +306,8 @@ def _shard_linear(
         device="meta",
         dtype=linear.weight.dtype,
     )
-    for one, of_linear in zip(sharded.parameters(), linear.parameters(), strict=True):
-        one.requires_grad_(of_linear.requires_grad)
+    for parameter, of_linear in zip(sharded.parameters(), linear.parameters(), strict=True):
+        parameter.requires_grad_(of_linear.requires_grad)
     path, _, attribute = name.rpartition(".")
     setattr(layer.get_submodule(path), attribute, sharded.train(linear.training))
 
@@ -303,6 +315,6 @@ def _shard_linear(
 def _replace_parameter(layer: nn.Module, old: Tensor, new: nn.Parameter) -> None:
     """Wherever the layer has it."""
     for module in layer.modules():
-        for name, one in parameters_of(module).items():
-            if one is old:
+        for name, parameter in parameters_of(module).items():
+            if parameter is old:
                 parameters_of(module)[name] = new

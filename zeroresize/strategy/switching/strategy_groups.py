@@ -14,7 +14,7 @@ from zeroresize.plan.strategy import Strategy
 _Ranks = tuple[int, ...]
 
 
-class OwnGroups(NamedTuple):
+class RankGroups(NamedTuple):
     """The groups that a rank is in; of a rank that is left out, each has only itself.
 
     Attributes:
@@ -46,7 +46,7 @@ class StrategyGroups:
         self._made: dict[frozenset[_Ranks], ProcessGroup] = {}
         self.num_made = 0
 
-    def of(self, strategy: Strategy, numbers: Iterator[int]) -> OwnGroups:
+    def of(self, strategy: Strategy, numbers: Iterator[int]) -> RankGroups:
         """This rank's groups; collective over the job where the strategy has groups that are not made yet.
 
         Args:
@@ -57,7 +57,7 @@ class StrategyGroups:
             RuntimeError: if a rank does not come, or a group cannot be made. Other ranks may have it: give up on all of
                 them what this strategy needs alone, by :meth:`keep`.
         """
-        return OwnGroups(*(self._own(division, numbers) for division in self._divisions(strategy)))
+        return RankGroups(*(self._group_of(division, numbers) for division in self._divisions(strategy)))
 
     def keep(self, strategies: Iterable[Strategy]) -> None:
         """Destroy the groups that none of these strategies has, on all ranks when none uses them any more."""
@@ -71,11 +71,11 @@ class StrategyGroups:
         kinds = strategy.tp_groups(), strategy.dp_groups(), strategy.pipelines()
         return [frozenset([*groups, *left_out]) for groups in kinds]
 
-    def _own(self, division: frozenset[_Ranks], numbers: Iterator[int]) -> ProcessGroup:
-        own = next(ranks for ranks in division if self._rank in ranks)
-        if own == tuple(range(self._num_ranks)):
+    def _group_of(self, division: frozenset[_Ranks], numbers: Iterator[int]) -> ProcessGroup:
+        ranks = next(ranks for ranks in division if self._rank in ranks)
+        if ranks == tuple(range(self._num_ranks)):
             return self._job
         if division not in self._made:
-            self._made[division] = make_side_group(self._job, own, next(numbers))
+            self._made[division] = make_side_group(self._job, ranks, next(numbers))
             self.num_made += 1
         return self._made[division]

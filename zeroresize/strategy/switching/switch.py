@@ -77,9 +77,9 @@ class SwitchRoute:
         # Partial gradients are added in the order of the replicas that they come from: on ranks that hold the same
         # the sums are the same to the last bit.
         rounds = switch_rounds(flows, tensors, rank, before.layout.replicas.tolist(), max(max_bytes // 2, 1))
-        told = [None if one is None else one.strategy.as_dict() for one in (before, after, optimizer_placement)]
+        way = [None if one is None else one.strategy.as_dict() for one in (before, after, optimizer_placement)]
         return cls(
-            rounds, optimizer_placement is not None, fingerprint(json.dumps([told, max_bytes, fingerprint_of(flows)]))
+            rounds, optimizer_placement is not None, fingerprint(json.dumps([way, max_bytes, fingerprint_of(flows)]))
         )
 
 
@@ -109,12 +109,12 @@ class Switch(Transaction):
         self._tensors, self._rank = tensors, group_rank(process_group)
         self._group = process_group
         self._weights = Relocation(before, after, tensors, self._rank, before.weights, after.dtypes)
-        for number, one in before.parameters.items() if self._has_gradients else ():
-            known = one.grad
-            if known is not None and (known.layout is not torch.strided or known.dtype != one.dtype):
+        for number, parameter in before.parameters.items() if self._has_gradients else ():
+            gradient = parameter.grad
+            if gradient is not None and (gradient.layout is not torch.strided or gradient.dtype != parameter.dtype):
                 raise ValueError(
-                    f"{tensors[number].spec.name}: a gradient of {known.dtype} and {known.layout} cannot travel; "
-                    f"allowed are those of {one.dtype} and {torch.strided}"
+                    f"{tensors[number].spec.name}: a gradient of {gradient.dtype} and {gradient.layout} cannot travel; "
+                    f"allowed are those of {parameter.dtype} and {torch.strided}"
                 )
         #: Of the optimizer's strategy, where it has none yet.
         self._gradients: dict[int, Tensor] = {}
@@ -135,8 +135,8 @@ class Switch(Transaction):
         self.transport.allocate(message_device(self._group, self._device))
         self._weights.allocate(self._device)
         for number in self._without:
-            one = self._optimizer_placement.parameters[number]
-            self._gradients[number] = torch.zeros(one.shape, dtype=one.dtype, device=self._device)
+            parameter = self._optimizer_placement.parameters[number]
+            self._gradients[number] = torch.zeros(parameter.shape, dtype=parameter.dtype, device=self._device)
 
     def carry_out(self) -> Exception | None:
         ends = [self._weights.ends()]
@@ -150,21 +150,21 @@ class Switch(Transaction):
         for number, gradient in self._gradients.items():
             self._optimizer_placement.parameters[number].grad = gradient
         if self._has_gradients:
-            for one in self._before.parameters.values():
-                one.grad = None
+            for parameter in self._before.parameters.values():
+                parameter.grad = None
 
     def _partial_gradients(self) -> Ends:
         before, optimizer_placement, rank = self._before, self._optimizer_placement, self._rank
         sources, targets = {}, {}
-        for number, one in before.parameters.items():
-            known = one.grad
-            sources[number] = None if known is None else before.stack(number, self._tensors[number], known, rank)
-        for number, one in optimizer_placement.parameters.items():
-            known = self._gradients.get(number, one.grad)
-            if known is not None and not known.is_contiguous():
-                known = one.grad = known.contiguous()  # of which a stack is a view
-            if known is not None:
-                targets[number] = optimizer_placement.stack(number, self._tensors[number], known, rank)
+        for number, parameter in before.parameters.items():
+            gradient = parameter.grad
+            sources[number] = None if gradient is None else before.stack(number, self._tensors[number], gradient, rank)
+        for number, parameter in optimizer_placement.parameters.items():
+            gradient = self._gradients.get(number, parameter.grad)
+            if gradient is not None and not gradient.is_contiguous():
+                gradient = parameter.grad = gradient.contiguous()  # of which a stack is a view
+            if gradient is not None:
+                targets[number] = optimizer_placement.stack(number, self._tensors[number], gradient, rank)
         return Ends(
             sources, targets, before.layout.begins[:, rank], optimizer_placement.layout.begins[:, rank], adds=True
         )

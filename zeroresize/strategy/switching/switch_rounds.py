@@ -38,13 +38,11 @@ class Flow:
 
     def only(self, is_wanted: np.ndarray) -> Flow:
         """Without some tensors; [P] tells which are wanted."""
-        parts = (
-            None if one is None else one.at(np.flatnonzero(is_wanted[one.tensors]))
-            for one in (self.transfers, self.kept)
-        )
-        transfers, kept = parts
-        assert transfers is not None
-        return Flow(transfers, kept, self.itemsizes)
+
+        def of_wanted(transfers: SliceTransfers) -> SliceTransfers:
+            return transfers.at(np.flatnonzero(is_wanted[transfers.tensors]))
+
+        return Flow(of_wanted(self.transfers), None if self.kept is None else of_wanted(self.kept), self.itemsizes)
 
 
 class TensorSlice(NamedTuple):
@@ -93,14 +91,14 @@ def switch_rounds(
         max_bytes: that a rank sends and receives in a round; a single unit may be larger.
     """
     spans = _spans(flows, tensors, len(order), max_bytes)
-    found: list[dict[Pair, list[TensorSlice]]] = [{} for _ in spans]
+    slices: list[dict[Pair, list[TensorSlice]]] = [{} for _ in spans]
     firsts, lasts = (np.array([getattr(one, key) for one in spans]) for key in ("first", "last"))
     for number, flow in enumerate(flows):
-        own = flow.transfers.at(
+        travelling = flow.transfers.at(
             np.flatnonzero((flow.transfers.sources == rank) | (flow.transfers.destinations == rank))
         )
         kept = [] if flow.kept is None else [flow.kept.at(np.flatnonzero(flow.kept.sources == rank))]
-        for transfer in (one for part in (own, *kept) for one in part):
+        for transfer in (one for part in (travelling, *kept) for one in part):
             tensor = tensors[transfer.tensor]
             begin, end = transfer.begin, transfer.end
             if tensor.spec.division is None:
@@ -112,12 +110,12 @@ def switch_rounds(
                 if low < high:
                     pair = transfer.source, transfer.destination
                     tensor_slice = TensorSlice(number, transfer.tensor, low, high, (high - low) * unit_bytes)
-                    found[span].setdefault(pair, []).append(tensor_slice)
+                    slices[span].setdefault(pair, []).append(tensor_slice)
 
     def turn(pair: Pair) -> tuple[int, int, int]:
         return order[pair[0]], *pair
 
-    return [_round({pair: of_span[pair] for pair in sorted(of_span, key=turn)}, flows, tensors) for of_span in found]
+    return [_round({pair: of_span[pair] for pair in sorted(of_span, key=turn)}, flows, tensors) for of_span in slices]
 
 
 def fingerprint_of(flows: Iterable[Flow]) -> str:
@@ -133,12 +131,12 @@ def _spans(flows: Sequence[Flow], tensors: Sequence[WholeTensor], num_ranks: int
     for flow in flows:
         itemsizes = np.array([_itemsize(flow, number, one) for number, one in enumerate(tensors)])
         most_itemsize = np.maximum(most_itemsize, itemsizes)
-        own = flow.transfers
+        transfers = flow.transfers
         of_parameter = np.array([one.spec.itemsize for one in tensors])
-        num_bytes = own.num_bytes // of_parameter[own.tensors] * itemsizes[own.tensors]
-        for ranks in (own.sources, own.destinations):
-            np.add.at(loads_PR, (own.tensors, ranks), num_bytes)
-            np.add.at(counts_PR, (own.tensors, ranks), 1)
+        num_bytes = transfers.num_bytes // of_parameter[transfers.tensors] * itemsizes[transfers.tensors]
+        for ranks in (transfers.sources, transfers.destinations):
+            np.add.at(loads_PR, (transfers.tensors, ranks), num_bytes)
+            np.add.at(counts_PR, (transfers.tensors, ranks), 1)
     spans: list[_Span] = []
     first, used = 0, np.zeros(num_ranks, dtype=np.int64)
     for number, tensor in enumerate(tensors):
@@ -162,8 +160,8 @@ def _spans(flows: Sequence[Flow], tensors: Sequence[WholeTensor], num_ranks: int
 def _round(
     slices: Mapping[Pair, list[TensorSlice]], flows: Sequence[Flow], tensors: Sequence[WholeTensor]
 ) -> SwitchRound:
-    def larger_elements_first(one: TensorSlice) -> tuple[int, TensorSlice]:
-        return -_itemsize(flows[one.flow], one.tensor, tensors[one.tensor]), one
+    def larger_elements_first(tensor_slice: TensorSlice) -> tuple[int, TensorSlice]:
+        return -_itemsize(flows[tensor_slice.flow], tensor_slice.tensor, tensors[tensor_slice.tensor]), tensor_slice
 
     sizes = {
         pair: 0 if pair[0] == pair[1] else sum(one.num_bytes for one in of_pair) for pair, of_pair in slices.items()

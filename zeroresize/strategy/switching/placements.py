@@ -1,0 +1,157 @@
+"""The strategies of a switchable model on one rank: what it holds under each, and the ways from one to another."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch.distributed import ProcessGroup
+
+from zeroresize.comm.collectives import group_rank
+from zeroresize.comm.side_groups import free_group_number
+from zeroresize.plan.layout import Layout
+from zeroresize.plan.strategy import Strategy
+from zeroresize.resharding.agreement import meet_prepared
+from zeroresize.strategy.switching.placement import Placement
+from zeroresize.strategy.switching.rank_agreement import RankAgreement
+from zeroresize.strategy.switching.sharding import WholeLayers
+from zeroresize.strategy.switching.strategy_groups import StrategyGroups
+from zeroresize.strategy.switching.switch import SwitchRoute
+
+
+class Placements(Mapping[Strategy, Placement]):
+    """The placements of strategies; strategies that divide a model alike have one.
+
+    Args:
+        layers: the undivided model.
+        nodes: [R], on which node each rank is.
+        process_group: of the job's ranks.
+        device: of the weights.
+        max_bytes: of the messages that a rank sends and receives at once in a switch.
+    """
+
+    def __init__(
+        self,
+        layers: WholeLayers,
+        nodes: Sequence[int],
+        agreement: RankAgreement,
+        process_group: ProcessGroup,
+        device: torch.device,
+        max_bytes: int,
+    ) -> None:
+        self._layers, self._nodes, self._agreement = layers, nodes, agreement
+        self._rank, self._device, self._max_bytes = group_rank(process_group), device, max_bytes
+        self._groups = StrategyGroups(process_group)
+        self._placements: dict[Strategy, Placement] = {}
+        self._routes: dict[tuple[Strategy, Strategy, Strategy | None], SwitchRoute] = {}
+        self._setups_s: list[float] = []
+
+    def __getitem__(self, strategy: Strategy) -> Placement:
+        """Return the placement of a strategy.
+
+        Raises:
+            ValueError: for a strategy that the model does not have.
+        """
+        if strategy not in self._placements:
+            known = ", ".join(map(str, self._placements))
+            raise ValueError(f"strategy {strategy} is none of the model's: {known}; add(strategy) takes another")
+        return self._placements[strategy]
+
+    def __contains__(self, strategy: object) -> bool:
+        return strategy in self._placements
+
+    def __iter__(self) -> Iterator[Strategy]:
+        return iter(self._placements)
+
+    def __len__(self) -> int:
+        return len(self._placements)
+
+    @property
+    def setup_s(self) -> float | None:
+        """Return the mean seconds in which this rank made the groups and modules of a strategy.
+
+        Only strategies for which groups had to be made count; None before there was one.
+        """
+        return statistics.fmean(self._setups_s) if self._setups_s else None
+
+    @property
+    def num_routes(self) -> int:
+        """Return how many routes are kept."""
+        return len(self._routes)
+
+    def place(self, layouts: Mapping[Strategy, Layout]) -> None:
+        """Take strategies, each with its process groups and modules, on all ranks or on none; collective.
+
+        Raises:
+            RuntimeError: if a rank does not come, or cannot make them.
+        """
+        free = [number for number, *_ in meet_prepared(self._agreement.meet, (float(free_group_number()), 0.0))]
+        numbers = itertools.count(int(max(free)))
+        setups_s: list[float] = []
+
+        def made() -> dict[Strategy, Placement]:
+            placements = dict(self._placements)
+            for strategy, layout in layouts.items():
+                if strategy in placements:
+                    continue
+                known = placements.values()
+                placement = next((one for one in known if self._divides_alike(one, strategy, layout)), None)
+                if placement is None:
+                    begin, num_made = time.perf_counter(), self._groups.num_made
+                    groups = self._groups.of(strategy, numbers)
+                    placement = Placement.of(strategy, layout, self._layers, groups, self._rank, self._device)
+                    if self._groups.num_made > num_made:
+                        setups_s.append(time.perf_counter() - begin)
+                placements[strategy] = placement
+            return placements
+
+        try:
+            self._placements = self._agreement.make_alike(made, len, "how many strategies the model has")
+        except Exception:
+            self._groups.keep(placement.strategy for placement in self._placements.values())
+            raise
+        self._setups_s += setups_s
+
+    def remove(self, strategy: Strategy) -> None:
+        """Give up a strategy, with the groups, modules and routes that no other one needs; on all ranks."""
+        placement = self._placements.pop(strategy)
+        left = list(self._placements.values())
+        if placement not in left:
+            self._routes = {key: route for key, route in self._routes.items() if placement.strategy not in key}
+            self._keep_groups_of(left)
+
+    def close(self) -> None:
+        """Destroy the process groups of all strategies, on all ranks; the placements stay."""
+        self._keep_groups_of(())
+
+    def route(self, before: Placement, after: Placement, optimizer_placement: Placement | None) -> SwitchRoute:
+        """Return the route of a switch, planned once.
+
+        Args:
+            optimizer_placement: where the gradients go; None where they stay.
+        """
+        key = before.strategy, after.strategy, None if optimizer_placement is None else optimizer_placement.strategy
+        if key not in self._routes:
+            self._routes[key] = SwitchRoute.of(
+                before, after, optimizer_placement, self._layers.tensors, self._nodes, self._rank, self._max_bytes
+            )
+        return self._routes[key]
+
+    def _keep_groups_of(self, placements: Iterable[Placement]) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._groups.keep(placement.strategy for placement in placements)
+
+    def _divides_alike(self, placement: Placement, strategy: Strategy, layout: Layout) -> bool:
+        known = placement.strategy
+        partitions = (one.partition(self._layers.num_layers) for one in (known, strategy))
+        return (
+            (known.degrees, known.ranks) == (strategy.degrees, strategy.ranks)
+            and len({one.boundaries for one in partitions}) == 1
+            and np.array_equal(placement.layout.begins, layout.begins)
+            and np.array_equal(placement.layout.ends, layout.ends)
+        )
