@@ -60,8 +60,8 @@ class Training:
 def test_boundaries_that_do_not_fit_are_told_to_all(run_ranks, wrong, expected):
     def check(rank, group):
         training = Training(group)
-        told = training.fails(wrong if rank == 2 else None, (ValueError, RuntimeError))
-        assert (expected if rank == 2 else "ranks [2] of the group failed before") in told
+        text = training.fails(wrong if rank == 2 else None, (ValueError, RuntimeError))
+        assert (expected if rank == 2 else "ranks [2] of the group failed before") in text
         training.moves()
 
     run_ranks(check, 3)
@@ -89,12 +89,12 @@ def test_wherever_memory_runs_out_all_are_told_at_once_that_it_was_that(run_rank
         assert pipeline.boundaries == (0, 3, 4)
         return type(caught.value), str(caught.value)
 
-    (first_kind, first), (kind, told) = run_ranks(check, 2)
+    (first_kind, first), (kind, text) = run_ranks(check, 2)
     assert first_kind is kind is NotEnoughMemoryError
-    assert first.startswith("nothing has moved or changed") and told.startswith("nothing has moved or changed")
-    assert "to boundaries [0, 1, 4]: out of memory" in told or re.search(
-        r"not enough memory for [a-z ]+: .*rank 1 lacks [\d.]+ MB, of [\d.]+ MB that it needs: .*memory", told
-    ), told
+    assert first.startswith("nothing has moved or changed") and text.startswith("nothing has moved or changed")
+    assert "to boundaries [0, 1, 4]: out of memory" in text or re.search(
+        r"not enough memory for [a-z ]+: .*rank 1 lacks [\d.]+ MB, of [\d.]+ MB that it needs: .*memory", text
+    ), text
 
 
 def test_optimizers_with_other_settings_or_groups_do_not_get_layers(run_ranks):
@@ -106,10 +106,10 @@ def test_optimizers_with_other_settings_or_groups_do_not_get_layers(run_ranks):
         first, second = training.optimizer.param_groups
         if rank == 0:
             second["params"].append(first["params"].pop(3))
-        told = training.fails(kind=(ValueError, RuntimeError))
+        text = training.fails(kind=(ValueError, RuntimeError))
         if rank == 0:
             first["params"].insert(3, second["params"].pop())
-            assert "is in parameter group 0 of the optimizer where it comes from, and in 1 here" in told
+            assert "is in parameter group 0 of the optimizer where it comes from, and in 1 here" in text
         training.moves()
 
     run_ranks(check, 2)
@@ -118,9 +118,9 @@ def test_optimizers_with_other_settings_or_groups_do_not_get_layers(run_ranks):
 def test_an_optimizer_that_was_given_this_stage_only_is_an_error(run_ranks):
     def check(rank, group):
         training = Training(group)
-        own = torch.optim.AdamW(one for one in training.pipeline.parameters() if one.numel())
-        own.state.update(training.optimizer.state)
-        training.optimizer = own
+        stage_optimizer = torch.optim.AdamW(one for one in training.pipeline.parameters() if one.numel())
+        stage_optimizer.state.update(training.optimizer.state)
+        training.optimizer = stage_optimizer
         return training.fails(kind=(ValueError, RuntimeError))
 
     first, second = run_ranks(check, 2)
@@ -166,8 +166,8 @@ def test_what_cannot_move_is_refused_with_the_reason(run_ranks, change, expected
         training.before = held(training.pipeline, training.optimizer)
         return training.fails(kind=(ValueError, RuntimeError))
 
-    told = run_ranks(check, 2)
-    assert any(expected in text for text in told), told
+    texts = run_ranks(check, 2)
+    assert any(expected in text for text in texts), texts
 
 
 def test_a_sparse_gradient_does_not_move(run_ranks):

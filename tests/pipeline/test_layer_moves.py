@@ -191,8 +191,8 @@ def test_layers_without_tensors_and_with_several_tensors_move(run_ranks):
             return x[..., :2], x[..., 2:].long()
 
     class Join(nn.Module):
-        def forward(self, one, other):
-            return torch.cat([one, other.to(one.dtype)], dim=-1)
+        def forward(self, first, other):
+            return torch.cat([first, other.to(first.dtype)], dim=-1)
 
     def layers_of_several():
         torch.manual_seed(1)
@@ -220,9 +220,9 @@ def test_layers_without_tensors_and_with_several_tensors_move(run_ranks):
 
 def test_a_pipeline_is_a_group_of_its_own(run_ranks):
     def check(rank, group):
-        own = torch.distributed.new_group([1, 3])
+        pair = torch.distributed.new_group([1, 3])
         other = torch.distributed.new_group([0, 2])
-        pipeline, optimizer = trained(own if rank in (1, 3) else other)
+        pipeline, optimizer = trained(pair if rank in (1, 3) else other)
         report = move_layers(pipeline, (0, 5, 7), optimizer=optimizer)
         losses = pipelines.train_step(pipeline, optimizer, 2)
         return report.sent_bytes, losses

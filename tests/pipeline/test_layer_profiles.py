@@ -109,8 +109,8 @@ def test_layers_that_return_their_input_or_several_tensors(run_ranks, monkeypatc
             return self.run(x), self.run(x)
 
     class Joining(nn.Module):
-        def forward(self, one, other):
-            return one + other
+        def forward(self, first, other):
+            return first + other
 
     def check(rank, group):
         clock = Clock(monkeypatch)

@@ -88,16 +88,16 @@ def test_ratios_are_of_the_slowest_stages_step():
 def test_a_record_tells_of_layers_stages_and_bubbles_in_plain_numbers():
     profile = World([3.0, 6.0, 3.0], [1.0, 1.0], (0, 2, 3)).profile()
     record = ProfileRecord.of(7, profile, "gpipe", 4)
-    told = json.loads(json.dumps(record.to_dict()))
-    assert told["kind"] == "profile" and told["step"] == 7 and told["boundaries"] == [0, 2, 3]
-    assert [one["forward_s"] for one in told["layers"]] == pytest.approx([1.0, 2.0, 1.0])
-    assert told["layers"][2]["optimizer_bytes"] == 2000
-    assert ProfileRecord.from_dict(told) == record
-    assert told["stage_s"] == pytest.approx([9.0, 3.0]) and told["imbalance"] == pytest.approx(1.0)
+    values = json.loads(json.dumps(record.to_dict()))
+    assert values["kind"] == "profile" and values["step"] == 7 and values["boundaries"] == [0, 2, 3]
+    assert [one["forward_s"] for one in values["layers"]] == pytest.approx([1.0, 2.0, 1.0])
+    assert values["layers"][2]["optimizer_bytes"] == 2000
+    assert ProfileRecord.from_dict(values) == record
+    assert values["stage_s"] == pytest.approx([9.0, 3.0]) and values["imbalance"] == pytest.approx(1.0)
     # Of two stages the first takes 3/4 and 6/4 s for a micro-batch, the second a third of it: the first one's 9 s, and
     # at its turn from forwards to backwards what the second one takes for one micro-batch.
-    assert told["simulated_step_s"] == pytest.approx(9.0 + 3.0 / 4)
-    assert told["chimera_bubble_ratio"] == pytest.approx(chimera_bubble_ratio(2, 0.5, 1.0, 0.0))
+    assert values["simulated_step_s"] == pytest.approx(9.0 + 3.0 / 4)
+    assert values["chimera_bubble_ratio"] == pytest.approx(chimera_bubble_ratio(2, 0.5, 1.0, 0.0))
     scalars = record.scalars()
     assert scalars["pipeline_stages/0_layers"] == 2.0 and scalars["pipeline_stages/1_bytes"] == 4100.0
     odd = ProfileRecord.of(7, World([1.0] * 3, [1.0] * 3, (0, 1, 2, 3)).profile(), "gpipe", 4)

@@ -58,17 +58,17 @@ def there_and_back(num_stages):
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_everything_is_as_after_a_move_between_two_steps(run_ranks, name):
     def check(rank, group):
-        one, other = Training(group, name), Training(group, name)
+        between, during = Training(group, name), Training(group, name)
         for boundaries in there_and_back(3):
-            report, move = one.move_between(boundaries), other.move_during(boundaries, max_bytes=700)
-            assert_same(held(one.pipeline, one.optimizer), held(other.pipeline, other.optimizer))
+            report, move = between.move_between(boundaries), during.move_during(boundaries, max_bytes=700)
+            assert_same(held(between.pipeline, between.optimizer), held(during.pipeline, during.optimizer))
             assert not move.was_repeated
             moved = report.num_layers, report.sent_bytes, report.received_bytes
             assert (move.report.num_layers, move.report.sent_bytes, move.report.received_bytes) == moved
-            one.update()
-            other.update()
-            assert_same(held(one.pipeline, one.optimizer), held(other.pipeline, other.optimizer))
-        return other.losses
+            between.update()
+            during.update()
+            assert_same(held(between.pipeline, between.optimizer), held(during.pipeline, during.optimizer))
+        return during.losses
 
     assert run_ranks(check, 3)[2] == pytest.approx(
         pipelines.undivided(OPTIMIZERS[name], NUM_STEPS, MAX_NORM)[0], rel=1e-10, abs=0.0
@@ -89,9 +89,9 @@ def test_training_goes_on_as_if_undivided(run_ranks, schedule, num_stages):
     by_rank = run_ranks(check, num_stages)
     losses, whole = pipelines.undivided(OPTIMIZERS["AdamW"], NUM_STEPS, MAX_NORM)
     assert by_rank[-1][0] == pytest.approx(losses, rel=1e-10, abs=0.0)
-    found = {name: one for _, own in by_rank for name, one in own.items() if not name.endswith("gradient")}
-    for name, one in found.items():
-        torch.testing.assert_close(torch.as_tensor(one), whole[name], rtol=1e-8, atol=1e-12)
+    tensors = {name: one for _, own in by_rank for name, one in own.items() if not name.endswith("gradient")}
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(torch.as_tensor(tensor), whole[name], rtol=1e-8, atol=1e-12)
 
 
 @pytest.mark.parametrize("num_steps", [1, 3])
@@ -99,15 +99,15 @@ def test_gradients_that_were_not_final_are_sent_again(run_ranks, num_steps):
     """Told of too few steps a layer is sent too early; of too many, at the end of the block."""
 
     def check(rank, group):
-        one, other = Training(group), Training(group)
-        found = []
+        between, during = Training(group), Training(group)
+        results = []
         for boundaries in there_and_back(3):
-            one.move_between(boundaries)
-            found.append(other.move_during(boundaries, num_steps=num_steps).was_repeated)
-            assert_same(held(one.pipeline, one.optimizer), held(other.pipeline, other.optimizer))
-            one.update()
-            other.update()
-        return found
+            between.move_between(boundaries)
+            results.append(during.move_during(boundaries, num_steps=num_steps).was_repeated)
+            assert_same(held(between.pipeline, between.optimizer), held(during.pipeline, during.optimizer))
+            between.update()
+            during.update()
+        return results
 
     moves = [num_steps == 1] * 3
     assert run_ranks(check, 3) == [[*moves, False, moves[0]]] * 3
@@ -115,15 +115,15 @@ def test_gradients_that_were_not_final_are_sent_again(run_ranks, num_steps):
 
 def test_gradients_are_added_to_those_of_earlier_blocks(run_ranks):
     def check(rank, group):
-        one, other = Training(group), Training(group)
-        for training in (one, other):
+        between, during = Training(group), Training(group)
+        for training in (between, during):
             training.accumulate()
-        move_layers(one.pipeline, BOUNDARIES[2][1], optimizer=one.optimizer)
-        one.accumulate()
-        with moving_during_backward(other.pipeline, BOUNDARIES[2][1], optimizer=other.optimizer, num_steps=2) as move:
-            other.accumulate()
+        move_layers(between.pipeline, BOUNDARIES[2][1], optimizer=between.optimizer)
+        between.accumulate()
+        with moving_during_backward(during.pipeline, BOUNDARIES[2][1], optimizer=during.optimizer, num_steps=2) as move:
+            during.accumulate()
         assert not move.was_repeated
-        assert_same(held(one.pipeline, one.optimizer), held(other.pipeline, other.optimizer))
+        assert_same(held(between.pipeline, between.optimizer), held(during.pipeline, during.optimizer))
 
     run_ranks(check, 2)
 

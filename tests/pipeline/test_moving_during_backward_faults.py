@@ -44,23 +44,25 @@ class Training:
     def constant(self):
         """What only the optimizer's step changes."""
         parameters = dict(self.pipeline.named_parameters())
-        found = held(self.pipeline, self.optimizer).items()
+        tensors = held(self.pipeline, self.optimizer).items()
         return {
-            name: one for name, one in found if name in parameters or (" " in name and not name.endswith("gradient"))
+            name: tensor
+            for name, tensor in tensors
+            if name in parameters or (" " in name and not name.endswith("gradient"))
         }
 
     @contextmanager
     def fails(self, *kinds, within_s=30.0):
         """Within the block something does, which changes nothing."""
-        before, begin, told = self.constant(), time.perf_counter(), []
+        before, begin, texts = self.constant(), time.perf_counter(), []
         with pytest.raises(kinds or RuntimeError) as caught:
-            yield told
+            yield texts
         seconds = time.perf_counter() - begin
         assert seconds < within_s, f"it took {seconds:.1f} s of {within_s}: {caught.value}"
         assert self.pipeline.boundaries == self.boundaries
         assert_same(self.constant(), before)
         assert not any(one._forward_hooks for one in self.pipeline.module.modules())
-        told.append(f"{type(caught.value).__name__}: {caught.value}")
+        texts.append(f"{type(caught.value).__name__}: {caught.value}")
 
     def moves(self, boundaries=None, **options):
         options = {"optimizer": self.optimizer, "max_bytes": 2000} | options
@@ -77,13 +79,13 @@ def test_a_rank_that_dies_at_its_last_layer_leaves_the_others_as_they_were(tmp_p
             EarlyLayerMove._message = lambda *_: os._exit(0)
             training.moves()
             return "did not die"
-        with training.fails() as told:
+        with training.fails() as texts:
             training.moves()
-        return told[0]
+        return texts[0]
 
-    told = told_by_survivors(check, 3, tmp_path)
-    assert sorted(told) == [0, 2], told
-    assert all(text.startswith("RuntimeError: ") for text in told.values()), told
+    texts = told_by_survivors(check, 3, tmp_path)
+    assert sorted(texts) == [0, 2], texts
+    assert all(text.startswith("RuntimeError: ") for text in texts.values()), texts
 
 
 @pytest.mark.few(1)
@@ -94,18 +96,18 @@ def test_a_rank_that_stops_in_the_block_is_waited_for_once(tmp_path, stopped):
     def check(rank, group):
         training = Training(group)
         with (
-            training.fails(within_s=1.6 * training.limit_s) as told,
+            training.fails(within_s=1.6 * training.limit_s) as texts,
             moving_during_backward(training.pipeline, THERE[3], optimizer=training.optimizer),
         ):
             if rank == stopped:
                 time.sleep(0.5)  # until weights and optimizer state have travelled
                 os.kill(os.getpid(), signal.SIGSTOP)
             training.step()
-        return told[0]
+        return texts[0]
 
-    told = told_by_survivors(check, 3, tmp_path, stopped=[stopped])
-    assert sorted(told) == sorted({0, 1, 2} - {stopped}), told
-    assert all(text.startswith("RuntimeError: ") for text in told.values()), told
+    texts = told_by_survivors(check, 3, tmp_path, stopped=[stopped])
+    assert sorted(texts) == sorted({0, 1, 2} - {stopped}), texts
+    assert all(text.startswith("RuntimeError: ") for text in texts.values()), texts
 
 
 def test_a_step_that_fails_moves_nothing_and_says_why(run_ranks):
@@ -118,13 +120,13 @@ def test_a_step_that_fails_moves_nothing_and_says_why(run_ranks):
             training.step()
             raise ArithmeticError
         with (
-            training.fails(ArithmeticError if rank == 0 else RuntimeError) as told,
+            training.fails(ArithmeticError if rank == 0 else RuntimeError) as texts,
             moving_during_backward(training.pipeline, (0, 6, 7), optimizer=training.optimizer),
         ):
             training.step()
             if rank == 0:
                 raise ArithmeticError
-        assert rank == 0 or "ranks [0] of the group have not received everything" in told[0]
+        assert rank == 0 or "ranks [0] of the group have not received everything" in texts[0]
         assert training.moves() == 3
 
     run_ranks(check, 2)
@@ -137,25 +139,25 @@ def test_bad_input_is_told_before_the_block(run_ranks, monkeypatch):
         def refused(expected, others, boundaries=(0, 6, 7), kind=ValueError, **options):
             kinds = (kind,) if rank == 1 else (kind, RuntimeError)
             with (
-                training.fails(*kinds) as told,
+                training.fails(*kinds) as texts,
                 moving_during_backward(training.pipeline, boundaries, **{"optimizer": training.optimizer} | options),
             ):
                 raise AssertionError("the block must not begin")
-            return told, expected, others
+            return texts, expected, others
 
-        for told, expected, others in (
+        for texts, expected, others in (
             refused("every stage has at least one layer", "ranks [1]", (0, 0, 7) if rank else (0, 6, 7)),
             refused("num_steps=0 is not allowed", "ranks [1]", num_steps=1 - rank),
             refused("max_bytes=1 is too small", "ranks [1]", max_bytes=2000 if rank == 0 else 1),
         ):
-            assert (expected if rank else others) in told[0]
-        told, *_ = refused("", "", (0, 6 - rank, 7), RuntimeError)
-        assert "differ in the boundaries of the stages" in told[0]
+            assert (expected if rank else others) in texts[0]
+        texts, *_ = refused("", "", (0, 6 - rank, 7), RuntimeError)
+        assert "differ in the boundaries of the stages" in texts[0]
         if rank == 0:
             monkeypatch.setattr(agreement, "free_bytes", lambda device: 1000)
             monkeypatch.setattr(agreement, "_place_of", lambda device: "a small device")
-        told, *_ = refused("", "", kind=NotEnoughMemoryError)
-        assert "rank 0 lacks 0.0" in told[0]
+        texts, *_ = refused("", "", kind=NotEnoughMemoryError)
+        assert "rank 0 lacks 0.0" in texts[0]
         monkeypatch.undo()
         assert training.moves() == 3
 
@@ -198,7 +200,7 @@ def test_a_rank_that_cannot_go_on_tells_the_other_at_once(run_ranks, monkeypatch
         training = Training(group)
         during = moving_during_backward(training.pipeline, (0, 6, 7), optimizer=training.optimizer)
         begin = time.perf_counter()
-        with training.fails() as told, during:
+        with training.fails() as texts, during:
             if rank == failing:
 
                 def fail(*_):
@@ -210,12 +212,12 @@ def test_a_rank_that_cannot_go_on_tells_the_other_at_once(run_ranks, monkeypatch
         assert time.perf_counter() - begin < 4.0  # others wait for five seconds
         training.optimizer.step()
         assert training.moves() == 3
-        return told[0]
+        return texts[0]
 
-    told = run_ranks(check, 2)
-    assert told[failing] == "RuntimeError: nothing has moved or changed: no memory left"
+    texts = run_ranks(check, 2)
+    assert texts[failing] == "RuntimeError: nothing has moved or changed: no memory left"
     where = "cannot go to stage 0" if failing == 0 else "cannot come from stage 1"
-    assert f"{where}; its error tells why" in told[1 - failing]
+    assert f"{where}; its error tells why" in texts[1 - failing]
 
 
 @pytest.mark.parametrize("which", ["of the store", "of the connection", "of the move"])
@@ -235,14 +237,14 @@ def test_a_rank_without_memory_for_threads_says_so_and_all_hear_of_it_at_once(ru
         if rank == 1:
             monkeypatch.setattr(threading.Thread, "start", start)
         with (
-            training.fails(NotEnoughMemoryError) as told,
+            training.fails(NotEnoughMemoryError) as texts,
             moving_during_backward(training.pipeline, (0, 6, 7), optimizer=training.optimizer),
         ):
             raise AssertionError("the block must not begin")
         monkeypatch.undo()
         assert time.perf_counter() - begin < 4.0  # others wait for five seconds
         assert training.moves() == 3
-        return told[0]
+        return texts[0]
 
     first, second = run_ranks(check, 2)
     assert (

@@ -119,41 +119,45 @@ def test_links_are_measured_when_the_balancer_is_made(run_ranks, during):
 @pytest.mark.parametrize("method", ["partition", "diffusion"])
 def test_a_straggling_stage_gets_fewer_layers_and_gets_them_back(run_ranks, method):
     def check(rank, group):
-        told = []
+        messages = []
         handler = logging.Handler()
-        handler.emit = lambda record: told.append(record.getMessage())
+        handler.emit = lambda record: messages.append(record.getMessage())
         logging.getLogger("zeroresize.pipeline").addHandler(handler)
         logging.getLogger("zeroresize.pipeline").setLevel(logging.INFO)
         training = Training(group, 8, method=method)
         assert training.balancer.what_if() is None
-        found = [training.train(6)]
+        boundaries = [training.train(6)]
         training.pace.of_rank = 3.0 if rank == 1 else 1.0
-        found.append(training.train(14))
+        boundaries.append(training.train(14))
         training.pace.of_rank = 1.0
-        found.append(training.train(14))
+        boundaries.append(training.train(14))
         forecast = training.balancer.what_if()
         assert forecast.before == training.pipeline.boundaries and len(forecast.stage_s) == 2
-        return found, training.records, training.balancer.state_dict(), told, training.losses
+        return boundaries, training.records, training.balancer.state_dict(), messages, training.losses
 
-    (*first, told, _), (*second, silent, losses) = run_ranks(check, 2)
-    found, records, _ = require_alike([first, second])
+    (*first, messages, _), (*second, silent, losses) = run_ranks(check, 2)
+    boundaries, records, _ = require_alike([first, second])
     require_undivided(losses, 8)
-    assert found == [(0, 4, 8), (0, 6, 8), (0, 4, 8)]
+    assert boundaries == [(0, 4, 8), (0, 6, 8), (0, 4, 8)]
     assert 6 < records[0].step < 20 and records[0].before == (0, 4, 8) and records[0].moved_bytes > 0
     assert records[0].stage_s[1] == pytest.approx(3.0 * records[0].stage_s[0])
     assert records[0].expected_step_s < records[0].step_s
-    assert "stage 1 takes 1.5 times" in told[0] and "from stage 1 to 0" in told[0] and "expected step" in told[0]
-    assert len(told) == len(records) and silent == []
+    assert (
+        "stage 1 takes 1.5 times" in messages[0]
+        and "from stage 1 to 0" in messages[0]
+        and "expected step" in messages[0]
+    )
+    assert len(messages) == len(records) and silent == []
 
 
 def test_work_that_shifts_to_later_layers_is_followed(run_ranks):
     def check(rank, group):
         training = Training(group, 9, schedule=Schedule1F1B)
-        found = [training.train(4)]
+        boundaries = [training.train(4)]
         for first in (7, 5):
             training.pace.of_layers = {number: 4.0 for number in range(first, 9)}
-            found.append(training.train(20))
-        return (found, training.records, training.balancer.state_dict()), training.losses
+            boundaries.append(training.train(20))
+        return (boundaries, training.records, training.balancer.state_dict()), training.losses
 
     by_rank = run_ranks(check, 3)
     (even, *shifted), _, _ = require_alike([one for one, _ in by_rank])
@@ -317,10 +321,10 @@ def test_a_rank_whose_profile_does_not_come_is_named(tmp_path):
             training.train(1)
         return str(caught.value)
 
-    told = told_by_survivors(check, 3, tmp_path)
-    assert sorted(told) == [0, 2]
+    texts = told_by_survivors(check, 3, tmp_path)
+    assert sorted(texts) == [0, 2]
     assert all(
-        text.startswith("ranks [1] of the group did not come to balancer.step(), call 2") for text in told.values()
+        text.startswith("ranks [1] of the group did not come to balancer.step(), call 2") for text in texts.values()
     )
 
 
@@ -331,8 +335,8 @@ def test_memory_limits_are_kept(run_ranks):
         with LayerProfiler(training.pipeline, training.optimizer) as profiler:
             training.train(1)
         layer_bytes = max(
-            one.weight_bytes + one.gradient_bytes + one.optimizer_bytes + MICRO * one.activation_bytes
-            for one in profiler.gather().layers
+            layer.weight_bytes + layer.gradient_bytes + layer.optimizer_bytes + MICRO * layer.activation_bytes
+            for layer in profiler.gather().layers
         )
         training = Training(group, 8, memory_limits=[5.5 * layer_bytes, 8.5 * layer_bytes])
         training.pace.of_rank = 4.0 if rank == 1 else 1.0
@@ -442,12 +446,12 @@ def test_optimizers_with_which_layers_cannot_move_are_refused_when_the_balancer_
         everything = list(pipeline.parameters())
         present = [one for number in pipeline.present for one in pipeline.layers[number].parameters()]
         wrapper = types.SimpleNamespace(optim=torch.optim.SGD(everything), param_groups=[])
-        for optimizer, told in (
+        for optimizer, reason in (
             (torch.optim.SGD(present), "does not step .* of the pipeline's parameters, which want gradients"),
             (torch.optim.LBFGS(everything), "LBFGS is not known to treat tensors parameter by parameter"),
             (wrapper, r"SimpleNamespace is no torch\.optim\.Optimizer: layers cannot move with wrappers"),
         ):
-            with pytest.raises(ValueError, match=told):
+            with pytest.raises(ValueError, match=reason):
                 PipelineBalancer(pipeline, optimizer)
         groups = [{"params": everything[: 1 + rank]}, {"params": everything[1 + rank :]}]
         with pytest.raises(RuntimeError, match=r"differ in .* the parameter groups of the optimizer.*\[\[0\], \[1\]\]"):

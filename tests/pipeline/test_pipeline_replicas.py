@@ -60,12 +60,12 @@ class Replica:
 def test_a_straggler_in_one_replica_moves_layers_in_both(run_ranks):
     def check(rank, group):
         training = Replica(rank)
-        found = [training.train(6)]
+        boundaries = [training.train(6)]
         training.pace.of_rank = 3.0 if rank == 3 else 1.0
-        found.append(training.train(10))
+        boundaries.append(training.train(10))
         training.pace.of_rank = 1.0
-        found.append(training.train(10))
-        return found, training.records, training.balancer.state_dict(), training.losses
+        boundaries.append(training.train(10))
+        return boundaries, training.records, training.balancer.state_dict(), training.losses
 
     by_rank = run_ranks(check, 4)
     assert all(told[:3] == by_rank[0][:3] for told in by_rank)
@@ -95,13 +95,13 @@ def test_a_rank_that_dies_in_a_move_keeps_layers_where_they_are_in_all_replicas(
         assert held == [(number < 3) == (rank % 2 == 0) for number in range(6) for _ in range(2)]
         return str(caught.value)
 
-    told = told_by_survivors(check, 4, tmp_path)
-    assert sorted(told) == [0, 1, 2], told
-    for rank, text in told.items():
+    texts = told_by_survivors(check, 4, tmp_path)
+    assert sorted(texts) == [0, 1, 2], texts
+    for rank, text in texts.items():
         # Rank 2 had a step under way with the one that died.
         is_cut_off = rank == 2 and when == "during backward"
         assert text.startswith("nothing has moved or changed") or (is_cut_off and "Traceback" not in text), text
-    assert "rank 3" in told[0] or "ranks [3]" in told[0], told[0]
+    assert "rank 3" in texts[0] or "ranks [3]" in texts[0], texts[0]
 
 
 def test_what_does_not_fit_in_one_replica_moves_in_none(run_ranks, monkeypatch):

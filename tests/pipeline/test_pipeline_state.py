@@ -80,9 +80,9 @@ def test_training_goes_on_on_any_number_of_stages(run_ranks, written, num_stages
         training = Training(group, BOUNDARIES[num_stages][-1])
         training.pipeline.layers[6].weight.data.zero_()
         loaded(folder, training.pipeline, training.optimizer)
-        found, training.step = held(training.pipeline, training.optimizer), 3
+        tensors, training.step = held(training.pipeline, training.optimizer), 3
         training.train(2)
-        return found, training.losses
+        return tensors, training.losses
 
     by_rank = run_ranks(check, num_stages)
     assert_same(
@@ -101,8 +101,8 @@ def test_the_names_are_those_of_the_whole_model(written):
     dcp.load(state, checkpoint_id=folder, no_dist=True)
     average = state.pop("optimizer.layers.1.up.weight.exp_avg")
     assert torch.equal(average, whole["layers.1.up.weight exp_avg"])
-    for name, one in state.items():
-        assert torch.equal(one, whole[name]), name
+    for name, value in state.items():
+        assert torch.equal(value, whole[name]), name
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adafactor", "AdamW, fused"])
@@ -192,8 +192,8 @@ def test_layers_are_read_in_the_shapes_in_which_they_were_written(run_ranks, tmp
         return steps_of(pipeline, optimizer, 3)
 
     *_, losses = run_ranks(save, 3)
-    *_, found = run_ranks(load, 2)
-    assert found == pytest.approx(losses, rel=1e-10, abs=0.0)
+    *_, losses_after_loading = run_ranks(load, 2)
+    assert losses_after_loading == pytest.approx(losses, rel=1e-10, abs=0.0)
 
 
 class Scaled(nn.Module):

@@ -35,8 +35,8 @@ def train_with_moves(rank, group, make, schedule):
     assert all(one is other for one, other in zip(pipeline.parameters(), parameters, strict=True))
     assert pipeline.boundaries == home
     assert group.size() == 1 or all(report.num_layers for report in reports)
-    found = held(pipeline, optimizer)
-    return losses, {name: torch.as_tensor(one) for name, one in found.items() if not name.endswith("gradient")}
+    tensors = held(pipeline, optimizer)
+    return losses, {name: torch.as_tensor(one) for name, one in tensors.items() if not name.endswith("gradient")}
 
 
 def check_against_undivided(run_ranks, num_ranks, name, schedule):
@@ -44,10 +44,10 @@ def check_against_undivided(run_ranks, num_ranks, name, schedule):
     losses, wanted = pipelines.undivided(OPTIMIZERS[name], NUM_STEPS, MAX_NORM)
     assert [own for own, _ in by_rank[:-1]] == [[]] * (num_ranks - 1)
     torch.testing.assert_close(by_rank[-1][0], losses, rtol=1e-10, atol=1e-10)
-    found = {name: one for _, own in by_rank for name, one in own.items()}
-    assert sum(len(own) for _, own in by_rank) == len(found) and found.keys() == wanted.keys()
-    for name, one in wanted.items():
-        torch.testing.assert_close(found[name], one, rtol=1e-10, atol=1e-10, msg=name)
+    tensors = {name: one for _, own in by_rank for name, one in own.items()}
+    assert sum(len(own) for _, own in by_rank) == len(tensors) and tensors.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(tensors[name], tensor, rtol=1e-10, atol=1e-10, msg=name)
 
 
 @pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
@@ -92,19 +92,19 @@ def test_evaluation_between_training_steps_and_layers_built_on_the_meta_device(r
         assert not any(one.is_meta for one in pipeline.parameters())
         optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
         x, y = torch.arange(12.0).view(4, 3).sin(), torch.arange(8.0).view(4, 2).cos()
-        found = []
+        results = []
         for turn in range(3):
             pipeline.step(x, target=y)
             optimizer.step()
             optimizer.zero_grad()
             pipeline.layers.eval()
-            found.append(pipeline.evaluate(x))
+            results.append(pipeline.evaluate(x))
             pipeline.layers.train()
             move_layers(pipeline, [(0, 4, 5), (0, 1, 5), (0, 3, 5)][turn], optimizer=optimizer)
         whole = pipeline.state_dict()
-        return found, whole, (x, y)
+        return results, whole, (x, y)
 
-    (nothing, first, data), (found, second, _) = run_ranks(check, 2)
+    (nothing, first, data), (results, second, _) = run_ranks(check, 2)
     assert nothing == [None] * 3
     layers = [nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)]
     for number in (0, 2, 3, 4):
@@ -117,7 +117,7 @@ def test_evaluation_between_training_steps_and_layers_built_on_the_meta_device(r
             (nn.functional.mse_loss(model.train()(x), y) / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
-        torch.testing.assert_close(found[turn], model.eval()(data[0]).detach())
+        torch.testing.assert_close(results[turn], model.eval()(data[0]).detach())
     whole = {f"layers.{name}": value for name, value in model.state_dict().items()}
     torch.testing.assert_close({**first, **second}, whole)
 
@@ -146,8 +146,8 @@ def test_frozen_layers_in_front_send_nothing_back(run_ranks):
         pipeline.step(words, target=target)
         for number in range(4):
             pipeline.layers[number].requires_grad_(False)
-        for one in pipeline.parameters():
-            one.grad = None
+        for parameter in pipeline.parameters():
+            parameter.grad = None
         pipeline.refresh()
         pipeline.step(words, target=target)
         stage = pipeline._schedules[0]._stage
@@ -166,11 +166,11 @@ def test_a_checkpoint_of_the_whole_model_is_loaded_stage_by_stage(run_ranks):
         pipeline = pipeline_of(group, (0, 5, 7))
         whole = nn.ModuleDict({"layers": nn.ModuleList(layers_of(seed=5))}).state_dict()
         pipeline.load_state_dict(whole)
-        own = pipeline.state_dict()
-        assert all(torch.equal(one, whole[name]) for name, one in own.items())
+        state = pipeline.state_dict()
+        assert all(torch.equal(one, whole[name]) for name, one in state.items())
         with pytest.raises(RuntimeError, match="Missing key"):
             pipeline.load_state_dict({})
-        return set(own), set(whole)
+        return set(state), set(whole)
 
     (first, whole), (second, _) = run_ranks(check, 2)
     assert first | second == whole and not first & second

@@ -105,9 +105,9 @@ def test_rank_0_that_hosts_the_store_stays(tmp_path):
         for rank in range(4)
     ]
     try:
-        told = [rank.communicate(timeout=90)[1] for rank in ranks]
+        outputs = [rank.communicate(timeout=90)[1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * 4, told
+    assert [rank.returncode for rank in ranks] == [0] * 4, outputs
     require_released_in_turn(tmp_path)

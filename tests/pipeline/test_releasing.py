@@ -57,8 +57,8 @@ def layer_bytes_of(training):
     with LayerProfiler(training.pipeline, training.optimizer) as profiler:
         training.train(1)
     return max(
-        one.weight_bytes + one.gradient_bytes + one.optimizer_bytes + MICRO * one.activation_bytes
-        for one in profiler.gather().layers
+        layer.weight_bytes + layer.gradient_bytes + layer.optimizer_bytes + MICRO * layer.activation_bytes
+        for layer in profiler.gather().layers
     )
 
 
@@ -71,16 +71,16 @@ def test_ranks_are_released_as_soon_as_the_others_have_the_memory(run_ranks):
     """Two stages cannot hold all layers with a batch's activations, three can."""
 
     def check(rank, group):
-        told = []
+        messages = []
         handler = logging.Handler()
-        handler.emit = lambda record: told.append(record.getMessage())
+        handler.emit = lambda record: messages.append(record.getMessage())
         logging.getLogger("zeroresize.pipeline").addHandler(handler)
         logging.getLogger("zeroresize.pipeline").setLevel(logging.INFO)
         limit = 3.5 * layer_bytes_of(Training(group, None))
         training = Training(group, {}, memory_limits=[limit] * 4)
         training.train(10)
         cost = training.balancer.state_dict()["cost_of_move"]
-        return training.pipeline.num_stages, training.losses, training.records, training.released, told, cost
+        return training.pipeline.num_stages, training.losses, training.records, training.released, messages, cost
 
     by_rank = run_ranks(check, 4)
     assert [one[0] for one in by_rank] == [3] * 4
@@ -147,7 +147,7 @@ def test_a_single_profile_releases_nobody(run_ranks):
 
 def test_nobody_is_released_by_profiles_of_work_that_is_no_more(run_ranks):
     def check(rank, group):
-        found = []
+        results = []
         for profile_every, num_steps in ((3, (3, 3, 2)), (1, (5, 4, 4))):
             training = Training(group, {"max_slowdown": 1.05}, profile_every=profile_every)
             training.train(num_steps[0])
@@ -158,8 +158,8 @@ def test_nobody_is_released_by_profiles_of_work_that_is_no_more(run_ranks):
             training.pace.of_layers = {} if profile_every == 1 else dict.fromkeys(range(NUM_LAYERS), 0.1)
             training.balancer.profile_next()
             training.train(num_steps[2])
-            found.append((training.pipeline.num_stages, training.balancer._releasing.looks_again))
-        return found
+            results.append((training.pipeline.num_stages, training.balancer._releasing.looks_again))
+        return results
 
     # One profile of the other work wants it, too, and must be confirmed; running figures of it do not want it.
     assert run_ranks(check, 2) == [[(2, True), (2, False)]] * 2

@@ -78,14 +78,19 @@ def test_training_goes_on_as_if_nothing_had_happened(run_ranks, before, after, n
     num_steps = 2 + 2 * len(after)
     losses, state = undivided(OPTIMIZERS[name], num_steps, MAX_NORM)
     # The last stage tells losses: first of all stages, at last of those that stay.
-    told = by_rank[before - 1][-1] + [one for of_rank in reversed(by_rank[: before - 1]) for one in of_rank[-1]]
-    assert told == pytest.approx(losses, rel=1e-10, abs=0.0)
-    found = {
-        key: one for *_, after_all, _ in by_rank for key, one in (after_all or {}).items() if "gradient" not in key
+    losses_of_last = by_rank[before - 1][-1] + [
+        one for of_rank in reversed(by_rank[: before - 1]) for one in of_rank[-1]
+    ]
+    assert losses_of_last == pytest.approx(losses, rel=1e-10, abs=0.0)
+    tensors = {
+        key: tensor
+        for *_, after_all, _ in by_rank
+        for key, tensor in (after_all or {}).items()
+        if "gradient" not in key
     }
-    assert found.keys() == state.keys()
-    for key, one in found.items():
-        torch.testing.assert_close(torch.as_tensor(one), state[key], rtol=1e-9, atol=1e-12)
+    assert tensors.keys() == state.keys()
+    for key, tensor in tensors.items():
+        torch.testing.assert_close(torch.as_tensor(tensor), state[key], rtol=1e-9, atol=1e-12)
     reports = [report for report, *_ in by_rank if report.stages == by_rank[0][0].stages]
     assert len({(one.moved_bytes, one.busiest_bytes, one.seconds, one.released) for one in reports}) == 1
 
@@ -116,8 +121,8 @@ def test_a_released_rank_holds_no_tensors_when_the_outside_is_told(run_ranks):
         training.train(1)
         words, target = pipelines.batch(2)
         training.pipeline.step(words, target=target)
-        own = [training.pipeline.layers[number] for number in training.pipeline.present]
-        parameters = [one for layer in own for one in layer.parameters()]
+        stage_layers = [training.pipeline.layers[number] for number in training.pipeline.present]
+        parameters = [one for layer in stage_layers for one in layer.parameters()]
         tensors = [*parameters, *(one.grad for one in parameters if one.grad is not None)]
         tensors += [state for one in parameters for state in training.optimizer.state[one].values()]
         storages = [weakref.ref(one.untyped_storage()) for one in tensors]
@@ -236,8 +241,8 @@ def test_as_few_stages_as_memory_allows(run_ranks):
         training.train(1)
         profile = profiled(training)
         layer_bytes = [
-            one.weight_bytes + one.gradient_bytes + one.optimizer_bytes + 4 * one.activation_bytes
-            for one in profile.layers
+            layer.weight_bytes + layer.gradient_bytes + layer.optimizer_bytes + 4 * layer.activation_bytes
+            for layer in profile.layers
         ]
         limit = 0.55 * sum(layer_bytes)
         assert max(layer_bytes) < 0.5 * limit
@@ -262,8 +267,8 @@ def test_the_fewest_stages_hold_the_layers(run_ranks):
         training.train(1)
         profile = profiled(training)
         fits_in_two = sum(
-            one.weight_bytes + one.gradient_bytes + one.optimizer_bytes + 2 * one.activation_bytes
-            for one in profile.layers
+            layer.weight_bytes + layer.gradient_bytes + layer.optimizer_bytes + 2 * layer.activation_bytes
+            for layer in profile.layers
         )
         report = training.repack(None, memory_limits=[0.75 * fits_in_two] * 4, profile=profile)
         if not report.is_released:

@@ -83,12 +83,12 @@ def test_a_rank_that_dies_is_named_and_the_others_stay_as_they_were(tmp_path, de
         training.repack(max_bytes=2000)
         return "did not die"
 
-    told = told_by_survivors(check, 3, tmp_path)
-    assert sorted(told) == sorted({0, 1, 2} - {dead}), told
-    for text in told.values():
+    texts = told_by_survivors(check, 3, tmp_path)
+    assert sorted(texts) == sorted({0, 1, 2} - {dead}), texts
+    for text in texts.values():
         assert "nothing has moved or changed" in text, text
     if when != "in the group":
-        assert all(f"ranks [{dead}] of the group" in text for text in told.values()), told
+        assert all(f"ranks [{dead}] of the group" in text for text in texts.values()), texts
 
 
 @pytest.mark.parametrize("is_made", [True, False])
@@ -108,11 +108,11 @@ def test_a_group_that_one_rank_cannot_make_is_told_to_all_and_the_next_one_can_b
 
         if rank == 1:
             monkeypatch.setattr(shrinking, "make_side_group", fail)
-        told = training.fails()
+        text = training.fails()
         assert set(known_groups()) == known
         monkeypatch.undo()
         training.goes_on()
-        return told
+        return text
 
     first, second, third = run_ranks(check, 3)
     assert "nothing has moved or changed: no more ports" in second
@@ -127,9 +127,9 @@ def test_a_group_that_one_rank_cannot_make_is_told_to_all_and_the_next_one_can_b
 def test_a_number_of_stages_that_is_not_possible_is_told_to_all(run_ranks, wrong):
     def check(rank, group):
         training = Training(group)
-        told = training.fails(wrong if rank == 2 else 2)
+        text = training.fails(wrong if rank == 2 else 2)
         expected = f"{wrong} stages cannot be left of 3: wanted are 1 to 3"
-        assert (expected if rank == 2 else "ranks [2] of the group failed before") in told
+        assert (expected if rank == 2 else "ranks [2] of the group failed before") in text
         training.goes_on()
 
     run_ranks(check, 3)

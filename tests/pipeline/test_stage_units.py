@@ -195,8 +195,8 @@ def test_units_of_several_ranks_need_these_as_replicas(run_ranks):
 
 def test_a_rank_that_dies_while_units_come_home_leaves_nobody_waiting(tmp_path):
     def check(rank, group):
-        own = dist.new_group([0, 1], timeout=timedelta(seconds=5))
-        training = Training(own)
+        pair = dist.new_group([0, 1], timeout=timedelta(seconds=5))
+        training = Training(pair)
         training.units.has_settled = True
         training.pace.of_rank = 3.0 if rank == 1 else 1.0
         if rank == 1:

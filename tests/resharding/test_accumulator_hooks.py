@@ -124,9 +124,9 @@ def test_a_gradient_of_fixed_size_beside_a_parameter_is_told_and_no_unit_moves(r
         assert model.up.weight.shape == (2 * FEATURES, FEATURES)
         return str(error.value)
 
-    told = run_ranks(train, 2, timeout_s=20)
-    assert all("up.weight has an attribute 'main_grad' of shape" in one for one in told)
-    assert ("rank 0 of the group" in told[1]) == (when != "before")
+    errors = run_ranks(train, 2, timeout_s=20)
+    assert all("up.weight has an attribute 'main_grad' of shape" in one for one in errors)
+    assert ("rank 0 of the group" in errors[1]) == (when != "before")
 
 
 def test_a_layer_with_a_gradient_of_fixed_size_stays_on_its_stage(run_ranks):
@@ -134,10 +134,10 @@ def test_a_layer_with_a_gradient_of_fixed_size_stays_on_its_stage(run_ranks):
         layers = [nn.Linear(4, 4) for _ in range(4)]
         pipeline = Pipeline(layers, nn.functional.mse_loss, num_microbatches=2, process_group=group)
         layers[1].weight.main_grad = torch.zeros(16) if rank == 0 else None
-        told = (
+        expected = (
             "layers.1.weight has an attribute 'main_grad'" if rank == 0 else r"ranks \[0\] of the group failed before"
         )
-        with pytest.raises((ValueError, RuntimeError), match=told):
+        with pytest.raises((ValueError, RuntimeError), match=expected):
             move_layers(pipeline, (0, 1, 4), optimizer=torch.optim.SGD(pipeline.parameters()))
         move_layers(pipeline, (0, 3, 4), optimizer=torch.optim.SGD(pipeline.parameters()))
 

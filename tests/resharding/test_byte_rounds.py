@@ -27,5 +27,5 @@ def test_pieces_cover_a_range_of_the_stream(sizes, data):
     begin = data.draw(st.integers(0, sum(sizes)))
     end = data.draw(st.integers(begin, sum(sizes)))
     stream = [(number, byte) for number, size in enumerate(sizes) for byte in range(size)]
-    found = [(number, byte) for number, first, last in pieces_of(sizes, begin, end) for byte in range(first, last)]
-    assert found == stream[begin:end]
+    pieces = [(number, byte) for number, first, last in pieces_of(sizes, begin, end) for byte in range(first, last)]
+    assert pieces == stream[begin:end]

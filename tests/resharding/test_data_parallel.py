@@ -52,8 +52,8 @@ def test_replicas_train_on_as_without_moves(run_ranks, options):
         assert wrappers_of(model.module) == wrappers_of(model) == (model,)  # it may be around what is asked for
         for turn, targets in enumerate([uneven(2), uneven(2, 1), uneven(2, 2)]):
             steps = range(3 * turn, 3 * turn + 3)
-            found = train(model, optimizer, steps, sample=rank // 2)
-            torch.testing.assert_close(found, train(other, other_optimizer, steps, rank // 2), rtol=1e-10, atol=1e-10)
+            losses = train(model, optimizer, steps, sample=rank // 2)
+            torch.testing.assert_close(losses, train(other, other_optimizer, steps, rank // 2), rtol=1e-10, atol=1e-10)
             move_units(segments, targets, process_group=tensor_parallel, optimizer=optimizer, model=model.module)
         train(model, optimizer, range(9, 12), rank // 2)
         train(other, other_optimizer, range(9, 12), rank // 2)
@@ -71,7 +71,7 @@ def test_hooks_of_communication_and_gradients_under_no_sync_stay(run_ranks):
         alone = [dist.new_group([one]) for one in range(2)][rank]
         inner = parallel_layers.block(group)
         model = DistributedDataParallel(inner, process_group=alone)
-        told = []
+        sizes = []
 
         def hook(state, bucket):
             state.append(bucket.buffer().numel())
@@ -79,20 +79,20 @@ def test_hooks_of_communication_and_gradients_under_no_sync_stay(run_ranks):
             future.set_result(bucket.buffer())
             return future
 
-        model.register_comm_hook(told, hook)
+        model.register_comm_hook(sizes, hook)
         segments = segments_of(inner, group)
         with model.no_sync():
             loss_of(model, 0).backward()
-        assert not told
+        assert not sizes
         move_units(segments, uneven(2), process_group=group, optimizer=None, model=inner)
         loss_of(model, 1).backward()
-        assert sum(told) == sum(one.numel() for one in inner.parameters())
+        assert sum(sizes) == sum(one.numel() for one in inner.parameters())
         other = parallel_layers.block(group)
         for step in range(2):
             loss_of(other, step).backward()
-        found = everything_of(segments, None, group)
+        tensors = everything_of(segments, None, group)
         for name, wanted in everything_of(segments_of(other, group), None, group).items():
-            torch.testing.assert_close(found[name], wanted, rtol=1e-10, atol=1e-10, msg=name)
+            torch.testing.assert_close(tensors[name], wanted, rtol=1e-10, atol=1e-10, msg=name)
 
     run_ranks(check, 2)
 

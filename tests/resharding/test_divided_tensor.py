@@ -30,13 +30,13 @@ def test_units_of_all_ranks_are_the_whole_tensor_in_its_order(owners, rows, num_
     whole = np.full_like(numbers, -1)
     for rank in range(4):
         units = np.flatnonzero(np.asarray(owners) == rank)
-        own = numbers.reshape(num_blocks, num_units, rows)[:, units].reshape(-1)
+        held = numbers.reshape(num_blocks, num_units, rows)[:, units].reshape(-1)
         pieces = unit_pieces(units, num_units, rows, num_blocks)
-        assert sum(piece.length for piece in pieces) == len(own)
-        for begin, own_begin, length in pieces:
+        assert sum(piece.length for piece in pieces) == len(held)
+        for begin, local_begin, length in pieces:
             assert length > 0
             assert (whole[begin : begin + length] == -1).all()
-            whole[begin : begin + length] = own[own_begin : own_begin + length]
+            whole[begin : begin + length] = held[local_begin : local_begin + length]
         assert all(one.begin + one.length < other.begin for one, other in itertools.pairwise(pieces))
     assert (whole == numbers).all()
 
@@ -51,11 +51,11 @@ def divided():
 
 
 def test_a_divided_tensor_has_the_whole_shape_and_can_be_copied():
-    one = divided()
-    assert one.shape == (4, 3) and one.dtype == torch.float32
-    for other in (one.clone(), one.to(torch.float64)):
-        assert other.own.data_ptr() != one.own.data_ptr()
-        assert torch.equal(other.own.float(), one.own)
+    part = divided()
+    assert part.shape == (4, 3) and part.dtype == torch.float32
+    for other in (part.clone(), part.to(torch.float64)):
+        assert other.local.data_ptr() != part.local.data_ptr()
+        assert torch.equal(other.local.float(), part.local)
         (chunk,) = other.__create_chunk_list__()
         assert (tuple(chunk.offsets), tuple(chunk.sizes)) == ((2, 0), (2, 3))
 
@@ -175,8 +175,8 @@ def test_an_optimizer_that_cannot_be_saved_is_an_error(run_ranks):
             super().__init__(parameters, {"lr": 1.0})
 
         def step(self, closure=None):
-            for one in self.param_groups[0]["params"]:
-                self.state[one]["row"] = torch.zeros(len(one) + 1)
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter]["row"] = torch.zeros(len(parameter) + 1)
 
     def check(rank, group):
         model = nn.Sequential(zr.ColumnParallelLinear(4, 6, process_group=group), nn.Linear(6, 1))

@@ -59,11 +59,11 @@ def test_a_rank_that_dies_is_named_and_the_others_stay_as_they_were(tmp_path, ki
         moving.move()
         return "did not die"
 
-    told = told_by_survivors(check, 3, tmp_path)
-    assert sorted(told) == [0, 2], told
-    assert not any(text.startswith("Traceback") for text in told.values()), told
+    texts = told_by_survivors(check, 3, tmp_path)
+    assert sorted(texts) == [0, 2], texts
+    assert not any(text.startswith("Traceback") for text in texts.values()), texts
     if not KINDS[kind].computes_meanwhile or when in ("before all", "received"):  # else the pipeline's step fails, too
-        for text in told.values():
+        for text in texts.values():
             assert text.startswith(f"RuntimeError: {NOTHING}") and "ranks [1] of the group" in text, text
 
 
@@ -80,19 +80,19 @@ def test_a_rank_that_is_stopped_is_waited_for_no_longer_than_the_time_limit(tmp_
         moving.move()
         return "did not stop"
 
-    told = told_by_survivors(check, 3, tmp_path, stopped=[1])
-    assert sorted(told) == [0, 2], told
-    assert all(text.startswith("RuntimeError: ") for text in told.values()), told
+    texts = told_by_survivors(check, 3, tmp_path, stopped=[1])
+    assert sorted(texts) == [0, 2], texts
+    assert all(text.startswith("RuntimeError: ") for text in texts.values()), texts
 
 
 def test_a_rank_that_cannot_go_there_tells_the_others(run_ranks, kind):
     def check(rank, group):
         moving = KINDS[kind](group)
-        told = moving.fails(moving.move_nowhere if rank == 1 else moving.move, (ValueError, RuntimeError))
+        text = moving.fails(moving.move_nowhere if rank == 1 else moving.move, (ValueError, RuntimeError))
         if rank == 1:
-            assert told.startswith("ValueError: ")
+            assert text.startswith("ValueError: ")
         else:
-            assert told.startswith(f"CannotMoveError: {NOTHING}: ranks [1] of the group failed before"), told
+            assert text.startswith(f"CannotMoveError: {NOTHING}: ranks [1] of the group failed before"), text
         moving.goes_on()
 
     run_ranks(check, 3)
@@ -101,9 +101,9 @@ def test_a_rank_that_cannot_go_there_tells_the_others(run_ranks, kind):
 def test_ranks_that_differ_in_where_to_move_are_told_who_differs(run_ranks, kind):
     def check(rank, group):
         moving = KINDS[kind](group)
-        told = moving.fails(moving.move_elsewhere if rank == 1 else moving.move)
-        assert f"{NOTHING}: the ranks of the group differ in {moving.differs_in}" in told
-        assert "[[0, 2], [1]]" in told
+        text = moving.fails(moving.move_elsewhere if rank == 1 else moving.move)
+        assert f"{NOTHING}: the ranks of the group differ in {moving.differs_in}" in text
+        assert "[[0, 2], [1]]" in text
         moving.goes_on()
 
     run_ranks(check, 3)
@@ -147,10 +147,10 @@ def test_a_rank_that_fails_in_the_middle_tells_the_others_at_once(run_ranks, mon
             if rank == 1:
                 patched.setattr(transport.RoundTransport, "_finish", failing)
             begin = time.perf_counter()
-            told = moving.fails(moving.move)
+            text = moving.fails(moving.move)
             assert time.perf_counter() - begin < 0.8 * moving.limit_s
         expected = "it cannot be read" if rank == 1 else "ranks [1] of the group have not received everything"
-        assert told.startswith(f"RuntimeError: {NOTHING}: {expected}"), told
+        assert text.startswith(f"RuntimeError: {NOTHING}: {expected}"), text
         moving.goes_on()
 
     run_ranks(check, 3)
@@ -163,9 +163,9 @@ def test_what_does_not_fit_into_memory_moves_nowhere(run_ranks, monkeypatch, kin
             if rank == 1:
                 patched.setattr(agreement, "free_bytes", lambda device: 100)
                 patched.setattr(agreement, "_place_of", lambda device: "a small device")
-            told = moving.fails(moving.move, NotEnoughMemoryError)
-        assert told.startswith(f"NotEnoughMemoryError: {NOTHING}, as there is not enough memory for "), told
-        assert "rank 1 lacks 0.0" in told and "rank 0" not in told and "rank 2" not in told
+            text = moving.fails(moving.move, NotEnoughMemoryError)
+        assert text.startswith(f"NotEnoughMemoryError: {NOTHING}, as there is not enough memory for "), text
+        assert "rank 1 lacks 0.0" in text and "rank 0" not in text and "rank 2" not in text
         moving.goes_on()
 
     run_ranks(check, 3)
@@ -188,9 +188,9 @@ def test_memory_that_runs_out_all_the_same_is_told_to_all(run_ranks, monkeypatch
             if rank == 1:
                 patched.setattr(moving.part, "allocate", run_out)
                 patched.setattr(agreement, "_place_of", lambda device: "a small device")
-            told = moving.fails(moving.move, NotEnoughMemoryError)
-        assert "rank 1 lacks 0.0" in told and "rank 0" not in told and "rank 2" not in told
-        assert (expected in told) == (rank == 1)
+            text = moving.fails(moving.move, NotEnoughMemoryError)
+        assert "rank 1 lacks 0.0" in text and "rank 0" not in text and "rank 2" not in text
+        assert (expected in text) == (rank == 1)
         moving.goes_on()
 
     run_ranks(check, 3)

@@ -80,10 +80,10 @@ def batch(dtype=torch.float32):
 
 def test_a_follower_that_sets_all_that_is_of_single_units_passes(run_ranks):
     def check(rank, group):
-        found = zr.check_segments(converted(group), batch())
-        assert [(one.name, one.kind) for one in found] == [("attention.out", "heads"), ("mlp.3", "neurons")]
-        for one in found:
-            assert one.problem is None and one.output_difference < 1e-13 and one.gradient_difference < 1e-13
+        checks = zr.check_segments(converted(group), batch())
+        assert [(one.name, one.kind) for one in checks] == [("attention.out", "heads"), ("mlp.3", "neurons")]
+        for result in checks:
+            assert result.problem is None and result.output_difference < 1e-13 and result.gradient_difference < 1e-13
 
     run_ranks(check, 2)
     run_ranks(check, 4)
@@ -121,13 +121,13 @@ def test_what_depends_on_who_owns_a_unit_is_an_error_on_every_rank(run_ranks, ki
         assert "mlp.3" not in str(error.value)
         assert all(one is other for one, other in zip(model.parameters(), weights, strict=True))
         assert parallel_layers.same(dict(model.state_dict()), dict(before)) and all(
-            one.owned.is_even for one in segments
+            segment.owned.is_even for segment in segments
         )
         assert model.attention.slopes is slopes and model.attention.num_heads == HEADS // 2
         return str(error.value)
 
-    one, other = run_ranks(check, 2, timeout_s=20)
-    assert one == other
+    first, other = run_ranks(check, 2, timeout_s=20)
+    assert first == other
 
 
 class Plain(nn.Module):
@@ -313,7 +313,7 @@ def test_a_buffer_that_forwards_read_and_move_does_no_harm(run_ranks):
     def check(rank, group):
         torch.manual_seed(0)
         model = zr.convert(Centred(group), process_group=group)
-        (found,) = zr.check_segments(model, torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1)))
-        assert found.problem is None and not model.mean.any()
+        (result,) = zr.check_segments(model, torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1)))
+        assert result.problem is None and not model.mean.any()
 
     run_ranks(check, 2, timeout_s=20)

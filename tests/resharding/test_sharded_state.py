@@ -53,12 +53,12 @@ class Training:
     def everything(self):
         """Weights and optimizer state of the whole model, bit for bit."""
         self.optimizer.zero_grad()
-        found = everything_of(self.segments, self.optimizer, self.group)
+        tensors = everything_of(self.segments, self.optimizer, self.group)
         for name in ("0.out.bias", "1.down.bias", "2.weight", "2.bias"):
             parameter = self.model.get_parameter(name)
-            found[name] = parameter.detach().clone()
-            found |= {f"{name} {key}": value for key, value in self.optimizer.state.get(parameter, {}).items()}
-        return copy.deepcopy(found)
+            tensors[name] = parameter.detach().clone()
+            tensors |= {f"{name} {key}": value for key, value in self.optimizer.state.get(parameter, {}).items()}
+        return copy.deepcopy(tensors)
 
     def state(self):
         return zr.sharded_state_dict(self.model, self.optimizer)
@@ -187,12 +187,12 @@ def lion_like(parameters, lr):
         @torch.no_grad()
         def step(self, closure=None):
             for group in self.param_groups:
-                for one in group["params"]:
-                    if one.grad is not None and one.numel():
-                        state = self.state[one]
+                for parameter in group["params"]:
+                    if parameter.grad is not None and parameter.numel():
+                        state = self.state[parameter]
                         state["step"] = state.get("step", 0) + 1
-                        state.setdefault("moment", torch.zeros_like(one)).lerp_(one.grad, 0.1)
-                        one.sub_(state["moment"].sign(), alpha=group["lr"] / state["step"])
+                        state.setdefault("moment", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.1)
+                        parameter.sub_(state["moment"].sign(), alpha=group["lr"] / state["step"])
 
     return SignMomentum(parameters, lr)
 
@@ -259,11 +259,11 @@ def test_parameters_that_never_had_a_gradient_have_no_state_again(run_ranks, tmp
     folder = str(tmp_path / "checkpoint")
 
     def check(rank, group):
-        one, other = Training(group, NOTHING), Training(group, LITTLE, seed=1)
-        one.model[2].bias.requires_grad_(False)
-        one.train(2)
+        without_state, other = Training(group, NOTHING), Training(group, LITTLE, seed=1)
+        without_state.model[2].bias.requires_grad_(False)
+        without_state.train(2)
         other.train(1)
-        dcp.save(one.state(), checkpoint_id=folder)
+        dcp.save(without_state.state(), checkpoint_id=folder)
         dcp.load(other.state(), checkpoint_id=folder)
         assert not other.optimizer.state.get(other.model[2].bias)
         assert other.optimizer.state[other.model[2].weight]["step"] == 2
@@ -276,14 +276,14 @@ def test_a_rank_without_units_does_not_tell_what_state_they_have(run_ranks, tmp_
     folder = str(tmp_path / "checkpoint")
 
     def check(rank, group):
-        one = Training(group, NOTHING, make_optimizer=lion_like)
-        one.train(2)
-        assert bool(one.optimizer.state.get(one.model[1].up.weight)) == (rank == 0)
+        training = Training(group, NOTHING, make_optimizer=lion_like)
+        training.train(2)
+        assert bool(training.optimizer.state.get(training.model[1].up.weight)) == (rank == 0)
         other = Training(group, LITTLE, seed=1, make_optimizer=lion_like)
-        dcp.save(one.state(), checkpoint_id=folder)
+        dcp.save(training.state(), checkpoint_id=folder)
         dcp.load(other.state(), checkpoint_id=folder)
         assert other.optimizer.state[other.model[1].up.weight]["step"] == 2
-        assert other.train(3, begin=2) == pytest.approx(one.train(3, begin=2), abs=1e-10, rel=0)
+        assert other.train(3, begin=2) == pytest.approx(training.train(3, begin=2), abs=1e-10, rel=0)
 
     run_ranks(check, 2)
 
@@ -292,8 +292,8 @@ def test_an_optimizer_with_other_parameter_groups_is_an_error(run_ranks, tmp_pat
     folder = str(tmp_path / "checkpoint")
 
     def check(rank, group):
-        one, other = Training(group), Training(group)
-        dcp.save(one.state(), checkpoint_id=folder)
+        saved, other = Training(group), Training(group)
+        dcp.save(saved.state(), checkpoint_id=folder)
         first, *others = other.model.parameters()
         other.optimizer = torch.optim.AdamW([{"params": [first]}, {"params": others}])
         with pytest.raises(ValueError, match="has 1 parameter groups, and this one has 2"):

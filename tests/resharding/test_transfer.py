@@ -88,20 +88,20 @@ def check_training(rank, group, make):
     expected += train(other, other_optimizer, range(12, 15))
     assert all(one is another for one, another in zip(model.parameters(), parameters, strict=True))
     torch.testing.assert_close(torch.stack(losses), torch.stack(expected), rtol=1e-10, atol=1e-10)
-    found = everything_of(segments, optimizer, group)
+    tensors = everything_of(segments, optimizer, group)
     wanted = everything_of(segments_of(other, group), other_optimizer, group)
-    assert found.keys() == wanted.keys()
+    assert tensors.keys() == wanted.keys()
     for name, whole in wanted.items():
-        torch.testing.assert_close(found[name], whole, rtol=1e-10, atol=1e-10, msg=name)
+        torch.testing.assert_close(tensors[name], whole, rtol=1e-10, atol=1e-10, msg=name)
     return ""
 
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_goes_on_as_without_moves(run_ranks, name):
-    told = run_ranks(check_training, 2, OPTIMIZERS[name])
-    if any(told):
-        pytest.skip(told[0])
+    reasons = run_ranks(check_training, 2, OPTIMIZERS[name])
+    if any(reasons):
+        pytest.skip(reasons[0])
 
 
 @pytest.mark.slow
@@ -142,10 +142,10 @@ def test_there_and_home_again_leaves_every_bit_whatever_the_rounds(run_ranks, ma
         for rank in range(3):
             left, came = (
                 sum(
-                    size * np.count_nonzero((one[name].owners == rank) & (other[name].owners != rank))
+                    size * np.count_nonzero((first[name].owners == rank) & (other[name].owners != rank))
                     for name, size in bytes_of.items()
                 )
-                for one, other in ((before, after), (after, before))
+                for first, other in ((before, after), (after, before))
             )
             assert by_rank[rank][0][turn] == (left, came)
 
@@ -159,10 +159,10 @@ def test_gradients_move_along_in_the_middle_of_accumulation(run_ranks):
         loss_of(model, 1).backward()
         for step in range(2):
             loss_of(other, step).backward()
-        found, wanted = (everything_of(own, None, group) for own in (segments, segments_of(other, group)))
+        tensors, wanted = (everything_of(own, None, group) for own in (segments, segments_of(other, group)))
         assert "1.up.weight gradient" in wanted
         for name, whole in wanted.items():
-            torch.testing.assert_close(found[name], whole, rtol=1e-10, atol=1e-10, msg=name)
+            torch.testing.assert_close(tensors[name], whole, rtol=1e-10, atol=1e-10, msg=name)
 
     run_ranks(check, 2)
 
@@ -262,14 +262,14 @@ def test_blocks_of_one_weight_and_frozen_parameters(run_ranks):
         layer.qkv = torch.nn.Parameter(whole[:, home.units_of(rank)].reshape(-1, 4), requires_grad=False)
         tensors = (UnitTensor(layer, "qkv", "qkv", 0, 2, num_blocks=3),) * 2  # named twice: counts once
         segment = OwnedSegment("s", "heads", ("qkv",), tensors, home)
-        told = []
-        segment.on_change = told.append
+        units_seen = []
+        segment.on_change = units_seen.append
         for owners in ([2, 0, 0, 1, 1, 2], [1] * 6, [0, 1, 2, 0, 1, 2]):
             after = OwnershipMap(np.array(owners), 3)
             mover(group, None)([segment], {"s": after})
             assert torch.equal(layer.qkv, whole[:, after.units_of(rank)].reshape(-1, 4))
             assert not layer.qkv.requires_grad
-            assert told[-1] == [unit for unit, owner in enumerate(owners) if owner == rank]
+            assert units_seen[-1] == [unit for unit, owner in enumerate(owners) if owner == rank]
 
     run_ranks(check, 3)
 

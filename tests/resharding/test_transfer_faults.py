@@ -108,9 +108,9 @@ def test_ranks_of_one_host_share_its_memory(run_ranks, monkeypatch):
         needs = []
         real = agreement.meet_prepared
 
-        def meet_prepared(meet, own):
-            needs.append(own[0])
-            return real(meet, own)
+        def meet_prepared(meet, numbers):
+            needs.append(numbers[0])
+            return real(meet, numbers)
 
         monkeypatch.setattr(agreement, "meet_prepared", meet_prepared)
         monkeypatch.setattr(agreement, "free_bytes", lambda device: 2**20)

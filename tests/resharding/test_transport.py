@@ -105,5 +105,5 @@ def test_a_rank_that_does_not_come_is_named_by_each_that_waits_for_it(run_ranks)
         errors = ring.carry_out()
         return [str(error) for error in errors]
 
-    for told in (run_ranks(check, 3)[rank] for rank in (0, 2)):
-        assert any("ranks [1] of the group" in text for text in told), told
+    for texts in (run_ranks(check, 3)[rank] for rank in (0, 2)):
+        assert any("ranks [1] of the group" in text for text in texts), texts

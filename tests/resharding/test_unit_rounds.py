@@ -15,19 +15,19 @@ from zeroresize.resharding.unit_rounds import UnitSlice, UnitStack, copy_units, 
 @st.composite
 def plans(draw):
     ranks = draw(st.integers(2, 5))
-    found = []
+    plans = []
     for _ in range(draw(st.integers(1, 3))):
         units = draw(st.integers(1, 30))
         owners = st.lists(st.integers(0, ranks - 1), min_size=units, max_size=units)
-        found.append(transfer_plan(*(OwnershipMap(np.array(draw(owners)), ranks) for _ in range(2))))
-    return found, [draw(st.integers(1, 50)) for _ in found], draw(st.integers(1, 300))
+        plans.append(transfer_plan(*(OwnershipMap(np.array(draw(owners)), ranks) for _ in range(2))))
+    return plans, [draw(st.integers(1, 50)) for _ in plans], draw(st.integers(1, 300))
 
 
 @given(plans())
 def test_rounds_send_every_unit_once_and_hold_no_more_than_is_allowed(case):
-    found, unit_bytes, most = case
-    left = [{pair: units.tolist() for pair, units in plan.items()} for plan in found]
-    for slices_of in unit_rounds(found, unit_bytes, most):
+    plans, unit_bytes, most = case
+    left = [{pair: units.tolist() for pair, units in plan.items()} for plan in plans]
+    for slices_of in unit_rounds(plans, unit_bytes, most):
         assert slices_of
         loads, counts = {}, {}
         for pair, slices in slices_of.items():

@@ -65,22 +65,22 @@ def find_boundaries(
     Raises:
         RuntimeError: on all ranks alike if a layer fails, naming it and what it raised; or if a rank does not come.
     """
-    found: list[Boundary] = []
+    boundaries: list[Boundary] = []
     for turn in range(group_size(process_group)):
-        own, failure = "", None
+        stage_text, failure = "", None
         if turn == group_rank(process_group):
             try:
-                before = found[-1] if found else boundary_of(inputs)
-                tensors = tuple(one.example(device) for one in before) if found else tuple(inputs)
-                own = _as_json([*([] if found else [before]), *_run(stage, tensors, device)])
+                before = boundaries[-1] if boundaries else boundary_of(inputs)
+                tensors = tuple(one.example(device) for one in before) if boundaries else tuple(inputs)
+                stage_text = _as_json([*([] if boundaries else [before]), *_run(stage, tensors, device)])
             except Exception as error:  # the others must hear of any
                 failure = error
-                own = f"{_FAILED} of stage {turn}: {error}"
-        text = broadcast_text(own, turn, device, process_group)
+                stage_text = f"{_FAILED} of stage {turn}: {error}"
+        text = broadcast_text(stage_text, turn, device, process_group)
         if text.startswith(_FAILED):
             raise RuntimeError(text) from failure
-        found += _from_json(text)
-    return found
+        boundaries += _from_json(text)
+    return boundaries
 
 
 def broadcast_text(text: str, root: int, device: torch.device, process_group: ProcessGroup) -> str:
@@ -103,17 +103,17 @@ def _run(stage: StageLayers, tensors: tuple[Tensor, ...], device: torch.device) 
         for name, buffer in buffers_of(module).items()
         if buffer is not None
     ]
-    found = []
+    boundaries = []
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
             for number in stage.present:
                 tensors = _called(stage, number, tensors)
-                found.append(boundary_of(tensors))
+                boundaries.append(boundary_of(tensors))
     finally:
         with torch.no_grad():
             for module, name, buffer, values in buffers:
                 buffers_of(module)[name] = buffer.copy_(values)
-    return found
+    return boundaries
 
 
 def _called(stage: StageLayers, number: int, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

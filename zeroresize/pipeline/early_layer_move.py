@@ -193,8 +193,10 @@ class EarlyLayerMove(LayerMove):
             self._at_last[number] = (
                 note,
                 [
-                    known.get((one.name, one.what), _Sent(tensor)) if one.is_constant else _Sent(tensor)
-                    for one, tensor in zip(note.tensors, tensors, strict=True)
+                    known.get((tensor_note.name, tensor_note.what), _Sent(tensor))
+                    if tensor_note.is_constant
+                    else _Sent(tensor)
+                    for tensor_note, tensor in zip(note.tensors, tensors, strict=True)
                 ],
             )
             rest = self._rest(
@@ -239,7 +241,7 @@ class EarlyLayerMove(LayerMove):
                     f"layers.{number} has other parameters or optimizer state than before the block in which it moves: "
                     "the optimizer must step behind the block"
                 )
-            require_fitting(note, self._layers[number], self._own[number], self._groups)
+            require_fitting(note, self._layers[number], self._layer_tensors[number], self._groups)
         except ValueError as error:
             self._errors.append(error)
             return
@@ -274,7 +276,7 @@ class EarlyLayerMove(LayerMove):
         return message
 
     def _described(self, number: int) -> tuple[LayerNote, list[Tensor]]:
-        return describe(number, self._layers[number], self._own[number], self._optimizer, self._groups)
+        return describe(number, self._layers[number], self._layer_tensors[number], self._optimizer, self._groups)
 
 
 class _Sent:

@@ -31,9 +31,9 @@ class LayerBackwards:
 
     def watch(self, number: int, outputs: Any) -> None:
         """To be called after each forward of a layer, with what it returns."""
-        for one in outputs if isinstance(outputs, tuple | list) else (outputs,):
-            if isinstance(one, Tensor) and one.grad_fn is not None:
-                one.register_hook(partial(self._arrived, number))
+        for output in outputs if isinstance(outputs, tuple | list) else (outputs,):
+            if isinstance(output, Tensor) and output.grad_fn is not None:
+                output.register_hook(partial(self._arrived, number))
 
     def _arrived(self, number: int, gradient: Tensor) -> None:
         """Of a layer's output: of several, the first one counts."""

@@ -111,21 +111,25 @@ def notes_to_json(notes: Iterable[LayerNote]) -> str:
 def notes_from_json(text: str) -> list[LayerNote]:
     return [
         LayerNote(
-            one["layer"],
+            fields["layer"],
             tuple(
                 TensorNote(**{**tensor, "shape": tuple(tensor["shape"]), "stride": tuple(tensor["stride"])})
-                for tensor in one["tensors"]
+                for tensor in fields["tensors"]
             ),
-            {name: ParameterNote(**parameter) for name, parameter in one["parameters"].items()},
-            tuple(one["missing_buffers"]),
-            tuple(one["training"]),
+            {name: ParameterNote(**parameter) for name, parameter in fields["parameters"].items()},
+            tuple(fields["missing_buffers"]),
+            tuple(fields["training"]),
         )
-        for one in json.loads(text)
+        for fields in json.loads(text)
     ]
 
 
 def describe(
-    number: int, layer: nn.Module, own: LayerTensors, optimizer: torch.optim.Optimizer | None, groups: Mapping[int, int]
+    number: int,
+    layer: nn.Module,
+    layer_tensors: LayerTensors,
+    optimizer: torch.optim.Optimizer | None,
+    groups: Mapping[int, int],
 ) -> tuple[LayerNote, list[Tensor]]:
     """A present layer's note, and the tensors in its order.
 
@@ -133,20 +137,20 @@ def describe(
         ValueError: for a sparse gradient, a tensor of a parameter's size as its attribute, and optimizer state of other
             kinds than tensors, numbers and texts.
     """
-    found: list[tuple[str, str, Tensor]] = []
+    contents: list[tuple[str, str, Tensor]] = []
     parameters = {}
-    for name, parameter in own.parameters.items():
+    for name, parameter in layer_tensors.parameters.items():
         if reason := why_of_fixed_size(f"layers.{number}.{name}", parameter):
             raise ValueError(f"{reason}, so its layer cannot move")
         state = ParameterState(f"layers.{number}.{name}", parameter, parameter, optimizer)
         gradient = state.tensors.get(GRADIENT)
         if gradient is not None and gradient.layout is not torch.strided:
             raise ValueError(f"{state.name}: a gradient of layout {gradient.layout} cannot move")
-        found += [(name, what, state.tensors[what]) for what in (PARAMETER, GRADIENT) if what in state.tensors]
+        contents += [(name, what, state.tensors[what]) for what in (PARAMETER, GRADIENT) if what in state.tensors]
         plain: dict[str, Any] | None = {} if state.has_state else None
         for key, kind, value in state.entries():
             if isinstance(value, Tensor):  # a layer is whole: what has another shape goes along, too
-                found.append((name, STATE + key, value.detach()))
+                contents.append((name, STATE + key, value.detach()))
             elif kind is StateKind.PLAIN:
                 assert plain is not None
                 plain[key] = value
@@ -156,20 +160,20 @@ def describe(
                     "tensors, numbers and texts along"
                 )
         parameters[name] = ParameterNote(groups.get(id(parameter)), parameter.requires_grad, plain)
-    buffers = {name: buffers_of(module)[key] for name, (module, key) in own.buffers.items()}
-    found += [(name, BUFFER, buffer.detach()) for name, buffer in buffers.items() if buffer is not None]
-    found += [(path, EXTRA, _serialized(module.get_extra_state())) for path, module in _with_extra_state(layer)]
-    dense = [(name, what, _dense(tensor)) for name, what, tensor in found]
+    buffers = {name: buffers_of(module)[key] for name, (module, key) in layer_tensors.buffers.items()}
+    contents += [(name, BUFFER, buffer.detach()) for name, buffer in buffers.items() if buffer is not None]
+    contents += [(path, EXTRA, _serialized(module.get_extra_state())) for path, module in _with_extra_state(layer)]
+    dense = [(name, what, _dense(tensor)) for name, what, tensor in contents]
     notes = tuple(
-        TensorNote(name, what, str(one.dtype)[6:], tuple(one.shape), one.stride(), one.device.type == "cpu")
-        for name, what, one in dense
+        TensorNote(name, what, str(tensor.dtype)[6:], tuple(tensor.shape), tensor.stride(), tensor.device.type == "cpu")
+        for name, what, tensor in dense
     )
     missing = tuple(name for name, buffer in buffers.items() if buffer is None)
     training = tuple(module.training for module in layer.modules())
     return LayerNote(number, notes, parameters, missing, training), [one for *_, one in dense]
 
 
-def require_fitting(note: LayerNote, layer: nn.Module, own: LayerTensors, groups: Mapping[int, int]) -> None:
+def require_fitting(note: LayerNote, layer: nn.Module, layer_tensors: LayerTensors, groups: Mapping[int, int]) -> None:
     """Check that what is told of a layer fits the one here.
 
     Raises:
@@ -177,12 +181,16 @@ def require_fitting(note: LayerNote, layer: nn.Module, own: LayerTensors, groups
     """
     names = sorted(note.parameters), len(note.training)
     buffers = {one.name for one in note.tensors if one.what == BUFFER} | set(note.missing_buffers)
-    if names != (sorted(own.parameters), sum(1 for _ in layer.modules())) or buffers != own.buffers.keys():
+    if (
+        names != (sorted(layer_tensors.parameters), sum(1 for _ in layer.modules()))
+        or buffers != layer_tensors.buffers.keys()
+    ):
         raise ValueError(
             f"layers.{note.layer} has the parameters {names[0]} and buffers {sorted(buffers)} where it comes from, and "
-            f"{sorted(own.parameters)} and {sorted(own.buffers)} here: layers must be built alike on all ranks"
+            f"{sorted(layer_tensors.parameters)} and {sorted(layer_tensors.buffers)} here: layers must be built alike "
+            "on all ranks"
         )
-    for name, parameter in own.parameters.items():
+    for name, parameter in layer_tensors.parameters.items():
         there, here = note.parameters[name].group, groups.get(id(parameter))
         if there != here:
             raise ValueError(
@@ -198,8 +206,8 @@ class Arrived:
         new: its tensors, in the note's order.
     """
 
-    def __init__(self, note: LayerNote, layer: nn.Module, own: LayerTensors, new: Sequence[Tensor]) -> None:
-        self._note, self._layer, self._own = note, layer, own
+    def __init__(self, note: LayerNote, layer: nn.Module, layer_tensors: LayerTensors, new: Sequence[Tensor]) -> None:
+        self._note, self._layer, self._tensors = note, layer, layer_tensors
         self._new = {(one.name, one.what): tensor for one, tensor in zip(note.tensors, new, strict=True)}
 
     def read_extra_state(self, *, is_from_file: bool) -> None:
@@ -218,7 +226,7 @@ class Arrived:
 
     def install(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Make it this rank's; only a ``set_extra_state`` of the layer could fail."""
-        for name, parameter in self._own.parameters.items():
+        for name, parameter in self._tensors.parameters.items():
             note = self._note.parameters[name]
             replace_data(parameter, self._new[name, PARAMETER], None)
             parameter.requires_grad_(note.requires_grad)
@@ -229,7 +237,7 @@ class Arrived:
                 if of == name and what.startswith(STATE)
             }
             set_state(optimizer, parameter, {**(note.state or {}), **tensors})
-        for name, (module, key) in self._own.buffers.items():
+        for name, (module, key) in self._tensors.buffers.items():
             new, known = self._new.get((name, BUFFER)), buffers_of(module)[key]
             if new is not None and known is not None:
                 replace_data(known, new, None)
@@ -241,12 +249,12 @@ class Arrived:
             self._layer.get_submodule(path).set_extra_state(state)
 
 
-def let_go(own: LayerTensors, optimizer: torch.optim.Optimizer | None) -> None:
+def let_go(layer_tensors: LayerTensors, optimizer: torch.optim.Optimizer | None) -> None:
     """Leave a layer without its tensors, which another rank has now."""
-    for parameter in own.parameters.values():
+    for parameter in layer_tensors.parameters.values():
         replace_data(parameter, emptied(parameter, parameter.device), None)
         set_state(optimizer, parameter, {})
-    for module, key in own.buffers.values():
+    for module, key in layer_tensors.buffers.values():
         buffer = buffers_of(module)[key]
         if buffer is not None:
             replace_data(buffer, emptied(buffer, buffer.device), None)

@@ -73,10 +73,10 @@ class LayerMove(Transaction):
         self.moving: dict[Pair, list[int]] = {}
         for transfer in Partition(pipeline.boundaries).transfers_to(after, self.stages):
             self.moving.setdefault((transfer.source, transfer.destination), []).append(transfer.layer)
-        self._own = pipeline.tensors
+        self._layer_tensors = pipeline.tensors
         self._max_bytes = max_bytes
         self._sent: dict[int, tuple[LayerNote, list[Tensor]]] = {
-            number: describe(number, self._layers[number], self._own[number], self._optimizer, self._groups)
+            number: describe(number, self._layers[number], self._layer_tensors[number], self._optimizer, self._groups)
             for pair, numbers in self.moving.items()
             for number in numbers
             if pair[0] == self._rank
@@ -114,7 +114,7 @@ class LayerMove(Transaction):
         self._notes = {note.layer: note for text in descriptions or () for note in notes_from_json(text)}
         for pair, numbers in self.moving.items():
             for number in numbers if pair[1] == self._rank else ():
-                require_fitting(self._notes[number], self._layers[number], self._own[number], self._groups)
+                require_fitting(self._notes[number], self._layers[number], self._layer_tensors[number], self._groups)
         self.stream_bytes = {
             pair: sum(note.num_bytes for one in numbers for note in self._notes[one].tensors if self.streamed(note))
             for pair, numbers in self.moving.items()
@@ -140,7 +140,7 @@ class LayerMove(Transaction):
     def read(self) -> list[Exception]:
         """Look through what has come; returns what failed."""
         self._arrived = [
-            Arrived(self._notes[number], self._layers[number], self._own[number], new)
+            Arrived(self._notes[number], self._layers[number], self._layer_tensors[number], new)
             for number, new in self._new.items()
         ]
         try:
@@ -176,7 +176,7 @@ class LayerMove(Transaction):
         The pipeline does not run them yet: see :meth:`Pipeline.follow`.
         """
         for number in self._sent:
-            let_go(self._own[number], self._optimizer)
+            let_go(self._layer_tensors[number], self._optimizer)
         for arrived in self._arrived:
             arrived.install(self._optimizer)
 
@@ -186,9 +186,9 @@ class LayerMove(Transaction):
 
     def _tensors(self) -> dict[Pair, list[Tensor]]:
         """[bytes] of this rank's streams, one after another."""
-        found: dict[Pair, list[Tensor]] = {}
+        tensors_by_pair: dict[Pair, list[Tensor]] = {}
         for pair, numbers in self.moving.items():
             if self._rank in pair:
                 tensors = [self._sent_of(one) if pair[0] == self._rank else self._new[one] for one in numbers]
-                found[pair] = [bytes_of(tensor) for of_layer in tensors for tensor in of_layer]
-        return found
+                tensors_by_pair[pair] = [bytes_of(tensor) for of_layer in tensors for tensor in of_layer]
+        return tensors_by_pair

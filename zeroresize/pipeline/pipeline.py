@@ -181,8 +181,8 @@ class Pipeline:
             RuntimeError: if something of this stage is missing or of another shape.
         """
         for number in self.present:
-            own = f"layers.{number}."
-            values = {name.removeprefix(own): one for name, one in state_dict.items() if name.startswith(own)}
+            prefix = f"layers.{number}."
+            values = {name.removeprefix(prefix): one for name, one in state_dict.items() if name.startswith(prefix)}
             self.layers[number].load_state_dict(values)
 
     def open_side_group(self) -> CpuGroup:
@@ -221,7 +221,9 @@ class Pipeline:
         self.num_steps += 1
         schedule, _ = self._ready(inputs)
         losses: list[Tensor] = []
-        schedule.step(*self._own(inputs), target=self._own_target(target), losses=losses, return_outputs=False)
+        schedule.step(
+            *self._stage_inputs(inputs), target=self._stage_target(target), losses=losses, return_outputs=False
+        )
         return torch.stack(losses).sum().detach() if losses else None
 
     def evaluate(self, *inputs: Tensor) -> Any:
@@ -231,7 +233,7 @@ class Pipeline:
         """
         _, schedule = self._ready(inputs)
         with torch.no_grad():
-            return schedule.step(*self._own(inputs))
+            return schedule.step(*self._stage_inputs(inputs))
 
     def refresh(self) -> None:
         """Find the shapes between layers anew at the next step.
@@ -294,7 +296,7 @@ class Pipeline:
         """The schedules of training and of evaluation."""
         group = self.process_group
         if self._boundary_shapes is None:
-            micro = [one.chunk(self.num_microbatches)[0] for one in self._own(inputs)]
+            micro = [one.chunk(self.num_microbatches)[0] for one in self._stage_inputs(inputs)]
             self._boundary_shapes = find_boundaries(self.module, micro, self.device, group)
         if self.stage == 0:
             self._require_known_shapes(inputs)
@@ -316,17 +318,17 @@ class Pipeline:
     def _require_known_shapes(self, inputs: Sequence[Tensor]) -> None:
         assert self._boundary_shapes is not None
         expected = [(self.num_microbatches * one.shape[0], *one.shape[1:]) for one in self._boundary_shapes[0]]
-        found = [tuple(one.shape) for one in inputs]
-        if found != expected:
+        shapes = [tuple(one.shape) for one in inputs]
+        if shapes != expected:
             raise ValueError(
-                f"inputs have the shapes {found}, but {expected} are expected: batches must be of one shape and split "
+                f"inputs have the shapes {shapes}, but {expected} are expected: batches must be of one shape and split "
                 f"into {self.num_microbatches} equal micro-batches; for others call refresh() on every rank before"
             )
 
-    def _own(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _stage_inputs(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         return inputs if self.stage == 0 else ()
 
-    def _own_target(self, target: Tensor | None) -> Tensor | None:
+    def _stage_target(self, target: Tensor | None) -> Tensor | None:
         return target if self.stage == self.num_stages - 1 else None
 
     def _present(self) -> range:

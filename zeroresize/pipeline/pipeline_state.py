@@ -208,9 +208,9 @@ class _Read:
     def __init__(self, reader: Any, pipeline: Pipeline, optimizer: torch.optim.Optimizer | None) -> None:
         self._reader, self._pipeline, self._optimizer = reader, pipeline, optimizer
         self._sizes = {
-            name: one.size
-            for name, one in reader.read_metadata().state_dict_metadata.items()
-            if isinstance(one, TensorStorageMetadata)
+            name: metadata.size
+            for name, metadata in reader.read_metadata().state_dict_metadata.items()
+            if isinstance(metadata, TensorStorageMetadata)
         }
         settings = self._texts([_SETTINGS])[_SETTINGS]
         self._settings: dict[str, Any] = json.loads(settings)
@@ -221,8 +221,8 @@ class _Read:
 
     def install(self) -> None:
         """Make it this rank's."""
-        for one in self._arrived:
-            one.install(self._optimizer)
+        for arrived in self._arrived:
+            arrived.install(self._optimizer)
         with torch.no_grad():
             for buffer, new in self._shared:
                 buffer.copy_(new)
@@ -250,14 +250,14 @@ class _Read:
         wanted: dict[str, Tensor] = {}
         installing: list[tuple[LayerNote, list[Tensor]]] = []
         for number in pipeline.present:
-            layer, own = pipeline.layers[number], pipeline.tensors[number]
+            layer, layer_tensors = pipeline.layers[number], pipeline.tensors[number]
             (note,) = notes_from_json(texts[_note_of(number)])
             if self._optimizer is None:
                 notes = tuple(one for one in note.tensors if not one.what.startswith(STATE))
                 bare = {name: replace(one, group=None, state=None) for name, one in note.parameters.items()}
                 note = replace(note, tensors=notes, parameters=bare)
             note = replace(note, training=tuple(one.training for one in layer.modules()))
-            require_fitting(note, layer, own, groups)
+            require_fitting(note, layer, layer_tensors, groups)
             new = [one.new(pipeline.device) for one in note.tensors]
             keys = [self._key_of(number, one) for one in note.tensors]
             wanted |= dict(zip(keys, new, strict=True))
@@ -273,14 +273,14 @@ class _Read:
 
     def _shared_buffers(self, number: int, layer: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
         """Persistent buffers that several layers share: each with memory for what is read."""
-        own = self._pipeline.tensors[number].buffers
-        found = {}
+        layer_buffers = self._pipeline.tensors[number].buffers
+        shared = {}
         persistent = layer.state_dict(keep_vars=True)
         for name, buffer in layer.named_buffers():
             key = f"layers.{number}.{name}"
-            if name in persistent and name not in own and key in self._sizes:
-                found[key] = (buffer, torch.empty_like(buffer))
-        return found
+            if name in persistent and name not in layer_buffers and key in self._sizes:
+                shared[key] = (buffer, torch.empty_like(buffer))
+        return shared
 
     def _key_of(self, number: int, note: TensorNote) -> str:
         """Whatever was persistent where it was written."""
@@ -288,13 +288,13 @@ class _Read:
         return persistent if persistent in self._sizes else _key(number, note, is_persistent=False)
 
     def _texts(self, names: list[str]) -> dict[str, str]:
-        found: dict[str, Tensor] = {}
+        data: dict[str, Tensor] = {}
         for name in names:
             if name not in self._sizes:
                 raise ValueError(f"the checkpoint has no {name}")
-            found[name] = torch.empty(self._sizes[name], dtype=torch.uint8)
-        self._load(found)
-        return {name: bytes(one.tolist()).decode() for name, one in found.items()}
+            data[name] = torch.empty(self._sizes[name], dtype=torch.uint8)
+        self._load(data)
+        return {name: bytes(one.tolist()).decode() for name, one in data.items()}
 
     def _load(self, tensors: dict[str, Tensor]) -> None:
         """Read into these tensors, this rank alone."""

@@ -84,8 +84,8 @@ def plan_pipeline(
     stage_bytes = []
     for stage in range(num_stages):
         kept = num_microbatches if schedule == "gpipe" else min(num_stages - stage, num_microbatches)
-        own = [layers[number] for number in partition.layers_of(stage)]
-        stage_bytes.append(sum(one.bytes_at_rest + kept * one.activation_bytes for one in own))
+        stage_layers = [layers[number] for number in partition.layers_of(stage)]
+        stage_bytes.append(sum(one.bytes_at_rest + kept * one.activation_bytes for one in stage_layers))
     return PipelinePlan(
         partition.boundaries,
         tuple(of_time.stage_times(partition).tolist()),
@@ -121,14 +121,14 @@ def profiles_on_meta(
             f"flops_per_s={flops_per_s} and num_microbatches={num_microbatches} must be above 0 and at least 1"
         )
     for number, layer in enumerate(layers):
-        for name, one in (*layer.named_parameters(), *layer.named_buffers()):
-            if not one.is_meta:
+        for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+            if not tensor.is_meta:
                 raise ValueError(
-                    f"layers.{number}.{name} is on {one.device}: build the layers under torch.device('meta')"
+                    f"layers.{number}.{name} is on {tensor.device}: build the layers under torch.device('meta')"
                 )
     if not all(one.is_meta for one in inputs):
         raise ValueError('inputs are not on the meta device: give torch.empty(shape, device="meta")')
-    found, tensors = [], inputs
+    profiles, tensors = [], inputs
     for layer in layers:
         tensors = tuple(one.detach().requires_grad_(one.is_floating_point()) for one in tensors)
         saved = SavedBytes(layer, tensors)
@@ -143,7 +143,7 @@ def profiles_on_meta(
             if wanted and learning:
                 torch.autograd.grad(learning, wanted, [torch.empty_like(one) for one in learning], allow_unused=True)
         gradient_bytes = sum(one.nbytes for one in parameters)
-        found.append(
+        profiles.append(
             LayerProfile(
                 num_microbatches * forward.get_total_flops() / flops_per_s,
                 num_microbatches * backward.get_total_flops() / flops_per_s,
@@ -154,4 +154,4 @@ def profiles_on_meta(
             )
         )
         tensors = outputs
-    return found
+    return profiles

@@ -87,9 +87,9 @@ class LayerProfiler:
         Raises:
             RuntimeError: if a rank does not come.
         """
-        own = torch.tensor(self.figures(), dtype=torch.float64, device=self._pipeline.meet_device)
-        table = own.new_zeros(self._pipeline.num_stages, own.numel())
-        table[self._pipeline.stage] = own
+        stage_figures = torch.tensor(self.figures(), dtype=torch.float64, device=self._pipeline.meet_device)
+        table = stage_figures.new_zeros(self._pipeline.num_stages, stage_figures.numel())
+        table[self._pipeline.stage] = stage_figures
         all_reduce(table, self._pipeline.process_group)
         return self.profile_of(table.tolist())
 
@@ -105,17 +105,17 @@ class LayerProfiler:
             if number in seconds_of:
                 seconds_of[number][0 if is_forward else 1] += begin.seconds_until(end)
         most = max(stop - start for start, stop in itertools.pairwise(self._boundaries))
-        found = [self._begin.seconds_until(self._end), sum(seconds_of[loss])]
+        stage_figures = [self._begin.seconds_until(self._end), sum(seconds_of[loss])]
         for number, sizes in self._bytes.items():
             saved = self._saved[number].total if number in self._saved else 0
-            found += [*seconds_of[number], *map(float, sizes), float(saved)]
-        return found + [0.0] * (2 + most * _NUM_FIGURES - len(found))
+            stage_figures += [*seconds_of[number], *map(float, sizes), float(saved)]
+        return stage_figures + [0.0] * (2 + most * _NUM_FIGURES - len(stage_figures))
 
     def profile_of(self, figures: Sequence[Sequence[float]]) -> PipelineProfile:
         """Of the :meth:`figures` of all stages [S]."""
         layers = [
-            LayerProfile(own[begin], own[begin + 1], *map(int, own[begin + 2 : begin + _NUM_FIGURES]))
-            for (start, stop), own in zip(itertools.pairwise(self._boundaries), figures, strict=True)
+            LayerProfile(of_stage[begin], of_stage[begin + 1], *map(int, of_stage[begin + 2 : begin + _NUM_FIGURES]))
+            for (start, stop), of_stage in zip(itertools.pairwise(self._boundaries), figures, strict=True)
             for begin in range(2, 2 + (stop - start) * _NUM_FIGURES, _NUM_FIGURES)
         ]
         stage_s = tuple(own[0] for own in figures)

@@ -87,17 +87,19 @@ class ProfileRecord:
         missing = [one.name for one in fields(cls) if one.name not in values]
         if values.get("kind") != "profile" or missing:
             raise ValueError(f"this is no profile: kind={values.get('kind')!r}, missing: {missing}")
-        own = {one.name: values[one.name] for one in fields(cls)}
-        own["chimera_bubble_ratio"] = math.nan if own["chimera_bubble_ratio"] is None else own["chimera_bubble_ratio"]
+        record = {one.name: values[one.name] for one in fields(cls)}
+        record["chimera_bubble_ratio"] = (
+            math.nan if record["chimera_bubble_ratio"] is None else record["chimera_bubble_ratio"]
+        )
         for name in ("boundaries", "stage_s", "bubble_ratios"):
-            each(any_number)(own[name], name)
-            own[name] = tuple(own[name])
+            each(any_number)(record[name], name)
+            record[name] = tuple(record[name])
         figures = [one.name for one in fields(LayerProfile)]
-        each(keyed(dict.fromkeys(figures, not_negative)))(own["layers"], "layers")
-        own["layers"] = tuple(LayerProfile(*(one[name] for name in figures)) for one in own["layers"])
+        each(keyed(dict.fromkeys(figures, not_negative)))(record["layers"], "layers")
+        record["layers"] = tuple(LayerProfile(*(one[name] for name in figures)) for one in record["layers"])
         for name in ("step", "step_s", "imbalance", "bubble_ratio", "simulated_step_s", "simulated_bubble_ratio"):
-            any_number(own[name], name)
-        return cls(**own)
+            any_number(record[name], name)
+        return cls(**record)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, None for NaN."""
@@ -106,7 +108,7 @@ class ProfileRecord:
     def scalars(self) -> dict[str, float]:
         """Numbers under ``pipeline/``, those of stages under ``pipeline_stages/``."""
         names = ("step_s", "imbalance", "bubble_ratio", "simulated_step_s", "simulated_bubble_ratio")
-        found = {f"pipeline/{name}": getattr(self, name) for name in (*names, "chimera_bubble_ratio")}
+        numbers = {f"pipeline/{name}": getattr(self, name) for name in (*names, "chimera_bubble_ratio")}
         for stage, (begin, end) in enumerate(itertools.pairwise(self.boundaries)):
             of_stage = {
                 "layers": float(end - begin),
@@ -114,8 +116,8 @@ class ProfileRecord:
                 "bytes": float(sum(one.bytes_at_rest + one.activation_bytes for one in self.layers[begin:end])),
                 "bubble_ratio": self.bubble_ratios[stage],
             }
-            found |= {f"pipeline_stages/{stage}_{name}": value for name, value in of_stage.items()}
-        return found
+            numbers |= {f"pipeline_stages/{stage}_{name}": value for name, value in of_stage.items()}
+        return numbers
 
 
 @dataclass(frozen=True)

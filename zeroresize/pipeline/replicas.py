@@ -44,11 +44,11 @@ class PipelineReplicas:
 
     def __init__(self, pipeline: Pipeline, group: ProcessGroup, options: str) -> None:
         self._pipeline = pipeline
-        own = Exchange(CpuGroup(pipeline.process_group, {}))
+        exchange = Exchange(CpuGroup(pipeline.process_group, {}))
         try:
-            ranks = ranks_with_replicas(pipeline.process_group, group, own)
+            ranks = ranks_with_replicas(pipeline.process_group, group, exchange)
         finally:
-            own.close()
+            exchange.close()
         alike = {
             "layers, micro-batches or schedule": f"{pipeline.description:.0f}",
             "boundaries": str(list(pipeline.boundaries)),
@@ -80,8 +80,8 @@ class PipelineReplicas:
             RuntimeError: if a rank does not come, naming it.
         """
         stage, num_stages = self._pipeline.stage, self._pipeline.num_stages
-        own = profile.layers[profile.boundaries[stage] : profile.boundaries[stage + 1]]
-        figures = [float(one) for layer in own for one in astuple(layer)]
+        stage_layers = profile.layers[profile.boundaries[stage] : profile.boundaries[stage + 1]]
+        figures = [float(one) for layer in stage_layers for one in astuple(layer)]
         table = self.gather([profile.stage_s[stage], profile.loss_s, *figures])
         largest = [
             [max(column) for column in zip(*table[number::num_stages], strict=True)] for number in range(num_stages)

@@ -57,10 +57,10 @@ class StageLayers(nn.Module):
         outputs = self.layers[number](*inputs)
         tensors = tuple(outputs) if isinstance(outputs, tuple | list) else (outputs,)
         if not all(isinstance(one, Tensor) and one.dim() for one in tensors):
-            found = [f"a {one.dim()}-dimensional tensor" if isinstance(one, Tensor) else type(one) for one in tensors]
+            kinds = [f"a {one.dim()}-dimensional tensor" if isinstance(one, Tensor) else type(one) for one in tensors]
             raise ValueError(
                 f"layers.{number} must return a tensor, or a tuple of tensors, with the batch as their first "
-                f"dimension; it returns {found}"
+                f"dimension; it returns {kinds}"
             )
         return tuple(one.contiguous() for one in tensors)
 
@@ -126,7 +126,7 @@ def tensors_by_layer(layers: Sequence[nn.Module]) -> list[LayerTensors]:
     """What moves with each layer [L]."""
     num_users = Counter(id(one) for layer in layers for one in (*layer.modules(), *layer.buffers()))
     seen: set[int] = set()
-    found = []
+    by_layer = []
     for layer in layers:
         parameters = {name: one for name, one in layer.named_parameters() if id(one) not in seen}
         seen |= set(map(id, parameters.values()))
@@ -136,8 +136,8 @@ def tensors_by_layer(layers: Sequence[nn.Module]) -> list[LayerTensors]:
             for name, buffer in buffers_of(module).items()
             if num_users[id(module)] == 1 and (buffer is None or num_users[id(buffer)] == 1)
         }
-        found.append(LayerTensors(parameters, buffers))
-    return found
+        by_layer.append(LayerTensors(parameters, buffers))
+    return by_layer
 
 
 def require_initialize(layers: Sequence[nn.Module], present: range, initialize: Initialize | None) -> None:
@@ -152,10 +152,12 @@ def require_initialize(layers: Sequence[nn.Module], present: range, initialize: 
             f"layers {on_meta} are on the meta device: pass initialize=, a function of a layer's number and the layer "
             "that fills its parameters and buffers"
         )
-    own = {id(buffers_of(module)[name]) for one in tensors_by_layer(layers) for module, name in one.buffers.values()}
+    in_one_layer = {
+        id(buffers_of(module)[name]) for layer in tensors_by_layer(layers) for module, name in layer.buffers.values()
+    }
     for number, layer in enumerate(layers):
         for name, buffer in layer.named_buffers():
-            if buffer.is_meta and id(buffer) not in own:
+            if buffer.is_meta and id(buffer) not in in_one_layer:
                 raise ValueError(
                     f"{_name(number, name)} is on the meta device and belongs to several layers, so every stage needs "
                     "it and nobody would fill it everywhere: build it on a real device"
@@ -166,10 +168,10 @@ def place(layers: Sequence[nn.Module], present: range, device: torch.device, ini
     """Put the present layers' tensors on ``device``, fill those on the meta device, and let go of the other layers'."""
     on_meta = [number for number in present if _is_on_meta(layers[number])]
     moving: set[int] = set()
-    for number, own in enumerate(tensors_by_layer(layers)):
+    for number, layer_tensors in enumerate(tensors_by_layer(layers)):
         if number not in present:
-            moving |= set(map(id, own.parameters.values()))
-            moving |= {id(buffers_of(module)[name]) for module, name in own.buffers.values()}
+            moving |= set(map(id, layer_tensors.parameters.values()))
+            moving |= {id(buffers_of(module)[name]) for module, name in layer_tensors.buffers.values()}
     placed: dict[int, tuple[Tensor, Tensor]] = {}  # with the old ones, lest others get their id
     for module in (module for layer in layers for module in layer.modules()):
         of_module: tuple[dict[str, Any], ...] = (parameters_of(module), buffers_of(module))

@@ -55,8 +55,8 @@ class _Calling:
         self.sources = sources
 
     def _hooks(self) -> list[Any]:
-        found = [source() for source in self.sources]
-        return [hook for hooks in found if hooks is not None for hook in _own(hooks)]
+        hooks_of_nodes = [source() for source in self.sources]
+        return [hook for hooks in hooks_of_nodes if hooks is not None for hook in _hooks_of_others(hooks)]
 
 
 class _Before(_Calling):
@@ -102,10 +102,10 @@ def _sources(node: Any, kind: type[_Calling]) -> list[Callable[[], Hooks | None]
     kept = [source for hook in hooks.values() if isinstance(hook, kind) for source in hook.sources]
     if not kept:
         return [weakref.ref(hooks)] if hooks else []
-    return [*kept, lambda: hooks] if _own(hooks) else kept
+    return [*kept, lambda: hooks] if _hooks_of_others(hooks) else kept
 
 
-def _own(hooks: Hooks) -> list[Any]:
+def _hooks_of_others(hooks: Hooks) -> list[Any]:
     return [hook for hook in list(hooks.values()) if not isinstance(hook, _Calling)]
 
 

@@ -65,8 +65,8 @@ def meet_over(process_group: ProcessGroup, device: torch.device, over: Channel |
     where = message_device(process_group, device) if over is None else torch.device("cpu")
 
     def exchange(numbers: Sequence[float]) -> Sequence[Sequence[float]]:
-        own = torch.tensor(numbers, dtype=torch.float64, device=where)
-        return [part.tolist() for part in _gather(own, process_group, over)]
+        row = torch.tensor(numbers, dtype=torch.float64, device=where)
+        return [part.tolist() for part in _gather(row, process_group, over)]
 
     return meet_by(exchange)
 
@@ -83,8 +83,8 @@ def gather_texts(text: str, meet: Meet, process_group: ProcessGroup, device: tor
     parts: list[Tensor] = []
 
     def allocate() -> None:
-        own = torch.frombuffer(bytearray(data.ljust(most)), dtype=torch.uint8).to(device)
-        parts.extend(_parts(own, process_group))
+        part = torch.frombuffer(bytearray(data.ljust(most)), dtype=torch.uint8).to(device)
+        parts.extend(_parts(part, process_group))
 
     needed = most * (group_size(process_group) + 1)
     allocate_together(needed, device, allocate, meet, "what they tell each other of what moves")
@@ -148,8 +148,8 @@ def require_same(numbers: Sequence[float], what: str, meet: Meet) -> None:
     """
     if len(set(numbers)) > 1:
         alike = [
-            [_number(row, meet) for row, number in enumerate(numbers) if number == one]
-            for one in dict.fromkeys(numbers)
+            [_number(row, meet) for row, number in enumerate(numbers) if number == kind]
+            for kind in dict.fromkeys(numbers)
         ]
         raise RuntimeError(f"{_NOTHING_CHANGED}: the ranks of the {_whose(meet)} differ in {what}: {alike}")
 
@@ -210,10 +210,10 @@ def free_bytes(device: torch.device) -> int | None:
         return int((free + cached) * (1.0 - _MARGIN))
     if device.type != "cpu" or not _MEMINFO.exists():
         return None
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", _MEMINFO.read_text(), re.MULTILINE)
-    if found is None:
+    available = re.search(r"^MemAvailable:\s+(\d+) kB", _MEMINFO.read_text(), re.MULTILINE)
+    if available is None:
         return None
-    return int(min(int(found[1]) * 1024, _left_to_container()) * (1.0 - _MARGIN))
+    return int(min(int(available[1]) * 1024, _left_to_container()) * (1.0 - _MARGIN))
 
 
 def bytes_up_to_peak(device: torch.device) -> int:
@@ -236,7 +236,7 @@ def _left_to_container() -> float:
 
 
 def require_received(
-    error: Exception | None, meet: Meet, told: float = 0.0, left: timedelta | None = None
+    error: Exception | None, meet: Meet, number: float = 0.0, left: timedelta | None = None
 ) -> list[float]:
     """Check with all ranks that every one of them has received all; ``error`` is what kept this one from it.
 
@@ -253,9 +253,9 @@ def require_received(
     """
     try:
         if error is None or left is None:
-            table = meet(0.0 if error is None else 1.0, told)
+            table = meet(0.0 if error is None else 1.0, number)
         else:
-            table = within(max(left, _LEAST_WAIT), lambda: meet(1.0, told))
+            table = within(max(left, _LEAST_WAIT), lambda: meet(1.0, number))
     except TimeoutError:
         raise RuntimeError(f"{_NOTHING_CHANGED}: {reason(error) if error else 'no answer'}") from error
     except RuntimeError as gone:
@@ -289,26 +289,26 @@ def _place_of(device: torch.device) -> str:
     return f"{socket.gethostname()} {device} {visible}"
 
 
-def _gather(own: Tensor, process_group: ProcessGroup, over: Channel | None = None) -> list[Tensor]:
-    parts = _parts(own, process_group)
+def _gather(tensor: Tensor, process_group: ProcessGroup, over: Channel | None = None) -> list[Tensor]:
+    parts = _parts(tensor, process_group)
     _fill(parts, process_group, over)
     return parts
 
 
-def _parts(own: Tensor, process_group: ProcessGroup) -> list[Tensor]:
+def _parts(tensor: Tensor, process_group: ProcessGroup) -> list[Tensor]:
     """Memory for a tensor of every rank, of which this one's is there."""
     rank, num_ranks = process_group.rank(), group_size(process_group)
-    return [own if peer == rank else torch.empty_like(own) for peer in range(num_ranks)]
+    return [tensor if peer == rank else torch.empty_like(tensor) for peer in range(num_ranks)]
 
 
 def _fill(parts: Sequence[Tensor], process_group: ProcessGroup, over: Channel | None = None) -> None:
     """From rank to rank: a collective could not tell who did not come."""
     rank, ranks = process_group.rank(), group_ranks(process_group)
-    own = parts[rank]
+    part = parts[rank]
     others = [peer for peer in range(len(parts)) if peer != rank]
     receives = {peer: parts[peer] for peer in others}
     tag = 0 if over is None else _MET_ASIDE
-    transfers = start_messages(dict.fromkeys(others, own), receives, process_group, over, tag)
+    transfers = start_messages(dict.fromkeys(others, part), receives, process_group, over, tag)
     errors = wait_for_all(transfers)
     if errors:
         missing = sorted(errors)

@@ -81,16 +81,17 @@ def replicas_of(
                 f"layers averages over {sorted(map(list, groups))}"
             )
         return DataParallelReplicas(data_parallel_group if len(ranks) > 1 else None)
-    told = f"there are {world_size()} ranks, {num_ranks} of them in this tensor-parallel group"
+    situation = f"there are {world_size()} ranks, {num_ranks} of them in this tensor-parallel group"
     if not all(around):
         return DataParallelReplicas(
-            why_unknown=f"{told}, and no DistributedDataParallel around all layers tells which of the others hold the "
-            "same shards and must own the same units: pass data_parallel_group to the Balancer, or wrap the model first"
+            why_unknown=f"{situation}, and no DistributedDataParallel around all layers tells which of the others hold "
+            "the same shards and must own the same units: pass data_parallel_group to the Balancer, or wrap the model "
+            "first"
         )
     if len(groups) > 1:
         return DataParallelReplicas(
-            why_unknown=f"{told}, and several DistributedDataParallel around the layers average over different ones, "
-            f"{sorted(map(list, groups))}"
+            why_unknown=f"{situation}, and several DistributedDataParallel around the layers average over different "
+            f"ones, {sorted(map(list, groups))}"
         )
     (group,) = groups.values()
     return DataParallelReplicas(group if group_size(group) > 1 else None)
@@ -119,10 +120,10 @@ def wrappers_of(model: nn.Module) -> tuple[DistributedDataParallel, ...]:
     The ones around it are found by looking at all objects of this process, which takes hundredths of a second, until
     some are found.
     """
-    found = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    within = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     if not _around.get(model):  # it may be wrapped later than it was looked at first
         _around[model] = weakref.WeakSet(_found_around(model))
-    return (*found, *(wrapper for wrapper in _around[model] if not any(wrapper is one for one in found)))
+    return (*within, *(wrapper for wrapper in _around[model] if not any(wrapper is one for one in within)))
 
 
 def _found_around(model: nn.Module) -> list[DistributedDataParallel]:

@@ -24,7 +24,7 @@ class Piece(NamedTuple):
     """Neighbours in the whole tensor and on this rank, along one dimension: where they begin in either, how many."""
 
     begin: int
-    own_begin: int
+    local_begin: int
     length: int
 
 
@@ -55,11 +55,11 @@ def unit_pieces(units: Indices, num_units: int, rows: int, num_blocks: int) -> l
     """
     runs = np.split(units, np.flatnonzero(np.diff(units) != 1) + 1) if len(units) else []
     pieces: list[Piece] = []
-    own_begin = 0
+    local_begin = 0
     for block in range(num_blocks):
         for run in runs:
-            pieces.append(Piece((block * num_units + int(run[0])) * rows, own_begin, len(run) * rows))
-            own_begin += len(run) * rows
+            pieces.append(Piece((block * num_units + int(run[0])) * rows, local_begin, len(run) * rows))
+            local_begin += len(run) * rows
     return _joined(pieces)
 
 
@@ -70,11 +70,11 @@ def even_pieces(block_sizes: Sequence[int], num_ranks: int, rank: int) -> list[P
         block_sizes: of the whole tensor.
     """
     pieces: list[Piece] = []
-    begin = own_begin = 0
+    begin = local_begin = 0
     for size in block_sizes:
         length = size // num_ranks
-        pieces.append(Piece(begin + rank * length, own_begin, length))
-        begin, own_begin = begin + size, own_begin + length
+        pieces.append(Piece(begin + rank * length, local_begin, length))
+        begin, local_begin = begin + size, local_begin + length
     return _joined(pieces)
 
 
@@ -83,7 +83,7 @@ class _Part:
     """What a :class:`DividedTensor` holds."""
 
     name: str
-    own: Tensor
+    local: Tensor
     division: TensorDivision
     before_reading: Callable[[], None] | None = None
     is_to_be_read: bool = False
@@ -91,11 +91,11 @@ class _Part:
     def copied(self, copy: Callable[[Tensor], Tensor]) -> _Part:
         """A copy, such as on another device, that keeps today's pieces."""
         pieces = tuple(self.division.pieces())
-        return _Part(self.name, copy(self.own.data), replace(self.division, pieces=lambda: pieces))
+        return _Part(self.name, copy(self.local.data), replace(self.division, pieces=lambda: pieces))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Part:
         """As an asynchronous checkpoint wants it: on the CPU, whatever happens to the model meanwhile."""
-        return self.copied(lambda own: own.to("cpu", copy=True))
+        return self.copied(lambda tensor: tensor.to("cpu", copy=True))
 
 
 class DividedTensor(torch.Tensor):
@@ -105,7 +105,7 @@ class DividedTensor(torch.Tensor):
 
     Args:
         name: of the tensor, for errors.
-        own: what this rank holds. It is read and written in place.
+        local: what this rank holds. It is read and written in place.
         division: how the whole tensor is divided.
         before_reading: called before a file is read into it.
     """
@@ -116,31 +116,31 @@ class DividedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, name: str, own: Tensor, division: TensorDivision, before_reading: Callable[[], None] | None = None
+        cls, name: str, local: Tensor, division: TensorDivision, before_reading: Callable[[], None] | None = None
     ) -> DividedTensor:
-        return cls._of(_Part(name, own, division, before_reading))
+        return cls._of(_Part(name, local, division, before_reading))
 
     @classmethod
     def _of(cls, part: _Part, device: torch.device | None = None) -> DividedTensor:
-        own, shape = part.own, list(part.own.shape)
+        tensor, shape = part.local, list(part.local.shape)
         shape[part.division.dim] = part.division.whole_size
-        made: DividedTensor = make_wrapper(cls, shape, own.dtype, own.device if device is None else device)
+        made: DividedTensor = make_wrapper(cls, shape, tensor.dtype, tensor.device if device is None else device)
         made._part = part
         made._chunks()  # what does not fit is told now and not when a file is half written
         return made
 
     @property
-    def own(self) -> Tensor:
+    def local(self) -> Tensor:
         """What this rank holds, without history."""
-        return self._part.own.data
+        return self._part.local.data
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        own = self.own
+        part = self.local
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, TensorProperties.create_from_tensor(own), self.size()),
+                tensor_data=TensorWriteData(chunk, TensorProperties.create_from_tensor(part), self.size()),
             )
             for chunk in self._chunks()
         ]
@@ -155,7 +155,7 @@ class DividedTensor(torch.Tensor):
         dim = self._part.division.dim
         for piece in self._part.division.pieces():
             if index.offset is not None and index.offset[dim] == piece.begin:
-                return self.own.narrow(dim, piece.own_begin, piece.length)
+                return self.local.narrow(dim, piece.local_begin, piece.length)
         raise RuntimeError(
             f"{index.fqn}: this rank no longer holds what begins at {tuple(index.offset or ())}: do not move units "
             "while a checkpoint is saved or loaded"
@@ -163,17 +163,17 @@ class DividedTensor(torch.Tensor):
 
     def _chunks(self) -> list[ChunkStorageMetadata]:
         """Where each piece lies in the whole tensor."""
-        own, division = self.own, self._part.division
+        tensor, division = self.local, self._part.division
         dim, pieces = division.dim, division.pieces()
         num_held = sum(piece.length for piece in pieces) + division.padding
-        if own.shape[dim] != num_held:
+        if tensor.shape[dim] != num_held:
             raise ValueError(
-                f"{self._part.name}: its dimension {dim} has {own.shape[dim]} entries on this rank, which should be "
+                f"{self._part.name}: its dimension {dim} has {tensor.shape[dim]} entries on this rank, which should be "
                 f"{num_held} of {division.whole_size}: was the model changed after zeroresize.convert?"
             )
         chunks = []
         for piece in pieces:
-            offsets, sizes = [0] * own.dim(), list(own.shape)
+            offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
             offsets[dim], sizes[dim] = piece.begin, piece.length
             chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
         return chunks
@@ -186,7 +186,7 @@ class DividedTensor(torch.Tensor):
         if func is torch.ops.aten.detach.default:
             return args[0]
         if func is torch.ops.aten.clone.default or is_copy_to(func):
-            return cls._of(args[0]._part.copied(lambda own: func(own, *args[1:], **kwargs)))
+            return cls._of(args[0]._part.copied(lambda tensor: func(tensor, *args[1:], **kwargs)))
         if func is torch.ops.aten.new_empty.default:  # asynchronous checkpoints fill it with a copy of the part
             return cls._of(args[0]._part, kwargs.get("device"))
         _refuse(f"{func} of {next((one._part.name for one in args if isinstance(one, cls)), 'a part of a tensor')}")
@@ -196,7 +196,7 @@ class DividedTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
-            f"DividedTensor({self._part.name}, whole shape {tuple(self.shape)}, on this rank {tuple(self.own.shape)})"
+            f"DividedTensor({self._part.name}, whole shape {tuple(self.shape)}, on this rank {tuple(self.local.shape)})"
         )
 
 
@@ -212,8 +212,8 @@ def _joined(pieces: Sequence[Piece]) -> list[Piece]:
     joined: list[Piece] = []
     for piece in pieces:
         last = joined[-1] if joined else None
-        if last and (last.begin + last.length, last.own_begin + last.length) == (piece.begin, piece.own_begin):
-            joined[-1] = Piece(last.begin, last.own_begin, last.length + piece.length)
+        if last and (last.begin + last.length, last.local_begin + last.length) == (piece.begin, piece.local_begin):
+            joined[-1] = Piece(last.begin, last.local_begin, last.length + piece.length)
         elif piece.length:
             joined.append(piece)
     return joined

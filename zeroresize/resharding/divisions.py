@@ -31,13 +31,13 @@ def divisions_of(model: nn.Module) -> dict[int, TensorDivision]:
     Raises:
         ValueError: for a parameter or a buffer that may be a part of something, where it is not known which.
     """
-    found: dict[int, TensorDivision] = {}
+    divisions: dict[int, TensorDivision] = {}
     unknown: dict[str, Tensor] = {}
     for name, module in model.named_modules():
         known, doubtful = _of_module(module)
-        found.update(known)
+        divisions.update(known)
         unknown.update({f"{name}.{key}".lstrip("."): tensor for key, tensor in doubtful.items()})
-    unknown = {name: tensor for name, tensor in unknown.items() if id(tensor) not in found}
+    unknown = {name: tensor for name, tensor in unknown.items() if id(tensor) not in divisions}
     if unknown:
         name, tensor = next(iter(unknown.items()))
         raise ValueError(
@@ -46,7 +46,7 @@ def divisions_of(model: nn.Module) -> dict[int, TensorDivision]:
             "in layers that zeroresize.convert knows (see zeroresize.integrations.register_host) and in Colossal-AI's"
             f"{'' if len(unknown) == 1 else f'. The same holds for {len(unknown) - 1} others'}"
         )
-    return found
+    return divisions
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -57,26 +57,26 @@ def own_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 def _of_module(module: nn.Module) -> tuple[dict[int, TensorDivision], dict[str, Tensor]]:
     """What is known of a module's own tensors by ``id``, and by name those that may be parts in an unknown way."""
-    own = {name: one for name, one in own_tensors(module).items() if not isinstance(one, DTensor)}
+    tensors = {name: one for name, one in own_tensors(module).items() if not isinstance(one, DTensor)}
     if isinstance(module, BalancedLinear):
-        return _of_balanced(module, own)
-    marked = [name for name, one in own.items() if any(hasattr(one, mark) for mark in _MARKS)]
+        return _of_balanced(module, tensors)
+    marked = [name for name, one in tensors.items() if any(hasattr(one, mark) for mark in _MARKS)]
     if marked:  # by Colossal-AI, which marks all that it divides
-        found = {id(own[name]): _of_marked(own[name], module) for name in marked}
-        known = {key: one for key, one in found.items() if isinstance(one, TensorDivision)}
-        return known, {name: own[name] for name in marked if found[id(own[name])] is None}
+        divisions = {id(tensors[name]): _of_marked(tensors[name], module) for name in marked}
+        known = {key: one for key, one in divisions.items() if isinstance(one, TensorDivision)}
+        return known, {name: tensors[name] for name in marked if divisions[id(tensors[name])] is None}
     group = vars(module).get("process_group")
     if isinstance(group, ProcessGroup) and group_size(group) > 1 and not isinstance(module, nn.SyncBatchNorm):
-        return {}, own
+        return {}, tensors
     return {}, {}
 
 
-def _of_balanced(layer: Any, own: dict[str, Tensor]) -> tuple[dict[int, TensorDivision], dict[str, Tensor]]:
+def _of_balanced(layer: Any, tensors: dict[str, Tensor]) -> tuple[dict[int, TensorDivision], dict[str, Tensor]]:
     ranks, rank = group_size(layer.process_group), group_rank(layer.process_group)
     segment: OwnedSegment | None = layer.segment
     if segment is not None:
-        found = {id(one.parameter): _of_units(one, segment, rank) for one in segment.tensors}
-        doubtful = {name: one for name, one in own.items() if id(one) not in found}
+        divisions = {id(one.parameter): _of_units(one, segment, rank) for one in segment.tensors}
+        doubtful = {name: one for name, one in tensors.items() if id(one) not in divisions}
     else:
         dim = 0 if layer.is_column_parallel else 1
         even_size = layer.even_shape[dim]
@@ -87,17 +87,17 @@ def _of_balanced(layer: Any, own: dict[str, Tensor]) -> tuple[dict[int, TensorDi
                 "owns: is it a copy of a layer that was divided unevenly?"
             )
         blocks = getattr(layer, "split_sizes", None) or [even_size * ranks]
-        found = {}
-        if "weight" in own:
-            found[id(own["weight"])] = _evenly(dim ^ layer.weight_is_transposed, blocks, ranks, rank)
-        if layer.is_column_parallel and "bias" in own:
-            found[id(own["bias"])] = _evenly(0, blocks, ranks, rank)
-        doubtful = {name: one for name, one in own.items() if id(one) not in found}
-        if "weight" not in own and ranks > 1:  # it is made of other tensors in every forward
+        divisions = {}
+        if "weight" in tensors:
+            divisions[id(tensors["weight"])] = _evenly(dim ^ layer.weight_is_transposed, blocks, ranks, rank)
+        if layer.is_column_parallel and "bias" in tensors:
+            divisions[id(tensors["bias"])] = _evenly(0, blocks, ranks, rank)
+        doubtful = {name: one for name, one in tensors.items() if id(one) not in divisions}
+        if "weight" not in tensors and ranks > 1:  # it is made of other tensors in every forward
             doubtful.update(layer.named_parameters())
     if not layer.is_column_parallel:  # every rank has the whole bias
         doubtful.pop("bias", None)
-    return found, doubtful if ranks > 1 else {}
+    return divisions, doubtful if ranks > 1 else {}
 
 
 def _of_units(where: UnitTensor, segment: OwnedSegment, rank: int) -> TensorDivision:

@@ -22,11 +22,11 @@ def require_replaceable(model: nn.Module) -> None:
     Raises:
         ValueError: naming one that cannot.
     """
-    for name, one in model.named_parameters():
-        if is_sharded(one) or is_flat_parameters(one):
+    for name, parameter in model.named_parameters():
+        if is_sharded(parameter) or is_flat_parameters(parameter):
             raise ValueError(
-                f"check_segments: {name} is a {type(one).__name__} of FSDP or of a device mesh: check the model before "
-                "it is given to them"
+                f"check_segments: {name} is a {type(parameter).__name__} of FSDP or of a device mesh: check the model "
+                "before it is given to them"
             )
 
 
@@ -43,9 +43,9 @@ def in_float64(model: nn.Module) -> Iterator[None]:
             if isinstance(module, BalancedLinear):
                 _let_alone(module)
             for tensors in (parameters_of(module), buffers_of(module)):
-                for name, one in tensors.items():
-                    if one is not None:
-                        tensors[name] = copies.setdefault(id(one), _copy(one))  # type: ignore[assignment]
+                for name, tensor in tensors.items():
+                    if tensor is not None:
+                        tensors[name] = copies.setdefault(id(tensor), _copy(tensor))  # type: ignore[assignment]
         yield
 
 
@@ -66,13 +66,13 @@ def to_float64(value: Any) -> Any:
     return value
 
 
-def _copy(one: Tensor) -> Tensor:
-    values = one.detach().double() if one.is_floating_point() else one.detach()
+def _copy(tensor: Tensor) -> Tensor:
+    values = tensor.detach().double() if tensor.is_floating_point() else tensor.detach()
     values = values.clone(memory_format=torch.preserve_format)
-    if not isinstance(one, nn.Parameter):
+    if not isinstance(tensor, nn.Parameter):
         return values
-    copy = nn.Parameter(values, requires_grad=one.requires_grad)
-    vars(copy).update(vars(one))  # marks by which hosts know it
+    copy = nn.Parameter(values, requires_grad=tensor.requires_grad)
+    vars(copy).update(vars(tensor))  # marks by which hosts know it
     return copy
 
 

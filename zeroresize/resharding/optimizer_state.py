@@ -107,7 +107,7 @@ class OptimizerState:
         parameter = self._parameters[name]
         division = self._divisions.get(id(parameter))
         state = self._inner.state.get(tensor)
-        found: dict[str, Any] = {HAS_STATE: bool(state)}
+        entries: dict[str, Any] = {HAS_STATE: bool(state)}
         install = None
         if not state:
             state = self._made[name] = self._fresh(name, tensor)
@@ -115,13 +115,13 @@ class OptimizerState:
         for key, value in state.items():
             kind = kind_of_state(key, value, tensor)
             if kind in (StateKind.PLAIN, StateKind.OTHER):
-                found[key] = value
+                entries[key] = value
             elif kind is StateKind.LIKE_PARAMETER:
-                found[key] = _saved(f"{name}: {key}", value, division, install)
+                entries[key] = _saved(f"{name}: {key}", value, division, install)
             elif kind is StateKind.NUMBER:
-                found[key] = value.item()
+                entries[key] = value.item()
             elif division is None:
-                found[key] = value.data
+                entries[key] = value.data
             else:
                 raise ValueError(
                     f"sharded_state_dict: the optimizer keeps {key!r} of shape {tuple(value.shape)} beside {name} of "
@@ -129,10 +129,10 @@ class OptimizerState:
                     "that shape can be saved"
                 )
         if division is not None and not tensor.numel():  # this rank's numbers are of nothing: others write theirs
-            found = {key: value if isinstance(value, Tensor) else _Unwritten() for key, value in found.items()}
+            entries = {key: value if isinstance(value, Tensor) else _Unwritten() for key, value in entries.items()}
         if tensor is not parameter:
-            found[MASTER] = _saved(f"{name}: {MASTER}", tensor, division)
-        return found
+            entries[MASTER] = _saved(f"{name}: {MASTER}", tensor, division)
+        return entries
 
     def _fresh(self, name: str, tensor: Tensor) -> dict[str, Any]:
         """What the optimizer's first step would make for a tensor, by a copy that steps a copy."""

@@ -83,7 +83,7 @@ def _own_parameters(layer: Any) -> dict[str, Tensor]:
 def _links(model: nn.Module, layers: Mapping[str, BalancedLinear]) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     """Each module on the way to a layer, with its parent and its name there."""
     wanted = set(map(id, layers.values()))
-    found: dict[tuple[int, str], tuple[nn.Module, str, nn.Module]] = {}
+    links: dict[tuple[int, str], tuple[nn.Module, str, nn.Module]] = {}
     root = unwrap(model)
     for name, module in root.named_modules():
         if id(module) not in wanted:
@@ -92,6 +92,6 @@ def _links(model: nn.Module, layers: Mapping[str, BalancedLinear]) -> Iterator[t
         for key in name.split(".") if name else ():
             child = children_of(parent)[key]
             assert child is not None
-            found[id(parent), key] = parent, key, child
+            links[id(parent), key] = parent, key, child
             parent = child
-    yield from found.values()
+    yield from links.values()

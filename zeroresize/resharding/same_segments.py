@@ -35,20 +35,20 @@ def require_same_segments(
         RuntimeError: if a rank does not come.
     """
     of_rank = {one.name: _described(one) for one in segments}
-    own = {"error": None if error is None else str(error), "shares": shares, "segments": of_rank}
+    from_here = {"error": None if error is None else str(error), "shares": shares, "segments": of_rank}
     meet = meet_over(process_group, device)
-    texts = gather_texts(json.dumps(own), meet, process_group, message_device(process_group, device))
+    texts = gather_texts(json.dumps(from_here), meet, process_group, message_device(process_group, device))
     if error is not None:
         raise error
-    told = [json.loads(text) for text in texts]
-    for rank, other in enumerate(told):
+    from_ranks = [json.loads(text) for text in texts]
+    for rank, other in enumerate(from_ranks):
         if other["error"] is not None:
             raise ValueError(f"nothing was divided, as rank {rank} of the group failed: {other['error']}")
-    for rank, other in enumerate(told):
-        if other != told[0]:
+    for rank, other in enumerate(from_ranks):
+        if other != from_ranks[0]:
             raise ValueError(
                 f"nothing was divided, as ranks 0 and {rank} of the group differ: "
-                f"{_difference(told[0], other)}. The same model, segments= and shares= are needed on every rank"
+                f"{_difference(from_ranks[0], other)}. The same model, segments= and shares= are needed on every rank"
             )
 
 
@@ -71,8 +71,8 @@ def _difference(ones: Mapping[str, Any], others: Mapping[str, Any]) -> str:
     alone = sorted(first.keys() ^ second.keys())
     if alone:
         return f"only one of them has the segments of {', '.join(alone)}"
-    for name, one in first.items():
-        for key, value in one.items():
+    for name, fields in first.items():
+        for key, value in fields.items():
             if second[name][key] != value:
                 return f"of the segment of {name}, {key} is {value} and {second[name][key]}"
     return "the order of their segments"

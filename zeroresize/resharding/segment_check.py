@@ -121,22 +121,27 @@ def check_segments(
         require_replaceable(inner)
         check = _Check(inner, segments, to_float64(batch), forward or _call)
         with in_float64(inner):
-            found = check.run()
-    for one in found:
+            checks = check.run()
+    for result in checks:
         logger.info(
             "check_segments: %s (%s): outputs differ by %.1e, gradients by %.1e",
-            *(one.name, one.kind, one.output_difference, one.gradient_difference),
+            *(
+                result.name,
+                result.kind,
+                result.output_difference,
+                result.gradient_difference,
+            ),
         )
-    wrong = [one for one in found if one.problem is not None]
+    wrong = [one for one in checks if one.problem is not None]
     if wrong:
         raise ValueError(
-            f"check_segments: {len(wrong)} of {len(found)} segments do not move soundly: "
+            f"check_segments: {len(wrong)} of {len(checks)} segments do not move soundly: "
             f"{'; '.join(f'{one.name} ({one.kind}): {one.problem}' for one in wrong)}. {_left_out(layers, wrong)}What "
             "lies between a segment's layers must compute each unit by itself, unit_size must be all that one unit has "
             "(a head's size), and on_change must set what counts units (num_heads) and all that is of single units; "
             "else leave the segment out, and its layers stay even"
         )
-    return found
+    return checks
 
 
 @contextmanager
@@ -206,7 +211,7 @@ class _Check:
         home, differences = segment.owned, (math.nan, math.nan)
         with restored(self._model):  # so that what on_change leaves behind is not another segment's
             _, problem = self._try_together(partial(_require_movable, segment))
-            for target, told in () if problem is not None else _divisions(segment):
+            for target, where in () if problem is not None else _divisions(segment):
                 outputs, problem = self._try_division(segment, target)
                 _, back = self._try_together(partial(self._move, segment, home))  # with gradients
                 problem = problem or back
@@ -214,13 +219,13 @@ class _Check:
                     break
                 now = self._compare(expected, (outputs, self._gradients()))
                 differences = float(np.fmax(differences[0], now[0])), float(np.fmax(differences[1], now[1]))
-                if (problem := _told(now, f"with {told}")) is not None:
+                if (problem := _describe_difference(now, f"with {where}")) is not None:
                     break
             else:
                 if problem is None:
                     results, problem = self._try_together(self._compute)
                     if results is not None and problem is None:
-                        problem = _told(self._compare(expected, results), "with all units at home again")
+                        problem = _describe_difference(self._compare(expected, results), "with all units at home again")
         return SegmentCheck(segment.name, segment.kind, segment.layers, *differences, problem)
 
     def _try_division(self, segment: OwnedSegment, target: OwnershipMap) -> tuple[list[Tensor] | None, str | None]:
@@ -272,15 +277,15 @@ class _Check:
 
     def _try_together(self, call: Callable[[], _T]) -> tuple[_T | None, str | None]:
         """What it returns; and what has failed on some rank, the same on all of them."""
-        result, told, is_elsewhere = None, "", False
+        result, failure, is_elsewhere = None, "", False
         try:
             result = call()
         except _ElsewhereError:
             is_elsewhere = True
         except Exception as error:
-            told = f"rank {self._rank}: {type(error).__name__}: {error}"
+            failure = f"rank {self._rank}: {type(error).__name__}: {error}"
         device = message_device(self._group, self._device)
-        texts = gather_texts(told or " ", self._meet, self._group, device)
+        texts = gather_texts(failure or " ", self._meet, self._group, device)
         problem = next(filter(None, texts), None)
         if any(row[0] for row in self._meet(float(is_elsewhere), 0.0)):
             problem = problem or "the ranks run different layers: one came to a layer that another left out"
@@ -288,15 +293,15 @@ class _Check:
 
     def _compare(self, expected: _Results, computed: _Results) -> tuple[float, float]:
         """Of outputs and of gradients, over all ranks."""
-        found = []
+        differences = []
         for ones, others in zip(expected, computed, strict=True):
             table = self._meet(max((float(one.abs().max()) for one in ones if one.numel()), default=0.0), 0.0)
             floor = _FLOOR * max(largest for largest, *_ in table)
-            own = max((_difference(*pair, floor) for pair in zip(ones, others, strict=False)), default=0.0)
+            difference = max((_difference(*pair, floor) for pair in zip(ones, others, strict=False)), default=0.0)
             if len(ones) != len(others):
-                own = math.inf
-            found.append(max(number for number, *_ in self._meet(own, 0.0)))
-        return found[0], found[1]
+                difference = math.inf
+            differences.append(max(number for number, *_ in self._meet(difference, 0.0)))
+        return differences[0], differences[1]
 
 
 def _divisions(segment: OwnedSegment) -> Iterator[tuple[OwnershipMap, str]]:
@@ -326,38 +331,40 @@ def _tensors_of(value: Any) -> Iterator[Tensor]:
         if value.is_floating_point():
             yield value
     elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from _tensors_of(one)
+        for item in value.values():
+            yield from _tensors_of(item)
     elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _tensors_of(one)
+        for item in value:
+            yield from _tensors_of(item)
 
 
 def _weighted(outputs: Sequence[Tensor]) -> Tensor:
     """A sum in which no two elements cancel."""
     parts = [
-        (one * torch.linspace(-1.0, 2.0, one.numel(), dtype=one.dtype, device=one.device).view_as(one)).sum()
-        for one in outputs
-        if one.requires_grad and one.numel()
+        (
+            output * torch.linspace(-1.0, 2.0, output.numel(), dtype=output.dtype, device=output.device).view_as(output)
+        ).sum()
+        for output in outputs
+        if output.requires_grad and output.numel()
     ]
     if not parts:
         raise ValueError("it returns no tensor that gradients can be taken of")
     return torch.stack([one.double() for one in parts]).sum()
 
 
-def _difference(one: Tensor, other: Tensor, floor: float) -> float:
-    if one.shape != other.shape:
+def _difference(expected: Tensor, other: Tensor, floor: float) -> float:
+    if expected.shape != other.shape:
         return math.inf
-    if not one.numel():
+    if not expected.numel():
         return 0.0
-    difference = float((one - other).abs().max())
+    difference = float((expected - other).abs().max())
     if difference == 0.0:
         return 0.0
-    found = difference / max(float(one.abs().max()), floor)
-    return math.inf if math.isnan(found) else found
+    share = difference / max(float(expected.abs().max()), floor)
+    return math.inf if math.isnan(share) else share
 
 
-def _told(differences: tuple[float, float], where: str) -> str | None:
+def _describe_difference(differences: tuple[float, float], where: str) -> str | None:
     """What is wrong if results differ so much."""
     if max(differences) <= _TOLERANCE:
         return None

@@ -99,6 +99,6 @@ def bytes_of_units(segments: Sequence[OwnedSegment], optimizer: object | None, r
     total = 0
     for segment in segments:
         num_units = len(segment.owned.owners) // segment.owned.num_ranks
-        for one in contents_of(segment, optimizer, rank):
-            total += num_units * bytes_per_unit(one, one.description, with_gradients=False)
+        for contents in contents_of(segment, optimizer, rank):
+            total += num_units * bytes_per_unit(contents, contents.description, with_gradients=False)
     return total

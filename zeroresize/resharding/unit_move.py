@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -125,13 +126,15 @@ class UnitMove(Transaction):
             _, before, after = self.moving[number]
             num_old, num_new = before.counts[self._rank], after.counts[self._rank]
             self._new.append([])
-            for one, agreed in zip(of_segment, self._agreed[number], strict=True) if self._takes_part[number] else ():
-                where, shape = one.unit_tensor, list(one.parameter.shape)
+            for contents, agreed in (
+                zip(of_segment, self._agreed[number], strict=True) if self._takes_part[number] else ()
+            ):
+                where, shape = contents.unit_tensor, list(contents.parameter.shape)
                 shape[where.dim] = where.num_blocks * num_new * where.rows
                 self._new[-1].append({})
                 for what, name in sorted(agreed.dtypes.items()):
-                    dtype, old = dtype_of(name), one.state.tensors.get(what)
-                    new = torch.empty(shape, dtype=dtype, device=one.state.device_of(what))
+                    dtype, old = dtype_of(name), contents.state.tensors.get(what)
+                    new = torch.empty(shape, dtype=dtype, device=contents.state.device_of(what))
                     self._new[-1][-1][what] = new
                     old_stack = None if old is None else stack(old, where, num_old)
                     tensors.append(UnitStack(number, dtype, old_stack, stack(new, where, num_new)))
@@ -156,9 +159,9 @@ class UnitMove(Transaction):
         for (segment, _, after), of_segment, of_new, of_agreed in zip(
             self.moving, self._contents, self._new, self._agreed, strict=True
         ):
-            for one, new, agreed in zip(of_segment, of_new, of_agreed, strict=False):
-                one.state.install(new, agreed)
-                one.state.forget()
+            for contents, new, agreed in zip(of_segment, of_new, of_agreed, strict=False):
+                contents.state.install(new, agreed)
+                contents.state.forget()
             segment.owned = after
             for layer in layers_of(segment):
                 if isinstance(layer, BalancedLinear):  # what was decided and remembered is of other columns
@@ -200,20 +203,25 @@ class UnitMove(Transaction):
 
     def _what_moves(self) -> str:
         """Everything that must be the same on all ranks, but for what the parameters hold besides themselves."""
-        told = [
+        plan = [
             [
                 segment.name,
                 before.owners.tobytes().hex(),
                 after.owners.tobytes().hex(),
                 [
-                    [one.name, one.unit_tensor.dim, one.unit_tensor.rows, one.unit_tensor.num_blocks]
-                    + [_elements_per_unit(one), one.state.stepped is not None, str(one.parameter.dtype)]
-                    for one in of_segment
+                    [
+                        contents.name,
+                        contents.unit_tensor.dim,
+                        contents.unit_tensor.rows,
+                        contents.unit_tensor.num_blocks,
+                    ]
+                    + [_elements_per_unit(contents), contents.state.stepped is not None, str(contents.parameter.dtype)]
+                    for contents in of_segment
                 ],
             ]
             for (segment, before, after), of_segment in zip(self.moving, self._contents, strict=True)
         ]
-        return json.dumps([self._max_bytes, told])
+        return json.dumps([self._max_bytes, plan])
 
 
 def _require_fitting(segment: OwnedSegment, after: OwnershipMap, num_ranks: int) -> None:
@@ -231,27 +239,27 @@ def _require_fitting(segment: OwnedSegment, after: OwnershipMap, num_ranks: int)
         raise ValueError(f"the {segment.kind} of {segment.name} must stay evenly divided: {reason}")
 
 
-def _require_disjoint(contents: Sequence[Sequence[UnitContents]]) -> None:
+def _require_disjoint(by_segment: Sequence[Sequence[UnitContents]]) -> None:
     seen: dict[int, UnitContents] = {}
-    for one in (one for of_segment in contents for one in of_segment):
-        other = seen.setdefault(id(one.parameter), one)
-        if other is not one:
-            raise ValueError(f"{other.name} and {one.name} of two segments are one parameter, so they cannot move")
+    for contents in itertools.chain.from_iterable(by_segment):
+        other = seen.setdefault(id(contents.parameter), contents)
+        if other is not contents:
+            raise ValueError(f"{other.name} and {contents.name} of two segments are one parameter, so they cannot move")
 
 
-def bytes_per_unit(one: UnitContents, description: Description, *, with_gradients: bool = True) -> int:
+def bytes_per_unit(contents: UnitContents, description: Description, *, with_gradients: bool = True) -> int:
     """What belongs to one unit in all tensors that are described."""
     sizes = [
         dtype_of(dtype).itemsize
         for what, dtype in description.dtypes.items()
         if with_gradients or what not in GRADIENTS
     ]
-    return _elements_per_unit(one) * sum(sizes)
+    return _elements_per_unit(contents) * sum(sizes)
 
 
-def _elements_per_unit(one: UnitContents) -> int:
+def _elements_per_unit(contents: UnitContents) -> int:
     """Elements that belong to one unit."""
-    shape, where = one.parameter.shape, one.unit_tensor
+    shape, where = contents.parameter.shape, contents.unit_tensor
     others = [size for dim, size in enumerate(shape) if dim != where.dim]
     return int(np.prod(others, dtype=np.int64)) * where.num_blocks * where.rows
 

@@ -91,8 +91,8 @@ def copy_units(target: Tensor, at: Indices, source: Tensor, of: Indices) -> None
             run = source.narrow(2, int(of[begin]), end - begin)
             target.narrow(2, int(at[begin]), end - begin).copy_(run, non_blocking=True)
         return
-    found = source.index_select(2, torch.from_numpy(of).to(source.device)).to(target.device)
-    target.index_copy_(2, torch.from_numpy(at).to(target.device), found)
+    gathered = source.index_select(2, torch.from_numpy(of).to(source.device)).to(target.device)
+    target.index_copy_(2, torch.from_numpy(at).to(target.device), gathered)
 
 
 @dataclass(frozen=True)
@@ -125,12 +125,12 @@ def parts_of(
     Args:
         tensors: on every rank in one order, larger elements first, so that all lie aligned.
     """
-    found, begin = [], 0
+    parts, begin = [], 0
     by_segment = {unit_slice.segment: unit_slice for unit_slice in slices}
     for number, tensor in enumerate(tensors):
         unit_slice = by_segment.get(tensor.segment)
         if unit_slice is not None:
             part = tensor.part(message, begin, len(unit_slice.units))
             begin += part.numel() * part.element_size()
-            found.append((unit_slice, number, part))
-    return found
+            parts.append((unit_slice, number, part))
+    return parts

@@ -151,8 +151,8 @@ class UnitsInForce:
         Raises:
             ValueError: on every rank, if units are away though the optimizer does not let them be divided.
         """
-        own = self.why_not_divisible is not None, self.why_not_movable is not None
-        table = self.meet(*map(float, own))
+        reasons_here = self.why_not_divisible is not None, self.why_not_movable is not None
+        table = self.meet(*map(float, reasons_here))
         indivisible, immovable = ([rank for rank, row in enumerate(table) if row[kind]] for kind in (0, 1))
         if 0 < len(indivisible) < self._num_ranks:
             self.why_not_divisible = self.gather_reasons(self.why_not_divisible)
@@ -161,7 +161,7 @@ class UnitsInForce:
         if self.why_not_divisible is not None and not self.is_home:
             raise ValueError(f"units are divided by the shares {list(self.shares)}: {self.why_not_divisible}")
 
-    def gather_reasons(self, own: str | None) -> str:
+    def gather_reasons(self, reason: str | None) -> str:
         """Why some ranks cannot, this one for ``own`` if it is one of them; collective.
 
         Of ranks of other replicas that is not known.
@@ -170,11 +170,11 @@ class UnitsInForce:
         where = message_device(self._group, next(devices, torch.device("cpu")))
         texts: list[str] = []
         with suppress(NotEnoughMemoryError):  # on all ranks
-            texts = list(gather_texts(own or "", self.meet, self._group, where))
-        if own:
-            return own
-        told = [f"{text} (rank {rank} of the group)" for rank, text in enumerate(texts) if text]
-        return told[0] if told else "other ranks cannot; their errors tell why"
+            texts = list(gather_texts(reason or "", self.meet, self._group, where))
+        if reason:
+            return reason
+        reasons = [f"{text} (rank {rank} of the group)" for rank, text in enumerate(texts) if text]
+        return reasons[0] if reasons else "other ranks cannot; their errors tell why"
 
     def why_not_now(self) -> str | None:
         """Why units may not move now, though they might at the start, as far as this rank knows."""
@@ -210,23 +210,23 @@ class UnitsInForce:
                 model=self._model,
             )
         except (ValueError, CannotMoveError, NotEnoughMemoryError) as error:  # on all ranks together
-            own = error if isinstance(error, ValueError | NotEnoughMemoryError) else error.__cause__
-            why = self.gather_reasons(None if own is None else str(own))
+            cause = error if isinstance(error, ValueError | NotEnoughMemoryError) else error.__cause__
+            why = self.gather_reasons(None if cause is None else str(cause))
             if isinstance(error, NotEnoughMemoryError):
                 raise
             raise CannotMoveError(f"nothing has changed: {why}") from error
         for segment in self.segments:
             segment.shares = after
         self.shares = after
-        told = self.meet(report.sent_bytes, report.received_bytes)
+        traffic = self.meet(report.sent_bytes, report.received_bytes)
         seconds = max(own for own, *_ in self.meet(report.seconds, 0.0))
         move = Move(
             before,
             after,
             report.sent_bytes,
             report.received_bytes,
-            int(sum(sent for sent, *_ in told)),
-            int(max(map(max, told))),
+            int(sum(sent for sent, *_ in traffic)),
+            int(max(map(max, traffic))),
             seconds,
             {kind: tuple(map(operator.sub, now, owned_before[kind])) for kind, now in self.num_units.items()},
             owned_before,
