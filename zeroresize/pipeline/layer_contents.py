@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroresize.pipeline.stage_layers import LayerTensors, emptied
+from zeroresize.pipeline.stage_layers import LayerTensors
 from zeroresize.resharding.parameter_state import (
     GRADIENT,
     PARAMETER,
@@ -23,8 +23,8 @@ from zeroresize.resharding.parameter_state import (
     ParameterState,
     StateKind,
     dtype_of,
+    emptied,
     replace_data,
-    set_state,
     why_of_fixed_size,
 )
 from zeroresize.utils.checkpoint_reader import plain_value
@@ -228,32 +228,25 @@ class Arrived:
         """Make it this rank's; only a ``set_extra_state`` of the layer could fail."""
         for name, parameter in self._tensors.parameters.items():
             note = self._note.parameters[name]
-            replace_data(parameter, self._new[name, PARAMETER], None)
-            parameter.requires_grad_(note.requires_grad)
-            parameter.grad = self._new.get((name, GRADIENT))
-            tensors = {
-                what.removeprefix(STATE): tensor
-                for (of, what), tensor in self._new.items()
-                if of == name and what.startswith(STATE)
-            }
-            set_state(optimizer, parameter, {**(note.state or {}), **tensors})
+            new = {what: tensor for (of, what), tensor in self._new.items() if of == name}
+            state = ParameterState(f"layers.{self._note.layer}.{name}", parameter, parameter, optimizer)
+            state.install_whole(new, note.state or {}, requires_grad=note.requires_grad)
         for name, (module, key) in self._tensors.buffers.items():
-            new, known = self._new.get((name, BUFFER)), buffers_of(module)[key]
-            if new is not None and known is not None:
-                replace_data(known, new, None)
+            arrived, known = self._new.get((name, BUFFER)), buffers_of(module)[key]
+            if arrived is not None and known is not None:
+                replace_data(known, arrived, None)
             else:
-                buffers_of(module)[key] = new
+                buffers_of(module)[key] = arrived
         for module, training in zip(self._layer.modules(), self._note.training, strict=True):
             module.training = training
-        for path, state in self._extra.items():
-            self._layer.get_submodule(path).set_extra_state(state)
+        for path, extra in self._extra.items():
+            self._layer.get_submodule(path).set_extra_state(extra)
 
 
 def let_go(layer_tensors: LayerTensors, optimizer: torch.optim.Optimizer | None) -> None:
     """Leave a layer without its tensors, which another rank has now."""
-    for parameter in layer_tensors.parameters.values():
-        replace_data(parameter, emptied(parameter, parameter.device), None)
-        set_state(optimizer, parameter, {})
+    for name, parameter in layer_tensors.parameters.items():
+        ParameterState(name, parameter, parameter, optimizer).empty()
     for module, key in layer_tensors.buffers.values():
         buffer = buffers_of(module)[key]
         if buffer is not None:

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 from zeroresize.plan.partition import Partition
-from zeroresize.resharding.parameter_state import replace_data
+from zeroresize.resharding.parameter_state import emptied, replace_data
 from zeroresize.utils.torch_private import buffers_of, parameters_of
 
 #: Fills the tensors of a layer, by its number, that was built on the meta device.
@@ -199,11 +199,6 @@ def _placed(tensor: Tensor, is_away: bool, device: torch.device) -> Tensor:
     elif tensor.device != device:
         replace_data(tensor, tensor.data.to(device), None)
     return tensor
-
-
-def emptied(tensor: Tensor, device: torch.device) -> Tensor:
-    """What is in place of a tensor that is away: of as many dimensions, by which users may choose parameter groups."""
-    return torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype, device=device)
 
 
 def _is_on_meta(layer: nn.Module) -> bool:

@@ -143,6 +143,29 @@ class ParameterState:
         if not of_tensor:
             del self._optimizer.state[self.stepped]
 
+    def install_whole(self, new: Mapping[str, Tensor], plain: Mapping[str, Any], *, requires_grad: bool) -> None:
+        """Put another rank's tensors of the whole parameter in place of those there, and its optimizer state.
+
+        The parameter stays this object; the optimizer keeps what is given and nothing else.
+
+        Args:
+            new: by what they are: PARAMETER, GRADIENT where there is one, and STATE with the key of optimizer state.
+            plain: the entries of optimizer state that are no tensors, by key.
+        """
+        replace_data(self.parameter, new[PARAMETER], None)
+        self.parameter.requires_grad_(requires_grad)
+        self.parameter.grad = new.get(GRADIENT)
+        state = {what.removeprefix(STATE): tensor for what, tensor in new.items() if what.startswith(STATE)}
+        set_state(self._optimizer, self.parameter, {**plain, **state})
+
+    def empty(self) -> None:
+        """Leave the parameter without elements, gradient and optimizer state, as another rank has them now.
+
+        It keeps its number of dimensions, by which users may choose parameter groups.
+        """
+        replace_data(self.parameter, emptied(self.parameter, self.parameter.device), None)
+        set_state(self._optimizer, self.parameter, {})
+
     def forget(self) -> None:
         """Let go of the tensors that were there."""
         self.tensors.clear()
@@ -237,12 +260,17 @@ def agreed_descriptions(by_rank: Sequence[Sequence[Description]]) -> list[Descri
 
 
 def set_state(optimizer: torch.optim.Optimizer | None, stepped: Tensor, state: Mapping[str, Any]) -> None:
-    """Let the optimizer keep this of a tensor and nothing else."""
+    """Let the optimizer keep these entries of a tensor that it steps, and nothing else."""
     if optimizer is None:
         return
     optimizer.state.pop(stepped, None)
     if state:
         optimizer.state[stepped].update(state)  # the optimizer's own kind of dictionary
+
+
+def emptied(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return what is in place of a tensor that is on another rank: it has no elements, and as many dimensions."""
+    return torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype, device=device)
 
 
 def replace_data(tensor: Tensor, new: Tensor, gradient: Tensor | None) -> None:
