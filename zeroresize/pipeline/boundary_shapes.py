@@ -1,4 +1,4 @@
-"""Shapes of what layers hand to each other, found once by running every layer on one micro-batch.
+"""The shapes of what layers hand to each other are found once, by running every layer on one micro-batch.
 
 torch's stages can find the shapes at their own ends, but by a run of their own after every change of layers, and that
 run changes buffers such as BatchNorm's statistics. With the shapes between all layers, any stage can be built anew
@@ -22,10 +22,11 @@ from zeroresize.utils.torch_private import buffers_of
 
 @dataclass(frozen=True)
 class TensorShape:
-    """A contiguous tensor of one micro-batch between two layers.
+    """Describes a contiguous tensor of one micro-batch between two layers.
 
     Attributes:
-        dtype: without ``torch.``.
+        shape: of the tensor, the samples of a micro-batch as its first dimension.
+        dtype: its name without ``torch.``.
         requires_grad: whether a gradient comes back.
     """
 
@@ -34,7 +35,7 @@ class TensorShape:
     requires_grad: bool
 
     def example(self, device: torch.device | str) -> Tensor:
-        """A tensor of this shape, of zeros."""
+        """Return a tensor of zeros of this shape and dtype on ``device``."""
         return torch.zeros(self.shape, dtype=getattr(torch, self.dtype), device=device).requires_grad_(
             self.requires_grad
         )
@@ -48,13 +49,14 @@ _FAILED = "the first forward fails in the layers"
 
 
 def boundary_of(tensors: Sequence[Tensor]) -> Boundary:
+    """Return the shapes of these tensors, in their order."""
     return tuple(TensorShape(tuple(one.shape), str(one.dtype)[6:], one.requires_grad) for one in tensors)
 
 
 def find_boundaries(
     stage: StageLayers, inputs: Sequence[Tensor], device: torch.device, process_group: ProcessGroup
 ) -> list[Boundary]:
-    """The boundaries before each layer and behind the last one [L + 1]; collective.
+    """Return the boundaries before each layer and behind the last one [L + 1]; collective.
 
     One stage after the other runs its layers, the first one on real data, the others on zeros. Random number generators
     and buffers are as before afterwards; whatever else layers change in a forward stays changed.
@@ -84,7 +86,11 @@ def find_boundaries(
 
 
 def broadcast_text(text: str, root: int, device: torch.device, process_group: ProcessGroup) -> str:
-    """The text of rank ``root`` of the group, on every rank."""
+    """Return the text of rank ``root`` of the group, on every rank; collective.
+
+    Args:
+        device: where messages of the group must lie.
+    """
     data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(device)
     size = torch.tensor([data.numel()], device=device)
     broadcast(size, root, process_group)

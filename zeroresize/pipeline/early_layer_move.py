@@ -39,7 +39,7 @@ _CPU = torch.device("cpu")
 
 
 class EarlyLayerMove(LayerMove):
-    """A move on this rank, carried out by a thread of its own over the pipeline's side group.
+    """Carries out this rank's part of a move by a thread of its own, over the pipeline's side group.
 
     Args:
         boundaries: after the move.
@@ -48,7 +48,7 @@ class EarlyLayerMove(LayerMove):
 
     Attributes:
         finished: to be entered while the pipeline computes.
-        sent_bytes, received_bytes: by this rank.
+        sent_bytes, received_bytes: by this rank so far.
         num_rounds: in which messages were sent.
         is_outdated: whether something that this rank has sent is another at the end.
 
@@ -82,7 +82,7 @@ class EarlyLayerMove(LayerMove):
 
     @property
     def reserved_bytes(self) -> int:
-        """What the pipeline's own forward and backward take meanwhile, where layers come."""
+        """Return the bytes that the pipeline's own forward and backward take meanwhile; 0 where no layer comes."""
         return bytes_up_to_peak(self._pipeline.device) if self.new_bytes else 0
 
     @property
@@ -104,7 +104,7 @@ class EarlyLayerMove(LayerMove):
         )
 
     def connect(self) -> None:
-        """Make the group and the thread that this takes; collective.
+        """Open the side group and start the thread that waits to send; collective.
 
         Raises:
             RuntimeError: where there is no memory for them, or a rank does not come.
@@ -114,7 +114,7 @@ class EarlyLayerMove(LayerMove):
         self._thread.start()
 
     def start(self) -> None:
-        """Begin to send and receive."""
+        """Let the thread send and receive."""
         device = self._pipeline.device
         if device.type == "cuda":
             self._stream, self._main_stream = torch.cuda.Stream(device), torch.cuda.current_stream(device)
@@ -122,7 +122,7 @@ class EarlyLayerMove(LayerMove):
         self._may_begin.set()
 
     def drop(self) -> None:
-        """End without having begun."""
+        """End the thread before it has sent anything, and leave the side group."""
         self._is_dropped = True
         self._may_begin.set()
         self._pipeline.leave_side_group()
@@ -132,7 +132,7 @@ class EarlyLayerMove(LayerMove):
         self._thread.join()
 
     def join(self) -> Exception | None:
-        """As :meth:`wait`; then see what has come, and return the first failure."""
+        """Wait as :meth:`wait` does, read what has come, and return the first failure."""
         self.wait()
         if not self._errors:
             self._errors += self.read()

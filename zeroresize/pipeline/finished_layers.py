@@ -1,4 +1,4 @@
-"""When a stage is done with its layers in a step: backward of the last micro-batch is over, gradients are final."""
+"""A stage is done with a layer in a step when backward of the last micro-batch is over: its gradients are final."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zeroresize.pipeline.pipeline import Pipeline
 
 
 class FinishedLayers:
-    """Watches a stage's layers within a ``with`` block; all are finished at its end.
+    """Watches within a ``with`` block when a stage is done with each layer; all are finished at its end.
 
     Args:
         num_steps: of the pipeline within the block.
@@ -46,7 +46,7 @@ class FinishedLayers:
             self._finish(number)
 
     def wait(self, number: int) -> None:
-        """Until this stage is done with a layer; a GPU may still be at it, which its current stream waits for."""
+        """Wait until this stage is done with a layer; on a GPU its current stream then waits for the device."""
         self._finished[number].wait()
         if number in self._on_device:
             self._on_device[number].wait()

@@ -1,4 +1,4 @@
-"""Clipping by the norm of all stages' gradients."""
+"""Gradients of a pipeline are clipped by the norm over all stages."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from zeroresize.pipeline.pipeline import Pipeline
 
 @torch.no_grad()
 def clip_grad_norm_(pipeline: Pipeline, max_norm: float) -> Tensor:
-    """What ``torch.nn.utils.clip_grad_norm_`` does to the undivided model's gradients; collective.
+    """Scale the gradients of all stages so that their 2-norm is at most ``max_norm``; collective.
 
-    With tensor parallelism inside stages it is so over the stages' groups, too: see
+    The result is that of ``torch.nn.utils.clip_grad_norm_`` on the undivided model.
+
+    With tensor parallelism inside stages the norm is taken over the stages' groups, too: see
     :func:`zeroresize.clip_grad_norm_`.
 
     Args:
         max_norm: of all stages' gradients together, as one vector.
 
     Returns:
-        Their 2-norm before, on every rank.
+        The 2-norm before scaling, on every rank.
 
     Raises:
         ValueError: for layers of several tensor-parallel groups.

@@ -18,7 +18,7 @@ from zeroresize.utils.torch_private import call_at_end_of_backward
 
 
 class LayerBackwards:
-    """Tells when backward goes from one layer to the next.
+    """Calls a function whenever backward goes from one layer to the next.
 
     Args:
         passed: called with the layer whose backward ends, None at first, and the one whose backward begins, None at
@@ -30,7 +30,7 @@ class LayerBackwards:
         self._now: int | None = None
 
     def watch(self, number: int, outputs: Any) -> None:
-        """To be called after each forward of a layer, with what it returns."""
+        """Follow a layer's backward from its outputs; the caller gives them after each forward of the layer."""
         for output in outputs if isinstance(outputs, tuple | list) else (outputs,):
             if isinstance(output, Tensor) and output.grad_fn is not None:
                 output.register_hook(partial(self._arrived, number))

@@ -1,4 +1,4 @@
-"""What a layer takes along to another stage: parameters, gradients, optimizer state, buffers and extra state.
+"""A layer takes its parameters, gradients, optimizer state, buffers and extra state along to another stage.
 
 The sender describes it, so the receiver knows what will come. Nothing is computed from it: all arrives bit for bit.
 """
@@ -35,7 +35,7 @@ BUFFER, EXTRA = "buffer", "extra state"
 
 @dataclass(frozen=True)
 class TensorNote:
-    """One tensor that travels.
+    """Describes one tensor that travels with a layer.
 
     Attributes:
         name: of the parameter, buffer or module within its layer.
@@ -54,22 +54,23 @@ class TensorNote:
 
     @property
     def num_bytes(self) -> int:
+        """Return the bytes of the tensor."""
         return torch.Size(self.shape).numel() * dtype_of(self.dtype).itemsize
 
     @property
     def is_constant(self) -> bool:
-        """Whether nothing but an optimizer's step changes it: forward and backward do not."""
+        """Return whether nothing but an optimizer's step changes the tensor: forward and backward do not."""
         return self.what == PARAMETER or self.what.startswith(STATE)
 
     def new(self, device: torch.device) -> Tensor:
-        """An empty tensor like this one."""
+        """Return an uninitialized tensor of this shape, stride and dtype, on ``device`` or the CPU."""
         where = torch.device("cpu") if self.is_on_cpu else device
         return torch.empty_strided(self.shape, self.stride, dtype=dtype_of(self.dtype), device=where)
 
 
 @dataclass(frozen=True)
 class ParameterNote:
-    """What belongs to a parameter besides tensors.
+    """Describes what belongs to a parameter besides tensors.
 
     Attributes:
         group: the optimizer's parameter group that holds it; None for none.
@@ -83,7 +84,7 @@ class ParameterNote:
 
 @dataclass(frozen=True)
 class LayerNote:
-    """All that a layer takes along.
+    """Describes all that a layer takes along.
 
     Attributes:
         layer: its number.
@@ -101,14 +102,17 @@ class LayerNote:
 
     @property
     def num_bytes(self) -> int:
+        """Return the bytes of all its tensors."""
         return sum(one.num_bytes for one in self.tensors)
 
 
 def notes_to_json(notes: Iterable[LayerNote]) -> str:
+    """Return a text of the notes that :func:`notes_from_json` reads."""
     return json.dumps([asdict(one) for one in notes])
 
 
 def notes_from_json(text: str) -> list[LayerNote]:
+    """Return the notes of which :func:`notes_to_json` has made the text."""
     return [
         LayerNote(
             fields["layer"],
@@ -131,7 +135,12 @@ def describe(
     optimizer: torch.optim.Optimizer | None,
     groups: Mapping[int, int],
 ) -> tuple[LayerNote, list[Tensor]]:
-    """A present layer's note, and the tensors in its order.
+    """Return the note of a layer of this stage, and its tensors in the note's order, without copies.
+
+    Args:
+        number: of the layer.
+        layer_tensors: what belongs to the layer alone.
+        groups: the number of each parameter's group in the optimizer, by the parameter's ``id``.
 
     Raises:
         ValueError: for a sparse gradient, a tensor of a parameter's size as its attribute, and optimizer state of other
@@ -174,7 +183,7 @@ def describe(
 
 
 def require_fitting(note: LayerNote, layer: nn.Module, layer_tensors: LayerTensors, groups: Mapping[int, int]) -> None:
-    """Check that what is told of a layer fits the one here.
+    """Check that a note of a layer fits the layer of the same number here.
 
     Raises:
         ValueError: if the layer has other parameters or buffers here, or the optimizer has them in other groups.
@@ -200,10 +209,11 @@ def require_fitting(note: LayerNote, layer: nn.Module, layer_tensors: LayerTenso
 
 
 class Arrived:
-    """A layer that has come here, not yet installed.
+    """Holds a layer that has come to this rank until it is installed.
 
     Args:
-        new: its tensors, in the note's order.
+        layer_tensors: what belongs to the layer alone on this rank.
+        new: the tensors that have come, in the note's order.
     """
 
     def __init__(self, note: LayerNote, layer: nn.Module, layer_tensors: LayerTensors, new: Sequence[Tensor]) -> None:
@@ -211,7 +221,7 @@ class Arrived:
         self._new = {(one.name, one.what): tensor for one, tensor in zip(note.tensors, new, strict=True)}
 
     def read_extra_state(self, *, is_from_file: bool) -> None:
-        """Read extra state, of any classes where it comes from another rank.
+        """Read the modules' extra state, of any classes where it comes from another rank.
 
         Raises:
             ValueError: for what is from a file and could run code.
@@ -225,7 +235,7 @@ class Arrived:
                 self._extra[path] = read(stream)
 
     def install(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Make it this rank's; only a ``set_extra_state`` of the layer could fail."""
+        """Put what has come in place of what is here; only a ``set_extra_state`` of the layer could fail."""
         for name, parameter in self._tensors.parameters.items():
             note = self._note.parameters[name]
             new = {what: tensor for (of, what), tensor in self._new.items() if of == name}
@@ -244,7 +254,7 @@ class Arrived:
 
 
 def let_go(layer_tensors: LayerTensors, optimizer: torch.optim.Optimizer | None) -> None:
-    """Leave a layer without its tensors, which another rank has now."""
+    """Empty the tensors of a layer, which another rank has now, and forget its optimizer state."""
     for name, parameter in layer_tensors.parameters.items():
         ParameterState(name, parameter, parameter, optimizer).empty()
     for module, key in layer_tensors.buffers.values():
@@ -254,7 +264,7 @@ def let_go(layer_tensors: LayerTensors, optimizer: torch.optim.Optimizer | None)
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """The memory of a dense tensor [bytes], as a view."""
+    """Return a view of a dense tensor's memory as [bytes]."""
     begin = tensor.storage_offset() * tensor.itemsize
     memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return memory.set_(tensor.untyped_storage(), begin, (tensor.numel() * tensor.itemsize,), (1,))

@@ -1,4 +1,4 @@
-"""One stage's part of a move of layers: what it sends, receives and installs."""
+"""Each stage has a part in a move of layers: it sends, receives and installs some."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from zeroresize.utils.fingerprint import fingerprint
 
 
 class LayerMove(Transaction):
-    """A move of layers on this rank.
+    """Moves layers between the stages, as seen by this rank.
 
     Args:
         boundaries: after the move.
@@ -92,7 +92,7 @@ class LayerMove(Transaction):
 
     @property
     def num_layers(self) -> int:
-        """How many layers change stages, in the whole pipeline."""
+        """Return how many layers change stages, in the whole pipeline."""
         return sum(map(len, self.moving.values()))
 
     @property
@@ -106,7 +106,7 @@ class LayerMove(Transaction):
         return notes_to_json(note for note, _ in self._sent.values())
 
     def agree(self, descriptions: Iterable[str] | None) -> None:
-        """Take what all ranks will send, and lay out the rounds.
+        """Take the notes of all that ranks will send, and lay out the rounds.
 
         Raises:
             ValueError: if what will come here does not fit.
@@ -138,7 +138,7 @@ class LayerMove(Transaction):
         return errors[0] if errors else None
 
     def read(self) -> list[Exception]:
-        """Look through what has come; returns what failed."""
+        """Read the layers that have come, and return what failed; nothing is installed."""
         self._arrived = [
             Arrived(self._notes[number], self._layers[number], self._layer_tensors[number], new)
             for number, new in self._new.items()
@@ -152,16 +152,16 @@ class LayerMove(Transaction):
 
     @property
     def reserved_bytes(self) -> int:
-        """What must be free on the device beside the new tensors: nothing, here."""
+        """Return the bytes that must be free on the device beside the new tensors: none, here."""
         return 0
 
     @property
     def messages_on(self) -> torch.device:
-        """Where messages lie."""
+        """Return the device that messages lie on."""
         return self._pipeline.meet_device
 
     def streamed(self, tensor: TensorNote) -> bool:
-        """Whether it is in the streams: all are, here."""
+        """Return whether a tensor travels in the streams of the first rounds: all do, here."""
         return True
 
     def commit(self) -> None:

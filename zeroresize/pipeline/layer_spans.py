@@ -1,4 +1,4 @@
-"""When each layer of a stage computes, forward and backward, by hooks that are there only while somebody watches.
+"""The times of each layer's forward and backward are watched by hooks that are there only while somebody watches.
 
 **Forward** is the time between a layer's forward pre-hook and its forward hook.
 
@@ -21,12 +21,12 @@ from torch.utils.hooks import RemovableHandle
 from zeroresize.pipeline.layer_backwards import LayerBackwards
 from zeroresize.pipeline.pipeline import Pipeline
 
-#: Of a layer, by its number, and whether it is its forward.
-Told = Callable[[int, bool], object]
+#: Is called with the number of a layer, and whether it is its forward.
+SpanHook = Callable[[int, bool], object]
 
 
 class LayerSpans:
-    """Within a ``with`` block, calls ``begins`` and ``ends`` around what layers of this rank compute.
+    """Calls ``begins`` and ``ends`` around what layers of this rank compute within a ``with`` block.
 
     Spans do not overlap. Layers that arrive within the block are watched, too. Of several watchers, the first one is
     called first at an end.
@@ -36,7 +36,7 @@ class LayerSpans:
         begins, ends: given the layer's number, L for the loss, and whether it is a forward.
     """
 
-    def __init__(self, pipeline: Pipeline, begins: Told, ends: Told) -> None:
+    def __init__(self, pipeline: Pipeline, begins: SpanHook, ends: SpanHook) -> None:
         self._pipeline, self._begins, self._ends = pipeline, begins, ends
         self._begun: set[int] = set()
         self._backwards = LayerBackwards(self._backward_passed)

@@ -13,7 +13,7 @@ from zeroresize.resharding.transaction import MoveReport, Participants, run_tran
 
 @dataclass(frozen=True, kw_only=True)
 class LayerMoveReport(MoveReport):
-    """What a move of layers was on this rank: of parameters, buffers, gradients and optimizer state.
+    """Reports what a move of layers was on this rank: of parameters, buffers, gradients and optimizer state.
 
     Attributes:
         num_layers: how many changed stages, in the whole pipeline.
@@ -56,5 +56,5 @@ def move_layers(
 
 
 def participants_of(pipeline: Pipeline) -> Participants:
-    """The ranks of a pipeline, and those of pipelines that move together with it."""
+    """Return the ranks of a pipeline as participants, with those of pipelines that move together with it."""
     return Participants(pipeline.process_group, pipeline.device, pipeline.meet())

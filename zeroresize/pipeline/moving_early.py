@@ -24,7 +24,7 @@ _LEAST_WAIT = timedelta(seconds=1)
 
 @dataclass
 class MoveDuringBackward:
-    """What becomes of a move.
+    """Reports what becomes of a move that is made while the pipeline computes.
 
     Attributes:
         report: once it is made. Its seconds are those before and after the block: by so much it has become longer.

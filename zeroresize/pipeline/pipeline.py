@@ -1,4 +1,4 @@
-"""One rank's stage of a pipeline whose layers may move, trained by torch's own stages and schedules."""
+"""Each rank runs one stage of a pipeline whose layers may move, by torch's own stages and schedules."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Loss = Callable[[Any, Any], Tensor]
 
 
 class Pipeline:
-    """A model of layers over the stages of a process group; rank ``s`` of the group is stage ``s``.
+    """Runs a model of layers over the stages of a process group; rank ``s`` of the group is stage ``s``.
 
     Every rank builds all layers, for real or on the meta device, and then holds the tensors of its own stage only:
     all modules and Parameter objects are there, empty where the layer is on another stage. Give the optimizer
@@ -132,7 +132,7 @@ class Pipeline:
 
     @property
     def process_group(self) -> ProcessGroup:
-        """One rank for each stage.
+        """Return the group of the stages: its rank ``s`` is stage ``s``.
 
         Raises:
             RuntimeError: on a rank that was released.
@@ -146,28 +146,32 @@ class Pipeline:
 
     @property
     def is_released(self) -> bool:
-        """Whether a re-packing has left this rank without a stage (:func:`~zeroresize.pipeline.repack`)."""
+        """Return whether a re-packing has left this rank without a stage (:func:`~zeroresize.pipeline.repack`)."""
         return self._group is None
 
     @property
     def layers(self) -> nn.ModuleList:
+        """Return all layers of the model [L]; those of other stages have empty tensors."""
         return self.module.layers
 
     @property
     def present(self) -> range:
-        """The numbers of this stage's layers."""
+        """Return the numbers of this stage's layers."""
         return self.module.present
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Of all layers, for an optimizer, in one order on all ranks; those of other stages have no elements."""
+        """Iterate over the parameters of all layers, for an optimizer; those of other stages have no elements.
+
+        They come in one order on all ranks.
+        """
         return self.module.parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """As :meth:`parameters`, with names such as ``layers.7.weight``."""
+        """Iterate as :meth:`parameters` does, with names such as ``layers.7.weight``."""
         return self.module.named_parameters()
 
     def state_dict(self) -> dict[str, Any]:
-        """Of this stage's layers only; the names are those of the whole model, such as ``layers.7.weight``."""
+        """Return the state of this stage's layers only, by the whole model's names, such as ``layers.7.weight``."""
         return {
             f"layers.{number}.{name}": value
             for number in self.present
@@ -175,7 +179,7 @@ class Pipeline:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over this stage's layers from a dictionary that may hold more, such as that of the whole model.
+        """Load this stage's layers from a dictionary that may hold more, such as that of the whole model.
 
         Raises:
             RuntimeError: if something of this stage is missing or of another shape.
@@ -202,7 +206,7 @@ class Pipeline:
             side_group.close()
 
     def step(self, *inputs: Tensor, target: Tensor | None = None) -> Tensor | None:
-        """Forward and backward of one batch; gradients are added to those there are.
+        """Run forward and backward of one batch, and add the gradients to those there are; collective.
 
         Every rank calls it. The first stage must be given the inputs and the last one the target; what other stages
         are given is not used. The first call finds the shapes between layers, by one more forward.
@@ -227,9 +231,10 @@ class Pipeline:
         return torch.stack(losses).sum().detach() if losses else None
 
     def evaluate(self, *inputs: Tensor) -> Any:
-        """Forward of one batch, without gradients; the outputs on the last stage, None on the others.
+        """Run the forward of one batch without gradients; return the outputs on the last stage, None on the others.
 
-        As :meth:`step`: on every rank, with inputs of the same shape. ``pipeline.layers.eval()`` is up to the caller.
+        Every rank calls it, as :meth:`step`, with inputs of the same shape. The caller decides on
+        ``pipeline.layers.eval()``.
         """
         _, schedule = self._ready(inputs)
         with torch.no_grad():
@@ -252,9 +257,11 @@ class Pipeline:
         self._schedules = None
 
     def follow_to(self, boundaries: Sequence[int], process_group: ProcessGroup | None) -> None:
-        """As :meth:`follow`, with the stages of another group; None where this rank is in none and is released.
+        """Run other layers, as :meth:`follow`, over the stages of another group.
 
-        The group is this pipeline's from now on, which destroys it when it follows to the next one.
+        Args:
+            process_group: of the stages; None where this rank is in none and is released. The pipeline
+                owns it from now on, and destroys it when it follows to the next one.
         """
         before, self._group = self._group, process_group
         self.leave_side_group()
@@ -266,11 +273,14 @@ class Pipeline:
         self.follow(boundaries)
 
     def meet(self) -> Meet:
-        """See :data:`~zeroresize.resharding.agreement.Meet`: with the other stages, and with whom it was joined."""
+        """Return a :data:`~zeroresize.comm.meeting.Meet` of all stages, and of the pipelines joined with this one."""
         return self._joined or meet_over(self.process_group, self.device)
 
     def meet_aside(self) -> Meet:
-        """As :meth:`meet`, but whatever became of this pipeline's own messages, such as of a step that failed."""
+        """Return a ``Meet`` that works whatever became of the stages' messages, such as of a step that failed.
+
+        Collective where the side group is not open.
+        """
         return self._joined or meet_over(self.process_group, self.device, self.open_side_group())
 
     def join(self, meet: Meet) -> None:
@@ -279,17 +289,17 @@ class Pipeline:
 
     @property
     def is_joined(self) -> bool:
-        """Whether it moves layers together with others."""
+        """Return whether this pipeline moves layers together with others."""
         return self._joined is not None
 
     @property
     def knows_shapes(self) -> bool:
-        """Whether the next step has no shapes between layers to find."""
+        """Return whether the next step knows the shapes between layers already."""
         return self._boundary_shapes is not None
 
     @property
     def meet_device(self) -> torch.device:
-        """Where small messages between the stages must lie."""
+        """Return the device on which small messages between the stages must lie."""
         return message_device(self.process_group, self.device)
 
     def _ready(self, inputs: Sequence[Tensor]) -> tuple[PipelineScheduleSingle, PipelineScheduleSingle]:

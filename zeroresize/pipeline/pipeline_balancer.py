@@ -181,7 +181,7 @@ class PipelineBalancer:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """A block with the ``pipeline.step`` calls of one step of the optimizer; collective.
+        """Enclose the ``pipeline.step`` calls of one step of the optimizer in a block; collective.
 
         Layers are where they were until its end, and may be elsewhere behind it.
 
@@ -239,7 +239,7 @@ class PipelineBalancer:
             self._releasing.expect_other_work()
 
     def what_if(self) -> RebalancingForecast | None:
-        """What moving layers would save now, by the last profile; None before there was one.
+        """Return what moving layers would save now, by the last profile; None before there was one.
 
         Raises:
             ValueError: if no boundaries fit into the memory limits.
@@ -247,7 +247,7 @@ class PipelineBalancer:
         return self._rebalancing.forecast(self._pipeline.boundaries)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learned of layers, devices and moves; plain values, the same on every rank."""
+        """Return what was learned of layers, devices and moves: plain values, the same on every rank."""
         repack = {} if self._releasing is None else {"repack": self._releasing.state_dict()}
         return {"steps": self.steps, **self._rebalancing.state_dict(), **repack}
 

@@ -25,10 +25,10 @@ from zeroresize.policy.pipeline.rebalancing_forecast import By, RebalancingRule
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """What to expect.
+    """Tells what to expect of a pipeline.
 
     Attributes:
-        boundaries: [S + 1].
+        boundaries: [S + 1]; stage ``s`` has the layers from ``boundaries[s]`` up to ``boundaries[s + 1]``.
         stage_s: [S] seconds that each stage computes in a step.
         stage_bytes: [S] of weights, gradients, optimizer state, and the activations that the schedule keeps at once.
         step_s, bubble_ratio: of a step, simulated without messages.
@@ -52,7 +52,8 @@ def plan_pipeline(
     memory_limits: Sequence[float] | None = None,
     boundaries: Sequence[int] | None = None,
 ) -> PipelinePlan:
-    """The boundaries that a :class:`~zeroresize.pipeline.PipelineBalancer` would choose, and what comes of them; pure.
+    """Return the boundaries that a :class:`~zeroresize.pipeline.PipelineBalancer` would choose, and what to
+    expect of them; pure.
 
     Args:
         layers: [L] seconds of all micro-batches on a device of speed 1, and bytes.
@@ -102,7 +103,7 @@ def profiles_on_meta(
     flops_per_s: float,
     states_per_parameter: int = 2,
 ) -> list[LayerProfile]:
-    """What layers would cost, counted by running them once on tensors without memory.
+    """Count what layers would cost by running them once on tensors without memory.
 
     Seconds are floating-point operations of matrix products and convolutions over ``flops_per_s``; what else layers do
     takes no time here.

@@ -1,4 +1,4 @@
-"""Profiles of layers that the stages send each other while training goes on."""
+"""The stages send each other profiles of layers while training goes on."""
 
 from __future__ import annotations
 
@@ -35,15 +35,17 @@ class ProfileExchange:
         self._forgotten: tuple[LayerProfiler | None, ...] = ()
 
     def forget(self) -> None:
-        """Bring nobody what is under way, as it is of work that is no more; to be called on every rank alike."""
+        """Drop what is under way, as it is of work that is no more; every rank calls it alike."""
         self._forgotten = self._sent, self._unread
 
     def exchange(self, measured: LayerProfiler | None, num_blocks: int) -> PipelineProfile | None:
-        """What was measured in an earlier block, where it has come; at the end of each block, on every rank.
+        """Send what was measured in this block, and return what was in an earlier one, where it has come.
+
+        Collective: every rank calls it at the end of each block.
 
         Args:
-            measured: in this block, if it was.
-            num_blocks: that are over.
+            measured: the profiler of this block; None where it was not measured.
+            num_blocks: how many blocks are over.
 
         Raises:
             RuntimeError: if a rank does not come within the time limit of the pipeline's group, naming it.

@@ -1,4 +1,4 @@
-"""Seconds and bytes of each layer in one iteration of a pipeline, by hooks that are there only while it is measured.
+"""Each layer's seconds and bytes in one iteration are measured by hooks that are there only meanwhile.
 
 Seconds are those of :class:`~zeroresize.pipeline.layer_spans.LayerSpans`.
 
@@ -34,7 +34,7 @@ _NUM_FIGURES = len(fields(LayerProfile))
 
 
 class LayerProfiler:
-    """Measures what a pipeline does within a ``with`` block: one iteration, but not the first or after ``refresh``::
+    """Measures one iteration of a pipeline within a ``with`` block, but not the first one or after ``refresh``::
 
         with LayerProfiler(pipeline, optimizer) as profiler:
             pipeline.step(inputs, target=target)
@@ -82,7 +82,7 @@ class LayerProfiler:
         self._bytes = {number: self._bytes_of(self._pipeline.layers[number]) for number in self._pipeline.present}
 
     def gather(self) -> PipelineProfile:
-        """All stages' figures, on every rank; collective, after the block.
+        """Return the profile of all stages on every rank; collective, after the block.
 
         Raises:
             RuntimeError: if a rank does not come.
@@ -94,9 +94,11 @@ class LayerProfiler:
         return self.profile_of(table.tolist())
 
     def figures(self) -> list[float]:
-        """This stage's, equally many on all stages, after the block; see :meth:`profile_of`.
+        """Return this stage's figures after the block, equally many on all stages; see :meth:`profile_of`.
 
-        On a GPU it waits until the device has come to the end of the block.
+        They are seconds of the block and of the loss, then each layer's seconds of forward and backward, and its bytes
+        of weights, gradients, optimizer state and activations; zeros fill the rest. On a GPU it waits
+        until the device has come to the end of the block.
         """
         loss = len(self._pipeline.layers)
         seconds_of = {number: [0.0, 0.0] for number in (*self._bytes, loss)}
@@ -112,7 +114,7 @@ class LayerProfiler:
         return stage_figures + [0.0] * (2 + most * _NUM_FIGURES - len(stage_figures))
 
     def profile_of(self, figures: Sequence[Sequence[float]]) -> PipelineProfile:
-        """Of the :meth:`figures` of all stages [S]."""
+        """Return the profile of which all stages [S] have given these :meth:`figures`."""
         layers = [
             LayerProfile(of_stage[begin], of_stage[begin + 1], *map(int, of_stage[begin + 2 : begin + _NUM_FIGURES]))
             for (start, stop), of_stage in zip(itertools.pairwise(self._boundaries), figures, strict=True)
@@ -184,6 +186,7 @@ class SavedBytes:
         self._hooks.__enter__()
 
     def end(self) -> None:
+        """Count no more; ``total`` stays."""
         if self._hooks is not None:
             self._hooks.__exit__(None, None, None)
         self._hooks = None

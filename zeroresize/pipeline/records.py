@@ -1,4 +1,4 @@
-"""What balancing a pipeline measured and did, for telemetry: plain numbers, the same on every rank.
+"""Telemetry gets what balancing a pipeline measured and did: plain numbers, the same on every rank.
 
 ``L`` layers, ``S`` stages. A file of them, ``JsonLinesTelemetry("pipeline.jsonl")``, has an object a line. Its key
 ``kind`` is "profile" (:class:`ProfileRecord`) or "move" (:class:`RebalancingRecord`); the other keys are their
@@ -22,7 +22,7 @@ from zeroresize.utils.state_checks import any_number, each, keyed, not_negative
 
 @dataclass(frozen=True)
 class ProfileRecord:
-    """One profiled block of ``PipelineBalancer.step``. Seconds are of all its micro-batches.
+    """Records one profiled block of ``PipelineBalancer.step``. Seconds are of all its micro-batches.
 
     Attributes:
         step: how many blocks were over when all ranks knew of it, one or two behind the profiled one.
@@ -52,7 +52,7 @@ class ProfileRecord:
 
     @classmethod
     def of(cls, step: int, profile: PipelineProfile, schedule: Schedule, num_microbatches: int) -> ProfileRecord:
-        """What a profile tells."""
+        """Return the record of a profile that all ranks know when ``step`` blocks are over."""
         num_stages = len(profile.stage_s)
         forward_s, backward_s = (
             [
@@ -79,7 +79,7 @@ class ProfileRecord:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ProfileRecord:
-        """From :meth:`to_dict`, such as a line of a file.
+        """Return the record of which :meth:`to_dict` has made these values, such as a line of a file.
 
         Raises:
             ValueError: naming what is missing, or no number or list of numbers.
@@ -102,11 +102,11 @@ class ProfileRecord:
         return cls(**record)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, None for NaN."""
+        """Return plain values, None for NaN."""
         return without_nan({"kind": "profile", **asdict(self)})
 
     def scalars(self) -> dict[str, float]:
-        """Numbers under ``pipeline/``, those of stages under ``pipeline_stages/``."""
+        """Return numbers by name: under ``pipeline/``, those of stages under ``pipeline_stages/``."""
         names = ("step_s", "imbalance", "bubble_ratio", "simulated_step_s", "simulated_bubble_ratio")
         numbers = {f"pipeline/{name}": getattr(self, name) for name in (*names, "chimera_bubble_ratio")}
         for stage, (begin, end) in enumerate(itertools.pairwise(self.boundaries)):
@@ -122,7 +122,7 @@ class ProfileRecord:
 
 @dataclass(frozen=True)
 class RebalancingRecord(RebalancingForecast):
-    """Layers have moved: what was forecast, and what the move was.
+    """Records a move of layers: what was forecast of it, and what it was.
 
     Attributes:
         step: how many blocks of ``PipelineBalancer.step`` were over, the profiled one included.
@@ -135,11 +135,11 @@ class RebalancingRecord(RebalancingForecast):
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return {"kind": "move", **asdict(self)}
 
     def scalars(self) -> dict[str, float]:
-        """Numbers under ``pipeline/``."""
+        """Return numbers by name, under ``pipeline/``."""
         return {
             "pipeline/moved_bytes": float(self.moved_bytes),
             "pipeline/moving_s": self.seconds,

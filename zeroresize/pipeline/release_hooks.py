@@ -1,4 +1,4 @@
-"""What tells the outside that ranks are released, so that their devices can be used by others.
+"""Hooks tell the outside that ranks are released, so that their devices can be used by others.
 
 A hook is called with a :class:`Release` on every rank that is released, once it has given everything away, and only
 there: however long it takes, and whatever it raises, the ranks that stay train on.
@@ -23,7 +23,7 @@ _MOST_TOLD = 500
 
 @dataclass(frozen=True)
 class Release:
-    """A rank that is released, as seen by itself. Ranks are counted over the whole job.
+    """Describes the release of this rank. Ranks are counted over the whole job.
 
     Attributes:
         rank: this one.
@@ -103,7 +103,7 @@ class CommandHook:
 
 
 def environment_of(release: Release) -> dict[str, str]:
-    """What tells a command of a release."""
+    """Return the environment variables that tell a command of a release."""
     return {
         "ZERORESIZE_RANK": str(release.rank),
         "ZERORESIZE_RELEASED": ",".join(map(str, release.released)),

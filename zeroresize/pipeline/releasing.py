@@ -1,4 +1,4 @@
-"""Whether a pipeline needs all of its ranks, profile by profile, and what happens where it does not."""
+"""A pipeline decides after each profile whether it needs all of its ranks, and releases those that it does not."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _CHECK = keyed({"first_step_s": not_negative})
 
 @dataclass(frozen=True)
 class Repack:
-    """When a :class:`~zeroresize.pipeline.PipelineBalancer` packs a pipeline onto fewer ranks.
+    """Says when a :class:`~zeroresize.pipeline.PipelineBalancer` packs a pipeline onto fewer ranks.
 
     After each profile as few stages are left as hold the layers within the balancer's ``memory_limits``, as DynMo does
     whenever memory allows. That makes best use of devices, as a pipeline with fewer stages has fewer bubbles: steps per
@@ -66,14 +66,14 @@ class Repack:
 
 @dataclass(frozen=True)
 class Released:
-    """Ranks were released: what was expected of it, and what it was."""
+    """Reports a release of ranks: what was expected of it, and what it was."""
 
     forecast: RebalancingForecast
     report: RepackingReport
 
 
 class Releasing:
-    """Decides, and lets ranks go.
+    """Decides after each profile whether ranks are released, and releases them.
 
     Attributes:
         options: as given.
@@ -86,7 +86,7 @@ class Releasing:
         self._first_step_s: float | None = None
 
     def expect_other_work(self) -> None:
-        """The work of layers has changed: two profiles of it must want fewer stages, whatever the last one wanted."""
+        """Let two profiles want fewer stages from now on, whatever the last one wanted, as the work has changed."""
         self.looks_again = False
 
     def release(
@@ -159,12 +159,12 @@ class Releasing:
         return Released(forecast, report)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learned; plain values."""
+        """Return what was learned, as plain values."""
         return {} if self._first_step_s is None else {"first_step_s": self._first_step_s}
 
     @staticmethod
     def check_state(state: Any) -> None:
-        """Whether :meth:`load_state_dict` can go on from it.
+        """Check that :meth:`load_state_dict` can go on from ``state``.
 
         Raises:
             ValueError: naming what does not fit.

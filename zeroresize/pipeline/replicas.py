@@ -23,7 +23,7 @@ _NUM_FIGURES = len(fields(LayerProfile))
 
 
 class PipelineReplicas:
-    """This pipeline and those beside it, as one rank of them sees it.
+    """Moves the layers of this pipeline together with those beside it, as one rank of them sees it.
 
     Its constructor is collective over all their ranks, as are its methods. From then on moves of ``pipeline`` are
     agreed on with all of them: where one rank fails, no layer moves in any of them.
@@ -59,7 +59,7 @@ class PipelineReplicas:
         self.is_first = group_rank(group) == 0
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        """[R · S] what each rank gives, pipeline by pipeline.
+        """Return what each rank gives [R · S], pipeline by pipeline; collective.
 
         Raises:
             RuntimeError: if a rank does not come, naming it.
@@ -67,11 +67,11 @@ class PipelineReplicas:
         return self._exchange.gather(numbers)
 
     def gather_most(self, *numbers: float) -> list[float]:
-        """The largest of each of the numbers that ranks give."""
+        """Return the largest of each of the numbers that ranks give; collective."""
         return [max(column) for column in zip(*self.gather(numbers), strict=True)]
 
     def gather_slowest(self, profile: PipelineProfile) -> PipelineProfile:
-        """Of every figure the largest in any of the pipelines: they wait for the slowest of them.
+        """Return of every figure the largest in any of the pipelines, as they wait for the slowest of them; collective.
 
         Args:
             profile: of this pipeline.

@@ -33,7 +33,7 @@ from zeroresize.resharding.transaction import prepare_transaction, receive_trans
 
 @dataclass(frozen=True)
 class RepackingReport:
-    """What a re-packing was; the same on every rank but for ``is_released``.
+    """Reports what a re-packing was; the same on every rank but for ``is_released``.
 
     Attributes:
         is_released: whether this rank has no stage any more.
@@ -137,12 +137,12 @@ def carry_out_repacking(
     on_release: Sequence[ReleaseHook] = (),
     step: int | None = None,
 ) -> RepackingReport:
-    """As :func:`repack`, by a decision that was made already and is the same on every rank."""
+    """Re-pack as :func:`repack` does, by a decision that was made already and is the same on every rank."""
     return _repack(pipeline, optimizer, lambda: repacking, max_bytes, on_release, step)
 
 
 def stage_that_stays(pipeline: Pipeline) -> int | None:
-    """The stage of the job's rank 0, whose process may host the job's store; None where it is in another group."""
+    """Return the stage of the job's rank 0, whose process may host the job's store; None if it is in another group."""
     ranks = group_ranks(pipeline.process_group)
     return ranks.index(0) if 0 in ranks else None
 
@@ -203,7 +203,10 @@ def _move_and_follow(
 
 
 def _make_remaining_group(pipeline: Pipeline, stages: Sequence[int], begin: float) -> tuple[ProcessGroup | None, float]:
-    """The group of the stages that stay, None on the others, and the seconds of the slowest rank since ``begin``.
+    """Make the group of the stages that stay; collective.
+
+    Returns:
+        The group, None on the other stages; and the seconds of the slowest rank since ``begin``.
 
     Raises:
         RuntimeError: on every rank that lives, if one dies or cannot make it; then no rank has it.

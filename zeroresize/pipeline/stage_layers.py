@@ -1,4 +1,4 @@
-"""All layers of a model on one stage of a pipeline: its own ones with their tensors, the others without.
+"""A stage of a pipeline has all layers of the model: its own ones with their tensors, the others without.
 
 Every rank has every module and every Parameter object. Where a layer is **away**, on another stage, its parameters and
 buffers have no elements: their first dimension is 0. So an optimizer that is given all parameters has the same groups
@@ -27,7 +27,7 @@ Initialize = Callable[[int, nn.Module], object]
 
 
 class StageLayers(nn.Module):
-    """What a pipeline stage runs: its layers, one after another.
+    """Runs the layers of one pipeline stage, one after another.
 
     Args:
         layers: [L] of the whole model. Each takes what the one before returns: a tensor or a tuple of tensors.
@@ -43,13 +43,14 @@ class StageLayers(nn.Module):
         self.layers, self.present = nn.ModuleList(layers), present
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Return what the last present layer returns."""
         tensors = inputs
         for number in self.present:
             tensors = self.run(number, tensors)
         return tensors[0] if len(tensors) == 1 else tensors
 
     def run(self, number: int, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """A layer's outputs, contiguous, so that they can be sent.
+        """Run one layer and return its outputs, contiguous, so that they can be sent.
 
         Raises:
             ValueError: if it returns anything else than tensors with dimensions.
@@ -110,7 +111,7 @@ def require_ties_within_stages(layers: Sequence[nn.Module], boundaries: Sequence
 
 @dataclass(frozen=True)
 class LayerTensors:
-    """What belongs to a layer alone, by name within it, and so moves with it.
+    """Holds what belongs to a layer alone, by name within it, and so moves with it.
 
     Attributes:
         parameters: without those that an earlier layer has, too.
@@ -123,7 +124,7 @@ class LayerTensors:
 
 
 def tensors_by_layer(layers: Sequence[nn.Module]) -> list[LayerTensors]:
-    """What moves with each layer [L]."""
+    """Return what moves with each layer [L]."""
     num_users = Counter(id(one) for layer in layers for one in (*layer.modules(), *layer.buffers()))
     seen: set[int] = set()
     by_layer = []

@@ -1,4 +1,4 @@
-"""Tensor parallelism inside stages: the group of a stage evens out its ranks by itself before layers move.
+"""The tensor-parallel group of a stage evens out its ranks by itself before layers move.
 
 Whoever balances such a group is above this package, so it comes in as :class:`StageUnits`.
 """
@@ -21,17 +21,17 @@ class StageUnits(Protocol):
 
     @property
     def num_ranks(self) -> int:
-        """Of the group."""
+        """Return how many ranks the group has."""
 
     @property
     def has_settled(self) -> bool:
-        """Whether what happened before the last :meth:`watch` leads to no more changes within the group."""
+        """Return whether what happened before the last :meth:`watch` leads to no more changes within the group."""
 
     def watch(self) -> None:
-        """Something may have changed: settle anew."""
+        """Settle anew, as something may have changed."""
 
     def leave(self, boundaries: Sequence[int]) -> None:
-        """Before stages get these boundaries: if this stage gets other layers, bring all units home and let go.
+        """Bring all units home and let go of the layers, if this stage has others within these boundaries.
 
         Raises:
             RuntimeError: if the units cannot come home; nothing has been let go of then.
@@ -42,16 +42,17 @@ class StageUnits(Protocol):
 
 
 class UnitsFirst:
-    """The groups of all stages, as one rank sees them; collective over all ranks that ``meet``."""
+    """Lets the groups of all stages settle before layers move; collective over all ranks that ``meet``."""
 
     def __init__(self, units: StageUnits) -> None:
         self._units = units
 
     def ask_whether_settled(self, meet: Meet) -> bool:
-        """Whether the groups of all stages have."""
+        """Return whether the groups of all stages have settled; collective."""
         return not any(unsettled for unsettled, *_ in meet(0.0 if self._units.has_settled else 1.0, 0.0))
 
     def watch(self) -> None:
+        """Let this stage's group settle anew."""
         self._units.watch()
 
     def leave(self, boundaries: Sequence[int], meet: Meet) -> None:
@@ -76,4 +77,5 @@ class UnitsFirst:
             raise
 
     def attach(self) -> None:
+        """Let this stage's group balance the layers that the stage has now."""
         self._units.attach()

@@ -20,7 +20,7 @@ _present: dict[int, list[Any]] = {}
 
 
 class KeptHooks:
-    """The hooks on the gradient accumulator that ``parameter`` has now, to be called by the one that it gets.
+    """Keeps the hooks on the gradient accumulator that ``parameter`` has now, for the one that it gets.
 
     They are called as long as somebody holds on to the node that they were put on; handles of them stay good.
     """
@@ -30,7 +30,7 @@ class KeptHooks:
         self._sources = {} if node is None else {kind: _sources(node, kind) for kind in (_Before, _After)}
 
     def put_on(self, parameter: Tensor) -> None:
-        """Have them called by the accumulator that ``parameter`` has now."""
+        """Let the accumulator that ``parameter`` has now call the kept hooks."""
         for kind, sources in self._sources.items():
             first = sources[0]() if sources else None
             if first is None:

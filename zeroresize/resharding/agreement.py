@@ -1,4 +1,4 @@
-"""What all ranks of a group must agree on before anything moves, and what they tell each other when one cannot."""
+"""Ranks of a group agree before anything moves, and tell each other when one of them cannot."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from zeroresize.utils.memory_errors import is_out_of_memory, reason
 
 @dataclass(frozen=True)
 class MeetReplicas:
-    """A :data:`Meet` of a group together with its data-parallel replicas: none of them may move alone.
+    """Exchanges numbers (a :data:`Meet`) in a group and its data-parallel replicas: none of them may move alone.
 
     Attributes:
         meet: of all their ranks, replica by replica.
@@ -53,15 +53,19 @@ _FAILED, _RAN_OUT = -1.0, -2.0
 
 
 class CannotMoveError(RuntimeError):
-    """Something of what should move cannot, on this rank or another; nothing has changed on any rank."""
+    """Tells that something cannot move, on this rank or another; nothing has changed on any rank."""
 
 
 class NotEnoughMemoryError(RuntimeError):
-    """A move does not fit into the memory of some ranks; nothing has changed on any rank."""
+    """Tells that a move does not fit into the memory of some ranks; nothing has changed on any rank."""
 
 
 def meet_over(process_group: ProcessGroup, device: torch.device, over: Channel | None = None) -> Meet:
-    """A :data:`Meet` of the group, with tensors on ``device`` if that is what it sends from; or ``over`` a channel."""
+    """Return a :data:`Meet` of the group, whose messages are on ``device`` where it sends from there.
+
+    Args:
+        over: another transport between the group's ranks, with messages on the CPU; None for the group itself.
+    """
     where = message_device(process_group, device) if over is None else torch.device("cpu")
 
     def exchange(numbers: Sequence[float]) -> Sequence[Sequence[float]]:
@@ -72,7 +76,7 @@ def meet_over(process_group: ProcessGroup, device: torch.device, over: Channel |
 
 
 def gather_texts(text: str, meet: Meet, process_group: ProcessGroup, device: torch.device) -> Iterator[str]:
-    """Every rank's text, in the order of the ranks, decoded where it is read; collective.
+    """Gather every rank's text, in the order of the ranks, decoded where it is read; collective.
 
     Raises:
         NotEnoughMemoryError: on every rank, if the texts do not fit on some.
@@ -93,7 +97,7 @@ def gather_texts(text: str, meet: Meet, process_group: ProcessGroup, device: tor
 
 
 def wait_for_all(transfers: Mapping[int, Sequence[Waitable]]) -> dict[int, RuntimeError]:
-    """Wait for transfers with other ranks; returns the first error with each rank that it failed with."""
+    """Wait for transfers with other ranks, and return the first error with each rank where one failed."""
     errors: dict[int, RuntimeError] = {}
     for peer, works in transfers.items():
         for work in works:
@@ -107,10 +111,14 @@ def wait_for_all(transfers: Mapping[int, Sequence[Waitable]]) -> dict[int, Runti
 def meet_prepared(
     meet: Meet, numbers: Sequence[float] | Exception, what: str = "what moves"
 ) -> Sequence[Sequence[float]]:
-    """Numbers of every rank, the first of them not negative, or what kept a rank from giving any; collective.
+    """Exchange numbers between all ranks, or let them know that this one cannot give any; collective.
 
     Args:
+        numbers: of this rank, the first of them not negative; or what kept it from giving any.
         what: is prepared, for errors where memory runs out.
+
+    Returns:
+        The numbers of every rank, in the order of the ranks.
 
     Raises:
         ValueError: what is given, if it is one.
@@ -136,7 +144,7 @@ def meet_prepared(
 
 
 def named(rows: Sequence[int], meet: Meet) -> str:
-    """The ranks that gave these rows of what ``meet`` returns."""
+    """Return the ranks that gave these rows of what ``meet`` returns, as words of an error."""
     return f"ranks {[_number(row, meet) for row in rows]} of the {_whose(meet)}"
 
 
@@ -203,7 +211,7 @@ def allocate_together(
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """What may be allocated on ``device``, less a margin; None where that is unknown."""
+    """Return the bytes that may be allocated on ``device``, less a margin; None where that is unknown."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -217,7 +225,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def bytes_up_to_peak(device: torch.device) -> int:
-    """By how much more was allocated on a GPU at most so far; zero on other devices.
+    """Return by how many bytes more was allocated on a GPU at most so far; zero on other devices.
 
     So much will be taken again by the next forward and backward. Between them :func:`free_bytes` counts it as free.
     """
@@ -238,15 +246,16 @@ def _left_to_container() -> float:
 def require_received(
     error: Exception | None, meet: Meet, number: float = 0.0, left: timedelta | None = None
 ) -> list[float]:
-    """Check with all ranks that every one of them has received all; ``error`` is what kept this one from it.
+    """Check with all ranks that every one of them has received all; collective.
 
     Args:
-        told: a number for the others.
+        error: what kept this rank from it; None if it has received all.
+        number: for the others.
         left: how long to wait for the others where this rank has failed, at least a second; None for the group's time
             limit. It may have waited for as long already, for a rank that will not come to this either.
 
     Returns:
-        What every rank has told, in the order of the ranks.
+        The number of every rank, in the order of the ranks.
 
     Raises:
         RuntimeError: if a rank has not, naming it.
@@ -269,7 +278,7 @@ def require_received(
 
 
 def meet_unchanged(meet: Meet, *numbers: float) -> Sequence[Sequence[float]]:
-    """What ``meet`` returns, at a time when nothing has moved yet, as its error then says; collective."""
+    """Return what ``meet`` returns; its error then says that nothing has moved yet; collective."""
     try:
         return meet(*numbers)
     except RuntimeError as error:

@@ -13,7 +13,9 @@ ByteRound = Mapping[Pair, tuple[int, int]]
 
 
 def byte_rounds(stream_bytes: Mapping[Pair, int], max_bytes: int) -> list[ByteRound]:
-    """Rounds in each of which no rank sends and receives more than ``max_bytes`` together; all streams in order.
+    """Cut streams into rounds, in each of which no rank sends and receives more than ``max_bytes`` together.
+
+    Every stream is sent in order.
 
     Args:
         stream_bytes: of each pair's stream.
@@ -36,7 +38,12 @@ def byte_rounds(stream_bytes: Mapping[Pair, int], max_bytes: int) -> list[ByteRo
 
 
 def pieces_of(sizes: Sequence[int], begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """What lies between two bytes of a stream of items: each as (its number, from which of its bytes, to which)."""
+    """Yield the items between two bytes of a stream, each as (its number, from which of its bytes, to which).
+
+    Args:
+        sizes: the bytes of each item, in the order of the stream.
+        begin, end: of the piece, in bytes of the stream.
+    """
     ends = list(accumulate(sizes))
     number = bisect_right(ends, begin)
     while begin < end:

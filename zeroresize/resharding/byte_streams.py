@@ -17,7 +17,7 @@ StreamTensors = Mapping[Pair, Sequence[Tensor]]
 
 
 class ByteStreams(RoundTransport[ByteRound]):
-    """A transport of some streams, of which every rank knows all pairs and sizes.
+    """Carries streams of bytes between pairs of ranks; every rank knows all pairs and sizes.
 
     Args:
         stream_bytes: of each pair's stream, alike on all ranks.
@@ -33,7 +33,11 @@ class ByteStreams(RoundTransport[ByteRound]):
         super().__init__(byte_rounds(stream_bytes, max_bytes // 2), sizes_of, process_group, alignment=1)
 
     def carry_out_streams(self, tensors: StreamTensors, over: Channel | None = None) -> list[Exception]:
-        """Send and receive all of them; see :meth:`RoundTransport.carry_out`."""
+        """Send and receive all streams, as :meth:`RoundTransport.carry_out` does.
+
+        Args:
+            tensors: [bytes] of this rank's streams.
+        """
         pack, unpack = (partial(_copy, tensors, to_message=to_message) for to_message in (True, False))
         return self.carry_out(pack, unpack, over=over)
 

@@ -26,7 +26,7 @@ _around: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[DistributedDataPar
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The module inside Booster's or DDP's wrappers, so that layer names do not depend on them."""
+    """Return the module inside Booster's or DDP's wrappers, so that layer names do not depend on them."""
     inner = getattr(model, "unwrap", None)
     model = inner() if callable(inner) else model
     return model.module if isinstance(model, DistributedDataParallel) else model
@@ -34,7 +34,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class DataParallelReplicas:
-    """Who else holds this rank's shards.
+    """Tells which ranks hold the same shards as this one.
 
     Attributes:
         group: the ranks that do, this one included; None where nobody else does, or that is not known.
@@ -51,7 +51,7 @@ def replicas_of(
     process_group: ProcessGroup,
     data_parallel_group: ProcessGroup | None,
 ) -> DataParallelReplicas:
-    """Who else holds the shards of ``layers``: as the user says, or whom DistributedDataParallel around them averages.
+    """Return who else holds the shards of ``layers``: as the user says, or whom DDP around them averages over.
 
     Args:
         process_group: the tensor-parallel group; a job without ranks outside of it has no replicas.
@@ -115,7 +115,7 @@ def _groups_around(
 
 
 def wrappers_of(model: nn.Module) -> tuple[DistributedDataParallel, ...]:
-    """The DistributedDataParallel modules in ``model`` and those around it or around a part of it.
+    """Return the DistributedDataParallel modules in ``model`` and those around it or around a part of it.
 
     The ones around it are found by looking at all objects of this process, which takes hundredths of a second, until
     some are found.

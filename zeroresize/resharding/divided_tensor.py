@@ -1,4 +1,4 @@
-"""Tensors of which every rank holds a part, as torch.distributed.checkpoint (DCP) writes and reads them.
+"""torch.distributed.checkpoint (DCP) writes and reads tensors of which every rank holds a part.
 
 A rank's part is a number of pieces of one dimension, which lie one after another. Every piece becomes a chunk of the
 whole tensor, so a file holds whole tensors, whoever wrote or reads which part of them.
@@ -21,7 +21,13 @@ from zeroresize.utils.torch_private import is_copy_to, make_wrapper, no_torch_fu
 
 
 class Piece(NamedTuple):
-    """Neighbours in the whole tensor and on this rank, along one dimension: where they begin in either, how many."""
+    """Describes entries that are neighbours along one dimension, both in the whole tensor and on this rank.
+
+    Attributes:
+        begin: where they begin in the whole tensor.
+        local_begin: where they begin on this rank.
+        length: how many they are.
+    """
 
     begin: int
     local_begin: int
@@ -30,7 +36,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorDivision:
-    """How a tensor is divided over the ranks of a group.
+    """Describes how a tensor is divided over the ranks of a group.
 
     Attributes:
         dim: along which it is divided.
@@ -46,7 +52,7 @@ class TensorDivision:
 
 
 def unit_pieces(units: Indices, num_units: int, rows: int, num_blocks: int) -> list[Piece]:
-    """Runs of neighbouring units in every block.
+    """Return the pieces of a rank that owns some units: runs of neighbours in every block.
 
     Args:
         units: that this rank owns, ascending.
@@ -64,10 +70,10 @@ def unit_pieces(units: Indices, num_units: int, rows: int, num_blocks: int) -> l
 
 
 def even_pieces(block_sizes: Sequence[int], num_ranks: int, rank: int) -> list[Piece]:
-    """Of every block, such as q, k and v in one weight, the ``rank``-th of ``num_ranks`` equal parts.
+    """Return the pieces of a rank that holds the ``rank``-th of ``num_ranks`` equal parts of every block.
 
     Args:
-        block_sizes: of the whole tensor.
+        block_sizes: of the whole tensor, such as those of q, k and v in one weight.
     """
     pieces: list[Piece] = []
     begin = local_begin = 0
@@ -99,7 +105,7 @@ class _Part:
 
 
 class DividedTensor(torch.Tensor):
-    """This rank's part of a tensor; its shape is that of the whole tensor.
+    """Stands for a tensor of which this rank holds a part; its shape is that of the whole tensor.
 
     Only DCP can use it. Pieces are looked up when DCP plans, so it stays right when units change hands.
 
@@ -131,7 +137,7 @@ class DividedTensor(torch.Tensor):
 
     @property
     def local(self) -> Tensor:
-        """What this rank holds, without history."""
+        """Return what this rank holds, without history."""
         return self._part.local.data
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:

@@ -1,4 +1,4 @@
-"""How each tensor of a model is divided over the ranks of its tensor-parallel group.
+"""Each tensor of a model is divided in some way over the ranks of its tensor-parallel group.
 
 Known are converted layers, in a segment or evenly divided, other layers of the same kinds, and what Colossal-AI has
 divided, by the layouts that it keeps at its parameters. What is not known is an error: written as if every rank held
@@ -26,7 +26,9 @@ _MARKS = ("dist_layout", "shard_fn", "_padding_dim")
 
 
 def divisions_of(model: nn.Module) -> dict[int, TensorDivision]:
-    """For every parameter of which this rank holds a part, by its ``id``; all others are the same on every rank.
+    """Return the division of every parameter of which this rank holds a part, by its ``id``.
+
+    All other parameters are the same on every rank.
 
     Raises:
         ValueError: for a parameter or a buffer that may be a part of something, where it is not known which.
@@ -50,7 +52,7 @@ def divisions_of(model: nn.Module) -> dict[int, TensorDivision]:
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """What the module itself puts into a state dictionary, by name."""
+    """Return the tensors that the module itself puts into a state dictionary, by name."""
     buffers = {name: one for name, one in buffers_of(module).items() if name not in unsaved_buffers_of(module)}
     return {name: one for name, one in (*parameters_of(module).items(), *buffers.items()) if one is not None}
 

@@ -32,7 +32,7 @@ def require_replaceable(model: nn.Module) -> None:
 
 @contextmanager
 def in_float64(model: nn.Module) -> Iterator[None]:
-    """While the block lasts ``model`` holds other parameters and buffers, of equal values in float64.
+    """Give ``model`` other parameters and buffers while the block lasts, of equal values in float64.
 
     Afterwards it holds its own, whatever was done: their values, gradients, hooks and optimizer state were not touched.
     What its modules hold besides is restored, too. Nothing that balances or measures is at work meanwhile.
@@ -50,7 +50,7 @@ def in_float64(model: nn.Module) -> Iterator[None]:
 
 
 def to_float64(value: Any) -> Any:
-    """``value`` with all real floating-point tensors in it in float64; containers are new ones."""
+    """Return ``value`` with all real floating-point tensors in it in float64; containers are new ones."""
     if isinstance(value, Tensor):
         return value.detach().double() if value.is_floating_point() else value
     if isinstance(value, dict):

@@ -45,5 +45,5 @@ def require_segments(shares: Sequence[float] | str, segments: Sequence[object]) 
 
 
 def meet_over_layers(process_group: ProcessGroup, layers: Mapping[str, BalancedLinear]) -> Meet:
-    """Exchanges of numbers between the ranks of ``process_group``, from the device of ``layers``."""
+    """Return a :data:`~zeroresize.comm.meeting.Meet` of the ranks of ``process_group``, from the layers' device."""
     return meet_over(process_group, next(iter(layers.values())).local_weight.device)

@@ -11,7 +11,7 @@ from zeroresize.optim.optimizers import torch_optimizer
 
 
 def require_movable_state(optimizer: object | None) -> torch.optim.Optimizer | None:
-    """``optimizer`` itself.
+    """Return ``optimizer`` itself, if its state can follow whole parameters to other ranks.
 
     Raises:
         ValueError: for a wrapper, which may keep master copies or shards elsewhere, and for ZeRO.
@@ -31,13 +31,13 @@ def require_movable_state(optimizer: object | None) -> torch.optim.Optimizer | N
 
 
 def groups_of(optimizer: torch.optim.Optimizer | None) -> dict[int, int]:
-    """The number of each parameter's group, by the parameter's ``id``."""
+    """Return the number of each parameter's group in the optimizer, by the parameter's ``id``."""
     groups = [] if optimizer is None else optimizer.param_groups
     return {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
 
 
 def settings_of(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
-    """Each parameter group's settings, comparable between ranks."""
+    """Return each parameter group's settings as plain values, comparable between ranks."""
     groups = [] if optimizer is None else optimizer.param_groups
     return [
         {key: _plain(value) for key, value in sorted(group.items()) if key not in ("params", "param_names")}

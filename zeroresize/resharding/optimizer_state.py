@@ -1,4 +1,4 @@
-"""An optimizer's state for torch.distributed.checkpoint (DCP), by the names of the model's parameters."""
+"""torch.distributed.checkpoint (DCP) gets an optimizer's state by the names of the model's parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OF_THE_MODEL = ("params", "param_names")
 
 
 class OptimizerState:
-    """A Stateful of DCP.
+    """Gives DCP the state of an optimizer, as a Stateful.
 
     Its state dictionary holds for every parameter that is stepped: ``has_state``, ``master_weight`` where the optimizer
     keeps one, tensors of the parameter's shape, divided as the parameter is, and numbers. A parameter without state
@@ -53,7 +53,7 @@ class OptimizerState:
         self._made.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """As it is now; see the class."""
+        """Return the state as it is now; see the class."""
         self._made.clear()
         # A tuple is one value for DCP, so groups with fewer keys can be loaded.
         groups = tuple(

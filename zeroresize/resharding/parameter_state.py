@@ -1,4 +1,4 @@
-"""What of a parameter travels when it moves to other ranks: its weight, its gradient, and what the optimizer keeps.
+"""A parameter that moves to other ranks takes along its gradient and what the optimizer keeps of it.
 
 This is the only place that takes a parameter's tensors apart and puts others in place of them, and the only one that
 tells what optimizer state is to its parameter. Whoever moves parameters decides by these kinds what travels, what is
@@ -23,7 +23,7 @@ GRADIENTS = (GRADIENT, MASTER_GRADIENT)
 
 
 class StateKind(Enum):
-    """What an entry of an optimizer's state is to its parameter."""
+    """Tells what an entry of an optimizer's state is to its parameter."""
 
     #: A tensor of the parameter's shape, such as Adam's moments: it divides as the parameter does.
     LIKE_PARAMETER = "like the parameter"
@@ -38,7 +38,7 @@ class StateKind(Enum):
 
 
 def kind_of_state(key: str, value: Any, parameter: Tensor) -> StateKind:
-    """Tell what an optimizer's state is to its parameter: to the tensor that the optimizer steps."""
+    """Return what an optimizer's state is to its parameter: to the tensor that the optimizer steps."""
     if isinstance(value, Tensor):
         # With one element, the step is of the parameter's shape by accident.
         if value.shape == parameter.shape and not (key == "step" and value.numel() == 1):
@@ -48,7 +48,7 @@ def kind_of_state(key: str, value: Any, parameter: Tensor) -> StateKind:
 
 
 class ParameterState:
-    """A parameter on this rank, with all that belongs to it.
+    """Takes a parameter of this rank apart: its weight, its gradient, and what the optimizer keeps of it.
 
     Args:
         name: of the parameter, for errors.
@@ -78,23 +78,23 @@ class ParameterState:
 
     @property
     def has_state(self) -> bool:
-        """Whether the optimizer keeps anything of the parameter."""
+        """Return whether the optimizer keeps anything of the parameter."""
         return bool(self._state)
 
     def entries(self) -> Iterator[tuple[str, StateKind, Any]]:
-        """The optimizer's state: each entry's key, kind and value, in the optimizer's order."""
+        """Yield each entry of the optimizer's state as (key, kind, value), in the optimizer's order."""
         for key, value in self._state.items():
             yield key, kind_of_state(key, value, self.stepped if self.stepped is not None else self.parameter), value
 
     def device_of(self, what: str) -> torch.device:
-        """Where one of :attr:`tensors` is, or would be if this rank had it."""
+        """Return the device of one of :attr:`tensors`, or where it would be if this rank had it."""
         known = self.tensors.get(what)
         if known is None:
             known = self.parameter if what in (PARAMETER, GRADIENT) or self.stepped is None else self.stepped
         return known.device
 
     def description(self, num_units: int = 1) -> Description:
-        """What this rank holds, for the other ranks that the parameter is divided over.
+        """Describe what this rank holds, for the other ranks that the parameter is divided over.
 
         Args:
             num_units: how many units of the parameter are here; without any, state that is of no kind known is nobody's
@@ -183,7 +183,7 @@ class ParameterState:
 
 @dataclass
 class Description:
-    """What one rank holds of a parameter that is divided over ranks.
+    """Describes what one rank holds of a parameter that is divided over ranks.
 
     Attributes:
         name: of the parameter.
@@ -199,11 +199,11 @@ class Description:
     kept: dict[str, list[Any]] = field(default_factory=dict)
 
     def dtype(self, what: str) -> torch.dtype:
-        """The dtype of one of the tensors."""
+        """Return the dtype of one of the tensors."""
         return dtype_of(self.dtypes[what])
 
     def kept_values(self, device: torch.device) -> dict[str, Any]:
-        """The values that ``kept`` stands for, by key, for a parameter on ``device``."""
+        """Return the values that ``kept`` stands for, by key, for a parameter on ``device``."""
         return {key: _kept_value(value, device) for key, value in self.kept.items()}
 
 
@@ -289,7 +289,10 @@ def replace_data(tensor: Tensor, new: Tensor, gradient: Tensor | None) -> None:
 
 
 def why_of_fixed_size(name: str, parameter: Tensor) -> str | None:
-    """Why a parameter must keep its size: somebody has put a tensor of it beside, as Megatron's ``main_grad``."""
+    """Return why a parameter must keep its size, as it has a tensor of that size beside it; None where it need not.
+
+    Such a tensor is Megatron's ``main_grad``.
+    """
     for key, value in vars(parameter).items():
         if isinstance(value, Tensor) and value.numel() == parameter.numel() > 1:
             return (
@@ -300,7 +303,7 @@ def why_of_fixed_size(name: str, parameter: Tensor) -> str | None:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype of a name without ``torch.``."""
+    """Return the dtype of a name without ``torch.``."""
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 

@@ -1,4 +1,4 @@
-"""Whether a model and its optimizer still are what a balancer was made for: nobody says so when a part is replaced."""
+"""A balancer looks whether the model and the optimizer are still those that it was made for."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ReplacedParts:
         self._stepped = self._stepped_now()
 
     def why_not_same(self) -> str | None:
-        """What was replaced, as the end of an error; None if nothing was."""
+        """Return what was replaced, as the end of an error; None if nothing was."""
         gone = self._gone_layer() or self._gone_parameter() or self._gone_from_optimizer()
         return None if gone is None else f"{gone}: close() the Balancer and make a new one of what there is now"
 

@@ -55,7 +55,7 @@ def search_segments(
 
 
 def log_staying_even(staying_even: Mapping[str, str]) -> None:
-    """One log line for each reason.
+    """Log one line for each reason why layers stay evenly divided.
 
     Args:
         staying_even: why units of layers stay evenly divided, by the layer's name.
@@ -68,5 +68,5 @@ def log_staying_even(staying_even: Mapping[str, str]) -> None:
 
 
 def first_of(names: Sequence[str]) -> str:
-    """The first few names, for a message."""
+    """Return the first few names, for a message."""
     return f"{', '.join(names[:_MOST_NAMED])}{', …' if names[_MOST_NAMED:] else ''}"

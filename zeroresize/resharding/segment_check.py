@@ -1,4 +1,4 @@
-"""check_segments(): whether a model computes the same whoever owns its units, tried by moving some.
+"""check_segments() moves some units of a model and checks that it computes the same.
 
 ``R`` ranks.
 """
@@ -49,7 +49,7 @@ _MOST_ASKED = 4
 
 @dataclass(frozen=True)
 class SegmentCheck:
-    """What moving some units of a segment changed; the same on every rank.
+    """Reports what moving some units of a segment changed; the same on every rank.
 
     Attributes:
         name: of the segment's row-parallel layer.

@@ -35,7 +35,7 @@ from zeroresize.resharding.transport import RoundTransport
 
 @dataclass(frozen=True, kw_only=True)
 class MoveReport:
-    """What a move was on this rank.
+    """Reports what a move was on this rank.
 
     Attributes:
         seconds: wall time of the whole move.
@@ -55,7 +55,7 @@ class MoveReport:
 
 @dataclass(frozen=True)
 class Participants:
-    """Who makes a move.
+    """Names the ranks that make a move, and how they meet.
 
     Attributes:
         process_group: whose ranks exchange messages.
@@ -69,12 +69,12 @@ class Participants:
 
     @property
     def message_device(self) -> torch.device:
-        """Where messages between the ranks must lie."""
+        """Return the device on which messages between the ranks must lie."""
         return message_device(self.process_group, self.device)
 
 
 class Transaction(ABC):
-    """One rank's part of a move.
+    """Makes one rank's part of a move.
 
     Attributes:
         plan: a fingerprint of what must be alike on all ranks; ``plan_name`` says what that is, where it is not.
@@ -95,19 +95,19 @@ class Transaction(ABC):
     @property
     @abstractmethod
     def title(self) -> str:
-        """What moves, for errors."""
+        """Return what moves, in words of an error."""
 
     @property
     def needed_bytes(self) -> int:
-        """What must be free on the device."""
+        """Return the bytes that must be free on the device."""
         return self.new_bytes + self.transport.buffer_bytes
 
     def needs_descriptions(self, states: Sequence[float]) -> bool:
-        """Whether each rank must know what the others hold, given the ``state`` of all; the same on all ranks."""
+        """Return whether each rank must know what others hold, given the ``state`` of all; the same on all ranks."""
         return False
 
     def describe(self) -> str:
-        """What this rank holds or sends, for the other ranks."""
+        """Return a text of what this rank holds or sends, for the other ranks."""
         return ""
 
     @abstractmethod
@@ -127,7 +127,7 @@ class Transaction(ABC):
 
     @abstractmethod
     def carry_out(self) -> Exception | None:
-        """Send and receive everything, into the new tensors; returns the first failure.
+        """Send and receive everything, into the new tensors; return the first failure, None if there is none.
 
         After a failure the other messages travel all the same: ranks that live wait for them.
         """
@@ -137,7 +137,7 @@ class Transaction(ABC):
         """Put the new tensors in place of the old ones."""
 
     def figures(self, begin: float) -> dict[str, Any]:
-        """The attributes of a :class:`MoveReport` of a move that began at ``begin`` (``time.perf_counter()``)."""
+        """Return the attributes of a :class:`MoveReport` of a move begun at ``begin`` (``time.perf_counter()``)."""
         return {
             "seconds": time.perf_counter() - begin,
             "sent_bytes": self.transport.sent_bytes,

@@ -23,7 +23,7 @@ from zeroresize.resharding.unit_move import UnitMove, bytes_per_unit
 
 @dataclass(frozen=True, kw_only=True)
 class UnitMoveReport(MoveReport):
-    """What a move of units was on this rank: of parameters, gradients, master weights and optimizer state.
+    """Reports what a move of units was on this rank: of parameters, gradients, master weights and optimizer state.
 
     Attributes:
         num_units: of every kind that moved, how many changed owners in the whole group.
@@ -89,7 +89,7 @@ def move_units(
 
 
 def bytes_of_units(segments: Sequence[OwnedSegment], optimizer: object | None, rank: int = 0) -> int:
-    """Bytes of what a rank sends that gives away all units it has at even shares, without gradients.
+    """Return the bytes that a rank sends if it gives away all units it has at even shares, without gradients.
 
     Optimizer state counts once there is some.
 

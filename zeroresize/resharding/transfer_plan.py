@@ -1,4 +1,4 @@
-"""What must travel between two maps of owners, and from where: a pure function of plain numbers."""
+"""What must travel between two maps of owners, and from where, is a pure function of plain numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from zeroresize.plan.ownership import Indices, OwnershipMap
 
 
 def transfer_plan(before: OwnershipMap, after: OwnershipMap) -> dict[tuple[int, int], Indices]:
-    """Which units travel, by (source, destination): those that change owners and no others.
+    """Return which units travel, by (source, destination): those that change owners and no others.
 
     Every unit has one owner, so its source is no choice, and no plan sends less.
 

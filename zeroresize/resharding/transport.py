@@ -1,4 +1,4 @@
-"""Messages between the ranks of a group, round after round in bounded memory.
+"""Ranks of a group send each other messages, round after round in bounded memory.
 
 While one round travels, the next is packed. Every kind of move packs its own slices; how messages are laid out, posted,
 awaited and counted is the same for all. A pair of ranks has one message in a round. All messages of a round are posted
@@ -28,7 +28,7 @@ _ALIGNMENT = 16
 
 
 class RoundTransport(Generic[RoundT]):
-    """Sends and receives one rank's messages.
+    """Sends and receives one rank's messages of a move, round after round.
 
     Args:
         rounds: equally many on all ranks.
@@ -79,7 +79,7 @@ class RoundTransport(Generic[RoundT]):
         meanwhile: Callable[[], None] = lambda: None,
         over: Channel | None = None,
     ) -> list[Exception]:
-        """Send and receive the messages of all rounds; returns what failed.
+        """Send and receive the messages of all rounds, and return what failed.
 
         After a failure the other rounds are carried out all the same: ranks that live wait for each other's messages.
         The memory of messages stays until :meth:`free`, or until this object goes.

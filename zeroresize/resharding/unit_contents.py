@@ -1,4 +1,4 @@
-"""The parameters of a segment that hold units, each with all that travels with its units."""
+"""Each parameter of a segment that holds units has gradients and optimizer state that travel with the units."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zeroresize.resharding.parameter_state import Description, ParameterState, w
 
 
 class UnitContents:
-    """A parameter that holds units, with all that belongs to it on this rank.
+    """Holds a parameter of units, with all that belongs to it on this rank.
 
     Args:
         unit_tensor: where the parameter is.
@@ -60,6 +60,7 @@ class UnitContents:
 
     @property
     def name(self) -> str:
+        """Return the name of the parameter."""
         return self.unit_tensor.name
 
 

@@ -1,4 +1,4 @@
-"""One rank's part of a move of units: what it holds, sends, receives and puts in place."""
+"""Each rank has a part in a move of units: it holds, sends, receives and puts in place some of them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _ROUND_BYTES = 8 * 2**20
 
 
 class UnitMove(Transaction):
-    """A move of units on this rank.
+    """Moves units between ranks, as seen by this rank.
 
     Attributes:
         moving: the segments whose units change hands, each as (segment, before, after).
@@ -248,7 +248,13 @@ def _require_disjoint(by_segment: Sequence[Sequence[UnitContents]]) -> None:
 
 
 def bytes_per_unit(contents: UnitContents, description: Description, *, with_gradients: bool = True) -> int:
-    """What belongs to one unit in all tensors that are described."""
+    """Return the bytes of one unit in all tensors that are described.
+
+    Args:
+        contents: the parameter that holds the unit.
+        description: of the tensors that count.
+        with_gradients: whether gradients count, too.
+    """
     sizes = [
         dtype_of(dtype).itemsize
         for what, dtype in description.dtypes.items()

@@ -1,4 +1,4 @@
-"""Units packed into one message for each pair of ranks, in rounds of bounded memory.
+"""Units are packed into one message for each pair of ranks, in rounds of bounded memory.
 
 A **stack** is a tensor seen as [pre, blocks, units, inner]: ``pre`` the size of the dimensions before the one that
 holds units, ``inner`` the rows of one unit times the size of the dimensions after it.
@@ -24,7 +24,7 @@ _MOST_RUNS = 16
 
 @dataclass(frozen=True)
 class UnitSlice:
-    """Units of one of the moving segments that travel from a rank to another in one round.
+    """Names units of a moving segment that travel from one rank to another in one round.
 
     Attributes:
         segment: which of the moving segments.
@@ -40,7 +40,7 @@ UnitRound = Mapping[Pair, Sequence[UnitSlice]]
 
 
 def unit_rounds(plans: Sequence[Mapping[Pair, Indices]], unit_bytes: Sequence[int], max_bytes: int) -> list[UnitRound]:
-    """Rounds in each of which no rank sends and receives more than ``max_bytes`` together.
+    """Divide transfers into rounds, in each of which no rank sends and receives more than ``max_bytes`` together.
 
     A unit that is larger than that travels alone: then a rank has one unit in a round.
 
@@ -75,14 +75,14 @@ def unit_rounds(plans: Sequence[Mapping[Pair, Indices]], unit_bytes: Sequence[in
 
 
 def stack(tensor: Tensor, where: UnitTensor, num_units: int) -> Tensor:
-    """``tensor`` as [pre, blocks, units, inner]; a view of it if it is contiguous."""
+    """Return ``tensor`` as [pre, blocks, units, inner]; a view of it if it is contiguous."""
     shape, dim = tensor.shape, where.dim
     inner = where.rows * math.prod(shape[dim + 1 :])
     return tensor.reshape(math.prod(shape[:dim]), where.num_blocks, num_units, inner)
 
 
 def copy_units(target: Tensor, at: Indices, source: Tensor, of: Indices) -> None:
-    """Units ``of`` a source stack to the places ``at`` of a target stack; both ascending."""
+    """Copy the units ``of`` a source stack to the places ``at`` of a target stack; both ascending."""
     if not len(of):
         return
     ends = np.flatnonzero((np.diff(of) != 1) | (np.diff(at) != 1)) + 1
@@ -97,7 +97,7 @@ def copy_units(target: Tensor, at: Indices, source: Tensor, of: Indices) -> None
 
 @dataclass(frozen=True)
 class UnitStack:
-    """One tensor of a moving segment on this rank.
+    """Holds one tensor of a moving segment on this rank, before and after the move.
 
     Attributes:
         dtype: of it, on every rank.
@@ -111,7 +111,7 @@ class UnitStack:
     new: Tensor
 
     def part(self, message: Tensor, begin: int, num_units: int) -> Tensor:
-        """The stack of so many units that begins at a byte of a message."""
+        """Return a view of a message [bytes]: the stack of ``num_units`` units that begins at byte ``begin``."""
         pre, blocks, _, inner = self.new.shape
         size = pre * blocks * num_units * inner * self.dtype.itemsize
         return message[begin : begin + size].view(self.dtype).view(pre, blocks, num_units, inner)
@@ -120,7 +120,7 @@ class UnitStack:
 def parts_of(
     message: Tensor, slices: Sequence[UnitSlice], tensors: Sequence[UnitStack]
 ) -> list[tuple[UnitSlice, int, Tensor]]:
-    """Where everything lies in a message [bytes]: (unit_slice, which of the tensors, its stack), all of the message.
+    """Return where everything lies in a message [bytes]: (unit_slice, which of the tensors, its stack).
 
     Args:
         tensors: on every rank in one order, larger elements first, so that all lie aligned.

@@ -1,4 +1,4 @@
-"""Which units of its segments this rank owns, and how they change hands."""
+"""Each rank owns some units of its segments, which change hands as decisions want it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ALONE = DataParallelReplicas()
 
 @dataclass(frozen=True)
 class Move:
-    """Units that changed hands, as one rank saw it.
+    """Records units that changed hands, as one rank saw it.
 
     Attributes:
         before, after: shares by which units were divided.
@@ -99,21 +99,21 @@ class UnitsInForce:
 
     @property
     def home(self) -> tuple[float, ...]:
-        """The shares by which hosts shard."""
+        """Return the shares by which hosts shard: even ones."""
         return (1.0,) * self._num_ranks
 
     @property
     def is_home(self) -> bool:
-        """Whether every rank owns what its host gave it."""
+        """Return whether every rank owns what its host gave it."""
         return all(segment.owned.is_even for segment in self.segments)
 
     def are_away(self) -> bool:
-        """Whether some rank owns something else than its host gave it."""
+        """Return whether some rank owns something else than its host gave it."""
         return not self.is_home
 
     @property
     def owned(self) -> float:
-        """What this rank owns of the products, in units of a rank's at even shares."""
+        """Return what this rank owns of the products, as a multiple of what it owns at even shares."""
         by, owned = self._owned_by
         if by != self.shares:
             owned = owned_shares(self.shares, self.works)[self._rank]
@@ -122,7 +122,7 @@ class UnitsInForce:
 
     @property
     def num_units(self) -> dict[str, tuple[int, ...]]:
-        """How many units of every kind each rank owns, of all segments."""
+        """Return how many units of every kind each rank owns, of all segments."""
         counts: dict[str, tuple[int, ...]] = {}
         for segment in self.segments:
             known = counts.get(segment.kind, (0,) * self._num_ranks)
@@ -131,11 +131,11 @@ class UnitsInForce:
 
     @property
     def bytes_of_units(self) -> int:
-        """Bytes of the units of a rank at even shares, optimizer state included, as far as this rank has units."""
+        """Return the bytes of a rank's units at even shares, with optimizer state, as far as this rank has units."""
         return bytes_of_units(self.segments, self._optimizer, self._rank)
 
     def checked(self, shares: Any) -> tuple[float, ...]:
-        """``shares`` for :meth:`move`, or an error.
+        """Return ``shares`` as :meth:`move` takes them.
 
         Raises:
             ValueError: for shares that are negative, all zero, or not one a rank; or where no unit may change hands.
@@ -146,7 +146,7 @@ class UnitsInForce:
         return checked
 
     def agree(self) -> None:
-        """Where units of one rank cannot move or be divided, those of no rank can; collective.
+        """Agree that where units of one rank cannot move or be divided, those of no rank can; collective.
 
         Raises:
             ValueError: on every rank, if units are away though the optimizer does not let them be divided.
@@ -162,9 +162,10 @@ class UnitsInForce:
             raise ValueError(f"units are divided by the shares {list(self.shares)}: {self.why_not_divisible}")
 
     def gather_reasons(self, reason: str | None) -> str:
-        """Why some ranks cannot, this one for ``own`` if it is one of them; collective.
+        """Return why some ranks cannot do something; collective. Reasons of ranks of other replicas are not known.
 
-        Of ranks of other replicas that is not known.
+        Args:
+            reason: of this rank; None if it can.
         """
         devices = (one.parameter.device for segment in self.segments for one in segment.tensors)
         where = message_device(self._group, next(devices, torch.device("cpu")))
@@ -177,7 +178,7 @@ class UnitsInForce:
         return reasons[0] if reasons else "other ranks cannot; their errors tell why"
 
     def why_not_now(self) -> str | None:
-        """Why units may not move now, though they might at the start, as far as this rank knows."""
+        """Return why units may not move now, though they might at the start, as far as this rank knows."""
         return next(filter(None, (check() for check in self.checks)), None)
 
     def move(self, shares: Sequence[float]) -> Move | None:
@@ -246,12 +247,12 @@ class UnitsInForce:
             contents_of(segment, self._optimizer, self._rank)
 
     def forget_moves(self) -> None:
-        """What was moved so far has been told."""
+        """Empty :attr:`moves`, as those made so far have been reported."""
         self.moves = []
 
     @contextmanager
     def at_home(self) -> Iterator[None]:
-        """Every rank owns what its host gave it, for as long as this lasts; units go back after an error, too."""
+        """Bring all units home for as long as the block lasts; collective. They go back after an error, too."""
         away = self.shares
         self.move(self.home)
         try:
