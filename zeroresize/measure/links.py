@@ -1,4 +1,4 @@
-"""Seconds of messages between the ranks of a group, by their size: what moves of units, layers and strategies take."""
+"""Measure messages between the ranks of a group by their size: what moves of units, layers and strategies take."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INSTALLING_S = 0.05
 
 
 def measure_move_cost(process_group: ProcessGroup, device: torch.device, over: Channel | None = None) -> MoveCost:
-    """What a move between these ranks takes before any was made: its messages, and some seconds to install what came.
+    """Measure what a move between these ranks takes before any was made: its messages, and a moment to install them.
 
     Collective; arguments, result and errors are those of :func:`measure_messages`.
     """
@@ -29,7 +29,7 @@ def measure_move_cost(process_group: ProcessGroup, device: torch.device, over: C
 
 
 def measure_messages(process_group: ProcessGroup, device: torch.device, over: Channel | None = None) -> MoveCost:
-    """What messages between neighbouring ranks take, all ranks sending at once; collective.
+    """Measure what messages between neighbouring ranks take, all ranks sending at once; collective.
 
     Every rank sends to the next one while it receives from the one before, so links that ranks share count as shared,
     and the last rank sends to the first one.
@@ -39,8 +39,8 @@ def measure_messages(process_group: ProcessGroup, device: torch.device, over: Ch
         over: another transport between these ranks, of tensors on the CPU; None for the group itself.
 
     Returns:
-        Of the slowest rank, the same on all of them: seconds per byte, and of the smallest message. Nothing where there
-        is one rank only.
+        The seconds per byte and those of the smallest message, of the slowest rank, the same on all ranks; zeros where
+        there is one rank only.
 
     Raises:
         RuntimeError: if a rank does not come within the time limit of the group.

@@ -157,7 +157,7 @@ class StrategyBalancer:
 
     @property
     def in_force(self) -> tuple[Strategy, ...]:
-        """[G] the strategies of the ranges."""
+        """Return [G] the strategies of the ranges."""
         return self._decision.in_force
 
     def step(self, sequences: Sequence[Tensor]) -> StepReport:
@@ -193,12 +193,12 @@ class StrategyBalancer:
         return report
 
     def what_if(self) -> tuple[StragglerForecast, ...]:
-        """What each candidate would bring now, the first being to stay; empty before speeds are known."""
+        """Return what each candidate would bring now, the first being to stay; empty before speeds are known."""
         speeds = self._speeds.speeds()
         return () if speeds is None else self._decision.what_if(speeds)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learned and is owed; plain values, the same on every rank."""
+        """Return what was learned and is owed; plain values, the same on every rank."""
         return {"steps": self.steps, "speeds": self._speeds.state_dict(), "decision": self._decision.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
